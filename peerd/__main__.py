@@ -1,0 +1,5 @@
+"""`python -m peerd` is the same as the `peerd` command."""
+
+from peerd.cli import main
+
+main()

@@ -1,0 +1,61 @@
+"""The error tree. Type tells whose fault it is: ours, the user's, a peer's, or the network's.
+
+A decoder raises `ProtocolViolation`; the driver that knows the peer calls `blame(peer)` on it.
+"""
+
+from __future__ import annotations
+
+from peerd.core.ids import PeerId
+
+
+class PeerdError(Exception):
+    """Any failure that peerd names itself."""
+
+
+class ConfigError(PeerdError):
+    """The user gave something that cannot be used: says what, where, and what is allowed."""
+
+
+class LocalError(PeerdError):
+    """We misused one of our own parts: a bug, never a peer's doing."""
+
+
+class RemoteError(PeerdError):
+    """A peer failed us. `peer` is None until the driver that knows it fills it in."""
+
+    def __init__(self, message: str, peer: PeerId | None = None) -> None:
+        super().__init__(message)
+        self.peer = peer
+
+    def blame(self, peer: PeerId) -> RemoteError:
+        """Name the peer at fault; returns self, so that `raise error.blame(peer)` reads well."""
+        self.peer = self.peer or peer
+        return self
+
+    def __str__(self) -> str:
+        text = super().__str__()
+        return f"{text} (peer {self.peer.short})" if self.peer is not None else text
+
+
+class ProtocolViolation(RemoteError):
+    """What arrived breaks the protocol."""
+
+
+class Refused(RemoteError):
+    """The peer understood and said no; the message is its reason."""
+
+
+class Overloaded(RemoteError):
+    """The peer is busy; try again after `retry_after_s`."""
+
+    def __init__(self, message: str, retry_after_s: float, peer: PeerId | None = None) -> None:
+        super().__init__(message, peer)
+        self.retry_after_s = retry_after_s
+
+
+class Unreachable(RemoteError):
+    """No connection to the peer, or the connection was lost."""
+
+
+class TooSlow(RemoteError):
+    """The deadline passed before the peer answered."""

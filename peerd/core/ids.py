@@ -1,0 +1,89 @@
+"""Names of things: peers, points in the DHT space, requests.
+
+A `PeerId` is libp2p's: the identity multihash of the protobuf form of the Ed25519 public key, 38 bytes,
+shown in base58 as `12D3Koo...`. Its place in the DHT is the SHA-256 of these bytes. Hostile input:
+wrong length, another key type, text that is not base58.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from functools import cached_property
+
+import base58
+
+# Identity multihash (0x00), 36 bytes long (0x24), then protobuf: field 1 = Ed25519 (1), field 2 = 32 bytes.
+_PREFIX = bytes([0x00, 0x24, 0x08, 0x01, 0x12, 0x20])
+PEER_ID_BYTES = len(_PREFIX) + 32
+
+
+@dataclass(frozen=True, order=True)
+class PeerId:
+    """Who a peer is: its Ed25519 public key in libp2p's form."""
+
+    raw: bytes
+
+    def __post_init__(self) -> None:
+        if len(self.raw) != PEER_ID_BYTES or not self.raw.startswith(_PREFIX):
+            raise ValueError("a peer id is the 38-byte identity multihash of an Ed25519 public key")
+
+    @classmethod
+    def from_public_key(cls, public_key: bytes) -> PeerId:
+        """`public_key` is the raw 32-byte Ed25519 key."""
+        return cls(_PREFIX + public_key)
+
+    @classmethod
+    def parse(cls, text: str) -> PeerId:
+        """From base58 text; raises ValueError when it is not an Ed25519 peer id."""
+        if len(text) > 64:
+            raise ValueError("peer id text is too long")
+        return cls(base58.b58decode(text))
+
+    @property
+    def public_key(self) -> bytes:
+        """The raw 32-byte Ed25519 public key."""
+        return self.raw[len(_PREFIX) :]
+
+    @cached_property
+    def text(self) -> str:
+        return base58.b58encode(self.raw).decode()
+
+    @property
+    def short(self) -> str:
+        """The last eight characters: enough for a person to tell peers of a run apart."""
+        return "…" + self.text[-8:]
+
+    @cached_property
+    def key(self) -> Key:
+        """The peer's place in the DHT space."""
+        return Key(hashlib.sha256(self.raw).digest())
+
+    def __hash__(self) -> int:
+        return hash(self.raw)
+
+    def __str__(self) -> str:
+        return self.text
+
+    def __repr__(self) -> str:
+        return f"PeerId({self.short})"
+
+
+@dataclass(frozen=True, order=True, slots=True)
+class Key:
+    """A point in the 256-bit DHT space."""
+
+    raw: bytes
+
+    def __post_init__(self) -> None:
+        if len(self.raw) != 32:
+            raise ValueError("a DHT key has 32 bytes")
+
+    @classmethod
+    def of(cls, name: str) -> Key:
+        """The key of a name, such as `run/stage/0`."""
+        return cls(hashlib.sha256(name.encode()).digest())
+
+    def distance(self, other: Key) -> int:
+        """Xor distance of Kademlia."""
+        return int.from_bytes(self.raw, "big") ^ int.from_bytes(other.raw, "big")

@@ -1,0 +1,174 @@
+"""The run file's sections as typed values: what one run is, apart from how it is read from YAML.
+
+Every field has a unit in its name where it has one. `fingerprint` covers the sections that all peers of a run
+must share; `limits` and `access` are each peer's own. Values that are possible by type but senseless together
+are found by `check`, which returns every fault as (path, message).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Literal
+
+import msgspec
+
+FINGERPRINT_SECTIONS = ("run", "seed", "model", "pipeline", "optimizer", "batch", "averaging", "data")
+
+
+class Section(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """A section of the run file; an unknown key is an error."""
+
+
+class ModelSection(Section):
+    kind: str = "gpt"  # "gpt", or module:function in a local file
+    vocab: str = "bytes"  # "bytes", or the path of a tokenizers JSON file
+    d_model: int = 128
+    heads: int = 4
+    layers: int = 4  # over all stages together
+    share_layers: bool = False  # one layer's weights repeated inside a stage (ALBERT)
+    context: int = 128  # tokens of one sample
+    dtype: Literal["float32", "float64"] = "float32"
+
+
+class BoundarySection(Section):
+    code: Literal["none", "bf16", "fp16"] = "none"  # how activations and their gradients travel
+
+
+class PipelineSection(Section):
+    stages: int = 2
+    microbatch: int = 8  # samples
+    boundary: BoundarySection = BoundarySection()
+
+
+class OptimizerSection(Section):
+    name: Literal["sgd", "adamw", "lamb"] = "adamw"
+    lr: float = 1.0e-3
+    warmup_steps: int = 0
+    total_steps: int = 0  # global steps of the whole run; 0: no end, and no decay
+    decay: Literal["none", "linear", "cosine"] = "none"
+    final_lr_share: float = 0.1  # the learning rate at total_steps over `lr`
+    weight_decay: float = 0.0
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1.0e-8
+    momentum: float = 0.0  # sgd only
+    clip_norm: float = 0.0  # norm of one stage's gradient; 0: no clipping
+
+
+class BatchSection(Section):
+    target_samples: int = 32  # samples of one global step over the whole swarm
+
+
+class AveragingSection(Section):
+    part_bytes: int = 1 << 20  # size of one piece on the wire
+    sender_timeout_s: float = 10.0  # a member that is silent for longer leaves the round
+
+
+class DataSection(Section):
+    kind: Literal["text", "jsonl", "parquet"] = "text"
+    path: str = "stdlib"  # glob of files, or "stdlib": the sources of Python's standard library
+    field: str = "text"  # the field of a JSONL line, or the column of a Parquet file
+    shuffle_buffer: int = 10_000  # samples
+    holdout: float = 0.02  # share of the files kept for validation
+
+
+class EvaluateSection(Section):
+    every_steps: int = 20  # 0: never
+    samples: int = 64
+
+
+class CheckpointSection(Section):
+    every_steps: int = 50  # 0: only at the end
+    keep: int = 3
+
+
+class LimitsSection(Section):
+    microbatches_in_flight: int = 0  # of one trainer; 0: chosen from the number of stage peers
+
+
+class RunFile(Section):
+    """One run, as an organizer writes it."""
+
+    run: str
+    seed: int = 0
+    bootstrap: list[str] = msgspec.field(default_factory=list)
+    listen: list[str] = msgspec.field(default_factory=lambda: ["/ip4/0.0.0.0/tcp/0"])
+    model: ModelSection = ModelSection()
+    pipeline: PipelineSection = PipelineSection()
+    optimizer: OptimizerSection = OptimizerSection()
+    batch: BatchSection = BatchSection()
+    averaging: AveragingSection = AveragingSection()
+    data: DataSection = DataSection()
+    evaluate: EvaluateSection = EvaluateSection()
+    checkpoint: CheckpointSection = CheckpointSection()
+    limits: LimitsSection = LimitsSection()
+
+
+def shared_text(run: RunFile) -> bytes:
+    """The sections that all peers of a run share, as canonical JSON."""
+    tree = msgspec.to_builtins(run)
+    return msgspec.json.encode({name: tree[name] for name in FINGERPRINT_SECTIONS}, order="sorted")
+
+
+def fingerprint(run: RunFile) -> bytes:
+    """16 bytes that differ when any shared setting differs."""
+    return hashlib.sha256(shared_text(run)).digest()[:16]
+
+
+def first_difference(mine: bytes, theirs: bytes) -> str | None:
+    """Which key of two `shared_text`s differs, in words; None when they agree."""
+    return _difference(msgspec.json.decode(mine), msgspec.json.decode(theirs), "")
+
+
+def _difference(mine: object, theirs: object, path: str) -> str | None:
+    if isinstance(mine, dict) and isinstance(theirs, dict):
+        for key in sorted(mine.keys() | theirs.keys()):
+            found = _difference(mine.get(key), theirs.get(key), f"{path}.{key}" if path else key)
+            if found:
+                return found
+        return None
+    return None if mine == theirs else f"{path} is {mine!r} here and {theirs!r} there"
+
+
+def check(run: RunFile) -> list[tuple[str, str]]:
+    """Every senseless value as (path, what is wrong and what is allowed); empty when all is well."""
+    faults: list[tuple[str, str]] = []
+
+    def need(ok: bool, path: str, message: str) -> None:
+        if not ok:
+            faults.append((path, message))
+
+    m, p, o = run.model, run.pipeline, run.optimizer
+    need(0 < len(run.run) <= 64, "run", "must be 1 to 64 characters")
+    need(1 <= m.d_model <= 65536, "model.d_model", f"is {m.d_model}; allowed: 1 to 65536")
+    need(m.heads >= 1 and m.d_model % max(m.heads, 1) == 0, "model.heads", f"is {m.heads}; must divide d_model ({m.d_model})")
+    even = m.heads < 1 or (m.d_model // m.heads) % 2 == 0
+    need(even, "model.heads", "rotary positions need an even d_model / heads")
+    need(1 <= m.layers <= 10_000, "model.layers", f"is {m.layers}; allowed: 1 to 10000")
+    need(1 <= m.context <= 1 << 20, "model.context", f"is {m.context}; allowed: 1 to 1048576")
+    need(1 <= p.stages <= m.layers, "pipeline.stages", f"is {p.stages}; allowed: 1 to model.layers ({m.layers})")
+    need(1 <= p.microbatch <= 65536, "pipeline.microbatch", f"is {p.microbatch}; allowed: 1 to 65536")
+    whole = run.batch.target_samples >= 1 and p.microbatch >= 1 and run.batch.target_samples % p.microbatch == 0
+    need(whole, "batch.target_samples", f"is {run.batch.target_samples}; must be a multiple of pipeline.microbatch ({p.microbatch})")
+    need(o.lr > 0, "optimizer.lr", f"is {o.lr}; must be above 0")
+    need(o.warmup_steps >= 0, "optimizer.warmup_steps", f"is {o.warmup_steps}; must not be negative")
+    need(o.total_steps >= 0, "optimizer.total_steps", f"is {o.total_steps}; must not be negative")
+    need(o.decay == "none" or o.total_steps > o.warmup_steps, "optimizer.decay", "needs total_steps above warmup_steps")
+    need(0 <= o.final_lr_share <= 1, "optimizer.final_lr_share", f"is {o.final_lr_share}; allowed: 0 to 1")
+    need(o.weight_decay >= 0, "optimizer.weight_decay", f"is {o.weight_decay}; must not be negative")
+    need(0 <= o.beta1 < 1, "optimizer.beta1", f"is {o.beta1}; allowed: 0 up to (not including) 1")
+    need(0 <= o.beta2 < 1, "optimizer.beta2", f"is {o.beta2}; allowed: 0 up to (not including) 1")
+    need(o.eps > 0, "optimizer.eps", f"is {o.eps}; must be above 0")
+    need(0 <= o.momentum < 1, "optimizer.momentum", f"is {o.momentum}; allowed: 0 up to (not including) 1")
+    need(o.clip_norm >= 0, "optimizer.clip_norm", f"is {o.clip_norm}; must not be negative")
+    part = run.averaging.part_bytes
+    need(1024 <= part <= 4 << 20, "averaging.part_bytes", f"is {part}; allowed: 1024 to 4194304")
+    need(run.averaging.sender_timeout_s > 0, "averaging.sender_timeout_s", "must be above 0")
+    need(1 <= run.data.shuffle_buffer <= 10_000_000, "data.shuffle_buffer", "allowed: 1 to 10000000")
+    need(0 <= run.data.holdout < 1, "data.holdout", f"is {run.data.holdout}; allowed: 0 up to (not including) 1")
+    need(run.evaluate.every_steps >= 0, "evaluate.every_steps", "must not be negative")
+    need(1 <= run.evaluate.samples <= 1 << 20, "evaluate.samples", "allowed: 1 to 1048576")
+    need(run.checkpoint.every_steps >= 0, "checkpoint.every_steps", "must not be negative")
+    need(run.checkpoint.keep >= 1, "checkpoint.keep", f"is {run.checkpoint.keep}; must be at least 1")
+    need(0 <= run.limits.microbatches_in_flight <= 4096, "limits.microbatches_in_flight", "allowed: 0 to 4096")
+    return faults

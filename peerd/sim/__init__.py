@@ -1,0 +1,1 @@
+"""The simulated world: memory transport, network model, virtual clock, churn."""
