@@ -1,0 +1,1 @@
+"""Shared test equipment: pairs of machines, memory hosts, torch set-up."""
