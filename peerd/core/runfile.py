@@ -19,7 +19,7 @@ class Section(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=T
     """A section of the run file; an unknown key is an error."""
 
 
-class ModelSection(Section):
+class ModelSection(Section, frozen=True):
     kind: str = "gpt"  # "gpt", or module:function in a local file
     vocab: str = "bytes"  # "bytes", or the path of a tokenizers JSON file
     d_model: int = 128
@@ -30,17 +30,17 @@ class ModelSection(Section):
     dtype: Literal["float32", "float64"] = "float32"
 
 
-class BoundarySection(Section):
+class BoundarySection(Section, frozen=True):
     code: Literal["none", "bf16", "fp16"] = "none"  # how activations and their gradients travel
 
 
-class PipelineSection(Section):
+class PipelineSection(Section, frozen=True):
     stages: int = 2
     microbatch: int = 8  # samples
     boundary: BoundarySection = BoundarySection()
 
 
-class OptimizerSection(Section):
+class OptimizerSection(Section, frozen=True):
     name: Literal["sgd", "adamw", "lamb"] = "adamw"
     lr: float = 1.0e-3
     warmup_steps: int = 0
@@ -55,16 +55,16 @@ class OptimizerSection(Section):
     clip_norm: float = 0.0  # norm of one stage's gradient; 0: no clipping
 
 
-class BatchSection(Section):
+class BatchSection(Section, frozen=True):
     target_samples: int = 32  # samples of one global step over the whole swarm
 
 
-class AveragingSection(Section):
+class AveragingSection(Section, frozen=True):
     part_bytes: int = 1 << 20  # size of one piece on the wire
     sender_timeout_s: float = 10.0  # a member that is silent for longer leaves the round
 
 
-class DataSection(Section):
+class DataSection(Section, frozen=True):
     kind: Literal["text", "jsonl", "parquet"] = "text"
     path: str = "stdlib"  # glob of files, or "stdlib": the sources of Python's standard library
     field: str = "text"  # the field of a JSONL line, or the column of a Parquet file
@@ -72,21 +72,21 @@ class DataSection(Section):
     holdout: float = 0.02  # share of the files kept for validation
 
 
-class EvaluateSection(Section):
+class EvaluateSection(Section, frozen=True):
     every_steps: int = 20  # 0: never
     samples: int = 64
 
 
-class CheckpointSection(Section):
+class CheckpointSection(Section, frozen=True):
     every_steps: int = 50  # 0: only at the end
     keep: int = 3
 
 
-class LimitsSection(Section):
+class LimitsSection(Section, frozen=True):
     microbatches_in_flight: int = 0  # of one trainer; 0: chosen from the number of stage peers
 
 
-class RunFile(Section):
+class RunFile(Section, frozen=True):
     """One run, as an organizer writes it."""
 
     run: str
@@ -141,15 +141,17 @@ def check(run: RunFile) -> list[tuple[str, str]]:
     m, p, o = run.model, run.pipeline, run.optimizer
     need(0 < len(run.run) <= 64, "run", "must be 1 to 64 characters")
     need(1 <= m.d_model <= 65536, "model.d_model", f"is {m.d_model}; allowed: 1 to 65536")
-    need(m.heads >= 1 and m.d_model % max(m.heads, 1) == 0, "model.heads", f"is {m.heads}; must divide d_model ({m.d_model})")
+    divides = m.heads >= 1 and m.d_model % max(m.heads, 1) == 0
+    need(divides, "model.heads", f"is {m.heads}; must divide d_model ({m.d_model})")
     even = m.heads < 1 or (m.d_model // m.heads) % 2 == 0
     need(even, "model.heads", "rotary positions need an even d_model / heads")
     need(1 <= m.layers <= 10_000, "model.layers", f"is {m.layers}; allowed: 1 to 10000")
     need(1 <= m.context <= 1 << 20, "model.context", f"is {m.context}; allowed: 1 to 1048576")
     need(1 <= p.stages <= m.layers, "pipeline.stages", f"is {p.stages}; allowed: 1 to model.layers ({m.layers})")
     need(1 <= p.microbatch <= 65536, "pipeline.microbatch", f"is {p.microbatch}; allowed: 1 to 65536")
-    whole = run.batch.target_samples >= 1 and p.microbatch >= 1 and run.batch.target_samples % p.microbatch == 0
-    need(whole, "batch.target_samples", f"is {run.batch.target_samples}; must be a multiple of pipeline.microbatch ({p.microbatch})")
+    target = run.batch.target_samples
+    whole = target >= 1 and p.microbatch >= 1 and target % p.microbatch == 0
+    need(whole, "batch.target_samples", f"is {target}; must be a multiple of pipeline.microbatch ({p.microbatch})")
     need(o.lr > 0, "optimizer.lr", f"is {o.lr}; must be above 0")
     need(o.warmup_steps >= 0, "optimizer.warmup_steps", f"is {o.warmup_steps}; must not be negative")
     need(o.total_steps >= 0, "optimizer.total_steps", f"is {o.total_steps}; must not be negative")
