@@ -1,0 +1,68 @@
+"""The Role contract: what a plug-in is, and all that it may touch.
+
+A role is one class in one file: it serves calls, announces records and does its own work, through the
+`RoleContext` it is given. It sees nothing else of the daemon. The daemon builds it, runs `run` under a
+supervisor, asks `status` for people to read, and calls `leave` before it is cancelled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar, Protocol
+
+import trio
+
+from peerd.core.clock import Clock
+from peerd.core.runfile import RunFile
+from peerd.core.work import Worker
+from peerd.log import EventLog
+
+if TYPE_CHECKING:
+    from peerd.net.host import Host
+    from peerd.service.dht import Dht
+    from peerd.service.rpc import Rpc
+
+__all__ = ["EventLog", "Role", "RoleContext"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoleContext:
+    """Everything a role may use. `data_dir` is the role's own directory; it exists."""
+
+    run: RunFile | None  # None only for roles with `needs_run = False`
+    host: Host
+    rpc: Rpc
+    dht: Dht
+    clock: Clock
+    data_dir: Path
+    device: str  # "cpu", "cuda", "cuda:1"
+    seed: int
+    log: EventLog  # events carry the role's name
+    worker: Callable[[str], Worker]  # one worker per device, shared by all roles; its thread starts with the first job
+
+
+class Role(Protocol):
+    """One part that a peer plays in the swarm."""
+
+    name: ClassVar[str]  # as in the entry point group `peerd.roles`
+    needs_run: ClassVar[bool]  # whether it can't start without a run file
+
+    def __init__(self, ctx: RoleContext) -> None: ...
+
+    async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Serve and work. Calls `task_status.started()` when ready, or when it waits for something that `status`
+        names. Returning means the work is finished: when all roles have returned the daemon leaves and exits
+        with 0. An exception makes the supervisor build the role anew after a pause; `ConfigError` does not: it
+        stops the daemon with the message."""
+        ...
+
+    async def leave(self) -> None:
+        """Stop taking new work and hand in what is finished; called once before `run` is cancelled, under the
+        daemon's deadline (a few seconds)."""
+        ...
+
+    def status(self) -> dict[str, object]:
+        """Plain data for people and programs; `waits_for` is a sentence, or None when nothing is awaited."""
+        ...
