@@ -1,0 +1,122 @@
+"""From a role's name to its class: the entry point group `peerd.roles`, or `module:Class`.
+
+Nothing is scanned and nothing registers itself on import. A module is imported only when its role is asked for,
+so that `peerd backbone` never loads torch. An entry point whose module belongs to another distribution than the
+one that declared it is refused: some other package of the same name would be run in its place.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import importlib.util
+import json
+import os
+import sys
+from importlib.metadata import Distribution, EntryPoint, entry_points
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+from urllib.request import url2pathname
+
+from peerd.core.errors import ConfigError
+from peerd.log import clean
+from peerd.role import Role
+
+GROUP = "peerd.roles"
+
+
+def names() -> list[str]:
+    """The names of all installed roles, sorted."""
+    return sorted({point.name for point in entry_points(group=GROUP)})
+
+
+def load(text: str) -> type[Role]:
+    """The class behind a role's name or `module:Class`; ConfigError says why there is none."""
+    if ":" in text:
+        module, _, attribute = text.partition(":")
+        here = os.getcwd()
+        if here not in sys.path:  # a user's own file beside them, without any install
+            sys.path.append(here)
+        return _class(text, module, attribute)
+    point = next((p for p in entry_points(group=GROUP) if p.name == text), None)
+    if point is None:
+        raise ConfigError(_unknown(text))
+    refuse_foreign(point)
+    return _class(text, point.module, point.attr)
+
+
+def _unknown(text: str) -> str:
+    known = names()
+    if not known:
+        return (
+            f"role {clean(text)!r} is unknown: no roles are installed; install peerd with `pip install .`, "
+            "or name a role as module:Class"
+        )
+    near = difflib.get_close_matches(text, known, n=1)
+    hint = f"did you mean {near[0]}?" if near else f"allowed: {', '.join(known)}, or module:Class"
+    return f"role {clean(text)!r} is unknown; {hint}"
+
+
+def refuse_foreign(point: EntryPoint) -> None:
+    """Raise ConfigError unless the entry point's module belongs to the distribution that declared it."""
+    dist = point.dist
+    if dist is None:
+        raise ConfigError(f"role {point.name!r} was declared by no installed package")
+    package = point.module.partition(".")[0]
+    for module in (package, point.module):  # the package first: looking for a submodule would already run it
+        origin = _origin(module)
+        if origin is None:
+            raise ConfigError(f"role {point.name!r}: its module {module} is missing; install {dist.name} again")
+        if not _owns(dist, origin):
+            raise ConfigError(
+                f"role {point.name!r} of {dist.name} can't be loaded: another package provides the module {module} "
+                f"({origin}). Install {dist.name} in an environment of its own"
+            )
+
+
+def _origin(module: str) -> Path | None:
+    try:
+        spec = importlib.util.find_spec(module)
+    except ModuleNotFoundError:
+        return None
+    if spec is None:
+        return None
+    if spec.origin is not None:
+        return Path(spec.origin).resolve()
+    places = list(spec.submodule_search_locations or [])  # a package without __init__.py
+    return Path(places[0]).resolve() if places else None
+
+
+def _owns(dist: Distribution, origin: Path) -> bool:
+    root = _source_root(dist)
+    if root is not None:
+        return origin.is_relative_to(root)
+    recorded = dist.files or []
+    return any(Path(str(dist.locate_file(file))).resolve() == origin for file in recorded if file.suffix == ".py")
+
+
+def _source_root(dist: Distribution) -> Path | None:
+    """The source tree of an editable or in-place install; None for an ordinary one."""
+    if dist.read_text("RECORD") is None:
+        return Path(str(dist.locate_file(""))).resolve()  # metadata that lies beside its sources
+    told = json.loads(dist.read_text("direct_url.json") or "{}")
+    if not told.get("dir_info", {}).get("editable"):
+        return None
+    return Path(url2pathname(unquote(urlsplit(told["url"]).path))).resolve()
+
+
+def _class(text: str, module: str, attribute: str) -> type[Role]:
+    try:
+        found = getattr(importlib.import_module(module), attribute, None)
+    except ModuleNotFoundError as error:
+        if error.name is None or not (module == error.name or module.startswith(error.name + ".")):
+            raise ConfigError(f"role {clean(text)!r} needs the package {error.name}, which is not installed") from error
+        raise ConfigError(f"role {clean(text)!r}: there is no module {module}") from error
+    except (ImportError, SyntaxError, ValueError) as error:
+        raise ConfigError(f"role {clean(text)!r}: module {module} can't be loaded: {error}") from error
+    if not isinstance(found, type):
+        raise ConfigError(f"role {clean(text)!r}: module {module} has no class {attribute!r}")
+    missing = [name for name in ("name", "needs_run", "run", "leave", "status") if not hasattr(found, name)]
+    if missing:
+        raise ConfigError(f"role {clean(text)!r}: {attribute} is not a role; it lacks {', '.join(missing)}")
+    return found
