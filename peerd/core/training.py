@@ -1,0 +1,239 @@
+"""The messages by which stage peers and trainers make global steps together, and what each field may hold.
+
+One conductor (a peer of stage 0) keeps the ledger of the step under way: which microbatches make up the batch
+and who holds each one's gradient in each stage. Trainers and stage peers report to it by `sync` calls that wait
+for news; it closes the step by `prepare` (average inside each stage) and `commit` (step the optimizer) calls to
+the stage peers. Everything may be repeated: calls name microbatches, steps and attempts by id.
+A microbatch's `seq` is unique for its trainer (session in the upper bits); who the trainer is, the
+authenticated connection says.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+
+from peerd.core.messages import Message
+
+PeerText = Annotated[str, msgspec.Meta(max_length=64)]
+AddrText = Annotated[str, msgspec.Meta(max_length=512)]
+Seq = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
+StepNumber = Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
+StageNumber = Annotated[int, msgspec.Meta(ge=0, lt=10_000)]
+Term = Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
+Lineage = Annotated[bytes, msgspec.Meta(max_length=16)]
+MAX_MICROBATCHES = 16_384  # of one step; bounds every list below
+MAX_MEMBERS = 4_096
+
+Fingerprint = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
+
+
+class Mb(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, order=True):
+    """A microbatch's id: its trainer and the trainer's own number for it."""
+
+    trainer: PeerText
+    seq: Seq
+
+
+MbList = Annotated[list[Mb], msgspec.Meta(max_length=MAX_MICROBATCHES)]
+SeqList = Annotated[list[Seq], msgspec.Meta(max_length=MAX_MICROBATCHES)]
+
+
+class Position(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, order=True):
+    """Where a peer's parameters stand: the step, and which commit led there (differs after a split)."""
+
+    step: StepNumber
+    lineage: Lineage
+
+
+class MemberInfo(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A living stage peer as the conductor knows it."""
+
+    peer: PeerText
+    stage: StageNumber
+    addrs: Annotated[list[AddrText], msgspec.Meta(max_length=16)]
+    ready: bool  # holds the parameters of the current step and serves
+
+
+class MemberSync(Message, frozen=True):
+    """A stage peer's report to the conductor; the answer waits until something changed."""
+
+    run: Fingerprint
+    session: Seq
+    stage: StageNumber
+    position: Position
+    prepared: Position | None  # where a commit would lead, when an average lies ready
+    saved: Annotated[list[Position], msgspec.Meta(max_length=64)]  # checkpoints it could return to
+    held: MbList | None  # None: as reported before
+    counted: MbList  # what it contributed to the step before; only together with `held`
+    addrs: Annotated[list[AddrText], msgspec.Meta(max_length=16)]
+    since: float  # Unix time at which it joined the stage
+    term: Term  # the highest it has seen
+    seen: Annotated[int, msgspec.Meta(ge=0)]  # version of the membership it knows
+    wait_s: Annotated[float, msgspec.Meta(ge=0, le=60)]
+
+
+class MemberAnswer(Message, frozen=True):
+    term: Term
+    current: Position | None  # None while the conductor still gathers the members
+    complete: bool  # every stage has a ready peer
+    waits_for: Annotated[str, msgspec.Meta(max_length=400)]
+    resend: bool  # the conductor does not know this session: say what you hold
+    version: int
+    members: Annotated[list[MemberInfo], msgspec.Meta(max_length=MAX_MEMBERS)] | None  # None: as sent before
+
+
+class Done(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A microbatch of the calling trainer and who holds its gradient, stage by stage ("" where none does)."""
+
+    seq: Seq
+    holders: Annotated[list[PeerText], msgspec.Meta(max_length=10_000)]
+
+
+class TrainerSync(Message, frozen=True):
+    """A trainer's report; the answer waits until something changed for it."""
+
+    run: Fingerprint
+    step: StepNumber  # the step these microbatches belong to
+    open: SeqList  # begun or wished for, in the trainer's order of preference
+    done: Annotated[list[Done], msgspec.Meta(max_length=MAX_MICROBATCHES)]  # news since the last answer
+    seen: Annotated[int, msgspec.Meta(ge=0)]  # version of the view it has
+    seen_members: Annotated[int, msgspec.Meta(ge=0)]  # version of the membership it has
+    wait_s: Annotated[float, msgspec.Meta(ge=0, le=60)]
+
+
+class Redo(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A microbatch whose gradient a stage has lost: repeat it on that stage alone."""
+
+    seq: Seq
+    stage: StageNumber
+
+
+class TrainerAnswer(Message, frozen=True):
+    term: Term
+    step: StepNumber
+    taken: bool  # False: report `done` again later
+    admitted: SeqList  # all of this trainer's microbatches that count towards `step`
+    redo: Annotated[list[Redo], msgspec.Meta(max_length=MAX_MICROBATCHES)]
+    counted: SeqList  # those of this trainer that the step before averaged
+    evaluate: bool  # this trainer is the one to evaluate
+    complete: bool  # the run has made all its steps
+    waits_for: Annotated[str, msgspec.Meta(max_length=400)]
+    version: int
+    members_version: int
+    members: Annotated[list[MemberInfo], msgspec.Meta(max_length=MAX_MEMBERS)] | None
+
+
+class Prepare(Message, frozen=True):
+    """Average your stage's gradients of `step` with `group`; the answer comes when the mean lies ready."""
+
+    run: Fingerprint
+    term: Term
+    step: StepNumber
+    attempt: Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
+    lineage: Lineage  # of the step after the commit
+    group: Annotated[list[PeerText], msgspec.Meta(max_length=MAX_MEMBERS)]  # sorted; of the stage
+    assigned: MbList  # what this member contributes; anything else it holds must come out
+    samples: Annotated[int, msgspec.Meta(ge=1)]  # of the whole batch
+    timeout_s: Annotated[float, msgspec.Meta(gt=0, le=3600)]
+
+
+class Prepared(Message, frozen=True):
+    ok: bool
+    missing: MbList  # assigned, but not held here
+    lost: Annotated[list[PeerText], msgspec.Meta(max_length=MAX_MEMBERS)]  # members that failed this one
+
+
+class Commit(Message, frozen=True):
+    run: Fingerprint
+    term: Term
+    target: Position
+
+
+class Restore(Message, frozen=True):
+    """Return to a saved position: the swarm has no common newer one."""
+
+    run: Fingerprint
+    term: Term
+    target: Position
+
+
+class Moved(Message, frozen=True):
+    """The answer to commit and restore: where the member stands now."""
+
+    position: Position
+
+
+class Leave(Message, frozen=True):
+    """A peer says goodbye, so that nobody waits for it."""
+
+    run: Fingerprint
+
+
+class StageForward(Message, frozen=True):
+    """Input as the call's first frame; `step` None: an evaluation, at whatever step the stage is."""
+
+    run: Fingerprint
+    stage: StageNumber
+    step: StepNumber | None
+
+
+class StageLoss(Message, frozen=True):
+    """Inputs and targets as frames: the mean loss of the samples, at the last stage."""
+
+    run: Fingerprint
+    stage: StageNumber
+
+
+class StageBackward(Message, frozen=True):
+    """Inputs, then output gradients (targets at the last stage), as frames. Counts once per (step, seq)."""
+
+    run: Fingerprint
+    stage: StageNumber
+    step: StepNumber
+    seq: Seq
+    want_gradient: bool  # False when a lost gradient is redone and nobody needs the input's gradient
+
+
+class StageAnswer(Message, frozen=True):
+    """The output, or the input's gradient, as the answer's frame (none in the first stage's backward)."""
+
+    loss_sum: float = 0.0  # over samples; the last stage's backward and loss
+    service_s: float = 0.0  # seconds of computing, for routing
+
+
+class AverageKey(Message, frozen=True):
+    """One part of one averaging round, as the call's frame; the answer's frame is the sum of all members'."""
+
+    attempt: Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
+    part: Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
+
+
+class StateRequest(Message, frozen=True):
+    """Ask a donor for its state at its current position."""
+
+    run: Fingerprint
+    stage: StageNumber
+
+
+class StateTensor(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """One tensor of a state: what a receiver checks before it allocates or believes anything."""
+
+    name: Annotated[str, msgspec.Meta(max_length=512)]
+    dtype: Annotated[str, msgspec.Meta(max_length=16)]
+    shape: Annotated[list[int], msgspec.Meta(max_length=8)]
+    sha256: Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
+
+
+class StateManifest(Message, frozen=True):
+    position: Position
+    snapshot: Seq  # names the donor's frozen copy in the calls that fetch it
+    tensors: Annotated[list[StateTensor], msgspec.Meta(max_length=65_536)]
+
+
+class StatePiece(Message, frozen=True):
+    run: Fingerprint
+    snapshot: Seq
+    tensor: Annotated[int, msgspec.Meta(ge=0, lt=65_536)]
+    offset_bytes: Annotated[int, msgspec.Meta(ge=0)]

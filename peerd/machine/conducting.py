@@ -1,0 +1,95 @@
+"""What the conductor hears (events) and what it wants done (outputs): values only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from peerd.core.training import Done, Mb, Position
+
+
+@dataclass(frozen=True, slots=True)
+class MemberHello:
+    """A stage peer's first report in this session, or a new one after it moved by itself."""
+
+    peer: str
+    stage: int
+    session: int
+    position: Position
+    prepared: Position | None
+    saved: tuple[Position, ...]
+    held: frozenset[Mb]
+    counted: frozenset[Mb]  # what it contributed to the step before
+    addrs: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class MemberGone:
+    peer: str
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerReport:
+    peer: str
+    step: int
+    open: tuple[int, ...]
+    done: tuple[Done, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerGone:
+    peer: str
+
+
+@dataclass(frozen=True, slots=True)
+class PrepareEnded:
+    """A member's answer to SendPrepare; `ok` False with neither list: it could not be reached."""
+
+    peer: str
+    attempt: bytes
+    ok: bool
+    missing: tuple[Mb, ...] = ()
+    lost: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class MoveEnded:
+    """A member's answer to SendMove; None: it failed."""
+
+    peer: str
+    position: Position | None
+
+
+Event = MemberHello | MemberGone | TrainerReport | TrainerGone | PrepareEnded | MoveEnded
+
+
+@dataclass(frozen=True, slots=True)
+class SendPrepare:
+    peer: str
+    attempt: bytes
+    lineage: bytes
+    group: tuple[str, ...]
+    assigned: tuple[Mb, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CancelAttempt:
+    attempt: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class SendMove:
+    """Commit (the member has prepared `target`) or restore (it has saved it)."""
+
+    peer: str
+    target: Position
+    commit: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """Something a person may want to know."""
+
+    text: str
+
+
+Output = SendPrepare | CancelAttempt | SendMove | Note

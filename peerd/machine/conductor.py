@@ -1,0 +1,490 @@
+"""The conductor's decisions: who takes part, when the batch is whole, when every stage averages and steps.
+
+A step goes OPEN (microbatches are admitted and reported) -> CLOSING (each stage averages; a stage whose attempt
+fails tries again with the peers that are left) -> MOVING (every member commits) -> OPEN. A new conductor starts
+in GATHERING: it waits for the members, adopts what they hold, and moves them to the newest position that every
+stage can reach. All stages commit the same batch or none does. Decides only: no tensors, no sockets, no clock.
+A hostile member can stall a step by false reports until `ban_s` puts it aside; it cannot make a batch count twice.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from peerd.core.training import Mb, MemberInfo, Position, Redo
+from peerd.machine.conducting import (
+    CancelAttempt,
+    Event,
+    MemberGone,
+    MemberHello,
+    MoveEnded,
+    Note,
+    Output,
+    PrepareEnded,
+    SendMove,
+    SendPrepare,
+    TrainerGone,
+    TrainerReport,
+)
+from peerd.machine.ledger import Entry, Ledger
+
+START = Position(0, b"")  # where every peer begins: parameters are a pure function of the run's seed
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ConductorConfig:
+    """`microbatches` of one step; `total_steps` 0: no end. The rest: seconds of patience."""
+
+    stages: int
+    microbatches: int
+    total_steps: int = 0
+    gather_s: float = 1.5  # quiet time after the last new member before a new conductor decides
+    broken_s: float = 4.0  # how long a stage may be empty before an older common position is looked for
+    lease_s: float = 120.0  # how long a microbatch may stay unfinished
+    retry_s: float = 0.2  # before a failed attempt is repeated; doubles up to 5 s
+    ban_s: float = 15.0  # how long a member stays out that its stage-mates could not reach three times
+
+
+class Phase(Enum):
+    GATHERING = auto()
+    OPEN = auto()
+    CLOSING = auto()
+    MOVING = auto()
+    COMPLETE = auto()
+
+
+@dataclass(slots=True)
+class _Member:
+    stage: int
+    session: int
+    position: Position
+    prepared: Position | None
+    saved: frozenset[Position]
+    held: frozenset[Mb]
+    counted: frozenset[Mb]
+    addrs: tuple[str, ...]
+
+
+@dataclass(slots=True)
+class _StageClose:
+    attempt: bytes = b""  # empty: none under way
+    group: tuple[str, ...] = ()
+    waiting: set[str] = field(default_factory=set)
+    prepared: set[str] = field(default_factory=set)
+    settled: bool = False
+    failures: int = 0
+    not_before: float = 0.0
+
+
+class Conductor:
+    """See the module's header. Feed events with `handle`, time with `wake`; read answers from the views."""
+
+    def __init__(self, config: ConductorConfig, rng: random.Random, now: float) -> None:
+        self._config = config
+        self._rng = rng
+        self.phase = Phase.GATHERING
+        self.current: Position | None = None
+        self.ledger = Ledger(config.stages, config.microbatches)
+        self.version = 1  # of what trainers see
+        self.members_version = 1  # of what members see
+        self._members: dict[str, _Member] = {}
+        self._trainers: dict[str, tuple[int, ...]] = {}  # what each wishes to contribute
+        self._closing = [_StageClose() for _ in range(config.stages)]
+        self._target: Position | None = None  # where a close or a move leads
+        self._moving: set[str] = set()
+        self._counted: dict[str, list[int]] = {}
+        self._quiet_since = now
+        self._broken_since: float | None = None
+        self._accusations: Counter[str] = Counter()
+        self._banned: dict[str, float] = {}
+        self._out: list[Output] = []
+
+    # --- what drives it ---------------------------------------------------------------------------------------
+
+    def handle(self, now: float, event: Event) -> list[Output]:
+        """Take one event; returns what to do now."""
+        match event:
+            case MemberHello():
+                self._hello(now, event)
+            case MemberGone(peer):
+                self._member_gone(now, peer)
+            case TrainerReport():
+                self._report(now, event)
+            case TrainerGone(peer):
+                self._trainer_gone(peer)
+            case PrepareEnded():
+                self._prepare_ended(now, event)
+            case MoveEnded(peer, position):
+                self._move_ended(now, peer, position)
+        return self._advance(now)
+
+    def wake(self, now: float) -> list[Output]:
+        """Time passed."""
+        return self._advance(now)
+
+    def wake_at(self, now: float) -> float:
+        """When `wake` is due at the latest."""
+        due = now + 5.0
+        if self.phase is Phase.GATHERING:
+            due = min(due, self._quiet_since + self._config.gather_s)
+        if self._broken_since is not None:
+            due = min(due, self._broken_since + self._config.broken_s)
+        if self.phase is Phase.CLOSING:
+            due = min([due, *(c.not_before for c in self._closing if not c.settled and not c.attempt)])
+        return max(due, now + 0.01)
+
+    # --- what others may see ----------------------------------------------------------------------------------
+
+    def is_member(self, peer: str, session: int) -> bool:
+        member = self._members.get(peer)
+        return member is not None and member.session == session
+
+    def knows(self, peer: str, position: Position) -> bool:
+        """Is this where we believe the member to stand?"""
+        return self._members[peer].position == position
+
+    def members(self) -> list[MemberInfo]:
+        """Every living member, sorted by peer."""
+        return [
+            MemberInfo(peer, m.stage, list(m.addrs), self.current is not None and m.position == self.current)
+            for peer, m in sorted(self._members.items())
+        ]
+
+    def admitted(self, trainer: str) -> list[int]:
+        return self.ledger.of_trainer(trainer)
+
+    def redo(self, trainer: str) -> list[Redo]:
+        return self.ledger.redo(trainer, [c.settled for c in self._closing])
+
+    def counted(self, trainer: str, step: int) -> list[int]:
+        """The trainer's microbatches in the batch of `step`, when that is the step before the current one."""
+        if self.current is None or step + 1 != self.current.step:
+            return []
+        return self._counted.get(trainer, [])
+
+    def takes(self, step: int) -> bool:
+        """Are reports about microbatches of `step` taken now? If not, the trainer repeats them later."""
+        return self.current is not None and step == self.current.step and self.phase in (Phase.OPEN, Phase.CLOSING)
+
+    def evaluates(self, trainer: str) -> bool:
+        """One trainer evaluates: the first by name."""
+        return bool(self._trainers) and trainer == min(self._trainers)
+
+    def waits_for(self) -> str:
+        """Why no microbatch is admitted, or "" when the step is open."""
+        empty = [str(s) for s in range(self._config.stages) if not self._of_stage(s)]
+        if empty:
+            return f"stage {', '.join(empty)} has no peers"
+        if self.phase is Phase.GATHERING:
+            if self._best_position() is None:
+                return "no position that every stage can reach: a peer or a checkpoint with newer state is missing"
+            return "the conductor gathers the members"
+        lagging = [str(s) for s in range(self._config.stages) if not self._ready(s)]
+        if lagging and self.phase is Phase.OPEN:
+            return f"stage {', '.join(lagging)} has no peer with the current state"
+        return {Phase.CLOSING: "averaging", Phase.MOVING: "committing", Phase.COMPLETE: "the run is complete"}.get(
+            self.phase, ""
+        )
+
+    # --- members ----------------------------------------------------------------------------------------------
+
+    def _hello(self, now: float, hello: MemberHello) -> None:
+        if not 0 <= hello.stage < self._config.stages or self._banned.get(hello.peer, now) > now:
+            return
+        known = self._members.get(hello.peer)
+        if known is not None and (known.session != hello.session or known.stage != hello.stage):
+            self._member_gone(now, hello.peer)
+        self._members[hello.peer] = _Member(
+            hello.stage,
+            hello.session,
+            hello.position,
+            hello.prepared,
+            frozenset(hello.saved),
+            hello.held,
+            hello.counted,
+            hello.addrs,
+        )
+        self.ledger.keep_only(hello.peer, hello.stage, hello.held, now)
+        self._quiet_since = now
+        self.members_version += 1
+        self.version += 1
+
+    def _member_gone(self, now: float, peer: str) -> None:
+        member = self._members.pop(peer, None)
+        if member is None:
+            return
+        self.ledger.lose(peer, now)
+        close = self._closing[member.stage]
+        if close.attempt and peer in close.group:
+            self._cancel(close)
+        close.prepared.discard(peer)
+        if close.settled and not close.prepared:
+            self._closing[member.stage] = _StageClose()
+        self._moving.discard(peer)
+        self.members_version += 1
+        self.version += 1
+
+    def _of_stage(self, stage: int) -> list[str]:
+        return sorted(peer for peer, m in self._members.items() if m.stage == stage)
+
+    def _ready(self, stage: int) -> list[str]:
+        return [peer for peer in self._of_stage(stage) if self._members[peer].position == self.current]
+
+    # --- trainers ---------------------------------------------------------------------------------------------
+
+    def _report(self, now: float, report: TrainerReport) -> None:
+        self._trainers[report.peer] = report.open
+        if not self.takes(report.step):
+            return
+        for done in report.done:
+            self._take_done(now, Mb(report.peer, done.seq), done.holders)
+        begun = {*report.open, *(done.seq for done in report.done)}
+        # What the trainer no longer names and never finished, it has given up.
+        self._drop_where(lambda mb, e: mb.trainer == report.peer and not e.done and mb.seq not in begun)
+
+    def _take_done(self, now: float, mb: Mb, holders: list[str]) -> None:
+        if len(holders) != self._config.stages or not self.ledger.admit(mb, now):
+            return
+        self.ledger.entries[mb].done = True
+        for stage, holder in enumerate(holders):
+            if self._closing[stage].settled:
+                continue
+            if holder in self._ready(stage):
+                self.ledger.hold(mb, stage, holder)
+            else:
+                self.ledger.unhold(mb, stage, now)
+        self.version += 1
+
+    def _trainer_gone(self, peer: str) -> None:
+        self._trainers.pop(peer, None)
+        self.version += 1
+
+    def _drop_where(self, unwanted: Callable[[Mb, Entry], bool]) -> None:
+        if self.ledger.drop_where(unwanted):
+            self._reopen()
+            self.version += 1
+
+    def _drop_dead(self, now: float) -> None:
+        """Let go of what nobody can finish: its trainer is gone, or it took far too long."""
+        settled = [c.settled for c in self._closing]
+
+        def dead(mb: Mb, entry: Entry) -> bool:
+            late = now - entry.since > self._config.lease_s
+            return self.ledger.is_missing(mb, settled) and (mb.trainer not in self._trainers or late)
+
+        self._drop_where(dead)
+
+    def _admit_wishes(self, now: float) -> None:
+        assert self.current is not None
+        for name, wishes in sorted(self._trainers.items()):
+            for seq in wishes:
+                if self.ledger.full:
+                    return
+                if Mb(name, seq) not in self.ledger.entries and seq not in self._counted.get(name, ()):
+                    self.ledger.admit(Mb(name, seq), now)
+                    self.version += 1
+
+    # --- phases -----------------------------------------------------------------------------------------------
+
+    def _advance(self, now: float) -> list[Output]:
+        if self.phase is Phase.GATHERING and now >= self._quiet_since + self._config.gather_s:
+            self._decide_position(now)
+        if self.phase is Phase.MOVING and not self._moving:
+            self._arrive(now)
+        if self.phase in (Phase.OPEN, Phase.CLOSING):
+            self._watch_for_empty_stages(now)
+        if self.phase in (Phase.OPEN, Phase.CLOSING):
+            self._drop_dead(now)
+        if self.phase is Phase.OPEN and all(self._ready(s) for s in range(self._config.stages)):
+            self._admit_wishes(now)
+            if self.ledger.complete([False] * self._config.stages):
+                self._begin_close()
+        if self.phase is Phase.CLOSING:
+            self._run_close(now)
+        out, self._out = self._out, []
+        return out
+
+    def _watch_for_empty_stages(self, now: float) -> None:
+        if all(self._ready(s) for s in range(self._config.stages)):
+            self._broken_since = None
+        elif self._broken_since is None:
+            self._broken_since = now
+        elif now - self._broken_since >= self._config.broken_s and self._best_position() is not None:
+            self._out.append(Note("a stage has lost the current state: looking for an older common position"))
+            self._broken_since = None
+            self._reopen()
+            self.phase, self._quiet_since = Phase.GATHERING, now
+
+    def _best_position(self) -> Position | None:
+        """The newest position that every stage can reach: held, prepared or saved by one of its peers."""
+        reach: list[set[Position]] = [set() for _ in range(self._config.stages)]
+        holders: Counter[Position] = Counter()
+        for _, member in sorted(self._members.items()):
+            at_hand = {member.position, *member.saved, *([member.prepared] if member.prepared else [])}
+            reach[member.stage] |= at_hand
+            holders[member.position] += 1
+        common = set.intersection(*reach)
+        # Parameters of step 0 can always be made again: never fall back to them while someone is further.
+        if any(m.position.step > 0 for m in self._members.values()):
+            common.discard(START)
+        return max(common, key=lambda p: (p.step, holders[p], p.lineage), default=None)
+
+    def _decide_position(self, now: float) -> None:
+        target = self._best_position()
+        if target is None:
+            return
+        if target != self.current:
+            self.ledger.clear()
+            self._counted = self._counted_before(target)
+        self._target = target
+        self._moving = set()
+        for peer, member in sorted(self._members.items()):
+            if member.position != target and (target == member.prepared or target in member.saved):
+                self._moving.add(peer)
+                self._out.append(SendMove(peer, target, commit=target == member.prepared))
+        self.phase = Phase.MOVING
+        self._out.append(Note(f"the swarm stands at step {target.step}"))
+
+    def _arrive(self, now: float) -> None:
+        """Every member that could has reached the target."""
+        assert self._target is not None
+        if self.ledger.entries and self.current != self._target:
+            self._counted = _by_trainer(self.ledger.entries)
+            self.ledger.clear()
+        self.current, self._target = self._target, None
+        self._closing = [_StageClose() for _ in range(self._config.stages)]
+        self._accusations.clear()
+        for _, member in sorted(self._members.items()):
+            self._adopt(now, member)
+        total = self._config.total_steps
+        self.phase = Phase.COMPLETE if total and self.current.step >= total else Phase.OPEN
+        self._broken_since = None
+        self.version += 1
+        self.members_version += 1
+
+    def _counted_before(self, target: Position) -> dict[str, list[int]]:
+        """The batch that led to `target`, from what the members remember of it."""
+        batch: set[Mb] = set()
+        for member in self._members.values():
+            if member.position == target:
+                batch |= member.counted
+            elif member.prepared == target:
+                batch |= member.held
+        return _by_trainer(sorted(batch))
+
+    def _adopt(self, now: float, member: _Member) -> None:
+        """After a change of conductor: count what is held in every stage already."""
+        if member.stage != 0 or member.position != self.current:
+            return
+        stages = range(self._config.stages)
+        for mb in sorted(member.held):
+            holders = [next((p for p in self._ready(s) if mb in self._members[p].held), None) for s in stages]
+            if all(holders) and mb not in self.ledger.entries and self.ledger.admit(mb, now):
+                self.ledger.entries[mb].done = True
+                for stage, holder in enumerate(holders):
+                    self.ledger.hold(mb, stage, holder or "")
+
+    # --- closing ----------------------------------------------------------------------------------------------
+
+    def _begin_close(self) -> None:
+        assert self.current is not None
+        self._target = Position(self.current.step + 1, self._rng.randbytes(8))
+        self._closing = [_StageClose() for _ in range(self._config.stages)]
+        self.phase = Phase.CLOSING
+        self.members_version += 1
+
+    def _reopen(self) -> None:
+        """The batch is not whole any more: forget every mean."""
+        if self.phase is Phase.CLOSING:
+            for close in self._closing:
+                self._cancel(close)
+            self._closing = [_StageClose() for _ in range(self._config.stages)]
+            self._target = None
+            self.phase = Phase.OPEN
+            self.version += 1
+
+    def _cancel(self, close: _StageClose) -> None:
+        if close.attempt:
+            self._out.append(CancelAttempt(close.attempt))
+            close.attempt = b""
+
+    def _run_close(self, now: float) -> None:
+        for stage, close in enumerate(self._closing):
+            if close.settled or close.attempt or now < close.not_before or self.ledger.missing[stage]:
+                continue
+            group = self._ready(stage)
+            if group and self.ledger.full:
+                self._start_attempt(stage, close, tuple(group))
+        if all(close.settled for close in self._closing) and self.ledger.full:
+            self._commit()
+
+    def _start_attempt(self, stage: int, close: _StageClose, group: tuple[str, ...]) -> None:
+        assert self._target is not None
+        close.attempt, close.group = self._rng.randbytes(16), group
+        close.waiting, close.prepared = set(group), set()
+        assigned = self.ledger.assigned(stage, group)
+        for peer in group:
+            self._out.append(SendPrepare(peer, close.attempt, self._target.lineage, group, tuple(assigned[peer])))
+
+    def _prepare_ended(self, now: float, end: PrepareEnded) -> None:
+        close = next((c for c in self._closing if c.attempt and c.attempt == end.attempt), None)
+        if close is None or end.peer not in close.waiting:
+            return
+        close.waiting.discard(end.peer)
+        if end.ok:
+            close.prepared.add(end.peer)
+            if not close.waiting:
+                close.settled, close.attempt = True, b""
+            return
+        stage = self._closing.index(close)
+        for mb in end.missing:
+            entry = self.ledger.entries.get(mb)
+            if entry is not None and entry.holders[stage] == end.peer:
+                self.ledger.unhold(mb, stage, now)
+        self._cancel(close)
+        close.not_before = now + min(5.0, self._config.retry_s * 2**close.failures)
+        close.failures += 1
+        self.version += 1
+        self._accuse(now, end)
+
+    def _accuse(self, now: float, end: PrepareEnded) -> None:
+        """A member that its stage-mates cannot reach three times is put aside, even if we can reach it."""
+        suspects = end.lost or (() if end.missing else (end.peer,))
+        for peer in suspects:
+            self._accusations[peer] += 1
+            if self._accusations[peer] >= 3 and peer in self._members:
+                self._out.append(Note(f"peer …{peer[-8:]} failed three averaging attempts and is put aside"))
+                self._banned[peer] = now + self._config.ban_s
+                del self._accusations[peer]
+                self._member_gone(now, peer)
+
+    def _commit(self) -> None:
+        assert self._target is not None
+        self.phase = Phase.MOVING
+        self._moving = set()
+        for close in self._closing:
+            for peer in sorted(close.prepared):
+                self._moving.add(peer)
+                self._out.append(SendMove(peer, self._target, commit=True))
+
+    def _move_ended(self, now: float, peer: str, position: Position | None) -> None:
+        if peer not in self._moving:
+            return
+        member = self._members[peer]
+        self._moving.discard(peer)
+        if position is None or position != self._target:
+            self._member_gone(now, peer)
+            return
+        member.position, member.prepared = position, None
+        member.counted, member.held = member.held, frozenset()
+
+
+def _by_trainer(batch: Iterable[Mb]) -> dict[str, list[int]]:
+    found: dict[str, list[int]] = {}
+    for mb in batch:
+        found.setdefault(mb.trainer, []).append(mb.seq)
+    return found

@@ -1,0 +1,131 @@
+"""Which microbatches make up the step under way, and which peer holds each one's gradient in each stage.
+
+Pure bookkeeping for the conductor: no time-outs, no peers' liveness. Invariants (`check`): never more entries
+than the batch has microbatches; `missing[s]` names exactly the entries without a holder in stage s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from peerd.core.training import Mb, Redo
+
+NOBODY = ""
+
+
+@dataclass(slots=True)
+class Entry:
+    """One admitted microbatch."""
+
+    holders: list[str]
+    since: float  # when it was admitted, or last lost a gradient
+    done: bool = False  # its trainer has finished all its stages at least once
+
+
+@dataclass(slots=True)
+class Ledger:
+    """`capacity` microbatches make a batch; each needs a holder in every one of `stages` stages."""
+
+    stages: int
+    capacity: int
+    entries: dict[Mb, Entry] = field(default_factory=dict)
+    missing: list[set[Mb]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.missing = [set() for _ in range(self.stages)]
+
+    def clear(self) -> None:
+        self.entries.clear()
+        for lacking in self.missing:
+            lacking.clear()
+
+    @property
+    def full(self) -> bool:
+        return len(self.entries) >= self.capacity
+
+    def admit(self, mb: Mb, now: float) -> bool:
+        """Count `mb` towards the batch; False when the batch is full. Harmless when repeated."""
+        if mb in self.entries:
+            return True
+        if self.full:
+            return False
+        self.entries[mb] = Entry([NOBODY] * self.stages, now)
+        for lacking in self.missing:
+            lacking.add(mb)
+        return True
+
+    def hold(self, mb: Mb, stage: int, holder: str) -> None:
+        """`holder` has accumulated `mb` in `stage`; a later report replaces an earlier one."""
+        self.entries[mb].holders[stage] = holder
+        self.missing[stage].discard(mb)
+
+    def unhold(self, mb: Mb, stage: int, now: float) -> None:
+        """Nobody holds `mb` in `stage` any more."""
+        entry = self.entries.get(mb)
+        if entry is not None and entry.holders[stage] != NOBODY:
+            entry.holders[stage] = NOBODY
+            entry.since = now
+            self.missing[stage].add(mb)
+
+    def lose(self, peer: str, now: float) -> None:
+        """All that `peer` held is lost."""
+        for mb, entry in self.entries.items():
+            for stage, holder in enumerate(entry.holders):
+                if holder == peer:
+                    self.unhold(mb, stage, now)
+
+    def keep_only(self, peer: str, stage: int, held: frozenset[Mb], now: float) -> None:
+        """`peer` says what it holds in `stage`: anything else that was credited to it is lost."""
+        for mb, entry in self.entries.items():
+            if entry.holders[stage] == peer and mb not in held:
+                self.unhold(mb, stage, now)
+
+    def drop(self, mb: Mb) -> None:
+        """`mb` does not count any more; its place in the batch is free."""
+        if self.entries.pop(mb, None) is not None:
+            for lacking in self.missing:
+                lacking.discard(mb)
+
+    def drop_where(self, unwanted: Callable[[Mb, Entry], bool]) -> list[Mb]:
+        """Drop every entry that `unwanted` picks; returns them in order of admission."""
+        gone = [mb for mb, entry in self.entries.items() if unwanted(mb, entry)]
+        for mb in gone:
+            self.drop(mb)
+        return gone
+
+    def complete(self, settled: Sequence[bool]) -> bool:
+        """Is the batch full and held everywhere? Stages that are `settled` have their mean already."""
+        return self.full and all(ready or not lacking for ready, lacking in zip(settled, self.missing, strict=True))
+
+    def is_missing(self, mb: Mb, settled: Sequence[bool]) -> bool:
+        """Does some stage still need `mb`?"""
+        return any(not ready and mb in lacking for ready, lacking in zip(settled, self.missing, strict=True))
+
+    def of_trainer(self, trainer: str) -> list[int]:
+        """The trainer's microbatches in this batch, in order of admission."""
+        return [mb.seq for mb in self.entries if mb.trainer == trainer]
+
+    def redo(self, trainer: str, settled: Sequence[bool]) -> list[Redo]:
+        """What the trainer has to repeat, because a peer that held it is gone."""
+        found = [
+            Redo(mb.seq, stage)
+            for stage, lacking in enumerate(self.missing)
+            if not settled[stage]
+            for mb in lacking
+            if mb.trainer == trainer and self.entries[mb].done
+        ]
+        return sorted(found, key=lambda redo: (redo.seq, redo.stage))
+
+    def assigned(self, stage: int, group: Iterable[str]) -> dict[str, list[Mb]]:
+        """What each member of the stage contributes, sorted, so that every repeat says the same."""
+        parts: dict[str, list[Mb]] = {peer: [] for peer in group}
+        for mb in sorted(self.entries):
+            parts[self.entries[mb].holders[stage]].append(mb)
+        return parts
+
+    def check(self) -> None:
+        """Raise AssertionError when an invariant is broken."""
+        assert len(self.entries) <= self.capacity
+        for stage, lacking in enumerate(self.missing):
+            assert lacking == {mb for mb, entry in self.entries.items() if entry.holders[stage] == NOBODY}
