@@ -1,0 +1,192 @@
+"""One stage of the model at work: forward, backward with recomputation, accumulation, optimizer step, state.
+
+All methods are synchronous; callers run them on a Worker, one at a time. Sums are over samples: the accumulator
+holds the gradient of the sum over samples of each sample's mean loss, so what peers hold can be added up and divided
+by the number of samples once. A negative sign takes a microbatch out again by computing it again.
+
+Invariants: inputs are checked before anything is changed, and nothing is added to the accumulator unless the whole
+backward pass came out finite, so a bad microbatch leaves the stage as it was. ValueError says in words what is wrong
+(the caller makes a refusal of it). On the CPU equal inputs give equal bits: inputs that do not start at a whole cache
+line are copied, since a matrix product may sum in another order there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from peerd.compute.model import DTYPES, build
+from peerd.compute.optim import Layout, Optimizer, moment_names
+from peerd.compute.tensors import state_digest
+from peerd.compute.tokens import load_vocabulary
+from peerd.core.runfile import RunFile
+
+_CACHE_LINE_BYTES: Final = 64
+
+
+class StageModule:
+    """Stage number `stage` of the run on `device`. Shapes: B samples, L tokens, D d_model, V vocabulary."""
+
+    def __init__(self, run: RunFile, stage: int, device: str = "cpu") -> None:
+        """Starting parameters depend on (run.seed, names) alone; ConfigError when the run has no such stage."""
+        self.run = run
+        self.stage = stage
+        self.device = torch.device(device)
+        self.dtype = DTYPES[run.model.dtype]
+        self.first = stage == 0
+        self.last = stage == run.pipeline.stages - 1
+        self.step = 0  # global steps applied
+        self._vocab = load_vocabulary(run.model.vocab).size
+        self._piece = build(run, [stage]).to(self.device)
+        named = dict(self._piece.named_parameters())
+        self.layout = Layout(tuple(named), tuple(parameter.shape for parameter in named.values()))
+        self._parameters = list(named.values())
+        self._flat = torch.cat([p.detach().reshape(-1) for p in self._parameters]) if named else self._zeros(0)
+        for parameter, view in zip(self._parameters, self.layout.views(self._flat), strict=True):
+            parameter.data = view
+        self._sum = self._zeros(self.layout.count)
+        self._sum_views = self.layout.views(self._sum)
+        self._optimizer = Optimizer(run.optimizer, self.layout, self._flat)
+
+    @torch.no_grad()
+    def forward(self, x: Tensor) -> Tensor:
+        """First stage: int64 [B, L]; others [B, L, D]. Gives [B, L, D]; the last stage gives logits [B, L, V]."""
+        y: Tensor = self._piece(self._input(x))
+        return y
+
+    @torch.no_grad()
+    def loss(self, x: Tensor, targets: Tensor) -> float:
+        """Of the last stage: mean over samples of the mean over tokens of the cross-entropy, in nats."""
+        x = self._input(x)
+        return float(self._loss_sum(x, self._targets(targets, x))) / x.shape[0]
+
+    def backward(self, x: Tensor, grad_or_targets: Tensor, sign: float = 1.0) -> tuple[Tensor | None, float]:
+        """Compute forward again, add `sign` times the gradient of the loss sum to the accumulator.
+
+        `grad_or_targets`: d(loss sum)/d(output) [B, L, D], or int64 targets [B, L] in the last stage. Returns
+        d(loss sum)/dx (without the sign; None in the first stage) and the loss sum over samples (last stage, else 0).
+        """
+        x = self._input(x)
+        inputs = [] if self.first else [x.requires_grad_()]
+        if self.last:
+            output, seed = self._loss_sum(x, self._targets(grad_or_targets, x)), None
+        else:
+            seed = self._gradient_of_output(grad_or_targets, x)
+            output = self._piece(x)
+        gradients = torch.autograd.grad(output, [*self._parameters, *inputs], seed, materialize_grads=True)
+        _need_finite("the gradient of this microbatch", *gradients)
+        for total, gradient in zip(self._sum_views, gradients, strict=False):
+            total.add_(gradient, alpha=sign)
+        return (None if self.first else gradients[-1]), (float(output.detach()) if self.last else 0.0)
+
+    def gradient(self) -> Tensor:
+        """A copy of the accumulator, flat [layout.count]."""
+        return self._sum.clone()
+
+    def apply(self, mean_gradient: Tensor) -> None:
+        """One optimizer step with a flat mean gradient; the step goes up by one and the accumulator is cleared."""
+        _need("the mean gradient", mean_gradient, self._flat.shape, self.dtype)
+        _need_finite("the mean gradient", mean_gradient)
+        self._optimizer.update(self._flat, mean_gradient.to(self.device, copy=True), self.step)
+        self.step += 1
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget what was accumulated."""
+        self._sum.zero_()
+
+    def state(self) -> dict[str, Tensor]:
+        """Copies on the CPU of all that is needed to go on bit for bit from a step's end (not the accumulator)."""
+        return {name: tensor.detach().clone().cpu() for name, tensor in self._state_views().items()}
+
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        """Take over a state and clear the accumulator; ValueError, before any change, says what does not fit."""
+        mine = self._state_views()
+        _need_same_names(mine.keys(), state.keys())
+        for name, tensor in mine.items():
+            _need(name, state[name], tensor.shape, tensor.dtype)
+            if tensor.is_floating_point():
+                _need_finite(name, state[name])
+        if int(state["step"]) < 0:
+            raise ValueError(f"step is {int(state['step'])}; it must not be negative")
+        with torch.no_grad():
+            for name, tensor in mine.items():
+                tensor.copy_(state[name])
+        self.step = int(state["step"])
+        self.clear()
+
+    def digest(self) -> bytes:
+        """32-byte hash of `state()`: equal digests mean equal bits."""
+        return state_digest(self._state_views())
+
+    def _state_views(self) -> dict[str, Tensor]:
+        """Name to the live tensor itself; `step` is a copy."""
+        views = {f"param/{name}": v for name, v in zip(self.layout.names, self.layout.views(self._flat), strict=True)}
+        for moment in moment_names(self.run.optimizer):
+            parts = self.layout.views(self._optimizer.moments[moment])
+            views |= {f"opt/{name}/{moment}": v for name, v in zip(self.layout.names, parts, strict=True)}
+        return views | {"step": torch.tensor(self.step, dtype=torch.int64)}
+
+    def _loss_sum(self, x: Tensor, targets_BL: Tensor) -> Tensor:
+        """Sum over samples of the mean over tokens of the cross-entropy."""
+        logits_BLV = self._piece(x)
+        return F.cross_entropy(logits_BLV.flatten(0, 1), targets_BL.flatten(), reduction="sum") / targets_BL.shape[1]
+
+    def _input(self, x: Tensor) -> Tensor:
+        """`x` checked, on the device, detached from whoever made it."""
+        context, width = self.run.model.context, self.run.model.d_model
+        if x.ndim != (2 if self.first else 3) or x.shape[0] < 1 or not 1 <= x.shape[1] <= context:
+            form = "[samples, tokens]" if self.first else f"[samples, tokens, {width}]"
+            raise ValueError(f"stage {self.stage} takes {form} with up to {context} tokens, not {list(x.shape)}")
+        if self.first:
+            return self._tokens("the input", x, x.shape)
+        return self._floats("the input", x, torch.Size([*x.shape[:2], width]))
+
+    def _targets(self, targets: Tensor, x: Tensor) -> Tensor:
+        if not self.last:
+            raise ValueError(f"stage {self.stage} is not the last stage: it takes no targets")
+        return self._tokens("the targets", targets, x.shape[:2])
+
+    def _gradient_of_output(self, gradient: Tensor, x: Tensor) -> Tensor:
+        return self._floats("the output's gradient", gradient, torch.Size([*x.shape[:2], self.run.model.d_model]))
+
+    def _tokens(self, what: str, tokens: Tensor, shape: torch.Size) -> Tensor:
+        _need(what, tokens, shape, torch.int64)
+        low, high = int(tokens.min()), int(tokens.max())
+        if low < 0 or high >= self._vocab:
+            raise ValueError(f"{what} has token {low if low < 0 else high}; the vocabulary is 0 to {self._vocab - 1}")
+        return tokens.detach().to(self.device)
+
+    def _floats(self, what: str, values: Tensor, shape: torch.Size) -> Tensor:
+        _need(what, values, shape, self.dtype)
+        _need_finite(what, values)
+        values = values.detach().to(self.device).contiguous()
+        return values.clone() if values.data_ptr() % _CACHE_LINE_BYTES else values
+
+    def _zeros(self, count: int) -> Tensor:
+        return torch.zeros(count, dtype=self.dtype, device=self.device)
+
+
+def _need(what: str, tensor: Tensor, shape: torch.Size, dtype: torch.dtype) -> None:
+    if tensor.shape != shape or tensor.dtype != dtype:
+        found = f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
+        raise ValueError(f"{what} is {found}; expected {list(shape)} {str(dtype).removeprefix('torch.')}")
+
+
+def _need_finite(what: str, *tensors: Tensor) -> None:
+    """A sum is one fast pass, and NaN and infinity survive it (as do values too large to be of use)."""
+    for tensor in tensors:
+        if not torch.isfinite(tensor.detach().sum()):
+            raise ValueError(f"{what} has values that are not finite")
+
+
+def _need_same_names(mine: object, theirs: object) -> None:
+    missing, unknown = sorted(set(mine) - set(theirs)), sorted(set(theirs) - set(mine))  # type: ignore[call-overload]
+    if missing or unknown:
+        words = [f"lacks {missing[0]}"] * bool(missing) + [f"has the unknown {unknown[0]}"] * bool(unknown)
+        count = len(missing) + len(unknown)
+        raise ValueError(f"the state {' and '.join(words)}" + (f" ({count} names differ)" if count > 2 else ""))

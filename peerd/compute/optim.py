@@ -1,0 +1,114 @@
+"""SGD, AdamW and LAMB on one flat tensor, and the learning rate by global step.
+
+All parameters of a stage lie in one flat tensor, and so do its gradient and each moment: an update is a few passes
+over memory. `Layout` says which slice is which parameter. Weight decay applies to every parameter, as torch's own
+optimizers do; so AdamW and SGD here give what torch.optim gives, and a test holds them to it. Making an optimizer
+changes nothing: state starts at zero and no step is run for it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from peerd.core.runfile import OptimizerSection
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Where each parameter lies in a flat tensor; the order is that of `names`."""
+
+    names: tuple[str, ...]
+    shapes: tuple[torch.Size, ...]
+
+    @property
+    def count(self) -> int:
+        """Values in the flat tensor."""
+        return sum(shape.numel() for shape in self.shapes)
+
+    def views(self, flat: Tensor) -> list[Tensor]:
+        """Each parameter's slice in its own shape; writing to a view writes to `flat`."""
+        parts = torch.split(flat, [shape.numel() for shape in self.shapes])
+        return [part.view(shape) for part, shape in zip(parts, self.shapes, strict=True)]
+
+
+def learning_rate(section: OptimizerSection, step: int) -> float:
+    """Of global step `step`, from 0: linear warm-up, then decay to `final_lr_share` at total_steps."""
+    if step < section.warmup_steps:
+        return section.lr * (step + 1) / section.warmup_steps
+    if section.decay == "none":
+        return section.lr
+    gone = min(1.0, (step - section.warmup_steps) / (section.total_steps - section.warmup_steps))
+    left = 1.0 - gone if section.decay == "linear" else 0.5 * (1.0 + math.cos(math.pi * gone))
+    return section.lr * (section.final_lr_share + (1.0 - section.final_lr_share) * left)
+
+
+class Optimizer:
+    """Turns a flat mean gradient into a new flat parameter tensor; `moments` is its whole state besides the step."""
+
+    def __init__(self, section: OptimizerSection, layout: Layout, like: Tensor) -> None:
+        """`like`: the flat parameters, for dtype and device."""
+        self._section = section
+        self._layout = layout
+        self.moments = {name: torch.zeros_like(like) for name in moment_names(section)}
+
+    @torch.no_grad()
+    def update(self, parameters: Tensor, gradient: Tensor, step: int) -> None:
+        """One step in place on `parameters`; `step` counts from 0. `gradient` may be overwritten."""
+        section = self._section
+        if section.clip_norm > 0:
+            norm = float(torch.linalg.vector_norm(gradient))
+            if norm > section.clip_norm:
+                gradient.mul_(section.clip_norm / norm)
+        lr = learning_rate(section, step)
+        if section.name == "sgd":
+            self._sgd(parameters, gradient, lr)
+        elif section.name == "adamw":
+            self._adamw(parameters, gradient, lr, step + 1)
+        else:
+            self._lamb(parameters, gradient, lr, step + 1)
+
+    def _sgd(self, parameters: Tensor, gradient: Tensor, lr: float) -> None:
+        section = self._section
+        if section.weight_decay:
+            gradient.add_(parameters, alpha=section.weight_decay)
+        if section.momentum:
+            gradient = self.moments["momentum"].mul_(section.momentum).add_(gradient)
+        parameters.add_(gradient, alpha=-lr)
+
+    def _adamw(self, parameters: Tensor, gradient: Tensor, lr: float, count: int) -> None:
+        """Loshchilov & Hutter 2019, in torch's order of operations."""
+        section = self._section
+        mean, root = self._moments(gradient, count)
+        parameters.mul_(1.0 - lr * section.weight_decay)
+        parameters.addcdiv_(mean, root, value=-lr / (1.0 - section.beta1**count))
+
+    def _lamb(self, parameters: Tensor, gradient: Tensor, lr: float, count: int) -> None:
+        """You et al. 2020, algorithm 2, phi the identity: each tensor moves by `lr` of its own norm."""
+        section = self._section
+        mean, root = self._moments(gradient, count)
+        update = (mean / root).div_(1.0 - section.beta1**count).add_(parameters, alpha=section.weight_decay)
+        for weight, change in zip(self._layout.views(parameters), self._layout.views(update), strict=True):
+            weight_norm, change_norm = (float(torch.linalg.vector_norm(t)) for t in (weight, change))
+            trust = weight_norm / change_norm if weight_norm > 0 and change_norm > 0 else 1.0
+            weight.add_(change, alpha=-lr * trust)
+
+    def _moments(self, gradient: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """Both moments moved on; the first as it is, and the root of the unbiased second plus eps."""
+        section = self._section
+        mean, square = self.moments["exp_avg"], self.moments["exp_avg_sq"]
+        mean.lerp_(gradient, 1.0 - section.beta1)
+        square.mul_(section.beta2).addcmul_(gradient, gradient, value=1.0 - section.beta2)
+        root = square.sqrt().div_(math.sqrt(1.0 - section.beta2**count)).add_(section.eps)
+        return mean, root
+
+
+def moment_names(section: OptimizerSection) -> Sequence[str]:
+    """What the optimizer keeps for every parameter."""
+    if section.name == "sgd":
+        return ("momentum",) if section.momentum else ()
+    return ("exp_avg", "exp_avg_sq")

@@ -1,0 +1,105 @@
+"""Vocabularies: bytes to token numbers and back. Bytes as they are, or a tokenizers JSON file.
+
+Knows nothing of files of text or samples. A vocabulary's separator is the token put between two documents.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import outcome
+
+from peerd.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    Tokens = npt.NDArray[np.generic]
+
+# Names that tokenizers give the token between documents, the most common first.
+_SEPARATORS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "[SEP]")
+
+
+class Vocabulary(Protocol):
+    """`size` tokens, numbered from 0; `separator` stands between documents (None: nothing does)."""
+
+    size: int
+    separator: int | None
+    splits_bytes: bool  # whether text may be cut between any two bytes before it is encoded
+
+    def encode(self, text: bytes) -> Tokens:
+        """UTF-8 text to a 1-D array of the smallest unsigned dtype that holds `size`."""
+        ...
+
+    def decode(self, tokens: list[int]) -> str:
+        """Text; what is no valid UTF-8 becomes the replacement character, separators become line ends."""
+        ...
+
+
+class ByteVocabulary:
+    """256 tokens, one per byte. The byte 0, which text has no use for, separates documents."""
+
+    size = 256
+    separator: int | None = 0
+    splits_bytes = True
+
+    def encode(self, text: bytes) -> Tokens:
+        return np.frombuffer(text, dtype=np.uint8)
+
+    def decode(self, tokens: list[int]) -> str:
+        return bytes(tokens).replace(b"\0", b"\n").decode("utf-8", errors="replace")
+
+
+class FileVocabulary:
+    """A vocabulary that the `tokenizers` package reads from its JSON file."""
+
+    splits_bytes = False
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self.size = 1 + max(tokenizer.get_vocab().values(), default=0)  # numbers may have gaps
+        found = (tokenizer.token_to_id(name) for name in _SEPARATORS)
+        self.separator: int | None = next((token for token in found if token is not None), None)
+        self._dtype = np.uint16 if self.size <= 1 << 16 else np.uint32
+
+    def encode(self, text: bytes) -> Tokens:
+        encoding = self._tokenizer.encode(text.decode("utf-8", errors="replace"), add_special_tokens=False)
+        return np.asarray(encoding.ids, dtype=self._dtype)
+
+    def decode(self, tokens: list[int]) -> str:
+        parts: list[list[int]] = [[]]
+        for token in tokens:
+            if token == self.separator:
+                parts.append([])
+            else:
+                parts[-1].append(token)
+        return "\n".join(self._tokenizer.decode(part) if part else "" for part in parts)
+
+
+@functools.lru_cache(maxsize=8)
+def load_vocabulary(vocab: str) -> Vocabulary:
+    """`bytes`, or the path of a tokenizers JSON file; ConfigError names the file and what is wrong with it."""
+    if vocab == "bytes":
+        return ByteVocabulary()
+    try:
+        text = Path(vocab).read_text(encoding="utf-8")
+        json.loads(text)
+    except OSError as error:
+        raise ConfigError(f"model.vocab: cannot read {vocab}: {error.strerror}") from error
+    except ValueError as error:
+        raise ConfigError(f"model.vocab: {vocab} is not a JSON file: {error}") from error
+    try:
+        import tokenizers
+    except ImportError as error:
+        message = f"model.vocab: {vocab} needs the tokenizers package: pip install 'peerd[data]', or use vocab: bytes"
+        raise ConfigError(message) from error
+    # tokenizers raises bare Exception for a file it does not understand, so the outcome is looked at instead.
+    result = outcome.capture(tokenizers.Tokenizer.from_str, text)
+    if isinstance(result, outcome.Error):
+        if not isinstance(result.error, Exception):
+            raise result.error
+        raise ConfigError(f"model.vocab: {vocab} is not a tokenizers file: {result.error}") from result.error
+    return FileVocabulary(result.unwrap())

@@ -1,0 +1,155 @@
+"""Where computing happens: one thread per device, so that the trio loop never computes.
+
+Invariants: jobs run one at a time in the order they were handed in; a job that was started runs to its end even
+when its caller is cancelled (the result is dropped); a job whose caller left before it started is skipped; what a
+job raises, its caller gets. `InlineWorker` keeps the same promises under the virtual clock, where a thread would
+let virtual time run away (trio counts a task that waits for a thread as idle): it computes at once and then lets
+the virtual cost of the job pass.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Final, TypeVar
+
+import outcome
+import torch
+import trio
+
+from peerd.core.errors import LocalError
+
+T = TypeVar("T")
+
+CLOSE_TIMEOUT_S: Final = 10.0  # what a job in flight gets when its worker closes: the drain of the whole daemon
+
+
+def use_threads(count: int) -> None:
+    """Let torch use `count` threads in the calling thread: several peerd processes may share one machine."""
+    torch.set_num_threads(max(1, count))
+
+
+@dataclass(slots=True, eq=False)
+class _Ticket:
+    """One job on its way through the worker's thread."""
+
+    job: Callable[[], Any]
+    name: str
+    done: trio.Event = field(default_factory=trio.Event)
+    wanted: bool = True
+    result: outcome.Outcome[Any] | None = None
+
+
+class DeviceWorker:
+    """A `peerd.core.work.Worker` with one thread of its own; use it as an async context manager.
+
+    `threads`: how many torch may use inside one job; None keeps torch's own choice.
+    """
+
+    def __init__(self, device: str = "cpu", *, threads: int | None = None) -> None:
+        self.device = device
+        self.busy_s = 0.0  # time spent in jobs so far
+        self.jobs_done = 0
+        self._threads = threads
+        self._tickets: queue.SimpleQueue[_Ticket | None] = queue.SimpleQueue()
+        self._waiting: dict[_Ticket, None] = {}
+        self._current = ""
+        self._token: trio.lowlevel.TrioToken | None = None
+        self._stopped = trio.Event()
+
+    async def __aenter__(self) -> DeviceWorker:
+        self._token = token = trio.lowlevel.current_trio_token()
+        threading.Thread(target=self._work, args=(token,), name=f"peerd {self.device}", daemon=True).start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Jobs not yet started fail; the one that runs gets `CLOSE_TIMEOUT_S` to end."""
+        self._token = None
+        for ticket in self._waiting:
+            ticket.wanted = False
+        self._tickets.put(None)
+        with trio.move_on_after(CLOSE_TIMEOUT_S, shield=True):
+            await self._stopped.wait()
+        for ticket in self._waiting:
+            ticket.done.set()
+
+    @property
+    def queued(self) -> int:
+        """Jobs handed in and not finished, the running one included."""
+        return len(self._waiting)
+
+    @property
+    def current(self) -> str:
+        """Name of the job that runs now; empty when idle."""
+        return self._current
+
+    async def run(self, job: Callable[[], T], *, name: str, cost_s: float = 0.0) -> T:
+        """Run `job` in the device's thread; `cost_s` is for the simulator and not used here."""
+        if self._token is None:
+            raise LocalError(f"the worker of {self.device} is not open: cannot run {name}")
+        ticket = _Ticket(job, name)
+        self._waiting[ticket] = None
+        self._tickets.put(ticket)
+        try:
+            await ticket.done.wait()
+        finally:
+            ticket.wanted = False
+            self._waiting.pop(ticket, None)
+        if ticket.result is None:
+            raise LocalError(f"the worker of {self.device} closed before {name} could run")
+        result: T = ticket.result.unwrap()
+        return result
+
+    def _work(self, token: trio.lowlevel.TrioToken) -> None:
+        """The thread: ticket after ticket until the closing mark."""
+        if self._threads is not None:
+            use_threads(self._threads)
+        while (ticket := self._tickets.get()) is not None:
+            if ticket.wanted:
+                self._current = ticket.name
+                started = time.perf_counter()
+                ticket.result = outcome.capture(ticket.job)
+                self.busy_s += time.perf_counter() - started
+                self.jobs_done += 1
+                self._current = ""
+            self._tell(token, ticket.done)
+            del ticket  # holds tensors: must not outlive the job while the thread waits for the next
+        self._tell(token, self._stopped)
+
+    @staticmethod
+    def _tell(token: trio.lowlevel.TrioToken, event: trio.Event) -> None:
+        with contextlib.suppress(trio.RunFinishedError):  # the loop is gone, and with it everyone who waited
+            token.run_sync_soon(event.set)
+
+
+class InlineWorker:
+    """A `peerd.core.work.Worker` for the virtual clock: computes on the loop, then lets `cost_s * slowness` pass.
+
+    The next job starts when the cost of the one before has passed, as on a real device.
+    """
+
+    def __init__(self, *, slowness: float = 1.0) -> None:
+        self.slowness = slowness
+        self.busy_s = 0.0
+        self.jobs_done = 0
+        self._turn = trio.Lock()
+        self._free_at = float("-inf")
+
+    async def run(self, job: Callable[[], T], *, name: str, cost_s: float = 0.0) -> T:
+        async with self._turn:
+            await trio.sleep_until(max(self._free_at, trio.current_time()))
+            result = outcome.capture(job)
+            cost_s *= self.slowness
+            self._free_at = finished_at = trio.current_time() + cost_s
+            self.busy_s += cost_s
+            self.jobs_done += 1
+        if cost_s > 0:
+            await trio.sleep_until(finished_at)
+        return result.unwrap()
