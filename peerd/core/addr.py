@@ -1,0 +1,176 @@
+"""Multiaddr helpers: reading addresses that users type and that peers send, and what kind an address is.
+
+Knows the protocols that appear in libp2p addresses and checks every component itself, so that an accepted address
+always prints, splits and compares. Opens nothing and resolves nothing. Hostile input: unknown codes, lengths beyond
+the end, names with odd bytes, peer ids of other key types, addresses of unreasonable length: ProtocolViolation.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from typing import Final, NamedTuple
+
+from multiaddr import Multiaddr
+from multiaddr.exceptions import Error as MultiaddrError
+
+from peerd.core.errors import ConfigError, ProtocolViolation
+from peerd.core.ids import PeerId
+from peerd.core.limits import ADDR_BYTES
+from peerd.core.varint import decode_varint
+
+_P2P: Final = 0x01A5
+_CIRCUIT: Final = 0x0122
+_DNS_CODES: Final = {0x35: "dns", 0x36: "dns4", 0x37: "dns6", 0x38: "dnsaddr", 0x01C1: "sni"}
+_VARIABLE: Final = -1
+# Code -> bytes of its value; https://github.com/multiformats/multiaddr/blob/master/protocols.csv
+_VALUE_BYTES: Final = {
+    0x04: 4,  # ip4
+    0x29: 16,  # ip6
+    0x06: 2,  # tcp
+    0x0111: 2,  # udp
+    0x01CC: 0,  # quic
+    0x01CD: 0,  # quic-v1
+    0x01C0: 0,  # tls
+    0x01C6: 0,  # noise
+    0x01DD: 0,  # ws
+    0x01DE: 0,  # wss
+    _CIRCUIT: 0,
+    0x0309: 8,  # memory
+    _P2P: _VARIABLE,
+    **dict.fromkeys(_DNS_CODES, _VARIABLE),
+}
+_DNS_NAME: Final = re.compile(rb"[A-Za-z0-9_]([A-Za-z0-9._-]{0,251}[A-Za-z0-9])?\.?")
+EXAMPLE: Final = "/ip4/198.51.100.7/tcp/31337/p2p/12D3KooW..."
+
+
+class TcpPlace(NamedTuple):
+    """Where a TCP address points: `family` is ip4, ip6, dns, dns4 or dns6."""
+
+    family: str
+    host: str
+    port: int
+
+
+def parse_addr(text: str) -> Multiaddr:
+    """An address as a user writes it; raises ConfigError that says what is wrong."""
+    if len(text) > ADDR_BYTES or not text.isprintable() or not text.isascii():
+        raise ConfigError(f"{text[:60]!r} is not an address: it is too long or holds odd characters")
+    if not text.startswith("/") or len(text) < 2:
+        raise ConfigError(f"{text!r} is not an address: it has to begin with '/', as in {EXAMPLE}")
+    try:
+        return decode_addr(Multiaddr(text).to_bytes())
+    except (MultiaddrError, ValueError, LookupError) as error:
+        reason = getattr(error, "original", None) or getattr(error, "message", None) or error
+        raise ConfigError(f"{text!r} is not an address: {reason}; one looks like {EXAMPLE}") from None
+    except ProtocolViolation as error:
+        raise ConfigError(f"{text!r} is not an address: {error}; one looks like {EXAMPLE}") from None
+
+
+def decode_addr(raw: bytes) -> Multiaddr:
+    """The binary form as peers send it; raises ProtocolViolation."""
+    if not 0 < len(raw) <= ADDR_BYTES:
+        raise ProtocolViolation(f"an address has {len(raw)} bytes; allowed: 1 to {ADDR_BYTES}")
+    at = 0
+    while at < len(raw):
+        code, at = _number(raw, at)
+        size = _VALUE_BYTES.get(code)
+        if size is None:
+            raise ProtocolViolation(f"the protocol with code {code} is not known here")
+        if size == _VARIABLE:
+            size, at = _number(raw, at)
+        if at + size > len(raw):
+            raise ProtocolViolation("an address ends inside a component")
+        _check_value(code, raw[at : at + size])
+        at += size
+    return Multiaddr(raw)
+
+
+def _number(raw: bytes, at: int) -> tuple[int, int]:
+    found = decode_varint(raw, at)
+    if found is None:
+        raise ProtocolViolation("an address ends inside a number")
+    return found
+
+
+def _check_value(code: int, value: bytes) -> None:
+    if code == _P2P:
+        try:
+            PeerId(value)
+        except ValueError:
+            raise ProtocolViolation("the peer id is not that of an Ed25519 key (12D3KooW...)") from None
+    elif code in _DNS_CODES and _DNS_NAME.fullmatch(value) is None:
+        raise ProtocolViolation(f"{value[:40]!r} is not a host name")
+
+
+def split_peer(addr: Multiaddr) -> tuple[Multiaddr, PeerId | None]:
+    """The address without its last /p2p part, and the peer named there."""
+    raw = addr.to_bytes()
+    # A peer id is 38 bytes in every accepted address: /p2p is then always these 41 bytes.
+    tail = raw[-41:]
+    if len(tail) == 41 and tail.startswith(b"\xa5\x03\x26"):
+        try:
+            return Multiaddr(raw[:-41]), PeerId(tail[3:])
+        except ValueError:
+            pass
+    return addr, None
+
+
+def with_peer(addr: Multiaddr, peer: PeerId) -> Multiaddr:
+    """`addr` with /p2p/<peer> at its end."""
+    bare, named = split_peer(addr)
+    return addr if named == peer else Multiaddr(bare.to_bytes() + b"\xa5\x03\x26" + peer.raw)
+
+
+def tcp_addr(host: str, port: int) -> Multiaddr:
+    """/ip4|ip6/<host>/tcp/<port> of a literal IP address (an IPv6 zone is dropped)."""
+    ip = ipaddress.ip_address(host.partition("%")[0])
+    code = b"\x04" if ip.version == 4 else b"\x29"
+    return Multiaddr(code + ip.packed + b"\x06" + port.to_bytes(2, "big"))
+
+
+def tcp_place(addr: Multiaddr) -> TcpPlace | None:
+    """Host and port of a plain TCP address (a /p2p at its end is ignored), else None."""
+    raw = split_peer(addr)[0].to_bytes()
+    if raw[:1] == b"\x04" and len(raw) == 8 and raw[5] == 6:
+        return TcpPlace("ip4", str(ipaddress.IPv4Address(raw[1:5])), int.from_bytes(raw[6:], "big"))
+    if raw[:1] == b"\x29" and len(raw) == 20 and raw[17] == 6:
+        return TcpPlace("ip6", str(ipaddress.IPv6Address(raw[1:17])), int.from_bytes(raw[18:], "big"))
+    if raw[:1] in (b"\x35", b"\x36", b"\x37") and len(raw) >= 6 and raw[1] < 0x80 and len(raw) == 5 + raw[1]:
+        name, tail = raw[2 : 2 + raw[1]], raw[2 + raw[1] :]
+        if tail[0] == 6:
+            return TcpPlace(_DNS_CODES[raw[0]], name.decode(), int.from_bytes(tail[1:], "big"))
+    return None
+
+
+def ip_of(addr: Multiaddr) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    """The IP address that `addr` begins with, if it does."""
+    raw = addr.to_bytes()
+    if raw[:1] == b"\x04" and len(raw) >= 5:
+        return ipaddress.IPv4Address(raw[1:5])
+    if raw[:1] == b"\x29" and len(raw) >= 17:
+        return ipaddress.IPv6Address(raw[1:17])
+    return None
+
+
+def is_relayed(addr: Multiaddr) -> bool:
+    """Whether the way to the peer leads over a relay."""
+    return "/p2p-circuit" in str(addr)
+
+
+def is_dialable(addr: Multiaddr) -> bool:
+    """Whether one can connect there as it stands: a concrete host and a port."""
+    ip, place = ip_of(addr), tcp_place(addr)
+    if ip is not None and (ip.is_unspecified or ip.is_multicast):
+        return False
+    return place is None or place.port != 0
+
+
+def reach(addr: Multiaddr) -> int:
+    """How far the address can be reached from: 0 this machine, 1 this network, 2 everywhere (names count as such)."""
+    ip = ip_of(addr)
+    if ip is None:
+        return 2
+    if ip.is_loopback:
+        return 0
+    return 1 if ip.is_private or ip.is_link_local else 2

@@ -1,0 +1,33 @@
+"""The real Clock: trio's time, the machine's wall clock corrected by an offset, the system's randomness.
+
+The only file of the network that reads the wall clock and the system's secure source. Without a seed, the named
+random streams differ from run to run; with one they repeat.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+
+import trio
+
+
+class RealClock:
+    """Implements peerd.core.clock.Clock inside a trio run."""
+
+    def __init__(self, seed: int | None = None) -> None:
+        self.offset_s = 0.0  # added to the machine's wall clock: what peers agree it is off by
+        self._seed = os.urandom(16).hex() if seed is None else str(seed)
+
+    def now(self) -> float:
+        return trio.current_time()
+
+    def wall(self) -> float:
+        return time.time() + self.offset_s
+
+    def secure_bytes(self, count: int) -> bytes:
+        return os.urandom(count)
+
+    def rng(self, purpose: str) -> random.Random:
+        return random.Random(f"{self._seed}/{purpose}")

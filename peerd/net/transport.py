@@ -1,0 +1,70 @@
+"""The contract between the network and what carries its bytes: TCP, a memory pipe, later a relayed circuit.
+
+A transport moves bytes in order and nothing else: no encryption, no identity, no retry. `Host` puts Noise and
+yamux on top. Every implementation passes the same compliance tests (tests/net/compliance.py).
+
+Invariants: `send_all` returns when the bytes are taken, not when they are delivered; one task sends and one task
+receives at a time, and both may wait at once; after `aclose` every waiting call ends. A broken or closed link raises
+`trio.BrokenResourceError` or `trio.ClosedResourceError` and nothing else. Cancelling `receive_some` loses no byte;
+cancelling `send_all` leaves the link unusable.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from multiaddr import Multiaddr
+
+
+class RawLink(Protocol):
+    """An unencrypted ordered byte pipe to one other side."""
+
+    @property
+    def remote(self) -> Multiaddr:
+        """The other side's address as seen from here (no /p2p part)."""
+        ...
+
+    async def send_all(self, data: bytes | bytearray | memoryview) -> None:
+        """Hand over all of `data`; waits while the pipe is full."""
+        ...
+
+    async def receive_some(self, max_bytes: int) -> bytes:
+        """At least one byte, at most `max_bytes`; b"" at the end of the other side's bytes."""
+        ...
+
+    async def aclose(self) -> None:
+        """Close both directions at once; bytes already handed over are still delivered where possible."""
+        ...
+
+
+class Listener(Protocol):
+    """A place where links arrive."""
+
+    @property
+    def addrs(self) -> list[Multiaddr]:
+        """What it really listens on: port filled in, wildcard addresses replaced by concrete ones."""
+        ...
+
+    async def accept(self) -> RawLink:
+        """The next link; raises trio.ClosedResourceError once the listener is closed."""
+        ...
+
+    async def aclose(self) -> None:
+        """Stop listening; links already accepted live on."""
+        ...
+
+
+class Transport(Protocol):
+    """A way to reach addresses of one kind."""
+
+    def can_dial(self, addr: Multiaddr) -> bool:
+        """Whether `addr` (without /p2p) is of this transport's kind."""
+        ...
+
+    async def dial(self, addr: Multiaddr) -> RawLink:
+        """Connect; raises Unreachable with the reason."""
+        ...
+
+    async def listen(self, addr: Multiaddr) -> Listener:
+        """Start listening; raises ConfigError naming `addr` when that is impossible (port in use, not ours)."""
+        ...

@@ -1,0 +1,115 @@
+"""Addresses: what users type, what peers send."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from peerd.core.addr import (
+    decode_addr,
+    is_dialable,
+    is_relayed,
+    parse_addr,
+    reach,
+    split_peer,
+    tcp_addr,
+    tcp_place,
+    with_peer,
+)
+from peerd.core.errors import ConfigError, ProtocolViolation
+from peerd.core.keys import Keypair
+from peerd.core.limits import ADDR_BYTES
+
+PEER = Keypair.from_seed(bytes(32)).peer_id
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "/ip4/198.51.100.7/tcp/31337",
+        "/ip6/::1/tcp/0",
+        "/dns4/backbone.example.org/tcp/4001",
+        "/dns/localhost/tcp/4001",
+        "/memory/17",
+        "/ip4/1.2.3.4/udp/4001/quic-v1",
+    ],
+)
+def test_an_address_survives_text_bytes_and_a_peer_id(text: str) -> None:
+    addr = parse_addr(text)
+    assert str(addr) == text
+    assert decode_addr(addr.to_bytes()) == addr
+    full = with_peer(addr, PEER)
+    assert str(full) == f"{text}/p2p/{PEER}"
+    assert parse_addr(str(full)) == full
+    assert split_peer(full) == (addr, PEER)
+    assert split_peer(addr) == (addr, None)
+    assert with_peer(full, PEER) == full
+    assert tcp_place(full) == tcp_place(addr)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "/",
+        "127.0.0.1:4000",
+        "/ip4/300.1.1.1/tcp/1",
+        "/ip4/1.2.3.4/tcp",
+        "/ip4/1.2.3.4/tcp/70000",
+        "/ip4/1.2.3.4/tpc/80",
+        "/dns4/bad name/tcp/1",
+        "/ip4/1.2.3.4/tcp/1/p2p/QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N",
+        "/ip4/1.2.3.4/tcp/1/p2p/nonsense",
+        "/unix/tmp/x",
+        "/ip4/1.2.3.4/" + "x" * 600,
+        "/ip4/1.2.3.4/tcp/1\n",
+    ],
+)
+def test_a_wrong_address_is_named_in_one_clear_line(text: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_addr(text)
+    assert "is not an address" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@given(st.binary(max_size=80))
+def test_random_bytes_are_an_address_or_a_violation(raw: bytes) -> None:
+    try:
+        addr = decode_addr(raw)
+    except ProtocolViolation:
+        return
+    assert addr.to_bytes() == raw
+    assert parse_addr(str(addr)) is not None
+    is_dialable(addr), is_relayed(addr), reach(addr), split_peer(addr), tcp_place(addr)
+
+
+def test_an_address_cut_anywhere_is_a_violation_or_a_shorter_address() -> None:
+    raw = with_peer(parse_addr("/dns4/a.example/tcp/4001"), PEER).to_bytes()
+    for end in range(len(raw)):
+        with contextlib.suppress(ProtocolViolation):
+            assert raw.startswith(decode_addr(raw[:end]).to_bytes())
+
+
+def test_an_overlong_address_is_refused() -> None:
+    with pytest.raises(ProtocolViolation):
+        decode_addr(b"\x04\x01\x02\x03\x04" * (ADDR_BYTES // 5 + 1))
+
+
+def test_reach_and_dialable_tell_kinds_apart() -> None:
+    assert [reach(parse_addr(f"/ip4/{ip}/tcp/1")) for ip in ("127.0.0.1", "192.168.1.1", "8.8.8.8")] == [0, 1, 2]
+    assert reach(parse_addr("/dns4/example.org/tcp/1")) == 2
+    assert not is_dialable(parse_addr("/ip4/0.0.0.0/tcp/1"))
+    assert not is_dialable(parse_addr("/ip4/1.2.3.4/tcp/0"))
+    assert is_dialable(parse_addr("/memory/3"))
+    assert is_relayed(parse_addr(f"/ip4/1.2.3.4/tcp/1/p2p/{PEER}/p2p-circuit"))
+
+
+def test_tcp_places_are_read_and_written() -> None:
+    assert tcp_place(tcp_addr("1.2.3.4", 80)) == ("ip4", "1.2.3.4", 80)
+    assert tcp_place(tcp_addr("fe80::1%eth0", 80)) == ("ip6", "fe80::1", 80)
+    assert tcp_place(parse_addr("/dns6/x.org/tcp/9")) == ("dns6", "x.org", 9)
+    assert tcp_place(parse_addr("/ip4/1.2.3.4/udp/80")) is None
+    assert tcp_place(parse_addr("/ip4/1.2.3.4/tcp/80/ws")) is None
