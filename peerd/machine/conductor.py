@@ -209,6 +209,9 @@ class Conductor:
             hello.addrs,
         )
         self.ledger.keep_only(hello.peer, hello.stage, hello.held, now)
+        if self.current is not None and hello.position == self.current:
+            for mb in sorted(hello.held & self.ledger.missing[hello.stage]):  # it was only the connection that broke
+                self.ledger.hold(mb, hello.stage, hello.peer)
         self._quiet_since = now
         self.members_version += 1
         self.version += 1
