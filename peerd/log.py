@@ -13,7 +13,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Final, TextIO
 
@@ -27,6 +27,12 @@ VALUE_CHARS: Final = 400  # one fact; a stranger's message may be longer than an
 FILE_BYTES: Final = 4 << 20  # then the file becomes events.jsonl.1 and a new one starts: at most 8 MiB in all
 
 Plain = str | int | float | bool | None | list["Plain"] | dict[str, "Plain"]
+
+
+def check_level(level: str) -> None:
+    """Raise ConfigError unless this is a level's name."""
+    if level not in LEVELS:
+        raise ConfigError(f"--log-level {clean(level)!r} is unknown; allowed: {', '.join(LEVELS)}")
 
 
 def plain(value: object) -> Plain:
@@ -45,6 +51,8 @@ def plain(value: object) -> Plain:
         return {str(plain(key)): plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple | set | frozenset):
         return [plain(item) for item in value]
+    if is_dataclass(value) and not isinstance(value, type):
+        return {part.name: plain(getattr(value, part.name)) for part in fields(value)}
     return clean(str(value))
 
 
@@ -130,8 +138,7 @@ class EventLog:
     def __init__(
         self, clock: Clock, *, level: str = "info", stream: TextIO | None = None, path: Path | None = None
     ) -> None:
-        if level not in LEVELS:
-            raise ConfigError(f"--log-level {clean(level)!r} is unknown; allowed: {', '.join(LEVELS)}")
+        check_level(level)
         self._sink = _Sink(clock, LEVELS.index(level), stream, path)
         self._sink.open()
         self._bound: dict[str, Plain] = {}
