@@ -1,0 +1,230 @@
+"""A daemon's files: its data directory, the lock on it, its identity key, and the list of running daemons.
+
+One daemon per data directory: a lock file says so, and the system drops the lock when the process dies, however
+it dies. The identity is an Ed25519 key in libp2p's private key form (so other libp2p programs can read it), mode
+0600, written whole or not at all. Running daemons note themselves in a directory that only this user can write,
+so that `peerd status` finds them; notes of daemons that died are recognised by their dead socket. Nothing here
+waits or talks to the network.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+import stat
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import IO, Final
+
+from peerd.core.errors import ConfigError
+from peerd.core.keys import Keypair
+
+if sys.platform == "win32":
+    import msvcrt
+else:
+    import fcntl
+
+IDENTITY_FILE: Final = "identity.key"
+SOCKET_PATH_BYTES: Final = 100  # the system's limit is 104 to 108
+
+# Protobuf of libp2p's PrivateKey: field 1 = Ed25519 (1), field 2 = 64 bytes: the seed, then the public key.
+_KEY_PREFIX: Final = bytes([0x08, 0x01, 0x12, 0x40])
+_KEY_BYTES: Final = len(_KEY_PREFIX) + 64
+
+
+def data_root() -> Path:
+    """Where this platform keeps a user's program data, with peerd's own folder."""
+    if sys.platform == "win32":
+        base = Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local")
+    elif sys.platform == "darwin":
+        base = Path.home() / "Library" / "Application Support"
+    else:
+        base = Path(os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share")
+    return base / "peerd"
+
+
+def default_data_dir(run: str | None, roles: list[str]) -> Path:
+    """One directory per run and set of roles, so that a peer keeps its identity and state from day to day."""
+    name = "-".join(part for part in (run, *sorted(roles)) if part)
+    safe = re.sub(r"[^A-Za-z0-9._-]", "_", name).lstrip(".") or "peer"
+    if safe != name:  # two names must not meet in one directory
+        safe += "-" + hashlib.sha256(name.encode()).hexdigest()[:8]
+    return data_root() / safe
+
+
+def make_private_dir(path: Path) -> Path:
+    """Create the directory (mode 0700) if it is missing; ConfigError when that or writing is impossible."""
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path):
+            pass
+    except FileExistsError as error:
+        raise ConfigError(f"{path} is a file; the data directory must be a directory") from error
+    except OSError as error:
+        raise ConfigError(f"the data directory {path} can't be used: {error.strerror or error}") from error
+    return path.resolve()
+
+
+def write_atomically(path: Path, content: bytes, *, mode: int = 0o600) -> None:
+    """Write a file whole or not at all: a temporary file, synced, renamed, and the directory synced."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+    if sys.platform != "win32":
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+
+@contextlib.contextmanager
+def locked(data_dir: Path) -> Iterator[None]:
+    """Hold the data directory for this process; ConfigError when another daemon has it."""
+    with (data_dir / "lock").open("a+b") as file:
+        if not _try_lock(file):
+            file.seek(0)
+            holder = file.read(20).decode("ascii", "replace").strip()
+            who = f"process {holder}" if holder.isdigit() else "another process"
+            raise ConfigError(
+                f"the data directory {data_dir} is in use by {who}; stop that daemon, or give this one another "
+                "--data-dir"
+            )
+        file.truncate(0)
+        file.write(str(os.getpid()).encode())
+        file.flush()
+        yield
+
+
+def _try_lock(file: IO[bytes]) -> bool:
+    try:
+        if sys.platform == "win32":
+            file.seek(1 << 20)  # a byte beyond the text, so that others can still read it
+            msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)
+            file.seek(0)
+        else:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
+
+
+def load_identity(data_dir: Path) -> Keypair:
+    """The peer's key from its data directory, made there when there is none yet."""
+    path = data_dir / IDENTITY_FILE
+    try:
+        raw = path.read_bytes()
+        mode = path.stat().st_mode
+    except FileNotFoundError:
+        return _new_identity(path)
+    except OSError as error:
+        raise ConfigError(f"the identity {path} can't be read: {error.strerror or error}") from error
+    if sys.platform != "win32" and mode & 0o077:
+        raise ConfigError(
+            f"the identity {path} can be read or changed by other users (mode {stat.S_IMODE(mode):04o}); "
+            f"run: chmod 600 {path}"
+        )
+    return _decode_identity(path, raw)
+
+
+def _new_identity(path: Path) -> Keypair:
+    keypair = Keypair.from_seed(os.urandom(32))
+    try:
+        write_atomically(path, _KEY_PREFIX + keypair.seed + keypair.peer_id.public_key)
+    except OSError as error:
+        raise ConfigError(f"the identity {path} can't be written: {error.strerror or error}") from error
+    return keypair
+
+
+def _decode_identity(path: Path, raw: bytes) -> Keypair:
+    advice = "bring it back from a copy, or move it away to get a new identity at the next start"
+    if len(raw) != _KEY_BYTES or not raw.startswith(_KEY_PREFIX):
+        raise ConfigError(f"the identity {path} is damaged: it is not an Ed25519 key of {_KEY_BYTES} bytes; {advice}")
+    keypair = Keypair.from_seed(raw[4:36])
+    if keypair.peer_id.public_key != raw[36:]:
+        raise ConfigError(f"the identity {path} is damaged: its two halves don't belong together; {advice}")
+    return keypair
+
+
+def known_identities() -> list[Path]:
+    """Data directories under the platform's data root that hold an identity, sorted."""
+    return sorted(path.parent for path in data_root().glob(f"*/{IDENTITY_FILE}"))
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """A daemon's note about itself."""
+
+    pid: int
+    data_dir: str
+    socket: str
+    run: str
+    roles: list[str]
+
+    def line(self) -> str:
+        what = f"{', '.join(self.roles)} of {self.run}" if self.run else ", ".join(self.roles)
+        return f"{what} (process {self.pid}): --data-dir {self.data_dir}"
+
+
+def runtime_dir() -> Path:
+    """A directory of this user's own for sockets and notes; ConfigError when someone else made it."""
+    base = os.environ.get("XDG_RUNTIME_DIR")
+    user = os.getuid() if sys.platform != "win32" else 0
+    path = Path(base) / "peerd" if base else Path(tempfile.gettempdir()) / f"peerd-{user}"
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = path.lstat()
+    except OSError as error:
+        raise ConfigError(f"the directory {path} can't be used: {error.strerror or error}") from error
+    if sys.platform != "win32" and (found.st_uid != user or found.st_mode & 0o077 or not stat.S_ISDIR(found.st_mode)):
+        raise ConfigError(f"{path} belongs to another user or is open to others; remove it, or set XDG_RUNTIME_DIR")
+    return path
+
+
+def _tag(data_dir: Path) -> str:
+    return hashlib.sha256(str(data_dir.resolve()).encode()).hexdigest()[:16]
+
+
+def socket_path(data_dir: Path) -> Path:
+    """In the data directory, unless its path is too long for a socket."""
+    path = data_dir.resolve() / "control.sock"
+    return path if len(os.fsencode(path)) <= SOCKET_PATH_BYTES else runtime_dir() / f"{_tag(data_dir)}.sock"
+
+
+@contextlib.contextmanager
+def noted(note: Running) -> Iterator[None]:
+    """Keep the daemon's note in the list of running daemons."""
+    path = runtime_dir() / f"{_tag(Path(note.data_dir))}.json"
+    write_atomically(path, json.dumps(asdict(note)).encode())
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def notes() -> list[Running]:
+    """All notes, of living and of dead daemons; unreadable ones are left out."""
+    found: list[Running] = []
+    for path in sorted(runtime_dir().glob("*.json")):
+        with contextlib.suppress(OSError, ValueError, TypeError):
+            found.append(Running(**json.loads(path.read_bytes())))
+    return found
+
+
+def forget(note: Running) -> None:
+    """Remove the note of a daemon that died."""
+    (runtime_dir() / f"{_tag(Path(note.data_dir))}.json").unlink(missing_ok=True)
