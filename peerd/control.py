@@ -1,0 +1,145 @@
+"""The control socket: whoever may open it gets one JSON snapshot of the daemon, and nothing else can be asked.
+
+A unix socket of mode 0600: only the daemon's own user can connect. The daemon answers a bounded number of callers
+at once and drops those who do not read. The client half needs no trio, so that `peerd status` starts quickly.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import trio
+
+from peerd.core.errors import ConfigError, PeerdError
+from peerd.home import Running, forget, notes, socket_path
+
+CALLERS: Final = 8  # at once; the watchers of one user
+ANSWER_TIMEOUT_S: Final = 10.0  # for building a snapshot and sending it
+SNAPSHOT_BYTES: Final = 16 << 20  # a client believes no more than this
+SUPPORTED: Final = hasattr(socket, "AF_UNIX")
+
+Snapshot = Callable[[], Awaitable[dict[str, Any]]]
+
+
+async def serve(
+    path: Path, snapshot: Snapshot, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED
+) -> None:
+    """Answer every connection with one snapshot until cancelled. The caller holds the data directory's lock."""
+    slots = trio.CapacityLimiter(CALLERS)
+
+    async def answer(stream: trio.SocketStream) -> None:
+        try:
+            with trio.move_on_after(ANSWER_TIMEOUT_S):
+                async with slots, stream:
+                    await stream.send_all(json.dumps(await snapshot(), ensure_ascii=False).encode())
+        except (trio.BrokenResourceError, trio.ClosedResourceError):
+            return  # the caller left
+
+    with _listening(path) as listener:
+        await trio.serve_listeners(answer, [listener], task_status=_Quiet(task_status))
+
+
+@contextlib.contextmanager
+def _listening(path: Path) -> Iterator[trio.SocketListener]:
+    path.unlink(missing_ok=True)  # left by a daemon that died
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as opened:
+        opened.bind(os.fspath(path))
+        path.chmod(0o600)  # nobody can connect before listen()
+        opened.listen(CALLERS)
+        try:
+            yield trio.SocketListener(trio.socket.from_stdlib_socket(opened))
+        finally:
+            path.unlink(missing_ok=True)
+
+
+class _Quiet:
+    """Says started without handing out the listeners."""
+
+    def __init__(self, status: trio.TaskStatus[None]) -> None:
+        self._status = status
+
+    def started(self, value: object = None) -> None:
+        self._status.started()
+
+
+def fetch(path: str, *, timeout_s: float = ANSWER_TIMEOUT_S + 2) -> dict[str, Any]:
+    """One snapshot. Raises OSError when nobody answers there, ValueError when the answer is no snapshot."""
+    if not SUPPORTED:
+        raise ConfigError("this platform has no unix sockets, so a daemon here can't be asked for its status")
+    parts: list[bytes] = []
+    size = 0
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
+        client.settimeout(timeout_s)
+        client.connect(path)
+        while chunk := client.recv(1 << 16):
+            parts.append(chunk)
+            size += len(chunk)
+            if size > SNAPSHOT_BYTES:
+                raise ValueError("the answer is too long")
+    found = json.loads(b"".join(parts))
+    if not isinstance(found, dict):
+        raise ValueError("the answer is not a snapshot")
+    return found
+
+
+def alive(note: Running) -> bool:
+    """Whether this daemon still takes connections."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
+        client.settimeout(1.0)
+        try:
+            client.connect(note.socket)
+        except TimeoutError:
+            return True  # busy, not gone
+        except OSError:
+            return False
+    return True
+
+
+def running() -> list[Running]:
+    """This user's living daemons; the notes of dead ones are removed on the way."""
+    if not SUPPORTED:
+        return []
+    living: list[Running] = []
+    for note in notes():
+        if alive(note):
+            living.append(note)
+        else:
+            forget(note)
+    return living
+
+
+def find(data_dir: Path | None) -> str:
+    """The socket of the daemon meant. Raises PeerdError when none runs, ConfigError when several do."""
+    if data_dir is not None:
+        if not data_dir.is_dir():
+            raise ConfigError(f"there is no data directory {data_dir}")
+        return os.fspath(socket_path(data_dir))
+    found = running()
+    if not found:
+        raise PeerdError("no peerd daemon of this user is running; start one with `peerd backbone` or `peerd join`")
+    if len(found) > 1:
+        told = "\n".join(f"  {note.line()}" for note in found)
+        raise ConfigError(f"{len(found)} daemons are running; say which:\n{told}")
+    return found[0].socket
+
+
+def ask(data_dir: Path | None) -> dict[str, Any]:
+    """The snapshot of the daemon meant; PeerdError says in one sentence why there is none."""
+    path = find(data_dir)
+    try:
+        return fetch(path)
+    except (FileNotFoundError, ConnectionRefusedError) as error:
+        where = f" in {data_dir}" if data_dir is not None else ""
+        raise PeerdError(f"no peerd daemon is running{where}") from error
+    except PermissionError as error:
+        raise PeerdError(f"the daemon's socket {path} belongs to another user") from error
+    except (OSError, ValueError) as error:
+        raise PeerdError(f"the daemon at {path} did not answer: {error}") from error
+
+

@@ -1,0 +1,171 @@
+"""A status snapshot for people: tables in the terminal, once or live.
+
+Knows the snapshot's keys and nothing of the daemon. What a snapshot says may have come from strangers: it is shown
+as plain text, never as markup.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable, Iterable
+from typing import Any, Final
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+PERIOD_S: Final = 1.0
+EVENTS_SHOWN: Final = 8
+_TOLD_ELSEWHERE: Final = {"waits_for", "role", "state", "restarts", "failure"}
+
+Snapshot = dict[str, Any]
+
+
+def show(snapshot: Snapshot) -> None:
+    """Print it once."""
+    Console().print(render(snapshot))
+
+
+def watch(ask: Callable[[], Snapshot], *, as_json: bool) -> None:
+    """Show it again and again until interrupted; with `as_json` one object per line."""
+    if as_json:
+        while True:
+            sys.stdout.write(json.dumps(ask(), ensure_ascii=False) + "\n")
+            sys.stdout.flush()
+            time.sleep(PERIOD_S)
+    with Live(render(ask()), auto_refresh=False, screen=False) as live:
+        while True:
+            time.sleep(PERIOD_S)
+            live.update(render(ask()), refresh=True)
+
+
+def render(snapshot: Snapshot) -> RenderableType:
+    """The whole snapshot, this daemon first, then the swarm as it sees it."""
+    parts: list[RenderableType] = [_headline(snapshot), roles_table(snapshot.get("roles", [])), _network(snapshot)]
+    swarm = snapshot.get("swarm") or {}
+    if swarm:
+        parts += [Text(""), swarm_line(swarm)]
+        if swarm.get("stages"):
+            parts.append(peers_table(swarm["stages"]))
+    events = snapshot.get("events", [])[-EVENTS_SHOWN:]
+    if events:
+        parts += [Text(""), *(event_line(event) for event in events)]
+    return Group(*parts)
+
+
+def _headline(snapshot: Snapshot) -> Text:
+    peer = snapshot.get("peer", {})
+    text = Text.assemble((f"peerd {snapshot.get('version', '?')}", "bold"), f"  {peer.get('id', '?')}")
+    text.append(f"\nup {duration(snapshot.get('uptime_s', 0.0))}, data in {snapshot.get('data_dir', '?')}", "dim")
+    for addr in peer.get("addrs", []):
+        text.append(f"\nlistening on {addr}", "dim")
+    return text
+
+
+def roles_table(roles: Iterable[Snapshot]) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in ("role", "state", "waits for", "details"):
+        table.add_column(name, overflow="fold")
+    for role in roles:
+        details = ", ".join(f"{key} {brief(value)}" for key, value in role.items() if key not in _TOLD_ELSEWHERE)
+        why = role.get("waits_for") or role.get("failure") or "-"
+        state = str(role.get("state", "?")) + (f" ({role['restarts']} restarts)" if role.get("restarts") else "")
+        table.add_row(*map(Text, (str(role.get("role", "?")), state, str(why), details)))
+    return table
+
+
+def _network(snapshot: Snapshot) -> Text:
+    net, dht, clock = (snapshot.get(name) or {} for name in ("network", "dht", "clock"))
+    line = (
+        f"{len(net.get('peers', []))} peers connected, {net.get('streams', 0)} streams; "
+        f"in {size(net.get('bytes_in', 0))} ({size(net.get('in_per_s', 0))}/s), "
+        f"out {size(net.get('bytes_out', 0))} ({size(net.get('out_per_s', 0))}/s)"
+    )
+    text = Text(line)
+    if dht:
+        text.append("\nDHT: " + ", ".join(f"{key} {brief(value)}" for key, value in dht.items()), "dim")
+    skew = clock.get("skew_s")
+    if isinstance(skew, int | float) and abs(skew) > clock.get("warn_above_s", 2.0):
+        text.append(f"\nthis machine's clock is off by {skew:+.1f} s; set it by NTP", "yellow")
+    return text
+
+
+def swarm_line(swarm: Snapshot) -> Text:
+    if swarm.get("why"):
+        return Text(f"swarm: {swarm['why']}", "yellow")
+    facts = [f"step {swarm['step']}"] if swarm.get("step") is not None else []
+    for key, form in (
+        ("loss", "loss {:.3f}"),
+        ("valid_loss", "validation {:.3f}"),
+        ("samples_per_s", "{:.1f} samples/s"),
+        ("tokens_per_s", "{:,.0f} tokens/s"),
+    ):
+        if isinstance(swarm.get(key), int | float):
+            facts.append(form.format(swarm[key]))
+    facts.append(f"{len(swarm.get('trainers', []))} trainers")
+    return Text.assemble((f"run {swarm.get('run', '?')}", "bold"), ": " + ", ".join(facts))
+
+
+def peers_table(stages: Iterable[Snapshot]) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name, side in (("stage", "right"), ("peer", "left"), ("step", "right"), ("held", "right")):
+        table.add_column(name, justify="right" if side == "right" else "left")
+    table.add_column("samples/s", justify="right")
+    table.add_column("device")
+    table.add_column("waits for", overflow="fold")
+    for stage in stages:
+        if not stage["peers"]:
+            table.add_row(str(stage["stage"]), Text("no peer", "red"))
+        for peer in stage["peers"]:
+            table.add_row(
+                str(stage["stage"]),
+                Text(short(str(peer.get("peer", "?")))),
+                str(peer.get("step", "?")),
+                str(peer.get("held", "?")),
+                brief(peer.get("samples_per_s", 0.0)),
+                Text(str(peer.get("device", "?"))),
+                Text(str(peer.get("waits_for") or ("-" if peer.get("joined", True) else "joining"))),
+            )
+    return table
+
+
+def event_line(event: Snapshot) -> Text:
+    facts = " ".join(f"{k}={brief(v)}" for k, v in event.items() if k not in ("time", "level", "name"))
+    at = time.strftime("%H:%M:%S", time.localtime(float(event.get("time", 0.0))))
+    style = {"warn": "yellow", "error": "red"}.get(str(event.get("level")), "")
+    return Text.assemble((f"{at} ", "dim"), (str(event.get("name", "?")), style), f" {facts}")
+
+
+def short(peer: str) -> str:
+    """The eight characters by which people tell peers apart."""
+    return "…" + peer[-8:] if peer.startswith("12D3KooW") else peer
+
+
+def brief(value: object) -> str:
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    if isinstance(value, str):
+        return short(value)
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key} {brief(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, list):
+        return f"[{', '.join(brief(item) for item in value[:6])}{', …' if len(value) > 6 else ''}]"
+    return "-" if value is None else str(value)
+
+
+def size(count: float) -> str:
+    """Bytes in the unit that people read."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if abs(count) < 1000:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.1f} TB"
+
+
+def duration(seconds: float) -> str:
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes:02} min" if hours else f"{minutes} min {rest:02} s" if minutes else f"{rest} s"
