@@ -21,7 +21,7 @@ from torch import Tensor
 
 from peerd.compute.model import DTYPES, build
 from peerd.compute.optim import Layout, Optimizer, moment_names
-from peerd.compute.tensors import state_digest
+from peerd.compute.tensors import all_finite, dtype_name, state_digest
 from peerd.compute.tokens import load_vocabulary
 from peerd.core.runfile import RunFile
 
@@ -109,8 +109,7 @@ class StageModule:
         _need_same_names(mine.keys(), state.keys())
         for name, tensor in mine.items():
             _need(name, state[name], tensor.shape, tensor.dtype)
-            if tensor.is_floating_point():
-                _need_finite(name, state[name])
+            _need_finite(name, state[name])
         if int(state["step"]) < 0:
             raise ValueError(f"step is {int(state['step'])}; it must not be negative")
         with torch.no_grad():
@@ -173,15 +172,13 @@ class StageModule:
 
 def _need(what: str, tensor: Tensor, shape: torch.Size, dtype: torch.dtype) -> None:
     if tensor.shape != shape or tensor.dtype != dtype:
-        found = f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
-        raise ValueError(f"{what} is {found}; expected {list(shape)} {str(dtype).removeprefix('torch.')}")
+        found, expected = f"{list(tensor.shape)} {dtype_name(tensor.dtype)}", f"{list(shape)} {dtype_name(dtype)}"
+        raise ValueError(f"{what} is {found}; expected {expected}")
 
 
 def _need_finite(what: str, *tensors: Tensor) -> None:
-    """A sum is one fast pass, and NaN and infinity survive it (as do values too large to be of use)."""
-    for tensor in tensors:
-        if not torch.isfinite(tensor.detach().sum()):
-            raise ValueError(f"{what} has values that are not finite")
+    if not all(all_finite(tensor.detach()) for tensor in tensors):
+        raise ValueError(f"{what} has values that are not finite")
 
 
 def _need_same_names(mine: object, theirs: object) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import json
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -92,7 +93,7 @@ def load_vocabulary(vocab: str) -> Vocabulary:
     except ValueError as error:
         raise ConfigError(f"model.vocab: {vocab} is not a JSON file: {error}") from error
     try:
-        import tokenizers
+        tokenizers = import_module("tokenizers")
     except ImportError as error:
         message = f"model.vocab: {vocab} needs the tokenizers package: pip install 'peerd[data]', or use vocab: bytes"
         raise ConfigError(message) from error
