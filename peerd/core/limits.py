@@ -32,3 +32,50 @@ RPC_RECEIVING_BYTES: Final = 1 << 30  # payload that all peers together may have
 RPC_RECEIVING_BYTES_PER_PEER: Final = 512 << 20  # of these, one peer: two whole messages
 RPC_BUDGET_WAIT_S: Final = 2.0  # then it is honest to say that we are overloaded
 RPC_IDLE_S: Final = 120.0  # a shared stream that nobody used for so long is closed
+
+# --- transport: hand-shake and negotiation ---------------------------------------------------------------------
+PROTOCOL_BYTES: Final = 256  # protocol names seen in libp2p are below 100 bytes
+MULTISTREAM_LINE_BYTES: Final = 1024  # a line is a name and a newline; Go allows 64 KiB, nobody needs it
+MULTISTREAM_ATTEMPTS: Final = 16  # proposals on one stream before it counts as noise
+NOISE_HANDSHAKE_BYTES: Final = 4096  # one hand-shake message: keys, signature, extensions take about 200
+NOISE_MUXERS: Final = 16  # muxers offered early
+PROTOBUF_FIELDS: Final = 4096  # an identify message of a large Go host has a few hundred
+AGENT_BYTES: Final = 256  # agent and protocol version text
+IDENTIFY_BYTES: Final = 64 * 1024  # all parts of one identify message; Go sends up to 8 KiB and a signed record
+IDENTIFY_ADDRS: Final = 64  # kept of one identify message before ADDRS_PER_PEER picks
+IDENTIFY_PROTOCOLS: Final = 512
+IDENTIFY_PARTS: Final = 10  # Go splits the message; the same bound as there
+
+# --- transport: muxer and connections --------------------------------------------------------------------------
+STREAMS_INBOUND: Final = 512  # open at once on one connection, by the peer; each may hold 256 KiB unread
+STREAMS_OUTBOUND: Final = 512  # open at once on one connection, by us: what a peerd peer accepts
+STREAM_ACK_BACKLOG: Final = 256  # streams opened by us and not yet acknowledged; Go accepts 256
+WINDOW_BYTES_INITIAL: Final = 256 * 1024  # yamux: what each stream may send unasked
+WINDOW_BYTES_MAX: Final = 16 << 20  # one stream: twice 500 Mb/s x 100 ms
+WINDOW_BYTES_LINK: Final = 64 << 20  # beyond the initial windows, all streams of one connection
+WINDOW_BYTES_HOST: Final = 512 << 20  # beyond the initial windows, all connections together
+CONTROL_BYTES_PENDING: Final = 64 * 1024  # muxer answers waiting for a peer that asks and does not read
+LINKS: Final = 512  # connections in all; half the usual limit on open files
+LINKS_INBOUND: Final = 384  # leaves room for those we want
+LINKS_PER_PEER: Final = 4  # simultaneous dials and a reconnect leave two or three for a moment
+HALF_OPEN: Final = 64  # inbound connections inside their hand-shake
+PEERS_KNOWN: Final = 8192  # address book; the oldest entry makes room
+WATCH_EVENTS: Final = 4096  # PeerUp and PeerDown that one watcher may leave unread
+
+# --- records and the DHT ---------------------------------------------------------------------------------------
+RECORD_VALUE_BYTES: Final = 16 << 10  # an announcement with addresses and figures takes well below 1 KiB
+RECORD_SUFFIX_BYTES: Final = 64  # a short name or a hash
+RECORD_TTL_S: Final = 3600.0  # a lease; who stays renews it, and whatever else remains is gone within the hour
+CLOCK_TOLERANCE_S: Final = 3.0  # how far two corrected clocks may differ before records are refused
+DHT_KEYS_PER_CALL: Final = 32  # keys that one message may ask for
+DHT_CONTACTS_PER_REPLY: Final = 64  # peers that one reply may name
+DHT_RECORDS_PER_KEY: Final = 512  # sub-keys under one key
+DHT_BYTES_PER_KEY: Final = 256 << 10  # so that a key's records fit into one reply
+DHT_REPLY_BYTES: Final = 384 << 10  # a full key, and 64 contacts of ordinary size
+DHT_RECORDS_PER_STORE: Final = 64  # records that one message may bring
+DHT_STORE_BYTES: Final = 256 << 10  # the records of one such message, together
+DHT_STORED_RECORDS: Final = 1 << 16  # held for others, all keys together
+DHT_STORED_BYTES: Final = 64 << 20  # of these, in memory
+DHT_RECORDS_PER_PUBLISHER: Final = 1024  # held for one publisher, all keys together
+DHT_BYTES_PER_PUBLISHER: Final = 1 << 20  # likewise
+DHT_SUFFIXES_PER_KEY: Final = 64  # sub-keys of one publisher under one key

@@ -1,0 +1,170 @@
+"""Record: a signed, versioned, expiring value that a peer publishes under a key of the DHT.
+
+A record's sub-key is its publisher's id and a suffix, and its publisher signs all of it: nobody can write under
+another's sub-key, move a record to another key, or prolong its life. This file encodes, signs, checks and compares;
+who keeps what is the store's business.
+
+On the wire (and, after a domain tag, under the signature), big-endian: format 1, flags, key 32 bytes, publisher's
+Ed25519 key 32, version 8, expiry in Unix milliseconds 8, suffix length 1, value length 2, suffix, value; then the
+signature, 64 bytes. Every field has one place and one form, so a record has exactly one encoding.
+
+A hostile peer may send: lengths that do not add up, unknown formats or flags, expiries beyond any calendar,
+tombstones with content, another's key as publisher, signatures that do not fit. `decode` refuses all but the last two
+with ProtocolViolation; `Verifier` and the reader's own key settle those.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Final, Protocol
+
+from peerd.core.errors import LocalError, ProtocolViolation
+from peerd.core.ids import Key, PeerId
+from peerd.core.limits import CLOCK_TOLERANCE_S, RECORD_SUFFIX_BYTES, RECORD_TTL_S, RECORD_VALUE_BYTES
+
+_DOMAIN: Final = b"peerd dht record 1\0"
+_HEAD: Final = struct.Struct(">BB32s32sQQBH")
+_FORMAT: Final = 1
+_TOMBSTONE: Final = 1
+_SIGNATURE_BYTES: Final = 64
+_MAX_MS: Final = 1 << 48  # the year 10889; keeps milliseconds exact in floats
+_MAX_VERSION: Final = 1 << 63  # fits a signed 64-bit integer wherever it is shown
+MAX_RECORD_BYTES: Final = _HEAD.size + RECORD_SUFFIX_BYTES + RECORD_VALUE_BYTES + _SIGNATURE_BYTES
+
+Verify = Callable[[PeerId, bytes, bytes], bool]  # (publisher, data, signature), as peerd.core.keys.verify
+
+
+class Signer(Protocol):
+    """Who can sign records: `peerd.core.keys.Keypair`."""
+
+    @property
+    def peer_id(self) -> PeerId: ...
+
+    def sign(self, data: bytes, /) -> bytes: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One value under one sub-key of one key. `expires_ms` is corrected Unix time."""
+
+    key: Key
+    publisher: PeerId
+    suffix: bytes
+    value: bytes
+    version: int  # grows with every change that its publisher makes to this sub-key
+    expires_ms: int
+    tombstone: bool = False  # withdrawn: beats what came before, holds nothing
+    signature: bytes = b""
+
+    @classmethod
+    def decode(cls, data: bytes | memoryview) -> Record:
+        """The record that `data` holds, all of it; ProtocolViolation otherwise. Does not check the signature."""
+        if not _HEAD.size + _SIGNATURE_BYTES <= len(data) <= MAX_RECORD_BYTES:
+            raise ProtocolViolation(f"a record of {len(data)} bytes; at most {MAX_RECORD_BYTES}")
+        form, flags, key, public, version, expires_ms, suffix_len, value_len = _HEAD.unpack_from(data)
+        if form != _FORMAT or flags & ~_TOMBSTONE:
+            raise ProtocolViolation(f"a record of format {form} with flags {flags} is not known here")
+        if suffix_len > RECORD_SUFFIX_BYTES or value_len > RECORD_VALUE_BYTES:
+            raise ProtocolViolation(f"a record with a suffix of {suffix_len} and a value of {value_len} bytes")
+        if len(data) != _HEAD.size + suffix_len + value_len + _SIGNATURE_BYTES:
+            raise ProtocolViolation("a record's lengths do not add up")
+        if expires_ms >= _MAX_MS or version >= _MAX_VERSION:
+            raise ProtocolViolation("a record's expiry or version is out of range")
+        tombstone = bool(flags & _TOMBSTONE)
+        if tombstone and value_len:
+            raise ProtocolViolation("a withdrawn record holds a value")
+        at = _HEAD.size + suffix_len
+        suffix, value, signature = (bytes(part) for part in (data[_HEAD.size : at], data[at:-64], data[-64:]))
+        publisher = PeerId.from_public_key(public)
+        return cls(Key(key), publisher, suffix, value, version, expires_ms, tombstone, signature)
+
+    @property
+    def expires(self) -> float:
+        """Corrected Unix seconds from which on the record counts no more."""
+        return self.expires_ms / 1000
+
+    @property
+    def sub_key(self) -> bytes:
+        """What it replaces others by: publisher and suffix."""
+        return self.publisher.raw + self.suffix
+
+    def encode(self) -> bytes:
+        """As it travels. Only a signed record has this form."""
+        if len(self.signature) != _SIGNATURE_BYTES:
+            raise LocalError("a record is signed before it travels")
+        return self._content() + self.signature
+
+    def signed(self, signer: Signer) -> Record:
+        """This record with its publisher's signature; LocalError when it breaks a limit or is another's."""
+        if signer.peer_id != self.publisher:
+            raise LocalError("a record can only be signed by its publisher")
+        if len(self.suffix) > RECORD_SUFFIX_BYTES:
+            raise LocalError(f"a suffix of {len(self.suffix)} bytes; allowed: {RECORD_SUFFIX_BYTES}")
+        if len(self.value) > RECORD_VALUE_BYTES:
+            raise LocalError(f"a value of {len(self.value)} bytes; allowed: {RECORD_VALUE_BYTES}")
+        if self.tombstone and self.value:
+            raise LocalError("a withdrawn record holds no value")
+        if not (0 <= self.expires_ms < _MAX_MS and 0 <= self.version < _MAX_VERSION):
+            raise LocalError("a record's expiry or version is out of range")
+        return replace(self, signature=signer.sign(_DOMAIN + self._content()))
+
+    def is_signed(self, verify: Verify) -> bool:
+        """Whether the publisher itself signed all of this."""
+        return verify(self.publisher, _DOMAIN + self._content(), self.signature)
+
+    def beats(self, other: Record) -> bool:
+        """Whether this one stays when both claim a sub-key. A total order: exactly one of two unequal ones does."""
+        return self._rank() > other._rank()
+
+    def is_live(self, wall: float) -> bool:
+        """Whether it still counts at corrected Unix time `wall`."""
+        return wall < self.expires
+
+    def is_timely(self, wall: float) -> bool:
+        """Whether a store may take it: not expired, no longer lease than allowed, within the clocks' tolerance."""
+        return -CLOCK_TOLERANCE_S < self.expires - wall <= RECORD_TTL_S + CLOCK_TOLERANCE_S
+
+    def _rank(self) -> tuple[int, bool, int, bytes, bytes]:
+        # One publisher does not use a version twice; should it, then every peer still picks the same one.
+        return self.version, self.tombstone, self.expires_ms, self.value, self.signature
+
+    def _content(self) -> bytes:
+        flags = _TOMBSTONE if self.tombstone else 0
+        sizes = len(self.suffix), len(self.value)
+        public = self.publisher.public_key
+        head = _HEAD.pack(_FORMAT, flags, self.key.raw, public, self.version, self.expires_ms, *sizes)
+        return head + self.suffix + self.value
+
+
+class Verifier:
+    """Checks signatures, and remembers what it found genuine: a warm look-up costs a hash per record."""
+
+    def __init__(self, verify: Verify, remember: int = 4096) -> None:
+        self._verify = verify
+        self._remember = remember
+        self._genuine: OrderedDict[bytes, None] = OrderedDict()  # SHA-256 of whole encoded records
+
+    def knows(self, record: Record) -> bool:
+        """Whether `genuine` would answer at once."""
+        return _digest(record) in self._genuine
+
+    def genuine(self, record: Record) -> bool:
+        """Whether the record's publisher signed it."""
+        digest = _digest(record)
+        if digest in self._genuine:
+            self._genuine.move_to_end(digest)
+            return True
+        if not record.is_signed(self._verify):
+            return False
+        self._genuine[digest] = None
+        if len(self._genuine) > self._remember:
+            self._genuine.popitem(last=False)
+        return True
+
+
+def _digest(record: Record) -> bytes:
+    return hashlib.sha256(record._content() + record.signature).digest()
