@@ -1,0 +1,106 @@
+"""multistream-select: agreeing on what a stream speaks, one line of text each way.
+
+`Proposal` is the opener's side and optimistic: its hello may travel with the first data. `Selector` is the accepting
+side; its header goes out before anything is heard. Neither keeps application data: what follows the last line is handed
+back. Hostile input: endless lines, padding, missing newlines, proposals without end, an answer to another question.
+Source: https://github.com/multiformats/multistream-select
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from peerd.core.errors import ProtocolViolation, Refused
+from peerd.core.limits import MULTISTREAM_ATTEMPTS, MULTISTREAM_LINE_BYTES
+from peerd.core.varint import decode_varint, encode_varint
+
+
+def encode_line(text: str) -> bytes:
+    """One length-prefixed line."""
+    raw = text.encode() + b"\n"
+    return encode_varint(len(raw)) + raw
+
+
+HEADER = encode_line("/multistream/1.0.0")
+NOT_AVAILABLE = encode_line("na")
+
+
+def take_line(buffer: bytearray) -> bytes | None:
+    """Remove and return the next whole line without its newline; None while it is incomplete."""
+    found = decode_varint(buffer)
+    if found is None:
+        return None
+    size, start = found
+    if not 0 < size <= MULTISTREAM_LINE_BYTES:
+        raise ProtocolViolation(f"a negotiation line of {size} bytes; allowed: 1 to {MULTISTREAM_LINE_BYTES}")
+    if len(buffer) < start + size:
+        return None
+    line = bytes(buffer[start : start + size])
+    if line[-1:] != b"\n":
+        raise ProtocolViolation("a negotiation line does not end with a newline")
+    del buffer[: start + size]
+    return line[:-1]
+
+
+class Proposal:
+    """The opener asks for one protocol."""
+
+    __slots__ = ("_buffer", "_greeted", "hello", "protocol")
+
+    def __init__(self, protocol: str) -> None:
+        self.protocol = protocol
+        self.hello = HEADER + encode_line(protocol)
+        self._buffer = bytearray()
+        self._greeted = False
+
+    def feed(self, data: bytes | bytearray | memoryview) -> bytes | None:
+        """What follows the agreement, or None while it is not reached; Refused when the peer says no."""
+        if not self._buffer and data == self.hello:  # the usual answer, in one piece
+            return b""
+        self._buffer += data
+        while (line := take_line(self._buffer)) is not None:
+            if not self._greeted:
+                if line != HEADER[1:-1]:
+                    raise ProtocolViolation(f"negotiation begins with {line[:40]!r}")
+                self._greeted = True
+            elif line == b"na":
+                raise Refused(f"the peer does not speak {self.protocol}")
+            elif line == self.protocol.encode():
+                return bytes(self._buffer)
+            else:
+                raise ProtocolViolation(f"asked for {self.protocol}, the peer answers {line[:40]!r}")
+        return None
+
+
+class Selector:
+    """The accepting side picks the first proposal that it speaks."""
+
+    __slots__ = ("_buffer", "_greeted", "_left", "_speaks")
+
+    def __init__(self, speaks: Callable[[str], bool]) -> None:
+        self._speaks = speaks
+        self._buffer = bytearray()
+        self._greeted = False
+        self._left = MULTISTREAM_ATTEMPTS
+
+    def feed(self, data: bytes | bytearray | memoryview) -> tuple[bytes, str | None, bytes]:
+        """(answer to send, chosen protocol or None yet, what follows the choice). HEADER is sent by the caller."""
+        self._buffer += data
+        answer = b""
+        while (line := take_line(self._buffer)) is not None:
+            if not self._greeted:
+                if line != HEADER[1:-1]:
+                    raise ProtocolViolation(f"negotiation begins with {line[:40]!r}")
+                self._greeted = True
+                continue
+            try:
+                protocol = line.decode()
+            except UnicodeDecodeError:
+                raise ProtocolViolation("a protocol name is not UTF-8") from None
+            if self._speaks(protocol):
+                return answer + encode_line(protocol), protocol, bytes(self._buffer)
+            self._left -= 1
+            if self._left == 0:
+                raise ProtocolViolation(f"{MULTISTREAM_ATTEMPTS} proposals, none of them spoken here")
+            answer += NOT_AVAILABLE
+        return answer, None, b""

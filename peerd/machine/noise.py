@@ -1,0 +1,306 @@
+"""Noise XX as libp2p speaks it: mutual authentication, session keys, early choice of the muxer; then sealed frames.
+
+`Handshake` is the three messages seen from either side; `Sealer` and `Opener` are one direction each of what follows.
+Nothing here reads or writes a socket or draws randomness: secrets are given. Input may come byte by byte.
+Invariants: a nonce is used once; no plaintext leaves before its tag is checked; the identity is proven by its signature
+over the static key before `result` is set. Hostile input: frames of any length, points of low order, signatures of
+somebody else, a payload of garbage, replayed or reordered frames: all raise ProtocolViolation.
+Sources: https://noiseprotocol.org/noise.html, libp2p specs `noise/README.md`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
+from nacl import bindings
+from nacl import exceptions as nacl_exceptions
+
+from peerd.core.errors import ProtocolViolation, Unreachable
+from peerd.core.ids import PeerId
+from peerd.core.keys import Keypair, verify
+from peerd.core.limits import NOISE_HANDSHAKE_BYTES
+from peerd.core.protobuf.messages import NoisePayload
+
+PROTOCOL: Final = "/noise"
+TAG_BYTES: Final = 16
+FRAME_BYTES: Final = 65535  # sealed, without the two bytes of length
+PLAIN_BYTES: Final = FRAME_BYTES - TAG_BYTES
+SEALED_BYTES: Final = FRAME_BYTES + 2
+_NAME: Final = b"Noise_XX_25519_ChaChaPoly_SHA256"
+_SIGNED_PREFIX: Final = b"noise-libp2p-static-key:"
+_NONCE: Final = struct.Struct("<4xQ")
+_LENGTH: Final = struct.Struct(">H")
+
+
+class Sealer:
+    """Encrypts one direction into length-prefixed frames."""
+
+    __slots__ = ("_cipher", "_count")
+
+    def __init__(self, key: bytes) -> None:
+        self._cipher = ChaCha20Poly1305(key)
+        self._count = 0
+
+    def seal(self, plain: bytes | memoryview, into: memoryview) -> int:
+        """Write one frame with `plain` (at most PLAIN_BYTES) to `into`; returns the bytes written."""
+        size = len(plain) + TAG_BYTES
+        _LENGTH.pack_into(into, 0, size)
+        self._cipher.encrypt_into(_NONCE.pack(self._count), plain, None, into[2 : 2 + size])
+        self._count += 1
+        return 2 + size
+
+
+class Opener:
+    """Decrypts the other direction, from pieces of any size."""
+
+    __slots__ = ("_cipher", "_count", "_part")
+
+    def __init__(self, key: bytes) -> None:
+        self._cipher = ChaCha20Poly1305(key)
+        self._count = 0
+        self._part = bytearray()  # the beginning of a frame whose rest has not come: at most one frame
+
+    def feed(self, data: bytes | memoryview) -> list[bytes]:
+        """The plaintexts of all frames that are now complete."""
+        plains: list[bytes] = []
+        view = memoryview(data)
+        at = self._finish_part(view, plains) if self._part else 0
+        end = len(view)
+        while end - at >= 2:
+            size = view[at] << 8 | view[at + 1]
+            if end - at - 2 < size:
+                break
+            plains.append(self._open(view[at + 2 : at + 2 + size]))
+            at += 2 + size
+        if at < end:
+            self._part += view[at:]
+        return plains
+
+    def _finish_part(self, view: memoryview, plains: list[bytes]) -> int:
+        part = self._part
+        at = 0
+        if len(part) < 2:
+            at = min(2 - len(part), len(view))
+            part += view[:at]
+            if len(part) < 2:
+                return at
+        missing = 2 + (part[0] << 8 | part[1]) - len(part)
+        part += view[at : at + missing]
+        if len(view) - at < missing:
+            return len(view)
+        plains.append(self._open(part[2:]))
+        self._part = bytearray()
+        return at + missing
+
+    def _open(self, sealed: memoryview | bytearray) -> bytes:
+        if len(sealed) < TAG_BYTES:
+            raise ProtocolViolation("an encrypted frame is shorter than its tag")
+        try:
+            plain = self._cipher.decrypt(_NONCE.pack(self._count), sealed, None)
+        except InvalidTag:
+            raise ProtocolViolation("an encrypted frame does not authenticate") from None
+        self._count += 1
+        return plain
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """What a hand-shake ends with."""
+
+    peer: PeerId
+    sealer: Sealer
+    opener: Opener
+    muxer: str | None  # chosen early, or None: negotiate it
+    rest: bytes  # bytes that came after the last hand-shake message
+
+
+class _Symmetric:
+    """The SymmetricState of the Noise specification, section 5.2."""
+
+    __slots__ = ("_cipher", "_count", "chain", "digest")
+
+    def __init__(self) -> None:
+        self.digest = self.chain = _NAME  # exactly one hash long, so it is taken as it is
+        self._cipher: ChaCha20Poly1305 | None = None
+        self._count = 0
+        self.mix_hash(b"")  # the empty prologue
+
+    def mix_hash(self, data: bytes) -> None:
+        self.digest = hashlib.sha256(self.digest + data).digest()
+
+    def mix_key(self, secret: bytes, public: bytes) -> None:
+        try:
+            shared = bindings.crypto_scalarmult(secret, public)
+        except nacl_exceptions.RuntimeError:
+            raise ProtocolViolation("a hand-shake key is of low order") from None
+        self.chain, key = _hkdf(self.chain, shared)
+        self._cipher = ChaCha20Poly1305(key)
+        self._count = 0
+
+    def encrypt(self, plain: bytes) -> bytes:
+        sealed = plain
+        if self._cipher is not None:
+            sealed = self._cipher.encrypt(_NONCE.pack(self._count), plain, self.digest)
+            self._count += 1
+        self.mix_hash(sealed)
+        return sealed
+
+    def decrypt(self, sealed: bytes) -> bytes:
+        plain = sealed
+        if self._cipher is not None:
+            try:
+                plain = self._cipher.decrypt(_NONCE.pack(self._count), sealed, self.digest)
+            except InvalidTag:
+                raise ProtocolViolation("a hand-shake message does not authenticate") from None
+            self._count += 1
+        self.mix_hash(sealed)
+        return plain
+
+
+def _hkdf(chain: bytes, material: bytes) -> tuple[bytes, bytes]:
+    key = hmac.digest(chain, material, "sha256")
+    first = hmac.digest(key, b"\x01", "sha256")
+    return first, hmac.digest(key, first + b"\x02", "sha256")
+
+
+class Secrets:
+    """What one side brings to a hand-shake: `static` (32 secret bytes) may serve many, `ephemeral` only one."""
+
+    __slots__ = ("ephemeral", "identity", "signature", "static", "static_public")
+
+    def __init__(self, identity: Keypair, static: bytes, ephemeral: bytes = b"") -> None:
+        self.identity, self.static, self.ephemeral = identity, static, ephemeral
+        self.static_public = bindings.crypto_scalarmult_base(static)
+        self.signature = identity.sign(_SIGNED_PREFIX + self.static_public)
+
+    def fresh(self, ephemeral: bytes) -> Secrets:
+        """The same identity and static key with `ephemeral` for the next hand-shake."""
+        copy = object.__new__(Secrets)
+        copy.identity, copy.static, copy.ephemeral = self.identity, self.static, ephemeral
+        copy.static_public, copy.signature = self.static_public, self.signature
+        return copy
+
+
+class Handshake:
+    """One hand-shake, as initiator (who speaks first) or responder.
+
+    Send what `start` and `feed` return; once `result` is set, what `feed` returned last is the last message. Raises
+    Unreachable when the other side proves to be somebody other than `expected`, before it learns who we are.
+    """
+
+    def __init__(
+        self, secrets: Secrets, *, initiator: bool, muxers: Sequence[str], expected: PeerId | None = None
+    ) -> None:
+        self.result: Session | None = None
+        self._secrets, self._initiator, self._muxers, self._expected = secrets, initiator, tuple(muxers), expected
+        self._state = _Symmetric()
+        self._buffer = bytearray()
+        self._greeted = False  # responder: the first message has come
+        self._their_ephemeral = b""
+
+    def start(self) -> bytes:
+        """The initiator's first message; nothing for a responder."""
+        if not self._initiator:
+            return b""
+        return self._framed(self._write_ephemeral() + self._state.encrypt(b""))
+
+    def feed(self, data: bytes) -> bytes:
+        """Take bytes; returns what to send, often nothing."""
+        self._buffer += data
+        out = b""
+        while self.result is None and (message := self._take()) is not None:
+            if self._initiator:
+                out += self._answer_second(message)
+            elif not self._greeted:
+                self._greeted = True
+                out += self._answer_first(message)
+            else:
+                self._read_third(message)
+        return out
+
+    def _take(self) -> bytes | None:
+        buffer = self._buffer
+        if len(buffer) < 2:
+            return None
+        size = buffer[0] << 8 | buffer[1]
+        if size > NOISE_HANDSHAKE_BYTES:
+            raise ProtocolViolation(f"a hand-shake message of {size} bytes; allowed: {NOISE_HANDSHAKE_BYTES}")
+        if len(buffer) < 2 + size:
+            return None
+        message = bytes(buffer[2 : 2 + size])
+        del buffer[: 2 + size]
+        return message
+
+    @staticmethod
+    def _framed(message: bytes) -> bytes:
+        return _LENGTH.pack(len(message)) + message
+
+    def _answer_first(self, message: bytes) -> bytes:
+        """Read e; write e, ee, s, es and our proof."""
+        self._read_ephemeral(message)
+        self._state.decrypt(message[32:])
+        own = self._write_ephemeral()
+        self._state.mix_key(self._secrets.ephemeral, self._their_ephemeral)
+        return self._framed(own + self._write_static(self._their_ephemeral) + self._write_proof())
+
+    def _answer_second(self, message: bytes) -> bytes:
+        """Read e, ee, s, es and their proof; write s, se and ours."""
+        self._read_ephemeral(message)
+        self._state.mix_key(self._secrets.ephemeral, self._their_ephemeral)
+        payload = self._read_proof(message[32:])
+        last = self._framed(self._write_static(self._their_ephemeral) + self._write_proof())
+        self._finish(payload)
+        return last
+
+    def _read_third(self, message: bytes) -> None:
+        """Read s, se and their proof."""
+        self._finish(self._read_proof(message))
+
+    def _write_ephemeral(self) -> bytes:
+        public = bindings.crypto_scalarmult_base(self._secrets.ephemeral)
+        self._state.mix_hash(public)
+        return public
+
+    def _read_ephemeral(self, message: bytes) -> None:
+        if len(message) < 32:
+            raise ProtocolViolation("a hand-shake message is too short for a key")
+        self._their_ephemeral = message[:32]
+        self._state.mix_hash(self._their_ephemeral)
+
+    def _write_static(self, their_ephemeral: bytes) -> bytes:
+        sealed = self._state.encrypt(self._secrets.static_public)
+        self._state.mix_key(self._secrets.static, their_ephemeral)
+        return sealed
+
+    def _write_proof(self) -> bytes:
+        secrets = self._secrets
+        payload = NoisePayload(peer=secrets.identity.peer_id, signature=secrets.signature, muxers=self._muxers)
+        return self._state.encrypt(payload.encode())
+
+    def _read_proof(self, message: bytes) -> NoisePayload:
+        """Their static key, the key agreement with our ephemeral one, and the identity that signed the static key."""
+        static = self._state.decrypt(message[: 32 + TAG_BYTES])
+        if len(static) != 32:
+            raise ProtocolViolation("a hand-shake message is too short for a key")
+        self._state.mix_key(self._secrets.ephemeral, static)
+        payload = NoisePayload.decode(self._state.decrypt(message[32 + TAG_BYTES :]))
+        if not verify(payload.peer, _SIGNED_PREFIX + static, payload.signature):
+            raise ProtocolViolation(f"the hand-shake claims to be {payload.peer} without its signature")
+        if self._expected not in (None, payload.peer):
+            raise Unreachable(f"expected {self._expected}, but the peer there is {payload.peer}")
+        return payload
+
+    def _finish(self, payload: NoisePayload) -> None:
+        keys = _hkdf(self._state.chain, b"")
+        mine, theirs = (keys[0], keys[1]) if self._initiator else (keys[1], keys[0])
+        ours, others = (self._muxers, payload.muxers) if self._initiator else (payload.muxers, self._muxers)
+        muxer = next((name for name in ours if name in others), None)
+        self.result = Session(payload.peer, Sealer(mine), Opener(theirs), muxer, bytes(self._buffer))
+        self._buffer.clear()

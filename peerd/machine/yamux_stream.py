@@ -1,0 +1,174 @@
+"""One yamux stream's state, the settings of a session, and the budget that large windows are paid from.
+
+Plain state: `machine.yamux` moves it. Kept here so that the session's file holds the protocol and nothing else.
+Invariants: `credit` is what the peer may still send and never negative; inbox plus credit never exceed `target`;
+pieces of an inbox pin at most twice their own size in memory.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from typing import Final
+
+from peerd.core import limits
+
+INITIAL_WINDOW: Final = limits.WINDOW_BYTES_INITIAL
+_MERGE_BYTES: Final = 16 * 1024  # small pieces are joined up to this size, so that a piece per byte costs nothing
+_PIN_SHARE: Final = 2  # a piece may hold on to a buffer at most this many times its size
+
+Piece = bytes | bytearray | memoryview
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class YamuxConfig:
+    """Bounds and times of one session."""
+
+    streams_inbound: int = limits.STREAMS_INBOUND
+    streams_outbound: int = limits.STREAMS_OUTBOUND
+    ack_backlog: int = limits.STREAM_ACK_BACKLOG  # streams opened by us that the peer has not acknowledged
+    window_bytes_max: int = limits.WINDOW_BYTES_MAX  # of one stream
+    keepalive_s: float = 10.0  # between pings
+    dead_after_s: float = 30.0  # of silence
+    linger_s: float = 30.0  # a stream that we closed and the peer does not is reset
+
+
+class WindowBudget:
+    """Window bytes beyond the initial ones; a session's budget draws on its host's."""
+
+    __slots__ = ("limit_bytes", "parent", "used_bytes")
+
+    def __init__(self, limit_bytes: int, parent: WindowBudget | None = None) -> None:
+        self.limit_bytes, self.parent, self.used_bytes = limit_bytes, parent, 0
+
+    def take(self, count: int) -> bool:
+        """Reserve `count` bytes, or reserve nothing and say no."""
+        if self.used_bytes + count > self.limit_bytes or (self.parent is not None and not self.parent.take(count)):
+            return False
+        self.used_bytes += count
+        return True
+
+    def give(self, count: int) -> None:
+        self.used_bytes -= count
+        if self.parent is not None:
+            self.parent.give(count)
+
+
+class YamuxStream:
+    """Both directions of one stream. Drivers read the fields; only the session writes them."""
+
+    __slots__ = (
+        "abandoned",
+        "acked",
+        "counted",
+        "credit",
+        "fin_due",
+        "fin_received",
+        "fin_sent",
+        "flags_due",
+        "granted_at",
+        "id",
+        "inbox",
+        "inbox_bytes",
+        "inbound",
+        "linger_until",
+        "low_water",
+        "out",
+        "out_bytes",
+        "owner",
+        "queued",
+        "send_credit",
+        "target",
+        "was_reset",
+    )
+
+    def __init__(self, stream_id: int, *, inbound: bool, now: float) -> None:
+        self.id, self.inbound = stream_id, inbound
+        self.owner: object = None  # the driver's own
+        # Outgoing.
+        self.out: deque[bytes | memoryview] = deque()
+        self.out_bytes = 0
+        self.send_credit = INITIAL_WINDOW
+        self.flags_due = 0  # SYN or ACK, to go with the next frame
+        self.fin_due = self.fin_sent = False
+        self.queued = False  # stands in the ring of those with something to send
+        self.low_water = -1  # report this stream once no more than so many bytes wait; -1: nobody asks
+        # Incoming.
+        self.inbox: deque[Piece] = deque()
+        self.inbox_bytes = 0
+        self.credit = self.target = INITIAL_WINDOW
+        self.granted_at = now
+        self.fin_received = False
+        # Life.
+        self.acked = inbound
+        self.was_reset = False  # by either side; nothing more moves
+        self.abandoned = False  # our side will not read again
+        self.counted = True  # fills a place among the streams open at once
+        self.linger_until = 0.0
+
+    @property
+    def closed(self) -> bool:
+        """Nothing more can arrive or leave."""
+        return self.was_reset or (self.fin_sent and self.fin_received)
+
+    @property
+    def wants_out(self) -> bool:
+        if self.flags_due:
+            return True
+        if self.out_bytes:
+            return self.send_credit > 0
+        return self.fin_due and not self.fin_sent
+
+    def put(self, piece: memoryview, buffer_bytes: int) -> None:
+        """Add received bytes, a slice of a buffer of `buffer_bytes`."""
+        size = len(piece)
+        self.inbox_bytes += size
+        if size * _PIN_SHARE >= buffer_bytes:
+            self.inbox.append(piece)
+            return
+        last = self.inbox[-1] if self.inbox else None
+        if isinstance(last, bytearray) and len(last) + size <= _MERGE_BYTES:
+            last += piece
+        else:
+            self.inbox.append(bytearray(piece))
+
+    def take(self, max_bytes: int) -> bytes:
+        """Remove up to `max_bytes` from the inbox; the session must be told with `consumed`."""
+        inbox = self.inbox
+        parts: list[Piece] = []
+        left = max_bytes
+        while inbox and left:
+            piece = inbox[0]
+            if len(piece) <= left:
+                parts.append(inbox.popleft())
+                left -= len(piece)
+            else:
+                view = memoryview(piece)
+                parts.append(view[:left])
+                inbox[0] = view[left:]
+                left = 0
+        self.inbox_bytes -= max_bytes - left
+        return bytes(parts[0]) if len(parts) == 1 else b"".join(parts)
+
+    def take_into(self, into: memoryview) -> int:
+        """Move bytes from the inbox to `into`; returns how many."""
+        inbox = self.inbox
+        at = 0
+        while inbox and at < len(into):
+            piece = inbox[0]
+            size = min(len(piece), len(into) - at)
+            view = memoryview(piece)
+            into[at : at + size] = view[:size]
+            if size == len(piece):
+                inbox.popleft()
+            else:
+                inbox[0] = view[size:]
+            at += size
+        self.inbox_bytes -= at
+        return at
+
+    def give_back(self, piece: bytes) -> None:
+        """Put bytes back at the inbox's front."""
+        if piece:
+            self.inbox.appendleft(piece)
+            self.inbox_bytes += len(piece)
