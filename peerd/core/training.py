@@ -66,7 +66,7 @@ class MemberSync(Message, frozen=True):
     prepared: Position | None  # where a commit would lead, when an average lies ready
     saved: Annotated[list[Position], msgspec.Meta(max_length=64)]  # checkpoints it could return to
     held: MbList | None  # None: as reported before
-    counted: MbList  # what it contributed to the step before; only together with `held`
+    counted: MbList  # what it contributed to the last mean it has; only together with `held`
     addrs: Annotated[list[AddrText], msgspec.Meta(max_length=16)]
     since: float  # Unix time at which it joined the stage
     term: Term  # the highest it has seen
@@ -76,7 +76,7 @@ class MemberSync(Message, frozen=True):
 
 class MemberAnswer(Message, frozen=True):
     term: Term
-    current: Position | None  # None while the conductor still gathers the members
+    current: Position | None  # where members should stand; None while they are on their way
     complete: bool  # every stage has a ready peer
     waits_for: Annotated[str, msgspec.Meta(max_length=400)]
     resend: bool  # the conductor does not know this session: say what you hold

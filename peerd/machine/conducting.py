@@ -18,7 +18,7 @@ class MemberHello:
     prepared: Position | None
     saved: tuple[Position, ...]
     held: frozenset[Mb]
-    counted: frozenset[Mb]  # what it contributed to the step before
+    counted: frozenset[Mb]  # what it contributed to the last mean it has
     addrs: tuple[str, ...]
 
 

@@ -31,8 +31,7 @@ from peerd.machine.conducting import (
     TrainerReport,
 )
 from peerd.machine.ledger import Entry, Ledger
-
-START = Position(0, b"")  # where every peer begins: parameters are a pure function of the run's seed
+from peerd.machine.reach import START, Member, best_position
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,7 +41,9 @@ class ConductorConfig:
     stages: int
     microbatches: int
     total_steps: int = 0
+    first_save: int = 1 << 53  # the first step after which peers write checkpoints
     gather_s: float = 1.5  # quiet time after the last new member before a new conductor decides
+    expect_s: float = 6.0  # how long it waits for members that are known to exist
     broken_s: float = 4.0  # how long a stage may be empty before an older common position is looked for
     lease_s: float = 120.0  # how long a microbatch may stay unfinished
     retry_s: float = 0.2  # before a failed attempt is repeated; doubles up to 5 s
@@ -55,18 +56,6 @@ class Phase(Enum):
     CLOSING = auto()
     MOVING = auto()
     COMPLETE = auto()
-
-
-@dataclass(slots=True)
-class _Member:
-    stage: int
-    session: int
-    position: Position
-    prepared: Position | None
-    saved: frozenset[Position]
-    held: frozenset[Mb]
-    counted: frozenset[Mb]
-    addrs: tuple[str, ...]
 
 
 @dataclass(slots=True)
@@ -91,13 +80,15 @@ class Conductor:
         self.ledger = Ledger(config.stages, config.microbatches)
         self.version = 1  # of what trainers see
         self.members_version = 1  # of what members see
-        self._members: dict[str, _Member] = {}
+        self._members: dict[str, Member] = {}
         self._trainers: dict[str, tuple[int, ...]] = {}  # what each wishes to contribute
         self._closing = [_StageClose() for _ in range(config.stages)]
         self._target: Position | None = None  # where a close or a move leads
         self._moving: set[str] = set()
         self._counted: dict[str, list[int]] = {}
         self._quiet_since = now
+        self._expected: frozenset[str] = frozenset()
+        self._expect_until = now + config.expect_s
         self._broken_since: float | None = None
         self._accusations: Counter[str] = Counter()
         self._banned: dict[str, float] = {}
@@ -122,6 +113,15 @@ class Conductor:
                 self._move_ended(now, peer, position)
         return self._advance(now)
 
+    def expect(self, peers: Iterable[str]) -> None:
+        """Members that are said to live: a new conductor does not decide at once without them."""
+        self._expected = frozenset(peers)
+
+    def saved(self, peer: str, positions: Iterable[Position]) -> None:
+        """The checkpoints a member has now."""
+        if peer in self._members:
+            self._members[peer].saved = frozenset(positions)
+
     def wake(self, now: float) -> list[Output]:
         """Time passed."""
         return self._advance(now)
@@ -138,6 +138,11 @@ class Conductor:
         return max(due, now + 0.01)
 
     # --- what others may see ----------------------------------------------------------------------------------
+
+    @property
+    def settled(self) -> Position | None:
+        """Where every member should stand; None while members are on their way."""
+        return self.current if self.phase in (Phase.OPEN, Phase.CLOSING, Phase.COMPLETE) else None
 
     def is_member(self, peer: str, session: int) -> bool:
         member = self._members.get(peer)
@@ -198,7 +203,7 @@ class Conductor:
         known = self._members.get(hello.peer)
         if known is not None and (known.session != hello.session or known.stage != hello.stage):
             self._member_gone(now, hello.peer)
-        self._members[hello.peer] = _Member(
+        self._members[hello.peer] = Member(
             hello.stage,
             hello.session,
             hello.position,
@@ -294,8 +299,8 @@ class Conductor:
     # --- phases -----------------------------------------------------------------------------------------------
 
     def _advance(self, now: float) -> list[Output]:
-        if self.phase is Phase.GATHERING and now >= self._quiet_since + self._config.gather_s:
-            self._decide_position(now)
+        if self.phase is Phase.GATHERING and self._gathered(now):
+            self._decide_position()
         if self.phase is Phase.MOVING and not self._moving:
             self._arrive(now)
         if self.phase in (Phase.OPEN, Phase.CLOSING):
@@ -323,20 +328,13 @@ class Conductor:
             self.phase, self._quiet_since = Phase.GATHERING, now
 
     def _best_position(self) -> Position | None:
-        """The newest position that every stage can reach: held, prepared or saved by one of its peers."""
-        reach: list[set[Position]] = [set() for _ in range(self._config.stages)]
-        holders: Counter[Position] = Counter()
-        for _, member in sorted(self._members.items()):
-            at_hand = {member.position, *member.saved, *([member.prepared] if member.prepared else [])}
-            reach[member.stage] |= at_hand
-            holders[member.position] += 1
-        common = set.intersection(*reach)
-        # Parameters of step 0 can always be made again: never fall back to them while someone is further.
-        if any(m.position.step > 0 for m in self._members.values()):
-            common.discard(START)
-        return max(common, key=lambda p: (p.step, holders[p], p.lineage), default=None)
+        return best_position(self._config.stages, self._members.values(), self._config.first_save)
 
-    def _decide_position(self, now: float) -> None:
+    def _gathered(self, now: float) -> bool:
+        quiet = now >= self._quiet_since + self._config.gather_s
+        return quiet and (self._expected <= self._members.keys() or now >= self._expect_until)
+
+    def _decide_position(self) -> None:
         target = self._best_position()
         if target is None:
             return
@@ -346,7 +344,7 @@ class Conductor:
         self._target = target
         self._moving = set()
         for peer, member in sorted(self._members.items()):
-            if member.position != target and (target == member.prepared or target in member.saved):
+            if member.position != target and (target == member.prepared or target in (START, *member.saved)):
                 self._moving.add(peer)
                 self._out.append(SendMove(peer, target, commit=target == member.prepared))
         self.phase = Phase.MOVING
@@ -373,13 +371,11 @@ class Conductor:
         """The batch that led to `target`, from what the members remember of it."""
         batch: set[Mb] = set()
         for member in self._members.values():
-            if member.position == target:
+            if target in (member.position, member.prepared):
                 batch |= member.counted
-            elif member.prepared == target:
-                batch |= member.held
         return _by_trainer(sorted(batch))
 
-    def _adopt(self, now: float, member: _Member) -> None:
+    def _adopt(self, now: float, member: Member) -> None:
         """After a change of conductor: count what is held in every stage already."""
         if member.stage != 0 or member.position != self.current:
             return
@@ -483,7 +479,7 @@ class Conductor:
             self._member_gone(now, peer)
             return
         member.position, member.prepared = position, None
-        member.counted, member.held = member.held, frozenset()
+        member.counted, member.held = frozenset(), frozenset()
 
 
 def _by_trainer(batch: Iterable[Mb]) -> dict[str, list[int]]:

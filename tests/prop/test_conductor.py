@@ -1,0 +1,288 @@
+"""Random swarms under one conductor after another: whatever dies, every step averages one whole batch, once.
+
+The model keeps what matters: a member's accumulator is a bag of microbatches, a mean is the sum of its group's
+bags, a position's history is the list of means that led to it.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from dataclasses import dataclass, field
+
+import pytest
+
+from peerd.core.training import Done, Mb, Position
+from peerd.machine.conducting import (
+    CancelAttempt,
+    MemberGone,
+    MemberHello,
+    MoveEnded,
+    Output,
+    PrepareEnded,
+    SendMove,
+    SendPrepare,
+    TrainerGone,
+    TrainerReport,
+)
+from peerd.machine.conductor import Conductor, ConductorConfig, Phase
+from peerd.machine.reach import START
+
+STAGES, BATCH = 2, 6
+Bag = frozenset[tuple[Mb, int]]
+
+
+@dataclass
+class Member:
+    name: str
+    stage: int
+    session: int
+    position: Position = START
+    bag: Counter[Mb] = field(default_factory=Counter)
+    mean: Counter[Mb] | None = None
+    prepared: Position | None = None
+    counted: frozenset[Mb] = frozenset()
+    saved: list[Position] = field(default_factory=list)
+    known: bool = False
+
+
+@dataclass
+class Trainer:
+    name: str
+    step: int = 0
+    next_seq: int = 0
+    open: dict[int, list[str]] = field(default_factory=dict)  # holders so far
+    done: dict[int, list[str]] = field(default_factory=dict)
+    unsaid: set[int] = field(default_factory=set)
+
+
+class Swarm:
+    def __init__(self, seed: int) -> None:
+        self.rng = random.Random(seed)
+        self.now = 0.0
+        self.members: dict[str, Member] = {}
+        self.trainers = {name: Trainer(name) for name in ("t1", "t2")}
+        self.histories: dict[tuple[int, Position], tuple[Bag, ...]] = {}
+        self.serial = 0
+        self.conductor = self.new_conductor()
+        self.calls: list[SendPrepare | SendMove] = []
+        self.rounds: dict[bytes, dict[str, Counter[Mb]]] = {}
+        for stage in range(STAGES):
+            self.histories[stage, START] = ()
+            for _ in range(2):
+                self.join(stage)
+
+    def new_conductor(self) -> Conductor:
+        config = ConductorConfig(stages=STAGES, microbatches=BATCH, first_save=2, gather_s=1.0, broken_s=3.0)
+        return Conductor(config, random.Random(self.rng.random()), self.now)
+
+    def join(self, stage: int) -> None:
+        self.serial += 1
+        name = f"m{self.serial}"
+        self.members[name] = Member(name, stage, self.serial)
+
+    # --- one random happening -------------------------------------------------------------------------------
+
+    def happen(self, faults: bool) -> None:
+        self.now += self.rng.choice([0.0, 0.05, 0.3])
+        choice = self.rng.random()
+        if faults and choice < 0.02:
+            self.kill(self.rng.choice(sorted(self.members)))
+        elif faults and choice < 0.03:
+            self.replace_conductor()
+        elif faults and choice < 0.04:
+            trainer = self.rng.choice(sorted(self.trainers))
+            self.trainers[trainer] = Trainer(trainer, next_seq=self.trainers[trainer].next_seq + 1000)
+            self.tell(TrainerGone(trainer))
+        elif choice < 0.3:
+            self.sync_member(self.rng.choice(sorted(self.members)))
+        elif choice < 0.6:
+            self.work(self.trainers[self.rng.choice(sorted(self.trainers))])
+        elif choice < 0.9 and self.calls:
+            self.deliver(self.calls.pop(self.rng.randrange(len(self.calls))))
+        else:
+            self.take(self.conductor.wake(self.now))
+        self.conductor.ledger.check()
+
+    def tell(self, event: object) -> None:
+        self.take(self.conductor.handle(self.now, event))  # type: ignore[arg-type]
+
+    def take(self, outputs: list[Output]) -> None:
+        for output in outputs:
+            if isinstance(output, SendPrepare | SendMove):
+                self.calls.append(output)
+            elif isinstance(output, CancelAttempt):
+                self.calls = [c for c in self.calls if not (isinstance(c, SendPrepare) and c.attempt == output.attempt)]
+
+    def kill(self, name: str) -> None:
+        """Never so that no position is left that all stages hold: nobody could go on from there."""
+        member = self.members.pop(name)
+        reach = [
+            {p for m in self.members.values() if m.stage == s for p in (m.position, *m.saved)} for s in range(STAGES)
+        ]
+        if not set.intersection(*reach) - {START} and any(p.step > 0 for r in reach for p in r):
+            self.members[name] = member
+            return
+        self.tell(MemberGone(name))
+        self.join(member.stage)
+
+    def replace_conductor(self) -> None:
+        self.conductor, self.calls = self.new_conductor(), []
+        self.conductor.expect(self.members)
+        for member in self.members.values():
+            member.known = False
+        for trainer in self.trainers.values():
+            trainer.unsaid = set(trainer.done)
+
+    def sync_member(self, name: str) -> None:
+        m, current = self.members[name], self.conductor.settled
+        m.known = m.known and self.conductor.is_member(name, m.session)
+        if m.known and current is not None and m.position != current:
+            self.download(m, current)
+        self.conductor.saved(name, m.saved)
+        if not m.known:
+            m.known = True
+            hello = MemberHello(
+                name,
+                m.stage,
+                m.session,
+                m.position,
+                m.prepared,
+                tuple(m.saved),
+                frozenset(m.bag),
+                m.counted,
+                (),
+            )
+            self.tell(hello)
+
+    def download(self, m: Member, current: Position) -> None:
+        donors = [d for d in self.members.values() if d.stage == m.stage and d.position == current]
+        if donors:
+            m.position, m.bag, m.mean, m.prepared, m.counted = current, Counter(), None, None, frozenset()
+            m.known = False
+
+    # --- trainers -------------------------------------------------------------------------------------------
+
+    def work(self, t: Trainer) -> None:
+        current = self.conductor.current
+        if current is None:
+            return
+        if current.step != t.step:
+            t.step, t.open, t.done, t.unsaid = current.step, {}, {}, set()
+        while len(t.open) < 3:
+            t.open[t.next_seq] = [""] * STAGES
+            t.next_seq += 1
+        admitted = self.conductor.admitted(t.name)
+        for seq in [s for s in t.open if s in admitted]:
+            if self.rng.random() < 0.5:
+                self.advance(t, seq)
+        for redo in self.conductor.redo(t.name):
+            if redo.seq in t.done and self.rng.random() < 0.5:
+                self.accumulate(t, redo.seq, redo.stage, t.done[redo.seq])
+                t.unsaid.add(redo.seq)
+        taken = self.conductor.takes(t.step)
+        done = tuple(Done(seq, list(t.done[seq])) for seq in sorted(t.unsaid))
+        self.tell(TrainerReport(t.name, t.step, tuple(t.open), done))
+        if taken:
+            t.unsaid.clear()
+
+    def advance(self, t: Trainer, seq: int) -> None:
+        holders = t.open[seq]
+        stage = max(s for s in range(STAGES) if not holders[s])
+        self.accumulate(t, seq, stage, holders)
+        if all(holders):
+            t.done[seq] = t.open.pop(seq)
+            t.unsaid.add(seq)
+
+    def accumulate(self, t: Trainer, seq: int, stage: int, holders: list[str]) -> None:
+        ready = [m for m in self.members.values() if m.stage == stage and m.position.step == t.step]
+        if not ready:
+            return
+        if len(ready) > 1 and self.rng.random() < 0.1:  # the answer is lost: a second peer will do it again
+            ready.pop(0).bag[Mb(t.name, seq)] = 1
+        member = self.rng.choice(ready)
+        member.bag[Mb(t.name, seq)] = 1
+        holders[stage] = member.name
+
+    # --- calls to members -----------------------------------------------------------------------------------
+
+    def deliver(self, call: SendPrepare | SendMove) -> None:
+        m = self.members.get(call.peer)
+        lost = self.rng.random() < 0.05
+        if isinstance(call, SendPrepare):
+            if m is None or lost:
+                self.tell(PrepareEnded(call.peer, call.attempt, False))
+            else:
+                self.prepare(m, call)
+            return
+        if m is not None and not (lost and self.rng.random() < 0.5):
+            self.move(m, call)
+        if lost and m is not None:
+            m.known = False
+        self.tell(MoveEnded(call.peer, m.position if m and not lost else None))
+
+    def prepare(self, m: Member, call: SendPrepare) -> None:
+        """The mean lies ready when the whole group has sent its bags; the last answers may still be lost."""
+        missing = tuple(mb for mb in call.assigned if mb not in m.bag)
+        if missing:
+            self.tell(PrepareEnded(m.name, call.attempt, False, missing))
+            return
+        m.bag = Counter(dict.fromkeys(call.assigned, 1))
+        group = self.rounds.setdefault(call.attempt, {})
+        group[m.name] = m.bag.copy()
+        if set(group) < set(call.group):
+            return
+        for name in call.group:
+            if (other := self.members.get(name)) is None or self.rng.random() < 0.05:
+                self.tell(PrepareEnded(name, call.attempt, False))
+                continue
+            other.mean = sum(group.values(), Counter[Mb]())
+            other.counted = frozenset(group[name])
+            other.prepared = Position(other.position.step + 1, call.lineage)
+            self.tell(PrepareEnded(name, call.attempt, True))
+
+    def move(self, m: Member, call: SendMove) -> None:
+        if not call.commit and call.target in (START, *m.saved):
+            m.position, m.counted = call.target, frozenset()
+            m.bag, m.mean, m.prepared = Counter(), None, None
+        if m.prepared != call.target or m.mean is None:
+            return
+        history = (*self.histories[m.stage, m.position], frozenset(m.mean.items()))
+        assert self.histories.setdefault((m.stage, call.target), history) == history, "two pasts of one position"
+        m.saved = [p for p in [*m.saved[-2:], m.position] if p != START]
+        m.position, m.bag, m.mean, m.prepared = call.target, Counter(), None, None
+
+    def check(self) -> None:
+        for (stage, position), history in self.histories.items():
+            assert len(history) == position.step
+            for bag in history:
+                assert len(bag) == BATCH, "a batch is not whole"
+                assert all(times == 1 for _, times in bag), "a microbatch counted twice"
+            others = [self.histories.get((s, position)) for s in range(STAGES) if s != stage]
+            assert all(o is None or o == history for o in others), "stages stepped with different batches"
+        for history in self.histories.values():
+            seen = [mb for bag in history for mb, _ in bag]
+            assert len(seen) == len(set(seen)), "a microbatch counted in two steps"
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_every_step_averages_one_whole_batch_whatever_dies(seed: int) -> None:
+    swarm = Swarm(seed)
+    for _ in range(1500):
+        swarm.happen(faults=True)
+    swarm.check()
+    before = max(position.step for _, position in swarm.histories)
+    for _ in range(1500):
+        swarm.happen(faults=False)
+    swarm.check()
+    after = max(position.step for _, position in swarm.histories)
+    assert after >= before + 3, f"the swarm stalled at step {after} (seed {seed}): {swarm.conductor.waits_for()}"
+
+
+def test_a_swarm_without_faults_steps_on_and_on() -> None:
+    swarm = Swarm(99)
+    for _ in range(2000):
+        swarm.happen(faults=False)
+    swarm.check()
+    assert max(position.step for _, position in swarm.histories) >= 8
+    assert swarm.conductor.phase in (Phase.OPEN, Phase.CLOSING, Phase.MOVING)
