@@ -1,14 +1,51 @@
-"""Runs async tests under trio, with a virtual clock on request and a watchdog on the loop's lag."""
+"""Runs async tests under trio: on a virtual clock with a repeatable order of tasks, or on the real one, watched.
+
+A test that takes `autojump_clock` gets virtual time; the order in which trio runs tasks then follows from the seed.
+Other async tests run on the real clock, and fail when one step blocks the loop (see tests/kit/watchdog.py; opt out
+with `@pytest.mark.no_watchdog(reason)`). `PEERD_TEST_SEED` changes the seed of every test; a failure prints it.
+Torch is set to one thread once something has imported it; this file never does.
+"""
 
 from __future__ import annotations
 
 import functools
 import inspect
+import os
+import sys
+from collections.abc import Awaitable, Callable, Generator
 from typing import Any
 
+import hypothesis
 import pytest
 import trio
 import trio.testing
+
+from peerd.sim.clock import deterministic_scheduling
+from tests.kit.watchdog import LoopWatchdog
+
+DEFAULT_SEED = 17  # fixed: a run of the suite can be repeated as it is
+
+
+def _session_seed() -> int:
+    text = os.environ.get("PEERD_TEST_SEED", str(DEFAULT_SEED))
+    try:
+        return int(text)
+    except ValueError:
+        raise pytest.UsageError(f"PEERD_TEST_SEED has to be a whole number, not {text!r}") from None
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "no_watchdog(reason): the test may block the trio loop for long")
+    # Examples are derived from the test itself unless a seed is asked for; no deadline, for machines are shared.
+    given = "PEERD_TEST_SEED" in os.environ
+    hypothesis.settings.register_profile("peerd", derandomize=not given, deadline=None, print_blob=True)
+    hypothesis.settings.load_profile("peerd")
+
+
+@pytest.fixture
+def seed() -> int:
+    """The seed of this test; use it for everything drawn at random."""
+    return _session_seed()
 
 
 @pytest.fixture
@@ -17,13 +54,77 @@ def autojump_clock() -> trio.testing.MockClock:
     return trio.testing.MockClock(autojump_threshold=0)
 
 
+@pytest.fixture(autouse=True)
+def _one_torch_thread() -> None:
+    torch = sys.modules.get("torch")
+    if torch is not None and hasattr(torch, "set_num_threads"):
+        torch.set_num_threads(1)
+        torch.manual_seed(_session_seed())
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Generator[None, Any, Any]:
+    report = yield
+    if report.when == "call" and report.failed:
+        report.sections.append(("seed", f"repeat with PEERD_TEST_SEED={_session_seed()}"))
+    return report
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     function = pyfuncitem.obj
+    watch = pyfuncitem.get_closest_marker("no_watchdog") is None
+    if getattr(function, "is_hypothesis_test", False):
+        inner = function.hypothesis.inner_test
+        if inspect.iscoroutinefunction(inner):
+            function.hypothesis.inner_test = _sync(inner, watch)
+        return None
     if not inspect.iscoroutinefunction(function):
         return None
     names = inspect.signature(function).parameters
     arguments: dict[str, Any] = {name: pyfuncitem.funcargs[name] for name in names}
     clock = next((a for a in pyfuncitem.funcargs.values() if isinstance(a, trio.testing.MockClock)), None)
-    trio.run(functools.partial(function, **arguments), clock=clock)
+    _run(functools.partial(function, **arguments), clock, watch)
     return True
+
+
+def _sync(inner: Callable[..., Awaitable[None]], watch: bool) -> Callable[..., None]:
+    """The body of an async property, as hypothesis wants it: each example runs on a clock of its own."""
+
+    @functools.wraps(inner)
+    def example(*args: Any, **kwargs: Any) -> None:
+        clock = None
+        for name, value in kwargs.items():
+            if isinstance(value, trio.testing.MockClock):
+                clock = kwargs[name] = trio.testing.MockClock(autojump_threshold=0)
+        _run(functools.partial(inner, *args, **kwargs), clock, watch)
+
+    return example
+
+
+def _run(test: Callable[[], Awaitable[None]], clock: trio.testing.MockClock | None, watch: bool) -> None:
+    try:
+        if clock is not None:
+            with deterministic_scheduling(_session_seed()):
+                trio.run(test, clock=clock)
+            return
+        watchdog = LoopWatchdog()
+        trio.run(test, instruments=[watchdog] if watch else [])
+    except BaseExceptionGroup as group:
+        verdict = _only_verdict(group)
+        if verdict is None:
+            raise
+        raise verdict from None
+    if watch and (complaint := watchdog.complaint()):
+        pytest.fail(complaint, pytrace=False)
+
+
+def _only_verdict(group: BaseExceptionGroup[BaseException]) -> BaseException | None:
+    """The skip, fail or xfail that a test called inside a nursery, if nothing else went wrong."""
+    verdicts = (pytest.skip.Exception, pytest.fail.Exception, pytest.xfail.Exception)
+    if len(group.exceptions) != 1:
+        return None
+    (only,) = group.exceptions
+    if isinstance(only, BaseExceptionGroup):
+        return _only_verdict(only)
+    return only if isinstance(only, verdicts) else None

@@ -1,0 +1,123 @@
+"""Time and chance of the simulated world: one node's Clock, callbacks at instants, and a run that repeats exactly.
+
+Time is trio's; under `run_virtual` it jumps to the next deadline whenever every task waits. Nothing here reads the
+machine's clock or its randomness, so that a seed decides everything. `deterministic_scheduling` is the only place
+that touches trio's private switch; a test fails loudly when the names go. Random bytes here are predictable: never
+use `SimClock` for a real identity.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import heapq
+import random
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Any, Final, TypeVar
+
+import trio
+import trio.testing
+
+from peerd.core.errors import LocalError
+
+T = TypeVar("T")
+
+EPOCH_S: Final = 1_800_000_000.0  # Unix time at virtual time 0: fixed, so that records are equal in every run
+
+
+class SimClock:
+    """peerd.core.clock.Clock of one node. `skew_s`: how far the machine's wall clock is off the true time."""
+
+    def __init__(self, seed: int | str, name: str, *, skew_s: float = 0.0) -> None:
+        self.skew_s = skew_s
+        self.offset_s = 0.0  # correction of the wall clock that peers agreed on, as in RealClock
+        self._root = f"{seed}/{name}"
+        self._secure = random.Random(f"{self._root}/secure")
+
+    def now(self) -> float:
+        return trio.current_time()
+
+    def wall(self) -> float:
+        return EPOCH_S + trio.current_time() + self.skew_s + self.offset_s
+
+    def secure_bytes(self, count: int) -> bytes:
+        return self._secure.randbytes(count)
+
+    def rng(self, purpose: str) -> random.Random:
+        return random.Random(f"{self._root}/rng/{purpose}")
+
+
+class Agenda:
+    """Calls functions at instants of trio's clock, in order of time, then of asking.
+
+    What is due at once runs at once, unless something asked for earlier is due too. One task, started with `run`,
+    does the rest; asking for a later instant while it does not run is a LocalError, for it would wait for ever.
+    """
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[float, int, Callable[[], None]]] = []
+        self._asked = 0
+        self._sleep: trio.CancelScope | None = None
+        self._running = False
+
+    def at(self, when: float, action: Callable[[], None]) -> None:
+        """Call `action()` when trio's clock shows `when`."""
+        now = trio.current_time()
+        if when <= now and not (self._heap and self._heap[0][0] <= now):
+            action()
+            return
+        if not self._running:
+            raise LocalError("the simulated network does not run: start SimNet.run in a nursery first")
+        self._asked += 1
+        heapq.heappush(self._heap, (when, self._asked, action))
+        if self._sleep is not None and when < self._sleep.deadline:
+            self._sleep.deadline = when
+
+    async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Serve until cancelled."""
+        self._running = True
+        task_status.started()
+        try:
+            while True:
+                self._serve()
+                due = self._heap[0][0] if self._heap else float("inf")
+                with trio.CancelScope(deadline=due) as self._sleep:
+                    await trio.sleep_forever()
+                self._sleep = None
+        finally:
+            self._running = False
+            self._sleep = None
+            self._heap.clear()
+
+    def _serve(self) -> None:
+        now = trio.current_time()
+        while self._heap and self._heap[0][0] <= now:
+            heapq.heappop(self._heap)[2]()
+
+
+@contextlib.contextmanager
+def deterministic_scheduling(seed: int | str) -> Iterator[None]:
+    """Inside, trio runs the tasks of each round in an order that `seed` decides, the same in every process.
+
+    The switch is private to trio (public only through hypothesis): LocalError when this version lacks it.
+    """
+    from trio._core import _run
+
+    switch, source = "_ALLOW_DETERMINISTIC_SCHEDULING", getattr(_run, "_r", None)
+    if not hasattr(_run, switch) or not isinstance(source, random.Random):
+        raise LocalError("this version of trio has no switch for deterministic scheduling; runs would not repeat")
+    before, state = getattr(_run, switch), source.getstate()
+    setattr(_run, switch, True)
+    source.seed(f"{seed}/schedule")
+    try:
+        yield
+    finally:
+        setattr(_run, switch, before)
+        source.setstate(state)
+
+
+def run_virtual(main: Callable[..., Awaitable[T]], *args: Any, seed: int | str) -> T:
+    """trio.run under a virtual clock that starts at 0, with deterministic scheduling. No threads inside: trio
+    counts a task that waits for a thread as idle, and virtual time would run away."""
+    with deterministic_scheduling(seed):
+        return trio.run(functools.partial(main, *args), clock=trio.testing.MockClock(autojump_threshold=0))

@@ -1,0 +1,58 @@
+"""Notices when one step of one task keeps the trio loop to itself for too long.
+
+A step that computes counts with its processor time, so that a busy machine does not fail a test; one that waits
+(a blocking call) counts with the time on the wall. Only for runs on the real clock: under the virtual one
+computing on the loop is how it has to be.
+"""
+
+from __future__ import annotations
+
+import math
+import resource
+import sys
+import time
+
+import trio
+
+LIMIT_S = 0.25  # 250 times the rule of the house: generous, because machines that run tests are shared
+_THREAD = getattr(resource, "RUSAGE_THREAD", None)  # Linux only
+
+
+class LoopWatchdog(trio.abc.Instrument):
+    """A trio instrument; `worst_s` and `worst_task` tell the longest step so far."""
+
+    def __init__(self) -> None:
+        self.worst_s = 0.0
+        self.worst_task = ""
+        self._wall_s = math.inf  # no step seen to begin yet
+        self._usage = (0.0, 0, 0)
+
+    def before_task_step(self, task: trio.lowlevel.Task) -> None:
+        self._usage = _usage()
+        self._wall_s = time.perf_counter()
+
+    def after_task_step(self, task: trio.lowlevel.Task) -> None:
+        took_s = time.perf_counter() - self._wall_s
+        if took_s <= LIMIT_S:
+            return
+        cpu_s, waits, preempted = (after - before for after, before in zip(_usage(), self._usage, strict=True))
+        blocked_s = took_s if waits > preempted else cpu_s
+        if blocked_s > self.worst_s:
+            self.worst_s, self.worst_task = blocked_s, task.name
+
+    def complaint(self) -> str | None:
+        """What to tell the author of the test, if anything."""
+        if self.worst_s <= LIMIT_S:
+            return None
+        return (
+            f"task {self.worst_task} kept the trio loop busy for {self.worst_s:.2f} s without a checkpoint "
+            f"(limit {LIMIT_S} s): move the work to a Worker, or mark the test no_watchdog(reason)"
+        )
+
+
+def _usage() -> tuple[float, int, int]:
+    """Processor seconds, voluntary and involuntary switches of this thread."""
+    if _THREAD is None or sys.platform != "linux":
+        return time.thread_time(), 0, 0
+    usage = resource.getrusage(_THREAD)
+    return usage.ru_utime + usage.ru_stime, usage.ru_nvcsw, usage.ru_nivcsw
