@@ -1,0 +1,225 @@
+"""How bytes travel in the simulated network: access lines that serve flows in turn, and one-way ordered pipes.
+
+A pipe takes segments from its writer while fewer than `window_bytes` are on the way or unread (back-pressure), sends
+each through the source's uplink, the path, and the target's downlink, and hands them to its reader in order. Loss
+means delay, as over TCP: a lost packet comes again after the retransmission time and everything behind it waits.
+What can't pass (partition, dead or stalled node) is held and tried again. Not modelled: congestion control, headers,
+acknowledgements (room in the window is known at once to the writer).
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final
+
+import trio
+
+from peerd.sim.clock import Agenda
+
+if TYPE_CHECKING:
+    from peerd.sim.simnet import SimNet, SimNode
+
+TURN_S: Final = 0.01  # what one turn of a flow on an access line should take: short, so that flows share smoothly,
+TURN_BYTES_MIN: Final = 4 << 10  # but not so short
+TURN_BYTES_MAX: Final = 128 << 10  # that a simulation has to count every packet
+PACKET_BYTES: Final = 1448  # what one Ethernet packet carries of a TCP stream; the unit of loss
+RETRANSMIT_MIN_S: Final = 0.2  # Linux' floor for the retransmission timer
+RETRANSMIT_MAX_S: Final = 120.0  # its ceiling (RFC 6298 allows 60 s or more)
+
+
+@dataclass(slots=True, eq=False)
+class Segment:
+    """Some bytes on their way; `last` marks the end of the writer's bytes."""
+
+    pipe: Pipe
+    data: bytes
+    last: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class AccessLine:
+    """One direction of a node's access line: sends one segment at a time, from each waiting pipe in turn.
+
+    `begun(segment, start_s, end_s)` is called when a segment starts, `done(segment)` at its end.
+    """
+
+    agenda: Agenda
+    begun: Callable[[Segment, float, float], None] | None = None
+    done: Callable[[Segment], None] | None = None
+    bytes_per_s: float = math.inf
+    busy_s: float = 0.0  # seconds spent sending so far
+    _busy: bool = False
+    _waiting: dict[Pipe, deque[Segment]] = field(default_factory=dict)
+
+    def offer(self, segment: Segment) -> None:
+        """Queue the segment behind the others of its pipe."""
+        if segment.pipe in self._waiting:
+            self._waiting[segment.pipe].append(segment)
+        elif self._busy or self.bytes_per_s < math.inf:
+            self._waiting[segment.pipe] = deque([segment])
+        else:
+            self._start(segment)
+        if not self._busy:
+            self._next()
+
+    def _next(self) -> None:
+        while self._waiting and not self._busy:
+            pipe = next(iter(self._waiting))
+            queue = self._waiting.pop(pipe)
+            segment = queue.popleft()
+            if queue:
+                self._waiting[pipe] = queue  # to the back: the others get their turn first
+            self._start(segment)
+
+    def _start(self, segment: Segment) -> None:
+        now = trio.current_time()
+        took_s = len(segment.data) / self.bytes_per_s
+        end_s = now + took_s
+        self.busy_s += took_s
+        self._busy = end_s > now
+        if self.begun is not None:
+            self.begun(segment, now, end_s)
+        if self._busy:
+            self.agenda.at(end_s, lambda: self._end(segment))
+        elif self.done is not None:
+            self.done(segment)
+
+    def _end(self, segment: Segment) -> None:
+        self._busy = False
+        if self.done is not None:
+            self.done(segment)
+        self._next()
+
+
+class Pipe:
+    """One direction of a connection, from a writer on `source` to a reader on `target`."""
+
+    def __init__(self, net: SimNet, source: SimNode, target: SimNode) -> None:
+        self.net = net
+        self.source = source
+        self.target = target
+        self.unread_bytes = 0  # accepted from the writer and not yet read
+        self.ended = False  # the reader may have data left, but nothing follows
+        self.writer_error: str | None = None
+        self.reader_error: str | None = None  # what has arrived stays readable
+        self.reader_gone = False
+        self.writer_gone = False  # its machine is dead: nothing more leaves
+        self.on_refused: Callable[[], None] = lambda: None  # bytes came to a reader that is gone
+        self.on_given_up: Callable[[], None] = lambda: None  # retransmission went on for too long
+        self.floor_s = trio.current_time()  # nothing arrives before what was sent before it
+        self._arrived: deque[bytes] = deque()
+        self._held: deque[Segment] = deque()
+        self.held_since_s = 0.0
+        self._reader = trio.lowlevel.ParkingLot()
+        self._writer = trio.lowlevel.ParkingLot()
+
+    # --- the writer's side ---
+
+    def room(self) -> int:
+        """How many bytes the writer may hand over now, as one segment."""
+        slower = min(self.source.uplink.bytes_per_s, self.target.downlink.bytes_per_s)
+        turn_bytes = int(min(max(TURN_S * slower, TURN_BYTES_MIN), TURN_BYTES_MAX))
+        return max(0, min(turn_bytes, self.net.config.window_bytes - self.unread_bytes))
+
+    async def wait_room(self) -> None:
+        await self._writer.park()
+
+    def accept(self, data: bytes, *, last: bool = False) -> None:
+        """Take bytes of the writer, no more than there is room for."""
+        self.unread_bytes += len(data)
+        self.source.sent_bytes += len(data)
+        self.source.uplink.offer(Segment(self, data, last))
+
+    def fail_writer(self, why: str) -> None:
+        self.writer_error = self.writer_error or why
+        self._writer.unpark_all()
+
+    # --- the reader's side ---
+
+    def readable(self) -> bool:
+        return bool(self._arrived) or self.ended or self.reader_error is not None
+
+    async def wait_readable(self) -> None:
+        await self._reader.park()
+
+    def take(self, max_bytes: int) -> bytes:
+        """What has arrived, at most `max_bytes`; b"" when nothing is there."""
+        parts: list[bytes] = []
+        left = max_bytes
+        while self._arrived and left > 0:
+            part = self._arrived.popleft()
+            if len(part) > left:
+                self._arrived.appendleft(part[left:])
+                part = part[:left]
+            parts.append(part)
+            left -= len(part)
+        taken = max_bytes - left
+        if taken:
+            self.unread_bytes -= taken
+            self._writer.unpark_all()
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    def fail_reader(self, why: str) -> None:
+        self.reader_error = self.reader_error or why
+        self._reader.unpark_all()
+
+    # --- under way ---
+
+    def leave(self, segment: Segment, start_s: float, end_s: float) -> None:
+        """The uplink sends the segment from `start_s` to `end_s`: plan its arrival."""
+        size = len(segment.data)
+        first_s = max(start_s + self.net.delay(self.source, self.target, size), self.floor_s)
+        self.floor_s = last_s = first_s + (end_s - start_s)  # when the first and the last bit arrive
+        # The downlink passes bits on as they come; one that is faster than they come is occupied only for its own time.
+        self.net.agenda.at(max(first_s, last_s - size / self.target.downlink.bytes_per_s), lambda: self._reach(segment))
+
+    def _reach(self, segment: Segment) -> None:
+        if self.writer_gone:
+            return
+        if self._held or not self.net.passes(self.source, self.target):
+            if not self._held:
+                self.held_since_s = trio.current_time()
+                self.net.hold(self)
+            self._held.append(segment)
+        else:
+            self.target.downlink.offer(segment)
+
+    def deliver(self, segment: Segment) -> None:
+        """The downlink has it: to the reader."""
+        if self.reader_gone:
+            self.on_refused()
+            return
+        if self.reader_error is not None:
+            return
+        data = self.net.damage(self.source, segment.data)
+        self.target.received_bytes += len(data)
+        self.net.note_delivery(self.source, self.target, data)
+        if data:
+            self._arrived.append(data)
+        self.ended = self.ended or segment.last
+        self._reader.unpark_all()
+
+    # --- held back ---
+
+    def retry_at(self) -> float:
+        """When the writer's system next sends what is held: exponential back-off since it was first stopped."""
+        now = trio.current_time()
+        wait_s = max(RETRANSMIT_MIN_S, 2 * self.net.latency(self.source, self.target))
+        at_s = self.held_since_s + wait_s
+        while at_s < now:
+            wait_s = min(2 * wait_s, RETRANSMIT_MAX_S)
+            at_s += wait_s
+        return at_s
+
+    def release(self) -> None:
+        """Send what was held, in order."""
+        held, self._held = self._held, deque()
+        for segment in held:
+            self.target.downlink.offer(segment)
+
+    def forget(self) -> None:
+        """Drop what is held: it will never arrive."""
+        self._held.clear()
