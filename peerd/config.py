@@ -94,15 +94,6 @@ def load_run(path: Path) -> LoadedRun:
     return LoadedRun(run, path, frozenset(map(str, tree)))
 
 
-def with_addresses(run: RunFile, *, bootstrap: Sequence[str], listen: Sequence[str]) -> RunFile:
-    """The run with the command line's addresses in place of the file's, where the command line gives any."""
-    check_addresses("--bootstrap", bootstrap)
-    check_addresses("--listen", listen)
-    return msgspec.structs.replace(
-        run, bootstrap=list(bootstrap) or run.bootstrap, listen=list(listen) or run.listen
-    )
-
-
 def check_addresses(option: str, texts: Sequence[str]) -> None:
     """Raise ConfigError that names the option and the first address that isn't one."""
     for text in texts:

@@ -217,12 +217,12 @@ def noted(note: Running) -> Iterator[None]:
 
 
 def notes() -> list[Running]:
-    """All notes, of living and of dead daemons; unreadable ones are left out."""
+    """All notes, of living and of dead daemons, by data directory; unreadable ones are left out."""
     found: list[Running] = []
-    for path in sorted(runtime_dir().glob("*.json")):
+    for path in runtime_dir().glob("*.json"):
         with contextlib.suppress(OSError, ValueError, TypeError):
             found.append(Running(**json.loads(path.read_bytes())))
-    return found
+    return sorted(found, key=lambda note: note.data_dir)
 
 
 def forget(note: Running) -> None:

@@ -8,6 +8,7 @@ terminal or the file. A disk that is full never stops the daemon; it stops the f
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import time
@@ -128,6 +129,8 @@ class _Sink:
                 self.path.replace(self.path.with_name(self.path.name + ".1"))
                 self.open()
         except OSError as error:
+            with contextlib.suppress(OSError):
+                self.file.close()
             self.file = None
             self.put(Event(self.clock.wall(), "warn", "log.file_stopped", {"path": str(self.path), "why": str(error)}))
 

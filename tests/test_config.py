@@ -1,0 +1,138 @@
+"""Run files: what is read, and that every mistake is named with its line, its key and what is allowed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+import yaml
+
+from peerd.config import check_addresses, load_run
+from peerd.core.errors import ConfigError
+from peerd.core.runfile import RunFile
+
+PEER = "12D3KooWDpJ7As7BWAwRMfu1VU2WCqNjvq387JEYKDBj4kx6nXTN"
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "run.yaml"
+
+
+def complaint(file: Path, text: str) -> str:
+    file.write_text(text, "utf-8")
+    with pytest.raises(ConfigError) as caught:
+        load_run(file)
+    message = str(caught.value)
+    assert str(file) in message
+    return message.replace(str(file), "FILE")
+
+
+def test_a_file_with_only_a_name_gives_the_defaults(file: Path) -> None:
+    file.write_text("run: tiny\n")
+    loaded = load_run(file)
+    assert loaded.run == RunFile(run="tiny")
+    assert loaded.given == {"run"}
+
+
+def test_every_run_file_written_by_peerd_reads_back_the_same(file: Path) -> None:
+    run = RunFile(run="there and back", seed=3, bootstrap=[f"/ip4/1.2.3.4/tcp/1/p2p/{PEER}"])
+    file.write_text(yaml.safe_dump(msgspec.to_builtins(run)))
+    assert load_run(file).run == run
+
+
+def test_numbers_follow_yaml_1_2_so_that_1e_3_is_a_number(file: Path) -> None:
+    file.write_text("run: x\noptimizer: {lr: 1e-3, eps: 1E-9, weight_decay: .5, momentum: 0}\n")
+    optimizer = load_run(file).run.optimizer
+    assert (optimizer.lr, optimizer.eps, optimizer.weight_decay, optimizer.momentum) == (1e-3, 1e-9, 0.5, 0.0)
+
+
+def test_an_empty_section_means_its_defaults(file: Path) -> None:
+    file.write_text("run: x\nmodel:\n")
+    assert load_run(file).run == RunFile(run="x")
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("", ["FILE is empty"]),
+        ("# nothing\n", ["FILE is empty"]),
+        ("just text", ["FILE: found text; allowed: keys with values"]),
+        ("[a, b]", ["FILE: found a list"]),
+        ("seed: 1", ["FILE: run is missing; allowed: text"]),
+        ("run: x\nsede: 1", ["FILE, line 2: sede is not a known key; did you mean seed?"]),
+        ("run: x\nmodel:\n  d_modle: 4", ["FILE, line 3: model.d_modle is not a known key; did you mean d_model?"]),
+        ("run: x\nlr: 1", ["FILE, line 2: lr is not a known key; did you mean optimizer.lr?"]),
+        ("run: x\nmodel: {zzz: 1}", ["model.zzz is not a known key; allowed: kind, vocab, d_model"]),
+        ("run: x\n7: 1", ["FILE, line 2: 7 is not a known key"]),
+        ("run: x\nmodel: {d_model: twelve}", ["model.d_model is twelve (text); allowed: a whole number"]),
+        ("run: x\nmodel: {d_model: 12.5}", ["model.d_model is 12.5 (a number); allowed: a whole number"]),
+        ("run: x\nmodel: {share_layers: 1}", ["model.share_layers is 1 (a whole number); allowed: true or false"]),
+        ("run: 2024", ["FILE, line 1: run is 2024 (a whole number); allowed: text (put it in quotes)"]),
+        ("run: x\nmodel: 5", ["FILE, line 2: model is 5 (a whole number); allowed: keys and values (kind, vocab"]),
+        ("run: x\nbootstrap: here", ["FILE, line 2: bootstrap is here (text); allowed: a list, each item text"]),
+        ("run: x\noptimizer: {name: adamv}", ["allowed: one of sgd, adamw, lamb; did you mean adamw?"]),
+        ("run: x\noptimizer: {lr: .nan}", ["FILE, line 2: optimizer.lr is nan; allowed: a finite number"]),
+        ("run: x\noptimizer: {lr: -.inf}", ["optimizer.lr is -inf; allowed: a finite number"]),
+        ("run: x\noptimizer:\n  lr: -1", ["FILE, line 3: optimizer.lr is -1.0; must be above 0"]),
+        ("run: x\nmodel: {d_model: 0}", ["line 2: model.d_model is 0; allowed: 1 to 65536"]),
+        ("run: x\nmodel: {layers: 2}\npipeline: {stages: 3}", ["line 3: pipeline.stages is 3; allowed: 1 to"]),
+        ("run: x\nbatch: {target_samples: 3}", ["FILE, line 2: batch.target_samples is 3; must be a multiple of"]),
+        ("run: x\nrun: y", ["FILE, line 2: run is given twice, first on line 1"]),
+        ("run: x\nmodel:\n  heads: 2\n  heads: 4", ["FILE, line 4: model.heads is given twice, first on line 3"]),
+        ("run: x\n  seed: [", ["FILE, line 2", "this is not YAML"]),
+        ("run: !!python/object:os.system x", ["FILE, line 1", "this is not YAML"]),
+        ("run: x\x00y", ["this is not YAML"]),
+        ("run: &a [*a]", ["this is not YAML: nested too deeply"]),
+        ("run: x\nbootstrap: [/ip4/1.2.3.4/tcp/1, nowhere]", ["line 2: bootstrap[1]: 'nowhere' is not an address"]),
+        ("run: x\nlisten: [/ip4/300.1.1.1/tcp/1]", ["line 2: listen[0]: '/ip4/300.1.1.1/tcp/1' is not an address"]),
+        ("run: x\nlisten: [/ip4/1.2.3.4/tcp/99999]", ["line 2: listen[0]:"]),
+    ],
+)
+def test_a_mistake_is_named_with_place_and_remedy(file: Path, text: str, parts: list[str]) -> None:
+    message = complaint(file, text)
+    for part in parts:
+        assert part in message
+
+
+def test_all_mistakes_come_in_one_message_in_the_order_of_the_file(file: Path) -> None:
+    message = complaint(file, "run: x\nlr: 1\nmodel: {heads: many}\nbootstrap: [here]\nsede: 3\n")
+    lines = message.splitlines()
+    assert lines[0] == "FILE has 4 mistakes:"
+    assert [line.split(":")[0].strip() for line in lines[1:]] == ["line 2", "line 3", "line 4", "line 5"]
+
+
+def test_aliases_cannot_blow_up_the_file(file: Path) -> None:
+    levels = "\n".join(f"k{n}: &k{n} [{', '.join([f'*k{n - 1}'] * 9)}]" for n in range(1, 9))
+    assert "too large once its aliases are expanded" in complaint(file, f"k0: &k0 x\n{levels}\n")
+
+
+def test_a_missing_file_is_named_and_its_neighbour_offered(tmp_path: Path) -> None:
+    (tmp_path / "pipeline.yaml").write_text("run: x")
+    with pytest.raises(ConfigError, match=r"there is no file .*pipelin\.yaml; did you mean .*pipeline\.yaml\?"):
+        load_run(tmp_path / "pipelin.yaml")
+
+
+def test_a_folder_text_in_another_coding_and_a_huge_file_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="can't be read"):
+        load_run(tmp_path)
+    (tmp_path / "a.yaml").write_bytes(b"run: caf\xe9")
+    with pytest.raises(ConfigError, match=r"not UTF-8 text \(byte 8\)"):
+        load_run(tmp_path / "a.yaml")
+    (tmp_path / "b.yaml").write_bytes(b"#" * (2 << 20))
+    with pytest.raises(ConfigError, match="larger than 1 MiB"):
+        load_run(tmp_path / "b.yaml")
+
+
+def test_a_wrong_address_on_the_command_line_is_named_with_its_option() -> None:
+    check_addresses("--listen", ["/ip4/2.2.2.2/tcp/2"])
+    with pytest.raises(ConfigError, match="--listen: 'x' is not an address"):
+        check_addresses("--listen", ["/ip4/2.2.2.2/tcp/2", "x"])
+
+
+def test_the_shipped_run_files_are_right() -> None:
+    files = sorted((Path(__file__).parent.parent / "configs").glob("*.yaml"))
+    assert files
+    for file in files:
+        load_run(file)
