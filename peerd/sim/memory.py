@@ -99,6 +99,8 @@ class MemoryLink:
             if not self._broken:
                 self._out.accept(b"", last=True)
             self._close_here()
+            self._in.fail_reader("closed")  # wakes who waits; both see that the link is closed
+            self._out.fail_writer("closed")
             self._net.trace.add(self._node.name, "close", str(self._remote))
         await trio.lowlevel.checkpoint()
 
@@ -113,7 +115,8 @@ class MemoryLink:
         self._net.trace.add(self._node.name, "broken", f"{self._remote} {why}")
 
     def die(self) -> None:
-        """The node that holds this end is killed: nothing leaves it any more, and its system answers with resets."""
+        """The node that holds this end is killed: nothing leaves it any more, and its system answers with resets.
+        Tasks that wait here are left waiting, for whoever cancels them: a dead process sees nothing."""
         self._out.writer_gone = True
         self._out.forget()
         self._close_here()
@@ -122,8 +125,6 @@ class MemoryLink:
     def _close_here(self) -> None:
         self._closed = True
         self._in.reader_gone = True
-        self._in.fail_reader("closed")  # wakes who waits; both see that the link is closed
-        self._out.fail_writer("closed")
         self._node.links.pop(self, None)
 
     def _refuse(self) -> None:
@@ -170,17 +171,17 @@ class MemoryListener:
         self._acceptors.unpark()
 
     def close(self) -> None:
-        """Stop at once; links that nobody accepted are refused."""
+        """Stop at once; links that nobody accepted are refused. Does not wake who waits in `accept`."""
         self._open = False
         listeners = self._net.memory_listeners if _is_memory(self._addr) else self.node.listeners
         listeners.pop(str(self._addr), None)
         while self._waiting:
             self._waiting.popleft().die()
-        self._acceptors.unpark_all()
 
     async def aclose(self) -> None:
         if self._open:
             self.close()
+            self._acceptors.unpark_all()
         await trio.lowlevel.checkpoint()
 
 
@@ -208,7 +209,7 @@ class MemoryTransport:
                 await trio.sleep(net.delay(here, there, 1) + net.delay(there, here, 1))
                 if net.passes(here, there) and net.passes(there, here):
                     return self._connect(addr)
-        raise Unreachable(f"{addr}: timed out")
+        raise Unreachable("timed out")
 
     def _node_of(self, addr: Multiaddr) -> SimNode:
         if _is_memory(addr):
@@ -218,16 +219,16 @@ class MemoryTransport:
             place = tcp_place(addr)
             node = None if place is None else self._net.node_at(place.host)
         if node is None:
-            raise Unreachable(f"{addr}: no route to host")
+            raise Unreachable("no route to host")
         return node
 
     def _connect(self, addr: Multiaddr) -> MemoryLink:
         net, here, there = self._net, self._node, self._node_of(addr)
         listener = (net.memory_listeners if _is_memory(addr) else there.listeners).get(str(addr))
         if not here.alive or listener is None:
-            raise Unreachable(f"{addr}: connection refused")
+            raise Unreachable("connection refused")
         if net.config.dial_failure > 0 and here.rng.random() < net.config.dial_failure:
-            raise Unreachable(f"{addr}: connection reset while dialling")
+            raise Unreachable("connection reset while dialling")
         to, back = Pipe(net, here, there), Pipe(net, there, here)
         link = MemoryLink(net, here, to, back, addr)
         other = MemoryLink(net, there, back, to, tcp_addr(here.ip, _port(here, 32768)))

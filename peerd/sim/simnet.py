@@ -213,7 +213,7 @@ class SimNet:
 
     def kill(self, name: str, *, silent: bool = False) -> None:
         """The node's process is gone with its links and listeners. Silent: the whole machine is, and its peers
-        notice only by time-out; else they get resets."""
+        notice only by time-out; else they get resets. Cancel the node's own tasks: they are told nothing."""
         node = self.nodes[name]
         self.trace.add(name, "kill", "silent" if silent else "reset")
         node.alive, node.dark = False, silent

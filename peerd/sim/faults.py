@@ -1,0 +1,102 @@
+"""Things that go wrong at planned instants: failing, stalling, slow and corrupting nodes, split networks.
+
+Each function makes one `Fault`; `inject` lets them happen in a world. Faults of bytes are made below encryption, as
+on a broken line; a peer that lies inside the protocol is a program of its own, not a fault.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import trio
+
+from peerd.sim.simnet import Line
+
+if TYPE_CHECKING:
+    from peerd.sim.world import World
+
+Action = Callable[["World"], Awaitable[None]]
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """What happens, as (seconds after the plan starts, action) in order of time."""
+
+    name: str
+    steps: tuple[tuple[float, Action], ...]
+
+
+def fail(node: str, at_s: float, *, silent: bool = False, back_after_s: float | None = None) -> Fault:
+    """The node dies, and comes back if so wanted."""
+
+    async def die(world: World) -> None:
+        await world.kill(world.nodes[node], silent=silent)
+
+    async def rise(world: World) -> None:
+        await world.restart(world.nodes[node])
+
+    back = () if back_after_s is None else ((at_s + back_after_s, rise),)
+    return Fault(f"fail {node}", ((at_s, die), *back))
+
+
+def stall(node: str, at_s: float, for_s: float) -> Fault:
+    """Nothing gets in or out of the node for a while; its links live on."""
+
+    async def stop(world: World) -> None:
+        world.net.stall(node)
+
+    async def go_on(world: World) -> None:
+        world.net.resume(node)
+
+    return Fault(f"stall {node}", ((at_s, stop), (at_s + for_s, go_on)))
+
+
+def slow(node: str, at_s: float, line: Line, *, for_s: float | None = None) -> Fault:
+    """The node's line becomes `line`, and what it was at the world's start after `for_s`."""
+
+    async def change(world: World) -> None:
+        world.net.set_line(node, line)
+
+    async def restore(world: World) -> None:
+        world.net.set_line(node, world.nodes[node].first_line)
+
+    end = () if for_s is None else ((at_s + for_s, restore),)
+    return Fault(f"slow {node}", ((at_s, change), *end))
+
+
+def corrupt(node: str, at_s: float, probability: float, *, for_s: float | None = None) -> Fault:
+    """Each segment from the node has one bit flipped with this probability."""
+
+    async def damage(world: World) -> None:
+        world.net.nodes[node].corrupt = probability
+
+    async def repair(world: World) -> None:
+        world.net.nodes[node].corrupt = 0.0
+
+    end = () if for_s is None else ((at_s + for_s, repair),)
+    return Fault(f"corrupt {node}", ((at_s, damage), *end))
+
+
+def split(islands: Sequence[Iterable[str]], at_s: float, for_s: float) -> Fault:
+    """The network falls apart into these islands and one of all other nodes, and heals."""
+    fixed = [list(names) for names in islands]
+
+    async def part(world: World) -> None:
+        world.net.partition(*fixed)
+
+    async def heal(world: World) -> None:
+        world.net.heal()
+
+    return Fault("split", ((at_s, part), (at_s + for_s, heal)))
+
+
+async def inject(world: World, faults: Iterable[Fault]) -> None:
+    """Let the faults happen; returns after the last step. Equal instants keep the order of the plan."""
+    start_s = trio.current_time()
+    steps = [(at_s, fault.name, action) for fault in faults for at_s, action in fault.steps]
+    for at_s, name, action in sorted(steps, key=lambda step: step[0]):
+        await trio.sleep_until(start_s + at_s)
+        world.trace.add("-", "fault", name)
+        await action(world)
