@@ -143,6 +143,14 @@ class PendingCalls(Generic[E]):
             self.due = deadline
         return call_id
 
+    def get(self, call_id: int) -> E | None:
+        """Like `pop`, but the call goes on waiting."""
+        found = self._entries.get(call_id)
+        if found is not None:
+            return found[1]
+        self.pop(call_id)
+        return None
+
     def pop(self, call_id: int) -> E | None:
         """The entry that an answer is for; None when nobody waits any more. ProtocolViolation: never called."""
         found = self._entries.pop(call_id, None)

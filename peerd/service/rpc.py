@@ -1,0 +1,278 @@
+"""Calls between peers: `call` and `stream` on one side, `serve` and `serve_stream` on the other.
+
+A method is named "service/version/name"; all methods of a service and version share the libp2p protocol
+"/peerd/service/version". Bodies are `core.messages.Message` structs, tensors travel beside them as TensorFrames.
+Every failure has a type: Refused, Overloaded, TooSlow (also when the caller's own time has passed), Unreachable,
+ProtocolViolation; each names the peer. A repeat after Unreachable or TooSlow may make the handler run twice:
+whoever repeats a call gives its body an id that the handler knows again.
+
+A call to oneself takes the same path over a stream in memory. Nothing works before `run` has started.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from typing import Any, TypeVar
+
+import msgspec
+import trio
+
+from peerd.core.clock import Clock
+from peerd.core.errors import LocalError, RemoteError
+from peerd.core.frame import TensorFrame
+from peerd.core.ids import PeerId
+from peerd.core.limits import RPC_IDLE_S, RPC_MESSAGE_FRAME_BYTES
+from peerd.core.messages import decode, encode
+from peerd.machine.rpc_calls import ByteBudget, Counters, MethodLimits, MethodLoad, MethodName, method_name
+from peerd.service.rpc_client import Channel, LargeCall, Reply, Request
+from peerd.service.rpc_crew import Crew
+from peerd.service.rpc_io import SharedBudget
+from peerd.service.rpc_local import local_pair
+from peerd.service.rpc_parts import CallStream
+from peerd.service.rpc_served import Method
+from peerd.service.rpc_server import Server
+from peerd.service.rpc_types import Answer, Incoming, RpcHost, RpcStream
+
+__all__ = ["Answer", "CallStream", "Incoming", "MethodLimits", "Rpc"]
+
+B = TypeVar("B", bound=msgspec.Struct)
+R = TypeVar("R", bound=msgspec.Struct)
+DEFAULT_LIMITS = MethodLimits()
+
+
+class Rpc:
+    """All calls of this peer, made and served."""
+
+    def __init__(self, host: RpcHost, clock: Clock) -> None:
+        self._host = host
+        self._now = clock.now
+        self._nursery: trio.Nursery | None = None
+        self._names: dict[str, MethodName] = {}
+        self._channels: dict[tuple[PeerId, str], Channel] = {}
+        self._counters: dict[str, Counters] = {}  # of calls made, by service
+        self._large_calls = 0
+        self._received = SharedBudget(ByteBudget())  # requests, until their handlers are done
+        self._replies = SharedBudget(ByteBudget())  # replies, while they arrive
+        self._server = Server(Crew(host.supervise), self._received)
+        self._due = math.inf  # when the timer looks next
+        self._timer = trio.CancelScope()
+
+    async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Carry calls until cancelled."""
+        async with trio.open_nursery() as nursery:
+            self._nursery = self._server.crew.nursery = nursery
+            try:
+                task_status.started()
+                await self._keep_time()
+            finally:
+                self._nursery = self._server.crew.nursery = None
+
+    # Serving.
+
+    def serve(
+        self,
+        method: str,
+        request: type[B],
+        handler: Callable[[Incoming[B]], Awaitable[Answer[Any]]],
+        *,
+        limits: MethodLimits = DEFAULT_LIMITS,
+    ) -> None:
+        """Answer calls of `method`. The handler runs until the caller's deadline; what it raises travels."""
+        self._serve(Method(method_name(method), request, MethodLoad(limits), unary=handler))
+
+    def serve_stream(
+        self,
+        method: str,
+        request: type[B],
+        handler: Callable[[Incoming[B], CallStream], Awaitable[None]],
+        *,
+        limits: MethodLimits = DEFAULT_LIMITS,
+    ) -> None:
+        """Answer streaming calls of `method`; `limits` hold for the request and for each part."""
+        self._serve(Method(method_name(method), request, MethodLoad(limits), streaming=handler))
+
+    def _serve(self, method: Method) -> None:
+        protocol = method.name.protocol
+        if protocol not in self._server.protocols:
+            self._host.handle(protocol, self._server.serve)
+        self._server.add(method)
+
+    def unserve(self, service: str) -> None:
+        """Refuse further calls to "service/version"; those that run go on."""
+        self._server.protocols.get(f"/peerd/{service}", {}).clear()
+
+    # Calling.
+
+    async def call(
+        self,
+        peer: PeerId,
+        method: str,
+        body: msgspec.Struct,
+        reply: type[R],
+        *,
+        frames: Sequence[TensorFrame] = (),
+        timeout_s: float,
+        reply_frame_bytes: int = RPC_MESSAGE_FRAME_BYTES,
+    ) -> Answer[R]:
+        """One question, one answer. `reply_frame_bytes`: the most that the answer's frames may take.
+
+        The payloads of `frames` must not change before the call returns.
+        """
+        name = self._names.get(method) or self._name(method)
+        request = self._request(name, body, frames, timeout_s, reply_frame_bytes)
+        counters = self._counters[name.service]
+        counters.calls += 1
+        try:
+            channel = self._channels.get((peer, name.protocol))
+            if frames or (channel is not None and name.name in channel.answers_with_frames):
+                data, answered = await self._call_alone(peer, name, request)
+            else:
+                if channel is None:
+                    channel = self._open_channel(peer, name.protocol)
+                self._wake_at(request.deadline)
+                data, answered = await channel.request(request)
+            return Answer(decode(reply, data), answered)
+        except RemoteError as error:
+            counters.failed += 1
+            error.blame(peer)
+            raise
+
+    @asynccontextmanager
+    async def stream(
+        self,
+        peer: PeerId,
+        method: str,
+        body: msgspec.Struct,
+        *,
+        frames: Sequence[TensorFrame] = (),
+        timeout_s: float,
+        part_frame_bytes: int = RPC_MESSAGE_FRAME_BYTES,
+    ) -> AsyncIterator[CallStream]:
+        """A streaming call: send parts, receive parts until None. TooSlow once `timeout_s` has passed.
+
+        Leaving the block before `receive` has returned None cancels the handler.
+        """
+        name = self._names.get(method) or self._name(method)
+        request = self._request(name, body, frames, timeout_s, part_frame_bytes)
+        counters = self._counters[name.service]
+        counters.calls += 1
+        try:
+            with trio.CancelScope(deadline=request.deadline):
+                async with self._large_call(peer, name, request, streaming=True) as call:
+                    assert call.parts is not None
+                    yield call.parts
+                return
+            raise request.too_slow(peer)
+        except RemoteError:
+            counters.failed += 1
+            raise
+
+    def _name(self, method: str) -> MethodName:
+        name = self._names[method] = method_name(method)
+        self._counters.setdefault(name.service, Counters())
+        return name
+
+    def _request(
+        self, name: MethodName, body: msgspec.Struct, frames: Sequence[TensorFrame], timeout_s: float, most: int
+    ) -> Request:
+        return Request(name.name, encode(body), frames, timeout_s, self._now() + timeout_s, most)
+
+    async def _call_alone(self, peer: PeerId, name: MethodName, request: Request) -> Reply:
+        """A call on a stream of its own."""
+        with trio.CancelScope(deadline=request.deadline):
+            async with self._large_call(peer, name, request, streaming=False) as call:
+                return await call.reply.wait(lambda: None)
+        raise request.too_slow(peer)
+
+    @asynccontextmanager
+    async def _large_call(
+        self, peer: PeerId, name: MethodName, request: Request, streaming: bool
+    ) -> AsyncIterator[LargeCall]:
+        self._large_calls += 1
+        try:
+            call = LargeCall(await self._open_stream(peer, name.protocol), self._replies, request)
+            call.start(streaming, self._tasks())
+            try:
+                yield call
+            finally:
+                call.close()
+        finally:
+            self._large_calls -= 1
+
+    def _tasks(self) -> trio.Nursery:
+        if self._nursery is None:
+            raise LocalError("no call can be made before Rpc.run has started, nor after it has ended")
+        return self._nursery
+
+    def _open_channel(self, peer: PeerId, protocol: str) -> Channel:
+        tasks = self._tasks()
+        channel = self._channels[peer, protocol] = Channel(peer, self._replies)
+        self._wake_at(self._now() + RPC_IDLE_S)
+        tasks.start_soon(self._run_channel, peer, protocol, channel)
+        return channel
+
+    async def _run_channel(self, peer: PeerId, protocol: str, channel: Channel) -> None:
+        try:
+            await channel.run(lambda: self._open_stream(peer, protocol), self._tasks())
+        finally:
+            if self._channels.get((peer, protocol)) is channel:
+                del self._channels[peer, protocol]
+
+    async def _open_stream(self, peer: PeerId, protocol: str) -> RpcStream:
+        if peer != self._host.id:
+            try:
+                return await self._host.open_stream(peer, protocol)
+            except RemoteError as error:
+                error.blame(peer)
+                raise
+        ours, theirs = local_pair(peer, peer, protocol)
+        self._tasks().start_soon(self._serve_myself, theirs)
+        return ours
+
+    async def _serve_myself(self, stream: RpcStream) -> None:
+        if not await self._host.supervise(lambda: self._server.serve(stream), lambda: f"{stream.protocol} to myself"):
+            stream.reset()
+
+    # Deadlines of calls on shared streams: one timer for all, so that a call answered in time costs none.
+
+    def _wake_at(self, due: float) -> None:
+        if due < self._due:
+            self._due = self._timer.deadline = due
+
+    async def _keep_time(self) -> None:
+        while True:
+            with trio.CancelScope(deadline=self._due) as self._timer:
+                await trio.sleep_forever()
+            now = self._now()
+            self._due = now + RPC_IDLE_S if self._channels else math.inf
+            for key, channel in list(self._channels.items()):
+                if channel.calls.due <= now:
+                    channel.expire(now)
+                if not channel.calls and channel.used <= now - RPC_IDLE_S:
+                    del self._channels[key]  # before it closes, so that the next call opens another
+                    channel.close()
+                self._due = min(self._due, channel.calls.due)
+
+    def status(self) -> dict[str, Any]:
+        """Calls in flight and counters by service, as plain data."""
+        served: dict[str, Any] = {}
+        running = 0
+        for methods in self._server.protocols.values():
+            for method in methods.values():
+                running += method.load.running
+                served[method.name.full] = {"running": method.load.running, **dataclasses.asdict(method.load.counters)}
+        waiting = sum(len(channel.calls) for channel in self._channels.values()) + self._large_calls
+        return {
+            "waiting": waiting,
+            "running": running,
+            "channels": len(self._channels),
+            "held_bytes": self._received.books.held + self._replies.books.held,
+            "made": {
+                service: {"calls": counters.calls, "failed": counters.failed}
+                for service, counters in self._counters.items()
+            },
+            "served": served,
+        }

@@ -1,0 +1,93 @@
+"""A stream from this peer to itself: two ends in memory, with the same windows, resets and ends as a real one.
+
+So a call to oneself takes the same path as any other: limits, deadlines, cancellation, and no shared memory.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+import trio
+
+from peerd.core.errors import RemoteError, Unreachable
+from peerd.core.ids import PeerId
+from peerd.service.rpc_io import renewed
+
+_WINDOW_BYTES = 256 << 10
+
+
+class LocalStream:
+    """One end of a pair made by `local_pair`."""
+
+    def __init__(self, peer: PeerId, protocol: str) -> None:
+        self.peer = peer
+        self.protocol = protocol
+        self._other: LocalStream = self
+        self._chunks: deque[bytes] = deque()  # arrived, not yet received
+        self._bytes = 0
+        self._finished = False  # we send no more
+        self._gone: RemoteError | None = None  # why, once the stream is over
+        self._changed = trio.lowlevel.ParkingLot()
+
+    async def send(self, data: bytes | bytearray | memoryview) -> None:
+        view, other = memoryview(data).cast("B"), self._other
+        await trio.lowlevel.checkpoint()
+        while view:
+            if self._gone is not None:
+                raise renewed(self._gone).blame(self.peer)
+            if self._finished:
+                raise Unreachable("this side has closed the stream", self.peer)
+            room = _WINDOW_BYTES - other._bytes
+            if room <= 0:
+                await self._changed.park()
+                continue
+            other._chunks.append(bytes(view[:room]))
+            other._bytes += len(other._chunks[-1])
+            other._changed.unpark_all()
+            view = view[room:]
+
+    async def receive_some(self, max_bytes: int) -> bytes:
+        await trio.lowlevel.checkpoint()
+        while not self._chunks:
+            if self._gone is not None:
+                raise renewed(self._gone).blame(self.peer)
+            if self._other._finished:
+                return b""
+            await self._changed.park()
+        chunk = self._chunks.popleft()
+        if len(chunk) > max_bytes:
+            self._chunks.appendleft(chunk[max_bytes:])
+            chunk = chunk[:max_bytes]
+        self._bytes -= len(chunk)
+        self._other._changed.unpark_all()
+        return chunk
+
+    async def wait_gone(self) -> None:
+        while self._gone is None:
+            await self._changed.park()
+
+    def reset(self) -> None:
+        self.lose(Unreachable("the stream was reset"))
+
+    def lose(self, why: RemoteError) -> None:
+        """End both directions at once; what was not received yet is lost."""
+        for end in (self, self._other):
+            if end._gone is None:
+                end._gone = why
+                end._chunks.clear()
+            end._changed.unpark_all()
+
+    async def close_write(self) -> None:
+        self._finished = True
+        self._other._changed.unpark_all()
+        await trio.lowlevel.checkpoint()
+
+    async def aclose(self) -> None:
+        await self.close_write()
+
+
+def local_pair(opener: PeerId, acceptor: PeerId, protocol: str) -> tuple[LocalStream, LocalStream]:
+    """The opener's end and the acceptor's end of a new stream."""
+    ours, theirs = LocalStream(acceptor, protocol), LocalStream(opener, protocol)
+    ours._other, theirs._other = theirs, ours
+    return ours, theirs

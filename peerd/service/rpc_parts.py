@@ -1,0 +1,114 @@
+"""CallStream: one side of a streaming call, parts in both directions with half-close and back-pressure.
+
+Nothing is read far ahead: a side that does not receive stops the other side's sending. The reader of the stream
+delivers parts here; this file neither reads streams nor starts tasks.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import TypeVar
+
+import msgspec
+import trio
+
+from peerd.core.errors import LocalError, RemoteError, Unreachable
+from peerd.core.frame import TensorFrame
+from peerd.core.ids import PeerId
+from peerd.core.limits import RPC_PARTS_AHEAD
+from peerd.core.messages import decode, encode
+from peerd.machine.rpc import END, PART, Message, encode_frames, encode_message
+from peerd.service.rpc_io import Inbound, Outbox, SharedBudget
+from peerd.service.rpc_types import Answer
+
+B = TypeVar("B", bound=msgspec.Struct)
+
+
+class CallStream:
+    """One side of a streaming call: `send` parts, `finish` sending, `receive` parts until None."""
+
+    def __init__(self, peer: PeerId, call_id: int, outbox: Outbox, budget: SharedBudget) -> None:
+        self.peer = peer
+        self.sending = True  # until we have said END
+        self.receiving = True  # until the other side has said END, or the call is over
+        self._id = call_id
+        self._outbox = outbox
+        self._budget = budget
+        self._parts: deque[tuple[Message, tuple[TensorFrame, ...]]] = deque()
+        self._failure: RemoteError | None = None
+        self._changed = trio.lowlevel.ParkingLot()
+
+    async def send(self, body: msgspec.Struct, frames: Sequence[TensorFrame] = ()) -> None:
+        """Send one part; waits while the other side is not keeping up. With frames: until they may be changed again."""
+        if not self.sending:
+            raise LocalError("a part after finish")
+        self._check()
+        headers, payloads = encode_frames(frames) if frames else (b"", [])
+        self._outbox.put(encode_message(PART, self._id, encode(body), headers, len(frames)), *payloads)
+        await (self._outbox.flushed() if frames else self._outbox.room())
+        self._check()
+        await trio.lowlevel.checkpoint()
+
+    def finish(self) -> None:
+        """Send no more parts: the other side's `receive` returns None after the last one."""
+        if self.sending:
+            self.sending = False
+            self._outbox.put(encode_message(END, self._id))
+
+    async def receive(self, kind: type[B]) -> Answer[B] | None:
+        """The next part; None when the other side sends no more, which for a caller means that the handler is done.
+
+        Raises what ended the call, after the parts that came before it.
+        """
+        while not self._parts:
+            if self._failure is not None:
+                raise self._failure
+            if not self.receiving:
+                await trio.lowlevel.checkpoint()
+                return None
+            await self._changed.park()
+        message, frames = self._parts.popleft()
+        self._budget.give(self.peer, message.payload_bytes)
+        self._changed.unpark_all()
+        await trio.lowlevel.checkpoint()
+        try:
+            return Answer(decode(kind, message.body), frames)
+        except RemoteError as error:
+            raise error.blame(self.peer) from None
+
+    def _check(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+        if self._outbox.closed:
+            raise Unreachable("the stream was closed", self.peer)
+
+    # What the reader of the stream does.
+
+    async def take(self, part: Message, inbound: Inbound, deadline: float) -> None:
+        """Receive a part's frames and hand it in; waits while enough parts wait. Raises Overloaded or TooSlow."""
+        frames = await inbound.frames(part, self._budget, deadline) if part.headers else ()
+        while len(self._parts) >= RPC_PARTS_AHEAD and self.receiving:
+            await self._changed.park()
+        if self.receiving:
+            self._parts.append((part, frames))
+            self._changed.unpark_all()
+        else:
+            self._budget.give(self.peer, part.payload_bytes)  # nobody wants it any more
+
+    def no_more_parts(self) -> None:
+        """The other side has said END."""
+        self.receiving = False
+        self._changed.unpark_all()
+
+    def fail(self, error: RemoteError) -> None:
+        """The call has failed: parts that were delivered are still received, then `error` is raised."""
+        if self._failure is None:
+            self._failure = error
+        self.no_more_parts()
+
+    def discard(self) -> None:
+        """Nobody will receive any more."""
+        self.no_more_parts()
+        while self._parts:
+            self._budget.give(self.peer, self._parts.popleft()[0].payload_bytes)

@@ -1,0 +1,69 @@
+"""What calls need from below, and what handlers and callers hold in their hands. Values and contracts only."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
+
+import msgspec
+
+from peerd.core.frame import TensorFrame
+from peerd.core.ids import PeerId
+
+B = TypeVar("B", bound=msgspec.Struct, covariant=True)
+
+
+class RpcStream(Protocol):
+    """Ordered bytes to one peer, with back-pressure: what calls use of a `net.link` stream."""
+
+    @property
+    def peer(self) -> PeerId: ...
+
+    @property
+    def protocol(self) -> str: ...
+
+    async def send(self, data: bytes | bytearray | memoryview) -> None: ...
+
+    async def receive_some(self, max_bytes: int) -> bytes: ...
+
+    async def wait_gone(self) -> None:
+        """Returns once the stream was reset by either side, or its link was lost."""
+        ...
+
+    def reset(self) -> None: ...
+
+    async def aclose(self) -> None: ...
+
+
+class RpcHost(Protocol):
+    """What calls use of `net.host`."""
+
+    @property
+    def id(self) -> PeerId: ...
+
+    async def open_stream(self, peer: PeerId, protocol: str) -> RpcStream: ...
+
+    def handle(self, protocol: str, handler: Callable[[RpcStream], Awaitable[None]]) -> None: ...
+
+    async def supervise(self, work: Callable[[], Awaitable[None]], about: Callable[[], str]) -> bool:
+        """Run `work`; an exception ends it, is logged with `about()`, and goes no further. True: it returned."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Incoming(Generic[B]):
+    """A call as its handler sees it. `deadline` is in trio time; the handler is cancelled then."""
+
+    peer: PeerId
+    body: B
+    frames: tuple[TensorFrame, ...]
+    deadline: float
+
+
+@dataclass(frozen=True, slots=True)
+class Answer(Generic[B]):
+    """An answer, or one part of a streaming call. The payloads of frames that we send must not change any more."""
+
+    body: B
+    frames: tuple[TensorFrame, ...] = ()

@@ -1,0 +1,537 @@
+"""What calls promise, as cases that hold over any host: fake ones under a virtual clock, and real ones over TCP.
+
+Each case gets a fresh `Pair` of two peers that can reach each other. No case sleeps: it waits for events.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import trio
+import trio.testing
+
+from peerd.core.errors import (
+    ConfigError,
+    LocalError,
+    Overloaded,
+    ProtocolViolation,
+    Refused,
+    RemoteError,
+    TooSlow,
+    Unreachable,
+)
+from peerd.core.frame import TensorFrame
+from peerd.core.messages import Empty, Message
+from peerd.service.rpc import Answer, CallStream, Incoming, MethodLimits, Rpc
+from peerd.service.rpc_types import RpcHost
+
+
+class Text(Message, frozen=True):
+    text: str
+
+
+class Number(Message, frozen=True):
+    value: int
+
+
+@dataclass
+class Pair:
+    """Two peers: `a` calls, `b` serves."""
+
+    a: Rpc
+    b: Rpc
+    a_host: RpcHost
+    b_host: RpcHost
+    crashes: list[Any]  # what b's supervisor caught
+    cut: Callable[[], None]  # lose the link at once
+
+
+@dataclass
+class Held:
+    """A handler that says when it was entered and when it was cancelled, and else waits to be let go."""
+
+    entered: trio.Event = field(default_factory=trio.Event)
+    let_go: trio.Event = field(default_factory=trio.Event)
+    cancelled: trio.Event = field(default_factory=trio.Event)
+    entries: int = 0
+
+    async def __call__(self, call: Incoming[Any]) -> Answer[Empty]:
+        self.entries += 1
+        self.entered.set()
+        try:
+            await self.let_go.wait()
+        except trio.Cancelled:
+            self.cancelled.set()
+            raise
+        return Answer(Empty())
+
+
+Case = Callable[[Pair], Awaitable[None]]
+CASES: list[Case] = []
+NEEDS_CUT: list[Case] = []
+BIG = TensorFrame("uint8", (1 << 20,), bytes(range(256)) * 4096)
+FRAMES = MethodLimits(frames=4, frame_bytes=8 << 20)
+
+
+def case(function: Case) -> Case:
+    CASES.append(function)
+    return function
+
+
+async def echo(call: Incoming[Text]) -> Answer[Text]:
+    return Answer(call.body, call.frames)
+
+
+async def ask(pair: Pair, method: str = "t/1/echo", text: str = "hi", timeout_s: float = 5.0) -> str:
+    return (await pair.a.call(pair.b_host.id, method, Text(text), Text, timeout_s=timeout_s)).body.text
+
+
+@case
+async def a_call_is_answered(pair: Pair) -> None:
+    seen: list[Incoming[Text]] = []
+
+    async def shout(call: Incoming[Text]) -> Answer[Text]:
+        seen.append(call)
+        return Answer(Text(call.body.text.upper()))
+
+    pair.b.serve("t/1/shout", Text, shout)
+    before = trio.current_time()
+    assert await ask(pair, "t/1/shout") == "HI"
+    assert (seen[0].peer, seen[0].body, seen[0].frames) == (pair.a_host.id, Text("hi"), ())
+    assert before < seen[0].deadline <= trio.current_time() + 5.0
+
+
+@case
+async def many_calls_at_once_are_each_answered(pair: Pair) -> None:
+    pair.b.serve("t/1/echo", Text, echo)
+    answers: dict[int, str] = {}
+
+    async def one(number: int) -> None:
+        answers[number] = await ask(pair, text=str(number))
+
+    async with trio.open_nursery() as nursery:
+        for number in range(200):
+            nursery.start_soon(one, number)
+    assert answers == {number: str(number) for number in range(200)}
+    status = pair.a.status()
+    assert (status["channels"], status["waiting"], status["made"]["t/1"]) == (1, 0, {"calls": 200, "failed": 0})
+    assert pair.b.status()["served"]["t/1/echo"]["calls"] == 200
+
+
+@case
+async def answers_come_in_the_order_they_are_ready(pair: Pair) -> None:
+    slow = Held()
+    pair.b.serve("t/1/slow", Text, slow)
+    pair.b.serve("t/1/echo", Text, echo)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(ask_empty, pair, "t/1/slow")
+        await slow.entered.wait()
+        assert await ask(pair) == "hi"
+        slow.let_go.set()
+
+
+async def ask_empty(pair: Pair, method: str, timeout_s: float = 5.0) -> None:
+    await pair.a.call(pair.b_host.id, method, Text(""), Empty, timeout_s=timeout_s)
+
+
+@case
+async def frames_travel_both_ways(pair: Pair) -> None:
+    pair.b.serve("t/1/echo", Text, echo, limits=FRAMES)
+    frames = (BIG, TensorFrame("float32", (0, 3), b""), TensorFrame("float64", (2,), b"1234", "bf16"))
+    answer = await pair.a.call(pair.b_host.id, "t/1/echo", Text("x"), Text, frames=frames, timeout_s=5)
+    assert [(f.dtype, f.shape, f.coding, bytes(f.payload)) for f in answer.frames] == [
+        (f.dtype, f.shape, f.coding, bytes(f.payload)) for f in frames
+    ]
+    assert pair.a.status()["held_bytes"] == pair.b.status()["held_bytes"] == 0
+
+
+@case
+async def answers_with_frames_to_small_questions_get_streams_of_their_own(pair: Pair) -> None:
+    async def give(call: Incoming[Text]) -> Answer[Empty]:
+        return Answer(Empty(), (BIG,))
+
+    pair.b.serve("t/1/give", Text, give)
+    for _ in range(3):
+        answer = await pair.a.call(pair.b_host.id, "t/1/give", Text("x"), Empty, timeout_s=5)
+        assert bytes(answer.frames[0].payload) == BIG.payload
+    assert pair.a.status()["held_bytes"] == 0
+
+
+@case
+async def an_answer_with_more_frames_than_the_caller_takes_is_a_violation(pair: Pair) -> None:
+    async def give(call: Incoming[Text]) -> Answer[Empty]:
+        return Answer(Empty(), (BIG,))
+
+    pair.b.serve("t/1/give", Text, give)
+    with pytest.raises(ProtocolViolation) as caught:
+        await pair.a.call(pair.b_host.id, "t/1/give", Text("x"), Empty, timeout_s=5, reply_frame_bytes=100)
+    assert caught.value.peer == pair.b_host.id
+
+
+@case
+async def errors_of_handlers_travel_by_type(pair: Pair) -> None:
+    raised: list[Exception] = []
+
+    async def fail(call: Incoming[Text]) -> Answer[Text]:
+        raise raised[-1]
+
+    pair.b.serve("t/1/fail", Text, fail, limits=FRAMES)
+    for frames in ((), (BIG,)):
+        for error, kind in (
+            (Refused("not you"), Refused),
+            (Overloaded("later", 1.5), Overloaded),
+            (TooSlow("it slept"), TooSlow),
+            (Unreachable("no third peer", pair.a_host.id), Refused),
+            (ConfigError("bad file"), Refused),
+            (ExceptionGroup("", [ExceptionGroup("", [Refused("in a nursery")])]), Refused),
+        ):
+            raised.append(error)
+            with pytest.raises(RemoteError) as caught:
+                await pair.a.call(pair.b_host.id, "t/1/fail", Text("x"), Text, frames=frames, timeout_s=5)
+            assert type(caught.value) is kind
+            assert caught.value.peer == pair.b_host.id
+            if isinstance(caught.value, Overloaded):
+                assert caught.value.retry_after_s == 1.5
+    assert not pair.crashes
+    assert pair.b.status()["served"]["t/1/fail"]["failed"] == 12
+
+
+@case
+async def a_handler_that_crashes_fails_its_own_call_only(pair: Pair) -> None:
+    held = Held()
+
+    async def crash(call: Incoming[Text]) -> Answer[Text]:
+        raise {
+            "bug": ZeroDivisionError("0"),
+            "ours": LocalError("0"),
+            "mix": ExceptionGroup("", [KeyError(), Refused("")]),
+        }[call.body.text]
+
+    pair.b.serve("t/1/held", Text, held)
+    pair.b.serve("t/1/crash", Text, crash)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(ask_empty, pair, "t/1/held")
+        await held.entered.wait()
+        for text in ("bug", "ours", "mix"):
+            with pytest.raises(Refused, match="the handler failed"):
+                await ask(pair, "t/1/crash", text)
+        held.let_go.set()
+    assert len(pair.crashes) == 3
+
+
+@case
+async def methods_that_are_not_served_are_refused(pair: Pair) -> None:
+    pair.b.serve("t/1/echo", Text, echo)
+    pair.b.serve_stream("t/1/talk", Text, repeat)
+    for method in ("t/1/other", "t/1/talk", "u/1/echo", "t/2/echo"):
+        with pytest.raises(Refused) as caught:
+            await ask(pair, method)
+        assert caught.value.peer == pair.b_host.id
+    with pytest.raises(Refused):
+        async with pair.a.stream(pair.b_host.id, "t/1/echo", Text(""), timeout_s=5) as call:
+            await call.receive(Text)
+    assert await ask(pair) == "hi"
+    pair.b.unserve("t/1")
+    with pytest.raises(Refused, match="no such method: t/1/echo"):
+        await ask(pair)
+
+
+@case
+async def a_body_of_another_type_costs_the_stream_and_not_the_service(pair: Pair) -> None:
+    pair.b.serve("t/1/echo", Text, echo)
+    with pytest.raises(Unreachable):
+        await pair.a.call(pair.b_host.id, "t/1/echo", Number(3), Text, timeout_s=5)
+    assert isinstance(pair.crashes[0][1], ProtocolViolation)
+    assert pair.crashes[0][1].peer == pair.a_host.id
+    assert await ask(pair) == "hi"
+    with pytest.raises(ProtocolViolation):
+        await pair.a.call(pair.b_host.id, "t/1/echo", Text("a"), Number, timeout_s=5)
+
+
+@case
+async def a_deadline_ends_the_call_on_both_sides(pair: Pair) -> None:
+    for frames in ((), (BIG,)):
+        held = Held()
+        pair.b.unserve("t/1")
+        pair.b.serve("t/1/held", Text, held, limits=FRAMES)
+        with pytest.raises(TooSlow) as caught:
+            await pair.a.call(pair.b_host.id, "t/1/held", Text(""), Empty, frames=frames, timeout_s=0.2)
+        assert caught.value.peer == pair.b_host.id
+        with trio.fail_after(2):
+            await held.cancelled.wait()
+    assert pair.a.status()["waiting"] == 0
+
+
+@case
+async def the_servers_own_deadline_is_kept(pair: Pair) -> None:
+    pair.b.serve("t/1/held", Text, Held(), limits=MethodLimits(deadline_s=0.1))
+    with pytest.raises(TooSlow, match="the deadline passed"):
+        await ask(pair, "t/1/held", timeout_s=5)
+
+
+@case
+async def a_cancelled_caller_cancels_the_handler(pair: Pair) -> None:
+    pair.b.serve("t/1/echo", Text, echo)
+    for frames in ((), (BIG,)):
+        held = Held()
+        pair.b.unserve("u/1")
+        pair.b.serve("u/1/held", Text, held, limits=FRAMES)
+        async with trio.open_nursery() as nursery:
+
+            async def call(frames: tuple[TensorFrame, ...]) -> None:
+                await pair.a.call(pair.b_host.id, "u/1/held", Text(""), Empty, frames=frames, timeout_s=60)
+
+            nursery.start_soon(call, frames)
+            await held.entered.wait()
+            nursery.cancel_scope.cancel()
+        with trio.fail_after(2):
+            await held.cancelled.wait()
+        assert await ask(pair) == "hi"
+    assert pair.a.status()["waiting"] == 0
+    assert pair.b.status()["running"] == 0
+
+
+@case
+async def limits_are_checked_before_payloads_are_taken(pair: Pair) -> None:
+    pair.b.serve("t/1/echo", Text, echo, limits=MethodLimits(body_bytes=100, frames=1, frame_bytes=1 << 20))
+    small = TensorFrame("uint8", (1,), b"x")
+    for frames, text in (((small, small), "2 frames"), ((BIG, small), "frames"), ((BIG, BIG, BIG), "3 frames")):
+        with pytest.raises(Refused, match=text):
+            await pair.a.call(pair.b_host.id, "t/1/echo", Text("x"), Text, frames=frames, timeout_s=5)
+    with pytest.raises(Refused, match="a body of"):
+        await ask(pair, text="x" * 100)
+    await pair.a.call(pair.b_host.id, "t/1/echo", Text("x"), Text, frames=(BIG,), timeout_s=5)
+    assert pair.b.status()["served"]["t/1/echo"]["refused"] == 4
+    assert pair.b.status()["held_bytes"] == 0
+
+
+@case
+async def calls_beyond_the_limit_are_told_to_come_back(pair: Pair) -> None:
+    held = Held()
+    pair.b.serve("t/1/held", Text, held, limits=MethodLimits(calls_per_peer=1, frames=1, frame_bytes=1 << 20))
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(ask_empty, pair, "t/1/held")
+        await held.entered.wait()
+        for frames in ((), (BIG,)):
+            with pytest.raises(Overloaded) as caught:
+                await pair.a.call(pair.b_host.id, "t/1/held", Text(""), Empty, frames=frames, timeout_s=5)
+            assert caught.value.retry_after_s > 0
+        held.let_go.set()
+    await ask_empty(pair, "t/1/held")
+
+
+async def repeat(call: Incoming[Text], parts: CallStream) -> None:
+    """Send back every part, after what was asked with."""
+    await parts.send(call.body, call.frames)
+    while part := await parts.receive(Text):
+        await parts.send(part.body, part.frames)
+
+
+@case
+async def a_streaming_call_carries_parts_both_ways(pair: Pair) -> None:
+    pair.b.serve_stream("t/1/talk", Text, repeat, limits=FRAMES)
+    async with pair.a.stream(pair.b_host.id, "t/1/talk", Text("0"), frames=(BIG,), timeout_s=5) as call:
+        for number in range(1, 20):
+            await call.send(Text(str(number)), (BIG,) if number % 5 == 0 else ())
+            part = await call.receive(Text)
+            assert part is not None
+            assert part.body.text == str(number - 1)
+            assert [bytes(frame.payload) for frame in part.frames] == [BIG.payload] * ((number - 1) % 5 == 0)
+        call.finish()
+        last = await call.receive(Text)
+        assert last is not None
+        assert last.body.text == "19"
+        assert await call.receive(Text) is None
+        assert await call.receive(Text) is None
+    assert pair.a.status()["held_bytes"] == pair.b.status()["held_bytes"] == 0
+    assert pair.a.status()["waiting"] == 0
+
+
+@case
+async def each_side_of_a_streaming_call_may_finish_first(pair: Pair) -> None:
+    async def early(call: Incoming[Text], parts: CallStream) -> None:
+        parts.finish()
+        texts = []
+        while part := await parts.receive(Text):
+            texts.append(part.body.text)
+        done.append(texts)
+        finished.set()
+
+    done: list[list[str]] = []
+    finished = trio.Event()
+    pair.b.serve_stream("t/1/early", Text, early)
+    async with pair.a.stream(pair.b_host.id, "t/1/early", Text(""), timeout_s=5) as call:
+        await call.send(Text("a"))
+        await call.send(Text("b"))
+        call.finish()
+        await finished.wait()
+        assert await call.receive(Text) is None
+    assert done == [["a", "b"]]
+    with pytest.raises(LocalError):
+        await call.send(Text("c"))
+
+
+@case
+async def a_side_that_does_not_receive_stops_the_other_from_sending(pair: Pair) -> None:
+    sent: list[int] = []
+
+    async def flood(call: Incoming[Text], parts: CallStream) -> None:
+        for number in range(100):
+            await parts.send(Text(""), (BIG,))
+            sent.append(number)
+
+    pair.b.serve_stream("t/1/flood", Text, flood)
+    async with pair.a.stream(pair.b_host.id, "t/1/flood", Text(""), timeout_s=30) as call:
+        await call.receive(Text)
+        for _ in range(5):
+            await trio.testing.wait_all_tasks_blocked(0.01)
+        assert len(sent) < 30
+        held = pair.a.status()["held_bytes"]
+        assert 0 < held <= 4 << 20
+        count = 1
+        while await call.receive(Text):
+            count += 1
+    assert count == 100
+
+
+@case
+async def leaving_a_streaming_call_cancels_its_handler(pair: Pair) -> None:
+    cancelled = trio.Event()
+
+    async def wait(call: Incoming[Text], parts: CallStream) -> None:
+        try:
+            await parts.send(Text("ready"))
+            await trio.sleep_forever()
+        finally:
+            cancelled.set()
+
+    pair.b.serve_stream("t/1/wait", Text, wait)
+    async with pair.a.stream(pair.b_host.id, "t/1/wait", Text(""), timeout_s=30) as call:
+        await call.receive(Text)
+    with trio.fail_after(2):
+        await cancelled.wait()
+
+
+@case
+async def a_reset_reaches_a_handler_that_neither_sends_nor_receives(pair: Pair) -> None:
+    cancelled, ready = trio.Event(), trio.Event()
+
+    async def ignore(call: Incoming[Text], parts: CallStream) -> None:
+        ready.set()
+        try:
+            await trio.sleep_forever()
+        finally:
+            cancelled.set()
+
+    pair.b.serve_stream("t/1/ignore", Text, ignore, limits=FRAMES)
+    stream = pair.a.stream(pair.b_host.id, "t/1/ignore", Text(""), timeout_s=30)
+    async with stream as call, trio.open_nursery() as nursery:
+        nursery.start_soon(flood, call)
+        await ready.wait()
+        for _ in range(5):
+            await trio.testing.wait_all_tasks_blocked(0.01)
+        nursery.cancel_scope.cancel()
+    with trio.fail_after(2):
+        await cancelled.wait()
+    while pair.b.status()["held_bytes"]:
+        await trio.lowlevel.checkpoint()
+
+
+@case
+async def a_streaming_call_has_a_deadline(pair: Pair) -> None:
+    async def wait(call: Incoming[Text], parts: CallStream) -> None:
+        await trio.sleep_forever()
+
+    pair.b.serve_stream("t/1/wait", Text, wait)
+    with pytest.raises(TooSlow):
+        async with pair.a.stream(pair.b_host.id, "t/1/wait", Text(""), timeout_s=0.2) as call:
+            await call.receive(Text)
+
+
+@case
+async def an_error_of_a_streaming_handler_comes_after_its_parts(pair: Pair) -> None:
+    async def fail(call: Incoming[Text], parts: CallStream) -> None:
+        await parts.send(Text("first"))
+        if call.body.text == "crash":
+            raise ZeroDivisionError
+        raise Overloaded("enough", 2.0)
+
+    pair.b.serve_stream("t/1/fail", Text, fail, limits=FRAMES)
+    for text, kind in (("", Overloaded), ("crash", Refused)):
+        async with pair.a.stream(pair.b_host.id, "t/1/fail", Text(text), timeout_s=5) as call:
+            assert (await call.receive(Text)) == Answer(Text("first"))
+            with pytest.raises(kind):
+                await call.receive(Text)
+    async with pair.a.stream(pair.b_host.id, "t/1/fail", Text(""), timeout_s=5) as call:
+        with pytest.raises(Overloaded):
+            await flood(call)
+
+
+async def flood(call: CallStream) -> None:
+    while True:
+        await call.send(Text(""), (BIG,))
+
+
+@case
+async def an_error_in_the_callers_block_is_the_callers(pair: Pair) -> None:
+    pair.b.serve_stream("t/1/talk", Text, repeat)
+    with pytest.raises(KeyError):
+        async with pair.a.stream(pair.b_host.id, "t/1/talk", Text(""), timeout_s=5):
+            raise KeyError
+
+
+@case
+async def a_peer_calls_itself_as_it_calls_others(pair: Pair) -> None:
+    held = Held()
+    pair.b.serve("t/1/echo", Text, echo, limits=FRAMES)
+    pair.b.serve("t/1/held", Text, held)
+    pair.b.serve_stream("t/1/talk", Text, repeat)
+    me = pair.b_host.id
+    payload = bytearray(b"12345678")
+    frames = (TensorFrame("float64", (1,), payload),)
+    answer = await pair.b.call(me, "t/1/echo", Text("x"), Text, frames=frames, timeout_s=5)
+    payload[:] = bytes(8)
+    assert bytes(answer.frames[0].payload) == b"12345678"
+    assert (await pair.b.call(me, "t/1/echo", Text("x"), Text, timeout_s=5)).body == Text("x")
+    with pytest.raises(TooSlow):
+        await pair.b.call(me, "t/1/held", Text("x"), Empty, timeout_s=0.1)
+    await held.cancelled.wait()
+    with pytest.raises(Refused):
+        await pair.b.call(me, "u/1/none", Text("x"), Empty, timeout_s=5)
+    async with pair.b.stream(me, "t/1/talk", Text("a"), timeout_s=5) as call:
+        call.finish()
+        assert await call.receive(Text) == Answer(Text("a"))
+
+
+def needs_cut(function: Case) -> Case:
+    NEEDS_CUT.append(function)
+    return function
+
+
+@needs_cut
+async def a_lost_link_fails_callers_and_cancels_handlers_at_once(pair: Pair) -> None:
+    held = Held()
+    outcomes: list[Exception] = []
+    pair.b.serve("t/1/held", Text, held, limits=FRAMES)
+    pair.b.serve("t/1/echo", Text, echo)
+
+    async def call(frames: tuple[TensorFrame, ...]) -> None:
+        try:
+            await pair.a.call(pair.b_host.id, "t/1/held", Text(""), Empty, frames=frames, timeout_s=60)
+        except Unreachable as error:
+            outcomes.append(error)
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(call, ())
+        nursery.start_soon(call, ())
+        nursery.start_soon(call, (BIG,))
+        while held.entries < 3:
+            await trio.lowlevel.checkpoint()
+        pair.cut()
+    assert len(set(map(id, outcomes))) == 3
+    assert all(isinstance(e, Unreachable) and e.peer == pair.b_host.id for e in outcomes)
+    with trio.fail_after(2):
+        await held.cancelled.wait()
