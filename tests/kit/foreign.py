@@ -9,9 +9,9 @@ Each peer listens on loopback, echoes `/peerd-test/echo/1`, and obeys one JSON c
     {"id": 5, "do": "peers"}                                  -> {"peers": [...]}
 
 `about` says what the other side's identify told. `echo` takes "half_close": true (js, py) to end its direction before
-the echo is complete; p2pd resets such streams. An answer with "error" failed. The first line a peer prints is {"ready": peer id, "addrs": [...]}. The programs are in
-scripts/foreign; `make foreign` prepares what they need. Where that can't be had the tests are skipped with the
-reason, unless PEERD_REQUIRE_FOREIGN=1 (as in CI) makes it a failure.
+the echo is complete; p2pd resets such streams. An answer with "error" failed. The first line a peer prints is
+{"ready": peer id, "addrs": [...]}. The programs are in scripts/foreign; `make foreign` prepares what they need. Where
+that can't be had the tests are skipped with the reason, unless PEERD_REQUIRE_FOREIGN=1 (as in CI) makes it a failure.
 """
 
 from __future__ import annotations
