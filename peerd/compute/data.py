@@ -3,8 +3,8 @@
 The text of all documents, with separators, is cut into samples of context + 1 tokens; a sample's last token is the
 next one's first, so every token is predicted once. Samples are shuffled in blocks of `shuffle_buffer`: while one
 block is handed out in random order the next is read, one or two samples for each that leaves, so there is never a
-long wait, and at most two blocks are in memory. The first blocks are small and double in size, so the first sample
-is there at once. After the last file a new epoch starts in a new order.
+long wait, and at most two blocks are in memory. The first block is cut short where reading it would take long, and
+the next double in size, so the first sample is there at once. After the last file a new epoch starts in a new order.
 
 Everything follows from (seed, peer, split): the same three give the same samples. A position is a few numbers: where
 the block at hand begins and how much of it is used up. Resuming reads that block again (at most `shuffle_buffer`
@@ -30,7 +30,8 @@ from peerd.compute.tokens import Vocabulary
 from peerd.core.errors import ConfigError
 from peerd.core.runfile import DataSection
 
-FIRST_BLOCK: Final = 256  # samples; some 30 KB of text, read in milliseconds
+FIRST_BLOCK_S: Final = 0.25  # what reading the first block may take; a short first block is from few files
+FIRST_BLOCK_SAMPLES: Final = 256  # at least
 
 Tokens = npt.NDArray[Any]
 
@@ -73,7 +74,8 @@ class SampleStream:
         self._most = section.shuffle_buffer
         self._path, self._split = section.path, split
         self._name = f"peerd data {seed} {peer} {split}"
-        self._start(Position(block=0, size=min(FIRST_BLOCK, self._most), taken=0, place=_Place()))
+        first = max(FIRST_BLOCK_SAMPLES, int(FIRST_BLOCK_S * vocab.tokens_per_s / context))
+        self._start(Position(block=0, size=min(first, self._most), taken=0, place=_Place()))
 
     @property
     def files(self) -> int:

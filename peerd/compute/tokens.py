@@ -29,7 +29,7 @@ class Vocabulary(Protocol):
 
     size: int
     separator: int | None
-    splits_bytes: bool  # whether text may be cut between any two bytes before it is encoded
+    tokens_per_s: float  # of `encode` on one core, roughly: how much may be read before someone waits
 
     def encode(self, text: bytes) -> Tokens:
         """UTF-8 text to a 1-D array of the smallest unsigned dtype that holds `size`."""
@@ -45,7 +45,7 @@ class ByteVocabulary:
 
     size = 256
     separator: int | None = 0
-    splits_bytes = True
+    tokens_per_s = 1e7
 
     def encode(self, text: bytes) -> Tokens:
         return np.frombuffer(text, dtype=np.uint8)
@@ -57,7 +57,7 @@ class ByteVocabulary:
 class FileVocabulary:
     """A vocabulary that the `tokenizers` package reads from its JSON file."""
 
-    splits_bytes = False
+    tokens_per_s = 5e5
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
