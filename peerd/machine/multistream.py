@@ -47,9 +47,10 @@ class Proposal:
 
     __slots__ = ("_buffer", "_greeted", "hello", "protocol")
 
-    def __init__(self, protocol: str) -> None:
+    def __init__(self, protocol: str, hello: bytes = b"") -> None:
+        """`hello` saves building it again, for callers that keep it."""
         self.protocol = protocol
-        self.hello = HEADER + encode_line(protocol)
+        self.hello = hello or HEADER + encode_line(protocol)
         self._buffer = bytearray()
         self._greeted = False
 

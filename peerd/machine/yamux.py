@@ -183,12 +183,12 @@ class Yamux:
         free = stream.target - stream.credit - stream.inbox_bytes
         if free * 2 < stream.target:
             return
-        grown = self._grow(stream, now)
-        grant = free + grown
+        grant = free + self._grow(stream, now)
         stream.credit += grant
         stream.granted_at = now
-        flags, stream.flags_due = stream.flags_due, 0
-        self._frame(WINDOW, flags, stream.id, grant)
+        flags, owed = stream.flags_due, stream.owed
+        stream.flags_due = stream.owed = 0
+        self._frame(WINDOW, flags, stream.id, grant + owed)
 
     def go_away(self, code: int = GONE_NORMAL) -> None:
         """Tell the peer that we leave: it opens no more streams, and neither do we."""
@@ -233,7 +233,8 @@ class Yamux:
             if room < 3 * _HEADER_BYTES or (room < _CRUMB_BYTES and stream.out_bytes > room):
                 break
             ready.popleft()
-            at = self._emit(stream, into, at)
+            if not stream.was_reset:
+                at = self._emit(stream, into, at)
             if stream.wants_out:
                 ready.append(stream)
             else:
@@ -242,12 +243,12 @@ class Yamux:
 
     def _emit(self, stream: YamuxStream, into: memoryview, at: int) -> int:
         """One turn of one stream: its flags and one data frame."""
-        flags, stream.flags_due = stream.flags_due, 0
-        extra = stream.target - INITIAL_WINDOW if flags else 0
-        if extra or (flags and not stream.out_bytes and not stream.fin_due):
-            HEADER.pack_into(into, at, 0, WINDOW, flags, stream.id, extra)
+        flags, owed = stream.flags_due, stream.owed
+        if owed or (flags and not stream.out_bytes and not stream.fin_due):
+            HEADER.pack_into(into, at, 0, WINDOW, flags, stream.id, owed)
             at += _HEADER_BYTES
             flags = 0
+        stream.flags_due = stream.owed = 0
         size = min(stream.out_bytes, stream.send_credit, len(into) - at - _HEADER_BYTES)
         if stream.fin_due and not stream.fin_sent and size == stream.out_bytes:
             flags |= FIN
@@ -324,6 +325,7 @@ class Yamux:
         stream = self._body_stream
         if stream is None or stream.was_reset:
             return
+        stream.credit -= len(piece)
         if not stream.abandoned:
             stream.put(piece, buffer_bytes)
             events.append(Changed(stream))
@@ -386,7 +388,6 @@ class Yamux:
                 raise ProtocolViolation(f"data after the end of stream {stream.id}")
             if length > stream.credit:
                 raise ProtocolViolation(f"stream {stream.id} sends {length} bytes into a window of {stream.credit}")
-            stream.credit -= length
         self._body_left, self._body_stream, self._body_fin = length, stream, bool(flags & FIN)
 
     def _take_credit(self, stream: YamuxStream, length: int) -> None:
@@ -411,10 +412,7 @@ class Yamux:
             self._settle(stream)
 
     def _take_reset(self, stream: YamuxStream, events: list[Event]) -> None:
-        """What came before a FIN stays readable: the peer finished saying it."""
-        if not stream.fin_received:
-            stream.inbox.clear()
-            stream.inbox_bytes = 0
+        """What came before stays in the inbox: whether it still counts is the driver's to say."""
         self._end(stream)
         self._settle(stream)
         events.append(Changed(stream))
@@ -460,6 +458,7 @@ class Yamux:
         if extra > 0 and self.budget.take(extra):
             stream.target += extra
             stream.credit += extra
+            stream.owed = extra
 
     def _grow(self, stream: YamuxStream, now: float) -> int:
         """Double the window when half of it went by within a round trip and a half; returns the bytes added."""

@@ -68,13 +68,14 @@ class YamuxStream:
         "flags_due",
         "granted_at",
         "id",
+        "inbound",
         "inbox",
         "inbox_bytes",
-        "inbound",
         "linger_until",
         "low_water",
         "out",
         "out_bytes",
+        "owed",
         "owner",
         "queued",
         "send_credit",
@@ -97,6 +98,7 @@ class YamuxStream:
         self.inbox: deque[Piece] = deque()
         self.inbox_bytes = 0
         self.credit = self.target = INITIAL_WINDOW
+        self.owed = 0  # part of the credit that no frame has announced yet
         self.granted_at = now
         self.fin_received = False
         # Life.
@@ -113,6 +115,8 @@ class YamuxStream:
 
     @property
     def wants_out(self) -> bool:
+        if self.was_reset:
+            return False
         if self.flags_due:
             return True
         if self.out_bytes:

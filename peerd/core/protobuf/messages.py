@@ -1,7 +1,7 @@
 """libp2p's messages that every peer speaks: public keys, the Noise payload, identify.
 
-Each has `encode` and a strict `decode`. Hostile input: keys of other types, wrong lengths, too many entries, text that is
-no text; all raise ProtocolViolation. Later values of a single field win, as protobuf says.
+Each has `encode` and a strict `decode`. Hostile input: keys of other types, wrong lengths, too many entries, text that
+is no text; all raise ProtocolViolation. Later values of a single field win, as protobuf says.
 Sources: libp2p specs `peer-ids/peer-ids.md`, `noise/README.md`, `identify/README.md`.
 """
 

@@ -1,0 +1,408 @@
+"""Host: this peer on the network. Listens, dials, opens streams, hands incoming streams to handlers by protocol name.
+
+Composition only: transports carry bytes, `upgrade` authenticates, `Link` runs a connection, `Links` counts and tells,
+`Dialer` finds the way. One of the two places with a broad `except`: a failing handler costs its stream, not the host.
+Invariants: every task lives in `run`'s nursery; cancelling `run` says goodbye on every link and ends in bounded time;
+a stranger holds one of a bounded number of half-open places until it has proven an identity.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+
+import trio
+from multiaddr import Multiaddr
+
+from peerd import __version__
+from peerd.core import limits
+from peerd.core.addr import ip_of, reach, split_peer, with_peer
+from peerd.core.clock import Clock
+from peerd.core.errors import ConfigError, LocalError, ProtocolViolation, RemoteError, Unreachable
+from peerd.core.ids import PeerId
+from peerd.core.keys import Keypair
+from peerd.core.protobuf.messages import Identify
+from peerd.machine.noise import Secrets
+from peerd.machine.yamux_stream import WindowBudget
+from peerd.net import identify
+from peerd.net.dialer import AddressBook, Dialer
+from peerd.net.identify import PeerInfo
+from peerd.net.link import Buffers, Link, LinkConfig, Stream
+from peerd.net.links import HostTraffic, LinkLimits, Links, PeerDown, PeerEvent, PeerUp
+from peerd.net.transport import Listener, RawLink, Transport
+from peerd.net.upgrade import Secured, upgrade
+
+__all__ = ["Host", "HostConfig", "HostTraffic", "PeerDown", "PeerInfo", "PeerUp"]
+
+_log = logging.getLogger("peerd.net")
+Handler = Callable[[Stream], Awaitable[None]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostConfig:
+    """Limits and times of one host, in seconds."""
+
+    links: LinkLimits = field(default_factory=LinkLimits)
+    link: LinkConfig = field(default_factory=LinkConfig)
+    half_open: int = limits.HALF_OPEN  # inbound hand-shakes at once
+    handshake_s: float = 10.0
+    dial_s: float = 15.0  # one address, hand-shake included
+    identify_s: float = 20.0
+    shutdown_s: float = 2.0
+    agent: str = f"peerd/{__version__}"
+
+
+class Host:
+    """This peer. Nothing moves until `run`."""
+
+    def __init__(
+        self, keypair: Keypair, clock: Clock, transports: Sequence[Transport], config: HostConfig | None = None
+    ) -> None:
+        self.id: PeerId = keypair.peer_id
+        self.config = config or HostConfig()
+        self.links = Links(self.config.links)
+        self._clock, self._transports = clock, list(transports)
+        self._secrets = Secrets(keypair, clock.secure_bytes(32))
+        self._handlers: dict[str, Handler] = {}
+        self._book = AddressBook()
+        self._dialer = Dialer(self._book, self._dial)
+        self._infos: dict[PeerId, PeerInfo] = {}
+        self._listeners: list[Listener] = []
+        self._buffers = Buffers()
+        self._budget = WindowBudget(limits.WINDOW_BYTES_HOST)
+        self._half_open: dict[RawLink, tuple[str, trio.CancelScope]] = {}  # oldest first
+        self._nursery: trio.Nursery | None = None  # handlers, dials, hand-shakes
+        self._link_nursery: trio.Nursery | None = None  # outlives the other, for the goodbye
+        self._changed = trio.Event()  # what we say of ourselves is not what we said
+        self.handle(identify.IDENTIFY, self._serve_identify)
+        self.handle(identify.IDENTIFY_PUSH, self._serve_push)
+        self.handle(identify.PING, identify.answer_pings)
+
+    # --- what others use -----------------------------------------------------------------------------------
+
+    async def run(
+        self, listen: Sequence[Multiaddr] = (), *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED
+    ) -> None:
+        """Listen on `listen` and keep connections until cancelled; ConfigError when an address cannot be had."""
+        try:
+            for addr in listen:
+                self._listeners.append(await self._listen(addr))
+            async with trio.open_nursery() as nursery:
+                self._link_nursery = await nursery.start(self._keep_links)
+                self._nursery = nursery
+                try:
+                    for listener in self._listeners:
+                        nursery.start_soon(self._accept_loop, listener)
+                    nursery.start_soon(self._push_loop)
+                    task_status.started()
+                    await trio.sleep_forever()
+                finally:
+                    self._nursery = None
+                    nursery.cancel_scope.cancel()
+                    with trio.CancelScope(shield=True):
+                        await self._say_goodbye()
+                    self._link_nursery.cancel_scope.cancel()
+        finally:
+            with trio.CancelScope(shield=True):
+                await self._close_listeners()
+
+    def addrs(self) -> list[Multiaddr]:
+        """Where this host listens, with /p2p/<id>; wildcard addresses are spelled out, loopback comes last."""
+        found = [addr for listener in self._listeners for addr in listener.addrs]
+        ordered = sorted(dict.fromkeys(found), key=lambda addr: reach(addr) == 0)
+        return [with_peer(addr, self.id) for addr in ordered]
+
+    def handle(self, protocol: str, handler: Handler) -> None:
+        """Serve `protocol`: `handler` runs in its own task per incoming stream, which is closed when it returns."""
+        if not 0 < len(protocol.encode()) <= limits.PROTOCOL_BYTES:
+            raise LocalError(f"a protocol name has 1 to {limits.PROTOCOL_BYTES} bytes")
+        self._handlers[protocol] = handler
+        self._changed.set()
+
+    def unhandle(self, protocol: str) -> None:
+        """Stop serving `protocol`; running handlers go on."""
+        self._handlers.pop(protocol, None)
+        self._changed.set()
+
+    def learn(self, peer: PeerId, addrs: Iterable[Multiaddr]) -> None:
+        """Add to the address book."""
+        if peer != self.id:
+            self._book.learn(peer, addrs)
+
+    def known_addrs(self, peer: PeerId) -> list[Multiaddr]:
+        """Addresses of `peer`, best first, without /p2p."""
+        return self._book.addrs(peer)
+
+    async def connect(self, peer: PeerId, addrs: Iterable[Multiaddr] = ()) -> None:
+        """Have a link to `peer`; Unreachable with each address's reason."""
+        if peer == self.id:
+            raise Unreachable("that is this peer itself", peer)
+        self.learn(peer, addrs)
+        if self.links.best(peer) is None:
+            await self._dialer.reach(peer, self._running())
+
+    async def connect_addr(self, addr: Multiaddr) -> PeerId:
+        """Have a link to whoever is at `addr`; with /p2p it must be that peer, else Unreachable names both."""
+        bare, peer = split_peer(addr)
+        if peer is None:
+            link = await self._dial(bare, None)
+            self._book.worked(link.peer, bare)
+            return link.peer
+        await self.connect(peer, [bare])
+        return peer
+
+    async def open_stream(self, peer: PeerId, protocol: str) -> Stream:
+        """A stream that speaks `protocol`, over a new link if need be. Refused comes with the first receive."""
+        link = self.links.best(peer)
+        if link is None:
+            await self.connect(peer)
+            link = self.links.best(peer)
+            if link is None:
+                raise Unreachable("the connection was lost as soon as it stood", peer)
+        return await link.open(protocol)
+
+    async def ping(self, peer: PeerId) -> float:
+        """Round trip in seconds, through libp2p's ping protocol."""
+        stream = await self.open_stream(peer, identify.PING)
+        try:
+            return await identify.ping(stream, self._clock.secure_bytes(identify.PING_BYTES))
+        finally:
+            stream.reset()
+
+    def connected(self) -> list[PeerId]:
+        """Peers with a link, the longest connected first."""
+        return self.links.peers()
+
+    def info(self, peer: PeerId) -> PeerInfo | None:
+        """What a connected peer said about itself, once it did."""
+        return self._infos.get(peer)
+
+    def watch(self) -> AbstractContextManager[trio.MemoryReceiveChannel[PeerEvent]]:
+        """PeerUp and PeerDown from now on, at once and in order; bounded (see Links.watch)."""
+        return self.links.watch()
+
+    def traffic(self) -> HostTraffic:
+        return self.links.traffic()
+
+    # --- links ---------------------------------------------------------------------------------------------
+
+    def speaks(self, protocol: str) -> bool:
+        return protocol in self._handlers
+
+    def accept(self, stream: Stream) -> None:
+        handler = self._handlers.get(stream.protocol)
+        if self._nursery is None or handler is None:
+            stream.reset()
+        else:
+            self._nursery.start_soon(self._supervise, stream, handler)
+
+    def link_leaving(self, link: Link, reason: str) -> None:
+        self.links.leaving(link, reason)
+        if self.links.best(link.peer) is None:
+            self._infos.pop(link.peer, None)
+
+    async def _supervise(self, stream: Stream, handler: Handler) -> None:
+        """One incoming stream: whatever the handler does, the stream ends and the host goes on."""
+        served = False
+        try:
+            await handler(stream)
+            served = True
+        except ProtocolViolation as error:
+            _log.warning("peer %s broke %s: %s", stream.peer, stream.protocol, error)
+        except RemoteError as error:
+            _log.debug("%s ended: %s", stream, error)
+        except Exception:
+            _log.exception("the handler of %s failed; its stream is reset", stream.protocol)
+        finally:
+            if served:
+                await stream.aclose()
+            else:
+                stream.reset()
+
+    def _adopt(self, secured: Secured) -> Link:
+        """Put an authenticated connection to use; Unreachable says why not."""
+        peer = secured.session.peer
+        if peer == self.id:
+            raise Unreachable("that is this peer itself", peer)
+        if self._nursery is None or self._link_nursery is None:
+            raise Unreachable("this host is shutting down", peer)
+        if not self.links.has_room(inbound=not secured.initiator):
+            raise Unreachable("this host has too many connections", peer)
+        link = Link(
+            secured, self, self.config.link, self._buffers, WindowBudget(limits.WINDOW_BYTES_LINK, self._budget)
+        )
+        self.links.add(link)
+        self._link_nursery.start_soon(self._run_link, link)
+        self._dialer.connected(peer)
+        self._nursery.start_soon(self._ask_identify, link)
+        return link
+
+    async def _run_link(self, link: Link) -> None:
+        try:
+            await link.run()
+        finally:
+            self.links.remove(link)
+            _log.debug("%s ended: %s", link, link.reason)
+
+    async def _keep_links(self, *, task_status: trio.TaskStatus[trio.Nursery]) -> None:
+        """Where links run: beyond the reach of `run`'s cancellation until goodbye is said."""
+        with trio.CancelScope(shield=True):
+            async with trio.open_nursery() as nursery:
+                task_status.started(nursery)
+                await trio.sleep_forever()
+
+    async def _say_goodbye(self) -> None:
+        await self._close_listeners()
+        await trio.lowlevel.cancel_shielded_checkpoint()  # handlers see their cancellation first
+        with trio.move_on_after(self.config.shutdown_s):
+            async with trio.open_nursery() as nursery:
+                for link in self.links:
+                    nursery.start_soon(link.close, "this peer left")
+
+    # --- in and out ----------------------------------------------------------------------------------------
+
+    def _running(self) -> trio.Nursery:
+        if self._nursery is None:
+            raise Unreachable("this host is not running")
+        return self._nursery
+
+    async def _listen(self, addr: Multiaddr) -> Listener:
+        for transport in self._transports:
+            if transport.can_dial(addr):
+                return await transport.listen(addr)
+        raise ConfigError(f"cannot listen on {addr}: no transport speaks that kind of address")
+
+    async def _close_listeners(self) -> None:
+        for listener in self._listeners:
+            await listener.aclose()
+        self._listeners.clear()
+
+    async def _accept_loop(self, listener: Listener) -> None:
+        while True:
+            try:
+                raw = await listener.accept()
+            except trio.ClosedResourceError:
+                return
+            self._make_half_open_room()
+            scope = trio.CancelScope()
+            self._half_open[raw] = (str(ip_of(raw.remote) or raw.remote), scope)
+            self._running().start_soon(self._welcome, raw, scope)
+
+    def _make_half_open_room(self) -> None:
+        """Too many strangers: the oldest of the place that sent most gives way, so that one address cannot lock us."""
+        if len(self._half_open) < self.config.half_open:
+            return
+        counts: dict[str, int] = {}
+        for place, _ in self._half_open.values():
+            counts[place] = counts.get(place, 0) + 1
+        most = max(counts, key=lambda place: counts[place])
+        next(scope for place, scope in self._half_open.values() if place == most).cancel()
+
+    async def _welcome(self, raw: RawLink, scope: trio.CancelScope) -> None:
+        adopted = False
+        try:
+            with scope:
+                scope.deadline = trio.current_time() + self.config.handshake_s
+                secured = await upgrade(raw, self._secrets.fresh(self._clock.secure_bytes(32)), initiator=False)
+                self._adopt(secured)
+                adopted = True
+        except ProtocolViolation as error:
+            _log.info("hand-shake from %s: %s", raw.remote, error)
+        except RemoteError as error:
+            _log.debug("hand-shake from %s: %s", raw.remote, error)
+        finally:
+            self._half_open.pop(raw, None)
+            if not adopted:
+                await _close(raw)
+
+    async def _dial(self, addr: Multiaddr, peer: PeerId | None) -> Link:
+        """Connect and authenticate; every failure is Unreachable with its reason."""
+        transport = next((t for t in self._transports if t.can_dial(addr)), None)
+        if transport is None:
+            raise Unreachable("no transport speaks that kind of address", peer)
+        with trio.move_on_after(self.config.dial_s):
+            raw = await transport.dial(addr)
+            adopted = False
+            try:
+                secrets = self._secrets.fresh(self._clock.secure_bytes(32))
+                secured = await upgrade(raw, secrets, initiator=True, expected=peer)
+                link = self._adopt(secured)
+                adopted = True
+                return link
+            except ProtocolViolation as error:
+                _log.info("hand-shake with %s: %s", addr, error)
+                raise Unreachable(error.args[0], peer) from error
+            except RemoteError as error:
+                raise Unreachable(error.args[0], peer) from error
+            finally:
+                if not adopted:
+                    await _close(raw)
+        raise Unreachable(f"no answer within {self.config.dial_s:g} s", peer)
+
+    # --- identify ------------------------------------------------------------------------------------------
+
+    def _self_description(self, link: Link) -> Identify:
+        """What we tell this peer; loopback addresses are nobody else's business."""
+        local = reach(link.remote) == 0
+        addrs = [addr for addr in (split_peer(a)[0] for a in self.addrs()) if local or reach(addr) > 0]
+        return Identify(
+            peer=self.id,
+            listen_addrs=tuple(addr.to_bytes() for addr in addrs),
+            protocols=tuple(sorted(self._handlers)),
+            observed_addr=link.remote.to_bytes(),
+            protocol_version=identify.PROTOCOL_VERSION,
+            agent_version=self.config.agent,
+        )
+
+    async def _serve_identify(self, stream: Stream) -> None:
+        await identify.send_identify(stream, self._self_description(stream.link))
+
+    async def _serve_push(self, stream: Stream) -> None:
+        with trio.move_on_after(self.config.identify_s):
+            self._believe(stream.peer, await identify.receive_identify(stream))
+
+    def _believe(self, peer: PeerId, info: PeerInfo) -> None:
+        if self.links.best(peer) is not None:
+            self._infos[peer] = info
+            self.learn(peer, info.addrs)
+
+    async def _ask_identify(self, link: Link) -> None:
+        """Right after connecting, both sides ask."""
+        with trio.move_on_after(self.config.identify_s):
+            try:
+                stream = await link.open(identify.IDENTIFY)
+                try:
+                    self._believe(link.peer, await identify.receive_identify(stream))
+                finally:
+                    await stream.aclose()
+            except ProtocolViolation as error:
+                _log.warning("peer %s broke identify: %s", link.peer, error)
+            except RemoteError as error:
+                _log.debug("identify of %s: %s", link.peer, error)
+
+    async def _push_loop(self) -> None:
+        """Tell connected peers when our protocols have changed; changes of one moment travel together."""
+        while True:
+            await self._changed.wait()
+            await trio.sleep(0.05)
+            self._changed = trio.Event()
+            async with trio.open_nursery() as nursery:
+                for peer in self.links.peers():
+                    info, link = self._infos.get(peer), self.links.best(peer)
+                    if link is not None and info is not None and identify.IDENTIFY_PUSH in info.protocols:
+                        nursery.start_soon(self._push, link)
+
+    async def _push(self, link: Link) -> None:
+        with trio.move_on_after(self.config.identify_s):
+            try:
+                stream = await link.open(identify.IDENTIFY_PUSH)
+                await identify.send_identify(stream, self._self_description(link))
+            except RemoteError as error:
+                _log.debug("identify push to %s: %s", link.peer, error)
+
+
+async def _close(raw: RawLink) -> None:
+    with trio.CancelScope(shield=True):
+        await raw.aclose()

@@ -1,0 +1,314 @@
+"""A Link: one authenticated connection, its three tasks, and the Streams on it.
+
+One task reads (socket -> Noise -> yamux -> inboxes), one writes (yamux -> Noise -> socket, everything that is ready in
+one send), one keeps time. No task or lock per frame: a stream that waits is woken by an event. The protocol is
+`machine.yamux`'s; what the link's ending means is the Host's.
+Invariants: the socket is written by the writer alone, so that a cancelled caller never cuts a frame in two; every
+stream learns of the link's end; `run` returns only after the raw link is closed.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Protocol
+
+import trio
+
+from peerd.core.errors import ProtocolViolation, Unreachable
+from peerd.core.ids import PeerId
+from peerd.machine import yamux
+from peerd.machine.multistream import HEADER, Proposal, Selector, encode_line
+from peerd.machine.noise import PLAIN_BYTES, SEALED_BYTES
+from peerd.machine.yamux_stream import WindowBudget, YamuxConfig, YamuxStream
+from peerd.net.stream import Stream
+from peerd.net.upgrade import Secured
+
+__all__ = ["Buffers", "Link", "LinkConfig", "LinkOwner", "Stream"]
+
+_log = logging.getLogger("peerd.net")
+_READ_BYTES = 256 * 1024
+_BATCH_FRAMES = 4  # full Noise frames sealed and sent at once
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkConfig:
+    """Times of a link, in seconds, and its muxer's settings."""
+
+    yamux: YamuxConfig = field(default_factory=YamuxConfig)
+    negotiate_s: float = 10.0  # an incoming stream names its protocol, or is reset
+    linger_s: float = 1.0  # after a go-away: until the other side closes
+    leave_s: float = 10.0  # after the peer's go-away: until open streams are cut
+    stall_s: float = 60.0  # a send that the peer does not take
+
+
+class LinkOwner(Protocol):
+    """What a link needs of its host."""
+
+    def speaks(self, protocol: str) -> bool: ...
+
+    def accept(self, stream: Stream) -> None:
+        """A stream with an agreed protocol has come."""
+
+    def link_leaving(self, link: Link, reason: str) -> None:
+        """The link is no longer to be used; called once."""
+
+
+class Buffers:
+    """Buffers that links of one host share: sealing never waits, and only sending links hold a batch."""
+
+    def __init__(self) -> None:
+        self.plain = memoryview(bytearray(PLAIN_BYTES))
+        self._free: list[memoryview] = []
+
+    def take(self) -> memoryview:
+        return self._free.pop() if self._free else memoryview(bytearray(_BATCH_FRAMES * SEALED_BYTES))
+
+    def give(self, batch: memoryview) -> None:
+        if len(self._free) < 8:
+            self._free.append(batch)
+
+
+@lru_cache(maxsize=256)
+def _hello(protocol: str) -> bytes:
+    return HEADER + encode_line(protocol)
+
+
+class Link:
+    """One connection to `peer`."""
+
+    def __init__(
+        self, secured: Secured, owner: LinkOwner, config: LinkConfig, buffers: Buffers, budget: WindowBudget
+    ) -> None:
+        session = secured.session
+        self.peer: PeerId = session.peer
+        self.initiator = secured.initiator
+        self.remote = secured.raw.remote
+        self.opened_at = self.idle_since = trio.current_time()
+        self.bytes_in = self.bytes_out = 0
+        self.reason: str | None = None  # why it ended, or is about to
+        self.mux = yamux.Yamux(initiator=secured.initiator, now=self.opened_at, config=config.yamux, budget=budget)
+        self.streams: set[Stream] = set()
+        self._raw, self._sealer, self._opener, self._early = secured.raw, session.sealer, session.opener, secured.early
+        self._owner, self._config, self._buffers = owner, config, buffers
+        self._scope = trio.CancelScope()
+        self._ended = trio.Event()
+        self._work: trio.Event | None = None  # the writer waits on it
+        self._quiet: trio.Event | None = None  # set when everything is handed to the raw link
+        self._send_began: float | None = None
+        self._openers = trio.lowlevel.ParkingLot()
+        self._told = False  # the owner knows that the link is not to be used
+        self._leave_at = float("inf")
+
+    def __repr__(self) -> str:
+        return f"<Link {'to' if self.initiator else 'from'} {self.peer.short} {self.remote}>"
+
+    @property
+    def usable(self) -> bool:
+        return not self._told and not self.mux.exhausted
+
+    @property
+    def rtt_s(self) -> float | None:
+        """Smoothed round trip, once one was measured."""
+        return self.mux.rtt_s
+
+    # --- for the host --------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Drive the connection until it ends; never raises for what the peer or the network does."""
+        try:
+            with self._scope:
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(self._write_loop)
+                    nursery.start_soon(self._tend_loop)
+                    await self._read_loop()
+                    nursery.cancel_scope.cancel()
+        finally:
+            self._leaving(self.reason or "this side closed the connection")
+            for stream in list(self.streams):
+                stream.end(f"the connection ended: {self.reason}")
+            self._openers.unpark_all()
+            with trio.CancelScope(shield=True):
+                await self._raw.aclose()
+            self._ended.set()
+
+    async def open(self, protocol: str) -> Stream:
+        """A new stream; the proposal travels with its first data. Waits while too many are open."""
+        while not self.mux.can_open or not self.usable:
+            if not self.usable:
+                raise Unreachable(f"the connection ended: {self.reason}", self.peer)
+            await self._openers.park()
+        mux = self.mux.open(trio.current_time())
+        stream = Stream(self, mux, protocol, Proposal(protocol, _hello(protocol)))
+        mux.owner = stream
+        self.streams.add(stream)
+        self.mux.write(mux, _hello(protocol))
+        self.flush()
+        return stream
+
+    async def close(self, reason: str) -> None:
+        """Reset what is open, say goodbye, close within `linger_s`."""
+        self.reason = self.reason or reason
+        for stream in list(self.streams):
+            stream.reset()
+        self.mux.go_away()
+        self.flush()
+        self._leaving(reason)
+        with trio.move_on_after(self._config.linger_s):
+            await self._ended.wait()
+        self.abort(reason)
+        await self._ended.wait()
+
+    def abort(self, reason: str) -> None:
+        """End now."""
+        self.reason = self.reason or reason
+        self._scope.cancel()
+
+    # --- for streams ---------------------------------------------------------------------------------------
+
+    def flush(self) -> None:
+        """Wake the writer when there is something to send, and whoever waits to open a stream."""
+        if self._work is not None and self.mux.has_output:
+            self._work.set()
+            self._work = None
+        if self._openers and self.mux.can_open:
+            self._openers.unpark()
+
+    def consumed(self, mux: YamuxStream) -> None:
+        self.mux.consumed(mux, trio.current_time())
+        self.flush()
+
+    def agreed(self, stream: Stream) -> None:
+        """An incoming stream has named a protocol that we speak."""
+        self._owner.accept(stream)
+
+    def release(self, stream: Stream) -> None:
+        """The user of this stream is done with it."""
+        self.streams.discard(stream)
+        if not self.streams:
+            self.idle_since = trio.current_time()
+            if self.mux.peer_gone:
+                self._leave_at = min(self._leave_at, trio.current_time())
+                self.abort("the peer left")
+        self.flush()
+
+    # --- tasks ---------------------------------------------------------------------------------------------
+
+    async def _read_loop(self) -> None:
+        raw, opener = self._raw, self._opener
+        try:
+            self._take(self._early)
+            while not (self.mux.peer_gone and not self.streams):
+                data = await raw.receive_some(_READ_BYTES)
+                if not data:
+                    self.reason = self.reason or "the peer closed the connection"
+                    return
+                self.bytes_in += len(data)
+                self._take(opener.feed(data))
+            await self._drain()
+        except (trio.BrokenResourceError, trio.ClosedResourceError) as error:
+            self.reason = self.reason or f"the connection broke: {error}"
+        except ProtocolViolation as error:
+            self.reason = self.reason or f"protocol violation: {error}"
+            _log.warning("peer %s at %s broke the protocol: %s", self.peer, self.remote, error)
+            self.mux.go_away(yamux.GONE_PROTOCOL)
+            self.flush()
+            await self._drain()
+
+    def _take(self, plains: list[bytes]) -> None:
+        now = trio.current_time()
+        for plain in plains:
+            for event in self.mux.receive(plain, now):
+                if isinstance(event, yamux.Changed):
+                    stream = event.stream.owner
+                    if isinstance(stream, Stream):
+                        stream.changed()
+                elif isinstance(event, yamux.Opened):
+                    self._greet(event.stream)
+                elif isinstance(event, yamux.GoneAway):
+                    self._peer_leaves(event.code)
+        self.flush()
+
+    def _greet(self, mux: YamuxStream) -> None:
+        """An incoming stream: our header goes out at once, as foreign peers expect."""
+        stream = Stream(self, mux, "", Selector(self._owner.speaks))
+        mux.owner = stream
+        self.streams.add(stream)
+        self.mux.write(mux, HEADER)
+
+    def _peer_leaves(self, code: int) -> None:
+        word = {yamux.GONE_NORMAL: "the peer left", yamux.GONE_PROTOCOL: "the peer says we broke the protocol"}
+        self.reason = self.reason or word.get(code, f"the peer left with code {code}")
+        self._leave_at = trio.current_time() + self._config.leave_s
+        self._leaving(self.reason)
+
+    async def _write_loop(self) -> None:
+        mux, raw = self.mux, self._raw
+        try:
+            while True:
+                if not mux.has_output:
+                    await self._wait_for_work()
+                batch = self._buffers.take()
+                while size := self._fill(batch):
+                    self._send_began = trio.current_time()
+                    await raw.send_all(batch[:size])
+                    self._send_began = None
+                    self.bytes_out += size
+                self._buffers.give(batch)
+        except (trio.BrokenResourceError, trio.ClosedResourceError) as error:
+            # What the peer said last may still be unread: the reader has a moment to find it.
+            self.reason = self.reason or f"the connection broke: {error}"
+            await trio.sleep(self._config.linger_s)
+            self.abort(self.reason)
+
+    async def _wait_for_work(self) -> None:
+        if self._quiet is not None:
+            self._quiet.set()
+        self._work = trio.Event()
+        await self._work.wait()
+
+    def _fill(self, batch: memoryview) -> int:
+        """Seal what is ready, up to one batch; wake the streams whose data is on its way."""
+        mux, plain, sealer = self.mux, self._buffers.plain, self._sealer
+        at = 0
+        for _ in range(_BATCH_FRAMES):
+            size = mux.fill(plain)
+            if not size:
+                break
+            at += sealer.seal(plain[:size], batch[at:])
+        if mux.drained:
+            for drained in mux.drained:
+                if isinstance(drained.owner, Stream):
+                    drained.owner.wake_writer()
+            mux.drained.clear()
+        return at
+
+    async def _drain(self) -> None:
+        """Wait, but not for long, until all that is queued is handed over."""
+        with trio.move_on_after(self._config.linger_s):
+            while self.mux.has_output or self._send_began is not None:
+                self._quiet = trio.Event()
+                await self._quiet.wait()
+
+    async def _tend_loop(self) -> None:
+        while True:
+            await trio.sleep_until(min(self.mux.wake_at(), self._leave_at))
+            now = trio.current_time()
+            for event in self.mux.wake(now):
+                if isinstance(event, yamux.Dead):
+                    self.abort(f"no answer for {event.silent_s:.0f} s")
+            if now >= self._leave_at:
+                self.abort("the peer left")
+            if self._send_began is not None and now - self._send_began > self._config.stall_s:
+                self.abort(f"the peer took nothing for {self._config.stall_s:.0f} s")
+            for stream in [s for s in self.streams if s.negotiating and s.mux.inbound]:
+                if now - stream.opened_at > self._config.negotiate_s:
+                    stream.reset()
+            self.flush()
+
+    def _leaving(self, reason: str) -> None:
+        if not self._told:
+            self._told = True
+            self._owner.link_leaving(self, reason)
+            self._openers.unpark_all()

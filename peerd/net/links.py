@@ -1,0 +1,189 @@
+"""The table of links: who is connected, how many may be, who watches, how much has passed.
+
+Does not dial or accept. Invariants: a peer is up exactly while it has a usable link, and every change is told to
+watchers at once and in order; limits hold for every link; a full table makes room by closing the link that was idle
+longest, never one with open streams.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import trio
+
+from peerd.core import limits
+from peerd.core.ids import PeerId
+from peerd.net.link import Link
+
+_log = logging.getLogger("peerd.net")
+
+
+@dataclass(frozen=True, slots=True)
+class PeerUp:
+    """The first link to this peer stands."""
+
+    peer: PeerId
+
+
+@dataclass(frozen=True, slots=True)
+class PeerDown:
+    """The last link to this peer is gone, and why."""
+
+    peer: PeerId
+    reason: str
+
+
+PeerEvent = PeerUp | PeerDown
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkLimits:
+    """How many links there may be."""
+
+    total: int = limits.LINKS
+    inbound: int = limits.LINKS_INBOUND
+    per_peer: int = limits.LINKS_PER_PEER
+    idle_s: float = 10.0  # a link without streams for so long may be closed to make room
+
+
+@dataclass(frozen=True, slots=True)
+class PeerTraffic:
+    """One connected peer: bytes on the wire over its present links, and what they look like."""
+
+    peer: PeerId
+    bytes_in: int
+    bytes_out: int
+    streams: int
+    links: int
+    rtt_s: float | None
+    remote: str
+    initiator: bool  # we dialed
+
+
+@dataclass(frozen=True, slots=True)
+class HostTraffic:
+    """Bytes on the wire since the start, and the connected peers."""
+
+    bytes_in: int
+    bytes_out: int
+    links: int
+    streams: int
+    peers: dict[PeerId, PeerTraffic] = field(default_factory=dict)
+
+
+class Links:
+    """All links of one host."""
+
+    def __init__(self, bounds: LinkLimits) -> None:
+        self._bounds = bounds
+        self._usable: dict[PeerId, list[Link]] = {}  # newest last
+        self._all: set[Link] = set()  # with those that are on their way out
+        self._past_in = self._past_out = 0  # bytes of links that are gone
+        self._watchers: dict[int, trio.MemorySendChannel[PeerEvent]] = {}
+        self._next_watcher = 0
+
+    def __len__(self) -> int:
+        return len(self._all)
+
+    def __iter__(self) -> Iterator[Link]:
+        return iter(sorted(self._all, key=lambda link: (link.opened_at, link.peer.raw)))
+
+    def peers(self) -> list[PeerId]:
+        """Connected peers, the longest connected first."""
+        return list(self._usable)
+
+    def best(self, peer: PeerId) -> Link | None:
+        """The link to use for a new stream: the newest, since an older one may be the dead one of a restarted peer."""
+        for link in reversed(self._usable.get(peer, ())):
+            if link.usable:
+                return link
+        return None
+
+    def has_room(self, *, inbound: bool) -> bool:
+        """Whether one more link is within the limits; closes an idle one when that makes room."""
+        bounds = self._bounds
+        count = sum(not link.initiator for link in self._all) if inbound else 0
+        if len(self._all) < bounds.total and count < bounds.inbound:
+            return True
+        overdue = trio.current_time() - bounds.idle_s
+        idle = [link for link in self._all if not link.streams and link.idle_since <= overdue]
+        if inbound:
+            idle = [link for link in idle if not link.initiator]
+        if not idle:
+            return False
+        min(idle, key=lambda link: link.idle_since).abort("closed to make room")
+        return True
+
+    def add(self, link: Link) -> None:
+        """Take a link that stands. A peer with too many loses its oldest."""
+        mine = self._usable.setdefault(link.peer, [])
+        mine.append(link)
+        self._all.add(link)
+        if len(mine) == 1:
+            self._tell(PeerUp(link.peer))
+        elif len(mine) > self._bounds.per_peer:
+            mine[0].abort("this peer has too many connections")
+
+    def leaving(self, link: Link, reason: str) -> None:
+        """The link takes no new streams."""
+        mine = self._usable.get(link.peer, [])
+        if link in mine:
+            mine.remove(link)
+            if not mine:
+                del self._usable[link.peer]
+                self._tell(PeerDown(link.peer, reason))
+
+    def remove(self, link: Link) -> None:
+        """The link has ended."""
+        self.leaving(link, link.reason or "closed")
+        if link in self._all:
+            self._all.remove(link)
+            self._past_in += link.bytes_in
+            self._past_out += link.bytes_out
+
+    @contextmanager
+    def watch(self) -> Iterator[trio.MemoryReceiveChannel[PeerEvent]]:
+        """Events from now on. A watcher that leaves limits.WATCH_EVENTS unread loses the newest, with a warning."""
+        send, receive = trio.open_memory_channel[PeerEvent](limits.WATCH_EVENTS)
+        number = self._next_watcher
+        self._next_watcher += 1
+        self._watchers[number] = send
+        try:
+            with send, receive:
+                yield receive
+        finally:
+            del self._watchers[number]
+
+    def _tell(self, event: PeerEvent) -> None:
+        for watcher in self._watchers.values():
+            try:
+                watcher.send_nowait(event)
+            except trio.WouldBlock:
+                _log.warning("a watcher of connections does not keep up: %s is lost", event)
+
+    def traffic(self) -> HostTraffic:
+        peers = {peer: _traffic_of(peer, links) for peer, links in self._usable.items()}
+        return HostTraffic(
+            bytes_in=self._past_in + sum(link.bytes_in for link in self._all),
+            bytes_out=self._past_out + sum(link.bytes_out for link in self._all),
+            links=len(self._all),
+            streams=sum(len(link.streams) for link in self._all),
+            peers=peers,
+        )
+
+
+def _traffic_of(peer: PeerId, links: list[Link]) -> PeerTraffic:
+    newest = links[-1]
+    return PeerTraffic(
+        peer=peer,
+        bytes_in=sum(link.bytes_in for link in links),
+        bytes_out=sum(link.bytes_out for link in links),
+        streams=sum(len(link.streams) for link in links),
+        links=len(links),
+        rtt_s=newest.rtt_s,
+        remote=str(newest.remote),
+        initiator=newest.initiator,
+    )

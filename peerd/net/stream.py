@@ -1,0 +1,268 @@
+"""A Stream: ordered bytes to one peer under one protocol name, with back-pressure both ways.
+
+Thin: the window and the order are `machine.yamux`'s, the socket is the Link's. This file turns "not yet" into waiting.
+Invariants: cancelling a receive loses nothing; cancelling a send takes it back whole, or resets the stream when a part
+was already on its way; a stream is never left waiting on a link that has ended.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import trio
+
+from peerd.core.errors import LocalError, ProtocolViolation, Refused, RemoteError, Unreachable
+from peerd.core.ids import PeerId
+from peerd.machine.multistream import Proposal, Selector
+from peerd.machine.yamux_stream import YamuxStream
+
+if TYPE_CHECKING:
+    from peerd.net.link import Link
+
+_COPY_BYTES = 16 * 1024  # smaller sends are copied and return at once; larger ones wait and are read in place
+_SEND_BUFFER_BYTES = 128 * 1024  # unsent bytes above which even small sends wait
+
+
+class Stream:
+    """One stream of a link. Each direction is used by one task at a time."""
+
+    __slots__ = (
+        "_ended",
+        "_link",
+        "_mux",
+        "_negotiation",
+        "_over",
+        "_readable",
+        "_refused",
+        "_sending",
+        "_writable",
+        "opened_at",
+        "protocol",
+    )
+
+    def __init__(self, link: Link, mux: YamuxStream, protocol: str, negotiation: Proposal | Selector) -> None:
+        self.protocol = protocol
+        self.opened_at = trio.current_time()
+        self._link, self._mux = link, mux
+        self._negotiation: Proposal | Selector | None = negotiation
+        self._ended: str | None = None  # why nothing more can be done
+        self._refused = False  # that reason is the peer's refusal of the protocol
+        self._readable: trio.Event | None = None
+        self._writable: trio.Event | None = None
+        self._over: trio.Event | None = None  # someone waits for the end
+        self._sending = False
+
+    @property
+    def peer(self) -> PeerId:
+        return self._link.peer
+
+    @property
+    def link(self) -> Link:
+        return self._link
+
+    def __repr__(self) -> str:
+        return f"<Stream {self.protocol or '?'} {self._mux.id} with {self.peer.short}>"
+
+    # --- sending -------------------------------------------------------------------------------------------
+
+    async def send(self, data: bytes | bytearray | memoryview) -> None:
+        """Hand over all of `data`, waiting for the peer's window; raises Unreachable once the stream has ended.
+
+        Large data is sent from where it lies: it must not change until this returns.
+        """
+        while self._sending:  # another task's bytes go first, whole
+            await self._wait_writable()
+        self._check_writable()
+        view = memoryview(data).cast("B")
+        if not view:
+            return
+        large = len(view) > _COPY_BYTES
+        piece = view if large else bytes(data)
+        mux = self._mux
+        self._link.mux.write(mux, piece)
+        self._link.flush()
+        if not large and mux.out_bytes <= _SEND_BUFFER_BYTES:
+            return
+        self._sending = True
+        try:
+            mux.low_water = 0 if large else _SEND_BUFFER_BYTES // 2
+            while self._ended is None and mux.low_water >= 0:
+                await self._wait_writable()
+        except trio.Cancelled:
+            if not self._link.mux.retract(mux, piece):
+                self.reset()
+            raise
+        finally:
+            mux.low_water = -1
+            self._sending = False
+            self.wake_writer()
+        if self._ended is not None:
+            raise self._error(self._ended)
+
+    def send_nowait(self, data: bytes) -> bool:
+        """Take small `data` at once and whole; False, and nothing taken, where `send` would wait or raise."""
+        mux = self._mux
+        if self._sending or self._ended is not None or mux.fin_due:
+            return False
+        if len(data) > _COPY_BYTES or mux.out_bytes > _SEND_BUFFER_BYTES:
+            return False
+        self._link.mux.write(mux, data)
+        self._link.flush()
+        return True
+
+    async def close_write(self) -> None:
+        """Say that nothing more comes; what was sent before still arrives."""
+        if self._ended is None:
+            self._link.mux.close_write(self._mux)
+            self._link.flush()
+
+    def _check_writable(self) -> None:
+        if self._ended is not None:
+            raise self._error(self._ended)
+        if self._mux.fin_due:
+            raise LocalError("send after close_write")
+
+    async def _wait_writable(self) -> None:
+        if self._writable is None:
+            self._writable = trio.Event()
+        await self._writable.wait()
+
+    # --- receiving -----------------------------------------------------------------------------------------
+
+    async def receive_some(self, max_bytes: int) -> bytes:
+        """At least one byte and at most `max_bytes`, or b"" after the peer's end; raises Unreachable on a reset."""
+        if not await self._wait_readable():
+            return b""
+        data = self._mux.take(max_bytes)
+        self._link.consumed(self._mux)
+        return data
+
+    async def receive_exactly(self, count: int) -> bytes:
+        """Exactly `count` bytes; ProtocolViolation when the stream ends before."""
+        parts = []
+        left = count
+        while left:
+            part = await self.receive_some(left)
+            if not part:
+                raise ProtocolViolation(f"{self.protocol} ends {left} bytes early", self.peer)
+            left -= len(part)
+            parts.append(part)
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    async def receive_into(self, into: bytearray | memoryview) -> None:
+        """Fill all of `into`, one copy less than `receive_exactly`; ProtocolViolation when the stream ends before."""
+        view = memoryview(into).cast("B")
+        at = 0
+        while at < len(view):
+            if not await self._wait_readable():
+                raise ProtocolViolation(f"{self.protocol} ends {len(view) - at} bytes early", self.peer)
+            at += self._mux.take_into(view[at:])
+            self._link.consumed(self._mux)
+
+    async def _wait_readable(self) -> bool:
+        """True when there are bytes, False at the end."""
+        mux = self._mux
+        while not mux.inbox or self._negotiation is not None:
+            if mux.fin_received and self._negotiation is None:
+                return False
+            if self._ended is not None:
+                raise self._error(self._ended)
+            if self._readable is not None:
+                raise LocalError("two tasks read one stream")
+            self._readable = trio.Event()
+            try:
+                await self._readable.wait()
+            finally:
+                self._readable = None
+        return True
+
+    # --- the end -------------------------------------------------------------------------------------------
+
+    def reset(self) -> None:
+        """End both directions now; the peer sees a reset. Never waits."""
+        self._link.mux.reset(self._mux)
+        self.end("this side reset the stream")
+        self._link.release(self)
+
+    async def aclose(self) -> None:
+        """No more reading, and the end for the peer once it has read what was sent. Harmless when repeated."""
+        self._link.mux.abandon(self._mux)
+        self.end("this side closed the stream")
+        self._link.release(self)
+
+    async def wait_gone(self) -> None:
+        """Returns once the stream is over: reset by either side, closed by this one, or its link lost."""
+        while self._ended is None:
+            if self._over is None:
+                self._over = trio.Event()
+            await self._over.wait()
+
+    def _error(self, reason: str) -> RemoteError:
+        return Refused(reason, self.peer) if self._refused else Unreachable(reason, self.peer)
+
+    # --- called by the link --------------------------------------------------------------------------------
+
+    @property
+    def mux(self) -> YamuxStream:
+        return self._mux
+
+    @property
+    def negotiating(self) -> bool:
+        return self._negotiation is not None
+
+    def changed(self) -> None:
+        """Bytes, an end or a reset have come."""
+        mux = self._mux
+        if self._negotiation is not None:
+            self._negotiate(self._negotiation)
+            if self._negotiation is not None and mux.was_reset and mux.inbound:
+                self.reset()  # no handler will ever do it
+        if mux.was_reset and self._ended is None:
+            if not mux.fin_received:  # what came before a FIN stays readable: the peer finished saying it
+                mux.inbox.clear()
+                mux.inbox_bytes = 0
+            self.end("the peer reset the stream")
+        elif self._readable is not None:
+            self._readable.set()
+
+    def wake_writer(self) -> None:
+        if self._writable is not None:
+            self._writable.set()
+            self._writable = None
+
+    def end(self, reason: str) -> None:
+        """Nothing more can be sent, and nothing received beyond what is already here."""
+        if self._ended is None:
+            self._ended = reason
+        if self._over is not None:
+            self._over.set()
+        self.wake_writer()
+        if self._readable is not None:
+            self._readable.set()
+
+    def _negotiate(self, negotiation: Proposal | Selector) -> None:
+        mux = self._mux
+        data = mux.take(mux.inbox_bytes)
+        if isinstance(negotiation, Proposal):
+            try:
+                rest = negotiation.feed(data)
+            except Refused as refusal:
+                self._refused = True
+                self.end(str(refusal))
+                self._link.mux.reset(mux)
+                return
+        else:
+            answer, chosen, rest = negotiation.feed(data)
+            if answer and not mux.was_reset:
+                self._link.mux.write(mux, answer)
+            rest = rest if chosen is not None else None
+            self.protocol = chosen or ""
+        if rest is not None:
+            self._negotiation = None
+            mux.give_back(rest)
+            if isinstance(negotiation, Selector) and not mux.was_reset:
+                self._link.agreed(self)
+        elif mux.fin_received and not mux.was_reset:
+            self.end("the peer closed the stream before a protocol was agreed")
+            self._link.mux.reset(mux)
+        self._link.consumed(mux)

@@ -1,0 +1,179 @@
+"""TCP: the transport of /ip4, /ip6, /dns, /dns4 and /dns6 addresses.
+
+Resolves names with the system's resolver, turns operating system errors into words, and fills in what a wildcard
+address really listens on. No encryption, no retries, no choice among a peer's addresses.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+
+import trio
+from multiaddr import Multiaddr
+
+from peerd.core.addr import TcpPlace, ip_of, tcp_addr, tcp_place
+from peerd.core.errors import ConfigError, Unreachable
+from peerd.net.transport import Listener, RawLink
+
+_FAMILIES = {"ip4": socket.AF_INET, "ip6": socket.AF_INET6, "dns4": socket.AF_INET, "dns6": socket.AF_INET6}
+_OVERLOAD = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
+_OVERLOAD_PAUSE_S = 0.1  # a full table of open files empties by itself or not at all
+_BACKLOG = 256
+_RESOLVED_MAX = 4  # addresses of one name that are tried, each for at most _NAME_TRY_S
+_NAME_TRY_S = 3.0
+# Documentation addresses: connecting a datagram socket to them sends nothing, but picks the route's own address.
+_FAR = {socket.AF_INET: "192.0.2.1", socket.AF_INET6: "2001:db8::1"}
+
+
+class TcpLink:
+    """One TCP connection as a RawLink."""
+
+    __slots__ = ("_socket", "remote")
+
+    def __init__(self, sock: trio.socket.SocketType, remote: Multiaddr) -> None:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._socket = sock
+        self.remote = remote
+
+    async def send_all(self, data: bytes | bytearray | memoryview) -> None:
+        with memoryview(data) as view:
+            at, end = 0, len(view)
+            try:
+                while at < end:
+                    at += await self._socket.send(view[at:] if at else view)
+            except OSError as error:
+                raise self._lost(error) from error
+
+    async def receive_some(self, max_bytes: int) -> bytes:
+        try:
+            return await self._socket.recv(max_bytes)
+        except OSError as error:
+            raise self._lost(error) from error
+
+    async def aclose(self) -> None:
+        self._socket.close()
+        await trio.lowlevel.checkpoint()
+
+    def _lost(self, error: OSError) -> Exception:
+        if self._socket.fileno() == -1:
+            return trio.ClosedResourceError("the connection is closed")
+        return trio.BrokenResourceError(_words(error))
+
+
+class TcpListener:
+    """One listening socket."""
+
+    __slots__ = ("_socket", "addrs")
+
+    def __init__(self, sock: trio.socket.SocketType, addrs: list[Multiaddr]) -> None:
+        self._socket = sock
+        self.addrs = addrs
+
+    async def accept(self) -> RawLink:
+        while True:
+            try:
+                sock, place = await self._socket.accept()
+                return TcpLink(sock, tcp_addr(place[0], place[1]))
+            except OSError as error:
+                if self._socket.fileno() == -1:
+                    raise trio.ClosedResourceError("the listener is closed") from error
+                # Anything else befell the connection that was about to be accepted, not the listener.
+                await trio.sleep(_OVERLOAD_PAUSE_S if error.errno in _OVERLOAD else 0)
+
+    async def aclose(self) -> None:
+        self._socket.close()
+        await trio.lowlevel.checkpoint()
+
+
+class TcpTransport:
+    """The real network."""
+
+    def can_dial(self, addr: Multiaddr) -> bool:
+        return tcp_place(addr) is not None
+
+    async def dial(self, addr: Multiaddr) -> RawLink:
+        place = tcp_place(addr)
+        if place is None:
+            raise Unreachable(f"{addr} is not a TCP address")
+        if place.family.startswith("ip"):
+            return await _connect(_FAMILIES[place.family], (place.host, place.port))
+        reason = "the name has no address"
+        for family, target in await _resolve(place):
+            with trio.move_on_after(_NAME_TRY_S):
+                try:
+                    return await _connect(family, target)
+                except Unreachable as error:
+                    reason = str(error)
+                    continue
+            reason = f"{target[0]} does not answer"
+        raise Unreachable(reason)
+
+    async def listen(self, addr: Multiaddr) -> Listener:
+        place = tcp_place(addr)
+        if place is None or place.family not in ("ip4", "ip6"):
+            raise ConfigError(f"cannot listen on {addr}: give an IP address and a port, as in /ip4/0.0.0.0/tcp/31337")
+        family = _FAMILIES[place.family]
+        sock = None
+        try:
+            sock = trio.socket.socket(family, socket.SOCK_STREAM)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if family == socket.AF_INET6:
+                sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            await sock.bind((place.host, place.port))
+            sock.listen(_BACKLOG)
+        except OSError as error:
+            if sock is not None:
+                sock.close()
+            raise ConfigError(f"cannot listen on {addr}: {_words(error)}") from error
+        return TcpListener(sock, _concrete(addr, family, sock.getsockname()[1]))
+
+
+async def _connect(family: int, target: tuple[str, int]) -> TcpLink:
+    sock = trio.socket.socket(family, socket.SOCK_STREAM)
+    try:
+        await sock.connect(target)
+        host, port = sock.getpeername()[:2]
+        return TcpLink(sock, tcp_addr(host, port))
+    except OSError as error:
+        sock.close()
+        raise Unreachable(_words(error)) from error
+    except BaseException:
+        sock.close()
+        raise
+
+
+async def _resolve(place: TcpPlace) -> list[tuple[int, tuple[str, int]]]:
+    family = _FAMILIES.get(place.family, socket.AF_UNSPEC)
+    try:
+        found = await trio.socket.getaddrinfo(place.host, place.port, family, socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:
+        raise Unreachable(f"the name {place.host} cannot be resolved: {_words(error)}") from error
+    return [(entry[0], (str(entry[4][0]), place.port)) for entry in found[:_RESOLVED_MAX]]
+
+
+def _concrete(addr: Multiaddr, family: int, port: int) -> list[Multiaddr]:
+    """The addresses that a listening socket answers on; loopback comes last."""
+    ip = ip_of(addr)
+    if ip is not None and not ip.is_unspecified:
+        return [tcp_addr(str(ip), port)]
+    hosts = [_route_address(family), "127.0.0.1" if family == socket.AF_INET else "::1"]
+    return [tcp_addr(host, port) for host in dict.fromkeys(hosts) if host is not None]
+
+
+def _route_address(family: int) -> str | None:
+    """This machine's address on its default route; no packet is sent."""
+    try:
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect((_FAR[socket.AddressFamily(family)], 9))
+            return str(probe.getsockname()[0])
+    except OSError:
+        return None
+
+
+def _words(error: OSError | UnicodeError) -> str:
+    # trio decorates strerror with Python's view of the address; name look-ups have numbers of their own.
+    known = isinstance(error, OSError) and error.errno and not isinstance(error, socket.gaierror)
+    text = os.strerror(error.errno) if known else getattr(error, "strerror", None) or str(error)
+    return text[:1].lower() + text[1:]

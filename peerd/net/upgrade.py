@@ -1,0 +1,104 @@
+"""From a raw link to an authenticated one: multistream to /noise, the Noise hand-shake, the choice of yamux.
+
+Straight-line on both sides; the parsers are machines. The dialer's first packet carries the proposal and the first
+Noise message, so that a connection costs one round trip beyond TCP's. The caller sets the time limit. Raises
+Unreachable (broken, wrong peer), Refused (speaks none of ours) or ProtocolViolation.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import trio
+
+from peerd.core.errors import Unreachable
+from peerd.core.ids import PeerId
+from peerd.machine import noise, yamux
+from peerd.machine.multistream import HEADER, Proposal, Selector
+from peerd.net.transport import RawLink
+
+_READ_BYTES = 16 * 1024  # a hand-shake's packets are below 1 KiB
+
+
+@dataclass(frozen=True, slots=True)
+class Secured:
+    """An authenticated, encrypted link that speaks yamux; `early` is plaintext that came along."""
+
+    raw: RawLink
+    session: noise.Session
+    initiator: bool
+    early: list[bytes]
+
+
+async def upgrade(raw: RawLink, secrets: noise.Secrets, *, initiator: bool, expected: PeerId | None = None) -> Secured:
+    """Run the hand-shake on a fresh link; who goes first is a parameter, as hole punching needs."""
+    try:
+        session = await _handshake(raw, secrets, initiator, expected)
+        early = session.opener.feed(session.rest)
+        if session.muxer is None:
+            early = await _negotiate_muxer(raw, session, initiator, early)
+    except (trio.BrokenResourceError, trio.ClosedResourceError) as error:
+        raise Unreachable(f"the connection broke during the hand-shake: {error}") from error
+    return Secured(raw, session, initiator, early)
+
+
+async def _handshake(raw: RawLink, secrets: noise.Secrets, initiator: bool, expected: PeerId | None) -> noise.Session:
+    handshake = noise.Handshake(secrets, initiator=initiator, muxers=(yamux.PROTOCOL,), expected=expected)
+    if initiator:
+        proposal = Proposal(noise.PROTOCOL)
+        await raw.send_all(proposal.hello + handshake.start())
+        rest = None
+        while rest is None:
+            rest = proposal.feed(await _receive(raw))
+    else:
+        await raw.send_all(HEADER)
+        selector = Selector(noise.PROTOCOL.__eq__)
+        chosen = None
+        while chosen is None:
+            answer, chosen, rest = selector.feed(await _receive(raw))
+            if answer:
+                await raw.send_all(answer)
+    data = rest or b""
+    while True:
+        out = handshake.feed(data)
+        if out:
+            await raw.send_all(out)
+        if handshake.result is not None:
+            return handshake.result
+        data = await _receive(raw)
+
+
+async def _negotiate_muxer(raw: RawLink, session: noise.Session, initiator: bool, early: list[bytes]) -> list[bytes]:
+    """For peers without early choice, such as py-libp2p. Returns the plaintext after the agreement."""
+    frame = memoryview(bytearray(noise.SEALED_BYTES))
+
+    async def send(text: bytes) -> None:
+        await raw.send_all(frame[: session.sealer.seal(text, frame)])
+
+    async def receive() -> bytes:
+        while not early:
+            early.extend(session.opener.feed(await _receive(raw)))
+        return early.pop(0)
+
+    if initiator:
+        proposal = Proposal(yamux.PROTOCOL)
+        await send(proposal.hello)
+        rest = None
+        while rest is None:
+            rest = proposal.feed(await receive())
+    else:
+        await send(HEADER)
+        selector = Selector(yamux.PROTOCOL.__eq__)
+        chosen, rest = None, b""
+        while chosen is None:
+            answer, chosen, rest = selector.feed(await receive())
+            if answer:
+                await send(answer)
+    return [rest, *early] if rest else early
+
+
+async def _receive(raw: RawLink) -> bytes:
+    data = await raw.receive_some(_READ_BYTES)
+    if not data:
+        raise Unreachable("the peer closed the connection during the hand-shake")
+    return data
