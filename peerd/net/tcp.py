@@ -174,6 +174,8 @@ def _route_address(family: int) -> str | None:
 
 def _words(error: OSError | UnicodeError) -> str:
     # trio decorates strerror with Python's view of the address; name look-ups have numbers of their own.
-    known = isinstance(error, OSError) and error.errno and not isinstance(error, socket.gaierror)
-    text = os.strerror(error.errno) if known else getattr(error, "strerror", None) or str(error)
+    if isinstance(error, OSError) and error.errno and not isinstance(error, socket.gaierror):
+        text = os.strerror(error.errno)
+    else:
+        text = getattr(error, "strerror", None) or str(error)
     return text[:1].lower() + text[1:]
