@@ -203,18 +203,31 @@ class Host:
         if self.links.best(link.peer) is None:
             self._infos.pop(link.peer, None)
 
+    async def supervise(self, work: Callable[[], Awaitable[None]], about: Callable[[], str]) -> bool:
+        """Run `work` for a peer: what it raises is logged, with `about()`, and goes no further. True: it returned."""
+        try:
+            await work()
+        except Exception:
+            _log.exception("%s failed", about())
+            return False
+        return True
+
     async def _supervise(self, stream: Stream, handler: Handler) -> None:
         """One incoming stream: whatever the handler does, the stream ends and the host goes on."""
         served = False
+
+        async def serve() -> None:
+            nonlocal served
+            try:
+                await handler(stream)
+                served = True
+            except ProtocolViolation as error:
+                _log.warning("peer %s broke %s: %s", stream.peer, stream.protocol, error)
+            except RemoteError as error:
+                _log.debug("%s ended: %s", stream, error)
+
         try:
-            await handler(stream)
-            served = True
-        except ProtocolViolation as error:
-            _log.warning("peer %s broke %s: %s", stream.peer, stream.protocol, error)
-        except RemoteError as error:
-            _log.debug("%s ended: %s", stream, error)
-        except Exception:
-            _log.exception("the handler of %s failed; its stream is reset", stream.protocol)
+            await self.supervise(serve, lambda: f"the handler of {stream.protocol}")
         finally:
             if served:
                 await stream.aclose()
