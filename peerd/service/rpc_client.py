@@ -70,7 +70,7 @@ class Channel:
         self.used = trio.current_time()
         self._peer = peer
         self._budget = budget
-        self._outbox = Outbox(peer)
+        self._outbox = Outbox()
         self._running = trio.CancelScope()
 
     async def request(self, request: Request) -> Reply:
@@ -164,7 +164,7 @@ class LargeCall:
         self._stream = stream
         self._budget = budget
         self._request = request
-        self._outbox = Outbox(stream.peer)
+        self._outbox = Outbox()
         self._running = trio.CancelScope()
         self.reply: Slot[Reply] = Slot()
         self.parts: CallStream | None = None

@@ -26,6 +26,7 @@ class LocalStream:
         self._chunks: deque[bytes] = deque()  # arrived, not yet received
         self._bytes = 0
         self._finished = False  # we send no more
+        self._closed = False  # nor do we receive
         self._gone: RemoteError | None = None  # why, once the stream is over
         self._changed = trio.lowlevel.ParkingLot()
 
@@ -46,6 +47,15 @@ class LocalStream:
             other._changed.unpark_all()
             view = view[room:]
 
+    def send_nowait(self, data: bytes) -> bool:
+        other = self._other
+        if self._gone is not None or self._finished or other._bytes + len(data) > _WINDOW_BYTES:
+            return False
+        other._chunks.append(data)
+        other._bytes += len(data)
+        other._changed.unpark_all()
+        return True
+
     async def receive_some(self, max_bytes: int) -> bytes:
         await trio.lowlevel.checkpoint()
         while not self._chunks:
@@ -54,16 +64,19 @@ class LocalStream:
             if self._other._finished:
                 return b""
             await self._changed.park()
-        chunk = self._chunks.popleft()
-        if len(chunk) > max_bytes:
-            self._chunks.appendleft(chunk[max_bytes:])
-            chunk = chunk[:max_bytes]
-        self._bytes -= len(chunk)
+        data = self._chunks.popleft()
+        if self._chunks and len(data) < max_bytes:
+            data = b"".join([data, *self._chunks])
+            self._chunks.clear()
+        if len(data) > max_bytes:
+            self._chunks.appendleft(data[max_bytes:])
+            data = data[:max_bytes]
+        self._bytes -= len(data)
         self._other._changed.unpark_all()
-        return chunk
+        return data
 
     async def wait_gone(self) -> None:
-        while self._gone is None:
+        while self._gone is None and not self._closed:
             await self._changed.park()
 
     def reset(self) -> None:
@@ -83,6 +96,8 @@ class LocalStream:
         await trio.lowlevel.checkpoint()
 
     async def aclose(self) -> None:
+        self._closed = True
+        self._changed.unpark_all()
         await self.close_write()
 
 

@@ -52,7 +52,7 @@ class ServedStream:
 
     def __init__(self, server: Server, stream: RpcStream, nursery: trio.Nursery) -> None:
         self.peer = stream.peer
-        self.outbox = Outbox(stream.peer)
+        self.outbox = Outbox()
         self._server = server
         self._stream = stream
         self._nursery = nursery

@@ -229,7 +229,10 @@ async def test_payloads_that_stall_are_given_up_at_the_deadline(autojump_clock: 
         await stream.send(payloads[0][1000:])
         await stream.send(wire.encode_call(wire.REQUEST, 2, b"echo", 2.0, encode(Text(""))))
         await trio.testing.wait_all_tasks_blocked()
-        late, fine = [wire.MessageParser().feed(await stream.receive_some(1000))[0] for _ in range(2)]
+        parser, answers = wire.MessageParser(), []
+        while len(answers) < 2:
+            answers += parser.feed(await stream.receive_some(1000))
+        late, fine = answers
         assert (late.kind, fine.kind) == (wire.ERROR, wire.REPLY)
 
 
