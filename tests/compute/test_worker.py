@@ -1,0 +1,143 @@
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+import trio
+import trio.testing
+
+from peerd.compute.worker import DeviceWorker, InlineWorker, use_threads
+from peerd.core.errors import LocalError
+from peerd.core.work import Worker
+
+
+async def check_promises(worker: Worker) -> None:
+    """What every Worker must do: results, exceptions, order."""
+    assert await worker.run(lambda: 41 + 1, name="sum") == 42
+
+    def fail() -> None:
+        raise ValueError("a bad microbatch")
+
+    with pytest.raises(ValueError, match="a bad microbatch"):
+        await worker.run(fail, name="fail")
+    order: list[int] = []
+    async with trio.open_nursery() as nursery:
+        for number in range(5):
+            nursery.start_soon(lambda n=number: worker.run(lambda: order.append(n), name="append"))
+            await trio.testing.wait_all_tasks_blocked()
+    assert order == sorted(order)
+    assert len(order) == 5
+
+
+async def test_a_device_worker_keeps_the_promises_of_a_worker() -> None:
+    async with DeviceWorker() as worker:
+        await check_promises(worker)
+        assert worker.jobs_done == 7
+        assert worker.queued == 0
+
+
+async def test_an_inline_worker_keeps_the_promises_of_a_worker(autojump_clock: trio.testing.MockClock) -> None:
+    await check_promises(InlineWorker())
+
+
+async def test_all_jobs_of_a_device_run_in_one_thread_that_is_not_the_loop() -> None:
+    async with DeviceWorker() as worker:
+        idents = {await worker.run(threading.get_ident, name="ident") for _ in range(3)}
+    assert len(idents) == 1
+    assert threading.get_ident() not in idents
+
+
+async def test_a_running_job_goes_on_to_its_end_when_its_caller_is_cancelled() -> None:
+    started, go_on, ended = threading.Event(), threading.Event(), []
+
+    def job() -> None:
+        started.set()
+        go_on.wait(5)
+        ended.append(True)
+
+    async with DeviceWorker() as worker:
+        with trio.CancelScope() as scope:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(lambda: worker.run(job, name="long"))
+                await trio.to_thread.run_sync(started.wait)
+                assert (worker.current, worker.queued) == ("long", 1)
+                scope.cancel()
+        assert ended == []
+        go_on.set()
+        await worker.run(lambda: None, name="after")
+        assert ended == [True]
+
+
+async def test_a_job_whose_caller_left_before_its_turn_is_skipped() -> None:
+    go_on, ran = threading.Event(), []
+    async with DeviceWorker() as worker, trio.open_nursery() as nursery:
+        nursery.start_soon(lambda: worker.run(lambda: go_on.wait(5), name="first"))
+        await trio.testing.wait_all_tasks_blocked()
+        with trio.move_on_after(0):
+            await worker.run(lambda: ran.append(True), name="second")
+        go_on.set()
+        await worker.run(lambda: None, name="third")
+    assert ran == []
+
+
+async def test_closing_waits_for_the_running_job_and_fails_those_that_wait() -> None:
+    go_on, ended, refused = threading.Event(), [], []
+
+    async def second() -> None:
+        with pytest.raises(LocalError, match="closed before second could run"):
+            await worker.run(lambda: ended.append("second"), name="second")
+        refused.append(True)
+
+    worker = DeviceWorker()
+    async with trio.open_nursery() as nursery:
+        async with worker:
+            nursery.start_soon(lambda: worker.run(lambda: (go_on.wait(5), ended.append("first")), name="first"))
+            await trio.testing.wait_all_tasks_blocked()
+            nursery.start_soon(second)
+            await trio.testing.wait_all_tasks_blocked()
+            go_on.set()
+    assert (ended, refused) == (["first"], [True])
+    with pytest.raises(LocalError, match="is not open: cannot run late"):
+        await worker.run(lambda: None, name="late")
+
+
+async def test_the_loop_is_free_while_a_job_runs() -> None:
+    go_on = threading.Event()
+    async with DeviceWorker() as worker, trio.open_nursery() as nursery:
+        nursery.start_soon(lambda: worker.run(lambda: go_on.wait(5), name="wait for the loop"))
+        await trio.testing.wait_all_tasks_blocked()
+        go_on.set()
+
+
+async def test_a_worker_limits_torchs_threads_in_its_own_thread() -> None:
+    async with DeviceWorker(threads=1) as worker:
+        assert await worker.run(torch.get_num_threads, name="threads") == 1
+        await worker.run(lambda: use_threads(0), name="at least one")
+        assert await worker.run(torch.get_num_threads, name="threads") == 1
+
+
+async def test_an_inline_worker_charges_costs_one_job_after_another(autojump_clock: trio.testing.MockClock) -> None:
+    worker, ends = InlineWorker(slowness=2.0), []
+
+    async def job(cost_s: float) -> None:
+        await worker.run(lambda: None, name="job", cost_s=cost_s)
+        ends.append(trio.current_time() - start)
+
+    start = trio.current_time()
+    async with trio.open_nursery() as nursery:
+        for cost_s in (1.0, 2.0, 0.5):
+            nursery.start_soon(job, cost_s)
+            await trio.testing.wait_all_tasks_blocked()
+    assert ends == pytest.approx([2.0, 6.0, 7.0])
+    assert worker.busy_s == pytest.approx(7.0)
+
+
+async def test_a_cancelled_caller_leaves_the_virtual_device_busy(autojump_clock: trio.testing.MockClock) -> None:
+    worker, done = InlineWorker(), []
+    start = trio.current_time()
+    with trio.move_on_after(1.0):
+        await worker.run(lambda: done.append(True), name="first", cost_s=3.0)
+    assert done == [True]
+    await worker.run(lambda: None, name="second", cost_s=1.0)
+    assert trio.current_time() - start == pytest.approx(4.0)
