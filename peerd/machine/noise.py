@@ -27,12 +27,14 @@ from peerd.core.ids import PeerId
 from peerd.core.keys import Keypair, verify
 from peerd.core.limits import NOISE_HANDSHAKE_BYTES
 from peerd.core.protobuf.messages import NoisePayload
+from peerd.machine.buffers import BufferPool
 
 PROTOCOL: Final = "/noise"
 TAG_BYTES: Final = 16
 FRAME_BYTES: Final = 65535  # sealed, without the two bytes of length
 PLAIN_BYTES: Final = FRAME_BYTES - TAG_BYTES
 SEALED_BYTES: Final = FRAME_BYTES + 2
+_POOLED_BYTES: Final = 4096  # plaintexts below this are cheap to allocate
 _NAME: Final = b"Noise_XX_25519_ChaChaPoly_SHA256"
 _SIGNED_PREFIX: Final = b"noise-libp2p-static-key:"
 _NONCE: Final = struct.Struct("<4xQ")
@@ -58,20 +60,26 @@ class Sealer:
 
 
 class Opener:
-    """Decrypts the other direction, from pieces of any size."""
+    """Decrypts the other direction, from pieces of any size.
 
-    __slots__ = ("_cipher", "_count", "_part")
+    With a pool (of SEALED_BYTES buffers), large plaintexts come as views of its buffers, which the caller then owns;
+    small ones, and all without a pool, come as bytes.
+    """
 
-    def __init__(self, key: bytes) -> None:
+    __slots__ = ("_cipher", "_count", "_part", "_part_bytes", "pool")
+
+    def __init__(self, key: bytes, pool: BufferPool | None = None) -> None:
+        self.pool = pool
         self._cipher = ChaCha20Poly1305(key)
         self._count = 0
-        self._part = bytearray()  # the beginning of a frame whose rest has not come: at most one frame
+        self._part: bytearray | None = None  # holds the beginning of a frame whose rest has not come
+        self._part_bytes = 0
 
-    def feed(self, data: bytes | memoryview) -> list[bytes]:
-        """The plaintexts of all frames that are now complete."""
-        plains: list[bytes] = []
+    def feed(self, data: bytes | memoryview) -> list[bytes | memoryview]:
+        """The plaintexts of all frames that are now complete; `data` may be reused afterwards."""
+        plains: list[bytes | memoryview] = []
         view = memoryview(data)
-        at = self._finish_part(view, plains) if self._part else 0
+        at = 0 if self._part is None else self._finish_part(self._part, view, plains)
         end = len(view)
         while end - at >= 2:
             size = view[at] << 8 | view[at + 1]
@@ -80,33 +88,41 @@ class Opener:
             plains.append(self._open(view[at + 2 : at + 2 + size]))
             at += 2 + size
         if at < end:
-            self._part += view[at:]
+            self._part = self.pool.take() if self.pool is not None else bytearray(SEALED_BYTES)
+            self._part[: end - at] = view[at:]
+            self._part_bytes = end - at
         return plains
 
-    def _finish_part(self, view: memoryview, plains: list[bytes]) -> int:
-        part = self._part
-        at = 0
-        if len(part) < 2:
-            at = min(2 - len(part), len(view))
-            part += view[:at]
-            if len(part) < 2:
-                return at
-        missing = 2 + (part[0] << 8 | part[1]) - len(part)
-        part += view[at : at + missing]
-        if len(view) - at < missing:
-            return len(view)
-        plains.append(self._open(part[2:]))
-        self._part = bytearray()
-        return at + missing
+    def _finish_part(self, part: bytearray, view: memoryview, plains: list[bytes | memoryview]) -> int:
+        """Add to the frame in `part`; returns how much of `view` it took."""
+        have, at = self._part_bytes, 0
+        if have < 2:
+            part[1] = view[0]
+            have, at = 2, 1
+        want = 2 + (part[0] << 8 | part[1])
+        take = min(want - have, len(view) - at)
+        part[have : have + take] = view[at : at + take]
+        self._part_bytes = have + take
+        if self._part_bytes == want:
+            plains.append(self._open(memoryview(part)[2:want]))
+            self._part = None
+            if self.pool is not None:
+                self.pool.give(part)
+        return at + take
 
-    def _open(self, sealed: memoryview | bytearray) -> bytes:
-        if len(sealed) < TAG_BYTES:
+    def _open(self, sealed: memoryview) -> bytes | memoryview:
+        size = len(sealed) - TAG_BYTES
+        if size < 0:
             raise ProtocolViolation("an encrypted frame is shorter than its tag")
+        nonce = _NONCE.pack(self._count)
+        self._count += 1
         try:
-            plain = self._cipher.decrypt(_NONCE.pack(self._count), sealed, None)
+            if self.pool is None or size < _POOLED_BYTES:
+                return self._cipher.decrypt(nonce, sealed, None)
+            plain = memoryview(self.pool.take())[:size]
+            self._cipher.decrypt_into(nonce, sealed, None, plain)
         except InvalidTag:
             raise ProtocolViolation("an encrypted frame does not authenticate") from None
-        self._count += 1
         return plain
 
 

@@ -21,6 +21,7 @@ from typing import Final
 
 from peerd.core.errors import LocalError, ProtocolViolation
 from peerd.core.limits import CONTROL_BYTES_PENDING, WINDOW_BYTES_LINK
+from peerd.machine.buffers import BufferPool
 from peerd.machine.yamux_stream import INITIAL_WINDOW, WindowBudget, YamuxConfig, YamuxStream
 
 PROTOCOL: Final = "/yamux/1.0.0"
@@ -77,10 +78,19 @@ class Yamux:
     """One session, seen from one side. The link's initiator opens odd streams, the other side even ones."""
 
     def __init__(
-        self, *, initiator: bool, now: float, config: YamuxConfig | None = None, budget: WindowBudget | None = None
+        self,
+        *,
+        initiator: bool,
+        now: float,
+        config: YamuxConfig | None = None,
+        budget: WindowBudget | None = None,
+        pool: BufferPool | None = None,
     ) -> None:
+        """`pool`: where the buffers of received views come from; they return to it as the inboxes are read."""
         self.config = config or YamuxConfig()
         self.budget = budget or WindowBudget(WINDOW_BYTES_LINK)
+        self.pool = pool or BufferPool(0, 0)
+        self.pinned = False  # the last `receive` left its buffer in an inbox
         self.streams: dict[int, YamuxStream] = {}
         self.rtt_s: float | None = None  # smoothed
         self.inbound = self.outbound = self.unacked = 0  # streams
@@ -121,7 +131,7 @@ class Yamux:
         """A new stream of ours; the peer hears of it with the next `fill`."""
         if self.exhausted or not self.can_open:
             raise LocalError("a stream was opened on a link that cannot take one")
-        stream = YamuxStream(self._next_id, inbound=False, now=now)
+        stream = YamuxStream(self._next_id, inbound=False, now=now, pool=self.pool)
         self._next_id += 2
         self.outbound += 1
         self.unacked += 1
@@ -293,9 +303,10 @@ class Yamux:
 
     # --- receiving -----------------------------------------------------------------------------------------
 
-    def receive(self, data: bytes, now: float) -> list[Event]:
-        """Take plaintext in pieces of any size; pieces must not change afterwards."""
+    def receive(self, data: bytes | memoryview, now: float) -> list[Event]:
+        """Take plaintext in pieces of any size. `data` may be reused afterwards, unless `pinned` says otherwise."""
         events: list[Event] = []
+        self.pinned = False
         self._heard_at = now
         view = memoryview(data)
         at, end = 0, len(view)
@@ -327,7 +338,7 @@ class Yamux:
             return
         stream.credit -= len(piece)
         if not stream.abandoned:
-            stream.put(piece, buffer_bytes)
+            self.pinned |= stream.put(piece, buffer_bytes)
             events.append(Changed(stream))
         elif stream.fin_sent:  # the peer sends what nobody will read
             self.reset(stream)
@@ -373,7 +384,7 @@ class Yamux:
         if self.leaving or self.inbound >= self.config.streams_inbound:
             self._frame(WINDOW, RST, stream_id, 0)
             return None
-        stream = YamuxStream(stream_id, inbound=True, now=now)
+        stream = YamuxStream(stream_id, inbound=True, now=now, pool=self.pool)
         self.inbound += 1
         self.streams[stream_id] = stream
         self._presume(stream)

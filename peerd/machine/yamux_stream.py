@@ -2,7 +2,7 @@
 
 Plain state: `machine.yamux` moves it. Kept here so that the session's file holds the protocol and nothing else.
 Invariants: `credit` is what the peer may still send and never negative; inbox plus credit never exceed `target`;
-pieces of an inbox pin at most twice their own size in memory.
+pieces of an inbox hold on to less than twice their own size in memory, and a buffer is held by one piece at most.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from typing import Final
 
 from peerd.core import limits
+from peerd.machine.buffers import BufferPool
 
 INITIAL_WINDOW: Final = limits.WINDOW_BYTES_INITIAL
 _MERGE_BYTES: Final = 16 * 1024  # small pieces are joined up to this size, so that a piece per byte costs nothing
-_PIN_SHARE: Final = 2  # a piece may hold on to a buffer at most this many times its size
 
 Piece = bytes | bytearray | memoryview
 
@@ -77,14 +77,15 @@ class YamuxStream:
         "out_bytes",
         "owed",
         "owner",
+        "pool",
         "queued",
         "send_credit",
         "target",
         "was_reset",
     )
 
-    def __init__(self, stream_id: int, *, inbound: bool, now: float) -> None:
-        self.id, self.inbound = stream_id, inbound
+    def __init__(self, stream_id: int, *, inbound: bool, now: float, pool: BufferPool) -> None:
+        self.id, self.inbound, self.pool = stream_id, inbound, pool
         self.owner: object = None  # the driver's own
         # Outgoing.
         self.out: deque[bytes | memoryview] = deque()
@@ -123,18 +124,19 @@ class YamuxStream:
             return self.send_credit > 0
         return self.fin_due and not self.fin_sent
 
-    def put(self, piece: memoryview, buffer_bytes: int) -> None:
-        """Add received bytes, a slice of a buffer of `buffer_bytes`."""
+    def put(self, piece: memoryview, buffer_bytes: int) -> bool:
+        """Add received bytes, a slice of a buffer of `buffer_bytes`; whether the inbox now owns that buffer."""
         size = len(piece)
         self.inbox_bytes += size
-        if size * _PIN_SHARE >= buffer_bytes:
+        if size * 2 > buffer_bytes and size > _MERGE_BYTES:
             self.inbox.append(piece)
-            return
+            return True
         last = self.inbox[-1] if self.inbox else None
         if isinstance(last, bytearray) and len(last) + size <= _MERGE_BYTES:
             last += piece
         else:
             self.inbox.append(bytearray(piece))
+        return False
 
     def take(self, max_bytes: int) -> bytes:
         """Remove up to `max_bytes` from the inbox; the session must be told with `consumed`."""
@@ -148,11 +150,15 @@ class YamuxStream:
                 left -= len(piece)
             else:
                 view = memoryview(piece)
-                parts.append(view[:left])
                 inbox[0] = view[left:]
+                parts.append(bytes(view[:left]))
                 left = 0
         self.inbox_bytes -= max_bytes - left
-        return bytes(parts[0]) if len(parts) == 1 else b"".join(parts)
+        data = bytes(parts[0]) if len(parts) == 1 else b"".join(parts)
+        for part in parts:
+            if isinstance(part, memoryview):
+                self.pool.give(part.obj)
+        return data
 
     def take_into(self, into: memoryview) -> int:
         """Move bytes from the inbox to `into`; returns how many."""
@@ -163,11 +169,12 @@ class YamuxStream:
             size = min(len(piece), len(into) - at)
             view = memoryview(piece)
             into[at : at + size] = view[:size]
-            if size == len(piece):
-                inbox.popleft()
-            else:
-                inbox[0] = view[size:]
             at += size
+            if size < len(piece):
+                inbox[0] = view[size:]
+            else:
+                inbox.popleft()
+                self.pool.give(view.obj)
         self.inbox_bytes -= at
         return at
 

@@ -19,10 +19,12 @@ import trio
 from peerd.core.errors import ProtocolViolation, Unreachable
 from peerd.core.ids import PeerId
 from peerd.machine import yamux
+from peerd.machine.buffers import BufferPool
 from peerd.machine.multistream import HEADER, Proposal, Selector, encode_line
 from peerd.machine.noise import PLAIN_BYTES, SEALED_BYTES
 from peerd.machine.yamux_stream import WindowBudget, YamuxConfig, YamuxStream
 from peerd.net.stream import Stream
+from peerd.net.transport import LendingLink
 from peerd.net.upgrade import Secured
 
 __all__ = ["Buffers", "Link", "LinkConfig", "LinkOwner", "Stream"]
@@ -60,14 +62,8 @@ class Buffers:
 
     def __init__(self) -> None:
         self.plain = memoryview(bytearray(PLAIN_BYTES))
-        self._free: list[memoryview] = []
-
-    def take(self) -> memoryview:
-        return self._free.pop() if self._free else memoryview(bytearray(_BATCH_FRAMES * SEALED_BYTES))
-
-    def give(self, batch: memoryview) -> None:
-        if len(self._free) < 8:
-            self._free.append(batch)
+        self.received = BufferPool(SEALED_BYTES, keep=256)  # 16 MiB
+        self.batches = BufferPool(_BATCH_FRAMES * SEALED_BYTES, keep=8)
 
 
 @lru_cache(maxsize=256)
@@ -88,7 +84,13 @@ class Link:
         self.opened_at = self.idle_since = trio.current_time()
         self.bytes_in = self.bytes_out = 0
         self.reason: str | None = None  # why it ended, or is about to
-        self.mux = yamux.Yamux(initiator=secured.initiator, now=self.opened_at, config=config.yamux, budget=budget)
+        self.mux = yamux.Yamux(
+            initiator=secured.initiator,
+            now=self.opened_at,
+            config=config.yamux,
+            budget=budget,
+            pool=buffers.received,
+        )
         self.streams: set[Stream] = set()
         self._raw, self._sealer, self._opener, self._early = secured.raw, session.sealer, session.opener, secured.early
         self._owner, self._config, self._buffers = owner, config, buffers
@@ -197,10 +199,12 @@ class Link:
 
     async def _read_loop(self) -> None:
         raw, opener = self._raw, self._opener
+        opener.pool = self._buffers.received
+        lending = raw if isinstance(raw, LendingLink) else None
         try:
             self._take(self._early)
             while not (self.mux.peer_gone and not self.streams):
-                data = await raw.receive_some(_READ_BYTES)
+                data = await lending.receive_view() if lending else await raw.receive_some(_READ_BYTES)
                 if not data:
                     self.reason = self.reason or "the peer closed the connection"
                     return
@@ -216,7 +220,7 @@ class Link:
             self.flush()
             await self._drain()
 
-    def _take(self, plains: list[bytes]) -> None:
+    def _take(self, plains: list[bytes | memoryview]) -> None:
         now = trio.current_time()
         for plain in plains:
             for event in self.mux.receive(plain, now):
@@ -228,6 +232,8 @@ class Link:
                     self._greet(event.stream)
                 elif isinstance(event, yamux.GoneAway):
                     self._peer_leaves(event.code)
+            if isinstance(plain, memoryview) and not self.mux.pinned:
+                self._buffers.received.give(plain.obj)
         self.flush()
 
     def _greet(self, mux: YamuxStream) -> None:
@@ -249,13 +255,14 @@ class Link:
             while True:
                 if not mux.has_output:
                     await self._wait_for_work()
-                batch = self._buffers.take()
+                buffer = self._buffers.batches.take()
+                batch = memoryview(buffer)
                 while size := self._fill(batch):
                     self._send_began = trio.current_time()
                     await raw.send_all(batch[:size])
                     self._send_began = None
                     self.bytes_out += size
-                self._buffers.give(batch)
+                self._buffers.batches.give(buffer)
         except (trio.BrokenResourceError, trio.ClosedResourceError) as error:
             # What the peer said last may still be unread: the reader has a moment to find it.
             self.reason = self.reason or f"the connection broke: {error}"

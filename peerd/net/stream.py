@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from peerd.net.link import Link
 
 _COPY_BYTES = 16 * 1024  # smaller sends are copied and return at once; larger ones wait and are read in place
+_RECEIVE_BYTES = 256 * 1024  # one receive returns no more: larger blocks make the allocator go back to the system
 _SEND_BUFFER_BYTES = 128 * 1024  # unsent bytes above which even small sends wait
 
 
@@ -133,7 +134,7 @@ class Stream:
         """At least one byte and at most `max_bytes`, or b"" after the peer's end; raises Unreachable on a reset."""
         if not await self._wait_readable():
             return b""
-        data = self._mux.take(max_bytes)
+        data = self._mux.take(min(max_bytes, _RECEIVE_BYTES))
         self._link.consumed(self._mux)
         return data
 

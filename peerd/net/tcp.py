@@ -21,6 +21,7 @@ _FAMILIES = {"ip4": socket.AF_INET, "ip6": socket.AF_INET6, "dns4": socket.AF_IN
 _OVERLOAD = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 _OVERLOAD_PAUSE_S = 0.1  # a full table of open files empties by itself or not at all
 _BACKLOG = 256
+_READ_BYTES = 256 * 1024
 _RESOLVED_MAX = 4  # addresses of one name that are tried, each for at most _NAME_TRY_S
 _NAME_TRY_S = 3.0
 # Documentation addresses: connecting a datagram socket to them sends nothing, but picks the route's own address.
@@ -28,13 +29,16 @@ _FAR = {socket.AF_INET: "192.0.2.1", socket.AF_INET6: "2001:db8::1"}
 
 
 class TcpLink:
-    """One TCP connection as a RawLink."""
+    """One TCP connection as a LendingLink. Tries the system first only when that is likely to succeed at once."""
 
-    __slots__ = ("_socket", "remote")
+    __slots__ = ("_lent", "_more", "_socket", "remote")
 
-    def __init__(self, sock: trio.socket.SocketType, remote: Multiaddr) -> None:
+    def __init__(self, sock: trio.socket.SocketType, remote: Multiaddr, lent: memoryview) -> None:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._socket = sock
+        self._socket = socket.socket(sock.family, sock.type, sock.proto, fileno=sock.detach())
+        self._socket.setblocking(False)
+        self._lent = lent
+        self._more = False  # the last read was large, so that there is probably more
         self.remote = remote
 
     async def send_all(self, data: bytes | bytearray | memoryview) -> None:
@@ -42,21 +46,44 @@ class TcpLink:
             at, end = 0, len(view)
             try:
                 while at < end:
-                    at += await self._socket.send(view[at:] if at else view)
-            except OSError as error:
+                    try:
+                        at += self._socket.send(view[at:])
+                    except BlockingIOError:
+                        await trio.lowlevel.wait_writable(self._socket)
+            except (OSError, ValueError) as error:
                 raise self._lost(error) from error
+        await trio.lowlevel.checkpoint()
 
     async def receive_some(self, max_bytes: int) -> bytes:
+        return bytes(await self._receive(self._lent[:max_bytes]))
+
+    async def receive_view(self) -> memoryview:
+        return await self._receive(self._lent)
+
+    async def _receive(self, into: memoryview) -> memoryview:
         try:
-            return await self._socket.recv(max_bytes)
-        except OSError as error:
+            if self._more:
+                await trio.lowlevel.checkpoint()
+            else:
+                await trio.lowlevel.wait_readable(self._socket)
+            while True:
+                try:
+                    size = self._socket.recv_into(into)
+                except BlockingIOError:
+                    await trio.lowlevel.wait_readable(self._socket)
+                else:
+                    self._more = size * 4 >= len(self._lent)
+                    return into[:size]
+        except (OSError, ValueError) as error:
             raise self._lost(error) from error
 
     async def aclose(self) -> None:
-        self._socket.close()
+        if self._socket.fileno() != -1:
+            trio.lowlevel.notify_closing(self._socket)
+            self._socket.close()
         await trio.lowlevel.checkpoint()
 
-    def _lost(self, error: OSError) -> Exception:
+    def _lost(self, error: OSError | ValueError) -> Exception:
         if self._socket.fileno() == -1:
             return trio.ClosedResourceError("the connection is closed")
         return trio.BrokenResourceError(_words(error))
@@ -65,17 +92,17 @@ class TcpLink:
 class TcpListener:
     """One listening socket."""
 
-    __slots__ = ("_socket", "addrs")
+    __slots__ = ("_lent", "_socket", "addrs")
 
-    def __init__(self, sock: trio.socket.SocketType, addrs: list[Multiaddr]) -> None:
-        self._socket = sock
+    def __init__(self, sock: trio.socket.SocketType, addrs: list[Multiaddr], lent: memoryview) -> None:
+        self._socket, self._lent = sock, lent
         self.addrs = addrs
 
     async def accept(self) -> RawLink:
         while True:
             try:
                 sock, place = await self._socket.accept()
-                return TcpLink(sock, tcp_addr(place[0], place[1]))
+                return TcpLink(sock, tcp_addr(place[0], place[1]), self._lent)
             except OSError as error:
                 if self._socket.fileno() == -1:
                     raise trio.ClosedResourceError("the listener is closed") from error
@@ -88,7 +115,10 @@ class TcpListener:
 
 
 class TcpTransport:
-    """The real network."""
+    """The real network. One receive buffer serves all its links: nobody holds it across an await."""
+
+    def __init__(self) -> None:
+        self._lent = memoryview(bytearray(_READ_BYTES))
 
     def can_dial(self, addr: Multiaddr) -> bool:
         return tcp_place(addr) is not None
@@ -98,12 +128,12 @@ class TcpTransport:
         if place is None:
             raise Unreachable(f"{addr} is not a TCP address")
         if place.family.startswith("ip"):
-            return await _connect(_FAMILIES[place.family], (place.host, place.port))
+            return await _connect(_FAMILIES[place.family], (place.host, place.port), self._lent)
         reason = "the name has no address"
         for family, target in await _resolve(place):
             with trio.move_on_after(_NAME_TRY_S):
                 try:
-                    return await _connect(family, target)
+                    return await _connect(family, target, self._lent)
                 except Unreachable as error:
                     reason = str(error)
                     continue
@@ -127,15 +157,15 @@ class TcpTransport:
             if sock is not None:
                 sock.close()
             raise ConfigError(f"cannot listen on {addr}: {_words(error)}") from error
-        return TcpListener(sock, _concrete(addr, family, sock.getsockname()[1]))
+        return TcpListener(sock, _concrete(addr, family, sock.getsockname()[1]), self._lent)
 
 
-async def _connect(family: int, target: tuple[str, int]) -> TcpLink:
+async def _connect(family: int, target: tuple[str, int], lent: memoryview) -> TcpLink:
     sock = trio.socket.socket(family, socket.SOCK_STREAM)
     try:
         await sock.connect(target)
         host, port = sock.getpeername()[:2]
-        return TcpLink(sock, tcp_addr(host, port))
+        return TcpLink(sock, tcp_addr(host, port), lent)
     except OSError as error:
         sock.close()
         raise Unreachable(_words(error)) from error
@@ -172,7 +202,7 @@ def _route_address(family: int) -> str | None:
         return None
 
 
-def _words(error: OSError | UnicodeError) -> str:
+def _words(error: OSError | ValueError) -> str:
     # trio decorates strerror with Python's view of the address; name look-ups have numbers of their own.
     if isinstance(error, OSError) and error.errno and not isinstance(error, socket.gaierror):
         text = os.strerror(error.errno)

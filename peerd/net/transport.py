@@ -11,7 +11,7 @@ cancelling `send_all` leaves the link unusable.
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from multiaddr import Multiaddr
 
@@ -34,6 +34,15 @@ class RawLink(Protocol):
 
     async def aclose(self) -> None:
         """Close both directions at once; bytes already handed over are still delivered where possible."""
+        ...
+
+
+@runtime_checkable
+class LendingLink(RawLink, Protocol):
+    """A RawLink that can also show what it received without allocating: optional, for speed."""
+
+    async def receive_view(self) -> memoryview:
+        """As `receive_some`, but the bytes lie in a shared buffer and are valid only until the next await."""
         ...
 
 

@@ -27,7 +27,7 @@ class Secured:
     raw: RawLink
     session: noise.Session
     initiator: bool
-    early: list[bytes]
+    early: list[bytes | memoryview]
 
 
 async def upgrade(raw: RawLink, secrets: noise.Secrets, *, initiator: bool, expected: PeerId | None = None) -> Secured:
@@ -68,14 +68,16 @@ async def _handshake(raw: RawLink, secrets: noise.Secrets, initiator: bool, expe
         data = await _receive(raw)
 
 
-async def _negotiate_muxer(raw: RawLink, session: noise.Session, initiator: bool, early: list[bytes]) -> list[bytes]:
+async def _negotiate_muxer(
+    raw: RawLink, session: noise.Session, initiator: bool, early: list[bytes | memoryview]
+) -> list[bytes | memoryview]:
     """For peers without early choice, such as py-libp2p. Returns the plaintext after the agreement."""
     frame = memoryview(bytearray(noise.SEALED_BYTES))
 
     async def send(text: bytes) -> None:
         await raw.send_all(frame[: session.sealer.seal(text, frame)])
 
-    async def receive() -> bytes:
+    async def receive() -> bytes | memoryview:
         while not early:
             early.extend(session.opener.feed(await _receive(raw)))
         return early.pop(0)
