@@ -12,6 +12,7 @@ import contextlib
 import json
 import logging
 import time
+import traceback
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
@@ -154,7 +155,8 @@ class EventLog:
         return child
 
     def event(self, name: str, /, *, level: str = "info", **facts: object) -> None:
-        """Record that `name` happened. Levels: debug (each call), info (each step), warn, error."""
+        """Record that `name` happened. Levels: debug (each call), info (each step), warn (or warning), error."""
+        level = level if level in LEVELS else "warn" if level == "warning" else "info"
         known = {key: plain(value) for key, value in facts.items()}
         self._sink.put(Event(self._sink.clock.wall(), level, clean(name), {**self._bound, **known}))
 
@@ -190,4 +192,10 @@ class _Bridge(logging.Handler):
         number = record.levelno
         level = "debug" if number < 20 else "info" if number < 30 else "warn" if number < 40 else "error"
         name = record.name.removeprefix("peerd.")
-        self.log.event(name, level=level, text=record.getMessage())
+        facts: dict[str, object] = {"text": record.getMessage()}
+        error = record.exc_info[1] if record.exc_info else None
+        if error is not None:  # what and where; a traceback is not for the terminal
+            facts["error"] = f"{type(error).__name__}: {error}"
+            frames = traceback.extract_tb(error.__traceback__)
+            facts["at"] = f"{Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else "?"
+        self.log.event(name, level=level, **facts)
