@@ -1,0 +1,53 @@
+"""What the machine offers for computing, in plain data: for `peerd doctor`, and to refuse a device that isn't there.
+
+Asks torch and computes nothing but one small product, which shows that the device really works.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from peerd.core.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceFacts:
+    """A device that works."""
+
+    name: str
+    torch_version: str
+    threads: int  # that torch uses for one operation on the CPU
+    memory_bytes: int | None  # of a GPU
+
+
+def describe(device: str) -> DeviceFacts:
+    """Try the device; ConfigError says in one sentence what is wrong with it."""
+    _refuse_missing(device)
+    try:
+        ones = torch.ones(8, 8, device=device)
+        total = float((ones @ ones).sum())
+    except RuntimeError as error:
+        raise ConfigError(f"device {device} does not work: {str(error).splitlines()[0]}") from error
+    if total != 512.0:
+        raise ConfigError(f"device {device} computes wrongly: 8 x 8 ones times themselves sum to {total}, not 512")
+    if device.startswith("cuda"):
+        properties = torch.cuda.get_device_properties(device)
+        name, memory = properties.name, properties.total_memory
+    else:
+        name, memory = device, None
+    return DeviceFacts(name, torch.__version__, torch.get_num_threads(), memory)
+
+
+def _refuse_missing(device: str) -> None:
+    if device.startswith("cuda"):
+        if not torch.cuda.is_available():
+            built = "this torch is built without CUDA" if torch.version.cuda is None else "torch finds no NVIDIA GPU"
+            raise ConfigError(f"device {device} is not available: {built}; use --device cpu")
+        count = torch.cuda.device_count()
+        number = int(device.partition(":")[2] or 0)
+        if number >= count:
+            raise ConfigError(f"device {device} is not available: there are {count}, cuda:0 to cuda:{count - 1}")
+    elif device == "mps" and not torch.backends.mps.is_available():
+        raise ConfigError("device mps is not available on this machine; use --device cpu")
