@@ -58,7 +58,8 @@ def render(snapshot: Snapshot) -> RenderableType:
 
 def _headline(snapshot: Snapshot) -> Text:
     peer = snapshot.get("peer", {})
-    text = Text.assemble((f"peerd {snapshot.get('version', '?')}", "bold"), f"  {peer.get('id', '?')}")
+    text = Text(no_wrap=True, overflow="ignore")  # addresses are there to be copied
+    text.append(f"peerd {snapshot.get('version', '?')}", "bold").append(f"  {peer.get('id', '?')}")
     text.append(f"\nup {duration(snapshot.get('uptime_s', 0.0))}, data in {snapshot.get('data_dir', '?')}", "dim")
     for addr in peer.get("addrs", []):
         text.append(f"\nlistening on {addr}", "dim")

@@ -1,0 +1,177 @@
+"""What one daemon and its swarm look like now, as plain data.
+
+The daemon's part is read from its services at the moment of asking. The swarm's part comes from the DHT, so it is
+fetched in the background while someone asks, and shown with its age; a snapshot never waits long for the network.
+Records in the DHT are strangers' words: decoded strictly, counted when unreadable.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections import deque
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any, Final
+
+import trio
+
+from peerd import __version__
+from peerd.core.clock import Clock
+from peerd.core.errors import ProtocolViolation, RemoteError
+from peerd.core.progress import decode_stage, decode_trainer, progress_key, stage_key
+from peerd.core.record import Record
+from peerd.core.runfile import RunFile
+from peerd.log import EventLog, plain
+from peerd.net.host import Host
+from peerd.service.dht import Dht
+from peerd.service.rpc import Rpc
+
+SWARM_PERIOD_S: Final = 1.0  # at most one look into the DHT per period, and only while someone asks
+SWARM_TIMEOUT_S: Final = 5.0
+FIRST_LOOK_S: Final = 1.0  # how long the first caller waits for the swarm's part
+RATE_WINDOW_S: Final = 5.0
+STAGES_SHOWN: Final = 64  # of a swarm view: bounds its look-ups
+CLOCK_WARN_S: Final = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class RoleState:
+    """One role as the supervisor and the role itself tell it."""
+
+    name: str
+    state: str
+    restarts: int
+    failure: str
+    told: dict[str, Any]
+
+    def as_dict(self) -> dict[str, Any]:
+        fixed = {"role": self.name, "state": self.state, "restarts": self.restarts, "failure": self.failure or None}
+        return {"waits_for": None, **self.told, **fixed}
+
+
+class StatusBoard:
+    """Answers `snapshot`. Its `run` measures rates and looks into the DHT when asked to."""
+
+    def __init__(self, net: tuple[Host, Rpc, Dht], clock: Clock, log: EventLog, run: RunFile | None) -> None:
+        self._host, self._rpc, self._dht = net
+        self._clock = clock
+        self._log = log
+        self._run = run
+        self._began = clock.now()
+        self._samples: deque[tuple[float, int, int]] = deque()
+        self._asked = trio.Event()
+        self._seen = trio.Event()
+        self._swarm: dict[str, Any] = {}
+
+    async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._measure)
+            if self._run is not None:
+                nursery.start_soon(self._look, self._run)
+            task_status.started()
+
+    async def snapshot(self, roles: Callable[[], Awaitable[list[RoleState]]]) -> dict[str, Any]:
+        """Everything a watcher may want to know, as plain data."""
+        self._asked.set()
+        if self._run is not None:
+            with trio.move_on_after(FIRST_LOOK_S):
+                await self._seen.wait()
+        states = await roles()
+        shown: dict[str, Any] = {
+            "version": __version__,
+            "pid": os.getpid(),
+            "time": self._clock.wall(),
+            "uptime_s": self._clock.now() - self._began,
+            "run": self._run.run if self._run is not None else None,
+            "peer": {"id": self._host.id, "addrs": [str(addr) for addr in self._host.addrs()]},
+            "roles": [state.as_dict() for state in states],
+            "network": self._network(),
+            "dht": self._dht.status(),
+            "rpc": self._rpc.status(),
+            "swarm": self._swarm,
+            "events": self._log.recent(),
+        }
+        return {key: plain(value) for key, value in shown.items()}
+
+    def _network(self) -> dict[str, Any]:
+        traffic = self._host.traffic()
+        since, bytes_in, bytes_out = self._samples[0] if self._samples else (0.0, 0, 0)
+        passed_s = max(self._clock.now() - since, 0.1)
+        return {
+            "links": traffic.links,
+            "streams": traffic.streams,
+            "bytes_in": traffic.bytes_in,
+            "bytes_out": traffic.bytes_out,
+            "in_per_s": (traffic.bytes_in - bytes_in) / passed_s,
+            "out_per_s": (traffic.bytes_out - bytes_out) / passed_s,
+            "peers": list(traffic.peers.values()),
+        }
+
+    async def _measure(self) -> None:
+        """Keep the totals of the last few seconds, for the rates."""
+        while True:
+            traffic, now = self._host.traffic(), self._clock.now()
+            self._samples.append((now, traffic.bytes_in, traffic.bytes_out))
+            while now - self._samples[0][0] > RATE_WINDOW_S:
+                self._samples.popleft()
+            await trio.sleep(RATE_WINDOW_S / 10)
+
+    async def _look(self, run: RunFile) -> None:
+        while True:
+            await self._asked.wait()
+            self._asked = trio.Event()
+            self._swarm = await swarm_view(self._dht, run) | {"seen": self._clock.wall()}
+            self._seen.set()
+            await trio.sleep(SWARM_PERIOD_S)
+
+
+async def swarm_view(dht: Dht, run: RunFile) -> dict[str, Any]:
+    """The swarm of a run as the DHT shows it: how far it is, and each stage's peers."""
+    stages = min(run.pipeline.stages, STAGES_SHOWN)
+    keys = [stage_key(run.run, number) for number in range(stages)]
+    try:
+        with trio.fail_after(SWARM_TIMEOUT_S):
+            found = await dht.get_many([*keys, progress_key(run.run)])
+    except (RemoteError, trio.TooSlowError) as error:
+        return {"run": run.run, "why": f"the DHT gave no answer: {error or 'time-out'}"}
+    unreadable: list[Record] = []
+    rows = [
+        {"stage": number, "peers": _read(found.get(key, []), decode_stage, unreadable)}
+        for number, key in enumerate(keys)
+    ]
+    trainers = _read(found.get(progress_key(run.run), []), decode_trainer, unreadable)
+    return {"run": run.run, **_summary(rows, trainers), "stages": rows, "trainers": trainers} | (
+        {"unreadable_records": len(unreadable)} if unreadable else {}
+    )
+
+
+def _read(records: list[Record], decode: Callable[[bytes], Any], unreadable: list[Record]) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = []
+    for record in records:
+        try:
+            value = decode(record.value)
+        except ProtocolViolation:
+            unreadable.append(record)
+            continue
+        rows.append({"peer": record.publisher, **{name: getattr(value, name) for name in value.__struct_fields__}})
+    return rows
+
+
+def _summary(stages: list[dict[str, Any]], trainers: list[dict[str, Any]]) -> dict[str, Any]:
+    """The run's step, loss and speed from what its trainers say; the step from its stages when none is there."""
+    steps = [row["step"] for row in trainers] or [peer["step"] for stage in stages for peer in stage["peers"]]
+    losses = [row["loss"] for row in trainers if math.isfinite(row["loss"])]
+    judged = [row for row in trainers if math.isfinite(row["valid_loss"])]
+    valid = max(judged, key=lambda row: int(row["valid_step"]), default=None)
+    return {
+        "step": max(steps, default=None),
+        "loss": math.fsum(losses) / len(losses) if losses else None,
+        "valid_loss": valid["valid_loss"] if valid else None,
+        "valid_step": valid["valid_step"] if valid else None,
+        "samples_per_s": math.fsum(row["samples_per_s"] for row in trainers),
+        "tokens_per_s": math.fsum(row["tokens_per_s"] for row in trainers),
+        "microbatches": sum(row["microbatches"] for row in trainers),
+        "redone": sum(row["redone"] for row in trainers),
+        "lost": sum(row["lost"] for row in trainers),
+    }
