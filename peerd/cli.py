@@ -1,0 +1,311 @@
+"""The command line: read flags, build a plan, run it, and turn every failure into one message and an exit code.
+
+Few flags on purpose; everything else is in the run file. Exit codes: 0 done, 1 failed, 2 wrong usage or config.
+Nothing heavy is imported before it is needed: `peerd status` loads no torch and no network. A traceback never
+reaches the terminal; a bug leaves its details in a file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import sys
+import tempfile
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import TYPE_CHECKING, Annotated, Final, NoReturn
+
+import typer
+
+from peerd import __version__
+from peerd.core.errors import ConfigError, PeerdError
+
+if TYPE_CHECKING:
+    from peerd.config import LoadedRun
+    from peerd.core.runfile import RunFile
+    from peerd.role import Role
+
+BACKBONE_LISTEN: Final = "/ip4/0.0.0.0/tcp/31337"  # a fixed port, so that a published join line stays true
+ANY_PORT: Final = "/ip4/0.0.0.0/tcp/0"
+
+app = typer.Typer(
+    name="peerd",
+    help="Pool computers over the internet to train neural networks together.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+
+RunFileOption = Annotated[Path | None, typer.Option(metavar="FILE", help="The run file (YAML).")]
+Bootstrap = Annotated[
+    list[str] | None, typer.Option(metavar="ADDR", help="A peer to start from, in place of the run file's. Repeatable.")
+]
+Listen = Annotated[
+    list[str] | None, typer.Option(metavar="ADDR", help="Where to listen, in place of the run file's. Repeatable.")
+]
+DataDir = Annotated[Path | None, typer.Option(metavar="DIR", help="Identity, checkpoints and events of this peer.")]
+Device = Annotated[str, typer.Option(metavar="NAME", help="Where to compute: cpu, cuda or cuda:N.")]
+Seed = Annotated[int | None, typer.Option(help="Makes this peer's random choices repeatable.")]
+LogLevel = Annotated[str, typer.Option(metavar="LEVEL", help="debug, info, warn or error.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object for programs.")]
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"peerd {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Pool computers over the internet to train neural networks together."""
+
+
+@app.command()
+def backbone(
+    config: RunFileOption = None,
+    bootstrap: Bootstrap = None,
+    listen: Listen = None,
+    data_dir: DataDir = None,
+    seed: Seed = None,
+    log_level: LogLevel = "info",
+) -> None:
+    """Run an entry point of the swarm: others join through it."""
+    _start(Flags(["backbone"], config, bootstrap, listen, data_dir, "cpu", seed, log_level))
+
+
+@app.command()
+def join(
+    role: Annotated[list[str], typer.Option(metavar="ROLE", help="stage, trainer, ... or module:Class. Repeatable.")],
+    model: RunFileOption = None,
+    bootstrap: Bootstrap = None,
+    listen: Listen = None,
+    data_dir: DataDir = None,
+    device: Device = "cpu",
+    seed: Seed = None,
+    log_level: LogLevel = "info",
+) -> None:
+    """Join a swarm in one or more roles."""
+    _start(Flags(role, model, bootstrap, listen, data_dir, device, seed, log_level))
+
+
+@app.command()
+def status(
+    watch: Annotated[bool, typer.Option("--watch", help="Keep showing it until Ctrl+C.")] = False,
+    as_json: AsJson = False,
+    data_dir: DataDir = None,
+) -> None:
+    """Show a running daemon and the swarm as it sees it."""
+    from peerd import control, view
+
+    with contextlib.suppress(KeyboardInterrupt):
+        if watch:
+            view.watch(lambda: control.ask(data_dir), as_json=as_json)
+        elif as_json:
+            typer.echo(json.dumps(control.ask(data_dir), indent=1, ensure_ascii=False))
+        else:
+            view.show(control.ask(data_dir))
+
+
+@app.command()
+def demo(
+    steps: Annotated[int | None, typer.Option(min=1, help="Global steps to train.")] = None,
+    data: Annotated[str | None, typer.Option(metavar="PATH", help="Your own text: a file, a folder or a glob.")] = None,
+    calm: Annotated[bool, typer.Option("--calm", help="Kill no peer.")] = False,
+    as_json: AsJson = False,
+    data_dir: DataDir = None,
+) -> None:
+    """Train a language model with a whole swarm on this machine, and watch it survive the loss of a peer."""
+    from peerd.demo import parent
+
+    raise typer.Exit(parent.run(parent.Wish(steps=steps, data=data, calm=calm, as_json=as_json, folder=data_dir)))
+
+
+@app.command()
+def identity(data_dir: DataDir = None, as_json: AsJson = False) -> None:
+    """Show this machine's peer ids; with --data-dir, make one there if there is none."""
+    from peerd import home
+
+    if data_dir is not None:
+        place = home.make_private_dir(data_dir)
+        if not (place / home.IDENTITY_FILE).exists():
+            with home.locked(place):
+                home.load_identity(place)
+        places = [place]
+    else:
+        places = home.known_identities()
+    found = [{"peer_id": home.load_identity(place).peer_id.text, "data_dir": str(place)} for place in places]
+    if as_json:
+        typer.echo(json.dumps(found[0] if data_dir is not None else {"identities": found}))
+    elif not found:
+        typer.echo(f"no identity yet under {home.data_root()}; one is made when a peer first starts")
+    else:
+        for entry in found:
+            typer.echo(f"{entry['peer_id']}  {entry['data_dir']}")
+
+
+@app.command()
+def doctor(
+    config: RunFileOption = None,
+    bootstrap: Bootstrap = None,
+    listen: Listen = None,
+    data_dir: DataDir = None,
+    device: Device = "cpu",
+    as_json: AsJson = False,
+) -> None:
+    """Check what a peer needs on this machine, and say what to do about what is wrong."""
+    from peerd import doctor as checks
+
+    loaded = _load(config, bootstrap, listen)
+    run = loaded.run if loaded is not None else None
+    wish = checks.Wish(
+        bootstrap=_chosen(bootstrap, run.bootstrap if run is not None else []),
+        listen=_chosen(listen, run.listen if run is not None else [ANY_PORT]),
+        data_dir=data_dir or home_of(run, []),
+        device=_device(device),
+    )
+    raise typer.Exit(checks.run(wish, as_json=as_json))
+
+
+@dataclass(frozen=True, slots=True)
+class Flags:
+    """What `backbone` and `join` were given."""
+
+    roles: list[str]
+    file: Path | None
+    bootstrap: list[str] | None
+    listen: list[str] | None
+    data_dir: Path | None
+    device: str
+    seed: int | None
+    log_level: str
+
+
+def _start(flags: Flags) -> None:
+    from peerd.log import check_level
+
+    check_level(flags.log_level)
+    _device(flags.device)
+    loaded = _load(flags.file, flags.bootstrap, flags.listen)
+    run = loaded.run if loaded is not None else None
+    for stop in (signal.SIGINT, signal.SIGTERM):  # until the daemon's loop takes them over
+        signal.signal(stop, _stop_early)
+    classes = _roles(flags.roles, run)
+    if flags.device != "cpu":
+        from peerd.compute.device import describe
+
+        describe(flags.device)
+
+    import trio
+
+    from peerd import daemon
+
+    plan = daemon.Plan(
+        roles=classes,
+        run=run,
+        bootstrap=_chosen(flags.bootstrap, run.bootstrap if run is not None else []),
+        listen=_chosen(flags.listen, _own_listen(loaded, flags.roles)),
+        data_dir=flags.data_dir or home_of(run, [cls.name for cls in classes]),
+        run_file=str(flags.file or "run.yaml"),
+        device=flags.device,
+        seed=flags.seed,
+        log_level=flags.log_level,
+    )
+    try:
+        trio.run(daemon.main, plan)
+    except ExceptionGroup as group:
+        raise daemon.leaf(group) from group
+
+
+def _load(file: Path | None, bootstrap: list[str] | None, listen: list[str] | None) -> LoadedRun | None:
+    from peerd import config
+
+    config.check_addresses("--bootstrap", bootstrap or [])
+    config.check_addresses("--listen", listen or [])
+    return config.load_run(file) if file is not None else None
+
+
+def _own_listen(loaded: LoadedRun | None, roles: list[str]) -> list[str]:
+    """The run file's addresses, unless it names none and this is a backbone."""
+    if roles == ["backbone"] and (loaded is None or "listen" not in loaded.given):
+        return [BACKBONE_LISTEN]
+    return loaded.run.listen if loaded is not None else [ANY_PORT]
+
+
+def _chosen(given: list[str] | None, otherwise: list[str]) -> tuple[str, ...]:
+    return tuple(given or otherwise)
+
+
+def _roles(texts: list[str], run: RunFile | None) -> tuple[type[Role], ...]:
+    from peerd import registry
+
+    classes = [registry.load(text) for text in texts]
+    names = [cls.name for cls in classes]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise ConfigError(f"role {twice[0]} is given twice; one peer holds a role once")
+    lacking = [cls.name for cls in classes if cls.needs_run and run is None]
+    if lacking:
+        raise ConfigError(f"role {lacking[0]} needs a run file: add --model FILE")
+    return tuple(classes)
+
+
+def _device(name: str) -> str:
+    if not re.fullmatch(r"cpu|mps|cuda(:\d+)?", name):
+        raise ConfigError(f"--device {name!r} is unknown; allowed: cpu, cuda, cuda:N, mps")
+    return name
+
+
+def home_of(run: RunFile | None, roles: list[str]) -> Path:
+    """The data directory when none is given."""
+    from peerd.home import default_data_dir
+
+    return default_data_dir(run.run if run is not None else None, roles)
+
+
+def _stop_early(number: int, frame: FrameType | None) -> NoReturn:
+    """Ctrl+C while things load: nothing has started, so nothing needs to be put away."""
+    os._exit(0)
+
+
+def invoke(argv: list[str]) -> int:
+    """Run one command line in this process; the exit code. Messages go to stderr."""
+    command = typer.main.get_command(app)
+    try:
+        command.main(args=argv, prog_name="peerd")
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else 0 if end.code is None else 1
+    except PeerdError as error:
+        sys.stderr.write(f"peerd: {error}\n")
+        return 2 if isinstance(error, ConfigError) else 1
+    return 0
+
+
+def _crash(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """A bug: one line for the user, the traceback into a file for whoever repairs it."""
+    where = "no file could be written"
+    with contextlib.suppress(OSError):
+        descriptor, where = tempfile.mkstemp(prefix="peerd-failure-", suffix=".txt")
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            traceback.print_exception(kind, error, trace, file=file)
+    sys.stderr.write(f"peerd: a bug stopped it ({kind.__name__}: {error}); please report it, details: {where}\n")
+
+
+def main() -> None:
+    """The `peerd` command."""
+    sys.excepthook = _crash
+    if "PEERD_PARENT" in os.environ:
+        from peerd.demo import tether
+
+        tether.tie()
+    sys.exit(invoke(sys.argv[1:]))

@@ -1,0 +1,377 @@
+"""The composition root: builds every part of one peer, starts them in order, supervises roles, and stops in order.
+
+Start: lock and identity, host, calls, DHT, control socket, roles. Stop: roles leave (refuse new work, hand in what
+is finished), records are withdrawn, links are closed with a goodbye; all within `DRAIN_S`. The first signal asks
+for that, the second stops at once. A role that fails is built anew after a pause, a few times; then the daemon
+gives up and says why. This is the only file that sees all layers, and the role supervisor below is one of the
+two places where any exception is caught: a plug-in's bug must not take the other roles with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import os
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import AsyncIterable, Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import trio
+
+from peerd import control
+from peerd.core.addr import parse_addr
+from peerd.core.clock import Clock
+from peerd.core.errors import ConfigError, LocalError, PeerdError
+from peerd.core.keys import Keypair
+from peerd.core.runfile import RunFile
+from peerd.devices import Devices
+from peerd.home import Running, load_identity, locked, make_private_dir, noted, socket_path
+from peerd.log import EventLog
+from peerd.net.clock import RealClock
+from peerd.net.host import Host
+from peerd.net.tcp import TcpTransport
+from peerd.role import Role, RoleContext
+from peerd.service.dht import Dht
+from peerd.service.rpc import Rpc
+from peerd.status import RoleState, StatusBoard
+
+LEAVE_S: Final = 6.5  # for roles to hand in what they hold
+WITHDRAW_S: Final = 1.0  # for the peers that keep our records to hear of it
+DRAIN_S: Final = 9.8  # after this the process ends, whatever still runs: a user who pressed Ctrl+C waits for it
+STOP_S: Final = 2.0  # the same after the second signal
+RESTART_PAUSES_S: Final = (1.0, 2.0, 4.0, 8.0, 16.0)  # before each new try of a role that failed
+HEALTHY_S: Final = 60.0  # a role that ran this long starts again with the first pause
+WAITS_PERIOD_S: Final = 1.0  # how often a change in what roles wait for is looked for
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What to start. `data_dir` may not exist yet."""
+
+    roles: tuple[type[Role], ...]
+    run: RunFile | None
+    bootstrap: tuple[str, ...]
+    listen: tuple[str, ...]
+    data_dir: Path
+    run_file: str = "run.yaml"  # as the user named it, for the line with which others join
+    device: str = "cpu"
+    seed: int | None = None
+    log_level: str = "info"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ground:
+    """What a peer stands on before there is a network: its directory, its identity, time, and its log."""
+
+    home: Path
+    keypair: Keypair
+    clock: Clock
+    log: EventLog
+
+
+@dataclass(slots=True, eq=False)
+class _Held:
+    """One role and how it fares."""
+
+    cls: type[Role]
+    role: Role | None = None
+    state: str = "starting"  # starting, running, paused, finished, failed, left
+    restarts: int = 0
+    failure: str = ""
+    done: trio.Event = field(default_factory=trio.Event)
+
+
+class Daemon:
+    """One peer with its roles. `run` once; `stop` from anywhere in the loop asks it to drain."""
+
+    def __init__(self, plan: Plan, ground: Ground, host: Host) -> None:
+        self._plan = plan
+        self._home = ground.home
+        self._log = ground.log
+        self._clock = ground.clock
+        self.host = host
+        self.rpc = Rpc(host, ground.clock)
+        self.dht = Dht(host, self.rpc, ground.clock, ground.keypair)
+        self._held = [_Held(cls) for cls in plan.roles]
+        self._failure: Exception | None = None
+        self._stopping = trio.Event()
+        self._stop_reason = ""
+        self._up = False
+        self._drained = False
+
+    def stop(self, reason: str) -> None:
+        """Ask for an orderly end; repeated asking changes nothing."""
+        if not self._stopping.is_set():
+            self._stop_reason = reason
+            self._stopping.set()
+
+    async def run(self, signals: AsyncIterable[int]) -> None:
+        """Until all roles have finished or a signal asks to stop. Raises PeerdError when a role gave up."""
+        async with Devices() as devices, trio.open_nursery() as services:
+            services.start_soon(self._obey_signals, signals, services.cancel_scope)
+            board = StatusBoard((self.host, self.rpc, self.dht), self._clock, self._log, self._plan.run)
+            await services.start(functools.partial(self.host.run, [parse_addr(text) for text in self._plan.listen]))
+            await services.start(self.rpc.run)
+            await services.start(self.dht.run, [parse_addr(text) for text in self._plan.bootstrap])
+            await services.start(board.run)
+            if control.SUPPORTED:
+                await services.start(control.serve, socket_path(self._home), functools.partial(self._snapshot, board))
+            services.start_soon(self._tell_waits)
+            self._greet()
+            self._up = True
+            await self._run_roles(devices)
+            with trio.move_on_after(WITHDRAW_S):
+                await self.dht.withdraw_all()
+            self._drained = True
+            services.cancel_scope.cancel()
+        if self._failure is not None:
+            raise self._failure
+        self._log.event("stopped", why=self._stop_reason)
+
+    # --- roles ---------------------------------------------------------------------------------------------------
+
+    async def _run_roles(self, devices: Devices) -> None:
+        async with trio.open_nursery() as nursery:
+            for held in self._held:
+                nursery.start_soon(self._supervise, held, self._context(held.cls, devices))
+            nursery.start_soon(self._finish_with_roles)
+            await self._stopping.wait()
+            await self._leave()
+            nursery.cancel_scope.cancel()
+
+    async def _finish_with_roles(self) -> None:
+        for held in self._held:
+            await held.done.wait()
+        self.stop("all roles have finished")
+
+    def _context(self, cls: type[Role], devices: Devices) -> RoleContext:
+        plan = self._plan
+        seed = plan.seed if plan.seed is not None else plan.run.seed if plan.run is not None else 0
+        return RoleContext(
+            run=plan.run,
+            host=self.host,
+            rpc=self.rpc,
+            dht=self.dht,
+            clock=self._clock,
+            data_dir=make_private_dir(self._home / cls.name),
+            device=plan.device,
+            seed=seed,
+            log=self._log.bind(role=cls.name),
+            worker=devices.worker,
+        )
+
+    async def _supervise(self, held: _Held, ctx: RoleContext) -> None:
+        pauses = list(RESTART_PAUSES_S)
+        while True:
+            began = trio.current_time()
+            failure = await _failure_of(functools.partial(self._run_role, held, ctx))
+            if failure is None:
+                held.state = "finished"
+                held.done.set()
+                return None
+            if trio.current_time() - began > HEALTHY_S:
+                pauses = list(RESTART_PAUSES_S)
+            held.failure = _sentence(failure)
+            self._keep_traceback(failure)
+            if isinstance(failure, ConfigError) or not pauses:
+                return self._give_up(held, failure)
+            held.state, held.role, pause_s = "paused", None, pauses.pop(0)
+            held.restarts += 1
+            self._log.event("role.failed", level="warn", role=held.cls.name, why=held.failure, again_in_s=pause_s)
+            await trio.sleep(pause_s)
+
+    async def _run_role(self, held: _Held, ctx: RoleContext) -> None:
+        held.state = "starting"
+        held.role = held.cls(ctx)
+        async with trio.open_nursery() as nursery:
+            await nursery.start(held.role.run)
+            held.state = "running"
+            self._log.event("role.started", role=held.cls.name)
+
+    def _give_up(self, held: _Held, failure: Exception) -> None:
+        held.state = "failed"
+        if isinstance(failure, ConfigError):
+            self._failure = self._failure or failure
+        else:
+            times = f" {held.restarts + 1} times" if held.restarts else ""
+            details = self._home / "failure.txt"
+            self._failure = self._failure or PeerdError(
+                f"role {held.cls.name} failed{times}, last: {held.failure}; details are in {details}"
+            )
+        held.done.set()
+        self.stop(f"role {held.cls.name} failed")
+
+    async def _leave(self) -> None:
+        """Let every living role hand in what it holds, all at once, within LEAVE_S."""
+
+        async def leave(held: _Held, role: Role) -> None:
+            failure = await _failure_of(role.leave)
+            if failure is not None:
+                self._log.event("role.leave_failed", level="warn", role=held.cls.name, why=_sentence(failure))
+            held.state = "left"
+
+        self._log.event("stopping", why=self._stop_reason)
+        with trio.move_on_after(LEAVE_S) as limit:
+            async with trio.open_nursery() as nursery:
+                for held in self._held:
+                    if held.role is not None and held.state == "running":
+                        nursery.start_soon(leave, held, held.role)
+        if limit.cancelled_caught:
+            late = [held.cls.name for held in self._held if held.state == "running"]
+            self._log.event("role.left_late", level="warn", roles=late, after_s=LEAVE_S)
+
+    def _keep_traceback(self, failure: Exception) -> None:
+        if isinstance(failure, PeerdError):
+            return
+        with contextlib.suppress(OSError), (self._home / "failure.txt").open("w", encoding="utf-8") as file:
+            traceback.print_exception(failure, file=file)
+
+    # --- for people ----------------------------------------------------------------------------------------------
+
+    async def _role_states(self) -> list[RoleState]:
+        states = []
+        for held in self._held:
+            told: dict[str, Any] = {}
+
+            async def read(role: Role | None = held.role, told: dict[str, Any] = told) -> None:
+                told.update(role.status() if role is not None else {})
+
+            failure = await _failure_of(read)
+            if failure is not None:
+                told["waits_for"] = f"its status can't be read: {_sentence(failure)}"
+            states.append(RoleState(held.cls.name, held.state, held.restarts, held.failure, told))
+        return states
+
+    async def _snapshot(self, board: StatusBoard) -> dict[str, Any]:
+        own = {"data_dir": str(self._home), "stopping": self._stop_reason or None}
+        return own | await board.snapshot(self._role_states)
+
+    async def _tell_waits(self) -> None:
+        """Say what each role waits for, whenever that changes."""
+        before: dict[str, object] = {}
+        while not self._stopping.is_set():
+            for state in await self._role_states():
+                now = state.told.get("waits_for") or None
+                if now != before.get(state.name):
+                    if now is not None:
+                        self._log.event("waits", role=state.name, reason=now)
+                    elif state.name in before:
+                        self._log.event("goes_on", role=state.name)
+                    before[state.name] = now
+            await trio.sleep(WAITS_PERIOD_S)
+
+    def _greet(self) -> None:
+        plan = self._plan
+        names = ", ".join(cls.name for cls in plan.roles)
+        run = f" of run {plan.run.run}" if plan.run is not None else ""
+        _say(f"peerd {names}{run}; data in {self._home}")
+        _say(f"peer id {self.host.id}")
+        addrs = [str(addr) for addr in self.host.addrs()]
+        for addr in addrs:
+            _say(f"listening on {addr}")
+        if addrs and not plan.bootstrap:
+            _say(f"others join with: peerd join --role stage --model {plan.run_file} --bootstrap {best_addr(addrs)}")
+
+    # --- ending --------------------------------------------------------------------------------------------------
+
+    async def _obey_signals(self, signals: AsyncIterable[int], everything: trio.CancelScope) -> None:
+        """The first signal drains, the second ends all at once; one that comes before the start is over does too."""
+        async for number in signals:
+            name = signal.Signals(number).name
+            if self._up and not self._stopping.is_set():
+                _say("stopping; once more to stop at once")
+                _end_process_after(DRAIN_S, lambda: 0 if self._drained else 1)
+                self.stop(name)
+                continue
+            if self._up:
+                self._failure = self._failure or PeerdError(f"stopped at once by a second {name}")
+            _end_process_after(STOP_S, lambda: 1)
+            self.stop(name)
+            everything.cancel()
+
+
+async def _failure_of(action: Callable[[], Awaitable[None]]) -> Exception | None:
+    """The role supervisor's net: what a plug-in's code raised, without the groups that nurseries wrap it in."""
+    try:
+        await action()
+    except Exception as error:
+        return leaf(error)
+    return None
+
+
+def leaf(error: Exception) -> Exception:
+    """The exception that matters in nested groups: a ConfigError before others, else the first."""
+    if not isinstance(error, ExceptionGroup):
+        return error
+    leaves = [leaf(inner) for inner in error.exceptions]
+    return next((found for found in leaves if isinstance(found, ConfigError)), leaves[0])
+
+
+def _sentence(error: Exception) -> str:
+    text = str(error) or "no message"
+    expected = isinstance(error, PeerdError) and not isinstance(error, LocalError)
+    return text if expected else f"{type(error).__name__}: {text}"
+
+
+def _say(text: str) -> None:
+    with contextlib.suppress(OSError, ValueError):
+        print(text, flush=True)
+
+
+def _end_process_after(delay_s: float, code: Callable[[], int]) -> None:
+    """A promise to the user who pressed Ctrl+C, kept even when a job on the device does not end."""
+
+    def end() -> None:
+        sys.stderr.write("peerd: something did not stop in time; ending the process\n")
+        os._exit(code())
+
+    timer = threading.Timer(delay_s, end)
+    timer.daemon = True
+    timer.start()
+
+
+def best_addr(addrs: Sequence[str]) -> str:
+    """The address to show to others: not loopback if there is another."""
+    loopback = ("/ip4/127.", "/ip6/::1/")
+    return next((addr for addr in addrs if not addr.startswith(loopback)), addrs[0])
+
+
+async def main(plan: Plan) -> None:
+    """Run one peer until it has finished or is asked to stop. Raises PeerdError when it could not do its work."""
+    with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:  # first: no signal may go astray
+        home = make_private_dir(plan.data_dir)
+        with locked(home):
+            await _run(plan, home, signals)
+
+
+async def _run(plan: Plan, home: Path, signals: AsyncIterable[int]) -> None:
+    keypair = load_identity(home)
+    clock = RealClock(_own_seed(plan.seed, keypair))
+    log = EventLog(clock, level=plan.log_level, stream=sys.stderr, path=home / "events.jsonl")
+    log.adopt_logging()
+    note = Running(
+        os.getpid(),
+        str(home),
+        str(socket_path(home)),
+        plan.run.run if plan.run is not None else "",
+        [cls.name for cls in plan.roles],
+    )
+    try:
+        with noted(note):
+            ground = Ground(home=home, keypair=keypair, clock=clock, log=log)
+            await Daemon(plan, ground, Host(keypair, clock, [TcpTransport()])).run(signals)
+    finally:
+        log.close()
+
+
+def _own_seed(seed: int | None, keypair: Keypair) -> int | None:
+    """Peers that are given one seed still make different choices."""
+    if seed is None:
+        return None
+    return int.from_bytes(hashlib.sha256(f"{seed}/{keypair.peer_id}".encode()).digest()[:8], "big")
