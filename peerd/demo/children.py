@@ -1,0 +1,129 @@
+"""The demo's processes: start one, ask it how it is, kill it, stop them all and make sure that they are gone.
+
+Each child is an ordinary `peerd` process with its own data directory and log file. What a child is asked goes over
+its control socket, as for any watcher.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import trio
+
+from peerd.core.errors import PeerdError
+from peerd.demo import tether
+from peerd.home import socket_path
+
+STOP_S: Final = 10.0  # between asking and killing
+THREADS: Final = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
+TAIL_LINES: Final = 12
+
+
+@dataclass(slots=True, eq=False)
+class Child:
+    """One process. `snapshot` is its last answer, and stays when it is gone."""
+
+    name: str
+    process: subprocess.Popen[bytes]
+    data_dir: Path
+    log: Path
+    killed: bool = False
+    snapshot: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def running(self) -> bool:
+        return self.process.poll() is None
+
+    def tail(self) -> str:
+        """The last lines that the process wrote."""
+        try:
+            lines = self.log.read_text("utf-8", "replace").splitlines()
+        except OSError:
+            return ""
+        return "\n".join(f"  | {line}" for line in lines[-TAIL_LINES:])
+
+    def role(self) -> dict[str, Any]:
+        """What its (only) role tells about itself."""
+        roles = self.snapshot.get("roles") or [{}]
+        found: dict[str, Any] = roles[0]
+        return found
+
+    async def ask(self, timeout_s: float) -> None:
+        """Refresh `snapshot`; a child that does not answer keeps its old one."""
+        with trio.move_on_after(timeout_s):
+            try:
+                path = os.fspath(socket_path(self.data_dir))
+                async with await trio.open_unix_socket(path) as stream:
+                    self.snapshot = json.loads(b"".join([chunk async for chunk in stream]))
+            except (OSError, trio.BrokenResourceError, ValueError):
+                return
+
+
+class Children:
+    """All processes of one demo, living and dead, by name. Used as a context manager: none survives it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.by_name: dict[str, Child] = {}
+
+    def __enter__(self) -> Children:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def start(self, name: str, arguments: list[str]) -> Child:
+        """Start `peerd <arguments>` with a data directory named after the child."""
+        data_dir = self.folder / name
+        data_dir.mkdir(mode=0o700, exist_ok=True)
+        log = self.folder / f"{name}.log"
+        process = tether.start([*arguments, "--data-dir", str(data_dir)], log, THREADS)
+        child = self.by_name[name] = Child(name, process, data_dir, log)
+        return child
+
+    def kill(self, child: Child) -> None:
+        """End it as a power cut would."""
+        child.killed = True
+        child.process.kill()
+
+    def failed(self) -> Child | None:
+        """A child that ended with an error and wasn't killed by the demo."""
+        for child in self.by_name.values():
+            if not child.killed and child.process.poll() not in (None, 0):
+                return child
+        return None
+
+    def stop(self) -> None:
+        """Ask every process to leave, wait, kill what is left, and check that nothing is."""
+        try:
+            self._ask_to_leave()
+        except KeyboardInterrupt:
+            pass
+        finally:
+            for child in self.by_name.values():
+                if child.running:
+                    child.process.kill()
+                child.process.wait()
+                if child.process.stdin is not None:
+                    child.process.stdin.close()
+        left = [child.name for child in self.by_name.values() if not tether.group_is_gone(child.process.pid)]
+        if left:
+            raise PeerdError(f"processes of {', '.join(left)} are still there; end them by hand")
+
+    def _ask_to_leave(self) -> None:
+        """Everyone else first, while there is a backbone that hears of it."""
+        backbone = [child for child in self.by_name.values() if child.name == "backbone"]
+        others = [child for child in self.by_name.values() if child.name != "backbone"]
+        for asked in (others, backbone):
+            for child in asked:
+                if child.running:
+                    child.process.terminate()
+            deadline = time.monotonic() + STOP_S
+            while any(child.running for child in asked) and time.monotonic() < deadline:
+                time.sleep(0.05)

@@ -1,0 +1,208 @@
+"""The demo's story: start a backbone, four stage peers and a trainer; watch; kill a peer at one third, bring a new
+one at half; end with figures and a sample.
+
+Whatever happens, a child's failure included, all processes are stopped and the end is said in one message.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import sys
+from pathlib import Path
+from typing import Final
+
+import trio
+
+from peerd.core.errors import PeerdError
+from peerd.core.runfile import RunFile
+from peerd.demo import report
+from peerd.demo.children import Child, Children
+from peerd.demo.scene import Scene
+from peerd.demo.screen import Screen, open_screen
+from peerd.demo.setting import Wish, prepare
+
+LISTEN: Final = "/ip4/127.0.0.1/tcp/0"
+PERIOD_S: Final = 0.4
+ASK_TIMEOUT_S: Final = 2.0
+START_S: Final = 90.0  # a slow disk takes this long to import torch five times
+STALL_S: Final = 120.0  # without a new step: something is wrong, and each process says what it waits for
+PEERS_PER_STAGE: Final = 2
+SAMPLE_CHARACTERS: Final = 200
+
+__all__ = ["Wish", "run"]
+
+
+class Story:
+    """One demo from the first process to the last step."""
+
+    def __init__(self, wish: Wish, settings: RunFile, children: Children) -> None:
+        self._wish = wish
+        self._run = settings
+        self._children = children
+        self._file = children.folder / "run.yaml"
+        self._bootstrap = ""
+        self._began = 0.0
+        self.stopped = False
+        self.kill_step: int | None = None
+        self.started_later = 0
+        total = settings.optimizer.total_steps
+        self.scene = Scene(total, settings.batch.target_samples * settings.model.context)
+
+    async def play(self, screen: Screen) -> None:
+        """Until the trainer has finished, or Ctrl+C. PeerdError when a process failed or nothing moves."""
+        self._began = trio.current_time()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._obey_signals, nursery.cancel_scope)
+            nursery.start_soon(self._watch, screen)
+            await self._start()
+            await self._train()
+            nursery.cancel_scope.cancel()
+        self._look()
+        screen.update(self.scene, self.now_s)
+
+    @property
+    def now_s(self) -> float:
+        return trio.current_time() - self._began
+
+    async def _start(self) -> None:
+        self.scene.say(self.now_s, f"everything is in {self._children.folder}")
+        backbone = self._children.start("backbone", ["backbone", "--listen", LISTEN])
+        with trio.move_on_after(START_S):
+            while not (addrs := backbone.snapshot.get("peer", {}).get("addrs")):
+                await self._pause()
+            self._bootstrap = addrs[0]
+        if not self._bootstrap:
+            raise PeerdError(f"the backbone did not start within {START_S:.0f} s:\n{backbone.tail()}")
+        count = PEERS_PER_STAGE * self._run.pipeline.stages
+        for number in range(1, count + 1):
+            self._join(f"stage-{number}", "stage")
+        self._join("trainer", "trainer")
+        self.scene.say(self.now_s, f"started a backbone, {count} stage peers and a trainer")
+
+    def _join(self, name: str, role: str) -> Child:
+        options = ["--model", str(self._file), "--bootstrap", self._bootstrap, "--listen", LISTEN]
+        return self._children.start(name, ["join", "--role", role, *options])
+
+    async def _train(self) -> None:
+        trainer = self._children.by_name["trainer"]
+        moved_at, step = trio.current_time(), -1
+        while trainer.running:
+            await self._pause()
+            self._disturb()
+            if self.scene.step != step:
+                moved_at, step = trio.current_time(), self.scene.step
+            elif trio.current_time() - moved_at > STALL_S:
+                raise PeerdError(self._stalled())
+        self._check()
+
+    def _disturb(self) -> None:
+        """Kill at one third; replace at half."""
+        scene, total = self.scene, self.scene.total_steps
+        if self._wish.calm:
+            return
+        if not scene.killed and scene.step * 3 >= total and (victim := scene.victim()) is not None:
+            self._children.kill(self._children.by_name[victim.name])
+            scene.killed.append(victim.name)
+            self.kill_step = scene.step
+            scene.say(self.now_s, f"killed {victim.name} of stage {victim.stage} at step {scene.step}")
+        elif scene.killed and not self.started_later and scene.step * 2 >= total:
+            name = f"stage-{PEERS_PER_STAGE * self._run.pipeline.stages + 1}"
+            self._join(name, "stage")
+            self.started_later += 1
+            scene.say(self.now_s, f"started {name} at step {scene.step}")
+
+    async def _pause(self) -> None:
+        self._check()
+        await trio.sleep(PERIOD_S / 4)
+
+    def _check(self) -> None:
+        failed = self._children.failed()
+        if failed is not None:
+            raise PeerdError(f"{failed.name} ended with exit code {failed.process.returncode}:\n{failed.tail()}")
+
+    def _stalled(self) -> str:
+        waits = []
+        for child in self._children.by_name.values():
+            why = child.role().get("waits_for") or "nothing that it names"
+            waits.append(f"  {child.name}: {'waits for ' + str(why) if child.running else 'is gone'}")
+        return f"no new step for {STALL_S:.0f} s at step {self.scene.step}\n" + "\n".join(waits)
+
+    async def _watch(self, screen: Screen) -> None:
+        while True:
+            async with trio.open_nursery() as nursery:
+                for child in self._children.by_name.values():
+                    if child.running:
+                        nursery.start_soon(child.ask, ASK_TIMEOUT_S)
+            self._look()
+            screen.update(self.scene, self.now_s)
+            await trio.sleep(PERIOD_S)
+
+    def _look(self) -> None:
+        before = {peer.name: peer.stage for peer in self.scene.stage_peers}
+        self.scene.read(self._children.by_name, self.now_s)
+        for peer in self.scene.stage_peers:
+            if peer.stage is not None and before.get(peer.name) is None:
+                self.scene.say(self.now_s, f"{peer.name} serves stage {peer.stage}")
+
+    async def _obey_signals(self, everything: trio.CancelScope) -> None:
+        with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
+            async for _ in signals:
+                self.stopped = True
+                everything.cancel()
+
+
+def run(wish: Wish) -> int:
+    """The whole demo; its exit code."""
+    folder, settings = prepare(wish)
+    with Children(folder) as children:
+        story = Story(wish, settings, children)
+        screen = open_screen(as_json=wish.as_json)
+        with contextlib.closing(screen):
+            try:
+                trio.run(story.play, screen)
+            except BaseExceptionGroup as group:
+                raise _first(group) from group
+    if story.stopped:
+        sys.stderr.write(f"stopped; what there is lies in {folder}\n")
+        return 0
+    found = _report(story, settings, children)
+    print(found.as_json() if wish.as_json else "\n" + found.text())
+    return 0
+
+
+def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    error: BaseException = group
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
+def _report(story: Story, settings: RunFile, children: Children) -> report.Report:
+    scene = story.scene
+    at_kill, after = report.losses_around(scene, story.kill_step)
+    checkpoint, sample = _sample(children.folder, settings)
+    return report.Report(
+        loss_start=scene.valid_losses[min(scene.valid_losses)] if scene.valid_losses else None,
+        loss_end=scene.valid_losses[max(scene.valid_losses)] if scene.valid_losses else None,
+        loss_at_kill=at_kill,
+        loss_after_kill=after,
+        steps=scene.step,
+        seconds=max(scene.step_times.values(), default=0.0),
+        tokens_per_s=scene.tokens_per_s(),
+        wire_bytes_per_token=report.finite(scene.bytes_per_token()),
+        killed=len(scene.killed),
+        started_later=story.started_later,
+        microbatches=scene.microbatches,
+        microbatches_redone=scene.redone,
+        microbatches_lost=scene.lost,
+        checkpoint=checkpoint,
+        data_dir=str(children.folder),
+        sample=sample,
+        processes_left=sum(child.running for child in children.by_name.values()),
+    )
+
+
+def _sample(folder: Path, settings: RunFile) -> tuple[str, str]:
+    """The newest checkpoint's place, and what the model writes from it."""
+    raise PeerdError("")

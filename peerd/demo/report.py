@@ -1,0 +1,71 @@
+"""What the demo found out, for people and for programs."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from peerd.demo.scene import Scene
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """The demo's figures. Losses are validation losses in nats per token."""
+
+    loss_start: float | None
+    loss_end: float | None
+    loss_at_kill: float | None  # training loss of the last step before the kill
+    loss_after_kill: float | None  # training loss of the last step
+    steps: int
+    seconds: float
+    tokens_per_s: float
+    wire_bytes_per_token: float | None
+    killed: int
+    started_later: int
+    microbatches: int
+    microbatches_redone: int
+    microbatches_lost: int
+    checkpoint: str
+    data_dir: str
+    sample: str
+    processes_left: int
+
+    def as_json(self) -> str:
+        return json.dumps(asdict(self), ensure_ascii=False)
+
+    def text(self) -> str:
+        lines = [
+            f"validation loss   {_number(self.loss_start)} at the start, {_number(self.loss_end)} at the end",
+            f"steps             {self.steps} in {self.seconds:.0f} s, {self.tokens_per_s:,.0f} tokens/s",
+            f"on the wire       {self.wire_bytes_per_token or 0:,.0f} bytes per token, all processes together",
+            f"peers             {self.killed} killed, {self.started_later} started later",
+            f"microbatches      {self.microbatches} counted, {self.microbatches_redone} done again, "
+            f"{self.microbatches_lost} lost",
+            f"checkpoint        {self.checkpoint}",
+            "what the model writes:",
+            *(f"  {line}" for line in self.sample.splitlines()),
+        ]
+        return "\n".join(lines)
+
+
+def _number(value: float | None) -> str:
+    return "unknown" if value is None else f"{value:.3f}"
+
+
+def losses_around(scene: Scene, kill_step: int | None) -> tuple[float | None, float | None]:
+    """Training loss just before the kill, and at the end."""
+    if kill_step is None or not scene.losses:
+        return None, None
+    before = [step for step in scene.losses if step <= kill_step]
+    return (scene.losses[max(before)] if before else None), scene.losses[max(scene.losses)]
+
+
+def finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def newest(folder: Path, pattern: str) -> Path | None:
+    """The file or folder below `folder` that was changed last."""
+    return max(folder.glob(pattern), key=lambda path: path.stat().st_mtime, default=None)

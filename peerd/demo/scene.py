@@ -1,0 +1,112 @@
+"""What the demo knows of its swarm at a moment, read from the snapshots of its processes.
+
+No drawing, no processes, no clock: numbers in, numbers out, so that the view and the report agree.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+from peerd.demo.children import Child
+
+
+@dataclass(frozen=True, slots=True)
+class StagePeer:
+    """One stage process as it told last."""
+
+    name: str
+    stage: int | None
+    step: int
+    held: int
+    samples_per_s: float
+    waits_for: str
+    running: bool
+
+
+@dataclass(slots=True)
+class Scene:
+    """The swarm so far. Losses are in nats per token, by global step."""
+
+    total_steps: int
+    tokens_per_step: int
+    losses: dict[int, float] = field(default_factory=dict)
+    valid_losses: dict[int, float] = field(default_factory=dict)
+    step_times: dict[int, float] = field(default_factory=dict)  # when each step was first seen
+    step: int = 0
+    microbatches: int = 0
+    redone: int = 0
+    lost: int = 0
+    waits_for: str = ""
+    stage_peers: list[StagePeer] = field(default_factory=list)
+    bytes_out: int = 0
+    killed: list[str] = field(default_factory=list)
+    events: list[tuple[float, str]] = field(default_factory=list)  # seconds since the start, text
+
+    def read(self, children: dict[str, Child], now_s: float) -> None:
+        """Take in what every process told last."""
+        trainer = children.get("trainer")
+        if trainer is not None:
+            self._read_trainer(trainer.role(), now_s)
+        self.stage_peers = [stage_peer(child) for name, child in children.items() if name.startswith("stage")]
+        self.bytes_out = sum(traffic(child, "bytes_out") for child in children.values())
+
+    def _read_trainer(self, told: dict[str, Any], now_s: float) -> None:
+        step = int(told.get("step") or 0)
+        if step not in self.step_times and told:
+            self.step_times[step] = now_s
+        self.step = max(self.step, step)
+        _note(self.losses, told.get("step"), told.get("loss"))
+        _note(self.valid_losses, told.get("valid_step"), told.get("valid_loss"))
+        self.microbatches = int(told.get("microbatches") or self.microbatches)
+        self.redone = int(told.get("redone") or self.redone)
+        self.lost = int(told.get("lost") or self.lost)
+        self.waits_for = str(told.get("waits_for") or "")
+
+    def tokens_per_s(self, window_steps: int | None = None) -> float:
+        """Trained tokens per second over the newest steps, or over all of them."""
+        steps = sorted(step for step in self.step_times if step > 0)  # before the first, everything only starts
+        if len(steps) < 2:
+            return 0.0
+        first = steps[0] if window_steps is None else max(steps[0], steps[-1] - window_steps)
+        first = max(s for s in steps if s <= first)
+        passed_s = self.step_times[steps[-1]] - self.step_times[first]
+        return (steps[-1] - first) * self.tokens_per_step / passed_s if passed_s > 0 else 0.0
+
+    def bytes_per_token(self) -> float:
+        """What all processes together sent, per trained token."""
+        return self.bytes_out / (self.step * self.tokens_per_step) if self.step else math.nan
+
+    def victim(self) -> StagePeer | None:
+        """The peer whose loss hurts most: it holds the most gradients, and its stage has another peer."""
+        living = [peer for peer in self.stage_peers if peer.running and peer.stage is not None]
+        spare = [peer for peer in living if sum(other.stage == peer.stage for other in living) > 1]
+        return max(spare, key=lambda peer: (peer.held, peer.name), default=None)
+
+    def say(self, now_s: float, text: str) -> None:
+        self.events.append((now_s, text))
+
+
+def _note(history: dict[int, float], step: object, loss: object) -> None:
+    if isinstance(step, int) and isinstance(loss, int | float) and math.isfinite(loss):
+        history.setdefault(step, float(loss))
+
+
+def stage_peer(child: Child) -> StagePeer:
+    told = child.role()
+    stage = told.get("stage")
+    return StagePeer(
+        name=child.name,
+        stage=stage if isinstance(stage, int) and stage >= 0 else None,
+        step=int(told.get("step") or 0),
+        held=int(told.get("held_samples") or 0),
+        samples_per_s=float(told.get("samples_per_s") or 0.0),
+        waits_for=str(told.get("waits_for") or ""),
+        running=child.running,
+    )
+
+
+def traffic(child: Child, name: str) -> int:
+    """`bytes_in` or `bytes_out` of a process, as it told last."""
+    return int((child.snapshot.get("network") or {}).get(name) or 0)

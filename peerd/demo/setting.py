@@ -1,0 +1,73 @@
+"""The demo's run: the tiny run file that ships with peerd, with the user's wishes put in, written where it can be
+read and used again.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, files
+from pathlib import Path
+
+import msgspec
+import yaml
+
+import peerd
+from peerd.config import load_run
+from peerd.core.errors import ConfigError
+from peerd.core.runfile import RunFile
+from peerd.home import make_private_dir
+
+_KINDS = {".jsonl": "jsonl", ".parquet": "parquet"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wish:
+    """The demo's command line."""
+
+    steps: int | None
+    data: str | None
+    calm: bool
+    as_json: bool
+    folder: Path | None
+
+
+def config_file(name: str) -> Path:
+    """A file of `configs/`, from the source tree or from the installed package."""
+    beside = Path(peerd.__file__).resolve().parent.parent / "configs" / name
+    if beside.is_file():
+        return beside
+    try:
+        recorded = files("peerd") or []
+    except PackageNotFoundError:
+        recorded = []
+    for file in recorded:
+        if file.parts[-2:] == ("configs", name):
+            return Path(str(file.locate())).resolve()
+    raise ConfigError(f"configs/{name} is missing from this installation; install peerd again")
+
+
+def prepare(wish: Wish) -> tuple[Path, RunFile]:
+    """The demo's folder, with `run.yaml` in it, and the run."""
+    run = load_run(config_file("tiny.yaml")).run
+    if wish.steps is not None:
+        warmup = min(run.optimizer.warmup_steps, wish.steps // 4)
+        optimizer = msgspec.structs.replace(run.optimizer, total_steps=wish.steps, warmup_steps=warmup)
+        run = msgspec.structs.replace(run, optimizer=optimizer)
+    if wish.data is not None:
+        run = msgspec.structs.replace(run, data=msgspec.structs.replace(run.data, **_data(wish.data)))
+    folder = make_private_dir(wish.folder or Path(tempfile.mkdtemp(prefix="peerd-demo-")))
+    if any(folder.glob("*/identity.key")):
+        raise ConfigError(f"{folder} holds an earlier demo; give an empty folder")
+    file = folder / "run.yaml"
+    file.write_text(yaml.safe_dump(msgspec.to_builtins(run), sort_keys=False), "utf-8")
+    return folder, load_run(file).run
+
+
+def _data(text: str) -> dict[str, str]:
+    """`data.kind` and `data.path` for a file, a folder or a glob; paths made absolute."""
+    path = Path(text).expanduser()
+    absolute = path if path.is_absolute() else Path.cwd() / path
+    if not any(sign in text for sign in "*?[") and not absolute.exists():
+        raise ConfigError(f"--data {text}: there is no such file or folder")
+    return {"kind": _KINDS.get(path.suffix, "text"), "path": str(absolute)}
