@@ -1,0 +1,270 @@
+"""The rules of the house, enforced: who may import whom, how large things may grow, what may never be called, which
+flags the command line has, and what the wheel holds. A rule is changed here on purpose, or not at all.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+FILE_LINES = 500
+FUNCTION_LINES = 60
+
+# Layer (a folder, or a top-level file, of peerd) -> what of peerd it may import besides itself.
+LAYERS = {
+    "core": set(),
+    "machine": {"core"},
+    "net": {"core", "machine"},
+    "service": {"core", "machine", "net"},
+    "compute": {"core"},
+    "sim": {"core", "machine", "net", "service", "compute", "log", "role", "status", "daemon", "home", "registry"},
+    "log": {"core"},
+    "home": {"core"},
+    "config": {"core", "log"},
+    "role": {"core", "machine", "net", "service", "log"},
+    "registry": {"core", "log", "role"},
+    "control": {"core", "home"},
+    "devices": {"core"},
+    "view": set(),
+    "status": {"core", "net", "service", "log"},
+    "doctor": {"core", "net", "service", "home", "log", "compute"},
+    "demo": {"core", "config", "home", "view", "control", "compute"},
+    "cli": {
+        *("core", "config", "control", "daemon", "demo", "doctor", "home", "log", "registry", "role", "view"),
+        "compute",
+    },
+    "daemon": {"core", "net", "service", "compute", "control", "devices", "home", "log", "registry", "role", "status"},
+    "__main__": {"cli"},
+    "__init__": set(),
+}
+ROLE_IMPORTS = {"core", "compute", "role"}
+SANS_IO = {"trio", "torch", "socket", "time", "logging", "asyncio", "threading", "select", "secrets", "subprocess"}
+BANNED = {
+    "core": SANS_IO,
+    "machine": SANS_IO,
+    "net": {"torch", "time", "logging.config"},
+    "service": {"torch", "time"},
+    **{name: {"torch"} for name in LAYERS if name not in ("core", "machine", "net", "service", "compute", "sim")},
+}
+THE_REAL_CLOCK = Path("peerd/net/clock.py")  # the one file of the network that reads the machine's clock
+UNSAFE_MODULES = {"pickle", "marshal", "shelve", "dill", "cloudpickle", "cPickle"}
+UNSAFE_CALLS = {"eval", "exec", "compile", "__import__"}
+SUPERVISORS = {Path("peerd/net/host.py"): 1, Path("peerd/daemon.py"): 1}
+
+FLAGS = {
+    "": {"--version", "--help"},
+    "backbone": {"--config", "--bootstrap", "--listen", "--data-dir", "--seed", "--log-level", "--help"},
+    "join": {
+        *("--role", "--model", "--bootstrap", "--listen", "--data-dir", "--device", "--seed", "--log-level", "--help"),
+    },
+    "status": {"--watch", "--json", "--data-dir", "--help"},
+    "demo": {"--steps", "--data", "--calm", "--json", "--data-dir", "--help"},
+    "identity": {"--data-dir", "--json", "--help"},
+    "doctor": {"--config", "--bootstrap", "--listen", "--data-dir", "--device", "--json", "--help"},
+}
+
+
+@functools.cache
+def parsed(file: Path) -> ast.Module:
+    return ast.parse(file.read_text("utf-8"), str(file))
+
+
+def sources(*folders: str) -> list[Path]:
+    return sorted(path for folder in folders for path in (ROOT / folder).rglob("*.py"))
+
+
+def name_of(file: Path) -> str:
+    return str(file.relative_to(ROOT))
+
+
+def layer_of(file: Path) -> str:
+    part = file.relative_to(ROOT / "peerd").parts[0]
+    return part.removesuffix(".py")
+
+
+def imported(file: Path) -> Iterator[tuple[int, str]]:
+    """Line and full name of everything imported, inside functions and for type checkers too."""
+    package = file.relative_to(ROOT).parent.parts
+    for node in ast.walk(parsed(file)):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            start = ".".join(package[: len(package) - node.level + 1]) if node.level else ""
+            module = ".".join(part for part in (start, node.module or "") if part)
+            yield node.lineno, module
+            if module in ("peerd", "roles"):
+                yield from ((node.lineno, f"{module}.{alias.name}") for alias in node.names)
+
+
+def under(module: str, names: set[str]) -> bool:
+    return any(module == name or module.startswith(name + ".") for name in names)
+
+
+@pytest.mark.parametrize("file", sources("peerd"), ids=name_of)
+def test_each_layer_imports_only_what_lies_below_it(file: Path) -> None:
+    layer = layer_of(file)
+    allowed = {f"peerd.{name}" for name in LAYERS[layer] | {layer}}
+    for line, module in imported(file):
+        where = f"{name_of(file)}:{line} imports {module}"
+        assert not under(module, {"roles"}), f"{where}; peerd never imports roles"
+        if module.startswith("peerd.") and layer != "__init__":
+            assert under(module, allowed) or module == "peerd.__version__", f"{where}; {layer} may not"
+        if file.relative_to(ROOT) != THE_REAL_CLOCK:
+            assert not under(module, BANNED.get(layer, set())), f"{where}; {layer} may not"
+
+
+@pytest.mark.parametrize("file", sources("roles"), ids=name_of)
+def test_a_role_sees_only_its_contract_compute_and_core(file: Path) -> None:
+    allowed = {f"peerd.{name}" for name in ROLE_IMPORTS}
+    for line, module in imported(file):
+        where = f"{name_of(file)}:{line} imports {module}"
+        assert not module.startswith("peerd") or under(module, allowed), f"{where}; a role may not"
+        assert not under(module, {"roles"}), f"{where}; roles never import each other"
+
+
+def test_every_file_has_a_layer() -> None:
+    assert {layer_of(file) for file in sources("peerd")} <= set(LAYERS)
+
+
+@pytest.mark.parametrize("file", sources("peerd/core", "peerd/machine"), ids=name_of)
+def test_cores_draw_no_randomness_of_their_own(file: Path) -> None:
+    """`random.Random` is a type there: the stream itself comes from outside."""
+    for node in ast.walk(parsed(file)):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            used = f"{node.value.id}.{node.attr}"
+            assert used != "os.urandom", f"{name_of(file)}:{node.lineno} uses {used}"
+            assert node.value.id != "random" or node.attr == "Random", f"{name_of(file)}:{node.lineno} uses {used}"
+        if isinstance(node, ast.Call):
+            assert ast.unparse(node.func) != "random.Random", f"{name_of(file)}:{node.lineno} seeds its own stream"
+        if isinstance(node, ast.ImportFrom) and node.module == "random":
+            assert {alias.name for alias in node.names} <= {"Random"}, f"{name_of(file)}:{node.lineno}"
+
+
+@pytest.mark.parametrize("file", sources("peerd", "roles", "scripts", "tests"), ids=name_of)
+def test_files_and_functions_stay_small(file: Path) -> None:
+    lines = len(file.read_text("utf-8").splitlines())
+    assert lines <= FILE_LINES, f"{name_of(file)} has {lines} lines; cut it in two"
+    for node in ast.walk(parsed(file)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            size = (node.end_lineno or node.lineno) - node.lineno + 1
+            assert size <= FUNCTION_LINES, f"{name_of(file)}:{node.lineno} {node.name} has {size} lines"
+
+
+@pytest.mark.parametrize("file", sources("peerd", "roles", "scripts", "tests"), ids=name_of)
+def test_every_file_says_what_it_is_for(file: Path) -> None:
+    header = ast.get_docstring(parsed(file)) or ""
+    assert len(header) > 20, f"{name_of(file)} begins without saying what it is for"
+
+
+@pytest.mark.parametrize("file", sources("peerd", "roles"), ids=name_of)
+def test_nothing_is_left_for_later(file: Path) -> None:
+    found = re.search(r"\b(TODO|FIXME|XXX|NotImplementedError)\b", file.read_text("utf-8"))
+    assert found is None, f"{name_of(file)}: {found}"
+
+
+def broad_excepts(file: Path) -> list[int]:
+    """Lines that catch everything: bare, Exception or BaseException, in a tuple or by suppress()."""
+    broad = {"Exception", "BaseException"}
+    lines = []
+    for node in ast.walk(parsed(file)):
+        if isinstance(node, ast.ExceptHandler):
+            caught = node.type.elts if isinstance(node.type, ast.Tuple) else [node.type]
+            if any(kind is None or ast.unparse(kind) in broad for kind in caught):
+                lines.append(node.lineno)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("suppress"):
+            lines += [node.lineno for kind in node.args if ast.unparse(kind) in broad]
+    return lines
+
+
+def test_only_the_two_supervisors_catch_everything() -> None:
+    found = {file.relative_to(ROOT): broad_excepts(file) for file in sources("peerd", "roles")}
+    wrong = {str(file): lines for file, lines in found.items() if len(lines) != SUPERVISORS.get(file, 0)}
+    assert not wrong, f"broad excepts (a supervisor has exactly one, nobody else any): {wrong}"
+
+
+@pytest.mark.parametrize("file", sources("peerd", "roles"), ids=name_of)
+def test_nothing_is_unpickled_or_evaluated(file: Path) -> None:
+    for line, module in imported(file):
+        assert not under(module, UNSAFE_MODULES), f"{name_of(file)}:{line} imports {module}"
+    for node in ast.walk(parsed(file)):
+        if isinstance(node, ast.Call):
+            called = ast.unparse(node.func)
+            assert called not in UNSAFE_CALLS | {"torch.load", "torch.save", "yaml.load"}, f"{name_of(file)}: {called}"
+            pickles = [word for word in node.keywords if word.arg == "allow_pickle"]
+            assert not pickles, f"{name_of(file)}:{node.lineno} allows pickle"
+
+
+def test_the_command_line_does_not_grow() -> None:
+    import typer
+
+    from peerd.cli import app
+
+    root = typer.main.get_command(app)
+    commands = {"": root, **getattr(root, "commands", {})}
+    found = {
+        name: {option for parameter in command.params for option in parameter.opts} | {"--help"}
+        for name, command in commands.items()
+    }
+    assert found == FLAGS
+
+
+def test_every_entry_point_leads_to_a_class() -> None:
+    told = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]["peerd.roles"]
+    assert set(told) >= {"backbone", "stage", "trainer"}
+    for name, target in told.items():
+        module, _, attribute = target.partition(":")
+        file = ROOT / (module.replace(".", "/") + ".py")
+        classes = {node.name for node in parsed(file).body if isinstance(node, ast.ClassDef)}
+        assert attribute in classes, f"entry point {name}: {file} has no class {attribute}"
+
+
+LIGHT = {
+    "status": "invoke(['status', '--data-dir', '/nowhere'])",
+    "identity": "invoke(['identity', '--data-dir', FOLDER])",
+    "doctor": "invoke(['doctor', '--help'])",
+    "backbone": "import peerd.daemon; from peerd import registry; registry.load('backbone')",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", sorted(LIGHT))
+def test_light_commands_never_import_torch(command: str, tmp_path: Path) -> None:
+    code = (
+        f"import sys; from peerd.cli import invoke; FOLDER = {str(tmp_path)!r}\n{LIGHT[command]}\n"
+        "heavy = {'torch', 'numpy', 'scipy'} & set(sys.modules); sys.exit(f'imported {heavy}' if heavy else 0)"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
+
+
+@pytest.mark.slow
+def test_the_wheel_holds_all_of_peerd_and_roles_and_nothing_else(tmp_path: Path) -> None:
+    tree = tmp_path / "tree"
+    for name in ("peerd", "roles", "configs"):
+        shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, tree / name)
+    options = ["--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", str(tmp_path)]
+    subprocess.run([sys.executable, "-m", "pip", "wheel", *options, str(tree)], check=True, capture_output=True)
+    with zipfile.ZipFile(next(tmp_path.glob("peerd-*.whl"))) as wheel:
+        held = set(wheel.namelist())
+        points = wheel.read(next(name for name in held if name.endswith("entry_points.txt"))).decode()
+    expected = {name_of(file) for file in sources("peerd", "roles")} | {"peerd/py.typed"}
+    assert expected <= held
+    others = {name for name in held - expected if not re.match(r"peerd-[^/]+\.(dist-info|data)/", name)}
+    assert not others
+    configs = {name.rpartition("/")[2] for name in held if "/share/peerd/configs/" in name}
+    assert configs == {file.name for file in (ROOT / "configs").glob("*.yaml")}
+    assert any(name.endswith("licenses/LICENSE") for name in held)
+    assert "stage = roles.stage:StageRole" in points
