@@ -1,0 +1,152 @@
+"""The messages of a DHT node that are under way: joins what its tasks want of one peer, and hands out the answers.
+
+An answer is believed only as far as it can be checked: of the kind that was asked for, about the keys that were asked
+for, every record signed by its publisher. Anything else is a lie, told to the caller in words. Decides nothing about
+whom to ask or when to stop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from peerd.core.ids import PeerId
+from peerd.core.limits import DHT_KEYS_PER_CALL, DHT_RECORDS_PER_STORE, DHT_STORE_BYTES
+from peerd.core.record import MAX_RECORD_BYTES, Record, Verifier
+from peerd.machine import queries as q
+from peerd.machine.errands import Placement, Search, Task
+from peerd.machine.neighbours import Neighbours
+from peerd.machine.table import Contact
+
+W = TypeVar("W")
+
+_STORE_RECORDS = min(DHT_RECORDS_PER_STORE, DHT_STORE_BYTES // MAX_RECORD_BYTES)  # however large they are
+
+
+@dataclass(slots=True)
+class Flight:
+    """A message under way, and the parts of tasks that wait for it. A ping has none."""
+
+    contact: Contact
+    request: q.Request
+    searches: list[tuple[Task, Search]]
+    placements: list[tuple[Task, Placement]]
+
+    def tasks(self) -> list[Task]:
+        """Everyone whose task this concerns, once each."""
+        tasks = [task for task, _ in self.searches] + [task for task, _ in self.placements]
+        return list({id(task): task for task in tasks}.values())
+
+    def failed(self) -> None:
+        """No answer will come."""
+        for _, search in self.searches:
+            search.failed(self.contact.peer)
+        for _, placement in self.placements:
+            placement.failed(self.contact.peer)
+
+
+class Dispatch:
+    """Asks on behalf of `own`."""
+
+    def __init__(self, own: PeerId, neighbours: Neighbours, verifier: Verifier) -> None:
+        self._own = own
+        self._neighbours = neighbours
+        self._verifier = verifier
+        self._flights: dict[int, Flight] = {}
+        self._last_id = 0
+
+    def __len__(self) -> int:
+        return len(self._flights)
+
+    def ping(self, now: float, contact: Contact, hello: q.Hello) -> list[q.Ask]:
+        """Ask whether the peer is there, unless that question is under way already."""
+        if contact.peer == self._own or any(
+            flight.contact.peer == contact.peer and isinstance(flight.request, q.Ping)
+            for flight in self._flights.values()
+        ):
+            return []
+        self._neighbours.greets(now, contact.peer)
+        return [self._ask(contact, q.Ping(hello), [], [])]
+
+    def messages(self, now: float, tasks: Iterable[Task], hello: q.Hello) -> Iterator[q.Ask]:
+        """What these tasks want to be asked now, one message per peer and kind as far as it fits."""
+        searches: dict[tuple[Contact, bool], list[tuple[Task, Search]]] = {}
+        placements: dict[Contact, list[tuple[Task, Placement]]] = {}
+        for task in tasks:
+            for contact, part in task.next(now):
+                if isinstance(part, Search):
+                    searches.setdefault((contact, part.values), []).append((task, part))
+                else:
+                    placements.setdefault(contact, []).append((task, part))
+        for (contact, values), wanted in searches.items():
+            for some in _slices(wanted, DHT_KEYS_PER_CALL):
+                keys = tuple(search.key for _, search in some)
+                yield self._ask(contact, q.Find(keys, values, self._greeting(now, contact, hello)), some, [])
+        for contact, placed in placements.items():
+            for batch in _slices(placed, _STORE_RECORDS):
+                records = tuple(placement.record for _, placement in batch)
+                yield self._ask(contact, q.Store(records, self._greeting(now, contact, hello)), [], batch)
+
+    def land(self, ask: int) -> Flight | None:
+        """The message of this id is no longer under way; None when it was settled before."""
+        return self._flights.pop(ask, None)
+
+    def land_all(self, peer: PeerId) -> list[Flight]:
+        """Everything that is under way to `peer` is lost."""
+        lost = [ask for ask, flight in self._flights.items() if flight.contact.peer == peer]
+        return [self._flights.pop(ask) for ask in lost]
+
+    def deliver(self, now: float, wall: float, flight: Flight, reply: q.Reply) -> str | None:
+        """Give the answer to those who wait for it; returns what is wrong with it, if it is a lie."""
+        match flight.request, reply:
+            case q.Find(), q.Found():
+                return self._found(now, wall, flight, reply)
+            case q.Store(records), q.Stored(verdicts) if len(records) == len(verdicts):
+                for (_, placement), (verdict, version) in zip(flight.placements, verdicts, strict=True):
+                    placement.answered(flight.contact.peer, verdict, version)
+                return None
+            case q.Ping(), q.Pong():
+                return None
+        return "it answered another question than it was asked"
+
+    def _found(self, now: float, wall: float, flight: Flight, found: q.Found) -> str | None:
+        if not 1 <= len(found.records) <= len(flight.searches):
+            return f"it answered {len(found.records)} keys of {len(flight.searches)}"
+        for (_, search), records in zip(flight.searches, found.records, strict=False):
+            if any(record.key != search.key for record in records):
+                return "it gave a record of another key than it was asked for"
+            if not all(self._verifier.genuine(record) for record in records):
+                return "it gave a record that its publisher did not sign"
+        nearer = [c for c in found.contacts if c.peer != self._own and self._neighbours.usable(now, c.peer)]
+        answered, rest = flight.searches[: len(found.records)], flight.searches[len(found.records) :]
+        for (_, search), records in zip(answered, found.records, strict=True):
+            search.answered(flight.contact, nearer, _acceptable(wall, records) if search.values else ())
+        for _, search in rest:
+            search.lookup.postponed(flight.contact.peer)
+        return None
+
+    def _greeting(self, now: float, contact: Contact, hello: q.Hello) -> q.Hello | None:
+        return hello if self._neighbours.greets(now, contact.peer) else None
+
+    def _ask(
+        self,
+        contact: Contact,
+        request: q.Request,
+        searches: list[tuple[Task, Search]],
+        placements: list[tuple[Task, Placement]],
+    ) -> q.Ask:
+        self._last_id += 1
+        known = self._neighbours.table.contact(contact.peer) or contact  # the table's addresses are first-hand
+        self._flights[self._last_id] = Flight(known, request, searches, placements)
+        return q.Ask(self._last_id, known, request)
+
+
+def _acceptable(wall: float, records: Sequence[Record]) -> list[Record]:
+    """Without what has expired here, or claims a longer lease than anyone may have."""
+    return [record for record in records if record.is_timely(wall)]
+
+
+def _slices(items: list[W], size: int) -> Iterator[list[W]]:
+    for start in range(0, len(items), size):
+        yield items[start : start + size]

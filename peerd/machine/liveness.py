@@ -1,0 +1,74 @@
+"""Which peers to leave alone for a while: suspicion that grows with silence and ends with an answer.
+
+Knows only what it is told, and forgets the peers it heard about longest ago. A silent peer is shunned for 5 s, then
+10, 20, ... (algorithms.md 12); a peer that lied is shunned for as long as its judge says. Shunning is local: it is
+never told to others, so that nobody can be slandered.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+
+from peerd.core.ids import PeerId
+
+BASE_S = 5.0  # of the first silence; doubles with each further one
+LONGEST_S = 640.0
+
+
+@dataclass(slots=True)
+class _Suspect:
+    silences: int = 0  # in a row
+    until: float = 0.0
+
+
+class Liveness:
+    """Suspicion of each peer. Every method takes and returns monotonic seconds."""
+
+    def __init__(self, remember: int = 4096) -> None:
+        self._remember = remember
+        self._suspects: OrderedDict[PeerId, _Suspect] = OrderedDict()
+
+    def answered(self, peer: PeerId) -> None:
+        """The peer is well: suspicion ends."""
+        self._suspects.pop(peer, None)
+
+    def silent(self, now: float, peer: PeerId) -> int:
+        """The peer did not answer, or closed its connection; returns how often in a row by now.
+
+        Several calls that fail at once are one silence: those that come while the peer is shunned anyway don't count.
+        """
+        suspect = self._suspect(peer)
+        if now >= suspect.until:
+            suspect.silences += 1
+            suspect.until = now + min(BASE_S * 2 ** (suspect.silences - 1), LONGEST_S)
+        return suspect.silences
+
+    def lied(self, now: float, peer: PeerId, shun_s: float) -> None:
+        """The peer broke the protocol: leave it alone for `shun_s`."""
+        suspect = self._suspect(peer)
+        suspect.until = max(suspect.until, now + shun_s)
+
+    def shunned(self, now: float, peer: PeerId) -> bool:
+        """Whether to leave the peer alone."""
+        suspect = self._suspects.get(peer)
+        return suspect is not None and now < suspect.until
+
+    def until(self, peer: PeerId) -> float:
+        """When the peer may be tried again; 0 for one that is not suspected."""
+        suspect = self._suspects.get(peer)
+        return suspect.until if suspect is not None else 0.0
+
+    def suspected(self, peer: PeerId) -> bool:
+        """Whether the peer's last word was silence, however long ago."""
+        return peer in self._suspects
+
+    def __len__(self) -> int:
+        return len(self._suspects)
+
+    def _suspect(self, peer: PeerId) -> _Suspect:
+        suspect = self._suspects.setdefault(peer, _Suspect())
+        self._suspects.move_to_end(peer)
+        if len(self._suspects) > self._remember:
+            self._suspects.popitem(last=False)
+        return suspect

@@ -1,0 +1,69 @@
+"""What a DHT node answers when others ask: a pure function of its table and store.
+
+A hostile peer may ask for many large keys (the answer stops at `DHT_BYTES_PER_KEY` and the first key always fits),
+offer floods of records (the store's quotas), or records that belong elsewhere (refused when we know k nearer peers).
+The number of keys and records in a request is bounded where it is decoded.
+"""
+
+from __future__ import annotations
+
+from peerd.core.ids import Key, PeerId
+from peerd.core.limits import DHT_BYTES_PER_KEY, DHT_CONTACTS_PER_REPLY
+from peerd.core.record import Record
+from peerd.machine.neighbours import Neighbours
+from peerd.machine.queries import Find, Found, Hello, Store, Stored
+from peerd.machine.store import Store as RecordStore
+from peerd.machine.store import Verdict
+from peerd.machine.table import Contact, place
+
+_RECORD_OVERHEAD_BYTES = 192  # of an encoded record: head, signature, framing
+
+
+class Responder:
+    """Answers on behalf of `own`, which knows `neighbours` and keeps `store`."""
+
+    def __init__(self, own: PeerId, k: int, neighbours: Neighbours, store: RecordStore) -> None:
+        self._place = place(own.key)
+        self._k = k
+        self._neighbours = neighbours
+        self._store = store
+
+    def find(self, now: float, wall: float, asker: PeerId, request: Find, hello: Hello | None) -> Found:
+        """Records under as many of the keys as fit, and peers near any of them."""
+        contacts: dict[PeerId, Contact] = {}
+        per_key = max(2, min(self._k, DHT_CONTACTS_PER_REPLY // len(request.keys)))
+        records: list[tuple[Record, ...]] = []
+        room = DHT_BYTES_PER_KEY
+        for key in request.keys:
+            held = tuple(self._store.get(wall, key)) if request.values else ()
+            size = sum(len(r.value) + len(r.suffix) + _RECORD_OVERHEAD_BYTES for r in held)
+            if records and size > room:
+                break
+            room -= size
+            records.append(held)
+            for contact in self._neighbours.closest(now, place(key), per_key + 1):
+                if contact.peer != asker:
+                    contacts[contact.peer] = contact
+        return Found(tuple(records), tuple(contacts.values())[:DHT_CONTACTS_PER_REPLY], hello)
+
+    def store(self, now: float, wall: float, sender: PeerId, request: Store, hello: Hello | None) -> Stored:
+        """A verdict for each record; after the first forged one, the rest is not looked at."""
+        verdicts: list[tuple[Verdict, int]] = []
+        forged = self._neighbours.is_liar(now, sender)
+        for record in request.records:
+            verdict = (Verdict.FORGED, 0) if forged else self.keep(now, wall, record)
+            forged = verdict[0] is Verdict.FORGED
+            verdicts.append(verdict)
+        return Stored(tuple(verdicts), hello)
+
+    def keep(self, now: float, wall: float, record: Record) -> tuple[Verdict, int]:
+        """Offer `record` to our own store, unless it belongs to others."""
+        if self.is_far(now, record.key):
+            return Verdict.FAR, 0
+        return self._store.offer(wall, record)
+
+    def is_far(self, now: float, key: Key) -> bool:
+        """Whether k known peers are nearer to `key` than we are."""
+        target = place(key)
+        nearest = self._neighbours.closest(now, target, self._k)
+        return len(nearest) == self._k and nearest[-1].place ^ target < self._place ^ target

@@ -1,0 +1,249 @@
+"""The records this peer keeps for the swarm: what it accepts, until when, and how much from whom.
+
+Every record is checked here whatever its way here: signature, expiry, version, quotas. Tombstones are kept like other
+records until they expire, so that what they withdrew cannot come back. When the store is full, the key farthest from
+us makes room for a nearer one: those records have their proper homes elsewhere.
+
+Invariants (`check`): per sub-key the record that beats all others offered; no quota exceeded; the counts are exact.
+A hostile peer may offer: forged, replayed, expired or far-future records, records of others, floods. Each record gets
+its own verdict, and none costs more than one signature check. Not stopped here: an attacker with very many
+identities can fill a key with valid records of theirs.
+"""
+
+from __future__ import annotations
+
+import enum
+import heapq
+from collections import Counter
+from dataclasses import dataclass, field
+
+from peerd.core.errors import LocalError
+from peerd.core.ids import Key, PeerId
+from peerd.core.limits import (
+    CLOCK_TOLERANCE_S,
+    DHT_BYTES_PER_KEY,
+    DHT_BYTES_PER_PUBLISHER,
+    DHT_RECORDS_PER_KEY,
+    DHT_RECORDS_PER_PUBLISHER,
+    DHT_STORED_BYTES,
+    DHT_STORED_RECORDS,
+    DHT_SUFFIXES_PER_KEY,
+)
+from peerd.core.record import Record, Verifier
+from peerd.machine.table import place
+
+_OVERHEAD_BYTES = 256  # of one record in memory, beyond its parts
+
+
+class Verdict(enum.IntEnum):
+    """What a store says to an offered record. Travels as its number."""
+
+    STORED = 0
+    STALE = 1  # it holds a record that beats this one
+    UNTIMELY = 2  # expired, or a lease longer than allowed: clocks may differ
+    FORGED = 3  # not signed by its publisher
+    OVER_QUOTA = 4  # too much of this publisher or under this key
+    FULL = 5  # nothing farther from us could make room
+    FAR = 6  # others are much nearer to the key
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreLimits:
+    """How much to keep. Bytes count values, suffixes and a fixed part per record."""
+
+    records: int = DHT_STORED_RECORDS
+    bytes: int = DHT_STORED_BYTES
+    records_per_key: int = DHT_RECORDS_PER_KEY
+    bytes_per_key: int = DHT_BYTES_PER_KEY
+    records_per_publisher: int = DHT_RECORDS_PER_PUBLISHER
+    bytes_per_publisher: int = DHT_BYTES_PER_PUBLISHER
+    suffixes_per_key: int = DHT_SUFFIXES_PER_KEY  # of one publisher
+
+
+@dataclass(slots=True)
+class _Shelf:
+    """The records under one key, by sub-key."""
+
+    records: dict[bytes, Record] = field(default_factory=dict)
+    bytes: int = 0
+    publishers: Counter[PeerId] = field(default_factory=Counter)
+
+
+@dataclass(slots=True)
+class _Account:
+    records: int = 0
+    bytes: int = 0
+
+
+class Store:
+    """Records near `own`. `wall` is corrected Unix time throughout."""
+
+    def __init__(self, own: PeerId, verifier: Verifier, limits: StoreLimits | None = None) -> None:
+        self._place = place(own.key)
+        self._verifier = verifier
+        self._limits = limits or StoreLimits()
+        self._shelves: dict[Key, _Shelf] = {}
+        self._accounts: dict[PeerId, _Account] = {}
+        self._bytes = 0
+        self._records = 0
+        self._expiries: list[tuple[int, Key, bytes]] = []  # (expires_ms, key, sub-key); outdated entries remain
+        self._farthest: list[tuple[int, Key]] = []  # (minus distance, key); outdated entries remain
+
+    def __len__(self) -> int:
+        return self._records
+
+    @property
+    def held_bytes(self) -> int:
+        return self._bytes
+
+    def keys(self) -> list[Key]:
+        """Every key with records."""
+        return list(self._shelves)
+
+    def offer(self, wall: float, record: Record) -> tuple[Verdict, int]:
+        """Take the record if it may be taken; returns the verdict and the version that is held afterwards, or 0."""
+        held = self._held(record)
+        version = held.version if held is not None else 0
+        if held == record:
+            return Verdict.STORED, version
+        if not record.is_timely(wall):
+            return Verdict.UNTIMELY, version
+        if held is not None and not record.beats(held):
+            return Verdict.STALE, version
+        if not self._verifier.genuine(record):
+            return Verdict.FORGED, version
+        self.purge(wall)
+        held = self._held(record)
+        refusal = self._make_room(record, held)
+        if refusal is not None:
+            return refusal, version
+        if held is not None:
+            self._drop(held)
+        self._put(record)
+        return Verdict.STORED, record.version
+
+    def get(self, wall: float, key: Key) -> list[Record]:
+        """What is held under `key` and has not expired, tombstones included, by sub-key."""
+        shelf = self._shelves.get(key)
+        if shelf is None:
+            return []
+        return [record for _, record in sorted(shelf.records.items()) if record.is_live(wall)]
+
+    def purge(self, wall: float) -> int:
+        """Drop what has expired by more than the clocks' tolerance; returns how many records."""
+        before = self._records
+        while self._expiries and self._expiries[0][0] / 1000 + CLOCK_TOLERANCE_S <= wall:
+            expires_ms, key, sub_key = heapq.heappop(self._expiries)
+            shelf = self._shelves.get(key)
+            record = shelf.records.get(sub_key) if shelf is not None else None
+            if record is not None and record.expires_ms == expires_ms:
+                self._drop(record)
+        if len(self._expiries) > 2 * self._records + 64:
+            self._rebuild()
+        return before - self._records
+
+    def check(self) -> None:
+        """Raise LocalError when an invariant is broken."""
+        limits = self._limits
+        records = [record for shelf in self._shelves.values() for record in shelf.records.values()]
+        if len(records) != self._records or sum(map(_size, records)) != self._bytes:
+            raise LocalError("the store's counts are wrong")
+        if self._records > limits.records or self._bytes > limits.bytes:
+            raise LocalError("the store holds more than it may")
+        for key, shelf in self._shelves.items():
+            if not shelf.records or any(record.key != key for record in shelf.records.values()):
+                raise LocalError("a shelf is empty or holds another key's record")
+            if shelf.bytes != sum(map(_size, shelf.records.values())) or shelf.bytes > limits.bytes_per_key:
+                raise LocalError("a shelf's bytes are wrong or too many")
+            if len(shelf.records) > limits.records_per_key or shelf.publishers.total() != len(shelf.records):
+                raise LocalError("a shelf's records are miscounted or too many")
+        for publisher, account in self._accounts.items():
+            theirs = [record for record in records if record.publisher == publisher]
+            if (len(theirs), sum(map(_size, theirs))) != (account.records, account.bytes):
+                raise LocalError("a publisher's account is wrong")
+            if account.records > limits.records_per_publisher or account.bytes > limits.bytes_per_publisher:
+                raise LocalError("a publisher holds more than it may")
+
+    def _held(self, record: Record) -> Record | None:
+        shelf = self._shelves.get(record.key)
+        return shelf.records.get(record.sub_key) if shelf is not None else None
+
+    def _make_room(self, record: Record, held: Record | None) -> Verdict | None:
+        """None when the record, in place of `held`, keeps all quotas."""
+        limits, new = self._limits, 0 if held is not None else 1
+        size = _size(record) - (_size(held) if held is not None else 0)
+        shelf = self._shelves.get(record.key) or _Shelf()
+        account = self._accounts.get(record.publisher) or _Account()
+        if (
+            len(shelf.records) + new > limits.records_per_key
+            or shelf.bytes + size > limits.bytes_per_key
+            or shelf.publishers[record.publisher] + new > limits.suffixes_per_key
+            or account.records + new > limits.records_per_publisher
+            or account.bytes + size > limits.bytes_per_publisher
+        ):
+            return Verdict.OVER_QUOTA
+        distance = place(record.key) ^ self._place
+        while self._records + new > limits.records or self._bytes + size > limits.bytes:
+            if not self._evict_beyond(distance):
+                return Verdict.FULL
+        return None
+
+    def _evict_beyond(self, distance: int) -> bool:
+        """Give up the farthest key, if it is farther than `distance`."""
+        while self._farthest:
+            minus_distance, key = self._farthest[0]
+            if key in self._shelves and -minus_distance <= distance:
+                return False
+            heapq.heappop(self._farthest)
+            if key in self._shelves:
+                for record in list(self._shelves[key].records.values()):
+                    self._drop(record)
+                return True
+        return False
+
+    def _put(self, record: Record) -> None:
+        shelf = self._shelves.get(record.key)
+        if shelf is None:
+            shelf = self._shelves[record.key] = _Shelf()
+            heapq.heappush(self._farthest, (-(place(record.key) ^ self._place), record.key))
+        account = self._accounts.setdefault(record.publisher, _Account())
+        size = _size(record)
+        shelf.records[record.sub_key] = record
+        shelf.publishers[record.publisher] += 1
+        shelf.bytes += size
+        account.records += 1
+        account.bytes += size
+        self._records += 1
+        self._bytes += size
+        heapq.heappush(self._expiries, (record.expires_ms, record.key, record.sub_key))
+
+    def _drop(self, record: Record) -> None:
+        shelf, account, size = self._shelves[record.key], self._accounts[record.publisher], _size(record)
+        del shelf.records[record.sub_key]
+        shelf.publishers[record.publisher] -= 1
+        if not shelf.publishers[record.publisher]:
+            del shelf.publishers[record.publisher]
+        shelf.bytes -= size
+        account.records -= 1
+        account.bytes -= size
+        self._records -= 1
+        self._bytes -= size
+        if not shelf.records:
+            del self._shelves[record.key]
+        if not account.records:
+            del self._accounts[record.publisher]
+
+    def _rebuild(self) -> None:
+        """Rid the heaps of entries whose records are gone: a publisher that renews often must not make them grow."""
+        self._expiries = [
+            (record.expires_ms, key, sub_key)
+            for key, shelf in self._shelves.items()
+            for sub_key, record in shelf.records.items()
+        ]
+        self._farthest = [(-(place(key) ^ self._place), key) for key in self._shelves]
+        heapq.heapify(self._expiries)
+        heapq.heapify(self._farthest)
+
+
+def _size(record: Record) -> int:
+    return len(record.value) + len(record.suffix) + _OVERHEAD_BYTES

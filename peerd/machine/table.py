@@ -1,0 +1,237 @@
+"""The routing table: the peers we know, in buckets by xor distance from ourselves (Kademlia, section 2.2).
+
+Bucket i holds up to k peers whose distance has bit length i. Old peers stay: a newcomer to a full bucket waits in the
+bucket's reserve until an old one is removed, unless the bucket is crowded by one network, whose newest peer then
+gives way (so that an attacker with one network cannot fill our view; while there is room, nobody is turned away).
+Does not decide who is alive: the caller probes the peers that `add` names, and removes those that are silent.
+
+Invariants (`check`): every peer is in the bucket of its distance; at most k peers and k in reserve per bucket; nobody
+twice; never ourselves.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+
+from peerd.core.errors import LocalError
+from peerd.core.ids import Key, PeerId
+
+KEY_BITS = 256
+_NETWORK_SHARE = 4  # a network holds at most k over this of a full bucket
+
+
+def place(key: Key) -> int:
+    """A key as a number; the distance of two places is their xor."""
+    return int.from_bytes(key.raw, "big")
+
+
+@dataclass(frozen=True, slots=True)
+class Contact:
+    """A peer and where it says it can be reached: multiaddrs in binary form, opaque here."""
+
+    peer: PeerId
+    addrs: tuple[bytes, ...] = ()
+    place: int = field(init=False, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "place", place(self.peer.key))
+
+
+@dataclass(slots=True)
+class _Seat:
+    contact: Contact
+    since: float  # when it got its seat
+    seen: float  # when it last answered or called us
+
+
+@dataclass(slots=True)
+class _Bucket:
+    seats: OrderedDict[PeerId, _Seat] = field(default_factory=OrderedDict)  # least recently seen first
+    reserve: OrderedDict[PeerId, Contact] = field(default_factory=OrderedDict)  # latest newcomer last
+    refreshed: float = 0.0
+
+
+def network_of(addrs: Iterable[bytes]) -> bytes | None:
+    """The network that a peer's first public address is in: an IPv4 /24 or IPv6 /48. None: private, or only a name."""
+    for addr in addrs:
+        if addr[:1] == b"\x04" and len(addr) >= 5 and not _is_private(addr[1], addr[2]):
+            return addr[:4]
+        if addr[:1] == b"\x29" and len(addr) >= 17 and addr[1] & 0xE0 == 0x20:  # 2000::/3, the global unicast range
+            return addr[:7]
+    return None
+
+
+def _is_private(first: int, second: int) -> bool:
+    """RFC 1918, loopback, link-local and carrier NAT."""
+    return (
+        first in (10, 127)
+        or (first, second) in ((192, 168), (169, 254))
+        or (first == 172 and 16 <= second < 32)
+        or (first == 100 and 64 <= second < 128)
+    )
+
+
+class Table:
+    """Contacts around `own`. Times are monotonic seconds."""
+
+    def __init__(self, own: PeerId, k: int = 20) -> None:
+        self._own = own
+        self._place = place(own.key)
+        self._k = k
+        self._buckets: dict[int, _Bucket] = {}
+        self._seated = 0
+
+    def __len__(self) -> int:
+        return self._seated
+
+    def __contains__(self, peer: PeerId) -> bool:
+        return self.contact(peer) is not None
+
+    def __iter__(self) -> Iterator[Contact]:
+        return (seat.contact for bucket in self._buckets.values() for seat in bucket.seats.values())
+
+    def contact(self, peer: PeerId) -> Contact | None:
+        """The peer as we know it, unless it has no seat."""
+        bucket = self._buckets.get(self._index(place(peer.key)))
+        seat = bucket.seats.get(peer) if bucket is not None else None
+        return seat.contact if seat is not None else None
+
+    def add(self, now: float, contact: Contact) -> tuple[bool, Contact | None]:
+        """We heard from this peer itself: seat it, or note that it was seen and where it lives now.
+
+        Returns whether it has just been seated, and for a full bucket the peer heard from longest ago, to be probed.
+        """
+        if contact.peer == self._own:
+            return False, None
+        index = self._index(contact.place)
+        bucket = self._buckets.get(index)
+        if bucket is None:
+            bucket = self._buckets[index] = _Bucket(refreshed=now)
+        seat = bucket.seats.get(contact.peer)
+        if seat is not None:
+            seat.contact, seat.seen = contact, now
+            bucket.seats.move_to_end(contact.peer)
+            return False, None
+        if len(bucket.seats) >= self._k and not self._make_room(bucket, contact):
+            bucket.reserve[contact.peer] = contact
+            bucket.reserve.move_to_end(contact.peer)
+            if len(bucket.reserve) > self._k:
+                bucket.reserve.popitem(last=False)
+            return False, next(iter(bucket.seats.values())).contact
+        bucket.reserve.pop(contact.peer, None)
+        bucket.seats[contact.peer] = _Seat(contact, now, now)
+        self._seated += 1
+        return True, None
+
+    def seen(self, now: float, peer: PeerId) -> None:
+        """A seated peer gave a sign of life."""
+        bucket = self._buckets.get(self._index(place(peer.key)))
+        if bucket is not None and peer in bucket.seats:
+            bucket.seats[peer].seen = now
+            bucket.seats.move_to_end(peer)
+
+    def seen_at(self, peer: PeerId) -> float | None:
+        """When a seated peer was last heard from."""
+        bucket = self._buckets.get(self._index(place(peer.key)))
+        seat = bucket.seats.get(peer) if bucket is not None else None
+        return seat.seen if seat is not None else None
+
+    def remove(self, peer: PeerId) -> Contact | None:
+        """Forget a peer; returns the latest newcomer to its bucket that found it full, to be probed and added."""
+        bucket = self._buckets.get(self._index(place(peer.key)))
+        if bucket is None:
+            return None
+        bucket.reserve.pop(peer, None)
+        if bucket.seats.pop(peer, None) is None:
+            return None
+        self._seated -= 1
+        return bucket.reserve.popitem(last=True)[1] if bucket.reserve else None
+
+    def closest(self, target: int, count: int, usable: Callable[[PeerId], bool] | None = None) -> list[Contact]:
+        """Up to `count` seated contacts that are `usable`, nearest to `target` first."""
+        index = self._index(target)
+        # Bucket `index` lies on the target's side of the tree, the lower ones nearer to us, the higher ones beyond:
+        # no peer of a later group is nearer to the target than one of an earlier group.
+        groups = [[index], [i for i in self._buckets if i < index]]
+        groups += [[i] for i in sorted(i for i in self._buckets if i > index)]
+        found: list[Contact] = []
+        for group in groups:
+            members = [
+                seat.contact
+                for i in group
+                if (bucket := self._buckets.get(i)) is not None
+                for seat in bucket.seats.values()
+                if usable is None or usable(seat.contact.peer)
+            ]
+            members.sort(key=lambda contact: contact.place ^ target)
+            found += members
+            if len(found) >= count:
+                break
+        return found[:count]
+
+    def refresh_due(self, now: float, every_s: float) -> list[int]:
+        """Buckets in which nobody searched for `every_s`, from the nearest occupied one outwards; marks them searched.
+
+        Also those that are empty but not nearer than our nearest peer's: somebody may have come.
+        """
+        if not self._seated:
+            return []
+        nearest = min(i for i, bucket in self._buckets.items() if bucket.seats)
+        due = []
+        for index in range(nearest, KEY_BITS + 1):
+            bucket = self._buckets.get(index)
+            if bucket is None:
+                bucket = self._buckets[index] = _Bucket(refreshed=now - every_s)
+            if now - bucket.refreshed >= every_s:
+                bucket.refreshed = now
+                due.append(index)
+        return due
+
+    def searched(self, now: float, target: int) -> None:
+        """A look-up went toward `target`: its bucket needs no refresh for a while."""
+        bucket = self._buckets.get(self._index(target))
+        if bucket is not None:
+            bucket.refreshed = now
+
+    def key_in(self, index: int, rng: random.Random) -> Key:
+        """A random key in bucket `index`."""
+        if not 1 <= index <= KEY_BITS:
+            raise LocalError(f"there is no bucket {index}")
+        distance = (1 << (index - 1)) | rng.getrandbits(index - 1) if index > 1 else 1
+        return Key((self._place ^ distance).to_bytes(32, "big"))
+
+    def check(self) -> None:
+        """Raise LocalError when an invariant is broken."""
+        total = 0
+        for index, bucket in self._buckets.items():
+            total += len(bucket.seats)
+            if len(bucket.seats) > self._k or len(bucket.reserve) > self._k:
+                raise LocalError(f"bucket {index} holds {len(bucket.seats)} peers and {len(bucket.reserve)} in reserve")
+            if bucket.seats.keys() & bucket.reserve.keys():
+                raise LocalError(f"bucket {index} holds a peer twice")
+            members = [seat.contact for seat in bucket.seats.values()] + list(bucket.reserve.values())
+            if any(self._index(c.place) != index or c.peer == self._own for c in members):
+                raise LocalError(f"bucket {index} holds a peer that does not belong there")
+        if total != self._seated:
+            raise LocalError(f"{total} peers are seated, {self._seated} counted")
+
+    def _index(self, target: int) -> int:
+        return (self._place ^ target).bit_length()
+
+    def _make_room(self, bucket: _Bucket, newcomer: Contact) -> bool:
+        """Unseat the newest peer of a network that crowds the full `bucket`, for a peer of a rarer network."""
+        networks = Counter(network_of(seat.contact.addrs) for seat in bucket.seats.values())
+        del networks[None]
+        if not networks:
+            return False
+        crowd, size = networks.most_common(1)[0]
+        share = max(1, self._k // _NETWORK_SHARE)
+        if size <= share or networks[network_of(newcomer.addrs)] >= share:
+            return False
+        crowded = [seat for seat in bucket.seats.values() if network_of(seat.contact.addrs) == crowd]
+        del bucket.seats[max(crowded, key=lambda seat: seat.since).contact.peer]
+        self._seated -= 1
+        return True

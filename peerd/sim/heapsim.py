@@ -1,0 +1,242 @@
+"""The core simulator: thousands of DHT nodes on one heap of events, without trio, sockets or codecs.
+
+Runs the very `Kademlia` objects that the daemon runs, over a network of round trips drawn per pair of peers, silent or
+refusing dead peers, and churn. Signatures are replaced by a cheap stand-in that still fails for anybody but the
+publisher. Every event enters the trace hash: same seed, same hash. What is slow in reality and not here: hand-shakes,
+encryption and codecs; so a figure counts round trips and waiting, which dominate over the internet.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import heapq
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from peerd.core.errors import LocalError
+from peerd.core.ids import Key, PeerId
+from peerd.core.record import Verifier
+from peerd.machine import queries as q
+from peerd.machine.kademlia import Kademlia
+from peerd.machine.nodestate import KademliaConfig
+from peerd.machine.table import Contact
+
+EPOCH_S = 1_800_000_000.0  # Unix time at virtual time 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeapSimConfig:
+    """The simulated network and its nodes; times in seconds."""
+
+    round_trip_s: float = 0.092  # mean between two peers; Learning@home measured 92 +- 32 ms
+    round_trip_spread_s: float = 0.032  # standard deviation between pairs
+    refusing: float = 0.5  # of the dead peers, how many refuse at once; the others stay silent
+    clients: float = 0.0  # of the nodes, how many cannot be dialled
+    skew_s: float = 0.0  # clocks are off by up to this, either way
+    node: KademliaConfig = field(default_factory=KademliaConfig)
+
+
+class StandInSigner:
+    """Signs by hashing: as distinct per publisher and content as a signature, at a hundredth of its cost."""
+
+    def __init__(self, public_key: bytes) -> None:
+        self.peer_id = PeerId.from_public_key(public_key)
+
+    def sign(self, data: bytes, /) -> bytes:
+        return stand_in_signature(self.peer_id, data)
+
+
+def stand_in_signature(peer: PeerId, data: bytes) -> bytes:
+    """What `StandInSigner` of this peer signs `data` with."""
+    return hashlib.blake2b(data, key=peer.public_key).digest()
+
+
+def stand_in_verify(peer: PeerId, data: bytes, signature: bytes) -> bool:
+    """The counterpart of `StandInSigner`, for `Verifier`."""
+    return signature == stand_in_signature(peer, data)
+
+
+class SimNode:
+    """One machine with its network address."""
+
+    def __init__(self, kad: Kademlia, number: int) -> None:
+        self.kad = kad
+        self.number = number
+        self.alive = True
+        self.refuses = True  # how it behaves once dead
+        self.wakes_at = float("inf")
+
+    @property
+    def contact(self) -> Contact:
+        return self.kad.node.contact
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How an operation ended, and what it cost."""
+
+    done: q.GetDone | q.PutDone | q.JoinDone
+    seconds: float
+
+
+class HeapSim:
+    """A network of nodes. `run` until a virtual time, or `finish` an operation."""
+
+    def __init__(self, seed: int | str, config: HeapSimConfig | None = None) -> None:
+        self.config = config or HeapSimConfig()
+        self.seed = seed
+        self.now = 0.0
+        self.nodes: list[SimNode] = []
+        self.events = 0
+        self.messages = 0
+        self._rng = random.Random(f"{seed}/network")
+        self._heap: list[tuple[float, int, Callable[[], None]]] = []
+        self._order = 0
+        self._by_id: dict[PeerId, SimNode] = {}
+        self._ops: dict[int, float] = {}  # asked at
+        self._outcomes: dict[int, Outcome] = {}
+        self._last_op = 0
+        self._trace = hashlib.blake2b(digest_size=16)
+
+    def trace_hash(self) -> str:
+        """32 hex digits over every event so far."""
+        return self._trace.hexdigest()
+
+    def add(self, bootstrap: SimNode | None = None) -> SimNode:
+        """A new node; it meets `bootstrap` and joins by itself."""
+        number = len(self.nodes)
+        rng = random.Random(f"{self.seed}/node/{number}")
+        signer = StandInSigner(rng.randbytes(32))
+        kad = Kademlia(signer, Verifier(stand_in_verify), rng, self.config.node)
+        if rng.random() >= self.config.clients:
+            kad.addrs = (b"\x04" + number.to_bytes(4, "big") + b"\x06\x0f\xa1",)
+        kad.node.clock_ahead_s = EPOCH_S + self.config.skew_s * rng.uniform(-1, 1)
+        node = SimNode(kad, number)
+        self.nodes.append(node)
+        self._by_id[signer.peer_id] = node
+        if bootstrap is not None:
+            self._do(node, kad.handle(self.now, q.Met(bootstrap.contact)))
+        self._schedule_wake(node)
+        return node
+
+    def grow(self, count: int, every_s: float = 0.05) -> None:
+        """Let `count` nodes join one after the other, each through a random living one."""
+        for _ in range(count):
+            dialable = [node for node in self.living() if node.contact.addrs]
+            self.add(self._rng.choice(dialable) if dialable else None)
+            self.run(self.now + every_s)
+
+    def kill(self, node: SimNode) -> None:
+        """It is gone without a word; its connections to others stay silent or are reset, by chance."""
+        node.alive = False
+        node.refuses = self._rng.random() < self.config.refusing
+        self._note("kill", node.number)
+
+    def living(self) -> list[SimNode]:
+        """Every node that was not killed, oldest first."""
+        return [node for node in self.nodes if node.alive]
+
+    def start(self, node: SimNode, command: Callable[[int], q.Input]) -> int:
+        """Give the node a command, made from an operation's number; returns that number."""
+        self._last_op += 1
+        self._ops[self._last_op] = self.now
+        self._do(node, node.kad.handle(self.now, command(self._last_op)))
+        self._schedule_wake(node)
+        return self._last_op
+
+    def finish(self, op: int, limit_s: float = 120.0) -> Outcome:
+        """Run until the operation has ended; LocalError if it does not within `limit_s`."""
+        end = self.now + limit_s
+        while op not in self._outcomes:
+            if not self._heap or self._heap[0][0] > end:
+                raise LocalError(f"operation {op} did not end within {limit_s} s")
+            self._step()
+        return self._outcomes.pop(op)
+
+    def run(self, until: float) -> None:
+        """Let virtual time pass."""
+        while self._heap and self._heap[0][0] <= until:
+            self._step()
+        self.now = max(self.now, until)
+
+    def round_trip(self, one: SimNode, other: SimNode) -> float:
+        """The same for a pair each time, either way."""
+        low, high = sorted((one.number, other.number))
+        draw = random.Random(f"{self.seed}/{low}/{high}").gauss(
+            self.config.round_trip_s, self.config.round_trip_spread_s
+        )
+        return max(draw, self.config.round_trip_s / 10)
+
+    def nearest(self, key: Key, count: int) -> list[SimNode]:
+        """The truth that look-ups seek: the dialable living nodes nearest to `key`."""
+        dialable = [node for node in self.living() if node.contact.addrs]
+        return sorted(dialable, key=lambda node: key.distance(node.kad.node.id.key))[:count]
+
+    # --- events ------------------------------------------------------------------------------------------------
+
+    def _at(self, when: float, action: Callable[[], None]) -> None:
+        self._order += 1
+        heapq.heappush(self._heap, (when, self._order, action))
+
+    def _step(self) -> None:
+        self.now, _, action = heapq.heappop(self._heap)
+        self.events += 1
+        action()
+
+    def _note(self, what: str, *numbers: int) -> None:
+        self._trace.update(f"{self.now:.9f} {what} {numbers}\n".encode())
+
+    def _schedule_wake(self, node: SimNode) -> None:
+        at = node.kad.wake_at(self.now)
+        if at < node.wakes_at:
+            node.wakes_at = at
+            self._at(at, lambda: self._wake(node, at))
+
+    def _wake(self, node: SimNode, at: float) -> None:
+        if not node.alive or node.wakes_at != at:
+            return
+        node.wakes_at = float("inf")
+        self._do(node, node.kad.wake(self.now))
+        self._schedule_wake(node)
+
+    def _do(self, node: SimNode, outputs: list[q.Output]) -> None:
+        for output in outputs:
+            match output:
+                case q.Ask():
+                    self._send(node, output)
+                case q.GetDone(op) | q.PutDone(op) | q.JoinDone(op):
+                    self._outcomes[op] = Outcome(output, self.now - self._ops.pop(op))
+                    self._note("done", node.number, op)
+                case q.Blame():
+                    self._note("blame", node.number)
+                case q.Respond():
+                    raise LocalError("an answer to nobody")
+
+    def _send(self, node: SimNode, ask: q.Ask) -> None:
+        self.messages += 1
+        other = self._by_id[ask.contact.peer]
+        half = self.round_trip(node, other) / 2
+        self._note("ask", node.number, other.number)
+        self._at(self.now + half, lambda: self._arrive(node, other, ask, half))
+
+    def _arrive(self, node: SimNode, other: SimNode, ask: q.Ask, half: float) -> None:
+        if not other.alive or not other.contact.addrs:
+            patience = half if other.refuses else max(half, self.config.node.silent_s - half)
+            self._at(self.now + patience, lambda: self._input(node, q.Failed(ask.id)))
+            return
+        reply: q.Reply | None = None
+        outputs = other.kad.handle(self.now, q.Asked(0, node.kad.node.id, ask.request))
+        for output in outputs:
+            if isinstance(output, q.Respond):
+                reply = output.reply
+        self._do(other, [output for output in outputs if not isinstance(output, q.Respond)])
+        self._schedule_wake(other)
+        if reply is not None:
+            answer = q.Answered(ask.id, reply)
+            self._at(self.now + half, lambda: self._input(node, answer))
+
+    def _input(self, node: SimNode, event: q.Input) -> None:
+        if node.alive:
+            self._do(node, node.kad.handle(self.now, event))
+            self._schedule_wake(node)
