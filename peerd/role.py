@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Protocol
+from typing import ClassVar, Protocol
 
 import trio
 
@@ -18,13 +18,38 @@ from peerd.core.clock import Clock
 from peerd.core.runfile import RunFile
 from peerd.core.work import Worker
 from peerd.log import EventLog
+from peerd.machine.allreduce import RoundFailed
+from peerd.machine.contribution import Begun, Contribution, Drop, Order, Repeat, Start
+from peerd.net.host import Host
+from peerd.service.averaging import AveragingPlan
+from peerd.service.conducting import Conducting
+from peerd.service.dht import Dht
+from peerd.service.pipeline import Load, Pipeline
+from peerd.service.rpc import Answer, Incoming, MethodLimits, Rpc
+from peerd.service.snapshot import StateItem
+from peerd.service.training import Training
 
-if TYPE_CHECKING:
-    from peerd.net.host import Host
-    from peerd.service.dht import Dht
-    from peerd.service.rpc import Rpc
-
-__all__ = ["EventLog", "Role", "RoleContext"]
+__all__ = [
+    "Answer",
+    "AveragingPlan",
+    "Begun",
+    "Conducting",
+    "Contribution",
+    "Drop",
+    "EventLog",
+    "Incoming",
+    "Load",
+    "MethodLimits",
+    "Order",
+    "Pipeline",
+    "Repeat",
+    "Role",
+    "RoleContext",
+    "RoundFailed",
+    "Start",
+    "StateItem",
+    "Training",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,6 +26,11 @@ def progress_key(run: str) -> Key:
     return Key.of(f"{run}/progress")
 
 
+def joining_key(run: str) -> Key:
+    """Where peers that are about to join announce themselves."""
+    return Key.of(f"{run}/joining")
+
+
 def settings_key(run: str) -> Key:
     """Where peers of a run publish the settings they share."""
     return Key.of(f"{run}/settings")
@@ -35,7 +40,6 @@ class StageProgress(Message, frozen=True):
     """One stage peer, as it announces itself."""
 
     stage: int
-    joined: bool  # False: about to join, so that others who join at the same time choose another stage
     since: float  # Unix time
     step: int
     held: int  # samples accumulated for the step under way
@@ -44,6 +48,12 @@ class StageProgress(Message, frozen=True):
     conductor: PeerText  # whom it follows; "" while it looks for one
     waits_for: ShortText
     addrs: Annotated[list[AddrText], msgspec.Meta(max_length=16)]
+
+
+class Joiner(Message, frozen=True):
+    """A peer that is about to choose its stage; `since`: when it arrived, Unix time."""
+
+    since: float
 
 
 class TrainerProgress(Message, frozen=True):

@@ -84,6 +84,7 @@ class CheckpointSection(Section, frozen=True):
 
 class LimitsSection(Section, frozen=True):
     microbatches_in_flight: int = 0  # of one trainer; 0: chosen from the number of stage peers
+    stage: int | None = None  # the stage to serve; none: the one that needs a peer most
 
 
 class RunFile(Section, frozen=True):
@@ -173,4 +174,9 @@ def check(run: RunFile) -> list[tuple[str, str]]:
     need(run.checkpoint.every_steps >= 0, "checkpoint.every_steps", "must not be negative")
     need(run.checkpoint.keep >= 1, "checkpoint.keep", f"is {run.checkpoint.keep}; must be at least 1")
     need(0 <= run.limits.microbatches_in_flight <= 4096, "limits.microbatches_in_flight", "allowed: 0 to 4096")
+    need(
+        run.limits.stage is None or 0 <= run.limits.stage < p.stages,
+        "limits.stage",
+        "allowed: 0 to pipeline.stages - 1",
+    )
     return faults

@@ -193,7 +193,6 @@ class StageBackward(Message, frozen=True):
     stage: StageNumber
     step: StepNumber
     seq: Seq
-    want_gradient: bool  # False when a lost gradient is redone and nobody needs the input's gradient
 
 
 class StageAnswer(Message, frozen=True):

@@ -117,6 +117,10 @@ class Conductor:
         """Members that are said to live: a new conductor does not decide at once without them."""
         self._expected = frozenset(peers)
 
+    def unexpect(self, peer: str) -> None:
+        """This one cannot be reached."""
+        self._expected -= {peer}
+
     def saved(self, peer: str, positions: Iterable[Position]) -> None:
         """The checkpoints a member has now."""
         if peer in self._members:

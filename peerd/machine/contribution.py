@@ -1,0 +1,168 @@
+"""A trainer's books: which microbatches it has begun, which the step counts, which must be done again.
+
+Decides from the conductor's answers what to start, to drop and to repeat; computes nothing. Invariant: every batch
+of samples that was taken from the data is in exactly one place: waiting, begun, finished, counted, or lost; and it
+is lost only when this trainer missed the outcome of a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+from peerd.core.training import Done, Redo, TrainerAnswer
+
+T = TypeVar("T")  # what a microbatch carries: its samples, and what its stages gave
+
+
+@dataclass(slots=True)
+class Begun(Generic[T]):
+    """A microbatch under its number of this step."""
+
+    seq: int
+    load: T
+    admitted: bool = False
+    finished: bool = False
+    unsaid: bool = False  # finished, or repeated, and the conductor has not taken the news
+    redoing: set[int] = field(default_factory=set)
+    holders: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Start(Generic[T]):
+    """Send this microbatch through all stages."""
+
+    item: Begun[T]
+
+
+@dataclass(frozen=True, slots=True)
+class Repeat(Generic[T]):
+    """Do one stage of this microbatch again."""
+
+    item: Begun[T]
+    stage: int
+
+
+@dataclass(frozen=True, slots=True)
+class Drop(Generic[T]):
+    """Stop whatever runs for this microbatch; its samples wait again under another number."""
+
+    item: Begun[T]
+
+
+Order = Start[T] | Repeat[T] | Drop[T]
+
+
+@dataclass(slots=True)
+class Tally:
+    """What became of microbatches so far."""
+
+    begun: int = 0
+    counted: int = 0
+    redone: int = 0  # stages done again because their peer was lost
+    requeued: int = 0  # begun again from the start
+    lost: int = 0
+
+
+class Contribution(Generic[T]):
+    """One trainer's part in the run. `session` makes its numbers differ from those of an earlier life."""
+
+    def __init__(self, session: int) -> None:
+        self.step = 0
+        self.tally = Tally()
+        self.waiting: list[T] = []  # samples that no number has yet
+        self.items: dict[int, Begun[T]] = {}
+        self._next = session << 31
+        self._joined = False
+
+    def wish(self, in_flight: int) -> None:
+        """Give numbers to waiting samples until so many are open."""
+        while self.waiting and len(self.open()) < in_flight:
+            self.items[self._next] = Begun(self._next, self.waiting.pop(0))
+            self._next += 1
+
+    def open(self) -> list[int]:
+        """Numbers that are wished for or begun: what the conductor may admit, or has."""
+        return [seq for seq, item in self.items.items() if not item.finished]
+
+    def news(self) -> list[Done]:
+        """What the conductor has not heard."""
+        return [Done(i.seq, list(i.holders)) for i in self.items.values() if i.finished and i.unsaid]
+
+    def finish(self, item: Begun[T], holders: Iterable[str]) -> None:
+        """All stages of `item` are done; `holders` by stage."""
+        item.holders = list(holders)
+        item.finished = item.unsaid = True
+
+    def repeated(self, item: Begun[T], stage: int, holder: str) -> None:
+        """One stage was done again."""
+        item.holders[stage] = holder
+        item.redoing.discard(stage)
+        item.unsaid = True
+        self.tally.redone += 1
+
+    def repeat_all(self) -> None:
+        """A new conductor knows nothing of this step: say everything again."""
+        for item in self.items.values():
+            item.unsaid = item.finished
+
+    def answered(self, answer: TrainerAnswer, said: Iterable[Done]) -> list[Order[T]]:
+        """Take the conductor's answer to a report that said `said`."""
+        orders: list[Order[T]] = []
+        if answer.step != self.step or not self._joined:
+            orders += self._close_step(answer)
+        elif answer.taken:
+            for done in said:
+                item = self.items.get(done.seq)
+                if item is not None and item.holders == done.holders:
+                    item.unsaid = False
+        orders += self._match(answer)
+        return orders
+
+    def _close_step(self, answer: TrainerAnswer) -> list[Order[T]]:
+        """The swarm is at another step: count what it counted, begin the rest again."""
+        orders: list[Order[T]] = []
+        known = answer.step == self.step + 1
+        counted = set(answer.counted)
+        for item in list(self.items.values()):
+            if not item.admitted:
+                continue  # a wish: may be admitted to the new step under the same number
+            del self.items[item.seq]
+            if known and item.seq in counted:
+                self.tally.counted += 1
+            elif item.finished and not known:
+                self.tally.lost += 1
+            else:
+                self._again(item)
+            orders.append(Drop(item))
+        self.step, self._joined = answer.step, True
+        return orders
+
+    def _match(self, answer: TrainerAnswer) -> list[Order[T]]:
+        """Start what was admitted, drop what no longer is, repeat what was lost."""
+        orders: list[Order[T]] = []
+        admitted = set(answer.admitted)
+        for item in list(self.items.values()):
+            if item.seq in admitted and not item.admitted:
+                item.admitted = True
+                self.tally.begun += 1
+                orders.append(Start(item))
+            elif item.admitted and item.seq not in admitted and answer.taken and not item.unsaid:
+                del self.items[item.seq]
+                self._again(item)
+                orders.append(Drop(item))
+        for redo in answer.redo:
+            orders += self._redo(redo)
+        return orders
+
+    def _redo(self, redo: Redo) -> list[Order[T]]:
+        item = self.items.get(redo.seq)
+        if item is None or not item.finished or item.unsaid or redo.stage in item.redoing:
+            return []
+        item.redoing.add(redo.stage)
+        return [Repeat(item, redo.stage)]
+
+    def _again(self, item: Begun[T]) -> None:
+        self.waiting.insert(0, item.load)
+        self.tally.requeued += 1

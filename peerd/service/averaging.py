@@ -1,0 +1,213 @@
+"""All-reduce inside a group: every member ends with the same bits of the sum of all members' vectors.
+
+Drives `machine/allreduce`: sends each part to its owner and takes the sum back in the same call, so a part costs
+one call, and back-pressure is the transport's. Sums are made on the worker in the order of the group. A round ends
+whole or raises `RoundFailed` with the members at fault; nothing is applied here. Vectors are numpy, 1-D.
+A hostile member may send wrong shapes, wrong dtypes, NaN, parts of others, strangers' attempts: each is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import trio
+
+from peerd.core.errors import Refused, RemoteError
+from peerd.core.frame import TensorFrame
+from peerd.core.ids import PeerId
+from peerd.core.messages import Empty
+from peerd.core.training import AverageKey
+from peerd.core.work import Worker
+from peerd.machine.allreduce import Part, Round, RoundFailed, cut
+from peerd.service.rpc import Answer, Incoming, MethodLimits, Rpc
+
+Vector = np.ndarray[Any, np.dtype[Any]]
+
+METHOD = "average/1/part"
+_PARTS_IN_FLIGHT = 4  # to one owner: enough to fill the line while sums are made
+_JOIN_WAIT_S = 30.0  # a member may hear of the round a little later than the others
+_LOOK_S = 0.5  # how often lateness is looked for
+
+
+@dataclass(frozen=True, slots=True)
+class AveragingPlan:
+    """One round. `group` in the order in which sums are made; `patience_s` with a silent member."""
+
+    attempt: bytes
+    group: tuple[str, ...]
+    part_bytes: int
+    patience_s: float
+
+
+@dataclass(slots=True)
+class _Open:
+    """A round that is under way here. `scope` ends its tasks; `failure` says why, when it was not success."""
+
+    round: Round
+    source: Vector
+    result: Vector
+    worker: Worker
+    scope: trio.CancelScope = field(default_factory=trio.CancelScope)
+    failure: RoundFailed | None = None
+    versions: dict[int, dict[str, Vector]] = field(default_factory=dict)
+    summed: dict[int, trio.Event] = field(default_factory=dict)
+    moved: trio.Event = field(default_factory=trio.Event)  # set, and replaced, whenever the round gets on
+
+    def fail(self, reason: str, lost: tuple[str, ...]) -> None:
+        self.failure = self.failure or RoundFailed(reason, lost)
+        self.scope.cancel()
+        self.get_on()
+
+    def get_on(self) -> None:
+        self.moved.set()
+        self.moved = trio.Event()
+
+    @property
+    def done(self) -> bool:
+        return self.round.finished and all(event.is_set() for event in self.summed.values())
+
+
+class Averaging:
+    """Serves the parts of rounds that this peer takes part in."""
+
+    def __init__(self, rpc: Rpc, own: PeerId) -> None:
+        self._rpc = rpc
+        self._own = own.text
+        self._rounds: dict[bytes, _Open] = {}
+        self._opened = trio.Event()  # set and replaced whenever a round opens
+        rpc.serve(METHOD, AverageKey, self._take_part, limits=MethodLimits(frames=1, frame_bytes=8 << 20))
+
+    async def sum(self, plan: AveragingPlan, vector: Vector, worker: Worker) -> Vector:
+        """The sum of all members' vectors, in a new array; raises RoundFailed. `vector` must not change meanwhile."""
+        if len(plan.group) == 1:
+            return await worker.run(vector.copy, name="copy the only vector")
+        parts = cut(len(vector), plan.group, max(1, plan.part_bytes // vector.itemsize))
+        round_ = Round(self._own, plan.group, parts, plan.patience_s)
+        state = _Open(round_, vector, np.empty_like(vector), worker)
+        with self._registered(plan.attempt, state), state.scope:
+            round_.begin(trio.current_time())
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(self._give_own, state, [p for p in parts if p.owner == self._own])
+                for owner in plan.group:
+                    queue = iter([p for p in parts if p.owner == owner != self._own])
+                    for _ in range(_PARTS_IN_FLIGHT):
+                        nursery.start_soon(self._send_parts, plan, state, queue)
+                await self._watch(plan, state)
+        if state.failure is not None:
+            raise state.failure
+        return state.result
+
+    @contextmanager
+    def _registered(self, attempt: bytes, state: _Open) -> Iterator[None]:
+        self._rounds[attempt] = state
+        self._opened.set()
+        self._opened = trio.Event()
+        try:
+            yield
+        finally:
+            del self._rounds[attempt]
+            if not state.done:
+                state.fail("the round was called off", ())
+
+    async def _watch(self, plan: AveragingPlan, state: _Open) -> None:
+        """Returns when the round is done; fails it when somebody is late."""
+        while not state.done:
+            with trio.move_on_after(min(_LOOK_S, plan.patience_s / 4)):
+                await state.moved.wait()
+            late = state.round.late(trio.current_time())
+            if late:
+                state.fail("a member of the group fell silent", late)
+
+    async def _send_parts(self, plan: AveragingPlan, state: _Open, queue: Iterator[Part]) -> None:
+        """Part after part to one owner; each answer is the sum."""
+        timeout_s = 4 * plan.patience_s + _JOIN_WAIT_S
+        for part in queue:
+            payload = state.source[part.begin : part.end]
+            body = AverageKey(plan.attempt, part.index)
+            owner = PeerId.parse(part.owner)
+            try:
+                answer = await self._rpc.call(owner, METHOD, body, Empty, frames=[_frame(payload)], timeout_s=timeout_s)
+                total = _vector_of(answer.frames, payload)
+            except RemoteError as error:
+                state.fail(f"a part was not summed: {error}", (part.owner,))
+                return
+            state.result[part.begin : part.end] = total
+            state.round.returned(trio.current_time(), part.index)
+            state.get_on()
+
+    async def _give_own(self, state: _Open, share: list[Part]) -> None:
+        """Our own version of the parts that we sum."""
+        for part in share:
+            with suppress(Refused):  # the round has failed, and says why itself
+                await self._arrive(state, part, self._own, state.source[part.begin : part.end])
+
+    async def _take_part(self, call: Incoming[AverageKey]) -> Answer[Empty]:
+        state = await self._round(call.body.attempt)
+        if not call.body.part < len(state.round.parts):
+            raise Refused("no such part")
+        part = state.round.parts[call.body.part]
+        own = state.source[part.begin : part.end]
+        version = _vector_of(call.frames, own)
+        try:
+            await self._arrive(state, part, call.peer.text, version)
+        except ValueError as error:
+            raise Refused(str(error)) from None
+        while not state.summed[part.index].is_set():
+            if state.failure is not None:
+                raise Refused("the round has failed")
+            await state.moved.wait()
+        return Answer(Empty(), (_frame(state.result[part.begin : part.end]),))
+
+    async def _round(self, attempt: bytes) -> _Open:
+        """The round, when this peer has heard of it; TooSlow by the call's own deadline otherwise."""
+        with trio.move_on_after(_JOIN_WAIT_S):
+            while attempt not in self._rounds:
+                await self._opened.wait()
+        if attempt not in self._rounds:
+            raise Refused("no such averaging round here")
+        return self._rounds[attempt]
+
+    async def _arrive(self, state: _Open, part: Part, sender: str, version: Vector) -> None:
+        due = state.round.arrived(trio.current_time(), part.index, sender)
+        state.summed.setdefault(part.index, trio.Event())
+        versions = state.versions.setdefault(part.index, {})
+        versions[sender] = version
+        if not due:
+            return
+        ordered = [versions[peer] for peer in state.round.group]
+        target = state.result[part.begin : part.end]
+        bad = await state.worker.run(lambda: _add_up(ordered, target), name="sum a part")
+        if bad:
+            lost = tuple(state.round.group[i] for i in bad)
+            state.fail("a member sent values that are not finite", lost)
+            raise Refused("the sum is not finite")
+        del state.versions[part.index]
+        state.summed[part.index].set()
+        state.get_on()
+
+
+def _add_up(versions: list[Vector], target: Vector) -> list[int]:
+    """Sum into `target`; returns which versions are not finite, when the sum is not."""
+    np.copyto(target, versions[0])
+    for version in versions[1:]:
+        np.add(target, version, out=target)
+    if np.isfinite(target).all():
+        return []
+    return [i for i, version in enumerate(versions) if not np.isfinite(version).all()] or list(range(len(versions)))
+
+
+def _frame(vector: Vector) -> TensorFrame:
+    return TensorFrame(vector.dtype.name, vector.shape, vector.data.cast("B"))
+
+
+def _vector_of(frames: tuple[TensorFrame, ...], like: Vector) -> Vector:
+    """The one vector of a message, which must have the shape and dtype of ours."""
+    if len(frames) != 1 or frames[0].dtype != like.dtype.name or frames[0].shape != like.shape:
+        raise Refused(f"a part must be one {like.dtype.name} vector of {like.shape[0]} elements")
+    if frames[0].coding != "none":
+        raise Refused("parts travel uncoded")
+    return np.frombuffer(frames[0].payload, dtype=like.dtype)

@@ -1,0 +1,354 @@
+"""The conductor's duty on a stage-0 peer: takes everyone's reports, drives `machine/conductor`, makes its calls.
+
+Inactive until somebody reports to it and it is its turn (`Following.duty`); it gives the duty back when a peer
+before it in order conducts as well. A report that has nothing new waits here until something changed. Who lets go
+of its connection, or is silent for too long, is gone at once. Every call that is awaited has a deadline.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import trio
+
+from peerd.core.clock import Clock
+from peerd.core.errors import Refused, RemoteError
+from peerd.core.ids import PeerId
+from peerd.core.messages import Empty
+from peerd.core.training import (
+    Commit,
+    Leave,
+    MemberAnswer,
+    MemberSync,
+    Moved,
+    Prepare,
+    Prepared,
+    Restore,
+    TrainerAnswer,
+    TrainerSync,
+)
+from peerd.machine.conducting import (
+    CancelAttempt,
+    Event,
+    MemberGone,
+    MemberHello,
+    MoveEnded,
+    Note,
+    Output,
+    PrepareEnded,
+    SendMove,
+    SendPrepare,
+    TrainerGone,
+    TrainerReport,
+)
+from peerd.machine.conductor import Conductor, ConductorConfig, Phase
+from peerd.net.host import Host, PeerDown
+from peerd.service.following import Following
+from peerd.service.rpc import Answer, Incoming, MethodLimits, Rpc
+
+log = logging.getLogger("peerd.service.conducting")
+
+_SILENT_S = 12.0  # a report comes at least every few seconds
+_MOVE_TIMEOUT_S = 60.0  # an optimizer step, or reading a checkpoint
+_LOOK_S = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class ConductingConfig:
+    """One run's fingerprint and sizes; `prepare_timeout_s` for one averaging attempt."""
+
+    fingerprint: bytes
+    conductor: ConductorConfig
+    samples: int  # of the batch
+    prepare_timeout_s: float
+
+
+class Conducting:
+    """Serves `swarm/1/...`; `run` carries the duty."""
+
+    def __init__(self, config: ConductingConfig, rpc: Rpc, host: Host, clock: Clock, following: Following) -> None:
+        self._config = config
+        self._rpc, self._host, self._clock, self._following = rpc, host, clock, following
+        self._machine: Conductor | None = None
+        self.term = 0
+        self.notes: Callable[[str], None] = log.info
+        self._nursery: trio.Nursery | None = None
+        self._changed = trio.Event()
+        self._heard: dict[str, float] = {}
+        self._attempts: dict[bytes, list[trio.CancelScope]] = {}
+
+    @property
+    def acting(self) -> bool:
+        """Is this peer the conductor now?"""
+        return self._machine is not None
+
+    async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Serve until cancelled."""
+        reports = MethodLimits(body_bytes=1 << 20, calls_per_peer=8, calls=8192)
+        self._rpc.serve("swarm/1/member", MemberSync, self._member, limits=reports)
+        self._rpc.serve("swarm/1/trainer", TrainerSync, self._trainer, limits=reports)
+        self._rpc.serve("swarm/1/leave", Leave, self._leave)
+        self._rpc.serve("swarm/1/who", Leave, self._who)
+        try:
+            with self._host.watch() as events:
+                async with trio.open_nursery() as nursery:
+                    self._nursery = nursery
+                    nursery.start_soon(self._keep_time)
+                    nursery.start_soon(self._look_around)
+                    task_status.started()
+                    async for event in events:
+                        if isinstance(event, PeerDown):
+                            self._gone(event.peer.text)
+        finally:
+            self._rpc.unserve("swarm/1")
+            self._machine, self._nursery = None, None
+
+    # --- the duty -----------------------------------------------------------------------------------------------
+
+    def _act(self, seen_term: int) -> Conductor:
+        """Take the duty on if it is ours; Refused tells whom to ask instead."""
+        if self._machine is None:
+            duty = self._following.duty()
+            if duty != self._following.own or self._following.joined_since is None or self._nursery is None:
+                raise Refused(f"the conductor is {duty.short}")
+            self.term = max(self.term, seen_term) + 1
+            now = trio.current_time()
+            rng = self._clock.rng(f"conductor {self._following.own} {self.term} {now}")
+            self._machine = Conductor(self._config.conductor, rng, now)
+            known = self._following.directory.announced.values()
+            expected = [entry.peer for entry in known]
+            self._machine.expect(peer.text for peer in expected)
+            for peer in expected:
+                self._nursery.start_soon(self._probe, self._machine, peer)
+            self.notes(f"conducts the run from now on (term {self.term})")
+        return self._machine
+
+    async def _probe(self, machine: Conductor, peer: PeerId) -> None:
+        """A member that is announced, but cannot be reached, is not waited for."""
+        if peer != self._following.own:
+            try:
+                await self._host.connect(peer)
+            except RemoteError:
+                machine.unexpect(peer.text)
+                self._wake_waiting()
+
+    def _resign(self, why: str) -> None:
+        self.notes(f"hands the conductor's duty on: {why}")
+        self._machine = None
+        for attempt in list(self._attempts):
+            self._cancel(attempt)
+        self._heard.clear()
+        self._wake_waiting()
+
+    async def _look_around(self) -> None:
+        """Two conductors may begin at the same moment: the one earlier in order stays."""
+        while True:
+            await trio.sleep(_LOOK_S)
+            if self._machine is None:
+                continue
+            self._drop_silent()
+            await self._following.refresh()
+            for peer in self._following.order():
+                if peer == self._following.own:
+                    break
+                if await self._conducts(peer):
+                    self._following.trust(peer)
+                    self._following.conductor = peer
+                    self._resign(f"{peer.short} conducts, and comes first")
+                    break
+
+    async def _conducts(self, peer: PeerId) -> bool:
+        try:
+            await self._rpc.call(peer, "swarm/1/who", Leave(self._config.fingerprint), Empty, timeout_s=3.0)
+        except RemoteError:
+            return False
+        return True
+
+    def _drop_silent(self) -> None:
+        now = trio.current_time()
+        for name in [n for n, heard in self._heard.items() if now - heard > _SILENT_S]:
+            self.notes(f"peer …{name[-8:]} is silent")
+            self._gone(name)
+
+    def _gone(self, name: str) -> None:
+        if self._machine is not None and self._heard.pop(name, None) is not None:
+            self._feed(MemberGone(name))
+            self._feed(TrainerGone(name))
+
+    # --- driving the machine ------------------------------------------------------------------------------------
+
+    def _feed(self, event: Event) -> None:
+        if self._machine is not None:
+            self._carry_out(self._machine.handle(trio.current_time(), event))
+
+    def _carry_out(self, outputs: list[Output]) -> None:
+        assert self._nursery is not None
+        for output in outputs:
+            match output:
+                case SendPrepare(attempt=attempt):
+                    scope = trio.CancelScope()
+                    self._attempts.setdefault(attempt, []).append(scope)
+                    self._nursery.start_soon(self._prepare, self._machine, output, scope)
+                case SendMove():
+                    self._nursery.start_soon(self._move, self._machine, output)
+                case CancelAttempt(attempt):
+                    self._cancel(attempt)
+                case Note(text):
+                    self.notes(text)
+        self._wake_waiting()
+
+    def _cancel(self, attempt: bytes) -> None:
+        for scope in self._attempts.pop(attempt, []):
+            scope.cancel()
+
+    def _wake_waiting(self) -> None:
+        self._changed.set()
+        self._changed = trio.Event()
+
+    async def _keep_time(self) -> None:
+        while True:
+            machine, now = self._machine, trio.current_time()
+            due = machine.wake_at(now) if machine is not None else now + 5.0
+            changed = self._changed
+            with trio.move_on_at(due):
+                await changed.wait()
+                continue
+            if self._machine is not None:
+                self._carry_out(self._machine.wake(trio.current_time()))
+
+    async def _prepare(self, machine: Conductor | None, order: SendPrepare, scope: trio.CancelScope) -> None:
+        """Ask one member to average; cancelled together with the attempt."""
+        config = self._config
+        if machine is None or machine.current is None:
+            return
+        body = Prepare(
+            config.fingerprint,
+            self.term,
+            machine.current.step,
+            order.attempt,
+            order.lineage,
+            list(order.group),
+            list(order.assigned),
+            config.samples,
+            config.prepare_timeout_s,
+        )
+        with scope:
+            try:
+                peer, timeout_s = PeerId.parse(order.peer), config.prepare_timeout_s
+                found = (await self._rpc.call(peer, "stage/1/prepare", body, Prepared, timeout_s=timeout_s)).body
+                end = PrepareEnded(order.peer, order.attempt, found.ok, tuple(found.missing), tuple(found.lost))
+            except RemoteError as error:
+                log.info("an averaging attempt failed: %s", error)
+                end = PrepareEnded(order.peer, order.attempt, False)
+            if machine is self._machine:
+                self._feed(end)
+
+    async def _move(self, machine: Conductor | None, order: SendMove) -> None:
+        """Have one member commit or restore."""
+        run, position = self._config.fingerprint, None
+        body = Commit(run, self.term, order.target) if order.commit else Restore(run, self.term, order.target)
+        method = "stage/1/commit" if order.commit else "stage/1/restore"
+        try:
+            peer = PeerId.parse(order.peer)
+            position = (await self._rpc.call(peer, method, body, Moved, timeout_s=_MOVE_TIMEOUT_S)).body.position
+        except RemoteError as error:
+            log.warning("a member did not reach step %d: %s", order.target.step, error)
+        if machine is self._machine:
+            self._feed(MoveEnded(order.peer, position))
+
+    # --- reports ------------------------------------------------------------------------------------------------
+
+    def _check_run(self, fingerprint: bytes) -> None:
+        if fingerprint != self._config.fingerprint:
+            raise Refused("your run file differs from this run's")
+
+    async def _member(self, call: Incoming[MemberSync]) -> Answer[MemberAnswer]:
+        body, name = call.body, call.peer.text
+        self._check_run(body.run)
+        machine = self._act(body.term)
+        self._heard[name] = trio.current_time()
+        if body.stage == 0:
+            self._following.note_stage0(call.peer, body.since)
+        if body.held is not None:
+            hello = MemberHello(
+                peer=name,
+                stage=body.stage,
+                session=body.session,
+                position=body.position,
+                prepared=body.prepared,
+                saved=tuple(body.saved),
+                held=frozenset(body.held),
+                counted=frozenset(body.counted),
+                addrs=tuple(body.addrs),
+            )
+            self._feed(hello)
+        machine.saved(name, body.saved)
+        resend = not machine.is_member(name, body.session) or not machine.knows(name, body.position)
+        if not resend:
+            await self._wait_for_news(lambda: machine.members_version != body.seen, machine, body.wait_s)
+        self._still(machine)
+        self._heard[name] = trio.current_time()
+        news = machine.members_version != body.seen
+        return Answer(
+            MemberAnswer(
+                term=self.term,
+                current=machine.settled,
+                complete=machine.phase is Phase.COMPLETE,
+                waits_for=machine.waits_for(),
+                resend=resend or not machine.is_member(name, body.session),
+                version=machine.members_version,
+                members=machine.members() if news else None,
+            )
+        )
+
+    async def _trainer(self, call: Incoming[TrainerSync]) -> Answer[TrainerAnswer]:
+        body, name = call.body, call.peer.text
+        self._check_run(body.run)
+        machine = self._act(0)
+        self._heard[name] = trio.current_time()
+        taken = machine.takes(body.step)
+        self._feed(TrainerReport(name, body.step, tuple(body.open), tuple(body.done)))
+        await self._wait_for_news(lambda: machine.version != body.seen, machine, body.wait_s)
+        self._still(machine)
+        self._heard[name] = trio.current_time()
+        step = machine.current.step if machine.current is not None else body.step
+        news = machine.members_version != body.seen_members
+        return Answer(
+            TrainerAnswer(
+                term=self.term,
+                step=step,
+                taken=taken,
+                admitted=machine.admitted(name),
+                redo=machine.redo(name),
+                counted=machine.counted(name, body.step),
+                evaluate=machine.evaluates(name),
+                complete=machine.phase is Phase.COMPLETE,
+                waits_for=machine.waits_for(),
+                version=machine.version,
+                members_version=machine.members_version,
+                members=machine.members() if news else None,
+            )
+        )
+
+    async def _wait_for_news(self, news: Callable[[], bool], machine: Conductor, wait_s: float) -> None:
+        with trio.move_on_after(wait_s):
+            while self._machine is machine and not news():
+                await self._changed.wait()
+
+    def _still(self, machine: Conductor) -> None:
+        if self._machine is not machine:
+            raise Refused("this peer has handed the conductor's duty on")
+
+    async def _leave(self, call: Incoming[Leave]) -> Answer[Empty]:
+        self._check_run(call.body.run)
+        self._gone(call.peer.text)
+        return Answer(Empty())
+
+    async def _who(self, call: Incoming[Leave]) -> Answer[Empty]:
+        """Does this peer conduct? Answers, or refuses."""
+        self._check_run(call.body.run)
+        if self._machine is None:
+            raise Refused("this peer does not conduct")
+        return Answer(Empty())

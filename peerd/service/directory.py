@@ -1,0 +1,147 @@
+"""Who serves which stage of a run, as the DHT and the conductor tell it; and announcing ourselves.
+
+Keeps the last known addresses of every stage peer in the host's address book. Values from the DHT are strangers':
+decoded strictly, a bad one is skipped and its publisher named in the log.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import trio
+
+from peerd.core.addr import parse_addr
+from peerd.core.clock import Clock
+from peerd.core.errors import ConfigError, ProtocolViolation, RemoteError
+from peerd.core.ids import PeerId
+from peerd.core.messages import decode, encode
+from peerd.core.progress import (
+    Joiner,
+    StageProgress,
+    decode_stage,
+    encode_progress,
+    joining_key,
+    settings_key,
+    stage_key,
+)
+from peerd.core.training import MemberInfo
+from peerd.net.host import Host
+from peerd.service.dht import Dht
+
+log = logging.getLogger("peerd.service.directory")
+
+RECORD_TTL_S = 60.0
+_JOINING_TTL_S = 15.0
+_JOINING_WAIT_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class StagePeer:
+    """A stage peer as it announced itself."""
+
+    peer: PeerId
+    progress: StageProgress
+
+
+class Directory:
+    """The stage peers of one run."""
+
+    def __init__(self, run: str, stages: int, host: Host, dht: Dht) -> None:
+        self.run, self.stages = run, stages
+        self._host, self._dht = host, dht
+        self.announced: dict[PeerId, StagePeer] = {}
+
+    async def refresh(self) -> dict[PeerId, StagePeer]:
+        """Read every stage's records; what could not be read stays as it was."""
+        keys = {stage_key(self.run, stage): stage for stage in range(self.stages)}
+        try:
+            found = await self._dht.get_many(list(keys))
+        except RemoteError as error:
+            log.info("the stage records of %s could not be read: %s", self.run, error)
+            return self.announced
+        fresh: dict[PeerId, StagePeer] = {}
+        for key, stage in keys.items():
+            for record in found.get(key, []):
+                entry = self._entry(record.publisher, record.value, stage)
+                if entry is None:
+                    continue
+                # Who has moved is listed under its old stage for a while: the later arrival counts.
+                old = fresh.get(entry.peer)
+                if old is None or old.progress.since <= entry.progress.since:
+                    fresh[entry.peer] = entry
+        self.announced = fresh
+        return fresh
+
+    def _entry(self, peer: PeerId, value: bytes, stage: int) -> StagePeer | None:
+        try:
+            progress = decode_stage(value)
+            if progress.stage != stage:
+                raise ProtocolViolation("a stage record stands under another stage's key")
+            self.learn(peer, progress.addrs)
+        except ProtocolViolation as error:
+            log.warning("skipped a stage record: %s", error.blame(peer))
+            return None
+        return StagePeer(peer, progress)
+
+    def learn(self, peer: PeerId, addrs: Iterable[str]) -> None:
+        """Remember where a peer may be reached; raises ProtocolViolation."""
+        try:
+            self._host.learn(peer, [parse_addr(addr) for addr in addrs])
+        except ConfigError as error:
+            raise ProtocolViolation(str(error), peer) from None
+
+    def learn_members(self, members: Iterable[MemberInfo]) -> None:
+        """The conductor's list: addresses of peers that the DHT may not know yet."""
+        for member in members:
+            try:
+                self.learn(PeerId.parse(member.peer), member.addrs)
+            except (ValueError, ProtocolViolation) as error:
+                log.warning("skipped a member of the conductor's list: %s", error)
+
+    async def announce(self, progress: StageProgress) -> None:
+        """Publish what we do; it expires by itself unless repeated."""
+        await self._dht.put(stage_key(self.run, progress.stage), encode_progress(progress), ttl_s=RECORD_TTL_S)
+
+    async def withdraw(self, stage: int) -> None:
+        await self._dht.withdraw(stage_key(self.run, stage))
+
+    async def publish_settings(self, text: bytes) -> None:
+        """Publish the settings that this peer follows."""
+        await self._dht.put(settings_key(self.run), text, ttl_s=RECORD_TTL_S)
+
+    async def published_settings(self) -> list[tuple[PeerId, bytes]]:
+        """What the peers of this run say its settings are."""
+        return [(r.publisher, r.value) for r in await self._dht.get(settings_key(self.run))]
+
+    async def needed_stage(self, since: float, clock: Clock) -> int:
+        """The stage with the fewest peers, agreed with others who join at the same moment.
+
+        Joiners announce themselves first, wait, and are dealt to the stages in the order of their arrival; all see
+        the same list, so two do not fill one gap. `since`: when we arrived.
+        """
+        key = joining_key(self.run)
+        mine = Joiner(since)
+        await self._dht.put(key, encode(mine), ttl_s=_JOINING_TTL_S)
+        await trio.sleep(_JOINING_WAIT_S)
+        await self.refresh()
+        joiners = {self._host.id: since}
+        for record in await self._dht.get(key):
+            try:
+                joiners.setdefault(record.publisher, decode(Joiner, record.value).since)
+            except ProtocolViolation as error:
+                log.warning("skipped a joiner's record: %s", error.blame(record.publisher))
+        count = [0] * self.stages
+        for entry in self.announced.values():
+            count[entry.progress.stage] += 1
+            joiners.pop(entry.peer, None)
+        for _, peer in sorted((s, p) for p, s in joiners.items() if clock.wall() - s < _JOINING_TTL_S):
+            stage = count.index(min(count))
+            if peer == self._host.id:
+                break
+            count[stage] += 1
+        return count.index(min(count))
+
+    def own_addrs(self) -> list[str]:
+        return [str(addr) for addr in self._host.addrs()][:16]

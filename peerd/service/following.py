@@ -1,0 +1,129 @@
+"""Finding and following the conductor: the stage-0 peer that has been there longest and can be reached.
+
+Every peer of a run goes by the same order (since, peer id), so all end at the same conductor without an election.
+Who cannot be reached is suspected for a while and the next in order is asked; a peer that is asked takes the duty
+on only when it suspects all before it, too (`duty`). Answers of `ask` come from the conductor of the moment; when
+it changes, `changes` goes up, and the caller says again all that the new one cannot know.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import msgspec
+import trio
+
+from peerd.core.errors import Refused, RemoteError
+from peerd.core.ids import PeerId
+from peerd.core.training import MemberInfo
+from peerd.service.directory import Directory
+from peerd.service.rpc import Rpc
+
+A = TypeVar("A", bound=msgspec.Struct)
+
+_SUSPECT_S = 6.0
+_RETRY_S = 0.3
+_REFRESH_S = 3.0
+
+
+@dataclass(slots=True)
+class Following:
+    """Whom this peer follows. `joined_since`: when this peer joined stage 0; None when it is not of stage 0."""
+
+    rpc: Rpc
+    own: PeerId
+    directory: Directory
+    joined_since: float | None = None
+    conductor: PeerId | None = None
+    changes: int = 0
+    waits_for: str | None = None
+    _suspects: dict[PeerId, float] = field(default_factory=dict)
+    _seen: dict[PeerId, float] = field(default_factory=dict)  # stage-0 peers heard of, and since when they serve
+    _refreshed: float = float("-inf")
+
+    def order(self) -> list[PeerId]:
+        """Stage-0 peers by the order in which they conduct."""
+        known = dict(self._seen)
+        for entry in self.directory.announced.values():
+            if entry.progress.stage == 0:
+                known[entry.peer] = entry.progress.since
+            else:
+                known.pop(entry.peer, None)
+        known.pop(self.own, None)
+        if self.joined_since is not None:
+            known[self.own] = self.joined_since
+        return [peer for _, peer in sorted((since, peer) for peer, since in known.items())]
+
+    def note_members(self, members: Iterable[MemberInfo]) -> None:
+        """The conductor's list of members: their addresses, and who else may conduct."""
+        members = list(members)
+        self.directory.learn_members(members)
+        alive = {m.peer for m in members}
+        for peer in [p for p in self._seen if p.text not in alive and p != self.conductor]:
+            del self._seen[peer]
+
+    def note_stage0(self, peer: PeerId, since: float) -> None:
+        """A peer of stage 0 says since when it serves."""
+        self._seen[peer] = since
+
+    def duty(self) -> PeerId:
+        """Who should conduct, as we see it: ourselves only when everyone before us is suspected."""
+        now = trio.current_time()
+        for peer in self.order():
+            if peer == self.own or self._suspects.get(peer, now) <= now:
+                return peer
+        return self.own
+
+    def suspect(self, peer: PeerId) -> None:
+        """`peer` could not be reached: the next in order is asked for a while."""
+        self._suspects[peer] = trio.current_time() + _SUSPECT_S
+        if self.conductor == peer:
+            self.conductor = None
+
+    def trust(self, peer: PeerId) -> None:
+        self._suspects.pop(peer, None)
+
+    async def refresh(self) -> None:
+        """Read the stage records again, if that was not done just now."""
+        if trio.current_time() - self._refreshed >= _REFRESH_S:
+            self._refreshed = trio.current_time()
+            await self.directory.refresh()
+
+    async def ask(self, method: str, make: Callable[[], msgspec.Struct], reply: type[A], timeout_s: float) -> A:
+        """Call the conductor until one answers; `make` builds the request for each try."""
+        while True:
+            peer = await self._choose()
+            if peer != self.conductor:
+                self.conductor = peer
+                self.changes += 1
+            try:
+                answer = await self.rpc.call(peer, method, make(), reply, timeout_s=timeout_s)
+            except Refused as error:
+                self.waits_for = f"the conductor: {error}"
+                self.conductor = None
+                await self.refresh()
+                await trio.sleep(_RETRY_S)
+            except RemoteError as error:
+                self.waits_for = f"the conductor: {error}"
+                self.suspect(peer)
+                await trio.sleep(0.05)
+            else:
+                self.trust(peer)
+                self.waits_for = None
+                return answer.body
+
+    async def _choose(self) -> PeerId:
+        """The conductor to ask now; waits until stage 0 has a peer."""
+        if self.conductor is not None:
+            return self.conductor
+        while True:
+            await self.refresh()
+            now = trio.current_time()
+            order = self.order()
+            awake = [peer for peer in order if self._suspects.get(peer, now) <= now]
+            if awake:
+                return awake[0]
+            self.waits_for = "stage 0 has no peers" if not order else "no peer of stage 0 can be reached"
+            await trio.sleep(_RETRY_S)

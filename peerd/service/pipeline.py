@@ -1,0 +1,164 @@
+"""A microbatch's way through the stages, from the trainer's side: pick a peer, call it, try another when it fails.
+
+Works on frames as they travel: an output of one stage is checked for its header and sent on, never decoded here.
+For each microbatch the inputs and output gradients of every stage are kept until the step is averaged, so that a
+stage whose peer died can be done again alone. Calls are repeated until they succeed or the caller cancels:
+a repeat counts once, since the stage knows the microbatch's number. A peer may answer with a wrong shape: refused.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+import trio
+
+from peerd.core.clock import Clock
+from peerd.core.errors import ProtocolViolation, RemoteError
+from peerd.core.frame import TensorFrame
+from peerd.core.ids import PeerId
+from peerd.core.runfile import RunFile, fingerprint
+from peerd.core.training import MemberInfo, StageAnswer, StageBackward, StageForward, StageLoss
+from peerd.machine.wiring import BACKWARD_COST, Wiring
+from peerd.service.rpc import Answer, Rpc
+
+log = logging.getLogger("peerd.service.pipeline")
+
+FORWARD_TIMEOUT_S = 30.0
+BACKWARD_TIMEOUT_S = 75.0
+
+
+@dataclass(slots=True)
+class Load:
+    """One microbatch on its way. Frames: tokens int64 [B, L]; inputs and gradients [B, L, D] between stages."""
+
+    tokens: TensorFrame
+    targets: TensorFrame
+    inputs: dict[int, TensorFrame] = field(default_factory=dict)  # of each stage, as sent
+    gradients: dict[int, TensorFrame] = field(default_factory=dict)  # of each stage's output (targets in the last)
+    loss_sum: float = 0.0  # over the samples
+
+    def forget(self) -> None:
+        """Begin again from the tokens."""
+        self.inputs.clear()
+        self.gradients.clear()
+
+
+class Pipeline:
+    """Calls to the stages of one run."""
+
+    def __init__(self, run: RunFile, rpc: Rpc, clock: Clock) -> None:
+        self._rpc = rpc
+        self._fingerprint = fingerprint(run)
+        self._stages = run.pipeline.stages
+        self._dtype, self._width = run.model.dtype, run.model.d_model
+        self._wirings = [Wiring(clock.rng(f"wiring {stage}")) for stage in range(self._stages)]
+        self._changed = trio.Event()
+        self.waits_for: str | None = None
+        self.retries = 0
+        self.sent_bytes = 0
+        self.received_bytes = 0
+
+    def update(self, members: Iterable[MemberInfo]) -> None:
+        """These peers serve now."""
+        ready = [m for m in members if m.ready]
+        for stage, wiring in enumerate(self._wirings):
+            wiring.update(m.peer for m in ready if m.stage == stage)
+        self._changed.set()
+        self._changed = trio.Event()
+
+    def peers(self) -> int:
+        """Stage peers that may be called."""
+        return sum(len(wiring) for wiring in self._wirings)
+
+    async def train(self, step: int, seq: int, load: Load) -> list[str]:
+        """Send a microbatch through all stages and back; returns who holds its gradient, by stage."""
+        load.forget()
+        last = self._stages - 1
+        load.inputs[0] = load.tokens
+        for stage in range(last):
+            body = StageForward(self._fingerprint, stage, step)
+            _, answer = await self._call(stage, "forward", body, [load.inputs[stage]])
+            load.inputs[stage + 1] = answer.frames[0]
+        load.gradients[last] = load.targets
+        holders = [""] * self._stages
+        for stage in range(last, -1, -1):
+            holders[stage], answer = await self._backward(step, seq, stage, load)
+            if stage == last:
+                load.loss_sum = answer.body.loss_sum
+            if stage > 0:
+                load.gradients[stage - 1] = answer.frames[0]
+        return holders
+
+    async def repeat(self, step: int, seq: int, stage: int, load: Load) -> str:
+        """Do one stage's backward again, from what was kept; returns who holds it now."""
+        holder, _ = await self._backward(step, seq, stage, load)
+        return holder
+
+    async def evaluate(self, tokens: TensorFrame, targets: TensorFrame) -> float:
+        """The loss sum over the samples, with whatever parameters the stages have now."""
+        x = tokens
+        for stage in range(self._stages - 1):
+            _, answer = await self._call(stage, "forward", StageForward(self._fingerprint, stage, None), [x])
+            x = answer.frames[0]
+        body = StageLoss(self._fingerprint, self._stages - 1)
+        _, answer = await self._call(self._stages - 1, "loss", body, [x, targets])
+        return answer.body.loss_sum
+
+    async def _backward(self, step: int, seq: int, stage: int, load: Load) -> tuple[str, Answer[StageAnswer]]:
+        body = StageBackward(self._fingerprint, stage, step, seq)
+        return await self._call(stage, "backward", body, [load.inputs[stage], load.gradients[stage]])
+
+    async def _call(
+        self, stage: int, verb: str, body: msgspec.Struct, frames: Sequence[TensorFrame]
+    ) -> tuple[str, Answer[StageAnswer]]:
+        """Call one peer of the stage after the other until one answers well."""
+        cost = frames[0].shape[0] * (BACKWARD_COST if verb == "backward" else 1.0)
+        timeout_s = BACKWARD_TIMEOUT_S if verb == "backward" else FORWARD_TIMEOUT_S
+        wiring, failed = self._wirings[stage], set[str]()
+        while True:
+            name = await self._pick(stage, cost, failed)
+            started = trio.current_time()
+            try:
+                answer = await self._rpc.call(
+                    PeerId.parse(name), f"stage/1/{verb}", body, StageAnswer, frames=frames, timeout_s=timeout_s
+                )
+                self._check(stage, verb, answer, frames[0].shape)
+            except RemoteError as error:
+                log.info("stage %d %s failed, another peer is asked: %s", stage, verb, error)
+                wiring.failed(name, trio.current_time())
+                failed.add(name)
+                self.retries += 1
+                continue
+            wiring.answered(name, cost, started, trio.current_time())
+            self.sent_bytes += sum(len(frame.payload) for frame in frames)
+            self.received_bytes += sum(len(frame.payload) for frame in answer.frames)
+            return name, answer
+
+    async def _pick(self, stage: int, cost: float, avoid: set[str]) -> str:
+        """The stage's next peer; waits while all rest or none is there."""
+        wiring = self._wirings[stage]
+        while True:
+            now = trio.current_time()
+            name = wiring.pick(now, cost, avoid)
+            if name is not None:
+                self.waits_for = None
+                return name
+            due = wiring.wakes_at(now)
+            self.waits_for = (
+                f"stage {stage} has no peers" if due is None else f"the peers of stage {stage} failed just now"
+            )
+            with trio.move_on_at(due + 0.01 if due is not None else now + 5.0):
+                await self._changed.wait()
+
+    def _check(self, stage: int, verb: str, answer: Answer[StageAnswer], input_shape: tuple[int, ...]) -> None:
+        """Raise ProtocolViolation unless the answer's frames are what the next stage takes."""
+        due = verb == "forward" or (verb == "backward" and stage > 0)
+        if len(answer.frames) != int(due):
+            raise ProtocolViolation(f"{verb} was answered with {len(answer.frames)} frames")
+        if due:
+            shape, frame = (*input_shape[:2], self._width), answer.frames[0]
+            if frame.shape != shape or frame.dtype != self._dtype:
+                raise ProtocolViolation(f"{verb} was answered with {frame.dtype} {list(frame.shape)}")

@@ -1,0 +1,56 @@
+"""The services that training roles use, built from what the daemon has: one object for RoleContext's users."""
+
+from __future__ import annotations
+
+from peerd.core.clock import Clock
+from peerd.core.runfile import RunFile, fingerprint
+from peerd.machine.conductor import ConductorConfig
+from peerd.net.host import Host
+from peerd.service.averaging import Averaging
+from peerd.service.conducting import Conducting, ConductingConfig
+from peerd.service.dht import Dht
+from peerd.service.directory import Directory
+from peerd.service.following import Following
+from peerd.service.pipeline import Pipeline
+from peerd.service.rpc import Rpc
+from peerd.service.snapshot import Snapshots
+
+
+class Training:
+    """One run's services on this peer. Building it starts nothing."""
+
+    def __init__(self, run: RunFile, host: Host, rpc: Rpc, dht: Dht, clock: Clock) -> None:
+        self.run = run
+        self.fingerprint = fingerprint(run)
+        self._host, self._rpc, self._clock = host, rpc, clock
+        self.directory = Directory(run.run, run.pipeline.stages, host, dht)
+        self.following = Following(rpc, host.id, self.directory)
+
+    def pipeline(self) -> Pipeline:
+        """For a trainer: calls to the stages."""
+        return Pipeline(self.run, self._rpc, self._clock)
+
+    def averaging(self) -> Averaging:
+        """For a stage peer: all-reduce inside its stage."""
+        return Averaging(self._rpc, self._host.id)
+
+    def snapshots(self) -> Snapshots:
+        """For a stage peer: give and fetch state."""
+        return Snapshots(self._rpc)
+
+    def conducting(self) -> Conducting:
+        """For a peer of stage 0: the conductor's duty, when it comes."""
+        run = self.run
+        sizes = ConductorConfig(
+            stages=run.pipeline.stages,
+            microbatches=run.batch.target_samples // run.pipeline.microbatch,
+            total_steps=run.optimizer.total_steps,
+            first_save=run.checkpoint.every_steps or run.optimizer.total_steps or 1 << 53,
+        )
+        config = ConductingConfig(
+            fingerprint=self.fingerprint,
+            conductor=sizes,
+            samples=run.batch.target_samples,
+            prepare_timeout_s=60.0 + 6 * run.averaging.sender_timeout_s,
+        )
+        return Conducting(config, self._rpc, self._host, self._clock, self.following)

@@ -1,0 +1,352 @@
+"""Role `trainer`: feeds shuffled text to the stages, keeps each microbatch until it counts, reports progress.
+
+Computes nothing itself: samples come from a worker, activations pass through as frames. What the step counts is
+the conductor's word; `Contribution` keeps the books. Evaluates on held-out text when the conductor asks for it.
+Ends when the run has made all its steps.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from functools import partial
+from typing import Any, ClassVar
+
+import trio
+
+from peerd.compute.data import SampleStream
+from peerd.compute.tensors import to_frame
+from peerd.core.errors import ConfigError, RemoteError
+from peerd.core.messages import Empty
+from peerd.core.progress import TrainerProgress, encode_progress, progress_key
+from peerd.core.runfile import RunFile, first_difference, shared_text
+from peerd.core.training import Done, Leave, TrainerAnswer, TrainerSync
+from peerd.role import Begun, Contribution, Drop, Load, Order, Repeat, RoleContext, Start, Training
+
+_SYNC_WAIT_S = 2.0
+_PUBLISH_S = 3.0
+_RECORD_TTL_S = 60.0
+_LEAVE_PATIENCE_S = 6.0
+_AHEAD = 4  # microbatches of samples that lie ready
+_EVALUATION_BATCH = 16  # samples
+
+Item = Begun[Load]
+
+
+class TrainerRole:
+    """See the module's header."""
+
+    name: ClassVar[str] = "trainer"
+    needs_run: ClassVar[bool] = True
+
+    def __init__(self, ctx: RoleContext) -> None:
+        assert ctx.run is not None
+        self._ctx = ctx
+        self._run: RunFile = ctx.run
+        self._training = Training(ctx.run, ctx.host, ctx.rpc, ctx.dht, ctx.clock)
+        self._following = self._training.following
+        self._pipeline = self._training.pipeline()
+        session = int.from_bytes(ctx.clock.secure_bytes(4), "big") >> 2
+        self._books: Contribution[Load] = Contribution(session)
+        self._worker = ctx.worker("data")
+        self._scopes: dict[int, list[trio.CancelScope]] = {}
+        self._idle: trio.CancelScope | None = None  # of a report without news: cancelled when there is some
+        self._dirty = False
+        self._said: list[Done] = []
+        self._heard = trio.Event()  # set, and replaced, with each answer
+        self._wanted = trio.Event()  # set when the books have too few samples waiting
+        self._position: dict[str, Any] = {}
+        self._changes = -1
+        self._seen = self._seen_members = 0
+        self._waits_for: str | None = "the first samples"
+        self._evaluated_step = -1
+        self._valid_loss = math.nan
+        self._losses: dict[int, float] = {}  # of this step's finished microbatches, by number, per sample
+        self._step_loss = math.nan
+        self._first_losses: list[tuple[int, float]] = []
+        self._began = 0.0
+        self._stepped_at = 0.0
+        self._samples_per_s = 0.0
+        self._answer: TrainerAnswer | None = None
+        self._leaving = False
+        self._complete = False
+
+    # --- life -------------------------------------------------------------------------------------------------
+
+    async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        stream = await self._open_data("train")
+        await self._compare_settings()
+        self._began = self._stepped_at = trio.current_time()
+        async with trio.open_nursery() as nursery:
+            self._nursery = nursery
+            nursery.start_soon(self._feed, stream)
+            nursery.start_soon(self._publish_now_and_then)
+            task_status.started()
+            await self._follow()
+            nursery.cancel_scope.cancel()
+        await self._finish()
+
+    async def leave(self) -> None:
+        """Begin nothing new, let what is on its way arrive, say goodbye."""
+        self._leaving = True
+        with trio.move_on_after(_LEAVE_PATIENCE_S):
+            while any(i.admitted and (not i.finished or i.unsaid) for i in self._books.items.values()):
+                await self._heard.wait()
+        await self._save_position()
+        conductor = self._following.conductor
+        if conductor is not None:
+            with trio.move_on_after(1.0):
+                try:
+                    body = Leave(self._training.fingerprint)
+                    await self._ctx.rpc.call(conductor, "swarm/1/leave", body, Empty, timeout_s=1.0)
+                except RemoteError:
+                    pass  # it will notice when the connection closes
+
+    def status(self) -> dict[str, object]:
+        tally = self._books.tally
+        return {
+            "step": self._books.step,
+            "loss": self._step_loss,
+            "valid_loss": self._valid_loss,
+            "valid_step": self._evaluated_step,
+            "samples_per_s": self._samples_per_s,
+            "tokens_per_s": self._samples_per_s * self._run.model.context,
+            "microbatches": {
+                "in_flight": len(self._books.open()),
+                "begun": tally.begun,
+                "counted": tally.counted,
+                "redone": tally.redone,
+                "requeued": tally.requeued,
+                "lost": tally.lost,
+            },
+            "retries": self._pipeline.retries,
+            "payload_bytes": self._pipeline.sent_bytes + self._pipeline.received_bytes,
+            "evaluations": [{"step": step, "loss": loss} for step, loss in self._first_losses],
+            "complete": self._complete,
+            "waits_for": self._following.waits_for or self._pipeline.waits_for or self._waits_for,
+        }
+
+    # --- samples ----------------------------------------------------------------------------------------------
+
+    async def _open_data(self, split: str) -> SampleStream:
+        """The stream of samples; `train` goes on where this peer's last one ended."""
+        run, name = self._run, self._ctx.host.id.text
+
+        def build() -> SampleStream:
+            stream = SampleStream(run.data, run.model.vocab, run.model.context, run.seed, name, split)
+            if split == "train":
+                self._resume(stream)
+            return stream
+
+        return await self._worker.run(build, name="open the data")
+
+    def _resume(self, stream: SampleStream) -> None:
+        path = self._ctx.data_dir / f"{self._run.run}-position.json"
+        if not path.exists():
+            return
+        try:
+            stream.resume(json.loads(path.read_text()))
+        except (ValueError, KeyError, TypeError) as error:
+            self._ctx.log.event("data from the start", level="warning", reason=f"{path}: {error}")
+
+    async def _save_position(self) -> None:
+        """So that a restart does not show the swarm the same text again."""
+        text = json.dumps(self._position)
+        path = self._ctx.data_dir / f"{self._run.run}-position.json"
+
+        def write() -> None:
+            spare = path.with_suffix(".tmp")
+            spare.write_text(text)
+            spare.replace(path)
+
+        if self._position:
+            await self._worker.run(write, name="save the data position")
+
+    async def _feed(self, stream: SampleStream) -> None:
+        """Keep a few microbatches of samples ready."""
+        count = self._run.pipeline.microbatch
+
+        def take() -> tuple[Load, dict[str, Any]]:
+            samples = stream.take(count)
+            tokens, targets = samples[:, :-1].contiguous(), samples[:, 1:].contiguous()
+            return Load(to_frame(tokens), to_frame(targets)), stream.position()
+
+        while True:
+            while len(self._books.waiting) < _AHEAD:
+                load, self._position = await self._worker.run(take, name="take samples")
+                self._books.waiting.append(load)
+                if len(self._books.open()) < self._in_flight():
+                    self._tell()
+            self._wanted = trio.Event()
+            await self._wanted.wait()
+
+    def _in_flight(self) -> int:
+        """How many microbatches to have open: enough that no stage peer is idle while others answer."""
+        if self._leaving or self._complete:
+            return 0
+        return self._run.limits.microbatches_in_flight or 2 + 2 * max(1, self._pipeline.peers())
+
+    # --- following the conductor ------------------------------------------------------------------------------
+
+    async def _compare_settings(self) -> None:
+        try:
+            published = [text for _, text in await self._training.directory.published_settings()]
+        except RemoteError:
+            return
+        mine = shared_text(self._run)
+        if published and mine not in published:
+            found = first_difference(mine, published[0])
+            raise ConfigError(f"run {self._run.run!r} is on its way with other settings: {found}")
+
+    def _tell(self) -> None:
+        """There is news for the conductor: do not wait for the answer to a report that had none."""
+        self._dirty = True
+        if self._idle is not None:
+            self._idle.cancel()
+
+    async def _follow(self) -> None:
+        """Report news and take the answer; without news, wait for the conductor's."""
+        while not self._complete:
+            self._dirty = False
+            self._books.wish(self._in_flight())
+            with trio.CancelScope() as scope:
+                self._idle = scope if not self._books.news() else None
+                answer = await self._following.ask("swarm/1/trainer", self._report, TrainerAnswer, _SYNC_WAIT_S + 8.0)
+                self._idle = None
+                self._take(answer)
+            self._idle = None
+            self._heard.set()
+            self._heard = trio.Event()
+
+    def _report(self) -> TrainerSync:
+        if self._following.changes != self._changes:
+            self._changes, self._seen, self._seen_members = self._following.changes, 0, 0
+            self._books.repeat_all()
+        self._wanted.set()
+        self._said = self._books.news()
+        return TrainerSync(
+            run=self._training.fingerprint,
+            step=self._books.step,
+            open=self._books.open(),
+            done=self._said,
+            seen=self._seen,
+            seen_members=self._seen_members,
+            wait_s=0.0 if self._said or self._dirty else _SYNC_WAIT_S,
+        )
+
+    def _take(self, answer: TrainerAnswer) -> None:
+        self._answer = answer
+        self._seen, self._seen_members = answer.version, answer.members_version
+        if answer.members is not None:
+            self._following.note_members(answer.members)
+            self._pipeline.update(answer.members)
+        self._waits_for = answer.waits_for or None
+        before = self._books.step
+        orders = self._books.answered(answer, self._said)
+        if self._books.step != before:
+            self._stepped(before)
+        for order in orders:
+            self._carry_out(order)
+        if answer.evaluate and not answer.complete:
+            self._evaluate_if_due(answer.step)
+        self._complete = answer.complete
+
+    def _carry_out(self, order: Order[Load]) -> None:
+        match order:
+            case Start(item):
+                self._nursery.start_soon(self._train, item)
+            case Repeat(item, stage):
+                self._nursery.start_soon(self._repeat, item, stage)
+            case Drop(item):
+                for scope in self._scopes.pop(item.seq, []):
+                    scope.cancel()
+
+    async def _train(self, item: Item) -> None:
+        step = self._books.step
+        with self._scope(item):
+            holders = await self._pipeline.train(step, item.seq, item.load)
+            self._losses[item.seq] = item.load.loss_sum / self._run.pipeline.microbatch
+            self._books.finish(item, holders)
+            self._tell()
+
+    async def _repeat(self, item: Item, stage: int) -> None:
+        step = self._books.step
+        self._ctx.log.event("redo", step=step, stage=stage, reason="the peer that held this gradient is gone")
+        with self._scope(item):
+            holder = await self._pipeline.repeat(step, item.seq, stage, item.load)
+            self._books.repeated(item, stage, holder)
+            self._tell()
+
+    def _scope(self, item: Item) -> trio.CancelScope:
+        scope = trio.CancelScope()
+        self._scopes.setdefault(item.seq, []).append(scope)
+        return scope
+
+    def _stepped(self, before: int) -> None:
+        """The swarm has made a step."""
+        now = trio.current_time()
+        if self._losses:
+            self._step_loss = sum(self._losses.values()) / len(self._losses)
+            rate = len(self._losses) * self._run.pipeline.microbatch / max(now - self._stepped_at, 1e-6)
+            self._samples_per_s += (0.2 if self._samples_per_s else 1.0) * (rate - self._samples_per_s)
+        self._losses.clear()
+        self._stepped_at = now
+        self._ctx.log.event("step", level="debug", step=before, loss=self._step_loss)
+        every = self._run.checkpoint.every_steps
+        if every and self._books.step % every == 0:
+            self._nursery.start_soon(self._save_position)
+
+    # --- evaluation and progress ------------------------------------------------------------------------------
+
+    def _evaluate_if_due(self, step: int) -> None:
+        every = self._run.evaluate.every_steps
+        if every and step % every == 0 and step > self._evaluated_step:
+            self._evaluated_step = step
+            self._nursery.start_soon(self._evaluate, step)
+
+    async def _evaluate(self, step: int) -> None:
+        """Mean loss of held-out samples, the same ones each time."""
+        stream = await self._open_data("valid")
+        left, total = self._run.evaluate.samples, 0.0
+        while left > 0:
+            samples = await self._worker.run(partial(stream.take, min(left, _EVALUATION_BATCH)), name="take samples")
+            tokens, targets = samples[:, :-1].contiguous(), samples[:, 1:].contiguous()
+            total += await self._pipeline.evaluate(to_frame(tokens), to_frame(targets))
+            left -= len(samples)
+        self._valid_loss = total / self._run.evaluate.samples
+        self._first_losses.append((step, self._valid_loss))
+        self._ctx.log.event("evaluated", step=step, loss=round(self._valid_loss, 4))
+
+    async def _finish(self) -> None:
+        """The last evaluation, the last word."""
+        answer = self._answer
+        if answer is not None and answer.evaluate and self._run.evaluate.every_steps:
+            self._evaluated_step = answer.step
+            await self._evaluate(answer.step)
+        await self._publish()
+        await self._save_position()
+
+    async def _publish_now_and_then(self) -> None:
+        while True:
+            await self._publish()
+            await trio.sleep(_PUBLISH_S)
+
+    async def _publish(self) -> None:
+        tally = self._books.tally
+        progress = TrainerProgress(
+            step=self._books.step,
+            loss=self._step_loss,
+            valid_loss=self._valid_loss,
+            valid_step=max(0, self._evaluated_step),
+            samples_per_s=self._samples_per_s,
+            tokens_per_s=self._samples_per_s * self._run.model.context,
+            microbatches=tally.counted,
+            redone=tally.redone,
+            lost=tally.lost,
+            waits_for=str(self.status()["waits_for"] or "")[:200],
+        )
+        try:
+            await self._ctx.dht.put(progress_key(self._run.run), encode_progress(progress), ttl_s=_RECORD_TTL_S)
+            await self._training.directory.publish_settings(shared_text(self._run))
+        except RemoteError as error:
+            self._ctx.log.event("announce failed", level="warning", reason=str(error))
