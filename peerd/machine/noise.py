@@ -117,13 +117,13 @@ class Opener:
         nonce = _NONCE.pack(self._count)
         self._count += 1
         try:
-            if self.pool is None or size < _POOLED_BYTES:
+            if size < _POOLED_BYTES or self.pool is None:
                 return self._cipher.decrypt(nonce, sealed, None)
             plain = memoryview(self.pool.take())[:size]
             self._cipher.decrypt_into(nonce, sealed, None, plain)
+            return plain
         except InvalidTag:
             raise ProtocolViolation("an encrypted frame does not authenticate") from None
-        return plain
 
 
 @dataclass(frozen=True, slots=True)

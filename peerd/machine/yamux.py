@@ -30,6 +30,7 @@ SYN, ACK, FIN, RST = 1, 2, 4, 8
 GONE_NORMAL, GONE_PROTOCOL, GONE_INTERNAL = 0, 1, 2
 HEADER: Final = struct.Struct(">BBHII")  # version, type, flags, stream id, length
 _HEADER_BYTES: Final = HEADER.size
+_PLAIN_DATA: Final = (0, DATA, 0)
 _CRUMB_BYTES: Final = 512  # no data frame smaller than this is cut from a large piece to fill up a batch
 _TUNE_RTT_FLOOR_S: Final = 0.002  # below it scheduling, not the path, limits the rate
 _WINDOW_WALL: Final = (1 << 32) - 1
@@ -315,17 +316,21 @@ class Yamux:
                 size = min(self._body_left, end - at)
                 self._take_body(view[at : at + size], end, events)
                 at += size
-            elif self._head or end - at < _HEADER_BYTES:
+                continue
+            if self._head or end - at < _HEADER_BYTES:
                 size = min(_HEADER_BYTES - len(self._head), end - at)
                 self._head += view[at : at + size]
                 at += size
-                if len(self._head) == _HEADER_BYTES:
-                    header = HEADER.unpack(self._head)
-                    self._head.clear()
-                    self._take_frame(header, now, events)
+                if len(self._head) < _HEADER_BYTES:
+                    break
+                header = HEADER.unpack(self._head)
+                self._head.clear()
             else:
                 header = HEADER.unpack_from(view, at)
                 at += _HEADER_BYTES
+            if header[:3] == _PLAIN_DATA and (stream := self.streams.get(header[3])) is not None:
+                self._begin_body(stream, 0, header[4])  # nearly every frame of a bulk transfer
+            else:
                 self._take_frame(header, now, events)
         if len(self._control) > CONTROL_BYTES_PENDING:
             raise ProtocolViolation("the peer asks for more answers than it reads")
@@ -338,7 +343,8 @@ class Yamux:
             return
         stream.credit -= len(piece)
         if not stream.abandoned:
-            self.pinned |= stream.put(piece, buffer_bytes)
+            if stream.put(piece, buffer_bytes):
+                self.pinned = True
             events.append(Changed(stream))
         elif stream.fin_sent:  # the peer sends what nobody will read
             self.reset(stream)

@@ -31,7 +31,8 @@ __all__ = ["Buffers", "Link", "LinkConfig", "LinkOwner", "Stream"]
 
 _log = logging.getLogger("peerd.net")
 _READ_BYTES = 256 * 1024
-_BATCH_FRAMES = 4  # full Noise frames sealed and sent at once
+_MALLOC_LESSON_BYTES = 16 << 20
+_BATCH_FRAMES = 8  # full Noise frames sealed and sent at once
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +65,9 @@ class Buffers:
         self.plain = memoryview(bytearray(PLAIN_BYTES))
         self.received = BufferPool(SEALED_BYTES, keep=256)  # 16 MiB
         self.batches = BufferPool(_BATCH_FRAMES * SEALED_BYTES, keep=8)
+        # glibc gives memory above twice the largest block ever freed back to the system, and then faults it in again
+        # for the next megabyte received. Freeing one large untouched block teaches it to keep what bulk data needs.
+        bytes(_MALLOC_LESSON_BYTES)
 
 
 @lru_cache(maxsize=256)

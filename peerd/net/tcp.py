@@ -21,7 +21,7 @@ _FAMILIES = {"ip4": socket.AF_INET, "ip6": socket.AF_INET6, "dns4": socket.AF_IN
 _OVERLOAD = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 _OVERLOAD_PAUSE_S = 0.1  # a full table of open files empties by itself or not at all
 _BACKLOG = 256
-_READ_BYTES = 256 * 1024
+_READ_BYTES = 512 * 1024
 _RESOLVED_MAX = 4  # addresses of one name that are tried, each for at most _NAME_TRY_S
 _NAME_TRY_S = 3.0
 # Documentation addresses: connecting a datagram socket to them sends nothing, but picks the route's own address.
