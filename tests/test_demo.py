@@ -49,7 +49,8 @@ def stage(name: str, number: int | None, held: int, *, running: bool = True) -> 
 
 def scene_of(*children: Told, step: int = 3) -> Scene:
     scene = Scene(total_steps=10, tokens_per_step=100)
-    told = {"step": step, "loss": 4.0, "valid_step": 0, "valid_loss": 5.5, "microbatches": 12, "redone": 1, "lost": 0}
+    counts = {"counted": 12, "redone": 1, "lost": 0}
+    told = {"step": step, "loss": 4.0, "evaluations": [{"step": 0, "loss": 5.5}], "microbatches": counts}
     scene.read({child.name: child for child in (*children, Told("trainer", told, bytes_out=1000))}, now_s=2.0)
     return scene
 
@@ -67,8 +68,10 @@ def test_the_figures_follow_from_what_the_processes_told() -> None:
     assert (scene.step, scene.losses, scene.valid_losses) == (3, {3: 4.0}, {0: 5.5})
     assert (scene.microbatches, scene.redone, scene.lost) == (12, 1, 0)
     assert scene.bytes_per_token() == 2000 / 300
-    trainer = Told("trainer", {"step": 5, "loss": math.nan, "valid_step": 0, "valid_loss": None})
+    trainer = Told("trainer", {"step": 5, "loss": "nan", "valid_loss": None})
     scene.read({"trainer": trainer}, now_s=4.0)
+    scene.read_log([{"name": "evaluated", "step": 5, "loss": 3.5}, {"name": "stopped"}])
+    assert scene.valid_losses == {0: 5.5, 5: 3.5}
     assert scene.losses == {3: 4.0}
     assert scene.tokens_per_s() == 2 * 100 / 2.0
 

@@ -6,6 +6,7 @@ its control socket, as for any watcher.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -47,6 +48,14 @@ class Child:
         except OSError:
             return ""
         return "\n".join(f"  | {line}" for line in lines[-TAIL_LINES:])
+
+    def events(self) -> list[dict[str, Any]]:
+        """What the process wrote to its event log."""
+        found = []
+        with contextlib.suppress(OSError, ValueError):
+            for line in (self.data_dir / "events.jsonl").read_text("utf-8").splitlines():
+                found.append(json.loads(line))
+        return found
 
     def role(self) -> dict[str, Any]:
         """What its (only) role tells about itself."""

@@ -9,14 +9,13 @@ from __future__ import annotations
 import contextlib
 import signal
 import sys
-from pathlib import Path
 from typing import Final
 
 import trio
 
 from peerd.core.errors import PeerdError
 from peerd.core.runfile import RunFile
-from peerd.demo import report
+from peerd.demo import outcome, report
 from peerd.demo.children import Child, Children
 from peerd.demo.scene import Scene
 from peerd.demo.screen import Screen, open_screen
@@ -28,7 +27,6 @@ ASK_TIMEOUT_S: Final = 2.0
 START_S: Final = 90.0  # a slow disk takes this long to import torch five times
 STALL_S: Final = 120.0  # without a new step: something is wrong, and each process says what it waits for
 PEERS_PER_STAGE: Final = 2
-SAMPLE_CHARACTERS: Final = 200
 
 __all__ = ["Wish", "run"]
 
@@ -59,6 +57,7 @@ class Story:
             await self._train()
             nursery.cancel_scope.cancel()
         self._look()
+        self.scene.read_log(self._children.by_name["trainer"].events())
         screen.update(self.scene, self.now_s)
 
     @property
@@ -181,7 +180,7 @@ def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
 def _report(story: Story, settings: RunFile, children: Children) -> report.Report:
     scene = story.scene
     at_kill, after = report.losses_around(scene, story.kill_step)
-    checkpoint, sample = _sample(children.folder, settings)
+    checkpoint = outcome.gather_checkpoint(children.folder, settings)
     return report.Report(
         loss_start=scene.valid_losses[min(scene.valid_losses)] if scene.valid_losses else None,
         loss_end=scene.valid_losses[max(scene.valid_losses)] if scene.valid_losses else None,
@@ -196,13 +195,8 @@ def _report(story: Story, settings: RunFile, children: Children) -> report.Repor
         microbatches=scene.microbatches,
         microbatches_redone=scene.redone,
         microbatches_lost=scene.lost,
-        checkpoint=checkpoint,
+        checkpoint=str(checkpoint),
         data_dir=str(children.folder),
-        sample=sample,
+        sample=outcome.sample(checkpoint, settings),
         processes_left=sum(child.running for child in children.by_name.values()),
     )
-
-
-def _sample(folder: Path, settings: RunFile) -> tuple[str, str]:
-    """The newest checkpoint's place, and what the model writes from it."""
-    raise PeerdError("")

@@ -6,6 +6,7 @@ No drawing, no processes, no clock: numbers in, numbers out, so that the view an
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -58,11 +59,19 @@ class Scene:
             self.step_times[step] = now_s
         self.step = max(self.step, step)
         _note(self.losses, told.get("step"), told.get("loss"))
-        _note(self.valid_losses, told.get("valid_step"), told.get("valid_loss"))
-        self.microbatches = int(told.get("microbatches") or self.microbatches)
-        self.redone = int(told.get("redone") or self.redone)
-        self.lost = int(told.get("lost") or self.lost)
+        for evaluation in told.get("evaluations") or []:
+            _note(self.valid_losses, evaluation.get("step"), evaluation.get("loss"))
+        counts = told.get("microbatches") or {}
+        self.microbatches = int(counts.get("counted") or self.microbatches)
+        self.redone = int(counts.get("redone") or self.redone)
+        self.lost = int(counts.get("lost") or self.lost)
         self.waits_for = str(told.get("waits_for") or "")
+
+    def read_log(self, events: Iterable[dict[str, Any]]) -> None:
+        """Take in the evaluations that the trainer wrote to its log: the last one came just before it ended."""
+        for event in events:
+            if event.get("name") == "evaluated":
+                _note(self.valid_losses, event.get("step"), event.get("loss"))
 
     def tokens_per_s(self, window_steps: int | None = None) -> float:
         """Trained tokens per second over the newest steps, or over all of them."""
