@@ -14,7 +14,8 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin
 
 import msgspec
 import yaml
@@ -245,6 +246,8 @@ def _allowed(kind: Any) -> str:
         return "one of " + ", ".join(str(choice) for choice in get_args(kind))
     if get_origin(kind) is list:
         return f"a list, each item {_allowed(get_args(kind)[0])}"
+    if get_origin(kind) in (Union, UnionType):
+        return " or ".join(_allowed(part) for part in get_args(kind) if part is not NoneType) + ", or nothing"
     words = {str: "text", int: "a whole number", float: "a number", bool: "true or false"}
     return words.get(kind, str(kind))
 
