@@ -89,14 +89,17 @@ async def test_closing_waits_for_the_running_job_and_fails_those_that_wait() -> 
             await worker.run(lambda: ended.append("second"), name="second")
         refused.append(True)
 
+    async def let_go_once_the_worker_closes() -> None:
+        await trio.testing.wait_all_tasks_blocked()
+        go_on.set()
+
     worker = DeviceWorker()
-    async with trio.open_nursery() as nursery:
-        async with worker:
-            nursery.start_soon(lambda: worker.run(lambda: (go_on.wait(5), ended.append("first")), name="first"))
-            await trio.testing.wait_all_tasks_blocked()
-            nursery.start_soon(second)
-            await trio.testing.wait_all_tasks_blocked()
-            go_on.set()
+    async with trio.open_nursery() as nursery, worker:
+        nursery.start_soon(lambda: worker.run(lambda: (go_on.wait(5), ended.append("first")), name="first"))
+        await trio.testing.wait_all_tasks_blocked()
+        nursery.start_soon(second)
+        await trio.testing.wait_all_tasks_blocked()
+        nursery.start_soon(let_go_once_the_worker_closes)
     assert (ended, refused) == (["first"], [True])
     with pytest.raises(LocalError, match="is not open: cannot run late"):
         await worker.run(lambda: None, name="late")
