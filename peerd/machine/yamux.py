@@ -213,9 +213,8 @@ class Yamux:
 
     def wake(self, now: float) -> list[Event]:
         """Pings, the verdict on a silent peer, and resets of streams that the peer does not close."""
-        silent_s = now - self._heard_at
-        if silent_s >= self.config.dead_after_s:
-            return [Dead(silent_s)]
+        if now >= self._heard_at + self.config.dead_after_s:  # summed as in `wake_at`: a rounding apart spins for ever
+            return [Dead(now - self._heard_at)]
         if now >= self._ping_due:
             self._ping_due = now + self.config.keepalive_s
             if self._ping_at is None:
