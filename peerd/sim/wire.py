@@ -38,6 +38,9 @@ class Segment:
     data: bytes
     last: bool = False
 
+    def joined(self, after: Segment) -> Segment:
+        return Segment(self.pipe, self.data + after.data, after.last)
+
 
 @dataclass(slots=True, eq=False)
 class AccessLine:
@@ -70,6 +73,8 @@ class AccessLine:
             pipe = next(iter(self._waiting))
             queue = self._waiting.pop(pipe)
             segment = queue.popleft()
+            while queue and len(segment.data) + len(queue[0].data) <= TURN_BYTES_MIN:
+                segment = segment.joined(queue.popleft())  # small ones that wait travel together
             if queue:
                 self._waiting[pipe] = queue  # to the back: the others get their turn first
             self._start(segment)

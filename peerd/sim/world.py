@@ -46,7 +46,7 @@ class WorldConfig:
     """What all nodes have in common unless `World.start` says otherwise."""
 
     net: NetConfig = field(default_factory=NetConfig)
-    line: Line = field(default_factory=Line)
+    line: Callable[[random.Random], Line] = lambda rng: Line()  # draws the line of a node that is given none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,14 +149,14 @@ class World:
     ) -> Node:
         """A new node; returns when its program is of use, or when it was killed before."""
         name = name or f"n{len(self.nodes):02d}"
-        machine = self.net.add_node(name, line or self.config.line)
+        machine = self._machine(name, line)
         node = self.nodes[name] = Node(self, machine, program or self.program, skew_s)
         await self._launch(node)
         return node
 
     async def start_many(self, count: int, *, bootstrap: bool = False) -> list[Node]:
         """`count` new nodes at once; with `bootstrap` the later ones join through them."""
-        machines = [self.net.add_node(f"n{len(self.nodes) + k:02d}", self.config.line) for k in range(count)]
+        machines = [self._machine(f"n{len(self.nodes) + k:02d}", None) for k in range(count)]
         nodes = [Node(self, machine, self.program, 0.0) for machine in machines]
         self.nodes.update({node.name: node for node in nodes})
         async with trio.open_nursery() as nursery:
@@ -186,6 +186,9 @@ class World:
         node.reborn()
         self.net.revive(node.name)
         await self._launch(node)
+
+    def _machine(self, name: str, line: Line | None) -> SimNode:
+        return self.net.add_node(name, line or self.config.line(self.rng(f"line of {name}")))
 
     async def _launch(self, node: Node) -> None:
         if self._nursery is None:

@@ -14,9 +14,8 @@ from peerd.sim.memory import MemoryLink
 from peerd.sim.simnet import Line, NetConfig
 from peerd.sim.world import Churn, Node, World, WorldConfig
 
-CONFIG = WorldConfig(
-    net=NetConfig(give_up_s=60), line=Line(latency_s=0.02, jitter_s=0.01, up_mbit_s=50, down_mbit_s=50)
-)
+LINE = Line(latency_s=0.02, jitter_s=0.01, up_mbit_s=50, down_mbit_s=50)
+CONFIG = WorldConfig(net=NetConfig(give_up_s=60), line=lambda _: LINE)
 
 
 async def echo_program(node: Node, *, task_status: trio.TaskStatus[None]) -> None:

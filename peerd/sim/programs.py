@@ -1,0 +1,74 @@
+"""What usually runs on a node of a World: a Host alone, or Host, calls and DHT together.
+
+A test that needs more writes a program of its own, and may run one of these inside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable
+
+import trio
+
+from peerd.core.errors import RemoteError
+from peerd.net.host import Host, HostConfig
+from peerd.net.link import Stream
+from peerd.sim.world import Node, Program
+
+ECHO = "/peerd-sim/echo/1"  # every node answers it: what comes in goes back
+
+
+def hosts(config: HostConfig | None = None) -> Program:
+    """Nodes with a Host that listens and echoes, and nothing else."""
+
+    def program(node: Node, *, task_status: trio.TaskStatus[None]) -> Awaitable[None]:
+        node.host = _host(node, config)
+        return node.host.run([node.addr], task_status=task_status)
+
+    return program
+
+
+def _host(node: Node, config: HostConfig | None) -> Host:
+    host = Host(node.keypair, node.clock, [node.transport], config or HostConfig())
+    host.handle(ECHO, _echo)
+    return host
+
+
+async def _echo(stream: Stream) -> None:
+    while data := await stream.receive_some(1 << 16):
+        await stream.send(data)
+    await stream.aclose()
+
+
+async def echo(source: Node, target: Node, size: int = 32) -> float:
+    """Seconds until `size` bytes have come back from `target`; raises RemoteError (Unreachable, a reset...)."""
+    started_s = trio.current_time()
+    stream = await source.host.open_stream(target.id, ECHO)
+    try:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(stream.send, bytes(size))
+            await stream.receive_exactly(size)
+    finally:
+        stream.reset()
+    return trio.current_time() - started_s
+
+
+async def try_ping(source: Node, target: Node, *, within_s: float) -> float | None:
+    """libp2p's ping, with dialling if need be: seconds, or None when it fails or takes longer than `within_s`."""
+    started_s = trio.current_time()
+    with trio.move_on_after(within_s):
+        try:
+            await source.host.ping(target.id)
+        except RemoteError:
+            return None
+        return trio.current_time() - started_s
+    return None
+
+
+async def try_echo(source: Node, target: Node, size: int, *, within_s: float) -> float | None:
+    """`echo`, or None when it fails or takes longer than `within_s`."""
+    with trio.move_on_after(within_s):
+        try:
+            return await echo(source, target, size)
+        except* RemoteError:
+            pass
+    return None
