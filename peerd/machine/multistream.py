@@ -73,35 +73,48 @@ class Proposal:
         return None
 
 
+def _name(line: bytes) -> str:
+    try:
+        return line.decode()
+    except UnicodeDecodeError:
+        raise ProtocolViolation("a protocol name is not UTF-8") from None
+
+
 class Selector:
     """The accepting side picks the first proposal that it speaks."""
 
-    __slots__ = ("_buffer", "_greeted", "_left", "_speaks")
+    __slots__ = ("_buffer", "_deaf", "_greeted", "_left", "_speaks")
 
     def __init__(self, speaks: Callable[[str], bool]) -> None:
         self._speaks = speaks
         self._buffer = bytearray()
         self._greeted = False
         self._left = MULTISTREAM_ATTEMPTS
+        self._deaf = False  # what comes belongs to a protocol that we have refused
 
     def feed(self, data: bytes | bytearray | memoryview) -> tuple[bytes, str | None, bytes]:
         """(answer to send, chosen protocol or None yet, what follows the choice). HEADER is sent by the caller."""
         self._buffer += data
         answer = b""
-        while (line := take_line(self._buffer)) is not None:
-            if not self._greeted:
-                if line != HEADER[1:-1]:
-                    raise ProtocolViolation(f"negotiation begins with {line[:40]!r}")
-                self._greeted = True
-                continue
-            try:
-                protocol = line.decode()
-            except UnicodeDecodeError:
-                raise ProtocolViolation("a protocol name is not UTF-8") from None
-            if self._speaks(protocol):
-                return answer + encode_line(protocol), protocol, bytes(self._buffer)
-            self._left -= 1
-            if self._left == 0:
-                raise ProtocolViolation(f"{MULTISTREAM_ATTEMPTS} proposals, none of them spoken here")
-            answer += NOT_AVAILABLE
+        try:
+            while not self._deaf and (line := take_line(self._buffer)) is not None:
+                if not self._greeted:
+                    if line != HEADER[1:-1]:
+                        raise ProtocolViolation(f"negotiation begins with {line[:40]!r}")
+                    self._greeted = True
+                    continue
+                protocol = _name(line)
+                if self._speaks(protocol):
+                    return answer + encode_line(protocol), protocol, bytes(self._buffer)
+                self._left -= 1
+                if self._left == 0:
+                    raise ProtocolViolation(f"{MULTISTREAM_ATTEMPTS} proposals, none of them spoken here")
+                answer += NOT_AVAILABLE
+        except ProtocolViolation:
+            # An optimistic opener sends its first data before it hears "na": that is no proposal, and no crime.
+            if self._left == MULTISTREAM_ATTEMPTS:
+                raise
+            self._deaf = True
+        if self._deaf:
+            self._buffer.clear()
         return answer, None, b""
