@@ -104,7 +104,7 @@ class Channel:
             with self._running:
                 stream = await open_stream()
                 nursery.start_soon(self._outbox.run, stream)
-                await self._read(Inbound(stream))
+                await self._read(stream)
         except RemoteError as error:
             failure = error.blame(self._peer)
         finally:
@@ -117,28 +117,36 @@ class Channel:
             for waiting in self.calls.drain():
                 waiting.fail(renewed(failure))
 
-    async def _read(self, inbound: Inbound) -> None:
+    async def _read(self, stream: RpcStream) -> None:
+        inbound = Inbound(stream, self._settle)
         while messages := await inbound.batch():
-            self.used = trio.current_time()
             for message in messages:
                 if message.headers:
                     await self._reply_with_frames(message, inbound)
-                elif message.kind == wire.REPLY:
-                    waiting = self.calls.pop(message.id)
-                    if waiting is not None:
-                        waiting.set((message.body, ()))
-                elif message.kind == wire.ERROR:
-                    error = decode_failure(message.body, self._peer)
-                    waiting = self.calls.pop(message.id)
-                    if waiting is not None:
-                        waiting.fail(error)
                 else:
-                    raise ProtocolViolation(f"a message of kind {message.kind} for a unary call")
+                    self._settle(message)
+            await trio.lowlevel.checkpoint()
+
+    def _settle(self, message: Message) -> bool:
+        """An answer without frames."""
+        if message.kind == wire.REPLY:
+            waiting = self.calls.pop(message.id)
+            if waiting is not None:
+                waiting.set((message.body, ()))
+        elif message.kind == wire.ERROR:
+            error = decode_failure(message.body, self._peer)
+            waiting = self.calls.pop(message.id)
+            if waiting is not None:
+                waiting.fail(error)
+        else:
+            raise ProtocolViolation(f"a message of kind {message.kind} for a unary call")
+        self.used = trio.current_time()
+        return True
 
     async def _reply_with_frames(self, message: Message, inbound: Inbound) -> None:
-        waiting = self.calls.get(message.id)
         if message.kind != wire.REPLY:
             raise ProtocolViolation(f"a message of kind {message.kind} for a unary call")
+        waiting = self.calls.get(message.id)
         if waiting is None:
             await inbound.skip()
             return
@@ -194,42 +202,51 @@ class LargeCall:
             self.parts.discard()
 
     async def _read(self) -> None:
-        inbound = Inbound(self._stream)
+        inbound = Inbound(self._stream, self._settle)
         try:
             with self._running:
                 while messages := await inbound.batch():
                     for message in messages:
-                        await self._take(message, inbound)
+                        if message.headers or not self._settle(message):
+                            await self._take(message, inbound)
                 if not self._complete:
                     raise Unreachable("the stream was closed before the call had ended")
         except RemoteError as error:
             if not self._complete:
                 self._fail(error.blame(self.peer))
 
-    async def _take(self, message: Message, inbound: Inbound) -> None:
-        kind, parts = message.kind, self.parts
+    def _settle(self, message: Message) -> bool:
+        """What ends a call, without frames; False when it is something else."""
+        kind = message.kind
         if message.id != 1 or self._complete:
             raise ProtocolViolation("an answer that nobody asked for")
         if kind == wire.ERROR:
-            error = decode_failure(message.body, self.peer)
-            self._complete = True
-            self._fail(error)
-        elif kind == wire.PART and parts is not None and parts.receiving:
-            self._request.check(message)
-            await parts.take(message, inbound, self._request.deadline)
-        elif kind == wire.END and parts is not None:
-            self._complete = True
-            parts.no_more_parts()
-        elif kind == wire.REPLY and parts is None:
-            self._request.check(message)
-            frames: tuple[TensorFrame, ...] = ()
-            if message.headers:
-                frames = await inbound.frames(message, self._budget, self._request.deadline)
-                self._budget.give(self.peer, message.payload_bytes)
+            self._fail(decode_failure(message.body, self.peer))
+        elif kind == wire.END and self.parts is not None:
+            self.parts.no_more_parts()
+        elif kind == wire.REPLY and self.parts is None:
+            self.reply.set((message.body, ()))
+        elif kind == wire.PART and self.parts is not None:
+            return False
+        else:
+            raise ProtocolViolation(f"a message of kind {kind} that does not fit the call")
+        self._complete = True
+        return True
+
+    async def _take(self, message: Message, inbound: Inbound) -> None:
+        """A part, or an answer with frames."""
+        if message.id != 1 or self._complete:
+            raise ProtocolViolation("an answer that nobody asked for")
+        self._request.check(message)
+        if self.parts is not None and message.kind == wire.PART:
+            await self.parts.take(message, inbound, self._request.deadline)
+        elif self.parts is None and message.kind == wire.REPLY:
+            frames = await inbound.frames(message, self._budget, self._request.deadline)
+            self._budget.give(self.peer, message.payload_bytes)
             self._complete = True
             self.reply.set((message.body, frames))
         else:
-            raise ProtocolViolation(f"a message of kind {kind} that does not fit the call")
+            raise ProtocolViolation(f"a message of kind {message.kind} that does not fit the call")
 
     def _fail(self, error: RemoteError) -> None:
         self.reply.fail(error)

@@ -22,7 +22,7 @@ from peerd.machine.rpc import Buffer, Message, MessageParser
 from peerd.machine.rpc_calls import ByteBudget
 from peerd.service.rpc_types import RpcStream
 
-_READ_BYTES = 64 << 10  # one Noise frame's worth: what arrives together is parsed together
+_QUICK_MESSAGES = 64  # handled in one go; the loop turns before the next
 _PAYLOAD_READ_BYTES = 256 << 10
 _BATCH_BYTES = 32 << 10  # buffers below this are joined before they are sent; larger ones are not copied
 
@@ -96,13 +96,18 @@ class Outbox:
         self._wake()
 
     @property
+    def full(self) -> bool:
+        """Whether so much is queued that whoever puts must wait for `room`."""
+        return self._put_bytes - self._sent_bytes > RPC_OUTBOX_BYTES
+
+    @property
     def pending(self) -> bool:
         """Whether anything put was not yet taken by the stream."""
         return self._sent_bytes < self._put_bytes
 
     async def room(self) -> None:
         """Wait until little enough is queued; returns at once after `close`."""
-        while self._put_bytes - self._sent_bytes > RPC_OUTBOX_BYTES and not self.closed:
+        while self.full and not self.closed:
             await self._waiting.park()
 
     async def flushed(self) -> None:
@@ -203,23 +208,43 @@ class SharedBudget:
 
 
 class Inbound:
-    """The messages of one stream, as they arrive."""
+    """The messages of one stream, as they arrive.
 
-    def __init__(self, stream: RpcStream) -> None:
+    `quick` is offered each message without frames as soon as it has come, in the task that received it. It handles
+    the message and returns True, or leaves it alone and returns False: then it and those after it come in `batch`.
+    """
+
+    def __init__(self, stream: RpcStream, quick: Callable[[Message], bool]) -> None:
         self._stream = stream
+        self._quick = quick
         self._parser = MessageParser()
+        self._left: list[Message] = []  # not handled by `quick`
+        self._fault: ProtocolViolation | None = None
 
     async def batch(self) -> list[Message]:
-        """The next messages, as many as have come; [] at the end. The last may have frames: read or skip them."""
+        """The next messages that need more time; [] at the end. The last may have frames: read or skip them."""
         messages = self._parser.feed(b"")
-        while not messages:
-            data = await self._stream.receive_some(_READ_BYTES)
-            if not data:
-                if not self._parser.clean:
-                    raise ProtocolViolation("the stream ended in the middle of a message", self._stream.peer)
-                return []
-            messages = self._parser.feed(data)
+        if messages:
+            return messages
+        more = await self._stream.receive_each(self._take)
+        if self._fault is not None:
+            raise self._fault
+        if not more and not self._parser.clean:
+            raise ProtocolViolation("the stream ended in the middle of a message", self._stream.peer)
+        messages, self._left = self._left, []
         return messages
+
+    def _take(self, data: bytes) -> bool:
+        try:
+            messages = self._parser.feed(data)
+            for at, message in enumerate(messages):
+                if message.headers or at == _QUICK_MESSAGES or not self._quick(message):
+                    self._left = messages[at:]
+                    return False
+        except ProtocolViolation as error:
+            self._fault = error
+            return False
+        return True
 
     async def frames(self, message: Message, budget: SharedBudget, deadline: float) -> tuple[TensorFrame, ...]:
         """The frames of `message`; until `budget.give`, their bytes are held in the budget.

@@ -6,6 +6,7 @@ So a call to oneself takes the same path as any other: limits, deadlines, cancel
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 
 import trio
 
@@ -14,6 +15,7 @@ from peerd.core.ids import PeerId
 from peerd.service.rpc_io import renewed
 
 _WINDOW_BYTES = 256 << 10
+_OFFER_BYTES = 16 << 10
 
 
 class LocalStream:
@@ -74,6 +76,12 @@ class LocalStream:
         self._bytes -= len(data)
         self._other._changed.unpark_all()
         return data
+
+    async def receive_each(self, take: Callable[[bytes], bool]) -> bool:
+        while data := await self.receive_some(_OFFER_BYTES):
+            if not take(data):
+                return True
+        return False
 
     async def wait_gone(self) -> None:
         while self._gone is None and not self._closed:

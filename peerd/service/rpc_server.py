@@ -57,7 +57,7 @@ class ServedStream:
         self._stream = stream
         self._nursery = nursery
         self._methods = server.protocols.get(stream.protocol, {})
-        self._inbound = Inbound(stream)
+        self._inbound = Inbound(stream, self._quick)
         self._calls: dict[int, ServedCall] = {}
         self._last_id = 0
         self._idle: trio.Event | None = None  # set once the caller has finished: no call runs any more
@@ -69,8 +69,9 @@ class ServedStream:
         try:
             while messages := await self._inbound.batch():
                 for message in messages:
-                    await self._handle(message)
-                await self.outbox.room()
+                    if message.headers or not self._quick(message):
+                        await self._handle(message)
+                await trio.lowlevel.checkpoint()
             await self._finish()
         except ProtocolViolation as error:
             raise error.blame(self.peer) from None
@@ -113,41 +114,68 @@ class ServedStream:
         if self._idle is not None and not self._calls:
             self._idle.set()
 
-    async def _handle(self, message: Message) -> None:
-        kind = message.kind
-        if kind <= wire.OPEN:
-            await self._begin(message)
-        elif kind not in (wire.CANCEL, wire.PART, wire.END):
-            raise ProtocolViolation(f"a message of kind {kind} from a caller")
-        elif not 0 < message.id <= self._last_id:
-            raise ProtocolViolation("a message for a call that was never made")
-        elif kind == wire.CANCEL:
-            if call := self._calls.get(message.id):
+    def _quick(self, message: Message) -> bool:
+        """A message without frames that needs no waiting; False when it does."""
+        if message.kind <= wire.OPEN:
+            if self.outbox.full:
+                return False
+            call = self._begin(message)
+            if call is not None:
+                self._server.crew.start(call)
+            return True
+        if message.kind == wire.CANCEL:
+            call = self._known(message)
+            if call is not None:
                 call.cancel()
-        else:
-            await self._part(message)
+            return True
+        return False
 
-    async def _begin(self, message: Message) -> None:
-        """Start a call, or say why not."""
+    async def _handle(self, message: Message) -> None:
+        if message.kind <= wire.OPEN:
+            await self.outbox.room()
+            call = self._begin(message)
+            if call is None:
+                await self._inbound.skip()
+            elif await self._receive(call, message):
+                self._server.crew.start(call)
+        elif message.kind in (wire.PART, wire.END):
+            await self._part(message)
+        else:
+            raise ProtocolViolation(f"a message of kind {message.kind} from a caller")
+
+    def _known(self, message: Message) -> ServedCall | None:
+        """The call that a message belongs to; None when it is over, which the caller may not know yet."""
+        if not 0 < message.id <= self._last_id:
+            raise ProtocolViolation("a message for a call that was never made")
+        return self._calls.get(message.id)
+
+    def _begin(self, message: Message) -> ServedCall | None:
+        """Take up a call, or say why not."""
         if message.id <= self._last_id:
             raise ProtocolViolation("call ids must rise")
         self._last_id = message.id
         method = self._methods.get(message.name)
         if method is None:
             name = message.name.decode("ascii", "replace")
-            await self._turn_away(message, Refused(f"no such method: {self._stream.protocol[7:]}/{name}"))
-            return
+            refusal = Refused(f"no such method: {self._stream.protocol.removeprefix('/peerd/')}/{name}")
+            self.outbox.put(encode_failure(message.id, refusal))
+            return None
         error = self._objection(message, method)
         if error is not None:
             method.load.counters.refused += 1
-            await self._turn_away(message, error)
-            return
-        await self._start(message, method)
-
-    async def _turn_away(self, message: Message, error: PeerdError) -> None:
-        self.outbox.put(encode_failure(message.id, error))
-        if message.headers:
-            await self._inbound.skip()
+            self.outbox.put(encode_failure(message.id, error))
+            return None
+        try:
+            body = decode(method.request, message.body)
+        except ProtocolViolation:
+            method.load.leave(self.peer, 0.0)
+            raise
+        deadline = trio.current_time() + min(message.timeout_ms / 1000, method.load.limits.deadline_s)
+        call = self._calls[message.id] = ServedCall(self, message.id, method, body, deadline)
+        if method.streaming is not None:
+            call.parts = CallStream(self.peer, message.id, self.outbox, self._server.budget)
+            self._watch_for_loss()
+        return call
 
     def _objection(self, message: Message, method: Method) -> PeerdError | None:
         """Why a call does not start; None: it is counted in the load now."""
@@ -162,32 +190,24 @@ class ServedStream:
         busy = method.load.enter(self.peer)
         return Overloaded(busy, method.load.retry_after_s()) if busy else None
 
-    async def _start(self, message: Message, method: Method) -> None:
-        deadline = trio.current_time() + min(message.timeout_ms / 1000, method.load.limits.deadline_s)
+    async def _receive(self, call: ServedCall, message: Message) -> bool:
+        """Receive the frames of a call; False when there was no room or no time for them."""
+        if not message.headers:
+            return True
         try:
-            body = decode(method.request, message.body)
-        except ProtocolViolation:
-            method.load.leave(self.peer, 0.0)
-            raise
-        call = self._calls[message.id] = ServedCall(self, message.id, method, body, deadline)
-        if message.headers:
-            try:
-                call.frames = await self._inbound.frames(message, self._server.budget, deadline)
-            except (Overloaded, TooSlow) as error:
-                call.fail(error)
-                await self._inbound.skip()
-                return
-            call.held_bytes = message.payload_bytes
-        if method.streaming is not None:
-            call.parts = CallStream(self.peer, message.id, self.outbox, self._server.budget)
-            self._watch_for_loss()
-        self._server.crew.start(call)
+            call.frames = await self._inbound.frames(message, self._server.budget, call.deadline)
+        except (Overloaded, TooSlow) as error:
+            call.fail(error)
+            await self._inbound.skip()
+            return False
+        call.held_bytes = message.payload_bytes
+        return True
 
     async def _part(self, message: Message) -> None:
-        call = self._calls.get(message.id)
+        call = self._known(message)
         if call is None:
             if message.headers:
-                await self._inbound.skip()  # the call is over; the caller did not know yet
+                await self._inbound.skip()
         elif call.parts is None or not call.parts.receiving:
             raise ProtocolViolation("a part that nobody asked for")
         elif message.kind == wire.END:

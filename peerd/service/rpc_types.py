@@ -31,6 +31,13 @@ class RpcStream(Protocol):
 
     async def receive_some(self, max_bytes: int) -> bytes: ...
 
+    async def receive_each(self, take: Callable[[bytes], bool]) -> bool:
+        """Give `take` the bytes as they come, until it returns False (then True) or the peer's end (then False).
+
+        `take` may run in another task, as soon as bytes come: it is quick and raises nothing.
+        """
+        ...
+
     async def wait_gone(self) -> None:
         """Returns once the stream is over: reset by either side, closed by this one, or its link lost."""
         ...
