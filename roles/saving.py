@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from peerd.compute.checkpoint import Checkpoints
 from torch import Tensor
 
+from peerd.compute.checkpoint import Checkpoints, Manifest
 from peerd.core.errors import ConfigError
 from peerd.core.training import Position
 from peerd.role import RoleContext
@@ -47,6 +47,7 @@ class Saving:
 
         def look() -> tuple[Checkpoints, list[Position]]:
             checkpoints = self._open(stage)
+            checkpoints.clean()
             return checkpoints, [_position(checkpoints.manifest(step)) for step in checkpoints.steps()]
 
         self._checkpoints, self.positions = await self._files.run(look, name="list checkpoints")
@@ -60,10 +61,10 @@ class Saving:
         """Write a checkpoint; older ones beyond the number to keep go."""
         checkpoints = self._checkpoints
         assert checkpoints is not None
-        manifest = {"lineage": position.lineage.hex()}
+        lineage = {"lineage": position.lineage.hex()}
 
         def write() -> list[int]:
-            checkpoints.save(position.step, state, manifest)
+            checkpoints.save(position.step, state, lineage)
             return checkpoints.steps()
 
         kept = await self._files.run(write, name="write a checkpoint")
@@ -86,5 +87,5 @@ class Saving:
         return Checkpoints(self._of_stage(stage), keep=self._settings.keep, fingerprint=self._fingerprint, stage=stage)
 
 
-def _position(manifest: Mapping[str, object]) -> Position:
-    return Position(int(str(manifest["step"])), bytes.fromhex(str(manifest["lineage"])))
+def _position(manifest: Manifest) -> Position:
+    return Position(manifest.step, bytes.fromhex(str(manifest.extra["lineage"])))

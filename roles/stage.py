@@ -44,6 +44,7 @@ from .saving import Saving
 T = TypeVar("T")
 
 _START = Position(0, b"")
+_SERVICES = ("stage/1", "average/1", "state/1")
 _SYNC_WAIT_S = 2.0
 _ANNOUNCE_S = 5.0
 _LEAVE_PATIENCE_S = 5.0
@@ -90,23 +91,26 @@ class StageRole:
     # --- life -------------------------------------------------------------------------------------------------
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        await self._compare_settings()
-        self._stage = await self._choose_stage()
-        self._served = await self._work(self._build, "build the stage")
-        await self._return_to_checkpoint()
-        self._since = self._ctx.clock.wall()
-        if self._stage == 0:
-            self._following.joined_since = self._since
-        self._conducting.notes = lambda text: self._ctx.log.event("conductor", note=text)
-        async with trio.open_nursery() as nursery:
-            if self._stage == 0:
-                await nursery.start(self._conducting.run)
-            self._serve()
-            self._waits_for = "the conductor"
-            self._ctx.log.event("stage", stage=self._stage, step=self._position.step)
-            nursery.start_soon(self._announce_now_and_then)
-            nursery.start_soon(self._follow)
-            task_status.started()
+        try:
+            await self._compare_settings()
+            self._stage = await self._choose_stage()
+            self._served = await self._work(self._build, "build the stage")
+            await self._return_to_checkpoint()
+            self._since = self._ctx.clock.wall()
+            async with trio.open_nursery() as nursery:
+                if self._stage == 0:
+                    self._following.joined_since = self._since
+                    self._conducting.notes = lambda text: self._ctx.log.event("conductor", note=text)
+                    await nursery.start(self._conducting.run)
+                self._serve()
+                self._waits_for = "the conductor"
+                self._ctx.log.event("stage", stage=self._stage, step=self._position.step)
+                nursery.start_soon(self._announce_now_and_then)
+                nursery.start_soon(self._follow)
+                task_status.started()
+        finally:
+            for service in _SERVICES:
+                self._ctx.rpc.unserve(service)
 
     async def leave(self) -> None:
         """Let the step under way end, so that nobody has to repeat our part; then say goodbye."""

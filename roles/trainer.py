@@ -14,8 +14,10 @@ from typing import Any, ClassVar
 
 import trio
 
+from peerd.compute.corpus import Split
 from peerd.compute.data import SampleStream
 from peerd.compute.tensors import to_frame
+from peerd.compute.tokens import load_vocabulary
 from peerd.core.errors import ConfigError, RemoteError
 from peerd.core.messages import Empty
 from peerd.core.progress import TrainerProgress, encode_progress, progress_key
@@ -128,12 +130,13 @@ class TrainerRole:
 
     # --- samples ----------------------------------------------------------------------------------------------
 
-    async def _open_data(self, split: str) -> SampleStream:
+    async def _open_data(self, split: Split) -> SampleStream:
         """The stream of samples; `train` goes on where this peer's last one ended."""
         run, name = self._run, self._ctx.host.id.text
 
         def build() -> SampleStream:
-            stream = SampleStream(run.data, run.model.vocab, run.model.context, run.seed, name, split)
+            vocabulary = load_vocabulary(run.model.vocab)
+            stream = SampleStream(run.data, vocabulary, run.model.context, run.seed, name, split)
             if split == "train":
                 self._resume(stream)
             return stream

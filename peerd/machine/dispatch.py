@@ -118,7 +118,7 @@ class Dispatch:
                 return "it gave a record of another key than it was asked for"
             if not all(self._verifier.genuine(record) for record in records):
                 return "it gave a record that its publisher did not sign"
-        nearer = [c for c in found.contacts if c.peer != self._own and self._neighbours.usable(now, c.peer)]
+        nearer = self._neighbours.believed(now, found.contacts)
         answered, rest = flight.searches[: len(found.records)], flight.searches[len(found.records) :]
         for (_, search), records in zip(answered, found.records, strict=True):
             search.answered(flight.contact, nearer, _acceptable(wall, records) if search.values else ())

@@ -27,11 +27,11 @@ class Liveness:
 
     def __init__(self, remember: int = 4096) -> None:
         self._remember = remember
-        self._suspects: OrderedDict[PeerId, _Suspect] = OrderedDict()
+        self._suspects: OrderedDict[bytes, _Suspect] = OrderedDict()  # by raw peer id, which hashes fast
 
     def answered(self, peer: PeerId) -> None:
         """The peer is well: suspicion ends."""
-        self._suspects.pop(peer, None)
+        self._suspects.pop(peer.raw, None)
 
     def silent(self, now: float, peer: PeerId) -> int:
         """The peer did not answer, or closed its connection; returns how often in a row by now.
@@ -51,24 +51,23 @@ class Liveness:
 
     def shunned(self, now: float, peer: PeerId) -> bool:
         """Whether to leave the peer alone."""
-        suspect = self._suspects.get(peer)
+        suspect = self._suspects.get(peer.raw)
         return suspect is not None and now < suspect.until
 
-    def until(self, peer: PeerId) -> float:
-        """When the peer may be tried again; 0 for one that is not suspected."""
-        suspect = self._suspects.get(peer)
-        return suspect.until if suspect is not None else 0.0
+    def cooled(self, now: float) -> list[PeerId]:
+        """Suspects that may be tried again."""
+        return [PeerId(raw) for raw, suspect in self._suspects.items() if now >= suspect.until]
 
     def suspected(self, peer: PeerId) -> bool:
         """Whether the peer's last word was silence, however long ago."""
-        return peer in self._suspects
+        return peer.raw in self._suspects
 
     def __len__(self) -> int:
         return len(self._suspects)
 
     def _suspect(self, peer: PeerId) -> _Suspect:
-        suspect = self._suspects.setdefault(peer, _Suspect())
-        self._suspects.move_to_end(peer)
+        suspect = self._suspects.setdefault(peer.raw, _Suspect())
+        self._suspects.move_to_end(peer.raw)
         if len(self._suspects) > self._remember:
             self._suspects.popitem(last=False)
         return suspect

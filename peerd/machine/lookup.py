@@ -43,12 +43,28 @@ class LookupRule:
     keep: int = 128
 
 
-@dataclass(slots=True, order=True)
+@dataclass(slots=True, eq=False)
 class _Candidate:
     distance: int
-    contact: Contact = field(compare=False)
-    state: State = field(default=State.NEW, compare=False)
-    asked_at: float = field(default=0.0, compare=False)
+    contact: Contact
+    state: State = State.NEW
+    asked_at: float = 0.0
+
+
+@dataclass(slots=True)
+class _View:
+    """What `next` must know about the nearest `want` candidates that are not slow or failed."""
+
+    usable: int = 0  # how many there are
+    answers: int = 0  # of them, nearer than every one that was not asked
+    fresh: list[_Candidate] = field(default_factory=list)  # not asked, among those that must answer
+    waiting: bool = False  # somebody among those that must answer has not done so
+    unasked: bool = False
+    near: bool = False  # the nearest `enough` have all answered
+
+
+def _distance(candidate: _Candidate) -> int:
+    return candidate.distance
 
 
 class Lookup:
@@ -61,7 +77,9 @@ class Lookup:
         self.asked = 0
         self._rule = rule
         self._sorted: list[_Candidate] = []  # nearest first
-        self._of: dict[PeerId, _Candidate] = {}
+        self._of: dict[bytes, _Candidate] = {}  # by raw peer id, which hashes fast
+        self._waiting: list[_Candidate] = []  # in state WAITING, in the order of asking
+        self._slow: list[_Candidate] = []  # in state SLOW, likewise
         if own is not None:
             self._add(own, State.ANSWERED)
         self.learn(seeds)
@@ -71,54 +89,51 @@ class Lookup:
         if self.why is not None:
             return []
         self._age(now)
-        usable = [c for c in self._sorted if c.state not in (State.SLOW, State.FAILED)]
-        if self.found and self._nearest_answers(usable) >= self._rule.enough:
+        view = self._look()
+        if self.found and view.answers >= self._rule.enough:
             self.why = f"the nearest {self._rule.enough} peers have answered"
             return []
-        window = usable[: self._rule.enough if self.found else self._rule.want]
-        fresh = [c for c in window if c.state is State.NEW]
-        if not fresh and not any(c.state is State.WAITING for c in window):
-            self._end(len(window))
+        if not view.fresh and not view.waiting:
+            self._end(view.usable)
             return []
-        chosen = fresh[: max(0, self._room(usable))]
-        if fresh and not chosen and self.asked >= self._rule.max_asked and not self._count(State.WAITING):
+        limit = max(self._rule.want, self._rule.parallel) if view.near else self._rule.parallel
+        left = self._rule.max_asked - self.asked
+        chosen = view.fresh[: max(0, min(limit - len(self._waiting), left))]
+        if not left and not self._waiting:
             self.why = f"{self.asked} peers were asked, more than it should take"
         for candidate in chosen:
             candidate.state, candidate.asked_at = State.WAITING, now
+        self._waiting += chosen
         self.asked += len(chosen)
         return [candidate.contact for candidate in chosen]
 
     def answered(self, peer: PeerId, nearer: Iterable[Contact]) -> None:
         """The peer answered, and named others."""
-        candidate = self._of.get(peer)
-        if candidate is not None and candidate.state is not State.NEW:
-            candidate.state = State.ANSWERED
+        self._settle(peer, State.ANSWERED)
         self.learn(nearer)
 
     def failed(self, peer: PeerId) -> None:
         """The peer cannot be reached, has gone, or lied."""
-        candidate = self._of.get(peer)
-        if candidate is not None:
-            candidate.state = State.FAILED
+        self._settle(peer, State.FAILED)
 
     def postponed(self, peer: PeerId) -> None:
         """The peer answered, but had no room for this key in its answer: it may be asked again."""
-        candidate = self._of.get(peer)
-        if candidate is not None and candidate.state in (State.WAITING, State.SLOW):
-            candidate.state = State.NEW
+        if self._settle(peer, State.NEW):
             self.asked -= 1  # its owner sees to it that such an answer always settles another key
 
     def learn(self, contacts: Iterable[Contact]) -> None:
         """Further candidates; those known already change nothing."""
         for contact in contacts:
-            if contact.peer not in self._of:
+            if contact.peer.raw not in self._of:
                 self._add(contact, State.NEW)
 
     def wake_at(self) -> float | None:
         """When `next` should be called though nobody answered; None when it has ended or waits for nobody."""
         if self.why is not None:
             return None
-        return min((due for c in self._sorted if (due := self._due(c)) is not None), default=None)
+        times = [waiting.asked_at + self._rule.slow_s for waiting in self._waiting[:1]]
+        times += [slow.asked_at + self._rule.silent_s for slow in self._slow[:1]]
+        return min(times, default=None)
 
     def nearest(self, count: int) -> list[Contact]:
         """The nearest candidates that may be alive, nearest first."""
@@ -131,32 +146,50 @@ class Lookup:
 
     def _add(self, contact: Contact, state: State) -> None:
         candidate = _Candidate(contact.place ^ self.target, contact, state)
-        insort(self._sorted, candidate)
-        self._of[contact.peer] = candidate
+        insort(self._sorted, candidate, key=_distance)
+        self._of[contact.peer.raw] = candidate
         if len(self._sorted) > self._rule.keep:
             farthest = next((c for c in reversed(self._sorted) if c.state is State.NEW), None)
             if farthest is not None:
                 self._sorted.remove(farthest)
-                del self._of[farthest.contact.peer]
+                del self._of[farthest.contact.peer.raw]
 
-    def _nearest_answers(self, usable: list[_Candidate]) -> int:
-        """Answers that are nearer than every candidate not asked yet, among those who should hold records."""
-        answers = 0
-        for candidate in usable[: self._rule.want]:
-            if candidate.state is State.NEW:
+    def _settle(self, peer: PeerId, state: State) -> bool:
+        """The peer was asked, and this came of it; False when it was not asked, or that was settled before."""
+        candidate = self._of.get(peer.raw)
+        if candidate is None or candidate.state not in (State.WAITING, State.SLOW):
+            return False
+        (self._waiting if candidate.state is State.WAITING else self._slow).remove(candidate)
+        candidate.state = state
+        return True
+
+    def _look(self) -> _View:
+        """The candidates that matter, in one pass; the rest of the list can be long."""
+        view, enough, want = _View(), self._rule.enough, self._rule.want
+        window = enough if self.found else want
+        early = 0  # answers among the nearest `enough`
+        for candidate in self._sorted:
+            state = candidate.state
+            if state is State.SLOW or state is State.FAILED:
+                continue
+            view.usable += 1
+            if state is State.ANSWERED:
+                early += view.usable <= enough
+                view.answers += not view.unasked
+            elif state is State.NEW:
+                view.unasked = True
+            if view.usable <= window:
+                view.waiting |= state is State.WAITING
+                if state is State.NEW:
+                    view.fresh.append(candidate)
+            if view.usable == want:
                 break
-            answers += candidate.state is State.ANSWERED
-        return answers
-
-    def _room(self, usable: list[_Candidate]) -> int:
-        nearest = usable[: self._rule.enough]
-        near = len(nearest) == self._rule.enough and all(c.state is State.ANSWERED for c in nearest)
-        limit = max(self._rule.want, self._rule.parallel) if near else self._rule.parallel
-        return min(limit - self._count(State.WAITING), self._rule.max_asked - self.asked)
+        view.near = early == enough
+        return view
 
     def _end(self, answers: int) -> None:
         """Nobody is left to ask; but if too few have answered, slow peers may still help."""
-        if answers < self._rule.enough and self._count(State.SLOW):
+        if answers < self._rule.enough and self._slow:
             return
         if answers == 0:
             self.why = "no other peer is known" if not self.asked else "none of the known peers answered"
@@ -166,16 +199,9 @@ class Lookup:
             self.why = "all known peers have answered or failed"
 
     def _age(self, now: float) -> None:
-        for candidate in self._sorted:
-            due = self._due(candidate)
-            while due is not None and now >= due:
-                candidate.state = State.SLOW if candidate.state is State.WAITING else State.FAILED
-                due = self._due(candidate)
-
-    def _due(self, candidate: _Candidate) -> float | None:
-        if candidate.state is State.WAITING:
-            return candidate.asked_at + self._rule.slow_s
-        return candidate.asked_at + self._rule.silent_s if candidate.state is State.SLOW else None
-
-    def _count(self, state: State) -> int:
-        return sum(candidate.state is state for candidate in self._sorted)
+        while self._waiting and now >= self._waiting[0].asked_at + self._rule.slow_s:
+            candidate = self._waiting.pop(0)
+            candidate.state = State.SLOW
+            self._slow.append(candidate)
+        while self._slow and now >= self._slow[0].asked_at + self._rule.silent_s:
+            self._slow.pop(0).state = State.FAILED

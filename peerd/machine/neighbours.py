@@ -53,9 +53,14 @@ class Neighbours:
         """Whether to ask this peer, and to name it to others."""
         return not (self._silence.shunned(now, peer) or self._liars.shunned(now, peer))
 
+    def believed(self, now: float, contacts: Iterable[Contact]) -> list[Contact]:
+        """Of peers that others name, those that we may ask: not ourselves, and none that we know to be silent."""
+        own = self._own.raw
+        return [c for c in contacts if c.peer.raw != own and (self._calm or self.usable(now, c.peer))]
+
     def closest(self, now: float, target: int, count: int) -> list[Contact]:
         """Usable peers of the table, nearest to `target` first."""
-        return self.table.closest(target, count, lambda peer: self.usable(now, peer))
+        return self.table.closest(target, count, None if self._calm else lambda peer: self.usable(now, peer))
 
     def welcome(self, now: float, contact: Contact) -> tuple[bool, Contact | None]:
         """The peer itself talked to us and can be dialled. Returns whether it is newly seated, and whom to probe."""
@@ -150,13 +155,19 @@ class Neighbours:
 
     def probes(self, now: float) -> list[Contact]:
         """Whom to ping now: cooled suspects, peers not heard from for long, and former ones when we are lonely."""
-        seated = list(self.table)
-        suspects = [c for c in seated if self._silence.suspected(c.peer) and self.usable(now, c.peer)]
-        seen = sorted((self.table.seen_at(c.peer) or 0.0, c.peer) for c in seated)
-        stale = [c for at, peer in seen[:_PROBES] if now - at > self._stale_s and (c := self.table.contact(peer))]
-        alive = sum(not self._silence.suspected(contact.peer) for contact in seated)
-        former = [c for c in self._former.values() if self.usable(now, c.peer)] if alive < _LONELY else []
-        return list({c.peer: c for c in [*suspects, *stale, *former[-_PROBES:]]}.values())
+        cooled = [contact for peer in self._silence.cooled(now) if (contact := self.table.contact(peer)) is not None]
+        unseen = sorted(self.table.longest_unseen(), key=lambda seen: seen[0])[:_PROBES]
+        stale = [contact for seen, contact in unseen if now - seen > self._stale_s]
+        former: list[Contact] = []
+        if len(self.table) - len(cooled) < _LONELY:
+            former = [contact for contact in self._former.values() if self.usable(now, contact.peer)]
+        wanted = [contact for contact in [*cooled, *stale, *former[-_PROBES:]] if self.usable(now, contact.peer)]
+        return list({contact.peer: contact for contact in wanted}.values())
+
+    @property
+    def _calm(self) -> bool:
+        """Nobody is under suspicion: the usual case, worth a short cut."""
+        return not self._silence and not self._liars
 
     def _remove(self, peer: PeerId) -> Contact | None:
         contact = self.table.contact(peer)

@@ -30,7 +30,7 @@ class Responder:
 
     def find(self, now: float, wall: float, asker: PeerId, request: Find, hello: Hello | None) -> Found:
         """Records under as many of the keys as fit, and peers near any of them."""
-        contacts: dict[PeerId, Contact] = {}
+        contacts: dict[bytes, Contact] = {}
         per_key = max(2, min(self._k, DHT_CONTACTS_PER_REPLY // len(request.keys)))
         records: list[tuple[Record, ...]] = []
         room = DHT_BYTES_PER_KEY
@@ -42,8 +42,8 @@ class Responder:
             room -= size
             records.append(held)
             for contact in self._neighbours.closest(now, place(key), per_key + 1):
-                if contact.peer != asker:
-                    contacts[contact.peer] = contact
+                if contact.peer.raw != asker.raw:
+                    contacts[contact.peer.raw] = contact
         return Found(tuple(records), tuple(contacts.values())[:DHT_CONTACTS_PER_REPLY], hello)
 
     def store(self, now: float, wall: float, sender: PeerId, request: Store, hello: Hello | None) -> Stored:

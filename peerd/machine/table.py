@@ -43,14 +43,15 @@ class Contact:
 @dataclass(slots=True)
 class _Seat:
     contact: Contact
+    bucket: int
     since: float  # when it got its seat
     seen: float  # when it last answered or called us
 
 
 @dataclass(slots=True)
 class _Bucket:
-    seats: OrderedDict[PeerId, _Seat] = field(default_factory=OrderedDict)  # least recently seen first
-    reserve: OrderedDict[PeerId, Contact] = field(default_factory=OrderedDict)  # latest newcomer last
+    seats: dict[bytes, _Seat] = field(default_factory=dict)  # by raw peer id; least recently seen first
+    reserve: OrderedDict[bytes, Contact] = field(default_factory=OrderedDict)  # latest newcomer last
     refreshed: float = 0.0
 
 
@@ -82,72 +83,71 @@ class Table:
         self._place = place(own.key)
         self._k = k
         self._buckets: dict[int, _Bucket] = {}
-        self._seated = 0
+        self._seats: dict[bytes, _Seat] = {}  # all buckets' seats, by raw peer id
 
     def __len__(self) -> int:
-        return self._seated
+        return len(self._seats)
 
     def __contains__(self, peer: PeerId) -> bool:
-        return self.contact(peer) is not None
+        return peer.raw in self._seats
 
     def __iter__(self) -> Iterator[Contact]:
-        return (seat.contact for bucket in self._buckets.values() for seat in bucket.seats.values())
+        return (seat.contact for seat in self._seats.values())
 
     def contact(self, peer: PeerId) -> Contact | None:
         """The peer as we know it, unless it has no seat."""
-        bucket = self._buckets.get(self._index(place(peer.key)))
-        seat = bucket.seats.get(peer) if bucket is not None else None
+        seat = self._seats.get(peer.raw)
         return seat.contact if seat is not None else None
+
+    def seen_at(self, peer: PeerId) -> float | None:
+        """When a seated peer was last heard from."""
+        seat = self._seats.get(peer.raw)
+        return seat.seen if seat is not None else None
 
     def add(self, now: float, contact: Contact) -> tuple[bool, Contact | None]:
         """We heard from this peer itself: seat it, or note that it was seen and where it lives now.
 
         Returns whether it has just been seated, and for a full bucket the peer heard from longest ago, to be probed.
         """
-        if contact.peer == self._own:
+        raw = contact.peer.raw
+        if raw == self._own.raw:
+            return False, None
+        if raw in self._seats:
+            self._seats[raw].contact = contact
+            self.seen(now, contact.peer)
             return False, None
         index = self._index(contact.place)
         bucket = self._buckets.get(index)
         if bucket is None:
             bucket = self._buckets[index] = _Bucket(refreshed=now)
-        seat = bucket.seats.get(contact.peer)
-        if seat is not None:
-            seat.contact, seat.seen = contact, now
-            bucket.seats.move_to_end(contact.peer)
-            return False, None
         if len(bucket.seats) >= self._k and not self._make_room(bucket, contact):
-            bucket.reserve[contact.peer] = contact
-            bucket.reserve.move_to_end(contact.peer)
+            bucket.reserve[raw] = contact
+            bucket.reserve.move_to_end(raw)
             if len(bucket.reserve) > self._k:
                 bucket.reserve.popitem(last=False)
             return False, next(iter(bucket.seats.values())).contact
-        bucket.reserve.pop(contact.peer, None)
-        bucket.seats[contact.peer] = _Seat(contact, now, now)
-        self._seated += 1
+        bucket.reserve.pop(raw, None)
+        bucket.seats[raw] = self._seats[raw] = _Seat(contact, index, now, now)
         return True, None
 
     def seen(self, now: float, peer: PeerId) -> None:
         """A seated peer gave a sign of life."""
-        bucket = self._buckets.get(self._index(place(peer.key)))
-        if bucket is not None and peer in bucket.seats:
-            bucket.seats[peer].seen = now
-            bucket.seats.move_to_end(peer)
-
-    def seen_at(self, peer: PeerId) -> float | None:
-        """When a seated peer was last heard from."""
-        bucket = self._buckets.get(self._index(place(peer.key)))
-        seat = bucket.seats.get(peer) if bucket is not None else None
-        return seat.seen if seat is not None else None
+        seat = self._seats.get(peer.raw)
+        if seat is not None:
+            seat.seen = now
+            seats = self._buckets[seat.bucket].seats
+            seats[peer.raw] = seats.pop(peer.raw)  # to the end
 
     def remove(self, peer: PeerId) -> Contact | None:
         """Forget a peer; returns the latest newcomer to its bucket that found it full, to be probed and added."""
-        bucket = self._buckets.get(self._index(place(peer.key)))
-        if bucket is None:
+        seat = self._seats.pop(peer.raw, None)
+        if seat is None:
+            bucket = self._buckets.get(self._index(place(peer.key)))
+            if bucket is not None:
+                bucket.reserve.pop(peer.raw, None)
             return None
-        bucket.reserve.pop(peer, None)
-        if bucket.seats.pop(peer, None) is None:
-            return None
-        self._seated -= 1
+        bucket = self._buckets[seat.bucket]
+        del bucket.seats[peer.raw]
         return bucket.reserve.popitem(last=True)[1] if bucket.reserve else None
 
     def closest(self, target: int, count: int, usable: Callable[[PeerId], bool] | None = None) -> list[Contact]:
@@ -160,24 +160,29 @@ class Table:
         found: list[Contact] = []
         for group in groups:
             members = [
-                seat.contact
+                (seat.contact.place ^ target, seat.contact)
                 for i in group
                 if (bucket := self._buckets.get(i)) is not None
                 for seat in bucket.seats.values()
                 if usable is None or usable(seat.contact.peer)
             ]
-            members.sort(key=lambda contact: contact.place ^ target)
-            found += members
+            members.sort()  # distances differ, so contacts are never compared
+            found += [contact for _, contact in members]
             if len(found) >= count:
                 break
         return found[:count]
+
+    def longest_unseen(self) -> list[tuple[float, Contact]]:
+        """Of each bucket the peer heard from longest ago, and when."""
+        firsts = (next(iter(bucket.seats.values()), None) for bucket in self._buckets.values())
+        return [(seat.seen, seat.contact) for seat in firsts if seat is not None]
 
     def refresh_due(self, now: float, every_s: float) -> list[int]:
         """Buckets in which nobody searched for `every_s`, from the nearest occupied one outwards; marks them searched.
 
         Also those that are empty but not nearer than our nearest peer's: somebody may have come.
         """
-        if not self._seated:
+        if not self._seats:
             return []
         nearest = min(i for i, bucket in self._buckets.items() if bucket.seats)
         due = []
@@ -205,9 +210,9 @@ class Table:
 
     def check(self) -> None:
         """Raise LocalError when an invariant is broken."""
-        total = 0
+        seats: dict[bytes, _Seat] = {}
         for index, bucket in self._buckets.items():
-            total += len(bucket.seats)
+            seats |= bucket.seats
             if len(bucket.seats) > self._k or len(bucket.reserve) > self._k:
                 raise LocalError(f"bucket {index} holds {len(bucket.seats)} peers and {len(bucket.reserve)} in reserve")
             if bucket.seats.keys() & bucket.reserve.keys():
@@ -215,8 +220,11 @@ class Table:
             members = [seat.contact for seat in bucket.seats.values()] + list(bucket.reserve.values())
             if any(self._index(c.place) != index or c.peer == self._own for c in members):
                 raise LocalError(f"bucket {index} holds a peer that does not belong there")
-        if total != self._seated:
-            raise LocalError(f"{total} peers are seated, {self._seated} counted")
+            times = [seat.seen for seat in bucket.seats.values()]
+            if times != sorted(times):
+                raise LocalError(f"bucket {index} is not in the order of signs of life")
+        if seats != self._seats:
+            raise LocalError(f"{len(self._seats)} peers are seated, {len(seats)} in buckets")
 
     def _index(self, target: int) -> int:
         return (self._place ^ target).bit_length()
@@ -232,6 +240,6 @@ class Table:
         if size <= share or networks[network_of(newcomer.addrs)] >= share:
             return False
         crowded = [seat for seat in bucket.seats.values() if network_of(seat.contact.addrs) == crowd]
-        del bucket.seats[max(crowded, key=lambda seat: seat.since).contact.peer]
-        self._seated -= 1
+        newest = max(crowded, key=lambda seat: seat.since).contact.peer.raw
+        del bucket.seats[newest], self._seats[newest]
         return True

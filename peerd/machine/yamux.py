@@ -260,7 +260,8 @@ class Yamux:
             flags = 0
         stream.flags_due = stream.owed = 0
         size = min(stream.out_bytes, stream.send_credit, len(into) - at - _HEADER_BYTES)
-        if stream.fin_due and not stream.fin_sent and size == stream.out_bytes:
+        # Never with data: js-libp2p, having ended its own direction, looks at the FIN first and drops the data.
+        if stream.fin_due and not stream.fin_sent and not stream.out_bytes:
             flags |= FIN
         if not size and not flags:
             return at

@@ -1,0 +1,109 @@
+"""A whole training swarm in one trio run: real hosts over TCP on loopback, real roles, threads for computing."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterable
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import trio
+from peerd.service.dht import Dht
+
+from peerd.compute.worker import DeviceWorker
+from peerd.core.addr import parse_addr
+from peerd.core.keys import Keypair
+from peerd.core.runfile import RunFile
+from peerd.core.work import Worker
+from peerd.log import EventLog
+from peerd.net.clock import RealClock
+from peerd.net.host import Host
+from peerd.net.tcp import TcpTransport
+from peerd.role import Role, RoleContext
+from peerd.service.rpc import Rpc
+
+
+@dataclass
+class Peer:
+    """One peer with one role. `kill` cuts it off without a word."""
+
+    name: str
+    host: Host
+    role: Any
+    log: EventLog
+    scope: trio.CancelScope
+    finished: trio.Event = field(default_factory=trio.Event)
+
+    def kill(self) -> None:
+        self.scope.cancel()
+
+
+class Swarm:
+    """Peers on loopback; the first one that starts is everybody's way in."""
+
+    def __init__(self, directory: Path, nursery: trio.Nursery) -> None:
+        self._directory = directory
+        self._nursery = nursery
+        self.entry: list[Any] = []
+        self.peers: dict[str, Peer] = {}
+
+    async def start(self, name: str, role: type[Role], run: RunFile | None, wait: bool = True) -> Peer:
+        """A new peer, or an old one again (same name: same identity and directory)."""
+        peer: Peer = await self._nursery.start(self._run, name, role, run)
+        self.peers[name] = peer
+        if not self.entry:
+            self.entry = peer.host.addrs()
+        return peer
+
+    async def _run(
+        self, name: str, role: type[Role], run: RunFile | None, *, task_status: trio.TaskStatus[Peer]
+    ) -> None:
+        keypair = Keypair.from_seed(name.encode().ljust(32, b"."))
+        clock = RealClock(seed=1)
+        host = Host(keypair, clock, [TcpTransport()])
+        rpc = Rpc(host, clock)
+        dht = Dht(host, rpc, clock, keypair)
+        directory = self._directory / name
+        directory.mkdir(parents=True, exist_ok=True)
+        with trio.CancelScope() as scope:
+            async with AsyncExitStack() as stack, trio.open_nursery() as nursery:
+                await nursery.start(host.run, [parse_addr("/ip4/127.0.0.1/tcp/0")])
+                await nursery.start(rpc.run)
+                await nursery.start(dht.run, self.entry)
+                log = EventLog(clock)
+                workers: dict[str, Worker] = {}
+                for device in ("cpu", "files", "data"):
+                    workers[device] = await stack.enter_async_context(DeviceWorker(device, threads=1))
+                built = role(
+                    RoleContext(
+                        run=run,
+                        host=host,
+                        rpc=rpc,
+                        dht=dht,
+                        clock=clock,
+                        data_dir=directory,
+                        device="cpu",
+                        seed=1,
+                        log=log.bind(peer=name),
+                        worker=workers.__getitem__,
+                    )
+                )
+                peer = Peer(name, host, built, log, scope)
+                task_status.started(peer)
+                await built.run()
+                peer.finished.set()
+                await trio.sleep_forever()
+
+
+@asynccontextmanager
+async def swarm(directory: Path) -> AsyncIterator[Swarm]:
+    """All peers end with the block."""
+    async with trio.open_nursery() as nursery:
+        yield Swarm(directory, nursery)
+        nursery.cancel_scope.cancel()
+
+
+def events(peers: Iterable[Peer]) -> list[str]:
+    """What the peers logged, for a failing test's message."""
+    return [str(event) for peer in peers for event in peer.log.recent(30)]
