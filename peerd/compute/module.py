@@ -12,7 +12,7 @@ line are copied, since a matrix product may sum in another order there.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Final
 
 import torch
@@ -181,9 +181,9 @@ def _need_finite(what: str, *tensors: Tensor) -> None:
         raise ValueError(f"{what} has values that are not finite")
 
 
-def _need_same_names(mine: object, theirs: object) -> None:
-    missing, unknown = sorted(set(mine) - set(theirs)), sorted(set(theirs) - set(mine))  # type: ignore[call-overload]
-    if missing or unknown:
-        words = [f"lacks {missing[0]}"] * bool(missing) + [f"has the unknown {unknown[0]}"] * bool(unknown)
-        count = len(missing) + len(unknown)
-        raise ValueError(f"the state {' and '.join(words)}" + (f" ({count} names differ)" if count > 2 else ""))
+def _need_same_names(mine: Iterable[str], theirs: Iterable[str]) -> None:
+    missing, unknown = sorted(set(mine) - set(theirs)), sorted(set(theirs) - set(mine))
+    if missing:
+        raise ValueError(f"the state lacks {missing[0]} ({len(missing)} names are missing, {len(unknown)} unknown)")
+    if unknown:
+        raise ValueError(f"the state has the unknown {unknown[0]} ({len(unknown)} names are unknown)")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import msgspec
 import pytest
 import torch
@@ -16,14 +14,6 @@ from peerd.compute.optim import learning_rate
 from peerd.core.runfile import ModelSection, OptimizerSection, PipelineSection, RunFile
 
 TOLERANCE = {"float32": 1e-5, "float64": 1e-10}
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def make_run(stages: int, dtype: str, *, share: bool = False, optimizer: OptimizerSection | None = None) -> RunFile:

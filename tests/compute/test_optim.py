@@ -1,0 +1,113 @@
+from __future__ import annotations
+
+import msgspec
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from peerd.compute.optim import Layout, Optimizer, learning_rate
+from peerd.core.runfile import OptimizerSection
+
+LAYOUT = Layout(("a", "b", "c"), (torch.Size([3, 4]), torch.Size([5]), torch.Size([])))
+
+
+def random(seed: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    return torch.randn(LAYOUT.count, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+@pytest.mark.slow  # torch.optim imports half of torch when it is first used
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-6)])
+@pytest.mark.parametrize("clip_norm", [0.0, 1.5])
+@pytest.mark.parametrize(
+    "section",
+    [
+        OptimizerSection(name="adamw", lr=0.02),
+        OptimizerSection(name="adamw", lr=0.02, weight_decay=0.1, beta1=0.8, beta2=0.99, eps=1e-6),
+        OptimizerSection(name="sgd", lr=0.02),
+        OptimizerSection(name="sgd", lr=0.02, momentum=0.9, weight_decay=0.1),
+    ],
+)
+def test_adamw_and_sgd_are_torchs(
+    section: OptimizerSection, clip_norm: float, dtype: torch.dtype, tolerance: float
+) -> None:
+    section = msgspec.structs.replace(section, clip_norm=clip_norm)
+    mine, theirs = random(0, dtype), torch.nn.Parameter(random(0, dtype))
+    ours = Optimizer(section, LAYOUT, mine)
+    reference: torch.optim.Optimizer
+    if section.name == "sgd":
+        reference = torch.optim.SGD(
+            [theirs], lr=section.lr, momentum=section.momentum, weight_decay=section.weight_decay
+        )
+    else:
+        betas = (section.beta1, section.beta2)
+        reference = torch.optim.AdamW(
+            [theirs], lr=section.lr, betas=betas, eps=section.eps, weight_decay=section.weight_decay
+        )
+    for step in range(20):
+        gradient = random(step + 1, dtype)
+        theirs.grad = gradient.clone()
+        if clip_norm:
+            torch.nn.utils.clip_grad_norm_([theirs], clip_norm * (1 + 1e-6 / float(gradient.norm())))
+        reference.step()
+        ours.update(mine, gradient, step)
+        torch.testing.assert_close(mine, theirs.detach(), rtol=tolerance, atol=tolerance)
+
+
+def test_lamb_moves_each_tensor_by_its_own_norm() -> None:
+    section = OptimizerSection(name="lamb", lr=0.1, weight_decay=0.3)
+    before = random(0)
+    after = before.clone()
+    optimizer = Optimizer(section, LAYOUT, after)
+    optimizer.update(after, random(1), 0)
+    for old, new in zip(LAYOUT.views(before), LAYOUT.views(after), strict=True):
+        torch.testing.assert_close((new - old).norm(), 0.1 * old.norm())
+
+
+def test_lamb_takes_a_plain_step_where_the_weights_are_zero() -> None:
+    """No norm to scale by: the trust ratio is 1 and Adam's first step, the gradient's sign, remains."""
+    section = OptimizerSection(name="lamb", lr=0.1)
+    parameters = torch.zeros(LAYOUT.count, dtype=torch.float64)
+    Optimizer(section, LAYOUT, parameters).update(parameters, random(1), 0)
+    torch.testing.assert_close(parameters, -0.1 * random(1).sign())
+
+
+@pytest.mark.parametrize("name", ["sgd", "adamw", "lamb"])
+def test_making_an_optimizer_changes_no_parameter(name: str) -> None:
+    parameters = random(0)
+    optimizer = Optimizer(OptimizerSection(name=name, weight_decay=0.5, momentum=0.9), LAYOUT, parameters)  # type: ignore[arg-type]
+    assert torch.equal(parameters, random(0))
+    assert all(not moment.any() for moment in optimizer.moments.values())
+
+
+def test_the_layouts_views_are_the_flat_tensor_itself() -> None:
+    flat = torch.arange(float(LAYOUT.count))
+    a, b, c = LAYOUT.views(flat)
+    assert (a.shape, b.shape, c.shape) == LAYOUT.shapes
+    c.fill_(-1)
+    assert flat[-1] == -1
+
+
+def test_the_learning_rate_warms_up_and_decays() -> None:
+    section = OptimizerSection(lr=1.0, warmup_steps=4, total_steps=14, decay="linear", final_lr_share=0.2)
+    rates = [learning_rate(section, step) for step in range(20)]
+    assert rates[:5] == [0.25, 0.5, 0.75, 1.0, 1.0]
+    assert rates[9] == pytest.approx(0.6)
+    assert rates[14:] == pytest.approx([0.2] * 6)
+    cosine = msgspec.structs.replace(section, decay="cosine")
+    assert learning_rate(cosine, 9) == pytest.approx(0.6)
+    assert learning_rate(cosine, 6) > learning_rate(section, 6)
+    assert learning_rate(msgspec.structs.replace(section, decay="none"), 100) == 1.0
+
+
+@given(
+    step=st.integers(0, 1000),
+    warmup=st.integers(0, 100),
+    decay=st.sampled_from(["none", "linear", "cosine"]),
+    share=st.floats(0, 1),
+)
+def test_the_learning_rate_is_never_negative_nor_above_the_given(
+    step: int, warmup: int, decay: str, share: float
+) -> None:
+    section = OptimizerSection(lr=0.5, warmup_steps=warmup, total_steps=warmup + 50, decay=decay, final_lr_share=share)  # type: ignore[arg-type]
+    assert 0 <= learning_rate(section, step) <= 0.5 * (1 + 1e-12)
