@@ -246,7 +246,7 @@ class StageRole:
         )
 
     def _take(self, answer: MemberAnswer) -> None:
-        self._term = max(self._term, answer.term)
+        self._conducting.term = self._term = max(self._term, answer.term)
         if answer.members is not None:
             self._members = answer.members
             self._following.note_members(answer.members)

@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from itertools import zip_longest
 
 from peerd.core.training import Mb, MemberInfo, Position, Redo
 from peerd.machine.conducting import (
@@ -291,14 +292,15 @@ class Conductor:
         self._drop_where(dead)
 
     def _admit_wishes(self, now: float) -> None:
-        assert self.current is not None
-        for name, wishes in sorted(self._trainers.items()):
-            for seq in wishes:
+        """Fill the batch, taking from each trainer in turn."""
+        for wishes in zip_longest(*([Mb(name, seq) for seq in w] for name, w in sorted(self._trainers.items()))):
+            for mb in wishes:
                 if self.ledger.full:
                     return
-                if Mb(name, seq) not in self.ledger.entries and seq not in self._counted.get(name, ()):
-                    self.ledger.admit(Mb(name, seq), now)
-                    self.version += 1
+                if mb is None or mb in self.ledger.entries or mb.seq in self._counted.get(mb.trainer, ()):
+                    continue
+                self.ledger.admit(mb, now)
+                self.version += 1
 
     # --- phases -----------------------------------------------------------------------------------------------
 

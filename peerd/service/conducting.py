@@ -7,6 +7,7 @@ of its connection, or is silent for too long, is gone at once. Every call that i
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -53,6 +54,7 @@ log = logging.getLogger("peerd.service.conducting")
 _SILENT_S = 12.0  # a report comes at least every few seconds
 _MOVE_TIMEOUT_S = 60.0  # an optimizer step, or reading a checkpoint
 _LOOK_S = 2.0
+_TAKE_OVER_GATHER_S = 0.3
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +118,10 @@ class Conducting:
             self.term = max(self.term, seen_term) + 1
             now = trio.current_time()
             rng = self._clock.rng(f"conductor {self._following.own} {self.term} {now}")
-            self._machine = Conductor(self._config.conductor, rng, now)
+            sizes = self._config.conductor
+            if self.term > 1:  # a run that is on its way: its members are known, and all but here
+                sizes = dataclasses.replace(sizes, gather_s=_TAKE_OVER_GATHER_S)
+            self._machine = Conductor(sizes, rng, now)
             known = self._following.directory.announced.values()
             expected = [entry.peer for entry in known]
             self._machine.expect(peer.text for peer in expected)

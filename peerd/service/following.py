@@ -86,8 +86,8 @@ class Following:
         self._suspects.pop(peer, None)
 
     async def refresh(self) -> None:
-        """Read the stage records again, if that was not done just now."""
-        if trio.current_time() - self._refreshed >= _REFRESH_S:
+        """Read the stage records again, if that was not done just now; more often while nobody is known."""
+        if trio.current_time() - self._refreshed >= (_REFRESH_S if self.order() else _RETRY_S):
             self._refreshed = trio.current_time()
             await self.directory.refresh()
 
