@@ -52,6 +52,11 @@ class Kademlia:
             self.node.contact = Contact(self.node.id, tuple(addrs))
             self.node.neighbours.greet_all_again()
 
+    def settled(self, now: float) -> None:
+        """The table was filled by other means: no need to join or to look around at once."""
+        self._refreshed = True
+        self._join_at = now + self.node.config.neighbours_s * self._rng.random()
+
     def handle(self, now: float, event: q.Input) -> list[q.Output]:
         """Take in what happened; returns what to do about it, in order."""
         match event:

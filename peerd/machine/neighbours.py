@@ -55,8 +55,8 @@ class Neighbours:
 
     def believed(self, now: float, contacts: Iterable[Contact]) -> list[Contact]:
         """Of peers that others name, those that we may ask: not ourselves, and none that we know to be silent."""
-        own = self._own.raw
-        return [c for c in contacts if c.peer.raw != own and (self._calm or self.usable(now, c.peer))]
+        others = [contact for contact in contacts if contact.peer.raw != self._own.raw]
+        return others if self._calm else [contact for contact in others if self.usable(now, contact.peer)]
 
     def closest(self, now: float, target: int, count: int) -> list[Contact]:
         """Usable peers of the table, nearest to `target` first."""

@@ -130,6 +130,12 @@ class Table:
         bucket.seats[raw] = self._seats[raw] = _Seat(contact, index, now, now)
         return True, None
 
+    def offer_seat(self, now: float, contact: Contact) -> None:
+        """Seat the peer if its bucket has room. For tables restored or made up, not for newcomers."""
+        bucket = self._buckets.get(self._index(contact.place))
+        if contact.peer.raw not in self._seats and (bucket is None or len(bucket.seats) < self._k):
+            self.add(now, contact)
+
     def seen(self, now: float, peer: PeerId) -> None:
         """A seated peer gave a sign of life."""
         seat = self._seats.get(peer.raw)

@@ -41,6 +41,7 @@ class Workbench:
         )
         # Each of the nearest peers knows its whole neighbourhood: a few of them together see all holders-to-be.
         self._place_rule = replace(self._value_rule, want=config.enough + 1)
+        self._refresh_rule = replace(self._value_rule, want=2, enough=2, parallel=2)
         self._join_rule = replace(self._value_rule, want=config.k)
 
     def __len__(self) -> int:
@@ -83,8 +84,8 @@ class Workbench:
 
     def refresh(self, now: float, keys: Iterable[Key]) -> None:
         """Look around at some keys, to know who lives there."""
-        searches = [self._search(now, key, self._place_rule, values=False) for key in keys]
-        self._start(now, Task(None, "refresh", searches))
+        for key in keys:
+            self._start(now, Task(None, "refresh", [self._search(now, key, self._refresh_rule, values=False)]))
 
     def stop(self, now: float, op: int) -> None:
         """Report what there is. Searches end; copies under way are still placed."""

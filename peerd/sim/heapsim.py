@@ -127,6 +127,16 @@ class HeapSim:
             self.add(self._rng.choice(dialable) if dialable else None)
             self.run(self.now + every_s)
 
+    def settle(self, count: int) -> None:
+        """`count` nodes that have lived together for long: each knows a random k of every bucket that it can fill."""
+        nodes = [self.add() for _ in range(count)]
+        contacts = [node.contact for node in nodes if node.contact.addrs]
+        for node in nodes:
+            table = node.kad.node.neighbours.table
+            for contact in self._rng.sample(contacts, len(contacts)):
+                table.offer_seat(self.now, contact)
+            node.kad.settled(self.now)
+
     def kill(self, node: SimNode) -> None:
         """It is gone without a word; its connections to others stay silent or are reset, by chance."""
         node.alive = False
