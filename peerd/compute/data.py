@@ -91,9 +91,9 @@ class SampleStream:
 
     def position(self) -> dict[str, Any]:
         """Where the stream stands, as a few plain numbers fit for JSON."""
-        place = self._block_place
-        position: dict[str, Any] = msgspec.to_builtins(Position(self._block, self._size, self._taken, place))
-        return position
+        position = Position(self._block, self._size, self._taken, self._block_place)
+        plain: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(position))
+        return plain
 
     def resume(self, position: Mapping[str, Any]) -> None:
         """Go on from a `position()` of a stream with the same files and settings; ConfigError for anything else."""
