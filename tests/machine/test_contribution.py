@@ -1,0 +1,133 @@
+"""A trainer's books: nothing is counted twice, nothing is forgotten, samples return when a step did not count them."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from peerd.core.training import Redo, TrainerAnswer
+from peerd.machine.contribution import Begun, Contribution, Drop, Repeat, Start
+
+
+def answer(step: int, admitted: list[int], **more: object) -> TrainerAnswer:
+    fields: dict[str, object] = {
+        "term": 1,
+        "step": step,
+        "taken": True,
+        "admitted": admitted,
+        "redo": [],
+        "counted": [],
+        "evaluate": False,
+        "complete": False,
+        "waits_for": "",
+        "version": 1,
+        "members_version": 1,
+        "members": None,
+        **more,
+    }
+    return TrainerAnswer(**fields)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def books() -> Contribution[str]:
+    books: Contribution[str] = Contribution(session=1)
+    books.waiting = ["a", "b", "c"]
+    books.wish(2)
+    return books
+
+
+def started(books: Contribution[str], step: int = 0) -> list[Begun[str]]:
+    orders = books.answered(answer(step, books.open()), [])
+    return [order.item for order in orders if isinstance(order, Start)]
+
+
+def test_wishes_start_when_they_are_admitted(books: Contribution[str]) -> None:
+    assert [item.load for item in started(books)] == ["a", "b"]
+    assert started(books) == []
+    assert books.waiting == ["c"]
+
+
+def test_a_wish_that_was_not_admitted_may_start_in_the_next_step(books: Contribution[str]) -> None:
+    first, second = books.open()
+    assert [o.item.load for o in books.answered(answer(0, [first]), []) if isinstance(o, Start)] == ["a"]
+    orders = books.answered(answer(1, [second], counted=[first]), [])
+    assert [o.item.load for o in orders if isinstance(o, Start)] == ["b"]
+
+
+def test_news_is_told_until_it_was_taken(books: Contribution[str]) -> None:
+    item = started(books)[0]
+    books.finish(item, ["p", "q"])
+    said = books.news()
+    assert [(d.seq, d.holders) for d in said] == [(item.seq, ["p", "q"])]
+    books.answered(answer(0, list(books.items), taken=False), said)
+    assert books.news() == said
+    books.answered(answer(0, list(books.items)), said)
+    assert books.news() == []
+    books.repeat_all()
+    assert books.news() == said
+
+
+def test_a_lost_gradient_is_repeated_once_on_its_stage(books: Contribution[str]) -> None:
+    item = started(books)[0]
+    books.finish(item, ["p", "q"])
+    books.answered(answer(0, list(books.items)), books.news())
+    lost = answer(0, list(books.items), redo=[Redo(item.seq, 1)])
+    assert books.answered(lost, []) == [Repeat(item, 1)]
+    assert books.answered(lost, []) == []
+    books.repeated(item, 1, "r")
+    assert [d.holders for d in books.news()] == [["p", "r"]]
+    assert books.tally.redone == 1
+
+
+def test_what_the_step_did_not_count_begins_again(books: Contribution[str]) -> None:
+    a, b = started(books)
+    books.finish(a, ["p", "q"])
+    books.finish(b, ["p", "q"])
+    orders = books.answered(answer(1, [], counted=[a.seq]), [])
+    assert orders == [Drop(a), Drop(b)]
+    assert books.waiting == ["b", "c"]
+    assert (books.tally.counted, books.tally.requeued, books.tally.lost) == (1, 1, 0)
+
+
+def test_a_missed_outcome_is_admitted_as_a_loss(books: Contribution[str]) -> None:
+    a, b = started(books)
+    books.finish(a, ["p", "q"])
+    books.answered(answer(5, []), [])
+    assert (books.tally.lost, books.tally.requeued) == (1, 1)
+    assert b.load in books.waiting
+
+
+def test_what_is_no_longer_admitted_is_dropped_and_begins_again(books: Contribution[str]) -> None:
+    a, b = started(books)
+    assert books.answered(answer(0, [b.seq]), []) == [Drop(a)]
+    assert books.waiting == ["a", "c"]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_samples_are_in_exactly_one_place(seed: int) -> None:
+    rng = random.Random(seed)
+    books: Contribution[int] = Contribution(session=seed)
+    books.waiting = list(range(40))
+    step, admitted, counted = 0, list[int](), set[int]()
+    for _ in range(300):
+        books.wish(rng.randrange(1, 8))
+        admitted += [seq for seq in books.open() if seq not in admitted and rng.random() < 0.5]
+        if rng.random() < 0.1:
+            admitted = [seq for seq in admitted if rng.random() < 0.8]
+        for item in list(books.items.values()):
+            if item.admitted and not item.finished and rng.random() < 0.5:
+                books.finish(item, ["p"])
+        if rng.random() < 0.2:
+            done = [item for item in books.items.values() if item.finished and item.seq in admitted]
+            counted |= {item.load for item in done}
+            step += 1
+            books.answered(answer(step, [], counted=[item.seq for item in done]), [])
+            admitted = []
+        else:
+            books.answered(answer(step, list(admitted), taken=rng.random() < 0.9), books.news())
+        places = [item.load for item in books.items.values()] + books.waiting
+        assert len(places) == len(set(places))
+        assert set(places) | counted == set(range(40))
+        assert not set(places) & counted
+        assert books.tally.counted == len(counted)
