@@ -56,6 +56,7 @@ async def peers(count: int) -> AsyncIterator[tuple[FakeNet, list[tuple[PeerId, R
 
 
 async def fetch(rpc: Rpc, donors: list[PeerId], stage: int = 1) -> tuple[Position, list[bytes]]:
+    rpc.unserve("state/1")  # a second receiver on the same peer
     position, items = await Snapshots(rpc).fetch(donors, StateRequest(RUN, stage), state(0), InlineWorker())
     return position, [bytes(item.payload) for item in items]
 
