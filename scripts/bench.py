@@ -1,0 +1,67 @@
+"""Benchmarks: each measures peerd beside its baseline, in one run, so that ratios hold on any machine.
+
+    python scripts/bench.py                      what there is
+    python scripts/bench.py transport            a table
+    python scripts/bench.py transport --json     the table on stderr, one JSON object as the last line of stdout
+    python scripts/bench.py transport --full     longer, steadier
+
+A benchmark is a module in scripts/benchmarks with a docstring and `measure(full: bool) -> Report`. Modules whose name
+begins with an underscore are their parts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import pkgutil
+import sys
+
+import benchmarks
+from benchmarks._report import Figure, Report
+from rich.console import Console
+from rich.table import Table
+
+
+def names() -> list[str]:
+    found = [module.name for module in pkgutil.iter_modules(benchmarks.__path__)]
+    return sorted(name for name in found if not name.startswith("_"))
+
+
+def first_line(name: str) -> str:
+    return (importlib.import_module(f"benchmarks.{name}").__doc__ or "").partition("\n")[0]
+
+
+def shown(figure: Figure) -> tuple[str, str, str, str]:
+    met = {True: "[green]met[/]", False: "[red]missed[/]", None: ""}[figure.met]
+    return figure.text, f"{figure.value:,.{figure.digits}f} {figure.unit}".strip(), figure.target_text, met
+
+
+def show(report: Report, console: Console) -> None:
+    table = Table("figure", "measured", "target", "", title=report.title, caption=report.note, title_justify="left")
+    for section in report.sections:
+        for figure in section:
+            table.add_row(*shown(figure))
+        table.add_section()
+    console.print(table)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Measure peerd beside its baselines.")
+    parser.add_argument("name", nargs="?", choices=names(), help="which benchmark; without it they are listed")
+    parser.add_argument("--json", action="store_true", help="one JSON object as the last line")
+    parser.add_argument("--full", action="store_true", help="take longer for steadier figures")
+    options = parser.parse_args()
+    if options.name is None:
+        for name in names():
+            print(f"{name:12} {first_line(name)}")
+        return 0
+    report: Report = importlib.import_module(f"benchmarks.{options.name}").measure(options.full)
+    show(report, Console(stderr=options.json))
+    if options.json:
+        print(json.dumps(report.as_json()))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

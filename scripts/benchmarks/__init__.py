@@ -1,0 +1,1 @@
+"""The benchmarks that scripts/bench.py knows: one module each."""

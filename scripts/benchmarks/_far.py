@@ -1,0 +1,127 @@
+"""The other process of the transport benchmark: takes bytes in three ways, echoes, and answers calls.
+
+Started with `python -m benchmarks._far`; prints one JSON line that says where it listens, and ends when stdin does.
+After each bulk transfer it tells the CPU seconds that this process spent on it.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from functools import partial
+
+import trio
+from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
+
+from peerd.core.addr import parse_addr
+from peerd.core.keys import Keypair
+from peerd.core.messages import Message
+from peerd.net.clock import RealClock
+from peerd.net.host import Host
+from peerd.net.stream import Stream
+from peerd.net.tcp import TcpTransport
+from peerd.service.rpc import Answer, Incoming, Rpc
+
+READ_BYTES = 1 << 18  # what every receiver asks the socket for at once
+FRAME_BYTES = 65535  # a Noise frame without its two bytes of length
+TAG_BYTES = 16
+CALL_BYTES = 100
+TOTAL = struct.Struct(">Q")
+SPENT = struct.Struct(">d")
+NONCE = struct.Struct("<4xQ")
+KEY = bytes(32)
+SINK, ECHO = "/peerd-bench/sink/1", "/peerd-bench/echo/1"
+
+
+class Blob(Message, frozen=True):
+    """A small body for calls."""
+
+    data: bytes
+
+
+def new_host() -> Host:
+    clock = RealClock()
+    return Host(Keypair.generate(clock.secure_bytes), clock, [TcpTransport()])
+
+
+# --- plain TCP -----------------------------------------------------------------------------------------------------
+async def raw_sink(stream: trio.SocketStream) -> None:
+    """Counts bytes."""
+    (left,) = TOTAL.unpack(await stream.receive_some(TOTAL.size))
+    begin = time.process_time()
+    while left:
+        left -= len(await stream.receive_some(READ_BYTES))
+    await stream.send_all(SPENT.pack(time.process_time() - begin))
+
+
+async def raw_echo(stream: trio.SocketStream) -> None:
+    while data := await stream.receive_some(READ_BYTES):
+        await stream.send_all(data)
+
+
+async def frame_sink(stream: trio.SocketStream) -> None:
+    """Cuts and decrypts Noise-size frames, with no copy that could be saved."""
+    (left,) = TOTAL.unpack(await stream.receive_some(TOTAL.size))
+    begin = time.process_time()
+    cipher, count, have = ChaCha20Poly1305(KEY), 0, 0
+    buffer = bytearray(READ_BYTES + 2 + FRAME_BYTES)
+    view, plain = memoryview(buffer), memoryview(bytearray(FRAME_BYTES))
+    while left:
+        have += await stream.socket.recv_into(view[have : have + READ_BYTES])
+        at = 0
+        while have - at >= 2 and have - at - 2 >= (size := buffer[at] << 8 | buffer[at + 1]):
+            cipher.decrypt_into(NONCE.pack(count), view[at + 2 : at + 2 + size], None, plain[: size - TAG_BYTES])
+            count += 1
+            left -= size - TAG_BYTES
+            at += 2 + size
+        view[: have - at] = view[at:have]
+        have -= at
+    await stream.send_all(SPENT.pack(time.process_time() - begin))
+
+
+async def listen(serve: Callable[[trio.SocketStream], Awaitable[None]], nursery: trio.Nursery) -> int:
+    listeners = await trio.open_tcp_listeners(0, host="127.0.0.1")
+    nursery.start_soon(partial(trio.serve_listeners, serve, listeners))
+    port: int = listeners[0].socket.getsockname()[1]
+    return port
+
+
+# --- peerd -----------------------------------------------------------------------------------------------------------
+async def peerd_sink(stream: Stream) -> None:
+    (left,) = TOTAL.unpack(await stream.receive_exactly(TOTAL.size))
+    begin = time.process_time()
+    while left:
+        left -= len(await stream.receive_some(READ_BYTES))
+    await stream.send(SPENT.pack(time.process_time() - begin))
+
+
+async def peerd_echo(stream: Stream) -> None:
+    while data := await stream.receive_some(READ_BYTES):
+        await stream.send(data)
+
+
+async def answer(call: Incoming[Blob]) -> Answer[Blob]:
+    return Answer(call.body)
+
+
+async def main() -> None:
+    host = new_host()
+    host.handle(SINK, peerd_sink)
+    host.handle(ECHO, peerd_echo)
+    async with trio.open_nursery() as nursery:
+        await nursery.start(host.run, [parse_addr("/ip4/127.0.0.1/tcp/0")])
+        rpc = Rpc(host, RealClock())
+        await nursery.start(rpc.run)
+        rpc.serve("bench/1/echo", Blob, answer)
+        ports = {"sink": raw_sink, "echo": raw_echo, "frames": frame_sink}
+        places = {name: await listen(serve, nursery) for name, serve in ports.items()}
+        print(json.dumps({**places, "peerd": str(host.addrs()[0])}), flush=True)
+        await trio.to_thread.run_sync(sys.stdin.buffer.read)
+        nursery.cancel_scope.cancel()
+
+
+if __name__ == "__main__":
+    trio.run(main)

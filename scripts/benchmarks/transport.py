@@ -1,0 +1,259 @@
+"""One stream's rate, its CPU time, and small calls, beside plain trio TCP and Noise frames without a muxer.
+
+Two processes on loopback, 1 MiB writes, the same read size everywhere. The three ways take turns, round by round, and
+each one's best round counts: on a busy machine the undisturbed rounds are the ones that say something about the code.
+CPU seconds are those of both processes, the median over the rounds. Calls are 100 bytes there and back.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import trio
+from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
+
+from benchmarks._far import CALL_BYTES, ECHO, FRAME_BYTES, KEY, NONCE, SINK, SPENT, TAG_BYTES, TOTAL, Blob, new_host
+from benchmarks._report import Figure, Report
+from peerd.core.addr import parse_addr
+from peerd.core.ids import PeerId
+from peerd.net.clock import RealClock
+from peerd.net.host import Host
+from peerd.service.rpc import Rpc
+
+WRITE_BYTES = 1 << 20
+BATCH_FRAMES = 17  # frames per send of the baseline: a whole write, which measured best
+IN_FLIGHT = 64
+LENGTH = struct.Struct(">H")
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """How much is measured."""
+
+    rounds: int
+    bulk_bytes: int
+    calls: int  # one at a time, per round
+    flood_s: float  # with IN_FLIGHT calls at once, per round
+
+
+QUICK = Sizes(rounds=7, bulk_bytes=192 << 20, calls=400, flood_s=1.0)
+FULL = Sizes(rounds=15, bulk_bytes=512 << 20, calls=2000, flood_s=3.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Bulk:
+    """One transfer."""
+
+    mb_s: float
+    cpu_s_per_gb: float  # both processes
+
+
+@dataclass(frozen=True, slots=True)
+class Near:
+    """This process's ways to the other one."""
+
+    ports: dict[str, int]
+    host: Host
+    rpc: Rpc
+    peer: PeerId
+
+
+Transfer = Callable[[memoryview, int], Awaitable[float]]  # (data of one write, writes) -> CPU seconds over there
+
+
+async def timed(transfer: Transfer, data: memoryview, sizes: Sizes) -> Bulk:
+    writes = sizes.bulk_bytes // WRITE_BYTES
+    wall, cpu = time.perf_counter(), time.process_time()
+    far_s = await transfer(data, writes)
+    wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+    gigabytes = writes * WRITE_BYTES / 1e9
+    return Bulk(1000 * gigabytes / wall, (cpu + far_s) / gigabytes)
+
+
+async def raw_transfer(port: int, data: memoryview, writes: int) -> float:
+    async with await trio.open_tcp_stream("127.0.0.1", port) as stream:
+        await stream.send_all(TOTAL.pack(writes * WRITE_BYTES))
+        for _ in range(writes):
+            await stream.send_all(data)
+        return float(SPENT.unpack(await stream.receive_some(SPENT.size))[0])
+
+
+async def frame_transfer(port: int, data: memoryview, writes: int) -> float:
+    """Noise frames without muxer: encrypted into one buffer, which is sent whole."""
+    cipher, count = ChaCha20Poly1305(KEY), 0
+    out = memoryview(bytearray(BATCH_FRAMES * (2 + FRAME_BYTES)))
+    most = FRAME_BYTES - TAG_BYTES
+    async with await trio.open_tcp_stream("127.0.0.1", port) as stream:
+        await stream.send_all(TOTAL.pack(writes * WRITE_BYTES))
+        for _ in range(writes):
+            end = 0
+            for at in range(0, WRITE_BYTES, most):
+                plain = data[at : at + most]
+                size = len(plain) + TAG_BYTES
+                LENGTH.pack_into(out, end, size)
+                cipher.encrypt_into(NONCE.pack(count), plain, None, out[end + 2 : end + 2 + size])
+                count += 1
+                end += 2 + size
+            await stream.send_all(out[:end])
+        return float(SPENT.unpack(await stream.receive_some(SPENT.size))[0])
+
+
+async def peerd_transfer(near: Near, data: memoryview, writes: int) -> float:
+    stream = await near.host.open_stream(near.peer, SINK)
+    await stream.send(TOTAL.pack(writes * WRITE_BYTES))
+    for _ in range(writes):
+        await stream.send(data)
+    spent = float(SPENT.unpack(await stream.receive_exactly(SPENT.size))[0])
+    await stream.aclose()
+    return spent
+
+
+# --- calls -----------------------------------------------------------------------------------------------------------
+async def median_ms(once: Callable[[], Awaitable[object]], count: int) -> float:
+    took: list[float] = []
+    for _ in range(count):
+        begin = time.perf_counter()
+        await once()
+        took.append(time.perf_counter() - begin)
+    return 1000 * statistics.median(took)
+
+
+async def raw_round_trip_ms(port: int, count: int) -> float:
+    async with await trio.open_tcp_stream("127.0.0.1", port) as stream:
+        stream.setsockopt(trio.socket.IPPROTO_TCP, trio.socket.TCP_NODELAY, 1)
+
+        async def once() -> None:
+            await stream.send_all(bytes(CALL_BYTES))
+            left = CALL_BYTES
+            while left:
+                left -= len(await stream.receive_some(left))
+
+        return await median_ms(once, count)
+
+
+async def one_call(near: Near) -> None:
+    await near.rpc.call(near.peer, "bench/1/echo", Blob(bytes(CALL_BYTES)), Blob, timeout_s=10)
+
+
+async def one_stream(near: Near) -> None:
+    """Open a stream, 100 bytes, the same back, close: what a call costs without our call layer."""
+    stream = await near.host.open_stream(near.peer, ECHO)
+    await stream.send(bytes(CALL_BYTES))
+    await stream.receive_exactly(CALL_BYTES)
+    await stream.aclose()
+
+
+async def flood_per_s(once: Callable[[], Awaitable[object]], seconds: float) -> float:
+    """Calls a second with IN_FLIGHT at once."""
+    done = 0
+
+    async def again_and_again() -> None:
+        nonlocal done
+        while True:
+            await once()
+            done += 1
+
+    begin = time.perf_counter()
+    with trio.move_on_after(seconds):
+        async with trio.open_nursery() as nursery:
+            for _ in range(IN_FLIGHT):
+                nursery.start_soon(again_and_again)
+    return done / (time.perf_counter() - begin)
+
+
+# --- the run ---------------------------------------------------------------------------------------------------------
+@dataclass(slots=True)
+class Rounds:
+    """What the rounds gave."""
+
+    raw: list[Bulk]
+    frames: list[Bulk]
+    peerd: list[Bulk]
+    raw_ms: list[float]
+    call_ms: list[float]
+    stream_ms: list[float]
+    calls_per_s: list[float]
+
+
+async def run_rounds(near: Near, sizes: Sizes) -> Rounds:
+    data = memoryview(os.urandom(WRITE_BYTES))
+    rounds = Rounds([], [], [], [], [], [], [])
+    for number in range(sizes.rounds + 1):
+        raw = await timed(partial(raw_transfer, near.ports["sink"]), data, sizes)
+        frames = await timed(partial(frame_transfer, near.ports["frames"]), data, sizes)
+        peerd = await timed(partial(peerd_transfer, near), data, sizes)
+        raw_ms = await raw_round_trip_ms(near.ports["echo"], sizes.calls)
+        call_ms = await median_ms(partial(one_call, near), sizes.calls)
+        stream_ms = await median_ms(partial(one_stream, near), sizes.calls)
+        calls_per_s = await flood_per_s(partial(one_call, near), sizes.flood_s)
+        if number:  # the first round warms up
+            for values, value in zip((rounds.raw, rounds.frames, rounds.peerd), (raw, frames, peerd), strict=True):
+                values.append(value)
+            rounds.raw_ms.append(raw_ms)
+            rounds.call_ms.append(call_ms)
+            rounds.stream_ms.append(stream_ms)
+            rounds.calls_per_s.append(calls_per_s)
+    return rounds
+
+
+async def with_peerd(places: dict[str, Any], sizes: Sizes) -> Rounds:
+    host = new_host()
+    async with trio.open_nursery() as nursery:
+        await nursery.start(host.run)
+        rpc = Rpc(host, RealClock())
+        await nursery.start(rpc.run)
+        peer = await host.connect_addr(parse_addr(places["peerd"]))
+        rounds = await run_rounds(Near(places, host, rpc, peer), sizes)
+        nursery.cancel_scope.cancel()
+    return rounds
+
+
+def measured(sizes: Sizes) -> Rounds:
+    scripts = Path(__file__).parents[1]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(scripts), str(scripts.parent)])}
+    command = [sys.executable, "-m", "benchmarks._far"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment) as far:
+        assert far.stdout is not None
+        return trio.run(with_peerd, json.loads(far.stdout.readline()), sizes)
+
+
+def measure(full: bool) -> Report:
+    sizes = FULL if full else QUICK
+    rounds = measured(sizes)
+    raw, frames, peerd = (max(bulk.mb_s for bulk in bulks) for bulks in (rounds.raw, rounds.frames, rounds.peerd))
+    cpu_raw, cpu_frames, cpu_peerd = (
+        statistics.median(bulk.cpu_s_per_gb for bulk in bulks) for bulks in (rounds.raw, rounds.frames, rounds.peerd)
+    )
+    call_ms, raw_ms = min(rounds.call_ms), min(rounds.raw_ms)
+    bulk = [
+        Figure("stream_mb_s", "one peerd stream", peerd, "MB/s", 0),
+        Figure("raw_tcp_mb_s", "plain trio TCP", raw, "MB/s", 0),
+        Figure("noise_frames_mb_s", "Noise frames without muxer", frames, "MB/s", 0),
+        Figure("stream_over_raw", "peerd stream / plain TCP", peerd / raw, at_least=0.50),
+        Figure("stream_over_noise_frames", "peerd stream / Noise frames", peerd / frames, at_least=0.85),
+    ]
+    cpu = [
+        Figure("cpu_s_per_gb", "CPU seconds per GB, both ends", cpu_peerd, "s", at_most=2.2),
+        Figure("raw_tcp_cpu_s_per_gb", "the same, plain trio TCP", cpu_raw, "s"),
+        Figure("noise_frames_cpu_s_per_gb", "the same, Noise frames without muxer", cpu_frames, "s"),
+    ]
+    calls = [
+        Figure("call_ms_median", "100 B call, one at a time, median", call_ms, "ms", 3, at_most=0.4),
+        Figure("raw_round_trip_ms_median", "plain trio TCP, 100 B there and back", raw_ms, "ms", 3),
+        Figure("call_over_raw_round_trip", "call / plain round trip", call_ms / raw_ms),
+        Figure("stream_call_ms_median", "new stream, 100 B there and back", min(rounds.stream_ms), "ms", 3),
+        Figure("calls_per_s_64", "calls a second, 64 in flight", max(rounds.calls_per_s), "", 0, at_least=6000),
+    ]
+    note = f"two processes on loopback, 1 MiB writes, best of {sizes.rounds} alternating rounds (CPU: median)"
+    return Report("transport", [bulk, cpu, calls], note)
