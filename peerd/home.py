@@ -181,16 +181,26 @@ class Running:
 
 
 def runtime_dir() -> Path:
-    """A directory of this user's own for sockets and notes; ConfigError when someone else made it."""
+    """A directory of this user's own for notes and sockets; ConfigError when someone else made it."""
     base = os.environ.get("XDG_RUNTIME_DIR")
+    return _own_dir(Path(base) / "peerd") if base else _temporary_dir()
+
+
+def _temporary_dir() -> Path:
     user = os.getuid() if sys.platform != "win32" else 0
-    path = Path(base) / "peerd" if base else Path(tempfile.gettempdir()) / f"peerd-{user}"
+    return _own_dir(Path(tempfile.gettempdir()) / f"peerd-{user}")
+
+
+def _own_dir(path: Path) -> Path:
+    """Make it if it is missing; others may have made it first where everyone can write, so look whose it is."""
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         found = path.lstat()
     except OSError as error:
         raise ConfigError(f"the directory {path} can't be used: {error.strerror or error}") from error
-    if sys.platform != "win32" and (found.st_uid != user or found.st_mode & 0o077 or not stat.S_ISDIR(found.st_mode)):
+    if sys.platform == "win32":
+        return path
+    if found.st_uid != os.getuid() or found.st_mode & 0o077 or not stat.S_ISDIR(found.st_mode):
         raise ConfigError(f"{path} belongs to another user or is open to others; remove it, or set XDG_RUNTIME_DIR")
     return path
 
@@ -200,9 +210,16 @@ def _tag(data_dir: Path) -> str:
 
 
 def socket_path(data_dir: Path) -> Path:
-    """In the data directory, unless its path is too long for a socket."""
+    """In the data directory; elsewhere when its path is too long for a socket."""
     path = data_dir.resolve() / "control.sock"
-    return path if len(os.fsencode(path)) <= SOCKET_PATH_BYTES else runtime_dir() / f"{_tag(data_dir)}.sock"
+    if _fits(path):
+        return path
+    path = runtime_dir() / f"{_tag(data_dir)}.sock"
+    return path if _fits(path) else _temporary_dir() / path.name
+
+
+def _fits(path: Path) -> bool:
+    return len(os.fsencode(path)) <= SOCKET_PATH_BYTES
 
 
 @contextlib.contextmanager

@@ -98,11 +98,11 @@ def test_default_data_directories_are_one_per_run_and_roles(monkeypatch: pytest.
 def test_the_socket_moves_to_a_short_path_when_the_data_directory_is_deep(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setenv("XDG_RUNTIME_DIR", "/tmp")
-    monkeypatch.setattr(home, "runtime_dir", lambda: Path("/tmp/peerd-x"))
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / ("r" * 100)))
     assert home.socket_path(Path("/tmp/short")) == Path("/tmp/short/control.sock")
     deep = home.socket_path(tmp_path / ("d" * 120))
     assert len(os.fsencode(deep)) <= home.SOCKET_PATH_BYTES
+    assert home.socket_path(tmp_path / ("e" * 120)) != deep
 
 
 def test_a_runtime_directory_that_others_can_enter_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
