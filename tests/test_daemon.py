@@ -1,0 +1,292 @@
+"""One peer as a whole, over a simulated network in virtual time: supervision of roles, and stopping in order."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import trio
+import trio.testing
+
+from peerd import control, daemon
+from peerd.core.errors import ConfigError, PeerdError
+from peerd.core.keys import Keypair
+from peerd.daemon import Daemon, Ground, Plan
+from peerd.home import socket_path
+from peerd.log import EventLog
+from peerd.net.host import Host
+from peerd.role import RoleContext
+from peerd.sim.clock import SimClock
+from peerd.sim.simnet import SimNet
+from tests.kit.virtual import running_net, transport
+
+LISTEN = "/ip4/0.0.0.0/tcp/4001"
+
+
+class Quiet:
+    """Does nothing until it is stopped; notes what happens to it."""
+
+    name: ClassVar[str] = "quiet"
+    needs_run: ClassVar[bool] = False
+    happened: ClassVar[list[str]]
+
+    def __init_subclass__(cls) -> None:
+        cls.happened = []
+
+    def __init__(self, ctx: RoleContext) -> None:
+        self.ctx = ctx
+        self.happened.append("built")
+
+    async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        task_status.started()
+        try:
+            await self.work()
+        finally:
+            self.happened.append("ended")
+
+    async def work(self) -> None:
+        await trio.sleep_forever()
+
+    async def leave(self) -> None:
+        self.happened.append("left")
+
+    def status(self) -> dict[str, object]:
+        return {"waits_for": "somebody to talk to"}
+
+
+class Peer:
+    """A daemon in a test: its log, its signals, and how it ended."""
+
+    def __init__(self, net: SimNet, name: str, home: Path, roles: tuple[type[Any], ...], listen: str = LISTEN) -> None:
+        clock = SimClock(1, name)
+        keypair = Keypair.generate(clock.secure_bytes)
+        self.log = EventLog(clock)
+        self.home = home
+        home.mkdir()
+        plan = Plan(roles=roles, run=None, bootstrap=(), listen=(listen,), data_dir=home)
+        ground = Ground(home=home, keypair=keypair, clock=clock, log=self.log)
+        self.daemon = Daemon(plan, ground, Host(keypair, clock, [transport(net, name)]))
+        self.press, self._signals = trio.open_memory_channel[int](4)
+        self.ended = trio.Event()
+        self.error: PeerdError | None = None
+
+    async def run(self) -> None:
+        try:
+            await self.daemon.run(self._signals)
+        except PeerdError as error:
+            self.error = error
+        except ExceptionGroup as group:
+            found = daemon.leaf(group)
+            assert isinstance(found, PeerdError)
+            self.error = found
+        finally:
+            self.ended.set()
+
+    def names(self) -> list[object]:
+        return [event["name"] for event in self.log.recent()]
+
+
+@contextlib.asynccontextmanager
+async def peer(home: Path, *roles: type[Any]) -> AsyncIterator[Peer]:
+    async with running_net() as net, trio.open_nursery() as nursery:
+        one = Peer(net, "one", home / "one", roles)
+        nursery.start_soon(one.run)
+        yield one
+        nursery.cancel_scope.cancel()
+
+
+@pytest.fixture(autouse=True)
+def _no_hard_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last resort would end the test process."""
+    monkeypatch.setattr(daemon, "_end_process_after", lambda delay_s, code: None)
+
+
+async def test_a_signal_lets_roles_leave_before_they_are_cancelled(
+    tmp_path: Path, autojump_clock: trio.testing.MockClock
+) -> None:
+    class Calm(Quiet):
+        pass
+
+    async with peer(tmp_path, Calm) as one:
+        await trio.sleep(5)
+        await one.press.send(signal.SIGINT)
+        await one.ended.wait()
+    assert Calm.happened == ["built", "left", "ended"]
+    assert one.error is None
+    assert one.names()[-2:] == ["stopping", "stopped"]
+    assert not socket_path(one.home).exists()
+
+
+async def test_the_daemon_ends_when_all_roles_have_finished(
+    tmp_path: Path, autojump_clock: trio.testing.MockClock
+) -> None:
+    class Brief(Quiet):
+        name = "brief"
+
+        async def work(self) -> None:
+            await trio.sleep(3)
+
+    class Longer(Quiet):
+        name = "longer"
+
+        async def work(self) -> None:
+            await trio.sleep(8)
+
+    async with peer(tmp_path, Brief, Longer) as one:
+        before = trio.current_time()
+        await one.ended.wait()
+        assert 8 <= trio.current_time() - before < 9
+    assert one.error is None
+    assert Brief.happened == Longer.happened == ["built", "ended"]
+
+
+async def test_a_role_that_fails_is_built_anew_after_growing_pauses_and_then_given_up(
+    tmp_path: Path, autojump_clock: trio.testing.MockClock
+) -> None:
+    class Bad(Quiet):
+        name = "bad"
+
+        async def work(self) -> None:
+            self.happened.append(str(round(trio.current_time() - began)))
+            raise ValueError("boom")
+
+    class Calm(Quiet):
+        name = "calm"
+
+    began = trio.current_time()
+    async with peer(tmp_path, Bad, Calm) as one:
+        await one.ended.wait()
+    assert [text for text in Bad.happened if text.isdigit()] == ["0", "1", "3", "7", "15", "31"]
+    assert str(one.error).startswith("role bad failed 6 times, last: ValueError: boom; details are in")
+    assert "ValueError: boom" in (one.home / "failure.txt").read_text()
+    assert Calm.happened == ["built", "left", "ended"], "the other role leaves well"
+
+
+async def test_a_role_that_ran_long_starts_again_with_the_first_pause(
+    tmp_path: Path, autojump_clock: trio.testing.MockClock
+) -> None:
+    class Tired(Quiet):
+        name = "tired"
+
+        async def work(self) -> None:
+            await trio.sleep(daemon.HEALTHY_S + 1)
+            raise OSError("tired")
+
+    async with peer(tmp_path, Tired) as one:
+        await trio.sleep(20 * daemon.HEALTHY_S)
+        assert not one.ended.is_set()
+        pauses = {event["again_in_s"] for event in one.log.recent() if event["name"] == "role.failed"}
+        assert pauses == {daemon.RESTART_PAUSES_S[0]}
+
+
+async def test_wrong_configuration_found_by_a_role_stops_at_once_with_its_message(
+    tmp_path: Path, autojump_clock: trio.testing.MockClock
+) -> None:
+    class Wrong(Quiet):
+        name = "wrong"
+
+        async def work(self) -> None:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(trio.sleep, 1)
+                raise ConfigError("checkpoint x is damaged")
+
+    async with peer(tmp_path, Wrong) as one:
+        await one.ended.wait()
+    assert isinstance(one.error, ConfigError)
+    assert str(one.error) == "checkpoint x is damaged"
+    assert Wrong.happened == ["built", "ended"]
+
+
+async def test_a_role_that_does_not_leave_is_not_waited_for_long(
+    tmp_path: Path, autojump_clock: trio.testing.MockClock
+) -> None:
+    class Stuck(Quiet):
+        name = "stuck"
+
+        async def leave(self) -> None:
+            await trio.sleep_forever()
+
+    async with peer(tmp_path, Stuck) as one:
+        await trio.sleep(1)
+        await one.press.send(signal.SIGTERM)
+        before = trio.current_time()
+        await one.ended.wait()
+        assert trio.current_time() - before < daemon.DRAIN_S
+    assert one.error is None
+    assert "role.left_late" in one.names()
+
+
+async def test_a_second_signal_stops_at_once(tmp_path: Path, autojump_clock: trio.testing.MockClock) -> None:
+    class Slow(Quiet):
+        name = "slow"
+
+        async def leave(self) -> None:
+            await trio.sleep(5)
+            self.happened.append("left")
+
+    async with peer(tmp_path, Slow) as one:
+        await trio.sleep(1)
+        await one.press.send(signal.SIGINT)
+        await trio.sleep(0.5)
+        await one.press.send(signal.SIGINT)
+        before = trio.current_time()
+        await one.ended.wait()
+        assert trio.current_time() - before < daemon.STOP_S
+    assert "stopped at once by a second SIGINT" in str(one.error)
+    assert "left" not in Slow.happened
+
+
+async def test_a_role_whose_leave_and_status_fail_harms_nobody(
+    tmp_path: Path, autojump_clock: trio.testing.MockClock
+) -> None:
+    class Rude(Quiet):
+        name = "rude"
+
+        async def leave(self) -> None:
+            raise KeyError("no")
+
+        def status(self) -> dict[str, object]:
+            raise RuntimeError("not now")
+
+    class Calm(Quiet):
+        name = "calm"
+
+    async with peer(tmp_path, Rude, Calm) as one:
+        await trio.sleep(2)
+        await one.press.send(signal.SIGINT)
+        await one.ended.wait()
+    assert one.error is None
+    assert "role.leave_failed" in one.names()
+    assert Calm.happened == ["built", "left", "ended"]
+
+
+async def test_status_tells_each_role_and_what_it_waits_for(
+    tmp_path: Path, autojump_clock: trio.testing.MockClock
+) -> None:
+    class Calm(Quiet):
+        name = "calm"
+
+    async with peer(tmp_path, Calm) as one:
+        await trio.sleep(2)
+        async with await trio.open_unix_socket(str(socket_path(one.home))) as stream:
+            raw = b"".join([chunk async for chunk in stream])
+        snapshot = control.json.loads(raw)
+    (role,) = snapshot["roles"]
+    assert (role["role"], role["state"], role["waits_for"]) == ("calm", "running", "somebody to talk to")
+    assert snapshot["peer"]["addrs"][0].endswith(snapshot["peer"]["id"])
+    assert {"network", "dht", "rpc", "events", "uptime_s", "data_dir"} <= set(snapshot)
+    assert "waits" in [event["name"] for event in snapshot["events"]]
+
+
+async def test_an_address_that_cannot_be_had_ends_the_start(
+    tmp_path: Path, autojump_clock: trio.testing.MockClock
+) -> None:
+    async with running_net() as net:
+        one = Peer(net, "one", tmp_path / "one", (Quiet,), listen="/ip4/203.0.113.9/tcp/1")
+        await one.run()
+    assert isinstance(one.error, ConfigError)
+    assert "203.0.113.9" in str(one.error)
