@@ -27,6 +27,7 @@ ASK_TIMEOUT_S: Final = 2.0
 START_S: Final = 90.0  # a slow disk takes this long to import torch five times
 STALL_S: Final = 120.0  # without a new step: something is wrong, and each process says what it waits for
 PEERS_PER_STAGE: Final = 2
+IDLE_STEPS: Final = 2  # so long the kill waits for a peer that would lose something
 
 __all__ = ["Wish", "run"]
 
@@ -101,10 +102,13 @@ class Story:
         if self._wish.calm:
             return
         if not scene.killed and scene.step * 3 >= total and (victim := scene.victim()) is not None:
+            if not victim.held and scene.step * 3 < total + 3 * IDLE_STEPS:
+                return  # one that holds work will be along
             self._children.kill(self._children.by_name[victim.name])
             scene.killed.append(victim.name)
             self.kill_step = scene.step
-            scene.say(self.now_s, f"killed {victim.name} of stage {victim.stage} at step {scene.step}")
+            work = f"; it held {victim.held} samples' gradients" if victim.held else ""
+            scene.say(self.now_s, f"killed {victim.name} of stage {victim.stage} at step {scene.step}{work}")
         elif scene.killed and not self.started_later and scene.step * 2 >= total:
             name = f"stage-{PEERS_PER_STAGE * self._run.pipeline.stages + 1}"
             self._join(name, "stage")

@@ -88,7 +88,7 @@ class Scene:
         return self.bytes_out / (self.step * self.tokens_per_step) if self.step else math.nan
 
     def victim(self) -> StagePeer | None:
-        """The peer whose loss hurts most: it holds the most gradients, and its stage has another peer."""
+        """The peer whose loss hurts most: it holds the most samples' gradients, and its stage has another peer."""
         living = [peer for peer in self.stage_peers if peer.running and peer.stage is not None]
         spare = [peer for peer in living if sum(other.stage == peer.stage for other in living) > 1]
         return max(spare, key=lambda peer: (peer.held, peer.name), default=None)
