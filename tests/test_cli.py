@@ -1,0 +1,63 @@
+"""The command line: what it prints, where, and with which exit code."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from peerd import __version__
+from peerd.cli import invoke
+
+
+def test_version_and_help_go_to_stdout_with_exit_code_0(capsys: pytest.CaptureFixture[str]) -> None:
+    assert invoke(["--version"]) == 0
+    assert capsys.readouterr().out == f"peerd {__version__}\n"
+    assert invoke(["--help"]) == 0
+    shown = capsys.readouterr().out
+    for command in ("backbone", "join", "status", "demo", "identity", "doctor"):
+        assert command in shown
+
+
+def test_identity_makes_one_where_it_is_told_to_and_shows_the_same_again(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert invoke(["identity", "--data-dir", str(tmp_path / "a"), "--json"]) == 0
+    first = json.loads(capsys.readouterr().out)
+    assert first["peer_id"].startswith("12D3KooW")
+    assert invoke(["identity", "--data-dir", str(tmp_path / "a")]) == 0
+    assert capsys.readouterr().out.split() == [first["peer_id"], str(tmp_path / "a")]
+
+
+def test_identity_without_a_directory_lists_those_of_this_user(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+    assert invoke(["identity"]) == 0
+    assert "no identity yet" in capsys.readouterr().out
+    invoke(["identity", "--data-dir", str(tmp_path / "peerd" / "tiny-stage")])
+    capsys.readouterr()
+    assert invoke(["identity", "--json"]) == 0
+    (found,) = json.loads(capsys.readouterr().out)["identities"]
+    assert found["data_dir"].endswith("tiny-stage")
+
+
+@pytest.mark.slow
+def test_a_bug_leaves_one_line_and_a_file_with_the_details() -> None:
+    code = "import peerd.cli as cli, sys\ncli.invoke = lambda argv: 1 / 0\ncli.main()"
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert ended.returncode == 1
+    (line,) = ended.stderr.splitlines()
+    assert line.startswith("peerd: a bug stopped it (ZeroDivisionError: division by zero); please report it, details: ")
+    details = Path(line.rpartition(" ")[2])
+    assert "Traceback" in details.read_text()
+    details.unlink()
+
+
+@pytest.mark.slow
+def test_python_m_peerd_is_the_peerd_command() -> None:
+    ended = subprocess.run([sys.executable, "-m", "peerd", "--version"], capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stdout) == (0, f"peerd {__version__}\n")

@@ -1,0 +1,89 @@
+"""Status tables: what people see, whatever a daemon or strangers put into a snapshot."""
+
+from __future__ import annotations
+
+import io
+import json
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from peerd import view
+from peerd.view import brief, duration, render, size
+
+PEER = "12D3KooWDpJ7As7BWAwRMfu1VU2WCqNjvq387JEYKDBj4kx6nXTN"
+
+
+def shown(snapshot: dict[str, Any]) -> str:
+    console = Console(file=io.StringIO(), width=120)
+    console.print(render(snapshot))
+    return console.file.getvalue()  # type: ignore[attr-defined, no-any-return]
+
+
+def snapshot(**changes: Any) -> dict[str, Any]:
+    stage_peer = {"peer": PEER, "step": 7, "held": 16, "samples_per_s": 12.5, "device": "cpu", "waits_for": ""}
+    return {
+        "version": "0.1.0",
+        "uptime_s": 75.0,
+        "data_dir": "/d",
+        "peer": {"id": PEER, "addrs": [f"/ip4/192.0.2.1/tcp/31337/p2p/{PEER}"]},
+        "roles": [{"role": "stage", "state": "running", "restarts": 1, "waits_for": "the conductor", "stage": 1}],
+        "network": {"peers": [{}, {}], "streams": 3, "bytes_in": 1500, "bytes_out": 2_000_000, "in_per_s": 10.0},
+        "dht": {"table": 4},
+        "swarm": {
+            "run": "tiny",
+            "step": 7,
+            "loss": 3.25,
+            "valid_loss": 3.5,
+            "samples_per_s": 20.0,
+            "tokens_per_s": 2560.0,
+            "trainers": [{}],
+            "stages": [{"stage": 0, "peers": [stage_peer]}, {"stage": 1, "peers": []}],
+        },
+        "events": [{"time": 0.0, "level": "warn", "name": "role.failed", "why": "x"}],
+    } | changes
+
+
+def test_a_snapshot_shows_this_daemon_and_the_swarm() -> None:
+    text = shown(snapshot())
+    for part in (
+        *("up 1 min 15 s", "the conductor", "running (1 restarts)", "stage 1", "2 peers connected, 3 streams"),
+        *("in 1.5 kB", "out 2.0 MB", "run tiny: step 7, loss 3.250, validation 3.500, 20.0 samples/s, 2,560 tokens/s"),
+        *("…4kx6nXTN", "12.5", "no peer", "role.failed why=x", f"/ip4/192.0.2.1/tcp/31337/p2p/{PEER}"),
+    ):
+        assert part in text
+
+
+def test_an_almost_empty_snapshot_is_shown_too() -> None:
+    assert "peerd" in shown({})
+    assert "swarm: the DHT gave no answer" in shown(snapshot(swarm={"run": "x", "why": "the DHT gave no answer"}))
+
+
+def test_strangers_cannot_put_markup_on_the_screen() -> None:
+    evil = snapshot()
+    evil["swarm"]["stages"][0]["peers"][0]["waits_for"] = "[blink]boo[/blink]"
+    assert "[blink]boo[/blink]" in shown(evil)
+
+
+def test_watching_prints_one_object_per_line_for_programs(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pauses = iter([None, None])
+
+    def pause(seconds: float) -> None:
+        if next(pauses, "end") == "end":
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(view.time, "sleep", pause)
+    with pytest.raises(KeyboardInterrupt):
+        view.watch(snapshot, as_json=True)
+    lines = capsys.readouterr().out.splitlines()
+    assert [json.loads(line)["version"] for line in lines] == ["0.1.0"] * 3
+
+
+def test_numbers_come_in_units_that_people_read() -> None:
+    sizes = [size(n) for n in (0, 999, 1000, 1.5e6, 2e9, 3e15)]
+    assert sizes == ["0 B", "999 B", "1.0 kB", "1.5 MB", "2.0 GB", "3000.0 TB"]
+    assert [duration(s) for s in (5.9, 61, 3600)] == ["5 s", "1 min 01 s", "1 h 00 min"]
+    assert brief({"a": [1.23456, None, PEER]}) == "{a [1.235, -, …4kx6nXTN]}"
