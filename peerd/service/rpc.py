@@ -21,19 +21,20 @@ import msgspec
 import trio
 
 from peerd.core.clock import Clock
-from peerd.core.errors import LocalError, RemoteError
+from peerd.core.errors import LocalError, Overloaded, Refused, RemoteError
 from peerd.core.frame import TensorFrame
 from peerd.core.ids import PeerId
-from peerd.core.limits import RPC_IDLE_S, RPC_MESSAGE_FRAME_BYTES
+from peerd.core.limits import RPC_IDLE_S, RPC_LANES, RPC_MESSAGE_FRAME_BYTES
 from peerd.core.messages import decode, encode
 from peerd.machine.rpc_calls import ByteBudget, Counters, MethodLimits, MethodLoad, MethodName, method_name
-from peerd.service.rpc_client import Channel, LargeCall, Reply, Request
+from peerd.service.rpc_client import Channel, Reply, Request
 from peerd.service.rpc_crew import Crew
 from peerd.service.rpc_io import SharedBudget
 from peerd.service.rpc_local import local_pair
 from peerd.service.rpc_parts import CallStream
 from peerd.service.rpc_served import Method
 from peerd.service.rpc_server import Server
+from peerd.service.rpc_streaming import StreamingCall
 from peerd.service.rpc_types import Answer, Incoming, RpcHost, RpcStream
 
 __all__ = ["Answer", "CallStream", "Incoming", "MethodLimits", "Rpc"]
@@ -51,9 +52,10 @@ class Rpc:
         self._now = clock.now
         self._nursery: trio.Nursery | None = None
         self._names: dict[str, MethodName] = {}
-        self._channels: dict[tuple[PeerId, str], Channel] = {}
+        self._channels: dict[tuple[PeerId, str], Channel] = {}  # shared by small calls
+        self._lanes: dict[tuple[PeerId, str], list[Channel]] = {}  # idle, for large calls
         self._counters: dict[str, Counters] = {}  # of calls made, by service
-        self._large_calls = 0
+        self._calls_alone = 0
         self._received = SharedBudget(ByteBudget())  # requests, until their handlers are done
         self._replies = SharedBudget(ByteBudget())  # replies, while they arrive
         self._server = Server(Crew(host.supervise), self._received)
@@ -126,12 +128,10 @@ class Rpc:
         counters = self._counters[name.service]
         counters.calls += 1
         try:
-            channel = self._channels.get((peer, name.protocol))
-            if frames or (channel is not None and name.name in channel.answers_with_frames):
+            channel = self._shared_channel(peer, name.protocol) if not frames else None
+            if channel is None or name.name in channel.answers_with_frames:
                 data, answered = await self._call_alone(peer, name, request)
             else:
-                if channel is None:
-                    channel = self._open_channel(peer, name.protocol)
                 self._wake_at(request.deadline)
                 data, answered = await channel.request(request)
             return Answer(decode(reply, data), answered)
@@ -161,9 +161,8 @@ class Rpc:
         counters.calls += 1
         try:
             with trio.CancelScope(deadline=request.deadline):
-                async with self._large_call(peer, name, request, streaming=True) as call:
-                    assert call.parts is not None
-                    yield call.parts
+                async with self._streaming_call(peer, name, request) as parts:
+                    yield parts
                 return
             raise request.too_slow(peer)
         except RemoteError:
@@ -181,45 +180,60 @@ class Rpc:
         return Request(name.name, encode(body), frames, timeout_s, self._now() + timeout_s, most)
 
     async def _call_alone(self, peer: PeerId, name: MethodName, request: Request) -> Reply:
-        """A call on a stream of its own."""
-        with trio.CancelScope(deadline=request.deadline):
-            async with self._large_call(peer, name, request, streaming=False) as call:
-                return await call.reply.wait(lambda: None)
-        raise request.too_slow(peer)
+        """A call with a channel of its own, which is kept for the next such call if the peer has answered."""
+        lanes = self._lanes.get((peer, name.protocol), [])
+        while lanes and lanes[-1].over:
+            lanes.pop()
+        lane = lanes.pop() if lanes else self._start_channel(peer, name.protocol)
+        self._calls_alone += 1
+        keep = False
+        try:
+            with trio.CancelScope(deadline=request.deadline):
+                reply = await lane.request(request)
+                keep = True
+                return reply
+            raise request.too_slow(peer)
+        except (Refused, Overloaded):
+            keep = True
+            raise
+        finally:
+            self._calls_alone -= 1
+            lanes = self._lanes.setdefault((peer, name.protocol), [])
+            if keep and not lane.busy and len(lanes) < RPC_LANES:
+                lanes.append(lane)
+            else:
+                lane.drop()
 
     @asynccontextmanager
-    async def _large_call(
-        self, peer: PeerId, name: MethodName, request: Request, streaming: bool
-    ) -> AsyncIterator[LargeCall]:
-        self._large_calls += 1
+    async def _streaming_call(self, peer: PeerId, name: MethodName, request: Request) -> AsyncIterator[CallStream]:
+        self._calls_alone += 1
         try:
-            call = LargeCall(await self._open_stream(peer, name.protocol), self._replies, request)
-            call.start(streaming, self._tasks())
+            call = StreamingCall(await self._open_stream(peer, name.protocol), self._replies, request)
+            call.start(self._tasks())
             try:
-                yield call
+                yield call.parts
             finally:
                 call.close()
         finally:
-            self._large_calls -= 1
+            self._calls_alone -= 1
 
     def _tasks(self) -> trio.Nursery:
         if self._nursery is None:
             raise LocalError("no call can be made before Rpc.run has started, nor after it has ended")
         return self._nursery
 
-    def _open_channel(self, peer: PeerId, protocol: str) -> Channel:
-        tasks = self._tasks()
-        channel = self._channels[peer, protocol] = Channel(peer, self._replies)
-        self._wake_at(self._now() + RPC_IDLE_S)
-        tasks.start_soon(self._run_channel, peer, protocol, channel)
+    def _shared_channel(self, peer: PeerId, protocol: str) -> Channel:
+        channel = self._channels.get((peer, protocol))
+        if channel is None or channel.over:
+            channel = self._channels[peer, protocol] = self._start_channel(peer, protocol)
         return channel
 
-    async def _run_channel(self, peer: PeerId, protocol: str, channel: Channel) -> None:
-        try:
-            await channel.run(lambda: self._open_stream(peer, protocol), self._tasks())
-        finally:
-            if self._channels.get((peer, protocol)) is channel:
-                del self._channels[peer, protocol]
+    def _start_channel(self, peer: PeerId, protocol: str) -> Channel:
+        tasks = self._tasks()
+        channel = Channel(peer, self._replies)
+        self._wake_at(self._now() + RPC_IDLE_S)
+        tasks.start_soon(channel.run, lambda: self._open_stream(peer, protocol), tasks)
+        return channel
 
     async def _open_stream(self, peer: PeerId, protocol: str) -> RpcStream:
         if peer != self._host.id:
@@ -247,14 +261,28 @@ class Rpc:
             with trio.CancelScope(deadline=self._due) as self._timer:
                 await trio.sleep_forever()
             now = self._now()
-            self._due = now + RPC_IDLE_S if self._channels else math.inf
-            for key, channel in list(self._channels.items()):
+            for channel in self._channels.values():
                 if channel.calls.due <= now:
                     channel.expire(now)
-                if not channel.calls and channel.used <= now - RPC_IDLE_S:
-                    del self._channels[key]  # before it closes, so that the next call opens another
-                    channel.close()
-                self._due = min(self._due, channel.calls.due)
+            self._close_idle(now - RPC_IDLE_S)
+            self._due = min((channel.calls.due for channel in self._channels.values()), default=math.inf)
+            if self._channels or self._lanes:
+                self._due = min(self._due, now + RPC_IDLE_S)
+
+    def _close_idle(self, since: float) -> None:
+        """Close channels that nobody has used after `since`, and forget those that were lost."""
+        for key, channel in list(self._channels.items()):
+            if not channel.calls and channel.used <= since:
+                channel.close()
+            if channel.over:
+                del self._channels[key]
+        for key, lanes in list(self._lanes.items()):
+            for lane in lanes:
+                if lane.used <= since:
+                    lane.close()
+            lanes[:] = [lane for lane in lanes if not lane.over]
+            if not lanes:
+                del self._lanes[key]
 
     def status(self) -> dict[str, Any]:
         """Calls in flight and counters by service, as plain data."""
@@ -264,11 +292,12 @@ class Rpc:
             for method in methods.values():
                 running += method.load.running
                 served[method.name.full] = {"running": method.load.running, **dataclasses.asdict(method.load.counters)}
-        waiting = sum(len(channel.calls) for channel in self._channels.values()) + self._large_calls
+        channels = [channel for channel in self._channels.values() if not channel.over]
+        waiting = sum(len(channel.calls) for channel in channels) + self._calls_alone
         return {
             "waiting": waiting,
             "running": running,
-            "channels": len(self._channels),
+            "channels": len(channels) + sum(map(len, self._lanes.values())),
             "held_bytes": self._received.books.held + self._replies.books.held,
             "made": {
                 service: {"calls": counters.calls, "failed": counters.failed}

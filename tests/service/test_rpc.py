@@ -9,7 +9,7 @@ import pytest
 import trio
 import trio.testing
 
-from peerd.core.errors import LocalError, Overloaded, ProtocolViolation, TooSlow, Unreachable
+from peerd.core.errors import LocalError, Overloaded, ProtocolViolation, Refused, TooSlow, Unreachable
 from peerd.core.limits import RPC_IDLE_S, RPC_PENDING
 from peerd.core.messages import Empty, encode
 from peerd.machine import rpc as wire
@@ -52,7 +52,42 @@ async def test_a_method_that_answers_with_frames_leaves_the_shared_stream(autoju
     async with fake_pair() as (pair, _, a_host, _):
         case = next(case for case in CASES if case.__name__.startswith("answers_with_frames"))
         await case(pair)
-        assert len(a_host.opened) == 3  # the shared one, on which it was learned, and one for each later call
+        assert len(a_host.opened) == 2  # the shared one, on which it was learned, and one for the later calls
+
+
+async def test_large_calls_use_idle_streams_again_and_never_share_one(autojump_clock: Clock) -> None:
+    async with fake_pair() as (pair, net, a_host, b_host):
+        held = Held()
+        pair.b.serve("t/1/held", Text, held, limits=FRAMES)
+        pair.b.serve("t/1/echo", Text, echo, limits=FRAMES)
+
+        async def large(method: str, timeout_s: float = 5.0) -> None:
+            kind = Empty if method == "t/1/held" else Text
+            await pair.a.call(b_host.id, method, Text(""), kind, frames=(BIG,), timeout_s=timeout_s)
+
+        for _ in range(3):
+            await large("t/1/echo")
+        assert len(a_host.opened) == 1
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(large, "t/1/held")
+            await held.entered.wait()
+            await large("t/1/echo")
+            held.let_go.set()
+        assert len(a_host.opened) == 2
+        with pytest.raises(Refused):
+            await large("t/1/none")  # refused before its frames were sent: that stream is not used again
+        held.let_go = trio.Event()
+        with pytest.raises(TooSlow):
+            await large("t/1/held", 1.0)
+        await large("t/1/echo")
+        assert len(a_host.opened) == 3
+        net.cut(a_host.id, b_host.id)
+        net.heal(a_host.id, b_host.id)
+        await trio.testing.wait_all_tasks_blocked()
+        await large("t/1/echo")
+        assert len(a_host.opened) == 4
+        await trio.sleep(RPC_IDLE_S * 2.5)
+        assert pair.a.status()["channels"] == 0
 
 
 async def test_a_lost_link_is_replaced_by_the_next_call(autojump_clock: Clock) -> None:
