@@ -82,7 +82,8 @@ class MemoryLink:
             raise trio.BusyResourceError("another task is receiving on this link")
         self._receiving = True
         try:
-            await trio.lowlevel.checkpoint()
+            if self._closed or self._in.readable():
+                await trio.lowlevel.checkpoint()
             while not self._closed and not self._in.readable():
                 await self._in.wait_readable()
             if self._closed:
@@ -155,7 +156,8 @@ class MemoryListener:
         return [self._addr]
 
     async def accept(self) -> MemoryLink:
-        await trio.lowlevel.checkpoint()
+        if self._waiting or not self._open:
+            await trio.lowlevel.checkpoint()
         while self._open and not self._waiting:
             await self._acceptors.park()
         if not self._open:

@@ -26,6 +26,7 @@ TURN_S: Final = 0.01  # what one turn of a flow on an access line should take: s
 TURN_BYTES_MIN: Final = 4 << 10  # but not so short
 TURN_BYTES_MAX: Final = 128 << 10  # that a simulation has to count every packet
 PACKET_BYTES: Final = 1448  # what one Ethernet packet carries of a TCP stream; the unit of loss
+MOMENT_S: Final = 0.0005  # segments that take less on a line are not worth an event for their start
 RETRANSMIT_MIN_S: Final = 0.2  # Linux' floor for the retransmission timer
 RETRANSMIT_MAX_S: Final = 120.0  # its ceiling (RFC 6298 allows 60 s or more)
 
@@ -54,22 +55,27 @@ class AccessLine:
     done: Callable[[Segment], None] | None = None
     bytes_per_s: float = math.inf
     busy_s: float = 0.0  # seconds spent sending so far
-    _busy: bool = False
+    _free_at_s: float = -math.inf
+    _wakes: bool = False  # `_next` will be called when the line is free
     _waiting: dict[Pipe, deque[Segment]] = field(default_factory=dict)
 
-    def offer(self, segment: Segment) -> None:
-        """Queue the segment behind the others of its pipe."""
-        if segment.pipe in self._waiting:
-            self._waiting[segment.pipe].append(segment)
-        elif self._busy or self.bytes_per_s < math.inf:
-            self._waiting[segment.pipe] = deque([segment])
-        else:
-            self._start(segment)
-        if not self._busy:
-            self._next()
+    def offer(self, segment: Segment, *, came_s: float = 0.0) -> None:
+        """Queue the segment behind the others of its pipe. `came_s`: for so long its bits have been coming in, and
+        an idle line has been passing them on."""
+        if not self._waiting and self._free_at_s <= trio.current_time():
+            self._start(segment, came_s)
+            return
+        self._waiting.setdefault(segment.pipe, deque()).append(segment)
+        self._wake()
+
+    def _wake(self) -> None:
+        if not self._wakes:
+            self._wakes = True
+            self.agenda.at(self._free_at_s, self._next)
 
     def _next(self) -> None:
-        while self._waiting and not self._busy:
+        self._wakes = False
+        while self._waiting and self._free_at_s <= trio.current_time():
             pipe = next(iter(self._waiting))
             queue = self._waiting.pop(pipe)
             segment = queue.popleft()
@@ -77,26 +83,22 @@ class AccessLine:
                 segment = segment.joined(queue.popleft())  # small ones that wait travel together
             if queue:
                 self._waiting[pipe] = queue  # to the back: the others get their turn first
-            self._start(segment)
+            self._start(segment, 0.0)
+        if self._waiting:
+            self._wake()
 
-    def _start(self, segment: Segment) -> None:
+    def _start(self, segment: Segment, came_s: float) -> None:
         now = trio.current_time()
         took_s = len(segment.data) / self.bytes_per_s
-        end_s = now + took_s
+        start_s = max(now - min(came_s, took_s), self._free_at_s)
+        end_s = max(now, start_s + took_s - 1e-12) if came_s else start_s + took_s  # rounding must not cost an event
         self.busy_s += took_s
-        self._busy = end_s > now
+        self._free_at_s = end_s
         if self.begun is not None:
-            self.begun(segment, now, end_s)
-        if self._busy:
-            self.agenda.at(end_s, lambda: self._end(segment))
-        elif self.done is not None:
-            self.done(segment)
-
-    def _end(self, segment: Segment) -> None:
-        self._busy = False
-        if self.done is not None:
-            self.done(segment)
-        self._next()
+            self.begun(segment, start_s, end_s)
+        done = self.done
+        if done is not None:
+            self.agenda.at(end_s, lambda: done(segment))
 
 
 class Pipe:
@@ -179,9 +181,13 @@ class Pipe:
         first_s = max(start_s + self.net.delay(self.source, self.target, size), self.floor_s)
         self.floor_s = last_s = first_s + (end_s - start_s)  # when the first and the last bit arrive
         # The downlink passes bits on as they come; one that is faster than they come is occupied only for its own time.
-        self.net.agenda.at(max(first_s, last_s - size / self.target.downlink.bytes_per_s), lambda: self._reach(segment))
+        # Segments that it passes in a moment are looked at when they are complete: one event instead of two.
+        down_s = size / self.target.downlink.bytes_per_s
+        came_s = min(down_s, last_s - first_s) if down_s < MOMENT_S else 0.0
+        reach_s = last_s if came_s else max(first_s, last_s - down_s)
+        self.net.agenda.at(reach_s, lambda: self._reach(segment, came_s))
 
-    def _reach(self, segment: Segment) -> None:
+    def _reach(self, segment: Segment, came_s: float) -> None:
         if self.writer_gone:
             return
         if self._held or not self.net.passes(self.source, self.target):
@@ -190,7 +196,7 @@ class Pipe:
                 self.net.hold(self)
             self._held.append(segment)
         else:
-            self.target.downlink.offer(segment)
+            self.target.downlink.offer(segment, came_s=came_s)
 
     def deliver(self, segment: Segment) -> None:
         """The downlink has it: to the reader."""

@@ -169,6 +169,7 @@ class World:
     async def stop(self, node: Node) -> None:
         """The polite way: the program is cancelled and may still say good-bye."""
         self.trace.add(node.name, "stop")
+        node.up = False
         node.scope.cancel()
         await node.gone.wait()
         self.net.kill(node.name)
@@ -176,6 +177,7 @@ class World:
     async def kill(self, node: Node, *, silent: bool = False) -> None:
         """At once: nothing that the program tries while it ends reaches anyone."""
         self.net.kill(node.name, silent=silent)
+        node.up = False
         node.scope.cancel()
         await node.gone.wait()
 
