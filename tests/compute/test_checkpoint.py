@@ -1,3 +1,5 @@
+"""Checkpoints on disk: what a crash at any moment leaves, and the words for every kind of damage."""
+
 from __future__ import annotations
 
 import json

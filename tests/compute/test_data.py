@@ -1,3 +1,5 @@
+"""The stream of samples: complete, shuffled, bounded, resumable; every file that cannot serve is named."""
+
 from __future__ import annotations
 
 import json

@@ -1,3 +1,5 @@
+"""The model: its cut into stages, its starting parameters, its mathematics, models of one's own, text from it."""
+
 from __future__ import annotations
 
 import math

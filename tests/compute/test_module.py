@@ -1,3 +1,5 @@
+"""One stage at work: what it refuses, what a refusal leaves unchanged, and that equal inputs give equal bits."""
+
 from __future__ import annotations
 
 import pytest

@@ -1,3 +1,5 @@
+"""Optimizers and learning rate against torch's own and the papers."""
+
 from __future__ import annotations
 
 import msgspec

@@ -1,3 +1,5 @@
+"""Tensors as frames and back: bit for bit, without copies where possible, and never more than was asked for."""
+
 from __future__ import annotations
 
 import contextlib

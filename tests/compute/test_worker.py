@@ -1,3 +1,5 @@
+"""What both workers promise: order, results, exceptions, and jobs that end whatever happens to their callers."""
+
 from __future__ import annotations
 
 import threading
@@ -82,7 +84,12 @@ async def test_a_job_whose_caller_left_before_its_turn_is_skipped() -> None:
 
 
 async def test_closing_waits_for_the_running_job_and_fails_those_that_wait() -> None:
-    go_on, ended, refused = threading.Event(), [], []
+    started, go_on, ended, refused = threading.Event(), threading.Event(), [], []
+
+    def first() -> None:
+        started.set()
+        go_on.wait(5)
+        ended.append("first")
 
     async def second() -> None:
         with pytest.raises(LocalError, match="closed before second could run"):
@@ -95,8 +102,8 @@ async def test_closing_waits_for_the_running_job_and_fails_those_that_wait() -> 
 
     worker = DeviceWorker()
     async with trio.open_nursery() as nursery, worker:
-        nursery.start_soon(lambda: worker.run(lambda: (go_on.wait(5), ended.append("first")), name="first"))
-        await trio.testing.wait_all_tasks_blocked()
+        nursery.start_soon(lambda: worker.run(first, name="first"))
+        await trio.to_thread.run_sync(started.wait)
         nursery.start_soon(second)
         await trio.testing.wait_all_tasks_blocked()
         nursery.start_soon(let_go_once_the_worker_closes)
