@@ -178,6 +178,7 @@ def test_a_disk_that_cannot_be_written_is_named(tmp_path: Path) -> None:
         checkpoints(tmp_path / "file").save(5, state())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["sgd", "adamw", "lamb"])
 def test_a_stage_restored_from_a_checkpoint_goes_on_bit_for_bit(tmp_path: Path, name: str) -> None:
     run = RunFile(

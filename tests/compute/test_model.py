@@ -235,6 +235,7 @@ def test_states_that_do_not_make_up_the_model_are_refused() -> None:
         load_whole_model(run, [first, last | {"step": torch.tensor(9)}])
 
 
+@pytest.mark.slow
 def test_text_from_a_model_repeats_with_its_seed_and_has_no_separator() -> None:
     model, vocab = whole_model(make_run()), load_vocabulary("bytes")
 

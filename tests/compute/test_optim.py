@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from peerd.compute.optim import Layout, Optimizer, learning_rate
@@ -102,6 +102,7 @@ def test_the_learning_rate_warms_up_and_decays() -> None:
     assert learning_rate(msgspec.structs.replace(section, decay="none"), 100) == 1.0
 
 
+@settings(max_examples=30)
 @given(
     step=st.integers(0, 1000),
     warmup=st.integers(0, 100),
