@@ -1,0 +1,149 @@
+"""Simulate a swarm under virtual time and print what happened: `python scripts/swarm.py --hosts 30 --churn 0.3`.
+
+Real hosts (Noise, yamux, identify) over a simulated network, on one core, without sockets. Every node pings another
+one every few seconds while nodes leave and are replaced. The same options and seed always end with the same trace
+hash.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import time
+from dataclasses import asdict, dataclass, field
+
+import trio
+
+from peerd.sim.clock import run_virtual
+from peerd.sim.programs import hosts, try_ping
+from peerd.sim.simnet import Line, NetConfig
+from peerd.sim.world import Churn, Node, World, WorldConfig
+
+PING_LIMIT_S = 10.0
+
+
+@dataclass
+class Report:
+    """What is printed; `*_s` in virtual seconds, except `wall_s`."""
+
+    hosts: int
+    seed: int
+    virtual_s: float = 0.0
+    wall_s: float = 0.0
+    left: int = 0
+    pings: int = 0
+    pings_answered: int = 0
+    ping_median_ms: float = 0.0
+    ping_99_ms: float = 0.0
+    megabytes: float = 0.0
+    events: int = 0
+    trace: str = ""
+    times_s: list[float] = field(default_factory=list, repr=False)
+
+
+async def pinging(world: World, report: Report, every_s: float) -> None:
+    rng = world.rng("pings")
+    async with trio.open_nursery() as nursery:
+        while True:
+            await trio.sleep(rng.expovariate(len(world.living()) / every_s))
+            source, target = rng.sample(world.living(), 2)
+            nursery.start_soon(one_ping, source, target, report)
+
+
+async def one_ping(source: Node, target: Node, report: Report) -> None:
+    took_s = await try_ping(source, target, within_s=PING_LIMIT_S)
+    if source.up and target.up:  # one that dies meanwhile need not answer
+        report.pings += 1
+        report.pings_answered += took_s is not None
+        report.times_s += [took_s] if took_s is not None else []
+
+
+async def simulate(options: argparse.Namespace) -> Report:
+    def line(rng: random.Random) -> Line:
+        return Line(
+            latency_s=rng.uniform(0.2, 1.0) * options.latency_ms / 1000,
+            jitter_s=0.1 * options.latency_ms / 1000,
+            up_mbit_s=options.mbit,
+            down_mbit_s=4 * options.mbit,
+            loss=options.loss,
+        )
+
+    config = WorldConfig(net=NetConfig(link_life_s=options.link_life_s), line=line)
+    world = World(options.seed, hosts(), config)
+    report = Report(options.hosts, options.seed)
+    async with world.running():
+        first = await world.start("boot")
+        world.bootstrap.append(first.full_addr)
+        for _ in range(options.hosts - 1):
+            node = await world.start()
+            await node.host.connect_addr(first.full_addr)
+        acquaint(world)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(pinging, world, report, options.every_s)
+            nursery.start_soon(introductions, world)
+            await world.churn(Churn(share=options.churn, within_s=options.seconds * 0.9, spare=frozenset({"boot"})))
+            await trio.sleep_until(max(options.seconds, trio.current_time()))
+            nursery.cancel_scope.cancel()
+        report.virtual_s = trio.current_time()
+        report.left = world.trace.counts["kill"]
+    finish(world, report)
+    return report
+
+
+def acquaint(world: World) -> None:
+    """Tell every living node every other's address, as a DHT or an operator would."""
+    for node in world.living():
+        for other in world.living():
+            if other is not node:
+                node.host.learn(other.id, [other.addr])
+
+
+async def introductions(world: World) -> None:
+    known = len(world.nodes)
+    while True:
+        await trio.sleep(1)
+        if len(world.nodes) != known:
+            known = len(world.nodes)
+            acquaint(world)
+
+
+def finish(world: World, report: Report) -> None:
+    times_ms = sorted(1000 * took_s for took_s in report.times_s)
+    if times_ms:
+        report.ping_median_ms = round(statistics.median(times_ms), 1)
+        report.ping_99_ms = round(times_ms[int(0.99 * (len(times_ms) - 1))], 1)
+    report.megabytes = round(sum(node.sent_bytes for node in world.net.nodes.values()) / 1e6, 2)
+    report.events = world.trace.counts.total()
+    report.trace = world.trace.hash()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--hosts", type=int, default=30)
+    parser.add_argument("--seconds", type=float, default=60, help="virtual time after the start (default 60)")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--churn", type=float, default=0.2, help="share of the nodes replaced on the way (default 0.2)")
+    parser.add_argument("--every-s", type=float, default=5, help="mean time between a node's pings (default 5)")
+    parser.add_argument("--latency-ms", type=float, default=40, help="most that one line adds, one way (default 40)")
+    parser.add_argument("--mbit", type=float, default=50, help="uplink of a node; the downlink has four times as much")
+    parser.add_argument("--loss", type=float, default=0.0, help="probability that a packet is lost (default 0)")
+    parser.add_argument("--link-life-s", type=float, default=float("inf"), help="mean life of a connection")
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    if options.hosts < 2:
+        parser.error("--hosts: a swarm has at least 2")
+    started = time.perf_counter()
+    report = run_virtual(simulate, options, seed=options.seed)
+    report.wall_s = round(time.perf_counter() - started, 2)
+    shown = {name: value for name, value in asdict(report).items() if name != "times_s"}
+    if options.json:
+        print(json.dumps(shown))
+    else:
+        for name, value in shown.items():
+            print(f"{name:>16} {value}")
+
+
+if __name__ == "__main__":
+    main()
