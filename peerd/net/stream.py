@@ -112,7 +112,7 @@ class Stream:
         if len(data) > _COPY_BYTES or mux.out_bytes > _SEND_BUFFER_BYTES:
             return False
         self._link.mux.write(mux, data)
-        self._link.flush()
+        self._link.flush_now()
         return True
 
     async def close_write(self) -> None:

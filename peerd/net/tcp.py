@@ -54,6 +54,12 @@ class TcpLink:
                 raise self._lost(error) from error
         await trio.lowlevel.checkpoint()
 
+    def send_nowait(self, data: memoryview) -> int:
+        try:
+            return self._socket.send(data)
+        except (OSError, ValueError):
+            return 0  # full, or broken: `send_all` waits, or says so
+
     async def receive_some(self, max_bytes: int) -> bytes:
         return bytes(await self._receive(self._lent[:max_bytes]))
 

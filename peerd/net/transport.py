@@ -39,7 +39,11 @@ class RawLink(Protocol):
 
 @runtime_checkable
 class LendingLink(RawLink, Protocol):
-    """A RawLink that can also show what it received without allocating: optional, for speed."""
+    """A RawLink that also shows what it received without allocating, and sends without waiting: optional, for speed."""
+
+    def send_nowait(self, data: memoryview) -> int:
+        """Take what fits at once and say how much; 0 when nothing does, or when only `send_all` can say why not."""
+        ...
 
     async def receive_view(self) -> memoryview:
         """As `receive_some`, but the bytes lie in a shared buffer and are valid only until the next await."""
