@@ -24,6 +24,7 @@ from peerd.service.rpc_types import RpcStream
 
 _QUICK_MESSAGES = 64  # handled in one go; the loop turns before the next
 _PAYLOAD_READ_BYTES = 256 << 10
+_JOIN_BYTES = 8 << 10  # a message up to this size is copied together, payloads and all
 _BATCH_BYTES = 32 << 10  # buffers below this are joined before they are sent; larger ones are not copied
 
 T = TypeVar("T")
@@ -87,7 +88,9 @@ class Outbox:
         """Send one whole message now or soon; dropped when the stream is over, which its reader will notice."""
         if self.closed:
             return
-        if self._writer is not None and len(buffers) == 1 and self._send_now(buffers[0]):
+        if len(buffers) > 1 and sum(map(len, buffers)) <= _JOIN_BYTES:
+            buffers = (b"".join(buffers),)
+        if len(buffers) == 1 and self._writer is not None and self._send_now(buffers[0]):
             return
         for buffer in buffers:
             if buffer:
