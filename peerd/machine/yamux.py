@@ -34,7 +34,7 @@ _PLAIN_DATA: Final = (0, DATA, 0)
 _CRUMB_BYTES: Final = 512  # no data frame smaller than this is cut from a large piece to fill up a batch
 _TUNE_RTT_FLOOR_S: Final = 0.002  # below it scheduling, not the path, limits the rate
 _WINDOW_WALL: Final = (1 << 32) - 1
-_LAST_ID: Final = (1 << 32) - 2
+_LAST_ID: Final = (1 << 32) - 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -96,7 +96,7 @@ class Link:
             budget=budget,
             pool=buffers.received,
         )
-        self.streams: set[Stream] = set()
+        self.streams: dict[Stream, None] = {}  # in the order of their opening
         self._raw, self._sealer, self._opener, self._early = secured.raw, session.sealer, session.opener, secured.early
         self._owner, self._config, self._buffers = owner, config, buffers
         self._scope = trio.CancelScope()
@@ -152,7 +152,7 @@ class Link:
         mux = self.mux.open(trio.current_time())
         stream = Stream(self, mux, protocol, Proposal(protocol, _hello(protocol)))
         mux.owner = stream
-        self.streams.add(stream)
+        self.streams[stream] = None
         self.mux.write(mux, _hello(protocol))
         self.flush()
         return stream
@@ -219,7 +219,7 @@ class Link:
 
     def release(self, stream: Stream) -> None:
         """The user of this stream is done with it."""
-        self.streams.discard(stream)
+        self.streams.pop(stream, None)
         if not self.streams:
             self.idle_since = trio.current_time()
             if self.mux.peer_gone:
@@ -272,7 +272,7 @@ class Link:
         """An incoming stream: our header goes out at once, as foreign peers expect."""
         stream = Stream(self, mux, "", Selector(self._owner.speaks))
         mux.owner = stream
-        self.streams.add(stream)
+        self.streams[stream] = None
         self.mux.write(mux, HEADER)
 
     def _peer_leaves(self, code: int) -> None:

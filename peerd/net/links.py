@@ -80,7 +80,7 @@ class Links:
     def __init__(self, bounds: LinkLimits) -> None:
         self._bounds = bounds
         self._usable: dict[PeerId, list[Link]] = {}  # newest last
-        self._all: set[Link] = set()  # with those that are on their way out
+        self._all: dict[Link, None] = {}  # oldest first, with those that are on their way out
         self._past_in = self._past_out = 0  # bytes of links that are gone
         self._watchers: dict[int, trio.MemorySendChannel[PeerEvent]] = {}
         self._next_watcher = 0
@@ -89,7 +89,7 @@ class Links:
         return len(self._all)
 
     def __iter__(self) -> Iterator[Link]:
-        return iter(sorted(self._all, key=lambda link: (link.opened_at, link.peer.raw)))
+        return iter(list(self._all))
 
     def peers(self) -> list[PeerId]:
         """Connected peers, the longest connected first."""
@@ -121,7 +121,7 @@ class Links:
         """Take a link that stands. A peer with too many loses its oldest."""
         mine = self._usable.setdefault(link.peer, [])
         mine.append(link)
-        self._all.add(link)
+        self._all[link] = None
         if len(mine) == 1:
             self._tell(PeerUp(link.peer))
         elif len(mine) > self._bounds.per_peer:
@@ -140,7 +140,7 @@ class Links:
         """The link has ended."""
         self.leaving(link, link.reason or "closed")
         if link in self._all:
-            self._all.remove(link)
+            del self._all[link]
             self._past_in += link.bytes_in
             self._past_out += link.bytes_out
 
