@@ -4,7 +4,7 @@ The daemon's service and the simulator both drive this object: they carry out ea
 in what others ask, and call `wake` at `wake_at`. This file connects the parts and keeps the node in order by itself:
 it probes the suspected, refreshes the table, renews its records and hands others' to newcomers.
 
-Invariants: every Get, Put, Withdraw and Join ends with exactly one Done output; every record that leaves through
+Invariants: every Get, Put and Withdraw ends with exactly one Done output; every record that leaves through
 GetDone is verified, live and of its key; a peer that lied is not asked again for a while; what is remembered about
 others is bounded. Without `addrs` nobody can dial us: then we hold nothing for others and are in no table.
 """
@@ -100,7 +100,7 @@ class Kademlia:
         self._out.clear()
         return out
 
-    def _command(self, now: float, command: q.Get | q.Put | q.Withdraw | q.Join | q.Stop) -> None:
+    def _command(self, now: float, command: q.Get | q.Put | q.Withdraw | q.Stop) -> None:
         publisher, wall = self.node.publisher, self.node.wall(now)
         match command:
             case q.Get(op, keys):
@@ -112,8 +112,6 @@ class Kademlia:
             case q.Withdraw(op, Key() as key, suffix):
                 tombstone = publisher.withdraw(wall, key, suffix)
                 self._work.put(now, op, [tombstone] if tombstone is not None else [])
-            case q.Join(op):
-                self._join(now, op)
             case q.Stop(op):
                 self._work.stop(now, op)
 
@@ -202,10 +200,6 @@ class Kademlia:
 
     # --- what the node does by itself --------------------------------------------------------------------------
 
-    def _join(self, now: float, op: int | None) -> None:
-        self._join_at = now + self.node.config.neighbours_s
-        self._work.join(now, op)
-
     def _upkeep(self, now: float) -> None:
         config, neighbours = self.node.config, self.node.neighbours
         self._upkeep_at = now + config.upkeep_s * (0.9 + 0.2 * self._rng.random())  # so that a swarm does not pulse
@@ -213,7 +207,8 @@ class Kademlia:
         for contact in neighbours.probes(now):
             self._ping(now, contact)
         if now >= self._join_at:
-            self._join(now, None)
+            self._join_at = now + config.neighbours_s
+            self._work.join(now)
         if len(neighbours.table) >= config.k:  # otherwise our own neighbourhood is all there is
             due = neighbours.table.refresh_due(now, config.refresh_s if self._refreshed else 0.0)
             self._refreshed = True

@@ -54,6 +54,7 @@ class NodeState:
         self.id: PeerId = signer.peer_id
         self.contact = Contact(signer.peer_id)  # without addresses: a client
         self.clock_ahead_s = 0.0  # corrected Unix time minus monotonic time
+        self.joined = False  # a search for our neighbours has ended, and there are some
         self.counts = Counts()
         self.neighbours = Neighbours(
             self.id, config.k, greet_again_s=config.greet_again_s, near_s=config.near_s, stale_s=config.stale_s

@@ -146,20 +146,13 @@ class Withdraw:
 
 
 @dataclass(frozen=True, slots=True)
-class Join:
-    """Find our neighbours, so that they know us and we them; ends with `JoinDone`."""
-
-    op: int
-
-
-@dataclass(frozen=True, slots=True)
 class Stop:
     """No longer wait for this operation: it ends now, with what it has."""
 
     op: int
 
 
-Input = Asked | Answered | Failed | Met | Lost | Get | Put | Withdraw | Join | Stop
+Input = Asked | Answered | Failed | Met | Lost | Get | Put | Withdraw | Stop
 
 # --- out of Kademlia -------------------------------------------------------------------------------------------
 
@@ -201,15 +194,6 @@ class PutDone:
 
 
 @dataclass(frozen=True, slots=True)
-class JoinDone:
-    """Neighbours that answered."""
-
-    op: int
-    peers: int
-    why: str
-
-
-@dataclass(frozen=True, slots=True)
 class Blame:
     """This peer broke the protocol; it is left alone for a while."""
 
@@ -217,4 +201,4 @@ class Blame:
     why: str
 
 
-Output = Ask | Respond | GetDone | PutDone | JoinDone | Blame
+Output = Ask | Respond | GetDone | PutDone | Blame

@@ -78,9 +78,9 @@ class Workbench:
         placements = [Placement(record, [contact], 1, slow_s=slow_s) for record in records]
         self._start(now, Task(None, "put", placements=placements))
 
-    def join(self, now: float, op: int | None) -> None:
-        """Find our own neighbours."""
-        self._start(now, Task(op, "join", [self._search(now, self._node.id.key, self._join_rule, values=False)]))
+    def join(self, now: float) -> None:
+        """Find our own neighbours, so that they know us and we them."""
+        self._start(now, Task(None, "join", [self._search(now, self._node.id.key, self._join_rule, values=False)]))
 
     def refresh(self, now: float, keys: Iterable[Key]) -> None:
         """Look around at some keys, to know who lives there."""
@@ -139,6 +139,7 @@ class Workbench:
             if task.op is not None:
                 node.counts.searches += 1
                 node.counts.searched_peers += search.lookup.asked
+        node.joined |= task.kind == "join" and len(node.neighbours.table) > 0
         if task.kind == "put" and self._outbid(now, task):
             return
         self._report(now, task, "; ".join(dict.fromkeys(search.lookup.why or "" for search in task.searches)))
@@ -152,12 +153,10 @@ class Workbench:
             wall, publisher = self._node.wall(now), self._node.publisher
             records = {s.key: s.live(wall, publisher.own(wall, s.key)) for s in task.searches}
             self._emit(q.GetDone(task.op, records, why))
-        elif task.kind == "put":
+        else:
             refusals = tuple(verdict for placement in task.placements for verdict in placement.refusals)
             peers = min((placement.holders for placement in task.placements), default=0)
             self._emit(q.PutDone(task.op, peers, why, refusals))
-        else:
-            self._emit(q.JoinDone(task.op, len(self._node.neighbours.table), why))
 
     def _outbid(self, now: float, task: Task) -> bool:
         """Where a peer holds a later version of ours: publish a later one still, in a new task that then reports."""

@@ -76,7 +76,7 @@ class SimNode:
 class Outcome:
     """How an operation ended, and what it cost."""
 
-    done: q.GetDone | q.PutDone | q.JoinDone
+    done: q.GetDone | q.PutDone
     seconds: float
 
 
@@ -215,7 +215,7 @@ class HeapSim:
             match output:
                 case q.Ask():
                     self._send(node, output)
-                case q.GetDone(op) | q.PutDone(op) | q.JoinDone(op):
+                case q.GetDone(op) | q.PutDone(op):
                     self._outcomes[op] = Outcome(output, self.now - self._ops.pop(op))
                     self._note("done", node.number, op)
                 case q.Blame():

@@ -1,0 +1,368 @@
+"""The DHT of a running peer: drives `machine/kademlia` over calls, and offers get, put and withdraw.
+
+Decides nothing about the DHT itself: it carries out each Ask as one call, answers what others ask, tells the machine
+when connections close and time has passed, and waits for operations on behalf of callers. It also finds the way in
+(bootstrap addresses, tried again for ever, with a reason to show) and corrects the clock by what peers' clocks show.
+
+Hostile input is bounded by dht_messages (sizes) and the machine (everything else); verifying signatures is spread over
+turns of the loop. Not covered: an attacker with very many identities near a key.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol, TypeVar, runtime_checkable
+
+import trio
+from multiaddr import Multiaddr
+
+from peerd.core.addr import reach, split_peer
+from peerd.core.clock import Clock
+from peerd.core.errors import LocalError, ProtocolViolation, RemoteError
+from peerd.core.ids import Key, PeerId
+from peerd.core.keys import Keypair, verify
+from peerd.core.limits import DHT_STORE_BYTES
+from peerd.core.record import Record, Verifier
+from peerd.machine import queries as q
+from peerd.machine.kademlia import Kademlia
+from peerd.machine.nodestate import KademliaConfig
+from peerd.machine.rpc_calls import MethodLimits
+from peerd.machine.skew import ClockSkew
+from peerd.machine.table import Contact
+from peerd.net.host import Host, PeerDown
+from peerd.service import dht_messages as wire
+from peerd.service.dht_entry import EntryPoints
+from peerd.service.rpc import Rpc
+from peerd.service.rpc_types import Answer, Incoming
+
+__all__ = ["Dht", "DhtConfig", "Record"]
+
+_log = logging.getLogger("peerd.dht")
+_VERIFIED_PER_TURN = 4  # signatures, about 0.1 ms each
+_PROTOCOL = "dht/1"
+_SLACK_BYTES = 32 << 10  # of a message beyond the records in it
+
+D = TypeVar("D", q.GetDone, q.PutDone)
+
+
+@runtime_checkable
+class AdjustableClock(Protocol):
+    """A clock whose wall time can be corrected, as `net.clock.RealClock`."""
+
+    offset_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DhtConfig:
+    """Figures of the service; those of the DHT are in `node`. Times in seconds."""
+
+    node: KademliaConfig = field(default_factory=KademliaConfig)
+    calls: int = 128  # under way at once
+    retry_s: float = 1.0  # a bootstrap address that failed is tried again, then after twice as long, ...
+    longest_retry_s: float = 30.0
+
+
+@dataclass(slots=True)
+class _Operation:
+    """A command under way, and who waits for it."""
+
+    ended: trio.Event = field(default_factory=trio.Event)
+    done: q.GetDone | q.PutDone | None = None
+
+
+class Dht:
+    """This peer's part of the DHT. Nothing moves until `run`."""
+
+    def __init__(self, host: Host, rpc: Rpc, clock: Clock, keypair: Keypair, config: DhtConfig | None = None) -> None:
+        self._host, self._rpc, self._clock = host, rpc, clock
+        self._config = config or DhtConfig()
+        self._verifier = Verifier(verify)
+        self._kad = Kademlia(keypair, self._verifier, clock.rng("dht"), self._config.node)
+        self._skew = ClockSkew()
+        self._entries = EntryPoints(host, self._met, self._config.retry_s, self._config.longest_retry_s)
+        self._nursery: trio.Nursery | None = None
+        self._calls = trio.CapacityLimiter(self._config.calls)
+        self._timer = trio.CancelScope()
+        self._numbers = itertools.count(1)
+        self._operations: dict[int, _Operation] = {}
+        self._responses: dict[int, q.Reply] = {}
+        self._cache: dict[Key, tuple[float, list[Record]]] = {}
+
+    async def run(
+        self, bootstrap: Sequence[Multiaddr] = (), *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED
+    ) -> None:
+        """Join through `bootstrap` (nobody: we are the first) and take part until cancelled.
+
+        Started means: others are answered. Operations wait by themselves until the way in was found or has failed.
+        """
+        async with trio.open_nursery() as nursery:
+            self._nursery = nursery
+            try:
+                with self._host.watch() as events:
+                    self._serve()
+                    self._tell_addrs()
+                    nursery.start_soon(self._keep_time)
+                    self._entries.start(nursery, bootstrap)
+                    task_status.started()
+                    async for event in events:
+                        if isinstance(event, PeerDown):
+                            self._entries.lost(event.peer)
+                            self._handle(q.Lost(event.peer))
+            finally:
+                self._rpc.unserve(_PROTOCOL)
+                self._nursery = None
+                nursery.cancel_scope.cancel()
+                for number in list(self._operations):
+                    self._handle(q.Stop(number))
+
+    # --- what others use ---------------------------------------------------------------------------------------
+
+    async def put(self, key: Key, value: bytes, *, ttl_s: float, suffix: bytes = b"", timeout_s: float = 10.0) -> int:
+        """Publish `value` under `key` and our own sub-key (our id and `suffix`), replacing what we had there.
+
+        Returns how many peers hold it by now; 0 means nobody yet. Either way it stays published, renewed and brought
+        to peers that come nearer, until `ttl_s` has passed or `withdraw`. LocalError when it is too large.
+        """
+        if not (ttl_s > 0 and math.isfinite(ttl_s)):
+            raise LocalError(f"a record cannot live for {ttl_s} s")
+        self._cache.pop(key, None)
+        done = await self._perform(lambda op: q.Put(op, key, suffix, value, ttl_s), q.PutDone, timeout_s)
+        return done.peers
+
+    async def get(self, key: Key, *, timeout_s: float = 10.0, max_age_s: float = 0.0) -> list[Record]:
+        """All live records under `key`, verified, one per sub-key, sorted by sub-key.
+
+        `max_age_s`: a result of this age, from an earlier call with that parameter, will do. When the time runs out,
+        what was found by then.
+        """
+        return (await self.get_many([key], timeout_s=timeout_s, max_age_s=max_age_s))[key]
+
+    async def get_many(
+        self, keys: Iterable[Key], *, timeout_s: float = 10.0, max_age_s: float = 0.0
+    ) -> dict[Key, list[Record]]:
+        """`get` for each of `keys`, in few messages."""
+        now, found = self._clock.now(), dict[Key, list[Record]]()
+        wanted = list(dict.fromkeys(keys))
+        if max_age_s > 0:
+            wall = self._clock.wall()
+            fresh = {key: self._cache[key] for key in wanted if key in self._cache}
+            found = {
+                key: [r for r in records if r.is_live(wall)]
+                for key, (at, records) in fresh.items()
+                if now - at <= max_age_s
+            }
+        missing = tuple(key for key in wanted if key not in found)
+        if missing:
+            done = await self._perform(lambda op: q.Get(op, missing), q.GetDone, timeout_s)
+            found |= done.records
+            if max_age_s > 0:
+                self._remember(done.records)
+        else:
+            await trio.lowlevel.checkpoint()
+        return {key: list(found.get(key, ())) for key in wanted}
+
+    async def withdraw(self, key: Key, *, suffix: bytes = b"", timeout_s: float = 5.0) -> None:
+        """Take back what we published under this sub-key; nothing, if we did not."""
+        self._cache.pop(key, None)
+        await self._perform(lambda op: q.Withdraw(op, key, suffix), q.PutDone, timeout_s)
+
+    async def withdraw_all(self, *, timeout_s: float = 5.0) -> None:
+        """Take back everything, in few messages: before leaving."""
+        self._cache.clear()
+        await self._perform(lambda op: q.Withdraw(op), q.PutDone, timeout_s)
+
+    def status(self) -> dict[str, Any]:
+        """Plain data for `peerd status`."""
+        node = self._kad.node
+        counts = node.counts
+        return {
+            "waits_for": self._waits_for(),
+            "peers": len(node.neighbours.table),
+            "client_only": not self._kad.addrs,
+            "records_held": len(node.store),
+            "bytes_held": node.store.held_bytes,
+            "records_published": len(node.publisher),
+            "bootstrap": self._entries.status(),
+            "clock_offset_s": self._skew.correction_s(),
+            "clock_votes": self._skew.votes,
+            "clock_warning": self._skew.warning(),
+            "messages": {"sent": counts.asks, "failed": counts.failed, "answered": counts.served},
+            "lookups": counts.searches,
+            "messages_per_lookup": counts.searched_peers / counts.searches if counts.searches else None,
+            "lies": counts.lies,
+        }
+
+    def _waits_for(self) -> str | None:
+        if self._nursery is None:
+            return "the DHT to start"
+        return None if len(self._kad.node.neighbours.table) else self._entries.waits_for()
+
+    async def _perform(self, command: Callable[[int], q.Input], kind: type[D], timeout_s: float) -> D:
+        """Give the machine a command and wait for its end, or stop it when the time has run out."""
+        deadline = trio.current_time() + timeout_s
+        with trio.CancelScope(deadline=deadline):
+            await self._entries.settled.wait()
+        if self._nursery is None:
+            raise LocalError("the DHT does not run")
+        number, operation = next(self._numbers), _Operation()
+        self._operations[number] = operation
+        try:
+            self._handle(command(number))
+            with trio.CancelScope(deadline=deadline):
+                await operation.ended.wait()
+        finally:
+            if operation.done is None:
+                self._handle(q.Stop(number))
+            self._operations.pop(number, None)
+        if not isinstance(operation.done, kind):
+            raise LocalError(f"the operation ended as {operation.done}")
+        return operation.done
+
+    def _remember(self, records: dict[Key, list[Record]]) -> None:
+        if len(self._cache) + len(records) > 4096:
+            self._cache.clear()
+        self._cache |= {key: (self._clock.now(), found) for key, found in records.items()}
+
+    # --- the machine -------------------------------------------------------------------------------------------
+
+    def _handle(self, event: q.Input | None) -> None:
+        """Pass in an event (None: time has passed) and do what comes of it."""
+        now = self._clock.now()
+        self._kad.node.clock_ahead_s = self._clock.wall() - now
+        outputs = self._kad.wake(now) if event is None else self._kad.handle(now, event)
+        for output in outputs:
+            match output:
+                case q.Ask():
+                    if self._nursery is not None:
+                        self._nursery.start_soon(self._ask, output)
+                case q.Respond(token, reply):
+                    self._responses[token] = reply
+                case q.GetDone(number) | q.PutDone(number):
+                    operation = self._operations.get(number)
+                    if operation is not None:
+                        operation.done = output
+                        operation.ended.set()
+                case q.Blame(peer, why):
+                    _log.warning("peer %s broke the DHT's rules: %s", peer, why)
+        if self._kad.node.joined:
+            self._entries.settled.set()
+        wake_at = self._kad.wake_at(now)
+        if wake_at < self._timer.deadline:
+            self._timer.deadline = wake_at
+
+    async def _keep_time(self) -> None:
+        while True:
+            with trio.CancelScope(deadline=self._kad.wake_at(self._clock.now())) as self._timer:
+                await trio.sleep_forever()
+            self._tell_addrs()
+            self._handle(None)
+
+    def _tell_addrs(self) -> None:
+        self._kad.addrs = wire.addrs_to_wire(self._host.addrs())
+
+    def _met(self, peer: PeerId, addr: Multiaddr) -> None:
+        self._tell_addrs()
+        self._handle(q.Met(Contact(peer, (split_peer(addr)[0].to_bytes(),))))
+
+    # --- asking ------------------------------------------------------------------------------------------------
+
+    async def _ask(self, ask: q.Ask) -> None:
+        """One question and its answer; whatever happens, the machine hears of it."""
+        outcome: q.Input = q.Failed(ask.id)
+        try:
+            with trio.CancelScope(deadline=trio.current_time() + self._config.node.silent_s):
+                async with self._calls:
+                    outcome = q.Answered(ask.id, await self._call(ask.contact, ask.request))
+        except ProtocolViolation as error:
+            _log.info("peer %s: %s", ask.contact.peer, error)
+            outcome = q.Failed(ask.id, lied=True)
+        except RemoteError as error:
+            _log.debug("a question to %s failed: %s", ask.contact.peer, error)
+        self._handle(outcome)
+
+    async def _call(self, contact: Contact, request: q.Request) -> q.Reply:
+        peer = contact.peer
+        # The connection first, so that the round trip below is one and the clocks can be compared.
+        await self._host.connect(peer, wire.addrs_from_wire(contact.addrs))
+        sent = self._raw_wall()
+        method, body, kind = wire.request_to_wire(request, sent)
+        answer = await self._rpc.call(peer, method, body, kind, timeout_s=self._config.node.silent_s)
+        if answer.body.hello is not None:
+            self._sample_clock(peer, sent, answer.body.hello)
+        asked = len(request.keys) if isinstance(request, q.Find) else 0
+        reply = wire.reply_from_wire(answer.body, asked)
+        if isinstance(reply, q.Found):
+            await self._verify(record for records in reply.records for record in records)
+        return reply
+
+    async def _verify(self, records: Iterable[Record]) -> None:
+        """Check signatures ahead of the machine, a few per turn of the loop; at a forged one the machine takes over."""
+        fresh = 0
+        for record in records:
+            if self._verifier.knows(record):
+                continue
+            if not self._verifier.genuine(record):
+                return
+            fresh += 1
+            if fresh % _VERIFIED_PER_TURN == 0:
+                await trio.lowlevel.checkpoint()
+
+    # --- the clock ---------------------------------------------------------------------------------------------
+
+    def _raw_wall(self) -> float:
+        """What our clock shows without the correction by peers: that is what peers compare."""
+        offset_s = self._clock.offset_s if isinstance(self._clock, AdjustableClock) else 0.0
+        return self._clock.wall() - offset_s
+
+    def _sample_clock(self, peer: PeerId, sent: float, hello: wire.HelloMessage) -> None:
+        if not math.isfinite(hello.wall):
+            return  # the translation refuses the message
+        self._skew.sample(peer, sent, self._raw_wall(), hello.wall)
+        if isinstance(self._clock, AdjustableClock):
+            self._clock.offset_s = self._skew.correction_s()
+
+    # --- answering ---------------------------------------------------------------------------------------------
+
+    def _serve(self) -> None:
+        small = MethodLimits(body_bytes=_SLACK_BYTES)
+        large = MethodLimits(body_bytes=DHT_STORE_BYTES + _SLACK_BYTES)
+        self._rpc.serve(f"{_PROTOCOL}/ping", wire.PingMessage, self._answer, limits=small)
+        self._rpc.serve(f"{_PROTOCOL}/find", wire.FindMessage, self._answer, limits=small)
+        self._rpc.serve(f"{_PROTOCOL}/get", wire.FindMessage, self._answer_get, limits=small)
+        self._rpc.serve(f"{_PROTOCOL}/store", wire.StoreMessage, self._answer, limits=large)
+
+    async def _answer_get(self, incoming: Incoming[wire.FindMessage]) -> Answer[wire.ReplyMessage]:
+        return await self._respond(incoming.peer, incoming.body, values=True)
+
+    async def _answer(self, incoming: Incoming[Any]) -> Answer[wire.ReplyMessage]:
+        return await self._respond(incoming.peer, incoming.body, values=False)
+
+    async def _respond(self, peer: PeerId, body: wire.RequestMessage, *, values: bool) -> Answer[wire.ReplyMessage]:
+        request = wire.request_from_wire(body, values=values)
+        if isinstance(request, q.Store):
+            await self._verify(request.records)
+        if request.hello is not None and not self._is_dialable(peer, request.hello):
+            request = _without_addrs(request)
+        token = next(self._numbers)
+        self._handle(q.Asked(token, peer, request))
+        return Answer(wire.reply_to_wire(self._responses.pop(token), self._raw_wall(), values=values))
+
+    def _is_dialable(self, peer: PeerId, hello: q.Hello) -> bool:
+        """Whether others can probably reach the peer where it says.
+
+        Proven if we dialled it. Not so when it calls from the internet and names only addresses of some home network:
+        then it sits behind a router, and would be a dead entry in everybody's table.
+        """
+        link = self._host.links.best(peer)
+        if link is None or link.initiator or reach(link.remote) < 2:
+            return True
+        return any(reach(addr) == 2 for addr in wire.addrs_from_wire(hello.addrs))
+
+
+def _without_addrs(request: q.Request) -> q.Request:
+    """From a client, whatever it says."""
+    return replace(request, hello=q.Hello())
