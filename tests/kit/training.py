@@ -33,7 +33,9 @@ class Peer:
     role: Any
     log: EventLog
     scope: trio.CancelScope
+    ready: trio.Event = field(default_factory=trio.Event)
     finished: trio.Event = field(default_factory=trio.Event)
+    gone: trio.Event = field(default_factory=trio.Event)
 
     def kill(self) -> None:
         self.scope.cancel()
@@ -47,11 +49,13 @@ class Swarm:
         self._nursery = nursery
         self.entry: list[Any] = []
         self.peers: dict[str, Peer] = {}
+        self.started: list[Peer] = []
 
     async def start(self, name: str, role: type[Role], run: RunFile | None, wait: bool = True) -> Peer:
         """A new peer, or an old one again (same name: same identity and directory)."""
         peer: Peer = await self._nursery.start(self._run, name, role, run)
         self.peers[name] = peer
+        self.started.append(peer)
         if not self.entry:
             self.entry = peer.host.addrs()
         return peer
@@ -66,8 +70,8 @@ class Swarm:
         dht = Dht(host, rpc, clock, keypair)
         directory = self._directory / name
         directory.mkdir(parents=True, exist_ok=True)
-        with trio.CancelScope() as scope:
-            async with AsyncExitStack() as stack, trio.open_nursery() as nursery:
+        async with AsyncExitStack() as stack, trio.open_nursery() as nursery:
+            with trio.CancelScope() as scope:
                 await nursery.start(host.run, [parse_addr("/ip4/127.0.0.1/tcp/0")])
                 await nursery.start(rpc.run)
                 await nursery.start(dht.run, self.entry)
@@ -91,16 +95,24 @@ class Swarm:
                 )
                 peer = Peer(name, host, built, log, scope)
                 task_status.started(peer)
-                await built.run()
+                async with trio.open_nursery() as inner:
+                    await inner.start(built.run)
+                    peer.ready.set()
                 peer.finished.set()
                 await trio.sleep_forever()
+            nursery.cancel_scope.cancel()
+        peer.gone.set()
 
 
 @asynccontextmanager
 async def swarm(directory: Path) -> AsyncIterator[Swarm]:
     """All peers end with the block."""
     async with trio.open_nursery() as nursery:
-        yield Swarm(directory, nursery)
+        all_peers = Swarm(directory, nursery)
+        yield all_peers
+        for peer in all_peers.started:  # roles end before what they stand on
+            peer.kill()
+            await peer.gone.wait()
         nursery.cancel_scope.cancel()
 
 

@@ -1,0 +1,215 @@
+"""The life of stage peers: they join, save, leave, come back, and refuse what is wrong, while training goes on."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import trio
+
+from peerd.core.errors import ConfigError, Refused, RemoteError
+from peerd.core.frame import TensorFrame
+from peerd.core.runfile import (
+    BatchSection,
+    CheckpointSection,
+    DataSection,
+    EvaluateSection,
+    ModelSection,
+    OptimizerSection,
+    PipelineSection,
+    RunFile,
+    fingerprint,
+)
+from peerd.core.training import StageAnswer, StageBackward, StageForward
+from roles.backbone import BackboneRole
+from roles.stage import StageRole
+from roles.trainer import TrainerRole
+from tests.kit.training import Peer, Swarm, events, swarm
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.socket,
+    pytest.mark.no_watchdog("several peers and the threads of their workers share one interpreter"),
+]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunFile:
+    for i in range(10):
+        (tmp_path / f"text{i}.txt").write_bytes(bytes((7 * i + 13 * j * j + j // 3) % 251 for j in range(4000)))
+    return RunFile(
+        run="life",
+        seed=5,
+        model=ModelSection(d_model=16, heads=2, layers=2, context=16),
+        pipeline=PipelineSection(stages=2, microbatch=2),
+        optimizer=OptimizerSection(name="adamw", lr=1e-3),
+        batch=BatchSection(target_samples=8),
+        data=DataSection(path=str(tmp_path / "*.txt"), holdout=0.1),
+        evaluate=EvaluateSection(every_steps=0),
+        checkpoint=CheckpointSection(every_steps=3, keep=2),
+    )
+
+
+def pinned(run: RunFile, stage: int) -> RunFile:
+    return msgspec.structs.replace(run, limits=msgspec.structs.replace(run.limits, stage=stage))
+
+
+async def whole(s: Swarm, run: RunFile, stage_peers: int = 4) -> list[Peer]:
+    await s.start("backbone", BackboneRole, None)
+    peers = [await s.start(f"stage{i}", StageRole, pinned(run, i % 2)) for i in range(stage_peers)]
+    await s.start("trainer", TrainerRole, run)
+    return peers
+
+
+async def reaches(s: Swarm, peer: Peer, step: int, timeout_s: float = 60.0) -> None:
+    with trio.move_on_after(timeout_s):
+        while peer.role._position.step < step:
+            await peer.role._stepped.wait()
+        return
+    pytest.fail(f"{peer.name} did not reach step {step}\n" + "\n".join(events(s.peers.values())))
+
+
+async def test_a_killed_peer_returns_with_its_checkpoint_and_catches_up(tmp_path: Path, run: RunFile) -> None:
+    async with swarm(tmp_path / "peers") as s:
+        peers = await whole(s, run)
+        await reaches(s, peers[0], 4)
+        peers[0].kill()
+        await reaches(s, peers[2], peers[2].role._position.step + 3)
+        back = await s.start("stage0", StageRole, run)  # not pinned: it knows its stage from its checkpoint
+        await reaches(s, back, peers[2].role._position.step + 3)
+        assert back.role.status()["stage"] == 0
+        assert any(event["name"] == "restored" for event in back.log.recent())
+        assert s.peers["trainer"].role.status()["microbatches"]["lost"] == 0
+
+
+async def test_a_whole_swarm_goes_on_from_its_last_common_checkpoint(tmp_path: Path, run: RunFile) -> None:
+    async with swarm(tmp_path / "peers") as s:
+        peers = await whole(s, run)
+        await reaches(s, peers[0], 5)
+        before = {p.name: p.role._position for p in peers}
+    assert all(position.step >= 4 for position in before.values())
+    async with swarm(tmp_path / "peers") as s:
+        peers = await whole(s, run)
+        await reaches(s, peers[0], 6)
+        restored = [e["step"] for p in peers for e in p.log.recent() if e["name"] == "restored"]
+        assert restored
+        assert all(step >= 3 and step % 3 == 0 for step in restored)
+        for peer in peers:
+            await reaches(s, peer, 7)
+
+
+async def test_a_newcomer_downloads_the_state_and_serves(tmp_path: Path, run: RunFile) -> None:
+    async with swarm(tmp_path / "peers") as s:
+        peers = await whole(s, run, stage_peers=2)
+        await reaches(s, peers[1], 2)
+        new = await s.start("new", StageRole, run)
+        await reaches(s, new, peers[0].role._position.step + 3)
+        assert any(event["name"] == "downloaded" for event in new.log.recent())
+        mate = next(p for p in peers if p.role._stage == new.role._stage)
+        step = new.role._position.step + 1
+        await reaches(s, mate, step)
+        await reaches(s, new, step)
+        if mate.role._position == new.role._position:
+            assert mate.role._served.module.digest() == new.role._served.module.digest()
+
+
+async def test_who_leaves_hands_over_without_a_redo(tmp_path: Path, run: RunFile) -> None:
+    async with swarm(tmp_path / "peers") as s:
+        peers = await whole(s, run)
+        await reaches(s, peers[0], 3)
+        began = trio.current_time()
+        await peers[1].role.leave()
+        assert trio.current_time() - began < 9.0
+        peers[1].kill()
+        await reaches(s, peers[3], peers[3].role._position.step + 3)
+        assert s.peers["trainer"].role.status()["microbatches"]["redone"] == 0
+        assert all(m.peer != peers[1].host.id.text for m in peers[0].role._members)
+
+
+async def test_a_broken_checkpoint_is_named(tmp_path: Path, run: RunFile) -> None:
+    async with swarm(tmp_path / "peers") as s:
+        peers = await whole(s, run, stage_peers=2)
+        await reaches(s, peers[0], 4)
+    for file in (tmp_path / "peers" / "stage0").rglob("*.safetensors"):
+        data = bytearray(file.read_bytes())
+        data[len(data) // 2] ^= 1
+        file.write_bytes(data)
+    with pytest.raises(BaseExceptionGroup) as caught:
+        await start_alone(tmp_path / "peers", pinned(run, 0))
+    error = single(caught.value)
+    assert isinstance(error, ConfigError)
+    assert "safetensors" in str(error)
+
+
+async def start_alone(directory: Path, run: RunFile) -> None:
+    async with swarm(directory) as s:
+        await s.start("stage0", StageRole, run)
+        await trio.sleep_forever()
+
+
+async def test_other_settings_are_named(tmp_path: Path, run: RunFile) -> None:
+    async with swarm(tmp_path / "peers") as s:
+        await whole(s, run)
+        other = msgspec.structs.replace(run, optimizer=msgspec.structs.replace(run.optimizer, lr=0.5))
+        ctx = s.peers["stage0"].role._ctx
+        stranger = s.peers["trainer"].role._ctx
+        with pytest.raises(ConfigError, match=r"optimizer\.lr is 0\.5 here and 0\.001 there"):
+            await TrainerRole(with_run(stranger, other)).run()
+        assert ctx.run == pinned(run, 0)
+
+
+async def test_bad_frames_are_refused_and_change_nothing(tmp_path: Path, run: RunFile) -> None:
+    async with swarm(tmp_path / "peers") as s:
+        await s.start("backbone", BackboneRole, None)
+        stage = await s.start("stage1", StageRole, pinned(run, 1))
+        await stage.ready.wait()
+        rpc, mark = s.peers["backbone"].role._ctx.rpc, fingerprint(run)
+        before = stage.role._served.vector().copy()
+        good = frame(np.zeros((2, 16, 16), "float32"))
+        targets = frame(np.zeros((2, 16), "int64"))
+        bad: list[list[TensorFrame]] = [
+            [frame(np.full((2, 16, 16), np.nan, "float32")), targets],
+            [frame(np.zeros((2, 16, 8), "float32")), targets],
+            [frame(np.zeros((2, 16, 16), "float64")), targets],
+            [good, frame(np.full((2, 16), 256, "int64"))],
+            [good, frame(np.full((2, 16), -1, "int64"))],
+            [good],
+        ]
+        body = StageBackward(mark, 1, 0, 7)
+        s.peers["backbone"].host.learn(stage.host.id, stage.host.addrs())
+        for frames in bad:
+            with pytest.raises(RemoteError):
+                await rpc.call(stage.host.id, "stage/1/backward", body, StageAnswer, frames=frames, timeout_s=10)
+        for wrong in (StageForward(b"x" * 16, 1, 0), StageForward(mark, 0, 0), StageForward(mark, 1, 99)):
+            with pytest.raises(Refused):
+                await rpc.call(stage.host.id, "stage/1/forward", wrong, StageAnswer, frames=[good], timeout_s=10)
+        assert (stage.role._served.vector() == before).all()
+        assert stage.role._served.held == []
+
+
+async def test_the_trainer_goes_on_in_the_text_where_it_ended(tmp_path: Path, run: RunFile) -> None:
+    async with swarm(tmp_path / "peers") as s:
+        peers = await whole(s, run, stage_peers=2)
+        await reaches(s, peers[0], 4)
+        await s.peers["trainer"].role.leave()
+    position = json.loads((tmp_path / "peers" / "trainer" / "life-position.json").read_text())
+    assert position
+
+
+def frame(array: Any) -> TensorFrame:
+    return TensorFrame(array.dtype.name, array.shape, array.data.cast("B"))
+
+
+def with_run(ctx: Any, run: RunFile) -> Any:
+    return dataclasses.replace(ctx, run=run)
+
+
+def single(group: BaseException) -> BaseException:
+    while isinstance(group, BaseExceptionGroup):
+        group = group.exceptions[0]
+    return group
