@@ -141,6 +141,7 @@ def check(run: RunFile) -> list[tuple[str, str]]:
 
     m, p, o = run.model, run.pipeline, run.optimizer
     need(0 < len(run.run) <= 64, "run", "must be 1 to 64 characters")
+    need(m.kind == "gpt" or ":" in m.kind, "model.kind", f"is {m.kind!r}; allowed: gpt, or module:function")
     need(1 <= m.d_model <= 65536, "model.d_model", f"is {m.d_model}; allowed: 1 to 65536")
     divides = m.heads >= 1 and m.d_model % max(m.heads, 1) == 0
     need(divides, "model.heads", f"is {m.heads}; must divide d_model ({m.d_model})")
