@@ -1,0 +1,237 @@
+"""`peerd doctor`: tries what a peer needs on this machine, and says what to do about what is wrong.
+
+Each check does the real thing (bind the port, write the file, connect and shake hands) with a throw-away identity, so
+a running daemon is not disturbed. A check never raises: it ends in ok, warn or fail, with what was found and advice.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import math
+import os
+import platform
+import shutil
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Final
+
+import trio
+from rich.console import Console
+from rich.text import Text
+
+from peerd import __version__
+from peerd.core.addr import parse_addr, split_peer
+from peerd.core.errors import ConfigError, RemoteError
+from peerd.core.ids import PeerId
+from peerd.core.keys import Keypair
+from peerd.home import IDENTITY_FILE, load_identity, make_private_dir
+from peerd.log import clean
+from peerd.net.clock import RealClock
+from peerd.net.host import Host
+from peerd.net.tcp import TcpTransport
+from peerd.service.dht_messages import HelloMessage, PingMessage, PongMessage
+from peerd.service.rpc import Rpc
+
+DISK_FAIL_BYTES: Final = 200 << 20  # not even one small checkpoint
+DISK_WARN_BYTES: Final = 5 << 30
+CONNECT_S: Final = 15.0
+IDENTIFY_S: Final = 5.0
+SLOW_RTT_S: Final = 0.5
+CLOCK_WARN_S: Final = 2.0
+DHT_PROTOCOL: Final = "/peerd/dht/1"
+PACKAGES: Final = ("trio", "msgspec", "cryptography", "pynacl", "multiaddr", "numpy", "safetensors")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wish:
+    """What to check for."""
+
+    bootstrap: tuple[str, ...]
+    listen: tuple[str, ...]
+    data_dir: Path
+    device: str
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One check's end. `verdict`: ok, warn or fail."""
+
+    check: str
+    verdict: str
+    found: str
+    advice: str = ""
+
+
+def run(wish: Wish, *, as_json: bool) -> int:
+    """All checks, shown; 1 when something fails."""
+    findings = [*_versions(), _device(wish.device), *_data_dir(wish.data_dir)]
+    findings += trio.run(_network, wish)
+    failed = any(finding.verdict == "fail" for finding in findings)
+    if as_json:
+        print(json.dumps({"ok": not failed, "checks": [asdict(finding) for finding in findings]}, ensure_ascii=False))
+    else:
+        _show(findings)
+    return 1 if failed else 0
+
+
+def _show(findings: list[Finding]) -> None:
+    console = Console()
+    styles = {"ok": "green", "warn": "yellow", "fail": "red"}
+    for finding in findings:
+        line = Text.assemble((f"{finding.verdict:5}", styles[finding.verdict]), f"{finding.check}: {finding.found}")
+        console.print(line)
+        if finding.advice:
+            console.print(Text(f"     {finding.advice}", "dim"))
+
+
+def _versions() -> list[Finding]:
+    base = f"peerd {__version__}, Python {platform.python_version()}, {platform.system()} {platform.machine()}"
+    found: list[str] = []
+    missing: list[str] = []
+    for name in PACKAGES:
+        try:
+            found.append(f"{name} {importlib.metadata.version(name)}")
+        except importlib.metadata.PackageNotFoundError:
+            missing.append(name)
+    if missing:
+        return [Finding("versions", "fail", f"{base}; missing: {', '.join(missing)}", "install peerd again")]
+    return [Finding("versions", "ok", base), Finding("packages", "ok", ", ".join(found))]
+
+
+def _device(device: str) -> Finding:
+    try:
+        from peerd.compute.device import describe
+
+        facts = describe(device)
+    except ImportError as error:
+        return Finding("device", "fail", f"torch can't be loaded: {error}", "install peerd again, with its torch")
+    except ConfigError as error:
+        return Finding("device", "fail", str(error))
+    memory = f", {facts.memory_bytes / 1e9:.0f} GB" if facts.memory_bytes else ""
+    text = f"{facts.name}{memory}, torch {facts.torch_version}, {facts.threads} threads of {os.cpu_count()} cores"
+    return Finding("device", "ok", text)
+
+
+def _data_dir(path: Path) -> list[Finding]:
+    try:
+        place = make_private_dir(path)
+    except ConfigError as error:
+        return [Finding("data directory", "fail", str(error), "choose another with --data-dir")]
+    findings = [Finding("data directory", "ok", str(place))]
+    free = shutil.disk_usage(place).free
+    verdict = "fail" if free < DISK_FAIL_BYTES else "warn" if free < DISK_WARN_BYTES else "ok"
+    advice = "" if verdict == "ok" else "checkpoints need room: free some, or choose another --data-dir"
+    findings.append(Finding("free disk", verdict, f"{free / 1e9:.1f} GB", advice))
+    if (place / IDENTITY_FILE).exists():
+        try:
+            findings.append(Finding("identity", "ok", load_identity(place).peer_id.text))
+        except ConfigError as error:
+            findings.append(Finding("identity", "fail", str(error)))
+    else:
+        findings.append(Finding("identity", "ok", "none yet; made at the first start"))
+    return findings
+
+
+async def _network(wish: Wish) -> list[Finding]:
+    findings = [await _port(text) for text in wish.listen]
+    if not wish.bootstrap:
+        return [*findings, Finding("bootstrap", "ok", "none given, so none was tried", "give --bootstrap or --config")]
+    clock = RealClock()
+    host = Host(Keypair.generate(clock.secure_bytes), clock, [TcpTransport()])
+    rpc = Rpc(host, clock)
+    results: dict[str, list[Finding]] = {}
+
+    async def check(text: str) -> None:
+        results[text] = await _bootstrap(host, rpc, clock, text)
+
+    async with trio.open_nursery() as nursery:
+        await nursery.start(host.run)
+        await nursery.start(rpc.run)
+        async with trio.open_nursery() as checks:
+            for text in dict.fromkeys(wish.bootstrap):
+                checks.start_soon(check, text)
+        nursery.cancel_scope.cancel()
+    return [*findings, *(finding for found in results.values() for finding in found)]
+
+
+async def _port(text: str) -> Finding:
+    """Try to listen there, for a moment."""
+    try:
+        listener = await TcpTransport().listen(parse_addr(text))
+    except ConfigError as error:
+        advice = "choose another port with --listen, or stop what uses this one (a peerd daemon of yours, perhaps)"
+        return Finding("listen", "fail", str(error), advice)
+    await listener.aclose()
+    return Finding("listen", "ok", f"{text} is free")
+
+
+async def _bootstrap(host: Host, rpc: Rpc, clock: RealClock, text: str) -> list[Finding]:
+    """Connect, shake hands, ask what the peer speaks, and measure the round trip."""
+    addr = parse_addr(text)
+    name = f"bootstrap {text}"
+    findings: list[Finding] = []
+    if split_peer(addr)[1] is None:
+        advice = "ask the organizer for the address with /p2p/12D3...; without it anyone could answer in its place"
+        findings.append(Finding(name, "warn", "the address does not say which peer it is", advice))
+    try:
+        with trio.fail_after(CONNECT_S):
+            peer = await host.connect_addr(addr)
+            agent, protocols = await _introduction(host, peer)
+            rtt_s = await host.ping(peer)
+            skew_s = await _skew(rpc, clock, peer) if DHT_PROTOCOL in protocols else 0.0
+    except trio.TooSlowError:
+        return [*findings, Finding(name, "fail", f"no answer within {CONNECT_S:.0f} s", _advice("no answer"))]
+    except RemoteError as error:
+        return [*findings, Finding(name, "fail", clean(str(error)), _advice(str(error)))]
+    if DHT_PROTOCOL not in protocols:
+        advice = "it speaks libp2p, but is no peerd: check the port"
+        return [*findings, Finding(name, "fail", f"reached {clean(agent)}, which is not a peerd", advice)]
+    slow = rtt_s > SLOW_RTT_S
+    found = f"reached {clean(agent)}, round trip {rtt_s * 1000:.0f} ms"
+    findings.append(Finding(name, "warn" if slow else "ok", found, "a nearer backbone would help" if slow else ""))
+    return [*findings, _clock(skew_s, rtt_s)]
+
+
+async def _skew(rpc: Rpc, clock: RealClock, peer: PeerId) -> float:
+    """How far the peer's clock is ahead of ours, in seconds."""
+    sent = clock.wall()
+    body = PingMessage(HelloMessage([], sent))
+    answer = await rpc.call(peer, "dht/1/ping", body, PongMessage, timeout_s=CONNECT_S)
+    hello = answer.body.hello
+    return hello.wall - (sent + clock.wall()) / 2 if hello is not None and math.isfinite(hello.wall) else 0.0
+
+
+def _clock(skew_s: float, rtt_s: float) -> Finding:
+    if abs(skew_s) <= CLOCK_WARN_S + rtt_s:
+        return Finding("clock", "ok", f"{abs(skew_s):.1f} s from that peer's")
+    way = "behind" if skew_s > 0 else "ahead of"
+    advice = "one of the two is wrong; let NTP set this machine's (records expire by the clock)"
+    return Finding("clock", "warn", f"this machine's clock is {abs(skew_s):.1f} s {way} that peer's", advice)
+
+
+async def _introduction(host: Host, peer: PeerId) -> tuple[str, tuple[str, ...]]:
+    """The agent and protocols that the peer names, once it does."""
+    with trio.move_on_after(IDENTIFY_S):
+        while True:
+            info = host.info(peer)
+            if info is not None:
+                return info.agent, tuple(info.protocols)
+            await trio.sleep(0.02)
+    return "a peer that does not introduce itself", ()
+
+
+_ADVICE: Final = {
+    "refused": "nothing listens there: is the backbone running, and is the port right?",
+    "no answer": "a firewall or router drops the packets: open the port there, and check the address",
+    "timed out": "a firewall or router drops the packets: open the port there, and check the address",
+    "expected ": "another peer answers there: ask the organizer for the new join line",
+    "resolved": "check the name, and this machine's DNS",
+    "unreachable": "this machine has no way there: check its network",
+    "no route": "this machine has no way there: check its network",
+    "hand-shake": "what answers there is no libp2p peer: check the port",
+}
+
+
+def _advice(reason: str) -> str:
+    return next((advice for sign, advice in _ADVICE.items() if sign in reason.lower()), "check address and port")
