@@ -253,17 +253,19 @@ class Daemon:
         return own | await board.snapshot(self._role_states)
 
     async def _tell_waits(self) -> None:
-        """Say what each role waits for, whenever that changes."""
+        """Say what the network and each role wait for, whenever that changes."""
         before: dict[str, object] = {}
         while not self._stopping.is_set():
-            for state in await self._role_states():
-                now = state.told.get("waits_for") or None
-                if now != before.get(state.name):
-                    if now is not None:
-                        self._log.event("waits", role=state.name, reason=now)
-                    elif state.name in before:
-                        self._log.event("goes_on", role=state.name)
-                    before[state.name] = now
+            told = self.dht.status()
+            reasons = [("network", told.get("waits_for")), ("clock", told.get("clock_warning"))]
+            reasons += [(state.name, state.told.get("waits_for")) for state in await self._role_states()]
+            for name, reason in reasons:
+                if (reason or None) != before.get(name):
+                    before[name] = reason or None
+                    if reason:
+                        self._log.event("waits" if name != "clock" else "warns", part=name, reason=reason)
+                    else:
+                        self._log.event("goes_on", part=name)
             await trio.sleep(WAITS_PERIOD_S)
 
     def _greet(self) -> None:

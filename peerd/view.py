@@ -79,18 +79,21 @@ def roles_table(roles: Iterable[Snapshot]) -> Table:
 
 
 def _network(snapshot: Snapshot) -> Text:
-    net, dht, clock = (snapshot.get(name) or {} for name in ("network", "dht", "clock"))
+    net, dht = (snapshot.get(name) or {} for name in ("network", "dht"))
     line = (
         f"{len(net.get('peers', []))} peers connected, {net.get('streams', 0)} streams; "
         f"in {size(net.get('bytes_in', 0))} ({size(net.get('in_per_s', 0))}/s), "
         f"out {size(net.get('bytes_out', 0))} ({size(net.get('out_per_s', 0))}/s)"
     )
-    text = Text(line)
+    text = Text(line, no_wrap=True, overflow="ignore")
     if dht:
-        text.append("\nDHT: " + ", ".join(f"{key} {brief(value)}" for key, value in dht.items()), "dim")
-    skew = clock.get("skew_s")
-    if isinstance(skew, int | float) and abs(skew) > clock.get("warn_above_s", 2.0):
-        text.append(f"\nthis machine's clock is off by {skew:+.1f} s; set it by NTP", "yellow")
+        text.append(f"\ndirectory: {dht.get('peers', 0)} peers known, {dht.get('records_held', 0)} records kept", "dim")
+        for entry in dht.get("bootstrap") or []:
+            state = "connected" if entry.get("connected") else entry.get("problem") or "connecting"
+            text.append(f"\nbootstrap {entry.get('addr')}: {state}", "dim" if entry.get("connected") else "yellow")
+        for key in ("waits_for", "clock_warning"):
+            if dht.get(key):
+                text.append(f"\n{'waits for ' if key == 'waits_for' else ''}{dht[key]}", "yellow")
     return text
 
 

@@ -30,7 +30,7 @@ def snapshot(**changes: Any) -> dict[str, Any]:
         "peer": {"id": PEER, "addrs": [f"/ip4/192.0.2.1/tcp/31337/p2p/{PEER}"]},
         "roles": [{"role": "stage", "state": "running", "restarts": 1, "waits_for": "the conductor", "stage": 1}],
         "network": {"peers": [{}, {}], "streams": 3, "bytes_in": 1500, "bytes_out": 2_000_000, "in_per_s": 10.0},
-        "dht": {"table": 4},
+        "dht": {"peers": 4, "bootstrap": [{"addr": "/ip4/1.2.3.4/tcp/5", "connected": False, "problem": "refused"}]},
         "swarm": {
             "run": "tiny",
             "step": 7,
@@ -50,14 +50,16 @@ def test_a_snapshot_shows_this_daemon_and_the_swarm() -> None:
     for part in (
         *("up 1 min 15 s", "the conductor", "running (1 restarts)", "stage 1", "2 peers connected, 3 streams"),
         *("in 1.5 kB", "out 2.0 MB", "run tiny: step 7, loss 3.250, validation 3.500, 20.0 samples/s, 2,560 tokens/s"),
-        *("…4kx6nXTN", "12.5", "no peer", "role.failed why=x", f"/ip4/192.0.2.1/tcp/31337/p2p/{PEER}"),
+        *("…4kx6nXTN", "12.5", "no peer", "bootstrap /ip4/1.2.3.4/tcp/5: refused", "role.failed why=x"),
+        f"listening on /ip4/192.0.2.1/tcp/31337/p2p/{PEER}",
     ):
         assert part in text
 
 
 def test_an_almost_empty_snapshot_is_shown_too() -> None:
     assert "peerd" in shown({})
-    assert "swarm: the DHT gave no answer" in shown(snapshot(swarm={"run": "x", "why": "the DHT gave no answer"}))
+    silent = snapshot(swarm={"run": "x", "why": "the directory gave no answer"})
+    assert "swarm: the directory gave no answer" in shown(silent)
 
 
 def test_strangers_cannot_put_markup_on_the_screen() -> None:
