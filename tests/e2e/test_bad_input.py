@@ -1,0 +1,153 @@
+"""What users get wrong: each ends in one message that says what and where, exit code 2 or 1, and no traceback.
+
+The table is the list. Commands run in this process where nothing keeps running; what needs other peers or files of a
+run follows below it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import socket
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from peerd import home
+from peerd.cli import invoke
+
+PEER = "12D3KooWDpJ7As7BWAwRMfu1VU2WCqNjvq387JEYKDBj4kx6nXTN"
+GOOD = "run: tiny\nmodel: {d_model: 16, heads: 2, layers: 2, context: 16}\n"
+
+
+@dataclass(frozen=True)
+class Case:
+    """A command line; `{tmp}` is a fresh folder, `{port}` a port in use. `files` are written first."""
+
+    name: str
+    argv: str
+    code: int
+    says: tuple[str, ...]
+    files: tuple[tuple[str, str], ...] = ()
+
+
+def yaml_case(name: str, text: str, *says: str) -> Case:
+    return Case(name, "join --role stage --model {tmp}/run.yaml", 2, ("{tmp}/run.yaml", *says), (("run.yaml", text),))
+
+
+CASES = [
+    # The command line.
+    Case("no such command", "jion", 2, ("No such command 'jion'",)),
+    Case("no such flag", "join --role stage --rolle x", 2, ("No such option",)),
+    Case("no role", "join", 2, ("Missing option '--role'",)),
+    Case("steps below one", "demo --steps 0", 2, ("--steps",)),
+    Case("a word for a number", "join --role stage --seed many", 2, ("--seed",)),
+    Case("unknown role", "join --role stagee", 2, ("role 'stagee' is unknown; did you mean stage?",)),
+    Case("role from nowhere", "join --role no_such_file:Role", 2, ("there is no module no_such_file",)),
+    Case("role twice", "join --role backbone --role backbone", 2, ("role backbone is given twice",)),
+    Case("role without its file", "join --role stage", 2, ("role stage needs a run file: add --model FILE",)),
+    Case("unknown device", "join --role stage --device gpu", 2, ("--device 'gpu' is unknown; allowed: cpu, cuda",)),
+    Case("unknown level", "backbone --log-level loud", 2, ("'loud' is unknown; allowed: debug, info, warn, error",)),
+    Case("wrong bootstrap", "backbone --bootstrap 10.0.0.1:31337", 2, ("--bootstrap: '10.0.0.1:31337' is not an",)),
+    Case("wrong listen", "backbone --listen /ip4/999.0.0.1/tcp/1", 2, ("--listen: '/ip4/999.0.0.1/tcp/1' is not",)),
+    Case("wrong peer id", "backbone --bootstrap /ip4/1.2.3.4/tcp/1/p2p/Qm1", 2, ("--bootstrap:", "is not an address")),
+    # The run file.
+    Case("no such file", "join --role stage --model {tmp}/rum.yaml", 2, ("there is no file {tmp}/rum.yaml",)),
+    Case(
+        "a misspelt file name",
+        "join --role stage --model {tmp}/rum.yaml",
+        2,
+        ("did you mean {tmp}/run.yaml?",),
+        (("run.yaml", GOOD),),
+    ),
+    Case("a folder for a file", "backbone --config {tmp}", 2, ("{tmp} can't be read",)),
+    yaml_case("empty file", "", "is empty"),
+    yaml_case("not YAML", "run: [x", "line 1", "this is not YAML"),
+    yaml_case("a list", "- run", "found a list; allowed: keys with values"),
+    yaml_case("unknown key", GOOD + "pipline: {stages: 2}\n", "line 3: pipline is not a known key; did you mean pip"),
+    yaml_case("wrong type", "run: tiny\nseed: soon\n", "line 2: seed is soon (text); allowed: a whole number"),
+    yaml_case("impossible value", "run: tiny\noptimizer:\n  lr: 0\n", "line 3: optimizer.lr is 0.0; must be above 0"),
+    yaml_case("values at odds", "run: tiny\nmodel: {heads: 5}\n", "model.heads is 5; must divide d_model (128)"),
+    yaml_case("unknown choice", "run: tiny\noptimizer: {name: adma}\n", "one of sgd, adamw, lamb"),
+    yaml_case("key twice", "run: tiny\nseed: 1\nseed: 2\n", "line 3: seed is given twice, first on line 2"),
+    yaml_case("wrong address", "run: tiny\nbootstrap: [localhost]\n", "line 2: bootstrap[0]: 'localhost' is not an"),
+    yaml_case("several mistakes", "sede: 1\nmodel: 3\n", "has 3 mistakes", "sede", "model is 3", "run is missing"),
+    # This machine.
+    Case("port in use", "backbone --listen /ip4/127.0.0.1/tcp/{port}", 2, ("/tcp/{port}: address already in use",)),
+    Case("not our address", "backbone --listen /ip4/203.0.113.1/tcp/0", 2, ("cannot listen on /ip4/203.0.113.1",)),
+    Case("a file for a directory", "backbone --data-dir {tmp}/f", 2, ("{tmp}/f is a file",), (("f", ""),)),
+    Case("damaged identity", "backbone", 2, ("{tmp}/data/identity.key is damaged",), (("data/identity.key", "x"),)),
+    Case("no daemon", "status --data-dir {tmp}", 1, ("no peerd daemon is running in {tmp}",)),
+    Case("no daemon anywhere", "status", 1, ("no peerd daemon of this user is running",)),
+    Case("no such data directory", "status --data-dir {tmp}/no", 2, ("there is no data directory {tmp}/no",)),
+    Case("data that is not there", "demo --data {tmp}/no", 2, ("--data {tmp}/no: there is no such file or folder",)),
+    # Bootstraps, asked by doctor: what is wrong, and what to do.
+    Case("doctor: refused", "doctor --bootstrap /ip4/127.0.0.1/tcp/9", 1, ("refused", "is the backbone running")),
+    Case("doctor: not libp2p", "doctor --bootstrap /ip4/127.0.0.1/tcp/{mute}", 1, ("no libp2p peer",)),
+    Case("doctor: port in use", "doctor --listen /ip4/127.0.0.1/tcp/{port}", 1, ("address already in use",)),
+    Case("doctor: wrong address", "doctor --bootstrap nowhere", 2, ("'nowhere' is not an address",)),
+]
+
+
+@pytest.fixture
+def ports() -> Iterator[dict[str, int]]:
+    """A port in use, and one where something answers that is no libp2p peer."""
+    with contextlib.ExitStack() as stack:
+        taken = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        mute = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+
+        def answer() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    with mute.accept()[0] as caller:
+                        caller.sendall(b"220 mail.example ready\r\n")
+
+        threading.Thread(target=answer, daemon=True).start()
+        yield {"port": taken.getsockname()[1], "mute": mute.getsockname()[1]}
+        mute.shutdown(socket.SHUT_RDWR)
+
+
+@pytest.fixture(autouse=True)
+def _alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """No daemons, data or signal handlers but this test's."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "runtime"))
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "share"))
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.socket
+@pytest.mark.slow  # the first role that computes loads torch
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_a_mistake_ends_in_one_clear_message(
+    case: Case, tmp_path: Path, ports: dict[str, int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, text in case.files:
+        file = tmp_path / name
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(text)
+        file.chmod(0o600)
+    facts = {"tmp": str(tmp_path), **ports}
+    argv = case.argv.format(**facts).split()
+    if argv[0] in ("backbone", "join", "doctor") and "--data-dir" not in argv:
+        argv += ["--data-dir", str(tmp_path / "data")]
+    code = invoke(argv)
+    told = capsys.readouterr()
+    text = told.err if argv[0] != "doctor" or code == 2 else told.out
+    assert code == case.code, text
+    for part in case.says:
+        assert part.format(**facts) in text
+    assert "Traceback" not in told.out + told.err
+    assert len(told.err.strip().splitlines()) <= 6
+
+
+def test_a_data_directory_in_use_names_the_process(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    place = home.make_private_dir(tmp_path / "data")
+    with home.locked(place):
+        assert invoke(["backbone", "--data-dir", str(place)]) == 2
+    assert f"the data directory {place} is in use by process" in capsys.readouterr().err
