@@ -1,0 +1,85 @@
+"""Every transport keeps the same promises."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+import trio
+
+from peerd.core.addr import parse_addr, tcp_place
+from peerd.core.errors import ConfigError, Unreachable
+from peerd.net.tcp import TcpTransport
+from tests.kit.virtual import addr_of, running_net, transport
+from tests.net.compliance import Ends, TransportCompliance
+
+LOOPBACK = parse_addr("/ip4/127.0.0.1/tcp/0")
+
+
+class TestMemory(TransportCompliance):
+    @asynccontextmanager
+    async def ends(self) -> AsyncIterator[Ends]:
+        async with running_net() as net:
+            dialer, answerer = transport(net, "a"), transport(net, "b")
+            listener = await answerer.listen(addr_of(net, "b"))
+            near = await dialer.dial(listener.addrs[0])
+            far = await listener.accept()
+            yield Ends(dialer, answerer, listener, near, far)
+            for end in (near, far, listener):
+                await end.aclose()
+
+
+@pytest.mark.socket
+class TestTcp(TransportCompliance):
+    @pytest.fixture
+    def autojump_clock(self) -> None:
+        """Sockets live in real time."""
+
+    @asynccontextmanager
+    async def ends(self) -> AsyncIterator[Ends]:
+        tcp = TcpTransport()
+        listener = await tcp.listen(LOOPBACK)
+        near = await tcp.dial(listener.addrs[0])
+        far = await listener.accept()
+        try:
+            yield Ends(tcp, tcp, listener, near, far)
+        finally:
+            with trio.CancelScope(shield=True):
+                for end in (near, far, listener):
+                    await end.aclose()
+
+
+@pytest.mark.socket
+async def test_a_wildcard_listener_names_concrete_addresses_with_loopback_last() -> None:
+    listener = await TcpTransport().listen(parse_addr("/ip4/0.0.0.0/tcp/0"))
+    places = [place for addr in listener.addrs if (place := tcp_place(addr)) is not None]
+    assert places[-1].host == "127.0.0.1"
+    assert all(place.host != "0.0.0.0" and place.port > 0 for place in places)
+    await listener.aclose()
+
+
+@pytest.mark.socket
+async def test_a_name_is_resolved_and_an_unknown_name_says_so() -> None:
+    tcp = TcpTransport()
+    listener = await tcp.listen(LOOPBACK)
+    place = tcp_place(listener.addrs[0])
+    assert place is not None
+    link = await tcp.dial(parse_addr(f"/dns4/localhost/tcp/{place.port}"))
+    await link.aclose()
+    with pytest.raises(Unreachable, match=r"cannot be resolved"):
+        await tcp.dial(parse_addr("/dns4/no-such-host.invalid/tcp/1"))
+    await listener.aclose()
+
+
+@pytest.mark.socket
+@pytest.mark.parametrize("text", ["/dns4/localhost/tcp/1", "/ip4/198.51.100.1/tcp/0"])
+async def test_where_one_cannot_listen_is_named(text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        await TcpTransport().listen(parse_addr(text))
+
+
+@pytest.mark.socket
+async def test_a_refused_connection_says_so_in_words() -> None:
+    with pytest.raises(Unreachable, match="connection refused"):
+        await TcpTransport().dial(parse_addr("/ip4/127.0.0.1/tcp/1"))
