@@ -18,10 +18,9 @@ from peerd.core.clock import Clock
 from peerd.core.runfile import RunFile
 from peerd.core.work import Worker
 from peerd.log import EventLog
-from peerd.machine.allreduce import RoundFailed
+from peerd.machine.allreduce import AveragingPlan, RoundFailed
 from peerd.machine.contribution import Begun, Contribution, Drop, Order, Repeat, Start
 from peerd.net.host import Host
-from peerd.service.averaging import AveragingPlan
 from peerd.service.conducting import Conducting
 from peerd.service.dht import Dht
 from peerd.service.pipeline import Load, Pipeline

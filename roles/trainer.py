@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import json
 import math
-from functools import partial
 from typing import Any, ClassVar
 
 import trio
+from torch import Tensor
 
-from peerd.compute.corpus import Split
 from peerd.compute.data import SampleStream
 from peerd.compute.tensors import to_frame
 from peerd.compute.tokens import load_vocabulary
@@ -65,7 +64,8 @@ class TrainerRole:
         self._valid_loss = math.nan
         self._losses: dict[int, float] = {}  # of this step's finished microbatches, by number, per sample
         self._step_loss = math.nan
-        self._first_losses: list[tuple[int, float]] = []
+        self._held_out: list[Load] = []
+        self._evaluations: list[tuple[int, float]] = []
         self._began = 0.0
         self._stepped_at = 0.0
         self._samples_per_s = 0.0
@@ -76,7 +76,7 @@ class TrainerRole:
     # --- life -------------------------------------------------------------------------------------------------
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        stream = await self._open_data("train")
+        stream = await self._worker.run(self._open_data, name="open the data")
         await self._compare_settings()
         self._began = self._stepped_at = trio.current_time()
         async with trio.open_nursery() as nursery:
@@ -123,25 +123,19 @@ class TrainerRole:
             },
             "retries": self._pipeline.retries,
             "payload_bytes": self._pipeline.sent_bytes + self._pipeline.received_bytes,
-            "evaluations": [{"step": step, "loss": loss} for step, loss in self._first_losses],
+            "evaluations": [{"step": step, "loss": loss} for step, loss in self._evaluations],
             "complete": self._complete,
             "waits_for": self._following.waits_for or self._pipeline.waits_for or self._waits_for,
         }
 
     # --- samples ----------------------------------------------------------------------------------------------
 
-    async def _open_data(self, split: Split) -> SampleStream:
-        """The stream of samples; `train` goes on where this peer's last one ended."""
+    def _open_data(self) -> SampleStream:
+        """The stream of samples; goes on where this peer's last one ended."""
         run, name = self._run, self._ctx.host.id.text
-
-        def build() -> SampleStream:
-            vocabulary = load_vocabulary(run.model.vocab)
-            stream = SampleStream(run.data, vocabulary, run.model.context, run.seed, name, split)
-            if split == "train":
-                self._resume(stream)
-            return stream
-
-        return await self._worker.run(build, name="open the data")
+        stream = SampleStream(run.data, load_vocabulary(run.model.vocab), run.model.context, run.seed, name)
+        self._resume(stream)
+        return stream
 
     def _resume(self, stream: SampleStream) -> None:
         path = self._ctx.data_dir / f"{self._run.run}-position.json"
@@ -170,9 +164,7 @@ class TrainerRole:
         count = self._run.pipeline.microbatch
 
         def take() -> tuple[Load, dict[str, Any]]:
-            samples = stream.take(count)
-            tokens, targets = samples[:, :-1].contiguous(), samples[:, 1:].contiguous()
-            return Load(to_frame(tokens), to_frame(targets)), stream.position()
+            return _load(stream.take(count)), stream.position()
 
         while True:
             while len(self._books.waiting) < _AHEAD:
@@ -309,16 +301,20 @@ class TrainerRole:
 
     async def _evaluate(self, step: int) -> None:
         """Mean loss of held-out samples, the same ones each time."""
-        stream = await self._open_data("valid")
-        left, total = self._run.evaluate.samples, 0.0
-        while left > 0:
-            samples = await self._worker.run(partial(stream.take, min(left, _EVALUATION_BATCH)), name="take samples")
-            tokens, targets = samples[:, :-1].contiguous(), samples[:, 1:].contiguous()
-            total += await self._pipeline.evaluate(to_frame(tokens), to_frame(targets))
-            left -= len(samples)
+        if not self._held_out:
+            self._held_out = await self._worker.run(self._take_held_out, name="take held-out samples")
+        total = 0.0
+        for load in self._held_out:
+            total += await self._pipeline.evaluate(load.tokens, load.targets)
         self._valid_loss = total / self._run.evaluate.samples
-        self._first_losses.append((step, self._valid_loss))
+        self._evaluations.append((step, self._valid_loss))
         self._ctx.log.event("evaluated", step=step, loss=round(self._valid_loss, 4))
+
+    def _take_held_out(self) -> list[Load]:
+        run = self._run
+        stream = SampleStream(run.data, load_vocabulary(run.model.vocab), run.model.context, run.seed, "all", "valid")
+        samples = stream.take(run.evaluate.samples)
+        return [_load(samples[i : i + _EVALUATION_BATCH]) for i in range(0, len(samples), _EVALUATION_BATCH)]
 
     async def _finish(self) -> None:
         """The last evaluation, the last word."""
@@ -353,3 +349,8 @@ class TrainerRole:
             await self._training.directory.publish_settings(shared_text(self._run))
         except RemoteError as error:
             self._ctx.log.event("announce failed", level="warning", reason=str(error))
+
+
+def _load(samples: Tensor) -> Load:
+    """Samples [B, L + 1] as inputs and the tokens that follow them."""
+    return Load(to_frame(samples[:, :-1].contiguous()), to_frame(samples[:, 1:].contiguous()))

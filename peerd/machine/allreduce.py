@@ -23,6 +23,16 @@ class RoundFailed(PeerdError):
 
 
 @dataclass(frozen=True, slots=True)
+class AveragingPlan:
+    """One round. `group` in the order in which sums are made; `patience_s` with a silent member."""
+
+    attempt: bytes
+    group: tuple[str, ...]
+    part_bytes: int
+    patience_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class Part:
     """Elements `begin` up to `end` of the vector, summed by `owner`."""
 

@@ -22,7 +22,7 @@ from peerd.core.ids import PeerId
 from peerd.core.messages import Empty
 from peerd.core.training import AverageKey
 from peerd.core.work import Worker
-from peerd.machine.allreduce import Part, Round, RoundFailed, cut
+from peerd.machine.allreduce import AveragingPlan, Part, Round, RoundFailed, cut
 from peerd.service.rpc import Answer, Incoming, MethodLimits, Rpc
 
 Vector = np.ndarray[Any, np.dtype[Any]]
@@ -31,16 +31,6 @@ METHOD = "average/1/part"
 _PARTS_IN_FLIGHT = 4  # to one owner: enough to fill the line while sums are made
 _JOIN_WAIT_S = 30.0  # a member may hear of the round a little later than the others
 _LOOK_S = 0.5  # how often lateness is looked for
-
-
-@dataclass(frozen=True, slots=True)
-class AveragingPlan:
-    """One round. `group` in the order in which sums are made; `patience_s` with a silent member."""
-
-    attempt: bytes
-    group: tuple[str, ...]
-    part_bytes: int
-    patience_s: float
 
 
 @dataclass(slots=True)

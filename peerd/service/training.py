@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from peerd.core.clock import Clock
 from peerd.core.runfile import RunFile, fingerprint
 from peerd.machine.conductor import ConductorConfig
 from peerd.net.host import Host
-from peerd.service.averaging import Averaging
 from peerd.service.conducting import Conducting, ConductingConfig
 from peerd.service.dht import Dht
 from peerd.service.directory import Directory
@@ -14,6 +15,9 @@ from peerd.service.following import Following
 from peerd.service.pipeline import Pipeline
 from peerd.service.rpc import Rpc
 from peerd.service.snapshot import Snapshots
+
+if TYPE_CHECKING:
+    from peerd.service.averaging import Averaging
 
 
 class Training:
@@ -32,6 +36,8 @@ class Training:
 
     def averaging(self) -> Averaging:
         """For a stage peer: all-reduce inside its stage."""
+        from peerd.service.averaging import Averaging  # brings numpy, which a backbone does not need
+
         return Averaging(self._rpc, self._host.id)
 
     def snapshots(self) -> Snapshots:

@@ -16,8 +16,8 @@ from peerd.core.frame import TensorFrame
 from peerd.core.ids import PeerId
 from peerd.core.messages import Empty
 from peerd.core.training import AverageKey
-from peerd.machine.allreduce import RoundFailed
-from peerd.service.averaging import METHOD, Averaging, AveragingPlan, Vector
+from peerd.machine.allreduce import AveragingPlan, RoundFailed
+from peerd.service.averaging import METHOD, Averaging, Vector
 from peerd.service.rpc import Rpc
 from tests.kit.fakehost import FakeNet, TrioClock, fake_net
 from tests.kit.workers import InlineWorker
