@@ -131,7 +131,7 @@ class Channel:
             failure = error.blame(self._peer)
         finally:
             self.over = True
-            if self._running.cancelled_caught and not self._dropped:
+            if self._running.cancelled_caught and not self._dropped and not self._outbox.closed:
                 self._outbox.end()
             else:
                 self._outbox.close()

@@ -154,6 +154,9 @@ class Outbox:
                     await self._sleep()
         except RemoteError:
             pass  # the reader of the same stream learns it too, and tells who waits
+        except trio.Cancelled:
+            stream.reset()  # the service stops: the other side need not wait for its deadlines
+            raise
         finally:
             self.close()
 

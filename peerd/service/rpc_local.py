@@ -87,6 +87,11 @@ class LocalStream:
         while self._gone is None and not self._closed:
             await self._changed.park()
 
+    @property
+    def closed(self) -> bool:
+        """Whether both sides are done with it."""
+        return self._gone is not None or (self._closed and self._other._closed)
+
     def reset(self) -> None:
         self.lose(Unreachable("the stream was reset"))
 

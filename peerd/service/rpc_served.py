@@ -1,7 +1,8 @@
 """One call that is being served: runs the handler, answers once, and gives back what the call held.
 
-A call ends in exactly one way: answered, failed (its error travels), or cancelled (nothing travels). Whatever the
-way, its place in the method's load and its bytes in the budget are given back once.
+For its caller, a call ends in exactly one way: answered, failed (its error travels), or cancelled (nothing travels).
+Its place in the method's load and its bytes in the budget are given back once, when the handler has really ended and
+the answer's frames are on their way: so neither cancelling nor not reading lets a caller have more than its share.
 """
 
 from __future__ import annotations
@@ -45,7 +46,17 @@ class Caller(Protocol):
     peer: PeerId
     outbox: Outbox
 
-    def call_ended(self, call_id: int, held_bytes: int) -> None: ...
+    def call_over(self, call_id: int) -> None:
+        """Nothing more will be sent for this call."""
+        ...
+
+    def give_back(self, held_bytes: int) -> None:
+        """A call has ended, and lets go of so many payload bytes."""
+        ...
+
+    def reset(self) -> None:
+        """The caller does not take its answers: the stream ends."""
+        ...
 
 
 class ServedCall:
@@ -57,6 +68,8 @@ class ServedCall:
         "_id",
         "_method",
         "_over",
+        "_released",
+        "_sending",
         "_since",
         "deadline",
         "frames",
@@ -76,7 +89,9 @@ class ServedCall:
         self._method = method
         self._body = body
         self._since = trio.current_time()
-        self._over = False
+        self._over = False  # for the caller
+        self._sending = False  # frames of the answer
+        self._released = False
 
     def objection(self, part: Message) -> str | None:
         """Why this part is not taken; None when it is within the method's limits."""
@@ -89,54 +104,69 @@ class ServedCall:
         """Run the handler and send what it says. What is our own mistake goes on to the supervisor."""
         incoming = Incoming(self._caller.peer, self._body, self.frames, self.deadline)
         try:
-            if self._method.unary is not None:
-                self._answer(await self._method.unary(incoming))
+            if self._over:  # cancelled before it began
+                pass
+            elif self._method.unary is not None:
+                await self._answer(await self._method.unary(incoming))
             elif self._method.streaming is not None and self.parts is not None:
                 await self._method.streaming(incoming, self.parts)
                 self.parts.finish()
         except LocalError:
             raise
         except PeerdError as error:
-            self.fail(error)
+            self._fail(error)
         except ExceptionGroup as group:
-            self.fail(_only_failure(group))
-        self._end()
+            self._fail(_only_failure(group))
+        self._settle()
+        self._release()
 
     def cut(self, crashed: bool) -> None:
         """The handler was ended from outside, or crashed."""
-        self.fail(Refused("the handler failed") if crashed else TooSlow("the deadline passed"))
+        if self._sending:
+            self._caller.reset()
+        self._fail(Refused("the handler failed") if crashed else TooSlow("the deadline passed"))
+        self._release()
 
-    def cancel(self) -> None:
-        """The caller no longer waits."""
-        if not self._over:
-            self._end()
-            if self.worker is not None:
-                self.worker.cancel(self)
+    def cancel(self, error: PeerdError | None = None) -> None:
+        """End the handler: the caller no longer waits, or is told `error`."""
+        if error is not None:
+            self._fail(error)
+        self._settle()
+        if self.worker is None:
+            self._release()  # it never began
+        else:
+            self.worker.cancel(self)
 
-    def fail(self, error: PeerdError) -> None:
-        """End the call with an error that travels."""
+    def _fail(self, error: PeerdError) -> None:
         if not self._over:
             self._method.load.counters.failed += 1
             self._caller.outbox.put(encode_failure(self._id, error))
-            self._end()
+            self._settle()
 
-    def _answer(self, answer: Answer[Any]) -> None:
+    async def _answer(self, answer: Answer[Any]) -> None:
+        body = encode(answer.body)
+        headers, payloads = encode_frames(answer.frames) if answer.frames else (b"", [])
         if self._over:
             return
-        body = encode(answer.body)
-        if answer.frames:
-            headers, payloads = encode_frames(answer.frames)
-            self._caller.outbox.put(encode_message(REPLY, self._id, body, headers, len(payloads)), *payloads)
-        else:
-            self._caller.outbox.put(encode_message(REPLY, self._id, body))
+        self._caller.outbox.put(encode_message(REPLY, self._id, body, headers, len(payloads)), *payloads)
+        self._settle()
+        if payloads:
+            self._sending = True
+            await self._caller.outbox.flushed()
+            self._sending = False
 
-    def _end(self) -> None:
+    def _settle(self) -> None:
         if not self._over:
             self._over = True
-            self._method.load.leave(self._caller.peer, trio.current_time() - self._since)
             if self.parts is not None:
                 self.parts.discard()
-            self._caller.call_ended(self._id, self.held_bytes)
+            self._caller.call_over(self._id)
+
+    def _release(self) -> None:
+        if not self._released:
+            self._released = True
+            self._method.load.leave(self._caller.peer, trio.current_time() - self._since)
+            self._caller.give_back(self.held_bytes)
 
 
 def _only_failure(group: ExceptionGroup[Exception]) -> PeerdError:

@@ -107,12 +107,19 @@ class ServedStream:
             for call in list(self._calls.values()):
                 call.cancel()
 
-    def call_ended(self, call_id: int, held_bytes: int) -> None:
-        """A call is over, whatever way; it held so many payload bytes."""
+    def call_over(self, call_id: int) -> None:
+        """Nothing more will be sent for this call."""
         self._calls.pop(call_id, None)
-        self._server.budget.give(self.peer, held_bytes)
         if self._idle is not None and not self._calls:
             self._idle.set()
+
+    def give_back(self, held_bytes: int) -> None:
+        """A call has ended, and lets go of so many payload bytes."""
+        self._server.budget.give(self.peer, held_bytes)
+
+    def reset(self) -> None:
+        """The caller does not take its answers: the stream ends."""
+        self._stream.reset()
 
     def _quick(self, message: Message) -> bool:
         """A message without frames that needs no waiting; False when it does."""
@@ -197,7 +204,7 @@ class ServedStream:
         try:
             call.frames = await self._inbound.frames(message, self._server.budget, call.deadline)
         except (Overloaded, TooSlow) as error:
-            call.fail(error)
+            call.cancel(error)
             await self._inbound.skip()
             return False
         call.held_bytes = message.payload_bytes
@@ -213,12 +220,12 @@ class ServedStream:
         elif message.kind == wire.END:
             call.parts.no_more_parts()
         elif fault := call.objection(message):
-            call.fail(Refused(fault))
+            call.cancel(Refused(fault))
             if message.headers:
                 await self._inbound.skip()
         else:
             try:
                 await call.parts.take(message, self._inbound, call.deadline)
             except (Overloaded, TooSlow) as error:
-                call.fail(error)
+                call.cancel(error)
                 await self._inbound.skip()

@@ -39,7 +39,7 @@ class StreamingCall:
     def close(self) -> None:
         """The caller wants nothing more: a call that is not complete is cancelled on the other side."""
         self._running.cancel()
-        if self._complete and not self._outbox.pending:
+        if self._complete and not self._outbox.pending and not self._outbox.closed:
             self._outbox.end()
         else:
             self._outbox.close()

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import pytest
 import trio
 import trio.testing
 
 from peerd.core.errors import LocalError, Overloaded, ProtocolViolation, Refused, TooSlow, Unreachable
+from peerd.core.frame import TensorFrame
 from peerd.core.limits import RPC_IDLE_S, RPC_PENDING
 from peerd.core.messages import Empty, encode
 from peerd.machine import rpc as wire
-from peerd.service.rpc import Rpc
+from peerd.service.rpc import Answer, CallStream, Incoming, MethodLimits, Rpc
 from peerd.service.rpc_local import LocalStream
 from tests.kit.fakehost import FakeHost, FakeNet, TrioClock, fake_net
-from tests.kit.rpc_cases import BIG, CASES, FRAMES, NEEDS_CUT, Case, Held, Pair, Text, ask, ask_empty, echo
+from tests.kit.rpc_cases import BIG, CASES, FRAMES, NEEDS_CUT, Case, Held, Pair, Text, ask, ask_empty, echo, repeat
 
 Clock = trio.testing.MockClock
 
@@ -34,9 +36,15 @@ async def fake_pair() -> AsyncIterator[tuple[Pair, FakeNet, FakeHost, FakeHost]]
 
 @pytest.mark.parametrize("case", CASES + NEEDS_CUT, ids=lambda case: case.__name__)
 async def test_over_fake_hosts(case: Case, autojump_clock: Clock) -> None:
-    async with fake_pair() as (pair, *_):
+    """The case itself, and that it leaves nothing behind: no stream, no byte, no call."""
+    async with fake_pair() as (pair, net, *_):
         with trio.fail_after(300):
             await case(pair)
+        await trio.sleep(RPC_IDLE_S * 2.5)
+        assert all(stream.closed for _, stream in net.streams)
+        for rpc in (pair.a, pair.b):
+            status = rpc.status()
+            assert [status[name] for name in ("waiting", "running", "channels", "held_bytes")] == [0, 0, 0, 0]
 
 
 async def test_small_calls_share_one_stream_that_opens_once(autojump_clock: Clock) -> None:
@@ -123,6 +131,7 @@ async def test_a_long_call_keeps_its_stream_open(autojump_clock: Clock) -> None:
             held.let_go.set()
 
 
+@pytest.mark.slow
 async def test_calls_that_wait_are_bounded(autojump_clock: Clock) -> None:
     async with fake_pair() as (pair, *_):
         pair.b.serve("t/1/held", Text, Held())
@@ -236,6 +245,30 @@ async def test_a_hostile_server_fails_the_call_and_is_named(sent: bytes, large: 
         assert (status["waiting"], status["held_bytes"]) == (0, 0)
 
 
+async def test_mutated_conversations_cost_their_sender_a_stream_at_most(autojump_clock: Clock) -> None:
+    good = (Path(__file__).parents[1] / "golden" / "rpc_v1.bin").read_bytes()
+    random = TrioClock().rng("mutations")
+    async with fake_pair() as (pair, _, a_host, b_host):
+        pair.b.serve("t/1/find", Text, echo, limits=FRAMES)
+        pair.b.serve("t/1/take", Text, Held(), limits=FRAMES)
+        pair.b.serve_stream("t/1/do", Text, repeat, limits=FRAMES)
+        for _ in range(300):
+            wire_bytes = bytearray(good)
+            for _ in range(random.randrange(4)):
+                wire_bytes[random.randrange(len(wire_bytes))] = random.randrange(256)
+            stream = await a_host.open_stream(b_host.id, "/peerd/t/1")
+            await stream.send(wire_bytes[: random.randrange(len(wire_bytes) + 1)])
+            if random.random() < 0.5:
+                await stream.close_write()
+            await trio.testing.wait_all_tasks_blocked()
+            stream.reset()
+        await trio.testing.wait_all_tasks_blocked()
+        assert {type(error) for _, error in b_host.crashes} == {ProtocolViolation}
+        status = pair.b.status()
+        assert (status["running"], status["held_bytes"]) == (0, 0)
+        assert await ask(pair, "t/1/find") == "hi"
+
+
 async def test_a_server_that_closes_its_stream_is_unreachable(autojump_clock: Clock) -> None:
     async with fake_pair() as (pair, _, _, b_host):
 
@@ -297,3 +330,117 @@ async def test_calls_that_wait_fail_when_the_service_stops(autojump_clock: Clock
             await held.entered.wait()
             running.cancel_scope.cancel()
         await held.cancelled.wait()
+
+
+async def test_callers_learn_at_once_that_the_service_they_wait_for_has_stopped(autojump_clock: Clock) -> None:
+    async with fake_pair() as (pair, _, _, b_host):
+        held = Held()
+        rpc = Rpc(b_host, TrioClock())
+        rpc.serve("u/1/held", Text, held, limits=FRAMES)
+        start = trio.current_time()
+        async with trio.open_nursery() as nursery, trio.open_nursery() as running:
+            await running.start(rpc.run)
+
+            async def call(frames: tuple[TensorFrame, ...]) -> None:
+                with pytest.raises(Unreachable):
+                    await pair.a.call(b_host.id, "u/1/held", Text(""), Empty, frames=frames, timeout_s=60)
+
+            nursery.start_soon(call, ())
+            nursery.start_soon(call, (BIG,))
+            await trio.testing.wait_all_tasks_blocked()
+            assert held.entries == 2
+            running.cancel_scope.cancel()
+        assert trio.current_time() - start < 1
+
+
+async def test_a_cancelled_call_keeps_its_place_until_its_handler_has_ended(autojump_clock: Clock) -> None:
+    async with fake_pair() as (pair, *_):
+        let_go = trio.Event()
+
+        async def stubborn(call: Incoming[Text]) -> Answer[Empty]:
+            with trio.CancelScope(shield=True):
+                await let_go.wait()
+            return Answer(Empty())
+
+        pair.b.serve("t/1/stubborn", Text, stubborn, limits=MethodLimits(calls_per_peer=2))
+        for _ in range(2):
+            with pytest.raises(TooSlow):
+                await ask_empty(pair, "t/1/stubborn", 1.0)
+        with pytest.raises(Overloaded):
+            await ask_empty(pair, "t/1/stubborn", 1.0)
+        assert pair.b.status()["running"] == 2
+        let_go.set()
+        await ask_empty(pair, "t/1/stubborn", 1.0)
+        await trio.testing.wait_all_tasks_blocked()
+        assert pair.b.status()["running"] == 0
+
+
+async def test_an_answer_that_nobody_takes_holds_its_place_and_then_ends_the_stream(autojump_clock: Clock) -> None:
+    async with fake_pair() as (pair, _, a_host, b_host):
+
+        async def give(call: Incoming[Text]) -> Answer[Empty]:
+            return Answer(Empty(), (BIG,))
+
+        pair.b.serve("t/1/give", Text, give, limits=MethodLimits(calls_per_peer=1))
+        stream = await a_host.open_stream(b_host.id, "/peerd/t/1")
+        await stream.send(wire.encode_call(wire.REQUEST, 1, b"give", 3.0, encode(Text(""))))
+        await trio.testing.wait_all_tasks_blocked()
+        assert pair.b.status()["running"] == 1
+        with pytest.raises(Overloaded):
+            await ask_empty(pair, "t/1/give")
+        await trio.sleep(3.5)
+        assert pair.b.status()["running"] == 0
+        with pytest.raises(Unreachable):
+            await read_all(stream)
+        await ask_empty(pair, "t/1/give")
+
+
+async def send_and_receive(call: CallStream, part: Text, frames: tuple[TensorFrame, ...]) -> None:
+    await call.send(part, frames)
+    await call.receive(Text)
+
+
+async def test_a_part_above_the_limits_ends_the_handler(autojump_clock: Clock) -> None:
+    async with fake_pair() as (pair, net, _, b_host):
+        ended = trio.Event()
+
+        async def listen(call: Incoming[Text], parts: CallStream) -> None:
+            try:
+                await parts.send(Text("ready"))
+                await trio.sleep_forever()
+            finally:
+                ended.set()
+
+        pair.b.serve_stream("t/1/listen", Text, listen, limits=MethodLimits(body_bytes=100))
+        for part, frames in ((Text("x" * 200), ()), (Text(""), (BIG,))):
+            ended = trio.Event()
+            async with pair.a.stream(b_host.id, "t/1/listen", Text(""), timeout_s=60) as call:
+                await call.receive(Text)
+                with pytest.raises(Refused, match="allowed"):
+                    await send_and_receive(call, part, frames)
+            await ended.wait()
+        await trio.testing.wait_all_tasks_blocked()
+        assert pair.b.status()["running"] == 0
+        assert all(stream.closed for _, stream in net.streams)
+
+
+async def test_a_worker_of_the_crew_outlives_neither_a_crash_nor_a_deadline(autojump_clock: Clock) -> None:
+    async with fake_pair() as (pair, _, _, b_host):
+
+        async def odd(call: Incoming[Text]) -> Answer[Text]:
+            if call.body.text == "crash":
+                raise ZeroDivisionError
+            if call.body.text == "sleep":
+                await trio.sleep_forever()
+            await trio.sleep(0.01)
+            return Answer(call.body)
+
+        pair.b.serve("t/1/odd", Text, odd)
+        for text in ("a", "crash", "b", "sleep", "c") * 3:
+            if text in ("crash", "sleep"):
+                with pytest.raises((Refused, TooSlow)):
+                    await ask(pair, "t/1/odd", text, 1.0)
+            else:
+                assert await ask(pair, "t/1/odd", text, 1.0) == text
+            await trio.sleep(5)  # longer than any deadline that an idle worker may still have
+        assert len(b_host.crashes) == 3
