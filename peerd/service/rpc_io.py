@@ -58,14 +58,19 @@ class Slot(Generic[T]):
             await trio.lowlevel.checkpoint()
             return self._result.unwrap()
 
-        def abort(_: object) -> trio.lowlevel.Abort:
-            self._task = None
-            on_cancel()
-            return trio.lowlevel.Abort.SUCCEEDED
-
         self._task = trio.lowlevel.current_task()
-        value: T = await trio.lowlevel.wait_task_rescheduled(abort)
+        try:
+            value: T = await trio.lowlevel.wait_task_rescheduled(self._abort)
+        except trio.Cancelled:
+            # Here and not in `_abort`: the order in which one cancellation aborts tasks follows memory addresses.
+            if self._result is None:
+                on_cancel()
+            raise
         return value
+
+    def _abort(self, _: object) -> trio.lowlevel.Abort:
+        self._task = None
+        return trio.lowlevel.Abort.SUCCEEDED
 
 
 class Outbox:
