@@ -1,8 +1,8 @@
 """Simulate a swarm under virtual time and print what happened: `python scripts/swarm.py --hosts 30 --churn 0.3`.
 
 Real hosts (Noise, yamux, identify) over a simulated network, on one core, without sockets. Every node pings another
-one every few seconds while nodes leave and are replaced. The same options and seed always end with the same trace
-hash.
+one every few seconds and, with --dht, publishes and reads records, while nodes leave and are replaced. The same
+options and seed always end with the same trace hash.
 """
 
 from __future__ import annotations
@@ -16,8 +16,10 @@ from dataclasses import asdict, dataclass, field
 
 import trio
 
+from peerd.core.errors import PeerdError
+from peerd.core.ids import Key
 from peerd.sim.clock import run_virtual
-from peerd.sim.programs import hosts, try_ping
+from peerd.sim.programs import hosts, swarm, try_ping
 from peerd.sim.simnet import Line, NetConfig
 from peerd.sim.world import Churn, Node, World, WorldConfig
 
@@ -37,6 +39,9 @@ class Report:
     pings_answered: int = 0
     ping_median_ms: float = 0.0
     ping_99_ms: float = 0.0
+    puts: int = 0
+    gets: int = 0
+    gets_found: int = 0
     megabytes: float = 0.0
     events: int = 0
     trace: str = ""
@@ -60,6 +65,41 @@ async def one_ping(source: Node, target: Node, report: Report) -> None:
         report.times_s += [took_s] if took_s is not None else []
 
 
+async def records(world: World, report: Report, every_s: float) -> None:
+    rng = world.rng("records")
+    published: dict[str, str] = {}  # name of the record -> name of the node that put it
+    async with trio.open_nursery() as nursery:
+        while True:
+            await trio.sleep(rng.expovariate(len(world.living()) / every_s))
+            node = rng.choice(world.living())
+            known = [name for name, owner in published.items() if world.nodes[owner].up]
+            if rng.random() < 0.3 or not known:
+                name = f"record {len(published)}"
+                published[name] = node.name
+                nursery.start_soon(put, node, name, report)
+            else:
+                nursery.start_soon(get, node, rng.choice(known[:-1] or known), report)
+
+
+async def put(node: Node, name: str, report: Report) -> None:
+    try:
+        await node.dht.put(Key.of(name), name.encode(), ttl_s=600)
+        report.puts += 1
+    except PeerdError as error:
+        node.note("put failed", str(error))
+
+
+async def get(node: Node, name: str, report: Report) -> None:
+    try:
+        found = await node.dht.get(Key.of(name))
+    except PeerdError as error:
+        found = []
+        node.note("get failed", str(error))
+    if node.up:
+        report.gets += 1
+        report.gets_found += bool(found)
+
+
 async def simulate(options: argparse.Namespace) -> Report:
     def line(rng: random.Random) -> Line:
         return Line(
@@ -71,7 +111,7 @@ async def simulate(options: argparse.Namespace) -> Report:
         )
 
     config = WorldConfig(net=NetConfig(link_life_s=options.link_life_s), line=line)
-    world = World(options.seed, hosts(), config)
+    world = World(options.seed, swarm() if options.dht else hosts(), config)
     report = Report(options.hosts, options.seed)
     async with world.running():
         first = await world.start("boot")
@@ -82,6 +122,8 @@ async def simulate(options: argparse.Namespace) -> Report:
         acquaint(world)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(pinging, world, report, options.every_s)
+            if options.dht:
+                nursery.start_soon(records, world, report, options.every_s)
             nursery.start_soon(introductions, world)
             await world.churn(Churn(share=options.churn, within_s=options.seconds * 0.9, spare=frozenset({"boot"})))
             await trio.sleep_until(max(options.seconds, trio.current_time()))
@@ -130,6 +172,7 @@ def main() -> None:
     parser.add_argument("--mbit", type=float, default=50, help="uplink of a node; the downlink has four times as much")
     parser.add_argument("--loss", type=float, default=0.0, help="probability that a packet is lost (default 0)")
     parser.add_argument("--link-life-s", type=float, default=float("inf"), help="mean life of a connection")
+    parser.add_argument("--dht", action="store_true", help="run the DHT too, and put and get records")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     if options.hosts < 2:

@@ -12,6 +12,8 @@ import trio
 from peerd.core.errors import RemoteError
 from peerd.net.host import Host, HostConfig
 from peerd.net.link import Stream
+from peerd.service.dht import Dht, DhtConfig
+from peerd.service.rpc import Rpc
 from peerd.sim.world import Node, Program
 
 ECHO = "/peerd-sim/echo/1"  # every node answers it: what comes in goes back
@@ -23,6 +25,23 @@ def hosts(config: HostConfig | None = None) -> Program:
     def program(node: Node, *, task_status: trio.TaskStatus[None]) -> Awaitable[None]:
         node.host = _host(node, config)
         return node.host.run([node.addr], task_status=task_status)
+
+    return program
+
+
+def swarm(host_config: HostConfig | None = None, dht_config: DhtConfig | None = None) -> Program:
+    """Nodes with Host, calls and DHT; the DHT joins over the world's bootstrap addresses."""
+
+    async def program(node: Node, *, task_status: trio.TaskStatus[None]) -> None:
+        node.host = _host(node, host_config)
+        node.rpc = Rpc(node.host, node.clock)
+        node.dht = Dht(node.host, node.rpc, node.clock, node.keypair, dht_config)
+        others = [addr for addr in node.world.bootstrap if addr != node.full_addr]
+        async with trio.open_nursery() as nursery:
+            await nursery.start(node.host.run, [node.addr])
+            await nursery.start(node.rpc.run)
+            await nursery.start(node.dht.run, others)
+            task_status.started()
 
     return program
 
