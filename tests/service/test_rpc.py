@@ -19,6 +19,7 @@ from peerd.service.rpc import Answer, CallStream, Incoming, MethodLimits, Rpc
 from peerd.service.rpc_local import LocalStream
 from tests.kit.fakehost import FakeHost, FakeNet, TrioClock, fake_net
 from tests.kit.rpc_cases import BIG, CASES, FRAMES, NEEDS_CUT, Case, Held, Pair, Text, ask, ask_empty, echo, repeat
+from tests.kit.rpc_stream_cases import STREAM_CASES
 
 Clock = trio.testing.MockClock
 
@@ -34,7 +35,7 @@ async def fake_pair() -> AsyncIterator[tuple[Pair, FakeNet, FakeHost, FakeHost]]
         yield pair, net, a_host, b_host
 
 
-@pytest.mark.parametrize("case", CASES + NEEDS_CUT, ids=lambda case: case.__name__)
+@pytest.mark.parametrize("case", CASES + STREAM_CASES + NEEDS_CUT, ids=lambda case: case.__name__)
 async def test_over_fake_hosts(case: Case, autojump_clock: Clock) -> None:
     """The case itself, and that it leaves nothing behind: no stream, no byte, no call."""
     async with fake_pair() as (pair, net, *_):
