@@ -120,7 +120,6 @@ class StageRole:
         with trio.move_on_after(_LEAVE_PATIENCE_S):
             while self._served.held and not self._complete:
                 await self._stepped.wait()
-        self._ctx.rpc.unserve("stage/1")
         await self._save()
         conductor = self._following.conductor
         if conductor is not None and conductor != self._ctx.host.id:
@@ -345,6 +344,7 @@ class StageRole:
 
     async def _forward(self, call: Incoming[StageForward]) -> Answer[StageAnswer]:
         body, served = call.body, self._check(call.body.run, call.body.stage)
+        self._refuse_when_leaving()
         return await self._compute(call.peer, lambda: served.forward(body.step, call.frames), "forward")
 
     async def _loss(self, call: Incoming[StageLoss]) -> Answer[StageAnswer]:
@@ -355,16 +355,17 @@ class StageRole:
         body, served = call.body, self._check(call.body.run, call.body.stage)
         if self._closing:
             raise Refused("the stage is averaging")
-        if self._leaving and self._has_mates():
-            raise Refused("this peer is leaving")
+        self._refuse_when_leaving()
         mb = Mb(call.peer.text, body.seq)
         answer = await self._compute(call.peer, lambda: served.backward(body.step, mb, call.frames), "backward")
         self._samples += self._run.pipeline.microbatch
         return answer
 
-    def _has_mates(self) -> bool:
+    def _refuse_when_leaving(self) -> None:
+        """A leaving peer takes nothing new, unless it is the last of its stage."""
         own = self._ctx.host.id.text
-        return any(m.ready and m.stage == self._stage and m.peer != own for m in self._members)
+        if self._leaving and any(m.ready and m.stage == self._stage and m.peer != own for m in self._members):
+            raise Refused("this peer is leaving")
 
     # --- the conductor's orders -------------------------------------------------------------------------------
 

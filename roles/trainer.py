@@ -27,7 +27,7 @@ from peerd.role import Begun, Contribution, Drop, Load, Order, Repeat, RoleConte
 _SYNC_WAIT_S = 2.0
 _PUBLISH_S = 3.0
 _RECORD_TTL_S = 60.0
-_LEAVE_PATIENCE_S = 6.0
+_LEAVE_PATIENCE_S = 4.0
 _AHEAD = 4  # microbatches of samples that lie ready
 _EVALUATION_BATCH = 16  # samples
 

@@ -196,9 +196,7 @@ class Conductor:
         lagging = [str(s) for s in range(self._config.stages) if not self._ready(s)]
         if lagging and self.phase is Phase.OPEN:
             return f"stage {', '.join(lagging)} has no peer with the current state"
-        return {Phase.CLOSING: "averaging", Phase.MOVING: "committing", Phase.COMPLETE: "the run is complete"}.get(
-            self.phase, ""
-        )
+        return "the run is complete" if self.phase is Phase.COMPLETE else ""
 
     # --- members ----------------------------------------------------------------------------------------------
 

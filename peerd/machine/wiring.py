@@ -72,12 +72,16 @@ class Wiring:
             others = [p.finish for n, p in self._peers.items() if n != name]
             peer.finish = min([peer.finish, *others])
 
-    def failed(self, name: str, now: float) -> None:
-        """`name` did not answer, or refused: let it rest."""
+    def failed(self, name: str, now: float) -> int:
+        """`name` did not answer, or refused: let it rest. Returns how often it failed since its last answer."""
         peer = self._peers.get(name)
-        if peer is not None:
+        if peer is None:
+            return 0
+        if peer.rests_until <= now:  # calls that were sent together fail together: that is one failure
             peer.rests_until = now + min(_LONGEST_REST_S, _FIRST_REST_S * 2.0 ** min(peer.failures, 10))
             peer.failures += 1
+            return peer.failures
+        return peer.failures + 1
 
     def seconds_per_unit(self, name: str) -> float:
         """Measured seconds per unit of cost; 0 when `name` has not answered yet."""

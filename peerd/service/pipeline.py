@@ -127,8 +127,9 @@ class Pipeline:
                 )
                 self._check(stage, verb, answer, frames[0].shape)
             except RemoteError as error:
-                log.info("stage %d %s failed, another peer is asked: %s", stage, verb, error)
-                wiring.failed(name, trio.current_time())
+                times = wiring.failed(name, trio.current_time())
+                level = logging.INFO if times == 1 else logging.DEBUG  # the first failure tells it all
+                log.log(level, "stage %d %s failed, another peer is asked: %s", stage, verb, error)
                 failed.add(name)
                 self.retries += 1
                 continue
