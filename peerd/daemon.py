@@ -253,20 +253,26 @@ class Daemon:
         return own | await board.snapshot(self._role_states)
 
     async def _tell_waits(self) -> None:
-        """Say what the network and each role wait for, whenever that changes."""
-        before: dict[str, object] = {}
+        """Say what the network and each role wait for, once it lasts from one look to the next."""
+        told: dict[str, str | None] = {}
+        before: dict[str, str | None] = {}
         while not self._stopping.is_set():
-            told = self.dht.status()
-            reasons = [("network", told.get("waits_for")), ("clock", told.get("clock_warning"))]
-            reasons += [(state.name, state.told.get("waits_for")) for state in await self._role_states()]
-            for name, reason in reasons:
-                if (reason or None) != before.get(name):
-                    before[name] = reason or None
-                    if reason:
-                        self._log.event("waits" if name != "clock" else "warns", part=name, reason=reason)
-                    else:
-                        self._log.event("goes_on", part=name)
+            now = await self._reasons()
+            for part, reason in now.items():
+                if reason is None and told.get(part) is not None:
+                    self._log.event("goes_on", part=part)
+                elif reason is None or before.get(part) is None or reason == told.get(part):
+                    continue
+                else:
+                    self._log.event("waits" if part != "clock" else "warns", part=part, reason=reason)
+                told[part] = reason
+            before = now
             await trio.sleep(WAITS_PERIOD_S)
+
+    async def _reasons(self) -> dict[str, str | None]:
+        told = self.dht.status()
+        roles = {state.name: state.told.get("waits_for") or None for state in await self._role_states()}
+        return {"network": told["waits_for"], "clock": told["clock_warning"], **roles}
 
     def _greet(self) -> None:
         plan = self._plan
