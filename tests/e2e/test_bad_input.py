@@ -18,6 +18,11 @@ import pytest
 
 from peerd import home
 from peerd.cli import invoke
+from peerd.compute.checkpoint import Checkpoints
+from peerd.compute.module import StageModule
+from peerd.config import load_run
+from peerd.core.runfile import fingerprint
+from tests.kit.processes import LISTEN, processes, run_file
 
 PEER = "12D3KooWDpJ7As7BWAwRMfu1VU2WCqNjvq387JEYKDBj4kx6nXTN"
 GOOD = "run: tiny\nmodel: {d_model: 16, heads: 2, layers: 2, context: 16}\n"
@@ -151,3 +156,78 @@ def test_a_data_directory_in_use_names_the_process(tmp_path: Path, capsys: pytes
     with home.locked(place):
         assert invoke(["backbone", "--data-dir", str(place)]) == 2
     assert f"the data directory {place} is in use by process" in capsys.readouterr().err
+
+
+# --- what needs other peers, or files that a run has written -----------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.socket
+def test_a_bootstrap_that_is_down_is_waited_for_and_the_reason_shown(tmp_path: Path) -> None:
+    """Not an error: it may come back. What is wrong is said once, in status too, and Ctrl+C ends it with 0."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    addr = f"/ip4/127.0.0.1/tcp/{port}/p2p/{PEER}"
+    with processes(tmp_path) as started:
+        peer = started.backbone("--bootstrap", addr)
+        peer.wait_for(f"bootstrap {addr}: connection refused")
+        assert peer.status()["dht"]["bootstrap"][0]["problem"] == f"{addr}: connection refused"
+        code, seconds = peer.end()
+        assert (code, seconds < 10) == (0, True)
+        assert peer.said.count("connection refused") == 1
+        assert "Traceback" not in peer.said
+
+
+@pytest.mark.slow
+@pytest.mark.socket
+def test_doctor_tells_a_healthy_bootstrap_from_one_with_another_identity(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with processes(tmp_path) as started:
+        addr = started.backbone().address()
+        options = ["--data-dir", str(tmp_path / "doctor"), "--bootstrap"]
+        assert invoke(["doctor", *options, addr]) == 0
+        told = capsys.readouterr().out
+        assert "reached peerd/" in told
+        assert "clock: 0.0 s from that peer's" in told
+        bare = addr.partition("/p2p/")[0]
+        assert invoke(["doctor", *options, f"{bare}/p2p/{PEER}"]) == 1
+        told = capsys.readouterr().out
+        assert "another peer answers there: ask the organizer for the new join line" in told
+        assert invoke(["doctor", *options, bare, "--json"]) == 0
+        assert "the address does not say which peer it is" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.socket
+def test_a_peer_whose_run_file_differs_is_told_which_key(tmp_path: Path) -> None:
+    with processes(tmp_path) as started:
+        addr = started.backbone().address()
+        first = started.join("first", "trainer", run_file(tmp_path), addr)
+        first.wait_for("waits part=trainer")
+        other = run_file(tmp_path, "optimizer: {lr: 0.5}\n", "other.yaml")
+        second = started.join("second", "trainer", other, addr)
+        assert second.popen.wait(60) == 2, second.said
+        assert "run 'e2e' is on its way with other settings: optimizer.lr is 0.5 here and 0.001 there" in second.said
+        assert "Traceback" not in second.said
+        assert first.popen.poll() is None
+
+
+@pytest.mark.slow
+@pytest.mark.socket
+def test_a_damaged_checkpoint_is_named_and_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = run_file(tmp_path)
+    run = load_run(file).run
+    folder = tmp_path / "data" / "stage" / "checkpoints" / "e2e" / "stage-0"
+    saved = Checkpoints(folder, 3, fingerprint(run), 0)
+    saved.save(4, StageModule(run, 0).state(), {"lineage": ""})
+    tensors = next(folder.glob("*.safetensors"))
+    damaged = bytearray(tensors.read_bytes())
+    damaged[-1] ^= 1
+    tensors.write_bytes(damaged)
+    argv = ["join", "--role", "stage", "--model", str(file), "--listen", LISTEN, "--data-dir", str(tmp_path / "data")]
+    assert invoke(argv) == 2
+    told = capsys.readouterr().err
+    assert f"{tensors} is damaged: its SHA-256 is not the manifest's; delete step-00000004.json" in told
+    assert "Traceback" not in told
+    assert tensors.read_bytes() == bytes(damaged)

@@ -1,0 +1,113 @@
+"""Whole swarms of real processes on loopback: they train, lose members, are stopped, and come back."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.kit.processes import Process, Processes, processes, run_file
+
+pytestmark = [pytest.mark.slow, pytest.mark.socket, pytest.mark.timeout(300)]
+
+
+def swarm(started: Processes, file: Path, stages: int = 2) -> tuple[Process, list[Process], Process]:
+    """A backbone that watches the run, one peer for each of `stages` stage processes, and a trainer."""
+    backbone = started.backbone("--config", str(file))
+    addr = backbone.address()
+    peers = [started.join(f"stage-{number}", "stage", file, addr) for number in range(stages)]
+    return backbone, peers, started.join("trainer", "trainer", file, addr)
+
+
+def soon(done: Callable[[], bool], complaint: str, timeout_s: float = 30.0) -> float:
+    """Wait until it holds; how long that took."""
+    began = time.monotonic()
+    while not done():
+        assert time.monotonic() - began < timeout_s, complaint
+        time.sleep(0.05)
+    return time.monotonic() - began
+
+
+def step_of(process: Process) -> int:
+    return int(process.role().get("step") or 0)
+
+
+def reaches(process: Process, step: int, timeout_s: float = 90.0) -> None:
+    process.wait_until(lambda: step_of(process) >= step, f"it never reached step {step}", timeout_s)
+
+
+def test_ctrl_c_on_any_process_ends_it_well_and_others_notice_at_once(tmp_path: Path) -> None:
+    with processes(tmp_path) as started:
+        backbone, (one, two), trainer = swarm(started, run_file(tmp_path))
+        reaches(trainer, 2)
+        soon(lambda: bool(backbone.status()["swarm"].get("trainers")), "the trainer is not in the directory")
+
+        assert_ends_well(trainer, signal.SIGINT)
+        soon(lambda: not backbone.status()["swarm"].get("trainers"), "the trainer's record was not withdrawn", 5.0)
+
+        gone = two.status()["peer"]["id"]
+        assert gone in connected(one) or gone in connected(backbone)
+        assert_ends_well(two, signal.SIGTERM)
+        took_s = soon(lambda: gone not in connected(one) | connected(backbone), "nobody noticed that it left", 5.0)
+        assert took_s < 3
+        soon(lambda: gone not in announced(backbone), "its record was not withdrawn", 5.0)
+
+        assert_ends_well(one, signal.SIGINT)
+        assert_ends_well(backbone, signal.SIGINT)
+        for process in (trainer, two, one, backbone):
+            assert "Traceback" not in process.said
+
+
+def assert_ends_well(process: Process, number: int) -> None:
+    code, seconds = process.end(number)
+    assert code == 0, process.said
+    assert seconds < 10, process.said
+
+
+def connected(process: Process) -> set[str]:
+    return {peer["peer"] for peer in process.status()["network"]["peers"]}
+
+
+def announced(process: Process) -> set[str]:
+    return {peer["peer"] for stage in process.status()["swarm"].get("stages", []) for peer in stage["peers"]}
+
+
+def test_training_goes_on_when_a_stage_peer_is_killed(tmp_path: Path) -> None:
+    with processes(tmp_path) as started:
+        _, peers, trainer = swarm(started, run_file(tmp_path), stages=4)
+        served = lambda: sorted(peer.role().get("stage", -1) for peer in peers)
+        soon(lambda: served() == [0, 0, 1, 1], "stages are not filled", 90)
+        reaches(trainer, 3)
+        victim = next(peer for peer in peers if peer.role()["stage"] == 1)
+        victim.popen.kill()
+        reaches(trainer, step_of(trainer) + 5)
+        assert trainer.role()["microbatches"]["lost"] == 0
+
+
+def test_a_whole_swarm_that_was_killed_goes_on_from_its_checkpoints(tmp_path: Path) -> None:
+    file = run_file(tmp_path)
+    with processes(tmp_path) as started:
+        _, peers, trainer = swarm(started, file)
+        reaches(trainer, 5)
+        saved = [max(peer.role()["saved_steps"]) for peer in peers]
+        for process in started.all:
+            process.popen.kill()
+        for process in started.all:
+            process.popen.wait()
+    with processes(tmp_path) as started:
+        _, peers, trainer = swarm(started, file)
+        for peer in peers:
+            peer.wait_for("restored")
+        reaches(trainer, max(saved) + 3)
+        assert min(saved) >= 2
+
+
+def test_a_run_of_so_many_steps_ends_by_itself(tmp_path: Path) -> None:
+    file = run_file(tmp_path, "optimizer: {total_steps: 6}\n")
+    with processes(tmp_path) as started:
+        _, peers, trainer = swarm(started, file)
+        assert trainer.popen.wait(120) == 0, trainer.said
+        assert all(step_of(peer) == 6 for peer in peers)

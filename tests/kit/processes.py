@@ -1,0 +1,136 @@
+"""Real `peerd` processes for end-to-end tests: start, read what they say, ask their status, signal; none is ever left.
+
+Everything of a test lies in one folder: data directories, logs, the list of running daemons.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from peerd import control
+from peerd.home import socket_path
+
+LISTEN = "/ip4/127.0.0.1/tcp/0"
+TINY = """\
+run: e2e
+model: {d_model: 16, heads: 2, layers: 2, context: 16}
+pipeline: {stages: 2, microbatch: 2}
+batch: {target_samples: 8}
+data: {path: "%s", holdout: 0.1, shuffle_buffer: 100}
+evaluate: {every_steps: 0}
+checkpoint: {every_steps: 2}
+"""
+
+
+def run_file(folder: Path, extra: str = "", name: str = "run.yaml") -> Path:
+    """A run so small that a step takes milliseconds, on a text of its own."""
+    text = folder / "text.txt"
+    text.write_text("the quick brown fox jumps over the lazy dog; " * 2000)
+    file = folder / name
+    file.write_text(TINY % text + extra)
+    return file
+
+
+class Process:
+    """One peerd process and everything it has said."""
+
+    def __init__(self, name: str, folder: Path, arguments: list[str]) -> None:
+        self.name = name
+        self.data_dir = folder / name
+        self.log = folder / f"{name}.log"
+        environment = {"OMP_NUM_THREADS": "1", "XDG_RUNTIME_DIR": str(folder / "runtime")}
+        with self.log.open("ab") as output:
+            self.popen = subprocess.Popen(
+                [sys.executable, "-m", "peerd", *arguments, "--data-dir", str(self.data_dir)],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **environment},
+            )
+
+    @property
+    def said(self) -> str:
+        return self.log.read_text("utf-8", "replace")
+
+    def wait_for(self, text: str, timeout_s: float = 60.0) -> None:
+        """Until it has said `text`; fails at once when it ends without."""
+        self.wait_until(lambda: text in self.said, f"it never said {text!r}", timeout_s)
+
+    def wait_until(self, done: Callable[[], bool], complaint: str, timeout_s: float = 60.0) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not done():
+            ended = self.popen.poll()
+            if ended is not None and not done():
+                raise AssertionError(f"{self.name} ended with {ended}; {complaint}:\n{self.said}")
+            assert time.monotonic() < deadline, f"{self.name}: {complaint} within {timeout_s} s:\n{self.said}"
+            time.sleep(0.05)
+
+    def status(self) -> dict[str, Any]:
+        """Its snapshot; {} while it does not answer yet."""
+        with contextlib.suppress(OSError, ValueError):
+            return control.fetch(str(socket_path(self.data_dir)))
+        return {}
+
+    def role(self) -> dict[str, Any]:
+        found: dict[str, Any] = (self.status().get("roles") or [{}])[0]
+        return found
+
+    def address(self) -> str:
+        """Where it listens, once it does."""
+        found: list[str] = []
+
+        def known() -> bool:
+            found[:] = self.status().get("peer", {}).get("addrs", [])
+            return bool(found)
+
+        self.wait_until(known, "it never listened")
+        return found[0]
+
+    def end(self, number: int = signal.SIGINT, timeout_s: float = 15.0) -> tuple[int, float]:
+        """Send a signal and wait: exit code and seconds."""
+        began = time.monotonic()
+        self.popen.send_signal(number)
+        code = self.popen.wait(timeout_s)
+        return code, time.monotonic() - began
+
+
+class Processes:
+    """All processes of one test."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.all: list[Process] = []
+
+    def start(self, name: str, *arguments: str) -> Process:
+        process = Process(name, self.folder, list(arguments))
+        self.all.append(process)
+        return process
+
+    def backbone(self, *arguments: str, name: str = "backbone") -> Process:
+        return self.start(name, "backbone", "--listen", LISTEN, *arguments)
+
+    def join(self, name: str, role: str, file: Path, bootstrap: str) -> Process:
+        options = ["--model", str(file), "--bootstrap", bootstrap, "--listen", LISTEN]
+        return self.start(name, "join", "--role", role, *options)
+
+
+@contextlib.contextmanager
+def processes(folder: Path) -> Iterator[Processes]:
+    """No process outlives the block."""
+    (folder / "runtime").mkdir(mode=0o700, exist_ok=True)
+    started = Processes(folder)
+    try:
+        yield started
+    finally:
+        for process in started.all:
+            if process.popen.poll() is None:
+                process.popen.kill()
+            process.popen.wait()
