@@ -1,0 +1,80 @@
+"""Real hosts on a simulated network, for tests of the network layer and of what stands on it."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+import trio
+from multiaddr import Multiaddr
+
+from peerd.core.keys import Keypair
+from peerd.net.host import Host, HostConfig
+from peerd.net.stream import Stream
+from peerd.sim.clock import SimClock
+from peerd.sim.simnet import NetConfig, SimNet
+from tests.kit.virtual import addr_of, running_net, transport
+
+
+def keypair(name: str) -> Keypair:
+    return Keypair.from_seed(name.encode().ljust(32, b"."))
+
+
+@dataclass
+class Hosts:
+    """Hosts by name; each runs until `stop` or the end of the block."""
+
+    net: SimNet
+    nursery: trio.Nursery
+    scopes: dict[str, trio.CancelScope] = field(default_factory=dict)
+    ended: dict[str, trio.Event] = field(default_factory=dict)
+
+    async def start(self, name: str, config: HostConfig | None = None, **line: float) -> Host:
+        host = Host(keypair(name), SimClock(1, name), [transport(self.net, name, **line)], config)
+        await self.nursery.start(self._run, name, host)
+        return host
+
+    def addr(self, name: str) -> Multiaddr:
+        return addr_of(self.net, name)
+
+    async def _run(self, name: str, host: Host, *, task_status: trio.TaskStatus[None]) -> None:
+        self.ended[name] = trio.Event()
+        with trio.CancelScope() as self.scopes[name]:
+            await host.run([self.addr(name)], task_status=task_status)
+        self.ended[name].set()
+
+    async def stop(self, name: str) -> None:
+        """Leave as a program that was told to."""
+        self.scopes[name].cancel()
+        await self.ended[name].wait()
+
+
+@asynccontextmanager
+async def running_hosts(config: NetConfig | None = None) -> AsyncIterator[Hosts]:
+    with trio.fail_after(10_000):  # virtual seconds: what waits for ever fails
+        async with running_net(config) as net, trio.open_nursery() as nursery:
+            yield Hosts(net, nursery)
+            nursery.cancel_scope.cancel()
+
+
+async def echo(stream: Stream) -> None:
+    """A handler: everything back, until the end."""
+    while data := await stream.receive_some(1 << 16):
+        await stream.send(data)
+
+
+async def ask(host: Host, other: Host, data: bytes, protocol: str = "/echo/1") -> bytes:
+    """One exchange with an `echo` handler."""
+    stream = await host.open_stream(other.id, protocol)
+    try:
+        if len(data) <= 1 << 16:
+            await stream.send(data)
+            return await stream.receive_exactly(len(data))
+        answer = bytearray(len(data))
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(stream.send, data)
+            await stream.receive_into(answer)
+        return bytes(answer)
+    finally:
+        await stream.aclose()
