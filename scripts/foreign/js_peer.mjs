@@ -82,6 +82,7 @@ async function echoThrough (stream, size, halfClose) {
   if (halfClose) await stream.close()
   await reading
   if (!halfClose) await stream.close()
+  if (back !== size) throw new Error(`${back} of ${size} bytes came back`)
   return { sent_sha256: sent.digest('hex'), got_sha256: received.digest('hex'), bytes: back }
 }
 

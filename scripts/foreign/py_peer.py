@@ -102,6 +102,8 @@ class Peer:
                 if back == bytes and not half_close:
                     break
         await stream.close()
+        if back != bytes:  # a stream that was reset reads like one that ended
+            raise ValueError(f"{back} of {bytes} bytes came back")
         seconds = time.perf_counter() - start
         return {"sent_sha256": sent.hexdigest(), "got_sha256": received.hexdigest(), "bytes": back, "seconds": seconds}
 

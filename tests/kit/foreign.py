@@ -67,29 +67,73 @@ def command_line(name: str) -> list[str]:
     }[name]
 
 
+class Process:
+    """A foreign peer's process. Starting one takes seconds, so tests share them; see `foreign_peer`."""
+
+    def __init__(self, name: str) -> None:
+        log = os.open(setup.FOREIGN / f"{name}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+        pipe = subprocess.PIPE
+        # A session of its own, so that the daemon behind the go peer's driver is killed with it.
+        self.popen = subprocess.Popen(
+            command_line(name), stdin=pipe, stdout=pipe, stderr=log, start_new_session=True, bufsize=0
+        )
+        os.close(log)
+        self.ready: dict[str, Any] | None = None
+        self.asked = 0  # commands so far
+
+    def end(self) -> None:
+        """Ask it to end, then kill whatever is left of it."""
+        assert self.popen.stdin is not None
+        assert self.popen.stdout is not None
+        self.popen.stdin.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.popen.wait(5)
+        self.kill()
+        self.popen.wait()
+        self.popen.stdout.close()
+
+    def kill(self) -> None:
+        """End it and whatever it started, at once and without a goodbye."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.popen.pid, signal.SIGKILL)
+
+
+_shared: dict[str, Process] = {}
+
+
+def end_shared() -> None:
+    """End the processes that tests have shared."""
+    while _shared:
+        _shared.popitem()[1].end()
+
+
 @dataclass(eq=False)
 class ForeignPeer:
-    """One running foreign peer. `addr` is where it listens, with its peer id."""
+    """One running foreign peer, as one test sees it. `addr` is where it listens, with its peer id."""
 
     name: str
-    process: trio.Process
+    process: Process
     id: str = ""
     addr: str = ""
     _answers: dict[int, dict[str, Any]] = field(default_factory=dict)
     _waiting: dict[int, trio.Event] = field(default_factory=dict)
     _ready: trio.Event = field(default_factory=trio.Event)
-    _sent: int = 0
-    _ended: bool = False
+
+    def __post_init__(self) -> None:
+        popen = self.process.popen
+        assert popen.stdin is not None
+        assert popen.stdout is not None
+        self._stdin = trio.lowlevel.FdStream(os.dup(popen.stdin.fileno()))
+        self._stdout = trio.lowlevel.FdStream(os.dup(popen.stdout.fileno()))
 
     async def ask(self, do: str, timeout_s: float = COMMAND_TIMEOUT_S, **arguments: object) -> dict[str, Any]:
         """Give a command and wait for its answer; CommandFailed with the peer's own words."""
-        assert self.process.stdin is not None
-        self._sent += 1
-        number, event = self._sent, trio.Event()
+        self.process.asked += 1
+        number, event = self.process.asked, trio.Event()
         self._waiting[number] = event
         line = json.dumps({"id": number, "do": do, **arguments}) + "\n"
         with trio.fail_after(timeout_s):
-            await self.process.stdin.send_all(line.encode())
+            await self._stdin.send_all(line.encode())
             await event.wait()
         answer = self._answers.pop(number, {"error": "the process ended"})
         if "error" in answer:
@@ -97,69 +141,58 @@ class ForeignPeer:
         return answer
 
     async def read_answers(self) -> None:
-        assert self.process.stdout is not None
+        if self.process.ready is not None:
+            self._take(self.process.ready)
         buffer = b""
-        async for data in self.process.stdout:
+        async for data in self._stdout:
             *lines, buffer = (buffer + data).split(b"\n")
             for line in lines:
                 self._take(json.loads(line))
-        self._ended = True
         for event in (self._ready, *self._waiting.values()):
             event.set()
 
     def _take(self, answer: dict[str, Any]) -> None:
         if "ready" in answer:
+            self.process.ready = answer
             self.id = answer["ready"]
             self.addr = next(addr for addr in answer["addrs"] if addr.startswith("/ip4/127.0.0.1/"))
             self._ready.set()
-        else:
+        elif answer["id"] in self._waiting:  # else an earlier test did not wait for it
             self._answers[answer["id"]] = answer
             self._waiting.pop(answer["id"]).set()
 
     async def wait_ready(self) -> None:
+        """Until it listens, and has forgotten whom an earlier test connected it to."""
         with trio.fail_after(START_TIMEOUT_S):
             await self._ready.wait()
-        if self._ended:
-            pytest.fail(f"the {self.name} peer ended at once")
+            if not self.id:
+                pytest.fail(f"the {self.name} peer ended at once: see {setup.FOREIGN / self.name}.log")
+            while (await self.ask("peers"))["peers"]:  # noqa: ASYNC110 (it sends no events)
+                await trio.sleep(0.01)
 
-
-def _kill(process: trio.Process) -> None:
-    """Kill the whole session, so that the daemon behind the go peer's driver goes with it."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
+    async def let_go(self) -> None:
+        await self._stdin.aclose()
+        await self._stdout.aclose()
 
 
 @contextlib.asynccontextmanager
-async def foreign_peer(name: str) -> AsyncIterator[ForeignPeer]:
-    """A running foreign peer; nothing of it is left afterwards."""
+async def foreign_peer(name: str, *, own: bool = False) -> AsyncIterator[ForeignPeer]:
+    """A running foreign peer: one that tests share, or the test's `own`, of which nothing is left afterwards."""
     require(name)
-    process = await trio.lowlevel.open_process(
-        command_line(name),
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=_log_file(name),
-        start_new_session=True,
-    )
+    process = None if own else _shared.get(name)
+    if process is None or process.popen.poll() is not None:
+        process = Process(name)
+        if not own:
+            _shared[name] = process
     peer = ForeignPeer(name, process)
-    async with trio.open_nursery() as nursery:
-        try:
+    try:
+        async with trio.open_nursery() as nursery:
             nursery.start_soon(peer.read_answers)
             await peer.wait_ready()
             yield peer
-        finally:
-            with trio.CancelScope(shield=True):
-                assert process.stdin is not None
-                assert process.stdout is not None
-                await process.stdin.aclose()
-                with trio.move_on_after(5):
-                    await process.wait()
-                _kill(process)
-                await process.wait()
             nursery.cancel_scope.cancel()
-            await process.stdout.aclose()
-
-
-def _log_file(name: str) -> int:
-    """Where a peer's own complaints go: to read after a failure."""
-    path = setup.FOREIGN / f"{name}.log"
-    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    finally:
+        with trio.CancelScope(shield=True):
+            await peer.let_go()
+            if own:
+                await trio.to_thread.run_sync(process.end)
