@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import subprocess
 import time
 from dataclasses import dataclass, field
@@ -40,6 +41,12 @@ class Child:
     @property
     def running(self) -> bool:
         return self.process.poll() is None
+
+    @property
+    def ending(self) -> str:
+        """How it ended, in words."""
+        code = self.process.returncode
+        return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
 
     def tail(self) -> str:
         """The last lines that the process wrote."""

@@ -122,7 +122,7 @@ class Story:
     def _check(self) -> None:
         failed = self._children.failed()
         if failed is not None:
-            raise PeerdError(f"{failed.name} ended with exit code {failed.process.returncode}:\n{failed.tail()}")
+            raise PeerdError(f"{failed.name} {failed.ending}:\n{failed.tail()}")
 
     def _stalled(self) -> str:
         waits = []

@@ -61,6 +61,10 @@ def test_ctrl_c_on_any_process_ends_it_well_and_others_notice_at_once(tmp_path: 
             assert "Traceback" not in process.said
 
 
+def served_by(peers: list[Process]) -> list[int]:
+    return sorted(int(peer.role().get("stage", -1)) for peer in peers)
+
+
 def assert_ends_well(process: Process, number: int) -> None:
     code, seconds = process.end(number)
     assert code == 0, process.said
@@ -78,8 +82,7 @@ def announced(process: Process) -> set[str]:
 def test_training_goes_on_when_a_stage_peer_is_killed(tmp_path: Path) -> None:
     with processes(tmp_path) as started:
         _, peers, trainer = swarm(started, run_file(tmp_path), stages=4)
-        served = lambda: sorted(peer.role().get("stage", -1) for peer in peers)
-        soon(lambda: served() == [0, 0, 1, 1], "stages are not filled", 90)
+        soon(lambda: served_by(peers) == [0, 0, 1, 1], "stages are not filled", 90)
         reaches(trainer, 3)
         victim = next(peer for peer in peers if peer.role()["stage"] == 1)
         victim.popen.kill()
