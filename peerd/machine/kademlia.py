@@ -54,8 +54,8 @@ class Kademlia:
 
     def settled(self, now: float) -> None:
         """The table was filled by other means: no need to join or to look around at once."""
-        self._refreshed = True
-        self._join_at = now + self.node.config.neighbours_s * self._rng.random()
+        self.node.joined = self._refreshed = True
+        self._join_at = now + self.node.config.refresh_s * self._rng.random()
 
     def handle(self, now: float, event: q.Input) -> list[q.Output]:
         """Take in what happened; returns what to do about it, in order."""
@@ -207,7 +207,8 @@ class Kademlia:
         for contact in neighbours.probes(now):
             self._ping(now, contact)
         if now >= self._join_at:
-            self._join_at = now + config.neighbours_s
+            small = len(neighbours.table) < config.k  # a small swarm should soon be whole; in a large one that can wait
+            self._join_at = now + (config.neighbours_s if small else config.refresh_s)
             self._work.join(now)
         if len(neighbours.table) >= config.k:  # otherwise our own neighbourhood is all there is
             due = neighbours.table.refresh_due(now, config.refresh_s if self._refreshed else 0.0)

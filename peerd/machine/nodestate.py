@@ -22,7 +22,7 @@ class KademliaConfig:
     copies: int = 8  # peers that hold a record; with 20 % of them gone, all are lost once in 400,000 times
     enough: int = 3  # of these, how many answers make a find
     parallel: int = 4  # peers waited for at once while coming nearer
-    slow_s: float = 1.0  # a peer that takes longer no longer holds up a search
+    slow_s: float = 0.6  # a peer that takes longer no longer holds up a search
     silent_s: float = 5.0  # a peer that takes longer has failed
     repeat_s: float = 300.0  # own records are offered again, for their holders may have left
     refresh_s: float = 900.0  # a part of the key space in which nobody searched is searched
@@ -30,7 +30,7 @@ class KademliaConfig:
     stale_s: float = 600.0  # a peer not heard from is pinged
     near_s: float = 60.0  # a publisher relies on its last search for a key
     greet_again_s: float = 600.0  # addresses and clocks are told anew
-    upkeep_s: float = 2.5
+    upkeep_s: float = 5.0
     store: StoreLimits = field(default_factory=StoreLimits)
 
 

@@ -41,9 +41,9 @@ class Responder:
                 break
             room -= size
             records.append(held)
-            for contact in self._neighbours.closest(now, place(key), per_key + 1):
-                if contact.peer.raw != asker.raw:
-                    contacts[contact.peer.raw] = contact
+            near = self._neighbours.closest(now, place(key), per_key + 1)
+            others = [contact for contact in near if contact.peer.raw != asker.raw]
+            contacts |= {contact.peer.raw: contact for contact in others[:per_key]}
         return Found(tuple(records), tuple(contacts.values())[:DHT_CONTACTS_PER_REPLY], hello)
 
     def store(self, now: float, wall: float, sender: PeerId, request: Store, hello: Hello | None) -> Stored:

@@ -43,6 +43,7 @@ class Contact:
 @dataclass(slots=True)
 class _Seat:
     contact: Contact
+    network: bytes | None
     bucket: int
     since: float  # when it got its seat
     seen: float  # when it last answered or called us
@@ -113,7 +114,9 @@ class Table:
         if raw == self._own.raw:
             return False, None
         if raw in self._seats:
-            self._seats[raw].contact = contact
+            seat = self._seats[raw]
+            if seat.contact is not contact:
+                seat.contact, seat.network = contact, network_of(contact.addrs)
             self.seen(now, contact.peer)
             return False, None
         index = self._index(contact.place)
@@ -127,14 +130,8 @@ class Table:
                 bucket.reserve.popitem(last=False)
             return False, next(iter(bucket.seats.values())).contact
         bucket.reserve.pop(raw, None)
-        bucket.seats[raw] = self._seats[raw] = _Seat(contact, index, now, now)
+        bucket.seats[raw] = self._seats[raw] = _Seat(contact, network_of(contact.addrs), index, now, now)
         return True, None
-
-    def offer_seat(self, now: float, contact: Contact) -> None:
-        """Seat the peer if its bucket has room. For tables restored or made up, not for newcomers."""
-        bucket = self._buckets.get(self._index(contact.place))
-        if contact.peer.raw not in self._seats and (bucket is None or len(bucket.seats) < self._k):
-            self.add(now, contact)
 
     def seen(self, now: float, peer: PeerId) -> None:
         """A seated peer gave a sign of life."""
@@ -237,7 +234,7 @@ class Table:
 
     def _make_room(self, bucket: _Bucket, newcomer: Contact) -> bool:
         """Unseat the newest peer of a network that crowds the full `bucket`, for a peer of a rarer network."""
-        networks = Counter(network_of(seat.contact.addrs) for seat in bucket.seats.values())
+        networks = Counter(seat.network for seat in bucket.seats.values())
         del networks[None]
         if not networks:
             return False
@@ -245,7 +242,7 @@ class Table:
         share = max(1, self._k // _NETWORK_SHARE)
         if size <= share or networks[network_of(newcomer.addrs)] >= share:
             return False
-        crowded = [seat for seat in bucket.seats.values() if network_of(seat.contact.addrs) == crowd]
+        crowded = [seat for seat in bucket.seats.values() if seat.network == crowd]
         newest = max(crowded, key=lambda seat: seat.since).contact.peer.raw
         del bucket.seats[newest], self._seats[newest]
         return True

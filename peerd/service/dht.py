@@ -43,6 +43,7 @@ __all__ = ["Dht", "DhtConfig", "Record"]
 
 _log = logging.getLogger("peerd.dht")
 _VERIFIED_PER_TURN = 4  # signatures, about 0.1 ms each
+_CLOCK_STEP_S = 0.1  # a smaller correction is not worth a clock that jumps
 _PROTOCOL = "dht/1"
 _SLACK_BYTES = 32 << 10  # of a message beyond the records in it
 
@@ -80,6 +81,7 @@ class Dht:
     def __init__(self, host: Host, rpc: Rpc, clock: Clock, keypair: Keypair, config: DhtConfig | None = None) -> None:
         self._host, self._rpc, self._clock = host, rpc, clock
         self._config = config or DhtConfig()
+        self._adjustable = clock if isinstance(clock, AdjustableClock) else None
         self._verifier = Verifier(verify)
         self._kad = Kademlia(keypair, self._verifier, clock.rng("dht"), self._config.node)
         self._skew = ClockSkew()
@@ -287,7 +289,8 @@ class Dht:
     async def _call(self, contact: Contact, request: q.Request) -> q.Reply:
         peer = contact.peer
         # The connection first, so that the round trip below is one and the clocks can be compared.
-        await self._host.connect(peer, wire.addrs_from_wire(contact.addrs))
+        if self._host.links.best(peer) is None:
+            await self._host.connect(peer, wire.addrs_from_wire(contact.addrs))
         sent = self._raw_wall()
         method, body, kind = wire.request_to_wire(request, sent)
         answer = await self._rpc.call(peer, method, body, kind, timeout_s=self._config.node.silent_s)
@@ -315,15 +318,15 @@ class Dht:
 
     def _raw_wall(self) -> float:
         """What our clock shows without the correction by peers: that is what peers compare."""
-        offset_s = self._clock.offset_s if isinstance(self._clock, AdjustableClock) else 0.0
-        return self._clock.wall() - offset_s
+        return self._clock.wall() - (self._adjustable.offset_s if self._adjustable is not None else 0.0)
 
     def _sample_clock(self, peer: PeerId, sent: float, hello: wire.HelloMessage) -> None:
         if not math.isfinite(hello.wall):
             return  # the translation refuses the message
         self._skew.sample(peer, sent, self._raw_wall(), hello.wall)
-        if isinstance(self._clock, AdjustableClock):
-            self._clock.offset_s = self._skew.correction_s()
+        correction_s = self._skew.correction_s()
+        if self._adjustable is not None and abs(correction_s - self._adjustable.offset_s) > _CLOCK_STEP_S:
+            self._adjustable.offset_s = correction_s
 
     # --- answering ---------------------------------------------------------------------------------------------
 

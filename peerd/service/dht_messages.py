@@ -8,6 +8,7 @@ dropped, not refused: a later version may know kinds that we do not.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable
 from typing import Annotated
@@ -195,9 +196,14 @@ def _hello(message: HelloMessage | None) -> q.Hello | None:
 
 def _contacts(messages: Iterable[ContactMessage]) -> tuple[Contact, ...]:
     try:
-        return tuple(Contact(PeerId(message.peer), tuple(message.addrs)) for message in messages)
+        return tuple(_contact(message.peer, tuple(message.addrs)) for message in messages)
     except ValueError as error:
         raise ProtocolViolation(str(error)) from None
+
+
+@functools.lru_cache(maxsize=4096)  # answers name the same peers over and over; making one costs two hashes
+def _contact(peer: bytes, addrs: tuple[bytes, ...]) -> Contact:
+    return Contact(PeerId(peer), addrs)
 
 
 def _verdict(number: int) -> Verdict:

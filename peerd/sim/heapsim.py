@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import heapq
 import random
+from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -20,7 +21,7 @@ from peerd.core.record import Verifier
 from peerd.machine import queries as q
 from peerd.machine.kademlia import Kademlia
 from peerd.machine.nodestate import KademliaConfig
-from peerd.machine.table import Contact
+from peerd.machine.table import KEY_BITS, Contact
 
 EPOCH_S = 1_800_000_000.0  # Unix time at virtual time 0
 
@@ -72,6 +73,10 @@ class SimNode:
         return self.kad.node.contact
 
 
+def _place(contact: Contact) -> int:
+    return contact.place
+
+
 @dataclass(frozen=True, slots=True)
 class Outcome:
     """How an operation ended, and what it cost."""
@@ -110,7 +115,8 @@ class HeapSim:
         signer = StandInSigner(rng.randbytes(32))
         kad = Kademlia(signer, Verifier(stand_in_verify), rng, self.config.node)
         if rng.random() >= self.config.clients:
-            kad.addrs = (b"\x04" + number.to_bytes(4, "big") + b"\x06\x0f\xa1",)
+            host = bytes([rng.randrange(11, 100), *rng.randbytes(3)])  # public addresses of many networks
+            kad.addrs = (b"\x04" + host + b"\x06\x0f\xa1",)
         kad.node.clock_ahead_s = EPOCH_S + self.config.skew_s * rng.uniform(-1, 1)
         node = SimNode(kad, number)
         self.nodes.append(node)
@@ -130,11 +136,20 @@ class HeapSim:
     def settle(self, count: int) -> None:
         """`count` nodes that have lived together for long: each knows a random k of every bucket that it can fill."""
         nodes = [self.add() for _ in range(count)]
-        contacts = [node.contact for node in nodes if node.contact.addrs]
+        contacts = sorted((node.contact for node in nodes if node.contact.addrs), key=_place)
         for node in nodes:
-            table = node.kad.node.neighbours.table
-            for contact in self._rng.sample(contacts, len(contacts)):
-                table.offer_seat(self.now, contact)
+            own, left, right = node.contact.place, 0, len(contacts)  # contacts[left:right] share a prefix with us
+            for bit in reversed(range(KEY_BITS)):
+                if right - left <= 1:
+                    break
+                middle = bisect_left(contacts, own >> bit << bit | 1 << bit, left, right, key=_place)
+                ours, others = (
+                    ((middle, right), (left, middle)) if own >> bit & 1 else ((left, middle), (middle, right))
+                )
+                bucket = contacts[slice(*others)]
+                for contact in self._rng.sample(bucket, min(len(bucket), self.config.node.k)):
+                    node.kad.node.neighbours.table.add(self.now, contact)
+                left, right = ours
             node.kad.settled(self.now)
 
     def kill(self, node: SimNode) -> None:

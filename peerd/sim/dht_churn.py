@@ -1,0 +1,119 @@
+"""A DHT under churn, measured on the heap simulator: do look-ups still find what was stored, in how many messages?
+
+A settled swarm stores values; then, over a while, a share of its nodes dies without a word and newcomers take their
+place, while look-ups go on. The numbers are those of the machines that the daemon runs.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from peerd.core.errors import LocalError
+from peerd.core.ids import Key
+from peerd.machine import queries as q
+from peerd.sim.heapsim import HeapSim, HeapSimConfig, SimNode
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChurnPlan:
+    """What happens. Times in virtual seconds."""
+
+    nodes: int = 1000
+    replaced: float = 0.2  # of the nodes, over the whole time
+    values: int = 200
+    lookups: int = 1000
+    seconds: float = 120.0
+    ttl_s: float = 3000.0
+
+
+@dataclass(frozen=True, slots=True)
+class ChurnReport:
+    """What came of it. Look-ups of nodes that died meanwhile do not count."""
+
+    seed: int
+    lookups: int
+    succeeded: int
+    messages_per_lookup: float
+    lookup_ms_median: float
+    lookup_ms_95: float
+    copies: float  # holders per value right after it was stored
+    messages: int  # all, upkeep included
+    events: int
+    trace: str
+
+    @property
+    def success(self) -> float:
+        return self.succeeded / self.lookups
+
+    def __str__(self) -> str:
+        return (
+            f"{self.succeeded} of {self.lookups} look-ups found their value ({self.success:.2%}), "
+            f"{self.messages_per_lookup:.1f} messages each, {self.lookup_ms_median:.0f} ms "
+            f"(95 %: {self.lookup_ms_95:.0f} ms); {self.messages} messages in all; seed {self.seed}, trace {self.trace}"
+        )
+
+
+def measure_churn(seed: int, plan: ChurnPlan | None = None, config: HeapSimConfig | None = None) -> ChurnReport:
+    """Run the plan; the same seed gives the same report."""
+    plan = plan or ChurnPlan()
+    sim, rng = HeapSim(seed, config), random.Random(f"{seed}/churn")
+    sim.settle(plan.nodes)
+    sim.run(1.0)
+    keys = [Key.of(f"value {number}") for number in range(plan.values)]
+    copies = [_store(sim, rng.choice(sim.living()), key, plan.ttl_s) for key in keys]
+    lookups: list[tuple[SimNode, Key, int]] = []
+
+    def replace() -> None:
+        victim = rng.choice(sim.living())
+        sim.kill(victim)
+        sim.add(rng.choice(sim.living()))
+
+    def look_up() -> None:
+        joined = [node for node in sim.living() if node.kad.node.joined]  # the service lets others wait until then
+        node, key = rng.choice(joined), rng.choice(keys)
+        lookups.append((node, key, sim.start(node, lambda op: q.Get(op, (key,)))))
+
+    begin = sim.now
+    for at, action in _schedule(plan, replace, look_up):
+        sim.run(begin + at)
+        action()
+    counted = [(key, sim.finish(op)) for node, key, op in lookups if node.alive]
+    found = [
+        isinstance(o.done, q.GetDone) and [r.value for r in o.done.records[key]] == [key.raw] for key, o in counted
+    ]
+    millis = sorted(outcome.seconds * 1000 for _, outcome in counted)
+    counts = [node.kad.node.counts for node in sim.nodes]
+    return ChurnReport(
+        seed,
+        len(counted),
+        sum(found),
+        sum(count.searched_peers for count in counts) / max(1, sum(count.searches for count in counts)),
+        statistics.median(millis),
+        millis[int(0.95 * (len(millis) - 1))],
+        statistics.mean(copies),
+        sim.messages,
+        sim.events,
+        sim.trace_hash(),
+    )
+
+
+def _store(sim: HeapSim, node: SimNode, key: Key, ttl_s: float) -> int:
+    """The value under a key is the key; returns how many hold it."""
+    outcome = sim.finish(sim.start(node, lambda op: q.Put(op, key, b"", key.raw, ttl_s)))
+    if not isinstance(outcome.done, q.PutDone):
+        raise LocalError(f"a Put ended as {outcome.done}")
+    return outcome.done.peers
+
+
+def _schedule(
+    plan: ChurnPlan, replace: Callable[[], None], look_up: Callable[[], None]
+) -> Iterator[tuple[float, Callable[[], None]]]:
+    """Both evenly over the time, in the order of their instants."""
+    deaths = round(plan.replaced * plan.nodes)
+    events = [(plan.seconds * (i + 0.5) / deaths, 0, replace) for i in range(deaths)]
+    events += [(plan.seconds * (i + 0.5) / plan.lookups, 1, look_up) for i in range(plan.lookups)]
+    for at, _, action in sorted(events, key=lambda event: event[:2]):
+        yield at, action

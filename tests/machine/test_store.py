@@ -1,0 +1,194 @@
+"""The store takes what is genuine, timely and within quota; nothing that a stranger offers moves anything else."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from peerd.core.ids import Key, PeerId
+from peerd.core.limits import CLOCK_TOLERANCE_S, RECORD_TTL_S
+from peerd.core.record import Record, Verifier
+from peerd.machine.store import Store, StoreLimits, Verdict
+from peerd.machine.table import place
+from peerd.sim.heapsim import StandInSigner, stand_in_verify
+
+OWN = PeerId.from_public_key(b"o" * 32)
+WALL = 1_800_000_000.0
+ALICE, BOB = StandInSigner(b"a" * 32), StandInSigner(b"b" * 32)
+KEY = Key.of("key")
+
+
+def record(
+    signer: StandInSigner = ALICE,
+    key: Key = KEY,
+    suffix: bytes = b"",
+    value: bytes = b"v",
+    version: int = 1,
+    lives_s: float = 60.0,
+    tombstone: bool = False,
+) -> Record:
+    expires_ms = round((WALL + lives_s) * 1000)
+    return Record(key, signer.peer_id, suffix, value, version, expires_ms, tombstone).signed(signer)
+
+
+def store(**limits: int) -> Store:
+    return Store(OWN, Verifier(stand_in_verify), StoreLimits(**limits))
+
+
+def test_a_genuine_record_is_stored_and_given_back_until_it_expires() -> None:
+    kept = store()
+    assert kept.offer(WALL, record()) == (Verdict.STORED, 1)
+    assert kept.offer(WALL, record()) == (Verdict.STORED, 1)  # again: nothing changes
+    assert kept.get(WALL + 59, KEY) == [record()]
+    assert kept.get(WALL + 60, KEY) == []
+    assert len(kept) == 1
+    assert kept.purge(WALL + 60 + CLOCK_TOLERANCE_S) == 1
+    assert len(kept) == kept.held_bytes == 0
+
+
+def test_records_of_one_key_come_sorted_by_sub_key() -> None:
+    kept = store()
+    for one in (record(BOB), record(ALICE, suffix=b"z"), record(ALICE, suffix=b"a")):
+        assert kept.offer(WALL, one)[0] is Verdict.STORED
+    assert [r.sub_key for r in kept.get(WALL, KEY)] == sorted(r.sub_key for r in kept.get(WALL, KEY))
+    assert len(kept.get(WALL, KEY)) == 3
+
+
+@pytest.mark.parametrize(
+    "forged",
+    [
+        replace(record(), value=b"other"),
+        replace(record(), publisher=BOB.peer_id),
+        replace(record(), key=Key.of("another")),
+        replace(record(), version=9),
+        replace(record(), expires_ms=round((WALL + 3000) * 1000)),
+        replace(record(), signature=bytes(64)),
+        replace(record(), signature=b""),
+    ],
+)
+def test_a_forged_record_is_refused_and_changes_nothing(forged: Record) -> None:
+    kept = store()
+    kept.offer(WALL, record(BOB))
+    assert kept.offer(WALL, forged)[0] is Verdict.FORGED
+    assert kept.get(WALL, KEY) == [record(BOB)]
+    assert len(kept) == 1
+    kept.check()
+
+
+def test_nobody_can_overwrite_anothers_sub_key() -> None:
+    """Bob's record may carry any suffix and version: it lives beside Alice's, never in its place."""
+    kept = store()
+    kept.offer(WALL, record(ALICE))
+    kept.offer(WALL, record(BOB, version=99, suffix=ALICE.peer_id.raw))
+    assert record(ALICE) in kept.get(WALL, KEY)
+
+
+def test_a_replayed_older_version_is_stale_and_says_what_is_held() -> None:
+    kept = store()
+    kept.offer(WALL, record(version=5))
+    assert kept.offer(WALL, record(version=4)) == (Verdict.STALE, 5)
+    assert kept.offer(WALL, record(version=6)) == (Verdict.STORED, 6)
+
+
+def test_a_tombstone_keeps_what_it_withdrew_from_coming_back() -> None:
+    kept = store()
+    old, gone = record(version=1), record(version=2, value=b"", tombstone=True)
+    kept.offer(WALL, old)
+    assert kept.offer(WALL, gone)[0] is Verdict.STORED
+    assert kept.offer(WALL, old) == (Verdict.STALE, 2)
+    assert kept.get(WALL, KEY) == [gone]
+    kept.purge(WALL + 59)
+    assert kept.offer(WALL + 59, old)[0] is Verdict.STALE
+
+
+def test_expired_and_far_future_records_are_untimely() -> None:
+    kept = store()
+    assert kept.offer(WALL, record(lives_s=-CLOCK_TOLERANCE_S - 1))[0] is Verdict.UNTIMELY
+    assert kept.offer(WALL, record(lives_s=RECORD_TTL_S + CLOCK_TOLERANCE_S + 1))[0] is Verdict.UNTIMELY
+    assert kept.offer(WALL, record(lives_s=RECORD_TTL_S))[0] is Verdict.STORED
+
+
+def test_one_publisher_cannot_fill_a_key_nor_the_store() -> None:
+    kept = store(suffixes_per_key=3, records_per_publisher=5)
+    verdicts = [kept.offer(WALL, record(suffix=bytes([n])))[0] for n in range(5)]
+    assert verdicts.count(Verdict.OVER_QUOTA) == 2
+    others = [kept.offer(WALL, record(key=Key.of(f"k{n}")))[0] for n in range(5)]
+    assert others.count(Verdict.STORED) == 2
+    assert kept.offer(WALL, record(BOB))[0] is Verdict.STORED
+    kept.check()
+
+
+def test_bytes_count_as_records_do() -> None:
+    kept = store(bytes_per_publisher=2000)
+    assert kept.offer(WALL, record(value=b"v" * 1500))[0] is Verdict.STORED
+    assert kept.offer(WALL, record(suffix=b"2", value=b"v" * 1500))[0] is Verdict.OVER_QUOTA
+    assert kept.offer(WALL, record(version=2, value=b"v" * 1700))[0] is Verdict.STORED  # replaces its own
+    assert kept.offer(WALL, record(version=3, value=b"v" * 1800))[0] is Verdict.OVER_QUOTA
+    assert kept.get(WALL, KEY)[0].version == 2
+    kept.check()
+
+
+def test_a_full_store_gives_up_the_farthest_key_for_a_nearer_one_only() -> None:
+    kept = store(records=3)
+    keys = sorted((Key.of(str(n)) for n in range(6)), key=lambda key: place(key) ^ place(OWN.key))
+    for key in keys[2:5]:
+        assert kept.offer(WALL, record(key=key))[0] is Verdict.STORED
+    assert kept.offer(WALL, record(key=keys[5]))[0] is Verdict.FULL
+    assert kept.offer(WALL, record(key=keys[0]))[0] is Verdict.STORED
+    assert set(kept.keys()) == {keys[0], keys[2], keys[3]}
+    kept.check()
+
+
+def test_expired_records_make_room_before_living_ones_do() -> None:
+    kept = store(records=2)
+    kept.offer(WALL, record(key=Key.of("short"), lives_s=1.0))
+    kept.offer(WALL, record(key=Key.of("long")))
+    later = WALL + 1 + CLOCK_TOLERANCE_S
+    assert kept.offer(later, record(BOB, key=Key.of("new")))[0] is Verdict.STORED
+    assert set(kept.keys()) == {Key.of("long"), Key.of("new")}
+
+
+def test_a_publisher_that_renews_all_the_time_does_not_make_the_store_grow() -> None:
+    kept = store()
+    for version in range(1, 2000):
+        kept.offer(WALL, record(version=version, lives_s=60 + version / 1000))
+    assert len(kept) == 1
+    assert len(kept._expiries) < 200
+
+
+@given(seed=st.integers(0, 2**32 - 1))
+def test_any_flood_keeps_counts_and_quotas_and_the_winning_versions(seed: int) -> None:
+    rng = random.Random(seed)
+    kept = store(
+        records=12, bytes=6000, records_per_key=6, bytes_per_key=3000, records_per_publisher=8, suffixes_per_key=2
+    )
+    signers = [StandInSigner(bytes([n]) * 32) for n in range(4)]
+    wall = WALL
+    for _ in range(120):
+        wall += rng.choice([0.0, 0.0, 1.0, 20.0])
+        tombstone = rng.random() < 0.2
+        offered = Record(
+            Key.of(str(rng.randrange(4))),
+            rng.choice(signers).peer_id,
+            bytes([rng.randrange(3)]),
+            b"" if tombstone else b"v" * rng.randrange(400),
+            rng.randrange(5),
+            round((wall + rng.uniform(-10, 200)) * 1000),
+            tombstone,
+        )
+        signer = next(s for s in signers if s.peer_id == offered.publisher)
+        offered = offered.signed(signer) if rng.random() < 0.9 else replace(offered, signature=bytes(64))
+        before = {r.sub_key: r for r in kept.get(wall, offered.key)}
+        verdict, version = kept.offer(wall, offered)
+        after = {r.sub_key: r for r in kept.get(wall, offered.key)}
+        if verdict is Verdict.STORED:
+            assert version == offered.version
+            beaten = before.get(offered.sub_key)
+            assert beaten is None or offered == beaten or offered.beats(beaten)
+        elif verdict is not Verdict.FULL:  # on the way to FULL nothing nearer may be lost, but farther keys may
+            assert after == before
+        kept.check()
