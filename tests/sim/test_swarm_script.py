@@ -25,9 +25,10 @@ def _swarm(*options: str, hash_seed: str = "0") -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_a_run_repeats_in_another_process_whatever_its_hash_seed() -> None:
-    options = ("--churn", "0.5", "--loss", "0.01")
+    options = ("--dht", "--churn", "0.5", "--loss", "0.01")
     first = _swarm(*options, hash_seed="1")
     assert _swarm(*options, hash_seed="2") == first
     assert first["left"] == 3
+    assert first["gets_found"] == first["gets"] > 0
     assert first["pings_answered"] > 0.9 * first["pings"] > 10
     assert _swarm(*options, "--seed", "2")["trace"] != first["trace"]

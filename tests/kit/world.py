@@ -1,0 +1,22 @@
+"""Swarms under virtual time that are ready to be tested: lines as people have them, and peers that know one another."""
+
+from __future__ import annotations
+
+import random
+
+from peerd.sim.simnet import Line
+from peerd.sim.world import Node, World
+
+
+def home_line(rng: random.Random) -> Line:
+    """A connection as at home: 5 to 50 ms from the backbone, 20 up, 100 down, a lost packet in a thousand."""
+    return Line(latency_s=rng.uniform(0.005, 0.05), up_mbit_s=20, down_mbit_s=100, loss=0.001)
+
+
+async def joined(world: World, count: int) -> list[Node]:
+    """`boot` and `count - 1` nodes that join its DHT; returns when each knows half of the others."""
+    boot = await world.start("boot")
+    world.bootstrap.append(boot.full_addr)
+    nodes = [boot, *await world.start_many(count - 1)]
+    assert await world.until(lambda: all(node.dht.status()["peers"] >= count // 2 for node in nodes), within_s=60)
+    return nodes
