@@ -79,6 +79,8 @@ class Opener:
         """The plaintexts of all frames that are now complete; `data` may be reused afterwards."""
         plains: list[bytes | memoryview] = []
         view = memoryview(data)
+        if not view:
+            return plains
         at = 0 if self._part is None else self._finish_part(self._part, view, plains)
         end = len(view)
         while end - at >= 2:

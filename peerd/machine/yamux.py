@@ -14,65 +14,38 @@ Source: https://github.com/hashicorp/yamux/blob/master/spec.md, libp2p specs `ya
 
 from __future__ import annotations
 
-import struct
 from collections import deque
-from dataclasses import dataclass
 from typing import Final
 
 from peerd.core.errors import LocalError, ProtocolViolation
 from peerd.core.limits import CONTROL_BYTES_PENDING, WINDOW_BYTES_LINK
 from peerd.machine.buffers import BufferPool
 from peerd.machine.yamux_stream import INITIAL_WINDOW, WindowBudget, YamuxConfig, YamuxStream
+from peerd.machine.yamux_wire import (
+    ACK,
+    DATA,
+    FIN,
+    GO_AWAY,
+    GONE_NORMAL,
+    HEADER,
+    PING,
+    RST,
+    SYN,
+    WINDOW,
+    Changed,
+    Dead,
+    Event,
+    GoneAway,
+    Opened,
+    Pong,
+)
 
-PROTOCOL: Final = "/yamux/1.0.0"
-DATA, WINDOW, PING, GO_AWAY = 0, 1, 2, 3
-SYN, ACK, FIN, RST = 1, 2, 4, 8
-GONE_NORMAL, GONE_PROTOCOL, GONE_INTERNAL = 0, 1, 2
-HEADER: Final = struct.Struct(">BBHII")  # version, type, flags, stream id, length
 _HEADER_BYTES: Final = HEADER.size
 _PLAIN_DATA: Final = (0, DATA, 0)
 _CRUMB_BYTES: Final = 512  # no data frame smaller than this is cut from a large piece to fill up a batch
 _TUNE_RTT_FLOOR_S: Final = 0.002  # below it scheduling, not the path, limits the rate
 _WINDOW_WALL: Final = (1 << 32) - 1
 _LAST_ID: Final = (1 << 32) - 1
-
-
-@dataclass(frozen=True, slots=True)
-class Opened:
-    """The peer opened this stream."""
-
-    stream: YamuxStream
-
-
-@dataclass(frozen=True, slots=True)
-class Changed:
-    """This stream got bytes, its end, or a reset."""
-
-    stream: YamuxStream
-
-
-@dataclass(frozen=True, slots=True)
-class Pong:
-    """A round trip was measured."""
-
-    rtt_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class GoneAway:
-    """The peer takes no more streams and is about to leave; `code` 0 is normal, 1 our violation, 2 its bug."""
-
-    code: int
-
-
-@dataclass(frozen=True, slots=True)
-class Dead:
-    """Nothing was heard for `silent_s`."""
-
-    silent_s: float
-
-
-Event = Opened | Changed | Pong | GoneAway | Dead
 
 
 class Yamux:

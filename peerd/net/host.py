@@ -23,12 +23,12 @@ from peerd.core.clock import Clock
 from peerd.core.errors import ConfigError, LocalError, ProtocolViolation, RemoteError, Unreachable
 from peerd.core.ids import PeerId
 from peerd.core.keys import Keypair
-from peerd.core.protobuf.messages import Identify
 from peerd.machine.noise import Secrets
 from peerd.machine.yamux_stream import WindowBudget
 from peerd.net import identify
 from peerd.net.dialer import AddressBook, Dialer
 from peerd.net.identify import PeerInfo
+from peerd.net.introductions import Introductions
 from peerd.net.link import Buffers, Link, LinkConfig, Stream
 from peerd.net.links import HostTraffic, LinkLimits, Links, PeerDown, PeerEvent, PeerUp
 from peerd.net.transport import Listener, RawLink, Transport
@@ -68,16 +68,15 @@ class Host:
         self._handlers: dict[str, Handler] = {}
         self._book = AddressBook()
         self._dialer = Dialer(self._book, self._dial)
-        self._infos: dict[PeerId, PeerInfo] = {}
+        self._introductions = Introductions(self)
         self._listeners: list[Listener] = []
         self._buffers = Buffers()
         self._budget = WindowBudget(limits.WINDOW_BYTES_HOST)
         self._half_open: dict[RawLink, tuple[str, trio.CancelScope]] = {}  # oldest first
         self._nursery: trio.Nursery | None = None  # handlers, dials, hand-shakes
         self._link_nursery: trio.Nursery | None = None  # outlives the other, for the goodbye
-        self._changed = trio.Event()  # what we say of ourselves is not what we said
-        self.handle(identify.IDENTIFY, self._serve_identify)
-        self.handle(identify.IDENTIFY_PUSH, self._serve_push)
+        self.handle(identify.IDENTIFY, self._introductions.serve)
+        self.handle(identify.IDENTIFY_PUSH, self._introductions.serve_push)
         self.handle(identify.PING, identify.answer_pings)
 
     # --- what others use -----------------------------------------------------------------------------------
@@ -95,7 +94,7 @@ class Host:
                 try:
                     for listener in self._listeners:
                         nursery.start_soon(self._accept_loop, listener)
-                    nursery.start_soon(self._push_loop)
+                    nursery.start_soon(self._introductions.run)
                     task_status.started()
                     await trio.sleep_forever()
                 finally:
@@ -114,17 +113,21 @@ class Host:
         ordered = sorted(dict.fromkeys(found), key=lambda addr: reach(addr) == 0)
         return [with_peer(addr, self.id) for addr in ordered]
 
+    def protocols(self) -> list[str]:
+        """What this host serves, sorted."""
+        return sorted(self._handlers)
+
     def handle(self, protocol: str, handler: Handler) -> None:
         """Serve `protocol`: `handler` runs in its own task per incoming stream, which is closed when it returns."""
         if not 0 < len(protocol.encode()) <= limits.PROTOCOL_BYTES:
             raise LocalError(f"a protocol name has 1 to {limits.PROTOCOL_BYTES} bytes")
         self._handlers[protocol] = handler
-        self._changed.set()
+        self._introductions.changed()
 
     def unhandle(self, protocol: str) -> None:
         """Stop serving `protocol`; running handlers go on."""
         self._handlers.pop(protocol, None)
-        self._changed.set()
+        self._introductions.changed()
 
     def learn(self, peer: PeerId, addrs: Iterable[Multiaddr]) -> None:
         """Add to the address book."""
@@ -177,7 +180,7 @@ class Host:
 
     def info(self, peer: PeerId) -> PeerInfo | None:
         """What a connected peer said about itself, once it did."""
-        return self._infos.get(peer)
+        return self._introductions.infos.get(peer)
 
     def watch(self) -> AbstractContextManager[trio.MemoryReceiveChannel[PeerEvent]]:
         """PeerUp and PeerDown from now on, at once and in order; bounded (see Links.watch)."""
@@ -201,7 +204,7 @@ class Host:
     def link_leaving(self, link: Link, reason: str) -> None:
         self.links.leaving(link, reason)
         if self.links.best(link.peer) is None:
-            self._infos.pop(link.peer, None)
+            self._introductions.forget(link.peer)
 
     async def supervise(self, work: Callable[[], Awaitable[None]], about: Callable[[], str]) -> bool:
         """Run `work` for a peer: what it raises is logged, with `about()`, and goes no further. True: it returned."""
@@ -249,7 +252,7 @@ class Host:
         self.links.add(link)
         self._link_nursery.start_soon(self._run_link, link)
         self._dialer.connected(peer)
-        self._nursery.start_soon(self._ask_identify, link)
+        self._nursery.start_soon(self._introductions.ask, link)
         return link
 
     async def _run_link(self, link: Link) -> None:
@@ -353,67 +356,6 @@ class Host:
                 if not adopted:
                     await _close(raw)
         raise Unreachable(f"no answer within {self.config.dial_s:g} s", peer)
-
-    # --- identify ------------------------------------------------------------------------------------------
-
-    def _self_description(self, link: Link) -> Identify:
-        """What we tell this peer; loopback addresses are nobody else's business."""
-        local = reach(link.remote) == 0
-        addrs = [addr for addr in (split_peer(a)[0] for a in self.addrs()) if local or reach(addr) > 0]
-        return Identify(
-            peer=self.id,
-            listen_addrs=tuple(addr.to_bytes() for addr in addrs),
-            protocols=tuple(sorted(self._handlers)),
-            observed_addr=link.remote.to_bytes(),
-            protocol_version=identify.PROTOCOL_VERSION,
-            agent_version=self.config.agent,
-        )
-
-    async def _serve_identify(self, stream: Stream) -> None:
-        await identify.send_identify(stream, self._self_description(stream.link))
-
-    async def _serve_push(self, stream: Stream) -> None:
-        with trio.move_on_after(self.config.identify_s):
-            self._believe(stream.peer, await identify.receive_identify(stream))
-
-    def _believe(self, peer: PeerId, info: PeerInfo) -> None:
-        if self.links.best(peer) is not None:
-            self._infos[peer] = info
-            self.learn(peer, info.addrs)
-
-    async def _ask_identify(self, link: Link) -> None:
-        """Right after connecting, both sides ask."""
-        with trio.move_on_after(self.config.identify_s):
-            try:
-                stream = await link.open(identify.IDENTIFY)
-                try:
-                    self._believe(link.peer, await identify.receive_identify(stream))
-                finally:
-                    await stream.aclose()
-            except ProtocolViolation as error:
-                _log.warning("peer %s broke identify: %s", link.peer, error)
-            except RemoteError as error:
-                _log.debug("identify of %s: %s", link.peer, error)
-
-    async def _push_loop(self) -> None:
-        """Tell connected peers when our protocols have changed; changes of one moment travel together."""
-        while True:
-            await self._changed.wait()
-            await trio.sleep(0.05)
-            self._changed = trio.Event()
-            async with trio.open_nursery() as nursery:
-                for peer in self.links.peers():
-                    info, link = self._infos.get(peer), self.links.best(peer)
-                    if link is not None and info is not None and identify.IDENTIFY_PUSH in info.protocols:
-                        nursery.start_soon(self._push, link)
-
-    async def _push(self, link: Link) -> None:
-        with trio.move_on_after(self.config.identify_s):
-            try:
-                stream = await link.open(identify.IDENTIFY_PUSH)
-                await identify.send_identify(stream, self._self_description(link))
-            except RemoteError as error:
-                _log.debug("identify push to %s: %s", link.peer, error)
 
 
 async def _close(raw: RawLink) -> None:

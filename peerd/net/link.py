@@ -18,11 +18,12 @@ import trio
 
 from peerd.core.errors import ProtocolViolation, Unreachable
 from peerd.core.ids import PeerId
-from peerd.machine import yamux
 from peerd.machine.buffers import BufferPool
 from peerd.machine.multistream import HEADER, Proposal, Selector, encode_line
 from peerd.machine.noise import PLAIN_BYTES, SEALED_BYTES
+from peerd.machine.yamux import Yamux
 from peerd.machine.yamux_stream import WindowBudget, YamuxConfig, YamuxStream
+from peerd.machine.yamux_wire import GONE_NORMAL, GONE_PROTOCOL, Changed, Dead, GoneAway, Opened
 from peerd.net.stream import Stream
 from peerd.net.transport import LendingLink
 from peerd.net.upgrade import Secured
@@ -89,7 +90,7 @@ class Link:
         self.opened_at = self.idle_since = trio.current_time()
         self.bytes_in = self.bytes_out = 0
         self.reason: str | None = None  # why it ended, or is about to
-        self.mux = yamux.Yamux(
+        self.mux = Yamux(
             initiator=secured.initiator,
             now=self.opened_at,
             config=config.yamux,
@@ -248,7 +249,7 @@ class Link:
         except ProtocolViolation as error:
             self.reason = self.reason or f"protocol violation: {error}"
             _log.warning("peer %s at %s broke the protocol: %s", self.peer, self.remote, error)
-            self.mux.go_away(yamux.GONE_PROTOCOL)
+            self.mux.go_away(GONE_PROTOCOL)
             self.flush()
             await self._drain()
 
@@ -256,13 +257,13 @@ class Link:
         now = trio.current_time()
         for plain in plains:
             for event in self.mux.receive(plain, now):
-                if isinstance(event, yamux.Changed):
+                if isinstance(event, Changed):
                     stream = event.stream.owner
                     if isinstance(stream, Stream):
                         stream.changed()
-                elif isinstance(event, yamux.Opened):
+                elif isinstance(event, Opened):
                     self._greet(event.stream)
-                elif isinstance(event, yamux.GoneAway):
+                elif isinstance(event, GoneAway):
                     self._peer_leaves(event.code)
             if isinstance(plain, memoryview) and not self.mux.pinned:
                 self._buffers.received.give(plain.obj)
@@ -276,7 +277,7 @@ class Link:
         self.mux.write(mux, HEADER)
 
     def _peer_leaves(self, code: int) -> None:
-        word = {yamux.GONE_NORMAL: "the peer left", yamux.GONE_PROTOCOL: "the peer says we broke the protocol"}
+        word = {GONE_NORMAL: "the peer left", GONE_PROTOCOL: "the peer says we broke the protocol"}
         self.reason = self.reason or word.get(code, f"the peer left with code {code}")
         self._leave_at = trio.current_time() + self._config.leave_s
         self._leaving(self.reason)
@@ -341,7 +342,7 @@ class Link:
             await trio.sleep_until(min(self.mux.wake_at(), self._leave_at))
             now = trio.current_time()
             for event in self.mux.wake(now):
-                if isinstance(event, yamux.Dead):
+                if isinstance(event, Dead):
                     self.abort(f"no answer for {event.silent_s:.0f} s")
             if now >= self._leave_at:
                 self.abort("the peer left")

@@ -173,11 +173,9 @@ async def _connect(family: int, target: tuple[str, int], lent: memoryview) -> Tc
         host, port = sock.getpeername()[:2]
         return TcpLink(sock, tcp_addr(host, port), lent)
     except OSError as error:
-        sock.close()
         raise Unreachable(_words(error)) from error
-    except BaseException:
-        sock.close()
-        raise
+    finally:
+        sock.close()  # a link has taken the descriptor for itself; what is left here is empty, or failed
 
 
 async def _resolve(place: TcpPlace) -> list[tuple[int, tuple[str, int]]]:

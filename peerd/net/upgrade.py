@@ -13,8 +13,9 @@ import trio
 
 from peerd.core.errors import Unreachable
 from peerd.core.ids import PeerId
-from peerd.machine import noise, yamux
+from peerd.machine import noise
 from peerd.machine.multistream import HEADER, Proposal, Selector
+from peerd.machine.yamux_wire import PROTOCOL as YAMUX
 from peerd.net.transport import RawLink
 
 _READ_BYTES = 16 * 1024  # a hand-shake's packets are below 1 KiB
@@ -43,7 +44,7 @@ async def upgrade(raw: RawLink, secrets: noise.Secrets, *, initiator: bool, expe
 
 
 async def _handshake(raw: RawLink, secrets: noise.Secrets, initiator: bool, expected: PeerId | None) -> noise.Session:
-    handshake = noise.Handshake(secrets, initiator=initiator, muxers=(yamux.PROTOCOL,), expected=expected)
+    handshake = noise.Handshake(secrets, initiator=initiator, muxers=(YAMUX,), expected=expected)
     if initiator:
         proposal = Proposal(noise.PROTOCOL)
         await raw.send_all(proposal.hello + handshake.start())
@@ -83,14 +84,14 @@ async def _negotiate_muxer(
         return early.pop(0)
 
     if initiator:
-        proposal = Proposal(yamux.PROTOCOL)
+        proposal = Proposal(YAMUX)
         await send(proposal.hello)
         rest = None
         while rest is None:
             rest = proposal.feed(await receive())
     else:
         await send(HEADER)
-        selector = Selector(yamux.PROTOCOL.__eq__)
+        selector = Selector(YAMUX.__eq__)
         chosen, rest = None, b""
         while chosen is None:
             answer, chosen, rest = selector.feed(await receive())

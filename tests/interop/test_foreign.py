@@ -18,7 +18,7 @@ from peerd.core.addr import parse_addr, split_peer, with_peer
 from peerd.core.errors import Refused, Unreachable
 from peerd.core.ids import PeerId
 from peerd.core.keys import Keypair
-from peerd.machine import yamux
+from peerd.machine import yamux_wire as yamux
 from peerd.net import host as host_module
 from peerd.net import identify
 from peerd.net.clock import RealClock

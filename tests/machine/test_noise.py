@@ -140,6 +140,7 @@ def test_frames_of_all_sizes_survive_pieces_of_all_sizes(piece_bytes: int, pool:
     stream = b"".join(seal(sealer, plain) for plain in plains)
     got: list[bytes] = []
     for at in range(0, len(stream), piece_bytes):
+        assert opener.feed(b"") == []
         got += [bytes(plain) for plain in opener.feed(stream[at : at + piece_bytes])]
     assert got == plains
 
