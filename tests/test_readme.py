@@ -1,0 +1,71 @@
+"""What the README says is so: keys, commands, roles, protocols, make targets, and its example of a role."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from peerd import registry
+from peerd.core.runfile import RunFile
+
+ROOT = Path(__file__).resolve().parent.parent
+README = (ROOT / "README.md").read_text("utf-8")
+
+
+def keys(cls: type[msgspec.Struct], path: str = "") -> Iterator[str]:
+    for field in msgspec.structs.fields(cls):
+        if isinstance(field.type, type) and issubclass(field.type, msgspec.Struct):
+            yield from keys(field.type, f"{path}{field.name}.")
+        else:
+            yield f"{path}{field.name}"
+
+
+def documented_keys() -> set[str]:
+    """`a.b`, `c` in a row of the configuration table names a.b and a.c."""
+    table = README.partition("| key | default | meaning |")[2].partition("\n\n")[0]
+    found: set[str] = set()
+    for row in table.splitlines()[2:]:
+        names = re.findall(r"`([a-z0-9_.]+)`", row.split("|")[1])
+        section = names[0].rpartition(".")[0]
+        found |= {names[0]} | {f"{section}.{name}" if section else name for name in names[1:]}
+    return found
+
+
+def test_the_configuration_table_lists_every_key_and_no_other() -> None:
+    assert documented_keys() == set(keys(RunFile))
+
+
+def test_every_command_role_and_make_target_is_described() -> None:
+    from tests.test_house import FLAGS, entry_points
+
+    for command in filter(None, FLAGS):
+        assert f"`peerd {command}" in README
+    for name, target in entry_points().items():
+        assert f"| `{name}` | `{target}` |" in README
+    targets = re.findall(r"^([a-z0-9]+):.*##", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    for target in re.findall(r"`make ([a-z0-9]+)", README):
+        assert target in targets
+
+
+def test_every_protocol_of_ours_is_in_the_table() -> None:
+    files = [path for folder in ("peerd", "roles") for path in (ROOT / folder).rglob("*.py")]
+    sources = "".join(path.read_text("utf-8") for path in files)
+    methods = set(re.findall(r'"([a-z]+/\d+)/[a-z_]+"', sources)) | {"dht/1"}
+    assert set(re.findall(r"\| `/peerd/([a-z]+/\d+)`", README)) == methods
+
+
+def test_the_example_role_can_be_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    code = README.partition("```python\n")[2].partition("```")[0]
+    (tmp_path / "hello.py").write_text(code)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    try:
+        cls = registry.load("hello:Hello")
+        assert (cls.name, cls.needs_run) == ("hello", False)
+    finally:
+        sys.modules.pop("hello", None)
