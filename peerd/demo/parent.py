@@ -198,6 +198,7 @@ def _report(story: Story, settings: RunFile, children: Children) -> report.Repor
         started_later=story.started_later,
         microbatches=scene.microbatches,
         microbatches_redone=scene.redone,
+        microbatches_requeued=scene.requeued,
         microbatches_lost=scene.lost,
         checkpoint=str(checkpoint),
         data_dir=str(children.folder),

@@ -25,7 +25,8 @@ class Report:
     killed: int
     started_later: int
     microbatches: int
-    microbatches_redone: int
+    microbatches_redone: int  # on the one stage whose peer was lost
+    microbatches_requeued: int  # from the start
     microbatches_lost: int
     checkpoint: str
     data_dir: str
@@ -41,8 +42,8 @@ class Report:
             f"steps             {self.steps} in {self.seconds:.0f} s, {self.tokens_per_s:,.0f} tokens/s",
             f"on the wire       {self.wire_bytes_per_token or 0:,.0f} bytes per token, all processes together",
             f"peers             {self.killed} killed, {self.started_later} started later",
-            f"microbatches      {self.microbatches} counted, {self.microbatches_redone} done again, "
-            f"{self.microbatches_lost} lost",
+            f"microbatches      {self.microbatches} counted, {self.microbatches_redone} done again on one stage, "
+            f"{self.microbatches_requeued} begun anew, {self.microbatches_lost} lost",
             f"checkpoint        {self.checkpoint}",
             "what the model writes:",
             *(f"  {line}" for line in self.sample.splitlines()),

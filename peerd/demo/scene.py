@@ -37,7 +37,8 @@ class Scene:
     step_times: dict[int, float] = field(default_factory=dict)  # when each step was first seen
     step: int = 0
     microbatches: int = 0
-    redone: int = 0
+    redone: int = 0  # on the one stage whose peer was lost
+    requeued: int = 0  # from the start
     lost: int = 0
     waits_for: str = ""
     stage_peers: list[StagePeer] = field(default_factory=list)
@@ -64,6 +65,7 @@ class Scene:
         counts = told.get("microbatches") or {}
         self.microbatches = int(counts.get("counted") or self.microbatches)
         self.redone = int(counts.get("redone") or self.redone)
+        self.requeued = int(counts.get("requeued") or self.requeued)
         self.lost = int(counts.get("lost") or self.lost)
         self.waits_for = str(told.get("waits_for") or "")
 

@@ -81,7 +81,7 @@ def headline(scene: Scene) -> str:
     if scene.valid_losses:
         facts.append(f"validation {scene.valid_losses[max(scene.valid_losses)]:.3f}")
     facts.append(f"{scene.tokens_per_s(10):,.0f} tokens/s")
-    if scene.waits_for:
+    if scene.waits_for and scene.step < scene.total_steps:
         facts.append(f"waits for {scene.waits_for}")
     return ", ".join(facts)
 
@@ -93,7 +93,8 @@ def picture(scene: Scene, now_s: float, width: int) -> RenderableType:
     sent = f"{size(scene.bytes_out)} sent"
     if scene.step:
         sent += f", {scene.bytes_per_token():,.0f} bytes per token"
-    done = Text(f"microbatches {scene.microbatches}, done again {scene.redone}, lost {scene.lost}; {sent}", "dim")
+    again = scene.redone + scene.requeued
+    done = Text(f"microbatches {scene.microbatches}, done again {again}, lost {scene.lost}; {sent}", "dim")
     return Group(
         Panel(body, title="training loss, nats per byte", subtitle=headline(scene), title_align="left"),
         Columns([_stages(scene), _events(scene)], padding=(0, 4)),
