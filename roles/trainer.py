@@ -221,6 +221,7 @@ class TrainerRole:
         self._said = self._books.news()
         return TrainerSync(
             run=self._training.fingerprint,
+            term=self._answer.term if self._answer else 0,
             step=self._books.step,
             open=self._books.open(),
             done=self._said,

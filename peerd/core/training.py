@@ -95,6 +95,7 @@ class TrainerSync(Message, frozen=True):
     """A trainer's report; the answer waits until something changed for it."""
 
     run: Fingerprint
+    term: Term  # the highest it has seen
     step: StepNumber  # the step these microbatches belong to
     open: SeqList  # begun or wished for, in the trainer's order of preference
     done: Annotated[list[Done], msgspec.Meta(max_length=MAX_MICROBATCHES)]  # news since the last answer
@@ -163,6 +164,12 @@ class Moved(Message, frozen=True):
     """The answer to commit and restore: where the member stands now."""
 
     position: Position
+
+
+class Conducts(Message, frozen=True):
+    """A conductor's answer to who it is: the term it acts in."""
+
+    term: Term
 
 
 class Leave(Message, frozen=True):

@@ -203,6 +203,8 @@ class Conductor:
     def _hello(self, now: float, hello: MemberHello) -> None:
         if not 0 <= hello.stage < self._config.stages or self._banned.get(hello.peer, now) > now:
             return
+        if self.current is not None and hello.position.step > (self._target or self.current).step:
+            self._gather_anew(now, "a member is further than the conductor knew")
         known = self._members.get(hello.peer)
         if known is not None and (known.session != hello.session or known.stage != hello.stage):
             self._member_gone(now, hello.peer)
@@ -326,10 +328,15 @@ class Conductor:
         elif self._broken_since is None:
             self._broken_since = now
         elif now - self._broken_since >= self._config.broken_s and self._best_position() is not None:
-            self._out.append(Note("a stage has lost the current state: looking for an older common position"))
-            self._broken_since = None
-            self._reopen()
-            self.phase, self._quiet_since = Phase.GATHERING, now
+            self._gather_anew(now, "a stage has lost the current state: looking for an older common position")
+
+    def _gather_anew(self, now: float, why: str) -> None:
+        """Nothing is certain any more but what the members say."""
+        self._out.append(Note(why))
+        self._broken_since = None
+        self._reopen()
+        self._moving.clear()
+        self.phase, self._quiet_since = Phase.GATHERING, now
 
     def _best_position(self) -> Position | None:
         return best_position(self._config.stages, self._members.values(), self._config.first_save)

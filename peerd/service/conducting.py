@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import trio
@@ -20,6 +21,7 @@ from peerd.core.ids import PeerId
 from peerd.core.messages import Empty
 from peerd.core.training import (
     Commit,
+    Conducts,
     Leave,
     MemberAnswer,
     MemberSync,
@@ -111,6 +113,8 @@ class Conducting:
 
     def _act(self, seen_term: int) -> Conductor:
         """Take the duty on if it is ours; Refused tells whom to ask instead."""
+        if self._machine is not None and seen_term > self.term:
+            self._resign("the run has gone on under another conductor")
         if self._machine is None:
             duty = self._following.duty()
             if duty != self._following.own or self._following.joined_since is None or self._nursery is None:
@@ -148,28 +152,32 @@ class Conducting:
         self._wake_waiting()
 
     async def _look_around(self) -> None:
-        """Two conductors may begin at the same moment: the one earlier in order stays."""
+        """Two peers may conduct for a moment: the later term stays, of one term the earlier in order."""
         while True:
             await trio.sleep(_LOOK_S)
             if self._machine is None:
                 continue
             self._drop_silent()
             await self._following.refresh()
-            for peer in self._following.order():
-                if peer == self._following.own:
-                    break
-                if await self._conducts(peer):
+            own, order = self._following.own, self._following.order()
+            for peer in [p for p in order if p != own]:
+                term = await self._conducts(peer)
+                if self._machine is None or term is None:
+                    continue
+                if term > self.term or (term == self.term and order.index(peer) < order.index(own)):
                     self._following.trust(peer)
                     self._following.conductor = peer
-                    self._resign(f"{peer.short} conducts, and comes first")
-                    break
+                    self._resign(f"{peer.short} conducts, too, and has the better claim")
 
-    async def _conducts(self, peer: PeerId) -> bool:
+    async def _conducts(self, peer: PeerId) -> int | None:
+        """The term that `peer` conducts in, if it does."""
+        if peer not in self._host.connected():
+            return None  # whoever conducts is connected to all stage peers, or will be at the next look
+        body = Leave(self._config.fingerprint)
         try:
-            await self._rpc.call(peer, "swarm/1/who", Leave(self._config.fingerprint), Empty, timeout_s=3.0)
+            return (await self._rpc.call(peer, "swarm/1/who", body, Conducts, timeout_s=3.0)).body.term
         except RemoteError:
-            return False
-        return True
+            return None
 
     def _drop_silent(self) -> None:
         now = trio.current_time()
@@ -239,7 +247,7 @@ class Conducting:
             config.samples,
             config.prepare_timeout_s,
         )
-        with scope:
+        with self._listed(order.attempt, scope):
             try:
                 peer, timeout_s = PeerId.parse(order.peer), config.prepare_timeout_s
                 found = (await self._rpc.call(peer, "stage/1/prepare", body, Prepared, timeout_s=timeout_s)).body
@@ -249,6 +257,15 @@ class Conducting:
                 end = PrepareEnded(order.peer, order.attempt, False)
             if machine is self._machine:
                 self._feed(end)
+
+    @contextmanager
+    def _listed(self, attempt: bytes, scope: trio.CancelScope) -> Iterator[None]:
+        """Inside `scope`, which is forgotten afterwards."""
+        with scope:
+            yield
+        left = [s for s in self._attempts.pop(attempt, []) if s is not scope]
+        if left:
+            self._attempts[attempt] = left
 
     async def _move(self, machine: Conductor | None, order: SendMove) -> None:
         """Have one member commit or restore."""
@@ -311,7 +328,7 @@ class Conducting:
     async def _trainer(self, call: Incoming[TrainerSync]) -> Answer[TrainerAnswer]:
         body, name = call.body, call.peer.text
         self._check_run(body.run)
-        machine = self._act(0)
+        machine = self._act(body.term)
         self._heard[name] = trio.current_time()
         taken = machine.takes(body.step)
         self._feed(TrainerReport(name, body.step, tuple(body.open), tuple(body.done)))
@@ -351,9 +368,9 @@ class Conducting:
         self._gone(call.peer.text)
         return Answer(Empty())
 
-    async def _who(self, call: Incoming[Leave]) -> Answer[Empty]:
+    async def _who(self, call: Incoming[Leave]) -> Answer[Conducts]:
         """Does this peer conduct? Answers, or refuses."""
         self._check_run(call.body.run)
         if self._machine is None:
             raise Refused("this peer does not conduct")
-        return Answer(Empty())
+        return Answer(Conducts(self.term))
