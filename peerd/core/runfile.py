@@ -117,18 +117,28 @@ def fingerprint(run: RunFile) -> bytes:
 
 
 def first_difference(mine: bytes, theirs: bytes) -> str | None:
-    """Which key of two `shared_text`s differs, in words; None when they agree."""
-    return _difference(msgspec.json.decode(mine), msgspec.json.decode(theirs), "")
+    """Which key of two `shared_text`s differs, in words; None when they agree. `theirs` may be a stranger's bytes."""
+    try:
+        published = msgspec.json.decode(theirs)
+    except (ValueError, RecursionError):
+        return "what is published cannot be read"
+    return _difference(msgspec.json.decode(mine), published, "")
 
 
 def _difference(mine: object, theirs: object, path: str) -> str | None:
     if isinstance(mine, dict) and isinstance(theirs, dict):
         for key in sorted(mine.keys() | theirs.keys()):
-            found = _difference(mine.get(key), theirs.get(key), f"{path}.{key}" if path else key)
+            name = key if key.isprintable() else ascii(key)
+            found = _difference(mine.get(key), theirs.get(key), f"{path}.{name}" if path else name)
             if found:
                 return found
         return None
-    return None if mine == theirs else f"{path} is {mine!r} here and {theirs!r} there"
+    return None if mine == theirs else f"{path[:200]} is {_shown(mine)} here and {_shown(theirs)} there"
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 200 else f"{text[:200]}..."
 
 
 def check(run: RunFile) -> list[tuple[str, str]]:
