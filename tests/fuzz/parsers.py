@@ -13,18 +13,35 @@ from functools import cache
 
 from peerd.core import frame, varint
 from peerd.core.addr import decode_addr, parse_addr
-from peerd.core.errors import Refused
+from peerd.core.errors import ConfigError, Refused
 from peerd.core.frame import TensorFrame
 from peerd.core.ids import Key, PeerId
 from peerd.core.keys import Keypair, verify
 from peerd.core.messages import decode, encode
 from peerd.core.protobuf.messages import Identify, NoisePayload, decode_public_key, encode_public_key
 from peerd.core.record import Record
+from peerd.core.runfile import first_difference
+from peerd.machine import queries as q
 from peerd.machine import rpc, yamux
+from peerd.machine.buffers import BufferPool
 from peerd.machine.multistream import HEADER, NOT_AVAILABLE, Proposal, Selector, encode_line
-from peerd.machine.noise import Handshake, Opener, Sealer, Secrets
+from peerd.machine.noise import SEALED_BYTES, Handshake, Opener, Sealer, Secrets
+from peerd.machine.store import Verdict
+from peerd.machine.table import Contact
 from peerd.machine.yamux import Yamux
 from peerd.machine.yamux_stream import YamuxConfig
+from peerd.service.dht_messages import (
+    FindMessage,
+    NearMessage,
+    PingMessage,
+    RecordsMessage,
+    StoredMessage,
+    StoreMessage,
+    reply_from_wire,
+    reply_to_wire,
+    request_from_wire,
+    request_to_wire,
+)
 from tests.kit.examples import example, message_types
 
 Corpus = Sequence[bytes]
@@ -120,7 +137,7 @@ def _identify(data: bytes) -> None:
         text.encode()
 
 
-def _frames() -> Corpus:
+def frame_headers() -> Corpus:
     frames = [
         TensorFrame("float32", (2, 3), bytes(24)),
         TensorFrame("float64", (4,), bytes(8), "bf16"),
@@ -131,7 +148,7 @@ def _frames() -> Corpus:
     return [frame.encode_header(one) for one in frames]
 
 
-@parser("tensor header", _frames)
+@parser("tensor header", frame_headers)
 def _frame_header(data: bytes) -> None:
     header, end = frame.decode_header(data)
     assert end <= len(data)
@@ -240,9 +257,12 @@ def _sealed() -> Corpus:
 
 @parser("noise frames", _sealed)
 def _opener(data: bytes) -> None:
-    opener = Opener(bytes(32))
+    pool = BufferPool(SEALED_BYTES, keep=4)
+    opener = Opener(bytes(32), pool if len(data) % 2 else None)
     for piece in in_pieces(data):
-        opener.feed(piece)
+        for plain in opener.feed(piece):
+            if isinstance(plain, memoryview):
+                pool.give(plain.obj)
 
 
 # --- yamux -------------------------------------------------------------------------------------------------------
@@ -361,7 +381,52 @@ def _add_messages() -> None:
 _add_messages()
 
 
+# --- the DHT -------------------------------------------------------------------------------------------------------
+CONTACTS = (Contact(OTHER.peer_id, tuple(parse_addr(addr).to_bytes() for addr in ADDRS[:2])),)
+HELLO = q.Hello((parse_addr(ADDRS[0]).to_bytes(),))
+
+
+def _dht_requests() -> Corpus:
+    records = tuple(Record.decode(record) for record in _records())
+    asked = [q.Find((Key.of("a"), Key.of("b")), False, HELLO), q.Store(records, HELLO), q.Ping(None)]
+    return [bytes([index]) + encode(request_to_wire(one, 1.8e9)[1]) for index, one in enumerate(asked)]
+
+
+@parser("dht requests", _dht_requests)
+def _dht_request(data: bytes) -> None:
+    kind = (FindMessage, StoreMessage, PingMessage)[data[0] % 3 if data else 0]
+    request_from_wire(decode(kind, data[1:]))
+
+
+def _dht_replies() -> Corpus:
+    records = tuple(Record.decode(record) for record in _records())
+    found = q.Found((records, ()), CONTACTS, HELLO)
+    said = [(found, True), (q.Found(((),), CONTACTS, None), False), (q.Stored(((Verdict.STORED, 1),), HELLO), False)]
+    replies = [reply_to_wire(reply, 1.8e9, values=values) for reply, values in said]
+    return [bytes([index]) + encode(reply) for index, reply in enumerate(replies)]
+
+
+@parser("dht replies", _dht_replies)
+def _dht_reply(data: bytes) -> None:
+    kind = (RecordsMessage, NearMessage, StoredMessage)[data[0] % 3 if data else 0]
+    reply_from_wire(decode(kind, data[1:]), asked=2)
+
+
 # --- text ----------------------------------------------------------------------------------------------------------
-@parser("peer id text", lambda: [str(KEYS.peer_id).encode()], allowed=(ValueError,))
+@parser("peer id text", lambda: [str(KEYS.peer_id).encode()], allowed=(ValueError,), share=0.3)
 def _peer_text(data: bytes) -> None:
     PeerId.parse(data.decode("latin-1"))
+
+
+@parser("multiaddr text", lambda: [addr.encode() for addr in ADDRS], allowed=(ConfigError,), share=0.3)
+def _addr_text(data: bytes) -> None:
+    str(parse_addr(data.decode("utf-8", "surrogateescape")))
+
+
+SETTINGS = b'{"run":"r","model":{"kind":"gpt","heads":8},"seed":17,"data":[1,2.5,null]}'
+
+
+@parser("published settings", lambda: [SETTINGS, SETTINGS, SETTINGS, b"[" * 1500, b'{"a":' * 1500], share=0.3)
+def _settings(data: bytes) -> None:
+    found = first_difference(SETTINGS, data)
+    assert found is None or (found.isprintable() and len(found) < 1000)
