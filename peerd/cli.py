@@ -128,7 +128,12 @@ def demo(
     """Train a language model with a whole swarm on this machine, and watch it survive the loss of a peer."""
     from peerd.demo import parent
 
-    raise typer.Exit(parent.run(parent.Wish(steps=steps, data=data, calm=calm, as_json=as_json, folder=data_dir)))
+    try:
+        code = parent.run(parent.Wish(steps=steps, data=data, calm=calm, as_json=as_json, folder=data_dir))
+    except KeyboardInterrupt:  # before its first process or after its last; between, the demo itself takes Ctrl+C
+        typer.echo("stopped", err=True)
+        code = 0
+    raise typer.Exit(code)
 
 
 @app.command()

@@ -227,8 +227,8 @@ class Daemon:
             self._log.event("role.left_late", level="warn", roles=late, after_s=LEAVE_S)
 
     def _keep_traceback(self, failure: Exception) -> None:
-        if isinstance(failure, PeerdError):
-            return
+        if isinstance(failure, ConfigError):
+            return  # the user's to mend: its message says it all
         with contextlib.suppress(OSError), (self._home / "failure.txt").open("w", encoding="utf-8") as file:
             traceback.print_exception(failure, file=file)
 
@@ -352,7 +352,7 @@ def best_addr(addrs: Sequence[str]) -> str:
 
 async def main(plan: Plan) -> None:
     """Run one peer until it has finished or is asked to stop. Raises PeerdError when it could not do its work."""
-    with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:  # first: no signal may go astray
+    with trio.open_signal_receiver(*_stop_signals()) as signals:  # first: no signal may go astray
         home = make_private_dir(plan.data_dir)
         with locked(home):
             await _run(plan, home, signals)
@@ -376,6 +376,14 @@ async def _run(plan: Plan, home: Path, signals: AsyncIterable[int]) -> None:
             await Daemon(plan, ground, Host(keypair, clock, [TcpTransport()])).run(signals)
     finally:
         log.close()
+
+
+def _stop_signals() -> list[signal.Signals]:
+    """Ctrl+C, a service manager's request, and a terminal that closes (unless nohup said to ignore that)."""
+    asked = [signal.SIGINT, signal.SIGTERM]
+    if sys.platform != "win32" and signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+        asked.append(signal.SIGHUP)
+    return asked
 
 
 def _own_seed(seed: int | None, keypair: Keypair) -> int | None:

@@ -95,7 +95,7 @@ def write_atomically(path: Path, content: bytes, *, mode: int = 0o600) -> None:
 @contextlib.contextmanager
 def locked(data_dir: Path) -> Iterator[None]:
     """Hold the data directory for this process; ConfigError when another daemon has it."""
-    with (data_dir / "lock").open("a+b") as file:
+    with _open_lock(data_dir / "lock") as file:
         if not _try_lock(file):
             file.seek(0)
             holder = file.read(20).decode("ascii", "replace").strip()
@@ -108,6 +108,13 @@ def locked(data_dir: Path) -> Iterator[None]:
         file.write(str(os.getpid()).encode())
         file.flush()
         yield
+
+
+def _open_lock(path: Path) -> IO[bytes]:
+    try:
+        return path.open("a+b")
+    except OSError as error:
+        raise ConfigError(f"{path} can't be written: {error.strerror or error}") from error
 
 
 def _try_lock(file: IO[bytes]) -> bool:
@@ -226,7 +233,10 @@ def _fits(path: Path) -> bool:
 def noted(note: Running) -> Iterator[None]:
     """Keep the daemon's note in the list of running daemons."""
     path = runtime_dir() / f"{_tag(Path(note.data_dir))}.json"
-    write_atomically(path, json.dumps(asdict(note)).encode())
+    try:
+        write_atomically(path, json.dumps(asdict(note)).encode())
+    except OSError as error:
+        raise ConfigError(f"{path} can't be written: {error.strerror or error}") from error
     try:
         yield
     finally:

@@ -144,7 +144,10 @@ class EventLog:
     ) -> None:
         check_level(level)
         self._sink = _Sink(clock, LEVELS.index(level), stream, path)
-        self._sink.open()
+        try:
+            self._sink.open()
+        except OSError as error:
+            raise ConfigError(f"{path} can't be written: {error.strerror or error}") from error
         self._bound: dict[str, Plain] = {}
 
     def bind(self, **facts: object) -> EventLog:

@@ -27,7 +27,7 @@ from peerd.net.host import Host
 from peerd.service.dht import Dht
 from peerd.service.rpc import Rpc
 
-SWARM_PERIOD_S: Final = 1.0  # at most one look into the DHT per period, and only while someone asks
+SWARM_PERIOD_S: Final = 2.0  # one look into the DHT per period at most, and only while someone asks
 SWARM_TIMEOUT_S: Final = 5.0
 FIRST_LOOK_S: Final = 1.0  # how long the first caller waits for the swarm's part
 RATE_WINDOW_S: Final = 5.0
