@@ -79,7 +79,8 @@ class Role(Protocol):
         """Serve and work. Calls `task_status.started()` when ready, or when it waits for something that `status`
         names. Returning means the work is finished: when all roles have returned the daemon leaves and exits
         with 0. An exception makes the supervisor build the role anew after a pause; `ConfigError` does not: it
-        stops the daemon with the message."""
+        stops the daemon with the message. What it serves it takes back (`ctx.rpc.unserve`) when it ends, however
+        it ends: the next one of its kind will want to serve it."""
         ...
 
     async def leave(self) -> None:
