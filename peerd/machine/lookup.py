@@ -39,6 +39,7 @@ class LookupRule:
     parallel: int = 4  # peers waited for at once while coming nearer
     slow_s: float = 1.0
     silent_s: float = 5.0
+    patient: bool = True  # wait for slow peers before saying that nothing was found
     max_asked: int = 64
     keep: int = 128
 
@@ -76,6 +77,7 @@ class Lookup:
         self.found = False  # set by the owner when somebody held what is sought
         self.asked = 0
         self._rule = rule
+        self._answered = 0  # peers, ourselves not counted
         self._sorted: list[_Candidate] = []  # nearest first
         self._of: dict[bytes, _Candidate] = {}  # by raw peer id, which hashes fast
         self._waiting: list[_Candidate] = []  # in state WAITING, in the order of asking
@@ -109,7 +111,7 @@ class Lookup:
 
     def answered(self, peer: PeerId, nearer: Iterable[Contact]) -> None:
         """The peer answered, and named others."""
-        self._settle(peer, State.ANSWERED)
+        self._answered += self._settle(peer, State.ANSWERED)
         self.learn(nearer)
 
     def failed(self, peer: PeerId) -> None:
@@ -188,8 +190,9 @@ class Lookup:
         return view
 
     def _end(self, answers: int) -> None:
-        """Nobody is left to ask; but if too few have answered, slow peers may still help."""
-        if answers < self._rule.enough and self._slow:
+        """Nobody is left to ask; but slow peers may still help if nobody has answered, or too few to say no."""
+        wanting = self._rule.patient and not self.found and answers < self._rule.enough
+        if self._slow and (wanting or not self._answered):
             return
         if answers == 0:
             self.why = "no other peer is known" if not self.asked else "none of the known peers answered"

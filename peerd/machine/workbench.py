@@ -40,9 +40,9 @@ class Workbench:
             silent_s=config.silent_s,
         )
         # Each of the nearest peers knows its whole neighbourhood: a few of them together see all holders-to-be.
-        self._place_rule = replace(self._value_rule, want=config.enough + 1)
-        self._refresh_rule = replace(self._value_rule, want=2, enough=2, parallel=2)
-        self._join_rule = replace(self._value_rule, want=config.k)
+        self._place_rule = replace(self._value_rule, want=config.enough + 1, patient=False)
+        self._refresh_rule = replace(self._value_rule, want=2, enough=2, parallel=2, patient=False)
+        self._join_rule = replace(self._value_rule, want=config.k, patient=False)
 
     def __len__(self) -> int:
         return len(self._tasks)

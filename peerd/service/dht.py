@@ -15,7 +15,7 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, TypeVar
 
 import trio
 from multiaddr import Multiaddr
@@ -31,10 +31,10 @@ from peerd.machine import queries as q
 from peerd.machine.kademlia import Kademlia
 from peerd.machine.nodestate import KademliaConfig
 from peerd.machine.rpc_calls import MethodLimits
-from peerd.machine.skew import ClockSkew
 from peerd.machine.table import Contact
 from peerd.net.host import Host, PeerDown
 from peerd.service import dht_messages as wire
+from peerd.service.dht_calls import DhtCalls, PeerClock
 from peerd.service.dht_entry import EntryPoints
 from peerd.service.rpc import Rpc
 from peerd.service.rpc_types import Answer, Incoming
@@ -42,19 +42,10 @@ from peerd.service.rpc_types import Answer, Incoming
 __all__ = ["Dht", "DhtConfig", "Record"]
 
 _log = logging.getLogger("peerd.dht")
-_VERIFIED_PER_TURN = 4  # signatures, about 0.1 ms each
-_CLOCK_STEP_S = 0.1  # a smaller correction is not worth a clock that jumps
 _PROTOCOL = "dht/1"
 _SLACK_BYTES = 32 << 10  # of a message beyond the records in it
 
 D = TypeVar("D", q.GetDone, q.PutDone)
-
-
-@runtime_checkable
-class AdjustableClock(Protocol):
-    """A clock whose wall time can be corrected, as `net.clock.RealClock`."""
-
-    offset_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,13 +72,12 @@ class Dht:
     def __init__(self, host: Host, rpc: Rpc, clock: Clock, keypair: Keypair, config: DhtConfig | None = None) -> None:
         self._host, self._rpc, self._clock = host, rpc, clock
         self._config = config or DhtConfig()
-        self._adjustable = clock if isinstance(clock, AdjustableClock) else None
-        self._verifier = Verifier(verify)
-        self._kad = Kademlia(keypair, self._verifier, clock.rng("dht"), self._config.node)
-        self._skew = ClockSkew()
+        verifier = Verifier(verify)
+        self._kad = Kademlia(keypair, verifier, clock.rng("dht"), self._config.node)
+        self._peer_clock = PeerClock(clock)
+        self._calls = DhtCalls(host, rpc, self._peer_clock, verifier, self._config.calls)
         self._entries = EntryPoints(host, self._met, self._config.retry_s, self._config.longest_retry_s)
         self._nursery: trio.Nursery | None = None
-        self._calls = trio.CapacityLimiter(self._config.calls)
         self._timer = trio.CancelScope()
         self._numbers = itertools.count(1)
         self._operations: dict[int, _Operation] = {}
@@ -180,7 +170,7 @@ class Dht:
     def status(self) -> dict[str, Any]:
         """Plain data for `peerd status`."""
         node = self._kad.node
-        counts = node.counts
+        counts, skew = node.counts, self._peer_clock.skew
         return {
             "waits_for": self._waits_for(),
             "peers": len(node.neighbours.table),
@@ -189,9 +179,9 @@ class Dht:
             "bytes_held": node.store.held_bytes,
             "records_published": len(node.publisher),
             "bootstrap": self._entries.status(),
-            "clock_offset_s": self._skew.correction_s(),
-            "clock_votes": self._skew.votes,
-            "clock_warning": self._skew.warning(),
+            "clock_offset_s": skew.correction_s(),
+            "clock_votes": skew.votes,
+            "clock_warning": skew.warning(),
             "messages": {"sent": counts.asks, "failed": counts.failed, "answered": counts.served},
             "lookups": counts.searches,
             "messages_per_lookup": counts.searched_peers / counts.searches if counts.searches else None,
@@ -277,56 +267,14 @@ class Dht:
         outcome: q.Input = q.Failed(ask.id)
         try:
             with trio.CancelScope(deadline=trio.current_time() + self._config.node.silent_s):
-                async with self._calls:
-                    outcome = q.Answered(ask.id, await self._call(ask.contact, ask.request))
+                reply = await self._calls.ask(ask.contact, ask.request, self._config.node.silent_s)
+                outcome = q.Answered(ask.id, reply)
         except ProtocolViolation as error:
             _log.info("peer %s: %s", ask.contact.peer, error)
             outcome = q.Failed(ask.id, lied=True)
         except RemoteError as error:
             _log.debug("a question to %s failed: %s", ask.contact.peer, error)
         self._handle(outcome)
-
-    async def _call(self, contact: Contact, request: q.Request) -> q.Reply:
-        peer = contact.peer
-        # The connection first, so that the round trip below is one and the clocks can be compared.
-        if self._host.links.best(peer) is None:
-            await self._host.connect(peer, wire.addrs_from_wire(contact.addrs))
-        sent = self._raw_wall()
-        method, body, kind = wire.request_to_wire(request, sent)
-        answer = await self._rpc.call(peer, method, body, kind, timeout_s=self._config.node.silent_s)
-        if answer.body.hello is not None:
-            self._sample_clock(peer, sent, answer.body.hello)
-        asked = len(request.keys) if isinstance(request, q.Find) else 0
-        reply = wire.reply_from_wire(answer.body, asked)
-        if isinstance(reply, q.Found):
-            await self._verify(record for records in reply.records for record in records)
-        return reply
-
-    async def _verify(self, records: Iterable[Record]) -> None:
-        """Check signatures ahead of the machine, a few per turn of the loop; at a forged one the machine takes over."""
-        fresh = 0
-        for record in records:
-            if self._verifier.knows(record):
-                continue
-            if not self._verifier.genuine(record):
-                return
-            fresh += 1
-            if fresh % _VERIFIED_PER_TURN == 0:
-                await trio.lowlevel.checkpoint()
-
-    # --- the clock ---------------------------------------------------------------------------------------------
-
-    def _raw_wall(self) -> float:
-        """What our clock shows without the correction by peers: that is what peers compare."""
-        return self._clock.wall() - (self._adjustable.offset_s if self._adjustable is not None else 0.0)
-
-    def _sample_clock(self, peer: PeerId, sent: float, hello: wire.HelloMessage) -> None:
-        if not math.isfinite(hello.wall):
-            return  # the translation refuses the message
-        self._skew.sample(peer, sent, self._raw_wall(), hello.wall)
-        correction_s = self._skew.correction_s()
-        if self._adjustable is not None and abs(correction_s - self._adjustable.offset_s) > _CLOCK_STEP_S:
-            self._adjustable.offset_s = correction_s
 
     # --- answering ---------------------------------------------------------------------------------------------
 
@@ -347,12 +295,12 @@ class Dht:
     async def _respond(self, peer: PeerId, body: wire.RequestMessage, *, values: bool) -> Answer[wire.ReplyMessage]:
         request = wire.request_from_wire(body, values=values)
         if isinstance(request, q.Store):
-            await self._verify(request.records)
+            await self._calls.verify(request.records)
         if request.hello is not None and not self._is_dialable(peer, request.hello):
             request = _without_addrs(request)
         token = next(self._numbers)
         self._handle(q.Asked(token, peer, request))
-        return Answer(wire.reply_to_wire(self._responses.pop(token), self._raw_wall(), values=values))
+        return Answer(wire.reply_to_wire(self._responses.pop(token), self._peer_clock.raw_wall(), values=values))
 
     def _is_dialable(self, peer: PeerId, hello: q.Hello) -> bool:
         """Whether others can probably reach the peer where it says.

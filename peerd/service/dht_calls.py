@@ -1,0 +1,96 @@
+"""One question of the DHT to one peer, carried out: connect, call, translate, verify; and what its clock tells us.
+
+Every failure is one of three: no answer (RemoteError), an answer that breaks the protocol (ProtocolViolation), or our
+own end (Cancelled). Signatures are checked here ahead of the machine, a few per turn of the loop, so that a large
+answer does not block it; what does not pass is left to the machine to judge.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Protocol, runtime_checkable
+
+import trio
+
+from peerd.core.clock import Clock
+from peerd.core.ids import PeerId
+from peerd.core.record import Record, Verifier
+from peerd.machine import queries as q
+from peerd.machine.skew import ClockSkew
+from peerd.machine.table import Contact
+from peerd.net.host import Host
+from peerd.service import dht_messages as wire
+from peerd.service.rpc import Rpc
+
+_VERIFIED_PER_TURN = 4  # signatures, about 0.1 ms each
+_CLOCK_STEP_S = 0.1  # a smaller correction is not worth a clock that jumps
+
+
+@runtime_checkable
+class AdjustableClock(Protocol):
+    """A clock whose wall time can be corrected, as `net.clock.RealClock`."""
+
+    offset_s: float
+
+
+class PeerClock:
+    """Our clock among those of our peers: shows it uncorrected, and corrects it by what they show."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.skew = ClockSkew()
+        self._clock = clock
+        self._adjustable = clock if isinstance(clock, AdjustableClock) else None
+
+    def raw_wall(self) -> float:
+        """Unix seconds without the correction by peers: that is what peers compare."""
+        return self._clock.wall() - (self._adjustable.offset_s if self._adjustable is not None else 0.0)
+
+    def compare(self, peer: PeerId, sent: float, theirs: float) -> None:
+        """The peer's clock showed `theirs` between `sent` and now."""
+        if not math.isfinite(theirs):
+            return
+        self.skew.sample(peer, sent, self.raw_wall(), theirs)
+        correction_s = self.skew.correction_s()
+        if self._adjustable is not None and abs(correction_s - self._adjustable.offset_s) > _CLOCK_STEP_S:
+            self._adjustable.offset_s = correction_s
+
+
+class DhtCalls:
+    """Asks peers over `rpc`, at most `at_once` at a time."""
+
+    def __init__(self, host: Host, rpc: Rpc, clock: PeerClock, verifier: Verifier, at_once: int) -> None:
+        self._host, self._rpc = host, rpc
+        self._clock = clock
+        self._verifier = verifier
+        self._places = trio.CapacityLimiter(at_once)
+
+    async def ask(self, contact: Contact, request: q.Request, timeout_s: float) -> q.Reply:
+        """The answer; raises RemoteError or ProtocolViolation. The caller sees to the deadline of the whole."""
+        peer = contact.peer
+        async with self._places:
+            # The connection first, so that the round trip below is one and the clocks can be compared.
+            if self._host.links.best(peer) is None:
+                await self._host.connect(peer, wire.addrs_from_wire(contact.addrs))
+            await trio.lowlevel.checkpoint_if_cancelled()  # when all ends at once, the calls may have ended before us
+            sent = self._clock.raw_wall()
+            method, body, kind = wire.request_to_wire(request, sent)
+            answer = (await self._rpc.call(peer, method, body, kind, timeout_s=timeout_s)).body
+        if answer.hello is not None:
+            self._clock.compare(peer, sent, answer.hello.wall)
+        reply = wire.reply_from_wire(answer, len(request.keys) if isinstance(request, q.Find) else 0)
+        if isinstance(reply, q.Found):
+            await self.verify(record for records in reply.records for record in records)
+        return reply
+
+    async def verify(self, records: Iterable[Record]) -> None:
+        """Check signatures, for the machine to find them checked; ends at the first that is forged."""
+        fresh = 0
+        for record in records:
+            if self._verifier.knows(record):
+                continue
+            if not self._verifier.genuine(record):
+                return
+            fresh += 1
+            if fresh % _VERIFIED_PER_TURN == 0:
+                await trio.lowlevel.checkpoint()
