@@ -132,6 +132,13 @@ class Yamux:
                 return True
         return False
 
+    def own(self, stream: YamuxStream) -> None:
+        """Copy what is still queued: from now on the writers' memory may change."""
+        out = stream.out
+        for at, piece in enumerate(out):
+            if isinstance(piece, memoryview):
+                out[at] = bytes(piece)
+
     def close_write(self, stream: YamuxStream) -> None:
         """FIN after what is queued."""
         if not stream.fin_due and not stream.was_reset:

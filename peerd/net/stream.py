@@ -20,7 +20,7 @@ from peerd.machine.yamux_stream import YamuxStream
 if TYPE_CHECKING:
     from peerd.net.link import Link
 
-_COPY_BYTES = 16 * 1024  # smaller sends are copied and return at once; larger ones wait and are read in place
+_COPY_BYTES = 64 * 1024  # about a frame: smaller sends are copied; larger ones wait until no more than this is left
 _RECEIVE_BYTES = 256 * 1024  # one receive returns no more: larger blocks make the allocator go back to the system
 _OFFER_BYTES = 16 * 1024  # given at once to one who receives each: a thousand of the smallest calls
 _SEND_BUFFER_BYTES = 128 * 1024  # unsent bytes above which even small sends wait
@@ -81,20 +81,22 @@ class Stream:
         view = memoryview(data).cast("B")
         if not view:
             return
+        mux, session = self._mux, self._link.mux
         large = len(view) > _COPY_BYTES
         piece = view if large else bytes(data)
-        mux = self._mux
-        self._link.mux.write(mux, piece)
+        session.write(mux, piece)
         self._link.flush()
         if not large and mux.out_bytes <= _SEND_BUFFER_BYTES:
             return
         self._sending = True
         try:
-            mux.low_water = 0 if large else _SEND_BUFFER_BYTES // 2
+            mux.low_water = _COPY_BYTES
             while self._ended is None and mux.low_water >= 0:
                 await self._wait_writable()
+            # The rest is copied, so that the caller goes on and its next bytes fill up the last frame of these.
+            session.own(mux)
         except trio.Cancelled:
-            if not self._link.mux.retract(mux, piece):
+            if not session.retract(mux, piece):
                 self.reset()
             raise
         finally:
