@@ -131,7 +131,7 @@ def peers_table(stages: Iterable[Snapshot]) -> Table:
                 str(peer.get("held", "?")),
                 brief(peer.get("samples_per_s", 0.0)),
                 Text(str(peer.get("device", "?"))),
-                Text(str(peer.get("waits_for") or ("-" if peer.get("joined", True) else "joining"))),
+                Text(str(peer.get("waits_for") or "-")),
             )
     return table
 

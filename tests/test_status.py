@@ -1,0 +1,106 @@
+"""The swarm as the directory shows it: sums over trainers, peers of each stage, and records that make no sense."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, cast
+
+import msgspec
+
+from peerd.core.errors import Unreachable
+from peerd.core.ids import Key, PeerId
+from peerd.core.keys import Keypair
+from peerd.core.progress import StageProgress, TrainerProgress, encode_progress, progress_key, stage_key
+from peerd.core.runfile import PipelineSection, RunFile
+from peerd.service.dht import Dht
+from peerd.status import RoleState, swarm_view
+
+RUN = RunFile(run="tiny", pipeline=PipelineSection(stages=2))
+
+
+@dataclass
+class Found:
+    """A record, as far as a watcher looks at it."""
+
+    publisher: PeerId
+    value: bytes
+
+
+class Directory:
+    """Answers from a table."""
+
+    def __init__(self, *entries: tuple[Key, bytes]) -> None:
+        self.entries = [(key, Found(peer(number), value)) for number, (key, value) in enumerate(entries)]
+
+    async def get_many(self, keys: Iterable[Key], *, timeout_s: float) -> dict[Key, list[Found]]:
+        return {key: [found for of, found in self.entries if of == key] for key in keys}
+
+
+class Silent:
+    async def get_many(self, keys: Iterable[Key], *, timeout_s: float) -> dict[Key, list[Found]]:
+        raise Unreachable("nobody is there")
+
+
+def peer(number: int) -> PeerId:
+    return Keypair.from_seed(bytes([number]) * 32).peer_id
+
+
+def stage(number: int, step: int) -> tuple[Key, bytes]:
+    told = StageProgress(
+        stage=number,
+        since=1.0,
+        step=step,
+        held=4,
+        samples_per_s=9.5,
+        device="cpu",
+        conductor="",
+        waits_for="",
+        addrs=[],
+    )
+    return stage_key("tiny", number), encode_progress(told)
+
+
+def trainer(**changes: Any) -> tuple[Key, bytes]:
+    plain = TrainerProgress(7, 3.0, math.nan, 0, 10.0, 100.0, 50, 1, 0, "")
+    return progress_key("tiny"), encode_progress(msgspec.structs.replace(plain, **changes))
+
+
+async def view(directory: object) -> dict[str, Any]:
+    return await swarm_view(cast(Dht, directory), RUN)
+
+
+async def test_trainers_are_summed_and_stage_peers_listed_by_stage() -> None:
+    swarm = await view(Directory(stage(0, 7), stage(1, 7), stage(1, 6), trainer(), trainer(step=8, loss=2.0)))
+    assert (swarm["step"], swarm["loss"], swarm["samples_per_s"], swarm["tokens_per_s"]) == (8, 2.5, 20.0, 200.0)
+    assert (swarm["microbatches"], swarm["redone"], swarm["lost"], swarm["valid_loss"]) == (100, 2, 0, None)
+    assert [[row["step"] for row in found["peers"]] for found in swarm["stages"]] == [[7], [7, 6]]
+    assert swarm["stages"][0]["peers"][0]["peer"] == peer(0)
+    assert "unreadable_records" not in swarm
+
+
+async def test_the_newest_validation_counts() -> None:
+    swarm = await view(Directory(trainer(valid_loss=4.0, valid_step=10), trainer(valid_loss=3.5, valid_step=20)))
+    assert (swarm["valid_loss"], swarm["valid_step"]) == (3.5, 20)
+
+
+async def test_without_trainers_the_step_is_that_of_the_stages() -> None:
+    swarm = await view(Directory(stage(0, 7)))
+    assert (swarm["step"], swarm["loss"], swarm["trainers"]) == (7, None, [])
+    assert (await view(Directory()))["step"] is None
+
+
+async def test_records_that_make_no_sense_are_counted_and_harm_nobody() -> None:
+    swarm = await view(Directory((stage_key("tiny", 0), b"\xc1 nonsense"), (progress_key("tiny"), b""), stage(0, 3)))
+    assert swarm["unreadable_records"] == 2
+    assert len(swarm["stages"][0]["peers"]) == 1
+
+
+async def test_a_directory_that_does_not_answer_is_said() -> None:
+    assert (await view(Silent()))["why"] == "the directory gave no answer: nobody is there"
+
+
+def test_a_role_cannot_hide_its_state_behind_its_own_words() -> None:
+    shown = RoleState("stage", "paused", 2, "boom", {"state": "fine", "role": "king", "x": 1}).as_dict()
+    assert shown == {"waits_for": None, "x": 1, "role": "stage", "state": "paused", "restarts": 2, "failure": "boom"}
