@@ -273,8 +273,10 @@ def _device(name: str) -> str:
 
 def home_of(run: RunFile | None, roles: list[str]) -> Path:
     """The data directory when none is given."""
-    from peerd.home import default_data_dir
+    from peerd.home import data_root, default_data_dir
 
+    if run is None and not roles:
+        return data_root()
     return default_data_dir(run.run if run is not None else None, roles)
 
 

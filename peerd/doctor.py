@@ -80,9 +80,9 @@ def _show(findings: list[Finding]) -> None:
     styles = {"ok": "green", "warn": "yellow", "fail": "red"}
     for finding in findings:
         line = Text.assemble((f"{finding.verdict:5}", styles[finding.verdict]), f"{finding.check}: {finding.found}")
-        console.print(line)
+        console.print(line, soft_wrap=True)
         if finding.advice:
-            console.print(Text(f"     {finding.advice}", "dim"))
+            console.print(Text(f"     {finding.advice}", "dim"), soft_wrap=True)
 
 
 def _versions() -> list[Finding]:

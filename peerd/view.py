@@ -26,7 +26,7 @@ Snapshot = dict[str, Any]
 
 def show(snapshot: Snapshot) -> None:
     """Print it once."""
-    Console().print(render(snapshot))
+    Console().print(render(snapshot), crop=False)  # addresses may be longer than the screen is wide
 
 
 def watch(ask: Callable[[], Snapshot], *, as_json: bool) -> None:

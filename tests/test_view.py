@@ -56,6 +56,14 @@ def test_a_snapshot_shows_this_daemon_and_the_swarm() -> None:
         assert part in text
 
 
+def test_addresses_can_be_copied_from_a_narrow_screen(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    view.show(snapshot())
+    assert f"listening on /ip4/192.0.2.1/tcp/31337/p2p/{PEER}\n" in capsys.readouterr().out
+
+
 def test_an_almost_empty_snapshot_is_shown_too() -> None:
     assert "peerd" in shown({})
     silent = snapshot(swarm={"run": "x", "why": "the directory gave no answer"})
