@@ -14,9 +14,9 @@ A hostile peer may name peers that do not exist: it costs their time-outs, and n
 from __future__ import annotations
 
 import enum
-from bisect import insort
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 from peerd.core.ids import PeerId
 from peerd.machine.table import Contact
@@ -64,8 +64,7 @@ class _View:
     near: bool = False  # the nearest `enough` have all answered
 
 
-def _distance(candidate: _Candidate) -> int:
-    return candidate.distance
+_DISTANCE = attrgetter("distance")
 
 
 class Lookup:
@@ -83,7 +82,8 @@ class Lookup:
         self._waiting: list[_Candidate] = []  # in state WAITING, in the order of asking
         self._slow: list[_Candidate] = []  # in state SLOW, likewise
         if own is not None:
-            self._add(own, State.ANSWERED)
+            self.learn([own])
+            self._of[own.peer.raw].state = State.ANSWERED
         self.learn(seeds)
 
     def next(self, now: float) -> list[Contact]:
@@ -125,9 +125,15 @@ class Lookup:
 
     def learn(self, contacts: Iterable[Contact]) -> None:
         """Further candidates; those known already change nothing."""
+        before = len(self._sorted)
         for contact in contacts:
             if contact.peer.raw not in self._of:
-                self._add(contact, State.NEW)
+                candidate = _Candidate(contact.place ^ self.target, contact)
+                self._of[contact.peer.raw] = candidate
+                self._sorted.append(candidate)
+        if len(self._sorted) > before:
+            self._sorted.sort(key=_DISTANCE)
+            self._forget_farthest(len(self._sorted) - self._rule.keep)
 
     def wake_at(self) -> float | None:
         """When `next` should be called though nobody answered; None when it has ended or waits for nobody."""
@@ -146,15 +152,14 @@ class Lookup:
         """Every candidate's state, nearest first."""
         return {candidate.contact.peer: candidate.state for candidate in self._sorted}
 
-    def _add(self, contact: Contact, state: State) -> None:
-        candidate = _Candidate(contact.place ^ self.target, contact, state)
-        insort(self._sorted, candidate, key=_distance)
-        self._of[contact.peer.raw] = candidate
-        if len(self._sorted) > self._rule.keep:
-            farthest = next((c for c in reversed(self._sorted) if c.state is State.NEW), None)
-            if farthest is not None:
-                self._sorted.remove(farthest)
-                del self._of[farthest.contact.peer.raw]
+    def _forget_farthest(self, surplus: int) -> None:
+        """Drop so many candidates that were not asked, from the far end."""
+        for index in reversed(range(len(self._sorted))):
+            if surplus <= 0:
+                return
+            if self._sorted[index].state is State.NEW:
+                del self._of[self._sorted.pop(index).contact.peer.raw]
+                surplus -= 1
 
     def _settle(self, peer: PeerId, state: State) -> bool:
         """The peer was asked, and this came of it; False when it was not asked, or that was settled before."""
