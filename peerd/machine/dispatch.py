@@ -9,19 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
 from peerd.core.ids import PeerId
-from peerd.core.limits import DHT_KEYS_PER_CALL, DHT_RECORDS_PER_STORE, DHT_STORE_BYTES
+from peerd.core.limits import DHT_KEYS_PER_CALL, DHT_RECORDS_PER_STORE, DHT_STORE_BYTES, RECORD_VALUE_BYTES
 from peerd.core.record import MAX_RECORD_BYTES, Record, Verifier
 from peerd.machine import queries as q
 from peerd.machine.errands import Placement, Search, Task
 from peerd.machine.neighbours import Neighbours
 from peerd.machine.table import Contact
 
-W = TypeVar("W")
-
-_STORE_RECORDS = min(DHT_RECORDS_PER_STORE, DHT_STORE_BYTES // MAX_RECORD_BYTES)  # however large they are
+_RECORD_BYTES = MAX_RECORD_BYTES - RECORD_VALUE_BYTES  # of one record beyond its value, at most
 
 
 @dataclass(slots=True)
@@ -80,11 +77,12 @@ class Dispatch:
                 else:
                     placements.setdefault(contact, []).append((task, part))
         for (contact, values), wanted in searches.items():
-            for some in _slices(wanted, DHT_KEYS_PER_CALL):
+            for start in range(0, len(wanted), DHT_KEYS_PER_CALL):
+                some = wanted[start : start + DHT_KEYS_PER_CALL]
                 keys = tuple(search.key for _, search in some)
                 yield self._ask(contact, q.Find(keys, values, self._greeting(now, contact, hello)), some, [])
         for contact, placed in placements.items():
-            for batch in _slices(placed, _STORE_RECORDS):
+            for batch in _batches(placed):
                 records = tuple(placement.record for _, placement in batch)
                 yield self._ask(contact, q.Store(records, self._greeting(now, contact, hello)), [], batch)
 
@@ -147,6 +145,16 @@ def _acceptable(wall: float, records: Sequence[Record]) -> list[Record]:
     return [record for record in records if record.is_timely(wall)]
 
 
-def _slices(items: list[W], size: int) -> Iterator[list[W]]:
-    for start in range(0, len(items), size):
-        yield items[start : start + size]
+def _batches(placed: list[tuple[Task, Placement]]) -> Iterator[list[tuple[Task, Placement]]]:
+    """As many records to a message as its limits allow."""
+    batch: list[tuple[Task, Placement]] = []
+    room = DHT_STORE_BYTES
+    for task, placement in placed:
+        size = len(placement.record.value) + _RECORD_BYTES
+        if batch and (size > room or len(batch) == DHT_RECORDS_PER_STORE):
+            yield batch
+            batch, room = [], DHT_STORE_BYTES
+        batch.append((task, placement))
+        room -= size
+    if batch:
+        yield batch

@@ -79,8 +79,8 @@ class Kademlia:
         if now >= self._upkeep_at:
             self._upkeep(now)
         renewal = self.node.publisher.due_at()
-        if renewal is not None and renewal <= self.node.wall(now):
-            self._work.put(now, None, self.node.publisher.due(self.node.wall(now)))
+        if renewal is not None and renewal - self.node.clock_ahead_s <= now:  # as wake_at says it, to the last bit
+            self._work.put(now, None, self.node.publisher.due(max(renewal, self.node.wall(now))))
         if self._handover:
             self._hand_over(now)
         self._work.pump(now)
@@ -182,8 +182,10 @@ class Kademlia:
         self._ping(now, probe)
         if not seated:
             return
-        ours = [record.key for record in self.node.publisher.all(self.node.wall(now))]
-        self._handover.newcomer(contact, dict.fromkeys([*ours, *self.node.store.keys()]))
+        keys = [record.key for record in self.node.publisher.all(self.node.wall(now))]
+        if contact in neighbours.closest(now, self.node.contact.place, self.node.config.k):
+            keys += self.node.store.keys()  # they are near us, so only our neighbours may have to hold them too
+        self._handover.newcomer(contact, dict.fromkeys(keys))
         if alone:
             self._join_at = self._upkeep_at = now  # first of all, or back after we were cut off
 

@@ -43,6 +43,7 @@ __all__ = ["Dht", "DhtConfig", "Record"]
 
 _log = logging.getLogger("peerd.dht")
 _PROTOCOL = "dht/1"
+_CALLS_PER_PEER = 64  # at once; a peer that joins, publishes and reads at the same time has about ten
 _SLACK_BYTES = 32 << 10  # of a message beyond the records in it
 
 D = TypeVar("D", q.GetDone, q.PutDone)
@@ -160,12 +161,12 @@ class Dht:
     async def withdraw(self, key: Key, *, suffix: bytes = b"", timeout_s: float = 5.0) -> None:
         """Take back what we published under this sub-key; nothing, if we did not."""
         self._cache.pop(key, None)
-        await self._perform(lambda op: q.Withdraw(op, key, suffix), q.PutDone, timeout_s)
+        await self._perform(lambda op: q.Withdraw(op, key, suffix), q.PutDone, timeout_s, leaving=True)
 
     async def withdraw_all(self, *, timeout_s: float = 5.0) -> None:
         """Take back everything, in few messages: before leaving."""
         self._cache.clear()
-        await self._perform(lambda op: q.Withdraw(op), q.PutDone, timeout_s)
+        await self._perform(lambda op: q.Withdraw(op), q.PutDone, timeout_s, leaving=True)
 
     def status(self) -> dict[str, Any]:
         """Plain data for `peerd status`."""
@@ -193,11 +194,17 @@ class Dht:
             return "the DHT to start"
         return None if len(self._kad.node.neighbours.table) else self._entries.waits_for()
 
-    async def _perform(self, command: Callable[[int], q.Input], kind: type[D], timeout_s: float) -> D:
-        """Give the machine a command and wait for its end, or stop it when the time has run out."""
+    async def _perform(
+        self, command: Callable[[int], q.Input], kind: type[D], timeout_s: float, *, leaving: bool = False
+    ) -> D:
+        """Give the machine a command and wait for its end, or stop it when the time has run out.
+
+        Before we have joined it would reach nobody: wait for that first, unless we are `leaving` anyway.
+        """
         deadline = trio.current_time() + timeout_s
-        with trio.CancelScope(deadline=deadline):
-            await self._entries.settled.wait()
+        if not leaving:
+            with trio.CancelScope(deadline=deadline):
+                await self._entries.settled.wait()
         if self._nursery is None:
             raise LocalError("the DHT does not run")
         number, operation = next(self._numbers), _Operation()
@@ -279,8 +286,8 @@ class Dht:
     # --- answering ---------------------------------------------------------------------------------------------
 
     def _serve(self) -> None:
-        small = MethodLimits(body_bytes=_SLACK_BYTES)
-        large = MethodLimits(body_bytes=DHT_STORE_BYTES + _SLACK_BYTES)
+        small = MethodLimits(body_bytes=_SLACK_BYTES, calls_per_peer=_CALLS_PER_PEER)
+        large = MethodLimits(body_bytes=DHT_STORE_BYTES + _SLACK_BYTES, calls_per_peer=_CALLS_PER_PEER)
         self._rpc.serve(f"{_PROTOCOL}/ping", wire.PingMessage, self._answer, limits=small)
         self._rpc.serve(f"{_PROTOCOL}/find", wire.FindMessage, self._answer, limits=small)
         self._rpc.serve(f"{_PROTOCOL}/get", wire.FindMessage, self._answer_get, limits=small)

@@ -127,6 +127,20 @@ def test_many_keys_are_asked_in_few_messages() -> None:
     in_world(main, count=3)
 
 
+def test_many_records_travel_in_few_messages() -> None:
+    async def main(world: World) -> None:
+        a, b = world.living()
+        for number in range(40):
+            await a.dht.put(KEY, b"%d" % number, ttl_s=60, suffix=bytes([number]))
+        assert len(await b.dht.get(KEY)) == 40
+        before = a.dht.status()["messages"]["sent"]
+        await a.dht.withdraw_all()
+        assert a.dht.status()["messages"]["sent"] - before <= 2
+        assert await b.dht.get(KEY) == []
+
+    in_world(main, count=2)
+
+
 @pytest.mark.slow
 def test_a_withdrawal_is_seen_by_everybody_at_once() -> None:
     async def main(world: World) -> None:
@@ -252,6 +266,18 @@ def test_a_bootstrap_that_is_down_is_named_with_its_reason_and_tried_until_it_an
         assert late.dht.status()["waits_for"] is None
         assert late.dht.status()["bootstrap"][0]["connected"]
         assert await values(first) == [b"early"]
+
+    in_world(main)
+
+
+def test_leaving_does_not_wait_for_a_way_in() -> None:
+    async def main(world: World) -> None:
+        (first,) = world.living()
+        await world.kill(first, silent=True)
+        late = await world.start()
+        with trio.fail_after(0.1):
+            await late.dht.withdraw_all()
+            await late.dht.withdraw(KEY)
 
     in_world(main)
 
