@@ -69,6 +69,7 @@ class Yamux:
         self.rtt_s: float | None = None  # smoothed
         self.inbound = self.outbound = self.unacked = 0  # streams
         self.peer_gone = self.leaving = False
+        self.spill: memoryview | None = None  # what the last frame of `fill` goes on with, where the writer has it
         self.drained: list[YamuxStream] = []  # reached their low water in `fill`; the driver empties this list
         self._next_id = 1 if initiator else 2
         self._ready: deque[YamuxStream] = deque()
@@ -207,9 +208,14 @@ class Yamux:
 
     # --- sending -------------------------------------------------------------------------------------------
 
-    def fill(self, into: memoryview) -> int:
-        """Write whole frames to `into` (65,519 bytes make one full Noise frame); returns the bytes written."""
+    def fill(self, into: memoryview, spill_bytes: int = 0) -> int:
+        """Write whole frames to `into` (65,519 bytes make one full Noise frame); returns the bytes written.
+
+        With `spill_bytes`, a stream that is alone may go on with at most so many: they are not copied to `into`, but
+        left in `spill`, a multiple of its size, and have to be sent right behind it.
+        """
         at = 0
+        self.spill = None
         control = self._control
         if control:
             at = min(len(control), len(into) // _HEADER_BYTES * _HEADER_BYTES)
@@ -224,14 +230,14 @@ class Yamux:
                 break
             ready.popleft()
             if not stream.was_reset:
-                at = self._emit(stream, into, at)
+                at = self._emit(stream, into, at, 0 if ready else spill_bytes)
             if stream.wants_out:
                 ready.append(stream)
             else:
                 stream.queued = False
         return at
 
-    def _emit(self, stream: YamuxStream, into: memoryview, at: int) -> int:
+    def _emit(self, stream: YamuxStream, into: memoryview, at: int, spill_bytes: int) -> int:
         """One turn of one stream: its flags and one data frame."""
         flags, owed = stream.flags_due, stream.owed
         if owed or (flags and not stream.out_bytes and not stream.fin_due):
@@ -245,13 +251,36 @@ class Yamux:
             flags |= FIN
         if not size and not flags:
             return at
-        HEADER.pack_into(into, at, 0, DATA, flags, stream.id, size)
         at += _HEADER_BYTES
-        self._copy_out(stream, into[at : at + size])
+        end = at + size
+        self._copy_out(stream, into[at:end])
+        if spill_bytes and end == len(into):
+            size += self._spill(stream, end, spill_bytes)
+        HEADER.pack_into(into, at - _HEADER_BYTES, 0, DATA, flags, stream.id, size)
+        if stream.out_bytes <= stream.low_water:
+            stream.low_water = -1
+            self.drained.append(stream)
         if flags & FIN:
             stream.fin_sent = True
             self._settle(stream)
-        return at + size
+        return end
+
+    def _spill(self, stream: YamuxStream, unit: int, spill_bytes: int) -> int:
+        """Take whole units of the stream's first piece without copying them; returns the bytes."""
+        out = stream.out
+        if not out:
+            return 0
+        size = min(len(out[0]), stream.send_credit, spill_bytes) // unit * unit
+        if size:
+            view = memoryview(out[0])
+            self.spill = view[:size]
+            if size == len(view):
+                out.popleft()
+            else:
+                out[0] = view[size:]
+            stream.out_bytes -= size
+            stream.send_credit -= size
+        return size
 
     def _copy_out(self, stream: YamuxStream, into: memoryview) -> None:
         out = stream.out
@@ -270,9 +299,6 @@ class Yamux:
                 at = size
         stream.out_bytes -= size
         stream.send_credit -= size
-        if stream.out_bytes <= stream.low_water:
-            stream.low_water = -1
-            self.drained.append(stream)
 
     def _enqueue(self, stream: YamuxStream) -> None:
         if not stream.queued and stream.wants_out:

@@ -317,12 +317,14 @@ class Link:
     def _fill(self, batch: memoryview) -> int:
         """Seal what is ready, up to one batch; wake the streams whose data is on its way."""
         mux, plain, sealer = self.mux, self._buffers.plain, self._sealer
-        at = 0
-        for _ in range(_BATCH_FRAMES):
-            size = mux.fill(plain)
-            if not size:
-                break
+        at, left = 0, _BATCH_FRAMES
+        while left and (size := mux.fill(plain, (left - 1) * PLAIN_BYTES)):
             at += sealer.seal(plain[:size], batch[at:])
+            left -= 1
+            if (spill := mux.spill) is not None:
+                for begin in range(0, len(spill), PLAIN_BYTES):
+                    at += sealer.seal(spill[begin : begin + PLAIN_BYTES], batch[at:])
+                    left -= 1
         if mux.drained:
             for drained in mux.drained:
                 if isinstance(drained.owner, Stream):

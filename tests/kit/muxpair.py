@@ -6,6 +6,8 @@ from peerd.machine.noise import PLAIN_BYTES
 from peerd.machine.yamux import Changed, Event, Opened, Yamux, YamuxStream
 from peerd.machine.yamux_stream import WindowBudget, YamuxConfig
 
+_ALL = 1 << 30
+
 
 class Side:
     """One session, what it has opened and heard, and the bytes on their way to it."""
@@ -32,13 +34,16 @@ class MuxPair:
         self.now = 0.0
         self._plain = memoryview(bytearray(PLAIN_BYTES))
 
-    def send(self, side: Side, batches: int = 1 << 30) -> int:
+    def send(self, side: Side, batches: int = _ALL) -> int:
         """Let `side` put frames on the link; returns the bytes."""
         other = self.b if side is self.a else self.a
         total = 0
-        while batches and (size := side.mux.fill(self._plain)):
+        spill_bytes = 3 * PLAIN_BYTES if batches == _ALL else 0  # counted batches are single frames
+        while batches and (size := side.mux.fill(self._plain, spill_bytes)):
+            spill = side.mux.spill or b""
             other.arriving += self._plain[:size]
-            total += size
+            other.arriving += spill
+            total += size + len(spill)
             batches -= 1
         return total
 
