@@ -83,7 +83,7 @@ class Publisher:
                 else:
                     records.append(tombstone)
             elif own.due <= wall:
-                if own.record.expires < own.until:
+                if _ends_early(own.record, own.until):
                     key, suffix = place
                     expires = min(own.until, wall + RECORD_TTL_S)
                     own.record = self._sign(wall, key, suffix, own.record.value, expires)
@@ -116,5 +116,10 @@ class Publisher:
 
     def _due(self, wall: float, record: Record, until: float) -> float:
         """Half of what is left of the lease if it must be renewed, and no later than the next repetition."""
-        renewal = wall + (record.expires - wall) / 2 if record.expires < until else until
+        renewal = wall + (record.expires - wall) / 2 if _ends_early(record, until) else until
         return min(wall + self._repeat_s, renewal)
+
+
+def _ends_early(record: Record, until: float) -> bool:
+    """Does the lease end before it is meant to? Leases are in whole milliseconds: what rounding took is no reason."""
+    return record.expires < until - 0.002
