@@ -23,9 +23,9 @@ class ChurnPlan:
 
     nodes: int = 1000
     replaced: float = 0.2  # of the nodes, over the whole time
-    values: int = 200
-    lookups: int = 1000
-    seconds: float = 120.0
+    values: int = 100
+    lookups: int = 600
+    seconds: float = 60.0
     ttl_s: float = 3000.0
 
 

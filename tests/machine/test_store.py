@@ -160,6 +160,7 @@ def test_a_publisher_that_renews_all_the_time_does_not_make_the_store_grow() -> 
     assert len(kept._expiries) < 200
 
 
+@pytest.mark.slow
 @given(seed=st.integers(0, 2**32 - 1))
 def test_any_flood_keeps_counts_and_quotas_and_the_winning_versions(seed: int) -> None:
     rng = random.Random(seed)

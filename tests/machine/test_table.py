@@ -34,6 +34,7 @@ def far_contacts(count: int, network: int = 0, start: int = 0) -> list[Contact]:
     return found
 
 
+@pytest.mark.slow
 @given(seed=st.integers(0, 2**32 - 1), k=st.integers(1, 8))
 def test_any_sequence_of_changes_keeps_the_invariants(seed: int, k: int) -> None:
     rng = random.Random(seed)

@@ -133,6 +133,7 @@ def test_a_swarm_whose_lines_were_all_down_finds_itself_again() -> None:
     assert all(len(node.kad.node.neighbours.table) == 5 for node in sim.nodes)
 
 
+@pytest.mark.slow
 @settings(max_examples=15)
 @given(seed=st.integers(0, 2**32 - 1), data=st.data())
 def test_under_any_schedule_of_life_and_death_the_survivors_agree(seed: int, data: st.DataObject) -> None:
