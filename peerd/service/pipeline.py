@@ -9,14 +9,15 @@ a repeat counts once, since the stage knows the microbatch's number. A peer may 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import msgspec
 import trio
 
 from peerd.core.clock import Clock
-from peerd.core.errors import ProtocolViolation, RemoteError
+from peerd.core.errors import ProtocolViolation, RemoteError, Unreachable
 from peerd.core.frame import TensorFrame
 from peerd.core.ids import PeerId
 from peerd.core.runfile import RunFile, fingerprint
@@ -55,6 +56,7 @@ class Pipeline:
         self._stages = run.pipeline.stages
         self._dtype, self._width = run.model.dtype, run.model.d_model
         self._wirings = [Wiring(clock.rng(f"wiring {stage}")) for stage in range(self._stages)]
+        self._calls: dict[str, set[trio.CancelScope]] = {}
         self._changed = trio.Event()
         self.waits_for: str | None = None
         self.retries = 0
@@ -66,6 +68,9 @@ class Pipeline:
         ready = [m for m in members if m.ready]
         for stage, wiring in enumerate(self._wirings):
             wiring.update(m.peer for m in ready if m.stage == stage)
+        for name in self._calls.keys() - {m.peer for m in ready}:
+            for scope in self._calls[name]:  # whoever has left will not answer: do not wait for the deadline
+                scope.cancel()
         self._changed.set()
         self._changed = trio.Event()
 
@@ -122,10 +127,11 @@ class Pipeline:
             name = await self._pick(stage, cost, failed)
             started = trio.current_time()
             try:
-                answer = await self._rpc.call(
-                    PeerId.parse(name), f"stage/1/{verb}", body, StageAnswer, frames=frames, timeout_s=timeout_s
-                )
-                self._check(stage, verb, answer, frames[0].shape)
+                with self._call_to(name):
+                    answer = await self._rpc.call(
+                        PeerId.parse(name), f"stage/1/{verb}", body, StageAnswer, frames=frames, timeout_s=timeout_s
+                    )
+                    self._check(stage, verb, answer, frames[0].shape)
             except RemoteError as error:
                 times = wiring.failed(name, trio.current_time())
                 level = logging.INFO if times == 1 else logging.DEBUG  # the first failure tells it all
@@ -137,6 +143,21 @@ class Pipeline:
             self.sent_bytes += sum(len(frame.payload) for frame in frames)
             self.received_bytes += sum(len(frame.payload) for frame in answer.frames)
             return name, answer
+
+    @contextmanager
+    def _call_to(self, name: str) -> Iterator[None]:
+        """Raises Unreachable when the peer leaves the swarm meanwhile."""
+        scopes = self._calls.setdefault(name, set())
+        with trio.CancelScope() as scope:
+            scopes.add(scope)
+            try:
+                yield
+            finally:
+                scopes.discard(scope)
+                if not scopes:
+                    self._calls.pop(name, None)
+        if scope.cancelled_caught:
+            raise Unreachable("the peer has left the swarm", PeerId.parse(name))
 
     async def _pick(self, stage: int, cost: float, avoid: set[str]) -> str:
         """The stage's next peer; waits while all rest or none is there."""
