@@ -62,18 +62,24 @@ class Scene:
         _note(self.losses, told.get("step"), told.get("loss"))
         for evaluation in told.get("evaluations") or []:
             _note(self.valid_losses, evaluation.get("step"), evaluation.get("loss"))
-        counts = told.get("microbatches") or {}
-        self.microbatches = int(counts.get("counted") or self.microbatches)
-        self.redone = int(counts.get("redone") or self.redone)
-        self.requeued = int(counts.get("requeued") or self.requeued)
-        self.lost = int(counts.get("lost") or self.lost)
+        self._count(told.get("microbatches") or {})
         self.waits_for = str(told.get("waits_for") or "")
 
     def read_log(self, events: Iterable[dict[str, Any]]) -> None:
-        """Take in the evaluations that the trainer wrote to its log: the last one came just before it ended."""
+        """Take in what the trainer wrote to its log: the last evaluation and its sums came just before it ended."""
         for event in events:
             if event.get("name") == "evaluated":
                 _note(self.valid_losses, event.get("step"), event.get("loss"))
+            elif event.get("name") == "finished":
+                self.step = max(self.step, int(event["step"]))
+                _note(self.losses, event["step"], event["loss"])
+                self._count(event)
+
+    def _count(self, told: dict[str, Any]) -> None:
+        self.microbatches = int(told.get("counted") or self.microbatches)
+        self.redone = int(told.get("redone") or self.redone)
+        self.requeued = int(told.get("requeued") or self.requeued)
+        self.lost = int(told.get("lost") or self.lost)
 
     def tokens_per_s(self, window_steps: int | None = None) -> float:
         """Trained tokens per second over the newest steps, or over all of them."""
