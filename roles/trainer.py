@@ -326,8 +326,15 @@ class TrainerRole:
         await self._publish()
         await self._save_position()
         tally = self._books.tally
-        facts = {"counted": tally.counted, "redone": tally.redone, "requeued": tally.requeued, "lost": tally.lost}
-        self._ctx.log.event("finished", step=self._books.step, loss=self._step_loss, **facts)
+        self._ctx.log.event(
+            "finished",
+            step=self._books.step,
+            loss=self._step_loss,
+            counted=tally.counted,
+            redone=tally.redone,
+            requeued=tally.requeued,
+            lost=tally.lost,
+        )
 
     async def _publish_now_and_then(self) -> None:
         while True:
