@@ -31,7 +31,7 @@ from peerd.machine.conducting import (
     TrainerGone,
     TrainerReport,
 )
-from peerd.machine.ledger import Entry, Ledger
+from peerd.machine.ledger import Entry, Ledger, by_trainer
 from peerd.machine.reach import START, Member, best_position
 
 
@@ -88,6 +88,7 @@ class Conductor:
         self._moving: set[str] = set()
         self._counted: dict[str, list[int]] = {}
         self._quiet_since = now
+        self.announced_step = 0  # the newest step that stage peers are said to be at, in reach or not
         self._expected: frozenset[str] = frozenset()
         self._expect_until = now + config.expect_s
         self._broken_since: float | None = None
@@ -339,7 +340,7 @@ class Conductor:
         self.phase, self._quiet_since = Phase.GATHERING, now
 
     def _best_position(self) -> Position | None:
-        return best_position(self._config.stages, self._members.values(), self._config.first_save)
+        return best_position(self._config.stages, self._members.values(), self._config.first_save, self.announced_step)
 
     def _gathered(self, now: float) -> bool:
         quiet = now >= self._quiet_since + self._config.gather_s
@@ -365,7 +366,7 @@ class Conductor:
         """Every member that could has reached the target."""
         assert self._target is not None
         if self.ledger.entries and self.current != self._target:
-            self._counted = _by_trainer(self.ledger.entries)
+            self._counted = by_trainer(self.ledger.entries)
             self.ledger.clear()
         self.current, self._target = self._target, None
         self._closing = [_StageClose() for _ in range(self._config.stages)]
@@ -384,7 +385,7 @@ class Conductor:
         for member in self._members.values():
             if target in (member.position, member.prepared):
                 batch |= member.counted
-        return _by_trainer(sorted(batch))
+        return by_trainer(sorted(batch))
 
     def _adopt(self, now: float, member: Member) -> None:
         """After a change of conductor: count what is held in every stage already."""
@@ -491,10 +492,3 @@ class Conductor:
             return
         member.position, member.prepared = position, None
         member.counted, member.held = frozenset(), frozenset()
-
-
-def _by_trainer(batch: Iterable[Mb]) -> dict[str, list[int]]:
-    found: dict[str, list[int]] = {}
-    for mb in batch:
-        found.setdefault(mb.trainer, []).append(mb.seq)
-    return found

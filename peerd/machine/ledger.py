@@ -129,3 +129,11 @@ class Ledger:
         assert len(self.entries) <= self.capacity
         for stage, lacking in enumerate(self.missing):
             assert lacking == {mb for mb, entry in self.entries.items() if entry.holders[stage] == NOBODY}
+
+
+def by_trainer(batch: Iterable[Mb]) -> dict[str, list[int]]:
+    """The numbers of each trainer's microbatches."""
+    found: dict[str, list[int]] = {}
+    for mb in batch:
+        found.setdefault(mb.trainer, []).append(mb.seq)
+    return found

@@ -25,11 +25,12 @@ class Member:
     addrs: tuple[str, ...]
 
 
-def best_position(stages: int, members: Collection[Member], first_save: int) -> Position | None:
+def best_position(stages: int, members: Collection[Member], first_save: int, announced: int) -> Position | None:
     """The newest position that every stage can reach; None when there is none.
 
     Everyone can make the parameters of step 0 again. But back to them from a step that somebody may have saved
-    (`first_save` or later) would throw work away that returns with a peer.
+    (`first_save` or later) would throw work away that returns with a peer. `announced`: the newest step that
+    anyone, also somebody out of reach, has said to be at.
     """
     reach: list[set[Position]] = [set() for _ in range(stages)]
     holders: Counter[Position] = Counter()
@@ -38,6 +39,6 @@ def best_position(stages: int, members: Collection[Member], first_save: int) -> 
         holders[member.position] += 1
     common = set.intersection(*reach) - {START}
     newest = max((p.step for member in members for p in (member.position, *member.saved)), default=0)
-    if all(reach) and newest < first_save:
+    if all(reach) and max(newest, announced) < first_save:
         common.add(START)
     return max(common, key=lambda p: (p.step, holders[p], p.lineage), default=None)

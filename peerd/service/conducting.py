@@ -128,6 +128,7 @@ class Conducting:
             self._machine = Conductor(sizes, rng, now)
             known = self._following.directory.announced.values()
             expected = [entry.peer for entry in known]
+            self._hear_of_steps()
             self._machine.expect(peer.text for peer in expected)
             for peer in expected:
                 self._nursery.start_soon(self._probe, self._machine, peer)
@@ -159,6 +160,7 @@ class Conducting:
                 continue
             self._drop_silent()
             await self._following.refresh()
+            self._hear_of_steps()
             own, order = self._following.own, self._following.order()
             for peer in [p for p in order if p != own]:
                 term = await self._conducts(peer)
@@ -168,6 +170,11 @@ class Conducting:
                     self._following.trust(peer)
                     self._following.conductor = peer
                     self._resign(f"{peer.short} conducts, too, and has the better claim")
+
+    def _hear_of_steps(self) -> None:
+        if self._machine is not None:
+            announced = self._following.directory.announced.values()
+            self._machine.announced_step = max((entry.progress.step for entry in announced), default=0)
 
     async def _conducts(self, peer: PeerId) -> int | None:
         """The term that `peer` conducts in, if it does."""

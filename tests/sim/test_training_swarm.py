@@ -1,0 +1,183 @@
+"""Training under virtual time: peers vanish and others come, links stall, and all that live hold the same bits."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import trio
+
+from peerd.compute.worker import InlineWorker
+from peerd.core.runfile import (
+    BatchSection,
+    CheckpointSection,
+    DataSection,
+    EvaluateSection,
+    ModelSection,
+    OptimizerSection,
+    PipelineSection,
+    RunFile,
+)
+from peerd.log import EventLog
+from peerd.role import RoleContext
+from peerd.sim.clock import run_virtual
+from peerd.sim.programs import swarm
+from peerd.sim.world import Node, World, WorldConfig
+from roles.stage import StageRole
+from roles.trainer import TrainerRole
+from tests.kit.world import home_line
+
+STEPS = 30
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunFile:
+    for i in range(10):
+        (tmp_path / f"text{i}.txt").write_bytes(bytes((7 * i + 13 * j * j + j // 3) % 251 for j in range(4000)))
+    return RunFile(
+        run="virtual",
+        seed=5,
+        model=ModelSection(d_model=8, heads=1, layers=2, context=8),
+        pipeline=PipelineSection(stages=2, microbatch=1),
+        optimizer=OptimizerSection(name="adamw", lr=1e-3, total_steps=STEPS),
+        batch=BatchSection(target_samples=8),
+        data=DataSection(path=str(tmp_path / "*.txt"), holdout=0.1),
+        evaluate=EvaluateSection(every_steps=0),
+        checkpoint=CheckpointSection(every_steps=10, keep=2),
+    )
+
+
+class Roles:
+    """Programs that run one role, and the roles that they run, by node."""
+
+    def __init__(self, run: RunFile, directory: Path) -> None:
+        self.run, self.directory = run, directory
+        self.live: dict[str, Any] = {}
+        self.logs: dict[str, EventLog] = {}
+
+    def program(self, role: Callable[[RoleContext], Any]) -> Any:
+        network = swarm()
+
+        async def program(node: Node, *, task_status: trio.TaskStatus[None]) -> None:
+            below = trio.CancelScope(shield=True)  # what a role stands on ends after it
+
+            async def stand(*, task_status: trio.TaskStatus[None]) -> None:
+                with below:
+                    await network(node, task_status=task_status)
+
+            async with trio.open_nursery() as nursery:
+                await nursery.start(stand)
+                directory = self.directory / node.name
+                directory.mkdir(parents=True, exist_ok=True)
+                workers = {name: InlineWorker() for name in ("cpu", "files", "data")}
+                self.logs[node.name] = log = EventLog(node.clock)
+                ctx = RoleContext(
+                    run=self.run,
+                    host=node.host,
+                    rpc=node.rpc,
+                    dht=node.dht,
+                    clock=node.clock,
+                    data_dir=directory,
+                    device="cpu",
+                    seed=1,
+                    log=log,
+                    worker=workers.__getitem__,
+                )
+                self.live[node.name] = built = role(ctx)
+                task_status.started()
+                try:
+                    await built.run()
+                    await trio.sleep_forever()
+                finally:
+                    del self.live[node.name]
+                    below.cancel()
+
+        return program
+
+    def of(self, kind: type) -> list[Any]:
+        return [role for _, role in sorted(self.live.items()) if isinstance(role, kind)]
+
+    def steps(self) -> list[int]:
+        return [role._position.step for role in self.of(StageRole)]
+
+    def story(self) -> str:
+        return "\n".join(f"{name}: {event}" for name, log in self.logs.items() for event in log.recent(12))
+
+
+Trouble = Callable[[World, Roles, random.Random], Any]
+
+
+async def train(seed: int, roles: Roles, trouble: Trouble) -> str:
+    """Six stage peers and two trainers finish the run while `trouble` goes on; returns the trace's hash."""
+    async with World(seed, swarm(), WorldConfig(line=home_line)).running() as world:
+        boot = await world.start("boot")
+        world.bootstrap.append(boot.full_addr)
+        for i in range(6):
+            await world.start(f"stage{i}", program=roles.program(StageRole))
+        trainers = [await world.start(f"trainer{i}", program=roles.program(TrainerRole)) for i in range(2)]
+        assert await world.until(lambda: max(roles.steps(), default=0) >= 3, within_s=60), roles.story()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(trouble, world, roles, world.rng("trouble"))
+            done = await world.until(lambda: max(roles.steps(), default=0) >= STEPS, within_s=900, step_s=0.5)
+            nursery.cancel_scope.cancel()
+        world.net.heal()
+        assert done, f"stalled at {roles.steps()}\n{roles.story()}"
+        assert await world.until(lambda: min(roles.steps()) == STEPS, within_s=60), f"{roles.steps()}\n{roles.story()}"
+        for stage in range(2):
+            peers = [role for role in roles.of(StageRole) if role._stage == stage]
+            assert peers
+            assert len({role._position for role in peers}) == 1
+            assert len({role._served.module.digest() for role in peers}) == 1
+        for trainer in trainers:
+            counts = roles.live[trainer.name].status()["microbatches"]
+            assert counts["lost"] == 0, roles.story()
+        return world.trace.hash()
+
+
+async def killing(world: World, roles: Roles, rng: random.Random) -> None:
+    """Every few seconds a stage peer vanishes, with or without its connections, and a new one comes."""
+    number = 0
+    while True:
+        await trio.sleep(rng.uniform(2, 8))
+        crowded = [node for node in world.living() if node.name in roles.live and spare(roles, roles.live[node.name])]
+        if crowded:
+            await world.kill(rng.choice(crowded), silent=rng.random() < 0.3)
+            number += 1
+            await world.start(f"stage-new{number}", program=roles.program(StageRole))
+
+
+async def stalling(world: World, roles: Roles, rng: random.Random) -> None:
+    """The conductor falls off the net for longer than anyone's patience, and comes back."""
+    for _ in range(2):
+        await trio.sleep(rng.uniform(2, 4))
+        conductor = next(n for n in world.living() if n.name in roles.live and is_conductor(roles.live[n.name]))
+        world.partition([conductor])
+        await trio.sleep(45)
+        world.net.heal()
+        await trio.sleep(20)
+
+
+def spare(roles: Roles, role: Any) -> bool:
+    """A stage peer whose stage has two others with the newest state."""
+    if not isinstance(role, StageRole):
+        return False
+    mates = [r._position.step for r in roles.of(StageRole) if r._stage == role._stage and r is not role]
+    return mates.count(max(roles.steps())) >= 2
+
+
+def is_conductor(role: Any) -> bool:
+    return isinstance(role, StageRole) and role._conducting.acting
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [1])
+@pytest.mark.parametrize("trouble", [killing, stalling])
+def test_all_who_live_hold_the_same_bits_after_trouble(
+    tmp_path: Path, run: RunFile, trouble: Trouble, seed: int
+) -> None:
+    torch.set_num_threads(1)
+    run_virtual(train, seed, Roles(run, tmp_path / "peers"), trouble, seed=seed)
