@@ -47,7 +47,7 @@ _START = Position(0, b"")
 _SERVICES = ("stage/1", "average/1", "state/1")
 _SYNC_WAIT_S = 2.0
 _ANNOUNCE_S = 5.0
-_LEAVE_PATIENCE_S = 5.0
+_LEAVE_PATIENCE_S = 4.0
 
 
 class StageRole:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import deque
 from typing import Any, ClassVar
 
 import trio
@@ -65,7 +66,7 @@ class TrainerRole:
         self._losses: dict[int, float] = {}  # of this step's finished microbatches, by number, per sample
         self._step_loss = math.nan
         self._held_out: list[Load] = []
-        self._evaluations: list[tuple[int, float]] = []
+        self._evaluations: deque[tuple[int, float]] = deque(maxlen=500)
         self._began = 0.0
         self._stepped_at = 0.0
         self._samples_per_s = 0.0

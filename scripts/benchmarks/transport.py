@@ -235,7 +235,6 @@ def measure(full: bool) -> Report:
     raw, frames, peerd = (statistics.median(bulk.mb_s for bulk in each) for each in bulks)
     cpu_raw, cpu_frames, cpu_peerd = (statistics.median(bulk.cpu_s_per_gb for bulk in each) for each in bulks)
     call_ms, raw_ms = statistics.median(rounds.call_ms), statistics.median(rounds.raw_ms)
-    stream_ms, calls_per_s = statistics.median(rounds.stream_ms), statistics.median(rounds.calls_per_s)
     bulk = [
         Figure("stream_mb_s", "one peerd stream", peerd, "MB/s", 0),
         Figure("raw_tcp_mb_s", "plain trio TCP", raw, "MB/s", 0),
@@ -253,13 +252,11 @@ def measure(full: bool) -> Report:
         Figure("call_ms_median", "100 B call, one at a time, median", call_ms, "ms", 3, at_most=0.4),
         Figure("raw_round_trip_ms_median", "plain trio TCP, 100 B there and back", raw_ms, "ms", 3),
         Figure("call_over_raw_round_trip", "call / plain round trip", call_ms / raw_ms),
-        Figure(
-            "stream_call_ms_median", "new stream, 100 B there and back", statistics.median(rounds.stream_ms), "ms", 3
-        ),
+        Figure("stream_call_ms_median", "new stream, 100 B there and back", stream_ms, "ms", 3),
         Figure(
             "calls_per_s_64",
             "calls a second, 64 in flight",
-            statistics.median(rounds.calls_per_s),
+            calls_per_s,
             "",
             0,
             at_least=6000,

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import trio
-from peerd.service.dht import Dht
 
 from peerd.compute.worker import DeviceWorker
 from peerd.core.addr import parse_addr
@@ -21,6 +20,7 @@ from peerd.net.clock import RealClock
 from peerd.net.host import Host
 from peerd.net.tcp import TcpTransport
 from peerd.role import Role, RoleContext
+from peerd.service.dht import Dht
 from peerd.service.rpc import Rpc
 
 
