@@ -235,6 +235,7 @@ def measure(full: bool) -> Report:
     raw, frames, peerd = (statistics.median(bulk.mb_s for bulk in each) for each in bulks)
     cpu_raw, cpu_frames, cpu_peerd = (statistics.median(bulk.cpu_s_per_gb for bulk in each) for each in bulks)
     call_ms, raw_ms = statistics.median(rounds.call_ms), statistics.median(rounds.raw_ms)
+    stream_ms, calls_per_s = statistics.median(rounds.stream_ms), statistics.median(rounds.calls_per_s)
     bulk = [
         Figure("stream_mb_s", "one peerd stream", peerd, "MB/s", 0),
         Figure("raw_tcp_mb_s", "plain trio TCP", raw, "MB/s", 0),
