@@ -71,11 +71,24 @@ def roles_table(roles: Iterable[Snapshot]) -> Table:
     for name in ("role", "state", "waits for", "details"):
         table.add_column(name, overflow="fold")
     for role in roles:
-        details = ", ".join(f"{key} {brief(value)}" for key, value in role.items() if key not in _TOLD_ELSEWHERE)
+        details = ", ".join(_details(role))
         why = role.get("waits_for") or role.get("failure") or "-"
         state = str(role.get("state", "?")) + (f" ({role['restarts']} restarts)" if role.get("restarts") else "")
         table.add_row(*map(Text, (str(role.get("role", "?")), state, str(why), details)))
     return table
+
+
+def _details(role: Snapshot) -> Iterable[str]:
+    """What fits in a line: plain values and counts. Lists of peers and the like are for `--json`."""
+    for key, value in role.items():
+        if key in _TOLD_ELSEWHERE or value is None or value is False or value == [] or value == "":
+            continue
+        if isinstance(value, float) and value != value:  # nothing measured yet
+            continue
+        if isinstance(value, list) and isinstance(value[0], dict):
+            continue
+        name = key.replace("_", " ").replace(" per s", "/s")
+        yield f"{name} {brief(value).strip('{}')}" if value is not True else name
 
 
 def _network(snapshot: Snapshot) -> Text:
