@@ -1,0 +1,130 @@
+"""Everyone ends at the same conductor: the one that served longest, or the next when it cannot be reached."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import trio
+from trio.testing import MockClock
+
+from peerd.core.errors import Refused
+from peerd.core.ids import PeerId
+from peerd.core.messages import Empty
+from peerd.core.progress import StageProgress
+from peerd.service.directory import StagePeer
+from peerd.service.following import Following
+from peerd.service.rpc import Answer, Incoming, Rpc
+from tests.kit.fakehost import FakeNet, TrioClock, fake_net
+
+
+class Announced:
+    """A directory whose content the test writes."""
+
+    def __init__(self) -> None:
+        self.announced: dict[PeerId, StagePeer] = {}
+        self.reads = 0
+
+    def add(self, peer: PeerId, since: float, stage: int = 0) -> None:
+        progress = StageProgress(stage, since, 0, 0, 0.0, "cpu", "", "", [])
+        self.announced[peer] = StagePeer(peer, progress)
+
+    async def refresh(self) -> dict[PeerId, StagePeer]:
+        await trio.lowlevel.checkpoint()
+        self.reads += 1
+        return self.announced
+
+
+@asynccontextmanager
+async def peers(count: int) -> AsyncIterator[tuple[FakeNet, list[PeerId], list[Rpc], Announced]]:
+    async with fake_net() as net, trio.open_nursery() as nursery:
+        ids, rpcs = [], []
+        for i in range(count):
+            host = net.host(f"peer {i}")
+            rpc = Rpc(host, TrioClock())
+            await nursery.start(rpc.run)
+            ids.append(host.id)
+            rpcs.append(rpc)
+        yield net, ids, rpcs, Announced()
+        nursery.cancel_scope.cancel()
+
+
+def following(rpc: Rpc, own: PeerId, directory: Any) -> Following:
+    return Following(rpc, own, directory)
+
+
+def conducts(rpc: Rpc, log: list[int], number: int) -> None:
+    async def answer(call: Incoming[Empty]) -> Answer[Empty]:
+        log.append(number)
+        return Answer(Empty())
+
+    rpc.serve("swarm/1/test", Empty, answer)
+
+
+async def test_who_served_longest_comes_first_and_other_stages_never(autojump_clock: MockClock) -> None:
+    async with peers(4) as (_, ids, rpcs, directory):
+        directory.add(ids[1], 20.0)
+        directory.add(ids[2], 10.0)
+        directory.add(ids[3], 1.0, stage=1)
+        me = following(rpcs[0], ids[0], directory)
+        assert me.order() == [ids[2], ids[1]]
+        me.joined_since = 15.0
+        assert me.order() == [ids[2], ids[0], ids[1]]
+        assert me.duty() == ids[2]
+        me.suspect(ids[2])
+        assert me.duty() == ids[0]
+        await trio.sleep(10)
+        assert me.duty() == ids[2]
+
+
+async def test_the_next_is_asked_when_the_first_is_gone_and_the_change_is_told(autojump_clock: MockClock) -> None:
+    async with peers(3) as (net, ids, rpcs, directory):
+        log: list[int] = []
+        conducts(rpcs[1], log, 1)
+        conducts(rpcs[2], log, 2)
+        directory.add(ids[1], 1.0)
+        directory.add(ids[2], 2.0)
+        me = following(rpcs[0], ids[0], directory)
+        await me.ask("swarm/1/test", Empty, Empty, 5.0)
+        await me.ask("swarm/1/test", Empty, Empty, 5.0)
+        assert (log, me.conductor, me.changes) == ([1, 1], ids[1], 1)
+        net.cut(ids[0], ids[1])
+        await me.ask("swarm/1/test", Empty, Empty, 5.0)
+        assert (log, me.conductor, me.changes) == ([1, 1, 2], ids[2], 2)
+        net.heal(ids[0], ids[1])
+        await trio.sleep(60)
+        await me.ask("swarm/1/test", Empty, Empty, 5.0)
+        assert me.conductor == ids[2], "whoever conducts well goes on"
+
+
+async def test_it_waits_with_a_reason_until_stage_0_has_a_peer(autojump_clock: MockClock) -> None:
+    async with peers(2) as (_, ids, rpcs, directory), trio.open_nursery() as nursery:
+        log: list[int] = []
+        conducts(rpcs[1], log, 1)
+        me = following(rpcs[0], ids[0], directory)
+        nursery.start_soon(me.ask, "swarm/1/test", Empty, Empty, 5.0)
+        await trio.sleep(5)
+        assert me.waits_for == "stage 0 has no peers"
+        directory.add(ids[1], 1.0)
+        await trio.sleep(5)
+        assert log == [1]
+        assert me.waits_for is None
+
+
+async def test_a_refusal_is_shown_and_asked_again(autojump_clock: MockClock) -> None:
+    async with peers(2) as (_, ids, rpcs, directory):
+        refusals = 2
+
+        async def answer(call: Incoming[Empty]) -> Answer[Empty]:
+            nonlocal refusals
+            refusals -= 1
+            if refusals >= 0:
+                raise Refused("the conductor is somebody else")
+            return Answer(Empty())
+
+        rpcs[1].serve("swarm/1/test", Empty, answer)
+        directory.add(ids[1], 1.0)
+        me = following(rpcs[0], ids[0], directory)
+        await me.ask("swarm/1/test", Empty, Empty, 5.0)
+        assert refusals == -1
