@@ -196,7 +196,7 @@ class MessageParser:
         if self._pending is not None:
             self._begin()
 
-    def fill(self, data: bytes) -> None:
+    def fill(self, data: bytes | memoryview) -> None:
         """Payload bytes, at most `wanted` of them."""
         if len(data) > self.wanted:
             raise LocalError("more bytes than the payload wants")

@@ -71,6 +71,7 @@ class YamuxStream:
         "inbound",
         "inbox",
         "inbox_bytes",
+        "lent",
         "linger_until",
         "low_water",
         "out",
@@ -98,6 +99,7 @@ class YamuxStream:
         # Incoming.
         self.inbox: deque[Piece] = deque()
         self.inbox_bytes = 0
+        self.lent: tuple[memoryview, bool] | None = None  # what `lend` gave, and whether its buffer ended there
         self.credit = self.target = INITIAL_WINDOW
         self.owed = 0  # part of the credit that no frame has announced yet
         self.granted_at = now
@@ -159,6 +161,26 @@ class YamuxStream:
             if isinstance(part, memoryview):
                 self.pool.give(part.obj)
         return data
+
+    def lend(self, max_bytes: int) -> memoryview:
+        """As `take`, but of one piece and without a copy: it may be looked at until the next `lend` or `end_loan`."""
+        self.end_loan()
+        piece = memoryview(self.inbox.popleft())
+        if len(piece) > max_bytes:
+            self.inbox.appendleft(piece[max_bytes:])
+        view = piece[:max_bytes].toreadonly()
+        self.lent = view, len(view) == len(piece)
+        self.inbox_bytes -= len(view)
+        return view
+
+    def end_loan(self) -> None:
+        """Take back what was lent; whoever still holds the view gets a ValueError instead of another's bytes."""
+        if self.lent is not None:
+            (view, ended), self.lent = self.lent, None
+            buffer = view.obj
+            view.release()
+            if ended:
+                self.pool.give(buffer)
 
     def take_into(self, into: memoryview) -> int:
         """Move bytes from the inbox to `into`; returns how many."""

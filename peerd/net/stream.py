@@ -144,12 +144,21 @@ class Stream:
         self._link.consumed(self._mux)
         return data
 
+    async def receive_view(self, max_bytes: int) -> memoryview:
+        """As `receive_some`, without a copy: the view, and whatever is cut from it, holds until the next receive."""
+        if not await self._wait_readable():
+            return memoryview(b"")
+        view = self._mux.lend(max_bytes)
+        self._link.consumed(self._mux)
+        return view
+
     async def receive_each(self, take: Callable[[bytes], bool]) -> bool:
         """Give `take` the bytes as they come, until it returns False (then True) or the peer's end (then False).
 
         `take` often runs in the link's own task, which saves two turns of the loop: it is quick and raises nothing.
         """
         mux = self._mux
+        mux.end_loan()  # the bytes at hand are given before anything is waited for
         try:
             while True:
                 while mux.inbox and self._negotiation is None:
@@ -193,6 +202,7 @@ class Stream:
     async def _wait_readable(self) -> bool:
         """True when there are bytes, or a taker has had enough; False at the end."""
         mux, taken = self._mux, self._taker is not None
+        mux.end_loan()
         while not mux.inbox or self._negotiation is not None:
             if mux.fin_received and self._negotiation is None:
                 return False

@@ -23,7 +23,6 @@ from peerd.machine.rpc_calls import ByteBudget
 from peerd.service.rpc_types import RpcStream
 
 _QUICK_MESSAGES = 64  # handled in one go; the loop turns before the next
-_PAYLOAD_READ_BYTES = 256 << 10
 _JOIN_BYTES = 8 << 10  # a message up to this size is copied together, payloads and all
 _BATCH_BYTES = 32 << 10  # buffers below this are joined before they are sent; larger ones are not copied
 
@@ -282,7 +281,7 @@ class Inbound:
 
     async def _receive(self) -> None:
         while self._parser.wanted:
-            data = await self._stream.receive_some(min(self._parser.wanted, _PAYLOAD_READ_BYTES))
+            data = await self._stream.receive_view(self._parser.wanted)
             if not data:
                 raise ProtocolViolation("the stream ended in the middle of a frame", self._stream.peer)
             self._parser.fill(data)

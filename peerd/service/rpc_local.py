@@ -77,6 +77,9 @@ class LocalStream:
         self._other._changed.unpark_all()
         return data
 
+    async def receive_view(self, max_bytes: int) -> memoryview:
+        return memoryview(await self.receive_some(max_bytes))
+
     async def receive_each(self, take: Callable[[bytes], bool]) -> bool:
         while data := await self.receive_some(_OFFER_BYTES):
             if not take(data):

@@ -31,6 +31,10 @@ class RpcStream(Protocol):
 
     async def receive_some(self, max_bytes: int) -> bytes: ...
 
+    async def receive_view(self, max_bytes: int) -> memoryview:
+        """As `receive_some`; the view holds until the next receive."""
+        ...
+
     async def receive_each(self, take: Callable[[bytes], bool]) -> bool:
         """Give `take` the bytes as they come, until it returns False (then True) or the peer's end (then False).
 

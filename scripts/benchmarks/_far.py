@@ -91,10 +91,11 @@ async def listen(serve: Callable[[trio.SocketStream], Awaitable[None]], nursery:
 
 # --- peerd -----------------------------------------------------------------------------------------------------------
 async def peerd_sink(stream: Stream) -> None:
+    """Counts bytes where they lie, as calls receive their payloads."""
     (left,) = TOTAL.unpack(await stream.receive_exactly(TOTAL.size))
     begin = time.process_time()
     while left:
-        left -= len(await stream.receive_some(READ_BYTES))
+        left -= len(await stream.receive_view(READ_BYTES))
     await stream.send(SPENT.pack(time.process_time() - begin))
 
 
