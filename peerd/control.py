@@ -141,5 +141,3 @@ def ask(data_dir: Path | None) -> dict[str, Any]:
         raise PeerdError(f"the daemon's socket {path} belongs to another user") from error
     except (OSError, ValueError) as error:
         raise PeerdError(f"the daemon at {path} did not answer: {error}") from error
-
-

@@ -14,11 +14,11 @@ from typing import ClassVar, TypeVar
 import trio
 
 from peerd.compute.served import Outcome, ServedStage, Stale, Vector, state_of
-from peerd.core.errors import ConfigError, ProtocolViolation, Refused, RemoteError
-from peerd.core.ids import PeerId
+from peerd.core.errors import ProtocolViolation, Refused, RemoteError
+from peerd.core.ids import PeerId, is_peer_text
 from peerd.core.messages import Empty
 from peerd.core.progress import StageProgress
-from peerd.core.runfile import RunFile, first_difference, shared_text
+from peerd.core.runfile import RunFile
 from peerd.core.training import (
     Commit,
     Leave,
@@ -92,7 +92,7 @@ class StageRole:
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         try:
-            await self._compare_settings()
+            await self._training.compare_settings()
             self._stage = await self._choose_stage()
             self._served = await self._work(self._build, "build the stage")
             await self._return_to_checkpoint()
@@ -156,21 +156,6 @@ class StageRole:
         return self._samples / self._busy_s if self._busy_s else 0.0
 
     # --- joining ----------------------------------------------------------------------------------------------
-
-    async def _compare_settings(self) -> None:
-        """Peers of one run must agree on its settings: publish ours, compare with what others published."""
-        directory, mine = self._training.directory, shared_text(self._run)
-        try:
-            published = [text for peer, text in await directory.published_settings() if peer != self._ctx.host.id]
-        except RemoteError:
-            published = []
-        if published and mine not in published:
-            try:
-                found = first_difference(mine, published[0])
-            except ValueError:
-                found = "its settings cannot be read"
-            raise ConfigError(f"run {self._run.run!r} is on its way with other settings: {found}")
-        await directory.publish_settings(mine)
 
     async def _choose_stage(self) -> int:
         """The configured stage; else the one we have a checkpoint of; else the one with the fewest peers."""
@@ -247,8 +232,7 @@ class StageRole:
     def _take(self, answer: MemberAnswer) -> None:
         self._conducting.term = self._term = max(self._term, answer.term)
         if answer.members is not None:
-            self._members = answer.members
-            self._following.note_members(answer.members)
+            self._members = self._following.note_members(answer.members)
         self._complete = answer.complete
         self._waits_for = answer.waits_for or None
 
@@ -303,7 +287,7 @@ class StageRole:
             )
             try:
                 await directory.announce(progress)
-                await directory.publish_settings(shared_text(self._run))
+                await self._training.publish_settings()
             except RemoteError as error:
                 self._ctx.log.event("announce failed", level="warning", reason=str(error))
             with trio.move_on_after(_ANNOUNCE_S):
@@ -378,6 +362,8 @@ class StageRole:
     async def _prepare(self, call: Incoming[Prepare]) -> Answer[Prepared]:
         body, served = call.body, self._need()
         self._obey(call.peer, body.run)
+        if not all(map(is_peer_text, body.group)):
+            raise ProtocolViolation("the group names somebody who can't be a peer", call.peer)
         if body.step != self._position.step or self._ctx.host.id.text not in body.group:
             return Answer(Prepared(False, body.assigned, []))
         async with self._moving:

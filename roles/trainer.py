@@ -18,10 +18,10 @@ from torch import Tensor
 from peerd.compute.data import SampleStream
 from peerd.compute.tensors import to_frame
 from peerd.compute.tokens import load_vocabulary
-from peerd.core.errors import ConfigError, RemoteError
+from peerd.core.errors import RemoteError
 from peerd.core.messages import Empty
 from peerd.core.progress import TrainerProgress, encode_progress, progress_key
-from peerd.core.runfile import RunFile, first_difference, shared_text
+from peerd.core.runfile import RunFile
 from peerd.core.training import Done, Leave, TrainerAnswer, TrainerSync
 from peerd.role import Begun, Contribution, Drop, Load, Order, Repeat, RoleContext, Start, Training
 
@@ -78,7 +78,7 @@ class TrainerRole:
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         stream = await self._worker.run(self._open_data, name="open the data")
-        await self._compare_settings()
+        await self._training.compare_settings()
         self._began = self._stepped_at = trio.current_time()
         async with trio.open_nursery() as nursery:
             self._nursery = nursery
@@ -184,16 +184,6 @@ class TrainerRole:
 
     # --- following the conductor ------------------------------------------------------------------------------
 
-    async def _compare_settings(self) -> None:
-        try:
-            published = [text for _, text in await self._training.directory.published_settings()]
-        except RemoteError:
-            return
-        mine = shared_text(self._run)
-        if published and mine not in published:
-            found = first_difference(mine, published[0])
-            raise ConfigError(f"run {self._run.run!r} is on its way with other settings: {found}")
-
     def _tell(self) -> None:
         """There is news for the conductor: do not wait for the answer to a report that had none."""
         self._dirty = True
@@ -235,8 +225,7 @@ class TrainerRole:
         self._answer = answer
         self._seen, self._seen_members = answer.version, answer.members_version
         if answer.members is not None:
-            self._following.note_members(answer.members)
-            self._pipeline.update(answer.members)
+            self._pipeline.update(self._following.note_members(answer.members))
         self._waits_for = answer.waits_for or None
         before = self._books.step
         orders = self._books.answered(answer, self._said)
@@ -358,7 +347,7 @@ class TrainerRole:
         )
         try:
             await self._ctx.dht.put(progress_key(self._run.run), encode_progress(progress), ttl_s=_RECORD_TTL_S)
-            await self._training.directory.publish_settings(shared_text(self._run))
+            await self._training.publish_settings()
         except RemoteError as error:
             self._ctx.log.event("announce failed", level="warning", reason=str(error))
 

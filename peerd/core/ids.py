@@ -69,6 +69,15 @@ class PeerId:
         return f"PeerId({self.short})"
 
 
+def is_peer_text(text: str) -> bool:
+    """Is this the text of a peer id?"""
+    try:
+        PeerId.parse(text)
+    except ValueError:
+        return False
+    return True
+
+
 @dataclass(frozen=True, order=True, slots=True)
 class Key:
     """A point in the 256-bit DHT space."""

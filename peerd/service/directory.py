@@ -92,13 +92,16 @@ class Directory:
         except ConfigError as error:
             raise ProtocolViolation(str(error), peer) from None
 
-    def learn_members(self, members: Iterable[MemberInfo]) -> None:
-        """The conductor's list: addresses of peers that the DHT may not know yet."""
+    def learn_members(self, members: Iterable[MemberInfo]) -> list[MemberInfo]:
+        """The conductor's list: addresses that the DHT may not know yet. Returns the entries that are valid."""
+        valid = []
         for member in members:
             try:
                 self.learn(PeerId.parse(member.peer), member.addrs)
+                valid.append(member)
             except (ValueError, ProtocolViolation) as error:
                 log.warning("skipped a member of the conductor's list: %s", error)
+        return valid
 
     async def announce(self, progress: StageProgress) -> None:
         """Publish what we do; it expires by itself unless repeated."""
@@ -111,9 +114,11 @@ class Directory:
         """Publish the settings that this peer follows."""
         await self._dht.put(settings_key(self.run), text, ttl_s=RECORD_TTL_S)
 
-    async def published_settings(self) -> list[tuple[PeerId, bytes]]:
-        """What the peers of this run say its settings are."""
-        return [(r.publisher, r.value) for r in await self._dht.get(settings_key(self.run))]
+    async def published_settings(self) -> list[bytes]:
+        """What the stage peers of this run say its settings are; others' word does not count."""
+        serving = await self.refresh()
+        records = await self._dht.get(settings_key(self.run))
+        return [r.value for r in records if r.publisher in serving and r.publisher != self._host.id]
 
     async def needed_stage(self, since: float, clock: Clock) -> int:
         """The stage with the fewest peers, agreed with others who join at the same moment.

@@ -56,13 +56,13 @@ class Following:
             known[self.own] = self.joined_since
         return [peer for _, peer in sorted((since, peer) for peer, since in known.items())]
 
-    def note_members(self, members: Iterable[MemberInfo]) -> None:
-        """The conductor's list of members: their addresses, and who else may conduct."""
-        members = list(members)
-        self.directory.learn_members(members)
+    def note_members(self, members: Iterable[MemberInfo]) -> list[MemberInfo]:
+        """The conductor's list of members: their addresses, and who else may conduct. Returns who can be a peer."""
+        members = self.directory.learn_members(members)
         alive = {m.peer for m in members}
         for peer in [p for p in self._seen if p.text not in alive and p != self.conductor]:
             del self._seen[peer]
+        return members
 
     def note_stage0(self, peer: PeerId, since: float) -> None:
         """A peer of stage 0 says since when it serves."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from peerd.core.clock import Clock
-from peerd.core.runfile import RunFile, fingerprint
+from peerd.core.errors import ConfigError, RemoteError
+from peerd.core.runfile import RunFile, fingerprint, first_difference, shared_text
 from peerd.machine.conductor import ConductorConfig
 from peerd.net.host import Host
 from peerd.service.conducting import Conducting, ConductingConfig
@@ -29,6 +30,22 @@ class Training:
         self._host, self._rpc, self._clock = host, rpc, clock
         self.directory = Directory(run.run, run.pipeline.stages, host, dht)
         self.following = Following(rpc, host.id, self.directory)
+
+    async def compare_settings(self) -> None:
+        """Peers of one run must agree on its settings; ConfigError names the key that differs."""
+        mine = shared_text(self.run)
+        try:
+            published = await self.directory.published_settings()
+        except RemoteError:
+            return  # alone for now; whoever differs is refused by the others later
+        if published and mine not in published:
+            found = first_difference(mine, published[0])
+            raise ConfigError(f"run {self.run.run!r} is on its way with other settings: {found}")
+        await self.publish_settings()
+
+    async def publish_settings(self) -> None:
+        """Say which settings we follow; raises RemoteError."""
+        await self.directory.publish_settings(shared_text(self.run))
 
     def pipeline(self) -> Pipeline:
         """For a trainer: calls to the stages."""

@@ -203,8 +203,8 @@ def test_doctor_tells_a_healthy_bootstrap_from_one_with_another_identity(
 def test_a_peer_whose_run_file_differs_is_told_which_key(tmp_path: Path) -> None:
     with processes(tmp_path) as started:
         addr = started.backbone().address()
-        first = started.join("first", "trainer", run_file(tmp_path), addr)
-        first.wait_for("waits part=trainer")
+        first = started.join("first", "stage", run_file(tmp_path), addr)
+        first.wait_for("role.started role=stage")
         other = run_file(tmp_path, "optimizer: {lr: 0.5}\n", "other.yaml")
         second = started.join("second", "trainer", other, addr)
         assert second.popen.wait(60) == 2, second.said
