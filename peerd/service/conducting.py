@@ -127,7 +127,7 @@ class Conducting:
                 sizes = dataclasses.replace(sizes, gather_s=_TAKE_OVER_GATHER_S)
             self._machine = Conductor(sizes, rng, now)
             known = self._following.directory.announced.values()
-            expected = [entry.peer for entry in known]
+            expected = [entry.peer for entry in known if not self._following.suspected(entry.peer)]
             self._hear_of_steps()
             self._machine.expect(peer.text for peer in expected)
             for peer in expected:

@@ -82,6 +82,10 @@ class Following:
         if self.conductor == peer:
             self.conductor = None
 
+    def suspected(self, peer: PeerId) -> bool:
+        """Has this peer failed us just now?"""
+        return self._suspects.get(peer, float("-inf")) > trio.current_time()
+
     def trust(self, peer: PeerId) -> None:
         self._suspects.pop(peer, None)
 
