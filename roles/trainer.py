@@ -67,7 +67,6 @@ class TrainerRole:
         self._step_loss = math.nan
         self._held_out: list[Load] = []
         self._evaluations: deque[tuple[int, float]] = deque(maxlen=500)
-        self._began = 0.0
         self._stepped_at = 0.0
         self._samples_per_s = 0.0
         self._answer: TrainerAnswer | None = None
@@ -79,7 +78,7 @@ class TrainerRole:
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         stream = await self._worker.run(self._open_data, name="open the data")
         await self._training.compare_settings()
-        self._began = self._stepped_at = trio.current_time()
+        self._stepped_at = trio.current_time()
         async with trio.open_nursery() as nursery:
             self._nursery = nursery
             nursery.start_soon(self._feed, stream)
