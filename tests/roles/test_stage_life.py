@@ -154,12 +154,14 @@ async def start_alone(directory: Path, run: RunFile) -> None:
 
 async def test_other_settings_are_named(tmp_path: Path, run: RunFile) -> None:
     async with swarm(tmp_path / "peers") as s:
-        await whole(s, run)
+        peers = await whole(s, run)
+        await reaches(s, peers[0], 1)  # by then the stage peers have announced themselves and their settings
         other = msgspec.structs.replace(run, optimizer=msgspec.structs.replace(run.optimizer, lr=0.5))
         ctx = s.peers["stage0"].role._ctx
         stranger = s.peers["trainer"].role._ctx
         with pytest.raises(ConfigError, match=r"optimizer\.lr is 0\.5 here and 0\.001 there"):
-            await TrainerRole(with_run(stranger, other)).run()
+            with trio.fail_after(30):
+                await TrainerRole(with_run(stranger, other)).run()
         assert ctx.run == pinned(run, 0)
 
 
