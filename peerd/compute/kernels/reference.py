@@ -1,0 +1,184 @@
+"""Blockwise quantization in plain torch: the definition that the C++ and CUDA kernels repeat bit for bit.
+
+Runs wherever torch runs, and serves where no kernel was built. Work goes through the tensor in slices, so that the
+temporaries stay small. `n` values: n = x * (1 / scale) in single precision; tables.py has the numbers.
+A block with NaN, infinity or a magnitude beyond 3e38 keeps those bits as its scale and has zero codes: whoever sends
+it looks at the scales.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from peerd.compute.kernels import tables
+from peerd.core.blockwise import code_bytes, scale_count
+
+_SLICE_VALUES: Final = 1 << 18
+_E4M3_MAX: Final = 448.0
+
+
+def quantize(
+    x: Tensor, code: str, block: int, codes: Tensor | None = None, scales: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Codes (uint8, flat) and scales (float32, one a block) of `x` (float32, bfloat16 or float16; any shape).
+
+    Written into `codes` and `scales` when given: contiguous, of exactly that size, on x's device.
+    """
+    flat = x.detach().reshape(-1)
+    count = flat.numel()
+    if codes is None:
+        codes = torch.empty(code_bytes(count, code), dtype=torch.uint8, device=x.device)
+    if scales is None:
+        scales = torch.empty(scale_count(count, block), dtype=torch.float32, device=x.device)
+    bits, scales_at = 8 if _pack_free(code) else 4, 0
+    for at in range(0, count, _SLICE_VALUES):
+        part_NB = _blocks(flat[at : at + _SLICE_VALUES].float(), block)
+        valid = min(count - at, _SLICE_VALUES)
+        scale_N = _scales(part_NB)
+        usable_N = _usable(scale_N)
+        inverse_N = torch.where(usable_N, scale_N.reciprocal(), 0.0)
+        code_NB = _ENCODERS[code](part_NB, part_NB * inverse_N[:, None])
+        code_NB = torch.where(usable_N[:, None], code_NB, _ZERO[code])
+        packed = code_NB.reshape(-1)[:valid]
+        if bits == 4:
+            packed = _pack(packed)
+        begin = at * bits // 8
+        codes.view(-1)[begin : begin + packed.numel()] = packed
+        scales.view(-1)[scales_at : scales_at + len(scale_N)] = scale_N
+        scales_at += len(scale_N)
+    return codes, scales
+
+
+def dequantize(codes: Tensor, scales: Tensor, code: str, block: int, out: Tensor) -> Tensor:
+    """Decode into `out`, contiguous, whose shape and dtype say what was coded; returns it."""
+    flat = out.view(-1)
+    count, bits = flat.numel(), 8 if _pack_free(code) else 4
+    for at in range(0, count, _SLICE_VALUES):
+        valid = min(count - at, _SLICE_VALUES)
+        begin = at * bits // 8
+        part = codes.view(-1)[begin : begin + -(-valid * bits // 8)]
+        if bits == 4:
+            part = torch.stack((part & 15, part >> 4), dim=1).reshape(-1)[:valid]
+        part_NB = _blocks(part, block)
+        scale_N = scales.view(-1)[at // block :][: len(part_NB)]
+        flat[at : at + valid] = _DECODERS[code](part_NB, scale_N[:, None]).reshape(-1)[:valid].to(out.dtype)
+    return out
+
+
+def block_scales(x: Tensor, block: int) -> Tensor:
+    """The scales alone: enough to see whether `x` can be coded."""
+    flat = x.detach().reshape(-1)
+    starts = range(0, flat.numel(), _SLICE_VALUES)
+    parts = [_scales(_blocks(flat[at : at + _SLICE_VALUES].float(), block)) for at in starts]
+    return torch.cat(parts) if parts else torch.empty(0, device=x.device)
+
+
+def _blocks(values: Tensor, block: int) -> Tensor:
+    """The values as rows of one block each, the last one filled up with zeros."""
+    rows = scale_count(values.numel(), block)
+    if values.numel() != rows * block:
+        values = torch.nn.functional.pad(values, (0, rows * block - values.numel()))
+    return values.view(rows, block)
+
+
+def _scales(part_NB: Tensor) -> Tensor:
+    """Largest magnitude as whole numbers of the bits, so that NaN wins and no order matters."""
+    largest_N = (part_NB.contiguous().view(torch.int32) & 0x7FFFFFFF).amax(dim=1)
+    return torch.where(largest_N <= tables.SMALLEST_BITS, 0, largest_N).view(torch.float32)
+
+
+def _usable(scale_N: Tensor) -> Tensor:
+    bits_N = scale_N.view(torch.int32)
+    return (bits_N > 0) & (bits_N <= tables.LARGEST_BITS)
+
+
+def _pack(nibbles: Tensor) -> Tensor:
+    """Two codes a byte, the earlier one in the lower half."""
+    if nibbles.numel() % 2:
+        nibbles = torch.nn.functional.pad(nibbles, (0, 1))
+    pairs = nibbles.view(-1, 2)
+    return pairs[:, 0] | pairs[:, 1] << 4
+
+
+def _pack_free(code: str) -> bool:
+    return code not in ("int4", "nf4")
+
+
+# --- the codes: (values, values * inverse scale) -> uint8 codes; (codes, scales) -> values --------------------------
+
+
+def _encode_dynamic(x: Tensor, n: Tensor) -> Tensor:
+    magnitude = torch.bucketize(n.abs(), _table(tables.DYNAMIC_THRESHOLDS, n.device), right=True)
+    return (magnitude | torch.signbit(x).to(torch.int64) << 7).to(torch.uint8)
+
+
+def _decode_dynamic(code: Tensor, scale: Tensor) -> Tensor:
+    magnitudes = _table(tables.DYNAMIC, code.device)
+    return torch.cat((magnitudes, -magnitudes))[code.long()] * scale
+
+
+def _encode_int8(_: Tensor, n: Tensor) -> Tensor:
+    return (n * 127.0).round().to(torch.int8).view(torch.uint8)
+
+
+def _decode_int8(code: Tensor, scale: Tensor) -> Tensor:
+    return code.view(torch.int8).clamp(min=-127).float() * (scale * _single(tables.INV127_BITS))
+
+
+def _encode_int4(_: Tensor, n: Tensor) -> Tensor:
+    return ((n * 7.0).round() + 8.0).to(torch.uint8)
+
+
+def _decode_int4(code: Tensor, scale: Tensor) -> Tensor:
+    return (code.float() - 8.0).clamp(min=-7.0) * (scale * _single(tables.INV7_BITS))
+
+
+def _encode_nf4(_: Tensor, n: Tensor) -> Tensor:
+    return torch.bucketize(n, _table(tables.NF4_THRESHOLDS, n.device), right=True).to(torch.uint8)
+
+
+def _decode_nf4(code: Tensor, scale: Tensor) -> Tensor:
+    return _table(tables.NF4, code.device)[code.long()] * scale
+
+
+def _encode_e4m3(_: Tensor, n: Tensor) -> Tensor:
+    return (n * _E4M3_MAX).to(torch.float8_e4m3fn).view(torch.uint8)
+
+
+def _decode_e4m3(code: Tensor, scale: Tensor) -> Tensor:
+    code = torch.where(code & 0x7F == 0x7F, code - 1, code)  # its NaN counts as its largest value
+    return code.view(torch.float8_e4m3fn).float() * (scale * _single(tables.INV448_BITS))
+
+
+_ENCODERS: Final[dict[str, Callable[[Tensor, Tensor], Tensor]]] = {
+    "dynamic8": _encode_dynamic,
+    "int8": _encode_int8,
+    "int4": _encode_int4,
+    "nf4": _encode_nf4,
+    "fp8-e4m3": _encode_e4m3,
+}
+_DECODERS: Final[dict[str, Callable[[Tensor, Tensor], Tensor]]] = {
+    "dynamic8": _decode_dynamic,
+    "int8": _decode_int8,
+    "int4": _decode_int4,
+    "nf4": _decode_nf4,
+    "fp8-e4m3": _decode_e4m3,
+}
+_ZERO: Final = {"dynamic8": 0, "int8": 0, "int4": 8, "nf4": 7, "fp8-e4m3": 0}
+
+
+def _single(bits: int) -> float:
+    value: float = struct.unpack("<f", struct.pack("<I", bits))[0]
+    return value
+
+
+@cache
+def _table(bits: Sequence[int], device: torch.device) -> Tensor:
+    """The numbers as a tensor on the device."""
+    return torch.tensor([_single(value) for value in bits], dtype=torch.float32, device=device)
