@@ -12,7 +12,7 @@ FAST := -m "not slow and not interop and not socket"
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help run test check types lint fast sim fuzz e2e interop foreign bench wheel clean
+.PHONY: help run test check types lint fast sim fuzz e2e interop lab foreign bench wheel clean
 
 help:  ## this list
 	@grep -hE '^[a-z0-9]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## */\t/' | sort | expand -t 12
@@ -60,6 +60,9 @@ fuzz: $(VENV)/.installed-dev  ## every decoder against 100,000 mutated inputs
 
 e2e: $(VENV)/.installed-dev  ## real processes on loopback: kill one, training goes on; bad input; Ctrl+C
 	$(BIN)/python -m pytest tests/e2e $(ARGS)
+
+lab: $(VENV)/.installed-dev  ## peers on slow lines in a network lab (Linux, root, iproute2; skipped elsewhere)
+	$(BIN)/python -m pytest tests/lab -rs $(ARGS)
 
 foreign: $(VENV)/.installed-dev  ## fetch the go, js and py libp2p peers that the interoperability tests talk to
 	$(BIN)/python scripts/foreign/setup.py

@@ -1,0 +1,22 @@
+"""Tests in this folder run in a network lab (scripts/lab.py), and are skipped where there can be none."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from scripts.lab import Lab, why_not
+
+
+@pytest.fixture(autouse=True)
+def _needs_a_lab() -> None:
+    reason = why_not()
+    if reason is not None:
+        pytest.skip(reason)
+
+
+@pytest.fixture
+def lab() -> Iterator[Lab]:
+    with Lab() as lab:
+        yield lab
