@@ -1,26 +1,44 @@
-"""TensorFrame: a tensor on the wire, as a small strict header and raw payload bytes. No torch, no arithmetic.
+"""TensorFrame: a tensor on the wire, as a small strict header and payload bytes. No torch, no arithmetic.
 
-Header, big-endian: version 1, dtype code, coding code, number of dims (one byte each), then each dim (8 bytes), then
-the payload's length (8 bytes). The payload follows elsewhere, little-endian, C order, raw. How many bytes it must
-have follows from dtype, shape and coding alone, so the length is checked before anything is allocated.
+Header, little-endian: magic "pT" | version 2 | dtype | coding | flags (bit 0: lossless) | log2 of the block size (0
+where the coding has no blocks) | number of dims, one byte each; each dim (8 bytes); the payload's length (8); CRC-32
+of all this (4). The payload follows elsewhere, little-endian, C order. How many bytes it has follows from dtype,
+shape, coding and block alone, so the length is checked before anything is allocated:
 
-A hostile peer may send: an unknown version, dtype or coding; more dims than allowed; dims whose product overflows
-or is masked by a zero; a length that does not fit the shape. Each raises `ProtocolViolation`.
+    none, bf16, fp16   the values, 2 bytes each when rounded
+    blockwise          scales (4 bytes for each block) | CRC-32 of the scales (4) | codes; nothing for no values
+    lossless           one of these cut into chunks of LOSSLESS_CHUNK_BYTES, each packed by itself: its length (4, top
+                       bit set: stored as it is) and so many bytes. The length varies; its bounds do not.
+
+A payload may grow while it is sent (`Ready`): the receiver sees no difference.
+
+A hostile peer may send: another version, unknown codes, flags or blocks; more dims than allowed; dims whose product
+overflows or is masked by a zero; a length that does not fit; little that claims to unpack into much (what is
+unpacked is bounded here, and counted as if it had been sent in machine/rpc). Each raises `ProtocolViolation`.
 """
 
 from __future__ import annotations
 
 import struct
+import zlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Final, Protocol
 
+from peerd.core.blockwise import BLOCKS, CODES, SCALE_BYTES, code_bytes, scale_count
 from peerd.core.errors import LocalError, ProtocolViolation
 from peerd.core.limits import FRAME_BYTES, FRAME_DIMS, FRAME_ELEMENTS
 
-VERSION = 1
-_START = struct.Struct(">BBBB")
-_SIZES = [struct.Struct(f">{dims + 1}Q") for dims in range(FRAME_DIMS + 1)]  # the dims, then the payload's length
-MAX_HEADER_BYTES = _START.size + _SIZES[-1].size
+MAGIC: Final = b"pT"
+VERSION: Final = 2
+LOSSLESS_FLAG: Final = 1
+LOSSLESS_CHUNK_BYTES: Final = 1 << 20  # of the raw payload; the last chunk may be shorter
+CRC_BYTES: Final = 4
+_START = struct.Struct("<2sBBBBBB")
+_BODIES = [struct.Struct(f"<2sBBBBBB{dims + 1}Q") for dims in range(FRAME_DIMS + 1)]  # all but the checksum
+_WHOLE = [struct.Struct(f"<2sBBBBBB{dims + 1}QI") for dims in range(FRAME_DIMS + 1)]
+MAX_HEADER_BYTES: Final = _WHOLE[-1].size
+_CHUNK_HEAD_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,14 +52,29 @@ class DType:
 
 @dataclass(frozen=True, slots=True)
 class Coding:
-    """How a payload was coded: its code in the header, and how many bytes it takes for so many elements."""
+    """How a payload was coded: its code in the header, the bytes it takes for so many elements, what it is for."""
 
     code: int
-    payload_bytes: Callable[[DType, int], int]
+    payload_bytes: Callable[[DType, int, int], int]  # dtype, elements, block size
     floating_only: bool = True
+    blockwise: bool = False
 
 
-DTYPES: dict[str, DType] = {
+class Ready(Protocol):
+    """How much of a payload is final while the rest is still being made."""
+
+    @property
+    def ready_bytes(self) -> int: ...
+
+    async def more(self, than_bytes: int) -> int:
+        """Wait until more than `than_bytes` are final; returns how many are.
+
+        Raises PeerdError when the rest never will be.
+        """
+        ...
+
+
+DTYPES: Final[dict[str, DType]] = {
     "float64": DType(1, 8, floating=True),
     "float32": DType(2, 4, floating=True),
     "float16": DType(3, 2, floating=True),
@@ -54,11 +87,20 @@ DTYPES: dict[str, DType] = {
     "bool": DType(10, 1),
 }
 
+
+def _blockwise(code: str) -> Coding:
+    def payload_bytes(_: DType, count: int, block: int) -> int:
+        return SCALE_BYTES * scale_count(count, block) + CRC_BYTES + code_bytes(count, code) if count else 0
+
+    return Coding(CODES[code].number, payload_bytes, blockwise=True)
+
+
 # A later coding adds a line here, with its own length function; codes are never used twice.
-CODINGS: dict[str, Coding] = {
-    "none": Coding(0, lambda dtype, count: dtype.itemsize * count, floating_only=False),
-    "bf16": Coding(1, lambda dtype, count: 2 * count),
-    "fp16": Coding(2, lambda dtype, count: 2 * count),
+CODINGS: Final[dict[str, Coding]] = {
+    "none": Coding(0, lambda dtype, count, _: dtype.itemsize * count, floating_only=False),
+    "bf16": Coding(1, lambda _, count, __: 2 * count),
+    "fp16": Coding(2, lambda _, count, __: 2 * count),
+    **{code: _blockwise(code) for code in CODES},
 }
 
 _DTYPE_OF = {dtype.code: name for name, dtype in DTYPES.items()}
@@ -73,20 +115,33 @@ class FrameHeader:
     shape: tuple[int, ...]
     coding: str
     payload_bytes: int
+    block: int = 0
+    lossless: bool = False
+
+    @property
+    def raw_bytes(self) -> int:
+        """Bytes of the payload once it is unpacked."""
+        return raw_bytes(self) if self.lossless else self.payload_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class TensorFrame:
-    """A tensor as bytes: little-endian, C order. `dtype` is what it is decoded to, whatever the coding."""
+    """A tensor as bytes: little-endian, C order. `dtype` is what it is decoded to, whatever the coding.
+
+    `payload` has its final size from the start; with `ready`, only a growing part of it is final.
+    """
 
     dtype: str
     shape: tuple[int, ...]
     payload: bytes | bytearray | memoryview
     coding: str = "none"
+    block: int = 0  # values that share a scale, in blockwise codings
+    lossless: bool = False  # packed on top of the coding
+    ready: Ready | None = field(default=None, compare=False, repr=False)
 
 
-def expected_bytes(dtype: str, shape: tuple[int, ...], coding: str) -> int:
-    """Bytes that the payload of such a frame has; ValueError says what is not allowed."""
+def expected_bytes(dtype: str, shape: tuple[int, ...], coding: str, block: int = 0) -> int:
+    """Bytes that the payload of such a frame has before it is packed; ValueError says what is not allowed."""
     known_dtype, known_coding = DTYPES.get(dtype), CODINGS.get(coding)
     if known_dtype is None:
         raise ValueError(f"unknown dtype {dtype!r}")
@@ -94,6 +149,10 @@ def expected_bytes(dtype: str, shape: tuple[int, ...], coding: str) -> int:
         raise ValueError(f"unknown coding {coding!r}")
     if known_coding.floating_only and not known_dtype.floating:
         raise ValueError(f"coding {coding} is for floating point, not for {dtype}")
+    if known_coding.blockwise and known_dtype.itemsize > 4:
+        raise ValueError(f"coding {coding} is for floats of 2 or 4 bytes, not for {dtype}")
+    if not (block in BLOCKS if known_coding.blockwise else block == 0):
+        raise ValueError(f"a block of {block} values in coding {coding}")
     if len(shape) > FRAME_DIMS:
         raise ValueError(f"a tensor of {len(shape)} dims; allowed: {FRAME_DIMS}")
     count, extent = 1, 1
@@ -102,43 +161,77 @@ def expected_bytes(dtype: str, shape: tuple[int, ...], coding: str) -> int:
         extent *= max(dim, 1)  # so that a zero cannot hide an absurd dim from whoever multiplies in another order
         if dim < 0 or extent > FRAME_ELEMENTS:
             raise ValueError(f"a tensor of shape {shape}; allowed: {FRAME_ELEMENTS} elements")
-    size = known_coding.payload_bytes(known_dtype, count)
+    size = known_coding.payload_bytes(known_dtype, count, block)
     if size > FRAME_BYTES:
         raise ValueError(f"a payload of {size} bytes; allowed: {FRAME_BYTES}")
     return size
 
 
+def lossless_bounds(raw_bytes: int) -> tuple[int, int]:
+    """The least and the most bytes that a payload of `raw_bytes` takes once it is packed losslessly.
+
+    Each chunk has its length and at least one byte; one that would not shrink is stored as it is.
+    """
+    chunks = -(-raw_bytes // LOSSLESS_CHUNK_BYTES)
+    return chunks * (_CHUNK_HEAD_BYTES + 1), raw_bytes + chunks * _CHUNK_HEAD_BYTES
+
+
 def encode_header(frame: TensorFrame) -> bytes:
     """The header of `frame`; LocalError when the frame is not what its own fields say."""
+    size, dims = memoryview(frame.payload).nbytes, len(frame.shape)
     try:
-        size = expected_bytes(frame.dtype, frame.shape, frame.coding)
+        _check_size(frame, size)
     except ValueError as error:
         raise LocalError(f"cannot send this frame: {error}") from None
-    if memoryview(frame.payload).nbytes != size:
-        given = memoryview(frame.payload).nbytes
-        raise LocalError(f"a frame of shape {frame.shape} needs {size} payload bytes, not {given}")
-    start = _START.pack(VERSION, DTYPES[frame.dtype].code, CODINGS[frame.coding].code, len(frame.shape))
-    return start + _SIZES[len(frame.shape)].pack(*frame.shape, size)
+    flags = LOSSLESS_FLAG if frame.lossless else 0
+    dtype, coding = DTYPES[frame.dtype].code, CODINGS[frame.coding].code
+    log2 = frame.block.bit_length() - 1 if frame.block else 0
+    body = _BODIES[dims].pack(MAGIC, VERSION, dtype, coding, flags, log2, dims, *frame.shape, size)
+    return body + zlib.crc32(body).to_bytes(CRC_BYTES, "little")
 
 
 def decode_header(data: bytes | bytearray | memoryview, offset: int = 0) -> tuple[FrameHeader, int]:
     """The header that starts at `offset`, and where it ends; ProtocolViolation on anything else."""
     if len(data) - offset < _START.size:
         raise ProtocolViolation("a frame header is cut short")
-    version, dtype_code, coding_code, dims = _START.unpack_from(data, offset)
-    offset += _START.size
+    magic, version, dtype_code, coding_code, flags, log2, dims = _START.unpack_from(data, offset)
+    if magic != MAGIC:
+        raise ProtocolViolation(f"a frame header that begins with {magic.hex()}")
     if version != VERSION:
         raise ProtocolViolation(f"frame version {version}; known: {VERSION}")
     if dims > FRAME_DIMS:
         raise ProtocolViolation(f"a tensor of {dims} dims; allowed: {FRAME_DIMS}")
-    if len(data) - offset < _SIZES[dims].size:
+    end = offset + _WHOLE[dims].size
+    if len(data) < end:
         raise ProtocolViolation("a frame header is cut short")
-    *shape, size = _SIZES[dims].unpack_from(data, offset)
+    *_, size, checksum = fields = _WHOLE[dims].unpack_from(data, offset)
+    if zlib.crc32(data[offset : end - CRC_BYTES]) != checksum:
+        raise ProtocolViolation("a frame header whose checksum is wrong")
+    if flags & ~LOSSLESS_FLAG:
+        raise ProtocolViolation(f"a frame header with unknown flags {flags:#x}")
     dtype, coding = _DTYPE_OF.get(dtype_code, f"#{dtype_code}"), _CODING_OF.get(coding_code, f"#{coding_code}")
+    block = 1 << log2 if log2 else 0
+    header = FrameHeader(dtype, fields[7:-2], coding, size, block, bool(flags))
     try:
-        expected = expected_bytes(dtype, tuple(shape), coding)
+        _check_size(header, size)
     except ValueError as error:
         raise ProtocolViolation(str(error)) from None
-    if size != expected:
-        raise ProtocolViolation(f"a {dtype} frame of shape {tuple(shape)} has {expected} payload bytes, not {size}")
-    return FrameHeader(dtype, tuple(shape), coding, size), offset + _SIZES[dims].size
+    return header, end
+
+
+def raw_bytes(frame: TensorFrame | FrameHeader) -> int:
+    """Bytes that the frame's payload has, or would have if it were not packed."""
+    return expected_bytes(frame.dtype, frame.shape, frame.coding, frame.block)
+
+
+def _check_size(frame: TensorFrame | FrameHeader, size: int) -> None:
+    """ValueError when a payload of `size` bytes is not what such a frame has."""
+    raw = raw_bytes(frame)
+    if not frame.lossless:
+        if size != raw:
+            raise ValueError(f"a {frame.dtype} frame of shape {frame.shape} has {raw} payload bytes, not {size}")
+        return
+    least, most = lossless_bounds(raw)
+    if not least <= size <= most:
+        text = f"a packed {frame.dtype} frame of shape {frame.shape}"
+        raise ValueError(f"{text} has {least} to {most} payload bytes, not {size}")

@@ -15,8 +15,9 @@ ends both directions. CANCEL (caller only) ends a call without an answer. Ids ar
 A stream may carry one call or thousands; the grammar is the same.
 
 A hostile peer may send: unknown kinds, block lengths or frame counts above the limits, headers that do not fit the
-block, payloads without end. All raise `ProtocolViolation`. Nothing is allocated for a payload before the driver,
-who has seen the whole block, says `accept`; memory for a block grows only with the bytes that really came.
+block, payloads without end, or packed ones that unpack to more than is allowed. All raise `ProtocolViolation`.
+Nothing is allocated for a payload before the driver, who has seen the whole block, says `accept`; memory for a block
+grows only with the bytes that really came.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from peerd.core.errors import LocalError, Overloaded, PeerdError, ProtocolViolation, Refused, RemoteError, TooSlow
-from peerd.core.frame import MAX_HEADER_BYTES, FrameHeader, TensorFrame, decode_header, encode_header
+from peerd.core.frame import MAX_HEADER_BYTES, FrameHeader, TensorFrame, decode_header, encode_header, raw_bytes
 from peerd.core.ids import PeerId
 from peerd.core.limits import (
     RPC_BODY_BYTES,
@@ -71,7 +72,13 @@ class Message(NamedTuple):
 
     @property
     def payload_bytes(self) -> int:
+        """Bytes that follow the block."""
         return sum(header.payload_bytes for header in self.headers)
+
+    @property
+    def frame_bytes(self) -> int:
+        """What limits and budgets count: the payloads, and those that are packed as what they unpack to."""
+        return sum(header.raw_bytes for header in self.headers)
 
 
 class Failure(Body, frozen=True):
@@ -102,7 +109,7 @@ def encode_frames(frames: Sequence[TensorFrame]) -> tuple[bytes, list[memoryview
     """The frames' headers, joined, and their payloads as flat views; LocalError when they are too many or too big."""
     headers = b"".join([encode_header(frame) for frame in frames])
     payloads = [memoryview(frame.payload).cast("B") for frame in frames]
-    total = sum(payload.nbytes for payload in payloads)
+    total = sum(raw_bytes(frame) if frame.lossless else memoryview(frame.payload).nbytes for frame in frames)
     if len(frames) > RPC_FRAMES or total > RPC_MESSAGE_FRAME_BYTES:
         limit = f"{RPC_FRAMES} frames and {RPC_MESSAGE_FRAME_BYTES} bytes"
         raise LocalError(f"a message of {len(frames)} frames and {total} bytes; allowed: {limit}")
@@ -257,7 +264,7 @@ def _read_headers(data: bytes, at: int, frames: int) -> tuple[tuple[FrameHeader,
     for _ in range(frames):
         header, at = decode_header(data, at)
         headers.append(header)
-        total += header.payload_bytes
+        total += header.raw_bytes
     if total > RPC_MESSAGE_FRAME_BYTES:
         raise ProtocolViolation(f"frames of {total} bytes in one message; allowed: {RPC_MESSAGE_FRAME_BYTES}")
     return tuple(headers), at

@@ -45,8 +45,8 @@ class Request:
 
     def check(self, message: Message) -> None:
         """ProtocolViolation when an answer's frames are more than the caller takes."""
-        if message.payload_bytes > self.reply_frame_bytes:
-            size = f"{message.payload_bytes} bytes; allowed: {self.reply_frame_bytes}"
+        if message.frame_bytes > self.reply_frame_bytes:
+            size = f"{message.frame_bytes} bytes; allowed: {self.reply_frame_bytes}"
             raise ProtocolViolation(f"an answer to {self.name.decode()} with frames of {size}")
 
 
@@ -182,6 +182,6 @@ class Channel:
             waiting.fail(error.blame(self._peer))
             await inbound.skip()
             return
-        self._budget.give(self._peer, message.payload_bytes)
+        self._budget.give(self._peer, message.frame_bytes)
         self.calls.pop(message.id)
         waiting.set((message.body, frames))

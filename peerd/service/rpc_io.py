@@ -264,8 +264,8 @@ class Inbound:
         peer, held_bytes = self._stream.peer, 0
         try:
             with trio.CancelScope(deadline=deadline):
-                await budget.take(peer, message.payload_bytes)
-                held_bytes = message.payload_bytes
+                await budget.take(peer, message.frame_bytes)
+                held_bytes = message.frame_bytes
                 buffers = self._parser.accept()
                 await self._receive()
                 held_bytes = 0  # the caller's, from here
@@ -288,7 +288,7 @@ class Inbound:
 
 
 def _frame(header: FrameHeader, payload: bytearray) -> TensorFrame:
-    return TensorFrame(header.dtype, header.shape, payload, header.coding)
+    return TensorFrame(header.dtype, header.shape, payload, header.coding, header.block, header.lossless)
 
 
 def renewed(error: RemoteError) -> RemoteError:

@@ -69,7 +69,7 @@ class CallStream:
                 return None
             await self._changed.park()
         message, frames = self._parts.popleft()
-        self._budget.give(self.peer, message.payload_bytes)
+        self._budget.give(self.peer, message.frame_bytes)
         self._changed.unpark_all()
         await trio.lowlevel.checkpoint()
         try:
@@ -94,7 +94,7 @@ class CallStream:
             self._parts.append((part, frames))
             self._changed.unpark_all()
         else:
-            self._budget.give(self.peer, part.payload_bytes)  # nobody wants it any more
+            self._budget.give(self.peer, part.frame_bytes)  # nobody wants it any more
 
     def no_more_parts(self) -> None:
         """The other side has said END."""
@@ -111,4 +111,4 @@ class CallStream:
         """Nobody will receive any more."""
         self.no_more_parts()
         while self._parts:
-            self._budget.give(self.peer, self._parts.popleft()[0].payload_bytes)
+            self._budget.give(self.peer, self._parts.popleft()[0].frame_bytes)

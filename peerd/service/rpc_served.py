@@ -95,7 +95,7 @@ class ServedCall:
 
     def objection(self, part: Message) -> str | None:
         """Why this part is not taken; None when it is within the method's limits."""
-        return self._method.load.limits.objection(len(part.body), len(part.headers), part.payload_bytes)
+        return self._method.load.limits.objection(len(part.body), len(part.headers), part.frame_bytes)
 
     def about(self) -> str:
         return f"{self._method.name.full} called by {self._caller.peer.short}"

@@ -189,7 +189,7 @@ class ServedStream:
         if (message.kind == wire.OPEN) != (method.streaming is not None):
             return Refused(f"{method.name.full} is a {'unary' if method.unary else 'streaming'} call")
         limits = method.load.limits
-        fault = limits.objection(len(message.body), len(message.headers), message.payload_bytes)
+        fault = limits.objection(len(message.body), len(message.headers), message.frame_bytes)
         if fault is not None:
             return Refused(fault)
         if len(self._calls) >= RPC_CALLS_PER_STREAM:
@@ -207,7 +207,7 @@ class ServedStream:
             call.cancel(error)
             await self._inbound.skip()
             return False
-        call.held_bytes = message.payload_bytes
+        call.held_bytes = message.frame_bytes
         return True
 
     async def _part(self, message: Message) -> None:

@@ -17,6 +17,7 @@ from peerd.core.errors import ConfigError, Refused
 from peerd.core.frame import TensorFrame
 from peerd.core.ids import Key, PeerId
 from peerd.core.keys import Keypair, verify
+from peerd.core.limits import RPC_MESSAGE_FRAME_BYTES
 from peerd.core.messages import decode, encode
 from peerd.core.protobuf.messages import Identify, NoisePayload, decode_public_key, encode_public_key
 from peerd.core.record import Record
@@ -43,6 +44,7 @@ from peerd.service.dht_messages import (
     request_to_wire,
 )
 from tests.kit.examples import example, message_types
+from tests.kit.frames import mended
 
 Corpus = Sequence[bytes]
 KEYS = Keypair.from_seed(bytes(range(32)))
@@ -144,6 +146,10 @@ def frame_headers() -> Corpus:
         TensorFrame("int64", (), bytes(8)),
         TensorFrame("uint8", (0, 7), b""),
         TensorFrame("bfloat16", (1, 1, 1, 1, 1, 1, 1, 2), bytes(4)),
+        TensorFrame("float32", (2, 3), bytes(4 + 4 + 6), "dynamic8", 256),
+        TensorFrame("float16", (65,), bytes(8 + 4 + 33), "nf4", 64),
+        TensorFrame("float32", (1000,), bytes(77), lossless=True),
+        TensorFrame("float32", (40,), bytes(21), "int4", 4096, lossless=True),
     ]
     return [frame.encode_header(one) for one in frames]
 
@@ -152,8 +158,15 @@ def frame_headers() -> Corpus:
 def _frame_header(data: bytes) -> None:
     header, end = frame.decode_header(data)
     assert end <= len(data)
-    assert 0 <= header.payload_bytes <= frame.FRAME_BYTES
-    assert frame.expected_bytes(header.dtype, header.shape, header.coding) == header.payload_bytes
+    raw = frame.expected_bytes(header.dtype, header.shape, header.coding, header.block)
+    least, most = frame.lossless_bounds(raw) if header.lossless else (raw, raw)
+    assert 0 <= raw == header.raw_bytes <= frame.FRAME_BYTES
+    assert least <= header.payload_bytes <= most
+
+
+@parser("tensor header, checksum mended", frame_headers)
+def _mended_header(data: bytes) -> None:
+    _frame_header(mended(data))  # so that the checks behind the checksum are reached
 
 
 def _records() -> Corpus:
@@ -328,12 +341,18 @@ def _check_yamux(session: Yamux) -> None:
 
 # --- calls and messages --------------------------------------------------------------------------------------------
 def _calls() -> Corpus:
-    headers, payloads = rpc.encode_frames([TensorFrame("float32", (2,), b"12345678"), TensorFrame("uint8", (0,), b"")])
+    frames = [
+        TensorFrame("float32", (2,), b"12345678"),
+        TensorFrame("uint8", (0,), b""),
+        TensorFrame("float32", (2,), bytes(9), "int4", 64),
+        TensorFrame("uint8", (300,), bytes(12), lossless=True),
+    ]
+    headers, payloads = rpc.encode_frames(frames)
     sent = b"".join(bytes(payload) for payload in payloads)
     return [
         rpc.encode_call(rpc.REQUEST, 1, b"find", 10.0, b"who?"),
-        rpc.encode_call(rpc.OPEN, 2, b"take", 1.5, b"body", headers, 2) + sent,
-        rpc.encode_message(rpc.REPLY, 1, b"answer", headers, 2) + sent + rpc.encode_message(rpc.END, 3),
+        rpc.encode_call(rpc.OPEN, 2, b"take", 1.5, b"body", headers, 4) + sent,
+        rpc.encode_message(rpc.REPLY, 1, b"answer", headers, 4) + sent + rpc.encode_message(rpc.END, 3),
         rpc.encode_failure(3, Refused("no")) + rpc.encode_message(rpc.CANCEL, 1),
     ]
 
@@ -354,11 +373,17 @@ def _call(data: bytes) -> None:
                 break
 
 
+@parser("call messages, checksums mended", _calls)
+def _mended_call(data: bytes) -> None:
+    _call(mended(data))
+
+
 def _take_messages(messages: rpc.MessageParser, found: list[rpc.Message]) -> None:
     for message in found:
         if message.kind == rpc.ERROR:
             rpc.decode_failure(message.body, KEYS.peer_id)
         if message.headers:
+            assert message.frame_bytes <= RPC_MESSAGE_FRAME_BYTES
             if message.payload_bytes <= ACCEPT_BYTES_MAX:
                 messages.accept()
             else:

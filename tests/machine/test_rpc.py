@@ -16,8 +16,9 @@ from peerd.core.ids import PeerId
 from peerd.core.limits import RPC_BODY_BYTES, RPC_DEADLINE_S, RPC_FRAMES
 from peerd.machine import rpc
 from peerd.machine.rpc import Message, MessageParser, decode_failure, encode_call, encode_failure, encode_frames
+from tests.kit.frames import raw_header
 
-GOLDEN = Path(__file__).parents[1] / "golden" / "rpc_v1.bin"
+GOLDEN = Path(__file__).parents[1] / "golden" / "rpc_v2.bin"
 PEER = PeerId.from_public_key(bytes(32))
 FRAMES = (TensorFrame("float32", (2,), b"12345678"), TensorFrame("uint8", (0,), b""), TensorFrame("int8", (3,), b"abc"))
 
@@ -184,7 +185,7 @@ def head(size: int, kind: int, frames: int = 0) -> bytes:
         head(5, rpc.REQUEST) + bytes([0, 0, 0, 1, 9]),  # the name is longer than the block
         head(60, rpc.REQUEST) + bytes([0, 0, 0, 1, 40]) + bytes(55),  # a name above the limit
         head(3, rpc.REPLY, 1) + bytes(3),  # a frame header that does not fit
-        head(12, rpc.REPLY, 1) + bytes(12),  # frame version 0
+        head(12, rpc.REPLY, 1) + bytes(12),  # no magic
     ],
 )
 def test_malformed_messages_are_violations(data: bytes) -> None:
@@ -193,11 +194,21 @@ def test_malformed_messages_are_violations(data: bytes) -> None:
 
 
 def test_frames_that_are_too_much_together_are_a_violation() -> None:
-    frame = struct.pack(">BBBBQQ", 1, 9, 0, 1, 200 << 20, 200 << 20)
-    with pytest.raises(ProtocolViolation, match="in one message"):
-        MessageParser().feed(head(40, rpc.REPLY, 2) + frame + frame)
+    plain = raw_header(9, 0, (200 << 20,), 200 << 20)
+    packed = raw_header(9, 0, (200 << 20,), 5 * 200, flags=1)  # little to send, much to unpack
+    for frame in (plain, packed):
+        with pytest.raises(ProtocolViolation, match="in one message"):
+            MessageParser().feed(head(2 * len(frame), rpc.REPLY, 2) + frame + frame)
     with pytest.raises(LocalError, match="allowed"):
         encode_frames([TensorFrame("uint8", (0,), b"")] * (RPC_FRAMES + 1))
+    with pytest.raises(LocalError, match="allowed"):
+        encode_frames([TensorFrame("uint8", (200 << 20,), bytes(1000), lossless=True)] * 2)
+
+
+def test_a_packed_frame_counts_as_what_it_unpacks_to() -> None:
+    frame = TensorFrame("uint8", (3 << 20,), bytes(100), lossless=True)
+    (message,) = MessageParser().feed(with_frames(rpc.REPLY, 1, b"", (frame, *FRAMES)))
+    assert (message.payload_bytes, message.frame_bytes) == (111, (3 << 20) + 11)
 
 
 @given(st.data())

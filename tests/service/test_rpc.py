@@ -247,7 +247,7 @@ async def test_a_hostile_server_fails_the_call_and_is_named(sent: bytes, large: 
 
 
 async def test_mutated_conversations_cost_their_sender_a_stream_at_most(autojump_clock: Clock) -> None:
-    good = (Path(__file__).parents[1] / "golden" / "rpc_v1.bin").read_bytes()
+    good = (Path(__file__).parents[1] / "golden" / "rpc_v2.bin").read_bytes()
     random = TrioClock().rng("mutations")
     async with fake_pair() as (pair, _, a_host, b_host):
         pair.b.serve("t/1/find", Text, echo, limits=FRAMES)
