@@ -9,6 +9,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 TORCH_INDEX ?=
 INSTALL := $(PIP) install --quiet -c constraints.txt $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 FAST := -m "not slow and not interop and not socket"
+KERNELS := $(wildcard peerd/compute/kernels/*.cpp peerd/compute/kernels/*.h)
 ARGS ?=
 
 .DEFAULT_GOAL := help
@@ -22,13 +23,13 @@ $(BIN)/python:
 	  { echo "peerd needs Python 3.11 or newer; say which one: make PYTHON=python3.12 ..." >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 
-$(VENV)/.installed: pyproject.toml constraints.txt | $(BIN)/python
+$(VENV)/.installed: pyproject.toml constraints.txt $(KERNELS) | $(BIN)/python
 	@echo "installing peerd and what it needs into $(VENV) (torch is large: this takes minutes the first time)"
 	$(INSTALL) -e .
 	@touch $@
 
 # multiaddr asks for trio-typing, never imports it, and its old stubs would hide trio's own types from mypy.
-$(VENV)/.installed-dev: pyproject.toml constraints.txt | $(BIN)/python
+$(VENV)/.installed-dev: pyproject.toml constraints.txt $(KERNELS) | $(BIN)/python
 	@echo "installing peerd with its development extras into $(VENV) (torch is large: this takes minutes the first time)"
 	$(INSTALL) -e '.[dev,data]'
 	@$(PIP) uninstall --quiet --yes trio-typing 2>/dev/null || true

@@ -255,11 +255,15 @@ def test_light_commands_never_import_torch(command: str, tmp_path: Path) -> None
     assert ended.returncode == 0, ended.stderr
 
 
+def compiler() -> str | None:
+    return next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None)
+
+
 @pytest.mark.slow
 def test_the_wheel_holds_all_of_peerd_and_roles_and_nothing_else(tmp_path: Path) -> None:
     tree = tmp_path / "tree"
     for name in ("peerd", "roles", "configs"):
-        shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, tree / name)
     options = ["--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", str(tmp_path)]
@@ -268,6 +272,11 @@ def test_the_wheel_holds_all_of_peerd_and_roles_and_nothing_else(tmp_path: Path)
         held = set(wheel.namelist())
         points = wheel.read(next(name for name in held if name.endswith("entry_points.txt"))).decode()
     expected = {name_of(file) for file in sources("peerd", "roles")} | {"peerd/py.typed"}
+    kernels = ROOT / "peerd" / "compute" / "kernels"
+    expected |= {name_of(file) for ending in ("cpp", "cu", "h") for file in kernels.glob(f"*.{ending}")}
+    compiled = {name for name in held if re.fullmatch(r"peerd/compute/kernels/_blockwise\.[^/]+", name)}
+    assert len(compiled) == (1 if compiler() else 0)
+    expected |= compiled
     assert expected <= held
     others = {name for name in held - expected if not re.match(r"peerd-[^/]+\.(dist-info|data)/", name)}
     assert not others

@@ -1,0 +1,136 @@
+/* Blockwise quantization for CPUs: the C interface that native.py loads, and the choice of instruction set.
+
+A shared library with nothing but this interface, without Python's or torch's headers, so that one build serves every
+version of both. All functions may be called from any thread; pointers need no alignment. */
+#include "blockwise_common.h"
+
+#if defined(__GNUC__) && defined(__x86_64__)
+#define PEERD_X86 1
+#include <immintrin.h>
+#elif defined(__GNUC__) && defined(__aarch64__) && !defined(__AARCH64EB__)
+#define PEERD_NEON 1
+#include <arm_neon.h>
+#endif
+
+#include "blockwise_plain.h"
+#if defined(PEERD_X86)
+#include "blockwise_avx2.h"
+#endif
+
+#if defined(_WIN32)
+#define PEERD_EXPORT extern "C" __declspec(dllexport)
+#else
+#define PEERD_EXPORT extern "C" __attribute__((visibility("default")))
+#endif
+
+namespace peerd {
+namespace {
+
+constexpr int ABI = 1;
+enum Isa { PLAIN, AVX2, AVX512, AVX512_VBMI, NEON };
+enum Refusal { BAD_DTYPE = -1, BAD_CODE = -2, BAD_BLOCK = -3, BAD_COUNT = -4, BAD_ISA = -5 };
+constexpr int64_t STREAM_BYTES = 16 << 20;  // outputs from this size on go past the caches
+
+/* What an instruction set offers on this processor, or nothing. */
+const Kernels* kernels_of(int isa) {
+#if defined(PEERD_X86)
+    __builtin_cpu_init();
+    const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+    if (isa == AVX2 && avx2) return &avx2::KERNELS;
+#endif
+    return isa == PLAIN ? &plain::KERNELS : nullptr;
+}
+
+struct Chosen {
+    int isa;
+    const Kernels* kernels;
+};
+
+Chosen best() {
+    const int order[] = {NEON, AVX512_VBMI, AVX512, AVX2};
+    for (const int isa : order)
+        if (const Kernels* found = kernels_of(isa)) return {isa, found};
+    return {PLAIN, &plain::KERNELS};
+}
+
+Chosen chosen = best();
+
+int refusal(int dtype, int64_t n, int code, int block_log2) {
+    if (dtype < 0 || dtype >= DTYPES) return BAD_DTYPE;
+    if (code < FIRST_CODE || code >= FIRST_CODE + CODES) return BAD_CODE;
+    if (block_log2 < 6 || block_log2 > 12) return BAD_BLOCK;
+    return n < 0 ? BAD_COUNT : 0;
+}
+
+/* Sets the usual rounding, subnormals included, for as long as it lives: a host program may have chosen otherwise. */
+class UsualArithmetic {
+public:
+#if defined(PEERD_X86)
+    UsualArithmetic() : before(_mm_getcsr()) { _mm_setcsr(0x1F80); }
+    ~UsualArithmetic() { _mm_setcsr(before); }
+
+private:
+    unsigned int before;
+#elif defined(PEERD_NEON)
+    UsualArithmetic() {
+        const uint64_t usual = 0;
+        __asm__ volatile("mrs %0, fpcr" : "=r"(before));
+        __asm__ volatile("msr fpcr, %0" : : "r"(usual));
+    }
+    ~UsualArithmetic() { __asm__ volatile("msr fpcr, %0" : : "r"(before)); }
+
+private:
+    uint64_t before;
+#else
+    UsualArithmetic() {}
+    ~UsualArithmetic() {}
+#endif
+};
+
+}  // namespace
+}  // namespace peerd
+
+using namespace peerd;
+
+PEERD_EXPORT int peerd_abi(void) { return ABI; }
+
+PEERD_EXPORT int peerd_isa(void) { return chosen.isa; }
+
+/* For tests, while nothing else runs. Refused: what this build or this processor lacks. */
+PEERD_EXPORT int peerd_use_isa(int isa) {
+    const Kernels* found = kernels_of(isa);
+    if (found == nullptr) return BAD_ISA;
+    chosen = {isa, found};
+    return 0;
+}
+
+PEERD_EXPORT int peerd_quantize(const void* x, int dtype, int64_t n, int code, int block_log2, float* scales,
+                                uint8_t* codes) {
+    if (const int why = refusal(dtype, n, code, block_log2)) return why;
+    const UsualArithmetic usual;
+    const bool stream = n * value_bytes(dtype) >= STREAM_BYTES;
+    chosen.kernels->quantize[dtype][code - FIRST_CODE](static_cast<const char*>(x), n, int64_t{1} << block_log2,
+                                                       reinterpret_cast<char*>(scales), codes, stream);
+    return 0;
+}
+
+PEERD_EXPORT int peerd_dequantize(const uint8_t* codes, const float* scales, int64_t n, int code, int block_log2,
+                                  void* out, int dtype) {
+    if (const int why = refusal(dtype, n, code, block_log2)) return why;
+    const UsualArithmetic usual;
+    const bool stream = n * value_bytes(dtype) >= STREAM_BYTES && reinterpret_cast<uintptr_t>(out) % 64 == 0;
+    chosen.kernels->dequantize[dtype][code - FIRST_CODE](codes, reinterpret_cast<const char*>(scales), n,
+                                                         int64_t{1} << block_log2, static_cast<char*>(out), stream);
+    return 0;
+}
+
+PEERD_EXPORT int peerd_scales(const void* x, int dtype, int64_t n, int block_log2, float* scales) {
+    if (const int why = refusal(dtype, n, FIRST_CODE, block_log2)) return why;
+    const UsualArithmetic usual;
+    chosen.kernels->scales[dtype](static_cast<const char*>(x), n, int64_t{1} << block_log2,
+                                  reinterpret_cast<char*>(scales));
+    return 0;
+}
+
+/* Python's build tools want to export this from a module on Windows; the library is loaded, never imported. */
+PEERD_EXPORT void* PyInit__blockwise(void) { return nullptr; }
