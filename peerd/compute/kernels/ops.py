@@ -1,0 +1,175 @@
+"""Blockwise quantization as torch operators: checked once here, then dispatched to the best implementation present.
+
+`torch.ops.peerd.quantize_blockwise`, `dequantize_blockwise` (each with an `.out` overload that writes into given
+tensors and returns nothing) and `block_scales`. They have fakes, so they can be traced and compiled; they are not
+differentiable. On the CPU the C++ kernels serve, on CUDA the ones compiled at run time, and the plain torch reference
+wherever those are missing: the bits are the same.
+
+Codes are flat uint8, scales flat float32 (see `core/blockwise`). A block that cannot be coded (NaN, infinity, beyond
+3e38) has a scale that `all_coded` sees.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final, Protocol
+
+import torch
+from torch import Tensor
+
+from peerd.compute.kernels import native, reference, tables
+from peerd.core.blockwise import BLOCKS, CODES, code_bytes, scale_count
+
+DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
+_DEVICES: Final = ("cpu", "cuda")
+
+torch.library.define("peerd::quantize_blockwise", "(Tensor x, str code, int block) -> (Tensor, Tensor)")
+torch.library.define(
+    "peerd::quantize_blockwise.out",
+    "(Tensor x, str code, int block, *, Tensor(a!) codes, Tensor(b!) scales) -> ()",
+)
+torch.library.define(
+    "peerd::dequantize_blockwise",
+    "(Tensor codes, Tensor scales, str code, int block, SymInt[] shape, ScalarType dtype) -> Tensor",
+)
+torch.library.define(
+    "peerd::dequantize_blockwise.out",
+    "(Tensor codes, Tensor scales, str code, int block, *, Tensor(a!) out) -> ()",
+)
+torch.library.define("peerd::block_scales", "(Tensor x, int block) -> Tensor")
+
+# Not differentiable: without this, what comes of tensors that require gradients would claim to be.
+_LIBRARY: Final = torch.library.Library("peerd", "FRAGMENT")
+for _name in ("quantize_blockwise", "dequantize_blockwise"):
+    _LIBRARY.impl(_name, torch.library.fallthrough_kernel, "Autograd")
+    _LIBRARY.impl(f"{_name}.out", torch.library.fallthrough_kernel, "Autograd")
+_LIBRARY.impl("block_scales", torch.library.fallthrough_kernel, "Autograd")
+
+
+class Kernels(Protocol):
+    """What each implementation offers, for tensors that were checked here."""
+
+    def quantize(
+        self, x: Tensor, code: str, block: int, codes: Tensor | None = None, scales: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]: ...
+
+    def dequantize(self, codes: Tensor, scales: Tensor, code: str, block: int, out: Tensor) -> Tensor: ...
+
+    def block_scales(self, x: Tensor, block: int) -> Tensor: ...
+
+
+def best(device: torch.device) -> Kernels:
+    """The fastest implementation that works for tensors on `device`."""
+    if device.type == "cpu" and native.available():
+        return native
+    if device.type == "cuda":
+        from peerd.compute.kernels import cuda  # not needed where there is no GPU
+
+        if cuda.available(device):
+            return cuda
+    return reference
+
+
+def all_coded(scales: Tensor) -> bool:
+    """Whether every block could be coded: false when a value was NaN, infinite or beyond 3e38."""
+    return not bool((scales.view(torch.int32) > tables.LARGEST_BITS).any())
+
+
+@torch.library.impl("peerd::quantize_blockwise", _DEVICES)
+def _quantize(x: Tensor, code: str, block: int) -> tuple[Tensor, Tensor]:
+    _check(x, code, block)
+    return best(x.device).quantize(x, code, block)
+
+
+@torch.library.impl("peerd::quantize_blockwise.out", _DEVICES)
+def _quantize_out(x: Tensor, code: str, block: int, *, codes: Tensor, scales: Tensor) -> None:
+    _check(x, code, block)
+    _check_coded(codes, scales, x, code, block)
+    best(x.device).quantize(x, code, block, codes, scales)
+
+
+@torch.library.impl("peerd::dequantize_blockwise", _DEVICES)
+def _dequantize(
+    codes: Tensor, scales: Tensor, code: str, block: int, shape: Sequence[int], dtype: torch.dtype
+) -> Tensor:
+    out = torch.empty(shape, dtype=dtype, device=codes.device)
+    _check(out, code, block)
+    _check_coded(codes, scales, out, code, block)
+    return best(out.device).dequantize(codes, scales, code, block, out)
+
+
+@torch.library.impl("peerd::dequantize_blockwise.out", _DEVICES)
+def _dequantize_out(codes: Tensor, scales: Tensor, code: str, block: int, *, out: Tensor) -> None:
+    _check(out, code, block)
+    _check_coded(codes, scales, out, code, block)
+    kernels = best(out.device)
+    if out.is_contiguous():
+        kernels.dequantize(codes, scales, code, block, out)
+    else:
+        out.copy_(kernels.dequantize(codes, scales, code, block, torch.empty_like(out).contiguous()))
+
+
+@torch.library.impl("peerd::block_scales", _DEVICES)
+def _block_scales(x: Tensor, block: int) -> Tensor:
+    _check(x, "int8", block)
+    return best(x.device).block_scales(x, block)
+
+
+@torch.library.register_fake("peerd::quantize_blockwise")
+def _fake_quantize(x: Tensor, code: str, block: int) -> tuple[Tensor, Tensor]:
+    _check(x, code, block)
+    codes = x.new_empty(code_bytes(x.numel(), code), dtype=torch.uint8)
+    return codes, x.new_empty(scale_count(x.numel(), block), dtype=torch.float32)
+
+
+@torch.library.register_fake("peerd::quantize_blockwise.out")
+def _fake_quantize_out(x: Tensor, code: str, block: int, *, codes: Tensor, scales: Tensor) -> None:
+    _check(x, code, block)
+    _check_coded(codes, scales, x, code, block)
+
+
+@torch.library.register_fake("peerd::dequantize_blockwise")
+def _fake_dequantize(
+    codes: Tensor, scales: Tensor, code: str, block: int, shape: Sequence[int], dtype: torch.dtype
+) -> Tensor:
+    out = codes.new_empty(shape, dtype=dtype)
+    _check(out, code, block)
+    _check_coded(codes, scales, out, code, block)
+    return out
+
+
+@torch.library.register_fake("peerd::dequantize_blockwise.out")
+def _fake_dequantize_out(codes: Tensor, scales: Tensor, code: str, block: int, *, out: Tensor) -> None:
+    _check(out, code, block)
+    _check_coded(codes, scales, out, code, block)
+
+
+@torch.library.register_fake("peerd::block_scales")
+def _fake_block_scales(x: Tensor, block: int) -> Tensor:
+    _check(x, "int8", block)
+    return x.new_empty(scale_count(x.numel(), block), dtype=torch.float32)
+
+
+def _check(values: Tensor, code: str, block: int) -> None:
+    """ValueError, in words, unless the values can be coded so."""
+    if code not in CODES:
+        raise ValueError(f"unknown code {code!r}; allowed: {', '.join(CODES)}")
+    if block not in BLOCKS:
+        raise ValueError(f"a block size of {block}; allowed: {', '.join(map(str, BLOCKS))}")
+    if values.dtype not in DTYPES:
+        raise ValueError(f"values of {values.dtype}; allowed: float32, bfloat16, float16")
+
+
+def _check_coded(codes: Tensor, scales: Tensor, values: Tensor, code: str, block: int) -> None:
+    """ValueError unless codes and scales are what `values` of that number need."""
+    count = values.numel()
+    for name, tensor, dtype, length in (
+        ("codes", codes, torch.uint8, code_bytes(count, code)),
+        ("scales", scales, torch.float32, scale_count(count, block)),
+    ):
+        if tensor.dtype != dtype or tensor.numel() != length or not tensor.is_contiguous():
+            raise ValueError(
+                f"{name} for {count} values must be {length} contiguous {dtype}, not {tensor.numel()} of {tensor.dtype}"
+            )
+        if tensor.device != values.device:
+            raise ValueError(f"{name} are on {tensor.device}, the values on {values.device}")
