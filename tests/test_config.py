@@ -48,6 +48,12 @@ def test_numbers_follow_yaml_1_2_so_that_1e_3_is_a_number(file: Path) -> None:
     assert (optimizer.lr, optimizer.eps, optimizer.weight_decay, optimizer.momentum) == (1e-3, 1e-9, 0.5, 0.0)
 
 
+@pytest.mark.parametrize("boundary", ["code: auto, block: 4096", "code: nf4, block: 64", "code: fp8-e4m3", "lossless: never"])
+def test_codes_blocks_and_packing_of_boundaries_can_be_chosen(file: Path, boundary: str) -> None:
+    file.write_text(f"run: x\npipeline: {{boundary: {{{boundary}}}}}\n")
+    load_run(file)
+
+
 def test_an_empty_section_means_its_defaults(file: Path) -> None:
     file.write_text("run: x\nmodel:\n")
     assert load_run(file).run == RunFile(run="x")
@@ -78,6 +84,20 @@ def test_an_empty_section_means_its_defaults(file: Path) -> None:
         ("run: x\noptimizer:\n  lr: -1", ["FILE, line 3: optimizer.lr is -1.0; must be above 0"]),
         ("run: x\nmodel: {d_model: 0}", ["line 2: model.d_model is 0; allowed: 1 to 65536"]),
         ("run: x\nmodel: {layers: 2}\npipeline: {stages: 3}", ["line 3: pipeline.stages is 3; allowed: 1 to"]),
+        ("run: x\npipeline: {boundary: {code: int9}}", ["pipeline.boundary.code is int9", "did you mean int8?"]),
+        (
+            "run: x\npipeline:\n  boundary: {code: int8, block: 100}",
+            ["line 3: pipeline.boundary.block is 100; allowed: 0 (the code's own), or a power of two from 64 to 4096"],
+        ),
+        (
+            "run: x\npipeline: {boundary: {code: bf16, block: 64}}",
+            ["pipeline.boundary.block is 64, but bf16 has no blocks; allowed: 0"],
+        ),
+        (
+            "run: x\nmodel: {dtype: float64}\npipeline: {boundary: {code: nf4}}",
+            ["line 3: pipeline.boundary.code is nf4, which is for float32, but model.dtype is float64; allowed: none"],
+        ),
+        ("run: x\npipeline: {boundary: {lossless: true}}", ["allowed: one of auto, never, always"]),
         ("run: x\nbatch: {target_samples: 3}", ["FILE, line 2: batch.target_samples is 3; must be a multiple of"]),
         ("run: x\nrun: y", ["FILE, line 2: run is given twice, first on line 1"]),
         ("run: x\nmodel:\n  heads: 2\n  heads: 4", ["FILE, line 4: model.heads is given twice, first on line 3"]),

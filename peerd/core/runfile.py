@@ -12,6 +12,8 @@ from typing import Literal
 
 import msgspec
 
+from peerd.core.blockwise import BLOCKS, CODES
+
 FINGERPRINT_SECTIONS = ("run", "seed", "model", "pipeline", "optimizer", "batch", "averaging", "data")
 
 
@@ -31,7 +33,10 @@ class ModelSection(Section, frozen=True):
 
 
 class BoundarySection(Section, frozen=True):
-    code: Literal["none", "bf16", "fp16"] = "none"  # how activations and their gradients travel
+    # How activations and their gradients travel; auto: chosen tensor by tensor from the line and the values.
+    code: Literal["none", "bf16", "fp16", "dynamic8", "int8", "int4", "nf4", "fp8-e4m3", "auto"] = "none"
+    block: int = 0  # values that share a scale in the codes of 4 and 8 bits; 0: the code's own
+    lossless: Literal["auto", "never", "always"] = "auto"  # zstandard on top; auto: where the line is slow enough
 
 
 class PipelineSection(Section, frozen=True):
@@ -161,6 +166,7 @@ def check(run: RunFile) -> list[tuple[str, str]]:
     need(1 <= m.context <= 1 << 20, "model.context", f"is {m.context}; allowed: 1 to 1048576")
     need(1 <= p.stages <= m.layers, "pipeline.stages", f"is {p.stages}; allowed: 1 to model.layers ({m.layers})")
     need(1 <= p.microbatch <= 65536, "pipeline.microbatch", f"is {p.microbatch}; allowed: 1 to 65536")
+    faults += _boundary_faults(p.boundary, m.dtype)
     target = run.batch.target_samples
     whole = target >= 1 and p.microbatch >= 1 and target % p.microbatch == 0
     need(whole, "batch.target_samples", f"is {target}; must be a multiple of pipeline.microbatch ({p.microbatch})")
@@ -190,4 +196,18 @@ def check(run: RunFile) -> list[tuple[str, str]]:
         "limits.stage",
         "allowed: 0 to pipeline.stages - 1",
     )
+    return faults
+
+
+def _boundary_faults(boundary: BoundarySection, dtype: str) -> list[tuple[str, str]]:
+    faults = []
+    code, block = boundary.code, boundary.block
+    if block != 0 and block not in BLOCKS:
+        allowed = f"0 (the code's own), or a power of two from {BLOCKS[0]} to {BLOCKS[-1]}"
+        faults.append(("pipeline.boundary.block", f"is {block}; allowed: {allowed}"))
+    elif block != 0 and code not in (*CODES, "auto"):
+        faults.append(("pipeline.boundary.block", f"is {block}, but {code} has no blocks; allowed: 0"))
+    if code in CODES and dtype != "float32":
+        message = f"is {code}, which is for float32, but model.dtype is {dtype}; allowed: none, bf16, fp16, auto"
+        faults.append(("pipeline.boundary.code", message))
     return faults

@@ -1,0 +1,149 @@
+"""Which code a tensor travels in, and why: a pure decision of run file, line and a look at the values. No torch.
+
+Stateless: every frame says how it is coded, so a change of mind costs nothing, and two codes in turns harm no one.
+
+Packing (zstandard) pays when the line's time that it saves exceeds the time it takes at both ends: with a share of
+1 - r saved of each byte, and c and d bytes packed and unpacked a second,
+
+    (1 - r) / line > 1 / c + 1 / d
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Final
+
+from peerd.core.blockwise import CODES, SCALE_BYTES, code_bytes, scale_count
+from peerd.core.frame import CODINGS, DTYPES
+from peerd.core.runfile import BoundarySection
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How one tensor travels."""
+
+    coding: str = "none"  # one of core.frame.CODINGS
+    block: int = 0  # values that share a scale; 0: the code's own, or no blocks at all
+    lossless: bool = False  # packed on top
+
+    def __str__(self) -> str:
+        text = f"{self.coding}/{self.block}" if self.block else self.coding
+        return f"{text} + zstd" if self.lossless else text
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """What a look at a tensor's values says. `crest`: mean square of the blocks' largest magnitudes over mean square
+    of all values, in blocks of 64; 0 when all are zero."""
+
+    crest: float
+
+    @property
+    def int8_error(self) -> float:
+        """Relative error (RMS) that int8 would make: steps of 1/127 of a block's largest, evenly spread within."""
+        return math.sqrt(self.crest) / (127 * math.sqrt(12))
+
+
+@dataclass(frozen=True, slots=True)
+class Packing:
+    """Measured on one core: what remains of a byte, and raw bytes a second at either end."""
+
+    ratio: float
+    pack_bytes_per_s: float
+    unpack_bytes_per_s: float
+
+    @property
+    def pays_below_bytes_per_s(self) -> float:
+        """The line from which on packing takes longer than it saves."""
+        return (1 - self.ratio) / (1 / self.pack_bytes_per_s + 1 / self.unpack_bytes_per_s)
+
+
+# Below these rates of the line the values are no longer sent as they are. Faster lines outrun the coding.
+EXACT_FROM_BYTES_PER_S: Final = 1e9
+BF16_FROM_BYTES_PER_S: Final = 250e6
+DYNAMIC8_ERROR: Final = 0.0095  # relative, of dynamic8/64, nearly whatever the values: outliers keep their own steps
+BLOCK: Final = 64  # the most exact one, at a sixteenth of a byte more for each value
+
+# The cautious end of what was measured on activations and gradients, sorting into planes included.
+PACKED_CODES: Final = Packing(0.93, 1.1e9, 1.4e9)  # dynamic8 0.91, int8 0.95; nf4 0.97, int4 0.88, fp8 0.85
+PACKED_FLOATS: Final = {  # by bytes of an item
+    2: Packing(0.69, 0.6e9, 0.9e9),
+    4: Packing(0.84, 0.9e9, 2.1e9),
+    8: Packing(0.90, 1.1e9, 1.8e9),
+}
+PACKED_NUMBERS: Final = Packing(0.6, 0.4e9, 1.5e9)  # tokens: 0.04 of int64, 0.26 of bytes of text
+PACKED_BYTES_LEAST: Final = 16 << 10  # a smaller payload is over before it matters
+
+
+def choose(
+    boundary: BoundarySection,
+    rate_bytes_per_s: float | None,
+    sample: Sample | None,
+    dtype: str,
+    values: int | None = None,
+) -> tuple[Plan, str]:
+    """The plan for a tensor of `dtype`, and why in words.
+
+    `rate_bytes_per_s`: what the line was seen to carry, None or 0 when that is unknown. `sample`: only `auto` looks
+    at it; without one, int8 is not taken. `values`: how many the tensor has, None: many.
+    """
+    rate = rate_bytes_per_s or None
+    if not DTYPES[dtype].floating:
+        coding, why = "none", f"{dtype} travels as it is"
+    elif boundary.code != "auto":
+        coding, why = boundary.code, "the run file says so"
+    else:
+        coding, why = _by_line(rate, sample, dtype)
+    block = (boundary.block or (BLOCK if boundary.code == "auto" else CODES[coding].block)) if coding in CODES else 0
+    lossless, because = _packed(boundary, rate, coding, dtype, _payload_bytes(coding, block, dtype, values))
+    return Plan(coding, block, lossless), f"{why}; {because}"
+
+
+def _by_line(rate: float | None, sample: Sample | None, dtype: str) -> tuple[str, str]:
+    line = f"a line of {rate / 1e6:.3g} MB/s" if rate is not None else "a line of unknown speed"
+    if rate is not None and rate >= EXACT_FROM_BYTES_PER_S:
+        return "none", f"{line} needs no code"
+    if DTYPES[dtype].itemsize > 4:
+        return "bf16", f"{line} carries bf16; {dtype} has no code of 8 bits"
+    if rate is not None and rate >= BF16_FROM_BYTES_PER_S:
+        coding = "bf16" if DTYPES[dtype].itemsize > 2 else "none"
+        return coding, f"{line} carries 2 bytes for each value"
+    if sample is None:
+        return "dynamic8", f"{line} takes 8 bits; dynamic8 because no one looked at the values"
+    error = f"int8 would be wrong by {100 * sample.int8_error:.2f} %"
+    if sample.int8_error <= DYNAMIC8_ERROR:
+        return "int8", f"{line} takes 8 bits; {error}, dynamic8 by {100 * DYNAMIC8_ERROR:.2f} %"
+    return "dynamic8", f"{line} takes 8 bits; outliers: {error}, dynamic8 by {100 * DYNAMIC8_ERROR:.2f} %"
+
+
+def packing_of(coding: str, dtype: str) -> Packing:
+    """What packing does to such a payload."""
+    if coding in CODES:
+        return PACKED_CODES
+    if not DTYPES[dtype].floating:
+        return PACKED_NUMBERS
+    return PACKED_FLOATS[2 if coding in ("bf16", "fp16") else DTYPES[dtype].itemsize]
+
+
+def _packed(
+    boundary: BoundarySection, rate: float | None, coding: str, dtype: str, size: int | None
+) -> tuple[bool, str]:
+    if boundary.lossless != "auto":
+        return boundary.lossless == "always", f"{boundary.lossless} packed, says the run file"
+    if size is not None and size < PACKED_BYTES_LEAST:
+        return False, f"not packed, for it is small ({size} bytes)"
+    if rate is None:
+        return False, "not packed, for the line's speed is unknown"
+    limit = packing_of(coding, dtype).pays_below_bytes_per_s
+    if rate < limit:
+        return True, f"packed, which pays below {limit / 1e6:.3g} MB/s"
+    return False, f"not packed, which pays only below {limit / 1e6:.3g} MB/s"
+
+
+def _payload_bytes(coding: str, block: int, dtype: str, values: int | None) -> int | None:
+    if values is None:
+        return None
+    if coding in CODES:
+        return SCALE_BYTES * scale_count(values, block) + code_bytes(values, coding)
+    return CODINGS[coding].payload_bytes(DTYPES[dtype], values, 0)
