@@ -6,6 +6,9 @@ version of both. All functions may be called from any thread; pointers need no a
 
 #if defined(__GNUC__) && defined(__x86_64__)
 #define PEERD_X86 1
+#if !defined(__clang__)
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // false alarms out of GCC's own headers
+#endif
 #include <immintrin.h>
 #elif defined(__GNUC__) && defined(__aarch64__) && !defined(__AARCH64EB__)
 #define PEERD_NEON 1
@@ -14,7 +17,17 @@ version of both. All functions may be called from any thread; pointers need no a
 
 #include "blockwise_plain.h"
 #if defined(PEERD_X86)
+#include "blockwise_planes.h"
+
 #include "blockwise_avx2.h"
+#define PEERD_VBMI 0
+#define PEERD_NAMESPACE avx512
+#include "blockwise_avx512.h"
+#undef PEERD_VBMI
+#undef PEERD_NAMESPACE
+#define PEERD_VBMI 1
+#define PEERD_NAMESPACE avx512_vbmi
+#include "blockwise_avx512.h"
 #endif
 
 #if defined(_WIN32)
@@ -29,14 +42,18 @@ namespace {
 constexpr int ABI = 1;
 enum Isa { PLAIN, AVX2, AVX512, AVX512_VBMI, NEON };
 enum Refusal { BAD_DTYPE = -1, BAD_CODE = -2, BAD_BLOCK = -3, BAD_COUNT = -4, BAD_ISA = -5 };
-constexpr int64_t STREAM_BYTES = 16 << 20;  // outputs from this size on go past the caches
+constexpr int64_t STREAM_BYTES = 16 << 20;  // of values, from which on results go past the caches
 
 /* What an instruction set offers on this processor, or nothing. */
 const Kernels* kernels_of(int isa) {
 #if defined(PEERD_X86)
     __builtin_cpu_init();
     const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+    const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                        __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
     if (isa == AVX2 && avx2) return &avx2::KERNELS;
+    if (isa == AVX512 && avx512) return &avx512::KERNELS;
+    if (isa == AVX512_VBMI && avx512 && __builtin_cpu_supports("avx512vbmi")) return &avx512_vbmi::KERNELS;
 #endif
     return isa == PLAIN ? &plain::KERNELS : nullptr;
 }
@@ -60,6 +77,19 @@ int refusal(int dtype, int64_t n, int code, int block_log2) {
     if (code < FIRST_CODE || code >= FIRST_CODE + CODES) return BAD_CODE;
     if (block_log2 < 6 || block_log2 > 12) return BAD_BLOCK;
     return n < 0 ? BAD_COUNT : 0;
+}
+
+/* Stores past the caches need whole lines. */
+bool streams(const void* to, int64_t bytes) {
+    return bytes >= STREAM_BYTES && reinterpret_cast<uintptr_t>(to) % 64 == 0;
+}
+
+void end_streaming(bool stream) {
+#if defined(PEERD_X86)
+    if (stream) _mm_sfence();  // such stores are not ordered before others otherwise
+#else
+    static_cast<void>(stream);
+#endif
 }
 
 /* Sets the usual rounding, subnormals included, for as long as it lives: a host program may have chosen otherwise. */
@@ -108,9 +138,10 @@ PEERD_EXPORT int peerd_quantize(const void* x, int dtype, int64_t n, int code, i
                                 uint8_t* codes) {
     if (const int why = refusal(dtype, n, code, block_log2)) return why;
     const UsualArithmetic usual;
-    const bool stream = n * value_bytes(dtype) >= STREAM_BYTES;
+    const bool stream = streams(codes, n * value_bytes(dtype));
     chosen.kernels->quantize[dtype][code - FIRST_CODE](static_cast<const char*>(x), n, int64_t{1} << block_log2,
                                                        reinterpret_cast<char*>(scales), codes, stream);
+    end_streaming(stream);
     return 0;
 }
 
@@ -118,9 +149,10 @@ PEERD_EXPORT int peerd_dequantize(const uint8_t* codes, const float* scales, int
                                   void* out, int dtype) {
     if (const int why = refusal(dtype, n, code, block_log2)) return why;
     const UsualArithmetic usual;
-    const bool stream = n * value_bytes(dtype) >= STREAM_BYTES && reinterpret_cast<uintptr_t>(out) % 64 == 0;
+    const bool stream = streams(out, n * value_bytes(dtype));
     chosen.kernels->dequantize[dtype][code - FIRST_CODE](codes, reinterpret_cast<const char*>(scales), n,
                                                          int64_t{1} << block_log2, static_cast<char*>(out), stream);
+    end_streaming(stream);
     return 0;
 }
 

@@ -13,7 +13,7 @@ definition that the results repeat bit for bit. */
 #error "single precision has to be computed in single precision (on 32-bit x86: -msse2 -mfpmath=sse)"
 #endif
 
-#define PEERD_TABLE alignas(64) static const
+#define PEERD_TABLE alignas(64) static constexpr
 #include "tables.h"
 
 #if defined(__GNUC__)

@@ -1,0 +1,115 @@
+/* Tables cut into planes of bytes, made from tables.h when compiling, for processors that look up many bytes at once.
+
+A single is looked up as four bytes; plane k holds byte k of each entry. */
+#ifndef PEERD_BLOCKWISE_PLANES_H
+#define PEERD_BLOCKWISE_PLANES_H
+
+#include "blockwise_common.h"
+
+namespace peerd {
+
+template <int entries>
+struct Planes {
+    alignas(64) uint8_t byte[4][entries];
+
+    constexpr void set(int i, uint32_t bits) {
+        for (int k = 0; k < 4; ++k) byte[k][i] = static_cast<uint8_t>(bits >> 8 * k);
+    }
+};
+
+constexpr Planes<128> dynamic_planes() {
+    Planes<128> planes{};
+    for (int i = 0; i < 128; ++i) planes.set(i, PEERD_DYNAMIC_BITS[i]);
+    return planes;
+}
+
+/* Entry m: the threshold above magnitude m. */
+constexpr Planes<128> dynamic_threshold_planes() {
+    Planes<128> planes{};
+    for (int i = 0; i < 127; ++i) planes.set(i, PEERD_DYNAMIC_THRESHOLD_BITS[i]);
+    planes.set(127, 0x7F800000u);
+    return planes;
+}
+
+/* Twice sixteen entries each, once for every 16 bytes of a register. */
+template <int copies>
+constexpr Planes<16 * copies> nf4_planes() {
+    Planes<16 * copies> planes{};
+    for (int i = 0; i < 16 * copies; ++i) planes.set(i, PEERD_NF4_BITS[i % 16]);
+    return planes;
+}
+
+/* Bits of a small whole number, or of a fraction whose denominator is a power of two. */
+constexpr uint32_t single_bits(uint32_t numerator, int denominator_log2, bool negative) {
+    if (numerator == 0) return 0;
+    int exponent = 127 - denominator_log2;
+    uint32_t mantissa = numerator;
+    int width = 0;
+    while (mantissa >> width > 1) ++width;
+    exponent += width;
+    return (negative ? 0x80000000u : 0u) | static_cast<uint32_t>(exponent) << 23 | (mantissa << (23 - width) & 0x7FFFFFu);
+}
+
+template <int copies>
+constexpr Planes<16 * copies> int4_planes() {
+    Planes<16 * copies> planes{};
+    for (int i = 0; i < 16 * copies; ++i) {
+        const int whole = i % 16 == 0 ? -7 : i % 16 - 8;
+        planes.set(i, single_bits(static_cast<uint32_t>(whole < 0 ? -whole : whole), 0, whole < 0));
+    }
+    return planes;
+}
+
+constexpr Planes<128> e4m3_planes() {
+    Planes<128> planes{};
+    for (int i = 0; i < 128; ++i) {
+        const int code = i == 127 ? 126 : i;
+        const int exponent = code >> 3, mantissa = code & 7;
+        planes.set(i, exponent == 0 ? single_bits(static_cast<uint32_t>(mantissa), 9, false)
+                                    : single_bits(static_cast<uint32_t>(8 + mantissa), 10 - exponent, false));
+    }
+    return planes;
+}
+
+/* From the upper 16 bits of a magnitude to a bucket that holds one threshold at most; as few buckets as that allows,
+so that a byte numbers them: (upper >> shift[e]) + base[e] modulo 2^16, where e are the lower bits of the exponent. */
+struct DynamicBuckets {
+    static constexpr int FIRST_EXPONENT = (PEERD_DYNAMIC_THRESHOLD_BITS[0] >> 23) - 1;
+    alignas(64) uint16_t shift[32];
+    alignas(64) uint16_t base[32];
+    alignas(64) uint8_t below[256];  // thresholds below the bucket
+    int count;
+};
+
+constexpr bool is_fine_enough(int exponent, int shift) {
+    uint32_t before = 0;
+    for (int j = 0; j < 127; ++j) {
+        const uint32_t upper = PEERD_DYNAMIC_THRESHOLD_BITS[j] >> 16;
+        if (static_cast<int>(upper >> 7) != exponent) continue;
+        if (before == (upper >> shift) + 1) return false;
+        before = (upper >> shift) + 1;
+    }
+    return true;
+}
+
+constexpr DynamicBuckets dynamic_buckets() {
+    DynamicBuckets buckets{};
+    for (int exponent = DynamicBuckets::FIRST_EXPONENT; exponent <= 127; ++exponent) {
+        int shift = 7;
+        while (!is_fine_enough(exponent, shift)) --shift;
+        const int first = exponent << 7 >> shift, here = 1 << (7 - shift);
+        buckets.shift[exponent % 32] = static_cast<uint16_t>(shift);
+        buckets.base[exponent % 32] = static_cast<uint16_t>(buckets.count - first);
+        for (int i = 0; i < here; ++i) {
+            int below = 0;
+            for (int j = 0; j < 127; ++j) below += PEERD_DYNAMIC_THRESHOLD_BITS[j] >> 16 >> shift < static_cast<uint32_t>(first + i);
+            buckets.below[(buckets.count + i) % 256] = static_cast<uint8_t>(below);
+        }
+        buckets.count += here;
+    }
+    return buckets;
+}
+
+}  // namespace peerd
+
+#endif
