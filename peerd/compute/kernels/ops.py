@@ -11,11 +11,12 @@ Codes are flat uint8, scales flat float32 (see `core/blockwise`). A block that c
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Final, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, Final, Protocol
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from peerd.compute.kernels import native, reference, tables
 from peerd.core.blockwise import BLOCKS, CODES, code_bytes, scale_count
@@ -39,11 +40,11 @@ torch.library.define(
 torch.library.define("peerd::block_scales", "(Tensor x, int block) -> Tensor")
 
 # Not differentiable: without this, what comes of tensors that require gradients would claim to be.
-_LIBRARY: Final = torch.library.Library("peerd", "FRAGMENT")
-for _name in ("quantize_blockwise", "dequantize_blockwise"):
-    _LIBRARY.impl(_name, torch.library.fallthrough_kernel, "Autograd")
-    _LIBRARY.impl(f"{_name}.out", torch.library.fallthrough_kernel, "Autograd")
-_LIBRARY.impl("block_scales", torch.library.fallthrough_kernel, "Autograd")
+for _name in ("quantize_blockwise", "quantize_blockwise.out", "dequantize_blockwise", "dequantize_blockwise.out"):
+    torch.library.impl(f"peerd::{_name}", "Autograd", torch.library.fallthrough_kernel)
+torch.library.impl("peerd::block_scales", "Autograd", torch.library.fallthrough_kernel)
+
+_fake: Callable[[str], Callable[[Any], Any]] = torch.library.register_fake  # which has no annotations
 
 
 class Kernels(Protocol):
@@ -86,6 +87,8 @@ def _quantize_out(x: Tensor, code: str, block: int, *, codes: Tensor, scales: Te
     _check(x, code, block)
     _check_coded(codes, scales, x, code, block)
     best(x.device).quantize(x, code, block, codes, scales)
+    for written in (codes, scales):
+        increment_version(written)
 
 
 @torch.library.impl("peerd::dequantize_blockwise", _DEVICES)
@@ -105,6 +108,7 @@ def _dequantize_out(codes: Tensor, scales: Tensor, code: str, block: int, *, out
     kernels = best(out.device)
     if out.is_contiguous():
         kernels.dequantize(codes, scales, code, block, out)
+        increment_version(out)  # kernels write behind autograd's back, which has to notice if it saved this
     else:
         out.copy_(kernels.dequantize(codes, scales, code, block, torch.empty_like(out).contiguous()))
 
@@ -115,20 +119,20 @@ def _block_scales(x: Tensor, block: int) -> Tensor:
     return best(x.device).block_scales(x, block)
 
 
-@torch.library.register_fake("peerd::quantize_blockwise")
+@_fake("peerd::quantize_blockwise")
 def _fake_quantize(x: Tensor, code: str, block: int) -> tuple[Tensor, Tensor]:
     _check(x, code, block)
     codes = x.new_empty(code_bytes(x.numel(), code), dtype=torch.uint8)
     return codes, x.new_empty(scale_count(x.numel(), block), dtype=torch.float32)
 
 
-@torch.library.register_fake("peerd::quantize_blockwise.out")
+@_fake("peerd::quantize_blockwise.out")
 def _fake_quantize_out(x: Tensor, code: str, block: int, *, codes: Tensor, scales: Tensor) -> None:
     _check(x, code, block)
     _check_coded(codes, scales, x, code, block)
 
 
-@torch.library.register_fake("peerd::dequantize_blockwise")
+@_fake("peerd::dequantize_blockwise")
 def _fake_dequantize(
     codes: Tensor, scales: Tensor, code: str, block: int, shape: Sequence[int], dtype: torch.dtype
 ) -> Tensor:
@@ -138,13 +142,13 @@ def _fake_dequantize(
     return out
 
 
-@torch.library.register_fake("peerd::dequantize_blockwise.out")
+@_fake("peerd::dequantize_blockwise.out")
 def _fake_dequantize_out(codes: Tensor, scales: Tensor, code: str, block: int, *, out: Tensor) -> None:
     _check(out, code, block)
     _check_coded(codes, scales, out, code, block)
 
 
-@torch.library.register_fake("peerd::block_scales")
+@_fake("peerd::block_scales")
 def _fake_block_scales(x: Tensor, block: int) -> Tensor:
     _check(x, "int8", block)
     return x.new_empty(scale_count(x.numel(), block), dtype=torch.float32)
