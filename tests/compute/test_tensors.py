@@ -76,8 +76,8 @@ def test_whole_numbers_travel_uncoded_whatever_the_coding() -> None:
 def test_what_frames_cannot_carry_is_our_own_error() -> None:
     with pytest.raises(LocalError, match="complex64"):
         to_frame(torch.zeros(1, dtype=torch.complex64))
-    with pytest.raises(LocalError, match="int4"):
-        to_frame(torch.zeros(1), "int4")
+    with pytest.raises(LocalError, match="int3"):
+        to_frame(torch.zeros(1), "int3")
 
 
 @pytest.mark.parametrize(

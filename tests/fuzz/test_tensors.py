@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import math
+import zlib
+from collections.abc import Sequence
+from functools import cache
 
 import pytest
 
 from peerd.core import frame
+from peerd.core.blockwise import CODES, SCALE_BYTES, scale_count
 from peerd.core.frame import TensorFrame
 from tests.fuzz.parsers import frame_headers
 from tests.kit.frames import mended
 from tests.kit.mutate import fuzz
 
 PAYLOAD_BYTES_MAX = 1 << 12
+RAW_BYTES_MAX = 1 << 22
 
 
 def receive(data: bytes) -> None:
@@ -34,3 +39,46 @@ def receive(data: bytes) -> None:
 def test_tensors_survive_many_mutated_frames() -> None:
     receive(frame_headers()[0] + bytes(24))
     fuzz(receive, frame_headers(), 100_000, seed=2)
+
+
+@cache
+def coded_frames() -> Sequence[bytes]:
+    """Headers with the payloads that belong to them, in every coding, packed and not."""
+    import torch
+
+    from peerd.compute.coding import Plan, encode
+
+    tensor = torch.randn(5, 60, generator=torch.Generator().manual_seed(1))
+    made = [
+        encode(tensor.to(dtype), Plan(coding, lossless=lossless))
+        for coding in frame.CODINGS
+        for dtype in (torch.float32, torch.float16)
+        for lossless in (False, True)
+    ]
+    return [frame.encode_header(one) + bytes(one.payload) for one in made]
+
+
+def receive_whole(data: bytes) -> None:
+    """A frame with its own payload, of whatever length that has now; every second time its scales are vouched for."""
+    from peerd.compute.coding import decode
+
+    data = mended(data)
+    header, end = frame.decode_header(data)
+    if header.raw_bytes > RAW_BYTES_MAX:
+        return
+    payload = bytearray(data[end:])
+    if header.coding in CODES and not header.lossless and len(data) % 2:
+        scales = SCALE_BYTES * scale_count(math.prod(header.shape), header.block)
+        payload[scales : scales + 4] = zlib.crc32(payload[:scales]).to_bytes(4, "little")
+    sent = TensorFrame(header.dtype, header.shape, payload, header.coding, header.block, header.lossless)
+    taken = decode(sent)
+    assert tuple(taken.shape) == header.shape
+    if header.coding in CODES:
+        assert taken.isfinite().all()
+
+
+@pytest.mark.parametrize("count", [500, pytest.param(100_000, marks=pytest.mark.slow)])
+def test_tensors_survive_mutated_frames_of_every_coding(count: int) -> None:
+    for data in coded_frames():
+        receive_whole(data)
+    fuzz(receive_whole, coded_frames(), count, seed=4)

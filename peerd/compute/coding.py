@@ -1,0 +1,268 @@
+"""How a tensor becomes a frame and a frame a tensor: codings, blockwise quantization, packing. Synchronous.
+
+`begin` makes a frame whose payload has its final place and size at once, and is filled chunk by chunk with `advance`,
+so that coding overlaps sending; `encode` does all of it. Nothing is copied on the way: codes are written where they
+are sent from, and an uncoded CPU tensor's frame shares its memory (it must not change while the frame is sent).
+
+What cannot be coded (NaN, infinity) is refused before a byte leaves: `NotFinite` names the tensor. Uncoded and
+half-precision frames carry such values; who must not have them asks `decode` for finite ones.
+
+A hostile peer may send: another dtype, shape, coding or block than it may; lengths that do not fit; packed chunks
+that lie; scales whose checksum is wrong, or that are negative, tiny, huge or not numbers. Each raises
+`ProtocolViolation` with the tensor's name, before more than the frame's own size is allocated.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from peerd.compute import lossless
+from peerd.compute.choice import Plan, Sample
+from peerd.compute.kernels import ops, tables
+from peerd.compute.tensors import TORCH_DTYPES, all_finite, dtype_name, fits, raw_bytes, values_of
+from peerd.core.blockwise import BLOCKS, CODES, SCALE_BYTES, scale_count
+from peerd.core.errors import LocalError, PeerdError, ProtocolViolation
+from peerd.core.frame import CODINGS, CRC_BYTES, DTYPES, Ready, TensorFrame, expected_bytes, lossless_bounds
+
+__all__ = ["Encoding", "NotFinite", "Plan", "Sample", "begin", "decode", "encode", "sample_of"]
+
+CHUNK_BYTES: Final = 1 << 20  # of codes or rounded values, made in one go
+SAMPLE_VALUES: Final = 1 << 16
+_ROUNDED: Final = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_FP16_MAX: Final = 65504.0
+_INFINITY_BITS: Final = 0x7F800000
+
+
+class NotFinite(PeerdError):
+    """A tensor of ours has values that its code cannot carry: NaN, infinity, or beyond 3e38."""
+
+
+class Encoding:
+    """A frame that is being made. `ready_bytes` of `payload` are final; `advance` makes more of it so."""
+
+    def __init__(
+        self, dtype: str, shape: tuple[int, ...], plan: Plan, payload: memoryview, steps: Iterator[int]
+    ) -> None:
+        """Each of `steps` makes more of the payload and gives how much is final then; the first is taken here."""
+        self.dtype = dtype
+        self.shape = shape
+        self.coding, self.block, self.lossless = plan.coding, plan.block, plan.lossless
+        self.payload = payload
+        self._steps = steps
+        self.ready_bytes = next(steps)
+
+    @property
+    def done(self) -> bool:
+        return self.ready_bytes == self.payload.nbytes
+
+    def advance(self) -> None:
+        """Make about CHUNK_BYTES more of the payload final. The tensor must not have changed since `begin`."""
+        if not self.done:
+            self.ready_bytes = next(self._steps)
+
+    def frame(self, ready: Ready | None = None) -> TensorFrame:
+        """The frame as it is sent; `ready` tells the sender how far the payload may be read while this is not done."""
+        return TensorFrame(self.dtype, self.shape, self.payload, self.coding, self.block, self.lossless, ready)
+
+
+def encode(tensor: Tensor, plan: Plan, *, name: str = "a tensor") -> TensorFrame:
+    """The tensor as a whole frame; see `begin`."""
+    encoding = begin(tensor, plan, name=name)
+    while not encoding.done:
+        encoding.advance()
+    return encoding.frame()
+
+
+def begin(tensor: Tensor, plan: Plan, *, name: str = "a tensor") -> Encoding:
+    """The tensor as a frame whose first chunk is made.
+
+    Any shape, any dtype that frames have; whole numbers and bools travel uncoded. "bf16" and "fp16" round to nearest,
+    a value beyond fp16's range becomes its largest. A tensor of at most one chunk, an uncoded one, and a packed one are
+    done at once. Raises NotFinite when a blockwise code cannot carry a value; LocalError for a dtype or plan that
+    frames do not have.
+    """
+    dtype, shape = dtype_name(tensor.dtype), tuple(tensor.shape)
+    plan = _settled(plan, dtype, name)
+    flat = _on_cpu(tensor)
+    if plan.coding == "none" or not flat.numel():
+        payload = raw_bytes(flat)
+        steps = iter((payload.nbytes,))
+    else:
+        size = expected_bytes(dtype, (flat.numel(),), plan.coding, plan.block)
+        buffer = torch.empty(size, dtype=torch.uint8)
+        payload = raw_bytes(buffer)
+        steps = _quantized(flat, plan, buffer, name) if plan.coding in CODES else _rounded(flat, plan, buffer)
+    if plan.lossless:
+        for _ in steps:
+            pass
+        payload = lossless.pack(payload, _itemsize(plan.coding, dtype))
+        steps = iter((payload.nbytes,))
+    return Encoding(dtype, shape, plan, payload, steps)
+
+
+def decode(
+    frame: TensorFrame,
+    shape: Sequence[int | None] | None = None,
+    dtype: torch.dtype | None = None,
+    *,
+    name: str = "a tensor",
+    finite: bool = False,
+    device: str | torch.device = "cpu",
+) -> Tensor:
+    """The tensor on `device`; ProtocolViolation when it is not what the caller expects.
+
+    `shape`: None stands for any length of that dim, or of all; `dtype`: None for any. With `finite`, NaN and
+    infinity are refused in every coding (blockwise codes have none). On the CPU, the tensor shares memory with a
+    writable, aligned payload that is neither coded nor packed.
+    """
+    found = TORCH_DTYPES.get(frame.dtype)
+    if found is None or (dtype is not None and found != dtype):
+        wanted = f"; expected {dtype_name(dtype)}" if dtype is not None else ""
+        raise ProtocolViolation(f"{name} is of {frame.dtype}{wanted}")
+    if shape is not None and not fits(frame.shape, shape):
+        dims = ", ".join("any" if dim is None else str(dim) for dim in shape)
+        raise ProtocolViolation(f"{name} has shape {list(frame.shape)}; expected [{dims}]")
+    payload = _raw_payload(frame, name)
+    if frame.coding in CODES:
+        return _dequantized(frame, payload, found, name, torch.device(device))
+    if found is torch.bool:
+        tensor = values_of(payload, torch.uint8).to(device).ne(0)
+    else:
+        tensor = values_of(payload, _ROUNDED.get(frame.coding, found)).to(device).to(found)
+    if finite and not all_finite(tensor):
+        raise ProtocolViolation(f"{name} has values that are not finite")
+    return tensor.view(frame.shape)
+
+
+def sample_of(tensor: Tensor) -> Sample:
+    """What a look at up to SAMPLE_VALUES of the tensor's values says, in blocks of 64 spread over all of it."""
+    flat = tensor.detach().reshape(-1)
+    if not flat.numel() or not flat.is_floating_point():
+        return Sample(0.0)
+    block = min(64, flat.numel())
+    rows = flat[: flat.numel() // block * block].view(-1, block)
+    squares = rows[:: -(-len(rows) * block // SAMPLE_VALUES)].double().square()
+    mean = float(squares.mean())
+    return Sample(float(squares.amax(dim=1).mean()) / mean if mean else 0.0)
+
+
+# --- sending -------------------------------------------------------------------------------------------------------
+
+
+def _settled(plan: Plan, dtype: str, name: str) -> Plan:
+    """The plan as it is for tensors of `dtype`, the block size filled in."""
+    coding, block = plan.coding, plan.block
+    if dtype not in DTYPES or coding not in CODINGS:
+        raise LocalError(f"no frame for {name} of {dtype} in coding {coding!r}")
+    if not DTYPES[dtype].floating:
+        return Plan("none", 0, plan.lossless)
+    if coding not in CODES:
+        return Plan(coding, 0, plan.lossless)
+    if DTYPES[dtype].itemsize > 4:
+        raise LocalError(f"{name} is of {dtype}; {coding} is for float32, float16 and bfloat16")
+    if block and block not in BLOCKS:
+        raise LocalError(f"{name} in blocks of {block} values; allowed: {', '.join(map(str, BLOCKS))}")
+    return Plan(coding, block or CODES[coding].block, plan.lossless)
+
+
+def _on_cpu(tensor: Tensor) -> Tensor:
+    """The values in C order, flat, where kernels and the network can read them."""
+    return tensor.detach().cpu().contiguous().view(-1)
+
+
+def _itemsize(coding: str, dtype: str) -> int:
+    """Bytes of the items that packing sorts into planes."""
+    return 1 if coding in CODES else 2 if coding in _ROUNDED else DTYPES[dtype].itemsize
+
+
+def _rounded(flat: Tensor, plan: Plan, buffer: Tensor) -> Iterator[int]:
+    out = buffer.view(_ROUNDED[plan.coding])
+    step = CHUNK_BYTES // out.itemsize
+    for at in range(0, flat.numel(), step):
+        chunk = flat[at : at + step]
+        out[at : at + step] = chunk.clamp(-_FP16_MAX, _FP16_MAX) if plan.coding == "fp16" else chunk
+        yield min(at + step, flat.numel()) * out.itemsize
+
+
+def _quantized(flat: Tensor, plan: Plan, buffer: Tensor, name: str) -> Iterator[int]:
+    """Scales, their checksum, codes. With several chunks all scales are made first, in a pass of their own."""
+    count, scale_bytes = flat.numel(), SCALE_BYTES * scale_count(flat.numel(), plan.block)
+    scales, codes = buffer[:scale_bytes].view(torch.float32), buffer[scale_bytes + CRC_BYTES :]
+    step = CHUNK_BYTES * 8 // CODES[plan.coding].bits  # values: whole blocks, whole bytes
+    if count > step:
+        scales.copy_(torch.ops.peerd.block_scales(flat, plan.block))
+    else:
+        torch.ops.peerd.quantize_blockwise.out(flat, plan.coding, plan.block, codes=codes, scales=scales)
+    _check_scales(scales, name)
+    checksum = zlib.crc32(raw_bytes(scales)).to_bytes(CRC_BYTES, "little")
+    raw_bytes(buffer)[scale_bytes : scale_bytes + CRC_BYTES] = checksum
+    if count <= step:
+        yield buffer.numel()
+        return
+    code_bytes = 0
+    for at in range(0, count, step):
+        chunk = flat[at : at + step]
+        part = codes[code_bytes : code_bytes + CHUNK_BYTES]
+        # The same scales are written again over themselves: they may be on their way already, and do not change.
+        own = scales[at // plan.block :][: scale_count(chunk.numel(), plan.block)]
+        torch.ops.peerd.quantize_blockwise.out(chunk, plan.coding, plan.block, codes=part, scales=own)
+        code_bytes += part.numel()
+        yield scale_bytes + CRC_BYTES + code_bytes
+
+
+def _check_scales(scales: Tensor, name: str) -> None:
+    if ops.all_coded(scales):
+        return
+    bits = scales.view(torch.int32)
+    first = int((bits > tables.LARGEST_BITS).nonzero()[0])
+    what = "NaN or infinite values" if int(bits[first]) >= _INFINITY_BITS else "values beyond 3e38"
+    raise NotFinite(f"{name} has {what}, first in block {first}")
+
+
+# --- receiving -----------------------------------------------------------------------------------------------------
+
+
+def _raw_payload(frame: TensorFrame, name: str) -> memoryview:
+    """The payload, unpacked, once its length is what the frame says."""
+    try:
+        expected = expected_bytes(frame.dtype, frame.shape, frame.coding, frame.block)
+    except ValueError as error:
+        raise ProtocolViolation(f"{name}: {error}") from None
+    payload = memoryview(frame.payload).cast("B")
+    if not frame.lossless:
+        if payload.nbytes != expected:
+            raise ProtocolViolation(f"{name} has {payload.nbytes} payload bytes; expected {expected}")
+        return payload
+    least, most = lossless_bounds(expected)
+    if not least <= payload.nbytes <= most:
+        raise ProtocolViolation(f"{name} has {payload.nbytes} packed bytes; expected {least} to {most}")
+    return lossless.unpack(payload, expected, _itemsize(frame.coding, frame.dtype), name=name)
+
+
+def _dequantized(
+    frame: TensorFrame, payload: memoryview, dtype: torch.dtype, name: str, device: torch.device
+) -> Tensor:
+    """The tensor of a blockwise payload whose length was checked."""
+    if not payload.nbytes:
+        return torch.empty(frame.shape, dtype=dtype, device=device)
+    scale_bytes = SCALE_BYTES * scale_count(math.prod(frame.shape), frame.block)
+    head = payload[:scale_bytes]
+    given = int.from_bytes(payload[scale_bytes : scale_bytes + CRC_BYTES], "little")
+    if zlib.crc32(head) != given:
+        raise ProtocolViolation(f"{name} has scales whose checksum is wrong")
+    scales = values_of(head, torch.float32)
+    bits = scales.view(torch.int32)  # a sign bit makes these negative, NaN and infinity lie above every limit
+    largest = tables.FLOAT16_LARGEST_BITS if dtype is torch.float16 else tables.LARGEST_BITS
+    if not bool(((bits == 0) | ((bits > tables.SMALLEST_BITS) & (bits <= largest))).all()):
+        raise ProtocolViolation(f"{name} has scales that no tensor of {frame.dtype} has")
+    codes = values_of(payload[scale_bytes + CRC_BYTES :], torch.uint8)
+    tensor: Tensor = torch.ops.peerd.dequantize_blockwise(
+        codes.to(device), scales.to(device), frame.coding, frame.block, frame.shape, dtype
+    )
+    return tensor
