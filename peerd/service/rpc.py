@@ -121,7 +121,8 @@ class Rpc:
     ) -> Answer[R]:
         """One question, one answer. `reply_frame_bytes`: the most that the answer's frames may take.
 
-        The payloads of `frames` must not change before the call returns.
+        The payloads of `frames` must not change before the call returns; those that are still being made are sent as
+        far as they are, and what their makers raise ends the call.
         """
         name = self._names.get(method) or self._name(method)
         request = self._request(name, body, frames, timeout_s, reply_frame_bytes)
@@ -209,8 +210,8 @@ class Rpc:
         self._calls_alone += 1
         try:
             call = StreamingCall(await self._open_stream(peer, name.protocol), self._replies, request)
-            call.start(self._tasks())
             try:
+                await call.start(self._tasks())
                 yield call.parts
             finally:
                 call.close()

@@ -14,15 +14,17 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
+import outcome
 import trio
 
 from peerd.core.errors import Overloaded, ProtocolViolation, RemoteError, TooSlow, Unreachable
 from peerd.core.frame import TensorFrame
 from peerd.core.ids import PeerId
 from peerd.machine import rpc as wire
-from peerd.machine.rpc import Buffer, Message, decode_failure, encode_call, encode_frames, encode_message
+from peerd.machine.rpc import Message, decode_failure, encode_call, encode_message
 from peerd.machine.rpc_calls import PendingCalls
-from peerd.service.rpc_io import Inbound, Outbox, SharedBudget, Slot, renewed
+from peerd.service.rpc_io import Inbound, SharedBudget, Slot, renewed
+from peerd.service.rpc_outbox import Outbox, Outgoing, outgoing
 from peerd.service.rpc_types import RpcStream
 
 Reply = tuple[bytes, tuple[TensorFrame, ...]]  # the body, still encoded, and the frames
@@ -50,9 +52,9 @@ class Request:
             raise ProtocolViolation(f"an answer to {self.name.decode()} with frames of {size}")
 
 
-def encode_request(kind: int, call_id: int, request: Request) -> list[Buffer]:
+def encode_request(kind: int, call_id: int, request: Request) -> list[Outgoing]:
     """The request and the payloads of its frames, which are not copied."""
-    headers, payloads = encode_frames(request.frames)
+    headers, payloads = outgoing(request.frames)
     start = encode_call(kind, call_id, request.name, request.timeout_s, request.body, headers, len(payloads))
     return [start, *payloads]
 
@@ -60,11 +62,17 @@ def encode_request(kind: int, call_id: int, request: Request) -> list[Buffer]:
 class _Waiting(Slot[Reply]):
     """A call that waits for its answer."""
 
-    __slots__ = ("request",)
+    __slots__ = ("feeding", "request")
 
     def __init__(self, request: Request) -> None:
         super().__init__()
         self.request = request
+        self.feeding: trio.CancelScope | None = None  # set while its payloads are still being made
+
+    def _settle(self, result: outcome.Value[Reply] | outcome.Error) -> None:
+        super()._settle(result)
+        if self.feeding is not None:
+            self.feeding.cancel()  # refused before all was sent
 
 
 class Channel:
@@ -82,13 +90,19 @@ class Channel:
         self._dropped = False
 
     async def request(self, request: Request) -> Reply:
-        """Ask, and wait for the answer. The one who watches `calls.due` calls `expire`."""
+        """Ask, and wait for the answer. The one who watches `calls.due` calls `expire`.
+
+        Raises what the maker of a payload does, too, after which the channel cannot be used.
+        """
         waiting = _Waiting(request)
         call_id = self.calls.add(request.deadline, waiting)
         if call_id is None:
             raise Overloaded(f"{len(self.calls)} calls to it wait already", 0.1, self._peer)
         if request.frames:
-            self._outbox.put(*encode_request(wire.REQUEST, call_id, request))
+            message = encode_request(wire.REQUEST, call_id, request)
+            self._outbox.put(*message)
+            with trio.CancelScope() as waiting.feeding:
+                await self._outbox.feed(message)
         else:
             self._outbox.put(encode_call(wire.REQUEST, call_id, request.name, request.timeout_s, request.body))
         return await waiting.wait(lambda: self._give_up(call_id))
@@ -106,7 +120,7 @@ class Channel:
     @property
     def busy(self) -> bool:
         """Whether a call waits, or any of a request was not yet sent."""
-        return self.over or len(self.calls) > 0 or self._outbox.pending
+        return self.over or len(self.calls) > 0 or self._outbox.pending or self._outbox.closed
 
     def close(self) -> None:
         """Close the stream; only when no call waits."""

@@ -1,13 +1,11 @@
-"""Reading and writing the messages of one stream: the parts that callers and servers share.
+"""Reading the messages of one stream: the parts that callers and servers share. Writing is rpc_outbox's.
 
-`Outbox` has one writer per stream, so that no cancelled task leaves half a message behind, and messages queued
-together leave together. `Inbound` receives payloads only after the peer's share of the byte budget was taken.
-`Slot` hands one value from the reader to the task that waits for it.
+`Inbound` receives payloads only after the peer's share of the byte budget was taken. `Slot` hands one value from the
+reader to the task that waits for it.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
@@ -17,14 +15,12 @@ import trio
 from peerd.core.errors import Overloaded, ProtocolViolation, RemoteError, TooSlow
 from peerd.core.frame import FrameHeader, TensorFrame
 from peerd.core.ids import PeerId
-from peerd.core.limits import RPC_BUDGET_WAIT_S, RPC_OUTBOX_BYTES
-from peerd.machine.rpc import Buffer, Message, MessageParser
+from peerd.core.limits import RPC_BUDGET_WAIT_S
+from peerd.machine.rpc import Message, MessageParser
 from peerd.machine.rpc_calls import ByteBudget
 from peerd.service.rpc_types import RpcStream
 
 _QUICK_MESSAGES = 64  # handled in one go; the loop turns before the next
-_JOIN_BYTES = 8 << 10  # a message up to this size is copied together, payloads and all
-_BATCH_BYTES = 32 << 10  # buffers below this are joined before they are sent; larger ones are not copied
 
 T = TypeVar("T")
 
@@ -70,127 +66,6 @@ class Slot(Generic[T]):
     def _abort(self, _: object) -> trio.lowlevel.Abort:
         self._task = None
         return trio.lowlevel.Abort.SUCCEEDED
-
-
-class Outbox:
-    """Messages that wait to be written to one stream. Anyone puts, `run` alone writes.
-
-    Bounded by those who put: they wait for `room` (or `flushed`) before the next message.
-    """
-
-    def __init__(self) -> None:
-        self._queue: deque[Buffer] = deque()
-        self._put_bytes = 0
-        self._sent_bytes = 0
-        self._stream: RpcStream | None = None
-        self._writer: trio.lowlevel.Task | None = None  # set while it has nothing to write
-        self._waiting = trio.lowlevel.ParkingLot()
-        self._ending = False
-        self.closed = False
-
-    def put(self, *buffers: Buffer) -> None:
-        """Send one whole message now or soon; dropped when the stream is over, which its reader will notice."""
-        if self.closed:
-            return
-        if len(buffers) > 1 and sum(map(len, buffers)) <= _JOIN_BYTES:
-            buffers = (b"".join(buffers),)
-        if len(buffers) == 1 and self._writer is not None and self._send_now(buffers[0]):
-            return
-        for buffer in buffers:
-            if buffer:
-                self._put_bytes += len(buffer)
-                self._queue.append(buffer)
-        self._wake()
-
-    @property
-    def full(self) -> bool:
-        """Whether so much is queued that whoever puts must wait for `room`."""
-        return self._put_bytes - self._sent_bytes > RPC_OUTBOX_BYTES
-
-    @property
-    def pending(self) -> bool:
-        """Whether anything put was not yet taken by the stream."""
-        return self._sent_bytes < self._put_bytes
-
-    async def room(self) -> None:
-        """Wait until little enough is queued; returns at once after `close`."""
-        while self.full and not self.closed:
-            await self._waiting.park()
-
-    async def flushed(self) -> None:
-        """Wait until everything put so far was taken by the stream; returns at once after `close`."""
-        goal = self._put_bytes
-        while self._sent_bytes < goal and not self.closed:
-            await self._waiting.park()
-
-    async def ended(self) -> None:
-        """Wait until the writer has stopped."""
-        while not self.closed:
-            await self._waiting.park()
-
-    def end(self) -> None:
-        """Write what is queued, then close our side of the stream."""
-        self._ending = True
-        self._wake()
-
-    def close(self) -> None:
-        """Write nothing more."""
-        self.closed = True
-        self._queue.clear()
-        self._wake()
-        self._waiting.unpark_all()
-
-    async def run(self, stream: RpcStream) -> None:
-        """The writer."""
-        self._stream = stream
-        try:
-            while not self.closed:
-                if self._queue:
-                    batch = self._take()
-                    await stream.send(batch)
-                    self._sent_bytes += len(batch)
-                    if self._waiting:
-                        self._waiting.unpark_all()
-                elif self._ending:
-                    await stream.aclose()
-                    return
-                else:
-                    await self._sleep()
-        except RemoteError:
-            pass  # the reader of the same stream learns it too, and tells who waits
-        except trio.Cancelled:
-            stream.reset()  # the service stops: the other side need not wait for its deadlines
-            raise
-        finally:
-            self.close()
-
-    def _send_now(self, message: Buffer) -> bool:
-        """While the writer rests, a small message need not wait for it: that is half the latency of a call."""
-        return self._stream is not None and isinstance(message, bytes) and self._stream.send_nowait(message)
-
-    def _take(self) -> Buffer:
-        """The next large buffer, or as many small ones as make up a batch."""
-        first = self._queue.popleft()
-        if not self._queue or len(first) >= _BATCH_BYTES:
-            return first
-        batch, size = [first], len(first)
-        while self._queue and size + len(self._queue[0]) <= _BATCH_BYTES:
-            size += len(self._queue[0])
-            batch.append(self._queue.popleft())
-        return b"".join(batch)
-
-    def _wake(self) -> None:
-        if self._writer is not None:
-            trio.lowlevel.reschedule(self._writer)
-            self._writer = None
-
-    async def _sleep(self) -> None:
-        def abort(_: object) -> trio.lowlevel.Abort:
-            self._writer = None
-            return trio.lowlevel.Abort.SUCCEEDED
-
-        self._writer = trio.lowlevel.current_task()
-        await trio.lowlevel.wait_task_rescheduled(abort)
 
 
 class SharedBudget:

@@ -18,8 +18,9 @@ from peerd.core.frame import TensorFrame
 from peerd.core.ids import PeerId
 from peerd.core.limits import RPC_PARTS_AHEAD
 from peerd.core.messages import decode, encode
-from peerd.machine.rpc import END, PART, Message, encode_frames, encode_message
-from peerd.service.rpc_io import Inbound, Outbox, SharedBudget
+from peerd.machine.rpc import END, PART, Message, encode_message
+from peerd.service.rpc_io import Inbound, SharedBudget
+from peerd.service.rpc_outbox import Outbox, outgoing
 from peerd.service.rpc_types import Answer
 
 B = TypeVar("B", bound=msgspec.Struct)
@@ -40,12 +41,16 @@ class CallStream:
         self._changed = trio.lowlevel.ParkingLot()
 
     async def send(self, body: msgspec.Struct, frames: Sequence[TensorFrame] = ()) -> None:
-        """Send one part; waits while the other side is not keeping up. With frames: until they may be changed again."""
+        """Send one part; waits while the other side is not keeping up. With frames: until they may be changed again.
+
+        Raises what the maker of a payload does, too. That, or cancelling while one is being made, ends the call.
+        """
         if not self.sending:
             raise LocalError("a part after finish")
         self._check()
-        headers, payloads = encode_frames(frames) if frames else (b"", [])
+        headers, payloads = outgoing(frames) if frames else (b"", [])
         self._outbox.put(encode_message(PART, self._id, encode(body), headers, len(frames)), *payloads)
+        await self._outbox.feed(payloads)
         await (self._outbox.flushed() if frames else self._outbox.room())
         self._check()
         await trio.lowlevel.checkpoint()

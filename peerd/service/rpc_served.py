@@ -18,10 +18,10 @@ from peerd.core.errors import LocalError, PeerdError, Refused, TooSlow
 from peerd.core.frame import TensorFrame
 from peerd.core.ids import PeerId
 from peerd.core.messages import encode
-from peerd.machine.rpc import REPLY, Message, encode_failure, encode_frames, encode_message
+from peerd.machine.rpc import REPLY, Message, encode_failure, encode_message
 from peerd.machine.rpc_calls import MethodLoad, MethodName
 from peerd.service.rpc_crew import Worker
-from peerd.service.rpc_io import Outbox
+from peerd.service.rpc_outbox import Outbox, outgoing
 from peerd.service.rpc_parts import CallStream
 from peerd.service.rpc_types import Answer, Incoming
 
@@ -114,9 +114,9 @@ class ServedCall:
         except LocalError:
             raise
         except PeerdError as error:
-            self._fail(error)
+            self._failed(error)
         except ExceptionGroup as group:
-            self._fail(_only_failure(group))
+            self._failed(_only_failure(group))
         self._settle()
         self._release()
 
@@ -137,6 +137,12 @@ class ServedCall:
         else:
             self.worker.cancel(self)
 
+    def _failed(self, error: PeerdError) -> None:
+        """The handler raised: tell the caller, unless half a payload was sent, which nothing can follow."""
+        if error is self._caller.outbox.failure:
+            raise error
+        self._fail(error)
+
     def _fail(self, error: PeerdError) -> None:
         if not self._over:
             self._method.load.counters.failed += 1
@@ -145,13 +151,14 @@ class ServedCall:
 
     async def _answer(self, answer: Answer[Any]) -> None:
         body = encode(answer.body)
-        headers, payloads = encode_frames(answer.frames) if answer.frames else (b"", [])
+        headers, payloads = outgoing(answer.frames) if answer.frames else (b"", [])
         if self._over:
             return
         self._caller.outbox.put(encode_message(REPLY, self._id, body, headers, len(payloads)), *payloads)
         self._settle()
         if payloads:
             self._sending = True
+            await self._caller.outbox.feed(payloads)
             await self._caller.outbox.flushed()
             self._sending = False
 

@@ -18,7 +18,8 @@ from peerd.core.messages import decode
 from peerd.machine import rpc as wire
 from peerd.machine.rpc import Message, encode_failure
 from peerd.service.rpc_crew import Crew
-from peerd.service.rpc_io import Inbound, Outbox, SharedBudget
+from peerd.service.rpc_io import Inbound, SharedBudget
+from peerd.service.rpc_outbox import Outbox
 from peerd.service.rpc_parts import CallStream
 from peerd.service.rpc_served import Method, ServedCall
 from peerd.service.rpc_types import RpcStream

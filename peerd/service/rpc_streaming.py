@@ -12,7 +12,8 @@ from peerd.core.errors import ProtocolViolation, RemoteError, Unreachable
 from peerd.machine import rpc as wire
 from peerd.machine.rpc import Message, decode_failure
 from peerd.service.rpc_client import Request, encode_request
-from peerd.service.rpc_io import Inbound, Outbox, SharedBudget
+from peerd.service.rpc_io import Inbound, SharedBudget
+from peerd.service.rpc_outbox import Outbox
 from peerd.service.rpc_parts import CallStream
 from peerd.service.rpc_types import RpcStream
 
@@ -30,11 +31,16 @@ class StreamingCall:
         self._complete = False  # the other side has said all
         self.parts = CallStream(stream.peer, _ID, self._outbox, budget)
 
-    def start(self, nursery: trio.Nursery) -> None:
-        """Send the request, and read what comes, in tasks of `nursery` that `close` ends."""
-        self._outbox.put(*encode_request(wire.OPEN, _ID, self._request))
+    async def start(self, nursery: trio.Nursery) -> None:
+        """Send the request, and read what comes, in tasks of `nursery` that `close` ends.
+
+        Returns once the payloads of the request are made; raises what their maker does.
+        """
+        message = encode_request(wire.OPEN, _ID, self._request)
+        self._outbox.put(*message)
         nursery.start_soon(self._outbox.run, self._stream)
         nursery.start_soon(self._read)
+        await self._outbox.feed(message)
 
     def close(self) -> None:
         """The caller wants nothing more: a call that is not complete is cancelled on the other side."""

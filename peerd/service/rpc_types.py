@@ -78,7 +78,10 @@ class Incoming(Generic[B]):
 
 @dataclass(frozen=True, slots=True)
 class Answer(Generic[B]):
-    """An answer, or one part of a streaming call. The payloads of frames that we send must not change any more."""
+    """An answer, or one part of a streaming call.
+
+    The payloads of frames that we send must not change any more, as far as they are ready.
+    """
 
     body: B
     frames: tuple[TensorFrame, ...] = ()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -17,25 +15,17 @@ from peerd.core.messages import Empty, encode
 from peerd.machine import rpc as wire
 from peerd.service.rpc import Answer, CallStream, Incoming, MethodLimits, Rpc
 from peerd.service.rpc_local import LocalStream
-from tests.kit.fakehost import FakeHost, FakeNet, TrioClock, fake_net
-from tests.kit.rpc_cases import BIG, CASES, FRAMES, NEEDS_CUT, Case, Held, Pair, Text, ask, ask_empty, echo, repeat
+from tests.kit.fakehost import TrioClock, fake_net
+from tests.kit.rpc_cases import BIG, CASES, FRAMES, NEEDS_CUT, Case, Held, Text, ask, ask_empty, echo, repeat
+from tests.kit.rpc_fake import fake_pair
+from tests.kit.rpc_growing_cases import GROWING_CASES, GROWING_NEEDS_CUT
 from tests.kit.rpc_stream_cases import STREAM_CASES
 
 Clock = trio.testing.MockClock
+EVERY_CASE = CASES + STREAM_CASES + GROWING_CASES + NEEDS_CUT + GROWING_NEEDS_CUT
 
 
-@asynccontextmanager
-async def fake_pair() -> AsyncIterator[tuple[Pair, FakeNet, FakeHost, FakeHost]]:
-    async with fake_net() as net:
-        a_host, b_host = net.host("a"), net.host("b")
-        a, b = Rpc(a_host, TrioClock()), Rpc(b_host, TrioClock())
-        await net.nursery.start(a.run)
-        await net.nursery.start(b.run)
-        pair = Pair(a, b, a_host, b_host, b_host.crashes, lambda: net.cut(a_host.id, b_host.id))
-        yield pair, net, a_host, b_host
-
-
-@pytest.mark.parametrize("case", CASES + STREAM_CASES + NEEDS_CUT, ids=lambda case: case.__name__)
+@pytest.mark.parametrize("case", EVERY_CASE, ids=lambda case: case.__name__)
 async def test_over_fake_hosts(case: Case, autojump_clock: Clock) -> None:
     """The case itself, and that it leaves nothing behind: no stream, no byte, no call."""
     async with fake_pair() as (pair, net, *_):

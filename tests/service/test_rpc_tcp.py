@@ -16,9 +16,11 @@ from peerd.net.host import Host
 from peerd.net.tcp import TcpTransport
 from peerd.service.rpc import Rpc
 from tests.kit.rpc_cases import CASES, NEEDS_CUT, Case, Pair, Text, ask, echo
+from tests.kit.rpc_growing_cases import GROWING_CASES, GROWING_NEEDS_CUT
 from tests.kit.rpc_stream_cases import STREAM_CASES
 
 pytestmark = pytest.mark.socket
+EVERY_CASE = CASES + STREAM_CASES + GROWING_CASES + NEEDS_CUT + GROWING_NEEDS_CUT
 
 
 class Crashes(logging.Handler):
@@ -63,7 +65,7 @@ def cut(host: Host) -> None:
         link.abort("the test cut it")
 
 
-@pytest.mark.parametrize("case", CASES + STREAM_CASES + NEEDS_CUT, ids=lambda case: case.__name__)
+@pytest.mark.parametrize("case", EVERY_CASE, ids=lambda case: case.__name__)
 @pytest.mark.slow
 async def test_over_tcp(case: Case) -> None:
     async with tcp_pair() as pair:
