@@ -34,6 +34,7 @@ PREFIX = "peerdlab"
 NAMES = Path("/run/netns")
 NETWORK = "203.0.113"  # reserved for examples (RFC 5737): nobody's address by accident
 HOSTS = 250
+GATEWAY = f"{NETWORK}.254"  # where packets to anywhere else go, and end: the WAN says that it has no route
 QUEUE_MS = 50  # what waits at each end of a line before packets are dropped
 BURST_MS = 2  # what may pass at once after a pause: the shorter, the sooner the rate is right
 BURST_BYTES = 32768  # at least: more than one packet of GSO_BYTES
@@ -85,8 +86,8 @@ class Space:
         ip("netns", "add", label)
         self.links("link set lo up")
         # Without IPv6 nobody finds addresses that lead nowhere. A network without delay needs no clever sender.
-        self._set("net/ipv6/conf/all/disable_ipv6", "1")
-        self._set("net/ipv4/tcp_congestion_control", "cubic")
+        self.set("net/ipv6/conf/all/disable_ipv6", "1")
+        self.set("net/ipv4/tcp_congestion_control", "cubic")
 
     def argv(self, argv: list[str]) -> list[str]:
         """The command that runs `argv` in here; it becomes `argv`, so signals reach that."""
@@ -120,7 +121,7 @@ class Space:
                     with contextlib.suppress(BrokenPipeError):
                         stream.close()
 
-    def _set(self, key: str, value: str) -> None:
+    def set(self, key: str, value: str) -> None:
         """A kernel setting of this namespace, where the kernel has it."""
         self.run(["sh", "-c", f"test ! -w /proc/sys/{key} || echo {value} 2>/dev/null > /proc/sys/{key}"], check=False)
 
@@ -134,7 +135,7 @@ class Host(Space):
         self._wan, self._port = wan, f"port{number}"
         cable(wan, self._port, self, "eth0")
         wan.links(f"link set {self._port} master bridge up")
-        self.links(f"addr add {self.ip}/24 dev eth0", "link set eth0 up")
+        self.links(f"addr add {self.ip}/24 dev eth0", "link set eth0 up", f"route add default via {GATEWAY}")
 
     def limit(self, up_mbit: float | None, down_mbit: float | None) -> None:
         """Change the line's rates, in 10^6 bits per second; None: as fast as the machine can."""
@@ -158,7 +159,8 @@ class Lab:
     def __enter__(self) -> Lab:
         try:
             self.wan = self._add(Space("wan", f"{self._label}.wan"))
-            self.wan.links("link add bridge type bridge", "link set bridge up")
+            self.wan.links("link add bridge type bridge", f"addr add {GATEWAY}/24 dev bridge", "link set bridge up")
+            self.wan.set("net/ipv4/ip_forward", "1")
         except BaseException:
             self.close()
             raise
