@@ -19,6 +19,7 @@ import zlib
 from collections.abc import Iterator, Sequence
 from typing import Final
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -95,9 +96,8 @@ def begin(tensor: Tensor, plan: Plan, *, name: str = "a tensor") -> Encoding:
         steps = iter((payload.nbytes,))
     else:
         size = expected_bytes(dtype, (flat.numel(),), plan.coding, plan.block)
-        buffer = torch.empty(size, dtype=torch.uint8)
-        payload = raw_bytes(buffer)
-        steps = _quantized(flat, plan, buffer, name) if plan.coding in CODES else _rounded(flat, plan, buffer)
+        payload = raw_bytes(torch.empty(size, dtype=torch.uint8))
+        steps = _quantized(flat, plan, payload, name) if plan.coding in CODES else _rounded(flat, plan, payload)
     if plan.lossless:
         for _ in steps:
             pass
@@ -181,8 +181,8 @@ def _itemsize(coding: str, dtype: str) -> int:
     return 1 if coding in CODES else 2 if coding in _ROUNDED else DTYPES[dtype].itemsize
 
 
-def _rounded(flat: Tensor, plan: Plan, buffer: Tensor) -> Iterator[int]:
-    out = buffer.view(_ROUNDED[plan.coding])
+def _rounded(flat: Tensor, plan: Plan, payload: memoryview) -> Iterator[int]:
+    out = values_of(payload, _ROUNDED[plan.coding])
     step = CHUNK_BYTES // out.itemsize
     for at in range(0, flat.numel(), step):
         chunk = flat[at : at + step]
@@ -190,20 +190,21 @@ def _rounded(flat: Tensor, plan: Plan, buffer: Tensor) -> Iterator[int]:
         yield min(at + step, flat.numel()) * out.itemsize
 
 
-def _quantized(flat: Tensor, plan: Plan, buffer: Tensor, name: str) -> Iterator[int]:
+def _quantized(flat: Tensor, plan: Plan, payload: memoryview, name: str) -> Iterator[int]:
     """Scales, their checksum, codes. With several chunks all scales are made first, in a pass of their own."""
     count, scale_bytes = flat.numel(), SCALE_BYTES * scale_count(flat.numel(), plan.block)
-    scales, codes = buffer[:scale_bytes].view(torch.float32), buffer[scale_bytes + CRC_BYTES :]
+    scales = values_of(payload[:scale_bytes], torch.float32)
+    codes = values_of(payload[scale_bytes + CRC_BYTES :], torch.uint8)
     step = CHUNK_BYTES * 8 // CODES[plan.coding].bits  # values: whole blocks, whole bytes
     if count > step:
         scales.copy_(torch.ops.peerd.block_scales(flat, plan.block))
     else:
         torch.ops.peerd.quantize_blockwise.out(flat, plan.coding, plan.block, codes=codes, scales=scales)
     _check_scales(scales, name)
-    checksum = zlib.crc32(raw_bytes(scales)).to_bytes(CRC_BYTES, "little")
-    raw_bytes(buffer)[scale_bytes : scale_bytes + CRC_BYTES] = checksum
+    checksum = zlib.crc32(payload[:scale_bytes]).to_bytes(CRC_BYTES, "little")
+    payload[scale_bytes : scale_bytes + CRC_BYTES] = checksum
     if count <= step:
-        yield buffer.numel()
+        yield payload.nbytes
         return
     code_bytes = 0
     for at in range(0, count, step):
@@ -256,12 +257,11 @@ def _dequantized(
     given = int.from_bytes(payload[scale_bytes : scale_bytes + CRC_BYTES], "little")
     if zlib.crc32(head) != given:
         raise ProtocolViolation(f"{name} has scales whose checksum is wrong")
-    scales = values_of(head, torch.float32)
-    bits = scales.view(torch.int32)  # a sign bit makes these negative, NaN and infinity lie above every limit
+    bits = np.frombuffer(head, dtype="<i4")  # a sign bit makes these negative; NaN and infinity are above all limits
     largest = tables.FLOAT16_LARGEST_BITS if dtype is torch.float16 else tables.LARGEST_BITS
-    if not bool(((bits == 0) | ((bits > tables.SMALLEST_BITS) & (bits <= largest))).all()):
+    if not ((bits == 0) | ((bits > tables.SMALLEST_BITS) & (bits <= largest))).all():
         raise ProtocolViolation(f"{name} has scales that no tensor of {frame.dtype} has")
-    codes = values_of(payload[scale_bytes + CRC_BYTES :], torch.uint8)
+    scales, codes = values_of(head, torch.float32), values_of(payload[scale_bytes + CRC_BYTES :], torch.uint8)
     tensor: Tensor = torch.ops.peerd.dequantize_blockwise(
         codes.to(device), scales.to(device), frame.coding, frame.block, frame.shape, dtype
     )
