@@ -32,6 +32,7 @@ RPC_RECEIVING_BYTES: Final = 1 << 30  # payload that all peers together may have
 RPC_RECEIVING_BYTES_PER_PEER: Final = 512 << 20  # of these, one peer: two whole messages
 RPC_BUDGET_WAIT_S: Final = 2.0  # then it is honest to say that we are overloaded
 RPC_LANES: Final = 8  # idle streams kept for large calls to one service of one peer
+LINE_RATE_PEERS: Final = 1024  # whose rate is remembered: twice the connections that we hold
 RPC_IDLE_S: Final = 120.0  # a shared stream that nobody used for so long is closed
 
 # --- transport: hand-shake and negotiation ---------------------------------------------------------------------

@@ -26,6 +26,7 @@ from peerd.core.frame import TensorFrame
 from peerd.core.ids import PeerId
 from peerd.core.limits import RPC_IDLE_S, RPC_LANES, RPC_MESSAGE_FRAME_BYTES
 from peerd.core.messages import decode, encode
+from peerd.machine.linkrate import LineRates
 from peerd.machine.rpc_calls import ByteBudget, Counters, MethodLimits, MethodLoad, MethodName, method_name
 from peerd.service.rpc_client import Channel, Reply, Request
 from peerd.service.rpc_crew import Crew
@@ -58,7 +59,8 @@ class Rpc:
         self._calls_alone = 0
         self._received = SharedBudget(ByteBudget())  # requests, until their handlers are done
         self._replies = SharedBudget(ByteBudget())  # replies, while they arrive
-        self._server = Server(Crew(host.supervise), self._received)
+        self._rates = LineRates()
+        self._server = Server(Crew(host.supervise), self._received, self._rates)
         self._due = math.inf  # when the timer looks next
         self._timer = trio.CancelScope()
 
@@ -209,7 +211,8 @@ class Rpc:
     async def _streaming_call(self, peer: PeerId, name: MethodName, request: Request) -> AsyncIterator[CallStream]:
         self._calls_alone += 1
         try:
-            call = StreamingCall(await self._open_stream(peer, name.protocol), self._replies, request)
+            stream = await self._open_stream(peer, name.protocol)
+            call = StreamingCall(stream, self._replies, self._rates, request)
             try:
                 await call.start(self._tasks())
                 yield call.parts
@@ -231,7 +234,7 @@ class Rpc:
 
     def _start_channel(self, peer: PeerId, protocol: str) -> Channel:
         tasks = self._tasks()
-        channel = Channel(peer, self._replies)
+        channel = Channel(peer, self._replies, self._rates)
         self._wake_at(self._now() + RPC_IDLE_S)
         tasks.start_soon(channel.run, lambda: self._open_stream(peer, protocol), tasks)
         return channel
@@ -285,8 +288,12 @@ class Rpc:
             if not lanes:
                 del self._lanes[key]
 
+    def arrival_rate(self, peer: PeerId) -> float | None:
+        """Bytes per second at which payloads arrive from `peer`, asked for or not; None before a large one has."""
+        return self._rates.rate(peer)
+
     def status(self) -> dict[str, Any]:
-        """Calls in flight and counters by service, as plain data."""
+        """Calls in flight, counters by service and rates by peer, as plain data."""
         served: dict[str, Any] = {}
         running = 0
         for methods in self._server.protocols.values():
@@ -305,4 +312,5 @@ class Rpc:
                 for service, counters in self._counters.items()
             },
             "served": served,
+            "arrival_bytes_per_s": {peer.short: rate for peer, rate in self._rates.known().items()},
         }

@@ -21,6 +21,7 @@ from peerd.core.errors import Overloaded, ProtocolViolation, RemoteError, TooSlo
 from peerd.core.frame import TensorFrame
 from peerd.core.ids import PeerId
 from peerd.machine import rpc as wire
+from peerd.machine.linkrate import LineRates
 from peerd.machine.rpc import Message, decode_failure, encode_call, encode_message
 from peerd.machine.rpc_calls import PendingCalls
 from peerd.service.rpc_io import Inbound, SharedBudget, Slot, renewed
@@ -78,13 +79,14 @@ class _Waiting(Slot[Reply]):
 class Channel:
     """One stream, and the calls on it."""
 
-    def __init__(self, peer: PeerId, budget: SharedBudget) -> None:
+    def __init__(self, peer: PeerId, budget: SharedBudget, rates: LineRates) -> None:
         self.calls: PendingCalls[_Waiting] = PendingCalls()
         self.answers_with_frames: set[bytes] = set()  # names of methods
         self.used = trio.current_time()
         self.over = False  # nothing can be asked any more
         self._peer = peer
         self._budget = budget
+        self._rates = rates
         self._outbox = Outbox()
         self._running = trio.CancelScope()
         self._dropped = False
@@ -155,7 +157,7 @@ class Channel:
                 waiting.fail(renewed(failure))
 
     async def _read(self, stream: RpcStream) -> None:
-        inbound = Inbound(stream, self._settle)
+        inbound = Inbound(stream, self._settle, self._rates)
         while messages := await inbound.batch():
             for message in messages:
                 if message.headers:

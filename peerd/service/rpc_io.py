@@ -16,6 +16,7 @@ from peerd.core.errors import Overloaded, ProtocolViolation, RemoteError, TooSlo
 from peerd.core.frame import FrameHeader, TensorFrame
 from peerd.core.ids import PeerId
 from peerd.core.limits import RPC_BUDGET_WAIT_S
+from peerd.machine.linkrate import LineRates
 from peerd.machine.rpc import Message, MessageParser
 from peerd.machine.rpc_calls import ByteBudget
 from peerd.service.rpc_types import RpcStream
@@ -97,11 +98,13 @@ class Inbound:
 
     `quick` is offered each message without frames as soon as it has come, in the task that received it. It handles
     the message and returns True, or leaves it alone and returns False: then it and those after it come in `batch`.
+    How fast payloads come goes to `rates`.
     """
 
-    def __init__(self, stream: RpcStream, quick: Callable[[Message], bool]) -> None:
+    def __init__(self, stream: RpcStream, quick: Callable[[Message], bool], rates: LineRates) -> None:
         self._stream = stream
         self._quick = quick
+        self._rates = rates
         self._parser = MessageParser()
         self._left: list[Message] = []  # not handled by `quick`
         self._fault: ProtocolViolation | None = None
@@ -155,11 +158,19 @@ class Inbound:
         await self._receive()
 
     async def _receive(self) -> None:
+        peer, pieces = self._stream.peer, 0
+        first_at, first_total, total = 0.0, 0, 0
         while self._parser.wanted:
             data = await self._stream.receive_view(self._parser.wanted)
             if not data:
-                raise ProtocolViolation("the stream ended in the middle of a frame", self._stream.peer)
+                raise ProtocolViolation("the stream ended in the middle of a frame", peer)
+            total = self._rates.count(peer, len(data))
+            if not pieces:
+                first_at, first_total = trio.current_time(), total
+            pieces += 1
             self._parser.fill(data)
+        if pieces > 1:
+            self._rates.arrived(peer, total - first_total, trio.current_time() - first_at)
 
 
 def _frame(header: FrameHeader, payload: bytearray) -> TensorFrame:

@@ -16,6 +16,7 @@ from peerd.core.errors import LocalError, Overloaded, PeerdError, ProtocolViolat
 from peerd.core.limits import RPC_CALLS_PER_STREAM
 from peerd.core.messages import decode
 from peerd.machine import rpc as wire
+from peerd.machine.linkrate import LineRates
 from peerd.machine.rpc import Message, encode_failure
 from peerd.service.rpc_crew import Crew
 from peerd.service.rpc_io import Inbound, SharedBudget
@@ -28,9 +29,10 @@ from peerd.service.rpc_types import RpcStream
 class Server:
     """All methods that this peer serves, and what their callers share."""
 
-    def __init__(self, crew: Crew, budget: SharedBudget) -> None:
+    def __init__(self, crew: Crew, budget: SharedBudget, rates: LineRates) -> None:
         self.crew = crew
         self.budget = budget
+        self.rates = rates
         self.protocols: dict[str, dict[bytes, Method]] = {}
 
     def add(self, method: Method) -> None:
@@ -58,7 +60,7 @@ class ServedStream:
         self._stream = stream
         self._nursery = nursery
         self._methods = server.protocols.get(stream.protocol, {})
-        self._inbound = Inbound(stream, self._quick)
+        self._inbound = Inbound(stream, self._quick, server.rates)
         self._calls: dict[int, ServedCall] = {}
         self._last_id = 0
         self._idle: trio.Event | None = None  # set once the caller has finished: no call runs any more

@@ -10,6 +10,7 @@ import trio
 
 from peerd.core.errors import ProtocolViolation, RemoteError, Unreachable
 from peerd.machine import rpc as wire
+from peerd.machine.linkrate import LineRates
 from peerd.machine.rpc import Message, decode_failure
 from peerd.service.rpc_client import Request, encode_request
 from peerd.service.rpc_io import Inbound, SharedBudget
@@ -23,8 +24,9 @@ _ID = 1  # the only call on its stream
 class StreamingCall:
     """The caller's end of one streaming call."""
 
-    def __init__(self, stream: RpcStream, budget: SharedBudget, request: Request) -> None:
+    def __init__(self, stream: RpcStream, budget: SharedBudget, rates: LineRates, request: Request) -> None:
         self._stream = stream
+        self._rates = rates
         self._request = request
         self._outbox = Outbox()
         self._running = trio.CancelScope()
@@ -53,7 +55,7 @@ class StreamingCall:
         self.parts.discard()
 
     async def _read(self) -> None:
-        inbound = Inbound(self._stream, self._settle)
+        inbound = Inbound(self._stream, self._settle, self._rates)
         try:
             with self._running:
                 while messages := await inbound.batch():
