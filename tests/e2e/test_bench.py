@@ -1,4 +1,4 @@
-"""The benchmark measures what it says, prints a table for people and one JSON line for programs."""
+"""Each benchmark measures what it says, prints a table for people and one JSON line for programs."""
 
 from __future__ import annotations
 
@@ -7,9 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+
+from peerd.core.blockwise import CODES
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
-KEYS = {"stream_mb_s", "raw_tcp_mb_s", "noise_frames_mb_s", "cpu_s_per_gb", "call_ms_median", "calls_per_s_64"}
+TRANSPORT = {"stream_mb_s", "raw_tcp_mb_s", "noise_frames_mb_s", "cpu_s_per_gb", "call_ms_median", "calls_per_s_64"}
 
 
 @pytest.mark.slow
@@ -27,10 +30,64 @@ def test_the_transport_benchmark_prints_its_figures(
     assert bench.main() == 0
     printed = capsys.readouterr()
     found: dict[str, Any] = json.loads(printed.out.splitlines()[-1])
-    assert found.keys() >= KEYS
-    assert all(found[key] > 0 for key in KEYS)
+    assert found.keys() >= TRANSPORT
+    assert all(found[key] > 0 for key in TRANSPORT)
     assert found["stream_over_raw"] == pytest.approx(found["stream_mb_s"] / found["raw_tcp_mb_s"], rel=1e-3)
     assert "plain trio TCP" in printed.err
+
+
+def absent(_count: int, _rounds: int) -> dict[str, Any]:
+    raise ImportError("nobody wrote it")
+
+
+@pytest.mark.slow
+def test_the_quantize_benchmark_prints_its_figures(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    import bench
+    from benchmarks import quantize
+
+    cpu = {"rounds": 2, "large": 1 << 15, "small": 1 << 12, "small_repeats": 1, "slow_rounds": 1, "call_batches": 2}
+    few = quantize.Sizes(**cpu, packed=1 << 12, gpu=1 << 20, gpu_rounds=1, gpu_repeats=1)
+    monkeypatch.setattr(quantize, "QUICK", few)
+    monkeypatch.setattr(quantize, "OTHERS", {"nobody": absent})
+    monkeypatch.setattr("sys.argv", ["bench.py", "quantize", "--json"])
+    assert bench.main() == 0
+    printed = capsys.readouterr()
+    found: dict[str, Any] = json.loads(printed.out.splitlines()[-1])
+    assert found["memcpy_gb_s"] > 0
+    assert list(found["cpu"]) == list(found["cpu_small"]) == list(CODES)
+    for rates in found["cpu"].values():
+        for way in ("quantize", "dequantize"):
+            assert rates[f"{way}_over_memcpy"] == pytest.approx(rates[f"{way}_gb_s"] / found["memcpy_gb_s"], rel=1e-3)
+    assert (found["cuda"] is None) == (not torch.cuda.is_available())
+    assert found["nobody"] is None
+    assert "pip install" in found["nobody_missing"]
+    assert "dynamic8/256 quantize / copy" in printed.err
+
+
+def test_the_quantize_benchmark_holds_a_gpu_to_the_bytes_that_must_move(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The arithmetic, on a CPU and with made-up times: a device that moves 1 GB/s whatever it does."""
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    from benchmarks import _quantize_cuda, quantize
+
+    def times(ways: dict[str, Any], _rounds: int, _repeats: int) -> dict[str, float]:
+        for way in ways.values():
+            way()
+        return {name: (2 if name == "copy" else 1.25 if "dynamic8" in name else 2.5) * 4096e-9 for name in ways}
+
+    monkeypatch.setattr(_quantize_cuda, "median_seconds", times)
+    found = _quantize_cuda.rates(torch.ones(1024), 1, 1)
+    assert found["copy_gb_s"] == pytest.approx(1.0)
+    assert found["dynamic8"]["quantize_gb_s"] == pytest.approx(0.8)
+    assert found["dynamic8"]["dequantize_over_bound"] == pytest.approx((1 + 1 / 4 + 1 / 256) / 1.25)
+    assert found["int4"]["quantize_over_bound"] == pytest.approx((1 + 1 / 8 + 1 / 64) / 2.5)
+    section = quantize.gpu_section({**found, "bf16": found})
+    met = {figure.key: figure.met for figure in section if figure.met is not None}
+    assert met["cuda_dynamic8_quantize_over_bound"]
+    assert not met["cuda_bf16_int4_dequantize_over_bound"]
+    assert quantize.gpu_section(None) == []
 
 
 def test_the_benchmarks_are_listed_with_what_they_measure(
@@ -41,4 +98,6 @@ def test_the_benchmarks_are_listed_with_what_they_measure(
 
     monkeypatch.setattr("sys.argv", ["bench.py"])
     assert bench.main() == 0
-    assert "transport " in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "transport " in printed
+    assert "quantize " in printed

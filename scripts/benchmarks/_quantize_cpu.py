@@ -1,0 +1,171 @@
+"""Blockwise quantization on one thread of a CPU: how it is timed, beside copies, plain torch and other libraries.
+
+Ways to do something take turns in many short rounds, and each way's median round counts.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from peerd.compute.kernels import native, ops, reference
+from peerd.core.blockwise import CODES, code_bytes, scale_count
+
+Way = Callable[[], object]
+Figures = dict[str, dict[str, float]]  # code -> name of a figure -> value
+CALLS_PER_BATCH = 200
+
+
+@dataclass(frozen=True, slots=True)
+class Coded:
+    """A tensor with room for its codes, and for what they decode to."""
+
+    x: Tensor
+    code: str
+    block: int
+    codes: Tensor
+    scales: Tensor
+    out: Tensor
+
+    @property
+    def name(self) -> str:
+        return f"{self.code}/{self.block}"
+
+    def ways(self, kernels: ops.Kernels) -> dict[str, Way]:
+        """Quantize and dequantize by these kernels, into the given room."""
+        x, code, block, codes, scales = self.x, self.code, self.block, self.codes, self.scales
+        return {
+            f"{code} quantize": partial(kernels.quantize, x, code, block, codes, scales),
+            f"{code} dequantize": partial(kernels.dequantize, codes, scales, code, block, self.out),
+        }
+
+
+def values(count: int) -> Tensor:
+    """Normally distributed values, the same in every run."""
+    return torch.randn(count, generator=torch.Generator().manual_seed(1))
+
+
+def all_codes(x: Tensor, out: Tensor) -> list[Coded]:
+    """Room for every code of x with the block size that suits it."""
+    rooms = []
+    for code, how in CODES.items():
+        codes = torch.zeros(code_bytes(x.numel(), code), dtype=torch.uint8, device=x.device)
+        scales = torch.zeros(scale_count(x.numel(), how.block), device=x.device)
+        rooms.append(Coded(x, code, how.block, codes, scales, out))
+    return rooms
+
+
+def median_seconds(ways: Mapping[str, Way], rounds: int, repeats: int = 1) -> dict[str, float]:
+    """Median time of one call of each; they take turns, and the first round only warms up."""
+    took: dict[str, list[float]] = {name: [] for name in ways}
+    for number in range(rounds + 1):
+        for name, way in ways.items():
+            begin = time.perf_counter()
+            for _ in range(repeats):
+                way()
+            if number:
+                took[name].append((time.perf_counter() - begin) / repeats)
+    return {name: statistics.median(times) for name, times in took.items()}
+
+
+def rates(count: int, rounds: int, repeats: int) -> tuple[float, Figures]:
+    """GB/s of a plain copy of `count` singles, and those of every code with their ratio to it."""
+    x, out = values(count), torch.zeros(count)
+    kernels = ops.best(x.device)
+    ways: dict[str, Way] = {"copy": partial(out.copy_, x)}
+    for room in all_codes(x, out):
+        ways |= room.ways(kernels)
+    gb_s = {name: x.nbytes / 1e9 / seconds for name, seconds in median_seconds(ways, rounds, repeats).items()}
+    return gb_s["copy"], {code: over_copy(gb_s, code, gb_s["copy"]) for code in CODES}
+
+
+def over_copy(gb_s: Mapping[str, float], code: str, copy_gb_s: float) -> dict[str, float]:
+    """Both directions of a code, plain and as a share of the copy."""
+    quantize, dequantize = gb_s[f"{code} quantize"], gb_s[f"{code} dequantize"]
+    return {
+        "quantize_gb_s": quantize,
+        "dequantize_gb_s": dequantize,
+        "quantize_over_memcpy": quantize / copy_gb_s,
+        "dequantize_over_memcpy": dequantize / copy_gb_s,
+    }
+
+
+def reference_rates(count: int, rounds: int) -> Figures:
+    """GB/s of plain torch, which serves where nothing was compiled."""
+    x, out = values(count), torch.zeros(count)
+    ways: dict[str, Way] = {}
+    for room in all_codes(x, out):
+        ways |= room.ways(reference)
+    seconds = median_seconds(ways, rounds)
+    return directions({name: x.nbytes / 1e9 / second for name, second in seconds.items()}, list(CODES))
+
+
+def directions(gb_s: Mapping[str, float], names: list[str]) -> Figures:
+    return {
+        name: {"quantize_gb_s": gb_s[f"{name} quantize"], "dequantize_gb_s": gb_s[f"{name} dequantize"]}
+        for name in names
+    }
+
+
+def call_us(batches: int) -> dict[str, float]:
+    """Microseconds that one call costs by itself: 64 values, into given buffers unless said otherwise."""
+    x = values(64)
+    codes, scales, out = torch.zeros(64, dtype=torch.uint8), torch.zeros(1), torch.zeros(64)
+    quantize, dequantize = torch.ops.peerd.quantize_blockwise, torch.ops.peerd.dequantize_blockwise
+    ways: dict[str, Way] = {
+        "quantize operator": partial(quantize.out, x, "int8", 64, codes=codes, scales=scales),
+        "dequantize operator": partial(dequantize.out, codes, scales, "int8", 64, out=out),
+        "quantize operator, new tensors": partial(quantize.default, x, "int8", 64),
+        "copy of 64 values by torch": partial(out.copy_, x),
+    }
+    if native.available():
+        ways["quantize"] = partial(native.quantize, x, "int8", 64, codes, scales)
+        ways["dequantize"] = partial(native.dequantize, codes, scales, "int8", 64, out)
+    return {name: 1e6 * seconds for name, seconds in median_seconds(ways, batches, CALLS_PER_BATCH).items()}
+
+
+# --- other libraries -------------------------------------------------------------------------------------------------
+def bitsandbytes_rates(count: int, rounds: int) -> dict[str, Any]:
+    """GB/s of bitsandbytes on the CPU: its dynamic 8-bit code with blocks of 256, and nf4 with blocks of 64."""
+    import bitsandbytes
+    from bitsandbytes import functional
+
+    x, out = values(count), torch.zeros(count)
+    codes, state = functional.quantize_blockwise(x, blocksize=256)
+    codes_4, state_4 = functional.quantize_4bit(x, blocksize=64, quant_type="nf4")
+    ways: dict[str, Way] = {
+        "dynamic8 quantize": partial(functional.quantize_blockwise, x, out=codes, blocksize=256),
+        "dynamic8 dequantize": partial(functional.dequantize_blockwise, codes, state, out=out),
+        "nf4 quantize": partial(functional.quantize_4bit, x, blocksize=64, quant_type="nf4"),
+        "nf4 dequantize": partial(functional.dequantize_4bit, codes_4, state_4, out=out),
+    }
+    gb_s = {name: x.nbytes / 1e9 / second for name, second in median_seconds(ways, rounds).items()}
+    return {"version": bitsandbytes.__version__, **directions(gb_s, ["dynamic8", "nf4"])}
+
+
+def torchao_rates(count: int, rounds: int) -> dict[str, Any]:
+    """GB/s of torchao on the CPU: its dynamic 8-bit code with blocks of 256, not compiled."""
+    import torchao
+    from torchao.optim import quant_utils
+
+    x = values(count)
+    table = torch.tensor(quant_utils.create_dynamic_map(signed=True))
+
+    def encoded() -> tuple[Tensor, Tensor]:
+        scaled, scales = quant_utils.scale_tensor(x, 256)
+        return quant_utils.quantize_8bit_with_qmap(scaled, table), scales
+
+    codes, scales = encoded()
+    ways: dict[str, Way] = {
+        "dynamic8 quantize": encoded,
+        "dynamic8 dequantize": partial(quant_utils.dequant_with_qmap, codes, table, scales),
+    }
+    gb_s = {name: x.nbytes / 1e9 / second for name, second in median_seconds(ways, rounds).items()}
+    return {"version": torchao.__version__, **directions(gb_s, ["dynamic8"])}

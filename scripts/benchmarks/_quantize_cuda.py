@@ -1,0 +1,82 @@
+"""Blockwise quantization on a GPU beside a plain copy on it: what must move, over what a copy moves in a second.
+
+Input and output are far larger than the caches of a GPU. Calls are queued many at a time between two events, so that
+what launching costs on the host does not count; the ways take turns, and each way's median round counts.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks._quantize_cpu import Coded, Way, all_codes, over_copy
+from peerd.compute.kernels import ops
+from peerd.core.blockwise import CODES
+
+
+def measured(count: int, rounds: int, repeats: int) -> dict[str, Any] | None:
+    """Figures for float32 values, those for bfloat16 under "bf16", and whose they are; None without a GPU."""
+    if not torch.cuda.is_available():
+        return None
+    device = torch.device("cuda", torch.cuda.current_device())
+    return {
+        "device": torch.cuda.get_device_name(device),
+        "implementation": implementation(device),
+        "values": count,
+        **rates(torch.randn(count, device=device), rounds, repeats),
+        "bf16": rates(torch.randn(count, device=device, dtype=torch.bfloat16), rounds, repeats),
+    }
+
+
+def implementation(device: torch.device) -> str:
+    """Whether the kernels serve; if not, why."""
+    from peerd.compute.kernels import cuda
+
+    return "kernels" if cuda.available(device) else f"plain torch: {cuda.why_not(device)}"
+
+
+def rates(x: Tensor, rounds: int, repeats: int) -> dict[str, Any]:
+    """GB/s of a copy (read and written), and for each code of the input, with its share of what that allows."""
+    out = torch.zeros_like(x)
+    rooms = all_codes(x, out)
+    ways: dict[str, Way] = {"copy": partial(out.copy_, x)}
+    for room in rooms:
+        ways |= room.ways(ops.best(x.device))
+    seconds = median_seconds(ways, rounds, repeats)
+    copy_gb_s = 2 * x.nbytes / 1e9 / seconds["copy"]
+    gb_s = {name: x.nbytes / 1e9 / second for name, second in seconds.items()}
+    figures: dict[str, Any] = {"copy_gb_s": copy_gb_s}
+    for code, room in zip(CODES, rooms, strict=True):
+        figures[code] = over_copy(gb_s, code, gb_s["copy"]) | over_bound(room, seconds, copy_gb_s)
+    return figures
+
+
+def over_bound(room: Coded, seconds: Mapping[str, float], copy_gb_s: float) -> dict[str, float]:
+    """The time that moving input, codes and scales takes at the copy's rate, over the time that was taken."""
+    least_s = (room.x.nbytes + room.codes.nbytes + room.scales.nbytes) / 1e9 / copy_gb_s
+    return {
+        f"{direction}_over_bound": least_s / seconds[f"{room.code} {direction}"]
+        for direction in ("quantize", "dequantize")
+    }
+
+
+def median_seconds(ways: Mapping[str, Way], rounds: int, repeats: int) -> dict[str, float]:
+    """Median time on the device of one call of each; the first round warms up, clocks included."""
+    took: dict[str, list[float]] = {name: [] for name in ways}
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    for number in range(rounds + 1):
+        for name, way in ways.items():
+            way()  # whatever comes only once is done before the clock runs
+            begin.record()
+            for _ in range(repeats):
+                way()
+            end.record()
+            end.synchronize()
+            if number:
+                took[name].append(begin.elapsed_time(end) / 1000 / repeats)
+    return {name: statistics.median(times) for name, times in took.items()}

@@ -1,0 +1,210 @@
+"""Blockwise quantization on a CPU and a GPU: rates beside copies of the same input, other libraries, cost of a call.
+
+Rates are GB/s of the input (float32 unless said otherwise), into buffers that were used before. On the CPU everything
+runs on one thread: once with an input that is larger than the caches, which the targets are for, and once with a
+smaller one. `copy` is torch's own of the same input. Other libraries and plain torch get the smaller input.
+Lossless packing is measured too, on one core.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from benchmarks import _quantize_cpu as cpu
+from benchmarks import _quantize_cuda as cuda
+from benchmarks._report import Figure, Report
+from peerd.compute import lossless
+from peerd.compute.kernels import native
+from peerd.core.blockwise import CODES
+
+TARGETS = {
+    ("dynamic8", "quantize"): 0.45,
+    ("int8", "quantize"): 0.80,
+    ("dynamic8", "dequantize"): 0.90,
+    ("int8", "dequantize"): 0.90,
+}
+GPU_TARGET = 0.70
+CALL_US = 10.0
+DIRECTIONS = ("quantize", "dequantize")
+OTHERS: dict[str, Callable[[int, int], dict[str, Any]]] = {
+    "bitsandbytes": cpu.bitsandbytes_rates,
+    "torchao": cpu.torchao_rates,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """How much is measured. Counts are of values."""
+
+    rounds: int
+    large: int
+    small: int
+    small_repeats: int  # calls a round
+    slow_rounds: int  # for plain torch and other libraries, with the small input
+    call_batches: int
+    packed: int
+    gpu: int
+    gpu_rounds: int
+    gpu_repeats: int
+
+
+QUICK = Sizes(40, 16 << 20, 1 << 20, 8, 7, 40, 4 << 20, 128 << 20, 10, 10)
+FULL = Sizes(80, 16 << 20, 1 << 20, 16, 15, 200, 16 << 20, 256 << 20, 30, 20)
+
+
+def other_libraries(sizes: Sizes) -> dict[str, Any]:
+    """Name -> figures; null, and a word on how to get it, for those that are not installed."""
+    found: dict[str, Any] = {}
+    for name, rates in OTHERS.items():
+        try:
+            found[name] = rates(sizes.small, sizes.slow_rounds)
+        except ImportError as error:
+            found[name] = None
+            found[f"{name}_missing"] = f"{error}; to compare: pip install --no-deps {name}"
+    return found
+
+
+def packing(count: int, rounds: int) -> dict[str, dict[str, float]]:
+    """Lossless packing of normal values: what is left of a payload, and GB/s of the payload."""
+    x = cpu.values(count)
+    codes, _ = torch.ops.peerd.quantize_blockwise(x, "dynamic8", 256)
+    found = {}
+    for name, items in {"float32": x, "bfloat16": x.bfloat16(), "dynamic8": codes}.items():
+        raw, itemsize = memoryview(items.view(torch.uint8).numpy()).cast("B"), items.itemsize
+        packed = lossless.pack(raw, itemsize)
+        ways: dict[str, cpu.Way] = {
+            "pack": partial(lossless.pack, raw, itemsize),
+            "unpack": partial(lossless.unpack, packed, raw.nbytes, itemsize, name=name),
+        }
+        seconds = cpu.median_seconds(ways, rounds)
+        found[name] = {"ratio": packed.nbytes / raw.nbytes} | {
+            f"{way}_gb_s": raw.nbytes / 1e9 / took for way, took in seconds.items()
+        }
+    return found
+
+
+def code_figures(
+    prefix: str, text: str, found: dict[str, Any], target: Callable[[str, str], float | None]
+) -> list[Figure]:
+    """Two rows for each code and direction: the rate, and its share of what bounds it."""
+    share = "bound" if "quantize_over_bound" in found["int8"] else "memcpy"
+    words = {"bound": "what the copy's bandwidth allows", "memcpy": "copy"}[share]
+    figures = []
+    for code, how in CODES.items():
+        for direction in DIRECTIONS:
+            name, key = f"{text}{code}/{how.block} {direction}", f"{prefix}{code}_{direction}"
+            figures += [
+                Figure(f"{key}_gb_s", name, found[code][f"{direction}_gb_s"], "GB/s"),
+                Figure(
+                    f"{key}_over_{share}",
+                    f"{name} / {words}",
+                    found[code][f"{direction}_over_{share}"],
+                    at_least=target(code, direction),
+                ),
+            ]
+    return figures
+
+
+def cpu_sections(sizes: Sizes) -> tuple[list[list[Figure]], dict[str, Any]]:
+    rounds = sizes.rounds if native.available() else sizes.slow_rounds
+    copy_gb_s, large = cpu.rates(sizes.large, rounds, 1)
+    small_copy_gb_s, small = cpu.rates(sizes.small, rounds, sizes.small_repeats)
+    plain = cpu.reference_rates(sizes.small, sizes.slow_rounds)
+    large_mb, small_mb = (count * 4 / 2**20 for count in (sizes.large, sizes.small))
+    sections = [
+        [
+            Figure("memcpy_gb_s", f"copy of {large_mb:g} MiB", copy_gb_s, "GB/s"),
+            *code_figures("", "", large, lambda *way: TARGETS.get(way)),
+        ],
+        [
+            Figure("small_memcpy_gb_s", f"copy of {small_mb:g} MiB", small_copy_gb_s, "GB/s"),
+            *code_figures("small_", f"{small_mb:g} MiB: ", small, lambda *_: None),
+        ],
+        [
+            Figure(
+                f"torch_{code}_{direction}_gb_s", f"plain torch: {code} {direction}", rates[f"{direction}_gb_s"], "GB/s"
+            )
+            for code, rates in plain.items()
+            for direction in DIRECTIONS
+        ],
+    ]
+    inputs = {"cpu": large_mb, "cpu_small": small_mb, "torch_reference": small_mb}
+    return sections, {"cpu": large, "cpu_small": small, "torch_reference": plain, "input_mib": inputs}
+
+
+def call_section(sizes: Sizes) -> tuple[list[Figure], dict[str, Any]]:
+    calls = cpu.call_us(sizes.call_batches)
+    figures = [
+        Figure(
+            f"call_us_{name.replace(',', '').replace(' ', '_')}",
+            f"a call: {name}",
+            took,
+            "us",
+            at_most=CALL_US if name in DIRECTIONS else None,
+        )
+        for name, took in calls.items()
+    ]
+    return figures, {"call_us": calls}
+
+
+def other_section(found: dict[str, Any]) -> list[Figure]:
+    return [
+        Figure(f"{name}_{code}_{direction}_gb_s", f"{name} {rates['version']}: {code} {direction}", value, "GB/s", 3)
+        for name, rates in found.items()
+        if isinstance(rates, dict)
+        for code in CODES
+        if code in rates
+        for direction in DIRECTIONS
+        for value in [rates[code][f"{direction}_gb_s"]]
+    ]
+
+
+def gpu_section(found: dict[str, Any] | None) -> list[Figure]:
+    if found is None:
+        return []
+    figures = []
+    for prefix, dtype, part in (("cuda_", "float32", found), ("cuda_bf16_", "bfloat16", found["bf16"])):
+        figures.append(
+            Figure(f"{prefix}copy_gb_s", f"{dtype} on the GPU: copy, read and written", part["copy_gb_s"], "GB/s", 0)
+        )
+        figures += code_figures(prefix, f"{dtype} on the GPU: ", part, lambda *_: GPU_TARGET)
+    return figures
+
+
+def packing_section(found: dict[str, dict[str, float]]) -> list[Figure]:
+    return [
+        Figure(
+            f"packing_{name}_{key}",
+            f"packing of {name}: {key.replace('_gb_s', '')}",
+            value,
+            "GB/s" if "gb_s" in key else "",
+        )
+        for name, figures in found.items()
+        for key, value in figures.items()
+    ]
+
+
+def measure(full: bool) -> Report:
+    sizes = FULL if full else QUICK
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        sections, extra = cpu_sections(sizes)
+        calls, call_extra = call_section(sizes)
+        others = other_libraries(sizes)
+        packed = packing(sizes.packed, sizes.slow_rounds)
+        gpu = cuda.measured(sizes.gpu, sizes.gpu_rounds, sizes.gpu_repeats)
+    finally:
+        torch.set_num_threads(before)
+    sections += [calls, other_section(others), packing_section(packed), gpu_section(gpu)]
+    how = f"C++ kernels, {native.isa()}" if native.available() else f"plain torch: {native.why_not()}"
+    where = "no GPU" if gpu is None else f"{gpu['device']}, {gpu['implementation']}"
+    missing = "; ".join(words for name, words in others.items() if name.endswith("_missing"))
+    note = f"one thread; CPU: {how}; {where}; medians of {sizes.rounds} alternating rounds; {missing}".rstrip("; ")
+    found = {**extra, **call_extra, **others, "packing": packed, "cuda": gpu, "cpu_implementation": how}
+    return Report("quantize", [section for section in sections if section], note, found)
