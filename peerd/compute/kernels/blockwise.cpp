@@ -9,6 +9,7 @@ version of both. All functions may be called from any thread; pointers need no a
 #if !defined(__clang__)
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // false alarms out of GCC's own headers
 #endif
+#include <cpuid.h>
 #include <immintrin.h>
 #elif defined(__GNUC__) && defined(__aarch64__) && !defined(__AARCH64EB__)
 #define PEERD_NEON 1
@@ -16,6 +17,9 @@ version of both. All functions may be called from any thread; pointers need no a
 #endif
 
 #include "blockwise_plain.h"
+#if defined(PEERD_NEON)
+#include "blockwise_neon.h"
+#endif
 #if defined(PEERD_X86)
 #include "blockwise_planes.h"
 
@@ -44,16 +48,27 @@ enum Isa { PLAIN, AVX2, AVX512, AVX512_VBMI, NEON };
 enum Refusal { BAD_DTYPE = -1, BAD_CODE = -2, BAD_BLOCK = -3, BAD_COUNT = -4, BAD_ISA = -5 };
 constexpr int64_t STREAM_BYTES = 16 << 20;  // of values, from which on results go past the caches
 
+#if defined(PEERD_X86)
+/* Not every compiler's __builtin_cpu_supports knows of it. */
+bool has_f16c() {
+    unsigned int a = 0, b = 0, c = 0, d = 0;
+    return __get_cpuid(1, &a, &b, &c, &d) && c & bit_F16C;
+}
+#endif
+
 /* What an instruction set offers on this processor, or nothing. */
 const Kernels* kernels_of(int isa) {
 #if defined(PEERD_X86)
     __builtin_cpu_init();
-    const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+    const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c();
     const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
     if (isa == AVX2 && avx2) return &avx2::KERNELS;
     if (isa == AVX512 && avx512) return &avx512::KERNELS;
     if (isa == AVX512_VBMI && avx512 && __builtin_cpu_supports("avx512vbmi")) return &avx512_vbmi::KERNELS;
+#endif
+#if defined(PEERD_NEON)
+    if (isa == NEON) return &neon::KERNELS;
 #endif
     return isa == PLAIN ? &plain::KERNELS : nullptr;
 }

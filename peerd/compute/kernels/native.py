@@ -68,6 +68,17 @@ def use_isa(name: str) -> None:
         raise ValueError(f"this build or processor has no {name}")
 
 
+def isas() -> list[str]:
+    """The instruction sets that this build and processor have; none without a library."""
+    library = _load()
+    if isinstance(library, str):
+        return []
+    in_use = library.isa()
+    found = [name for number, name in enumerate(ISAS) if library.use_isa(number) == 0]
+    library.use_isa(in_use)
+    return found
+
+
 def quantize(
     x: Tensor, code: str, block: int, codes: Tensor | None = None, scales: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
