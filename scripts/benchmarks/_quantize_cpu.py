@@ -1,6 +1,7 @@
 """Blockwise quantization on one thread of a CPU: how it is timed, beside copies, plain torch and other libraries.
 
-Ways to do something take turns in many short rounds, and each way's median round counts.
+Ways to do something take turns in many short rounds, and each way's median round counts. Time is what the process
+spent on processors: as long as the clock says on an idle machine, and not longer on a busy one.
 """
 
 from __future__ import annotations
@@ -63,15 +64,15 @@ def all_codes(x: Tensor, out: Tensor) -> list[Coded]:
 
 
 def median_seconds(ways: Mapping[str, Way], rounds: int, repeats: int = 1) -> dict[str, float]:
-    """Median time of one call of each; they take turns, and the first round only warms up."""
+    """Median processor time of one call of each; they take turns, and the first round only warms up."""
     took: dict[str, list[float]] = {name: [] for name in ways}
     for number in range(rounds + 1):
         for name, way in ways.items():
-            begin = time.perf_counter()
+            begin = time.process_time()
             for _ in range(repeats):
                 way()
             if number:
-                took[name].append((time.perf_counter() - begin) / repeats)
+                took[name].append((time.process_time() - begin) / repeats)
     return {name: statistics.median(times) for name, times in took.items()}
 
 
@@ -133,18 +134,21 @@ def call_us(batches: int) -> dict[str, float]:
 
 # --- other libraries -------------------------------------------------------------------------------------------------
 def bitsandbytes_rates(count: int, rounds: int) -> dict[str, Any]:
-    """GB/s of bitsandbytes on the CPU: its dynamic 8-bit code with blocks of 256, and nf4 with blocks of 64."""
+    """GB/s of bitsandbytes on the CPU: its dynamic 8-bit code with blocks of 256, and nf4 with blocks of 64.
+
+    Into new tensors: on CPUs it does not write into given ones.
+    """
     import bitsandbytes
     from bitsandbytes import functional
 
-    x, out = values(count), torch.zeros(count)
+    x = values(count)
     codes, state = functional.quantize_blockwise(x, blocksize=256)
     codes_4, state_4 = functional.quantize_4bit(x, blocksize=64, quant_type="nf4")
     ways: dict[str, Way] = {
-        "dynamic8 quantize": partial(functional.quantize_blockwise, x, out=codes, blocksize=256),
-        "dynamic8 dequantize": partial(functional.dequantize_blockwise, codes, state, out=out),
+        "dynamic8 quantize": partial(functional.quantize_blockwise, x, blocksize=256),
+        "dynamic8 dequantize": partial(functional.dequantize_blockwise, codes, state),
         "nf4 quantize": partial(functional.quantize_4bit, x, blocksize=64, quant_type="nf4"),
-        "nf4 dequantize": partial(functional.dequantize_4bit, codes_4, state_4, out=out),
+        "nf4 dequantize": partial(functional.dequantize_4bit, codes_4, state_4),
     }
     gb_s = {name: x.nbytes / 1e9 / second for name, second in median_seconds(ways, rounds).items()}
     return {"version": bitsandbytes.__version__, **directions(gb_s, ["dynamic8", "nf4"])}

@@ -63,9 +63,10 @@ def other_libraries(sizes: Sizes) -> dict[str, Any]:
     for name, rates in OTHERS.items():
         try:
             found[name] = rates(sizes.small, sizes.slow_rounds)
-        except ImportError as error:
+        except (ImportError, AttributeError, TypeError, RuntimeError, OSError) as error:  # or another version of it
             found[name] = None
-            found[f"{name}_missing"] = f"{error}; to compare: pip install --no-deps {name}"
+            why = str(error).partition("\n")[0]
+            found[f"{name}_missing"] = f"{why}; to compare: pip install --no-deps {name}"
     return found
 
 
@@ -205,6 +206,7 @@ def measure(full: bool) -> Report:
     how = f"C++ kernels, {native.isa()}" if native.available() else f"plain torch: {native.why_not()}"
     where = "no GPU" if gpu is None else f"{gpu['device']}, {gpu['implementation']}"
     missing = "; ".join(words for name, words in others.items() if name.endswith("_missing"))
-    note = f"one thread; CPU: {how}; {where}; medians of {sizes.rounds} alternating rounds; {missing}".rstrip("; ")
+    timing = f"medians of {sizes.rounds} alternating rounds, on CPUs of processor time"
+    note = f"one thread; CPU: {how}; {where}; {timing}; {missing}".rstrip("; ")
     found = {**extra, **call_extra, **others, "packing": packed, "cuda": gpu, "cpu_implementation": how}
     return Report("quantize", [section for section in sections if section], note, found)
