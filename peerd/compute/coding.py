@@ -37,6 +37,7 @@ CHUNK_BYTES: Final = 1 << 20  # of codes or rounded values, made in one go
 SAMPLE_VALUES: Final = 1 << 16
 _ROUNDED: Final = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _FP16_MAX: Final = 65504.0
+_GOLDEN: Final = (5**0.5 - 1) / 2  # its multiples fall evenly between 0 and 1 and keep no rhythm
 _INFINITY_BITS: Final = 0x7F800000
 
 
@@ -147,7 +148,11 @@ def sample_of(tensor: Tensor) -> Sample:
         return Sample(0.0)
     block = min(64, flat.numel())
     rows = flat[: flat.numel() // block * block].view(-1, block)
-    squares = rows[:: -(-len(rows) * block // SAMPLE_VALUES)].double().square()
+    most = SAMPLE_VALUES // block
+    if len(rows) > most:  # at equal steps, they could all be of the same few channels
+        spread = torch.arange(most, dtype=torch.float64, device=rows.device) * _GOLDEN % 1
+        rows = rows[(spread * len(rows)).long()]
+    squares = rows.double().square()
     mean = float(squares.mean())
     return Sample(float(squares.amax(dim=1).mean()) / mean if mean else 0.0)
 

@@ -292,6 +292,14 @@ def test_a_sample_tells_what_int8_would_get_wrong(shape: tuple[int, ...], outlie
     assert sample_of(tensor).int8_error == pytest.approx(float(error), rel=0.3)
 
 
+@pytest.mark.parametrize("channel", [0, 100, 1500, 2047])
+def test_a_sample_sees_an_outlier_in_whatever_channel_it_is(channel: int) -> None:
+    tensor = torch.ones(512, 2048)
+    tensor[:, channel] = 1000.0
+    assert sample_of(tensor).crest == pytest.approx(64, rel=0.1)
+    assert sample_of(tensor[:, :2047]).crest == pytest.approx(64 if channel < 2047 else 1, rel=0.1)
+
+
 def test_samples_of_nothing_of_zeros_of_numbers_and_of_extremes() -> None:
     assert sample_of(torch.zeros(0)).crest == 0.0
     assert sample_of(torch.zeros(1000)).crest == 0.0
