@@ -1,0 +1,287 @@
+"""Blockwise quantization of CUDA tensors: blockwise.cu, compiled on first use by the NVRTC that torch brings.
+
+Nothing but torch and the NVIDIA driver is needed. Kernels go onto torch's current stream of the tensor's device, from
+any thread, and are compiled once per process, device and code. Before a code is used on a device, its kernels have to
+repeat the reference's bits for a small tensor. What is missing or wrong is told by `why_not`, in one sentence, and
+never raised: plain torch then does the work on the device, slower.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+import threading
+from pathlib import Path
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from peerd.compute.kernels import driver, nvrtc, reference
+from peerd.core.blockwise import BLOCKS, CODES, code_bytes, scale_count
+
+THREADS: Final = 256  # of a CUDA block
+TILE_VALUES: Final = 4096  # that a CUDA block takes at a time
+SUFFIXES: Final = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
+
+_FOLDER: Final = Path(__file__).parent
+_SCALES: Final = ""  # stands for a code's name where scales alone are wanted
+_LOG2: Final = {block: block.bit_length() - 1 for block in BLOCKS}
+_MEND: Final = {
+    driver.NO_BINARY_FOR_GPU: "a newer torch may know this GPU",
+    driver.UNSUPPORTED_PTX: "update the NVIDIA driver to mend it",
+}
+_MEND_ANY: Final = "install a CUDA build of torch that fits the driver to mend it"
+
+
+class Job(ctypes.Structure):
+    """What a kernel is told, as `struct Job` in blockwise.cu: addresses on the device, number of values."""
+
+    _fields_ = (
+        ("values", ctypes.c_uint64),
+        ("codes", ctypes.c_uint64),
+        ("scales", ctypes.c_uint64),
+        ("count", ctypes.c_int64),
+        ("block_log2", ctypes.c_int32),
+        ("unused", ctypes.c_int32),
+    )
+
+
+class Kernels:
+    """The kernels of one GPU, by addresses and numbers; knows nothing of torch.
+
+    `ordinal` is the driver's number of the GPU. NvrtcError or DriverError, here and at the first use of a code, when
+    something does not serve.
+    """
+
+    def __init__(self, compiler: ctypes.CDLL, the_driver: ctypes.CDLL, ordinal: int) -> None:
+        self._nvrtc = nvrtc.Nvrtc(compiler)
+        self._device = driver.Device(the_driver, ordinal)
+        self.target = self._nvrtc.target(self._device.capability)
+        self._lock = threading.Lock()
+        self._ready: dict[str, tuple[ctypes.c_void_p, int]] = {}  # kernel -> function, CUDA blocks that run at once
+
+    def prepare(self, code: str) -> None:
+        """Compile and load the kernels of a code (of the scales alone when it is empty), unless that was done."""
+        kinds = ("quantize", "dequantize") if code else ("scales",)
+        names = [kernel_name(kind, code, suffix) for kind in kinds for suffix in SUFFIXES.values()]
+        with self._lock:
+            if names[-1] in self._ready:
+                return
+            only = f"PEERD_ONLY={CODES[code].number if code else 0}"
+            image = self._nvrtc.compile(_text("blockwise.cu"), {"tables.h": _text("tables.h")}, self.target, [only])
+            with self._device.current():
+                module = self._device.module(image)
+                for name in names:
+                    function = self._device.function(module, name)
+                    self._ready[name] = (function, self._device.resident_blocks(function, THREADS))
+
+    def run(self, kind: str, code: str, suffix: str, job: Job, stream: int) -> None:
+        """Start `kind` ("quantize", "dequantize" or "scales") for values of the type `suffix`; returns at once."""
+        if job.count == 0:
+            return
+        name = kernel_name(kind, code, suffix)
+        if name not in self._ready:
+            self.prepare(code)
+        function, most_blocks = self._ready[name]
+        blocks = min(-(-job.count // TILE_VALUES), most_blocks)
+        with self._device.current():
+            self._device.launch(function, blocks, THREADS, stream, job)
+
+
+def kernel_name(kind: str, code: str, suffix: str) -> str:
+    """What a kernel is called in blockwise.cu."""
+    return f"peerd_{kind}_{code.removeprefix('fp8-')}_{suffix}" if code else f"peerd_{kind}_{suffix}"
+
+
+def _text(name: str) -> str:
+    return (_FOLDER / name).read_text("utf-8")
+
+
+# --- for tensors ----------------------------------------------------------------------------------------------------
+
+_lock: Final = threading.RLock()
+_kernels: Final[dict[int, Kernels]] = {}  # by device
+_problems: Final[dict[tuple[int, str], str]] = {}  # by device and code: empty, or a sentence
+
+
+def available(device: torch.device | str) -> bool:
+    """Whether the kernels serve on this GPU. The first call compiles some, which takes part of a second."""
+    return not why_not(device)
+
+
+def why_not(device: torch.device | str) -> str:
+    """Empty when available; otherwise one sentence: what is the matter, what it costs, how to mend it."""
+    device = torch.device(device)
+    if device.type != _TYPE or not torch.cuda.is_available():
+        return f"the CUDA kernels of blockwise quantization serve NVIDIA GPUs that torch sees, and {device} is none"
+    return _problem(device, _SCALES)
+
+
+def quantize(
+    x: Tensor, code: str, block: int, codes: Tensor | None = None, scales: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Codes (uint8, flat) and scales (float32, one a block) of `x` (float32, bfloat16 or float16 on a GPU; any shape).
+
+    Written into `codes` and `scales` when given: contiguous, of exactly that size, on x's device. ValueError otherwise.
+    """
+    suffix, log2 = _suffix(x), _block_log2(block)
+    count = x.numel()
+    codes = _output("codes", codes, torch.uint8, _code_bytes(count, code), x.device)
+    scales = _output("scales", scales, torch.float32, scale_count(count, block), x.device)
+    if _problem(x.device, code):
+        return reference.quantize(x, code, block, codes, scales)
+    x = x.detach().contiguous()
+    _run("quantize", code, suffix, Job(x.data_ptr(), codes.data_ptr(), scales.data_ptr(), count, log2), x.device)
+    return codes, scales
+
+
+def dequantize(codes: Tensor, scales: Tensor, code: str, block: int, out: Tensor) -> Tensor:
+    """Decode into `out`, contiguous, whose shape and dtype say what was coded; returns it.
+
+    Any codes and scales are decoded. ValueError when a tensor has the wrong dtype, size or place.
+    """
+    suffix, log2 = _suffix(out), _block_log2(block)
+    count = out.numel()
+    if not out.is_contiguous():
+        raise ValueError("out has to be contiguous")
+    codes = _checked("codes", codes, torch.uint8, _code_bytes(count, code), out.device)
+    scales = _checked("scales", scales, torch.float32, scale_count(count, block), out.device)
+    if _problem(out.device, code):
+        return reference.dequantize(codes, scales, code, block, out)
+    _run("dequantize", code, suffix, Job(out.data_ptr(), codes.data_ptr(), scales.data_ptr(), count, log2), out.device)
+    return out
+
+
+def block_scales(x: Tensor, block: int) -> Tensor:
+    """The scales alone: enough to see whether `x` can be coded."""
+    suffix, log2 = _suffix(x), _block_log2(block)
+    if _problem(x.device, _SCALES):
+        return reference.block_scales(x, block)
+    x = x.detach().contiguous()
+    scales = torch.empty(scale_count(x.numel(), block), dtype=torch.float32, device=x.device)
+    _run("scales", _SCALES, suffix, Job(x.data_ptr(), 0, scales.data_ptr(), x.numel(), log2), x.device)
+    return scales
+
+
+def _run(kind: str, code: str, suffix: str, job: Job, device: torch.device) -> None:
+    _kernels[_ordinal(device)].run(kind, code, suffix, job, _stream(device))
+
+
+def _problem(device: torch.device, code: str) -> str:
+    """Why the kernels of a code (or of the scales) do not serve on a device; empty when they do. Found out once."""
+    key = (_ordinal(device), code)
+    if (known := _problems.get(key)) is None:
+        with _lock:
+            if (known := _problems.get(key)) is None:
+                known = _problems[key] = _try(device, code)
+    return known
+
+
+def _try(device: torch.device, code: str) -> str:
+    """Prepare the kernels of a code and compare what they do with the reference; empty, or what is wrong."""
+    ordinal = _ordinal(device)
+    mend = _MEND_ANY
+    try:
+        if ordinal not in _kernels:
+            _kernels[ordinal] = Kernels(*_libraries(), ordinal)
+        _kernels[ordinal].prepare(code)
+        if not (wrong := _differs(device, code)):
+            return ""
+        what = f"they computed other bits than the definition ({wrong})"
+        mend = "please report it with the name of the GPU"
+    except driver.DriverError as error:
+        what, mend = str(error), _MEND.get(error.code, _MEND_ANY)
+    except nvrtc.NvrtcError as error:
+        what = str(error)
+    which = f"code {code}" if code else "blockwise quantization"
+    return f"the CUDA kernels of {which} do not serve on {device}: {what}; plain torch does the work, slower; {mend}"
+
+
+def _differs(device: torch.device, code: str) -> str:
+    """Run the kernels on some thousand values; what differed from the reference, or nothing."""
+    values = torch.linspace(-3.0, 2.0, 5003)
+    values = values * values * values * (torch.arange(5003) % 7 + 1)
+    values[::11] = -0.0
+    for dtype, suffix in SUFFIXES.items():
+        for block in (64, 256, 4096):
+            x = values.to(dtype)
+            count, scales = x.numel(), reference.block_scales(x, block)
+            log2, seen = _LOG2[block], x.to(device)
+            found = torch.empty_like(scales, device=device)
+            if not code:
+                _run("scales", code, suffix, Job(seen.data_ptr(), 0, found.data_ptr(), count, log2), device)
+                same = torch.equal(found.cpu(), scales)
+            else:
+                codes, scales = reference.quantize(x, code, block)
+                its = torch.empty_like(codes, device=device)
+                job = Job(seen.data_ptr(), its.data_ptr(), found.data_ptr(), count, log2)
+                _run("quantize", code, suffix, job, device)
+                same = torch.equal(its.cpu(), codes) and torch.equal(found.cpu(), scales)
+                _run("dequantize", code, suffix, job, device)
+                decoded = reference.dequantize(codes, scales, code, block, torch.empty_like(x))
+                same = same and torch.equal(seen.cpu(), decoded)
+            if not same:
+                return f"{suffix}, blocks of {block}"
+    return ""
+
+
+# --- what is torch's, and replaced where there is no GPU ------------------------------------------------------------
+
+_TYPE: Final = "cuda"
+
+
+def _ordinal(device: torch.device) -> int:
+    return torch.cuda.current_device() if device.index is None else device.index
+
+
+def _stream(device: torch.device) -> int:
+    return int(torch.cuda.current_stream(device).cuda_stream)
+
+
+def _libraries() -> tuple[ctypes.CDLL, ctypes.CDLL]:
+    """NVRTC of torch's version of CUDA, and the driver."""
+    version = torch.version.cuda
+    majors = (int(version.partition(".")[0]),) if version else nvrtc.MAJORS
+    sites = dict.fromkeys((Path(torch.__file__).parents[1], *(Path(entry) for entry in sys.path if entry)))
+    folders = [folder for site in sites for folder in nvrtc.folders_of(site)]
+    return nvrtc.load(folders, majors), driver.load()
+
+
+# --- arguments ------------------------------------------------------------------------------------------------------
+
+
+def _suffix(values: Tensor) -> str:
+    if values.device.type != _TYPE:
+        raise ValueError(f"the tensor has to be on a GPU, not on {values.device}")
+    if values.dtype not in SUFFIXES:
+        raise ValueError(f"values have to be float32, bfloat16 or float16, not {values.dtype}")
+    return SUFFIXES[values.dtype]
+
+
+def _code_bytes(count: int, code: str) -> int:
+    if code not in CODES:
+        raise ValueError(f"there is no code {code!r}; there are {', '.join(CODES)}")
+    return code_bytes(count, code)
+
+
+def _block_log2(block: int) -> int:
+    if block not in _LOG2:
+        raise ValueError(f"a block has {BLOCKS[0]} to {BLOCKS[-1]} values, a power of two, not {block}")
+    return _LOG2[block]
+
+
+def _checked(name: str, given: Tensor, dtype: torch.dtype, size: int, device: torch.device) -> Tensor:
+    if given.dtype != dtype or given.numel() != size or given.device != device:
+        raise ValueError(
+            f"{name} has to hold {size} {dtype} on {device}, not {given.numel()} {given.dtype} on {given.device}"
+        )
+    return given.contiguous()
+
+
+def _output(name: str, given: Tensor | None, dtype: torch.dtype, size: int, device: torch.device) -> Tensor:
+    if given is None:
+        return torch.empty(size, dtype=dtype, device=device)
+    if not given.is_contiguous():
+        raise ValueError(f"{name} has to be contiguous")
+    return _checked(name, given, dtype, size, device)

@@ -1,0 +1,118 @@
+"""The CUDA driver by ctypes: the few calls that load a compiled kernel and start it on somebody's stream.
+
+Knows nothing of torch or of quantization. All calls may come from any thread. A call that fails raises DriverError,
+which has the driver's own name for the failure; a machine without a driver gets a DriverError too.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Final
+
+NAMES: Final = ("nvcuda.dll",) if sys.platform == "win32" else ("libcuda.so.1", "libcuda.so")
+
+NO_BINARY_FOR_GPU: Final = 209  # the names of these codes are CUDA_ERROR_...
+UNSUPPORTED_PTX: Final = 222
+_OK: Final = 0
+_SM_COUNT, _MAJOR, _MINOR = 16, 75, 76  # CU_DEVICE_ATTRIBUTE_...
+_NEEDED: Final = (
+    *("cuInit", "cuDriverGetVersion", "cuDeviceGet", "cuDeviceGetAttribute", "cuDevicePrimaryCtxRetain"),
+    *("cuCtxPushCurrent_v2", "cuCtxPopCurrent_v2", "cuModuleLoadData", "cuModuleGetFunction", "cuLaunchKernel"),
+    *("cuOccupancyMaxActiveBlocksPerMultiprocessor", "cuGetErrorName"),
+)
+
+
+class DriverError(Exception):
+    """A call of the driver failed. `code` is the driver's number, 0 when there is no driver."""
+
+    def __init__(self, call: str, name: str, code: int) -> None:
+        super().__init__(f"{call}: {name}" if code else name)
+        self.code = code
+
+
+def load() -> ctypes.CDLL:
+    """The driver of this machine. DriverError when there is none."""
+    for name in NAMES:
+        try:
+            return ctypes.CDLL(name)
+        except OSError:
+            continue
+    raise DriverError("load", f"the NVIDIA driver ({NAMES[0]}) was not found", 0)
+
+
+class Device:
+    """One GPU and its primary context, which torch shares. DriverError when the driver or the GPU does not serve.
+
+    `capability` is for instance (9, 0); `processors` is the number of multiprocessors; `cuda` the newest version of
+    CUDA that the driver knows, as (major, minor).
+    """
+
+    def __init__(self, library: ctypes.CDLL, ordinal: int) -> None:
+        missing = [name for name in _NEEDED if not hasattr(library, name)]
+        if missing:
+            raise DriverError("load", f"the NVIDIA driver has no {missing[0]}", 0)
+        self._library = library
+        self._call("cuInit", 0)
+        version = ctypes.c_int()
+        self._call("cuDriverGetVersion", ctypes.byref(version))
+        self.cuda = (version.value // 1000, version.value % 1000 // 10)
+        self._device = ctypes.c_int()
+        self._call("cuDeviceGet", ctypes.byref(self._device), ordinal)
+        self.capability = (self._attribute(_MAJOR), self._attribute(_MINOR))
+        self.processors = self._attribute(_SM_COUNT)
+        self._context = ctypes.c_void_p()
+        self._call("cuDevicePrimaryCtxRetain", ctypes.byref(self._context), self._device)
+
+    @contextmanager
+    def current(self) -> Iterator[None]:
+        """This thread works on the device meanwhile: needed for everything below."""
+        self._call("cuCtxPushCurrent_v2", self._context)
+        try:
+            yield
+        finally:
+            self._call("cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))
+
+    def module(self, image: bytes) -> ctypes.c_void_p:
+        """Load machine code or PTX; it stays for the life of the process."""
+        module = ctypes.c_void_p()
+        self._call("cuModuleLoadData", ctypes.byref(module), ctypes.c_char_p(image))
+        return module
+
+    def function(self, module: ctypes.c_void_p, name: str) -> ctypes.c_void_p:
+        """A kernel of a module."""
+        function = ctypes.c_void_p()
+        self._call("cuModuleGetFunction", ctypes.byref(function), module, name.encode())
+        return function
+
+    def resident_blocks(self, function: ctypes.c_void_p, threads: int) -> int:
+        """How many CUDA blocks of a kernel run at the same time on the whole GPU, at least one."""
+        blocks = ctypes.c_int()
+        self._call(
+            "cuOccupancyMaxActiveBlocksPerMultiprocessor", ctypes.byref(blocks), function, threads, ctypes.c_size_t(0)
+        )
+        return max(1, blocks.value * self.processors)
+
+    def launch(
+        self, function: ctypes.c_void_p, blocks: int, threads: int, stream: int, argument: ctypes.Structure
+    ) -> None:
+        """Start a kernel that takes one structure; returns before it ends."""
+        parameters = (ctypes.c_void_p * 1)(ctypes.addressof(argument))
+        one, no = ctypes.c_uint(1), ctypes.c_uint(0)
+        grid = (ctypes.c_uint(blocks), one, one)
+        shape = (ctypes.c_uint(threads), one, one)
+        self._call("cuLaunchKernel", function, *grid, *shape, no, ctypes.c_void_p(stream), parameters, None)
+
+    def _attribute(self, which: int) -> int:
+        value = ctypes.c_int()
+        self._call("cuDeviceGetAttribute", ctypes.byref(value), which, self._device)
+        return value.value
+
+    def _call(self, name: str, *arguments: object) -> None:
+        code = getattr(self._library, name)(*arguments)
+        if code != _OK:
+            text = ctypes.c_char_p()
+            known = self._library.cuGetErrorName(code, ctypes.byref(text)) == _OK and text.value
+            raise DriverError(name, known.decode() if known else f"error {code}", code)
