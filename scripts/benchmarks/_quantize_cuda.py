@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks._quantize_cpu import Coded, Way, all_codes, over_copy
+from benchmarks._quantize_cpu import CALLS_PER_BATCH, Coded, Way, all_codes, over_copy
+from benchmarks._quantize_cpu import median_seconds as host_seconds
 from peerd.compute.kernels import ops
 from peerd.core.blockwise import CODES
 
@@ -30,6 +31,7 @@ def measured(count: int, rounds: int, repeats: int) -> dict[str, Any] | None:
         "values": count,
         **rates(torch.randn(count, device=device), rounds, repeats),
         "bf16": rates(torch.randn(count, device=device, dtype=torch.bfloat16), rounds, repeats),
+        "call_us": call_us(device, rounds),
     }
 
 
@@ -54,6 +56,14 @@ def rates(x: Tensor, rounds: int, repeats: int) -> dict[str, Any]:
     for code, room in zip(CODES, rooms, strict=True):
         figures[code] = over_copy(gb_s, code, gb_s["copy"]) | over_bound(room, seconds, copy_gb_s)
     return figures
+
+
+def call_us(device: torch.device, batches: int) -> dict[str, float]:
+    """Microseconds that the host spends on a call by itself: 64 values, into given buffers."""
+    x = torch.ones(64, device=device)
+    room = next(room for room in all_codes(x, torch.zeros_like(x)) if room.code == "int8")
+    seconds = host_seconds(room.ways(ops.best(device)), batches, CALLS_PER_BATCH)
+    return {name.removeprefix("int8 "): 1e6 * took for name, took in seconds.items()}
 
 
 def over_bound(room: Coded, seconds: Mapping[str, float], copy_gb_s: float) -> dict[str, float]:

@@ -168,7 +168,10 @@ def other_section(found: dict[str, Any]) -> list[Figure]:
 def gpu_section(found: dict[str, Any] | None) -> list[Figure]:
     if found is None:
         return []
-    figures = []
+    figures = [
+        Figure(f"cuda_call_us_{name}", f"a call for the GPU: {name}", took, "us")
+        for name, took in found["call_us"].items()
+    ]
     for prefix, dtype, part in (("cuda_", "float32", found), ("cuda_bf16_", "bfloat16", found["bf16"])):
         figures.append(
             Figure(f"{prefix}copy_gb_s", f"{dtype} on the GPU: copy, read and written", part["copy_gb_s"], "GB/s", 0)

@@ -83,8 +83,9 @@ def test_the_quantize_benchmark_holds_a_gpu_to_the_bytes_that_must_move(monkeypa
     assert found["dynamic8"]["quantize_gb_s"] == pytest.approx(0.8)
     assert found["dynamic8"]["dequantize_over_bound"] == pytest.approx((1 + 1 / 4 + 1 / 256) / 1.25)
     assert found["int4"]["quantize_over_bound"] == pytest.approx((1 + 1 / 8 + 1 / 64) / 2.5)
-    section = quantize.gpu_section({**found, "bf16": found})
+    section = quantize.gpu_section({**found, "bf16": found, "call_us": _quantize_cuda.call_us(torch.device("cpu"), 1)})
     met = {figure.key: figure.met for figure in section if figure.met is not None}
+    assert section[0].key == "cuda_call_us_quantize"
     assert met["cuda_dynamic8_quantize_over_bound"]
     assert not met["cuda_bf16_int4_dequantize_over_bound"]
     assert quantize.gpu_section(None) == []
