@@ -113,6 +113,8 @@ def available(device: torch.device | str) -> bool:
 def why_not(device: torch.device | str) -> str:
     """Empty when available; otherwise one sentence: what is the matter, what it costs, how to mend it."""
     device = torch.device(device)
+    if device.index is not None and (known := _problems.get((device.index, _SCALES))) is not None:
+        return known  # asked before every call: torch takes long to say whether there are GPUs
     if device.type != _TYPE or not torch.cuda.is_available():
         return f"the CUDA kernels of blockwise quantization serve NVIDIA GPUs that torch sees, and {device} is none"
     return _problem(device, _SCALES)

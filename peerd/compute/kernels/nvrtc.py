@@ -36,7 +36,7 @@ def load(folders: Iterable[Path], majors: Iterable[int] = MAJORS) -> ctypes.CDLL
     NvrtcError when there is none, or none that can be loaded.
     """
     wrong = ""
-    for candidate in _candidates(list(folders), list(majors)):
+    for candidate in candidates(list(folders), list(majors)):
         inside = candidate.parent != Path()
         try:
             if inside:  # it opens its second half by name, and would not look where it lies itself
@@ -56,7 +56,8 @@ def folders_of(site: Path) -> list[Path]:
     return [folder for pattern in under for folder in sorted(site.glob(pattern))]
 
 
-def _candidates(folders: list[Path], majors: list[int]) -> Iterator[Path]:
+def candidates(folders: list[Path], majors: list[int]) -> Iterator[Path]:
+    """Files that may be NVRTC, then the bare names that programs look for."""
     for major in majors:
         if sys.platform == "win32":
             pattern, names = f"nvrtc64_{major}*_0.dll", (f"nvrtc64_{major}0_0.dll",)
