@@ -97,6 +97,8 @@ def test_an_empty_section_means_its_defaults(file: Path) -> None:
             "run: x\nmodel: {dtype: float64}\npipeline: {boundary: {code: nf4}}",
             ["line 3: pipeline.boundary.code is nf4, which is for float32, but model.dtype is float64; allowed: none"],
         ),
+        ("run: x\naveraging: {code: auto}", ["averaging.code is auto"]),
+        ("run: x\naveraging: {code: int4, block: 32}", ["averaging.block is 32; allowed: 0"]),
         ("run: x\npipeline: {boundary: {lossless: true}}", ["allowed: one of auto, never, always"]),
         ("run: x\nbatch: {target_samples: 3}", ["FILE, line 2: batch.target_samples is 3; must be a multiple of"]),
         ("run: x\nrun: y", ["FILE, line 2: run is given twice, first on line 1"]),

@@ -1,72 +1,63 @@
 """Error feedback: what a code takes from a gradient now is added to the next one, so that nothing is lost for good.
 
-Each tensor, by name, has a residual: the sum of what was meant to be sent minus what was. The tensor is coded with the
-residual added, and the new residual is what that missed ("1-Bit Stochastic Gradient Descent", Seide et al. 2014, and
-"Error Feedback Fixes SignSGD", Karimireddy et al. 2019, which shows convergence). So the sum of all that receivers
-decode differs from the true sum by the last residual only, however coarse the code.
+A peer keeps a residual, as long as its flat gradient: what it meant to send minus what the others could decode, for
+the parts that it sent and for the sums that it returned. The gradient is coded with the residual added ("1-Bit
+Stochastic Gradient Descent", Seide et al. 2014, and "Error Feedback Fixes SignSGD", Karimireddy et al. 2019, which
+shows convergence). So the sum of all that arrives differs from the true sum by the last residuals only, however
+coarse the code, and whoever owns which part.
 
-New residuals count once the round has succeeded (`settle`); of a round that failed nothing remains (`undo`), and the
-same gradient coded again has the same bits. Memory: one copy of the tensors, a second one during a round.
+A new residual counts once its round has succeeded (`settle`); of a round that failed nothing remains, and the same
+gradient coded again has the same bits. A peer that dies takes its residual with it, as one rounding.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from typing import Any
 
+import numpy as np
 import torch
-from torch import Tensor
 
 from peerd.compute.coding import Plan, decode, encode
-from peerd.core.errors import LocalError
 from peerd.core.frame import TensorFrame
+
+Vector = np.ndarray[Any, np.dtype[Any]]
 
 
 class ErrorFeedback:
-    """The residuals of one peer's gradients. Synchronous; one thread at a time."""
+    """One peer's residual, and the coding of the parts it belongs to (a `PartCoder` of averaging).
 
-    def __init__(self) -> None:
-        self._residuals: dict[str, Tensor] = {}
-        self._new: dict[str, Tensor] = {}  # of the round under way
+    Synchronous; one thread at a time. Memory: one vector, a second one during a round.
+    """
 
-    def encode(self, name: str, tensor: Tensor, plan: Plan) -> TensorFrame:
-        """Code `tensor` plus its residual; the new residual waits for `settle`.
+    def __init__(self, plan: Plan) -> None:
+        self.residual: Vector | None = None  # None: all zeros
+        self._plan = plan
+        self._new: Vector | None = None  # of the round under way
 
-        The same name coded again in the same round counts once: the later one. Raises what `coding.encode` does, then
-        nothing has changed; LocalError for a tensor of another shape than the residual's.
-        """
-        tensor = tensor.detach().cpu()
-        residual = self._residuals.get(name)
-        if residual is not None and residual.shape != tensor.shape:
-            shapes = f"{list(tensor.shape)}; its residual has {list(residual.shape)}"
-            raise LocalError(f"{name} has shape {shapes}")
-        exact = tensor.to(_wide(tensor.dtype))
-        if residual is not None:
-            exact = exact + residual
-        frame = encode(exact.to(tensor.dtype), plan, name=name)
-        self._new[name] = exact - decode(frame, name=name).to(exact.dtype)
-        return frame
+    def begin(self, gradient: Vector) -> None:
+        """A round begins: the residual is added to `gradient`, in place. An unsettled round before it is void."""
+        if self.residual is not None:
+            np.add(gradient, self.residual, out=gradient)
+        self._new = np.zeros_like(gradient)
+
+    def encode(self, begin: int, values: Vector) -> tuple[TensorFrame, Vector]:
+        """Code the part that begins at element `begin`; also gives it as it will be decoded. Raises NotFinite."""
+        frame = encode(torch.from_numpy(values), self._plan, name="a part of the gradient")
+        seen: Vector = decode(frame).numpy()
+        if self._new is not None:
+            np.subtract(values, seen, out=self._new[begin : begin + len(values)])
+        return frame, seen
+
+    def decode(self, frame: TensorFrame, like: Vector) -> Vector:
+        """A part in the shape and dtype of `like`; ProtocolViolation for anything else."""
+        dtype = torch.from_numpy(like[:0]).dtype
+        values: Vector = decode(frame, like.shape, dtype, name="a part of a gradient", finite=True).numpy()
+        return values
 
     def settle(self) -> None:
         """The round succeeded: what it missed is added to the next one."""
-        self._residuals |= self._new
-        self._new = {}
+        self.residual, self._new = self._new, None
 
-    def undo(self) -> None:
-        """The round failed: the same gradients will be sent again, with the same residuals."""
-        self._new = {}
-
-    def state(self) -> dict[str, Tensor]:
-        """The settled residuals by name, for a checkpoint; not copied, and never changed in place."""
-        return dict(self._residuals)
-
-    def load(self, state: Mapping[str, Tensor]) -> None:
-        """Take over residuals as `state` gave them; a round under way is forgotten."""
-        self._residuals = {name: tensor.detach().cpu() for name, tensor in state.items()}
-        self._new = {}
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    """What residuals are kept in, so that they hold what rounding to `dtype` takes too."""
-    if not dtype.is_floating_point:
-        raise LocalError(f"a gradient of {dtype} has no residual")
-    return dtype if dtype.itemsize > 4 else torch.float32
+    def forget(self) -> None:
+        """Begin anew: the parameters are no longer those that the residual was meant for."""
+        self.residual = self._new = None

@@ -65,7 +65,10 @@ class BatchSection(Section, frozen=True):
 
 
 class AveragingSection(Section, frozen=True):
-    part_bytes: int = 1 << 20  # size of one piece on the wire
+    # How gradients travel; what a lossy code takes from them is added to the next ones (error feedback).
+    code: Literal["none", "bf16", "fp16", "dynamic8", "int8", "int4", "nf4", "fp8-e4m3"] = "none"
+    block: int = 0  # as in pipeline.boundary
+    part_bytes: int = 1 << 20  # size of one piece, before it is coded
     sender_timeout_s: float = 10.0  # a member that is silent for longer leaves the round
 
 
@@ -166,7 +169,8 @@ def check(run: RunFile) -> list[tuple[str, str]]:
     need(1 <= m.context <= 1 << 20, "model.context", f"is {m.context}; allowed: 1 to 1048576")
     need(1 <= p.stages <= m.layers, "pipeline.stages", f"is {p.stages}; allowed: 1 to model.layers ({m.layers})")
     need(1 <= p.microbatch <= 65536, "pipeline.microbatch", f"is {p.microbatch}; allowed: 1 to 65536")
-    faults += _boundary_faults(p.boundary, m.dtype)
+    for path, coded in (("pipeline.boundary", p.boundary), ("averaging", run.averaging)):
+        faults += _coding_faults(path, coded.code, coded.block, m.dtype)
     target = run.batch.target_samples
     whole = target >= 1 and p.microbatch >= 1 and target % p.microbatch == 0
     need(whole, "batch.target_samples", f"is {target}; must be a multiple of pipeline.microbatch ({p.microbatch})")
@@ -199,15 +203,14 @@ def check(run: RunFile) -> list[tuple[str, str]]:
     return faults
 
 
-def _boundary_faults(boundary: BoundarySection, dtype: str) -> list[tuple[str, str]]:
+def _coding_faults(path: str, code: str, block: int, dtype: str) -> list[tuple[str, str]]:
     faults = []
-    code, block = boundary.code, boundary.block
     if block != 0 and block not in BLOCKS:
         allowed = f"0 (the code's own), or a power of two from {BLOCKS[0]} to {BLOCKS[-1]}"
-        faults.append(("pipeline.boundary.block", f"is {block}; allowed: {allowed}"))
+        faults.append((f"{path}.block", f"is {block}; allowed: {allowed}"))
     elif block != 0 and code not in (*CODES, "auto"):
-        faults.append(("pipeline.boundary.block", f"is {block}, but {code} has no blocks; allowed: 0"))
+        faults.append((f"{path}.block", f"is {block}, but {code} has no blocks; allowed: 0"))
     if code in CODES and dtype != "float32":
-        message = f"is {code}, which is for float32, but model.dtype is {dtype}; allowed: none, bf16, fp16, auto"
-        faults.append(("pipeline.boundary.code", message))
+        message = f"is {code}, which is for float32, but model.dtype is {dtype}; allowed: none, bf16, fp16"
+        faults.append((f"{path}.code", message + (", auto" if path == "pipeline.boundary" else "")))
     return faults

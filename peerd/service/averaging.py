@@ -1,8 +1,9 @@
 """All-reduce inside a group: every member ends with the same bits of the sum of all members' vectors.
 
 Drives `machine/allreduce`: sends each part to its owner and takes the sum back in the same call, so a part costs
-one call, and back-pressure is the transport's. Sums are made on the worker in the order of the group. A round ends
-whole or raises `RoundFailed` with the members at fault; nothing is applied here. Vectors are numpy, 1-D.
+one call, and back-pressure is the transport's. Parts travel as their `PartCoder` makes them; coding and sums run on
+the worker, sums in the order of the group. With a lossy code the owner, too, goes on with what the others can decode.
+A round ends whole or raises `RoundFailed` with the members at fault; nothing is applied here. Vectors are numpy, 1-D.
 A hostile member may send wrong shapes, wrong dtypes, NaN, parts of others, strangers' attempts: each is refused.
 """
 
@@ -11,12 +12,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import trio
 
-from peerd.core.errors import Refused, RemoteError
+from peerd.core.errors import PeerdError, Refused, RemoteError
 from peerd.core.frame import TensorFrame
 from peerd.core.ids import PeerId
 from peerd.core.messages import Empty
@@ -33,6 +34,32 @@ _JOIN_WAIT_S = 30.0  # a member may hear of the round a little later than the ot
 _LOOK_S = 0.5  # how often lateness is looked for
 
 
+class PartCoder(Protocol):
+    """How the parts of a vector travel. Synchronous: runs on the worker."""
+
+    def encode(self, begin: int, values: Vector) -> tuple[TensorFrame, Vector]:
+        """The part that begins at element `begin` as a frame, and as whoever decodes that will see it."""
+        ...
+
+    def decode(self, frame: TensorFrame, like: Vector) -> Vector:
+        """The part, in the shape and dtype of `like`; raises RemoteError for anything else."""
+        ...
+
+
+class PlainParts:
+    """Parts as they are, bit for bit."""
+
+    def encode(self, begin: int, values: Vector) -> tuple[TensorFrame, Vector]:
+        return TensorFrame(values.dtype.name, values.shape, values.data.cast("B")), values
+
+    def decode(self, frame: TensorFrame, like: Vector) -> Vector:
+        if frame.dtype != like.dtype.name or frame.shape != like.shape:
+            raise Refused(f"a part must be one {like.dtype.name} vector of {like.shape[0]} elements")
+        if frame.coding != "none" or frame.lossless:
+            raise Refused("parts travel uncoded")
+        return np.frombuffer(frame.payload, dtype=like.dtype)
+
+
 @dataclass(slots=True)
 class _Open:
     """A round that is under way here. `scope` ends its tasks; `failure` says why, when it was not success."""
@@ -41,10 +68,12 @@ class _Open:
     source: Vector
     result: Vector
     worker: Worker
+    coder: PartCoder
     scope: trio.CancelScope = field(default_factory=trio.CancelScope)
     failure: RoundFailed | None = None
     versions: dict[int, dict[str, Vector]] = field(default_factory=dict)
     summed: dict[int, trio.Event] = field(default_factory=dict)
+    answers: dict[int, TensorFrame] = field(default_factory=dict)  # sums of our own parts, as they travel
     moved: trio.Event = field(default_factory=trio.Event)  # set, and replaced, whenever the round gets on
 
     def fail(self, reason: str, lost: tuple[str, ...]) -> None:
@@ -71,13 +100,18 @@ class Averaging:
         self._opened = trio.Event()  # set and replaced whenever a round opens
         rpc.serve(METHOD, AverageKey, self._take_part, limits=MethodLimits(frames=1, frame_bytes=8 << 20))
 
-    async def sum(self, plan: AveragingPlan, vector: Vector, worker: Worker) -> Vector:
-        """The sum of all members' vectors, in a new array; raises RoundFailed. `vector` must not change meanwhile."""
+    async def sum(
+        self, plan: AveragingPlan, vector: Vector, worker: Worker, coder: PartCoder | None = None
+    ) -> Vector:
+        """The sum of all members' vectors, in a new array; raises RoundFailed. `vector` must not change meanwhile.
+
+        Without `coder` parts travel as they are.
+        """
         if len(plan.group) == 1:
             return await worker.run(vector.copy, name="copy the only vector")
         parts = cut(len(vector), plan.group, max(1, plan.part_bytes // vector.itemsize))
         round_ = Round(self._own, plan.group, parts, plan.patience_s)
-        state = _Open(round_, vector, np.empty_like(vector), worker)
+        state = _Open(round_, vector, np.empty_like(vector), worker, coder or PlainParts())
         with self._registered(plan.attempt, state), state.scope:
             round_.begin(trio.current_time())
             async with trio.open_nursery() as nursery:
@@ -116,14 +150,17 @@ class Averaging:
         """Part after part to one owner; each answer is the sum."""
         timeout_s = 4 * plan.patience_s + _JOIN_WAIT_S
         for part in queue:
-            payload = state.source[part.begin : part.end]
             body = AverageKey(plan.attempt, part.index)
             owner = PeerId.parse(part.owner)
             try:
-                answer = await self._rpc.call(owner, METHOD, body, Empty, frames=[_frame(payload)], timeout_s=timeout_s)
-                total = _vector_of(answer.frames, payload)
+                frame, _ = await _encode(state, part, state.source[part.begin : part.end])
+                answer = await self._rpc.call(owner, METHOD, body, Empty, frames=[frame], timeout_s=timeout_s)
+                total = await _decode(state, part, answer.frames)
             except RemoteError as error:
                 state.fail(f"a part was not summed: {error}", (part.owner,))
+                return
+            except PeerdError as error:
+                state.fail(str(error), (self._own,))  # our own gradient cannot be coded
                 return
             state.result[part.begin : part.end] = total
             state.round.returned(trio.current_time(), part.index)
@@ -140,8 +177,7 @@ class Averaging:
         if not call.body.part < len(state.round.parts):
             raise Refused("no such part")
         part = state.round.parts[call.body.part]
-        own = state.source[part.begin : part.end]
-        version = _vector_of(call.frames, own)
+        version = await _decode(state, part, call.frames)
         try:
             await self._arrive(state, part, call.peer.text, version)
         except ValueError as error:
@@ -150,7 +186,7 @@ class Averaging:
             if state.failure is not None:
                 raise Refused("the round has failed")
             await state.moved.wait()
-        return Answer(Empty(), (_frame(state.result[part.begin : part.end]),))
+        return Answer(Empty(), (state.answers[part.index],))
 
     async def _round(self, attempt: bytes) -> _Open:
         """The round, when this peer has heard of it; TooSlow by the call's own deadline otherwise."""
@@ -175,6 +211,13 @@ class Averaging:
             lost = tuple(state.round.group[i] for i in bad)
             state.fail("a member sent values that are not finite", lost)
             raise Refused("the sum is not finite")
+        try:
+            state.answers[part.index], seen = await _encode(state, part, target)
+        except PeerdError as error:
+            state.fail(f"a sum cannot be coded: {error}", ())
+            raise Refused("the sum cannot be coded") from None
+        if seen is not target:
+            target[:] = seen
         del state.versions[part.index]
         state.summed[part.index].set()
         state.get_on()
@@ -190,14 +233,17 @@ def _add_up(versions: list[Vector], target: Vector) -> list[int]:
     return [i for i, version in enumerate(versions) if not np.isfinite(version).all()] or list(range(len(versions)))
 
 
-def _frame(vector: Vector) -> TensorFrame:
-    return TensorFrame(vector.dtype.name, vector.shape, vector.data.cast("B"))
+async def _encode(state: _Open, part: Part, values: Vector) -> tuple[TensorFrame, Vector]:
+    if isinstance(state.coder, PlainParts):  # nothing to compute
+        return state.coder.encode(part.begin, values)
+    return await state.worker.run(lambda: state.coder.encode(part.begin, values), name="code a part")
 
 
-def _vector_of(frames: tuple[TensorFrame, ...], like: Vector) -> Vector:
-    """The one vector of a message, which must have the shape and dtype of ours."""
-    if len(frames) != 1 or frames[0].dtype != like.dtype.name or frames[0].shape != like.shape:
-        raise Refused(f"a part must be one {like.dtype.name} vector of {like.shape[0]} elements")
-    if frames[0].coding != "none":
-        raise Refused("parts travel uncoded")
-    return np.frombuffer(frames[0].payload, dtype=like.dtype)
+async def _decode(state: _Open, part: Part, frames: tuple[TensorFrame, ...]) -> Vector:
+    """The one part of a message."""
+    if len(frames) != 1:
+        raise Refused(f"a part is one frame, not {len(frames)}")
+    like = state.source[part.begin : part.end]
+    if isinstance(state.coder, PlainParts):
+        return state.coder.decode(frames[0], like)
+    return await state.worker.run(lambda: state.coder.decode(frames[0], like), name="decode a part")
