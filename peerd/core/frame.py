@@ -162,8 +162,9 @@ def expected_bytes(dtype: str, shape: tuple[int, ...], coding: str, block: int =
         if dim < 0 or extent > FRAME_ELEMENTS:
             raise ValueError(f"a tensor of shape {shape}; allowed: {FRAME_ELEMENTS} elements")
     size = known_coding.payload_bytes(known_dtype, count, block)
-    if size > FRAME_BYTES:
-        raise ValueError(f"a payload of {size} bytes; allowed: {FRAME_BYTES}")
+    most = max(size, known_dtype.itemsize * count)  # a short code must not become a huge tensor either
+    if most > FRAME_BYTES:
+        raise ValueError(f"a payload or tensor of {most} bytes; allowed: {FRAME_BYTES}")
     return size
 
 

@@ -11,7 +11,7 @@ ADDR_BYTES: Final = 512  # a circuit address with two peer ids takes about 130
 # --- tensor frames ---------------------------------------------------------------------------------------------
 FRAME_DIMS: Final = 8  # more axes than any tensor that a model sends
 FRAME_ELEMENTS: Final = 1 << 31  # of one tensor; keeps every product far from overflow in foreign code
-FRAME_BYTES: Final = 256 << 20  # payload of one frame: 8 x 2048 x 4096 activations in fp32
+FRAME_BYTES: Final = 256 << 20  # one tensor, coded or not: 8 x 2048 x 4096 activations in fp32
 
 # --- calls -----------------------------------------------------------------------------------------------------
 RPC_NAME_BYTES: Final = 32  # of a method's last word

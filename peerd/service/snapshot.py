@@ -135,7 +135,8 @@ class Snapshots:
         answer = await self._rpc.call(
             donor, "state/1/piece", body, Empty, timeout_s=_CALL_TIMEOUT_S, reply_frame_bytes=PIECE_BYTES
         )
-        if len(answer.frames) != 1 or answer.frames[0].dtype != "uint8" or answer.frames[0].shape != (size,):
+        frame = answer.frames[0] if len(answer.frames) == 1 else None
+        if frame is None or frame.lossless or (frame.dtype, frame.shape) != ("uint8", (size,)):
             raise ProtocolViolation(f"a piece of a state must be {size} bytes", donor)
         return memoryview(answer.frames[0].payload)
 
