@@ -9,12 +9,17 @@ step and is refused at any other; what a trainer hears is never computed with pa
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from typing import ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import trio
+from torch import Tensor
 
+from peerd.compute.coder import Coder, Wanted
+from peerd.compute.coding import Plan
+from peerd.compute.feedback import ErrorFeedback
 from peerd.compute.served import Outcome, ServedStage, Stale, Vector, state_of
 from peerd.core.errors import ProtocolViolation, Refused, RemoteError
+from peerd.core.frame import TensorFrame
 from peerd.core.ids import PeerId, is_peer_text
 from peerd.core.messages import Empty
 from peerd.core.progress import StageProgress
@@ -48,6 +53,7 @@ _SERVICES = ("stage/1", "average/1", "state/1")
 _SYNC_WAIT_S = 2.0
 _ANNOUNCE_S = 5.0
 _LEAVE_PATIENCE_S = 4.0
+_DECODED_CALLS = 4  # whose tensors wait for the device, or to be coded: coded ones are small, these are not
 
 
 class StageRole:
@@ -67,6 +73,11 @@ class StageRole:
         self._conducting = self._training.conducting()
         self._saving = Saving(ctx, self._training.fingerprint)
         self._worker = ctx.worker(ctx.device)
+        self._coding = ctx.worker("coding")
+        self._coder = Coder(self._coding, ctx.run.pipeline.boundary, ctx.device)
+        self._decoded = trio.Semaphore(_DECODED_CALLS)
+        code = ctx.run.averaging.code
+        self._feedback = ErrorFeedback(Plan(code, ctx.run.averaging.block)) if code != "none" else None
         self._session = int.from_bytes(ctx.clock.secure_bytes(6), "big")
         self._since = ctx.clock.wall()
         self._stage = -1
@@ -98,6 +109,7 @@ class StageRole:
             await self._return_to_checkpoint()
             self._since = self._ctx.clock.wall()
             async with trio.open_nursery() as nursery:
+                await nursery.start(self._coder.run)
                 if self._stage == 0:
                     self._following.joined_since = self._since
                     self._conducting.notes = lambda text: self._ctx.log.event("conductor", note=text)
@@ -142,6 +154,7 @@ class StageRole:
             "held_samples": held,
             "samples": self._samples,
             "samples_per_s": self._rate(),
+            "coding": self._coder.choices,
             "conducts": self._conducting.acting,
             "conductor": self._following.conductor.text if self._following.conductor else None,
             "members": [{"peer": m.peer, "stage": m.stage, "ready": m.ready} for m in self._members],
@@ -181,7 +194,7 @@ class StageRole:
         else:
             state = await self._saving.load(target)
             await self._work(lambda: self._need().load(state), "load the checkpoint")
-        self._arrive(target)
+        self._arrive_anew(target)
         self._ctx.log.event("restored", stage=self._stage, step=target.step)
 
     def _need(self) -> ServedStage:
@@ -193,6 +206,12 @@ class StageRole:
         self._averaged, self._total = None, None
         self._stepped.set()
         self._stepped = trio.Event()
+
+    def _arrive_anew(self, position: Position) -> None:
+        """Arrive otherwise than by a step of our own."""
+        if self._feedback is not None:
+            self._feedback.forget()
+        self._arrive(position)
 
     async def _work(self, job: Callable[[], T], name: str) -> T:
         return await self._worker.run(job, name=name)
@@ -255,7 +274,7 @@ class StageRole:
             async with self._moving:
                 state = state_of((item.name, item.dtype, item.shape, item.payload) for item in items)
                 await self._work(lambda: self._need().load(state), "load the downloaded state")
-                self._arrive(position)
+                self._arrive_anew(position)
         except (RemoteError, ValueError) as error:
             self._ctx.log.event("download failed", level="warning", stage=self._stage, reason=str(error))
             await trio.sleep(0.5)
@@ -315,25 +334,48 @@ class StageRole:
             raise Refused(f"this peer serves stage {self._stage}, not {stage}")
         return self._need()
 
-    async def _compute(self, peer: PeerId, job: Callable[[], Outcome], name: str) -> Answer[StageAnswer]:
-        """Run a trainer's call; whatever is wrong with its frames is its fault."""
+    async def _tensors(self, call: Incoming[Any], step: int | None, *names: str) -> list[Tensor]:
+        """A trainer's tensors, decoded; whatever is wrong with them is its fault."""
+        if step is not None and step != self._position.step:
+            raise Refused(f"the stage is at step {self._position.step}, the call at {step}")
+        if len(call.frames) != len(names):
+            raise ProtocolViolation(f"the call has {len(call.frames)} frames; expected {len(names)}", call.peer)
         try:
-            outcome = await self._work(job, name)
+            return await self._coder.decode(call.frames, [Wanted(name) for name in names])
+        except ProtocolViolation as error:
+            raise error.blame(call.peer) from None
+
+    async def _answer(
+        self, call: Incoming[Any], job: Callable[[], Outcome], verb: str, line_bytes_per_s: float = 0.0
+    ) -> Answer[StageAnswer]:
+        """Compute what a trainer asked for, and code the answer for the lines that it has to pass."""
+        try:
+            outcome = await self._work(job, verb)
         except Stale as error:
             raise Refused(str(error)) from None
         except ValueError as error:
-            raise ProtocolViolation(str(error), peer) from None
+            raise ProtocolViolation(str(error), call.peer) from None
         self._busy_s += outcome.seconds
-        return Answer(StageAnswer(outcome.loss_sum, outcome.seconds), outcome.frames)
+        if isinstance(outcome.answer, Tensor):
+            what = "output" if verb == "forward" else "input gradient"
+            name = f"the {what} of stage {self._stage}"
+            outcome.answer = await self._coder.encode(outcome.answer, name=name, rate_bytes_per_s=line_bytes_per_s)
+        frames = (outcome.answer,) if isinstance(outcome.answer, TensorFrame) else ()
+        arrival = self._ctx.rpc.arrival_rate(call.peer) or 0.0
+        return Answer(StageAnswer(outcome.loss_sum, outcome.seconds, arrival), frames)
 
     async def _forward(self, call: Incoming[StageForward]) -> Answer[StageAnswer]:
         body, served = call.body, self._check(call.body.run, call.body.stage)
         self._refuse_when_leaving()
-        return await self._compute(call.peer, lambda: served.forward(body.step, call.frames), "forward")
+        async with self._decoded:
+            (x,) = await self._tensors(call, body.step, "the input")
+            return await self._answer(call, lambda: served.forward(body.step, x), "forward", body.line_bytes_per_s)
 
     async def _loss(self, call: Incoming[StageLoss]) -> Answer[StageAnswer]:
         served = self._check(call.body.run, call.body.stage)
-        return await self._compute(call.peer, lambda: served.loss(call.frames), "loss")
+        async with self._decoded:
+            x, targets = await self._tensors(call, None, "the input", "the targets")
+            return await self._answer(call, lambda: served.loss(x, targets), "loss")
 
     async def _backward(self, call: Incoming[StageBackward]) -> Answer[StageAnswer]:
         body, served = call.body, self._check(call.body.run, call.body.stage)
@@ -341,7 +383,15 @@ class StageRole:
             raise Refused("the stage is averaging")
         self._refuse_when_leaving()
         mb = Mb(call.peer.text, body.seq)
-        answer = await self._compute(call.peer, lambda: served.backward(body.step, mb, call.frames), "backward")
+        async with self._decoded:
+            x, target = await self._tensors(call, body.step, "the input", "the output's gradient or the targets")
+            if self._closing:
+                raise Refused("the stage is averaging")
+
+            def job() -> Outcome:
+                return served.backward(body.step, mb, (x, target), call.frames)
+
+            answer = await self._answer(call, job, "backward", body.line_bytes_per_s)
         self._samples += self._run.pipeline.microbatch
         return answer
 
@@ -360,7 +410,7 @@ class StageRole:
             raise Refused("this peer does not follow you")
 
     async def _prepare(self, call: Incoming[Prepare]) -> Answer[Prepared]:
-        body, served = call.body, self._need()
+        body, served, feedback = call.body, self._need(), self._feedback
         self._obey(call.peer, body.run)
         if not all(map(is_peer_text, body.group)):
             raise ProtocolViolation("the group names somebody who can't be a peer", call.peer)
@@ -375,7 +425,9 @@ class StageRole:
                 vector = await self._work(served.vector, "copy the gradient")
                 averaging = self._run.averaging
                 plan = AveragingPlan(body.attempt, tuple(body.group), averaging.part_bytes, averaging.sender_timeout_s)
-                total = await self._averaging.sum(plan, vector, self._worker)
+                if feedback is not None:
+                    await self._coding.run(lambda: feedback.begin(vector), name="add the residual")
+                total = await self._averaging.sum(plan, vector, self._coding, feedback)
             except RoundFailed as error:
                 self._ctx.log.event("averaging failed", level="warning", step=body.step, reason=str(error))
                 return Answer(Prepared(False, [], list(error.lost)))
@@ -409,6 +461,8 @@ class StageRole:
             raise Refused("no such average lies ready here")
         samples = self._run.batch.target_samples
         await self._work(lambda: served.commit(target.step - 1, total, samples), "step")
+        if self._feedback is not None:
+            self._feedback.settle()
         self._arrive(target)
         if self._saving.due(target.step):
             await self._save()

@@ -12,6 +12,7 @@ import math
 from collections import deque
 from typing import Any, ClassVar
 
+import torch
 import trio
 from torch import Tensor
 
@@ -58,6 +59,7 @@ class TrainerRole:
         self._heard = trio.Event()  # set, and replaced, with each answer
         self._wanted = trio.Event()  # set when the books have too few samples waiting
         self._position: dict[str, Any] = {}
+        self._token_dtype = torch.int64
         self._changes = -1
         self._seen = self._seen_members = 0
         self._waits_for: str | None = "the first samples"
@@ -133,7 +135,9 @@ class TrainerRole:
     def _open_data(self) -> SampleStream:
         """The stream of samples; goes on where this peer's last one ended."""
         run, name = self._run, self._ctx.host.id.text
-        stream = SampleStream(run.data, load_vocabulary(run.model.vocab), run.model.context, run.seed, name)
+        vocabulary = load_vocabulary(run.model.vocab)
+        self._token_dtype = _narrowest(vocabulary.size)
+        stream = SampleStream(run.data, vocabulary, run.model.context, run.seed, name)
         self._resume(stream)
         return stream
 
@@ -164,7 +168,7 @@ class TrainerRole:
         count = self._run.pipeline.microbatch
 
         def take() -> tuple[Load, dict[str, Any]]:
-            return _load(stream.take(count)), stream.position()
+            return self._load(stream.take(count)), stream.position()
 
         while True:
             while len(self._books.waiting) < _AHEAD:
@@ -304,7 +308,12 @@ class TrainerRole:
         run = self._run
         stream = SampleStream(run.data, load_vocabulary(run.model.vocab), run.model.context, run.seed, "all", "valid")
         samples = stream.take(run.evaluate.samples)
-        return [_load(samples[i : i + _EVALUATION_BATCH]) for i in range(0, len(samples), _EVALUATION_BATCH)]
+        return [self._load(samples[i : i + _EVALUATION_BATCH]) for i in range(0, len(samples), _EVALUATION_BATCH)]
+
+    def _load(self, samples: Tensor) -> Load:
+        """Samples [B, L + 1] as inputs and the tokens that follow them."""
+        tokens = samples.to(self._token_dtype)
+        return Load(to_frame(tokens[:, :-1].contiguous()), to_frame(tokens[:, 1:].contiguous()))
 
     async def _finish(self) -> None:
         """The last evaluation, the last word."""
@@ -351,6 +360,7 @@ class TrainerRole:
             self._ctx.log.event("announce failed", level="warning", reason=str(error))
 
 
-def _load(samples: Tensor) -> Load:
-    """Samples [B, L + 1] as inputs and the tokens that follow them."""
-    return Load(to_frame(samples[:, :-1].contiguous()), to_frame(samples[:, 1:].contiguous()))
+def _narrowest(vocabulary_size: int) -> torch.dtype:
+    """The smallest dtype that holds every token: a byte's worth of text need not travel as eight."""
+    narrow = (torch.uint8, torch.int16, torch.int32)
+    return next((dtype for dtype in narrow if vocabulary_size - 1 <= torch.iinfo(dtype).max), torch.int64)

@@ -1,10 +1,10 @@
-"""A stage as it is served: calls in frames, microbatches that count once, and one step at a time.
+"""A stage as it is served: microbatches that count once, and one step at a time.
 
-Wraps a StageModule. For each microbatch of the step under way it keeps the inputs, the output gradient and the
-answer: a repeat gets the kept answer, and a microbatch that must not count is taken out again by computing it a
-second time with the opposite sign. All methods are synchronous and run on the device's worker, one at a time; every
-method that belongs to a step says so and is refused at any other (`Stale`). Hostile input: frames of wrong shape,
-dtype or value raise ProtocolViolation or ValueError before anything changes.
+Wraps a StageModule. For each microbatch of the step under way it keeps the inputs and the output gradient as they
+came, coded, and the answer: a repeat gets the kept answer, and a microbatch that must not count is taken out again by
+computing it a second time with the opposite sign. All methods are synchronous and run on the device's worker, one at
+a time; every method that belongs to a step says so and is refused at any other (`Stale`). Hostile input: tensors of
+wrong shape, dtype or value raise ValueError before anything changes.
 """
 
 from __future__ import annotations
@@ -12,14 +12,16 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
+from peerd.compute.coding import decode
 from peerd.compute.module import StageModule
-from peerd.compute.tensors import dtype_name, from_frame, raw_bytes, to_frame
-from peerd.core.errors import PeerdError, ProtocolViolation
+from peerd.compute.tensors import dtype_name, from_frame, raw_bytes
+from peerd.core.errors import PeerdError
 from peerd.core.frame import TensorFrame
 from peerd.core.runfile import RunFile
 from peerd.core.training import Mb
@@ -31,20 +33,20 @@ class Stale(PeerdError):
     """The call belongs to another step than the stage's."""
 
 
-class Outcome(NamedTuple):
-    """What a call computed: the answer's frames, the loss sum (last stage), seconds of computing."""
+@dataclass(slots=True)
+class Outcome:
+    """What a call computed. The answer is a tensor until somebody has coded it and put the frame in its place."""
 
-    frames: tuple[TensorFrame, ...]
-    loss_sum: float
-    seconds: float
+    answer: Tensor | TensorFrame | None  # the output, or the input's gradient (none in the first stage)
+    loss_sum: float  # over the samples, in the last stage
+    seconds: float  # of computing
 
 
 @dataclass(slots=True)
 class _Kept:
     """One microbatch that this peer holds."""
 
-    inputs: TensorFrame
-    target: TensorFrame  # the output's gradient, or the targets in the last stage
+    frames: Sequence[TensorFrame]  # inputs; the output's gradient, or the targets in the last stage
     outcome: Outcome
 
 
@@ -54,7 +56,6 @@ class ServedStage:
     def __init__(self, run: RunFile, stage: int, device: str) -> None:
         self.run = run
         self.module = StageModule(run, stage, device)
-        self._coding = run.pipeline.boundary.code
         self._held: dict[Mb, _Kept] = {}
 
     @property
@@ -62,33 +63,35 @@ class ServedStage:
         """The microbatches in the accumulator."""
         return list(self._held)
 
-    def forward(self, step: int | None, frames: Sequence[TensorFrame]) -> Outcome:
-        """One input frame; gives the output frame. `step` None: whatever step it is."""
+    def forward(self, step: int | None, x: Tensor) -> Outcome:
+        """Input to output; `step` None: whatever step it is."""
         began = time.perf_counter()
         self._at(step)
-        (x,) = self._tensors(frames, 1)
-        y = self.module.forward(x)
-        return Outcome((to_frame(y, self._coding),), 0.0, time.perf_counter() - began)
+        y = self.module.forward(_whole_numbers_as_int64(x))
+        return Outcome(y, 0.0, time.perf_counter() - began)
 
-    def loss(self, frames: Sequence[TensorFrame]) -> Outcome:
+    def loss(self, x: Tensor, targets: Tensor) -> Outcome:
         """Inputs and targets; gives the loss sum over the samples (last stage only)."""
         began = time.perf_counter()
-        x, targets = self._tensors(frames, 2)
-        total = self.module.loss(x, targets) * x.shape[0]
-        return Outcome((), total, time.perf_counter() - began)
+        total = self.module.loss(_whole_numbers_as_int64(x), _whole_numbers_as_int64(targets)) * x.shape[0]
+        return Outcome(None, total, time.perf_counter() - began)
 
-    def backward(self, step: int, mb: Mb, frames: Sequence[TensorFrame]) -> Outcome:
-        """Inputs, then output gradients or targets: accumulate `mb` once, give the input's gradient."""
+    def backward(
+        self, step: int, mb: Mb, tensors: tuple[Tensor, Tensor], frames: Sequence[TensorFrame]
+    ) -> Outcome:
+        """Inputs, then output gradients or targets: accumulate `mb` once, give the input's gradient.
+
+        `frames` are what `tensors` were decoded from; they are kept.
+        """
         began = time.perf_counter()
         self._at(step)
         kept = self._held.get(mb)
         if kept is not None:
             return kept.outcome
-        x, target = self._tensors(frames, 2)
+        x, target = map(_whole_numbers_as_int64, tensors)
         gradient, loss_sum = self.module.backward(x, target)
-        answer = () if gradient is None else (to_frame(gradient, self._coding),)
-        outcome = Outcome(answer, loss_sum, time.perf_counter() - began)
-        self._held[mb] = _Kept(frames[0], frames[1], outcome)
+        outcome = Outcome(gradient, loss_sum, time.perf_counter() - began)
+        self._held[mb] = _Kept(frames, outcome)
         return outcome
 
     def keep_only(self, step: int, wanted: Iterable[Mb]) -> list[Mb]:
@@ -100,7 +103,7 @@ class ServedStage:
             return missing
         for mb in sorted(self._held.keys() - wanted):
             kept = self._held.pop(mb)
-            x, target = self._tensors((kept.inputs, kept.target), 2)
+            x, target = (_whole_numbers_as_int64(decode(frame, name="a kept tensor")) for frame in kept.frames)
             self.module.backward(x, target, sign=-1.0)
         return []
 
@@ -130,10 +133,10 @@ class ServedStage:
         if step is not None and step != self.module.step:
             raise Stale(f"the stage is at step {self.module.step}, the call at {step}")
 
-    def _tensors(self, frames: Sequence[TensorFrame], count: int) -> list[torch.Tensor]:
-        if len(frames) != count:
-            raise ProtocolViolation(f"the call has {len(frames)} frames; expected {count}")
-        return [from_frame(frame, name=f"frame {i}") for i, frame in enumerate(frames)]
+
+def _whole_numbers_as_int64(values: Tensor) -> Tensor:
+    """Tokens travel as narrow as they can; models take int64."""
+    return values if values.is_floating_point() else values.long()
 
 
 def state_of(items: Iterable[tuple[str, str, tuple[int, ...], memoryview]]) -> dict[str, torch.Tensor]:

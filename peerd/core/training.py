@@ -22,6 +22,7 @@ Seq = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 StepNumber = Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
 StageNumber = Annotated[int, msgspec.Meta(ge=0, lt=10_000)]
 Term = Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
+Rate = Annotated[float, msgspec.Meta(ge=0)]
 Lineage = Annotated[bytes, msgspec.Meta(max_length=16)]
 MAX_MICROBATCHES = 16_384  # of one step; bounds every list below
 MAX_MEMBERS = 4_096
@@ -184,6 +185,7 @@ class StageForward(Message, frozen=True):
     run: Fingerprint
     stage: StageNumber
     step: StepNumber | None
+    line_bytes_per_s: Rate = 0.0  # the slowest line that the answer has to pass, as the caller knows; 0: unknown
 
 
 class StageLoss(Message, frozen=True):
@@ -200,6 +202,7 @@ class StageBackward(Message, frozen=True):
     stage: StageNumber
     step: StepNumber
     seq: Seq
+    line_bytes_per_s: Rate = 0.0  # as in StageForward
 
 
 class StageAnswer(Message, frozen=True):
@@ -207,6 +210,7 @@ class StageAnswer(Message, frozen=True):
 
     loss_sum: float = 0.0  # over samples; the last stage's backward and loss
     service_s: float = 0.0  # seconds of computing, for routing
+    arrival_bytes_per_s: Rate = 0.0  # how fast the caller's frames arrive here; 0: unknown
 
 
 class AverageKey(Message, frozen=True):

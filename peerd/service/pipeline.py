@@ -57,6 +57,7 @@ class Pipeline:
         self._dtype, self._width = run.model.dtype, run.model.d_model
         self._wirings = [Wiring(clock.rng(f"wiring {stage}")) for stage in range(self._stages)]
         self._calls: dict[str, set[trio.CancelScope]] = {}
+        self._uplinks: list[dict[str, float]] = [{} for _ in range(self._stages)]  # bytes/s to each peer, as it says
         self._changed = trio.Event()
         self.waits_for: str | None = None
         self.retries = 0
@@ -67,7 +68,9 @@ class Pipeline:
         """These peers serve now."""
         ready = [m for m in members if m.ready]
         for stage, wiring in enumerate(self._wirings):
-            wiring.update(m.peer for m in ready if m.stage == stage)
+            peers = {m.peer for m in ready if m.stage == stage}
+            wiring.update(peers)
+            self._uplinks[stage] = {peer: rate for peer, rate in self._uplinks[stage].items() if peer in peers}
         for name in self._calls.keys() - {m.peer for m in ready}:
             for scope in self._calls[name]:  # whoever has left will not answer: do not wait for the deadline
                 scope.cancel()
@@ -117,7 +120,7 @@ class Pipeline:
         return await self._call(stage, "backward", body, [load.inputs[stage], load.gradients[stage]])
 
     async def _call(
-        self, stage: int, verb: str, body: msgspec.Struct, frames: Sequence[TensorFrame]
+        self, stage: int, verb: str, body: StageForward | StageBackward | StageLoss, frames: Sequence[TensorFrame]
     ) -> tuple[str, Answer[StageAnswer]]:
         """Call one peer of the stage after the other until one answers well."""
         cost = frames[0].shape[0] * (BACKWARD_COST if verb == "backward" else 1.0)
@@ -125,11 +128,13 @@ class Pipeline:
         wiring, failed = self._wirings[stage], set[str]()
         while True:
             name = await self._pick(stage, cost, failed)
-            started = trio.current_time()
+            peer, started = PeerId.parse(name), trio.current_time()
+            if not isinstance(body, StageLoss):
+                body = msgspec.structs.replace(body, line_bytes_per_s=self._line(stage, verb, peer))
             try:
                 with self._call_to(name):
                     answer = await self._rpc.call(
-                        PeerId.parse(name), f"stage/1/{verb}", body, StageAnswer, frames=frames, timeout_s=timeout_s
+                        peer, f"stage/1/{verb}", body, StageAnswer, frames=frames, timeout_s=timeout_s
                     )
                     self._check(stage, verb, answer, frames[0].shape)
             except RemoteError as error:
@@ -140,9 +145,17 @@ class Pipeline:
                 self.retries += 1
                 continue
             wiring.answered(name, cost, started, trio.current_time())
+            if answer.body.arrival_bytes_per_s > 0:
+                self._uplinks[stage][name] = answer.body.arrival_bytes_per_s
             self.sent_bytes += sum(len(frame.payload) for frame in frames)
             self.received_bytes += sum(len(frame.payload) for frame in answer.frames)
             return name, answer
+
+    def _line(self, stage: int, verb: str, peer: PeerId) -> float:
+        """The slowest line, in bytes/s, that the answer passes: to us, and on to whoever takes it; 0: unknown."""
+        onward = stage + 1 if verb == "forward" else stage - 1
+        rates = [self._rpc.arrival_rate(peer), *(self._uplinks[onward].values() if onward >= 0 else ())]
+        return min((rate for rate in rates if rate), default=0.0)
 
     @contextmanager
     def _call_to(self, name: str) -> Iterator[None]:

@@ -77,7 +77,7 @@ class Swarm:
                 await nursery.start(dht.run, self.entry)
                 log = EventLog(clock)
                 workers: dict[str, Worker] = {}
-                for device in ("cpu", "files", "data"):
+                for device in ("cpu", "files", "data", "coding"):
                     workers[device] = await stack.enter_async_context(DeviceWorker(device, threads=1))
                 built = role(
                     RoleContext(

@@ -66,9 +66,9 @@ class Batches:
     def record(self, served: ServedStage, step: int) -> None:
         book = self.inputs if served.module.first else self.targets
         for mb, kept in served._held.items():
-            frame = kept.inputs if served.module.first else kept.target
-            known = book.setdefault(step, {}).setdefault(mb, from_frame(frame))
-            assert torch.equal(known, from_frame(frame))
+            tokens = from_frame(kept.frames[0 if served.module.first else 1]).long()
+            known = book.setdefault(step, {}).setdefault(mb, tokens)
+            assert torch.equal(known, tokens)
 
     def check(self, per_step: int) -> None:
         for step in range(STEPS):
@@ -162,8 +162,8 @@ async def killed_mid_step(peer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     token = trio.lowlevel.current_trio_token()
     original = ServedStage.backward
 
-    def backward(self: ServedStage, step: int, mb: Mb, frames: Any) -> Any:
-        outcome = original(self, step, mb, frames)
+    def backward(self: ServedStage, step: int, mb: Mb, tensors: Any, frames: Any) -> Any:
+        outcome = original(self, step, mb, tensors, frames)
         if self is peer.role._served and step >= 4 and len(self.held) >= 2:
             token.run_sync_soon(holds.set)
         return outcome

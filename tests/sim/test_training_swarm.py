@@ -73,7 +73,7 @@ class Roles:
                 await nursery.start(stand)
                 directory = self.directory / node.name
                 directory.mkdir(parents=True, exist_ok=True)
-                workers = {name: InlineWorker() for name in ("cpu", "files", "data")}
+                workers = {name: InlineWorker() for name in ("cpu", "files", "data", "coding")}
                 self.logs[node.name] = log = EventLog(node.clock)
                 ctx = RoleContext(
                     run=self.run,
