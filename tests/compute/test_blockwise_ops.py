@@ -273,10 +273,14 @@ def test_results_of_tensors_that_require_gradients_do_not() -> None:
     assert not into.requires_grad
 
 
-def test_a_buffer_that_autograd_saved_is_known_to_have_changed() -> None:
-    weight, out = torch.ones(100, requires_grad=True), torch.ones(100)
-    loss = (weight * out).sum()
-    DEQUANTIZE.out(*coded(X, "int8"), "int8", 64, out=out)
+@both
+@pytest.mark.parametrize("written", ["scales", "out"])
+def test_a_buffer_that_autograd_saved_is_known_to_have_changed(written: str) -> None:
+    weight, scales, out = torch.ones(1, requires_grad=True), torch.ones(2), torch.ones(100)
+    loss = (weight * (scales if written == "scales" else out)).sum()
+    codes = torch.zeros(100, dtype=torch.uint8)
+    QUANTIZE.out(X, "int8", 64, codes=codes, scales=scales)
+    DEQUANTIZE.out(codes, scales, "int8", 64, out=out)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()  # type: ignore[no-untyped-call]
 
