@@ -1,0 +1,136 @@
+"""A pipeline on slow lines: what coding the activations brings in speed, and what it costs in loss.
+
+Everyone (a backbone, one peer for each stage, a trainer) is a `peerd` process on a host of its own in a network lab,
+behind a line of 100 Mb/s up and down. The same run is made once for each code: same seed, same samples, same number of
+steps, from the same start. `none` is fp32; nothing is packed on top, except where `auto` decides. Speed is that of the
+median global step, when everything has warmed up; the loss is that of held-out samples after the last step. The model
+is so small that the lines are what is waited for, as with a real one on GPUs: see the shares. When others use the
+processor meanwhile, the fast runs suffer. Needs Linux, root and iproute2.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import os
+import statistics
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lab import Lab, why_not
+
+from benchmarks._report import Figure, Report
+from benchmarks._swarm import Swarm
+
+RATE_MBIT = 100.0
+CORES = os.cpu_count() or 1
+RUN: dict[str, Any] = {
+    "run": "lines",
+    "seed": 3,
+    "model": {"d_model": 48, "heads": 1, "layers": 3, "context": 32},
+    "pipeline": {"stages": 3, "microbatch": 128},
+    "optimizer": {"name": "adamw", "lr": 5.0e-3, "warmup_steps": 4},
+    "batch": {"target_samples": 1024},
+    "data": {"kind": "text", "path": "stdlib", "shuffle_buffer": 10_000},
+    "evaluate": {"every_steps": 1000, "samples": 512},
+    "checkpoint": {"every_steps": 0},
+    "limits": {"microbatches_in_flight": 10},
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """How much is measured."""
+
+    codes: Sequence[str]  # the first is the baseline, the second what has targets
+    warm_steps: int  # before the measurement
+    steps: int  # in it
+
+
+QUICK = Sizes(("none", "dynamic8", "auto"), warm_steps=3, steps=14)
+FULL = Sizes(("none", "dynamic8", "auto", "bf16", "int8", "fp8-e4m3", "nf4", "int4"), warm_steps=4, steps=40)
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """One run."""
+
+    tokens_per_s: float  # in the median step
+    wire_bytes_per_token: float  # that all hosts together sent
+    line_share: float  # of the busiest line, in its busier direction: bits per second over its rate
+    cpu_share: float  # of all cores, by the swarm's processes
+    others_share: float  # by everything else, the kernel's network included
+    loss: float  # nats per token
+
+
+def run_file(code: str, steps: int) -> dict[str, Any]:
+    run = copy.deepcopy(RUN)
+    run["pipeline"]["boundary"] = {"code": code, "lossless": "auto" if code == "auto" else "never"}
+    run["optimizer"]["total_steps"] = steps
+    return run
+
+
+def measured(code: str, sizes: Sizes, rate_mbit: float = RATE_MBIT) -> Measured:
+    """One run with this code, from its start to the last loss."""
+    run = run_file(code, sizes.warm_steps + sizes.steps + 1)
+    with tempfile.TemporaryDirectory(prefix="peerd-lines-") as folder, Lab() as lab:
+        swarm = Swarm(lab, Path(folder), run, rate_mbit)
+        swarm.start()
+        swarm.wait_for_step(sizes.warm_steps, 120)
+        before = swarm.moment()
+        swarm.wait_for_step(sizes.warm_steps + sizes.steps, 180)
+        after = swarm.moment()
+        ends = swarm.steps()
+        loss = swarm.last_loss(sizes.warm_steps + sizes.steps + 1, 60)
+    ends = ends[sizes.warm_steps - 1 : sizes.warm_steps + sizes.steps]
+    median_s = statistics.median(end - begin for begin, end in itertools.pairwise(ends))
+    seconds = ends[-1] - ends[0]
+    crossed = {name: after.traffic[name].since(before.traffic[name]) for name in before.traffic}
+    step_tokens = run["batch"]["target_samples"] * run["model"]["context"]
+    tokens = sizes.steps * step_tokens
+    busiest = max(max(each.sent, each.received) for each in crossed.values())
+    return Measured(
+        tokens_per_s=step_tokens / median_s,
+        wire_bytes_per_token=sum(each.sent for each in crossed.values()) / tokens,
+        line_share=busiest * 8e-6 / seconds / rate_mbit,
+        cpu_share=(after.cpu_s - before.cpu_s) / seconds / CORES,
+        others_share=(after.others_s - before.others_s) / seconds / CORES,
+        loss=loss,
+    )
+
+
+def section(code: str, found: Measured, base: Measured, target: bool) -> list[Figure]:
+    figures = [
+        Figure(f"{code}_tokens_per_s", f"{code}: tokens per second", found.tokens_per_s, "", 0),
+        Figure(f"{code}_wire_bytes_per_token", "bytes on all lines", found.wire_bytes_per_token, "B/token", 1),
+        Figure(f"{code}_line_share", "share of its rate that the busiest line carried", found.line_share),
+        Figure(f"{code}_cpu_share", f"processor time, share of {CORES} cores", found.cpu_share),
+        Figure(f"{code}_others_share", "the same, of everything else on this machine", found.others_share),
+        Figure(f"{code}_loss", "validation loss after the last step", found.loss, "nats", 4),
+    ]
+    if found is not base:
+        speedup, worse = found.tokens_per_s / base.tokens_per_s, abs(found.loss / base.loss - 1)
+        figures += [
+            Figure(f"{code}_speedup", f"speed over {QUICK.codes[0]}", speedup, at_least=3.5 if target else None),
+            Figure(f"{code}_loss_difference", "loss differs by", worse, "", 4, at_most=0.02 if target else None),
+        ]
+    return figures
+
+
+def measure(full: bool) -> Report:
+    reason = why_not()
+    if reason is not None:
+        raise SystemExit(reason)
+    sizes = FULL if full else QUICK
+    found = {code: measured(code, sizes) for code in sizes.codes}
+    base = found[sizes.codes[0]]
+    sections = [section(code, each, base, code == sizes.codes[1]) for code, each in found.items()]
+    model, batch = RUN["model"], RUN["batch"]["target_samples"] * RUN["model"]["context"]
+    note = (
+        f"{RATE_MBIT:g} Mb/s lines, {RUN['pipeline']['stages']} stages of one layer, d_model {model['d_model']}, "
+        f"{batch:,} tokens a step, {sizes.steps} steps measured"
+    )
+    return Report("lines", sections, note)
