@@ -65,7 +65,7 @@ class Finding:
 
 def run(wish: Wish, *, as_json: bool) -> int:
     """All checks, shown; 1 when something fails."""
-    findings = [*_versions(), _device(wish.device), *_data_dir(wish.data_dir)]
+    findings = [*_versions(), *_device(wish.device), *_data_dir(wish.data_dir)]
     findings += trio.run(_network, wish)
     failed = any(finding.verdict == "fail" for finding in findings)
     if as_json:
@@ -99,18 +99,23 @@ def _versions() -> list[Finding]:
     return [Finding("versions", "ok", base), Finding("packages", "ok", ", ".join(found))]
 
 
-def _device(device: str) -> Finding:
+def _device(device: str) -> list[Finding]:
     try:
         from peerd.compute.device import describe
+        from peerd.compute.kernels import ops
 
         facts = describe(device)
     except ImportError as error:
-        return Finding("device", "fail", f"torch can't be loaded: {error}", "install peerd again, with its torch")
+        return [Finding("device", "fail", f"torch can't be loaded: {error}", "install peerd again, with its torch")]
     except ConfigError as error:
-        return Finding("device", "fail", str(error))
+        return [Finding("device", "fail", str(error))]
     memory = f", {facts.memory_bytes / 1e9:.0f} GB" if facts.memory_bytes else ""
     text = f"{facts.name}{memory}, torch {facts.torch_version}, {facts.threads} threads of {os.cpu_count()} cores"
-    return Finding("device", "ok", text)
+    coded_by, slow_because = ops.described(device)
+    return [
+        Finding("device", "ok", text),
+        Finding("quantized transfer", "warn" if slow_because else "ok", coded_by, slow_because),
+    ]
 
 
 def _data_dir(path: Path) -> list[Finding]:

@@ -9,17 +9,14 @@ step and is refused at any other; what a trainer hears is never computed with pa
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from typing import Any, ClassVar, TypeVar
+from typing import ClassVar, TypeVar
 
 import trio
-from torch import Tensor
 
-from peerd.compute.coder import Coder, Wanted
 from peerd.compute.coding import Plan
 from peerd.compute.feedback import ErrorFeedback
 from peerd.compute.served import Outcome, ServedStage, Stale, Vector, state_of
 from peerd.core.errors import ProtocolViolation, Refused, RemoteError
-from peerd.core.frame import TensorFrame
 from peerd.core.ids import PeerId, is_peer_text
 from peerd.core.messages import Empty
 from peerd.core.progress import StageProgress
@@ -44,6 +41,7 @@ from peerd.core.training import (
 )
 from peerd.role import Answer, AveragingPlan, Incoming, MethodLimits, RoleContext, RoundFailed, StateItem, Training
 
+from .boundary import Boundary
 from .saving import Saving
 
 T = TypeVar("T")
@@ -53,7 +51,6 @@ _SERVICES = ("stage/1", "average/1", "state/1")
 _SYNC_WAIT_S = 2.0
 _ANNOUNCE_S = 5.0
 _LEAVE_PATIENCE_S = 4.0
-_DECODED_CALLS = 4  # whose tensors wait for the device, or to be coded: coded ones are small, these are not
 
 
 class StageRole:
@@ -74,8 +71,7 @@ class StageRole:
         self._saving = Saving(ctx, self._training.fingerprint)
         self._worker = ctx.worker(ctx.device)
         self._coding = ctx.worker("coding")
-        self._coder = Coder(self._coding, ctx.run.pipeline.boundary, ctx.device)
-        self._decoded = trio.Semaphore(_DECODED_CALLS)
+        self._boundary = Boundary(ctx, ctx.run)
         code = ctx.run.averaging.code
         self._feedback = ErrorFeedback(Plan(code, ctx.run.averaging.block)) if code != "none" else None
         self._session = int.from_bytes(ctx.clock.secure_bytes(6), "big")
@@ -109,7 +105,7 @@ class StageRole:
             await self._return_to_checkpoint()
             self._since = self._ctx.clock.wall()
             async with trio.open_nursery() as nursery:
-                await nursery.start(self._coder.run)
+                await nursery.start(self._boundary.run)
                 if self._stage == 0:
                     self._following.joined_since = self._since
                     self._conducting.notes = lambda text: self._ctx.log.event("conductor", note=text)
@@ -154,7 +150,7 @@ class StageRole:
             "held_samples": held,
             "samples": self._samples,
             "samples_per_s": self._rate(),
-            "coding": self._coder.choices,
+            "coding": self._boundary.choices,
             "conducts": self._conducting.acting,
             "conductor": self._following.conductor.text if self._following.conductor else None,
             "members": [{"peer": m.peer, "stage": m.stage, "ready": m.ready} for m in self._members],
@@ -327,73 +323,60 @@ class StageRole:
         rpc.serve("stage/1/restore", Restore, self._restore, limits=orders)
         self._snapshots.offer(self._training.fingerprint, self._stage, self._freeze, self._worker)
 
-    def _check(self, run: bytes, stage: int) -> ServedStage:
+    def _check(self, run: bytes, stage: int, step: int | None) -> ServedStage:
         if run != self._training.fingerprint:
             raise Refused("your run file differs from this run's")
         if stage != self._stage:
             raise Refused(f"this peer serves stage {self._stage}, not {stage}")
-        return self._need()
-
-    async def _tensors(self, call: Incoming[Any], step: int | None, *names: str) -> list[Tensor]:
-        """A trainer's tensors, decoded; whatever is wrong with them is its fault."""
         if step is not None and step != self._position.step:
             raise Refused(f"the stage is at step {self._position.step}, the call at {step}")
-        if len(call.frames) != len(names):
-            raise ProtocolViolation(f"the call has {len(call.frames)} frames; expected {len(names)}", call.peer)
-        try:
-            return await self._coder.decode(call.frames, [Wanted(name) for name in names])
-        except ProtocolViolation as error:
-            raise error.blame(call.peer) from None
+        return self._need()
 
-    async def _answer(
-        self, call: Incoming[Any], job: Callable[[], Outcome], verb: str, line_bytes_per_s: float = 0.0
-    ) -> Answer[StageAnswer]:
-        """Compute what a trainer asked for, and code the answer for the lines that it has to pass."""
+    async def _compute(self, peer: PeerId, job: Callable[[], Outcome], name: str) -> Outcome:
+        """Run a trainer's call; whatever is wrong with its tensors is its fault."""
         try:
-            outcome = await self._work(job, verb)
+            outcome = await self._work(job, name)
         except Stale as error:
             raise Refused(str(error)) from None
         except ValueError as error:
-            raise ProtocolViolation(str(error), call.peer) from None
+            raise ProtocolViolation(str(error), peer) from None
         self._busy_s += outcome.seconds
-        if isinstance(outcome.answer, Tensor):
-            what = "output" if verb == "forward" else "input gradient"
-            name = f"the {what} of stage {self._stage}"
-            outcome.answer = await self._coder.encode(outcome.answer, name=name, rate_bytes_per_s=line_bytes_per_s)
-        frames = (outcome.answer,) if isinstance(outcome.answer, TensorFrame) else ()
-        arrival = self._ctx.rpc.arrival_rate(call.peer) or 0.0
-        return Answer(StageAnswer(outcome.loss_sum, outcome.seconds, arrival), frames)
+        return outcome
 
     async def _forward(self, call: Incoming[StageForward]) -> Answer[StageAnswer]:
-        body, served = call.body, self._check(call.body.run, call.body.stage)
+        body, served = call.body, self._check(call.body.run, call.body.stage, call.body.step)
         self._refuse_when_leaving()
-        async with self._decoded:
-            (x,) = await self._tensors(call, body.step, "the input")
-            return await self._answer(call, lambda: served.forward(body.step, x), "forward", body.line_bytes_per_s)
+        async with self._boundary.room:
+            (x,) = await self._boundary.tensors(call, "the input")
+            outcome = await self._compute(call.peer, lambda: served.forward(body.step, x), "forward")
+            name = f"the output of stage {self._stage}"
+            return await self._boundary.answer(call, outcome, name, body.line_bytes_per_s)
 
     async def _loss(self, call: Incoming[StageLoss]) -> Answer[StageAnswer]:
-        served = self._check(call.body.run, call.body.stage)
-        async with self._decoded:
-            x, targets = await self._tensors(call, None, "the input", "the targets")
-            return await self._answer(call, lambda: served.loss(x, targets), "loss")
+        served = self._check(call.body.run, call.body.stage, None)
+        async with self._boundary.room:
+            x, targets = await self._boundary.tensors(call, "the input", "the targets")
+            outcome = await self._compute(call.peer, lambda: served.loss(x, targets), "loss")
+            return await self._boundary.answer(call, outcome, "")
 
     async def _backward(self, call: Incoming[StageBackward]) -> Answer[StageAnswer]:
-        body, served = call.body, self._check(call.body.run, call.body.stage)
-        if self._closing:
-            raise Refused("the stage is averaging")
+        body, served = call.body, self._check(call.body.run, call.body.stage, call.body.step)
+        self._refuse_when_closing()
         self._refuse_when_leaving()
         mb = Mb(call.peer.text, body.seq)
-        async with self._decoded:
-            x, target = await self._tensors(call, body.step, "the input", "the output's gradient or the targets")
-            if self._closing:
-                raise Refused("the stage is averaging")
+        async with self._boundary.room:
+            x, target = await self._boundary.tensors(call, "the input", "the output's gradient or the targets")
+            self._refuse_when_closing()  # once more: nothing may come in between now and the device's queue
+            outcome = await self._compute(
+                call.peer, lambda: served.backward(body.step, mb, (x, target), call.frames), "backward"
+            )
+            self._samples += self._run.pipeline.microbatch
+            name = f"the input gradient of stage {self._stage}"
+            return await self._boundary.answer(call, outcome, name, body.line_bytes_per_s)
 
-            def job() -> Outcome:
-                return served.backward(body.step, mb, (x, target), call.frames)
-
-            answer = await self._answer(call, job, "backward", body.line_bytes_per_s)
-        self._samples += self._run.pipeline.microbatch
-        return answer
+    def _refuse_when_closing(self) -> None:
+        if self._closing:
+            raise Refused("the stage is averaging")
 
     def _refuse_when_leaving(self) -> None:
         """A leaving peer takes nothing new, unless it is the last of its stage."""

@@ -2,6 +2,7 @@
 
 2 stages x 2 peers and 2 trainers over TCP, 10 global steps, lossless; then again with a stage peer that dies in the
 middle of a step, the conductor or another. What was in each batch is read off the peers' own books at each commit.
+With lossy codes on the boundaries and between stage-mates it comes near, and stage-mates still agree bit for bit.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ from peerd.compute.module import StageModule
 from peerd.compute.served import ServedStage
 from peerd.compute.tensors import from_frame
 from peerd.core.runfile import (
+    AveragingSection,
     BatchSection,
+    BoundarySection,
     CheckpointSection,
     DataSection,
     EvaluateSection,
@@ -190,3 +193,44 @@ async def test_a_swarm_trains_exactly_like_one_process(
     modules = await train(tmp_path / "peers", run, victim, monkeypatch)
     batches.check(per_step=8)
     assert_equal(run, await trio.to_thread.run_sync(plain_torch, run, batches), modules)
+
+
+@pytest.mark.slow
+@pytest.mark.socket
+@pytest.mark.no_watchdog("seven peers and the threads of their workers share one interpreter")
+@pytest.mark.parametrize(
+    ("boundary", "averaging", "near"),
+    [
+        (BoundarySection(code="none", lossless="always"), AveragingSection(), TOLERANCE["float32"]),
+        (BoundarySection(code="dynamic8", lossless="always"), AveragingSection(code="int8"), 0.05),
+        (BoundarySection(code="auto"), AveragingSection(code="nf4"), 0.15),
+    ],
+    ids=["packed", "8 bits", "auto and 4 bits"],
+)
+async def test_coded_training_stays_near_and_stage_mates_stay_equal(
+    tmp_path: Path,
+    batches: Batches,
+    monkeypatch: pytest.MonkeyPatch,
+    boundary: BoundarySection,
+    averaging: AveragingSection,
+    near: float,
+) -> None:
+    for i in range(20):
+        (tmp_path / f"text{i}.txt").write_bytes(bytes((7 * i + 13 * j * j + j // 3) % 251 for j in range(4000)))
+    run = run_file("sgd", "float32", tmp_path / "*.txt")
+    pipeline = msgspec.structs.replace(run.pipeline, boundary=boundary)
+    run = msgspec.structs.replace(run, pipeline=pipeline, averaging=averaging)
+    torch.set_num_threads(1)
+    modules = await train(tmp_path / "peers", run, "nobody", monkeypatch)
+    batches.check(per_step=8)
+    start = {name: value.detach().clone() for name, value in whole_model(run).named_parameters()}
+    model = dict((await trio.to_thread.run_sync(plain_torch, run, batches)).named_parameters())
+    away = moved = 0.0
+    for module in modules:
+        for name, value in module.state().items():
+            if name.startswith("param/"):
+                exact = model[name.removeprefix("param/")].detach()
+                away += float((value - exact).double().square().sum())
+                moved += float((exact - start[name.removeprefix("param/")]).double().square().sum())
+    assert (away / moved) ** 0.5 <= near
+    assert len({module.digest() for module in modules}) == 2  # one for each stage

@@ -71,6 +71,18 @@ def best(device: torch.device) -> Kernels:
     return reference
 
 
+def described(device: torch.device | str) -> tuple[str, str]:
+    """What codes tensors on `device`, and, when that is slow plain torch, one sentence why and how to mend it."""
+    device = torch.device(device)
+    if device.type == "cuda":
+        from peerd.compute.kernels import cuda
+
+        why_not = cuda.why_not(device)
+        return ("plain torch on the GPU", why_not) if why_not else ("CUDA kernels", "")
+    why_not = native.why_not()
+    return ("plain torch", why_not) if why_not else (f"C++ kernels ({native.isa()})", "")
+
+
 def all_coded(scales: Tensor) -> bool:
     """Whether every block could be coded: false when a value was NaN, infinite or beyond 3e38."""
     return not bool((scales.view(torch.int32) > tables.LARGEST_BITS).any())
