@@ -138,6 +138,33 @@ def cpu_sections(sizes: Sizes) -> tuple[list[list[Figure]], dict[str, Any]]:
     return sections, {"cpu": large, "cpu_small": small, "torch_reference": plain, "input_mib": inputs}
 
 
+def older_processors(sizes: Sizes) -> tuple[list[Figure], dict[str, Any]]:
+    """The large input with the other instruction sets that this processor has."""
+    if not native.available():
+        return [], {}
+    best, found, figures = native.isa(), {}, []
+    try:
+        for isa in native.ISAS:
+            if isa == best or not usable(isa):
+                continue
+            _, found[isa] = cpu.rates(sizes.large, -(-sizes.rounds // 4), 1)
+            for code, direction in TARGETS:
+                share = found[isa][code][f"{direction}_over_memcpy"]
+                name = f"{isa}: {code}/{CODES[code].block} {direction} / copy"
+                figures.append(Figure(f"{isa}_{code}_{direction}_over_memcpy", name, share))
+    finally:
+        native.use_isa(best)
+    return figures, {"cpu_isas": found}
+
+
+def usable(isa: str) -> bool:
+    try:
+        native.use_isa(isa)
+    except ValueError:
+        return False
+    return True
+
+
 def call_section(sizes: Sizes) -> tuple[list[Figure], dict[str, Any]]:
     calls = cpu.call_us(sizes.call_batches)
     figures = [
@@ -199,17 +226,18 @@ def measure(full: bool) -> Report:
     torch.set_num_threads(1)
     try:
         sections, extra = cpu_sections(sizes)
+        older, older_extra = older_processors(sizes)
         calls, call_extra = call_section(sizes)
         others = other_libraries(sizes)
         packed = packing(sizes.packed, sizes.slow_rounds)
         gpu = cuda.measured(sizes.gpu, sizes.gpu_rounds, sizes.gpu_repeats)
     finally:
         torch.set_num_threads(before)
-    sections += [calls, other_section(others), packing_section(packed), gpu_section(gpu)]
+    sections += [older, calls, other_section(others), packing_section(packed), gpu_section(gpu)]
     how = f"C++ kernels, {native.isa()}" if native.available() else f"plain torch: {native.why_not()}"
     where = "no GPU" if gpu is None else f"{gpu['device']}, {gpu['implementation']}"
     missing = "; ".join(words for name, words in others.items() if name.endswith("_missing"))
     timing = f"medians of {sizes.rounds} alternating rounds, on CPUs of processor time"
     note = f"one thread; CPU: {how}; {where}; {timing}; {missing}".rstrip("; ")
-    found = {**extra, **call_extra, **others, "packing": packed, "cuda": gpu, "cpu_implementation": how}
+    found = {**extra, **older_extra, **call_extra, **others, "packing": packed, "cuda": gpu, "cpu_implementation": how}
     return Report("quantize", [section for section in sections if section], note, found)
