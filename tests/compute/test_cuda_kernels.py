@@ -191,7 +191,7 @@ def test_nothing_is_done_for_no_values(emulated: Emulated) -> None:
 def test_nvcc_compiles_every_kernel_without_warnings_or_spills(architecture: str, tmp_path: Path) -> None:
     image = tmp_path / "blockwise.cubin"
     options = ["-cubin", f"-arch={architecture}", *nvrtc.STRICT, "-Xptxas", "-v", "-Wno-deprecated-gpu-targets"]
-    command = ["nvcc", *options, "-o", str(image), str(KERNELS / "blockwise.cu")]
+    command = ["nvcc", *options, "-o", str(image), str(KERNELS / cuda.SOURCE)]
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
     told = ended.stdout + ended.stderr
     assert ended.returncode == 0, told
@@ -212,10 +212,11 @@ def test_a_real_nvrtc_compiles_every_kernel(architecture: str) -> None:
         compiler = nvrtc.Nvrtc(nvrtc.load(folders))
     except nvrtc.NvrtcError as error:
         pytest.skip(str(error))
-    source, header = ((KERNELS / name).read_text() for name in ("blockwise.cu", "tables.h"))
+    source, *headers = ((KERNELS / name).read_text() for name in (cuda.SOURCE, *cuda.HEADERS))
+    named = dict(zip(cuda.HEADERS, headers, strict=True))
     found = set()
     for only in (0, *(code.number for code in CODES.values())) if architecture == "sm_90" else (0, 16, 18):
-        image = compiler.compile(source, {"tables.h": header}, architecture, [f"PEERD_ONLY={only}"])
+        image = compiler.compile(source, named, architecture, [f"PEERD_ONLY={only}"])
         assert image.startswith(b"\x7fELF" if architecture.startswith("sm_") else b"//")
         found |= {name for name in ALL_KERNELS if name.encode() in image}
     if architecture == "sm_90":

@@ -1,5 +1,5 @@
 // Blockwise quantization on a GPU, bit for bit what reference.py defines. Compiled at run time by NVRTC (cuda.py), by
-// nvcc as a check, and by g++ with a shim in the tests; so there are no includes but tables.h.
+// nvcc as a check, and by g++ with a shim in the tests; so there are no includes but our own.
 //
 // 256 threads take a tile of 4096 values at a time, 16 values each: a whole number of blocks, whatever their size.
 // Each value is read once and kept in a register: largest magnitude, scale, code. A warp owns 512 neighbours, in rows;
@@ -15,179 +15,7 @@
 #pragma nv_diag_suppress 177  // not every table of the header is used here
 #endif
 #include "tables.h"
-
-typedef unsigned int u32;
-typedef unsigned char u8;
-typedef unsigned short u16;
-typedef long long i64;
-
-enum Dtype { F32, BF16, F16 };
-enum Code { NONE, DYNAMIC8, INT8, INT4, NF4, E4M3 };
-enum { THREADS = 256, LANES = 32, WARPS = THREADS / LANES, PER_THREAD = 16, TILE = THREADS * PER_THREAD };
-enum { WARP_VALUES = LANES * PER_THREAD, WARP_LOG2 = 9, NF4_BUCKETS = 64 };
-
-// All that a kernel is told. The host (cuda.py) has the same structure.
-struct Job {
-    void* values;    // read by quantize, written by dequantize
-    u8* codes;
-    float* scales;
-    i64 count;       // of values
-    int block_log2;  // 6 to 12
-    int unused;
-};
-
-template <Dtype D> struct Row {
-    static const int WIDTH = D == F32 ? 4 : 8;  // values of a lane in 16 bytes
-    static const int COUNT = PER_THREAD / WIDTH;
-    static const int LOG2 = D == F32 ? 7 : 8;  // values in a row
-    static const int BYTES = D == F32 ? 4 : 2;  // of a value
-};
-template <Code C> struct Bits { static const int COUNT = C == INT4 || C == NF4 ? 4 : 8; };
-
-// Where in its tile the 16 bytes of this thread's row begin.
-template <Dtype D> __device__ __forceinline__ int place(int row) {
-    const int thread = threadIdx.x;
-    return (thread / LANES) * WARP_VALUES + (row << Row<D>::LOG2) + (thread % LANES) * Row<D>::WIDTH;
-}
-
-__device__ __forceinline__ bool aligned(const void* pointer, int bytes) {
-    return ((u32)(unsigned long long)pointer & (bytes - 1)) == 0;
-}
-
-// --- singles to and from the 16-bit types ---------------------------------------------------------------------------
-
-#ifndef PEERD_SHIM
-__device__ __forceinline__ float half_to_float(u32 half) {
-    float wide;
-    asm("cvt.f32.f16 %0, %1;" : "=f"(wide) : "h"((u16)half));
-    return wide;
-}
-
-__device__ __forceinline__ u32 float_to_half(float value) {
-    u16 half;
-    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(half) : "f"(value));
-    return half;
-}
-
-#if __CUDA_ARCH__ >= 800
-#define PEERD_PAIRS
-__device__ __forceinline__ u32 halves(float low, float high) {
-    u32 pair;
-    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
-    return pair;
-}
-
-__device__ __forceinline__ u32 bfloats(float low, float high) {
-    u32 pair;
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
-    return pair;
-}
-#endif
-#endif
-
-#ifndef PEERD_PAIRS
-__device__ __forceinline__ u32 float_to_bfloat(float value) {
-    const u32 bits = __float_as_uint(value);
-    if ((bits & 0x7FFFFFFFu) > 0x7F800000u) return 0x7FC0u;  // NaN: the carry must not make it a number
-    return (bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16;
-}
-
-__device__ __forceinline__ u32 halves(float low, float high) {
-    return float_to_half(low) | float_to_half(high) << 16;
-}
-
-__device__ __forceinline__ u32 bfloats(float low, float high) {
-    return float_to_bfloat(low) | float_to_bfloat(high) << 16;
-}
-#endif
-
-template <Dtype D> __device__ __forceinline__ float widen(u32 bits) {
-    if (D == F32) return __uint_as_float(bits);
-    return D == BF16 ? __uint_as_float(bits << 16) : half_to_float(bits);
-}
-
-template <Dtype D> __device__ __forceinline__ u32 pair_of(float low, float high) {
-    return D == BF16 ? bfloats(low, high) : halves(low, high);
-}
-
-// --- memory: the WIDTH values, or their codes, of one thread in one row ---------------------------------------------
-
-template <Dtype D> __device__ __forceinline__ void load(float* x, const Job& job, i64 at, bool whole) {
-    const int width = Row<D>::WIDTH;
-    if (whole) {
-        const uint4 raw = PEERD_WIDE(const uint4, (const u8*)job.values + at * Row<D>::BYTES);
-        const u32 word[4] = {raw.x, raw.y, raw.z, raw.w};
-#pragma unroll
-        for (int j = 0; j < width; j++) {
-            if (D == F32) x[j] = __uint_as_float(word[j % 4]);
-            else if (D == BF16 && j % 2) x[j] = __uint_as_float(word[j / 2] & 0xFFFF0000u);
-            else x[j] = widen<D>(j % 2 ? word[j / 2] >> 16 : word[j / 2] & 0xFFFFu);
-        }
-        return;
-    }
-#pragma unroll
-    for (int j = 0; j < width; j++) {
-        u32 bits = 0;
-        if (at + j < job.count) bits = D == F32 ? ((const u32*)job.values)[at + j] : ((const u16*)job.values)[at + j];
-        x[j] = widen<D>(bits);
-    }
-}
-
-template <Dtype D> __device__ __forceinline__ void store(const float* x, const Job& job, i64 at, bool whole) {
-    const int width = Row<D>::WIDTH;
-    u32 word[4];
-#pragma unroll
-    for (int k = 0; k < 4; k++) {
-        word[k] = D == F32 ? __float_as_uint(x[k]) : pair_of<D>(x[2 * k % width], x[(2 * k + 1) % width]);
-    }
-    if (whole) {
-        PEERD_WIDE(uint4, (u8*)job.values + at * Row<D>::BYTES) = make_uint4(word[0], word[1], word[2], word[3]);
-        return;
-    }
-#pragma unroll
-    for (int j = 0; j < width; j++) {
-        if (at + j >= job.count) break;
-        if (D == F32) ((u32*)job.values)[at + j] = word[j % 4];
-        else ((u16*)job.values)[at + j] = (u16)(word[j / 2] >> (j % 2 * 16));
-    }
-}
-
-// Codes lie in words in the order of memory: 2, 4 or 8 bytes.
-template <Dtype D, Code C> __device__ __forceinline__ void load_codes(u32* word, const Job& job, i64 at, bool whole) {
-    const int bytes = Row<D>::WIDTH * Bits<C>::COUNT / 8;
-    const u8* from = job.codes + at * Bits<C>::COUNT / 8;
-    word[0] = word[1] = 0;
-    if (whole && bytes == 8) {
-        const uint2 raw = PEERD_WIDE(const uint2, from);
-        word[0] = raw.x;
-        word[1] = raw.y;
-    } else if (whole) {
-        word[0] = bytes == 4 ? PEERD_WIDE(const u32, from) : PEERD_WIDE(const u16, from);
-    } else {
-#pragma unroll
-        for (int k = 0; k < bytes; k++) {
-            if (at + k * (8 / Bits<C>::COUNT) < job.count) word[k / 4] |= (u32)from[k] << (k % 4 * 8);
-        }
-    }
-}
-
-template <Dtype D, Code C>
-__device__ __forceinline__ void store_codes(const u32* word, const Job& job, i64 at, bool whole) {
-    const int bytes = Row<D>::WIDTH * Bits<C>::COUNT / 8;
-    const int each = 8 / Bits<C>::COUNT;  // values in a byte
-    u8* to = job.codes + at * Bits<C>::COUNT / 8;
-    if (whole && bytes == 8) PEERD_WIDE(uint2, to) = make_uint2(word[0], word[1]);
-    else if (whole && bytes == 4) PEERD_WIDE(u32, to) = word[0];
-    else if (whole) PEERD_WIDE(u16, to) = (u16)word[0];
-    else {
-#pragma unroll
-        for (int k = 0; k < bytes; k++) {
-            const u32 byte = word[k / 4] >> (k % 4 * 8);
-            if (at + k * each + each <= job.count) to[k] = (u8)byte;
-            else if (at + k * each < job.count) to[k] = (u8)(byte & 15u);  // the last of an odd number
-        }
-    }
-}
+#include "blockwise_gpu.h"
 
 // --- tables in shared memory ----------------------------------------------------------------------------------------
 
@@ -255,9 +83,9 @@ template <> struct Values<NF4> {
 // --- values to codes ------------------------------------------------------------------------------------------------
 
 // One byte of each of four words.
-template <int BYTE> __device__ __forceinline__ u32 gather(u32 a, u32 b, u32 c, u32 d) {
+template <int BYTE> __device__ __forceinline__ u32 gather(const u32* word) {
     const u32 pick = BYTE | (BYTE + 4) << 4;
-    return __byte_perm(__byte_perm(a, b, pick), __byte_perm(c, d, pick), 0x5410);
+    return __byte_perm(__byte_perm(word[0], word[1], pick), __byte_perm(word[2], word[3], pick), 0x5410);
 }
 
 __device__ __forceinline__ u32 dynamic_sum(float n, const Shared<DYNAMIC8>& shared) {
@@ -280,41 +108,36 @@ __device__ __forceinline__ u32 nf4(float n, const Shared<NF4>& shared) {
     return step.y + (n >= __uint_as_float(step.x) ? 1u : 0u);
 }
 
+// Codes of four values (bytes) or one (4 bits). `n` are values times the inverse scale; `signs`, see signs_of.
 template <Code C> struct Encoder;
 
 template <> struct Encoder<DYNAMIC8> {
     static const u32 ZERO = 0;
-    static __device__ __forceinline__ u32 four(const float* x, float inverse, const Shared<DYNAMIC8>& shared) {
+    static __device__ __forceinline__ u32 four(const float* n, u32 signs, const Shared<DYNAMIC8>& shared) {
         u32 sum[4];
 #pragma unroll
-        for (int j = 0; j < 4; j++) sum[j] = dynamic_sum(__fmul_rn(x[j], inverse), shared);
-        const u32 signs = gather<3>(__float_as_uint(x[0]), __float_as_uint(x[1]), __float_as_uint(x[2]),
-                                    __float_as_uint(x[3]));
-        return (gather<2>(sum[0], sum[1], sum[2], sum[3]) >> 1 & 0x7F7F7F7Fu) | (signs & 0x80808080u);
+        for (int j = 0; j < 4; j++) sum[j] = dynamic_sum(n[j], shared);
+        return (gather<2>(sum) >> 1 & 0x7F7F7F7Fu) | (signs & 0x80808080u);
     }
 };
 
 template <> struct Encoder<INT8> {
     static const u32 ZERO = 0;
-    static __device__ __forceinline__ u32 four(const float* x, float inverse, const Shared<INT8>&) {
+    static __device__ __forceinline__ u32 four(const float* n, u32, const Shared<INT8>&) {
         u32 sum[4];  // adding 1.5 * 2^23 rounds to a whole number, half to even, and leaves it in the lower bits
 #pragma unroll
-        for (int j = 0; j < 4; j++) {
-            sum[j] = __float_as_uint(__fadd_rn(__fmul_rn(__fmul_rn(x[j], inverse), 127.0f), 12582912.0f));
-        }
-        return gather<0>(sum[0], sum[1], sum[2], sum[3]);
+        for (int j = 0; j < 4; j++) sum[j] = __float_as_uint(__fadd_rn(__fmul_rn(n[j], 127.0f), 12582912.0f));
+        return gather<0>(sum);
     }
 };
 
 template <> struct Encoder<E4M3> {
     static const u32 ZERO = 0;
-    static __device__ __forceinline__ u32 four(const float* x, float inverse, const Shared<E4M3>&) {
+    static __device__ __forceinline__ u32 four(const float* n, u32 signs, const Shared<E4M3>&) {
         u32 code[4];
 #pragma unroll
-        for (int j = 0; j < 4; j++) code[j] = e4m3(__fmul_rn(x[j], inverse));
-        const u32 signs = gather<3>(__float_as_uint(x[0]), __float_as_uint(x[1]), __float_as_uint(x[2]),
-                                    __float_as_uint(x[3]));
-        return (gather<0>(code[0], code[1], code[2], code[3]) & 0x7F7F7F7Fu) | (signs & 0x80808080u);
+        for (int j = 0; j < 4; j++) code[j] = e4m3(n[j]);
+        return (gather<0>(code) & 0x7F7F7F7Fu) | (signs & 0x80808080u);
     }
 };
 
@@ -331,19 +154,24 @@ template <> struct Encoder<NF4> {
 };
 
 template <Dtype D, Code C, int BITS> struct Packed {
-    static __device__ __forceinline__ void make(u32* word, const float* x, float inverse, const Shared<C>& shared) {
+    static __device__ __forceinline__ void make(u32* code, const u32* word, float inverse, const Shared<C>& shared) {
 #pragma unroll
-        for (int k = 0; k < Row<D>::WIDTH / 4; k++) word[k] = Encoder<C>::four(x + 4 * k, inverse, shared);
+        for (int first = 0; first < Row<D>::WIDTH; first += 4) {
+            float n[4];
+#pragma unroll
+            for (int j = 0; j < 4; j++) n[j] = __fmul_rn(value_of<D>(word, first + j), inverse);
+            code[first / 4] = Encoder<C>::four(n, signs_of<D>(word, first), shared);
+        }
     }
 };
 template <Dtype D, Code C> struct Packed<D, C, 4> {
-    static __device__ __forceinline__ void make(u32* word, const float* x, float inverse, const Shared<C>& shared) {
+    static __device__ __forceinline__ void make(u32* code, const u32* word, float inverse, const Shared<C>& shared) {
         u32 all = 0;
 #pragma unroll
         for (int j = Row<D>::WIDTH - 1; j >= 0; j--) {
-            all = (all << 4) + Encoder<C>::one(__fmul_rn(x[j], inverse), shared);
+            all = (all << 4) + Encoder<C>::one(__fmul_rn(value_of<D>(word, j), inverse), shared);
         }
-        word[0] = all;
+        code[0] = all;
     }
 };
 
@@ -364,12 +192,16 @@ __device__ __forceinline__ Scale scale_of(u32 largest) {
     return scale;
 }
 
-// The largest of neighbouring lanes; their number is a power of two.
-__device__ __forceinline__ u32 over_lanes(u32 largest, int lanes) {
-    for (int distance = lanes / 2; distance > 0; distance /= 2) {
-        largest = max(largest, __shfl_xor_sync(0xFFFFFFFFu, largest, distance));
+// For each row, the largest of neighbouring lanes: 8, 16 or 32 of them.
+template <int ROWS> __device__ __forceinline__ void over_lanes(u32* largest, int lanes) {
+#pragma unroll
+    for (int distance = LANES / 2; distance > 0; distance /= 2) {
+        if (distance >= 8 && distance >= lanes) continue;
+#pragma unroll
+        for (int row = 0; row < ROWS; row++) {
+            largest[row] = max(largest[row], __shfl_xor_sync(0xFFFFFFFFu, largest[row], distance));
+        }
     }
-    return largest;
 }
 
 // The largest of the warps that share a block. `turn` alternates from tile to tile: one barrier is then enough.
@@ -384,77 +216,75 @@ __device__ __forceinline__ u32 over_warps(u32 largest, u32 (*shared)[WARPS], int
 
 // The branches depend on the block size alone: all threads of the grid take the same one.
 template <Dtype D>
-__device__ __forceinline__ void find_scales(Scale* scale, const float* x, u32 (*shared)[WARPS], int block_log2, int turn) {
+__device__ __forceinline__ void find_scales(Scale* scale, u32 (*word)[4], u32 (*shared)[WARPS], int block_log2, int turn) {
     const int width = Row<D>::WIDTH, rows = Row<D>::COUNT;
     u32 largest[rows];
 #pragma unroll
-    for (int row = 0; row < rows; row++) {
-        largest[row] = 0;
-#pragma unroll
-        for (int j = 0; j < width; j++) {
-            largest[row] = max(largest[row], __float_as_uint(x[row * width + j]) & 0x7FFFFFFFu);
-        }
-    }
+    for (int row = 0; row < rows; row++) largest[row] = largest_of<D>(word[row]);
     if (block_log2 >= WARP_LOG2) {
-        u32 all = 0;
 #pragma unroll
-        for (int row = 0; row < rows; row++) all = max(all, largest[row]);
-        all = over_lanes(all, LANES);
-        if (block_log2 > WARP_LOG2) all = over_warps(all, shared, block_log2, turn);
-        scale[0] = scale_of(all);
+        for (int row = 1; row < rows; row++) largest[0] = max(largest[0], largest[row]);
+        over_lanes<1>(largest, LANES);
+        if (block_log2 > WARP_LOG2) largest[0] = over_warps(largest[0], shared, block_log2, turn);
+        scale[0] = scale_of(largest[0]);
 #pragma unroll
         for (int row = 1; row < rows; row++) scale[row] = scale[0];
     } else if (block_log2 > Row<D>::LOG2) {  // two rows
 #pragma unroll
-        for (int row = 0; row < rows; row += 2) {
-            scale[row] = scale_of(over_lanes(max(largest[row], largest[row + 1]), LANES));
-            scale[row + 1] = scale[row];
-        }
-    } else {
-        const int lanes = (1 << block_log2) / width;
+        for (int pair = 0; pair < rows / 2; pair++) largest[pair] = max(largest[2 * pair], largest[2 * pair + 1]);
+        over_lanes<rows / 2>(largest, LANES);
 #pragma unroll
-        for (int row = 0; row < rows; row++) scale[row] = scale_of(over_lanes(largest[row], lanes));
+        for (int pair = 0; pair < rows / 2; pair++) scale[2 * pair] = scale[2 * pair + 1] = scale_of(largest[pair]);
+    } else {
+        over_lanes<rows>(largest, (1 << block_log2) / width);
+#pragma unroll
+        for (int row = 0; row < rows; row++) scale[row] = scale_of(largest[row]);
     }
 }
 
 // --- kernels --------------------------------------------------------------------------------------------------------
 
-template <Dtype D, Code C> struct Coder {
-    static __device__ __forceinline__ void store(const float* x, const Scale& scale, const Shared<C>& shared,
-                                                 const Job& job, i64 at, bool whole) {
-        u32 word[2] = {0, 0};
-        Packed<D, C, Bits<C>::COUNT>::make(word, x, scale.inverse, shared);
-        if (!usable(scale.bits)) word[0] = word[1] = Encoder<C>::ZERO;
-        store_codes<D, C>(word, job, at, whole);
+template <Dtype D, Code C, bool WHOLE> struct Coder {
+    static __device__ __forceinline__ void store(const u32* word, const Scale& scale, const Shared<C>& shared,
+                                                 const Job& job, i64 at) {
+        u32 code[2] = {0, 0};
+        Packed<D, C, Bits<C>::COUNT>::make(code, word, scale.inverse, shared);
+        if (!usable(scale.bits)) code[0] = code[1] = Encoder<C>::ZERO;
+        store_codes<D, C, WHOLE>(code, job, at);
     }
 };
-template <Dtype D> struct Coder<D, NONE> {
-    static __device__ __forceinline__ void store(const float*, const Scale&, const Shared<NONE>&, const Job&, i64, bool) {}
+template <Dtype D, bool WHOLE> struct Coder<D, NONE, WHOLE> {
+    static __device__ __forceinline__ void store(const u32*, const Scale&, const Shared<NONE>&, const Job&, i64) {}
 };
 
+template <Dtype D, Code C, bool WHOLE>
+__device__ __forceinline__ void quantize_tile(const Job& job, Shared<C>& shared, i64 tile, int turn) {
+    const int rows = Row<D>::COUNT;
+    u32 word[rows][4];
+    Scale scale[rows];
+#pragma unroll
+    for (int row = 0; row < rows; row++) load<D, WHOLE>(word[row], job, tile + place<D>(row));
+    find_scales<D>(scale, word, shared.largest, job.block_log2, turn);
+    float* scales = job.scales + (tile >> job.block_log2);
+#pragma unroll
+    for (int row = 0; row < rows; row++) {
+        const u32 inside = place<D>(row);
+        if ((inside & ((1u << job.block_log2) - 1)) == 0 && (WHOLE || tile + inside < job.count)) {
+            scales[inside >> job.block_log2] = __uint_as_float(scale[row].bits);
+        }
+        Coder<D, C, WHOLE>::store(word[row], scale[row], shared, job, tile + inside);
+    }
+}
+
 template <Dtype D, Code C> __device__ __forceinline__ void quantize(const Job& job, Shared<C>& shared) {
-    const int width = Row<D>::WIDTH, rows = Row<D>::COUNT;
-    const bool read_wide = aligned(job.values, 16), write_wide = aligned(job.codes, width * Bits<C>::COUNT / 8);
+    const bool even = aligned<D, C>(job);
     shared.prepare();
     __syncthreads();
     int turn = 0;
     for (i64 tile = (i64)blockIdx.x * TILE; tile < job.count; tile += (i64)gridDim.x * TILE) {
-        const bool inside = job.count - tile >= TILE;
-        float x[PER_THREAD];
-        Scale scale[rows];
-#pragma unroll
-        for (int row = 0; row < rows; row++) load<D>(x + row * width, job, tile + place<D>(row), inside && read_wide);
-        find_scales<D>(scale, x, shared.largest, job.block_log2, turn);
+        if (even && job.count - tile >= TILE) quantize_tile<D, C, true>(job, shared, tile, turn);
+        else quantize_tile<D, C, false>(job, shared, tile, turn);
         turn ^= 1;
-#pragma unroll
-        for (int row = 0; row < rows; row++) {
-            const i64 at = tile + place<D>(row);
-            if (at >= job.count) break;
-            if (((int)place<D>(row) & ((1 << job.block_log2) - 1)) == 0) {
-                job.scales[at >> job.block_log2] = __uint_as_float(scale[row].bits);
-            }
-            Coder<D, C>::store(x + row * width, scale[row], shared, job, at, inside && write_wide);
-        }
     }
 }
 
@@ -495,32 +325,38 @@ template <> struct Decoder<E4M3> {
     }
 };
 
+template <Dtype D, Code C, bool WHOLE>
+__device__ __forceinline__ void dequantize_tile(const Job& job, const Values<C>& values, i64 tile) {
+    const int width = Row<D>::WIDTH, rows = Row<D>::COUNT, bits = Bits<C>::COUNT;
+    const float* scales = job.scales + (tile >> job.block_log2);
+    u32 word[rows][2];
+    float scale[rows];
+#pragma unroll
+    for (int row = 0; row < rows; row++) {
+        const u32 inside = place<D>(row);
+        load_codes<D, C, WHOLE>(word[row], job, tile + inside);
+        scale[row] = WHOLE || tile + inside < job.count ? scales[inside >> job.block_log2] : 0.0f;
+    }
+#pragma unroll
+    for (int row = 0; row < rows; row++) {
+        const float factor = Decoder<C>::scale(scale[row]);
+        float x[width];
+#pragma unroll
+        for (int j = 0; j < width; j++) {
+            const u32 code = word[row][j * bits / 32] >> (j * bits % 32) & ((1u << bits) - 1);
+            x[j] = __fmul_rn(Decoder<C>::one(code, values), factor);
+        }
+        store<D, WHOLE>(x, job, tile + place<D>(row));
+    }
+}
+
 template <Dtype D, Code C> __device__ __forceinline__ void dequantize(const Job& job, Values<C>& values) {
-    const int width = Row<D>::WIDTH, bits = Bits<C>::COUNT;
-    const bool write_wide = aligned(job.values, 16), read_wide = aligned(job.codes, width * bits / 8);
+    const bool even = aligned<D, C>(job);
     values.prepare();
     __syncthreads();
     for (i64 tile = (i64)blockIdx.x * TILE; tile < job.count; tile += (i64)gridDim.x * TILE) {
-        const bool inside = job.count - tile >= TILE;
-        u32 word[Row<D>::COUNT][2];
-        float scale[Row<D>::COUNT];
-#pragma unroll
-        for (int row = 0; row < Row<D>::COUNT; row++) {
-            const i64 at = tile + place<D>(row);
-            load_codes<D, C>(word[row], job, at, inside && read_wide);
-            scale[row] = at < job.count ? job.scales[at >> job.block_log2] : 0.0f;
-        }
-#pragma unroll
-        for (int row = 0; row < Row<D>::COUNT; row++) {
-            const float factor = Decoder<C>::scale(scale[row]);
-            float x[width];
-#pragma unroll
-            for (int j = 0; j < width; j++) {
-                const u32 code = word[row][j * bits / 32] >> (j * bits % 32) & ((1u << bits) - 1);
-                x[j] = __fmul_rn(Decoder<C>::one(code, values), factor);
-            }
-            store<D>(x, job, tile + place<D>(row), inside && write_wide);
-        }
+        if (even && job.count - tile >= TILE) dequantize_tile<D, C, true>(job, values, tile);
+        else dequantize_tile<D, C, false>(job, values, tile);
     }
 }
 

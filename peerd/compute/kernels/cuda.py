@@ -20,6 +20,8 @@ from torch import Tensor
 from peerd.compute.kernels import driver, nvrtc, reference
 from peerd.core.blockwise import BLOCKS, CODES, code_bytes, scale_count
 
+SOURCE: Final = "blockwise.cu"
+HEADERS: Final = ("tables.h", "blockwise_gpu.h")
 THREADS: Final = 256  # of a CUDA block
 TILE_VALUES: Final = 4096  # that a CUDA block takes at a time
 SUFFIXES: Final = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
@@ -69,7 +71,8 @@ class Kernels:
             if names[-1] in self._ready:
                 return
             only = f"PEERD_ONLY={CODES[code].number if code else 0}"
-            image = self._nvrtc.compile(_text("blockwise.cu"), {"tables.h": _text("tables.h")}, self.target, [only])
+            headers = {name: _text(name) for name in HEADERS}
+            image = self._nvrtc.compile(_text(SOURCE), headers, self.target, [only])
             with self._device.current():
                 module = self._device.module(image)
                 for name in names:
@@ -113,7 +116,7 @@ def available(device: torch.device | str) -> bool:
 def why_not(device: torch.device | str) -> str:
     """Empty when available; otherwise one sentence: what is the matter, what it costs, how to mend it."""
     device = torch.device(device)
-    if device.index is not None and (known := _problems.get((device.index, _SCALES))) is not None:
+    if device.type == _TYPE and (known := _problems.get((device.index or 0, _SCALES))) is not None:
         return known  # asked before every call: torch takes long to say whether there are GPUs
     if device.type != _TYPE or not torch.cuda.is_available():
         return f"the CUDA kernels of blockwise quantization serve NVIDIA GPUs that torch sees, and {device} is none"

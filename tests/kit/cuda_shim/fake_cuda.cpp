@@ -218,7 +218,7 @@ int nvrtcGetSupportedArchs(int* found) {
 int nvrtcCreateProgram(void** program, const char* source, const char*, int count, const char* const* headers,
                        const char* const* names) {
     CALL("nvrtcCreateProgram");
-    if (count != 1 || std::strcmp(names[0], "tables.h")) return misuse("the header", 4);
+    if (count < 1 || std::strcmp(names[0], "tables.h")) return misuse("the headers", 4);
     *program = new Program{source, headers[0], "", ""};
     return 0;
 }
