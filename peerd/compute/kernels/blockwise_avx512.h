@@ -108,6 +108,8 @@ PEERD_FN __m512i with_sign(__m512i code, __m512 x) {
 
 PEERD_FN __m512i table(const unsigned int* from) { return _mm512_loadu_si512(from); }
 
+static constexpr Nf4Buckets NF4_BUCKETS = nf4_buckets();
+
 #if PEERD_VBMI
 
 static constexpr Planes<128> DYNAMIC_PLANES = dynamic_planes();
@@ -121,8 +123,16 @@ PEERD_FN __m512i plane_of(const uint8_t* plane, __m512i index) {
     return _mm512_permutex2var_epi8(_mm512_loadu_si512(plane), index, _mm512_loadu_si512(plane + 64));
 }
 
+/* The upper 16 bits of each lane, packed like the codes that will be made of them. */
+PEERD_FN __m512i upper_halves(__m512i first, __m512i second) {
+    alignas(64) static constexpr uint16_t UPPER[32] = {1,  3,  5,  7,  33, 35, 37, 39, 9,  11, 13, 15, 41, 43, 45, 47,
+                                                       17, 19, 21, 23, 49, 51, 53, 55, 25, 27, 29, 31, 57, 59, 61, 63};
+    return _mm512_permutex2var_epi16(first, _mm512_loadu_si512(UPPER), second);
+}
+
 /* Numbers of the buckets, of 32 magnitudes' upper 16 bits. */
 PEERD_FN __m512i bucket_of(__m512i upper) {
+    upper = _mm512_and_si512(upper, _mm512_set1_epi16(0x7FFF));
     upper = _mm512_max_epu16(upper, _mm512_set1_epi16(DynamicBuckets::FIRST_EXPONENT << 7));
     const __m512i exponent = _mm512_srli_epi16(upper, 7);
     const __m512i shift = _mm512_permutexvar_epi16(exponent, _mm512_loadu_si512(BUCKETS.shift));
@@ -138,30 +148,21 @@ PEERD_FN Whole unpacked(__m512i plane0, __m512i plane1, __m512i plane2, __m512i 
 }
 
 PEERD_FN __m512i encode_dynamic(const Values& x, __m512 by) {
-    __m512i a[4], upper[4];
-    for (int i = 0; i < 4; ++i) {
-        a[i] = magnitude(_mm512_mul_ps(x.v[i], by));
-        upper[i] = _mm512_srli_epi32(a[i], 16);
-    }
-    const __m512i first = bucket_of(_mm512_packus_epi32(upper[0], upper[1]));
-    const __m512i second = bucket_of(_mm512_packus_epi32(upper[2], upper[3]));
-    const __m512i bucket = _mm512_packus_epi16(first, second);
+    __m512i n[4];
+    for (int i = 0; i < 4; ++i) n[i] = _mm512_castps_si512(_mm512_mul_ps(x.v[i], by));
+    const __m512i first = upper_halves(n[0], n[1]), second = upper_halves(n[2], n[3]);
+    const __m512i signs = _mm512_packs_epi16(first, second);  // whatever else: bit 7
+    const __m512i bucket = _mm512_packus_epi16(bucket_of(first), bucket_of(second));
     const __m512i below = _mm512_mask_blend_epi8(_mm512_movepi8_mask(bucket), plane_of(BUCKETS.below, bucket),
                                                  plane_of(BUCKETS.below + 128, bucket));
     const uint8_t(*plane)[128] = THRESHOLD_PLANES.byte;
     const Whole threshold =
         unpacked(plane_of(plane[0], below), plane_of(plane[1], below), plane_of(plane[2], below), plane_of(plane[3], below));
-    __mmask16 above[4], negative[4];
-    for (int i = 0; i < 4; ++i) {
-        above[i] = _mm512_cmple_epi32_mask(threshold.v[i], a[i]);
-        negative[i] = _mm512_movepi32_mask(_mm512_castps_si512(x.v[i]));
-    }
+    __mmask16 above[4];
+    for (int i = 0; i < 4; ++i) above[i] = _mm512_cmple_epi32_mask(threshold.v[i], magnitude(_mm512_castsi512_ps(n[i])));
     const __mmask64 all_above = _mm512_kunpackd(_mm512_kunpackw(above[3], above[2]), _mm512_kunpackw(above[1], above[0]));
-    const __mmask64 all_negative =
-        _mm512_kunpackd(_mm512_kunpackw(negative[3], negative[2]), _mm512_kunpackw(negative[1], negative[0]));
-    const __m512i magnitudes = in_order(below);
-    const __m512i codes = _mm512_mask_add_epi8(magnitudes, all_above, magnitudes, _mm512_set1_epi8(1));
-    return _mm512_mask_add_epi8(codes, all_negative, codes, _mm512_set1_epi8(-128));
+    const __m512i codes = in_order(_mm512_ternarylogic_epi32(below, signs, _mm512_set1_epi8(-128), 0xF8));
+    return _mm512_mask_add_epi8(codes, all_above, codes, _mm512_set1_epi8(1));
 }
 
 #else
@@ -192,17 +193,14 @@ PEERD_FN __m512i dynamic_of(__m512 n, __m512 x) {
 
 #endif
 
-/* A search by halves: each step looks up the middle threshold of what is left and adds a bit to the code. */
+/* A bucket of values holds one threshold at most, see Nf4Buckets. */
 PEERD_FN __m512i nf4_of(__m512 n) {
-    const unsigned int* t = PEERD_NF4_THRESHOLD_BITS;
-    const __m512 middle = _mm512_castsi512_ps(_mm512_set1_epi32(static_cast<int>(t[7])));
-    __m512i code = _mm512_maskz_mov_epi32(_mm512_cmp_ps_mask(n, middle, _CMP_GE_OQ), _mm512_set1_epi32(8));
-    for (int step = 4; step >= 1; step /= 2) {
-        const __m512i lanes = _mm512_maskz_loadu_epi32(static_cast<__mmask16>(0x7FFF >> (step - 1)), t + step - 1);
-        const __m512 next = _mm512_castsi512_ps(_mm512_permutexvar_epi32(code, lanes));
-        code = _mm512_mask_add_epi32(code, _mm512_cmp_ps_mask(n, next, _CMP_GE_OQ), code, _mm512_set1_epi32(step));
-    }
-    return code;
+    const __m512 steps = _mm512_set1_ps(Nf4Buckets::STEPS), middle = _mm512_set1_ps(Nf4Buckets::MIDDLE);
+    const __m512i bucket = _mm512_castps_si512(_mm512_fmadd_ps(n, steps, middle));  // in the lower five bits
+    const __m512i code = _mm512_permutex2var_epi32(table(NF4_BUCKETS.below), bucket, table(NF4_BUCKETS.below + 16));
+    const __m512i next = _mm512_permutex2var_epi32(table(NF4_BUCKETS.next), bucket, table(NF4_BUCKETS.next + 16));
+    const __mmask16 above = _mm512_cmp_ps_mask(n, _mm512_castsi512_ps(next), _CMP_GE_OQ);
+    return _mm512_mask_add_epi32(code, above, code, _mm512_set1_epi32(1));
 }
 
 PEERD_FN __m512i e4m3_of(__m512 n, __m512 x) {

@@ -27,6 +27,7 @@ namespace peerd {
 enum Dtype { FLOAT32, BFLOAT16, FLOAT16, DTYPES };
 enum Code { DYNAMIC8, INT8, INT4, NF4, E4M3, CODES };  // in the order of their numbers on the wire
 constexpr int FIRST_CODE = 16;
+constexpr int64_t RUN = 1024;  // values that are looked through before they are coded, if a block is not longer
 
 constexpr int value_bytes(int dtype) { return dtype == FLOAT32 ? 4 : 2; }
 constexpr bool two_a_byte(int code) { return code == INT4 || code == NF4; }

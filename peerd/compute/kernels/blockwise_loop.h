@@ -9,8 +9,8 @@ Bits, no_bits(), larger(bits, values), largest(bits)
 encode<code>(values, inverse, to, stream)
 decode<code>(from, multiplier) -> Values
 
-PEERD_FN and PEERD_LOOP are the qualifiers of an inlined function and of a whole loop. A block is read twice, the second
-time out of the first cache. What is left of the last block after whole groups goes through a padded copy. */
+PEERD_FN and PEERD_LOOP are the qualifiers of an inlined function and of a whole loop. A run of
+blocks is read twice, the second time out of the first cache. What is left of the last block after whole groups goes through a padded copy. */
 
 template <int dtype>
 PEERD_FN Values load_padded(const char* from, int64_t count) {
@@ -30,28 +30,49 @@ PEERD_FN uint32_t scale_bits(const char* x, int64_t count) {
     return bits <= PEERD_SMALLEST_BITS ? 0 : bits;
 }
 
+template <int dtype>
+PEERD_LOOP void scales_alone(const char* x, int64_t n, int64_t block, char* scales) {
+    for (int64_t start = 0; start < n; start += block, scales += 4) {
+        const uint32_t bits = scale_bits<dtype>(x + start * value_bytes(dtype), n - start < block ? n - start : block);
+        memcpy(scales, &bits, 4);
+    }
+}
+
+template <int dtype, int code>
+PEERD_FN void encode_block(const char* x, int64_t count, float inverse, uint8_t* codes, bool stream) {
+    int64_t i = 0;
+    for (; i + GROUP <= count; i += GROUP)
+        encode<code>(load<dtype>(x + i * value_bytes(dtype)), inverse, codes + code_bytes(code, i), stream);
+    if (i < count) {
+        alignas(64) uint8_t padded[GROUP];
+        encode<code>(load_padded<dtype>(x + i * value_bytes(dtype), count - i), inverse, padded, false);
+        memcpy(codes + code_bytes(code, i), padded, static_cast<size_t>(code_bytes(code, count - i)));
+    }
+}
+
+/* In two passes over each run of blocks, so that the processor need not wait for one block's scale to code it. */
 template <int dtype, int code>
 PEERD_LOOP void quantize(const char* x, int64_t n, int64_t block, char* scales, uint8_t* codes, bool stream) {
-    for (int64_t start = 0; start < n; start += block, scales += 4) {
-        const int64_t count = n - start < block ? n - start : block;
-        const char* from = x + start * value_bytes(dtype);
-        uint8_t* to = codes + code_bytes(code, start);
-        const uint32_t bits = scale_bits<dtype>(from, count);
-        memcpy(scales, &bits, 4);
-        if (bits == 0 || bits > PEERD_LARGEST_BITS) {
-            memset(to, zero_byte(code), static_cast<size_t>(code_bytes(code, count)));
-        } else {
-            const float inverse = 1.0f / float_of(bits);
-            int64_t i = 0;
-            for (; i + GROUP <= count; i += GROUP)
-                encode<code>(load<dtype>(from + i * value_bytes(dtype)), inverse, to + code_bytes(code, i), stream);
-            if (i < count) {
-                alignas(64) uint8_t padded[GROUP];
-                encode<code>(load_padded<dtype>(from + i * value_bytes(dtype), count - i), inverse, padded, false);
-                memcpy(to + code_bytes(code, i), padded, static_cast<size_t>(code_bytes(code, count - i)));
-            }
+    const int64_t length = block < RUN ? RUN : block;
+    for (int64_t run = 0; run < n; run += length) {
+        const int64_t end = n - run < length ? n : run + length;
+        float inverses[RUN / 64];
+        scales_alone<dtype>(x + run * value_bytes(dtype), end - run, block, scales);
+        for (int64_t start = run, i = 0; start < end; start += block, ++i) {
+            uint32_t bits;
+            memcpy(&bits, scales + 4 * i, 4);
+            inverses[i] = bits == 0 || bits > PEERD_LARGEST_BITS ? 0.0f : 1.0f / float_of(bits);
         }
-        if (two_a_byte(code) && count % 2) to[count / 2] &= 0x0F;  // nothing follows the last value
+        for (int64_t start = run, i = 0; start < end; start += block, ++i, scales += 4) {
+            const int64_t count = end - start < block ? end - start : block;
+            uint8_t* to = codes + code_bytes(code, start);
+            if (inverses[i] == 0.0f) {
+                memset(to, zero_byte(code), static_cast<size_t>(code_bytes(code, count)));
+            } else {
+                encode_block<dtype, code>(x + start * value_bytes(dtype), count, inverses[i], to, stream);
+            }
+            if (two_a_byte(code) && count % 2) to[count / 2] &= 0x0F;  // nothing follows the last value
+        }
     }
 }
 
@@ -74,14 +95,6 @@ PEERD_LOOP void dequantize(const uint8_t* codes, const char* scales, int64_t n, 
             store<dtype>(decode<code>(padded, by), values, false);
             memcpy(to + i * value_bytes(dtype), values, static_cast<size_t>((count - i) * value_bytes(dtype)));
         }
-    }
-}
-
-template <int dtype>
-PEERD_LOOP void scales_alone(const char* x, int64_t n, int64_t block, char* scales) {
-    for (int64_t start = 0; start < n; start += block, scales += 4) {
-        const uint32_t bits = scale_bits<dtype>(x + start * value_bytes(dtype), n - start < block ? n - start : block);
-        memcpy(scales, &bits, 4);
     }
 }
 

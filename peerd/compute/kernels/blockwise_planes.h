@@ -110,6 +110,32 @@ constexpr DynamicBuckets dynamic_buckets() {
     return buckets;
 }
 
+/* Bucket of a value n from -1 to 1: 16 + n * STEPS rounded, in the lower bits of n * STEPS + MIDDLE. All the same how
+that is rounded: the bucket never falls as n grows, so that a threshold in a lower bucket than n's is not above n. */
+struct Nf4Buckets {
+    static constexpr float STEPS = 15.25f, MIDDLE = 12582912.0f + 16.0f;
+    alignas(64) unsigned int below[32];  // thresholds in lower buckets
+    alignas(64) unsigned int next[32];   // the threshold above these
+};
+
+constexpr double nf4_threshold(int j) {
+    const uint32_t bits = PEERD_NF4_THRESHOLD_BITS[j];
+    double value = 1.0 + static_cast<double>(bits & 0x7FFFFFu) / 8388608.0;
+    for (uint32_t exponent = bits >> 23 & 0xFFu; exponent < 127; ++exponent) value /= 2;
+    return bits >> 31 ? -value : value;
+}
+
+constexpr Nf4Buckets nf4_buckets() {
+    Nf4Buckets buckets{};
+    for (int i = 0; i < 32; ++i) {
+        unsigned int below = 0;
+        while (below < 15 && nf4_threshold(static_cast<int>(below)) * Nf4Buckets::STEPS < i - 16.5) ++below;
+        buckets.below[i] = below;
+        buckets.next[i] = below < 15 ? PEERD_NF4_THRESHOLD_BITS[below] : 0x7F800000u;
+    }
+    return buckets;
+}
+
 }  // namespace peerd
 
 #endif

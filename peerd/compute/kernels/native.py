@@ -16,7 +16,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from peerd.core.blockwise import BLOCKS, CODES, code_bytes, scale_count
+from peerd.core.blockwise import BLOCKS, CODES
 
 ISAS: Final = ("plain", "avx2", "avx512", "avx512-vbmi", "neon")  # by the library's numbers
 
@@ -24,7 +24,7 @@ _ABI: Final = 1
 _FOLDER = Path(__file__).parent
 _MEND: Final = "CPU tensors are coded by plain torch, many times slower; reinstall peerd with a C++ compiler to mend it"
 _DTYPES: Final = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-_NUMBERS: Final = {name: code.number for name, code in CODES.items()}
+_KINDS: Final = {name: (code.number, 8 // code.bits) for name, code in CODES.items()}  # and codes in a byte
 _LOG2: Final = {block: block.bit_length() - 1 for block in BLOCKS}
 _POINTER, _INT, _INT64 = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64
 
@@ -86,14 +86,19 @@ def quantize(
 
     Written into `codes` and `scales` when given: contiguous, of exactly that size. ValueError otherwise.
     """
-    dtype, number, log2 = _dtype(x), _number(code), _block_log2(block)
-    x = x.detach().contiguous()
+    call, dtype, (number, a_byte), log2 = _library().quantize, _dtype(x), _kind(code), _block_log2(block)
+    x = _contiguous(x)
     count = x.numel()
-    codes = _output("codes", codes, torch.uint8, code_bytes(count, code))
-    scales = _output("scales", scales, torch.float32, scale_count(count, block))
-    _check(
-        _library().quantize(x.data_ptr(), dtype, count, number, log2, scales.data_ptr(), codes.data_ptr()),
-    )
+    size, blocks = -(-count // a_byte), -(-count >> log2)
+    if codes is None:
+        codes = torch.empty(size, dtype=torch.uint8)
+    else:
+        _check_place("codes", codes, torch.uint8, size)
+    if scales is None:
+        scales = torch.empty(blocks, dtype=torch.float32)
+    else:
+        _check_place("scales", scales, torch.float32, blocks)
+    _check(call(x.data_ptr(), dtype, count, number, log2, scales.data_ptr(), codes.data_ptr()))
     return codes, scales
 
 
@@ -102,24 +107,22 @@ def dequantize(codes: Tensor, scales: Tensor, code: str, block: int, out: Tensor
 
     Any codes and scales are decoded. ValueError when a tensor has the wrong dtype, size or place.
     """
-    dtype, number, log2 = _dtype(out), _number(code), _block_log2(block)
-    count = out.numel()
+    call, dtype, (number, a_byte), log2 = _library().dequantize, _dtype(out), _kind(code), _block_log2(block)
     if not out.is_contiguous():
         raise ValueError("out has to be contiguous")
-    codes = _input("codes", codes, torch.uint8, code_bytes(count, code))
-    scales = _input("scales", scales, torch.float32, scale_count(count, block))
-    _check(
-        _library().dequantize(codes.data_ptr(), scales.data_ptr(), count, number, log2, out.data_ptr(), dtype),
-    )
+    codes, scales, count = _contiguous(codes), _contiguous(scales), out.numel()
+    _check_place("codes", codes, torch.uint8, -(-count // a_byte))
+    _check_place("scales", scales, torch.float32, -(-count >> log2))
+    _check(call(codes.data_ptr(), scales.data_ptr(), count, number, log2, out.data_ptr(), dtype))
     return out
 
 
 def block_scales(x: Tensor, block: int) -> Tensor:
     """The scales alone: enough to see whether `x` can be coded."""
-    dtype, log2 = _dtype(x), _block_log2(block)
-    x = x.detach().contiguous()
-    scales = torch.empty(scale_count(x.numel(), block), dtype=torch.float32)
-    _check(_library().scales(x.data_ptr(), dtype, x.numel(), log2, scales.data_ptr()))
+    call, dtype, log2 = _library().scales, _dtype(x), _block_log2(block)
+    x = _contiguous(x)
+    scales = torch.empty(-(-x.numel() >> log2), dtype=torch.float32)
+    _check(call(x.data_ptr(), dtype, x.numel(), log2, scales.data_ptr()))
     return scales
 
 
@@ -150,8 +153,12 @@ def _candidates(folder: Path) -> list[Path]:
     return [folder / f"_blockwise{suffix}" for suffix in importlib.machinery.EXTENSION_SUFFIXES]
 
 
+def _contiguous(values: Tensor) -> Tensor:
+    return values if values.is_contiguous() else values.detach().contiguous()
+
+
 def _dtype(values: Tensor) -> int:
-    if values.device.type != "cpu":
+    if not values.is_cpu:
         raise ValueError(f"the tensor has to be on a CPU, not on {values.device}")
     number = _DTYPES.get(values.dtype)
     if number is None:
@@ -159,30 +166,26 @@ def _dtype(values: Tensor) -> int:
     return number
 
 
-def _number(code: str) -> int:
-    if code not in _NUMBERS:
-        raise ValueError(f"there is no code {code!r}; there are {', '.join(_NUMBERS)}")
-    return _NUMBERS[code]
+def _kind(code: str) -> tuple[int, int]:
+    kind = _KINDS.get(code)
+    if kind is None:
+        raise ValueError(f"there is no code {code!r}; there are {', '.join(_KINDS)}")
+    return kind
 
 
 def _block_log2(block: int) -> int:
-    if block not in _LOG2:
+    log2 = _LOG2.get(block)
+    if log2 is None:
         raise ValueError(f"a block has {BLOCKS[0]} to {BLOCKS[-1]} values, a power of two, not {block}")
-    return _LOG2[block]
+    return log2
 
 
-def _input(name: str, given: Tensor, dtype: torch.dtype, size: int) -> Tensor:
-    if given.dtype != dtype or given.numel() != size or given.device.type != "cpu":
+def _check_place(name: str, given: Tensor, dtype: torch.dtype, size: int) -> None:
+    """Addresses are all that the library is told: nothing else keeps it inside of a tensor."""
+    if given.dtype != dtype or given.numel() != size or not given.is_cpu:
         raise ValueError(f"{name} has to hold {size} {dtype} on a CPU, not {given.numel()} {given.dtype}")
-    return given.contiguous()
-
-
-def _output(name: str, given: Tensor | None, dtype: torch.dtype, size: int) -> Tensor:
-    if given is None:
-        return torch.empty(size, dtype=dtype)
     if not given.is_contiguous():
         raise ValueError(f"{name} has to be contiguous")
-    return _input(name, given, dtype, size)
 
 
 def _check(status: int) -> None:
