@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Final
 
 import numpy as np
@@ -35,10 +36,12 @@ __all__ = ["Encoding", "NotFinite", "Plan", "Sample", "begin", "decode", "encode
 
 CHUNK_BYTES: Final = 1 << 20  # of codes or rounded values, made in one go
 SAMPLE_VALUES: Final = 1 << 16
-_ROUNDED: Final = {"bf16": torch.bfloat16, "fp16": torch.float16}
-_FP16_MAX: Final = 65504.0
+ROUNDED: Final = {"bf16": torch.bfloat16, "fp16": torch.float16}
+FP16_MAX: Final = 65504.0
 _GOLDEN: Final = (5**0.5 - 1) / 2  # its multiples fall evenly between 0 and 1 and keep no rhythm
 _INFINITY_BITS: Final = 0x7F800000
+
+Put = Callable[[Tensor], Tensor]  # brings a flat tensor of the host to where the result shall lie
 
 
 class NotFinite(PeerdError):
@@ -91,14 +94,13 @@ def begin(tensor: Tensor, plan: Plan, *, name: str = "a tensor") -> Encoding:
     """
     dtype, shape = dtype_name(tensor.dtype), tuple(tensor.shape)
     plan = _settled(plan, dtype, name)
-    flat = _on_cpu(tensor)
-    if plan.coding == "none" or not flat.numel():
-        payload = raw_bytes(flat)
+    if not tensor.numel() or (plan.coding == "none" and tensor.device.type == "cpu"):
+        payload = raw_bytes(tensor)
         steps = iter((payload.nbytes,))
     else:
-        size = expected_bytes(dtype, (flat.numel(),), plan.coding, plan.block)
+        size = expected_bytes(dtype, (tensor.numel(),), plan.coding, plan.block)
         payload = raw_bytes(torch.empty(size, dtype=torch.uint8))
-        steps = _quantized(flat, plan, payload, name) if plan.coding in CODES else _rounded(flat, plan, payload)
+        steps = _steps(tensor, plan, payload, name)
     if plan.lossless:
         for _ in steps:
             pass
@@ -129,16 +131,17 @@ def decode(
     if shape is not None and not fits(frame.shape, shape):
         dims = ", ".join("any" if dim is None else str(dim) for dim in shape)
         raise ProtocolViolation(f"{name} has shape {list(frame.shape)}; expected [{dims}]")
-    payload = _raw_payload(frame, name)
-    if frame.coding in CODES:
-        return _dequantized(frame, payload, found, name, torch.device(device))
-    if found is torch.bool:
-        tensor = values_of(payload, torch.uint8).to(device).ne(0)
+    payload, device = _raw_payload(frame, name), torch.device(device)
+    make = partial(_dequantized if frame.coding in CODES else _values, frame, payload, found, name)
+    if device.type == "cuda":
+        from peerd.compute import device_coding, staging  # not needed where there is no GPU
+
+        tensor = device_coding.decoded(make, device, staging.lane_of(device))
     else:
-        tensor = values_of(payload, _ROUNDED.get(frame.coding, found)).to(device).to(found)
+        tensor = make(lambda source: source.to(device))
     if finite and not all_finite(tensor):
         raise ProtocolViolation(f"{name} has values that are not finite")
-    return tensor.view(frame.shape)
+    return tensor
 
 
 def sample_of(tensor: Tensor) -> Sample:
@@ -176,22 +179,27 @@ def _settled(plan: Plan, dtype: str, name: str) -> Plan:
     return Plan(coding, block or CODES[coding].block, plan.lossless)
 
 
-def _on_cpu(tensor: Tensor) -> Tensor:
-    """The values in C order, flat, where kernels and the network can read them."""
-    return tensor.detach().cpu().contiguous().view(-1)
+def _steps(tensor: Tensor, plan: Plan, payload: memoryview, name: str) -> Iterator[int]:
+    """Where the tensor lies, it is coded."""
+    if tensor.device.type == "cuda":
+        from peerd.compute import device_coding, staging  # not needed where there is no GPU
+
+        return device_coding.coded(tensor, plan, payload, name, staging.lane_of(tensor.device))
+    flat = tensor.detach().cpu().contiguous().view(-1)
+    return _quantized(flat, plan, payload, name) if plan.coding in CODES else _rounded(flat, plan, payload)
 
 
 def _itemsize(coding: str, dtype: str) -> int:
     """Bytes of the items that packing sorts into planes."""
-    return 1 if coding in CODES else 2 if coding in _ROUNDED else DTYPES[dtype].itemsize
+    return 1 if coding in CODES else 2 if coding in ROUNDED else DTYPES[dtype].itemsize
 
 
 def _rounded(flat: Tensor, plan: Plan, payload: memoryview) -> Iterator[int]:
-    out = values_of(payload, _ROUNDED[plan.coding])
+    out = values_of(payload, ROUNDED.get(plan.coding, flat.dtype))
     step = CHUNK_BYTES // out.itemsize
     for at in range(0, flat.numel(), step):
         chunk = flat[at : at + step]
-        out[at : at + step] = chunk.clamp(-_FP16_MAX, _FP16_MAX) if plan.coding == "fp16" else chunk
+        out[at : at + step] = chunk.clamp(-FP16_MAX, FP16_MAX) if plan.coding == "fp16" else chunk
         yield min(at + step, flat.numel()) * out.itemsize
 
 
@@ -205,9 +213,7 @@ def _quantized(flat: Tensor, plan: Plan, payload: memoryview, name: str) -> Iter
         scales.copy_(torch.ops.peerd.block_scales(flat, plan.block))
     else:
         torch.ops.peerd.quantize_blockwise.out(flat, plan.coding, plan.block, codes=codes, scales=scales)
-    _check_scales(scales, name)
-    checksum = zlib.crc32(payload[:scale_bytes]).to_bytes(CRC_BYTES, "little")
-    payload[scale_bytes : scale_bytes + CRC_BYTES] = checksum
+    seal_scales(payload, scale_bytes, name)
     if count <= step:
         yield payload.nbytes
         return
@@ -222,13 +228,16 @@ def _quantized(flat: Tensor, plan: Plan, payload: memoryview, name: str) -> Iter
         yield scale_bytes + CRC_BYTES + code_bytes
 
 
-def _check_scales(scales: Tensor, name: str) -> None:
-    if ops.all_coded(scales):
-        return
-    bits = scales.view(torch.int32)
-    first = int((bits > tables.LARGEST_BITS).nonzero()[0])
-    what = "NaN or infinite values" if int(bits[first]) >= _INFINITY_BITS else "values beyond 3e38"
-    raise NotFinite(f"{name} has {what}, first in block {first}")
+def seal_scales(payload: memoryview, scale_bytes: int, name: str) -> None:
+    """Put the checksum behind the scales; NotFinite when one says that its block could not be coded."""
+    scales = values_of(payload[:scale_bytes], torch.float32)
+    if not ops.all_coded(scales):
+        bits = scales.view(torch.int32)
+        first = int((bits > tables.LARGEST_BITS).nonzero()[0])
+        what = "NaN or infinite values" if int(bits[first]) >= _INFINITY_BITS else "values beyond 3e38"
+        raise NotFinite(f"{name} has {what}, first in block {first}")
+    checksum = zlib.crc32(payload[:scale_bytes]).to_bytes(CRC_BYTES, "little")
+    payload[scale_bytes : scale_bytes + CRC_BYTES] = checksum
 
 
 # --- receiving -----------------------------------------------------------------------------------------------------
@@ -251,12 +260,17 @@ def _raw_payload(frame: TensorFrame, name: str) -> memoryview:
     return lossless.unpack(payload, expected, _itemsize(frame.coding, frame.dtype), name=name)
 
 
-def _dequantized(
-    frame: TensorFrame, payload: memoryview, dtype: torch.dtype, name: str, device: torch.device
-) -> Tensor:
+def _values(frame: TensorFrame, payload: memoryview, dtype: torch.dtype, name: str, put: Put) -> Tensor:
+    """The tensor of any other payload whose length was checked."""
+    if dtype is torch.bool:
+        return put(values_of(payload, torch.uint8)).ne(0).view(frame.shape)
+    return put(values_of(payload, ROUNDED.get(frame.coding, dtype))).to(dtype).view(frame.shape)
+
+
+def _dequantized(frame: TensorFrame, payload: memoryview, dtype: torch.dtype, name: str, put: Put) -> Tensor:
     """The tensor of a blockwise payload whose length was checked."""
     if not payload.nbytes:
-        return torch.empty(frame.shape, dtype=dtype, device=device)
+        return put(torch.empty(0, dtype=dtype)).view(frame.shape)
     scale_bytes = SCALE_BYTES * scale_count(math.prod(frame.shape), frame.block)
     head = payload[:scale_bytes]
     given = int.from_bytes(payload[scale_bytes : scale_bytes + CRC_BYTES], "little")
@@ -268,6 +282,6 @@ def _dequantized(
         raise ProtocolViolation(f"{name} has scales that no tensor of {frame.dtype} has")
     scales, codes = values_of(head, torch.float32), values_of(payload[scale_bytes + CRC_BYTES :], torch.uint8)
     tensor: Tensor = torch.ops.peerd.dequantize_blockwise(
-        codes.to(device), scales.to(device), frame.coding, frame.block, frame.shape, dtype
+        put(codes), put(scales), frame.coding, frame.block, frame.shape, dtype
     )
     return tensor
