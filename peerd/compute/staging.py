@@ -130,7 +130,7 @@ def _received(
 def upload(lane: Lane, source: Tensor, target: Tensor) -> None:
     """Enqueue the copy of `source` (flat, on the CPU) into `target` (flat, on the device, as many bytes).
 
-    `source` may be let go afterwards; `lane.lead` waits for the end. Torch keeps a pinned buffer until its copy is over.
+    `source` may be let go afterwards; `lane.lead` waits for the end. Torch keeps a pinned buffer while it is copied.
     """
     source, target = source.view(torch.uint8), target.view(torch.uint8)
     slots = [lane.slot() for _ in range(min(SLOTS, -(-source.numel() // SLOT_BYTES)))]
