@@ -9,6 +9,7 @@ never raised: plain torch then does the work on the device, slower.
 from __future__ import annotations
 
 import ctypes
+import functools
 import sys
 import threading
 from pathlib import Path
@@ -88,10 +89,10 @@ class Kernels:
             self.prepare(code)
         function, most_blocks = self._ready[name]
         blocks = min(-(-job.count // TILE_VALUES), most_blocks)
-        with self._device.current():
-            self._device.launch(function, blocks, THREADS, stream, job)
+        self._device.launch(function, blocks, THREADS, stream, job)
 
 
+@functools.cache
 def kernel_name(kind: str, code: str, suffix: str) -> str:
     """What a kernel is called in blockwise.cu."""
     return f"peerd_{kind}_{code.removeprefix('fp8-')}_{suffix}" if code else f"peerd_{kind}_{suffix}"
@@ -136,7 +137,7 @@ def quantize(
     scales = _output("scales", scales, torch.float32, scale_count(count, block), x.device)
     if _problem(x.device, code):
         return reference.quantize(x, code, block, codes, scales)
-    x = x.detach().contiguous()
+    x = x if x.is_contiguous() else x.detach().contiguous()
     _run("quantize", code, suffix, Job(x.data_ptr(), codes.data_ptr(), scales.data_ptr(), count, log2), x.device)
     return codes, scales
 
@@ -163,7 +164,7 @@ def block_scales(x: Tensor, block: int) -> Tensor:
     suffix, log2 = _suffix(x), _block_log2(block)
     if _problem(x.device, _SCALES):
         return reference.block_scales(x, block)
-    x = x.detach().contiguous()
+    x = x if x.is_contiguous() else x.detach().contiguous()
     scales = torch.empty(scale_count(x.numel(), block), dtype=torch.float32, device=x.device)
     _run("scales", _SCALES, suffix, Job(x.data_ptr(), 0, scales.data_ptr(), x.numel(), log2), x.device)
     return scales

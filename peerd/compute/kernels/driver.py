@@ -17,6 +17,7 @@ NAMES: Final = ("nvcuda.dll",) if sys.platform == "win32" else ("libcuda.so.1", 
 NO_BINARY_FOR_GPU: Final = 209  # the names of these codes are CUDA_ERROR_...
 UNSUPPORTED_PTX: Final = 222
 _OK: Final = 0
+_Pointer = ctypes.c_void_p
 _SM_COUNT, _MAJOR, _MINOR = 16, 75, 76  # CU_DEVICE_ATTRIBUTE_...
 _NEEDED: Final = (
     *("cuInit", "cuDriverGetVersion", "cuDeviceGet", "cuDeviceGetAttribute", "cuDevicePrimaryCtxRetain"),
@@ -55,6 +56,9 @@ class Device:
         if missing:
             raise DriverError("load", f"the NVIDIA driver has no {missing[0]}", 0)
         self._library = library
+        self._push, self._pop = library.cuCtxPushCurrent_v2, library.cuCtxPopCurrent_v2
+        self._start = library.cuLaunchKernel
+        self._start.argtypes = (_Pointer, *(ctypes.c_uint,) * 7, _Pointer, _Pointer, _Pointer)
         self._call("cuInit", 0)
         version = ctypes.c_int()
         self._call("cuDriverGetVersion", ctypes.byref(version))
@@ -68,7 +72,7 @@ class Device:
 
     @contextmanager
     def current(self) -> Iterator[None]:
-        """This thread works on the device meanwhile: needed for everything below."""
+        """This thread works on the device meanwhile: needed to load modules and to ask about kernels."""
         self._call("cuCtxPushCurrent_v2", self._context)
         try:
             yield
@@ -98,12 +102,14 @@ class Device:
     def launch(
         self, function: ctypes.c_void_p, blocks: int, threads: int, stream: int, argument: ctypes.Structure
     ) -> None:
-        """Start a kernel that takes one structure; returns before it ends."""
-        parameters = (ctypes.c_void_p * 1)(ctypes.addressof(argument))
-        one, no = ctypes.c_uint(1), ctypes.c_uint(0)
-        grid = (ctypes.c_uint(blocks), one, one)
-        shape = (ctypes.c_uint(threads), one, one)
-        self._call("cuLaunchKernel", function, *grid, *shape, no, ctypes.c_void_p(stream), parameters, None)
+        """Start a kernel that takes one structure; returns before it ends. From any thread, in any context."""
+        parameters = _Pointer(ctypes.addressof(argument))
+        self._check("cuCtxPushCurrent_v2", self._push(self._context))
+        try:
+            code = self._start(function, blocks, 1, 1, threads, 1, 1, 0, stream, ctypes.byref(parameters), None)
+        finally:
+            self._check("cuCtxPopCurrent_v2", self._pop(ctypes.byref(parameters)))
+        self._check("cuLaunchKernel", code)
 
     def _attribute(self, which: int) -> int:
         value = ctypes.c_int()
@@ -111,7 +117,9 @@ class Device:
         return value.value
 
     def _call(self, name: str, *arguments: object) -> None:
-        code = getattr(self._library, name)(*arguments)
+        self._check(name, getattr(self._library, name)(*arguments))
+
+    def _check(self, name: str, code: int) -> None:
         if code != _OK:
             text = ctypes.c_char_p()
             known = self._library.cuGetErrorName(code, ctypes.byref(text)) == _OK and text.value
