@@ -177,6 +177,15 @@ def test_values_beyond_four_thousand_million_are_found(emulated: Emulated, dtype
     assert same_bits(values, reference.dequantize(codes, scales, code, block, torch.empty_like(x)))
 
 
+def test_each_tile_is_the_work_of_one_block(emulated: Emulated, seed: int) -> None:
+    x = normal(5 * TILE, seed)
+    codes, scales = torch.full((5 * TILE,), 200, dtype=torch.uint8), torch.zeros(5 * TILE // 64)
+    emulated.grid = 3
+    emulated.launch("quantize", "int8", x.dtype, emulated.job(x, codes, scales, 64), only=1)
+    assert (codes.view(5, TILE) != 200).any(dim=1).tolist() == [False, True, False, False, True]
+    assert (scales.view(5, -1) > 0).any(dim=1).tolist() == [False, True, False, False, True]
+
+
 def test_nothing_is_done_for_no_values(emulated: Emulated) -> None:
     codes, scales = emulated.quantize(torch.empty(0), "int4", 64)
     assert codes.numel() == scales.numel() == 0
