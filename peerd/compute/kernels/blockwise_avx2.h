@@ -16,10 +16,6 @@ struct Values {
     __m256 v[4];
 };
 
-struct Whole {
-    __m256i v[4];
-};
-
 template <int dtype>
 PEERD_FN Values load(const char* from) {
     Values values;

@@ -123,16 +123,16 @@ PEERD_FN __m512i plane_of(const uint8_t* plane, __m512i index) {
     return _mm512_permutex2var_epi8(_mm512_loadu_si512(plane), index, _mm512_loadu_si512(plane + 64));
 }
 
-/* The upper 16 bits of each lane, packed like the codes that will be made of them. */
-PEERD_FN __m512i upper_halves(__m512i first, __m512i second) {
-    alignas(64) static constexpr uint16_t UPPER[32] = {1,  3,  5,  7,  33, 35, 37, 39, 9,  11, 13, 15, 41, 43, 45, 47,
-                                                       17, 19, 21, 23, 49, 51, 53, 55, 25, 27, 29, 31, 57, 59, 61, 63};
-    return _mm512_permutex2var_epi16(first, _mm512_loadu_si512(UPPER), second);
+/* The lower (`upper` = 0) or upper 16 bits of each lane, packed like the codes that will be made of them. */
+PEERD_FN __m512i halves(int upper, __m512i first, __m512i second) {
+    alignas(64) static constexpr uint16_t LOWER[32] = {0,  2,  4,  6,  32, 34, 36, 38, 8,  10, 12, 14, 40, 42, 44, 46,
+                                                       16, 18, 20, 22, 48, 50, 52, 54, 24, 26, 28, 30, 56, 58, 60, 62};
+    const __m512i which = _mm512_add_epi16(_mm512_loadu_si512(LOWER), _mm512_set1_epi16(static_cast<short>(upper)));
+    return _mm512_permutex2var_epi16(first, which, second);
 }
 
 /* Numbers of the buckets, of 32 magnitudes' upper 16 bits. */
 PEERD_FN __m512i bucket_of(__m512i upper) {
-    upper = _mm512_and_si512(upper, _mm512_set1_epi16(0x7FFF));
     upper = _mm512_max_epu16(upper, _mm512_set1_epi16(DynamicBuckets::FIRST_EXPONENT << 7));
     const __m512i exponent = _mm512_srli_epi16(upper, 7);
     const __m512i shift = _mm512_permutexvar_epi16(exponent, _mm512_loadu_si512(BUCKETS.shift));
@@ -147,22 +147,34 @@ PEERD_FN Whole unpacked(__m512i plane0, __m512i plane1, __m512i plane2, __m512i 
              _mm512_unpacklo_epi16(high01, high23), _mm512_unpackhi_epi16(high01, high23)}};
 }
 
+/* Sign bit of a - b, of magnitudes that are given as halves. */
+PEERD_FN __m512i less(__m512i a_upper, __m512i a_lower, __m512i b_upper, __m512i b_lower) {
+    const __m512i borrow = _mm512_min_epu16(_mm512_subs_epu16(b_lower, a_lower), _mm512_set1_epi16(1));
+    return _mm512_sub_epi16(_mm512_sub_epi16(a_upper, b_upper), borrow);
+}
+
 PEERD_FN __m512i encode_dynamic(const Values& x, __m512 by) {
-    __m512i n[4];
+    __m512i n[4], upper[2], lower[2], magnitude[2];
     for (int i = 0; i < 4; ++i) n[i] = _mm512_castps_si512(_mm512_mul_ps(x.v[i], by));
-    const __m512i first = upper_halves(n[0], n[1]), second = upper_halves(n[2], n[3]);
-    const __m512i signs = _mm512_packs_epi16(first, second);  // whatever else: bit 7
-    const __m512i bucket = _mm512_packus_epi16(bucket_of(first), bucket_of(second));
+    for (int i = 0; i < 2; ++i) {
+        upper[i] = halves(1, n[2 * i], n[2 * i + 1]);
+        lower[i] = halves(0, n[2 * i], n[2 * i + 1]);
+        magnitude[i] = _mm512_and_si512(upper[i], _mm512_set1_epi16(0x7FFF));
+    }
+    const __m512i bucket = _mm512_packus_epi16(bucket_of(magnitude[0]), bucket_of(magnitude[1]));
     const __m512i below = _mm512_mask_blend_epi8(_mm512_movepi8_mask(bucket), plane_of(BUCKETS.below, bucket),
                                                  plane_of(BUCKETS.below + 128, bucket));
-    const uint8_t(*plane)[128] = THRESHOLD_PLANES.byte;
-    const Whole threshold =
-        unpacked(plane_of(plane[0], below), plane_of(plane[1], below), plane_of(plane[2], below), plane_of(plane[3], below));
-    __mmask16 above[4];
-    for (int i = 0; i < 4; ++i) above[i] = _mm512_cmple_epi32_mask(threshold.v[i], magnitude(_mm512_castsi512_ps(n[i])));
-    const __mmask64 all_above = _mm512_kunpackd(_mm512_kunpackw(above[3], above[2]), _mm512_kunpackw(above[1], above[0]));
-    const __m512i codes = in_order(_mm512_ternarylogic_epi32(below, signs, _mm512_set1_epi8(-128), 0xF8));
-    return _mm512_mask_add_epi8(codes, all_above, codes, _mm512_set1_epi8(1));
+    __m512i plane[4];  // of the next threshold
+    for (int k = 0; k < 4; ++k) plane[k] = plane_of(THRESHOLD_PLANES.byte[k], below);
+    const __m512i first = less(magnitude[0], lower[0], _mm512_unpacklo_epi8(plane[2], plane[3]),
+                               _mm512_unpacklo_epi8(plane[0], plane[1]));
+    const __m512i second = less(magnitude[1], lower[1], _mm512_unpackhi_epi8(plane[2], plane[3]),
+                                _mm512_unpackhi_epi8(plane[0], plane[1]));
+    // packing saturates, but keeps signs: of the differences, then of the values
+    const __mmask64 not_above = _mm512_movepi8_mask(_mm512_packs_epi16(first, second));
+    const __m512i magnitudes = _mm512_mask_mov_epi8(_mm512_add_epi8(below, _mm512_set1_epi8(1)), not_above, below);
+    const __m512i signs = _mm512_packs_epi16(upper[0], upper[1]);
+    return in_order(_mm512_ternarylogic_epi32(magnitudes, signs, _mm512_set1_epi8(-128), 0xF8));
 }
 
 #else
@@ -270,7 +282,8 @@ PEERD_FN __m512 decode_sixteen(__m128i codes) {
 #endif
     // float16 has the same layout but for three more bits of mantissa and an exponent that is larger by 8
     const __m256i wide = _mm256_cvtepu8_epi16(codes);
-    const __m256i below_nan = _mm256_min_epu16(_mm256_and_si256(wide, _mm256_set1_epi16(0x7F)), _mm256_set1_epi16(0x7E));
+    const __m256i magnitude = _mm256_and_si256(wide, _mm256_set1_epi16(0x7F));
+    const __m256i below_nan = _mm256_min_epu16(magnitude, _mm256_set1_epi16(0x7E));
     const __m256i sign = _mm256_and_si256(_mm256_slli_epi16(wide, 8), _mm256_set1_epi16(-0x8000));
     const __m256i half = _mm256_or_si256(_mm256_slli_epi16(below_nan, 7), sign);
     return _mm512_mul_ps(_mm512_cvtph_ps(half), _mm512_set1_ps(256.0f));

@@ -9,8 +9,8 @@ Bits, no_bits(), larger(bits, values), largest(bits)
 encode<code>(values, inverse, to, stream)
 decode<code>(from, multiplier) -> Values
 
-PEERD_FN and PEERD_LOOP are the qualifiers of an inlined function and of a whole loop. A run of
-blocks is read twice, the second time out of the first cache. What is left of the last block after whole groups goes through a padded copy. */
+PEERD_FN and PEERD_LOOP are the qualifiers of an inlined function and of a whole loop. A run of blocks is read twice,
+the second time out of the first cache. What is left of the last block after whole groups goes through a padded copy. */
 
 template <int dtype>
 PEERD_FN Values load_padded(const char* from, int64_t count) {
@@ -38,41 +38,49 @@ PEERD_LOOP void scales_alone(const char* x, int64_t n, int64_t block, char* scal
     }
 }
 
+/* Codes of a run of blocks; what an inverse scale of 0 makes is of no use. Nothing is called in the loops, so that the
+tables stay in registers. */
 template <int dtype, int code>
-PEERD_FN void encode_block(const char* x, int64_t count, float inverse, uint8_t* codes, bool stream) {
-    int64_t i = 0;
-    for (; i + GROUP <= count; i += GROUP)
-        encode<code>(load<dtype>(x + i * value_bytes(dtype)), inverse, codes + code_bytes(code, i), stream);
-    if (i < count) {
+PEERD_FN void encode_run(const char* x, int64_t count, int64_t block, const float* inverses, uint8_t* codes,
+                         bool stream) {
+    const int64_t rest = count % GROUP, whole = count - rest;
+    for (int64_t start = 0, b = 0; start < whole; start += block, ++b) {
+        const int64_t end = whole - start < block ? whole : start + block;
+        for (int64_t i = start; i < end; i += GROUP)
+            encode<code>(load<dtype>(x + i * value_bytes(dtype)), inverses[b], codes + code_bytes(code, i), stream);
+    }
+    if (rest != 0) {
         alignas(64) uint8_t padded[GROUP];
-        encode<code>(load_padded<dtype>(x + i * value_bytes(dtype), count - i), inverse, padded, false);
-        memcpy(codes + code_bytes(code, i), padded, static_cast<size_t>(code_bytes(code, count - i)));
+        encode<code>(load_padded<dtype>(x + whole * value_bytes(dtype), rest), inverses[whole / block], padded, false);
+        memcpy(codes + code_bytes(code, whole), padded, static_cast<size_t>(code_bytes(code, rest)));
     }
 }
 
-/* In two passes over each run of blocks, so that the processor need not wait for one block's scale to code it. */
+/* In passes over each run of blocks, so that the processor need not wait for one block's scale to code it. */
 template <int dtype, int code>
 PEERD_LOOP void quantize(const char* x, int64_t n, int64_t block, char* scales, uint8_t* codes, bool stream) {
     const int64_t length = block < RUN ? RUN : block;
     for (int64_t run = 0; run < n; run += length) {
-        const int64_t end = n - run < length ? n : run + length;
+        const int64_t count = n - run < length ? n - run : length;
+        const char* from = x + run * value_bytes(dtype);
+        uint8_t* to = codes + code_bytes(code, run);
         float inverses[RUN / 64];
-        scales_alone<dtype>(x + run * value_bytes(dtype), end - run, block, scales);
-        for (int64_t start = run, i = 0; start < end; start += block, ++i) {
+        bool all_coded = true;
+        scales_alone<dtype>(from, count, block, scales);
+        for (int64_t start = 0, b = 0; start < count; start += block, ++b, scales += 4) {
             uint32_t bits;
-            memcpy(&bits, scales + 4 * i, 4);
-            inverses[i] = bits == 0 || bits > PEERD_LARGEST_BITS ? 0.0f : 1.0f / float_of(bits);
+            memcpy(&bits, scales, 4);
+            const bool coded = bits != 0 && bits <= PEERD_LARGEST_BITS;
+            inverses[b] = coded ? 1.0f / float_of(bits) : 0.0f;
+            all_coded &= coded;
         }
-        for (int64_t start = run, i = 0; start < end; start += block, ++i, scales += 4) {
-            const int64_t count = end - start < block ? end - start : block;
-            uint8_t* to = codes + code_bytes(code, start);
-            if (inverses[i] == 0.0f) {
-                memset(to, zero_byte(code), static_cast<size_t>(code_bytes(code, count)));
-            } else {
-                encode_block<dtype, code>(x + start * value_bytes(dtype), count, inverses[i], to, stream);
-            }
-            if (two_a_byte(code) && count % 2) to[count / 2] &= 0x0F;  // nothing follows the last value
+        encode_run<dtype, code>(from, count, block, inverses, to, stream);
+        for (int64_t start = 0, b = 0; !all_coded && start < count; start += block, ++b) {
+            const int64_t values = count - start < block ? count - start : block;
+            if (inverses[b] == 0.0f)
+                memset(to + code_bytes(code, start), zero_byte(code), static_cast<size_t>(code_bytes(code, values)));
         }
+        if (two_a_byte(code) && count % 2) to[count / 2] &= 0x0F;  // nothing follows the last value
     }
 }
 

@@ -31,33 +31,13 @@ constexpr Planes<128> dynamic_threshold_planes() {
     return planes;
 }
 
-/* Twice sixteen entries each, once for every 16 bytes of a register. */
-template <int copies>
-constexpr Planes<16 * copies> nf4_planes() {
-    Planes<16 * copies> planes{};
-    for (int i = 0; i < 16 * copies; ++i) planes.set(i, PEERD_NF4_BITS[i % 16]);
-    return planes;
-}
-
-/* Bits of a small whole number, or of a fraction whose denominator is a power of two. */
-constexpr uint32_t single_bits(uint32_t numerator, int denominator_log2, bool negative) {
+/* Bits of a fraction from 0 on, whose denominator is a power of two. */
+constexpr uint32_t single_bits(uint32_t numerator, int denominator_log2) {
     if (numerator == 0) return 0;
-    int exponent = 127 - denominator_log2;
-    uint32_t mantissa = numerator;
     int width = 0;
-    while (mantissa >> width > 1) ++width;
-    exponent += width;
-    return (negative ? 0x80000000u : 0u) | static_cast<uint32_t>(exponent) << 23 | (mantissa << (23 - width) & 0x7FFFFFu);
-}
-
-template <int copies>
-constexpr Planes<16 * copies> int4_planes() {
-    Planes<16 * copies> planes{};
-    for (int i = 0; i < 16 * copies; ++i) {
-        const int whole = i % 16 == 0 ? -7 : i % 16 - 8;
-        planes.set(i, single_bits(static_cast<uint32_t>(whole < 0 ? -whole : whole), 0, whole < 0));
-    }
-    return planes;
+    while (numerator >> width > 1) ++width;
+    const int exponent = 127 - denominator_log2 + width;
+    return static_cast<uint32_t>(exponent) << 23 | (numerator << (23 - width) & 0x7FFFFFu);
 }
 
 constexpr Planes<128> e4m3_planes() {
@@ -65,8 +45,8 @@ constexpr Planes<128> e4m3_planes() {
     for (int i = 0; i < 128; ++i) {
         const int code = i == 127 ? 126 : i;
         const int exponent = code >> 3, mantissa = code & 7;
-        planes.set(i, exponent == 0 ? single_bits(static_cast<uint32_t>(mantissa), 9, false)
-                                    : single_bits(static_cast<uint32_t>(8 + mantissa), 10 - exponent, false));
+        planes.set(i, exponent == 0 ? single_bits(static_cast<uint32_t>(mantissa), 9)
+                                    : single_bits(static_cast<uint32_t>(8 + mantissa), 10 - exponent));
     }
     return planes;
 }
@@ -102,7 +82,8 @@ constexpr DynamicBuckets dynamic_buckets() {
         buckets.base[exponent % 32] = static_cast<uint16_t>(buckets.count - first);
         for (int i = 0; i < here; ++i) {
             int below = 0;
-            for (int j = 0; j < 127; ++j) below += PEERD_DYNAMIC_THRESHOLD_BITS[j] >> 16 >> shift < static_cast<uint32_t>(first + i);
+            for (int j = 0; j < 127; ++j)
+                below += static_cast<int>(PEERD_DYNAMIC_THRESHOLD_BITS[j] >> 16 >> shift) < first + i;
             buckets.below[(buckets.count + i) % 256] = static_cast<uint8_t>(below);
         }
         buckets.count += here;
