@@ -44,11 +44,18 @@ PEERD_FN Values load(const char* from) {
     return values;
 }
 
-PEERD_FN __m256i bfloat16_bits(__m512 value) {
+/* In the upper halves of the lanes. */
+PEERD_FN __m512i bfloat16_bits(__m512 value) {
     const __m512i bits = _mm512_castps_si512(value);
     const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
-    const __m512i nearest = _mm512_add_epi32(_mm512_add_epi32(bits, odd), _mm512_set1_epi32(0x7FFF));
-    return _mm512_cvtepi32_epi16(_mm512_srli_epi32(nearest, 16));
+    return _mm512_add_epi32(_mm512_add_epi32(bits, odd), _mm512_set1_epi32(0x7FFF));
+}
+
+/* The upper halves of both, in order. */
+PEERD_FN __m512i upper_halves(__m512i first, __m512i second) {
+    alignas(64) static constexpr uint16_t UPPER[32] = {1,  3,  5,  7,  9,  11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31,
+                                                       33, 35, 37, 39, 41, 43, 45, 47, 49, 51, 53, 55, 57, 59, 61, 63};
+    return _mm512_permutex2var_epi16(first, _mm512_loadu_si512(UPPER), second);
 }
 
 PEERD_FN void put(__m512i bytes, void* to, bool stream) {
@@ -65,12 +72,17 @@ PEERD_FN void store(const Values& values, char* to, bool stream) {
         for (int i = 0; i < 4; ++i) put(_mm512_castps_si512(values.v[i]), to + 64 * i, stream);
         return;
     }
-    __m256i half[4];
-    for (int i = 0; i < 4; ++i)
-        half[i] = dtype == FLOAT16 ? _mm512_cvtps_ph(values.v[i], _MM_FROUND_TO_NEAREST_INT)
-                                   : bfloat16_bits(values.v[i]);
-    put(_mm512_inserti64x4(_mm512_castsi256_si512(half[0]), half[1], 1), to, stream);
-    put(_mm512_inserti64x4(_mm512_castsi256_si512(half[2]), half[3], 1), to + 64, stream);
+    for (int i = 0; i < 4; i += 2) {
+        __m512i both;
+        if (dtype == FLOAT16) {
+            const __m256i first = _mm512_cvtps_ph(values.v[i], _MM_FROUND_TO_NEAREST_INT);
+            const __m256i second = _mm512_cvtps_ph(values.v[i + 1], _MM_FROUND_TO_NEAREST_INT);
+            both = _mm512_inserti64x4(_mm512_castsi256_si512(first), second, 1);
+        } else {
+            both = upper_halves(bfloat16_bits(values.v[i]), bfloat16_bits(values.v[i + 1]));
+        }
+        put(both, to + 32 * i, stream);
+    }
 }
 
 typedef __m512i Bits;

@@ -106,8 +106,7 @@ PEERD_FN void encode(const Values& x, float inverse, uint8_t* to, bool) {
 
 PEERD_FN float value_of_e4m3(uint8_t byte) {
     const uint32_t magnitude = (byte & 0x7Fu) == 0x7Fu ? 0x7Eu : byte & 0x7Fu;
-    const float value = float_of(magnitude << 20) * float_of(0x7B800000u);  // 2^120, exact for subnormals too
-    return byte & 0x80u ? -value : value;
+    return float_of(magnitude << 20 | (byte & 0x80u) << 24) * float_of(0x7B800000u);  // 2^120, exact for subnormals too
 }
 
 template <int code>
