@@ -1,8 +1,10 @@
 """Role `trainer`: feeds shuffled text to the stages, keeps each microbatch until it counts, reports progress.
 
-Computes nothing itself: samples come from a worker, activations pass through as frames. What the step counts is
-the conductor's word; `Contribution` keeps the books. Evaluates on held-out text when the conductor asks for it.
-Ends when the run has made all its steps.
+With a model in several stages it computes nothing itself: samples come from a worker, activations pass through as
+frames. With a model of one stage it holds a replica of its own and sends its microbatches nowhere else: data parallel
+training, in which each peer goes at its own pace and all average once the swarm has the batch together. What the step
+counts is the conductor's word; `Contribution` keeps the books. Evaluates on held-out text when the conductor asks for
+it. Ends when the run has made all its steps.
 """
 
 from __future__ import annotations
@@ -26,12 +28,15 @@ from peerd.core.runfile import RunFile
 from peerd.core.training import Done, Leave, TrainerAnswer, TrainerSync
 from peerd.role import Begun, Contribution, Drop, Load, Order, Repeat, RoleContext, Start, Training
 
+from .member import StageMember
+
 _SYNC_WAIT_S = 2.0
 _PUBLISH_S = 3.0
 _RECORD_TTL_S = 60.0
 _LEAVE_PATIENCE_S = 4.0
 _AHEAD = 4  # microbatches of samples that lie ready
 _EVALUATION_BATCH = 16  # samples
+_REPLICA_IN_FLIGHT = 2  # one that is computed and the next: others may be faster with what would wait here
 
 Item = Begun[Load]
 
@@ -48,7 +53,8 @@ class TrainerRole:
         self._run: RunFile = ctx.run
         self._training = Training(ctx.run, ctx.host, ctx.rpc, ctx.dht, ctx.clock)
         self._following = self._training.following
-        self._pipeline = self._training.pipeline()
+        self._replica = StageMember(ctx, self._training) if ctx.run.pipeline.stages == 1 else None
+        self._pipeline = self._training.pipeline(only=ctx.host.id if self._replica else None)
         session = int.from_bytes(ctx.clock.secure_bytes(4), "big") >> 2
         self._books: Contribution[Load] = Contribution(session)
         self._worker = ctx.worker("data")
@@ -83,12 +89,16 @@ class TrainerRole:
         self._stepped_at = trio.current_time()
         async with trio.open_nursery() as nursery:
             self._nursery = nursery
+            if self._replica is not None:
+                await nursery.start(self._replica.run)
             nursery.start_soon(self._feed, stream)
             nursery.start_soon(self._publish_now_and_then)
             task_status.started()
             await self._follow()
+            await self._finish()
+            if self._replica is not None:
+                await self._replica.leave()
             nursery.cancel_scope.cancel()
-        await self._finish()
 
     async def leave(self) -> None:
         """Begin nothing new, let what is on its way arrive, say goodbye."""
@@ -97,6 +107,9 @@ class TrainerRole:
             while any(i.admitted and (not i.finished or i.unsaid) for i in self._books.items.values()):
                 await self._heard.wait()
         await self._save_position()
+        if self._replica is not None:
+            await self._replica.leave()
+            return
         conductor = self._following.conductor
         if conductor is not None:
             with trio.move_on_after(1.0):
@@ -108,7 +121,8 @@ class TrainerRole:
 
     def status(self) -> dict[str, object]:
         tally = self._books.tally
-        return {
+        replica = {"replica": self._replica.status()} if self._replica is not None else {}
+        return replica | {
             "step": self._books.step,
             "loss": self._step_loss,
             "valid_loss": self._valid_loss,
@@ -183,6 +197,8 @@ class TrainerRole:
         """How many microbatches to have open: enough that no stage peer is idle while others answer."""
         if self._leaving or self._complete:
             return 0
+        if self._replica is not None:
+            return self._run.limits.microbatches_in_flight or _REPLICA_IN_FLIGHT
         return self._run.limits.microbatches_in_flight or 2 + 2 * max(1, self._pipeline.peers())
 
     # --- following the conductor ------------------------------------------------------------------------------

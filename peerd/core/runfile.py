@@ -40,13 +40,13 @@ class BoundarySection(Section, frozen=True):
 
 
 class PipelineSection(Section, frozen=True):
-    stages: int = 2
+    stages: int = 1  # 1: no pipeline, every trainer holds the whole model
     microbatch: int = 8  # samples
     boundary: BoundarySection = BoundarySection()
 
 
 class OptimizerSection(Section, frozen=True):
-    name: Literal["sgd", "adamw", "lamb"] = "adamw"
+    name: Literal["sgd", "adamw", "lamb", "lars"] = "adamw"
     lr: float = 1.0e-3
     warmup_steps: int = 0
     total_steps: int = 0  # global steps of the whole run; 0: no end, and no decay
@@ -56,8 +56,10 @@ class OptimizerSection(Section, frozen=True):
     beta1: float = 0.9
     beta2: float = 0.95
     eps: float = 1.0e-8
-    momentum: float = 0.0  # sgd only
+    momentum: float = 0.0  # sgd and lars only
+    trust: float = 1.0e-3  # lars only: how far a tensor moves, as a share of its norm, at a learning rate of 1
     clip_norm: float = 0.0  # norm of one stage's gradient; 0: no clipping
+    offload: bool = False  # moments and update on the CPU, wherever the parameters are
 
 
 class BatchSection(Section, frozen=True):
@@ -157,7 +159,7 @@ def check(run: RunFile) -> list[tuple[str, str]]:
         if not ok:
             faults.append((path, message))
 
-    m, p, o = run.model, run.pipeline, run.optimizer
+    m, p = run.model, run.pipeline
     need(0 < len(run.run) <= 64, "run", "must be 1 to 64 characters")
     need(m.kind == "gpt" or ":" in m.kind, "model.kind", f"is {m.kind!r}; allowed: gpt, or module:function")
     need(1 <= m.d_model <= 65536, "model.d_model", f"is {m.d_model}; allowed: 1 to 65536")
@@ -174,17 +176,7 @@ def check(run: RunFile) -> list[tuple[str, str]]:
     target = run.batch.target_samples
     whole = target >= 1 and p.microbatch >= 1 and target % p.microbatch == 0
     need(whole, "batch.target_samples", f"is {target}; must be a multiple of pipeline.microbatch ({p.microbatch})")
-    need(o.lr > 0, "optimizer.lr", f"is {o.lr}; must be above 0")
-    need(o.warmup_steps >= 0, "optimizer.warmup_steps", f"is {o.warmup_steps}; must not be negative")
-    need(o.total_steps >= 0, "optimizer.total_steps", f"is {o.total_steps}; must not be negative")
-    need(o.decay == "none" or o.total_steps > o.warmup_steps, "optimizer.decay", "needs total_steps above warmup_steps")
-    need(0 <= o.final_lr_share <= 1, "optimizer.final_lr_share", f"is {o.final_lr_share}; allowed: 0 to 1")
-    need(o.weight_decay >= 0, "optimizer.weight_decay", f"is {o.weight_decay}; must not be negative")
-    need(0 <= o.beta1 < 1, "optimizer.beta1", f"is {o.beta1}; allowed: 0 up to (not including) 1")
-    need(0 <= o.beta2 < 1, "optimizer.beta2", f"is {o.beta2}; allowed: 0 up to (not including) 1")
-    need(o.eps > 0, "optimizer.eps", f"is {o.eps}; must be above 0")
-    need(0 <= o.momentum < 1, "optimizer.momentum", f"is {o.momentum}; allowed: 0 up to (not including) 1")
-    need(o.clip_norm >= 0, "optimizer.clip_norm", f"is {o.clip_norm}; must not be negative")
+    faults += _optimizer_faults(run.optimizer)
     part = run.averaging.part_bytes
     need(1024 <= part <= 4 << 20, "averaging.part_bytes", f"is {part}; allowed: 1024 to 4194304")
     need(run.averaging.sender_timeout_s > 0, "averaging.sender_timeout_s", "must be above 0")
@@ -213,4 +205,25 @@ def _coding_faults(path: str, code: str, block: int, dtype: str) -> list[tuple[s
     if code in CODES and dtype != "float32":
         message = f"is {code}, which is for float32, but model.dtype is {dtype}; allowed: none, bf16, fp16"
         faults.append((f"{path}.code", message + (", auto" if path == "pipeline.boundary" else "")))
+    return faults
+
+
+def _optimizer_faults(o: OptimizerSection) -> list[tuple[str, str]]:
+    share = "allowed: 0 up to (not including) 1"
+    rules = [
+        (o.lr > 0, "lr", "must be above 0"),
+        (o.warmup_steps >= 0, "warmup_steps", "must not be negative"),
+        (o.total_steps >= 0, "total_steps", "must not be negative"),
+        (0 <= o.final_lr_share <= 1, "final_lr_share", "allowed: 0 to 1"),
+        (o.weight_decay >= 0, "weight_decay", "must not be negative"),
+        (0 <= o.beta1 < 1, "beta1", share),
+        (0 <= o.beta2 < 1, "beta2", share),
+        (o.eps > 0, "eps", "must be above 0"),
+        (0 <= o.momentum < 1, "momentum", share),
+        (o.trust > 0, "trust", "must be above 0"),
+        (o.clip_norm >= 0, "clip_norm", "must not be negative"),
+    ]
+    faults = [(f"optimizer.{key}", f"is {getattr(o, key)}; {message}") for ok, key, message in rules if not ok]
+    if o.decay != "none" and o.total_steps <= o.warmup_steps:
+        faults.append(("optimizer.decay", "needs total_steps above warmup_steps"))
     return faults

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 import trio
@@ -56,6 +56,8 @@ log = logging.getLogger("peerd.service.conducting")
 _SILENT_S = 12.0  # a report comes at least every few seconds
 _MOVE_TIMEOUT_S = 60.0  # an optimizer step, or reading a checkpoint
 _LOOK_S = 2.0
+_FIRST_LOOK_S = 0.5
+_CONNECT_S = 3.0
 _TAKE_OVER_GATHER_S = 0.3
 
 
@@ -152,14 +154,23 @@ class Conducting:
         self._heard.clear()
         self._wake_waiting()
 
+    @property
+    def _gathering(self) -> bool:
+        """Has this peer's duty, if it comes, not yet come to a first decision?"""
+        return self._machine is None or self._machine.phase is Phase.GATHERING
+
     async def _look_around(self) -> None:
-        """Two peers may conduct for a moment: the later term stays, of one term the earlier in order."""
+        """Two peers may conduct for a moment: the later term stays, of one term the earlier in order.
+
+        A run that begins looks more than once before its first step: peers that start together announce themselves
+        while each believes that it is alone.
+        """
         while True:
-            await trio.sleep(_LOOK_S)
+            await trio.sleep(_FIRST_LOOK_S if self._gathering else _LOOK_S)
             if self._machine is None:
                 continue
             self._drop_silent()
-            await self._following.refresh()
+            await (self._following.directory.refresh() if self._gathering else self._following.refresh())
             self._hear_of_steps()
             own, order = self._following.own, self._following.order()
             for peer in [p for p in order if p != own]:
@@ -179,7 +190,13 @@ class Conducting:
     async def _conducts(self, peer: PeerId) -> int | None:
         """The term that `peer` conducts in, if it does."""
         if peer not in self._host.connected():
-            return None  # whoever conducts is connected to all stage peers, or will be at the next look
+            if self._following.suspected(peer):
+                return None
+            with trio.move_on_after(_CONNECT_S), suppress(RemoteError):
+                await self._host.connect(peer)
+            if peer not in self._host.connected():
+                self._following.suspect(peer)
+                return None
         body = Leave(self._config.fingerprint)
         try:
             return (await self._rpc.call(peer, "swarm/1/who", body, Conducts, timeout_s=3.0)).body.term

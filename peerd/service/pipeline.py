@@ -48,10 +48,11 @@ class Load:
 
 
 class Pipeline:
-    """Calls to the stages of one run."""
+    """Calls to the stages of one run; with `only`, to that peer alone."""
 
-    def __init__(self, run: RunFile, rpc: Rpc, clock: Clock) -> None:
+    def __init__(self, run: RunFile, rpc: Rpc, clock: Clock, only: PeerId | None = None) -> None:
         self._rpc = rpc
+        self._only = only.text if only is not None else None
         self._fingerprint = fingerprint(run)
         self._stages = run.pipeline.stages
         self._dtype, self._width = run.model.dtype, run.model.d_model
@@ -66,7 +67,7 @@ class Pipeline:
 
     def update(self, members: Iterable[MemberInfo]) -> None:
         """These peers serve now."""
-        ready = [m for m in members if m.ready]
+        ready = [m for m in members if m.ready and self._only in (None, m.peer)]
         for stage, wiring in enumerate(self._wirings):
             peers = {m.peer for m in ready if m.stage == stage}
             wiring.update(peers)

@@ -1,8 +1,8 @@
 """Training by a swarm gives the parameters that one plain torch process gives on the same batches.
 
 2 stages x 2 peers and 2 trainers over TCP, 10 global steps, lossless; then again with a stage peer that dies in the
-middle of a step, the conductor or another. What was in each batch is read off the peers' own books at each commit.
-With lossy codes on the boundaries and between stage-mates it comes near, and stage-mates still agree bit for bit.
+middle of a step, the conductor or another. With lossy codes on the boundaries and between stage-mates it comes near,
+and stage-mates still agree bit for bit.
 """
 
 from __future__ import annotations
@@ -18,114 +18,20 @@ import trio
 from peerd.compute.model import whole_model
 from peerd.compute.module import StageModule
 from peerd.compute.served import ServedStage
-from peerd.compute.tensors import from_frame
-from peerd.core.runfile import (
-    AveragingSection,
-    BatchSection,
-    BoundarySection,
-    CheckpointSection,
-    DataSection,
-    EvaluateSection,
-    ModelSection,
-    OptimizerSection,
-    PipelineSection,
-    RunFile,
-)
+from peerd.core.runfile import AveragingSection, BoundarySection, RunFile
 from peerd.core.training import Mb
 from roles.backbone import BackboneRole
 from roles.stage import StageRole
 from roles.trainer import TrainerRole
+from tests.kit.exact import TOLERANCE, Batches, assert_equal, plain_torch, run_file, write_texts
 from tests.kit.training import events, swarm
-
-STEPS = 10
-OPTIMIZERS = {
-    "sgd": OptimizerSection(name="sgd", lr=0.3, total_steps=STEPS),
-    "adamw": OptimizerSection(name="adamw", lr=3e-3, weight_decay=0.01, total_steps=STEPS),
-}
-TOLERANCE = {"float32": 1e-5, "float64": 1e-10}
-
-
-def run_file(optimizer: str, dtype: Any, text: Path) -> RunFile:
-    return RunFile(
-        run=f"exact-{optimizer}-{dtype}",
-        seed=5,
-        model=ModelSection(d_model=32, heads=2, layers=2, context=32, dtype=dtype),
-        pipeline=PipelineSection(stages=2, microbatch=2),
-        optimizer=OPTIMIZERS[optimizer],
-        batch=BatchSection(target_samples=16),
-        data=DataSection(path=str(text), holdout=0.1),
-        evaluate=EvaluateSection(every_steps=0),
-        checkpoint=CheckpointSection(every_steps=0),
-    )
-
-
-class Batches:
-    """Every microbatch that a commit counted: by step and stage, its samples."""
-
-    def __init__(self) -> None:
-        self.inputs: dict[int, dict[Mb, torch.Tensor]] = {}  # of stage 0: tokens
-        self.targets: dict[int, dict[Mb, torch.Tensor]] = {}  # of stage 1
-
-    def record(self, served: ServedStage, step: int) -> None:
-        book = self.inputs if served.module.first else self.targets
-        for mb, kept in served._held.items():
-            tokens = from_frame(kept.frames[0 if served.module.first else 1]).long()
-            known = book.setdefault(step, {}).setdefault(mb, tokens)
-            assert torch.equal(known, tokens)
-
-    def check(self, per_step: int) -> None:
-        for step in range(STEPS):
-            assert self.inputs[step].keys() == self.targets[step].keys(), f"stages differ at step {step}"
-            assert len(self.inputs[step]) == per_step
 
 
 @pytest.fixture
 def batches(monkeypatch: pytest.MonkeyPatch) -> Batches:
     book = Batches()
-    original = ServedStage.commit
-
-    def commit(self: ServedStage, step: int, total: Any, samples: int) -> None:
-        book.record(self, step)
-        original(self, step, total, samples)
-
-    monkeypatch.setattr(ServedStage, "commit", commit)
+    book.watch(monkeypatch)
     return book
-
-
-def plain_torch(run: RunFile, batches: Batches) -> torch.nn.Module:
-    """The same steps in one process, with torch's own optimizers."""
-    model = whole_model(run)
-    o = run.optimizer
-    optimizer: torch.optim.Optimizer
-    if o.name == "sgd":
-        optimizer = torch.optim.SGD(model.parameters(), lr=o.lr)
-    else:
-        betas = (o.beta1, o.beta2)
-        optimizer = torch.optim.AdamW(model.parameters(), o.lr, betas, o.eps, weight_decay=o.weight_decay)
-    for step in range(STEPS):
-        order = sorted(batches.inputs[step])
-        tokens = torch.cat([batches.inputs[step][mb] for mb in order])
-        targets = torch.cat([batches.targets[step][mb] for mb in order])
-        logits = model(tokens)
-        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    return model
-
-
-def assert_equal(run: RunFile, model: torch.nn.Module, stages: list[StageModule]) -> None:
-    expected = dict(model.named_parameters())
-    seen = set()
-    for stage in stages:
-        assert stage.step == STEPS
-        for name, value in stage.state().items():
-            if name.startswith("param/"):
-                seen.add(name.removeprefix("param/"))
-                plain = expected[name.removeprefix("param/")].detach()
-                difference = float((value - plain).norm() / plain.norm().clamp_min(1e-30))
-                assert difference <= TOLERANCE[run.model.dtype], f"{name} differs by {difference:.2e}"
-    assert seen == expected.keys()
 
 
 async def train(directory: Path, run: RunFile, victim: str, monkeypatch: pytest.MonkeyPatch) -> list[StageModule]:
@@ -186,9 +92,7 @@ async def killed_mid_step(peer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_a_swarm_trains_exactly_like_one_process(
     tmp_path: Path, batches: Batches, monkeypatch: pytest.MonkeyPatch, optimizer: str, dtype: str, victim: str
 ) -> None:
-    for i in range(20):
-        (tmp_path / f"text{i}.txt").write_bytes(bytes((7 * i + 13 * j * j + j // 3) % 251 for j in range(4000)))
-    run = run_file(optimizer, dtype, tmp_path / "*.txt")
+    run = run_file(optimizer, dtype, write_texts(tmp_path))
     torch.set_num_threads(1)
     modules = await train(tmp_path / "peers", run, victim, monkeypatch)
     batches.check(per_step=8)
@@ -215,9 +119,7 @@ async def test_coded_training_stays_near_and_stage_mates_stay_equal(
     averaging: AveragingSection,
     near: float,
 ) -> None:
-    for i in range(20):
-        (tmp_path / f"text{i}.txt").write_bytes(bytes((7 * i + 13 * j * j + j // 3) % 251 for j in range(4000)))
-    run = run_file("sgd", "float32", tmp_path / "*.txt")
+    run = run_file("sgd", "float32", write_texts(tmp_path))
     pipeline = msgspec.structs.replace(run.pipeline, boundary=boundary)
     run = msgspec.structs.replace(run, pipeline=pipeline, averaging=averaging)
     torch.set_num_threads(1)

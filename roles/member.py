@@ -1,0 +1,456 @@
+"""A member of a stage: forward, backward, averaging with its stage-mates, optimizer steps. Not a role.
+
+What role `stage` is, and what role `trainer` holds where the model is one stage: a replica of its own. Follows the
+run's conductor (it tells when to average and step) and may be the conductor itself when it serves stage 0. Chooses its
+stage by need, takes its state from a checkpoint of its own or from a stage-mate, and writes checkpoints. Invariants:
+parameters change only by commit, restore and download, one at a time; every call names its step and is refused at any
+other; what a trainer hears is never computed with parameters of two steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+import trio
+
+from peerd.compute.coding import Plan
+from peerd.compute.feedback import ErrorFeedback
+from peerd.compute.served import Outcome, ServedStage, Stale, Vector, state_of
+from peerd.core.errors import ProtocolViolation, Refused, RemoteError
+from peerd.core.ids import PeerId, is_peer_text
+from peerd.core.messages import Empty
+from peerd.core.progress import StageProgress
+from peerd.core.runfile import RunFile
+from peerd.core.training import (
+    Commit,
+    Leave,
+    Mb,
+    MemberAnswer,
+    MemberInfo,
+    MemberSync,
+    Moved,
+    Position,
+    Prepare,
+    Prepared,
+    Restore,
+    StageAnswer,
+    StageBackward,
+    StageForward,
+    StageLoss,
+    StateRequest,
+)
+from peerd.role import Answer, AveragingPlan, Incoming, MethodLimits, RoleContext, RoundFailed, StateItem, Training
+
+from .boundary import Boundary
+from .saving import Saving
+
+T = TypeVar("T")
+
+_START = Position(0, b"")
+_SERVICES = ("stage/1", "average/1", "state/1")
+_SYNC_WAIT_S = 2.0
+_ANNOUNCE_S = 5.0
+_LEAVE_PATIENCE_S = 4.0
+
+
+class StageMember:
+    """See the module's header. `run`, `leave` and `status` are as in `peerd.role.Role`."""
+
+    def __init__(self, ctx: RoleContext, training: Training | None = None) -> None:
+        """`training`: the run's services, when whoever holds this member uses them too."""
+        assert ctx.run is not None
+        self._ctx = ctx
+        self._run: RunFile = ctx.run
+        self._training = training or Training(ctx.run, ctx.host, ctx.rpc, ctx.dht, ctx.clock)
+        self._following = self._training.following
+        self._averaging = self._training.averaging()
+        self._snapshots = self._training.snapshots()
+        self._conducting = self._training.conducting()
+        self._saving = Saving(ctx, self._training.fingerprint)
+        self._worker = ctx.worker(ctx.device)
+        self._coding = ctx.worker("coding")
+        self._boundary = Boundary(ctx, ctx.run)
+        code = ctx.run.averaging.code
+        self._feedback = ErrorFeedback(Plan(code, ctx.run.averaging.block)) if code != "none" else None
+        self._session = int.from_bytes(ctx.clock.secure_bytes(6), "big")
+        self._since = ctx.clock.wall()
+        self._stage = -1
+        self._served: ServedStage | None = None
+        self._position = _START
+        self._averaged: Position | None = None  # where a commit would lead
+        self._total: Vector | None = None  # the sum that it would step with
+        self._counted: list[Mb] = []
+        self._closing = False
+        self._leaving = False
+        self._moving = trio.Lock()
+        self._members: list[MemberInfo] = []
+        self._term = 0
+        self._seen, self._changes, self._resend = 0, -1, True  # what the conductor and we know of each other
+        self._stated = _START
+        self._stepped = trio.Event()
+        self._waits_for: str | None = "a stage to serve"
+        self._samples = 0
+        self._busy_s = 0.0
+        self._complete = False
+
+    # --- life -------------------------------------------------------------------------------------------------
+
+    async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        try:
+            await self._training.compare_settings()
+            self._stage = await self._choose_stage()
+            self._served = await self._work(self._build, "build the stage")
+            await self._return_to_checkpoint()
+            self._since = self._ctx.clock.wall()
+            async with trio.open_nursery() as nursery:
+                await nursery.start(self._boundary.run)
+                if self._stage == 0:
+                    self._following.joined_since = self._since
+                    self._conducting.notes = lambda text: self._ctx.log.event("conductor", note=text)
+                    await nursery.start(self._conducting.run)
+                self._serve()
+                self._waits_for = "the conductor"
+                self._ctx.log.event("stage", stage=self._stage, step=self._position.step)
+                nursery.start_soon(self._announce_now_and_then)
+                nursery.start_soon(self._follow)
+                task_status.started()
+        finally:
+            for service in _SERVICES:
+                self._ctx.rpc.unserve(service)
+
+    async def leave(self) -> None:
+        """Let the step under way end, so that nobody has to repeat our part; then say goodbye."""
+        if self._served is None:
+            return
+        self._leaving = True
+        with trio.move_on_after(_LEAVE_PATIENCE_S):
+            while self._served.held and not self._complete:
+                await self._stepped.wait()
+        await self._save()
+        conductor = self._following.conductor
+        if conductor is not None and conductor != self._ctx.host.id:
+            with trio.move_on_after(1.0):
+                await self._say_goodbye(conductor)
+        await self._training.directory.withdraw(self._stage)
+
+    async def _say_goodbye(self, conductor: PeerId) -> None:
+        try:
+            body = Leave(self._training.fingerprint)
+            await self._ctx.rpc.call(conductor, "swarm/1/leave", body, Empty, timeout_s=1.0)
+        except RemoteError:
+            pass  # it is gone itself, or will notice when the connection closes
+
+    def status(self) -> dict[str, object]:
+        held = len(self._served.held) * self._run.pipeline.microbatch if self._served else 0
+        return {
+            "stage": self._stage,
+            "step": self._position.step,
+            "held_samples": held,
+            "samples": self._samples,
+            "samples_per_s": self._rate(),
+            "coding": self._boundary.choices,
+            "conducts": self._conducting.acting,
+            "conductor": self._following.conductor.text if self._following.conductor else None,
+            "members": [{"peer": m.peer, "stage": m.stage, "ready": m.ready} for m in self._members],
+            "complete": self._complete,
+            "saved_steps": [p.step for p in self._saving.positions],
+            "checkpoint": str(self._saving.directory) if self._stage >= 0 else None,
+            "waits_for": self._following.waits_for or self._waits_for,
+        }
+
+    def _rate(self) -> float:
+        """Samples per second of computing: what this device can do when it is never idle."""
+        return self._samples / self._busy_s if self._busy_s else 0.0
+
+    # --- joining ----------------------------------------------------------------------------------------------
+
+    async def _choose_stage(self) -> int:
+        """The configured stage; else the one we have a checkpoint of; else the one with the fewest peers."""
+        wanted = self._run.limits.stage
+        if wanted is None:
+            wanted = await self._saving.newest_stage(self._run.pipeline.stages)
+        if wanted is not None:
+            return wanted
+        return await self._training.directory.needed_stage(self._since, self._ctx.clock)
+
+    def _build(self) -> ServedStage:
+        return ServedStage(self._run, self._stage, self._ctx.device)
+
+    async def _return_to_checkpoint(self) -> None:
+        await self._saving.open(self._stage)
+        if self._saving.positions:
+            await self._load_saved(self._saving.positions[-1])
+
+    async def _load_saved(self, target: Position) -> None:
+        """Go to a position of our own past; START needs no file."""
+        if target == _START:
+            self._served = await self._work(self._build, "build the stage anew")
+        else:
+            state = await self._saving.load(target)
+            await self._work(lambda: self._need().load(state), "load the checkpoint")
+        self._arrive_anew(target)
+        self._ctx.log.event("restored", stage=self._stage, step=target.step)
+
+    def _need(self) -> ServedStage:
+        assert self._served is not None
+        return self._served
+
+    def _arrive(self, position: Position) -> None:
+        self._position = position
+        self._averaged, self._total = None, None
+        self._stepped.set()
+        self._stepped = trio.Event()
+
+    def _arrive_anew(self, position: Position) -> None:
+        """Arrive otherwise than by a step of our own."""
+        if self._feedback is not None:
+            self._feedback.forget()
+        self._arrive(position)
+
+    async def _work(self, job: Callable[[], T], name: str) -> T:
+        return await self._worker.run(job, name=name)
+
+    # --- following --------------------------------------------------------------------------------------------
+
+    async def _follow(self) -> None:
+        """Report to the conductor, take its word on where the swarm stands."""
+        while True:
+            answer = await self._following.ask("swarm/1/member", self._report, MemberAnswer, _SYNC_WAIT_S + 8.0)
+            self._seen, self._resend = answer.version, answer.resend
+            self._take(answer)
+            # Only if we stand where the report said: a commit may have come in between.
+            if answer.current is not None and self._stated == self._position != answer.current:
+                self._resend |= await self._catch_up(answer.current)
+
+    def _report(self) -> MemberSync:
+        if self._following.changes != self._changes:
+            self._changes, self._seen, self._resend = self._following.changes, 0, True
+        say_all, self._stated = self._resend, self._position
+        return MemberSync(
+            run=self._training.fingerprint,
+            session=self._session,
+            stage=self._stage,
+            position=self._position,
+            prepared=self._averaged,
+            saved=self._saving.positions,
+            held=self._need().held if say_all else None,
+            counted=self._counted if say_all else [],
+            addrs=self._training.directory.own_addrs(),
+            since=self._since,
+            term=self._term,
+            seen=self._seen,
+            wait_s=0.0 if say_all else _SYNC_WAIT_S,
+        )
+
+    def _take(self, answer: MemberAnswer) -> None:
+        self._conducting.term = self._term = max(self._term, answer.term)
+        if answer.members is not None:
+            self._members = self._following.note_members(answer.members)
+        self._complete = answer.complete
+        self._waits_for = answer.waits_for or None
+
+    async def _catch_up(self, current: Position) -> bool:
+        """The swarm stands elsewhere: take the state of a stage-mate. True when we moved."""
+        own = self._ctx.host.id.text
+        donors = [m.peer for m in self._members if m.ready and m.stage == self._stage and m.peer != own]
+        if not donors:
+            self._waits_for = f"a peer of stage {self._stage} with the state of step {current.step}"
+            await trio.sleep(0.5)
+            return False
+        self._waits_for = f"the state of step {current.step} from a stage-mate"
+        expected = [StateItem(*item) for item in await self._work(self._need().describe, "describe the state")]
+        request = StateRequest(self._training.fingerprint, self._stage)
+        # Each joiner begins with another donor, so that no donor has to serve them all.
+        turn = self._session % len(donors)
+        order = [PeerId.parse(name) for name in donors[turn:] + donors[:turn]]
+        try:
+            position, items = await self._snapshots.fetch(order, request, expected, self._worker)
+            async with self._moving:
+                state = state_of((item.name, item.dtype, item.shape, item.payload) for item in items)
+                await self._work(lambda: self._need().load(state), "load the downloaded state")
+                self._arrive_anew(position)
+        except (RemoteError, ValueError) as error:
+            self._ctx.log.event("download failed", level="warning", stage=self._stage, reason=str(error))
+            await trio.sleep(0.5)
+            return False
+        self._ctx.log.event("downloaded", stage=self._stage, step=position.step)
+        return True
+
+    async def _freeze(self) -> tuple[Position, list[StateItem]]:
+        """What a donor gives: a copy of the state and the position it belongs to."""
+        async with self._moving:
+            items = await self._work(self._need().describe, "freeze the state")
+            return self._position, [StateItem(*item) for item in items]
+
+    async def _announce_now_and_then(self) -> None:
+        directory = self._training.directory
+        while True:
+            held = len(self._need().held) * self._run.pipeline.microbatch
+            conductor = self._following.conductor
+            progress = StageProgress(
+                stage=self._stage,
+                since=self._since,
+                step=self._position.step,
+                held=held,
+                samples_per_s=self._rate(),
+                device=self._ctx.device,
+                conductor=conductor.text if conductor else "",
+                waits_for=(self._following.waits_for or self._waits_for or "")[:200],
+                addrs=directory.own_addrs(),
+            )
+            try:
+                await directory.announce(progress)
+                await self._training.publish_settings()
+            except RemoteError as error:
+                self._ctx.log.event("announce failed", level="warning", reason=str(error))
+            with trio.move_on_after(_ANNOUNCE_S):
+                await self._stepped.wait()
+                await trio.sleep(1.0)  # steps may be shorter than anyone wants to read about
+
+    # --- serving ----------------------------------------------------------------------------------------------
+
+    def _serve(self) -> None:
+        rpc = self._ctx.rpc
+        large = MethodLimits(frames=2, frame_bytes=256 << 20, calls_per_peer=64, calls=512)
+        orders = MethodLimits(body_bytes=1 << 20, calls_per_peer=4)
+        rpc.serve("stage/1/forward", StageForward, self._forward, limits=large)
+        rpc.serve("stage/1/loss", StageLoss, self._loss, limits=large)
+        rpc.serve("stage/1/backward", StageBackward, self._backward, limits=large)
+        rpc.serve("stage/1/prepare", Prepare, self._prepare, limits=orders)
+        rpc.serve("stage/1/commit", Commit, self._commit, limits=orders)
+        rpc.serve("stage/1/restore", Restore, self._restore, limits=orders)
+        self._snapshots.offer(self._training.fingerprint, self._stage, self._freeze, self._worker)
+
+    def _check(self, run: bytes, stage: int, step: int | None) -> ServedStage:
+        if run != self._training.fingerprint:
+            raise Refused("your run file differs from this run's")
+        if stage != self._stage:
+            raise Refused(f"this peer serves stage {self._stage}, not {stage}")
+        if step is not None and step != self._position.step:
+            raise Refused(f"the stage is at step {self._position.step}, the call at {step}")
+        return self._need()
+
+    async def _compute(self, peer: PeerId, job: Callable[[], Outcome], name: str) -> Outcome:
+        """Run a trainer's call; whatever is wrong with its tensors is its fault."""
+        try:
+            outcome = await self._work(job, name)
+        except Stale as error:
+            raise Refused(str(error)) from None
+        except ValueError as error:
+            raise ProtocolViolation(str(error), peer) from None
+        self._busy_s += outcome.seconds
+        return outcome
+
+    async def _forward(self, call: Incoming[StageForward]) -> Answer[StageAnswer]:
+        body, served = call.body, self._check(call.body.run, call.body.stage, call.body.step)
+        self._refuse_when_leaving()
+        async with self._boundary.room:
+            (x,) = await self._boundary.tensors(call, "the input")
+            outcome = await self._compute(call.peer, lambda: served.forward(body.step, x), "forward")
+            name = f"the output of stage {self._stage}"
+            return await self._boundary.answer(call, outcome, name, body.line_bytes_per_s)
+
+    async def _loss(self, call: Incoming[StageLoss]) -> Answer[StageAnswer]:
+        served = self._check(call.body.run, call.body.stage, None)
+        async with self._boundary.room:
+            x, targets = await self._boundary.tensors(call, "the input", "the targets")
+            outcome = await self._compute(call.peer, lambda: served.loss(x, targets), "loss")
+            return await self._boundary.answer(call, outcome, "")
+
+    async def _backward(self, call: Incoming[StageBackward]) -> Answer[StageAnswer]:
+        body, served = call.body, self._check(call.body.run, call.body.stage, call.body.step)
+        self._refuse_when_closing()
+        self._refuse_when_leaving()
+        mb = Mb(call.peer.text, body.seq)
+        async with self._boundary.room:
+            x, target = await self._boundary.tensors(call, "the input", "the output's gradient or the targets")
+            self._refuse_when_closing()  # once more: nothing may come in between now and the device's queue
+            outcome = await self._compute(
+                call.peer, lambda: served.backward(body.step, mb, (x, target), call.frames), "backward"
+            )
+            self._samples += self._run.pipeline.microbatch
+            name = f"the input gradient of stage {self._stage}"
+            return await self._boundary.answer(call, outcome, name, body.line_bytes_per_s)
+
+    def _refuse_when_closing(self) -> None:
+        if self._closing:
+            raise Refused("the stage is averaging")
+
+    def _refuse_when_leaving(self) -> None:
+        """A leaving peer takes nothing new, unless it is the last of its stage."""
+        own = self._ctx.host.id.text
+        if self._leaving and any(m.ready and m.stage == self._stage and m.peer != own for m in self._members):
+            raise Refused("this peer is leaving")
+
+    # --- the conductor's orders -------------------------------------------------------------------------------
+
+    def _obey(self, peer: PeerId, run: bytes) -> None:
+        if run != self._training.fingerprint:
+            raise Refused("your run file differs from this run's")
+        if peer != self._following.conductor:
+            raise Refused("this peer does not follow you")
+
+    async def _prepare(self, call: Incoming[Prepare]) -> Answer[Prepared]:
+        body, served, feedback = call.body, self._need(), self._feedback
+        self._obey(call.peer, body.run)
+        if not all(map(is_peer_text, body.group)):
+            raise ProtocolViolation("the group names somebody who can't be a peer", call.peer)
+        if body.step != self._position.step or self._ctx.host.id.text not in body.group:
+            return Answer(Prepared(False, body.assigned, []))
+        async with self._moving:
+            self._closing = True
+            try:
+                missing = await self._work(lambda: served.keep_only(body.step, body.assigned), "sort out the batch")
+                if missing:
+                    return Answer(Prepared(False, missing, []))
+                vector = await self._work(served.vector, "copy the gradient")
+                averaging = self._run.averaging
+                plan = AveragingPlan(body.attempt, tuple(body.group), averaging.part_bytes, averaging.sender_timeout_s)
+                if feedback is not None:
+                    await self._coding.run(lambda: feedback.begin(vector), name="add the residual")
+                total = await self._averaging.sum(plan, vector, self._coding, feedback)
+            except RoundFailed as error:
+                self._ctx.log.event("averaging failed", level="warning", step=body.step, reason=str(error))
+                return Answer(Prepared(False, [], list(error.lost)))
+            except Stale as error:
+                raise Refused(str(error)) from None
+            finally:
+                self._closing = False
+            self._total, self._averaged = total, Position(body.step + 1, body.lineage)
+            self._counted = list(body.assigned)
+        return Answer(Prepared(True, [], []))
+
+    async def _commit(self, call: Incoming[Commit]) -> Answer[Moved]:
+        self._obey(call.peer, call.body.run)
+        return await self._move(call.body.target, self._step_to)
+
+    async def _restore(self, call: Incoming[Restore]) -> Answer[Moved]:
+        self._obey(call.peer, call.body.run)
+        return await self._move(call.body.target, self._load_saved)
+
+    async def _move(self, target: Position, how: Callable[[Position], Awaitable[None]]) -> Answer[Moved]:
+        """Go to `target` unless we are there; a caller that hangs up does not stop it half-way."""
+        with trio.CancelScope(shield=True):
+            async with self._moving:
+                if self._position != target:
+                    await how(target)
+        return Answer(Moved(self._position))
+
+    async def _step_to(self, target: Position) -> None:
+        served, total = self._need(), self._total
+        if target != self._averaged or total is None:
+            raise Refused("no such average lies ready here")
+        samples = self._run.batch.target_samples
+        await self._work(lambda: served.commit(target.step - 1, total, samples), "step")
+        if self._feedback is not None:
+            self._feedback.settle()
+        self._arrive(target)
+        if self._saving.due(target.step):
+            await self._save()
+
+    async def _save(self) -> None:
+        if self._position != _START and self._position not in self._saving.positions:
+            state = await self._work(self._need().module.state, "copy the state")
+            await self._saving.save(self._position, state)
+            self._ctx.log.event("saved", stage=self._stage, step=self._position.step)
