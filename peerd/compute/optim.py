@@ -1,9 +1,16 @@
-"""SGD, AdamW and LAMB on one flat tensor, and the learning rate by global step.
+"""SGD, AdamW, LAMB and LARS on one flat tensor, and the learning rate by global step.
 
 All parameters of a stage lie in one flat tensor, and so do its gradient and each moment: an update is a few passes
 over memory. `Layout` says which slice is which parameter. Weight decay applies to every parameter, as torch's own
-optimizers do; so AdamW and SGD here give what torch.optim gives, and a test holds them to it. Making an optimizer
-changes nothing: state starts at zero and no step is run for it.
+optimizers do; so AdamW and SGD here give what torch.optim gives, and a test holds them to it. LAMB and LARS follow
+their papers as printed, not the code that came with them: each tensor is a layer of its own, gains and other
+vectors adapt and decay like matrices, and LAMB corrects both moments' bias. Only where a norm is zero, so that a
+formula divides by it or never leaves it, the trust ratio is 1 instead. Making an optimizer changes nothing: state
+starts at zero and no step is run for it.
+
+With `offload` the moments live on the CPU and the update is computed there, whatever device the parameters are on:
+the device keeps two copies of the parameters less, and every peer gets the bits that a CPU gives. On the CPU it
+changes nothing.
 """
 
 from __future__ import annotations
@@ -54,14 +61,23 @@ class Optimizer:
         """`like`: the flat parameters, for dtype and device."""
         self._section = section
         self._layout = layout
-        self.moments = {name: torch.zeros_like(like) for name in moment_names(section)}
+        self._device = torch.device("cpu") if section.offload else like.device
+        self.moments = {name: torch.zeros_like(like, device=self._device) for name in moment_names(section)}
 
     @torch.no_grad()
     def update(self, parameters: Tensor, gradient: Tensor, step: int) -> None:
         """One step in place on `parameters`; `step` counts from 0. `gradient` may be overwritten."""
+        if parameters.device != self._device:
+            here = parameters.to(self._device)
+            self._update(here, gradient.to(self._device), step)
+            parameters.copy_(here)
+        else:
+            self._update(parameters, gradient, step)
+
+    def _update(self, parameters: Tensor, gradient: Tensor, step: int) -> None:
         section = self._section
         if section.clip_norm > 0:
-            norm = float(torch.linalg.vector_norm(gradient))
+            norm = _norm(gradient)
             if norm > section.clip_norm:
                 gradient.mul_(section.clip_norm / norm)
         lr = learning_rate(section, step)
@@ -69,8 +85,10 @@ class Optimizer:
             self._sgd(parameters, gradient, lr)
         elif section.name == "adamw":
             self._adamw(parameters, gradient, lr, step + 1)
-        else:
+        elif section.name == "lamb":
             self._lamb(parameters, gradient, lr, step + 1)
+        else:
+            self._lars(parameters, gradient, lr)
 
     def _sgd(self, parameters: Tensor, gradient: Tensor, lr: float) -> None:
         section = self._section
@@ -93,9 +111,22 @@ class Optimizer:
         mean, root = self._moments(gradient, count)
         update = (mean / root).div_(1.0 - section.beta1**count).add_(parameters, alpha=section.weight_decay)
         for weight, change in zip(self._layout.views(parameters), self._layout.views(update), strict=True):
-            weight_norm, change_norm = (float(torch.linalg.vector_norm(t)) for t in (weight, change))
-            trust = weight_norm / change_norm if weight_norm > 0 and change_norm > 0 else 1.0
-            weight.add_(change, alpha=-lr * trust)
+            weight.add_(change, alpha=-lr * _trust(1.0, _norm(weight), _norm(change)))
+
+    def _lars(self, parameters: Tensor, gradient: Tensor, lr: float) -> None:
+        """You et al. 2017, algorithm 1: a rate for each tensor, by which its gradient enters the momentum.
+
+        A later change of the learning rate does not change what the momentum holds already, as torch's SGD would.
+        """
+        section = self._section
+        for weight, slope in zip(self._layout.views(parameters), self._layout.views(gradient), strict=True):
+            size = _norm(weight)
+            slope_size = _norm(slope) + section.weight_decay * size
+            slope.add_(weight, alpha=section.weight_decay)
+            slope.mul_(lr * _trust(section.trust, size, slope_size))
+        if section.momentum:
+            gradient = self.moments["momentum"].mul_(section.momentum).add_(gradient)
+        parameters.sub_(gradient)
 
     def _moments(self, gradient: Tensor, count: int) -> tuple[Tensor, Tensor]:
         """Both moments moved on; the first as it is, and the root of the unbiased second plus eps."""
@@ -109,6 +140,15 @@ class Optimizer:
 
 def moment_names(section: OptimizerSection) -> Sequence[str]:
     """What the optimizer keeps for every parameter."""
-    if section.name == "sgd":
+    if section.name in ("sgd", "lars"):
         return ("momentum",) if section.momentum else ()
     return ("exp_avg", "exp_avg_sq")
+
+
+def _norm(values: Tensor) -> float:
+    return float(torch.linalg.vector_norm(values))
+
+
+def _trust(share: float, weight_norm: float, change_norm: float) -> float:
+    """`share` of the weight's norm for a change of norm 1; 1 where there is nothing to compare."""
+    return share * weight_norm / change_norm if weight_norm > 0 and change_norm > 0 else 1.0

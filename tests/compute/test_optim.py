@@ -1,4 +1,4 @@
-"""Optimizers and learning rate against torch's own and the papers."""
+"""Optimizers and learning rate against torch's own. LAMB and LARS: test_optim_papers.py."""
 
 from __future__ import annotations
 
@@ -56,30 +56,38 @@ def test_adamw_and_sgd_are_torchs(
         torch.testing.assert_close(mine, theirs.detach(), rtol=tolerance, atol=tolerance)
 
 
-def test_lamb_moves_each_tensor_by_its_own_norm() -> None:
-    section = OptimizerSection(name="lamb", lr=0.1, weight_decay=0.3)
-    before = random(0)
-    after = before.clone()
-    optimizer = Optimizer(section, LAYOUT, after)
-    optimizer.update(after, random(1), 0)
-    for old, new in zip(LAYOUT.views(before), LAYOUT.views(after), strict=True):
-        torch.testing.assert_close((new - old).norm(), 0.1 * old.norm())
-
-
-def test_lamb_takes_a_plain_step_where_the_weights_are_zero() -> None:
-    """No norm to scale by: the trust ratio is 1 and Adam's first step, the gradient's sign, remains."""
-    section = OptimizerSection(name="lamb", lr=0.1)
-    parameters = torch.zeros(LAYOUT.count, dtype=torch.float64)
-    Optimizer(section, LAYOUT, parameters).update(parameters, random(1), 0)
-    torch.testing.assert_close(parameters, -0.1 * random(1).sign())
-
-
-@pytest.mark.parametrize("name", ["sgd", "adamw", "lamb"])
+@pytest.mark.parametrize("name", ["sgd", "adamw", "lamb", "lars"])
 def test_making_an_optimizer_changes_no_parameter(name: str) -> None:
     parameters = random(0)
     optimizer = Optimizer(OptimizerSection(name=name, weight_decay=0.5, momentum=0.9), LAYOUT, parameters)  # type: ignore[arg-type]
     assert torch.equal(parameters, random(0))
     assert all(not moment.any() for moment in optimizer.moments.values())
+
+
+@pytest.mark.parametrize("name", ["sgd", "adamw", "lamb", "lars"])
+def test_offloading_gives_the_same_bits_and_keeps_the_moments_on_the_cpu(name: str) -> None:
+    section = OptimizerSection(name=name, lr=0.1, momentum=0.9, weight_decay=0.1, clip_norm=2.0)  # type: ignore[arg-type]
+    run = {}
+    for offload in (False, True):
+        parameters = random(0, torch.float32)
+        optimizer = Optimizer(msgspec.structs.replace(section, offload=offload), LAYOUT, parameters)
+        for step in range(5):
+            optimizer.update(parameters, random(step + 1, torch.float32), step)
+        run[offload] = parameters
+    assert torch.equal(run[False], run[True])
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("name", ["sgd", "adamw", "lamb", "lars"])
+def test_offloading_from_a_gpu_gives_the_bits_of_the_cpu(name: str) -> None:
+    section = OptimizerSection(name=name, lr=0.1, momentum=0.9, weight_decay=0.1, clip_norm=2.0, offload=True)  # type: ignore[arg-type]
+    here, there = random(0, torch.float32), random(0, torch.float32).cuda()
+    ours, theirs = Optimizer(section, LAYOUT, here), Optimizer(section, LAYOUT, there)
+    assert all(moment.device.type == "cpu" for moment in theirs.moments.values())
+    for step in range(5):
+        ours.update(here, random(step + 1, torch.float32), step)
+        theirs.update(there, random(step + 1, torch.float32).cuda(), step)
+    assert torch.equal(here, there.cpu())
 
 
 def test_the_layouts_views_are_the_flat_tensor_itself() -> None:
