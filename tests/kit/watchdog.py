@@ -1,16 +1,19 @@
 """Notices when one step of one task keeps the trio loop to itself for too long.
 
 A step that computes counts with its processor time, so that a busy machine does not fail a test; one that waits
-(a blocking call) counts with the time on the wall. Only for runs on the real clock: under the virtual one
-computing on the loop is how it has to be.
+(a blocking call) counts with the time on the wall, less what it could have run and got no processor. Only for runs on
+the real clock: under the virtual one computing on the loop is how it has to be.
 """
 
 from __future__ import annotations
 
 import math
+import os
 import resource
 import sys
 import time
+from functools import cache
+from threading import get_ident
 
 import trio
 
@@ -25,7 +28,7 @@ class LoopWatchdog(trio.abc.Instrument):
         self.worst_s = 0.0
         self.worst_task = ""
         self._wall_s = math.inf  # no step seen to begin yet
-        self._usage = (0.0, 0, 0)
+        self._usage = (0.0, 0.0, 0, 0)
 
     def before_task_step(self, task: trio.lowlevel.Task) -> None:
         self._usage = _usage()
@@ -35,8 +38,9 @@ class LoopWatchdog(trio.abc.Instrument):
         took_s = time.perf_counter() - self._wall_s
         if took_s <= LIMIT_S:
             return
-        cpu_s, waits, preempted = (after - before for after, before in zip(_usage(), self._usage, strict=True))
-        blocked_s = took_s if waits > preempted else cpu_s
+        spent = [after - before for after, before in zip(_usage(), self._usage, strict=True)]
+        cpu_s, starved_s, waits, preempted = spent
+        blocked_s = took_s - starved_s if waits > preempted else cpu_s
         if blocked_s > self.worst_s:
             self.worst_s, self.worst_task = blocked_s, task.name
 
@@ -50,9 +54,16 @@ class LoopWatchdog(trio.abc.Instrument):
         )
 
 
-def _usage() -> tuple[float, int, int]:
-    """Processor seconds, voluntary and involuntary switches of this thread."""
+def _usage() -> tuple[float, float, int, int]:
+    """Processor seconds, seconds of waiting for a processor, voluntary and involuntary switches of this thread."""
     if _THREAD is None or sys.platform != "linux":
-        return time.thread_time(), 0, 0
+        return time.thread_time(), 0.0, 0, 0
     usage = resource.getrusage(_THREAD)
-    return usage.ru_utime + usage.ru_stime, usage.ru_nvcsw, usage.ru_nivcsw
+    starved_ns = int(os.pread(_schedstat(get_ident()), 100, 0).split()[1])
+    return usage.ru_utime + usage.ru_stime, starved_ns / 1e9, usage.ru_nvcsw, usage.ru_nivcsw
+
+
+@cache
+def _schedstat(_: int) -> int:
+    """The kernel's account of the calling thread's waiting, kept open: it is read at every step."""
+    return os.open("/proc/thread-self/schedstat", os.O_RDONLY | os.O_CLOEXEC)
