@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from .member import StageMember
+from peerd.member.stage import StageMember
 
 
 class StageRole(StageMember):

@@ -26,9 +26,8 @@ from peerd.core.messages import Empty
 from peerd.core.progress import TrainerProgress, encode_progress, progress_key
 from peerd.core.runfile import RunFile
 from peerd.core.training import Done, Leave, TrainerAnswer, TrainerSync
+from peerd.member.stage import StageMember
 from peerd.role import Begun, Contribution, Drop, Load, Order, Repeat, RoleContext, Start, Training
-
-from .member import StageMember
 
 _SYNC_WAIT_S = 2.0
 _PUBLISH_S = 3.0

@@ -33,6 +33,7 @@ LAYERS = {
     "home": {"core"},
     "config": {"core", "log"},
     "role": {"core", "machine", "net", "service", "log"},
+    "member": {"core", "compute", "role"},
     "registry": {"core", "log", "role"},
     "control": {"core", "home"},
     "devices": {"core"},
@@ -48,14 +49,14 @@ LAYERS = {
     "__main__": {"cli"},
     "__init__": set(),
 }
-ROLE_IMPORTS = {"core", "compute", "role"}
+ROLE_IMPORTS = {"core", "compute", "role", "member"}
 SANS_IO = {"trio", "torch", "socket", "time", "logging", "asyncio", "threading", "select", "secrets", "subprocess"}
 BANNED = {
     "core": SANS_IO,
     "machine": SANS_IO,
     "net": {"torch", "time", "logging.config"},
     "service": {"torch", "time"},
-    **{name: {"torch"} for name in LAYERS if name not in ("core", "machine", "net", "service", "compute", "sim")},
+    **{name: {"torch"} for name in LAYERS.keys() - {"core", "machine", "net", "service", "compute", "member", "sim"}},
 }
 THE_REAL_CLOCK = Path("peerd/net/clock.py")  # the one file of the network that reads the machine's clock
 UNSAFE_MODULES = {"pickle", "marshal", "shelve", "dill", "cloudpickle", "cPickle"}

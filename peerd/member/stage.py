@@ -40,10 +40,9 @@ from peerd.core.training import (
     StageLoss,
     StateRequest,
 )
+from peerd.member.boundary import Boundary
+from peerd.member.saving import Saving
 from peerd.role import Answer, AveragingPlan, Incoming, MethodLimits, RoleContext, RoundFailed, StateItem, Training
-
-from .boundary import Boundary
-from .saving import Saving
 
 T = TypeVar("T")
 
