@@ -71,8 +71,10 @@ foreign: $(VENV)/.installed-dev  ## fetch the go, js and py libp2p peers that th
 interop: foreign  ## talk to real go-libp2p, js-libp2p and py-libp2p peers
 	PEERD_REQUIRE_FOREIGN=1 $(BIN)/python -m pytest tests/interop $(ARGS)
 
-bench: $(VENV)/.installed-dev  ## measure the transport against raw TCP
-	$(BIN)/python scripts/bench.py transport --json
+bench: $(VENV)/.installed-dev  ## measure transport, quantization and slow lines against their baselines
+	$(BIN)/python scripts/bench.py transport
+	$(BIN)/python scripts/bench.py quantize
+	$(BIN)/python scripts/bench.py lines
 
 wheel: | $(BIN)/python  ## build dist/peerd-*.whl
 	rm -rf build  # setuptools would pack stale copies
