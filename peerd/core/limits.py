@@ -35,6 +35,13 @@ RPC_LANES: Final = 8  # idle streams kept for large calls to one service of one 
 LINE_RATE_PEERS: Final = 1024  # whose rate is remembered: twice the connections that we hold
 RPC_IDLE_S: Final = 120.0  # a shared stream that nobody used for so long is closed
 
+# --- averaging -------------------------------------------------------------------------------------------------
+AVERAGE_PARTS: Final = 1 << 20  # of one round: some hundred bytes of bookkeeping each
+AVERAGE_PART_BYTES: Final = 4 << 20  # of one part, before it is coded: what a run file may ask for
+LINE_PAIRS: Final = 64  # limited pairs that one peer may tell of
+LINE_BYTES_PER_S: Final = 125e9  # 1 Tb/s: what anyone says beyond is taken as this
+LINE_BYTES_PER_S_MIN: Final = 1e3  # a line that trains nothing; what anyone says below is taken as this
+
 # --- transport: hand-shake and negotiation ---------------------------------------------------------------------
 PROTOCOL_BYTES: Final = 256  # protocol names seen in libp2p are below 100 bytes
 MULTISTREAM_LINE_BYTES: Final = 1024  # a line is a name and a newline; Go allows 64 KiB, nobody needs it

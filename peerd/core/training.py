@@ -10,10 +10,11 @@ authenticated connection says.
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 
+from peerd.core.limits import AVERAGE_PART_BYTES, FRAME_ELEMENTS, LINE_PAIRS
 from peerd.core.messages import Message
 
 PeerText = Annotated[str, msgspec.Meta(max_length=64)]
@@ -57,6 +58,27 @@ class MemberInfo(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
     ready: bool  # holds the parameters of the current step and serves
 
 
+Mode = Literal["node", "client", "aux"]  # sends a vector and sums a share; only sends; only sums
+
+
+class PairLimit(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """What the sender of this can send to `peer` at most, when that is less than its line carries."""
+
+    peer: PeerText
+    bytes_per_s: Rate  # 0: nothing passes
+
+
+class LineInfo(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """What a peer says of its line and its part in averaging; rates of 0: unknown."""
+
+    mode: Mode = "node"
+    up_bytes_per_s: Rate = 0.0
+    down_bytes_per_s: Rate = 0.0
+    elements: Annotated[int, msgspec.Meta(ge=0, le=FRAME_ELEMENTS)] = 0  # of its gradient vector; 0: brings none
+    dtype: Annotated[str, msgspec.Meta(max_length=16)] = ""  # of that vector
+    pairs: Annotated[list[PairLimit], msgspec.Meta(max_length=LINE_PAIRS)] = msgspec.field(default_factory=list)
+
+
 class MemberSync(Message, frozen=True):
     """A stage peer's report to the conductor; the answer waits until something changed."""
 
@@ -73,6 +95,7 @@ class MemberSync(Message, frozen=True):
     term: Term  # the highest it has seen
     seen: Annotated[int, msgspec.Meta(ge=0)]  # version of the membership it knows
     wait_s: Annotated[float, msgspec.Meta(ge=0, le=60)]
+    line: LineInfo | None = None  # None: as said before, or nothing known; mode "aux": a helper, not a member
 
 
 class MemberAnswer(Message, frozen=True):
@@ -127,6 +150,14 @@ class TrainerAnswer(Message, frozen=True):
     members: Annotated[list[MemberInfo], msgspec.Meta(max_length=MAX_MEMBERS)] | None
 
 
+class Party(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """One peer of an averaging round and the share of the vector that it sums."""
+
+    peer: PeerText
+    mode: Mode
+    share: Annotated[float, msgspec.Meta(ge=0, le=1)]
+
+
 class Prepare(Message, frozen=True):
     """Average your stage's gradients of `step` with `group`; the answer comes when the mean lies ready."""
 
@@ -139,6 +170,11 @@ class Prepare(Message, frozen=True):
     assigned: MbList  # what this member contributes; anything else it holds must come out
     samples: Annotated[int, msgspec.Meta(ge=1)]  # of the whole batch
     timeout_s: Annotated[float, msgspec.Meta(gt=0, le=3600)]
+    # Everyone in the round in the order of the cut, the group and helpers; empty: the group in equal shares.
+    split: Annotated[list[Party], msgspec.Meta(max_length=MAX_MEMBERS)] = msgspec.field(default_factory=list)
+    part_bytes: Annotated[int, msgspec.Meta(ge=0, le=AVERAGE_PART_BYTES)] = 0  # at most; 0: as the run file says
+    elements: Annotated[int, msgspec.Meta(ge=0, le=FRAME_ELEMENTS)] = 0  # of the vectors, for helpers
+    dtype: Annotated[str, msgspec.Meta(max_length=16)] = ""  # likewise
 
 
 class Prepared(Message, frozen=True):

@@ -1,17 +1,25 @@
 """One round of all-reduce as one member sees it: who owes which part to whom, and who is late.
 
-The vector is cut into one share for each member of the group, and each share into parts. Every member sends each
-part to its owner, who sums all members' versions in the order of the group (so that the sum has the same bits for
-everyone) and returns the sum. A round succeeds whole or not at all; the conductor repeats it without the lost.
-Counts only: the elements are summed elsewhere. A hostile member may send a part twice or one that is not its
-owner's to sum: refused. Invariant: a part is summed once, when each member's version is there.
+The vector is cut into shares, one for each owner, and each share into parts. Every sender sends each part to its
+owner, who sums all senders' versions in the order of the senders (so that the sum has the same bits for everyone)
+and returns the sum. Most peers do both; a helper sends nothing, a client owns nothing. A round succeeds whole or not
+at all; the conductor repeats it without the lost. Counts only: the elements are summed elsewhere. A hostile member may
+send a part twice or one that is not its owner's to sum, a hostile conductor a plan that adds up to nothing: refused.
+Invariant: a part is summed once, when each sender's version is there.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from peerd.core.errors import PeerdError
+from peerd.core.limits import AVERAGE_PARTS
+from peerd.core.training import Prepare
+from peerd.machine.shares import apportioned
+
+_SHARES_TOLERANCE = 1e-6
 
 
 class RoundFailed(PeerdError):
@@ -24,12 +32,68 @@ class RoundFailed(PeerdError):
 
 @dataclass(frozen=True, slots=True)
 class AveragingPlan:
-    """One round. `group` in the order in which sums are made; `patience_s` with a silent member."""
+    """One round. `group`: everyone in it, in the order of the cut; `patience_s` with a silent member.
+
+    `senders` (none given: the group) bring vectors, and sums are made in their order. `shares` of the group, in its
+    order, add up to one; None: equal. `length` and `dtype` of the vectors are for owners that bring none. Raises
+    ValueError for a plan that does not fit together.
+    """
 
     attempt: bytes
     group: tuple[str, ...]
     part_bytes: int
     patience_s: float
+    senders: tuple[str, ...] = ()
+    shares: tuple[float, ...] | None = None
+    length: int = 0
+    dtype: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.senders:
+            object.__setattr__(self, "senders", self.group)
+        if len({*self.group}) != len(self.group) or len({*self.senders}) != len(self.senders):
+            raise ValueError("a peer is twice in a round")
+        if not {*self.senders} <= {*self.group}:
+            raise ValueError("a sender is not in the round's group")
+        if self.shares is not None:
+            check_shares(self.shares, len(self.group))
+
+    @classmethod
+    def of(cls, order: Prepare, part_bytes: int, patience_s: float) -> AveragingPlan:
+        """The round that a conductor orders, parts of `part_bytes` at most; ValueError for an order that is wrong."""
+        if not order.split:
+            return cls(order.attempt, tuple(order.group), part_bytes, patience_s)
+        if sorted(party.peer for party in order.split if party.mode != "aux") != sorted(order.group):
+            raise ValueError("the senders of a round must be its group")
+        if any(party.mode == "client" and party.share != 0 for party in order.split):
+            raise ValueError("a client is given a share")
+        return cls(
+            attempt=order.attempt,
+            group=tuple(party.peer for party in order.split),
+            part_bytes=min(part_bytes, order.part_bytes or part_bytes),
+            patience_s=patience_s,
+            senders=tuple(order.group),
+            shares=tuple(party.share for party in order.split),
+            length=order.elements,
+            dtype=order.dtype,
+        )
+
+    def parts(self, length: int, itemsize: int) -> tuple[Part, ...]:
+        """The parts of a vector of `length` elements of `itemsize` bytes; ValueError if they are too many."""
+        part_elements = max(1, self.part_bytes // itemsize)
+        if length // part_elements + len(self.group) > AVERAGE_PARTS:
+            raise ValueError(f"a vector of {length} elements has too many parts of {part_elements}")
+        return cut(length, self.group, part_elements, self.shares)
+
+
+def check_shares(shares: Sequence[float], count: int) -> None:
+    """ValueError unless these are `count` shares of one whole."""
+    if len(shares) != count:
+        raise ValueError(f"{len(shares)} shares for {count} peers")
+    if not all(math.isfinite(share) and 0 <= share <= 1 for share in shares):
+        raise ValueError("a share must be a number from 0 to 1")
+    if abs(math.fsum(shares) - 1) > _SHARES_TOLERANCE:
+        raise ValueError("shares must add up to 1")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +106,15 @@ class Part:
     end: int
 
 
-def cut(length: int, group: tuple[str, ...], part_elements: int) -> tuple[Part, ...]:
-    """The parts of a vector; every member computes the same ones. Shares differ by one element at most."""
+def cut(
+    length: int, group: tuple[str, ...], part_elements: int, shares: Sequence[float] | None = None
+) -> tuple[Part, ...]:
+    """The parts of a vector, one contiguous share for each of the group; every member computes the same ones.
+
+    Without `shares` these differ by one element at most.
+    """
     parts: list[Part] = []
-    for position, owner in enumerate(group):
-        begin, share_end = position * length // len(group), (position + 1) * length // len(group)
+    for owner, (begin, share_end) in zip(group, _spans(length, len(group), shares), strict=True):
         while begin < share_end:
             end = min(begin + part_elements, share_end)
             parts.append(Part(len(parts), owner, begin, end))
@@ -54,35 +122,55 @@ def cut(length: int, group: tuple[str, ...], part_elements: int) -> tuple[Part, 
     return tuple(parts)
 
 
+def _spans(length: int, count: int, shares: Sequence[float] | None) -> Iterator[tuple[int, int]]:
+    if shares is None:
+        yield from ((i * length // count, (i + 1) * length // count) for i in range(count))
+        return
+    end = 0
+    for elements in apportioned(length, shares):
+        begin, end = end, end + elements
+        yield begin, end
+
+
 class Round:
     """See the module's header; `now` is monotonic seconds."""
 
-    def __init__(self, own: str, group: tuple[str, ...], parts: tuple[Part, ...], patience_s: float) -> None:
-        self.own, self.group, self.parts = own, group, parts
+    def __init__(self, own: str, senders: tuple[str, ...], parts: tuple[Part, ...], patience_s: float) -> None:
+        self.own, self.senders, self.parts = own, senders, parts
+        self._everyone = frozenset(senders)
         self._patience_s = patience_s
-        self._senders: dict[int, set[str]] = {part.index: set() for part in parts if part.owner == own}
-        self._due = {part.index: part.owner for part in parts if part.owner != own}
+        self._came: dict[int, set[str]] = {part.index: set() for part in parts if part.owner == own}
+        self._missing = len(self._came) * len(senders)  # versions of our parts
+        # What we bring nothing to, we get nothing of.
+        due = parts if own in self._everyone else ()
+        self._due = {part.index: part.owner for part in due if part.owner != own}
         self._heard: dict[str, float] = {}
 
     def begin(self, now: float) -> None:
         """Patience with the others starts here."""
-        self._heard = dict.fromkeys(self.group, now)
+        self._heard = dict.fromkeys({*self.senders, *self._due.values()}, now)
+
+    def check(self, index: int, sender: str) -> None:
+        """Raises ValueError unless `sender`'s version of this part is one that we wait for."""
+        came = self._came.get(index)
+        if came is None:
+            raise ValueError(f"part {index} is not mine to sum")
+        if sender not in self._everyone:
+            raise ValueError("the sender is not of this round")
+        if sender in came:
+            raise ValueError(f"part {index} came twice")
 
     def arrived(self, now: float, index: int, sender: str) -> bool:
         """`sender`'s version of one of our parts is here; True when it was the last one and the sum is due.
 
-        Raises ValueError when the part is not ours, the sender not of the group, or its version here already.
+        Raises as `check`.
         """
-        senders = self._senders.get(index)
-        if senders is None:
-            raise ValueError(f"part {index} is not mine to sum")
-        if sender not in self.group:
-            raise ValueError("the sender is not of this round")
-        if sender in senders:
-            raise ValueError(f"part {index} came twice")
-        senders.add(sender)
+        self.check(index, sender)
+        came = self._came[index]
+        came.add(sender)
+        self._missing -= 1
         self._heard[sender] = now
-        return len(senders) == len(self.group)
+        return len(came) == len(self.senders)
 
     def returned(self, now: float, index: int) -> None:
         """The owner sent us the sum of a part."""
@@ -90,8 +178,8 @@ class Round:
 
     @property
     def finished(self) -> bool:
-        """Have we every sum, and has everyone ours?"""
-        return not self._due and all(len(senders) == len(self.group) for senders in self._senders.values())
+        """Have we every sum that is due to us, and every version that is due from others?"""
+        return not self._due and not self._missing
 
     def late(self, now: float) -> tuple[str, ...]:
         """Members we have waited for longer than our patience, sorted.
@@ -99,9 +187,14 @@ class Round:
         Who owes us its version is named first: an owner may only be waiting for the same late sender, so owners
         get twice the patience (the paper's code does the same).
         """
-        group = set(self.group)
-        owing = {peer for got in self._senders.values() for peer in group - got} - {self.own}
-        late = [p for p in owing if now - self._heard.get(p, now) > self._patience_s]
+        silent = {peer for peer, heard in self._heard.items() if now - heard > self._patience_s} - {self.own}
+        if not silent:
+            return ()
+        late = {peer for came in self._came.values() for peer in silent - came} & self._everyone
+        # Who has sent a part that still waits for another sends no more of them: not the first to blame.
+        waiting = {peer for came in self._came.values() if len(came) < len(self.senders) for peer in came}
+        late = late - waiting or late
         if not late:
-            late = [p for p in set(self._due.values()) if now - self._heard.get(p, now) > 2 * self._patience_s]
+            owners = set(self._due.values())
+            late = {peer for peer in silent & owners if now - self._heard[peer] > 2 * self._patience_s}
         return tuple(sorted(late))

@@ -1,10 +1,13 @@
-"""All-reduce inside a group: every member ends with the same bits of the sum of all members' vectors.
+"""All-reduce inside a group: every sender ends with the same bits of the sum of all senders' vectors.
 
 Drives `machine/allreduce`: sends each part to its owner and takes the sum back in the same call, so a part costs
-one call, and back-pressure is the transport's. Parts travel as their `PartCoder` makes them; coding and sums run on
-the worker, sums in the order of the group. With a lossy code the owner, too, goes on with what the others can decode.
+one call, and back-pressure is the transport's. The parts under way to an owner are in proportion to its share, so
+that all shares end together and every line is busy to the end. A helper sums what it owns and brings nothing; a client
+brings a vector and sums nothing. Parts travel as their `PartCoder` makes them; coding and sums run on the worker, sums
+in the order of the senders. With a lossy code the owner, too, goes on with what the others can decode.
 A round ends whole or raises `RoundFailed` with the members at fault; nothing is applied here. Vectors are numpy, 1-D.
-A hostile member may send wrong shapes, wrong dtypes, NaN, parts of others, strangers' attempts: each is refused.
+A hostile member may send wrong shapes, wrong dtypes, NaN, parts of others, strangers' attempts: each is refused, what
+needs no look at the values before they are decoded.
 """
 
 from __future__ import annotations
@@ -17,19 +20,22 @@ from typing import Any, Protocol
 import numpy as np
 import trio
 
-from peerd.core.errors import PeerdError, Refused, RemoteError
+from peerd.core.errors import LocalError, PeerdError, Refused, RemoteError
 from peerd.core.frame import TensorFrame
 from peerd.core.ids import PeerId
+from peerd.core.limits import FRAME_ELEMENTS
 from peerd.core.messages import Empty
 from peerd.core.training import AverageKey
 from peerd.core.work import Worker
-from peerd.machine.allreduce import AveragingPlan, Part, Round, RoundFailed, cut
+from peerd.machine.allreduce import AveragingPlan, Part, Round, RoundFailed
 from peerd.service.rpc import Answer, Incoming, MethodLimits, Rpc
 
 Vector = np.ndarray[Any, np.dtype[Any]]
 
 METHOD = "average/1/part"
-_PARTS_IN_FLIGHT = 4  # to one owner: enough to fill the line while sums are made
+_PARTS_IN_FLIGHT = 4  # to one owner of an equal share: enough to fill the line while sums are made
+_PARTS_IN_FLIGHT_MOST = 32  # to one owner of a large one
+_DTYPES = {"float32", "float64"}  # of a vector that a helper is told to sum
 _JOIN_WAIT_S = 30.0  # a member may hear of the round a little later than the others
 _LOOK_S = 0.5  # how often lateness is looked for
 
@@ -65,8 +71,8 @@ class _Open:
     """A round that is under way here. `scope` ends its tasks; `failure` says why, when it was not success."""
 
     round: Round
-    source: Vector
-    result: Vector
+    source: Vector | None  # None: a helper
+    result: Vector  # empty for a helper
     worker: Worker
     coder: PartCoder
     scope: trio.CancelScope = field(default_factory=trio.CancelScope)
@@ -74,6 +80,7 @@ class _Open:
     versions: dict[int, dict[str, Vector]] = field(default_factory=dict)
     summed: dict[int, trio.Event] = field(default_factory=dict)
     answers: dict[int, TensorFrame] = field(default_factory=dict)  # sums of our own parts, as they travel
+    owed: dict[int, int] = field(default_factory=dict)  # how many have not taken such an answer
     moved: trio.Event = field(default_factory=trio.Event)  # set, and replaced, whenever the round gets on
 
     def fail(self, reason: str, lost: tuple[str, ...]) -> None:
@@ -89,6 +96,18 @@ class _Open:
     def done(self) -> bool:
         return self.round.finished and all(event.is_set() for event in self.summed.values())
 
+    def target(self, part: Part) -> Vector:
+        """Where the sum of a part goes. A helper holds no vector, only the sums that somebody still needs."""
+        if self.source is None:
+            return np.empty(part.end - part.begin, self.result.dtype)
+        return self.result[part.begin : part.end]
+
+    def taken(self, index: int) -> None:
+        """One more sender has the sum of this part; with the last one it is let go."""
+        self.owed[index] -= 1
+        if not self.owed[index]:
+            del self.answers[index]
+
 
 class Averaging:
     """Serves the parts of rounds that this peer takes part in."""
@@ -101,29 +120,61 @@ class Averaging:
         rpc.serve(METHOD, AverageKey, self._take_part, limits=MethodLimits(frames=1, frame_bytes=8 << 20))
 
     async def sum(
-        self, plan: AveragingPlan, vector: Vector, worker: Worker, coder: PartCoder | None = None
+        self, plan: AveragingPlan, vector: Vector | None, worker: Worker, coder: PartCoder | None = None
     ) -> Vector:
-        """The sum of all members' vectors, in a new array; raises RoundFailed. `vector` must not change meanwhile.
+        """The sum of all senders' vectors, in a new array; raises RoundFailed. `vector` must not change meanwhile.
 
-        Without `coder` parts travel as they are.
+        Who is no sender gives None, sums what it owns, and gets an empty array. Without `coder` parts travel as they
+        are. LocalError when the plan says that we send and there is no vector, or the other way round.
         """
-        if len(plan.group) == 1:
+        if (self._own in plan.senders) != (vector is not None) or self._own not in plan.group:
+            raise LocalError("the plan of this round gives us another part in it")
+        if len(plan.group) == 1 and vector is not None:
             return await worker.run(vector.copy, name="copy the only vector")
-        parts = cut(len(vector), plan.group, max(1, plan.part_bytes // vector.itemsize))
-        round_ = Round(self._own, plan.group, parts, plan.patience_s)
-        state = _Open(round_, vector, np.empty_like(vector), worker, coder or PlainParts())
+        state = _Open(*self._laid_out(plan, vector), worker, coder or PlainParts())
         with self._registered(plan.attempt, state), state.scope:
-            round_.begin(trio.current_time())
+            state.round.begin(trio.current_time())
             async with trio.open_nursery() as nursery:
-                nursery.start_soon(self._give_own, state, [p for p in parts if p.owner == self._own])
-                for owner in plan.group:
-                    queue = iter([p for p in parts if p.owner == owner != self._own])
-                    for _ in range(_PARTS_IN_FLIGHT):
-                        nursery.start_soon(self._send_parts, plan, state, queue)
+                if vector is not None:
+                    self._start_sending(nursery, plan, state)
                 await self._watch(plan, state)
         if state.failure is not None:
             raise state.failure
         return state.result
+
+    def _laid_out(self, plan: AveragingPlan, vector: Vector | None) -> tuple[Round, Vector | None, Vector]:
+        """The round's books, what we bring, and where its sum goes."""
+        if vector is None:
+            if plan.dtype not in _DTYPES or not 0 <= plan.length <= FRAME_ELEMENTS:
+                raise RoundFailed(f"a helper cannot sum {plan.length} values of {plan.dtype[:16]!r}", ())
+            length, result = plan.length, np.empty(0, plan.dtype)
+        else:
+            length, result = len(vector), np.empty_like(vector)
+            if plan.length and (plan.length, plan.dtype) != (length, vector.dtype.name):
+                raise RoundFailed("the round is planned for vectors of another size", (self._own,))
+        try:
+            parts = plan.parts(length, result.itemsize)
+        except ValueError as error:
+            raise RoundFailed(str(error), ()) from None
+        return Round(self._own, plan.senders, parts, plan.patience_s), vector, result
+
+    def _start_sending(self, nursery: trio.Nursery, plan: AveragingPlan, state: _Open) -> None:
+        """Our version of every part to its owner, several at a time; each sender begins with another owner."""
+        parts = state.round.parts
+        shares: dict[str, list[Part]] = {}
+        for part in parts:
+            shares.setdefault(part.owner, []).append(part)
+        own = shares.pop(self._own, [])
+        nursery.start_soon(self._give_own, state, own)
+        turn = plan.senders.index(self._own) % max(1, len(shares))
+        owners = list(shares)
+        for owner in owners[turn:] + owners[:turn]:
+            share = shares[owner]
+            equal = len(parts) / (len(shares) + bool(own))
+            window = round(_PARTS_IN_FLIGHT * len(share) / equal)
+            queue = iter(share)
+            for _ in range(max(1, min(window, _PARTS_IN_FLIGHT_MOST, len(share)))):
+                nursery.start_soon(self._send_parts, plan, state, queue)
 
     @contextmanager
     def _registered(self, attempt: bytes, state: _Open) -> Iterator[None]:
@@ -148,12 +199,13 @@ class Averaging:
 
     async def _send_parts(self, plan: AveragingPlan, state: _Open, queue: Iterator[Part]) -> None:
         """Part after part to one owner; each answer is the sum."""
-        timeout_s = 4 * plan.patience_s + _JOIN_WAIT_S
+        timeout_s, source = 4 * plan.patience_s + _JOIN_WAIT_S, state.source
+        assert source is not None
         for part in queue:
             body = AverageKey(plan.attempt, part.index)
             owner = PeerId.parse(part.owner)
             try:
-                frame, _ = await _encode(state, part, state.source[part.begin : part.end])
+                frame, _ = await _encode(state, part, source[part.begin : part.end])
                 answer = await self._rpc.call(owner, METHOD, body, Empty, frames=[frame], timeout_s=timeout_s)
                 total = await _decode(state, part, answer.frames)
             except RemoteError as error:
@@ -168,6 +220,7 @@ class Averaging:
 
     async def _give_own(self, state: _Open, share: list[Part]) -> None:
         """Our own version of the parts that we sum."""
+        assert state.source is not None
         for part in share:
             with suppress(Refused):  # the round has failed, and says why itself
                 await self._arrive(state, part, self._own, state.source[part.begin : part.end])
@@ -177,8 +230,9 @@ class Averaging:
         if not call.body.part < len(state.round.parts):
             raise Refused("no such part")
         part = state.round.parts[call.body.part]
-        version = await _decode(state, part, call.frames)
         try:
+            state.round.check(part.index, call.peer.text)
+            version = await _decode(state, part, call.frames)
             await self._arrive(state, part, call.peer.text, version)
         except ValueError as error:
             raise Refused(str(error)) from None
@@ -186,7 +240,9 @@ class Averaging:
             if state.failure is not None:
                 raise Refused("the round has failed")
             await state.moved.wait()
-        return Answer(Empty(), (state.answers[part.index],))
+        answer = state.answers[part.index]
+        state.taken(part.index)
+        return Answer(Empty(), (answer,))
 
     async def _round(self, attempt: bytes) -> _Open:
         """The round, when this peer has heard of it; TooSlow by the call's own deadline otherwise."""
@@ -204,11 +260,11 @@ class Averaging:
         versions[sender] = version
         if not due:
             return
-        ordered = [versions[peer] for peer in state.round.group]
-        target = state.result[part.begin : part.end]
+        ordered = [versions[peer] for peer in state.round.senders]
+        target = state.target(part)
         bad = await state.worker.run(lambda: _add_up(ordered, target), name="sum a part")
         if bad:
-            lost = tuple(state.round.group[i] for i in bad)
+            lost = tuple(state.round.senders[i] for i in bad)
             state.fail("a member sent values that are not finite", lost)
             raise Refused("the sum is not finite")
         try:
@@ -219,6 +275,9 @@ class Averaging:
         if seen is not target:
             target[:] = seen
         del state.versions[part.index]
+        state.owed[part.index] = len(ordered) - (state.source is not None)
+        if not state.owed[part.index]:
+            del state.answers[part.index]
         state.summed[part.index].set()
         state.get_on()
 
@@ -243,7 +302,7 @@ async def _decode(state: _Open, part: Part, frames: tuple[TensorFrame, ...]) -> 
     """The one part of a message."""
     if len(frames) != 1:
         raise Refused(f"a part is one frame, not {len(frames)}")
-    like = state.source[part.begin : part.end]
+    like = np.empty(part.end - part.begin, state.result.dtype)  # never touched: costs no memory
     if isinstance(state.coder, PlainParts):
         return state.coder.decode(frames[0], like)
     return await state.worker.run(lambda: state.coder.decode(frames[0], like), name="decode a part")

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import math
+
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from peerd.machine.allreduce import Round, cut
+from peerd.core.messages import decode, encode
+from peerd.core.training import Party, Prepare
+from peerd.machine.allreduce import AveragingPlan, Round, cut
 
 GROUP = ("a", "b", "c")
 
@@ -58,3 +63,98 @@ def test_a_round_of_one_needs_only_its_own_versions() -> None:
     assert round_.arrived(0.0, 0, "a")
     assert round_.arrived(0.0, 1, "a")
     assert round_.finished
+
+
+@given(st.integers(0, 5000), st.lists(st.floats(0, 1), min_size=1, max_size=9), st.integers(1, 700))
+def test_shares_are_contiguous_and_as_large_as_said(length: int, scores: list[float], part_elements: int) -> None:
+    if sum(scores) <= 1e-3:
+        return
+    shares = [score / sum(scores) for score in scores]
+    group = tuple(f"p{i}" for i in range(len(shares)))
+    parts = cut(length, group, part_elements, shares)
+    assert [p.begin for p in parts] + [length] == [0] + [p.end for p in parts]
+    assert all(0 < p.end - p.begin <= part_elements for p in parts)
+    assert [p.owner for p in parts] == sorted(p.owner for p in parts)
+    for owner, share in zip(group, shares, strict=True):
+        owned = sum(p.end - p.begin for p in parts if p.owner == owner)
+        assert abs(owned - share * length) <= len(shares)
+        assert owned == 0 or share > 0
+
+
+def test_a_helper_waits_for_all_senders_and_for_no_sum() -> None:
+    parts = cut(4, ("a", "b", "helper"), 4, (0.5, 0.0, 0.5))
+    round_ = Round("helper", ("a", "b"), parts, 5.0)
+    round_.begin(0.0)
+    assert [part.owner for part in parts] == ["a", "helper"]
+    assert not round_.arrived(0.0, 1, "a")
+    assert round_.late(5.1) == ("b",)
+    assert round_.arrived(5.2, 1, "b")
+    assert round_.finished
+    with pytest.raises(ValueError):
+        round_.arrived(5.2, 1, "helper")
+
+
+def test_a_client_waits_for_its_sums_and_for_nobodys_version() -> None:
+    parts = cut(4, ("a", "b", "helper"), 4, (0.5, 0.0, 0.5))
+    round_ = Round("b", ("a", "b"), parts, 5.0)
+    round_.begin(0.0)
+    round_.returned(1.0, 0)
+    assert round_.late(9.9) == ()
+    assert round_.late(10.1) == ("helper",)
+    with pytest.raises(ValueError):
+        round_.arrived(0.0, 0, "a")
+    round_.returned(10.2, 1)
+    assert round_.finished
+
+
+def order(**changes: object) -> Prepare:
+    """A conductor's order for two senders and a helper."""
+    split = [Party("a", "node", 0.25), Party("b", "client", 0.0), Party("h", "aux", 0.75)]
+    whole = Prepare(
+        *(bytes(16), 1, 5, bytes(range(16)), b"", ["a", "b"], [], 8, 60.0),
+        split=split,
+        part_bytes=4096,
+        elements=100,
+        dtype="float32",
+    )
+    return msgspec.structs.replace(whole, **changes)
+
+
+def test_an_order_becomes_a_plan() -> None:
+    plan = AveragingPlan.of(decode(Prepare, encode(order())), 1 << 20, 3.0)
+    expected = AveragingPlan(
+        bytes(range(16)), ("a", "b", "h"), 4096, 3.0, ("a", "b"), (0.25, 0.0, 0.75), 100, "float32"
+    )
+    assert plan == expected
+    assert [(p.owner, p.begin, p.end) for p in plan.parts(100, 4)] == [("a", 0, 25), ("h", 25, 100)]
+    plain = AveragingPlan.of(order(split=[], part_bytes=0), 1 << 20, 3.0)
+    assert plain == AveragingPlan(bytes(range(16)), ("a", "b"), 1 << 20, 3.0)
+    assert plain.senders == plain.group
+
+
+@pytest.mark.parametrize(
+    "split",
+    [
+        [("a", "node", 1.0)],  # a sender is forgotten
+        [("a", "node", 0.5), ("b", "node", 0.5), ("c", "node", 0.0)],  # one too many
+        [("a", "node", 0.5), ("b", "client", 0.5)],  # work for a client
+        [("a", "node", 0.5), ("b", "node", 0.4)],  # a part that nobody sums
+        [("a", "node", 0.9), ("b", "node", 0.9)],
+        [("a", "node", math.nan), ("b", "node", 1.0)],
+        [("a", "node", 0.5), ("a", "node", 0.5)],
+        [("a", "node", 0.5), ("b", "node", 0.5), ("b", "aux", 0.0)],
+        [("a", "node", 0.0), ("b", "node", 0.0)],
+        [("a", "aux", 0.5), ("b", "node", 0.5)],  # a sender is said to be a helper
+    ],
+)
+def test_orders_that_do_not_add_up_are_refused(split: list[tuple[str, str, float]]) -> None:
+    with pytest.raises(ValueError):
+        AveragingPlan.of(order(split=[Party(*party) for party in split]), 1 << 20, 3.0)
+
+
+def test_plans_that_do_not_fit_together_are_refused() -> None:
+    for wrong in ({"senders": ("z",)}, {"senders": ("a", "a")}, {"shares": (1.0,)}, {"shares": (2.0, -1.0)}):
+        with pytest.raises(ValueError):
+            AveragingPlan(b"a" * 16, ("a", "b"), 1024, 1.0, **wrong)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="parts"):
+        AveragingPlan(b"a" * 16, ("a", "b"), 4, 1.0).parts(1 << 31, 4)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
@@ -47,7 +47,9 @@ def plan(nodes: list[Node], attempt: bytes = b"a" * 16, patience_s: float = 5.0)
     return AveragingPlan(attempt, tuple(node.id.text for node in nodes), part_bytes=1024, patience_s=patience_s)
 
 
-async def run_all(nodes: list[Node], vectors: list[Vector], how: AveragingPlan) -> list[Vector | RoundFailed]:
+async def run_all(
+    nodes: list[Node], vectors: Sequence[Vector | None], how: AveragingPlan
+) -> list[Vector | RoundFailed]:
     results: list[Vector | RoundFailed] = [np.empty(0)] * len(nodes)
 
     async def one(i: int) -> None:
