@@ -26,19 +26,24 @@ Vector = np.ndarray[Any, np.dtype[Any]]
 class ErrorFeedback:
     """One peer's residual, and the coding of the parts it belongs to (a `PartCoder` of averaging).
 
-    Synchronous; one thread at a time. Memory: one vector, a second one during a round.
+    Synchronous; one thread at a time. Memory: two vectors, kept from round to round: new pages cost more than coding.
     """
 
     def __init__(self, plan: Plan) -> None:
         self.residual: Vector | None = None  # None: all zeros
         self._plan = plan
         self._new: Vector | None = None  # of the round under way
+        self._spare: Vector | None = None
 
     def begin(self, gradient: Vector) -> None:
         """A round begins: the residual is added to `gradient`, in place. An unsettled round before it is void."""
         if self.residual is not None:
             np.add(gradient, self.residual, out=gradient)
-        self._new = np.zeros_like(gradient)
+        buffer = self._new if self._new is not None else self._spare
+        if buffer is None or (buffer.shape, buffer.dtype) != (gradient.shape, gradient.dtype):
+            buffer = np.empty_like(gradient)
+        buffer.fill(0)
+        self._new, self._spare = buffer, None
 
     def encode(self, begin: int, values: Vector) -> tuple[TensorFrame, Vector]:
         """Code the part that begins at element `begin`; also gives it as it will be decoded. Raises NotFinite."""
@@ -56,8 +61,8 @@ class ErrorFeedback:
 
     def settle(self) -> None:
         """The round succeeded: what it missed is added to the next one."""
-        self.residual, self._new = self._new, None
+        self._spare, self.residual, self._new = self.residual, self._new, None
 
     def forget(self) -> None:
         """Begin anew: the parameters are no longer those that the residual was meant for."""
-        self.residual = self._new = None
+        self._spare, self.residual, self._new = self.residual, None, None
