@@ -9,6 +9,7 @@ wrong shape, dtype or value raise ValueError before anything changes.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -20,10 +21,11 @@ from torch import Tensor
 
 from peerd.compute.coding import decode
 from peerd.compute.module import StageModule
-from peerd.compute.tensors import dtype_name, from_frame, raw_bytes
+from peerd.compute.tensors import TORCH_DTYPES, dtype_name, raw_bytes, values_of
 from peerd.core.errors import PeerdError
 from peerd.core.frame import TensorFrame
 from peerd.core.runfile import RunFile
+from peerd.core.state import TensorSpec
 from peerd.core.training import Mb
 
 Vector = np.ndarray[Any, np.dtype[Any]]
@@ -76,9 +78,7 @@ class ServedStage:
         total = self.module.loss(_whole_numbers_as_int64(x), _whole_numbers_as_int64(targets)) * x.shape[0]
         return Outcome(None, total, time.perf_counter() - began)
 
-    def backward(
-        self, step: int, mb: Mb, tensors: tuple[Tensor, Tensor], frames: Sequence[TensorFrame]
-    ) -> Outcome:
+    def backward(self, step: int, mb: Mb, tensors: tuple[Tensor, Tensor], frames: Sequence[TensorFrame]) -> Outcome:
         """Inputs, then output gradients or targets: accumulate `mb` once, give the input's gradient.
 
         `frames` are what `tensors` were decoded from; they are kept.
@@ -129,6 +129,11 @@ class ServedStage:
         state = self.module.state()
         return [(n, dtype_name(t.dtype), tuple(t.shape), raw_bytes(t)) for n, t in sorted(state.items())]
 
+    def outline(self) -> list[TensorSpec]:
+        """Name, dtype and shape of what `describe` gives, in its order, without copying anything."""
+        views = self.module._state_views()
+        return [TensorSpec(n, dtype_name(t.dtype), tuple(t.shape)) for n, t in sorted(views.items())]
+
     def _at(self, step: int | None) -> None:
         if step is not None and step != self.module.step:
             raise Stale(f"the stage is at step {self.module.step}, the call at {step}")
@@ -140,5 +145,15 @@ def _whole_numbers_as_int64(values: Tensor) -> Tensor:
 
 
 def state_of(items: Iterable[tuple[str, str, tuple[int, ...], memoryview]]) -> dict[str, torch.Tensor]:
-    """The inverse of `describe`."""
-    return {name: from_frame(TensorFrame(dtype, shape, data), name=name).clone() for name, dtype, shape, data in items}
+    """The inverse of `describe`: tensors that share memory with the items' bytes where these are writable and aligned.
+
+    ValueError when bytes and shape do not belong together, or the dtype is unknown.
+    """
+    return {name: _tensor_of(name, dtype, shape, data) for name, dtype, shape, data in items}
+
+
+def _tensor_of(name: str, dtype: str, shape: tuple[int, ...], data: memoryview) -> Tensor:
+    found = TORCH_DTYPES.get(dtype)
+    if found is None or data.nbytes != found.itemsize * math.prod(shape):
+        raise ValueError(f"{name} of {data.nbytes} bytes is no {dtype} tensor of shape {list(shape)}")
+    return values_of(data, found).reshape(shape)

@@ -42,6 +42,24 @@ LINE_PAIRS: Final = 64  # limited pairs that one peer may tell of
 LINE_BYTES_PER_S: Final = 125e9  # 1 Tb/s: what anyone says beyond is taken as this
 LINE_BYTES_PER_S_MIN: Final = 1e3  # a line that trains nothing; what anyone says below is taken as this
 
+# --- state download --------------------------------------------------------------------------------------------
+STATE_PIECE_BYTES: Final = 1 << 20  # part of the protocol: what is checked, and sent again, by itself
+STATE_PIECES: Final = FRAME_BYTES // 32  # their digests travel as one frame: states of up to 8 TiB
+STATE_DONORS: Final = 8  # whom a newcomer asks at once; each freezes a copy of its state for it
+STATE_PIECES_PER_DONOR: Final = 8  # asked of one donor at once, as many as there are idle lanes (RPC_LANES)
+STATE_PIECES_IN_FLIGHT: Final = 32  # asked of all donors together: what a download holds beside the state itself
+STATE_GIVEN_PER_PEER: Final = 16  # pieces on their way to one peer; twice what it asks for, for calls just called off
+STATE_GIVEN: Final = 64  # pieces on their way to all peers together
+STATE_COPIES: Final = 2  # frozen copies that a donor keeps: the newest, and one that somebody is still fetching
+STATE_COPY_LIFE_S: Final = 1800.0  # the longest that a copy in use stands in the way of a new one
+
+# --- averaging -------------------------------------------------------------------------------------------------
+AVERAGE_PARTS: Final = 1 << 20  # of one round: some hundred bytes of bookkeeping each
+AVERAGE_PART_BYTES: Final = 4 << 20  # of one part, before it is coded: what a run file may ask for
+LINE_PAIRS: Final = 64  # limited pairs that one peer may tell of
+LINE_BYTES_PER_S: Final = 125e9  # 1 Tb/s: what anyone says beyond is taken as this
+LINE_BYTES_PER_S_MIN: Final = 1e3  # a line that trains nothing; what anyone says below is taken as this
+
 # --- transport: hand-shake and negotiation ---------------------------------------------------------------------
 PROTOCOL_BYTES: Final = 256  # protocol names seen in libp2p are below 100 bytes
 MULTISTREAM_LINE_BYTES: Final = 1024  # a line is a name and a newline; Go allows 64 KiB, nobody needs it

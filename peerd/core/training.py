@@ -256,30 +256,34 @@ class AverageKey(Message, frozen=True):
     part: Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 
 
+Root = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
+
+
 class StateRequest(Message, frozen=True):
-    """Ask a donor for its state at its current position."""
+    """Ask a donor what its state is at its current position: it freezes a copy and vouches for it."""
 
     run: Fingerprint
     stage: StageNumber
 
 
-class StateTensor(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """One tensor of a state: what a receiver checks before it allocates or believes anything."""
-
-    name: Annotated[str, msgspec.Meta(max_length=512)]
-    dtype: Annotated[str, msgspec.Meta(max_length=16)]
-    shape: Annotated[list[int], msgspec.Meta(max_length=8)]
-    sha256: Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
-
-
 class StateManifest(Message, frozen=True):
+    """What a donor vouches for; the same from all who hold the same bits at the same position."""
+
     position: Position
-    snapshot: Seq  # names the donor's frozen copy in the calls that fetch it
-    tensors: Annotated[list[StateTensor], msgspec.Meta(max_length=65_536)]
+    layout: Root  # digest of the names, dtypes and shapes
+    root: Root  # digest of position, layout and the digests of all pieces; names the copy in further calls
+
+
+class StateDigests(Message, frozen=True):
+    """Ask for the digests of a copy's pieces; the answer's frame has them all, uint8 [pieces, 32]."""
+
+    run: Fingerprint
+    root: Root
 
 
 class StatePiece(Message, frozen=True):
+    """Ask for one piece of a copy; the answer's frame is its bytes."""
+
     run: Fingerprint
-    snapshot: Seq
-    tensor: Annotated[int, msgspec.Meta(ge=0, lt=65_536)]
-    offset_bytes: Annotated[int, msgspec.Meta(ge=0)]
+    root: Root
+    piece: Annotated[int, msgspec.Meta(ge=0, lt=1 << 24)]

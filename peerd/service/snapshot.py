@@ -1,195 +1,103 @@
-"""Serve and fetch a stage's state in checked pieces, so that a joiner starts where the others are.
+"""State download, both sides of it: give this peer's state to newcomers, fetch a state from several donors at once.
 
-A donor freezes a copy of its state when somebody asks, and serves pieces of that copy while it goes on training;
-a manifest names every tensor with its SHA-256. The receiver knows what it expects: it refuses a manifest whose
-names, dtypes or shapes differ from its own before it fetches a byte, and a tensor whose digest is wrong. Nothing
-is applied here; the caller gets the whole state or an error. Hashing runs on the worker.
+What is fetched is whole, and vouched for: digests that the largest camp of donors agrees on (two donors at least,
+where two answer). Nothing is applied here; the caller gets everything or an error. What a failed attempt got is kept
+in memory, for one state, and the next attempt at the same state goes on from there. Donors that were caught lying are
+left alone for a while. The sides: `snapshot_giving`, `snapshot_fetching`; whom to ask what: `machine/download`.
 """
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import Callable, Sequence
+from random import Random
 
 import trio
 
-from peerd.core.errors import ProtocolViolation, Refused, RemoteError, Unreachable
-from peerd.core.frame import TensorFrame
 from peerd.core.ids import PeerId
-from peerd.core.messages import Empty
-from peerd.core.training import Position, StateManifest, StatePiece, StateRequest, StateTensor
+from peerd.core.state import Shaped, StateLayout
+from peerd.core.training import Position, StateRequest
 from peerd.core.work import Worker
-from peerd.service.rpc import Answer, Incoming, MethodLimits, Rpc
+from peerd.service.rpc import Rpc
+from peerd.service.snapshot_fetching import Begun, Donors, Fetching, FetchPlan, FetchReport
+from peerd.service.snapshot_giving import Freeze, Giving, StateItem
 
-PIECE_BYTES = 1 << 20
-_PIECES_IN_FLIGHT = 8
-_KEPT_COPIES = 2
-_COPY_LIFE_S = 300.0  # a frozen copy is let go when nobody has asked for so long
-_CALL_TIMEOUT_S = 60.0
+__all__ = ["Donors", "FetchReport", "Freeze", "Snapshots", "StateItem"]
 
-
-@dataclass(frozen=True, slots=True)
-class StateItem:
-    """One tensor of a state: raw little-endian bytes in C order."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    payload: memoryview
-
-
-Freeze = Callable[[], Awaitable[tuple[Position, list[StateItem]]]]
-
-
-@dataclass(slots=True)
-class _Copy:
-    """A frozen state with its manifest."""
-
-    manifest: StateManifest
-    items: list[StateItem]
-    used: float
-
-
-@dataclass(slots=True)
-class _Offer:
-    """What this peer gives to others: one stage of one run."""
-
-    fingerprint: bytes
-    stage: int
-    freeze: Freeze
-    worker: Worker
-    copies: dict[int, _Copy] = field(default_factory=dict)
-    next_number: int = 0
-    lock: trio.Lock = field(default_factory=trio.Lock)
+_SHUN_S = 600.0  # how long a donor that lied is not asked
 
 
 class Snapshots:
     """Both sides of state transfer."""
 
-    def __init__(self, rpc: Rpc) -> None:
+    def __init__(self, rpc: Rpc, rng: Random | None = None) -> None:
+        """`rng` decides which of equal donors gives the digests, and when busy ones are asked again."""
+        self.notes: Callable[[str], None] = lambda _: None  # told what a download does, in words
+        self.giving = Giving(rpc)
+        self.report: FetchReport | None = None  # of the newest download
         self._rpc = rpc
-        self._offer: _Offer | None = None
-        rpc.serve("state/1/manifest", StateRequest, self._give_manifest, limits=MethodLimits(calls_per_peer=2))
-        rpc.serve("state/1/piece", StatePiece, self._give_piece, limits=MethodLimits(calls_per_peer=16, calls=64))
+        self._rng = rng or Random(0)
+        self._lock = trio.Lock()
+        self._fetching: Fetching | None = None
+        self._begun: Begun | None = None
+        self._shunned: dict[PeerId, float] = {}  # until when
 
-    def offer(self, fingerprint: bytes, stage: int, freeze: Freeze, worker: Worker) -> None:
-        """From now on give the state that `freeze` returns; it is called once for each new position."""
-        self._offer = _Offer(fingerprint, stage, freeze, worker)
+    def offer(
+        self,
+        fingerprint: bytes,
+        stage: int,
+        freeze: Freeze,
+        worker: Worker,
+        standing: Callable[[], Position] | None = None,
+    ) -> None:
+        """As `Giving.offer`."""
+        self.giving.offer(fingerprint, stage, freeze, worker, standing)
 
     def withdraw(self) -> None:
-        self._offer = None
+        """Give nothing any more."""
+        self.giving.withdraw()
+
+    @property
+    def progress(self) -> str | None:
+        """How far the download under way is, for people; None when there is none."""
+        return self._fetching.progress() if self._fetching is not None else None
 
     async def fetch(
-        self, donors: Sequence[PeerId], request: StateRequest, expected: Sequence[StateItem], worker: Worker
+        self, donors: Donors, request: StateRequest, expected: Sequence[Shaped], worker: Worker
     ) -> tuple[Position, list[StateItem]]:
-        """The state of the first donor that gives a whole one; the last donor's error when none does."""
-        error: RemoteError = Unreachable("no peer of the stage gives its state")
-        for donor in donors:
+        """The state that most of `donors` vouch for, whole; RemoteError says why there is none now.
+
+        `donors`: peers, or a function that tells those there are, which is asked again while the download goes on.
+        `expected`: name, dtype and shape of each tensor, in the order in which donors give them.
+        """
+        layout = StateLayout(expected)
+        async with self._lock:
+            plan = FetchPlan(request, layout, self._honest(donors), worker, self._note)
+            self._fetching = fetching = Fetching(self._rpc, plan, self._kept(layout), self._rng)
             try:
-                return await self._fetch_from(donor, request, expected, worker)
-            except RemoteError as failure:
-                error = failure
-        raise error
+                begun = await fetching.run()
+            finally:
+                self._fetching, self.report, self._begun = None, fetching.report, fetching.begun
+                self._shun(fetching.liars)
+            self._begun = None  # the caller's, from here
+            self._note(fetching.report.text())
+            parts = zip(layout.tensors, layout.views(begun.row), strict=True)
+            return begun.claim.position, [StateItem(t.name, t.dtype, t.shape, view) for t, view in parts]
 
-    # --- receiving --------------------------------------------------------------------------------------------
+    def _note(self, text: str) -> None:
+        self.notes(text)
 
-    async def _fetch_from(
-        self, donor: PeerId, request: StateRequest, expected: Sequence[StateItem], worker: Worker
-    ) -> tuple[Position, list[StateItem]]:
-        answer = await self._rpc.call(donor, "state/1/manifest", request, StateManifest, timeout_s=_CALL_TIMEOUT_S)
-        manifest = answer.body
-        _compare(manifest, expected, donor)
-        buffers = [bytearray(item.payload.nbytes) for item in expected]
-        pieces = iter([(i, begin) for i, buffer in enumerate(buffers) for begin in range(0, len(buffer), PIECE_BYTES)])
-        failures: list[RemoteError] = []
+    def _kept(self, layout: StateLayout) -> Begun | None:
+        begun = self._begun
+        return begun if begun is not None and begun.layout.digest == layout.digest else None
 
-        async def fetch_pieces(scope: trio.CancelScope) -> None:
-            for tensor, begin in pieces:
-                body = StatePiece(request.run, manifest.snapshot, tensor, begin)
-                try:
-                    data = await self._fetch_piece(donor, body, min(PIECE_BYTES, len(buffers[tensor]) - begin))
-                except RemoteError as error:
-                    failures.append(error)
-                    scope.cancel()
-                    return
-                buffers[tensor][begin : begin + len(data)] = data
+    def _honest(self, donors: Donors) -> Donors:
+        def now() -> list[PeerId]:
+            until = trio.current_time()
+            return [d for d in (donors() if callable(donors) else donors) if self._shunned.get(d, until) <= until]
 
-        async with trio.open_nursery() as nursery:
-            for _ in range(_PIECES_IN_FLIGHT):
-                nursery.start_soon(fetch_pieces, nursery.cancel_scope)
-        if failures:
-            raise failures[0]
-        for spec, buffer in zip(manifest.tensors, buffers, strict=True):
-            digest = await worker.run(partial(_digest, buffer), name="check a tensor")
-            if digest != spec.sha256:
-                raise ProtocolViolation(f"tensor {spec.name} has the wrong digest", donor)
-        items = [
-            StateItem(item.name, item.dtype, item.shape, memoryview(buffer))
-            for item, buffer in zip(expected, buffers, strict=True)
-        ]
-        return manifest.position, items
+        return now if callable(donors) else now()
 
-    async def _fetch_piece(self, donor: PeerId, body: StatePiece, size: int) -> memoryview:
-        answer = await self._rpc.call(
-            donor, "state/1/piece", body, Empty, timeout_s=_CALL_TIMEOUT_S, reply_frame_bytes=PIECE_BYTES
-        )
-        frame = answer.frames[0] if len(answer.frames) == 1 else None
-        if frame is None or frame.lossless or (frame.dtype, frame.shape) != ("uint8", (size,)):
-            raise ProtocolViolation(f"a piece of a state must be {size} bytes", donor)
-        return memoryview(answer.frames[0].payload)
-
-    # --- giving -----------------------------------------------------------------------------------------------
-
-    async def _give_manifest(self, call: Incoming[StateRequest]) -> Answer[StateManifest]:
-        offer = self._offer
-        if offer is None or offer.fingerprint != call.body.run or offer.stage != call.body.stage:
-            raise Refused("this peer does not give the state of that stage")
-        async with offer.lock:
-            position, items = await offer.freeze()
-            now = trio.current_time()
-            for copy in offer.copies.values():
-                if copy.manifest.position == position:
-                    copy.used = now
-                    return Answer(copy.manifest)
-            tensors = await offer.worker.run(lambda: [_describe(item) for item in items], name="describe the state")
-            manifest = StateManifest(position, offer.next_number, tensors)
-            offer.next_number += 1
-            self._keep(offer, _Copy(manifest, items, now), now)
-        return Answer(manifest)
-
-    def _keep(self, offer: _Offer, copy: _Copy, now: float) -> None:
-        """Bound the memory: at most so many copies, the least used goes first."""
-        offer.copies[copy.manifest.snapshot] = copy
-        stale = [n for n, c in offer.copies.items() if now - c.used > _COPY_LIFE_S]
-        by_use = sorted(offer.copies, key=lambda n: offer.copies[n].used)
-        for number in {*stale, *by_use[:-_KEPT_COPIES]}:
-            del offer.copies[number]
-
-    async def _give_piece(self, call: Incoming[StatePiece]) -> Answer[Empty]:
-        body, offer = call.body, self._offer
-        copy = offer.copies.get(body.snapshot) if offer is not None and offer.fingerprint == body.run else None
-        if copy is None:
-            raise Refused("this copy of the state is gone: ask for a new manifest")
-        copy.used = trio.current_time()
-        if body.tensor >= len(copy.items) or body.offset_bytes >= max(1, copy.items[body.tensor].payload.nbytes):
-            raise Refused("no such piece")
-        piece = copy.items[body.tensor].payload[body.offset_bytes : body.offset_bytes + PIECE_BYTES]
-        return Answer(Empty(), (TensorFrame("uint8", (piece.nbytes,), piece),))
-
-
-def _describe(item: StateItem) -> StateTensor:
-    return StateTensor(item.name, item.dtype, list(item.shape), hashlib.sha256(item.payload).digest())
-
-
-def _compare(manifest: StateManifest, expected: Sequence[StateItem], donor: PeerId) -> None:
-    theirs = [(t.name, t.dtype, tuple(t.shape)) for t in manifest.tensors]
-    mine = [(item.name, item.dtype, item.shape) for item in expected]
-    if theirs != mine:
-        odd = next((b for a, b in zip(mine, theirs, strict=False) if a != b), None)
-        raise ProtocolViolation(f"the state offered does not fit this stage (first difference: {odd})", donor)
-
-
-def _digest(data: bytearray) -> bytes:
-    return hashlib.sha256(data).digest()
+    def _shun(self, liars: list[PeerId]) -> None:
+        now = trio.current_time()
+        self._shunned = {peer: until for peer, until in self._shunned.items() if until > now}
+        self._shunned |= dict.fromkeys(liars, now + _SHUN_S)

@@ -1,0 +1,99 @@
+"""Which state to download: donors that vouch for the same root form a camp, and the largest camp is believed.
+
+A camp that wins has as many donors as asked for, when so many answer at all; ties go to the higher position, then to
+the greater root, so that all newcomers decide alike. A donor that was caught lying does not count; one that was lost
+after it vouched does. Decisions come with a reason. Times are arguments, in seconds.
+
+A hostile donor may: vouch for a state of its own making (it stays alone, unless it has as many friends as there are
+honest donors), name a position far ahead (that breaks ties only), or not answer (nobody waits longer than
+`gather_s` once a camp stands, and `patience_s` in all).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from peerd.core.training import Position
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CampRules:
+    """When a camp is believed."""
+
+    vouchers: int = 2  # donors that have to agree, where so many answer
+    gather_s: float = 10.0  # how long to wait for more answers once such a camp stands
+    patience_s: float = 60.0  # how long to wait for such a camp, before one is taken that nobody contradicts
+
+
+class Claim(NamedTuple):
+    """What a donor vouches for."""
+
+    position: Position
+    root: bytes
+
+
+class Camp(NamedTuple):
+    """Donors with one claim; the greatest camp is the best."""
+
+    size: int
+    claim: Claim
+    donors: tuple[str, ...]
+
+
+class Verdict(NamedTuple):
+    """`camp` is chosen; or `hopeless` says that it never will be; or neither: wait, and `behind` may be asked again."""
+
+    camp: Camp | None
+    why: str
+    hopeless: bool = False
+    behind: tuple[str, ...] = ()
+
+
+def camps(claims: Iterable[tuple[str, Claim]]) -> list[Camp]:
+    """All camps, the best first."""
+    by_claim: dict[Claim, list[str]] = {}
+    for donor, claim in claims:
+        by_claim.setdefault(claim, []).append(donor)
+    found = [Camp(len(donors), claim, tuple(sorted(donors))) for claim, donors in by_claim.items()]
+    return sorted(found, reverse=True)
+
+
+class Poll:
+    """The count of one download's claims: `decide` whenever something has changed, and at `due`."""
+
+    def __init__(self, now: float, rules: CampRules) -> None:
+        self._rules = rules
+        self._patience_until = now + rules.patience_s
+        self._gather_until: float | None = None
+
+    @property
+    def due(self) -> float:
+        """When waiting ends."""
+        return self._patience_until if self._gather_until is None else min(self._gather_until, self._patience_until)
+
+    def decide(self, now: float, claims: dict[str, Claim], pending: int) -> Verdict:
+        """`pending`: donors that may still answer."""
+        ranked = camps(claims.items())
+        needed = min(self._rules.vouchers, max(1, len(claims)))
+        best = ranked[0] if ranked else None
+        stands = best is not None and best.size >= self._rules.vouchers
+        self._gather_until = (self._gather_until or now + self._rules.gather_s) if stands else None
+        late = now >= self._patience_until
+        if best is not None and best.size >= needed:
+            rest = (ranked[1].size if len(ranked) > 1 else 0) + pending
+            if not pending or late or (stands and (best.size > rest or now >= self.due)):
+                return Verdict(best, f"{best.size} of {len(claims)} donors vouch for step {best.claim.position.step}")
+            return Verdict(None, f"{pending} donors have not answered yet")
+        if pending and not late:
+            return Verdict(None, f"{pending} donors have not answered yet")
+        if best is None:
+            return Verdict(None, "no donor answers", hopeless=True)
+        newest = max(claim.position for claim in claims.values())
+        behind = tuple(sorted(donor for donor, claim in claims.items() if claim.position < newest))
+        why = f"no {needed} donors agree: " + "; ".join(
+            f"{', '.join(d[-6:] for d in c.donors)} at step {c.claim.position.step}, {c.claim.root.hex()[:8]}"
+            for c in ranked[:4]
+        )
+        return Verdict(None, why, hopeless=late or not behind, behind=behind)

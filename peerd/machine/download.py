@@ -1,0 +1,351 @@
+"""What to ask of whom, so that a state comes from several donors at once: the plan of one download, sans-IO.
+
+First each donor is asked what it vouches for, then the best camp is chosen (machine/camps), then one of its donors
+gives the digests of all pieces, then all of them give pieces: each has a few in flight, by its speed, and whoever is
+done early takes over what slower ones owe. A donor whose answer is wrong is a liar: it is named, and never asked
+again; one that fails is asked again a few times, after pauses. What is there stays: nothing but a change of camp (a
+larger one at the same position appears) makes the download begin anew.
+
+The driver performs `Ask` and answers each with one event, unless it was called off by `Cancel`; it checks digests and
+pieces itself and says whether they were right. Invariants (`check`): a piece that is there is not asked again; a piece
+is asked of two donors at most, and of the second only when the first is late or much slower; the windows hold; after
+`Done` or `GaveUp` nothing follows. Every wait has an end: without a new piece for `stall_s` the download gives up.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterable
+from random import Random
+
+from peerd.machine.camps import Claim, Poll
+from peerd.machine.donors import LEAST_PIECE_S, UNKNOWN_PIECE_S, Donor, Flight, Standing
+from peerd.machine.downloading import (
+    DIGESTS,
+    MANIFEST,
+    Arrived,
+    Ask,
+    Blame,
+    Cancel,
+    Chosen,
+    Done,
+    DownloadConfig,
+    Event,
+    Failed,
+    GaveUp,
+    Kept,
+    Output,
+    Vouched,
+    Wrong,
+)
+
+_UNHEARD_S = 0.5  # when others do what a donor owes that has never given a piece, and all else is done
+
+
+class Download:
+    """See the module's header."""
+
+    def __init__(
+        self, now: float, config: DownloadConfig, rng: Random, donors: Iterable[str], kept: Kept | None = None
+    ) -> None:
+        self._config = config
+        self._rng = rng
+        self._kept = kept
+        self._donors = {name: Donor(name) for name in donors}
+        self._poll = Poll(now, config.rules)
+        self._now = now
+        self._moved_at = now  # last progress
+        self._asks: dict[int, tuple[Donor, int, Flight | None]] = {}
+        self._next_ask = 1
+        self._pending = 0  # donors that may still say what they vouch for
+        self._digests_due = now
+        self._gone = 0  # donors that let go of the chosen state
+        self._over = False
+        self._wakes: list[float] = []
+        self.chosen: Claim | None = None
+        self.knows_digests = False
+        self.have: set[int] = set()
+        self._missing: deque[int] = deque()
+        self._flying: dict[int, list[Flight]] = {}
+
+    # --- what the driver calls --------------------------------------------------------------------------------
+
+    def add(self, now: float, donors: Iterable[str]) -> list[Output]:
+        """More donors, now known; those that were given up are not tried again."""
+        for name in donors:
+            self._donors.setdefault(name, Donor(name))
+        return self.wake(now)
+
+    def handle(self, now: float, event: Event) -> list[Output]:
+        """An ask has ended. What is not under way any more is ignored."""
+        under_way = self._asks.pop(event.ask, None)
+        if under_way is None or self._over:
+            return []
+        donor, piece, flight = under_way
+        out: list[Output] = []
+        if flight is not None and not isinstance(event, Arrived):
+            self._lost(flight)
+        match event:
+            case Vouched(_, claim):
+                self._vouched(donor, claim)
+            case Arrived():
+                self._arrived(now, piece, flight, out)
+            case Wrong(_, why):
+                self._lied(donor, why, out)
+            case Failed():
+                self._failed(now, donor, piece, event)
+        return out + self.wake(now)
+
+    def wake(self, now: float) -> list[Output]:
+        """What is to be done now; call it at `wake_at` and at the start."""
+        out: list[Output] = []
+        self._now = now
+        self._wakes = [self._moved_at + self._config.stall_s]
+        if not self._over:
+            self._ask_claims(now, out)
+            self._choose(now, out)
+        if not self._over and self.chosen is not None:
+            self._plan(now, out)
+        if not self._over:
+            self._give_up_when_hopeless(now, out)
+        return out
+
+    def wake_at(self) -> float:
+        """When `wake` is due; inf: only after an event."""
+        return math.inf if self._over else min((t for t in self._wakes if t > self._now), default=math.inf)
+
+    # --- claims -----------------------------------------------------------------------------------------------
+
+    def _ask_claims(self, now: float, out: list[Output]) -> None:
+        donors = self._donors.values()
+        self._pending = sum(d.standing is Standing.ASKED for d in donors)
+        useful = sum(d.standing is Standing.CLAIMS and self.chosen in (None, d.claim) for d in donors)
+        for donor in donors:
+            if donor.standing is Standing.NEW and useful + self._pending < self._config.donors:
+                self._pending += 1
+                if self._may_ask(now, donor):
+                    donor.asked += 1
+                    donor.standing = Standing.ASKED
+                    self._ask(donor, MANIFEST, self._config.manifest_timeout_s, out)
+
+    def _vouched(self, donor: Donor, claim: Claim) -> None:
+        if donor.usable:
+            donor.standing, donor.claim, donor.strikes = Standing.CLAIMS, claim, 0
+
+    def _choose(self, now: float, out: list[Output]) -> None:
+        claims = {d.name: d.claim for d in self._donors.values() if d.claim and d.standing is not Standing.LIAR}
+        if self.chosen is None:
+            verdict = self._poll.decide(now, claims, self._pending)
+            self._wakes.append(self._poll.due)
+            if verdict.camp is not None:
+                self._begin(verdict.camp.claim, verdict.camp.donors, verdict.why, out)
+            elif verdict.hopeless or (verdict.behind and not self._ask_again(now, verdict.behind, out)):
+                self._end(GaveUp(self._reason(verdict.why)), out)
+            return
+        rivals: dict[Claim, list[str]] = {}
+        for name, claim in claims.items():
+            if claim.position == self.chosen.position:
+                rivals.setdefault(claim, []).append(name)
+        best = max(rivals, key=lambda claim: len(rivals[claim]), default=self.chosen)
+        if len(rivals.get(best, ())) > max(len(rivals.get(self.chosen, ())), self._config.rules.vouchers - 1):
+            self._begin(best, tuple(sorted(rivals[best])), "more donors vouch for it than for the first choice", out)
+
+    def _ask_again(self, now: float, behind: Iterable[str], out: list[Output]) -> bool:
+        """Donors at an older position than others will soon be where those are."""
+        again = [self._donors[name] for name in behind if self._donors[name].standing is Standing.CLAIMS]
+        for donor in again:
+            donor.standing = Standing.NEW
+            pause_s = min(self._config.pause_s * 2 ** (donor.asked - 1), self._config.most_pause_s)
+            donor.not_before = max(donor.not_before, now + pause_s)
+        self._ask_claims(now, out)
+        return bool(again)
+
+    def _begin(self, claim: Claim, donors: tuple[str, ...], why: str, out: list[Output]) -> None:
+        for ask, (_, piece, _) in list(self._asks.items()):
+            if piece != MANIFEST:
+                self._call_off(ask, out)
+        self.chosen = claim
+        kept = self._kept if self._kept is not None and self._kept.root == claim.root else None
+        self.knows_digests = kept is not None
+        self.have = set(kept.have) if kept is not None else set()
+        self._missing = deque(i for i in range(self._config.pieces) if i not in self.have)
+        self._moved_at = self._now
+        self._wakes.append(self._now + self._config.stall_s)
+        out.append(Chosen(claim, donors, why))
+        older = [d.name for d in self._donors.values() if d.claim and d.claim.position < claim.position]
+        self._ask_again(self._now, older, out)
+
+    # --- pieces -----------------------------------------------------------------------------------------------
+
+    def _plan(self, now: float, out: list[Output]) -> None:
+        givers = self._givers(now)
+        if not self.knows_digests:
+            self._send_for_digests(now, givers, out)
+            return
+        if len(self.have) == self._config.pieces:
+            self._end(Done(), out)
+            return
+        while self._missing and (giver := self._next_giver(givers)):
+            self._send_for(now, giver, self._missing.popleft(), out)
+        if not self._missing:
+            self._help_out(now, givers, out)
+
+    def _send_for_digests(self, now: float, givers: list[Donor], out: list[Output]) -> None:
+        """Of one donor; of one more whenever those asked are late."""
+        asked = [donor for donor, piece, _ in self._asks.values() if piece == DIGESTS]
+        others = [donor for donor in givers if donor not in asked]
+        if others and (not asked or now >= self._digests_due):
+            self._digests_due = now + UNKNOWN_PIECE_S
+            self._ask(self._rng.choice(others), DIGESTS, self._config.piece_timeout_s, out)
+        if others:
+            self._wakes.append(self._digests_due)
+
+    def _givers(self, now: float) -> list[Donor]:
+        """Who can be asked for a piece now, the quick ones first."""
+        found = []
+        for donor in self._donors.values():
+            if donor.standing is Standing.CLAIMS and donor.claim == self.chosen and self._may_ask(now, donor):
+                if donor.flights and now >= donor.quiet_at():
+                    continue
+                found.append(donor)
+                if donor.flights:
+                    self._wakes.append(donor.quiet_at())
+        return sorted(found, key=lambda d: d.takes_s(1))
+
+    def _next_giver(self, givers: list[Donor]) -> Donor | None:
+        """The one with room who would be done with one more piece first."""
+        if sum(map(len, self._flying.values())) >= self._config.in_flight:
+            return None
+        free = [d for d in givers if len(d.flights) < d.window(self._config.per_donor)]
+        return min(free, key=lambda d: (d.takes_s(len(d.flights) + 1), len(d.flights)), default=None)
+
+    def _help_out(self, now: float, givers: list[Donor], out: list[Output]) -> None:
+        """Nothing is left but what others owe: ask for it a second time where that promises to be quicker."""
+        owed = sorted((f[0] for f in self._flying.values() if len(f) == 1), key=lambda flight: flight.due)
+        for flight in owed:
+            giver = self._next_giver([d for d in givers if d is not flight.donor])
+            if giver is None:
+                continue
+            mine_s = giver.takes_s(len(giver.flights) + 1)
+            late_at = flight.due
+            if flight.donor.piece_s is None:
+                patience_s = UNKNOWN_PIECE_S if giver.piece_s is None else max(_UNHEARD_S, 4 * mine_s)
+                late_at = min(late_at, flight.asked_at + patience_s)
+            elif flight.expected - now > 2 * mine_s + LEAST_PIECE_S:
+                late_at = now
+            if now >= late_at:
+                self._send_for(now, giver, flight.piece, out)
+            else:
+                self._wakes.append(late_at)
+
+    def _send_for(self, now: float, donor: Donor, piece: int, out: list[Output]) -> None:
+        flight = donor.depart(now, self._next_ask, piece)
+        self._flying.setdefault(piece, []).append(flight)
+        self._wakes.append(donor.quiet_at())
+        self._ask(donor, piece, self._config.piece_timeout_s, out, flight)
+
+    def _arrived(self, now: float, piece: int, flight: Flight | None, out: list[Output]) -> None:
+        self._moved_at = now
+        if flight is None:
+            self.knows_digests = True
+            for ask in [a for a, (_, asked, _) in self._asks.items() if asked == DIGESTS]:
+                self._call_off(ask, out)
+            return
+        flight.donor.arrived(now, flight)
+        self.have.add(piece)
+        for other in self._flying.pop(piece):
+            if other is not flight:
+                self._call_off(other.ask, out)
+
+    def _lost(self, flight: Flight) -> None:
+        """Nothing will come of it: somebody else has to bring the piece."""
+        flight.donor.flights.remove(flight)
+        left = self._flying.get(flight.piece, [])
+        left.remove(flight)
+        if not left:
+            del self._flying[flight.piece]
+            self._missing.appendleft(flight.piece)
+
+    def _call_off(self, ask: int, out: list[Output]) -> None:
+        _, _, flight = self._asks.pop(ask)
+        if flight is not None:
+            flight.donor.flights.remove(flight)
+            flights = self._flying.get(flight.piece, [])
+            if flight in flights:
+                flights.remove(flight)
+                if not flights:
+                    del self._flying[flight.piece]
+        out.append(Cancel(ask))
+
+    # --- failures ---------------------------------------------------------------------------------------------
+
+    def _lied(self, donor: Donor, why: str, out: list[Output]) -> None:
+        donor.standing, donor.why = Standing.LIAR, why
+        out.append(Blame(donor.name, why))
+        for flight in list(donor.flights):
+            self._asks.pop(flight.ask)
+            self._lost(flight)
+            out.append(Cancel(flight.ask))
+
+    def _failed(self, now: float, donor: Donor, piece: int, event: Failed) -> None:
+        config = self._config
+        if not donor.usable:
+            return
+        if piece == MANIFEST:
+            donor.standing = Standing.NEW
+        if event.retry_after_s is not None:
+            pause_s = min(max(event.retry_after_s, 0.02), config.most_pause_s)
+            donor.not_before = now + pause_s * (1.0 + 0.25 * self._rng.random())
+            donor.why = event.why
+        elif event.gone:
+            donor.standing, donor.why = Standing.GONE, event.why
+            self._gone += piece != MANIFEST
+        elif now >= donor.not_before:  # one failure of many calls at once counts once
+            donor.failed(now, config.strikes, config.pause_s, event.why)
+        if piece == MANIFEST and not donor.usable and donor.claim != self.chosen:
+            donor.claim = None
+
+    def _give_up_when_hopeless(self, now: float, out: list[Output]) -> None:
+        if now >= self._moved_at + self._config.stall_s:
+            self._end(GaveUp(self._reason(f"nothing has come for {self._config.stall_s:.0f} s")), out)
+        elif self.chosen is not None and not self._pending:
+            givers = [d for d in self._donors.values() if d.standing is Standing.CLAIMS and d.claim == self.chosen]
+            if not givers:
+                self._end(GaveUp(self._reason("no donor is left"), moved_on=self._gone > 0), out)
+
+    def _reason(self, why: str) -> str:
+        told = [f"{d.name[-6:]}: {d.why}" for d in self._donors.values() if d.why]
+        return "; ".join([why, *told[:4]])
+
+    def _end(self, last: Done | GaveUp, out: list[Output]) -> None:
+        for ask in list(self._asks):
+            self._call_off(ask, out)
+        self._over = True
+        out.append(last)
+
+    # --- small things -----------------------------------------------------------------------------------------
+
+    def _ask(self, donor: Donor, piece: int, timeout_s: float, out: list[Output], flight: Flight | None = None) -> None:
+        ask, self._next_ask = self._next_ask, self._next_ask + 1
+        self._asks[ask] = (donor, piece, flight)
+        out.append(Ask(ask, donor.name, piece, timeout_s))
+
+    def _may_ask(self, now: float, donor: Donor) -> bool:
+        if now < donor.not_before:
+            self._wakes.append(donor.not_before)
+            return False
+        return True
+
+    def check(self) -> None:
+        """The invariants of the module's header; AssertionError names the broken one."""
+        config, flying = self._config, self._flying
+        assert not self.have & flying.keys(), "a piece that is there is under way"
+        assert all(1 <= len(flights) <= 2 for flights in flying.values()), "a piece is asked of more than two"
+        assert all(len({f.donor.name for f in flights}) == len(flights) for flights in flying.values())
+        assert sum(map(len, flying.values())) <= config.in_flight, "too much in flight"
+        assert all(len(d.flights) <= config.per_donor for d in self._donors.values()), "a window does not hold"
+        assert all(not d.flights for d in self._donors.values() if d.standing is Standing.LIAR), "a liar is asked"
+        if self.chosen is not None and not self._over:
+            whole = sorted([*self.have, *flying, *self._missing])
+            assert whole == list(range(config.pieces)), "a piece is forgotten, or twice in the books"

@@ -1,0 +1,132 @@
+"""What a download is told (events) and what it wants done (outputs), with its settings: values only.
+
+`machine/download` has the rules.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Final
+
+from peerd.core.limits import STATE_DONORS, STATE_PIECES_IN_FLIGHT, STATE_PIECES_PER_DONOR
+from peerd.machine.camps import CampRules, Claim
+
+DIGESTS: Final = -1  # in place of a piece's number
+MANIFEST: Final = -2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DownloadConfig:
+    """Bounds of one download; times in seconds."""
+
+    pieces: int
+    rules: CampRules = field(default_factory=CampRules)
+    donors: int = STATE_DONORS  # asked for their claims at once
+    per_donor: int = STATE_PIECES_PER_DONOR
+    in_flight: int = STATE_PIECES_IN_FLIGHT
+    manifest_timeout_s: float = 120.0  # a donor copies and hashes its state first
+    piece_timeout_s: float = 30.0
+    stall_s: float = 120.0
+    pause_s: float = 0.5  # after the first failure of a donor; then twice as long each time
+    most_pause_s: float = 10.0  # whatever a donor says about when to come back
+    strikes: int = 3
+
+
+@dataclass(slots=True)
+class Kept:
+    """What there is of a state from before: the digests of its pieces, and these pieces."""
+
+    root: bytes
+    have: set[int] = field(default_factory=set)
+
+
+# --- events ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Vouched:
+    """The answer to a MANIFEST."""
+
+    ask: int
+    claim: Claim
+
+
+@dataclass(frozen=True, slots=True)
+class Arrived:
+    """Digests or a piece came, and are right, and kept."""
+
+    ask: int
+
+
+@dataclass(frozen=True, slots=True)
+class Wrong:
+    """What came is not what the donor vouched for, or no answer at all: it lies."""
+
+    ask: int
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """No answer. `gone`: the donor no longer has what it vouched for; `retry_after_s`: it is busy, no fault."""
+
+    ask: int
+    why: str
+    gone: bool = False
+    retry_after_s: float | None = None
+
+
+Event = Vouched | Arrived | Wrong | Failed
+
+
+# --- outputs -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """Ask `donor` for a piece, or DIGESTS or MANIFEST."""
+
+    ask: int
+    donor: str
+    piece: int
+    timeout_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    """The answer is no longer wanted, and no event either."""
+
+    ask: int
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """From now on this is fetched; what there is of another state is of no use."""
+
+    claim: Claim
+    donors: tuple[str, ...]
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Blame:
+    """A donor lied."""
+
+    donor: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """Every piece is there."""
+
+
+@dataclass(frozen=True, slots=True)
+class GaveUp:
+    """It cannot be done now. `moved_on`: the donors let go of the state, the swarm stands elsewhere."""
+
+    why: str
+    moved_on: bool = False
+
+
+Output = Ask | Cancel | Chosen | Blame | Done | GaveUp

@@ -1,0 +1,291 @@
+"""The newcomer's side of state download: drives one `machine/download` over calls, into memory taken beforehand.
+
+How much is taken follows from the receiver's own layout alone. Pieces are hashed on the worker, and written only when
+they are right; what is written stays for the next attempt (`Begun`). Nothing is applied here. A hostile donor may
+send other bytes, frames or digests than it vouched for: it is named, and what it sent is not kept.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from random import Random
+
+import trio
+
+from peerd.core.errors import Overloaded, ProtocolViolation, Refused, RemoteError, TooSlow, Unreachable
+from peerd.core.frame import TensorFrame
+from peerd.core.ids import PeerId
+from peerd.core.messages import Empty
+from peerd.core.state import DIGEST_BYTES, StateLayout, piece_digest
+from peerd.core.training import StateDigests, StateManifest, StatePiece, StateRequest
+from peerd.core.work import Worker
+from peerd.machine.camps import Claim
+from peerd.machine.download import Download
+from peerd.machine.downloading import (
+    DIGESTS,
+    MANIFEST,
+    Arrived,
+    Ask,
+    Blame,
+    Cancel,
+    Chosen,
+    Done,
+    DownloadConfig,
+    Event,
+    Failed,
+    GaveUp,
+    Kept,
+    Output,
+    Vouched,
+    Wrong,
+)
+from peerd.service.rpc import Rpc
+
+Donors = Sequence[PeerId] | Callable[[], Sequence[PeerId]]
+_LOOK_S = 3.0  # how often to ask for more donors
+
+
+class Begun:
+    """A state that is being fetched: memory for all of it, and which pieces are there."""
+
+    def __init__(self, claim: Claim, layout: StateLayout) -> None:
+        self.claim = claim
+        self.layout = layout
+        self.digests: memoryview | None = None  # of all pieces, once they are known to be right
+        self.have: set[int] = set()
+        # Anonymous memory takes no time to get, however large, and begins at a page: tensors are aligned in it.
+        self.row = memoryview(mmap.mmap(-1, max(1, layout.total_bytes)))[: layout.total_bytes]
+
+    def take_digests(self, digests: memoryview) -> bool:
+        """Believe them if the root says so."""
+        right = self.layout.root(self.claim.position, digests) == self.claim.root
+        if right:
+            self.digests = digests
+        return right
+
+    def take(self, number: int, data: memoryview) -> bool:
+        """Write a piece, if it is right."""
+        assert self.digests is not None
+        at = number * DIGEST_BYTES
+        if piece_digest(data) != self.digests[at : at + DIGEST_BYTES]:
+            return False
+        begin, end = self.layout.piece(number)
+        self.row[begin:end] = data
+        return True
+
+
+@dataclass(slots=True)
+class FetchReport:
+    """How a download went; pieces are of STATE_PIECE_BYTES."""
+
+    step: int = 0
+    total_bytes: int = 0
+    pieces: int = 0
+    had: int = 0  # pieces that were there from an earlier attempt
+    by_donor: Counter[str] = field(default_factory=Counter)  # pieces that it brought
+    asked: int = 0  # pieces, those asked twice and those that failed too
+    liars: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+
+    def text(self) -> str:
+        shares = ", ".join(f"{count} from {name[-6:]}" for name, count in self.by_donor.most_common())
+        told = f"{self.total_bytes / 1e6:.1f} MB of step {self.step} in {self.seconds:.1f} s: {shares or 'nothing new'}"
+        return told + (f", {self.had} there before" if self.had else "")
+
+
+@dataclass(frozen=True, slots=True)
+class FetchPlan:
+    """What a download needs to know. `notes` is told what happens, in words."""
+
+    request: StateRequest
+    layout: StateLayout
+    donors: Donors
+    worker: Worker
+    notes: Callable[[str], None]
+
+
+class Fetching:
+    """One attempt; `begun` holds what it got, also after a failure."""
+
+    def __init__(self, rpc: Rpc, plan: FetchPlan, begun: Begun | None, rng: Random) -> None:
+        self.begun = begun
+        self.report = FetchReport(pieces=plan.layout.pieces, total_bytes=plan.layout.total_bytes)
+        self.liars: list[PeerId] = []
+        self._rpc = rpc
+        self._plan = plan
+        kept = Kept(begun.claim.root, begun.have) if begun is not None and begun.digests is not None else None
+        self._machine = Download(
+            trio.current_time(), DownloadConfig(pieces=plan.layout.pieces), rng, self._names(), kept
+        )
+        self._nursery: trio.Nursery | None = None
+        self._timer = trio.CancelScope()
+        self._scopes: dict[int, trio.CancelScope] = {}
+        self._errors: dict[str, RemoteError] = {}
+        self._last: Done | GaveUp | None = None
+
+    def _names(self) -> list[str]:
+        donors = self._plan.donors
+        return [peer.text for peer in (donors() if callable(donors) else donors)]
+
+    async def run(self) -> Begun:
+        """The whole state, each piece checked; RemoteError says why there is none now."""
+        began = trio.current_time()
+        async with trio.open_nursery() as nursery:
+            self._nursery = nursery
+            self._perform(self._machine.wake(began))
+            if callable(self._plan.donors) and self._last is None:
+                nursery.start_soon(self._look_for_donors)
+            while self._last is None:
+                with trio.CancelScope(deadline=self._machine.wake_at()) as self._timer:
+                    await trio.sleep_forever()
+                if self._last is None:
+                    self._perform(self._machine.wake(trio.current_time()))
+            nursery.cancel_scope.cancel()
+        self.report.seconds = trio.current_time() - began
+        if isinstance(self._last, GaveUp):
+            raise self._failure(self._last)
+        assert self.begun is not None
+        return self.begun
+
+    def progress(self) -> str:
+        """For people who wait."""
+        begun = self.begun
+        if begun is None or self._machine.chosen is None:
+            return "asking donors what they have"
+        share = len(begun.have) / max(1, begun.layout.pieces)
+        return f"{share:.0%} of {begun.layout.total_bytes / 1e6:.1f} MB, from {len(self.report.by_donor)} donors"
+
+    async def _look_for_donors(self) -> None:
+        while True:
+            await trio.sleep(_LOOK_S)
+            self._perform(self._machine.add(trio.current_time(), self._names()))
+
+    # --- outputs ----------------------------------------------------------------------------------------------
+
+    def _perform(self, outputs: list[Output]) -> None:
+        assert self._nursery is not None
+        for output in outputs:
+            match output:
+                case Ask():
+                    self.report.asked += output.piece >= 0
+                    self._nursery.start_soon(self._ask, output)
+                case Cancel(ask):
+                    if ask in self._scopes:
+                        self._scopes[ask].cancel()
+                    else:
+                        self._scopes[ask] = trio.CancelScope()  # its task has not begun yet
+                        self._scopes[ask].cancel()
+                case Chosen():
+                    self._begin(output)
+                case Blame(donor, why):
+                    self.liars.append(PeerId.parse(donor))
+                    self.report.liars.append(donor)
+                    self._plan.notes(f"donor {donor[-6:]} is not asked again: {why}")
+                case Done() | GaveUp():
+                    self._last = output
+                    self._nursery.cancel_scope.cancel()
+        self._timer.deadline = self._machine.wake_at()
+
+    def _begin(self, chosen: Chosen) -> None:
+        claim, layout = chosen.claim, self._plan.layout
+        if self.begun is None or self.begun.claim != claim:
+            self.begun = Begun(claim, layout)
+        self.report.step, self.report.had = claim.position.step, len(self.begun.have)
+        size = f"{layout.total_bytes / 1e6:.1f} MB"
+        there = f", {self.report.had} of {layout.pieces} pieces are there already" if self.report.had else ""
+        self._plan.notes(f"fetching the state of step {claim.position.step}, {size}{there}: {chosen.why}")
+
+    async def _ask(self, ask: Ask) -> None:
+        event: Event | None = None
+        with self._scopes.setdefault(ask.ask, trio.CancelScope()):
+            event = await self._answer(ask)
+        del self._scopes[ask.ask]
+        if event is not None:
+            self._perform(self._machine.handle(trio.current_time(), event))
+
+    async def _answer(self, ask: Ask) -> Event:
+        """Ask, and say in the machine's terms what came of it."""
+        donor = PeerId.parse(ask.donor)
+        try:
+            if ask.piece == MANIFEST:
+                return Vouched(ask.ask, await self._claim(donor, ask.timeout_s))
+            if ask.piece == DIGESTS:
+                await self._fetch_digests(donor, ask.timeout_s)
+            else:
+                await self._fetch_piece(donor, ask)
+                self.report.by_donor[ask.donor] += 1
+            return Arrived(ask.ask)
+        except RemoteError as error:
+            self._errors[ask.donor] = error
+            text = str(error.args[0])
+            if isinstance(error, ProtocolViolation):
+                return Wrong(ask.ask, text)
+            if isinstance(error, Overloaded):
+                return Failed(ask.ask, text, retry_after_s=error.retry_after_s)
+            return Failed(ask.ask, text, gone=isinstance(error, Refused))
+
+    # --- calls ------------------------------------------------------------------------------------------------
+
+    async def _claim(self, donor: PeerId, timeout_s: float) -> Claim:
+        answer = await self._rpc.call(
+            donor, "state/1/manifest", self._plan.request, StateManifest, timeout_s=timeout_s, reply_frame_bytes=0
+        )
+        if answer.body.layout != self._plan.layout.digest:
+            raise ProtocolViolation("the state offered does not fit this stage: other names, dtypes or shapes", donor)
+        return Claim(answer.body.position, answer.body.root)
+
+    async def _fetch_digests(self, donor: PeerId, timeout_s: float) -> None:
+        begun = self.begun
+        assert begun is not None
+        shape = (begun.layout.pieces, DIGEST_BYTES)
+        answer = await self._rpc.call(
+            donor,
+            "state/1/digests",
+            StateDigests(self._plan.request.run, begun.claim.root),
+            Empty,
+            timeout_s=timeout_s,
+            reply_frame_bytes=shape[0] * shape[1],
+        )
+        digests = _bytes_of(answer.frames, shape, donor)
+        if not await self._plan.worker.run(partial(begun.take_digests, digests), name="check the digests of the state"):
+            raise ProtocolViolation("the digests of the state have the wrong digest", donor)
+
+    async def _fetch_piece(self, donor: PeerId, ask: Ask) -> None:
+        begun = self.begun
+        assert begun is not None
+        begin, end = begun.layout.piece(ask.piece)
+        answer = await self._rpc.call(
+            donor,
+            "state/1/piece",
+            StatePiece(self._plan.request.run, begun.claim.root, ask.piece),
+            Empty,
+            timeout_s=ask.timeout_s,
+            reply_frame_bytes=end - begin,
+        )
+        data = _bytes_of(answer.frames, (end - begin,), donor)
+        if not await self._plan.worker.run(partial(begun.take, ask.piece, data), name="check a piece of the state"):
+            raise ProtocolViolation(f"piece {ask.piece} of the state has the wrong digest", donor)
+        begun.have.add(ask.piece)
+
+    def _failure(self, last: GaveUp) -> RemoteError:
+        """The donors' own kind of error, where all that failed agree."""
+        kinds = {type(error) for error in self._errors.values()}
+        peer = next(iter(self._errors.values())).peer if len(self._errors) == 1 else None
+        if last.moved_on:
+            return Refused(f"the donors let go of that state, the swarm has moved on: {last.why}", peer)
+        for kind in (ProtocolViolation, Refused, TooSlow):
+            if kinds == {kind}:
+                return kind(last.why, peer)
+        return Unreachable(last.why, peer)
+
+
+def _bytes_of(frames: Sequence[TensorFrame], shape: tuple[int, ...], donor: PeerId) -> memoryview:
+    """The one frame of an answer, if it is what was asked for."""
+    frame = frames[0] if len(frames) == 1 else None
+    if frame is None or (frame.dtype, frame.shape, frame.coding) != ("uint8", shape, "none") or frame.lossless:
+        raise ProtocolViolation(f"a part of a state must be one uint8 frame of shape {list(shape)}", donor)
+    return memoryview(frame.payload)

@@ -1,0 +1,211 @@
+"""The donor's side of state download: frozen copies, and pieces of them for whoever asks.
+
+A copy is frozen when somebody asks for a position of which there is none, and shared by all who ask for that
+position; it is hashed a few pieces at a time, so that the worker gets to other things in between. Limits: a few
+copies, of which one in use is not let go for a new one; a number of pieces on their way to one peer and to all (the
+calls' limits); bytes per second, if wanted. Beyond each, the caller hears Overloaded and when to come back.
+
+A hostile caller may ask for copies at every step (it gets the ones there are), for pieces that do not exist
+(Refused), or take its answers slowly (it holds its own share of pieces, and a copy for STATE_COPY_LIFE_S at most).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from functools import partial
+
+import trio
+
+from peerd.core.errors import Overloaded, Refused
+from peerd.core.frame import TensorFrame
+from peerd.core.limits import (
+    STATE_COPIES,
+    STATE_COPY_LIFE_S,
+    STATE_GIVEN,
+    STATE_GIVEN_PER_PEER,
+    STATE_PIECE_BYTES,
+    STATE_PIECES,
+)
+from peerd.core.messages import Empty
+from peerd.core.state import DIGEST_BYTES, StateLayout, piece_digest
+from peerd.core.training import Position, StateDigests, StateManifest, StatePiece, StateRequest
+from peerd.core.work import Worker
+from peerd.service.rpc import Answer, Incoming, MethodLimits, Rpc
+
+_BUSY_S = 15.0  # a copy that somebody asked for within this time is in use
+_IDLE_LIFE_S = 300.0  # one that nobody has asked for so long is let go
+_HASHED_AT_ONCE = 16  # pieces, of a MiB each
+
+
+@dataclass(frozen=True, slots=True)
+class StateItem:
+    """One tensor of a state: raw little-endian bytes in C order."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    payload: memoryview
+
+
+Freeze = Callable[[], Awaitable[tuple[Position, list[StateItem]]]]
+
+
+@dataclass(slots=True)
+class _Copy:
+    """A frozen state with its digests."""
+
+    manifest: StateManifest
+    layout: StateLayout
+    payloads: list[memoryview]
+    digests: bytearray
+    made: float
+    used: float
+
+    def in_use(self, now: float) -> bool:
+        return now - self.used < _BUSY_S and now - self.made < STATE_COPY_LIFE_S
+
+
+@dataclass(slots=True)
+class _Offer:
+    """What this peer gives to others: one stage of one run."""
+
+    fingerprint: bytes
+    stage: int
+    freeze: Freeze
+    worker: Worker
+    standing: Callable[[], Position] | None
+    copies: dict[bytes, _Copy] = field(default_factory=dict)  # by root
+    lock: trio.Lock = field(default_factory=trio.Lock)
+
+
+class Giving:
+    """Answers calls for the state of this peer; nothing is given before `offer`."""
+
+    def __init__(self, rpc: Rpc) -> None:
+        self.bytes_per_s = math.inf  # of pieces, to all peers together
+        self.given_bytes = 0
+        self._allowance = 0.0  # bytes; may be negative: what the next callers have to wait for
+        self._counted = -math.inf
+        self._offer: _Offer | None = None
+        small = MethodLimits(calls_per_peer=2, calls=STATE_GIVEN)
+        pieces = MethodLimits(calls_per_peer=STATE_GIVEN_PER_PEER, calls=STATE_GIVEN)
+        rpc.serve("state/1/manifest", StateRequest, self._give_manifest, limits=small)
+        rpc.serve("state/1/digests", StateDigests, self._give_digests, limits=small)
+        rpc.serve("state/1/piece", StatePiece, self._give_piece, limits=pieces)
+
+    def offer(
+        self,
+        fingerprint: bytes,
+        stage: int,
+        freeze: Freeze,
+        worker: Worker,
+        standing: Callable[[], Position] | None = None,
+    ) -> None:
+        """From now on give the state that `freeze` returns.
+
+        It is called once for each new position if `standing` tells the present one, else for each request. `worker`
+        hashes: best one that computes nothing else.
+        """
+        self._offer = _Offer(fingerprint, stage, freeze, worker, standing)
+
+    def withdraw(self) -> None:
+        """Give nothing any more."""
+        self._offer = None
+
+    @property
+    def copies(self) -> list[Position]:
+        """The positions of which there are frozen copies, oldest first."""
+        return [copy.manifest.position for copy in self._offer.copies.values()] if self._offer is not None else []
+
+    async def _give_manifest(self, call: Incoming[StateRequest]) -> Answer[StateManifest]:
+        offer = self._offer
+        if offer is None or offer.fingerprint != call.body.run or offer.stage != call.body.stage:
+            raise Refused("this peer does not give the state of that stage")
+        async with offer.lock:
+            now = trio.current_time()
+            copy = None
+            if offer.standing is not None:
+                copy = _of_position(offer, offer.standing())
+            if copy is None:
+                _make_room(offer, now)
+                copy = await _frozen(offer, now)
+            copy.used = trio.current_time()
+        return Answer(copy.manifest)
+
+    def _copy(self, run: bytes, root: bytes) -> _Copy:
+        offer = self._offer
+        copy = offer.copies.get(root) if offer is not None and offer.fingerprint == run else None
+        if copy is None:
+            raise Refused("this copy of the state is gone: ask for a new manifest")
+        copy.used = trio.current_time()
+        return copy
+
+    async def _give_digests(self, call: Incoming[StateDigests]) -> Answer[Empty]:
+        copy = self._copy(call.body.run, call.body.root)
+        return Answer(Empty(), (TensorFrame("uint8", (copy.layout.pieces, DIGEST_BYTES), copy.digests),))
+
+    async def _give_piece(self, call: Incoming[StatePiece]) -> Answer[Empty]:
+        copy = self._copy(call.body.run, call.body.root)
+        if call.body.piece >= copy.layout.pieces:
+            raise Refused("no such piece")
+        begin, end = copy.layout.piece(call.body.piece)
+        self._spend(trio.current_time(), end - begin)
+        self.given_bytes += end - begin
+        data = copy.layout.cut_out(call.body.piece, copy.payloads)
+        return Answer(Empty(), (TensorFrame("uint8", (data.nbytes,), data),))
+
+    def _spend(self, now: float, count: int) -> None:
+        """Take `count` bytes from what may be sent by now; Overloaded when that is used up."""
+        if math.isinf(self.bytes_per_s):
+            return
+        burst = max(self.bytes_per_s, 2.0 * STATE_PIECE_BYTES)
+        since = now - self._counted
+        self._allowance = burst if math.isinf(since) else min(burst, self._allowance + since * self.bytes_per_s)
+        self._counted = now
+        if self._allowance < count:
+            raise Overloaded("as much is being given as is allowed", (count - self._allowance) / self.bytes_per_s)
+        self._allowance -= count
+
+
+def _of_position(offer: _Offer, position: Position) -> _Copy | None:
+    return next((copy for copy in offer.copies.values() if copy.manifest.position == position), None)
+
+
+def _make_room(offer: _Offer, now: float) -> None:
+    """Bound the memory, before a new copy is made: the least used goes; Overloaded when all are in use."""
+    copies = offer.copies
+    for root, copy in list(copies.items()):
+        if now - copy.used > _IDLE_LIFE_S or now - copy.made > STATE_COPY_LIFE_S:
+            del copies[root]
+    if len(copies) >= STATE_COPIES:
+        root, oldest = min(copies.items(), key=lambda item: item[1].used)
+        if oldest.in_use(now):
+            raise Overloaded("others are fetching older states", 2.0)
+        del copies[root]
+
+
+async def _frozen(offer: _Offer, now: float) -> _Copy:
+    """A copy of the present state; the one there is, when there is one."""
+    position, items = await offer.freeze()
+    copy = _of_position(offer, position)
+    if copy is not None:
+        return copy
+    layout = StateLayout(items)
+    if layout.pieces > STATE_PIECES:
+        raise Refused(f"the state has {layout.total_bytes} bytes, more than can be given")
+    payloads = [item.payload for item in items]
+    digests = bytearray(layout.pieces * DIGEST_BYTES)
+    for begin in range(0, layout.pieces, _HASHED_AT_ONCE):
+        numbers = range(begin, min(begin + _HASHED_AT_ONCE, layout.pieces))
+        await offer.worker.run(partial(_hash, layout, payloads, numbers, digests), name="hash the state")
+    manifest = StateManifest(position, layout.digest, layout.root(position, digests))
+    copy = offer.copies[manifest.root] = _Copy(manifest, layout, payloads, digests, now, now)
+    return copy
+
+
+def _hash(layout: StateLayout, payloads: list[memoryview], numbers: range, digests: bytearray) -> None:
+    for number in numbers:
+        at = number * DIGEST_BYTES
+        digests[at : at + DIGEST_BYTES] = piece_digest(layout.cut_out(number, payloads))
