@@ -91,7 +91,7 @@ def load_run(path: Path) -> LoadedRun:
                 faults.add((place, index), f": {error}")
     if run is not None and not faults.found:
         for name, message in check(run):
-            faults.add(tuple(name.split(".")), message)
+            faults.add(_parts(name), message)
     if run is None or faults.found:
         raise faults.error(path)
     return LoadedRun(run, path, frozenset(map(str, tree)))
@@ -112,6 +112,11 @@ def dotted(path: Path_) -> str:
     for part in path:
         text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
     return clean(text)
+
+
+def _parts(name: str) -> Path_:
+    """The path that `dotted` writes."""
+    return tuple(int(index) if index else key for index, key in re.findall(r"\[(\d+)\]|([^.\[\]]+)", name))
 
 
 def _parse(path: Path) -> tuple[dict[str, Any], _Faults]:
@@ -206,6 +211,8 @@ def _section(cls: type[Any], tree: object, path: Path_, faults: _Faults) -> Any:
 def _value(kind: Any, value: object, path: Path_, faults: _Faults) -> Any:
     if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
         return _section(kind, value, path, faults)
+    if isinstance(value, list) and (section := _item_section(kind)):
+        return [_section(section, item, (*path, index), faults) for index, item in enumerate(value)]
     try:
         typed = msgspec.convert(value, kind)
     except msgspec.ValidationError:
@@ -216,6 +223,12 @@ def _value(kind: Any, value: object, path: Path_, faults: _Faults) -> Any:
     if isinstance(typed, float) and not math.isfinite(typed):
         faults.add(path, f"is {value}; allowed: a finite number")
     return typed
+
+
+def _item_section(kind: Any) -> type[msgspec.Struct] | None:
+    """The section that each item of a list of sections is; None for other types."""
+    item = get_args(kind)[0] if get_origin(kind) is list else None
+    return item if isinstance(item, type) and issubclass(item, msgspec.Struct) else None
 
 
 def _nearest(name: str, known: list[str], path: Path_) -> str:
@@ -246,6 +259,8 @@ def _allowed(kind: Any) -> str:
     """A type in a user's words."""
     if get_origin(kind) is Literal:
         return "one of " + ", ".join(str(choice) for choice in get_args(kind))
+    if section := _item_section(kind):
+        return f"a list, each item keys and values ({', '.join(section.__struct_fields__)})"
     if get_origin(kind) is list:
         return f"a list, each item {_allowed(get_args(kind)[0])}"
     if get_origin(kind) in (Union, UnionType):

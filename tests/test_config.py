@@ -10,7 +10,7 @@ import yaml
 
 from peerd.config import check_addresses, load_run
 from peerd.core.errors import ConfigError
-from peerd.core.runfile import RunFile
+from peerd.core.runfile import RunFile, SourceSection, sources_of
 
 PEER = "12D3KooWDpJ7As7BWAwRMfu1VU2WCqNjvq387JEYKDBj4kx6nXTN"
 
@@ -46,6 +46,22 @@ def test_numbers_follow_yaml_1_2_so_that_1e_3_is_a_number(file: Path) -> None:
     file.write_text("run: x\noptimizer: {lr: 1e-3, eps: 1E-9, weight_decay: .5, momentum: 0}\n")
     optimizer = load_run(file).run.optimizer
     assert (optimizer.lr, optimizer.eps, optimizer.weight_decay, optimizer.momentum) == (1e-3, 1e-9, 0.5, 0.0)
+
+
+def test_several_sources_are_read_with_their_weights(file: Path) -> None:
+    file.write_text("run: x\ndata:\n  sources:\n  - {path: a, weight: 0.23}\n  - {path: b, kind: jsonl, weight: .77}\n")
+    data = load_run(file).run.data
+    assert [(key, source.path, source.weight) for key, source in sources_of(data)] == [
+        ("data.sources[0]", "a", 0.23),
+        ("data.sources[1]", "b", 0.77),
+    ]
+    assert sources_of(RunFile(run="x").data) == [("data", SourceSection(path="stdlib"))]
+
+
+@pytest.mark.parametrize("path", ["https://h/a/", "http://localhost:8000", "http://127.0.0.1/x", "http://[::1]:80/"])
+def test_data_may_come_over_https_and_from_this_machine(file: Path, path: str) -> None:
+    file.write_text(f"run: x\ndata: {{path: '{path}'}}\n")
+    load_run(file)
 
 
 @pytest.mark.parametrize("boundary", ["code: auto, block: 4096", "code: nf4", "code: fp8-e4m3", "lossless: never"])
@@ -89,6 +105,35 @@ def test_an_empty_section_means_its_defaults(file: Path) -> None:
             "run: x\noptimizer: {decay: linear, warmup_steps: 5, total_steps: 5}",
             ["optimizer.decay needs total_steps above warmup_steps"],
         ),
+        ("run: x\ndata: {kind: csv}", ["data.kind is csv (text); allowed: one of text, jsonl, parquet, dataset"]),
+        (
+            "run: x\ndata: {sources: books}",
+            ["data.sources is books (text); allowed: a list, each item keys and values"],
+        ),
+        ("run: x\ndata: {sources: [books]}", ["data.sources[0] is books (text); allowed: keys and values (path, kind"]),
+        ("run: x\ndata:\n  sources:\n  - {weight: 1}", ["data.sources[0].path is missing; allowed: text"]),
+        (
+            "run: x\ndata:\n  sources:\n  - path: a\n    wieght: 1",
+            ["line 5: data.sources[0].wieght is not a known key; did you mean weight?"],
+        ),
+        (
+            "run: x\ndata:\n  sources:\n  - path: a\n  - path: b\n    weight: 0",
+            ["FILE, line 6: data.sources[1].weight is 0.0; allowed: 0.000001 to 1000000"],
+        ),
+        (
+            "run: x\ndata:\n  path: a\n  sources: [{path: b}]",
+            ["line 4: data.sources is given beside data.kind, path, field or digest; allowed: one or the other"],
+        ),
+        (f"run: x\ndata: {{sources: [{'{path: a},' * 65}]}}", ["data.sources has 65 sources; allowed: up to 64"]),
+        ("run: x\ndata: {path: 'https://'}", ["data.path is 'https://'; allowed: https://host/folder, without a user"]),
+        ("run: x\ndata: {path: 'https://u:p@h/'}", ["data.path is 'https://u:p@h/'; allowed: https://host/folder"]),
+        ("run: x\ndata: {path: 'https://h/?a=b'}", ["allowed: https://host/folder, without a user, a query"]),
+        ("run: x\ndata: {path: 'https://h:99999/'}", ["data.path is 'https://h:99999/'; not an address: Port out of"]),
+        ("run: x\ndata: {path: 'http://h/'}", ["data.digest is missing: anyone on the way may change what http"]),
+        ("run: x\ndata: {path: 'https://h/', digest: abc}", ["data.digest is not a SHA-256 in hex; allowed: 64 of"]),
+        (f"run: x\ndata: {{digest: {'ab' * 32}}}", ["data.digest is of an index under an http(s) path"]),
+        ("run: x\ndata: {kind: dataset}", ["data.path is 'stdlib'; allowed with kind dataset: module:function"]),
+        ("run: x\nlimits: {data_cache_mb: 0}", ["limits.data_cache_mb allowed: 1 to 1073741824"]),
         ("run: x\nmodel: {d_model: 0}", ["line 2: model.d_model is 0; allowed: 1 to 65536"]),
         ("run: x\nmodel: {layers: 2}\npipeline: {stages: 3}", ["line 3: pipeline.stages is 3; allowed: 1 to"]),
         ("run: x\npipeline: {boundary: {code: int9}}", ["pipeline.boundary.code is int9", "did you mean int8?"]),

@@ -1,7 +1,8 @@
-"""Which files a run reads, and which part of them is held out for validation.
+"""Which files a source consists of, and which part of them is held out for validation.
 
-With many files, whole files are held out by the hash of their name: the same on every peer, whatever the order and
-the folder. With few, the last part of every file is. Nothing here remembers a position; readers.py reads.
+Files lie on this machine or under an http(s) address (remote_files.py), and are treated alike. With many files,
+whole ones are held out by the hash of their name: the same on every peer, whatever the order and the folder. With
+few, the last part of every file is. Nothing here remembers a position; readers.py reads.
 """
 
 from __future__ import annotations
@@ -10,13 +11,14 @@ import glob
 import hashlib
 import os
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Final, Literal
+from typing import Any, Final, Literal, Protocol
 
-from peerd.compute.readers import Cursor, Piece, read_jsonl, read_parquet, read_text
+from peerd.compute.readers import Cursor, DataFile, Field, Piece, read_jsonl, read_parquet, read_text
+from peerd.compute.remote_files import Cache, default_folder, is_remote, remote_files
 from peerd.core.errors import ConfigError
-from peerd.core.runfile import DataSection
+from peerd.core.runfile import SourceSection
 
 Split = Literal["train", "valid"]
 
@@ -24,26 +26,43 @@ FEW_FILES: Final = 50  # below that, a choice of whole files would be far from t
 _NOT_LIBRARY: Final = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
 
 
-class Corpus:
-    """The files of `data.path` that belong to one split, sorted by name."""
+class Documents(Protocol):
+    """The documents of one split of one source, file by file."""
 
-    def __init__(self, section: DataSection, split: Split) -> None:
-        """ConfigError when nothing matches, or nothing is left for this split."""
-        self._section = section
+    files: Sequence[Any]
+
+    def read(self, file: Any, cursor: Cursor | None = None, epoch: int = 0) -> Iterator[Piece]:
+        """Pieces of one of `files` from `cursor` on; equal arguments give equal pieces."""
+        ...
+
+
+class Corpus:
+    """The files of one source that belong to one split, sorted by name."""
+
+    def __init__(
+        self, source: SourceSection, holdout: float, split: Split, key: str = "data", cache: Cache | None = None
+    ) -> None:
+        """ConfigError, with the path `key` in the run file, when nothing matches or nothing is left for this split.
+
+        `cache`: where files under an http(s) address are kept; the user's common one without it.
+        """
+        self._source = source
+        self._key = key
+        self._holdout = holdout
         self._split = split
-        if split == "valid" and section.holdout == 0:
+        if split == "valid" and holdout == 0:
             raise ConfigError("data.holdout is 0: there is no text to validate on")
-        files = find_files(section)
+        files = _list(source, key, cache)
         self._whole_files = len(files) >= FEW_FILES
         if self._whole_files:
-            files = {n: path for n, path in files.items() if (_share(n) < section.holdout) == (split == "valid")}
+            files = {n: file for n, file in files.items() if (_share(n) < holdout) == (split == "valid")}
         if not files:
-            raise ConfigError(f"data.holdout {section.holdout} leaves no file of {section.path} for {split} data")
-        self.files = [files[name] for name in sorted(files)]
+            raise ConfigError(f"data.holdout {holdout} leaves no file of {source.path} for {split} data")
+        self.files: Sequence[DataFile] = [files[name] for name in sorted(files)]
 
-    def read(self, file: Path, cursor: Cursor | None = None) -> Iterator[Piece]:
-        """Pieces of one file from `cursor`, or from the start of this split's part of it."""
-        kind, field = self._section.kind, self._section.field
+    def read(self, file: DataFile, cursor: Cursor | None = None, epoch: int = 0) -> Iterator[Piece]:
+        """Pieces of one file from `cursor`, or from the start of this split's part of it; the same in every epoch."""
+        kind, field = self._source.kind, Field(self._source.field, f"{self._key}.field")
         try:
             if kind == "text":
                 yield from read_text(file, self._part, cursor)
@@ -58,23 +77,29 @@ class Corpus:
         """Where this split's part of a file of `size` bytes or rows starts and ends."""
         if self._whole_files:
             return 0, size
-        cut = size - int(size * self._section.holdout)
+        cut = size - int(size * self._holdout)
         return (0, cut) if self._split == "train" else (cut, size)
 
 
-def find_files(section: DataSection) -> dict[str, Path]:
-    """Every file of `data.path` by its name below the folder that all share; ConfigError when there is none.
+def _list(source: SourceSection, key: str, cache: Cache | None) -> Mapping[str, DataFile]:
+    if not is_remote(source.path):
+        return find_files(source.path, key)
+    return remote_files(source, key, cache or Cache(default_folder()))
 
-    `data.path` may be "stdlib", a file, a folder (all files below it), a glob (`**` goes into folders), or several
-    globs between commas.
+
+def find_files(path: str, key: str = "data") -> dict[str, Path]:
+    """Every file of `path` by its name below the folder that all share; ConfigError when there is none.
+
+    `path` may be "stdlib", a file, a folder (all files below it), a glob (`**` goes into folders), or several globs
+    between commas.
     """
-    if section.path == "stdlib":
+    if path == "stdlib":
         found = _standard_library()
     else:
-        patterns = [section.path] if os.path.exists(section.path) else section.path.split(",")
+        patterns = [path] if os.path.exists(path) else path.split(",")
         found = sorted({file for pattern in patterns for file in _matches(pattern.strip())})
     if not found:
-        raise ConfigError(f"data.path {section.path}: no file matches (looked from {Path.cwd()})")
+        raise ConfigError(f"{key}.path {path}: no file matches (looked from {Path.cwd()})")
     base = os.path.commonpath([file.parent for file in found])
     return {file.relative_to(base).as_posix(): file for file in found}
 

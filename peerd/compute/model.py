@@ -15,19 +15,16 @@ mode). The list is cut into stages of equal length. Starting values are what the
 from __future__ import annotations
 
 import hashlib
-import importlib
-import importlib.util
 import itertools
 import math
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from types import ModuleType
+from collections.abc import Sequence
 from typing import Final
 
 import torch
 from torch import Tensor, nn
 
 from peerd.compute.blocks import Block, Embedding, Head, feed_forward_width
+from peerd.compute.local_code import find_function
 from peerd.compute.tokens import load_vocabulary
 from peerd.core.errors import ConfigError
 from peerd.core.runfile import RunFile
@@ -135,7 +132,7 @@ def _start(name: str, shape: torch.Size, run: RunFile) -> Tensor:
 def _own(run: RunFile, stages: Sequence[int]) -> Piece:
     """The user's layers; see the file's header for what they must be."""
     kind = run.model.kind
-    function = _find(kind)
+    function = find_function(kind, "model.kind", "gpt, or ")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(run.seed)
         modules = function(run)
@@ -150,29 +147,3 @@ def _own(run: RunFile, stages: Sequence[int]) -> Piece:
     if saved:
         raise ConfigError(f"model.kind {kind} has the buffer {saved[0]}: layers may keep nothing but parameters")
     return piece
-
-
-def _find(kind: str) -> Callable[[RunFile], object]:
-    """The function that `module:function` names: a file below the working directory, else an installed module."""
-    module_name, colon, attribute = kind.partition(":")
-    if not colon or not module_name or not attribute:
-        raise ConfigError(f"model.kind is {kind!r}; allowed: gpt, or module:function of a local Python file")
-    function = getattr(_module(module_name, kind), attribute, None)
-    if not callable(function):
-        raise ConfigError(f"model.kind {kind}: {module_name} has no function {attribute}")
-    found: Callable[[RunFile], object] = function
-    return found
-
-
-def _module(name: str, kind: str) -> ModuleType:
-    file = Path(name if name.endswith(".py") else name.replace(".", "/") + ".py")
-    if file.is_file():
-        spec = importlib.util.spec_from_file_location(file.stem, file)
-        if spec is not None and spec.loader is not None:
-            module = importlib.util.module_from_spec(spec)
-            spec.loader.exec_module(module)
-            return module
-    try:
-        return importlib.import_module(name)
-    except (ImportError, ValueError) as error:
-        raise ConfigError(f"model.kind {kind}: there is no file {file} here and no module {name} ({error})") from error

@@ -10,10 +10,11 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from importlib import import_module
-from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, BinaryIO, Final, Literal, NamedTuple, Protocol
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
 from peerd.core.errors import ConfigError
 
@@ -23,6 +24,23 @@ ROWS: Final = 64  # of Parquet, read at once
 
 # Where the part to read starts and ends, of a file with so many bytes (text, JSONL) or rows (Parquet).
 Part = Callable[[int], tuple[int, int]]
+Text = bytes | npt.NDArray[np.integer[Any]]  # UTF-8, or token numbers already
+
+
+class DataFile(Protocol):
+    """A Path, or a file that is fetched when it is opened; its str says where it lies."""
+
+    @property
+    def name(self) -> str: ...
+
+    def open(self, mode: Literal["rb"]) -> BinaryIO: ...
+
+
+class Field(NamedTuple):
+    """The name of a JSONL field or a Parquet column, and the key of the run file that says so."""
+
+    name: str
+    key: str
 
 
 class Cursor(NamedTuple):
@@ -33,14 +51,14 @@ class Cursor(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """UTF-8 text that starts at a cursor, and whether its document ends with it."""
+    """Text that starts at a cursor, and whether its document ends with it."""
 
     start: Cursor
-    text: bytes
+    text: Text
     ends: bool
 
 
-def read_text(file: Path, part: Part, cursor: Cursor | None) -> Iterator[Piece]:
+def read_text(file: DataFile, part: Part, cursor: Cursor | None) -> Iterator[Piece]:
     """The whole part is one document."""
     with file.open("rb") as stream:
         start, end = part(os.fstat(stream.fileno()).st_size)
@@ -65,7 +83,7 @@ def _whole_words(text: bytes) -> bytes:
     return text[: cut - 1] if text[cut - 1] & 0b1100_0000 == 0b1100_0000 and cut > 1 else text
 
 
-def read_jsonl(file: Path, part: Part, cursor: Cursor | None, field: str) -> Iterator[Piece]:
+def read_jsonl(file: DataFile, part: Part, cursor: Cursor | None, field: Field) -> Iterator[Piece]:
     """Each line is an object with a string under `field`; a line belongs to the part in which it starts."""
     with file.open("rb") as stream:
         start, end = part(os.fstat(stream.fileno()).st_size)
@@ -77,29 +95,29 @@ def read_jsonl(file: Path, part: Part, cursor: Cursor | None, field: str) -> Ite
             at, line = at + len(raw), line + 1
 
 
-def _document(raw: bytes, field: str, where: str) -> bytes:
+def _document(raw: bytes, field: Field, where: str) -> bytes:
     """The text of one JSONL line."""
     if len(raw) >= LINE_BYTES:
         raise ConfigError(f"{where}: longer than {LINE_BYTES >> 20} MB")
     try:
         tree = msgspec.json.decode(raw)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{where}: not JSON ({error}); expected an object with text under {field!r}") from None
-    text = tree.get(field) if isinstance(tree, dict) else None
+        raise ConfigError(f"{where}: not JSON ({error}); expected an object with text under {field.name!r}") from None
+    text = tree.get(field.name) if isinstance(tree, dict) else None
     if not isinstance(text, str):
         found = f"the fields {', '.join(sorted(tree))[:200]}" if isinstance(tree, dict) else type(tree).__name__
-        raise ConfigError(f"{where}: expected an object with text under {field!r} (data.field), found {found}")
+        raise ConfigError(f"{where}: expected an object with text under {field.name!r} ({field.key}), found {found}")
     return text.encode(errors="replace")
 
 
-def read_parquet(file: Path, part: Part, cursor: Cursor | None, field: str) -> Iterator[Piece]:
+def read_parquet(file: DataFile, part: Part, cursor: Cursor | None, field: Field) -> Iterator[Piece]:
     """Each row's `field` is a document; rows without text are left out."""
     try:
         pyarrow, parquet = import_module("pyarrow"), import_module("pyarrow.parquet")
     except ImportError as error:
-        raise ConfigError("data.kind parquet needs the pyarrow package: pip install 'peerd[data]'") from error
+        raise ConfigError("kind parquet needs the pyarrow package: pip install 'peerd[data]'") from error
     try:
-        with parquet.ParquetFile(file) as table:
+        with file.open("rb") as stream, parquet.ParquetFile(stream) as table:
             _check_column(table, field, file)
             start, end = part(table.metadata.num_rows)
             yield from _rows(table, field, start if cursor is None else cursor.at, end)
@@ -107,16 +125,16 @@ def read_parquet(file: Path, part: Part, cursor: Cursor | None, field: str) -> I
         raise ConfigError(f"{file}: not a Parquet file that can be read: {error}") from error
 
 
-def _check_column(table: Any, field: str, file: Path) -> None:
+def _check_column(table: Any, field: Field, file: DataFile) -> None:
     schema = table.schema_arrow
-    if field not in schema.names:
-        raise ConfigError(f"{file}: no column {field!r} (data.field); there are {', '.join(schema.names)[:200]}")
-    kind = str(schema.field(field).type)
+    if field.name not in schema.names:
+        raise ConfigError(f"{file}: no column {field.name!r} ({field.key}); there are {', '.join(schema.names)[:200]}")
+    kind = str(schema.field(field.name).type)
     if kind not in ("string", "large_string", "string_view"):
-        raise ConfigError(f"{file}: column {field!r} (data.field) holds {kind}, not text")
+        raise ConfigError(f"{file}: column {field.name!r} ({field.key}) holds {kind}, not text")
 
 
-def _rows(table: Any, field: str, start: int, end: int) -> Iterator[Piece]:
+def _rows(table: Any, field: Field, start: int, end: int) -> Iterator[Piece]:
     """Rows `start` to `end`, row group by row group; whole groups before `start` are not read."""
     row = 0
     for group in range(table.num_row_groups):
@@ -124,7 +142,7 @@ def _rows(table: Any, field: str, start: int, end: int) -> Iterator[Piece]:
         if row + rows <= start:
             row += rows
             continue
-        for batch in table.iter_batches(batch_size=ROWS, row_groups=[group], columns=[field]):
+        for batch in table.iter_batches(batch_size=ROWS, row_groups=[group], columns=[field.name]):
             for text in batch.column(0).to_pylist():
                 if row >= end:
                     return

@@ -13,6 +13,14 @@ FRAME_DIMS: Final = 8  # more axes than any tensor that a model sends
 FRAME_ELEMENTS: Final = 1 << 31  # of one tensor; keeps every product far from overflow in foreign code
 FRAME_BYTES: Final = 256 << 20  # one tensor, coded or not: 8 x 2048 x 4096 activations in fp32
 
+# --- text fetched over http(s) -----------------------------------------------------------------------------------
+INDEX_BYTES: Final = 32 << 20  # a list of files takes about 150 bytes for each
+INDEX_FILES: Final = 200_000
+INDEX_NAME_CHARS: Final = 512
+DATA_FILE_BYTES: Final = 8 << 30  # one file: is fetched whole, so smaller ones start sooner
+HTTP_REDIRECTS: Final = 5
+HTTP_PAUSE_S: Final = 60.0  # longest that a server may ask us to wait
+
 # --- calls -----------------------------------------------------------------------------------------------------
 RPC_NAME_BYTES: Final = 32  # of a method's last word
 RPC_BODY_BYTES: Final = 1 << 20  # wall for any body; larger things travel as frames

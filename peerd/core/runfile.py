@@ -8,13 +8,16 @@ are found by `check`, which returns every fault as (path, message).
 from __future__ import annotations
 
 import hashlib
+import re
 from typing import Literal
+from urllib.parse import urlsplit
 
 import msgspec
 
 from peerd.core.blockwise import BLOCKS, CODES
 
 FINGERPRINT_SECTIONS = ("run", "seed", "model", "pipeline", "optimizer", "batch", "averaging", "data")
+SOURCES = 64  # of data: each holds a part of the shuffle buffer
 
 
 class Section(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
@@ -74,12 +77,30 @@ class AveragingSection(Section, frozen=True):
     sender_timeout_s: float = 10.0  # a member that is silent for longer leaves the round
 
 
-class DataSection(Section, frozen=True):
-    kind: Literal["text", "jsonl", "parquet"] = "text"
-    path: str = "stdlib"  # glob of files, or "stdlib": the sources of Python's standard library
+class SourceSection(Section, frozen=True):
+    path: str  # glob of files; "stdlib": the sources of Python's standard library; http(s)://: a folder with an index
+    # dataset: the path is module:function of a local file, which gives a torch IterableDataset.
+    kind: Literal["text", "jsonl", "parquet", "dataset"] = "text"
     field: str = "text"  # the field of a JSONL line, or the column of a Parquet file
-    shuffle_buffer: int = 10_000  # samples
-    holdout: float = 0.02  # share of the files kept for validation
+    digest: str = ""  # SHA-256 of the index under an http(s) path, in hex; empty: the server is believed
+    weight: float = 1.0  # share of the samples, over the sum of all weights
+
+
+class DataSection(Section, frozen=True):
+    kind: Literal["text", "jsonl", "parquet", "dataset"] = "text"  # this and the next three: of the only source
+    path: str = "stdlib"
+    field: str = "text"
+    digest: str = ""
+    sources: list[SourceSection] = msgspec.field(default_factory=list)  # or several, mixed by weight
+    shuffle_buffer: int = 10_000  # samples, over all sources
+    holdout: float = 0.02  # share of each source kept for validation
+
+
+def sources_of(data: DataSection) -> list[tuple[str, SourceSection]]:
+    """Each source with the path of its keys in the run file."""
+    if data.sources:
+        return [(f"data.sources[{index}]", source) for index, source in enumerate(data.sources)]
+    return [("data", SourceSection(kind=data.kind, path=data.path, field=data.field, digest=data.digest))]
 
 
 class EvaluateSection(Section, frozen=True):
@@ -95,6 +116,7 @@ class CheckpointSection(Section, frozen=True):
 class LimitsSection(Section, frozen=True):
     microbatches_in_flight: int = 0  # of one trainer; 0: chosen from the number of stage peers
     stage: int | None = None  # the stage to serve; none: the one that needs a peer most
+    data_cache_mb: int = 10_240  # MiB of disk for files fetched over http(s)
 
 
 class RunFile(Section, frozen=True):
@@ -180,13 +202,13 @@ def check(run: RunFile) -> list[tuple[str, str]]:
     part = run.averaging.part_bytes
     need(1024 <= part <= 4 << 20, "averaging.part_bytes", f"is {part}; allowed: 1024 to 4194304")
     need(run.averaging.sender_timeout_s > 0, "averaging.sender_timeout_s", "must be above 0")
-    need(1 <= run.data.shuffle_buffer <= 10_000_000, "data.shuffle_buffer", "allowed: 1 to 10000000")
-    need(0 <= run.data.holdout < 1, "data.holdout", f"is {run.data.holdout}; allowed: 0 up to (not including) 1")
+    faults += _data_faults(run.data)
     need(run.evaluate.every_steps >= 0, "evaluate.every_steps", "must not be negative")
     need(1 <= run.evaluate.samples <= 1 << 20, "evaluate.samples", "allowed: 1 to 1048576")
     need(run.checkpoint.every_steps >= 0, "checkpoint.every_steps", "must not be negative")
     need(run.checkpoint.keep >= 1, "checkpoint.keep", f"is {run.checkpoint.keep}; must be at least 1")
     need(0 <= run.limits.microbatches_in_flight <= 4096, "limits.microbatches_in_flight", "allowed: 0 to 4096")
+    need(1 <= run.limits.data_cache_mb <= 1 << 30, "limits.data_cache_mb", "allowed: 1 to 1073741824")
     need(
         run.limits.stage is None or 0 <= run.limits.stage < p.stages,
         "limits.stage",
@@ -227,3 +249,49 @@ def _optimizer_faults(o: OptimizerSection) -> list[tuple[str, str]]:
     if o.decay != "none" and o.total_steps <= o.warmup_steps:
         faults.append(("optimizer.decay", "needs total_steps above warmup_steps"))
     return faults
+
+
+def _data_faults(data: DataSection) -> list[tuple[str, str]]:
+    faults = []
+    if not 1 <= data.shuffle_buffer <= 10_000_000:
+        faults.append(("data.shuffle_buffer", "allowed: 1 to 10000000"))
+    if not 0 <= data.holdout < 1:
+        faults.append(("data.holdout", f"is {data.holdout}; allowed: 0 up to (not including) 1"))
+    if data.sources and msgspec.structs.replace(data, sources=[]) != DataSection(
+        shuffle_buffer=data.shuffle_buffer, holdout=data.holdout
+    ):
+        faults.append(("data.sources", "is given beside data.kind, path, field or digest; allowed: one or the other"))
+    if len(data.sources) > SOURCES:
+        faults.append(("data.sources", f"has {len(data.sources)} sources; allowed: up to {SOURCES}"))
+    for where, source in sources_of(data):
+        faults += [(f"{where}.{key}", message) for key, message in _source_faults(source)]
+    return faults
+
+
+def _source_faults(source: SourceSection) -> list[tuple[str, str]]:
+    faults = []
+    if not 1e-6 <= source.weight <= 1e6:
+        faults.append(("weight", f"is {source.weight}; allowed: 0.000001 to 1000000"))
+    if source.digest and not re.fullmatch("[0-9a-f]{64}", source.digest):
+        faults.append(("digest", "is not a SHA-256 in hex; allowed: 64 of 0-9 and a-f"))
+    if source.kind == "dataset":
+        if not re.fullmatch(r"[^:]+:[^:]+", source.path):
+            faults.append(("path", f"is {source.path!r}; allowed with kind dataset: module:function of a local file"))
+    elif source.path.startswith(("http://", "https://")):
+        faults += _address_faults(source)
+    elif source.digest:
+        faults.append(("digest", "is of an index under an http(s) path, but the path is not one"))
+    return faults
+
+
+def _address_faults(source: SourceSection) -> list[tuple[str, str]]:
+    try:
+        url = urlsplit(source.path)
+        host, user, _ = url.hostname, url.username, url.port
+    except ValueError as error:
+        return [("path", f"is {source.path!r}; not an address: {error}")]
+    if not host or user is not None or url.query or url.fragment or not source.path.isprintable():
+        return [("path", f"is {source.path!r}; allowed: https://host/folder, without a user, a query or a fragment")]
+    if url.scheme == "http" and not source.digest and host not in ("localhost", "127.0.0.1", "::1"):
+        return [("digest", "is missing: anyone on the way may change what http brings; allowed: a digest, or https")]
+    return []

@@ -16,7 +16,7 @@ from peerd.compute.data import SampleStream
 from peerd.compute.readers import PIECE_BYTES
 from peerd.compute.tokens import load_vocabulary
 from peerd.core.errors import ConfigError
-from peerd.core.runfile import DataSection
+from peerd.core.runfile import DataSection, sources_of
 
 CONTEXT = 8
 BYTES = load_vocabulary("bytes")
@@ -30,6 +30,11 @@ def stream(
     data: DataSection, peer: str = "me", split: str = "train", seed: int = 1, vocab: str = "bytes"
 ) -> SampleStream:
     return SampleStream(data, load_vocabulary(vocab), CONTEXT, seed, peer, split)  # type: ignore[arg-type]
+
+
+def corpus_of(data: DataSection, split: str = "train") -> Corpus:
+    (key, source), *_ = sources_of(data)
+    return Corpus(source, data.holdout, split, key)  # type: ignore[arg-type]
 
 
 def write_texts(folder: Path, count: int, letters: int = 100) -> None:
@@ -105,7 +110,7 @@ def test_documents_of_every_kind_of_file_are_read_whole(tmp_path: Path, kind: st
     texts = ["first ä€😀 document", "second\nwith lines", "third"]
     write_documents(tmp_path, kind, texts)
     data = section(tmp_path / "*", kind=kind)
-    corpus = Corpus(data, "train")
+    corpus = corpus_of(data)
     found = [piece.text.decode() for file in corpus.files for piece in corpus.read(file)]
     assert sorted(found) == sorted(texts)
     assert all(piece.ends for file in corpus.files for piece in corpus.read(file))
@@ -114,7 +119,7 @@ def test_documents_of_every_kind_of_file_are_read_whole(tmp_path: Path, kind: st
 def test_a_large_text_is_read_in_pieces_that_end_with_a_line(tmp_path: Path) -> None:
     text = "".join(f"line {number} äöü\n" for number in range(20_000))
     (tmp_path / "a.txt").write_text(text)
-    corpus = Corpus(section(tmp_path), "train")
+    corpus = corpus_of(section(tmp_path))
     pieces = list(corpus.read(corpus.files[0]))
     assert b"".join(piece.text for piece in pieces).decode() == text
     assert all(len(piece.text) <= PIECE_BYTES and piece.text.endswith(b"\n") for piece in pieces)
@@ -127,7 +132,7 @@ def test_a_large_text_is_read_in_pieces_that_end_with_a_line(tmp_path: Path) -> 
 def test_a_text_without_spaces_is_never_cut_inside_a_character(tmp_path: Path, letter: str, shift: int) -> None:
     text = "x" * shift + letter * (2 * PIECE_BYTES // len(letter.encode()))
     (tmp_path / "a.txt").write_text(text)
-    corpus = Corpus(section(tmp_path), "train")
+    corpus = corpus_of(section(tmp_path))
     assert "".join(piece.text.decode() for piece in corpus.read(corpus.files[0])) == text
 
 
@@ -139,7 +144,7 @@ def test_a_path_may_be_a_file_a_folder_a_glob_or_several(tmp_path: Path) -> None
     for name in ("a.txt", "b.md", "sub/c.txt"):
         (tmp_path / name).write_text("x")
     found = {
-        pattern: list(find_files(section(pattern)))
+        pattern: list(find_files(pattern))
         for pattern in (
             f"{tmp_path}/a.txt",
             f"{tmp_path}",
@@ -156,7 +161,7 @@ def test_a_path_may_be_a_file_a_folder_a_glob_or_several(tmp_path: Path) -> None
 
 
 def test_the_standard_library_is_there_without_its_tests(tmp_path: Path) -> None:
-    files = find_files(section("stdlib"))
+    files = find_files("stdlib")
     assert {"json/decoder.py", "asyncio/tasks.py"} < files.keys()
     assert not [name for name in files if "/test" in name or "site-packages" in name]
 
@@ -167,7 +172,7 @@ def test_many_files_are_held_out_whole_wherever_the_folder_is(tmp_path: Path) ->
         folder.mkdir()
         write_texts(folder, 4 * FEW_FILES)
         for split, found in names.items():
-            found.append({file.name for file in Corpus(section(folder, holdout=0.2), split).files})  # type: ignore[arg-type]
+            found.append({file.name for file in corpus_of(section(folder, holdout=0.2), split).files})
     assert names["train"][0] == names["train"][1]
     assert not names["train"][0] & names["valid"][0]
     assert len(names["train"][0] | names["valid"][0]) == 4 * FEW_FILES
@@ -184,7 +189,7 @@ def test_of_few_files_the_last_part_is_held_out(tmp_path: Path, kind: str) -> No
     data = section(tmp_path / "*", kind=kind, holdout=0.25)
     parts = []
     for split in ("train", "valid"):
-        corpus = Corpus(data, split)  # type: ignore[arg-type]
+        corpus = corpus_of(data, split)
         parts.append("\n".join(piece.text.decode() for file in corpus.files for piece in corpus.read(file)))
     assert all(sum(text in part for part in parts) <= 1 for text in texts)
     assert sum(text in parts[0] for text in texts) == pytest.approx(75, abs=3)

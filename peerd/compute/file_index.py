@@ -1,0 +1,100 @@
+"""The list of files under an http(s) address: `index.json` beside them, with each one's name, size and SHA-256.
+
+`python -m peerd.compute.file_index FOLDER` writes it for a folder that a web server will serve, and prints its own
+SHA-256, which belongs into the run file as `digest`: then everybody reads the same text or none. An index comes from
+the network: sizes, counts and names are bounded, and a name can lead nowhere but below the folder.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import sys
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from peerd.core.errors import ConfigError
+from peerd.core.limits import DATA_FILE_BYTES, INDEX_FILES, INDEX_NAME_CHARS
+
+INDEX_NAME: Final = "index.json"
+
+
+class IndexedFile(msgspec.Struct, frozen=True):
+    """One file: its name below the folder with `/` between parts, its bytes, its SHA-256 in hex."""
+
+    name: str
+    bytes: int
+    sha256: str
+
+
+class FileIndex(msgspec.Struct, frozen=True):
+    """All files below a folder."""
+
+    files: list[IndexedFile]
+
+
+def parse_index(raw: bytes, where: str) -> list[IndexedFile]:
+    """The files of an index; ConfigError says what is wrong with it, starting with `where`."""
+    try:
+        files = msgspec.json.decode(raw, type=FileIndex).files
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ConfigError(f"{where}: not an index of files: {error}") from None
+    if len(files) > INDEX_FILES:
+        raise ConfigError(f"{where}: has {len(files)} files; allowed: up to {INDEX_FILES}")
+    seen: set[str] = set()
+    for file in files:
+        if fault := _fault(file):
+            raise ConfigError(f"{where}: file {file.name[:100]!r}: {fault}")
+        if file.name in seen:
+            raise ConfigError(f"{where}: file {file.name[:100]!r} is there twice")
+        seen.add(file.name)
+    return files
+
+
+def _fault(file: IndexedFile) -> str | None:
+    parts = file.name.split("/")
+    if len(file.name) > INDEX_NAME_CHARS or not file.name.isprintable() or "\\" in file.name:
+        return f"not a name; allowed: up to {INDEX_NAME_CHARS} printable characters"
+    if any(part in ("", ".", "..") for part in parts):
+        return "leads elsewhere; allowed: names below the folder"
+    if not 0 <= file.bytes <= DATA_FILE_BYTES:
+        return f"has {file.bytes} bytes; allowed: 0 to {DATA_FILE_BYTES}"
+    if not re.fullmatch("[0-9a-f]{64}", file.sha256):
+        return "sha256 must be 64 of 0-9 and a-f"
+    return None
+
+
+def make_index(folder: Path) -> bytes:
+    """The index of all files below `folder`, hidden ones and an index left out."""
+    files: list[IndexedFile] = []
+    for path in sorted(folder.rglob("*")):
+        name = path.relative_to(folder).as_posix()
+        if path.is_file() and name != INDEX_NAME and not any(part.startswith(".") for part in name.split("/")):
+            with path.open("rb") as stream:
+                digest = hashlib.file_digest(stream, "sha256").hexdigest()
+                files.append(IndexedFile(name, os.fstat(stream.fileno()).st_size, digest))
+    raw = msgspec.json.format(msgspec.json.encode(FileIndex(files)), indent=1) + b"\n"
+    parse_index(raw, str(folder))
+    return raw
+
+
+def main(arguments: list[str]) -> int:
+    """Write the index of the folder that is the only argument."""
+    if len(arguments) != 1 or not Path(arguments[0]).is_dir():
+        print(f"usage: python -m peerd.compute.file_index FOLDER (writes FOLDER/{INDEX_NAME})", file=sys.stderr)
+        return 2
+    try:
+        raw = make_index(Path(arguments[0]))
+        (Path(arguments[0]) / INDEX_NAME).write_bytes(raw)
+    except (ConfigError, OSError) as error:
+        print(error, file=sys.stderr)
+        return 1
+    print(f"digest: {hashlib.sha256(raw).hexdigest()}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,41 @@
+"""Functions of the user's own that a run file names as `module:function`: models and sources of data.
+
+The module is a Python file below the working directory, or one that is installed. It is code that this machine's
+user put there: nothing that comes over the network ever reaches this file.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+from peerd.core.errors import ConfigError
+
+
+def find_function(text: str, key: str, otherwise: str = "") -> Callable[..., object]:
+    """The function that `text` names; `key` is the run file's, `otherwise` what else it may be, for ConfigErrors."""
+    module_name, colon, attribute = text.partition(":")
+    if not colon or not module_name or not attribute:
+        raise ConfigError(f"{key} is {text!r}; allowed: {otherwise}module:function of a local Python file")
+    function = getattr(_module(module_name, f"{key} {text}"), attribute, None)
+    if not callable(function):
+        raise ConfigError(f"{key} {text}: {module_name} has no function {attribute}")
+    found: Callable[..., object] = function
+    return found
+
+
+def _module(name: str, where: str) -> ModuleType:
+    file = Path(name if name.endswith(".py") else name.replace(".", "/") + ".py")
+    if file.is_file():
+        spec = importlib.util.spec_from_file_location(file.stem, file)
+        if spec is not None and spec.loader is not None:
+            module = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(module)
+            return module
+    try:
+        return importlib.import_module(name)
+    except (ImportError, ValueError) as error:
+        raise ConfigError(f"{where}: there is no file {file} here and no module {name} ({error})") from error

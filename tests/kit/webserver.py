@@ -1,0 +1,89 @@
+"""A web server on loopback that serves a folder, understands ranges, and misbehaves as a test tells it to."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import threading
+from collections import defaultdict, deque
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from urllib.parse import unquote
+
+
+class WebServer:
+    """`faults[path]` holds what the next requests for it get instead of an answer; `asked` what was asked for.
+
+    Faults: a number (that status), `cut N` (N bytes of the body, then the line breaks), `short`, `long` (another
+    length than promised by the index), `flip` (a wrong byte), `all` (a range is ignored), `to URL` (a redirect).
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.faults: dict[str, deque[str]] = defaultdict(deque)
+        self.asked: list[tuple[str, str]] = []  # path, Range
+        self.address = ""
+
+    def url(self, path: str = "") -> str:
+        return f"{self.address}/{path}"
+
+
+@contextlib.contextmanager
+def serving(folder: Path) -> Iterator[WebServer]:
+    """A server for `folder` on a free port of loopback."""
+    web = WebServer(folder)
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            _answer(self, web)
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.daemon_threads = False  # server_close waits for them
+    web.address = f"http://127.0.0.1:{server.server_address[1]}"
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    try:
+        yield web
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+def _answer(handler: BaseHTTPRequestHandler, web: WebServer) -> None:
+    path = unquote(handler.path.lstrip("/"))
+    wanted = handler.headers.get("Range", "")
+    web.asked.append((path, wanted))
+    fault = web.faults[path].popleft() if web.faults[path] else ""
+    file = web.folder / path
+    if fault.startswith("to "):
+        return _head(handler, 302, {"Location": fault[3:], "Content-Length": "0"})
+    if fault.isdigit() or not file.is_file():
+        return _head(handler, int(fault or 404), {"Content-Length": "0", "Retry-After": "7"})
+    body = file.read_bytes()
+    if fault == "flip":
+        body = bytes([body[0] ^ 1]) + body[1:]
+    elif fault in ("short", "long"):
+        body = body[:-1] if fault == "short" else body + b"x"
+    headers, status = {}, 200
+    if (found := re.fullmatch(r"bytes=(\d+)-", wanted)) and fault != "all":
+        start = int(found[1])
+        if start >= len(body):
+            return _head(handler, 416, {"Content-Length": "0"})
+        headers["Content-Range"], status = f"bytes {start}-{len(body) - 1}/{len(body)}", 206
+        body = body[start:]
+    _head(handler, status, headers | {"Content-Length": str(len(body))})
+    handler.wfile.write(body[: int(fault[4:])] if fault.startswith("cut ") else body)
+    handler.close_connection = True
+    return None
+
+
+def _head(handler: BaseHTTPRequestHandler, status: int, headers: dict[str, str]) -> None:
+    handler.send_response(status)
+    for name, value in headers.items():
+        handler.send_header(name, value)
+    handler.end_headers()
