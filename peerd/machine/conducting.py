@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from peerd.core.training import Done, Mb, Position
+from peerd.machine.splitting import Split
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +70,7 @@ class SendPrepare:
     lineage: bytes
     group: tuple[str, ...]
     assigned: tuple[Mb, ...]
+    split: Split | None = None  # None: the group in equal shares
 
 
 @dataclass(frozen=True, slots=True)

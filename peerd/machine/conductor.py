@@ -10,13 +10,13 @@ A hostile member can stall a step by false reports until `ban_s` puts it aside; 
 from __future__ import annotations
 
 import random
-from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum, auto
 from itertools import zip_longest
 
-from peerd.core.training import Mb, MemberInfo, Position, Redo
+from peerd.core.training import LineInfo, Mb, MemberInfo, Position, Redo
+from peerd.machine.closing import StageClose, Standing
 from peerd.machine.conducting import (
     CancelAttempt,
     Event,
@@ -33,6 +33,8 @@ from peerd.machine.conducting import (
 )
 from peerd.machine.ledger import Entry, Ledger, by_trainer
 from peerd.machine.reach import START, Member, best_position
+from peerd.machine.shares import NoSplit
+from peerd.machine.splitting import Lines
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,17 +61,6 @@ class Phase(Enum):
     COMPLETE = auto()
 
 
-@dataclass(slots=True)
-class _StageClose:
-    attempt: bytes = b""  # empty: none under way
-    group: tuple[str, ...] = ()
-    waiting: set[str] = field(default_factory=set)
-    prepared: set[str] = field(default_factory=set)
-    settled: bool = False
-    failures: int = 0
-    not_before: float = 0.0
-
-
 class Conductor:
     """See the module's header. Feed events with `handle`, time with `wake`; read answers from the views."""
 
@@ -81,9 +72,10 @@ class Conductor:
         self.ledger = Ledger(config.stages, config.microbatches)
         self.version = 1  # of what trainers see
         self.members_version = 1  # of what members see
+        self.lines = Lines()
         self._members: dict[str, Member] = {}
         self._trainers: dict[str, tuple[int, ...]] = {}  # what each wishes to contribute
-        self._closing = [_StageClose() for _ in range(config.stages)]
+        self._closing = [StageClose() for _ in range(config.stages)]
         self._target: Position | None = None  # where a close or a move leads
         self._moving: set[str] = set()
         self._counted: dict[str, list[int]] = {}
@@ -92,8 +84,7 @@ class Conductor:
         self._expected: frozenset[str] = frozenset()
         self._expect_until = now + config.expect_s
         self._broken_since: float | None = None
-        self._accusations: Counter[str] = Counter()
-        self._banned: dict[str, float] = {}
+        self._standing = Standing(config.ban_s)
         self._out: list[Output] = []
 
     # --- what drives it ---------------------------------------------------------------------------------------
@@ -128,6 +119,11 @@ class Conductor:
         if peer in self._members:
             self._members[peer].saved = frozenset(positions)
 
+    def said_of_line(self, now: float, peer: str, stage: int, line: LineInfo, addrs: tuple[str, ...] = ()) -> None:
+        """What a member, or a helper of `stage`, says of its line; a helper that is put aside is not heard."""
+        if not self._standing.banned(peer, now):
+            self.members_version += self.lines.tell(peer, stage, line, addrs)
+
     def wake(self, now: float) -> list[Output]:
         """Time passed."""
         return self._advance(now)
@@ -159,11 +155,12 @@ class Conductor:
         return self._members[peer].position == position
 
     def members(self) -> list[MemberInfo]:
-        """Every living member, sorted by peer."""
-        return [
+        """Every living member, sorted by peer, and then the helpers."""
+        members = [
             MemberInfo(peer, m.stage, list(m.addrs), self.current is not None and m.position == self.current)
             for peer, m in sorted(self._members.items())
         ]
+        return members + self.lines.helpers()
 
     def admitted(self, trainer: str) -> list[int]:
         return self.ledger.of_trainer(trainer)
@@ -197,12 +194,15 @@ class Conductor:
         lagging = [str(s) for s in range(self._config.stages) if not self._ready(s)]
         if lagging and self.phase is Phase.OPEN:
             return f"stage {', '.join(lagging)} has no peer with the current state"
+        for stage, close in enumerate(self._closing):
+            if close.problem:
+                return f"stage {stage} cannot average: {close.problem}"
         return "the run is complete" if self.phase is Phase.COMPLETE else ""
 
     # --- members ----------------------------------------------------------------------------------------------
 
     def _hello(self, now: float, hello: MemberHello) -> None:
-        if not 0 <= hello.stage < self._config.stages or self._banned.get(hello.peer, now) > now:
+        if not 0 <= hello.stage < self._config.stages or self._standing.banned(hello.peer, now):
             return
         if self.current is not None and hello.position.step > (self._target or self.current).step:
             self._gather_anew(now, "a member is further than the conductor knew")
@@ -228,16 +228,18 @@ class Conductor:
         self.version += 1
 
     def _member_gone(self, now: float, peer: str) -> None:
+        for close in self._closing:
+            if close.involves(peer):
+                self._cancel(close)
+        self.members_version += self.lines.forget(peer)
         member = self._members.pop(peer, None)
         if member is None:
             return
         self.ledger.lose(peer, now)
         close = self._closing[member.stage]
-        if close.attempt and peer in close.group:
-            self._cancel(close)
         close.prepared.discard(peer)
         if close.settled and not close.prepared:
-            self._closing[member.stage] = _StageClose()
+            self._closing[member.stage] = StageClose()
         self._moving.discard(peer)
         self.members_version += 1
         self.version += 1
@@ -369,8 +371,8 @@ class Conductor:
             self._counted = by_trainer(self.ledger.entries)
             self.ledger.clear()
         self.current, self._target = self._target, None
-        self._closing = [_StageClose() for _ in range(self._config.stages)]
-        self._accusations.clear()
+        self._closing = [StageClose() for _ in range(self._config.stages)]
+        self._standing.forgive()
         for _, member in sorted(self._members.items()):
             self._adopt(now, member)
         total = self._config.total_steps
@@ -404,7 +406,7 @@ class Conductor:
     def _begin_close(self) -> None:
         assert self.current is not None
         self._target = Position(self.current.step + 1, self._rng.randbytes(8))
-        self._closing = [_StageClose() for _ in range(self._config.stages)]
+        self._closing = [StageClose() for _ in range(self._config.stages)]
         self.phase = Phase.CLOSING
         self.members_version += 1
 
@@ -413,12 +415,12 @@ class Conductor:
         if self.phase is Phase.CLOSING:
             for close in self._closing:
                 self._cancel(close)
-            self._closing = [_StageClose() for _ in range(self._config.stages)]
+            self._closing = [StageClose() for _ in range(self._config.stages)]
             self._target = None
             self.phase = Phase.OPEN
             self.version += 1
 
-    def _cancel(self, close: _StageClose) -> None:
+    def _cancel(self, close: StageClose) -> None:
         if close.attempt:
             self._out.append(CancelAttempt(close.attempt))
             close.attempt = b""
@@ -429,21 +431,29 @@ class Conductor:
                 continue
             group = self._ready(stage)
             if group and self.ledger.full:
-                self._start_attempt(stage, close, tuple(group))
+                self._start_attempt(now, stage, close, tuple(group))
         if all(close.settled for close in self._closing) and self.ledger.full:
             self._commit()
 
-    def _start_attempt(self, stage: int, close: _StageClose, group: tuple[str, ...]) -> None:
+    def _start_attempt(self, now: float, stage: int, close: StageClose, group: tuple[str, ...]) -> None:
         assert self._target is not None
+        try:
+            split, close.problem = self.lines.split(stage, group), ""
+        except NoSplit as error:
+            self.version += close.problem != str(error)
+            close.problem, close.not_before = str(error), now + self._config.retry_s
+            return
         close.attempt, close.group = self._rng.randbytes(16), group
+        close.helpers = frozenset(p.peer for p in split.parties if p.mode == "aux") if split else frozenset()
         close.waiting, close.prepared = set(group), set()
         assigned = self.ledger.assigned(stage, group)
-        for peer in group:
-            self._out.append(SendPrepare(peer, close.attempt, self._target.lineage, group, tuple(assigned[peer])))
+        for peer in (*group, *sorted(close.helpers)):
+            part = tuple(assigned.get(peer, ()))
+            self._out.append(SendPrepare(peer, close.attempt, self._target.lineage, group, part, split))
 
     def _prepare_ended(self, now: float, end: PrepareEnded) -> None:
         close = next((c for c in self._closing if c.attempt and c.attempt == end.attempt), None)
-        if close is None or end.peer not in close.waiting:
+        if close is None or (end.peer not in close.waiting and (end.ok or end.peer not in close.helpers)):
             return
         close.waiting.discard(end.peer)
         if end.ok:
@@ -463,14 +473,10 @@ class Conductor:
         self._accuse(now, end)
 
     def _accuse(self, now: float, end: PrepareEnded) -> None:
-        """A member that its stage-mates cannot reach three times is put aside, even if we can reach it."""
-        suspects = end.lost or (() if end.missing else (end.peer,))
-        for peer in suspects:
-            self._accusations[peer] += 1
-            if self._accusations[peer] >= 3 and peer in self._members:
-                self._out.append(Note(f"peer …{peer[-8:]} failed three averaging attempts and is put aside"))
-                self._banned[peer] = now + self._config.ban_s
-                del self._accusations[peer]
+        for peer in end.lost or (() if end.missing else (end.peer,)):
+            helper = self.lines.is_helper(peer)
+            if (peer in self._members or helper) and (ban_s := self._standing.accuse(now, peer, helper=helper)):
+                self._out.append(Note(f"peer …{peer[-8:]} failed averaging and is put aside for {ban_s:.0f} s"))
                 self._member_gone(now, peer)
 
     def _commit(self) -> None:

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 
+import msgspec
 import trio
 
 from peerd.core.clock import Clock
@@ -32,6 +33,7 @@ from peerd.core.training import (
     TrainerAnswer,
     TrainerSync,
 )
+from peerd.core.work import Worker
 from peerd.machine.conducting import (
     CancelAttempt,
     Event,
@@ -47,6 +49,8 @@ from peerd.machine.conducting import (
     TrainerReport,
 )
 from peerd.machine.conductor import Conductor, ConductorConfig, Phase
+from peerd.machine.shares import NoSplit
+from peerd.machine.splitting import Split
 from peerd.net.host import Host, PeerDown
 from peerd.service.following import Following
 from peerd.service.rpc import Answer, Incoming, MethodLimits, Rpc
@@ -83,7 +87,8 @@ class Conducting:
         self._nursery: trio.Nursery | None = None
         self._changed = trio.Event()
         self._heard: dict[str, float] = {}
-        self._attempts: dict[bytes, list[trio.CancelScope]] = {}
+        self.solver: Worker | None = None  # without one, limits between pairs of peers are not counted
+        self._attempts: dict[bytes, trio.CancelScope] = {}
 
     @property
     def acting(self) -> bool:
@@ -222,22 +227,24 @@ class Conducting:
 
     def _carry_out(self, outputs: list[Output]) -> None:
         assert self._nursery is not None
+        attempts: dict[bytes, list[SendPrepare]] = {}
         for output in outputs:
             match output:
                 case SendPrepare(attempt=attempt):
-                    scope = trio.CancelScope()
-                    self._attempts.setdefault(attempt, []).append(scope)
-                    self._nursery.start_soon(self._prepare, self._machine, output, scope)
+                    attempts.setdefault(attempt, []).append(output)
                 case SendMove():
                     self._nursery.start_soon(self._move, self._machine, output)
                 case CancelAttempt(attempt):
                     self._cancel(attempt)
                 case Note(text):
                     self.notes(text)
+        for attempt, orders in attempts.items():
+            self._attempts[attempt] = trio.CancelScope()
+            self._nursery.start_soon(self._run_attempt, self._machine, orders, self._attempts[attempt])
         self._wake_waiting()
 
     def _cancel(self, attempt: bytes) -> None:
-        for scope in self._attempts.pop(attempt, []):
+        if scope := self._attempts.pop(attempt, None):
             scope.cancel()
 
     def _wake_waiting(self) -> None:
@@ -255,8 +262,31 @@ class Conducting:
             if self._machine is not None:
                 self._carry_out(self._machine.wake(trio.current_time()))
 
-    async def _prepare(self, machine: Conductor | None, order: SendPrepare, scope: trio.CancelScope) -> None:
-        """Ask one member to average; cancelled together with the attempt."""
+    async def _run_attempt(self, machine: Conductor | None, orders: list[SendPrepare], scope: trio.CancelScope) -> None:
+        """Have everyone average who takes part in this attempt."""
+        with scope:
+            split = await self._divided(orders[0].split)
+            async with trio.open_nursery() as nursery:
+                for order in orders:
+                    if split is None or any(party.peer == order.peer for party in split.parties):
+                        nursery.start_soon(self._prepare, machine, order, split)
+        if self._attempts.get(orders[0].attempt) is scope:
+            del self._attempts[orders[0].attempt]
+
+    async def _divided(self, split: Split | None) -> Split | None:
+        """The split, with limits between pairs counted if there are any."""
+        if split is None or not split.pairs or self.solver is None:
+            return split
+        try:
+            solved = await self.solver.run(split.within_pairs, name="divide a round")
+        except NoSplit as error:  # what a pair cannot pass will show, and somebody is put aside
+            self.notes(f"the lines between some pairs were not counted: {error}")
+            return split
+        # Whom the conductor has not chosen, it would not ask.
+        return solved if {p.peer for p in solved.parties} <= {p.peer for p in split.parties} else split
+
+    async def _prepare(self, machine: Conductor | None, order: SendPrepare, split: Split | None) -> None:
+        """Ask one member to average."""
         config = self._config
         if machine is None or machine.current is None:
             return
@@ -271,25 +301,23 @@ class Conducting:
             config.samples,
             config.prepare_timeout_s,
         )
-        with self._listed(order.attempt, scope):
-            try:
-                peer, timeout_s = PeerId.parse(order.peer), config.prepare_timeout_s
-                found = (await self._rpc.call(peer, "stage/1/prepare", body, Prepared, timeout_s=timeout_s)).body
-                end = PrepareEnded(order.peer, order.attempt, found.ok, tuple(found.missing), tuple(found.lost))
-            except RemoteError as error:
-                log.info("an averaging attempt failed: %s", error)
-                end = PrepareEnded(order.peer, order.attempt, False)
-            if machine is self._machine:
-                self._feed(end)
-
-    @contextmanager
-    def _listed(self, attempt: bytes, scope: trio.CancelScope) -> Iterator[None]:
-        """Inside `scope`, which is forgotten afterwards."""
-        with scope:
-            yield
-        left = [s for s in self._attempts.pop(attempt, []) if s is not scope]
-        if left:
-            self._attempts[attempt] = left
+        if split is not None:
+            body = msgspec.structs.replace(
+                body,
+                split=list(split.parties),
+                part_bytes=split.part_bytes,
+                elements=split.elements,
+                dtype=split.dtype,
+            )
+        try:
+            peer, timeout_s = PeerId.parse(order.peer), config.prepare_timeout_s
+            found = (await self._rpc.call(peer, "stage/1/prepare", body, Prepared, timeout_s=timeout_s)).body
+            end = PrepareEnded(order.peer, order.attempt, found.ok, tuple(found.missing), tuple(found.lost))
+        except RemoteError as error:
+            log.info("an averaging attempt failed: %s", error)
+            end = PrepareEnded(order.peer, order.attempt, False)
+        if machine is self._machine:
+            self._feed(end)
 
     async def _move(self, machine: Conductor | None, order: SendMove) -> None:
         """Have one member commit or restore."""
@@ -315,9 +343,17 @@ class Conducting:
         self._check_run(body.run)
         machine = self._act(body.term)
         self._heard[name] = trio.current_time()
-        if body.stage == 0:
+        helps = body.line is not None and body.line.mode == "aux"
+        if body.stage == 0 and not helps:
             self._following.note_stage0(call.peer, body.since)
-        if body.held is not None:
+        if helps and machine.is_member(name, body.session):
+            self._feed(MemberGone(name))
+        if body.line is not None:
+            version = machine.members_version
+            machine.said_of_line(trio.current_time(), name, body.stage, body.line, tuple(body.addrs))
+            if machine.members_version != version:
+                self._wake_waiting()
+        if body.held is not None and not helps:
             hello = MemberHello(
                 peer=name,
                 stage=body.stage,
@@ -331,7 +367,7 @@ class Conducting:
             )
             self._feed(hello)
         machine.saved(name, body.saved)
-        resend = not machine.is_member(name, body.session) or not machine.knows(name, body.position)
+        resend = not helps and not (machine.is_member(name, body.session) and machine.knows(name, body.position))
         if not resend:
             await self._wait_for_news(lambda: machine.members_version != body.seen, machine, body.wait_s)
         self._still(machine)
@@ -343,7 +379,7 @@ class Conducting:
                 current=machine.settled,
                 complete=machine.phase is Phase.COMPLETE,
                 waits_for=machine.waits_for(),
-                resend=resend or not machine.is_member(name, body.session),
+                resend=not helps and (resend or not machine.is_member(name, body.session)),
                 version=machine.members_version,
                 members=machine.members() if news else None,
             )

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from peerd.core.training import Done, Mb, Position
+from peerd.core.training import Done, LineInfo, Mb, Position
 from peerd.machine.conducting import (
     CancelAttempt,
     MemberGone,
@@ -67,6 +67,8 @@ class Swarm:
         self.conductor = self.new_conductor()
         self.calls: list[SendPrepare | SendMove] = []
         self.rounds: dict[bytes, dict[str, Counter[Mb]]] = {}
+        self.clients = True  # some members cannot be reached by others
+        self.helped = 0
         for stage in range(STAGES):
             self.histories[stage, START] = ()
             for _ in range(2):
@@ -104,6 +106,22 @@ class Swarm:
             self.take(self.conductor.wake(self.now))
         self.conductor.ledger.check()
 
+    def say_line(self, name: str, stage: int, mode: str) -> None:
+        """What a member or a helper says of its line; never the same twice."""
+        rate = self.rng.choice([0.0, 1e6, 2e7, float("nan"), float("inf")])
+        line = LineInfo(mode, rate, rate, 1000, "float32")  # type: ignore[arg-type]
+        self.conductor.said_of_line(self.now, name, stage, line)
+
+    def check_split(self, call: SendPrepare) -> None:
+        if call.split is None:
+            return
+        parties = call.split.parties
+        assert [p.peer for p in parties if p.mode != "aux"] == list(call.group)
+        assert abs(sum(p.share for p in parties) - 1) < 1e-9
+        assert all(p.share == 0 for p in parties if p.mode == "client")
+        assert call.peer in {p.peer for p in parties}
+        self.helped += any(p.mode == "aux" for p in parties)
+
     def tell(self, event: object) -> None:
         self.take(self.conductor.handle(self.now, event))  # type: ignore[arg-type]
 
@@ -111,6 +129,8 @@ class Swarm:
         for output in outputs:
             if isinstance(output, SendPrepare | SendMove):
                 self.calls.append(output)
+                if isinstance(output, SendPrepare):
+                    self.check_split(output)
             elif isinstance(output, CancelAttempt):
                 self.calls = [c for c in self.calls if not (isinstance(c, SendPrepare) and c.attempt == output.attempt)]
 
@@ -124,6 +144,8 @@ class Swarm:
             self.members[name] = member
             return
         self.tell(MemberGone(name))
+        if self.rng.random() < 0.1:
+            self.tell(MemberGone(f"helper {member.stage}"))
         self.join(member.stage)
 
     def replace_conductor(self) -> None:
@@ -140,6 +162,8 @@ class Swarm:
         if m.known and current is not None and m.position != current:
             self.download(m, current)
         self.conductor.saved(name, m.saved)
+        self.say_line(name, m.stage, "client" if self.clients and m.session % 4 == 0 else "node")
+        self.say_line(f"helper {m.stage}", m.stage, "aux")
         if not m.known:
             m.known = True
             hello = MemberHello(
@@ -210,7 +234,9 @@ class Swarm:
         m = self.members.get(call.peer)
         lost = self.rng.random() < 0.05
         if isinstance(call, SendPrepare):
-            if m is None or lost:
+            if call.peer.startswith("helper"):
+                self.tell(PrepareEnded(call.peer, call.attempt, not lost))
+            elif m is None or lost:
                 self.tell(PrepareEnded(call.peer, call.attempt, False))
             else:
                 self.prepare(m, call)
@@ -271,6 +297,7 @@ def test_every_step_averages_one_whole_batch_whatever_dies(seed: int) -> None:
     for _ in range(1500):
         swarm.happen(faults=True)
     swarm.check()
+    swarm.clients = False  # a stage of clients alone waits for somebody who can sum
     before = max(position.step for _, position in swarm.histories)
     for _ in range(1500):
         swarm.happen(faults=False)
@@ -285,4 +312,72 @@ def test_a_swarm_without_faults_steps_on_and_on() -> None:
         swarm.happen(faults=False)
     swarm.check()
     assert max(position.step for _, position in swarm.histories) >= 8
+    assert swarm.helped
     assert swarm.conductor.phase in (Phase.OPEN, Phase.CLOSING, Phase.MOVING)
+
+
+CONFIG = ConductorConfig(stages=1, microbatches=1, gather_s=1.0)
+
+
+def closing(modes: dict[str, str]) -> tuple[Conductor, list[SendPrepare]]:
+    """One stage whose members have such lines, with a batch that is whole: what the conductor orders."""
+    conductor = Conductor(CONFIG, random.Random(1), 0.0)
+    for peer, mode in modes.items():
+        line = LineInfo(mode, 1e6, 2e6, 100_000, "float32")  # type: ignore[arg-type]
+        conductor.said_of_line(0.0, peer, 0, line, ("/ip4/10.0.0.1/tcp/1",))
+        if mode != "aux":
+            conductor.handle(0.0, MemberHello(peer, 0, 1, START, None, (), frozenset(), frozenset(), ()))
+    conductor.wake(2.0)
+    conductor.handle(2.0, TrainerReport("t", 0, (1,), ()))
+    out = conductor.handle(2.0, TrainerReport("t", 0, (), (Done(1, [min(modes)]),)))
+    return conductor, [o for o in out if isinstance(o, SendPrepare)]
+
+
+def test_members_that_nobody_can_reach_wait_for_a_helper() -> None:
+    conductor, orders = closing({"a": "client", "b": "client"})
+    assert not orders
+    assert "nobody may sum" in conductor.waits_for()
+    conductor.said_of_line(3.0, "h", 0, LineInfo("aux", 1e6, 1e6))
+    orders = [o for o in conductor.wake(3.0) if isinstance(o, SendPrepare)]
+    assert [o.peer for o in orders] == ["a", "b", "h"]
+    assert orders[0].split is not None
+    assert [p.share for p in orders[0].split.parties] == [0, 0, 1]
+    assert not conductor.waits_for()
+
+
+def test_a_helper_that_fails_is_put_aside_at_once_and_for_longer_each_time() -> None:
+    conductor, orders = closing({"a": "node", "b": "node", "h": "aux"})
+    assert [m.peer for m in conductor.members()] == ["a", "b", "h"]
+    assert [m.ready for m in conductor.members()] == [True, True, False]
+    now, aside = 2.0, []
+    for _ in range(3):
+        conductor.handle(now, PrepareEnded("a", orders[0].attempt, False, (), ("h",)))
+        assert [m.peer for m in conductor.members()] == ["a", "b"]
+        began = now
+        while "h" not in [m.peer for m in conductor.members()]:
+            now += 1.0
+            conductor.said_of_line(now, "h", 0, LineInfo("aux", 1e6, 1e6))
+        aside.append(now - began)
+        orders = [o for o in conductor.wake(now) if isinstance(o, SendPrepare)] or orders
+        for o in orders:  # the round without it is called off
+            conductor.handle(now, PrepareEnded(o.peer, o.attempt, False, (Mb("t", 9),)))
+        now += 6.0
+        orders = [o for o in conductor.wake(now) if isinstance(o, SendPrepare)]
+    assert aside == [15.0, 30.0, 60.0]
+
+
+def test_a_helper_never_commits_and_is_not_waited_for() -> None:
+    conductor, orders = closing({"a": "node", "b": "node", "h": "aux"})
+    assert [o.peer for o in orders] == ["a", "b", "h"]
+    assert orders[2].assigned == ()
+    moves = [o for peer in "ab" for o in conductor.handle(2.0, PrepareEnded(peer, orders[0].attempt, True))]
+    assert [(o.peer, o.commit) for o in moves if isinstance(o, SendMove)] == [("a", True), ("b", True)]
+    assert conductor.handle(2.0, PrepareEnded("h", orders[0].attempt, False)) == []
+
+
+def test_a_helper_that_goes_ends_the_attempt_it_sums_in() -> None:
+    conductor, orders = closing({"a": "node", "b": "node", "h": "aux"})
+    out = conductor.handle(2.0, MemberGone("h"))
+    assert CancelAttempt(orders[0].attempt) in out
+    again = [o for o in out if isinstance(o, SendPrepare)]
+    assert [o.peer for o in again] == ["a", "b"]

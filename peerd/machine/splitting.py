@@ -1,0 +1,138 @@
+"""How the work of a round is divided among a stage's members and its helpers, from what they say of their lines.
+
+Keeps what was said and turns it into one `Split` for each attempt: shares by bandwidth, and parts small enough that
+what is under way at any time is a fraction of the round. Where nobody said anything there is no split: equal shares.
+Everything is a stranger's word: rates are taken within bounds, a helper's only where all members agree on the vector
+that it would sum. A liar gets too much work and holds up the round; the conductor then puts it aside, for longer
+each time. Invariant: a client is never given a share.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from peerd.core.limits import AVERAGE_PART_BYTES, LINE_BYTES_PER_S, LINE_BYTES_PER_S_MIN
+from peerd.core.training import MAX_MEMBERS, LineInfo, MemberInfo, Party
+from peerd.machine.shares import Line, Mode, Shares, proportional, shares
+from peerd.machine.shares_lp import shares_within
+
+_PART_BYTES_LEAST = 16 << 10  # smaller ones cost more in calls than they save in waiting
+_PARTS_UNDER_WAY = 4  # for one owner of an equal share: what averaging has in flight
+_UNDER_WAY_SHARE = 1 / 8  # of the vector: the end of a round waits for what is under way
+_UNDER_WAY_S = 2.0  # and so long it takes at most; patience with a member must be longer
+_CRUMB = 1e-3  # of the largest share: less is not worth a call from every sender
+_ITEM_BYTES = {"float32": 4, "float64": 8}
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """Who takes part, as what, and who sums which share. `lines` and `pairs` are what it was made from."""
+
+    parties: tuple[Party, ...]
+    part_bytes: int  # 0: as the run file says
+    elements: int
+    dtype: str
+    why: str
+    lines: tuple[Line, ...]
+    pairs: tuple[tuple[tuple[str, str], float], ...] = ()  # (from, to), bytes/s
+
+    def within_pairs(self) -> Split:
+        """The division when `pairs` count, too. Takes long: for a worker. Raises NoSplit."""
+        return _split(self.lines, shares_within(self.lines, dict(self.pairs)), self)
+
+
+@dataclass(frozen=True, slots=True)
+class _Said:
+    stage: int
+    line: LineInfo
+    addrs: tuple[str, ...]
+
+
+class Lines:
+    """What peers said of their lines. See the module's header."""
+
+    def __init__(self) -> None:
+        self._said: dict[str, _Said] = {}
+
+    def tell(self, peer: str, stage: int, line: LineInfo, addrs: tuple[str, ...] = ()) -> bool:
+        """`peer`, of `stage` or a helper for it, says this; True when it tells of a helper what was not known."""
+        before = self._said.get(peer)
+        if before is None and len(self._said) >= MAX_MEMBERS:
+            return False
+        now = self._said[peer] = _Said(stage, line, addrs)
+        aux_before = before is not None and before.line.mode == "aux"
+        if line.mode != "aux":
+            return aux_before
+        return not aux_before or before is None or (before.stage, before.addrs) != (now.stage, now.addrs)
+
+    def forget(self, peer: str) -> bool:
+        """The peer is gone; True when it was a helper."""
+        said = self._said.pop(peer, None)
+        return said is not None and said.line.mode == "aux"
+
+    def is_helper(self, peer: str) -> bool:
+        return peer in self._said and self._said[peer].line.mode == "aux"
+
+    def helpers(self) -> list[MemberInfo]:
+        """All helpers, sorted, with the addresses at which they can be reached; none of them serves the stage."""
+        return [
+            MemberInfo(peer, said.stage, list(said.addrs), False)
+            for peer, said in sorted(self._said.items())
+            if said.line.mode == "aux"
+        ]
+
+    def split(self, stage: int, group: tuple[str, ...]) -> Split | None:
+        """How `group` of `stage` divides a round; None: in equal shares. Raises NoSplit when nobody may sum."""
+        if len(group) < 2:
+            return None
+        said = {peer: self._line(peer) for peer in group}
+        vectors = {(line.elements, line.dtype) for line in said.values()}
+        elements, dtype = vectors.pop() if len(vectors) == 1 else (0, "")
+        if elements and dtype in _ITEM_BYTES:
+            helpers = {i.peer: self._line(i.peer) for i in self.helpers() if i.stage == stage and i.peer not in said}
+            said |= helpers
+        if all(line.mode == "node" and not line.up_bytes_per_s and not line.down_bytes_per_s for line in said.values()):
+            return None
+        lines = tuple(
+            Line(peer, Mode(line.mode), _rate(line.up_bytes_per_s), _rate(line.down_bytes_per_s))
+            for peer, line in said.items()
+        )
+        pairs = tuple(
+            ((peer, pair.peer), min(pair.bytes_per_s, LINE_BYTES_PER_S))
+            for peer, line in said.items()
+            for pair in line.pairs
+            if pair.peer in said and pair.bytes_per_s >= 0  # NaN is not
+        )
+        return _split(lines, shares(lines), Split((), 0, elements, dtype, "", lines, pairs))
+
+    def _line(self, peer: str) -> LineInfo:
+        said = self._said.get(peer)
+        return said.line if said is not None else LineInfo()
+
+
+def _rate(bytes_per_s: float) -> float | None:
+    """A rate as somebody says it, within bounds; None: unknown."""
+    if math.isnan(bytes_per_s) or bytes_per_s <= 0:
+        return None
+    return min(max(bytes_per_s, LINE_BYTES_PER_S_MIN), LINE_BYTES_PER_S)
+
+
+def _split(lines: tuple[Line, ...], found: Shares, frame: Split) -> Split:
+    """The split by these shares, without crumbs; a helper that has nothing to do is left out."""
+    crumb = max(found.fractions.values()) * _CRUMB
+    fractions = proportional({peer: share for peer, share in found.fractions.items() if share >= crumb})
+    parties = tuple(
+        Party(line.peer, line.mode.value, fractions.get(line.peer, 0.0))
+        for line in lines
+        if line.sends or line.peer in fractions
+    )
+    owners = sum(party.share > 0 for party in parties)
+    limits = [AVERAGE_PART_BYTES]
+    if found.xi_s_per_byte > 0:
+        limits.append(int(_UNDER_WAY_S / found.xi_s_per_byte / (_PARTS_UNDER_WAY * owners)))
+    if frame.dtype in _ITEM_BYTES:
+        vector_bytes = frame.elements * _ITEM_BYTES[frame.dtype]
+        limits.append(int(_UNDER_WAY_SHARE * vector_bytes / (_PARTS_UNDER_WAY * owners)))
+    part_bytes = max(_PART_BYTES_LEAST, min(limits))
+    return replace(frame, parties=parties, part_bytes=part_bytes, why=found.why)
