@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Annotated, Final, NoReturn
 
 import typer
 
-from peerd import __version__
+from peerd import __version__, token_cli
 from peerd.core.errors import ConfigError, PeerdError
 
 if TYPE_CHECKING:
@@ -41,6 +41,8 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
+
+app.add_typer(token_cli.app, name="token")
 
 RunFileOption = Annotated[Path | None, typer.Option(metavar="FILE", help="The run file (YAML).")]
 Bootstrap = Annotated[
@@ -101,6 +103,7 @@ def join(
 
 @app.command()
 def status(
+    swarm: Annotated[bool, typer.Option("--swarm", help="The swarm only, and who gave how much to it.")] = False,
     watch: Annotated[bool, typer.Option("--watch", help="Keep showing it until Ctrl+C.")] = False,
     as_json: AsJson = False,
     data_dir: DataDir = None,
@@ -108,13 +111,18 @@ def status(
     """Show a running daemon and the swarm as it sees it."""
     from peerd import control, view
 
+    def ask() -> view.Snapshot:
+        snapshot = control.ask(data_dir)
+        return view.swarm_of(snapshot) if swarm else snapshot
+
+    render = view.render_swarm if swarm else view.render
     with contextlib.suppress(KeyboardInterrupt):
         if watch:
-            view.watch(lambda: control.ask(data_dir), as_json=as_json)
+            view.watch(ask, as_json=as_json, render=render)
         elif as_json:
-            typer.echo(json.dumps(control.ask(data_dir), indent=1, ensure_ascii=False))
+            typer.echo(json.dumps(ask(), indent=1, ensure_ascii=False))
         else:
-            view.show(control.ask(data_dir))
+            view.show(ask(), render)
 
 
 @app.command()

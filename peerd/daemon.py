@@ -16,6 +16,7 @@ import os
 import signal
 import sys
 import threading
+import time
 import traceback
 from collections.abc import AsyncIterable, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
@@ -32,11 +33,13 @@ from peerd.core.keys import Keypair
 from peerd.core.runfile import RunFile
 from peerd.devices import Devices
 from peerd.home import Running, load_identity, locked, make_private_dir, noted, socket_path
-from peerd.log import EventLog
+from peerd.log import EventLog, plain
+from peerd.membership import PeerPapers, own_papers
 from peerd.net.clock import RealClock
 from peerd.net.host import Host
 from peerd.net.tcp import TcpTransport
 from peerd.role import Role, RoleContext
+from peerd.service.access import Access
 from peerd.service.dht import Dht
 from peerd.service.rpc import Rpc
 from peerd.status import RoleState, StatusBoard
@@ -73,6 +76,7 @@ class Ground:
     keypair: Keypair
     clock: Clock
     log: EventLog
+    papers: PeerPapers | None = None  # in a run with tokens
 
 
 @dataclass(slots=True, eq=False)
@@ -97,6 +101,10 @@ class Daemon:
         self._clock = ground.clock
         self.host = host
         self.rpc = Rpc(host, ground.clock)
+        self.access: Access | None = None
+        if plan.run is not None and ground.papers is not None:
+            self.access = Access(plan.run, host, self.rpc, ground.clock, ground.papers)
+            self.rpc.guard(self.access)
         self.dht = Dht(host, self.rpc, ground.clock, ground.keypair)
         self._held = [_Held(cls) for cls in plan.roles]
         self._failure: Exception | None = None
@@ -118,6 +126,9 @@ class Daemon:
             board = StatusBoard((self.host, self.rpc, self.dht), self._clock, self._log, self._plan.run)
             await services.start(functools.partial(self.host.run, [parse_addr(text) for text in self._plan.listen]))
             await services.start(self.rpc.run)
+            if self.access is not None:
+                await services.start(self.access.run)
+                services.start_soon(self.access.refresh, self.dht)
             await services.start(self.dht.run, [parse_addr(text) for text in self._plan.bootstrap])
             await services.start(board.run)
             if control.SUPPORTED:
@@ -249,7 +260,8 @@ class Daemon:
         return states
 
     async def _snapshot(self, board: StatusBoard) -> dict[str, Any]:
-        own = {"data_dir": str(self._home), "stopping": self._stop_reason or None}
+        own: dict[str, Any] = {"data_dir": str(self._home), "stopping": self._stop_reason or None}
+        own["access"] = plain(self.access.status()) if self.access is not None else None
         return own | await board.snapshot(self._role_states)
 
     async def _tell_waits(self) -> None:
@@ -272,7 +284,8 @@ class Daemon:
     async def _reasons(self) -> dict[str, str | None]:
         told = self.dht.status()
         roles = {state.name: state.told.get("waits_for") or None for state in await self._role_states()}
-        return {"network": told["waits_for"], "clock": told["clock_warning"], **roles}
+        access = self.access.waits_for() if self.access is not None else None
+        return {"network": told["waits_for"], "clock": told["clock_warning"], "access": access, **roles}
 
     def _greet(self) -> None:
         plan = self._plan
@@ -360,6 +373,7 @@ async def main(plan: Plan) -> None:
 
 async def _run(plan: Plan, home: Path, signals: AsyncIterable[int]) -> None:
     keypair = load_identity(home)
+    papers = _papers(plan, home, keypair)
     clock = RealClock(_own_seed(plan.seed, keypair))
     log = EventLog(clock, level=plan.log_level, stream=sys.stderr, path=home / "events.jsonl")
     log.adopt_logging()
@@ -372,10 +386,17 @@ async def _run(plan: Plan, home: Path, signals: AsyncIterable[int]) -> None:
     )
     try:
         with noted(note):
-            ground = Ground(home=home, keypair=keypair, clock=clock, log=log)
+            ground = Ground(home=home, keypair=keypair, clock=clock, log=log, papers=papers)
             await Daemon(plan, ground, Host(keypair, clock, [TcpTransport()])).run(signals)
     finally:
         log.close()
+
+
+def _papers(plan: Plan, home: Path, keypair: Keypair) -> PeerPapers | None:
+    """What lets this peer into a run with tokens; ConfigError when it has nothing of that kind."""
+    if plan.run is None or plan.run.access.allow == "open":
+        return None
+    return own_papers(plan.run, [cls.name for cls in plan.roles], home, keypair.peer_id, time.time())
 
 
 def _stop_signals() -> list[signal.Signals]:

@@ -18,7 +18,9 @@ import trio
 
 from peerd import __version__
 from peerd.core.clock import Clock
+from peerd.core.contributions import contributions_key, decode_contributed
 from peerd.core.errors import ProtocolViolation, RemoteError
+from peerd.core.ids import PeerId
 from peerd.core.progress import decode_stage, decode_trainer, progress_key, stage_key
 from peerd.core.record import Record
 from peerd.core.runfile import RunFile
@@ -26,6 +28,7 @@ from peerd.log import EventLog, plain
 from peerd.net.host import Host
 from peerd.service.dht import Dht
 from peerd.service.rpc import Rpc
+from peerd.service.rpc_types import Gate
 
 SWARM_PERIOD_S: Final = 2.0  # one look into the DHT per period at most, and only while someone asks
 SWARM_TIMEOUT_S: Final = 5.0
@@ -120,28 +123,34 @@ class StatusBoard:
         while True:
             await self._asked.wait()
             self._asked = trio.Event()
-            self._swarm = await swarm_view(self._dht, run) | {"seen": self._clock.wall()}
+            self._swarm = await swarm_view(self._dht, run, self._rpc.gate) | {"seen": self._clock.wall()}
             self._seen.set()
             await trio.sleep(SWARM_PERIOD_S)
 
 
-async def swarm_view(dht: Dht, run: RunFile) -> dict[str, Any]:
-    """The swarm of a run as the DHT shows it: how far it is, and each stage's peers."""
+async def swarm_view(dht: Dht, run: RunFile, gate: Gate | None = None) -> dict[str, Any]:
+    """The swarm of a run as the DHT shows it: how far it is, each stage's peers, and who gave how much."""
     stages = min(run.pipeline.stages, STAGES_SHOWN)
     keys = [stage_key(run.run, number) for number in range(stages)]
     try:
-        found = await dht.get_many([*keys, progress_key(run.run)], timeout_s=SWARM_TIMEOUT_S)
+        wanted = [*keys, progress_key(run.run), contributions_key(run.run)]
+        found = await dht.get_many(wanted, timeout_s=SWARM_TIMEOUT_S)
     except RemoteError as error:
         return {"run": run.run, "why": f"the directory gave no answer: {error}"}
     unreadable: list[Record] = []
     rows = [
-        {"stage": number, "peers": _read(found.get(key, []), decode_stage, unreadable)}
+        {"stage": number, "peers": _members(_read(found.get(key, []), decode_stage, unreadable), gate, "stage")}
         for number, key in enumerate(keys)
     ]
     trainers = _read(found.get(progress_key(run.run), []), decode_trainer, unreadable)
-    return {"run": run.run, **_summary(rows, trainers), "stages": rows, "trainers": trainers} | (
-        {"unreadable_records": len(unreadable)} if unreadable else {}
-    )
+    given = _members(_read(found.get(contributions_key(run.run), []), decode_contributed, unreadable), gate, "")
+    return {
+        "run": run.run,
+        **_summary(rows, trainers),
+        "stages": rows,
+        "trainers": trainers,
+        "contributions": leader_board(given),
+    } | ({"unreadable_records": len(unreadable)} if unreadable else {})
 
 
 def _read(records: list[Record], decode: Callable[[bytes], Any], unreadable: list[Record]) -> list[dict[str, Any]]:
@@ -152,8 +161,32 @@ def _read(records: list[Record], decode: Callable[[bytes], Any], unreadable: lis
         except ProtocolViolation:
             unreadable.append(record)
             continue
-        rows.append({"peer": record.publisher, **{name: getattr(value, name) for name in value.__struct_fields__}})
+        told = {name: getattr(value, name) for name in value.__struct_fields__}
+        rows.append({"peer": record.publisher, **told})
     return rows
+
+
+def _members(rows: list[dict[str, Any]], gate: Gate | None, role: str) -> list[dict[str, Any]]:
+    """In a run with tokens: only members' rows, under the names that the organizer signed."""
+    found = []
+    for row in rows:
+        peer, token = row["peer"], row.pop("token")
+        if gate is None or gate.stranger(peer, token, role) is None:
+            found.append(row | {"name": gate.name(peer, token) if gate is not None else ""})
+    return found
+
+
+def leader_board(given: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What peers say they gave, one row for each peer over all its roles, the largest first."""
+    rows: dict[PeerId, dict[str, Any]] = {}
+    for told in given:
+        fresh = {"peer": told["peer"], "name": told["name"], "samples": 0, "bytes_aggregated": 0, "hours": 0.0}
+        row = rows.setdefault(told["peer"], fresh)
+        row["samples"] += told["samples"]
+        row["bytes_aggregated"] += told["bytes_aggregated"]
+        row["hours"] = max(row["hours"], told["seconds"] / 3600)
+        row["since"] = min(row.get("since", told["since"]), told["since"])
+    return sorted(rows.values(), key=lambda row: (-row["samples"], -row["bytes_aggregated"], row["peer"]))
 
 
 def _summary(stages: list[dict[str, Any]], trainers: list[dict[str, Any]]) -> dict[str, Any]:

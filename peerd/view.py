@@ -24,24 +24,6 @@ _TOLD_ELSEWHERE: Final = {"waits_for", "role", "state", "restarts", "failure"}
 Snapshot = dict[str, Any]
 
 
-def show(snapshot: Snapshot) -> None:
-    """Print it once."""
-    Console().print(render(snapshot), crop=False)  # addresses may be longer than the screen is wide
-
-
-def watch(ask: Callable[[], Snapshot], *, as_json: bool) -> None:
-    """Show it again and again until interrupted; with `as_json` one object per line."""
-    if as_json:
-        while True:
-            sys.stdout.write(json.dumps(ask(), ensure_ascii=False) + "\n")
-            sys.stdout.flush()
-            time.sleep(PERIOD_S)
-    with Live(render(ask()), auto_refresh=False, screen=False) as live:
-        while True:
-            time.sleep(PERIOD_S)
-            live.update(render(ask()), refresh=True)
-
-
 def render(snapshot: Snapshot) -> RenderableType:
     """The whole snapshot, this daemon first, then the swarm as it sees it."""
     parts: list[RenderableType] = [_headline(snapshot), roles_table(snapshot.get("roles", [])), _network(snapshot)]
@@ -54,6 +36,42 @@ def render(snapshot: Snapshot) -> RenderableType:
     if events:
         parts += [Text(""), *(event_line(event) for event in events)]
     return Group(*parts)
+
+
+def swarm_of(snapshot: Snapshot) -> Snapshot:
+    """The swarm's part of a snapshot; a sentence about why there is none, where there is none."""
+    return snapshot.get("swarm") or {"run": snapshot.get("run"), "why": "this daemon has not looked yet, or has no run"}
+
+
+def render_swarm(swarm: Snapshot) -> RenderableType:
+    """A run: how far it is, who serves its stages, and who gave how much."""
+    parts: list[RenderableType] = [swarm_line(swarm)]
+    if swarm.get("stages"):
+        parts.append(peers_table(swarm["stages"]))
+    if swarm.get("contributions"):
+        parts += [Text(""), contributions_table(swarm["contributions"])]
+    return Group(*parts)
+
+
+Render = Callable[[Snapshot], RenderableType]
+
+
+def show(snapshot: Snapshot, render: Render = render) -> None:
+    """Print it once."""
+    Console().print(render(snapshot), crop=False)  # addresses may be longer than the screen is wide
+
+
+def watch(ask: Callable[[], Snapshot], *, as_json: bool, render: Render = render) -> None:
+    """Show it again and again until interrupted; with `as_json` one object per line."""
+    if as_json:
+        while True:
+            sys.stdout.write(json.dumps(ask(), ensure_ascii=False) + "\n")
+            sys.stdout.flush()
+            time.sleep(PERIOD_S)
+    with Live(render(ask()), auto_refresh=False, screen=False) as live:
+        while True:
+            time.sleep(PERIOD_S)
+            live.update(render(ask()), refresh=True)
 
 
 def _headline(snapshot: Snapshot) -> Text:
@@ -146,6 +164,25 @@ def peers_table(stages: Iterable[Snapshot]) -> Table:
                 Text(str(peer.get("device", "?"))),
                 Text(str(peer.get("waits_for") or "-")),
             )
+    return table
+
+
+def contributions_table(rows: Iterable[Snapshot]) -> Table:
+    """The leader-board: peers by what they say they gave; a name in it was signed by the organizer."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in ("", "who", "peer", "samples", "summed for others", "hours", "since"):
+        table.add_column(name, justify="left" if name in ("who", "peer") else "right")
+    for place, row in enumerate(rows, 1):
+        since = time.strftime("%Y-%m-%d", time.localtime(float(row.get("since", 0))))
+        table.add_row(
+            str(place),
+            Text(str(row.get("name") or "-")),
+            Text(short(str(row.get("peer", "?")))),
+            f"{row.get('samples', 0):,}",
+            size(row.get("bytes_aggregated", 0)),
+            f"{row.get('hours', 0.0):.1f}",
+            since,
+        )
     return table
 
 

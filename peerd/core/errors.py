@@ -45,6 +45,10 @@ class Refused(RemoteError):
     """The peer understood and said no; the message is its reason."""
 
 
+class Untrusted(RemoteError):
+    """We do not deal with the peer: it showed nothing that makes it a member of the run."""
+
+
 class Overloaded(RemoteError):
     """The peer is busy; try again after `retry_after_s`."""
 

@@ -43,13 +43,6 @@ RPC_LANES: Final = 8  # idle streams kept for large calls to one service of one 
 LINE_RATE_PEERS: Final = 1024  # whose rate is remembered: twice the connections that we hold
 RPC_IDLE_S: Final = 120.0  # a shared stream that nobody used for so long is closed
 
-# --- averaging -------------------------------------------------------------------------------------------------
-AVERAGE_PARTS: Final = 1 << 20  # of one round: some hundred bytes of bookkeeping each
-AVERAGE_PART_BYTES: Final = 4 << 20  # of one part, before it is coded: what a run file may ask for
-LINE_PAIRS: Final = 64  # limited pairs that one peer may tell of
-LINE_BYTES_PER_S: Final = 125e9  # 1 Tb/s: what anyone says beyond is taken as this
-LINE_BYTES_PER_S_MIN: Final = 1e3  # a line that trains nothing; what anyone says below is taken as this
-
 # --- state download --------------------------------------------------------------------------------------------
 STATE_PIECE_BYTES: Final = 1 << 20  # part of the protocol: what is checked, and sent again, by itself
 STATE_PIECES: Final = FRAME_BYTES // 32  # their digests travel as one frame: states of up to 8 TiB
@@ -114,3 +107,12 @@ DHT_STORED_BYTES: Final = 64 << 20  # of these, in memory
 DHT_RECORDS_PER_PUBLISHER: Final = 1024  # held for one publisher, all keys together
 DHT_BYTES_PER_PUBLISHER: Final = 1 << 20  # likewise
 DHT_SUFFIXES_PER_KEY: Final = 64  # sub-keys of one publisher under one key
+
+# --- access to a run -------------------------------------------------------------------------------------------
+TOKEN_BYTES: Final = 1024  # signature, names and roles take about 250
+TOKEN_NAME_CHARS: Final = 64  # a person's or a team's name
+TOKEN_ROLES: Final = 16  # roles that one token may name
+REVOKED_TOKENS: Final = 1024  # taken back and not yet expired; a list must fit into one record
+REVOKED_BYTES: Final = 12 << 10  # the signed list: ten bytes for each
+ACCESS_MET: Final = 1024  # peers with whom we remember to have exchanged tokens: twice the connections that we hold
+ACCESS_TOLD: Final = 20  # lines a minute in the log about callers without a token

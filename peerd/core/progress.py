@@ -11,6 +11,7 @@ import msgspec
 
 from peerd.core.ids import Key
 from peerd.core.messages import Message, decode, encode
+from peerd.core.token import TokenData
 from peerd.core.training import AddrText, PeerText
 
 ShortText = Annotated[str, msgspec.Meta(max_length=200)]
@@ -48,6 +49,7 @@ class StageProgress(Message, frozen=True):
     conductor: PeerText  # whom it follows; "" while it looks for one
     waits_for: ShortText
     addrs: Annotated[list[AddrText], msgspec.Meta(max_length=16)]
+    token: TokenData = b""  # in a run with tokens: that the publisher is a member, and may serve a stage
 
 
 class Joiner(Message, frozen=True):

@@ -1,8 +1,8 @@
 """The run file's sections as typed values: what one run is, apart from how it is read from YAML.
 
 Every field has a unit in its name where it has one. `fingerprint` covers the sections that all peers of a run
-must share; `limits` and `access` are each peer's own. Values that are possible by type but senseless together
-are found by `check`, which returns every fault as (path, message).
+must share, and of `access` who is let in; `limits` and the rest of `access` are each peer's own. Values that are
+possible by type but senseless together are found by `check`, which returns every fault as (path, message).
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from peerd.core.blockwise import BLOCKS, CODES
+from peerd.core.ids import is_peer_text
 
 FINGERPRINT_SECTIONS = ("run", "seed", "model", "pipeline", "optimizer", "batch", "averaging", "data")
 SOURCES = 64  # of data: each holds a part of the shuffle buffer
@@ -119,6 +120,13 @@ class LimitsSection(Section, frozen=True):
     data_cache_mb: int = 10_240  # MiB of disk for files fetched over http(s)
 
 
+class AccessSection(Section, frozen=True):
+    allow: Literal["open", "tokens"] = "open"  # who may take part: everyone, or who has a token of the organizer
+    organizer: str = ""  # the peer id whose signature makes a token
+    token: str = ""  # file with this peer's token; without it access.token in the data directory
+    revoked: str = ""  # file with a list of revoked tokens, besides those that come over the network
+
+
 class RunFile(Section, frozen=True):
     """One run, as an organizer writes it."""
 
@@ -135,12 +143,16 @@ class RunFile(Section, frozen=True):
     evaluate: EvaluateSection = EvaluateSection()
     checkpoint: CheckpointSection = CheckpointSection()
     limits: LimitsSection = LimitsSection()
+    access: AccessSection = AccessSection()
 
 
 def shared_text(run: RunFile) -> bytes:
     """The sections that all peers of a run share, as canonical JSON."""
     tree = msgspec.to_builtins(run)
-    return msgspec.json.encode({name: tree[name] for name in FINGERPRINT_SECTIONS}, order="sorted")
+    shared = {name: tree[name] for name in FINGERPRINT_SECTIONS}
+    if run.access.allow != "open":  # an open run's fingerprint is that of the time before there were tokens
+        shared["access"] = {"allow": run.access.allow, "organizer": run.access.organizer}
+    return msgspec.json.encode(shared, order="sorted")
 
 
 def fingerprint(run: RunFile) -> bytes:
@@ -199,6 +211,7 @@ def check(run: RunFile) -> list[tuple[str, str]]:
     whole = target >= 1 and p.microbatch >= 1 and target % p.microbatch == 0
     need(whole, "batch.target_samples", f"is {target}; must be a multiple of pipeline.microbatch ({p.microbatch})")
     faults += _optimizer_faults(run.optimizer)
+    faults += _access_faults(run.access)
     part = run.averaging.part_bytes
     need(1024 <= part <= 4 << 20, "averaging.part_bytes", f"is {part}; allowed: 1024 to 4194304")
     need(run.averaging.sender_timeout_s > 0, "averaging.sender_timeout_s", "must be above 0")
@@ -228,6 +241,16 @@ def _coding_faults(path: str, code: str, block: int, dtype: str) -> list[tuple[s
         message = f"is {code}, which is for float32, but model.dtype is {dtype}; allowed: none, bf16, fp16"
         faults.append((f"{path}.code", message + (", auto" if path == "pipeline.boundary" else "")))
     return faults
+
+
+def _access_faults(access: AccessSection) -> list[tuple[str, str]]:
+    if access.allow == "tokens":
+        if is_peer_text(access.organizer):
+            return []
+        found = access.organizer or "empty"
+        return [("access.organizer", f"is {found}; with allow: tokens it must be the organizer's peer id, 12D3KooW...")]
+    idle = [name for name in ("organizer", "token", "revoked") if getattr(access, name)]
+    return [(f"access.{name}", "has no meaning without allow: tokens") for name in idle]
 
 
 def _optimizer_faults(o: OptimizerSection) -> list[tuple[str, str]]:

@@ -1,7 +1,8 @@
 """Who serves which stage of a run, as the DHT and the conductor tell it; and announcing ourselves.
 
 Keeps the last known addresses of every stage peer in the host's address book. Values from the DHT are strangers':
-decoded strictly, a bad one is skipped and its publisher named in the log.
+decoded strictly, a bad one is skipped and its publisher named in the log. In a run with tokens a record counts only
+with its publisher's token in it, and one that allows to serve a stage.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import logging
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+import msgspec
 import trio
 
 from peerd.core.addr import parse_addr
@@ -29,6 +31,7 @@ from peerd.core.progress import (
 from peerd.core.training import MemberInfo
 from peerd.net.host import Host
 from peerd.service.dht import Dht
+from peerd.service.rpc_types import Gate
 
 log = logging.getLogger("peerd.service.directory")
 
@@ -48,9 +51,9 @@ class StagePeer:
 class Directory:
     """The stage peers of one run."""
 
-    def __init__(self, run: str, stages: int, host: Host, dht: Dht) -> None:
+    def __init__(self, run: str, stages: int, host: Host, dht: Dht, gate: Gate | None = None) -> None:
         self.run, self.stages = run, stages
-        self._host, self._dht = host, dht
+        self._host, self._dht, self._gate = host, dht, gate
         self.announced: dict[PeerId, StagePeer] = {}
 
     async def refresh(self) -> dict[PeerId, StagePeer]:
@@ -79,6 +82,8 @@ class Directory:
             progress = decode_stage(value)
             if progress.stage != stage:
                 raise ProtocolViolation("a stage record stands under another stage's key")
+            if self._gate is not None and self._gate.stranger(peer, progress.token, "stage"):
+                return None  # the gate has said so: whoever claims to have served longest would conduct
             self.learn(peer, progress.addrs)
         except ProtocolViolation as error:
             log.warning("skipped a stage record: %s", error.blame(peer))
@@ -105,6 +110,8 @@ class Directory:
 
     async def announce(self, progress: StageProgress) -> None:
         """Publish what we do; it expires by itself unless repeated."""
+        if self._gate is not None:
+            progress = msgspec.structs.replace(progress, token=self._gate.token)
         await self._dht.put(stage_key(self.run, progress.stage), encode_progress(progress), ttl_s=RECORD_TTL_S)
 
     async def withdraw(self, stage: int) -> None:

@@ -36,7 +36,7 @@ from peerd.service.rpc_parts import CallStream
 from peerd.service.rpc_served import Method
 from peerd.service.rpc_server import Server
 from peerd.service.rpc_streaming import StreamingCall
-from peerd.service.rpc_types import Answer, Incoming, RpcHost, RpcStream
+from peerd.service.rpc_types import Answer, Gate, Incoming, RpcHost, RpcStream
 
 __all__ = ["Answer", "CallStream", "Incoming", "MethodLimits", "Rpc"]
 
@@ -73,6 +73,15 @@ class Rpc:
                 await self._keep_time()
             finally:
                 self._nursery = self._server.crew.nursery = None
+
+    @property
+    def gate(self) -> Gate | None:
+        """Who guards this peer's calls, both ways; None: nobody."""
+        return self._server.gate
+
+    def guard(self, gate: Gate) -> None:
+        """Make and take calls from now on as `gate` allows; before the first call."""
+        self._server.gate = gate
 
     # Serving.
 
@@ -131,12 +140,8 @@ class Rpc:
         counters = self._counters[name.service]
         counters.calls += 1
         try:
-            channel = self._shared_channel(peer, name.protocol) if not frames else None
-            if channel is None or name.name in channel.answers_with_frames:
-                data, answered = await self._call_alone(peer, name, request)
-            else:
-                self._wake_at(request.deadline)
-                data, answered = await channel.request(request)
+            send = self._send if self._server.gate is None else self._send_as_member
+            data, answered = await send(peer, name, request)
             return Answer(decode(reply, data), answered)
         except RemoteError as error:
             counters.failed += 1
@@ -164,13 +169,46 @@ class Rpc:
         counters.calls += 1
         try:
             with trio.CancelScope(deadline=request.deadline):
+                await self._pass_gate(peer, name, request)
                 async with self._streaming_call(peer, name, request) as parts:
                     yield parts
                 return
             raise request.too_slow(peer)
-        except RemoteError:
+        except RemoteError as error:
             counters.failed += 1
+            self._is_forgotten(peer, error)
             raise
+
+    async def _send(self, peer: PeerId, name: MethodName, request: Request) -> Reply:
+        channel = self._shared_channel(peer, name.protocol) if not request.frames else None
+        if channel is None or name.name in channel.answers_with_frames:
+            return await self._call_alone(peer, name, request)
+        self._wake_at(request.deadline)
+        return await channel.request(request)
+
+    async def _send_as_member(self, peer: PeerId, name: MethodName, request: Request) -> Reply:
+        """Once the gate lets us; once more when the peer has forgotten us. Frames that are on their way go once."""
+        await self._pass_gate(peer, name, request)
+        try:
+            return await self._send(peer, name, request)
+        except Refused as error:
+            if not self._is_forgotten(peer, error) or request.frames:
+                raise
+        await self._pass_gate(peer, name, request)
+        return await self._send(peer, name, request)
+
+    async def _pass_gate(self, peer: PeerId, name: MethodName, request: Request) -> None:
+        gate = self._server.gate
+        if gate is None or gate.knows(peer, name.service):
+            return
+        with trio.CancelScope(deadline=request.deadline):
+            await gate.introduce(peer, name.service)
+            return
+        raise request.too_slow(peer)
+
+    def _is_forgotten(self, peer: PeerId, error: RemoteError) -> bool:
+        gate = self._server.gate
+        return gate is not None and isinstance(error, Refused) and gate.forgotten(peer, error)
 
     def _name(self, method: str) -> MethodName:
         name = self._names[method] = method_name(method)

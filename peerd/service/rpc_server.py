@@ -1,8 +1,8 @@
 """Serving calls: reads requests from incoming streams and starts their handlers.
 
-Limits are checked before payloads are received. A handler is cancelled when its caller cancels, resets the stream or
-is lost, and fails its own call only. A caller that breaks the grammar loses the whole stream: ProtocolViolation
-leaves `serve`, and the host's supervisor logs it and resets.
+The gate, if there is one, and the limits are asked before payloads are received. A handler is cancelled when its
+caller cancels, resets the stream or is lost, and fails its own call only. A caller that breaks the grammar loses the
+whole stream: ProtocolViolation leaves `serve`, and the host's supervisor logs it and resets.
 
 What is bounded: calls per method, peer and stream; payload bytes held (one budget for all, from their arrival to the
 end of their call); unsent answers (above RPC_OUTBOX_BYTES the stream is not read on); parts read ahead.
@@ -23,7 +23,7 @@ from peerd.service.rpc_io import Inbound, SharedBudget
 from peerd.service.rpc_outbox import Outbox
 from peerd.service.rpc_parts import CallStream
 from peerd.service.rpc_served import Method, ServedCall
-from peerd.service.rpc_types import RpcStream
+from peerd.service.rpc_types import Gate, RpcStream
 
 
 class Server:
@@ -34,6 +34,7 @@ class Server:
         self.budget = budget
         self.rates = rates
         self.protocols: dict[str, dict[bytes, Method]] = {}
+        self.gate: Gate | None = None
 
     def add(self, method: Method) -> None:
         """Serve `method`; LocalError when its name is taken."""
@@ -189,6 +190,9 @@ class ServedStream:
 
     def _objection(self, message: Message, method: Method) -> PeerdError | None:
         """Why a call does not start; None: it is counted in the load now."""
+        gate = self._server.gate
+        if gate is not None and (closed := gate.objection(self.peer, method.name)):
+            return Refused(closed)
         if (message.kind == wire.OPEN) != (method.streaming is not None):
             return Refused(f"{method.name.full} is a {'unary' if method.unary else 'streaming'} call")
         limits = method.load.limits

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 import msgspec
 
 from peerd.core.frame import TensorFrame
 from peerd.core.ids import PeerId
+
+if TYPE_CHECKING:
+    from peerd.core.errors import Refused
+    from peerd.machine.rpc_calls import MethodName
 
 B = TypeVar("B", bound=msgspec.Struct, covariant=True)
 
@@ -63,6 +67,39 @@ class RpcHost(Protocol):
 
     async def supervise(self, work: Callable[[], Awaitable[None]], about: Callable[[], str]) -> bool:
         """Run `work`; an exception ends it, is logged with `about()`, and goes no further. True: it returned."""
+        ...
+
+
+class Gate(Protocol):
+    """Who may call, and who is called: `service.access` in a run with tokens. Without a gate, everyone."""
+
+    @property
+    def token(self) -> bytes:
+        """What shows others that we are a member; it goes into the records that we publish."""
+        ...
+
+    def objection(self, caller: PeerId, method: MethodName) -> str | None:
+        """Why a call is refused before anything of it is received; None when it is not."""
+        ...
+
+    def knows(self, peer: PeerId, service: str) -> bool:
+        """Whether `service` of `peer` can be called at once."""
+        ...
+
+    async def introduce(self, peer: PeerId, service: str) -> None:
+        """Make it so, or raise RemoteError."""
+        ...
+
+    def forgotten(self, peer: PeerId, refusal: Refused) -> bool:
+        """Whether a call was refused only because `peer` has forgotten us, so that it is worth another `introduce`."""
+        ...
+
+    def stranger(self, peer: PeerId, token: bytes, role: str) -> str | None:
+        """Why a record of `peer` with `token` in it is not that of a member with `role`; None when it is."""
+        ...
+
+    def name(self, peer: PeerId, token: bytes) -> str:
+        """The name that the organizer gave to `peer`; empty when `token` does not say so."""
         ...
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from peerd.core.clock import Clock
@@ -11,6 +12,7 @@ from peerd.core.runfile import RunFile, fingerprint, first_difference, shared_te
 from peerd.machine.conductor import ConductorConfig
 from peerd.net.host import Host
 from peerd.service.conducting import Conducting, ConductingConfig
+from peerd.service.contributions import Tally, TallyOf
 from peerd.service.dht import Dht
 from peerd.service.directory import Directory
 from peerd.service.following import Following
@@ -28,8 +30,8 @@ class Training:
     def __init__(self, run: RunFile, host: Host, rpc: Rpc, dht: Dht, clock: Clock) -> None:
         self.run = run
         self.fingerprint = fingerprint(run)
-        self._host, self._rpc, self._clock = host, rpc, clock
-        self.directory = Directory(run.run, run.pipeline.stages, host, dht)
+        self._host, self._rpc, self._dht, self._clock = host, rpc, dht, clock
+        self.directory = Directory(run.run, run.pipeline.stages, host, dht, rpc.gate)
         self.following = Following(rpc, host.id, self.directory)
 
     async def compare_settings(self) -> None:
@@ -57,6 +59,10 @@ class Training:
         from peerd.service.averaging import Averaging  # brings numpy, which a backbone does not need
 
         return Averaging(self._rpc, self._host.id)
+
+    def tally(self, role: str, file: Path | None = None) -> Tally:
+        """For any role: counts what it gives, for the leader-board; `file` keeps the totals over restarts."""
+        return Tally(TallyOf(self.run.run, role, file), self._dht, self._clock, self._rpc.gate)
 
     def snapshots(self) -> Snapshots:
         """For a stage peer: give and fetch state."""

@@ -21,10 +21,16 @@ from peerd.cli import invoke
 from peerd.compute.checkpoint import Checkpoints
 from peerd.compute.module import StageModule
 from peerd.config import load_run
+from peerd.core.ids import PeerId
+from peerd.core.keys import Keypair
 from peerd.core.runfile import fingerprint
+from peerd.core.token import Token, seal, to_text
 from tests.kit.processes import LISTEN, processes, run_file
 
 PEER = "12D3KooWDpJ7As7BWAwRMfu1VU2WCqNjvq387JEYKDBj4kx6nXTN"
+ORGANIZER = Keypair.from_seed(b"o" * 32)
+_GRANT = Token(bytes(8), PeerId.parse(PEER).public_key, "tiny", "Ann", ["stage"], 1_700_000_000, 9_900_000_000)
+TOKEN = to_text(Token, seal(_GRANT, ORGANIZER))
 GOOD = "run: tiny\nmodel: {d_model: 16, heads: 2, layers: 2, context: 16}\n"
 
 
@@ -41,6 +47,13 @@ class Case:
 
 def yaml_case(name: str, text: str, *says: str) -> Case:
     return Case(name, "join --role stage --model {tmp}/run.yaml", 2, ("{tmp}/run.yaml", *says), (("run.yaml", text),))
+
+
+def token_case(name: str, text: str | None, *says: str) -> Case:
+    """A run for invited peers, and what lies where this peer's token should be."""
+    files = [("run.yaml", f"{GOOD}access: {{allow: tokens, organizer: {ORGANIZER.peer_id}}}\n")]
+    files += [("data/access.token", text)] if text is not None else []
+    return Case(name, "join --role stage --model {tmp}/run.yaml", 2, says, tuple(files))
 
 
 CASES = [
@@ -80,6 +93,19 @@ CASES = [
     yaml_case("key twice", "run: tiny\nseed: 1\nseed: 2\n", "line 3: seed is given twice, first on line 2"),
     yaml_case("wrong address", "run: tiny\nbootstrap: [localhost]\n", "line 2: bootstrap[0]: 'localhost' is not an"),
     yaml_case("several mistakes", "sede: 1\nmodel: 3\n", "has 3 mistakes", "sede", "model is 3", "run is missing"),
+    # Access by tokens.
+    yaml_case("tokens of nobody", "run: tiny\naccess: {allow: tokens}\n", "line 2: access.organizer is empty; with"),
+    yaml_case("a token for everyone", "run: tiny\naccess: {token: x}\n", "access.token has no meaning without allow"),
+    token_case("no token", None, "run tiny takes members by token, and there is none in {tmp}/data/access.token; ask"),
+    token_case("not a token", "hello", "{tmp}/data/access.token holds no token: a text that does not begin with"),
+    token_case("half a token", TOKEN[:120], "{tmp}/data/access.token holds no token", "copy it again, in one piece"),
+    token_case("another's token", TOKEN, "the token shown is that of peer …4kx6nXTN; ask the organizer ("),
+    Case("token for nobody", "token issue --run tiny --peer me", 2, ("--peer 'me' is not a peer id",)),
+    Case("token without roles", f"token issue --run tiny --peer {PEER} --roles ,", 2, ("--roles: '' is no role",)),
+    Case("token with a wrong role", f"token issue --run tiny --peer {PEER} --roles A", 2, ("--roles: 'A' is no role",)),
+    Case("token for no time", f"token issue --run tiny --peer {PEER} --days 0", 2, ("--days",)),
+    Case("token of no run", f"token issue --run {'x' * 65} --peer {PEER}", 2, ("--run: allowed are 1 to 64",)),
+    Case("no such token", "token revoke 12ab", 2, ("'12ab': there is no such token in", "peerd token list")),
     # This machine.
     Case("port in use", "backbone --listen /ip4/127.0.0.1/tcp/{port}", 2, ("/tcp/{port}: address already in use",)),
     Case("not our address", "backbone --listen /ip4/203.0.113.1/tcp/0", 2, ("cannot listen on /ip4/203.0.113.1",)),

@@ -1,0 +1,317 @@
+"""Access to a run with tokens: this peer shows its token before its first call to a peer, and takes calls only from
+peers that showed theirs.
+
+`Access` is the gate of `Rpc`: no call of any service but access/1 is received, and none is made, without it. Both
+sides show their tokens in one exchange, so each knows whom it trusts; with them travels the organizer's newest list
+of revoked tokens, which also comes from files and from the directory. Who is refused is named in the log with the
+reason, a few lines a minute at most. Decisions are `machine.roll`'s.
+
+A hostile peer may: show anything, never answer, answer that it does not want us, bring old or forged lists, come under
+many identities, claim in the directory to serve. The directory itself is used wherever it answers (a shared backbone
+knows no tokens); what is found there counts only with a token in it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Annotated, Any, Final, Protocol
+
+import msgspec
+import trio
+
+from peerd.core.clock import Clock
+from peerd.core.errors import ConfigError, ProtocolViolation, Refused, RemoteError, Untrusted
+from peerd.core.ids import PeerId
+from peerd.core.limits import ACCESS_MET, ACCESS_TOLD, RPC_ERROR_CHARS
+from peerd.core.messages import Message
+from peerd.core.runfile import RunFile
+from peerd.core.token import NO_TOKEN, RevokedData, TokenData, revoked_key
+from peerd.machine.roll import FREE, Roll
+from peerd.machine.rpc_calls import MethodLimits, MethodName
+from peerd.net.host import Host, PeerDown
+from peerd.service.dht import Dht
+from peerd.service.rpc import Rpc
+from peerd.service.rpc_io import renewed
+from peerd.service.rpc_types import Answer, Incoming
+
+_log = logging.getLogger("peerd.access")
+
+_PRESENT: Final = "access/1/present"
+REFRESH_S: Final = 60.0  # how soon a revocation reaches a peer that nobody calls
+_SHOW_S: Final = 10.0  # for one exchange of tokens
+_AGAIN_S: Final = 5.0  # who refused us, or whom we refused, is asked no sooner
+_MINUTE_S: Final = 60.0
+_SAID_AGAIN_S: Final = 600.0  # the same trouble with the same peer is said again
+_LIST_TTL_S: Final = 3600.0
+
+
+class Present(Message, frozen=True):
+    """My token for this run, and the newest list of revoked tokens that I know; empty where there is none."""
+
+    run: Annotated[str, msgspec.Meta(max_length=64)]
+    token: TokenData
+    revoked: RevokedData
+
+
+class Presented(Message, frozen=True):
+    """Why yours does not count (empty: it does); mine; and my list, where it is newer than yours."""
+
+    why: Annotated[str, msgspec.Meta(max_length=RPC_ERROR_CHARS)]
+    token: TokenData
+    revoked: RevokedData
+
+
+class Papers(Protocol):
+    """This peer's files: its token and lists of revoked tokens, read again now and then."""
+
+    def token(self) -> bytes:
+        """The sealed token as it lies there now; ConfigError when none can be read."""
+        ...
+
+    def revoked(self) -> list[bytes]:
+        """Every sealed list that can be read."""
+        ...
+
+    def keep(self, revoked: bytes) -> None:
+        """Remember the newest list beyond the end of this process."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Met:
+    """How an exchange with a peer ended."""
+
+    refused: str  # what it has against our token; empty: nothing
+    until: float  # when another exchange may be worth it, in trio time
+
+
+class _Exchange:
+    """An exchange under way, and who waits for it."""
+
+    def __init__(self) -> None:
+        self.over = trio.Event()
+        self.failure: RemoteError | None = None
+
+
+class Access:
+    """The gate of one peer to one run. Nothing is served until `run`."""
+
+    def __init__(self, run: RunFile, host: Host, rpc: Rpc, clock: Clock, papers: Papers) -> None:
+        self.roll = Roll(run.run, PeerId.parse(run.access.organizer), run.pipeline.stages)
+        self.refused = 0  # calls turned away
+        self._host, self._rpc, self._clock, self._papers = host, rpc, clock, papers
+        self._token = papers.token()
+        self._met: dict[PeerId, _Met] = {}  # connected peers
+        self._exchanges: dict[PeerId, _Exchange] = {}
+        self._told = _Told()
+        for data in papers.revoked():
+            self._learn(data, None)
+
+    @property
+    def token(self) -> bytes:
+        """Our own, sealed; empty for the organizer, who needs none."""
+        return self._token
+
+    async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Show tokens, and forget who has gone, until cancelled."""
+        small = MethodLimits(body_bytes=16 << 10, calls_per_peer=4)
+        self._rpc.serve(_PRESENT, Present, self._answer, limits=small)
+        try:
+            with self._host.watch() as events:
+                task_status.started()
+                async for event in events:
+                    if isinstance(event, PeerDown):
+                        self._met.pop(event.peer, None)
+                        self.roll.forget(event.peer)
+        finally:
+            self._rpc.unserve(FREE)
+
+    async def refresh(self, dht: Dht) -> None:
+        """Look for newer lists of revoked tokens, and for a newer token of our own, until cancelled."""
+        while True:
+            await self.look(dht)
+            await trio.sleep(REFRESH_S)
+
+    async def look(self, dht: Dht) -> None:
+        """One such look: at our files, then at the directory. The organizer's own peer publishes its list."""
+        try:
+            token = self._papers.token()
+            if token != self._token:
+                self._token = token
+                self._met.clear()  # show it to everyone
+        except ConfigError as error:
+            _log.info("our token can't be read again: %s", error)
+        for data in self._papers.revoked():
+            self._learn(data, None)
+        key = revoked_key(self.roll.run)
+        try:
+            for record in await dht.get(key):
+                if record.publisher == self.roll.organizer:
+                    self._learn(record.value, record.publisher)
+            if self._host.id == self.roll.organizer and self.roll.revoked_data:
+                await dht.put(key, self.roll.revoked_data, ttl_s=_LIST_TTL_S)
+        except RemoteError as error:
+            _log.debug("no look for revoked tokens: %s", error)
+
+    # --- the gate ----------------------------------------------------------------------------------------------
+
+    def objection(self, caller: PeerId, method: MethodName) -> str | None:
+        """Why a call is not received; None when it is."""
+        if method.service == FREE or caller == self._host.id:
+            return None
+        why = self.roll.may_call(caller, method.service, method.full, self._clock.wall())
+        if why is not None:
+            self.refused += 1
+            self._tell(caller, "call", f"its call of {method.full} was refused: {why}")
+        return why
+
+    def knows(self, peer: PeerId, service: str) -> bool:
+        """Whether `service` of `peer` may be called without more ado."""
+        if service == FREE or peer == self._host.id:
+            return True
+        met = self._met.get(peer)
+        if met is None or met.refused:
+            return False
+        return self.roll.may_serve(peer, service, self._clock.wall()) is None
+
+    async def introduce(self, peer: PeerId, service: str) -> None:
+        """Show each other tokens. Raises Refused when ours is not taken, Untrusted when we do not take the other's."""
+        met = self._met.get(peer)
+        while met is None or (trio.current_time() >= met.until and not self.knows(peer, service)):
+            await self._show(peer)
+            met = self._met.get(peer)
+        if met.refused:
+            raise Refused(met.refused, peer)
+        why = self.roll.may_serve(peer, service, self._clock.wall())
+        if why is not None:
+            self._tell(peer, "service", f"its {service} is not used: {why}")
+            raise Untrusted(why, peer)
+
+    def forgotten(self, peer: PeerId, refusal: Refused) -> bool:
+        """Whether `peer` seems to have forgotten our token, as one that was started anew: then it is shown again."""
+        if not str(refusal.args[0]).startswith(NO_TOKEN):
+            return False
+        met = self._met.pop(peer, None)
+        return met is not None and not met.refused
+
+    def stranger(self, peer: PeerId, token: bytes, role: str) -> str | None:
+        """Why a record of `peer` that brings `token` is not that of a member with `role`; None when it is."""
+        found = self.roll.judge(peer, token, self._clock.wall())
+        if isinstance(found, str):
+            why: str | None = found
+        else:
+            why = f"its token does not allow {role}" if role and found.lacks(frozenset({role})) else None
+        if why is not None:
+            self._tell(peer, "record", f"its record does not count: {why}")
+        return why
+
+    def name(self, peer: PeerId, token: bytes) -> str:
+        """The name that `token` gives to `peer`; empty when it is not its token."""
+        found = self.roll.judge(peer, token, self._clock.wall())
+        return "" if isinstance(found, str) else found.name
+
+    def waits_for(self) -> str | None:
+        """What a person should do about our own token, if anything."""
+        why = self.roll.judge(self._host.id, self._token, self._clock.wall())
+        return f"a new token: {why}" if isinstance(why, str) else None
+
+    def status(self) -> dict[str, Any]:
+        """Plain data for `peerd status`."""
+        own = self.roll.judge(self._host.id, self._token, self._clock.wall())
+        token = None if isinstance(own, str) else own.token
+        return {
+            "organizer": self.roll.organizer,
+            "name": None if isinstance(own, str) else own.name,
+            "token": token.id if token is not None else None,
+            "expires": token.expires if token is not None else None,
+            "members_met": len(self.roll),
+            "calls_refused": self.refused,
+            "revoked_list": max(self.roll.revoked_number, 0),
+            "waits_for": self.waits_for(),
+        }
+
+    # --- showing -----------------------------------------------------------------------------------------------
+
+    async def _show(self, peer: PeerId) -> None:
+        """One exchange with `peer`, whoever else wants one."""
+        exchange = self._exchanges.get(peer)
+        if exchange is not None:
+            await exchange.over.wait()
+            if exchange.failure is not None:
+                raise renewed(exchange.failure)
+            return
+        exchange = self._exchanges[peer] = _Exchange()
+        try:
+            self._met[peer] = await self._exchange(peer)
+            if len(self._met) > ACCESS_MET:
+                del self._met[next(iter(self._met))]
+        except RemoteError as error:
+            exchange.failure = error
+            raise
+        finally:
+            del self._exchanges[peer]
+            exchange.over.set()
+
+    async def _exchange(self, peer: PeerId) -> _Met:
+        shown = Present(self.roll.run, self._token, self.roll.revoked_data)
+        until = trio.current_time() + _AGAIN_S
+        try:
+            answer = (await self._rpc.call(peer, _PRESENT, shown, Presented, timeout_s=_SHOW_S)).body
+        except Refused:  # it does not speak access/1: an open peer, such as a backbone for many runs
+            self.roll.forget(peer)
+            return _Met("", until)
+        self._learn(answer.revoked, peer)
+        why = self.roll.admit(peer, answer.token, self._clock.wall())
+        if why is not None:
+            self._tell(peer, "member", f"it is no member: {why}")
+        refused = "".join(char if char.isprintable() else "?" for char in answer.why)
+        if refused:
+            self._tell(peer, "us", f"it refuses us: {refused}")
+        return _Met(refused, until)
+
+    async def _answer(self, incoming: Incoming[Present]) -> Answer[Presented]:
+        await trio.lowlevel.checkpoint()
+        peer, body = incoming.peer, incoming.body
+        self._learn(body.revoked, peer)
+        if body.run != self.roll.run:
+            why: str | None = "you are of another run"
+        else:
+            why = self.roll.admit(peer, body.token, self._clock.wall())
+        if why is not None:
+            self._tell(peer, "member", f"it is no member: {why}")
+        newer = b"" if body.revoked == self.roll.revoked_data else self.roll.revoked_data
+        return Answer(Presented(self.roll.refusal(why) if why else "", self._token, newer))
+
+    def _learn(self, data: bytes, bringer: PeerId | None) -> None:
+        """Take over a newer list; everybody is then shown ours again, so that it spreads."""
+        try:
+            newer = self.roll.learn_revoked(data)
+        except ProtocolViolation as error:
+            _log.warning("skipped a list of revoked tokens: %s", error.blame(bringer) if bringer else error)
+            return
+        if newer:
+            self._met.clear()
+            self._papers.keep(data)
+            _log.info("the organizer's list of revoked tokens is now number %d", self.roll.revoked_number)
+
+    def _tell(self, peer: PeerId, about: str, what: str) -> None:
+        if self._told.may_say(peer, about, trio.current_time()):
+            _log.warning("peer %s: %s", peer, what)
+
+
+class _Told:
+    """What was said lately: the same about a peer only now and then, and not too much in a minute."""
+
+    def __init__(self) -> None:
+        self._said: OrderedDict[tuple[PeerId, str], float] = OrderedDict()
+
+    def may_say(self, peer: PeerId, about: str, now: float) -> bool:
+        while self._said and next(iter(self._said.values())) <= now - _SAID_AGAIN_S:
+            self._said.popitem(last=False)
+        lately = sum(at > now - _MINUTE_S for at in self._said.values())
+        if (peer, about) in self._said or lately >= ACCESS_TOLD:
+            return False
+        self._said[peer, about] = now
+        return True

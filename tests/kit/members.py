@@ -1,0 +1,149 @@
+"""Runs with tokens for tests: an organizer, tokens of every kind, and peers with a gate in a simulated world."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import trio
+
+from peerd.core.ids import PeerId
+from peerd.core.keys import Keypair
+from peerd.core.messages import Empty
+from peerd.core.runfile import AccessSection, PipelineSection, RunFile
+from peerd.core.token import Revoked, Token, normal_roles, seal
+from peerd.net.host import Host
+from peerd.service.access import Access
+from peerd.service.dht import Dht
+from peerd.service.rpc import Answer, Incoming, MethodLimits, Rpc
+from peerd.sim.clock import EPOCH_S, run_virtual
+from peerd.sim.simnet import NetConfig
+from peerd.sim.world import Node, World, WorldConfig
+
+ORGANIZER = Keypair.from_seed(b"organizer".ljust(32, b"."))
+STRANGER = Keypair.from_seed(b"stranger".ljust(32, b"."))
+NOW = int(EPOCH_S)
+SERVED = ("stage/1/forward", "stage/1/commit", "swarm/1/member", "swarm/1/trainer", "average/1/part", "other/1/ask")
+
+
+def run_file(run: str = "tiny", stages: int = 2) -> RunFile:
+    access = AccessSection(allow="tokens", organizer=ORGANIZER.peer_id.text)
+    return RunFile(run=run, pipeline=PipelineSection(stages=stages), access=access)
+
+
+def token(peer: PeerId, *roles: str, number: int = 1, by: Keypair = ORGANIZER, **changes: Any) -> bytes:
+    """A sealed token for `peer`, valid for an hour of the simulated world unless `changes` say otherwise."""
+    told: dict[str, Any] = {"run": "tiny", "name": "Ann", "issued": NOW, "expires": NOW + 3600, **changes}
+    body = Token(number.to_bytes(8, "big"), peer.public_key, roles=normal_roles(roles or ("stage", "trainer")), **told)
+    return seal(body, by)
+
+
+def revoked(number: int, *tokens: int, by: Keypair = ORGANIZER) -> bytes:
+    """A sealed list of these tokens, by the `number` they were made with."""
+    return seal(Revoked(number, [one.to_bytes(8, "big") for one in sorted(tokens)]), by)
+
+
+@dataclass
+class Papers:
+    """Files of a peer, as a test writes them."""
+
+    mine: bytes = b""
+    lists: list[bytes] = field(default_factory=list)
+    kept: list[bytes] = field(default_factory=list)
+
+    def token(self) -> bytes:
+        return self.mine
+
+    def revoked(self) -> list[bytes]:
+        return [*self.lists, *self.kept[-1:]]
+
+    def keep(self, revoked: bytes) -> None:
+        self.kept.append(revoked)
+
+
+class Member:
+    """One peer: its parts, and who called what of it."""
+
+    def __init__(self, node: Node, papers: Papers, run: RunFile | None) -> None:
+        self.node, self.papers = node, papers
+        self.id = node.id
+        self.host = Host(node.keypair, node.clock, [node.transport])
+        self.rpc = Rpc(self.host, node.clock)
+        self.dht = Dht(self.host, self.rpc, node.clock, node.keypair)
+        self.access: Access | None = None
+        self.called: list[tuple[PeerId, str]] = []
+        if run is not None:
+            self.access = Access(run, self.host, self.rpc, node.clock, papers)
+            self.rpc.guard(self.access)
+        for method in SERVED:
+            limits = MethodLimits(frames=2, frame_bytes=1 << 20)
+            self.rpc.serve(method, Empty, functools.partial(self._answer, method), limits=limits)
+
+    async def _answer(self, method: str, call: Incoming[Empty]) -> Answer[Empty]:
+        await trio.lowlevel.checkpoint()
+        self.called.append((call.peer, method))
+        return Answer(Empty())
+
+    async def run(self, *, task_status: trio.TaskStatus[None]) -> None:
+        async with trio.open_nursery() as nursery:
+            await nursery.start(self.host.run, [self.node.addr])
+            await nursery.start(self.rpc.run)
+            if self.access is not None:
+                await nursery.start(self.access.run)
+                nursery.start_soon(self.access.refresh, self.dht)
+            await nursery.start(self.dht.run, list(self.node.world.bootstrap))
+            task_status.started()
+
+    async def ask(self, other: Member, method: str = "other/1/ask") -> None:
+        """One call; what it raises leaves."""
+        self.host.learn(other.id, [other.node.full_addr])
+        await self.rpc.call(other.id, method, Empty(), Empty, timeout_s=20)
+
+
+class Club:
+    """Members by name, in one world. The first one started is everybody's way in."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+
+    async def start(
+        self,
+        papers: Callable[[PeerId], Papers],
+        run: RunFile | None = None,
+        *,
+        keypair: Keypair | None = None,
+        skew_s: float = 0.0,
+    ) -> Member:
+        """A peer with the papers that `papers(its id)` gives it; without `run`, one that knows no tokens."""
+        made: list[Member] = []
+
+        async def program(node: Node, *, task_status: trio.TaskStatus[None]) -> None:
+            node.keypair = keypair or node.keypair
+            made.append(Member(node, papers(node.id), run))
+            await made[-1].run(task_status=task_status)
+
+        node = await self.world.start(program=program, skew_s=skew_s)
+        if not self.world.bootstrap:
+            self.world.bootstrap.append(node.full_addr)
+        return made[-1]
+
+    async def member(self, *roles: str, number: int = 1, run: RunFile | None = None, **changes: Any) -> Member:
+        """A peer with a token of its own."""
+        return await self.start(
+            lambda peer: Papers(token(peer, *roles, number=number, **changes)), run if run is not None else run_file()
+        )
+
+
+def in_club(main: Callable[[Club], Awaitable[None]], seed: int = 1) -> None:
+    """Run `main` in a virtual world."""
+
+    async def nothing(node: Node, *, task_status: trio.TaskStatus[None]) -> None:
+        task_status.started()
+
+    async def whole() -> None:
+        async with World(seed, nothing, WorldConfig(net=NetConfig())).running() as world:
+            await main(Club(world))
+
+    run_virtual(whole, seed=seed)

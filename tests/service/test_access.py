@@ -1,0 +1,290 @@
+"""Calls between peers of a run with tokens, over real hosts in a simulated network: who gets in, who does not, why."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import trio
+
+from peerd.core.errors import Refused, RemoteError, Untrusted
+from peerd.core.frame import TensorFrame
+from peerd.core.messages import Empty
+from peerd.core.progress import StageProgress, encode_progress, stage_key
+from peerd.core.token import revoked_key
+from peerd.service.access import Present, Presented
+from peerd.service.contributions import Tally, TallyOf
+from peerd.service.directory import Directory
+from peerd.status import swarm_view
+from tests.kit.members import NOW, ORGANIZER, STRANGER, Club, Member, Papers, in_club, revoked, run_file, token
+
+
+async def refused(caller: Member, callee: Member, method: str = "other/1/ask") -> str:
+    """Why a call is turned away by its callee; the handler has not seen it."""
+    before = list(callee.called)
+    with pytest.raises(Refused) as caught:
+        await caller.ask(callee, method)
+    assert callee.called == before
+    return str(caught.value)
+
+
+def test_members_call_each_other_after_one_exchange_of_tokens() -> None:
+    async def main(club: Club) -> None:
+        a, b = await club.member(number=1), await club.member(number=2)
+        for _ in range(3):
+            await a.ask(b)
+            await b.ask(a)
+        assert b.called == [(a.id, "other/1/ask")] * 3
+        assert (a.access.status()["calls_refused"], a.access.status()["members_met"]) == (0, 2)
+        shown = a.rpc.status()["served"]["access/1/present"]["calls"]
+        assert shown == 1
+
+    in_club(main)
+
+
+@pytest.mark.parametrize(
+    ("papers", "why"),
+    [
+        (lambda peer: Papers(), "no token was shown"),
+        (lambda peer: Papers(token(STRANGER.peer_id)), f"the token shown is that of peer {STRANGER.peer_id.short}"),
+        (lambda peer: Papers(token(peer, expires=NOW - 7200)), "the token shown expired 2 h ago"),
+        (lambda peer: Papers(token(peer, run="other")), "the token shown is for run other"),
+        (lambda peer: Papers(token(peer, by=STRANGER)), "the token shown is not signed by this run's organizer"),
+        (lambda peer: Papers(token(peer)[:-1] + b"\x11"), "the token shown is not signed by this run's organizer"),
+        (lambda peer: Papers(token(peer)[:-1]), "what was shown is not a token"),
+        (lambda peer: Papers(b"garbage"), "what was shown is not a token"),
+        (lambda peer: Papers(token(peer, number=7)), "the token shown was revoked by the organizer"),
+    ],
+    ids=["none", "another's", "expired", "another run's", "forged", "changed", "cut off", "garbage", "revoked"],
+)
+def test_a_peer_without_a_token_of_its_own_is_refused_and_named_and_the_others_go_on(
+    papers: Any, why: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def main(club: Club) -> None:
+        a = await club.start(lambda peer: Papers(token(peer, number=1), [revoked(3, 7)]), run_file())
+        b = await club.member(number=2)
+        bad = await club.start(papers, run_file())
+        for method in ("other/1/ask", "stage/1/forward", "swarm/1/member"):
+            told = await refused(bad, a, method)
+            assert told.startswith("no valid token for run tiny: ")
+            assert why in told
+            assert f"ask the organizer ({ORGANIZER.peer_id.short}) for one" in told
+        with pytest.raises(Untrusted, match="no valid token for run tiny"):
+            await b.ask(bad)
+        assert bad.called == []
+        assert b.dht.status()["peers"] == 1  # the directory has not taken it in, either
+        await a.ask(b)
+        await b.ask(a)
+        named = [record.getMessage() for record in caplog.records if str(bad.id) in record.getMessage()]
+        assert any(why in line for line in named)
+
+    with caplog.at_level(logging.WARNING, logger="peerd.access"):
+        in_club(main)
+
+
+def test_calls_of_a_peer_that_shows_no_token_are_refused_whatever_they_are() -> None:
+    async def main(club: Club) -> None:
+        a = await club.member()
+        outsider = await club.start(lambda peer: Papers())
+        for method in ("stage/1/forward", "average/1/part", "other/1/ask"):
+            assert "none was shown that counts now" in await refused(outsider, a, method)
+        frame = TensorFrame("uint8", (1 << 20,), bytes(1 << 20))
+        with pytest.raises(Refused, match="no valid token"):
+            await outsider.rpc.call(a.id, "other/1/ask", Empty(), Empty, frames=[frame], timeout_s=20)
+        with pytest.raises(Refused, match="no valid token"):
+            async with outsider.rpc.stream(a.id, "other/1/ask", Empty(), timeout_s=20) as parts:
+                await parts.receive(Empty)
+        assert a.dht.status()["peers"] == 0
+        assert a.access.refused >= 5
+        assert a.called == []
+
+    in_club(main)
+
+
+def test_a_token_is_good_for_its_roles_only() -> None:
+    async def main(club: Club) -> None:
+        stage, trainer = await club.member("stage", number=1), await club.member("trainer", number=2)
+        await trainer.ask(stage, "stage/1/forward")
+        await trainer.ask(stage, "swarm/1/trainer")
+        told = await refused(trainer, stage, "stage/1/commit")
+        assert "stage/1/commit is for stage; the token shown allows trainer" in told
+        assert "for stage" in await refused(trainer, stage, "swarm/1/member")
+        assert "average/1/part is for aux, stage" in await refused(trainer, stage, "average/1/part")
+        with pytest.raises(Untrusted, match="stage/1 is served by stage; its token allows trainer"):
+            await stage.ask(trainer, "stage/1/commit")
+        assert trainer.called == []
+        await stage.ask(trainer)
+
+    in_club(main)
+
+
+def test_without_a_pipeline_a_trainer_is_the_one_stage_too() -> None:
+    async def main(club: Club) -> None:
+        a, b = [await club.member("trainer", number=n, run=run_file(stages=1)) for n in (1, 2)]
+        for method in ("stage/1/forward", "stage/1/commit", "swarm/1/member", "average/1/part"):
+            await a.ask(b, method)
+
+    in_club(main)
+
+
+def test_a_token_that_expires_ends_the_calls_and_a_new_one_lets_them_go_on() -> None:
+    async def main(club: Club) -> None:
+        a, b = await club.member(number=1), await club.member(number=2, expires=NOW + 100)
+        await b.ask(a)
+        await trio.sleep(100)
+        assert "the token shown expired 0 s ago" in await refused(b, a)
+        assert b.access.waits_for().startswith("a new token: the token shown expired")
+        b.papers.mine = token(b.id, number=3)
+        await trio.sleep(70)  # the file is read again
+        await b.ask(a)
+        await a.ask(b)
+
+    in_club(main)
+
+
+def test_a_revocation_spreads_through_the_directory_and_from_peer_to_peer() -> None:
+    async def main(club: Club) -> None:
+        a, b, bad = [await club.member(number=n) for n in (1, 2, 7)]
+        await bad.ask(a)
+        await bad.ask(b)
+        await a.ask(b)
+        a.papers.lists.append(revoked(1, 7))
+        await a.access.look(a.dht)
+        assert "was revoked by the organizer" in await refused(bad, a)
+        await a.ask(b)  # brings the list along
+        assert b.papers.kept == [revoked(1, 7)]
+        assert "was revoked by the organizer" in await refused(bad, b)
+        assert bad.access.waits_for() == "a new token: the token shown was revoked by the organizer"
+
+    in_club(main)
+
+
+def test_the_organizers_own_peer_needs_no_token_and_publishes_the_list() -> None:
+    async def main(club: Club) -> None:
+        a, b = await club.member(number=1), await club.member(number=2)
+        organizer = await club.start(lambda peer: Papers(b"", [revoked(5, 2)]), run_file(), keypair=ORGANIZER)
+        for method in ("stage/1/commit", "stage/1/forward"):
+            await organizer.ask(a, method)
+        await a.ask(organizer, "stage/1/forward")
+        await trio.sleep(130)
+        (record,) = await a.dht.get(revoked_key("tiny"))
+        assert (record.publisher, record.value) == (ORGANIZER.peer_id, revoked(5, 2))
+        assert "was revoked" in await refused(b, a)
+
+    in_club(main)
+
+
+def test_an_older_or_forged_list_changes_nothing() -> None:
+    async def main(club: Club) -> None:
+        a, bad = await club.start(lambda peer: Papers(token(peer), [revoked(3, 7)]), run_file()), None
+        bad = await club.start(
+            lambda peer: Papers(token(peer, number=7), [revoked(2)]), run_file()
+        )  # a genuine list of yesterday, replayed
+        assert "was revoked" in await refused(bad, a)
+        forged = Present("tiny", token(bad.id, number=7), revoked(9, by=STRANGER))
+        for message in (forged, Present("tiny", token(bad.id, number=7), b"garbage")):
+            answer = await bad.rpc.call(a.id, "access/1/present", message, Presented, timeout_s=20)
+            assert "was revoked" in answer.body.why
+        assert (a.access.roll.revoked_number, a.papers.kept) == (3, [revoked(3, 7)])
+        assert bad.access.roll.revoked_number == 3  # it learns it, like it or not
+        again = Papers(token(a.id), [], a.papers.kept)
+        assert again.revoked() == [revoked(3, 7)]  # nor does a restart forget it
+
+    in_club(main)
+
+
+def test_who_claims_in_the_directory_to_serve_counts_only_with_a_token_for_that() -> None:
+    async def main(club: Club) -> None:
+        open_backbone = await club.start(lambda peer: Papers())  # knows no tokens: everyone may write there
+        a = await club.member("stage", number=1)
+        trainer = await club.member("trainer", number=2)
+        outsider = await club.start(lambda peer: Papers())
+        told = StageProgress(0, 1.0, 0, 0, 0.0, "cpu", "", "", [])
+        mine = Directory("tiny", 2, a.host, a.dht, a.rpc.gate)
+        await mine.announce(told)
+        for liar, shown in ((outsider, b""), (outsider, a.access.token), (trainer, trainer.access.token)):
+            record = StageProgress(0, 0.0, 0, 0, 0.0, "cpu", "", "", [], shown)
+            await liar.dht.put(stage_key("tiny", 0), encode_progress(record), ttl_s=60)
+            assert list(await mine.refresh()) == [a.id]
+        assert len(await Directory("tiny", 2, outsider.host, outsider.dht).refresh()) == 3  # they do stand there
+        assert open_backbone.dht.status()["records_held"] >= 3
+        with pytest.raises(RemoteError):
+            await a.ask(open_backbone, "stage/1/forward")
+
+    in_club(main)
+
+
+def test_a_peer_that_was_started_anew_is_shown_the_token_again() -> None:
+    async def main(club: Club) -> None:
+        a, b = await club.member(number=1), await club.member(number=2)
+        await a.ask(b)
+        b.access.roll.forget(a.id)  # as after a start that the other side has not noticed
+        await a.ask(b)
+        assert b.called == [(a.id, "other/1/ask")] * 2
+        assert b.rpc.status()["served"]["access/1/present"]["calls"] == 2
+
+    in_club(main)
+
+
+def test_many_calls_at_once_make_one_exchange() -> None:
+    async def main(club: Club) -> None:
+        a, b = await club.member(number=1), await club.member(number=2)
+        async with trio.open_nursery() as nursery:
+            for _ in range(50):
+                nursery.start_soon(a.ask, b)
+        assert b.rpc.status()["served"]["access/1/present"]["calls"] == 1
+        assert len(b.called) == 50
+
+    in_club(main)
+
+
+def test_a_clock_that_is_far_off_is_corrected_although_tokens_look_expired_to_it() -> None:
+    async def main(club: Club) -> None:
+        members = [await club.member(number=n) for n in (1, 2, 3)]
+        late = await club.start(lambda peer: Papers(token(peer, number=4)), run_file(), skew_s=5000.0)
+        await trio.sleep(60)
+        for member in members:
+            await late.ask(member)
+            await member.ask(late)
+
+    in_club(main)
+
+
+def test_the_log_names_refused_peers_but_cannot_be_flooded(caplog: pytest.LogCaptureFixture) -> None:
+    async def main(club: Club) -> None:
+        a, outsider = await club.member(), await club.start(lambda peer: Papers())
+        caplog.clear()
+        for _ in range(100):
+            await refused(outsider, a)
+        lines = [record.getMessage() for record in caplog.records if str(outsider.id) in record.getMessage()]
+        (line,) = [line for line in lines if "other/1/ask" in line]
+        assert "its call of other/1/ask was refused: no valid token for run tiny" in line
+        assert len(caplog.records) <= 20
+
+    with caplog.at_level(logging.WARNING, logger="peerd.access"):
+        in_club(main)
+
+
+def test_the_leader_board_shows_members_under_their_signed_names() -> None:
+    async def main(club: Club) -> None:
+        await club.start(lambda peer: Papers())
+        ann, bob = await club.member(number=1), await club.member(number=2, name="Bob")
+        liar = await club.start(lambda peer: Papers())
+        for peer, role, samples in ((ann, "trainer", 10), (ann, "stage", 5), (bob, "trainer", 30)):
+            tally = Tally(TallyOf("tiny", role), peer.dht, peer.node.clock, peer.rpc.gate)
+            tally.add(samples=samples, bytes_aggregated=100)
+            await trio.sleep(120)
+            await tally.publish()
+        lie = Tally(TallyOf("tiny", "trainer"), liar.dht, liar.node.clock, ann.rpc.gate)  # with Ann's token
+        lie.add(samples=1000)
+        await lie.publish()
+        swarm = await swarm_view(bob.dht, run_file(), bob.rpc.gate)
+        board = [(row["name"], row["peer"], row["samples"], row["bytes_aggregated"]) for row in swarm["contributions"]]
+        assert board == [("Bob", bob.id, 30, 100), ("Ann", ann.id, 15, 200)]
+        assert [round(row["hours"] * 3600) for row in swarm["contributions"]] == [120, 120]
+        ours = await swarm_view(liar.dht, run_file())  # whoever checks no tokens is told anything
+        assert ours["contributions"][0]["samples"] == 1000
+        assert ours["contributions"][0]["name"] == ""
+
+    in_club(main)
