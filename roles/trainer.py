@@ -21,23 +21,16 @@ from torch import Tensor
 from peerd.compute.data import SampleStream
 from peerd.compute.tensors import to_frame
 from peerd.compute.tokens import load_vocabulary
-from peerd.core.errors import RemoteError
-from peerd.core.messages import Empty
-from peerd.core.progress import TrainerProgress, encode_progress, progress_key
+from peerd.core.progress import TrainerProgress
 from peerd.core.runfile import RunFile
-from peerd.core.training import Done, Leave, TrainerAnswer, TrainerSync
+from peerd.core.training import MemberInfo, TrainerAnswer
+from peerd.member.contributor import Contributor
 from peerd.member.stage import StageMember
-from peerd.role import Begun, Contribution, Drop, Load, Order, Repeat, RoleContext, Start, Training
+from peerd.role import Load, RoleContext, Training
 
-_SYNC_WAIT_S = 2.0
-_PUBLISH_S = 3.0
-_RECORD_TTL_S = 60.0
-_LEAVE_PATIENCE_S = 4.0
 _AHEAD = 4  # microbatches of samples that lie ready
 _EVALUATION_BATCH = 16  # samples
 _REPLICA_IN_FLIGHT = 2  # one that is computed and the next: others may be faster with what would wait here
-
-Item = Begun[Load]
 
 
 class TrainerRole:
@@ -51,23 +44,14 @@ class TrainerRole:
         self._ctx = ctx
         self._run: RunFile = ctx.run
         self._training = Training(ctx.run, ctx.host, ctx.rpc, ctx.dht, ctx.clock)
-        self._following = self._training.following
+        self._contributor: Contributor[Load] = Contributor(ctx, self._training, self)
+        self._books = self._contributor.books
         self._replica = StageMember(ctx, self._training) if ctx.run.pipeline.stages == 1 else None
         self._pipeline = self._training.pipeline(only=ctx.host.id if self._replica else None)
-        session = int.from_bytes(ctx.clock.secure_bytes(4), "big") >> 2
-        self._books: Contribution[Load] = Contribution(session)
         self._worker = ctx.worker("data")
-        self._scopes: dict[int, list[trio.CancelScope]] = {}
-        self._idle: trio.CancelScope | None = None  # of a report without news: cancelled when there is some
-        self._dirty = False
-        self._said: list[Done] = []
-        self._heard = trio.Event()  # set, and replaced, with each answer
         self._wanted = trio.Event()  # set when the books have too few samples waiting
         self._position: dict[str, Any] = {}
         self._token_dtype = torch.int64
-        self._changes = -1
-        self._seen = self._seen_members = 0
-        self._waits_for: str | None = "the first samples"
         self._evaluated_step = -1
         self._valid_loss = math.nan
         self._losses: dict[int, float] = {}  # of this step's finished microbatches, by number, per sample
@@ -76,9 +60,6 @@ class TrainerRole:
         self._evaluations: deque[tuple[int, float]] = deque(maxlen=500)
         self._stepped_at = 0.0
         self._samples_per_s = 0.0
-        self._answer: TrainerAnswer | None = None
-        self._leaving = False
-        self._complete = False
 
     # --- life -------------------------------------------------------------------------------------------------
 
@@ -91,9 +72,9 @@ class TrainerRole:
             if self._replica is not None:
                 await nursery.start(self._replica.run)
             nursery.start_soon(self._feed, stream)
-            nursery.start_soon(self._publish_now_and_then)
+            nursery.start_soon(self._contributor.publish_now_and_then)
             task_status.started()
-            await self._follow()
+            await self._contributor.follow()
             await self._finish()
             if self._replica is not None:
                 await self._replica.leave()
@@ -101,25 +82,14 @@ class TrainerRole:
 
     async def leave(self) -> None:
         """Begin nothing new, let what is on its way arrive, say goodbye."""
-        self._leaving = True
-        with trio.move_on_after(_LEAVE_PATIENCE_S):
-            while any(i.admitted and (not i.finished or i.unsaid) for i in self._books.items.values()):
-                await self._heard.wait()
+        await self._contributor.hand_in()
         await self._save_position()
         if self._replica is not None:
             await self._replica.leave()
-            return
-        conductor = self._following.conductor
-        if conductor is not None:
-            with trio.move_on_after(1.0):
-                try:
-                    body = Leave(self._training.fingerprint)
-                    await self._ctx.rpc.call(conductor, "swarm/1/leave", body, Empty, timeout_s=1.0)
-                except RemoteError:
-                    pass  # it will notice when the connection closes
+        else:
+            await self._contributor.say_goodbye()
 
     def status(self) -> dict[str, object]:
-        tally = self._books.tally
         replica = {"replica": self._replica.status()} if self._replica is not None else {}
         return replica | {
             "step": self._books.step,
@@ -128,20 +98,17 @@ class TrainerRole:
             "valid_step": self._evaluated_step,
             "samples_per_s": self._samples_per_s,
             "tokens_per_s": self._samples_per_s * self._run.model.context,
-            "microbatches": {
-                "in_flight": len(self._books.open()),
-                "begun": tally.begun,
-                "counted": tally.counted,
-                "redone": tally.redone,
-                "requeued": tally.requeued,
-                "lost": tally.lost,
-            },
+            "microbatches": self._contributor.counts(),
             "retries": self._pipeline.retries,
             "payload_bytes": self._pipeline.sent_bytes + self._pipeline.received_bytes,
             "evaluations": [{"step": step, "loss": loss} for step, loss in self._evaluations],
-            "complete": self._complete,
-            "waits_for": self._following.waits_for or self._pipeline.waits_for or self._waits_for,
+            "complete": self._contributor.complete,
+            "waits_for": self._waits_for(),
         }
+
+    def _waits_for(self) -> str | None:
+        reason = "the first samples" if self._contributor.answer is None else None
+        return self._contributor.waits_for or self._pipeline.waits_for or reason
 
     # --- samples ----------------------------------------------------------------------------------------------
 
@@ -187,107 +154,39 @@ class TrainerRole:
             while len(self._books.waiting) < _AHEAD:
                 load, self._position = await self._worker.run(take, name="take samples")
                 self._books.waiting.append(load)
-                if len(self._books.open()) < self._in_flight():
-                    self._tell()
+                if len(self._books.open()) < self._contributor.in_flight():
+                    self._contributor.tell()
             self._wanted = trio.Event()
             await self._wanted.wait()
 
-    def _in_flight(self) -> int:
+    # --- the work ---------------------------------------------------------------------------------------------
+
+    def in_flight(self) -> int:
         """How many microbatches to have open: enough that no stage peer is idle while others answer."""
-        if self._leaving or self._complete:
-            return 0
         if self._replica is not None:
             return self._run.limits.microbatches_in_flight or _REPLICA_IN_FLIGHT
         return self._run.limits.microbatches_in_flight or 2 + 2 * max(1, self._pipeline.peers())
 
-    # --- following the conductor ------------------------------------------------------------------------------
-
-    def _tell(self) -> None:
-        """There is news for the conductor: do not wait for the answer to a report that had none."""
-        self._dirty = True
-        if self._idle is not None:
-            self._idle.cancel()
-
-    async def _follow(self) -> None:
-        """Report news and take the answer; without news, wait for the conductor's."""
-        while not self._complete:
-            self._dirty = False
-            self._books.wish(self._in_flight())
-            with trio.CancelScope() as scope:
-                self._idle = scope if not self._books.news() else None
-                answer = await self._following.ask("swarm/1/trainer", self._report, TrainerAnswer, _SYNC_WAIT_S + 8.0)
-                self._idle = None
-                self._take(answer)
-            self._idle = None
-            self._heard.set()
-            self._heard = trio.Event()
-
-    def _report(self) -> TrainerSync:
-        if self._following.changes != self._changes:
-            self._changes, self._seen, self._seen_members = self._following.changes, 0, 0
-            self._books.repeat_all()
+    def refill(self, waiting: list[Load]) -> None:
+        """See `_feed`."""
         self._wanted.set()
-        self._said = self._books.news()
-        return TrainerSync(
-            run=self._training.fingerprint,
-            term=self._answer.term if self._answer else 0,
-            step=self._books.step,
-            open=self._books.open(),
-            done=self._said,
-            seen=self._seen,
-            seen_members=self._seen_members,
-            wait_s=0.0 if self._said or self._dirty else _SYNC_WAIT_S,
-        )
 
-    def _take(self, answer: TrainerAnswer) -> None:
-        self._answer = answer
-        self._seen, self._seen_members = answer.version, answer.members_version
-        if answer.members is not None:
-            self._pipeline.update(self._following.note_members(answer.members))
-        self._waits_for = answer.waits_for or None
-        before = self._books.step
-        orders = self._books.answered(answer, self._said)
-        if self._books.step != before:
-            self._stepped(before)
-        for order in orders:
-            self._carry_out(order)
-        if answer.evaluate and not answer.complete:
-            self._evaluate_if_due(answer.step)
-        self._complete = answer.complete
+    async def train(self, step: int, seq: int, load: Load) -> list[str]:
+        """Through all stages and back."""
+        holders = await self._pipeline.train(step, seq, load)
+        self._losses[seq] = load.loss_sum / self._run.pipeline.microbatch
+        return holders
 
-    def _carry_out(self, order: Order[Load]) -> None:
-        match order:
-            case Start(item):
-                self._nursery.start_soon(self._train, item)
-            case Repeat(item, stage):
-                self._nursery.start_soon(self._repeat, item, stage)
-            case Drop(item):
-                for scope in self._scopes.pop(item.seq, []):
-                    scope.cancel()
+    async def repeat(self, step: int, seq: int, stage: int, load: Load) -> str:
+        """From what was kept of it."""
+        return await self._pipeline.repeat(step, seq, stage, load)
 
-    async def _train(self, item: Item) -> None:
-        step = self._books.step
-        with self._scope(item):
-            holders = await self._pipeline.train(step, item.seq, item.load)
-            self._losses[item.seq] = item.load.loss_sum / self._run.pipeline.microbatch
-            self._books.finish(item, holders)
-            self._tell()
+    def note_members(self, members: list[MemberInfo]) -> None:
+        """Whom to send microbatches to."""
+        self._pipeline.update(members)
 
-    async def _repeat(self, item: Item, stage: int) -> None:
-        step = self._books.step
-        self._ctx.log.event("redo", step=step, stage=stage, reason="the peer that held this gradient is gone")
-        with self._scope(item):
-            holder = await self._pipeline.repeat(step, item.seq, stage, item.load)
-            self._books.repeated(item, stage, holder)
-            self._tell()
-
-    def _scope(self, item: Item) -> trio.CancelScope:
-        scope = trio.CancelScope()
-        self._scopes.setdefault(item.seq, []).append(scope)
-        return scope
-
-    def _stepped(self, before: int) -> None:
-        """The swarm has made a step."""
+    def stepped(self, before: int) -> None:
+        """Close the step's loss and rate."""
         now = trio.current_time()
         if self._losses:
             self._step_loss = sum(self._losses.values()) / len(self._losses)
@@ -301,6 +200,11 @@ class TrainerRole:
             self._nursery.start_soon(self._save_position)
 
     # --- evaluation and progress ------------------------------------------------------------------------------
+
+    def answered(self, answer: TrainerAnswer) -> None:
+        """Evaluate when it is our turn."""
+        if answer.evaluate and not answer.complete:
+            self._evaluate_if_due(answer.step)
 
     def _evaluate_if_due(self, step: int) -> None:
         every = self._run.evaluate.every_steps
@@ -332,11 +236,11 @@ class TrainerRole:
 
     async def _finish(self) -> None:
         """The last evaluation, the last word."""
-        answer = self._answer
+        answer = self._contributor.answer
         if answer is not None and answer.evaluate and self._run.evaluate.every_steps:
             self._evaluated_step = answer.step
             await self._evaluate(answer.step)
-        await self._publish()
+        await self._contributor.publish()
         await self._save_position()
         tally = self._books.tally
         self._ctx.log.event(
@@ -349,14 +253,10 @@ class TrainerRole:
             lost=tally.lost,
         )
 
-    async def _publish_now_and_then(self) -> None:
-        while True:
-            await self._publish()
-            await trio.sleep(_PUBLISH_S)
-
-    async def _publish(self) -> None:
+    def progress(self) -> TrainerProgress:
+        """For the directory."""
         tally = self._books.tally
-        progress = TrainerProgress(
+        return TrainerProgress(
             step=self._books.step,
             loss=self._step_loss,
             valid_loss=self._valid_loss,
@@ -366,13 +266,8 @@ class TrainerRole:
             microbatches=tally.counted,
             redone=tally.redone,
             lost=tally.lost,
-            waits_for=str(self.status()["waits_for"] or "")[:200],
+            waits_for=(self._waits_for() or "")[:200],
         )
-        try:
-            await self._ctx.dht.put(progress_key(self._run.run), encode_progress(progress), ttl_s=_RECORD_TTL_S)
-            await self._training.publish_settings()
-        except RemoteError as error:
-            self._ctx.log.event("announce failed", level="warning", reason=str(error))
 
 
 def _narrowest(vocabulary_size: int) -> torch.dtype:

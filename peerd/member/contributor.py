@@ -1,0 +1,229 @@
+"""What everyone does who gives microbatches to a run, wherever they are computed. Not a role.
+
+Follows the run's conductor: reports what is wished for, begun and done, and carries out what the answer orders, by the
+books of `machine/contribution`. What a microbatch is and how it is done is the `Work`: role `trainer` sends text
+through the stages, the library asks a user's own loop for a gradient. Publishes how far it is. Invariants: nothing is
+begun that the conductor has not admitted; what it drops is cancelled; done is said until the conductor has taken it.
+"""
+
+from __future__ import annotations
+
+from typing import Generic, Protocol, TypeVar
+
+import trio
+
+from peerd.core.errors import RemoteError
+from peerd.core.messages import Empty
+from peerd.core.progress import TrainerProgress, encode_progress, progress_key
+from peerd.core.training import Done, Leave, MemberInfo, TrainerAnswer, TrainerSync
+from peerd.role import Begun, Contribution, Drop, Order, Repeat, RoleContext, Start, Training
+
+T = TypeVar("T")  # what a microbatch carries
+
+_SYNC_WAIT_S = 2.0
+_PUBLISH_S = 3.0
+_RECORD_TTL_S = 60.0
+_LEAVE_PATIENCE_S = 4.0
+_GOODBYE_S = 1.0
+
+
+class Work(Protocol[T]):
+    """What is contributed; everything is called on the loop."""
+
+    def in_flight(self) -> int:
+        """How many microbatches to have open now; 0: begin nothing new."""
+        ...
+
+    def refill(self, waiting: list[T]) -> None:
+        """Before each report: see to it that something waits for a number."""
+        ...
+
+    async def train(self, step: int, seq: int, load: T) -> list[str]:
+        """Do microbatch `seq` of `step` in every stage; returns who holds its gradient, by stage."""
+        ...
+
+    async def repeat(self, step: int, seq: int, stage: int, load: T) -> str:
+        """Do it again in one stage whose peer is gone; returns who holds it now."""
+        ...
+
+    def note_members(self, members: list[MemberInfo]) -> None:
+        """Who serves now."""
+        ...
+
+    def stepped(self, before: int) -> None:
+        """The swarm has gone on from step `before`."""
+        ...
+
+    def answered(self, answer: TrainerAnswer) -> None:
+        """The conductor's answer, once the books have it."""
+        ...
+
+    def progress(self) -> TrainerProgress:
+        """What to publish."""
+        ...
+
+
+class Contributor(Generic[T]):
+    """One peer's part in a run's batches. `follow` ends when the run has made all its steps."""
+
+    def __init__(self, ctx: RoleContext, training: Training, work: Work[T]) -> None:
+        self._ctx, self._training, self._work = ctx, training, work
+        self._following = training.following
+        session = int.from_bytes(ctx.clock.secure_bytes(4), "big") >> 2
+        self.books: Contribution[T] = Contribution(session)
+        self.answer: TrainerAnswer | None = None
+        self.complete = False
+        self.leaving = False
+        self._waits_for: str | None = None
+        self._scopes: dict[int, list[trio.CancelScope]] = {}
+        self._idle: trio.CancelScope | None = None  # of a report without news: cancelled when there is some
+        self._dirty = False
+        self._said: list[Done] = []
+        self._heard = trio.Event()  # set, and replaced, with each answer
+        self._changes = -1
+        self._seen = self._seen_members = 0
+
+    @property
+    def waits_for(self) -> str | None:
+        """What the conductor, or the way to it, waits for."""
+        return self._following.waits_for or self._waits_for
+
+    def counts(self) -> dict[str, int]:
+        """What became of microbatches, for status."""
+        tally = self.books.tally
+        return {
+            "in_flight": len(self.books.open()),
+            "begun": tally.begun,
+            "counted": tally.counted,
+            "redone": tally.redone,
+            "requeued": tally.requeued,
+            "lost": tally.lost,
+        }
+
+    # --- following the conductor ------------------------------------------------------------------------------
+
+    def in_flight(self) -> int:
+        """How many microbatches should be open now."""
+        return 0 if self.leaving or self.complete else self._work.in_flight()
+
+    def tell(self) -> None:
+        """There is news for the conductor: do not wait for the answer to a report that had none."""
+        self._dirty = True
+        if self._idle is not None:
+            self._idle.cancel()
+
+    async def follow(self) -> None:
+        """Report news and take the answer; without news, wait for the conductor's."""
+        async with trio.open_nursery() as nursery:
+            while not self.complete:
+                self._dirty = False
+                self._work.refill(self.books.waiting)
+                self.books.wish(self.in_flight())
+                with trio.CancelScope() as scope:
+                    self._idle = scope if not self.books.news() else None
+                    answer = await self._following.ask(
+                        "swarm/1/trainer", self._report, TrainerAnswer, _SYNC_WAIT_S + 8.0
+                    )
+                    self._idle = None
+                    self._take(answer, nursery)
+                self._idle = None
+                self._heard.set()
+                self._heard = trio.Event()
+            nursery.cancel_scope.cancel()
+
+    def _report(self) -> TrainerSync:
+        if self._following.changes != self._changes:
+            self._changes, self._seen, self._seen_members = self._following.changes, 0, 0
+            self.books.repeat_all()
+        self._said = self.books.news()
+        return TrainerSync(
+            run=self._training.fingerprint,
+            term=self.answer.term if self.answer else 0,
+            step=self.books.step,
+            open=self.books.open(),
+            done=self._said,
+            seen=self._seen,
+            seen_members=self._seen_members,
+            wait_s=0.0 if self._said or self._dirty else _SYNC_WAIT_S,
+        )
+
+    def _take(self, answer: TrainerAnswer, nursery: trio.Nursery) -> None:
+        self.answer = answer
+        self._seen, self._seen_members = answer.version, answer.members_version
+        if answer.members is not None:
+            self._work.note_members(self._following.note_members(answer.members))
+        self._waits_for = answer.waits_for or None
+        before = self.books.step
+        orders = self.books.answered(answer, self._said)
+        if self.books.step != before:
+            self._work.stepped(before)
+        for order in orders:
+            self._carry_out(order, nursery)
+        self._work.answered(answer)
+        self.complete = answer.complete
+
+    def _carry_out(self, order: Order[T], nursery: trio.Nursery) -> None:
+        match order:
+            case Start(item):
+                nursery.start_soon(self._train, item)
+            case Repeat(item, stage):
+                nursery.start_soon(self._repeat, item, stage)
+            case Drop(item):
+                for scope in self._scopes.pop(item.seq, []):
+                    scope.cancel()
+
+    async def _train(self, item: Begun[T]) -> None:
+        step = self.books.step
+        with self._scope(item):
+            holders = await self._work.train(step, item.seq, item.load)
+            self.books.finish(item, holders)
+            self.tell()
+
+    async def _repeat(self, item: Begun[T], stage: int) -> None:
+        step = self.books.step
+        self._ctx.log.event("redo", step=step, stage=stage, reason="the peer that held this gradient is gone")
+        with self._scope(item):
+            holder = await self._work.repeat(step, item.seq, stage, item.load)
+            self.books.repeated(item, stage, holder)
+            self.tell()
+
+    def _scope(self, item: Begun[T]) -> trio.CancelScope:
+        scope = trio.CancelScope()
+        self._scopes.setdefault(item.seq, []).append(scope)
+        return scope
+
+    # --- leaving ----------------------------------------------------------------------------------------------
+
+    async def hand_in(self, unfinished: bool = True) -> None:
+        """Begin nothing new; wait a little until what is done is said, and with `unfinished` what is begun is done."""
+        self.leaving = True
+        with trio.move_on_after(_LEAVE_PATIENCE_S):
+            while any(i.unsaid or (unfinished and i.admitted and not i.finished) for i in self.books.items.values()):
+                await self._heard.wait()
+
+    async def say_goodbye(self) -> None:
+        """So that nobody waits for us."""
+        conductor = self._following.conductor
+        if conductor is not None:
+            with trio.move_on_after(_GOODBYE_S):
+                try:
+                    body = Leave(self._training.fingerprint)
+                    await self._ctx.rpc.call(conductor, "swarm/1/leave", body, Empty, timeout_s=_GOODBYE_S)
+                except RemoteError:
+                    pass  # it will notice when the connection closes
+
+    # --- being seen -------------------------------------------------------------------------------------------
+
+    async def publish_now_and_then(self) -> None:
+        while True:
+            await self.publish()
+            await trio.sleep(_PUBLISH_S)
+
+    async def publish(self) -> None:
+        """Announce how far we are; it expires by itself."""
+        value = encode_progress(self._work.progress())
+        try:
+            await self._ctx.dht.put(progress_key(self._training.run.run), value, ttl_s=_RECORD_TTL_S)
+            await self._training.publish_settings()
+        except RemoteError as error:
+            self._ctx.log.event("announce failed", level="warning", reason=str(error))
