@@ -134,6 +134,10 @@ def test_an_empty_section_means_its_defaults(file: Path) -> None:
         (f"run: x\ndata: {{digest: {'ab' * 32}}}", ["data.digest is of an index under an http(s) path"]),
         ("run: x\ndata: {kind: dataset}", ["data.path is 'stdlib'; allowed with kind dataset: module:function"]),
         ("run: x\nlimits: {data_cache_mb: 0}", ["limits.data_cache_mb allowed: 1 to 1073741824"]),
+        (
+            "run: x\nmodel: {dtype: float64, precision: bf16}",
+            ["model.precision is bf16, which is for float32, but model.dtype is float64; allowed: full"],
+        ),
         ("run: x\nmodel: {d_model: 0}", ["line 2: model.d_model is 0; allowed: 1 to 65536"]),
         ("run: x\nmodel: {layers: 2}\npipeline: {stages: 3}", ["line 3: pipeline.stages is 3; allowed: 1 to"]),
         ("run: x\npipeline: {boundary: {code: int9}}", ["pipeline.boundary.code is int9", "did you mean int8?"]),

@@ -43,8 +43,11 @@ def rotary_table(length: int, width: int, dtype: torch.dtype, device: torch.devi
 def rotate(x_BLNHW: Tensor) -> Tensor:
     """Rotary positions (RoFormer): each pair of neighbouring features turns by an angle that grows with L.
 
-    As one complex product: twice as fast on a CPU, forward and backward, as sines and cosines by halves.
+    As one complex product: twice as fast on a CPU, forward and backward, as sines and cosines by halves. Of values
+    in 16 bits it gives fp32: there are no complex numbers of such.
     """
+    if x_BLNHW.dtype.itemsize == 2:
+        x_BLNHW = x_BLNHW.float()
     B, L, N, H, W = x_BLNHW.shape
     pairs = torch.view_as_complex(x_BLNHW.reshape(B, L, N, H, W // 2, 2))
     return torch.view_as_real(pairs * rotary_table(L, W, x_BLNHW.dtype, x_BLNHW.device)).flatten(-2)

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from peerd.compute.model import DTYPES, build
 from peerd.compute.optim import Layout, Optimizer, moment_names
+from peerd.compute.precision import Precision
 from peerd.compute.tensors import all_finite, dtype_name, state_digest
 from peerd.compute.tokens import load_vocabulary
 from peerd.core.runfile import RunFile
@@ -37,6 +38,7 @@ class StageModule:
         self.stage = stage
         self.device = torch.device(device)
         self.dtype = DTYPES[run.model.dtype]
+        self._precision = Precision(run.model.precision, self.device)
         self.first = stage == 0
         self.last = stage == run.pipeline.stages - 1
         self.step = 0  # global steps applied
@@ -55,8 +57,7 @@ class StageModule:
     @torch.no_grad()
     def forward(self, x: Tensor) -> Tensor:
         """First stage: int64 [B, L]; others [B, L, D]. Gives [B, L, D]; the last stage gives logits [B, L, V]."""
-        y: Tensor = self._piece(self._input(x))
-        return y
+        return self._compute(self._input(x))
 
     @torch.no_grad()
     def loss(self, x: Tensor, targets: Tensor) -> float:
@@ -73,11 +74,15 @@ class StageModule:
         x = self._input(x)
         inputs = [] if self.first else [x.requires_grad_()]
         if self.last:
-            output, seed = self._loss_sum(x, self._targets(grad_or_targets, x)), None
+            targets, seed = self._targets(grad_or_targets, x), None
         else:
-            seed = self._gradient_of_output(grad_or_targets, x)
-            output = self._piece(x)
-        gradients = torch.autograd.grad(output, [*self._parameters, *inputs], seed, materialize_grads=True)
+            targets, seed = None, self._gradient_of_output(grad_or_targets, x)
+        output, gradients = self._precision.backward(
+            lambda: self._compute(x) if targets is None else self._loss_sum(x, targets),
+            [*self._parameters, *inputs],
+            seed,
+            1.0 / x.shape[1],  # of the loss by a logit
+        )
         _need_finite("the gradient of this microbatch", *gradients)
         for total, gradient in zip(self._sum_views, gradients, strict=False):
             total.add_(gradient, alpha=sign)
@@ -130,9 +135,15 @@ class StageModule:
             views |= {f"opt/{name}/{moment}": v for name, v in zip(self.layout.names, parts, strict=True)}
         return views | {"step": torch.tensor(self.step, dtype=torch.int64)}
 
+    def _compute(self, x: Tensor) -> Tensor:
+        """The layers' output, in the dtype of the run."""
+        with self._precision.casting():
+            y: Tensor = self._piece(x)
+        return y.to(self.dtype)
+
     def _loss_sum(self, x: Tensor, targets_BL: Tensor) -> Tensor:
         """Sum over samples of the mean over tokens of the cross-entropy."""
-        logits_BLV = self._piece(x)
+        logits_BLV = self._compute(x)
         return F.cross_entropy(logits_BLV.flatten(0, 1), targets_BL.flatten(), reduction="sum") / targets_BL.shape[1]
 
     def _input(self, x: Tensor) -> Tensor:

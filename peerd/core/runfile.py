@@ -34,6 +34,7 @@ class ModelSection(Section, frozen=True):
     share_layers: bool = False  # one layer's weights repeated inside a stage (ALBERT)
     context: int = 128  # tokens of one sample
     dtype: Literal["float32", "float64"] = "float32"
+    precision: Literal["full", "bf16", "fp16"] = "full"  # of computing inside a stage; what is kept has `dtype`
 
 
 class BoundarySection(Section, frozen=True):
@@ -202,6 +203,8 @@ def check(run: RunFile) -> list[tuple[str, str]]:
     even = m.heads < 1 or (m.d_model // m.heads) % 2 == 0
     need(even, "model.heads", "rotary positions need an even d_model / heads")
     need(1 <= m.layers <= 10_000, "model.layers", f"is {m.layers}; allowed: 1 to 10000")
+    mixed = f"is {m.precision}, which is for float32, but model.dtype is {m.dtype}; allowed: full"
+    need(m.precision == "full" or m.dtype == "float32", "model.precision", mixed)
     need(1 <= m.context <= 1 << 20, "model.context", f"is {m.context}; allowed: 1 to 1048576")
     need(1 <= p.stages <= m.layers, "pipeline.stages", f"is {p.stages}; allowed: 1 to model.layers ({m.layers})")
     need(1 <= p.microbatch <= 65536, "pipeline.microbatch", f"is {p.microbatch}; allowed: 1 to 65536")
