@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import ssl
 import threading
 from collections import defaultdict, deque
 from collections.abc import Iterator
@@ -30,8 +31,8 @@ class WebServer:
 
 
 @contextlib.contextmanager
-def serving(folder: Path) -> Iterator[WebServer]:
-    """A server for `folder` on a free port of loopback."""
+def serving(folder: Path, context: ssl.SSLContext | None = None) -> Iterator[WebServer]:
+    """A server for `folder` on a free port of loopback; with `context` over https."""
     web = WebServer(folder)
 
     class Handler(BaseHTTPRequestHandler):
@@ -41,9 +42,15 @@ def serving(folder: Path) -> Iterator[WebServer]:
         def log_message(self, format: str, *args: object) -> None:
             pass
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    class Server(ThreadingHTTPServer):
+        def handle_error(self, request: object, client_address: object) -> None:
+            """A client that hangs up, as one must that does not believe us, is no news."""
+
+    server = Server(("127.0.0.1", 0), Handler)
     server.daemon_threads = False  # server_close waits for them
-    web.address = f"http://127.0.0.1:{server.server_address[1]}"
+    if context is not None:
+        server.socket = context.wrap_socket(server.socket, server_side=True, do_handshake_on_connect=False)
+    web.address = f"http{'s' if context else ''}://127.0.0.1:{server.server_address[1]}"
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
     try:
