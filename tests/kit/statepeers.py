@@ -1,12 +1,15 @@
-"""Donors of one large state and a newcomer over TCP on loopback; one donor dies half-way and one sends wrong bytes.
+"""Donors of one large state and a newcomer over TCP on loopback; one donor is lost half-way and one sends wrong bytes.
 
-By hand, with a state of so many MB: `python -m tests.kit.statepeers 1000`.
+The donors are peers in this process, or processes of their own, which get a signal. By hand, with a state of so many
+MB: `python -m tests.kit.statepeers 1000 SIGKILL`.
 """
 
 from __future__ import annotations
 
 import hashlib
 import itertools
+import signal
+import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import AsyncExitStack
@@ -15,9 +18,11 @@ from typing import TypeVar
 
 import numpy as np
 import trio
+from multiaddr import Multiaddr
 
 from peerd.compute.worker import DeviceWorker
 from peerd.core.addr import parse_addr
+from peerd.core.ids import PeerId
 from peerd.core.keys import Keypair
 from peerd.core.limits import STATE_PIECE_BYTES
 from peerd.core.messages import Empty
@@ -32,6 +37,7 @@ from peerd.service.snapshot import FetchReport, Snapshots, StateItem
 from peerd.service.snapshot_giving import Giving
 
 RUN = b"r" * 16
+POSITION = Position(3, b"x")
 T = TypeVar("T")
 
 
@@ -60,9 +66,9 @@ class Outcome:
 
     right: bool  # what came is what the donors have
     report: FetchReport
-    killed: str
+    lost: str
     liar: str
-    killed_at_share: float
+    lost_at_share: float
     notes: list[str]
     seconds: float
 
@@ -75,33 +81,46 @@ def large_state(total_bytes: int) -> list[StateItem]:
     return [StateItem(f"t{i}", "uint8", (len(part),), part.data) for i, part in enumerate(parts)]
 
 
-async def download(total_bytes: int) -> Outcome:
-    """The newcomer fetches from three donors: one is killed at half, one lies from a sixth on."""
+@dataclass
+class Known:
+    """A donor as the newcomer's side of the test sees it."""
+
+    id: PeerId
+    addrs: list[Multiaddr]
+    lose: Callable[[], None]
+
+
+async def download(total_bytes: int, lose_by: str = "") -> Outcome:
+    """The newcomer fetches from three donors: one is lost at half, one lies from its n-th piece on.
+
+    `lose_by`: the signal, where donors are processes; "": they are peers in this one.
+    """
     items = large_state(total_bytes)
     pieces = -(-total_bytes // STATE_PIECE_BYTES)
     async with AsyncExitStack() as stack, trio.open_nursery() as nursery:
         workers = [await stack.enter_async_context(DeviceWorker(f"state {i}", threads=1)) for i in range(2)]
-        donors = []
-        for name, lies_from in (("good", 0), ("killed", 0), ("liar", max(1, pieces // 6))):
-            donor: tuple[Host, trio.CancelScope] = await nursery.start(_donor, name, items, workers[0], lies_from)
-            donors.append(donor)
-        (_, _), (killed, scope), (liar, _) = donors
+        donors: list[Known] = []
+        for name, lies_from in (("good", 0), ("lost", 0), ("liar", max(1, pieces // 20))):
+            if lose_by:
+                donors.append(await nursery.start(_process, name, total_bytes, lies_from, lose_by))
+            else:
+                donors.append(await nursery.start(_donor, name, items, workers[0], lies_from))
+        _, lost, liar = donors
         joiner, rpc = await nursery.start(_peer, "joiner")
-        for host, _ in donors:
-            joiner.learn(host.id, host.addrs())
+        for donor in donors:
+            joiner.learn(donor.id, donor.addrs)
         snapshots, notes = Snapshots(rpc), list[str]()
         snapshots.notes = notes.append
-        worker = _Counting(workers[1], pieces // 2, scope.cancel)
+        worker = _Counting(workers[1], pieces // 2, lost.lose)
         expected = [TensorSpec(item.name, item.dtype, item.shape) for item in items]
         began = trio.current_time()
-        ids = [host.id for host, _ in donors]
-        position, fetched = await snapshots.fetch(ids, StateRequest(RUN, 0), expected, worker)
+        request = StateRequest(RUN, 0)
+        position, fetched = await snapshots.fetch([donor.id for donor in donors], request, expected, worker)
         seconds = trio.current_time() - began
-        died_at = worker.fired_at / pieces
-        right = position == Position(3, b"x") and await workers[1].run(lambda: _same(items, fetched), name="compare")
+        right = position == POSITION and await workers[1].run(lambda: _same(items, fetched), name="compare")
         assert snapshots.report is not None
         nursery.cancel_scope.cancel()
-    return Outcome(right, snapshots.report, killed.id.text, liar.id.text, died_at, notes, seconds)
+    return Outcome(right, snapshots.report, lost.id.text, liar.id.text, worker.fired_at / pieces, notes, seconds)
 
 
 class _Counting:
@@ -140,34 +159,61 @@ def _host(name: str) -> tuple[Host, Rpc]:
 
 
 async def _donor(
-    name: str,
-    items: list[StateItem],
-    worker: Worker,
-    lies_from: int,
-    *,
-    task_status: trio.TaskStatus[tuple[Host, trio.CancelScope]],
+    name: str, items: list[StateItem], worker: Worker, lies_from: int, *, task_status: trio.TaskStatus[Known]
 ) -> None:
     async def freeze() -> tuple[Position, list[StateItem]]:
         await trio.lowlevel.checkpoint()
-        return Position(3, b"x"), items
+        return POSITION, items
 
     with trio.CancelScope() as scope:
         async with trio.open_nursery() as nursery:
             host, rpc = await nursery.start(_peer, name)
             Liar(rpc, lies_from).offer(RUN, 0, freeze, worker)
-            task_status.started((host, scope))
+            task_status.started(Known(host.id, host.addrs(), scope.cancel))
             await trio.sleep_forever()
 
 
+async def _process(
+    name: str, total_bytes: int, lies_from: int, lose_by: str, *, task_status: trio.TaskStatus[Known]
+) -> None:
+    command = [sys.executable, "-m", "tests.kit.statepeers", "donor", name, str(total_bytes), str(lies_from)]
+    process = await trio.lowlevel.open_process(command, stdout=subprocess.PIPE)
+    try:
+        assert process.stdout is not None
+        said = b""
+        while not said.endswith(b"\n"):
+            more = await process.stdout.receive_some()
+            assert more, "the donor ended before it said where it listens"
+            said += more
+        peer, *addrs = said.decode().split()
+        number = signal.Signals[lose_by]
+        task_status.started(
+            Known(PeerId.parse(peer), [parse_addr(a) for a in addrs], lambda: process.send_signal(number))
+        )
+        await trio.sleep_forever()
+    finally:
+        process.kill()  # a stopped one too
+        with trio.CancelScope(shield=True):
+            await process.wait()
+
+
+async def _be_donor(name: str, total_bytes: int, lies_from: int) -> None:
+    async with DeviceWorker("state", threads=1) as worker, trio.open_nursery() as nursery:
+        known: Known = await nursery.start(_donor, name, large_state(total_bytes), worker, lies_from)
+        print(known.id.text, *known.addrs, flush=True)
+
+
 def main() -> None:
-    """Print what came of it."""
+    """Print what came of it; or be one of the donors."""
+    if sys.argv[1:2] == ["donor"]:
+        trio.run(_be_donor, sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))
+        return
     mb = int(sys.argv[1]) if len(sys.argv) > 1 else 64
-    outcome = trio.run(download, mb * 1_000_000)
-    print("right result:", outcome.right)
-    print(outcome.report.text())
+    outcome = trio.run(download, mb * 1_000_000, "".join(sys.argv[2:3]))
     report = outcome.report
-    print(f"{report.pieces} pieces, {report.asked} asked; killed at {outcome.killed_at_share:.0%}")
-    print(f"killed: {outcome.killed[-6:]}; liar: {outcome.liar[-6:]}, found: {[name[-6:] for name in report.liars]}")
+    print("right result:", outcome.right)
+    print(f"{report.pieces} pieces, {report.asked} asked; one donor lost at {outcome.lost_at_share:.0%}")
+    print(f"lost: {outcome.lost[-6:]}; liar: {outcome.liar[-6:]}, found: {[name[-6:] for name in report.liars]}")
     print(*outcome.notes, sep="\n")
 
 
