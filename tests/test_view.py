@@ -7,17 +7,21 @@ import json
 from typing import Any
 
 import pytest
-from rich.console import Console
+from rich.console import Console, RenderableType
 
 from peerd import view
-from peerd.view import brief, duration, render, size
+from peerd.view import brief, duration, render, render_swarm, size
 
 PEER = "12D3KooWDpJ7As7BWAwRMfu1VU2WCqNjvq387JEYKDBj4kx6nXTN"
 
 
 def shown(snapshot: dict[str, Any]) -> str:
+    return plain_text(render(snapshot))
+
+
+def plain_text(drawn: RenderableType) -> str:
     console = Console(file=io.StringIO(), width=120)
-    console.print(render(snapshot))
+    console.print(drawn)
     return console.file.getvalue()  # type: ignore[attr-defined, no-any-return]
 
 
@@ -97,3 +101,26 @@ def test_numbers_come_in_units_that_people_read() -> None:
     assert sizes == ["0 B", "999 B", "1.0 kB", "1.5 MB", "2.0 GB", "3000.0 TB"]
     assert [duration(s) for s in (5.9, 61, 3600)] == ["5 s", "1 min 01 s", "1 h 00 min"]
     assert brief({"a": [1.23456, None, PEER]}) == "{a [1.235, -, …4kx6nXTN]}"
+
+
+def board(**changes: Any) -> dict[str, Any]:
+    ann = {"peer": PEER, "name": "Ann", "samples": 12345, "bytes_aggregated": 2_000_000, "hours": 1.25, "since": 0}
+    bob = {"peer": PEER[:-1] + "M", "name": "", "samples": 10, "bytes_aggregated": 0, "hours": 0.0, "since": 0}
+    return snapshot()["swarm"] | {"contributions": [ann, bob]} | changes
+
+
+def test_the_swarm_alone_is_shown_with_its_leader_board() -> None:
+    text = plain_text(render_swarm(board()))
+    lines = [line.split() for line in text.splitlines()]
+    assert lines[-2][:7] == ["1", "Ann", "…4kx6nXTN", "12,345", "2.0", "MB", "1.2"]
+    assert lines[-1][:7] == ["2", "-", "…4kx6nXTM", "10", "0", "B", "0.0"]
+    assert "run tiny: step 7" in text
+    assert "no peer" in text
+    assert "listening" not in text
+
+
+def test_a_swarm_without_anything_to_show_says_why() -> None:
+    assert "swarm: this daemon has not looked yet, or has no run" in plain_text(render_swarm(view.swarm_of({})))
+    assert view.swarm_of({"swarm": {"run": "x"}}) == {"run": "x"}
+    evil = board(contributions=[{"name": "[red]boo[/red]", "peer": "x"}])
+    assert "[red]boo[/red]" in plain_text(render_swarm(evil))

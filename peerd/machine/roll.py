@@ -28,12 +28,13 @@ CALLERS: Final[dict[str, frozenset[str]]] = {
     "stage/1/prepare": frozenset({"stage"}),
     "stage/1/commit": frozenset({"stage"}),
     "stage/1/restore": frozenset({"stage"}),
-    "swarm/1/member": frozenset({"stage"}),
+    "swarm/1/member": frozenset({"stage", "aux"}),
     "swarm/1/trainer": frozenset({"trainer"}),
     "average/1": frozenset({"stage", "aux"}),
 }
-# Whose service a member uses. The directory is used wherever it is: its records are signed by their publishers.
+# Whose method or service a member uses. The directory is used wherever it is: its records are signed by publishers.
 SERVERS: Final[dict[str, frozenset[str]]] = {
+    "stage/1/prepare": frozenset({"stage", "aux"}),
     "stage/1": frozenset({"stage"}),
     "swarm/1": frozenset({"stage"}),
     "average/1": frozenset({"stage", "aux"}),
@@ -121,17 +122,17 @@ class Roll:
             return None
         return f"{method} is for {_listed(allowed)}; the token shown allows {_listed(found.rights)}"
 
-    def may_serve(self, peer: PeerId, service: str, now: float) -> str | None:
-        """Why we do not use `service` of `peer`; None when we do."""
+    def may_serve(self, peer: PeerId, service: str, method: str, now: float) -> str | None:
+        """Why we do not call `method` (as `stage/1/forward`) of `service` of `peer`; None when we do."""
         if service == ANYWHERE:
             return None
         found = self.member(peer, now)
         if found is None:
             return f"it has {NO_TOKEN} for run {self.run}"
-        allowed = SERVERS.get(service)
+        allowed = SERVERS.get(method) or SERVERS.get(service)
         if allowed is None or not found.lacks(allowed):
             return None
-        return f"{service} is served by {_listed(allowed)}; its token allows {_listed(found.rights)}"
+        return f"{method} is served by {_listed(allowed)}; its token allows {_listed(found.rights)}"
 
     def refusal(self, why: str) -> str:
         """What a peer without a token is told."""

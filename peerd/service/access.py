@@ -39,7 +39,7 @@ from peerd.service.rpc_types import Answer, Incoming
 _log = logging.getLogger("peerd.access")
 
 _PRESENT: Final = "access/1/present"
-REFRESH_S: Final = 60.0  # how soon a revocation reaches a peer that nobody calls
+REFRESH_S: Final = 20.0  # how soon a revocation reaches a peer that nobody calls
 _SHOW_S: Final = 10.0  # for one exchange of tokens
 _AGAIN_S: Final = 5.0  # who refused us, or whom we refused, is asked no sooner
 _MINUTE_S: Final = 60.0
@@ -167,26 +167,26 @@ class Access:
             self._tell(caller, "call", f"its call of {method.full} was refused: {why}")
         return why
 
-    def knows(self, peer: PeerId, service: str) -> bool:
-        """Whether `service` of `peer` may be called without more ado."""
-        if service == FREE or peer == self._host.id:
+    def knows(self, peer: PeerId, method: MethodName) -> bool:
+        """Whether `method` of `peer` may be called without more ado."""
+        if method.service == FREE or peer == self._host.id:
             return True
         met = self._met.get(peer)
         if met is None or met.refused:
             return False
-        return self.roll.may_serve(peer, service, self._clock.wall()) is None
+        return self.roll.may_serve(peer, method.service, method.full, self._clock.wall()) is None
 
-    async def introduce(self, peer: PeerId, service: str) -> None:
+    async def introduce(self, peer: PeerId, method: MethodName) -> None:
         """Show each other tokens. Raises Refused when ours is not taken, Untrusted when we do not take the other's."""
         met = self._met.get(peer)
-        while met is None or (trio.current_time() >= met.until and not self.knows(peer, service)):
+        while met is None or (trio.current_time() >= met.until and not self.knows(peer, method)):
             await self._show(peer)
             met = self._met.get(peer)
         if met.refused:
             raise Refused(met.refused, peer)
-        why = self.roll.may_serve(peer, service, self._clock.wall())
+        why = self.roll.may_serve(peer, method.service, method.full, self._clock.wall())
         if why is not None:
-            self._tell(peer, "service", f"its {service} is not used: {why}")
+            self._tell(peer, "service", f"its {method.service} is not used: {why}")
             raise Untrusted(why, peer)
 
     def forgotten(self, peer: PeerId, refusal: Refused) -> bool:
@@ -195,6 +195,11 @@ class Access:
             return False
         met = self._met.pop(peer, None)
         return met is not None and not met.refused
+
+    def allows(self, peer: PeerId, role: str) -> bool:
+        """Whether a peer that calls us is a member with `role`."""
+        found = self.roll.member(peer, self._clock.wall())
+        return peer == self._host.id or (found is not None and not found.lacks(frozenset({role})))
 
     def stranger(self, peer: PeerId, token: bytes, role: str) -> str | None:
         """Why a record of `peer` that brings `token` is not that of a member with `role`; None when it is."""

@@ -344,6 +344,9 @@ class Conducting:
         machine = self._act(body.term)
         self._heard[name] = trio.current_time()
         helps = body.line is not None and body.line.mode == "aux"
+        gate = self._rpc.gate
+        if gate is not None and not helps and not gate.allows(call.peer, "stage"):
+            raise Refused("your token does not allow stage")
         if body.stage == 0 and not helps:
             self._following.note_stage0(call.peer, body.since)
         if helps and machine.is_member(name, body.session):

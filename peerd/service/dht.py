@@ -22,7 +22,7 @@ from multiaddr import Multiaddr
 
 from peerd.core.addr import reach, split_peer
 from peerd.core.clock import Clock
-from peerd.core.errors import LocalError, ProtocolViolation, RemoteError
+from peerd.core.errors import LocalError, ProtocolViolation, Refused, RemoteError
 from peerd.core.ids import Key, PeerId
 from peerd.core.keys import Keypair, verify
 from peerd.core.limits import DHT_STORE_BYTES
@@ -281,6 +281,8 @@ class Dht:
             outcome = q.Failed(ask.id, lied=True)
         except RemoteError as error:
             _log.debug("a question to %s failed: %s", ask.contact.peer, error)
+            if isinstance(error, Refused):
+                self._entries.refused(ask.contact.peer, str(error.args[0]))
         self._handle(outcome)
 
     # --- answering ---------------------------------------------------------------------------------------------

@@ -56,6 +56,12 @@ class EntryPoints:
             if entry.peer == peer:
                 entry.gone.set()
 
+    def refused(self, peer: PeerId, why: str) -> None:
+        """`peer` is there, but does not answer us."""
+        for entry in self._entries:
+            if entry.peer == peer:
+                entry.problem = f"{entry.addr}: it refuses us: {why}"
+
     def waits_for(self) -> str | None:
         """Why nobody is known yet; None when there is nobody to know."""
         if not self._entries:

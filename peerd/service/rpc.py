@@ -199,10 +199,10 @@ class Rpc:
 
     async def _pass_gate(self, peer: PeerId, name: MethodName, request: Request) -> None:
         gate = self._server.gate
-        if gate is None or gate.knows(peer, name.service):
+        if gate is None or gate.knows(peer, name):
             return
         with trio.CancelScope(deadline=request.deadline):
-            await gate.introduce(peer, name.service)
+            await gate.introduce(peer, name)
             return
         raise request.too_slow(peer)
 

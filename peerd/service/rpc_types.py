@@ -82,16 +82,20 @@ class Gate(Protocol):
         """Why a call is refused before anything of it is received; None when it is not."""
         ...
 
-    def knows(self, peer: PeerId, service: str) -> bool:
-        """Whether `service` of `peer` can be called at once."""
+    def knows(self, peer: PeerId, method: MethodName) -> bool:
+        """Whether `method` of `peer` can be called at once."""
         ...
 
-    async def introduce(self, peer: PeerId, service: str) -> None:
+    async def introduce(self, peer: PeerId, method: MethodName) -> None:
         """Make it so, or raise RemoteError."""
         ...
 
     def forgotten(self, peer: PeerId, refusal: Refused) -> bool:
         """Whether a call was refused only because `peer` has forgotten us, so that it is worth another `introduce`."""
+        ...
+
+    def allows(self, peer: PeerId, role: str) -> bool:
+        """Whether a peer that calls us is a member with `role`."""
         ...
 
     def stranger(self, peer: PeerId, token: bytes, role: str) -> str | None:

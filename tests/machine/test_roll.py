@@ -18,6 +18,7 @@ def roll(stages: int = 2) -> Roll:
     return Roll("tiny", ORGANIZER.peer_id, stages)
 
 
+@pytest.mark.slow
 @given(st.lists(st.tuples(st.sampled_from(["admit", "revoke", "forget"]), st.integers(0, 3), st.integers(0, 3))))
 def test_only_holders_of_living_tokens_are_ever_on_the_roll(steps: list[tuple[str, int, int]]) -> None:
     books = roll()
@@ -67,9 +68,22 @@ def test_methods_that_no_table_names_are_for_every_member_and_for_nobody_else() 
     assert books.may_call(PEERS[0], "new/1", "new/1/thing", NOW) is None
     assert books.may_call(PEERS[1], "new/1", "new/1/thing", NOW) is not None
     assert books.may_call(PEERS[0], "stage/1", "stage/1/forward", NOW) is not None
-    assert books.may_serve(PEERS[0], "state/1", NOW) is None
-    assert books.may_serve(PEERS[0], "stage/1", NOW) is not None
-    assert books.may_serve(PEERS[1], "dht/1", NOW) is None
+    assert books.may_serve(PEERS[0], "state/1", "state/1/x", NOW) is None
+    assert books.may_serve(PEERS[0], "stage/1", "stage/1/x", NOW) is not None
+    assert books.may_serve(PEERS[1], "dht/1", "dht/1/x", NOW) is None
+
+
+def test_a_helper_is_no_stage() -> None:
+    books = roll()
+    books.admit(PEERS[0], token(PEERS[0], "aux"), NOW)
+    for service, name, fine in (
+        ("stage/1", "prepare", True),
+        ("stage/1", "forward", False),
+        ("average/1", "part", True),
+    ):
+        assert (books.may_serve(PEERS[0], service, f"{service}/{name}", NOW) is None) == fine
+    for service, name, fine in (("swarm/1", "member", True), ("stage/1", "commit", False), ("average/1", "part", True)):
+        assert (books.may_call(PEERS[0], service, f"{service}/{name}", NOW) is None) == fine
 
 
 def test_a_trainer_is_a_stage_only_where_there_is_no_pipeline() -> None:
@@ -77,4 +91,4 @@ def test_a_trainer_is_a_stage_only_where_there_is_no_pipeline() -> None:
         books = roll(stages)
         books.admit(PEERS[0], token(PEERS[0], "trainer"), NOW)
         assert (books.may_call(PEERS[0], "swarm/1", "swarm/1/member", NOW) is None) == fine
-        assert (books.may_serve(PEERS[0], "swarm/1", NOW) is None) == fine
+        assert (books.may_serve(PEERS[0], "swarm/1", "swarm/1/x", NOW) is None) == fine
