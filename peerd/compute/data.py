@@ -6,7 +6,8 @@ What is held out for validation is held out of each source. The shuffle buffer i
 
 Everything follows from (seed, peer, split): the same three give the same samples. A position is a few numbers for
 each source; to resume reads at most a shuffle buffer, not the stream from its start (a `dataset` runs through what
-came before). ConfigErrors name key, file and line; DataUnavailable says that a server did not answer.
+came before). ConfigErrors name key, file and line. DataUnavailable says that a server did not answer: nothing is lost
+by it, the next `take` asks again for the same samples.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import torch
 from torch import Tensor
 
 from peerd.compute.corpus import Split
+from peerd.compute.download import DataUnavailable
 from peerd.compute.mixture import Mixture
 from peerd.compute.remote_files import Cache, default_folder
 from peerd.compute.source import Cutting, Position, SourceStream
@@ -59,6 +61,7 @@ class SampleStream:
         `cache`: where files under an http(s) address are kept; without it, a folder that all of this user's share.
         """
         self._context = context
+        self._left_at: dict[str, Any] | None = None  # the position to go back to, after a server did not answer
         name = f"peerd data {seed} {peer} {split}"
         sources = sources_of(section)
         total = sum(source.weight for _, source in sources)
@@ -94,10 +97,17 @@ class SampleStream:
 
     def take(self, count: int) -> Tensor:
         """The next `count` samples, int64 [count, context + 1]."""
-        rows = [self._streams[self._mixture.draw()].next() for _ in range(count)]
-        if not rows:
+        if count == 0:
             return torch.empty(0, self._context + 1, dtype=torch.int64)
-        return torch.from_numpy(np.stack([row.astype(np.int64) for row in rows]))
+        if self._left_at is not None:
+            self.resume(self._left_at)
+        before = self.position()
+        try:
+            rows = [self._streams[self._mixture.draw()].next() for _ in range(count)]
+        except DataUnavailable:
+            self._left_at = before
+            raise
+        return torch.from_numpy(np.stack(rows).astype(np.int64))
 
     def position(self) -> dict[str, Any]:
         """Where the stream stands, as a few plain numbers fit for JSON."""
@@ -117,6 +127,7 @@ class SampleStream:
         self._mixture.counts = list(drawn)
         for stream, place in zip(self._streams, places, strict=True):
             stream.go_to(place)
+        self._left_at = None
 
     def _parsed(self, position: Mapping[str, Any]) -> tuple[list[int], list[Position]]:
         try:

@@ -68,7 +68,7 @@ class Downloader:
         clock: Callable[[], float] = time.monotonic,
         pause: Callable[[float], None] = time.sleep,
     ) -> None:
-        self._opener: Opener = opener or _safe_opener()
+        self._opener = opener  # ours is made when first used: it reads all certificates
         self._clock = clock
         self._pause = pause
 
@@ -95,11 +95,12 @@ class Downloader:
         if not wanted.sha256:
             _empty(sink)  # nothing would show that two halves belong together
         have = sink.tell()
+        opener = self._opener = self._opener or _safe_opener()
         request = urllib.request.Request(url, headers={"User-Agent": "peerd", "Accept-Encoding": "identity"})
         if have:
             request.add_header("Range", f"bytes={have}-")
         try:
-            with self._opener.open(request, timeout=READ_TIMEOUT_S) as answer:
+            with opener.open(request, timeout=READ_TIMEOUT_S) as answer:
                 if have and not _goes_on(answer, have):
                     _empty(sink)
                 self._copy(url, answer, wanted, sink)

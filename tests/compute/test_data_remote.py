@@ -214,6 +214,30 @@ def test_a_server_that_keeps_failing_is_unavailable_not_misconfigured(
     assert waits.seconds == list(PAUSES_S)
 
 
+@pytest.mark.parametrize("sources", [1, 2])
+def test_nothing_is_lost_while_a_server_does_not_answer(web: WebServer, cache: Cache, sources: int) -> None:
+    """Whenever the files are fetched again after a failure, the samples are those of a server that never fails."""
+    each = [SourceSection(path=web.url(), weight=weight) for weight in (0.3, 0.7)]
+    one_or_two = {"path": web.url()} if sources == 1 else {"sources": each}
+    data = DataSection(holdout=0.0, shuffle_buffer=20, **one_or_two)  # type: ignore[arg-type]
+    small = Cache(cache.folder.with_name("small"), 500, cache.downloader)  # one file at a time: fetched each epoch
+    steady, shaken = (SampleStream(data, load_vocabulary("bytes"), 8, 1, "me", cache=kept) for kept in (cache, small))
+    failures = 0
+    for _ in range(20):
+        expected = steady.take(13)
+        for path in (FIRST, "001.txt", "002.txt"):
+            web.faults[path].extend(["503"] * 6)
+        while True:
+            try:
+                assert torch.equal(shaken.take(13), expected)
+                break
+            except DataUnavailable:
+                failures += 1
+        for faults in web.faults.values():
+            faults.clear()
+    assert failures > 5
+
+
 def test_nobody_there_is_unavailable(cache: Cache, web: WebServer) -> None:
     source = SourceSection(path="http://127.0.0.1:1/")  # a port that nobody listens on
     with pytest.raises(DataUnavailable, match=r"http://127.0.0.1:1/index.json: Connection refused"):
