@@ -43,12 +43,12 @@ class Camp(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """`camp` is chosen; or `hopeless` says that it never will be; or neither: wait, and `behind` may be asked again."""
+    """`camp` is chosen; or `hopeless` says that it never will be; or `again`: ask all once more; or wait."""
 
     camp: Camp | None
     why: str
     hopeless: bool = False
-    behind: tuple[str, ...] = ()
+    again: bool = False
 
 
 def camps(claims: Iterable[tuple[str, Claim]]) -> list[Camp]:
@@ -90,10 +90,9 @@ class Poll:
             return Verdict(None, f"{pending} donors have not answered yet")
         if best is None:
             return Verdict(None, "no donor answers", hopeless=True)
-        newest = max(claim.position for claim in claims.values())
-        behind = tuple(sorted(donor for donor, claim in claims.items() if claim.position < newest))
+        moving = len({claim.position for claim in claims.values()}) > 1  # they step while they are asked
         why = f"no {needed} donors agree: " + "; ".join(
             f"{', '.join(d[-6:] for d in c.donors)} at step {c.claim.position.step}, {c.claim.root.hex()[:8]}"
             for c in ranked[:4]
         )
-        return Verdict(None, why, hopeless=late or not behind, behind=behind)
+        return Verdict(None, why, hopeless=late or not moving, again=moving)

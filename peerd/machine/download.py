@@ -140,7 +140,7 @@ class Download:
             self._wakes.append(self._poll.due)
             if verdict.camp is not None:
                 self._begin(verdict.camp.claim, verdict.camp.donors, verdict.why, out)
-            elif verdict.hopeless or (verdict.behind and not self._ask_again(now, verdict.behind, out)):
+            elif verdict.hopeless or (verdict.again and not self._ask_again(now, claims, out)):
                 self._end(GaveUp(self._reason(verdict.why)), out)
             return
         rivals: dict[Claim, list[str]] = {}
@@ -151,13 +151,13 @@ class Download:
         if len(rivals.get(best, ())) > max(len(rivals.get(self.chosen, ())), self._config.rules.vouchers - 1):
             self._begin(best, tuple(sorted(rivals[best])), "more donors vouch for it than for the first choice", out)
 
-    def _ask_again(self, now: float, behind: Iterable[str], out: list[Output]) -> bool:
-        """Donors at an older position than others will soon be where those are."""
-        again = [self._donors[name] for name in behind if self._donors[name].standing is Standing.CLAIMS]
+    def _ask_again(self, now: float, names: Iterable[str], out: list[Output]) -> bool:
+        """All at the same moment, so that they are likely to be at the same step; False when there is nobody."""
+        again = [self._donors[name] for name in names if self._donors[name].standing is Standing.CLAIMS]
+        rounds = min((donor.asked for donor in again), default=1)
+        pause_s = min(self._config.again_s * 2 ** (rounds - 1), self._config.most_pause_s)
         for donor in again:
-            donor.standing = Standing.NEW
-            pause_s = min(self._config.pause_s * 2 ** (donor.asked - 1), self._config.most_pause_s)
-            donor.not_before = max(donor.not_before, now + pause_s)
+            donor.standing, donor.not_before = Standing.NEW, now + pause_s
         self._ask_claims(now, out)
         return bool(again)
 

@@ -28,6 +28,7 @@ class DownloadConfig:
     piece_timeout_s: float = 30.0
     stall_s: float = 120.0
     pause_s: float = 0.5  # after the first failure of a donor; then twice as long each time
+    again_s: float = 0.05  # before donors that stand at different steps are asked again; then twice as long
     most_pause_s: float = 10.0  # whatever a donor says about when to come back
     strikes: int = 3
 

@@ -5,7 +5,7 @@ position; it is hashed a few pieces at a time, so that the worker gets to other 
 copies, of which one in use is not let go for a new one; a number of pieces on their way to one peer and to all (the
 calls' limits); bytes per second, if wanted. Beyond each, the caller hears Overloaded and when to come back.
 
-A hostile caller may ask for copies at every step (it gets the ones there are), for pieces that do not exist
+A hostile caller may ask for copies at every step (each takes the place of its last one), for pieces that do not exist
 (Refused), or take its answers slowly (it holds its own share of pieces, and a copy for STATE_COPY_LIFE_S at most).
 """
 
@@ -20,7 +20,9 @@ import trio
 
 from peerd.core.errors import Overloaded, Refused
 from peerd.core.frame import TensorFrame
+from peerd.core.ids import PeerId
 from peerd.core.limits import (
+    LINKS,
     STATE_COPIES,
     STATE_COPY_LIFE_S,
     STATE_GIVEN,
@@ -34,7 +36,7 @@ from peerd.core.training import Position, StateDigests, StateManifest, StatePiec
 from peerd.core.work import Worker
 from peerd.service.rpc import Answer, Incoming, MethodLimits, Rpc
 
-_BUSY_S = 15.0  # a copy that somebody asked for within this time is in use
+_BUSY_S = 15.0  # a copy that somebody has used within this time, and did not ask for a newer one, is in use
 _IDLE_LIFE_S = 300.0  # one that nobody has asked for so long is let go
 _HASHED_AT_ONCE = 16  # pieces, of a MiB each
 
@@ -61,10 +63,18 @@ class _Copy:
     payloads: list[memoryview]
     digests: bytearray
     made: float
-    used: float
+    used: dict[PeerId, float] = field(default_factory=dict)  # by whom, and when last
+
+    def touch(self, peer: PeerId, now: float) -> None:
+        self.used[peer] = now
+        if len(self.used) > LINKS:
+            self.used = {peer: at for peer, at in self.used.items() if now - at < _BUSY_S}
+
+    def used_at(self) -> float:
+        return max(self.used.values(), default=self.made)
 
     def in_use(self, now: float) -> bool:
-        return now - self.used < _BUSY_S and now - self.made < STATE_COPY_LIFE_S
+        return bool(self.used) and now - self.used_at() < _BUSY_S and now - self.made < STATE_COPY_LIFE_S
 
 
 @dataclass(slots=True)
@@ -125,29 +135,31 @@ class Giving:
             raise Refused("this peer does not give the state of that stage")
         async with offer.lock:
             now = trio.current_time()
+            for other in offer.copies.values():
+                other.used.pop(call.peer, None)  # it wants another one, or will say so
             copy = None
             if offer.standing is not None:
                 copy = _of_position(offer, offer.standing())
             if copy is None:
                 _make_room(offer, now)
                 copy = await _frozen(offer, now)
-            copy.used = trio.current_time()
+            copy.touch(call.peer, trio.current_time())
         return Answer(copy.manifest)
 
-    def _copy(self, run: bytes, root: bytes) -> _Copy:
-        offer = self._offer
-        copy = offer.copies.get(root) if offer is not None and offer.fingerprint == run else None
+    def _copy(self, call: Incoming[StateDigests] | Incoming[StatePiece]) -> _Copy:
+        offer, body = self._offer, call.body
+        copy = offer.copies.get(body.root) if offer is not None and offer.fingerprint == body.run else None
         if copy is None:
             raise Refused("this copy of the state is gone: ask for a new manifest")
-        copy.used = trio.current_time()
+        copy.touch(call.peer, trio.current_time())
         return copy
 
     async def _give_digests(self, call: Incoming[StateDigests]) -> Answer[Empty]:
-        copy = self._copy(call.body.run, call.body.root)
+        copy = self._copy(call)
         return Answer(Empty(), (TensorFrame("uint8", (copy.layout.pieces, DIGEST_BYTES), copy.digests),))
 
     async def _give_piece(self, call: Incoming[StatePiece]) -> Answer[Empty]:
-        copy = self._copy(call.body.run, call.body.root)
+        copy = self._copy(call)
         if call.body.piece >= copy.layout.pieces:
             raise Refused("no such piece")
         begin, end = copy.layout.piece(call.body.piece)
@@ -177,10 +189,10 @@ def _make_room(offer: _Offer, now: float) -> None:
     """Bound the memory, before a new copy is made: the least used goes; Overloaded when all are in use."""
     copies = offer.copies
     for root, copy in list(copies.items()):
-        if now - copy.used > _IDLE_LIFE_S or now - copy.made > STATE_COPY_LIFE_S:
+        if now - copy.used_at() > _IDLE_LIFE_S or now - copy.made > STATE_COPY_LIFE_S:
             del copies[root]
     if len(copies) >= STATE_COPIES:
-        root, oldest = min(copies.items(), key=lambda item: item[1].used)
+        root, oldest = min(copies.items(), key=lambda item: (item[1].in_use(now), item[1].used_at()))
         if oldest.in_use(now):
             raise Overloaded("others are fetching older states", 2.0)
         del copies[root]
@@ -201,7 +213,7 @@ async def _frozen(offer: _Offer, now: float) -> _Copy:
         numbers = range(begin, min(begin + _HASHED_AT_ONCE, layout.pieces))
         await offer.worker.run(partial(_hash, layout, payloads, numbers, digests), name="hash the state")
     manifest = StateManifest(position, layout.digest, layout.root(position, digests))
-    copy = offer.copies[manifest.root] = _Copy(manifest, layout, payloads, digests, now, now)
+    copy = offer.copies[manifest.root] = _Copy(manifest, layout, payloads, digests, now)
     return copy
 
 

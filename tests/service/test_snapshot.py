@@ -340,22 +340,60 @@ async def test_pieces_that_do_not_exist_are_refused(autojump_clock: MockClock) -
 
 
 async def test_a_copy_in_use_is_not_let_go_for_a_new_one(autojump_clock: MockClock) -> None:
-    async with peers(2) as (_, [(donor, rpc), (_, caller)]):
+    async with peers(2 + STATE_COPIES) as (_, [(donor, rpc), *callers]):
         giver = Donor(rpc, 0)
 
-        async def ask(step: int) -> bytes:
+        async def ask(step: int, caller: Rpc) -> bytes:
             giver.step = step
             body = StateRequest(RUN, 1)
             answer = await caller.call(donor, "state/1/manifest", body, StateManifest, timeout_s=5)
             return answer.body.root
 
-        roots = [await ask(step) for step in range(STATE_COPIES)]
+        (_, first), *_, (_, last) = callers
+        roots = [await ask(step, caller) for step, (_, caller) in enumerate(callers[:-1])]
         with pytest.raises(Overloaded):
-            await ask(STATE_COPIES)
+            await ask(STATE_COPIES, last)
         await trio.sleep(20)
-        await caller.call(donor, "state/1/piece", StatePiece(RUN, roots[0], 0), Empty, timeout_s=5)
-        await ask(STATE_COPIES)  # in place of the one that nobody uses
+        await first.call(donor, "state/1/piece", StatePiece(RUN, roots[0], 0), Empty, timeout_s=5)
+        await ask(STATE_COPIES, last)  # in place of the one that nobody uses
         assert giver.giving.copies == [Position(0, b"x"), Position(STATE_COPIES, b"x")]
+
+
+async def test_who_asks_again_lets_go_of_the_copy_it_asked_for_before(autojump_clock: MockClock) -> None:
+    async with peers(2) as (_, [(donor, rpc), (_, caller)]):
+        giver = Donor(rpc, 0)
+        for giver.step in range(5):
+            await caller.call(donor, "state/1/manifest", StateRequest(RUN, 1), StateManifest, timeout_s=5)
+        assert giver.giving.copies == [Position(3, b"x"), Position(4, b"x")]
+
+
+async def test_donors_that_step_all_the_time_are_caught_at_the_same_step(autojump_clock: MockClock) -> None:
+    async with peers(3) as (_, [(a, rpc_a), (b, rpc_b), (_, joiner)]):
+        givers = [Donor(rpc_a, 0), Donor(rpc_b, 0)]
+
+        async def move(giver: Donor, begin_s: float) -> None:
+            await trio.sleep(begin_s)
+            while True:
+                giver.step, giver._items = giver.step + 1, state(giver.step + 1)
+                await trio.sleep(0.05)
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(move, givers[0], 0.0)
+            nursery.start_soon(move, givers[1], 0.02)  # always a little behind
+            rpc_a.unserve("state/1")
+            givers[0].giving = Slow(givers[0])
+            givers[0].offer(RUN, 1, givers[0].freeze, InlineWorker())
+            position, data = await fetch(joiner, [a, b])
+            nursery.cancel_scope.cancel()
+        assert data == values(state(position.step))
+
+
+class Slow(Counting):
+    """Takes a while to say what it has."""
+
+    async def _give_manifest(self, call: Incoming[StateRequest]) -> Answer[StateManifest]:
+        await trio.sleep(0.01)
+        return await super()._give_manifest(call)
 
 
 async def test_a_donor_keeps_to_its_rate(autojump_clock: MockClock) -> None:
