@@ -119,6 +119,8 @@ class LimitsSection(Section, frozen=True):
     microbatches_in_flight: int = 0  # of one trainer; 0: chosen from the number of stage peers
     stage: int | None = None  # the stage to serve; none: the one that needs a peer most
     data_cache_mb: int = 10_240  # MiB of disk for files fetched over http(s)
+    upload_mbit: float = 0.0  # what this peer's line carries, Mb/s: its share of averaging follows it; 0: unknown
+    download_mbit: float = 0.0
 
 
 class AccessSection(Section, frozen=True):
@@ -223,6 +225,9 @@ def check(run: RunFile) -> list[tuple[str, str]]:
     need(1 <= run.evaluate.samples <= 1 << 20, "evaluate.samples", "allowed: 1 to 1048576")
     need(run.checkpoint.every_steps >= 0, "checkpoint.every_steps", "must not be negative")
     need(run.checkpoint.keep >= 1, "checkpoint.keep", f"is {run.checkpoint.keep}; must be at least 1")
+    for way in ("upload_mbit", "download_mbit"):
+        rate = getattr(run.limits, way)
+        need(0 <= rate <= 1_000_000, f"limits.{way}", f"is {rate:g}; allowed: 0 (unknown) to 1000000")
     need(0 <= run.limits.microbatches_in_flight <= 4096, "limits.microbatches_in_flight", "allowed: 0 to 4096")
     need(1 <= run.limits.data_cache_mb <= 1 << 30, "limits.data_cache_mb", "allowed: 1 to 1073741824")
     need(
