@@ -22,9 +22,10 @@ from rich.text import Text
 
 from peerd import __version__
 from peerd.core.addr import parse_addr, split_peer
-from peerd.core.errors import ConfigError, RemoteError
+from peerd.core.errors import ConfigError, Refused, RemoteError
 from peerd.core.ids import PeerId
 from peerd.core.keys import Keypair
+from peerd.core.token import NO_TOKEN
 from peerd.home import IDENTITY_FILE, load_identity, make_private_dir
 from peerd.log import clean
 from peerd.net.clock import RealClock
@@ -198,16 +199,23 @@ async def _bootstrap(host: Host, rpc: Rpc, clock: RealClock, text: str) -> list[
     return [*findings, _clock(skew_s, rtt_s)]
 
 
-async def _skew(rpc: Rpc, clock: RealClock, peer: PeerId) -> float:
-    """How far the peer's clock is ahead of ours, in seconds."""
+async def _skew(rpc: Rpc, clock: RealClock, peer: PeerId) -> float | None:
+    """How far the peer's clock is ahead of ours, in seconds; None when it answers members of its run only."""
     sent = clock.wall()
     body = PingMessage(HelloMessage([], sent))
-    answer = await rpc.call(peer, "dht/1/ping", body, PongMessage, timeout_s=CONNECT_S)
+    try:
+        answer = await rpc.call(peer, "dht/1/ping", body, PongMessage, timeout_s=CONNECT_S)
+    except Refused as error:
+        if NO_TOKEN in str(error):
+            return None
+        raise
     hello = answer.body.hello
     return hello.wall - (sent + clock.wall()) / 2 if hello is not None and math.isfinite(hello.wall) else 0.0
 
 
-def _clock(skew_s: float, rtt_s: float) -> Finding:
+def _clock(skew_s: float | None, rtt_s: float) -> Finding:
+    if skew_s is None:
+        return Finding("clock", "ok", "not compared: that peer is of a run with tokens, and answers its members only")
     if abs(skew_s) <= CLOCK_WARN_S + rtt_s:
         return Finding("clock", "ok", f"{abs(skew_s):.1f} s from that peer's")
     way = "behind" if skew_s > 0 else "ahead of"

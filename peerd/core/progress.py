@@ -56,6 +56,7 @@ class Joiner(Message, frozen=True):
     """A peer that is about to choose its stage; `since`: when it arrived, Unix time."""
 
     since: float
+    token: TokenData = b""  # as in StageProgress
 
 
 class TrainerProgress(Message, frozen=True):

@@ -134,14 +134,16 @@ class Directory:
         the same list, so two do not fill one gap. `since`: when we arrived.
         """
         key = joining_key(self.run)
-        mine = Joiner(since)
+        mine = Joiner(since, self._gate.token if self._gate is not None else b"")
         await self._dht.put(key, encode(mine), ttl_s=_JOINING_TTL_S)
         await trio.sleep(_JOINING_WAIT_S)
         await self.refresh()
         joiners = {self._host.id: since}
         for record in await self._dht.get(key):
             try:
-                joiners.setdefault(record.publisher, decode(Joiner, record.value).since)
+                joiner = decode(Joiner, record.value)
+                if self._gate is None or self._gate.stranger(record.publisher, joiner.token, "stage") is None:
+                    joiners.setdefault(record.publisher, joiner.since)
             except ProtocolViolation as error:
                 log.warning("skipped a joiner's record: %s", error.blame(record.publisher))
         count = [0] * self.stages

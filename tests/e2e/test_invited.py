@@ -49,6 +49,8 @@ def test_invited_peers_train_while_others_are_refused_and_a_revoked_one_is_dropp
         ann, bobs = (started.join(name, "stage", file, addr) for name in ("ann", "bob"))
         cleo = started.join("cleo", "trainer", file, addr)
         reaches(cleo, 2)
+        assert invoke(["doctor", "--data-dir", str(tmp_path / "doctor"), "--bootstrap", addr]) == 0
+        assert "that peer is of a run with tokens" in capsys.readouterr().out
 
         none = started.join("none", "stage", file, addr)
         assert none.popen.wait(60) == 2

@@ -10,8 +10,8 @@ import trio
 
 from peerd.core.errors import Refused, RemoteError, Untrusted
 from peerd.core.frame import TensorFrame
-from peerd.core.messages import Empty
-from peerd.core.progress import StageProgress, encode_progress, stage_key
+from peerd.core.messages import Empty, encode
+from peerd.core.progress import Joiner, StageProgress, encode_progress, joining_key, stage_key
 from peerd.core.token import revoked_key
 from peerd.service.access import Present, Presented
 from peerd.service.contributions import Tally, TallyOf
@@ -211,6 +211,9 @@ def test_who_claims_in_the_directory_to_serve_counts_only_with_a_token_for_that(
             assert list(await mine.refresh()) == [a.id]
         assert len(await Directory("tiny", 2, outsider.host, outsider.dht).refresh()) == 3  # they do stand there
         assert open_backbone.dht.status()["records_held"] >= 3
+        now = a.node.clock.wall()
+        await outsider.dht.put(joining_key("tiny"), encode(Joiner(now - 0.1)), ttl_s=60)
+        assert await mine.needed_stage(now, a.node.clock) == 1  # 0, if a stranger's place in the line counted
         with pytest.raises(RemoteError):
             await a.ask(open_backbone, "stage/1/forward")
 
