@@ -234,10 +234,11 @@ class GroupRound:
         rest = tuple(peer for peer in self.group if peer not in (silent or self._quarrellers()))
         if len(rest) < 2 or now >= self._commit_by:
             return self._keep("nobody is left to average with" if len(rest) < 2 else "no time for another attempt")
+        left = tuple(peer for peer in self.group if peer not in rest)
         self.group = rest
         self.attempt += 1
         self._clear()
-        return [Start(self.attempt, rest)]
+        return [Keep(left, "the others go on without it"), Start(self.attempt, rest)]
 
     def _quarrellers(self) -> set[str]:
         """Everyone answers, so somebody is wrong: those who give up themselves, else the one in most quarrels."""
