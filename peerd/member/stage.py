@@ -1,15 +1,17 @@
 """A member of a stage: forward, backward, averaging with its stage-mates, optimizer steps. Not a role.
 
-What role `stage` is, and what role `trainer` holds where the model is one stage: a replica of its own. Follows the
-run's conductor (it tells when to average and step) and may be the conductor itself when it serves stage 0. Chooses its
-stage by need, takes its state from a checkpoint of its own or from a stage-mate, and writes checkpoints. Invariants:
-parameters change only by commit, restore and download, one at a time; every call names its step and is refused at any
-other; what a trainer hears is never computed with parameters of two steps.
+What role `stage` is, and what role `trainer` holds where the model is one stage: a replica of its own; with `Own` it is
+a user's model, whose gradients nobody else computes. Follows the run's conductor (it tells when to average and step)
+and may be the conductor itself when it serves stage 0. Chooses its stage by need, takes its state from a checkpoint of
+its own or from a stage-mate, and writes checkpoints. Invariants: parameters change only by commit, restore and
+download, one at a time; every call names its step and is refused at any other; what a trainer hears is never computed
+with parameters of two steps.
 """
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import TypeVar
 
 import trio
@@ -17,6 +19,7 @@ import trio
 from peerd.compute.coding import Plan
 from peerd.compute.feedback import ErrorFeedback
 from peerd.compute.served import Outcome, ServedStage, Stale, Vector, state_of
+from peerd.compute.user_model import UserModel
 from peerd.core.errors import ProtocolViolation, Refused, RemoteError
 from peerd.core.ids import PeerId, is_peer_text
 from peerd.core.messages import Empty
@@ -41,6 +44,7 @@ from peerd.core.training import (
     StateRequest,
 )
 from peerd.member.boundary import Boundary
+from peerd.member.own import Own
 from peerd.member.saving import Saving
 from peerd.role import Answer, AveragingPlan, Incoming, MethodLimits, RoleContext, RoundFailed, StateItem, Training
 
@@ -56,10 +60,11 @@ _LEAVE_PATIENCE_S = 4.0
 class StageMember:
     """See the module's header. `run`, `leave` and `status` are as in `peerd.role.Role`."""
 
-    def __init__(self, ctx: RoleContext, training: Training | None = None) -> None:
+    def __init__(self, ctx: RoleContext, training: Training | None = None, own: Own | None = None) -> None:
         """`training`: the run's services, when whoever holds this member uses them too."""
         assert ctx.run is not None
         self._ctx = ctx
+        self._own = own
         self._run: RunFile = ctx.run
         self._training = training or Training(ctx.run, ctx.host, ctx.rpc, ctx.dht, ctx.clock)
         self._following = self._training.following
@@ -75,7 +80,7 @@ class StageMember:
         self._session = int.from_bytes(ctx.clock.secure_bytes(6), "big")
         self._since = ctx.clock.wall()
         self._stage = -1
-        self._served: ServedStage | None = None
+        self._served: ServedStage | UserModel | None = None
         self._position = _START
         self._averaged: Position | None = None  # where a commit would lead
         self._total: Vector | None = None  # the sum that it would step with
@@ -100,6 +105,8 @@ class StageMember:
             await self._training.compare_settings()
             self._stage = await self._choose_stage()
             self._served = await self._work(self._build, "build the stage")
+            if self._own is not None:  # a user's first parameters are anything, not a function of the run's seed
+                self._position = await self._work(self._own.model.here, "name the parameters")
             await self._return_to_checkpoint()
             self._since = self._ctx.clock.wall()
             async with trio.open_nursery() as nursery:
@@ -140,6 +147,11 @@ class StageMember:
         except RemoteError:
             pass  # it is gone itself, or will notice when the connection closes
 
+    @property
+    def position(self) -> Position:
+        """Where the parameters stand now."""
+        return self._position
+
     def status(self) -> dict[str, object]:
         held = len(self._served.held) * self._run.pipeline.microbatch if self._served else 0
         return {
@@ -173,25 +185,33 @@ class StageMember:
             return wanted
         return await self._training.directory.needed_stage(self._since, self._ctx.clock)
 
-    def _build(self) -> ServedStage:
-        return ServedStage(self._run, self._stage, self._ctx.device)
+    def _build(self) -> ServedStage | UserModel:
+        return self._own.model if self._own else ServedStage(self._run, self._stage, self._ctx.device)
+
+    def _changing(self, patient: bool = False) -> AbstractAsyncContextManager[None]:
+        return self._own.changing(patient) if self._own else nullcontext()
 
     async def _return_to_checkpoint(self) -> None:
+        if self._own and not self._own.saves:
+            return
         await self._saving.open(self._stage)
         if self._saving.positions:
             await self._load_saved(self._saving.positions[-1])
 
     async def _load_saved(self, target: Position) -> None:
         """Go to a position of our own past; START needs no file."""
-        if target == _START:
+        if target == _START and self._own is None:
             self._served = await self._work(self._build, "build the stage anew")
+        elif self._own is not None and target not in self._saving.positions:
+            raise Refused("there is no way back to that position here")
         else:
             state = await self._saving.load(target)
-            await self._work(lambda: self._need().load(state), "load the checkpoint")
+            async with self._changing():
+                await self._work(lambda: self._need().load(state), "load the checkpoint")
         self._arrive_anew(target)
         self._ctx.log.event("restored", stage=self._stage, step=target.step)
 
-    def _need(self) -> ServedStage:
+    def _need(self) -> ServedStage | UserModel:
         assert self._served is not None
         return self._served
 
@@ -265,7 +285,7 @@ class StageMember:
         order = [PeerId.parse(name) for name in donors[turn:] + donors[:turn]]
         try:
             position, items = await self._snapshots.fetch(order, request, expected, self._worker)
-            async with self._moving:
+            async with self._moving, self._changing(patient=True):
                 state = state_of((item.name, item.dtype, item.shape, item.payload) for item in items)
                 await self._work(lambda: self._need().load(state), "load the downloaded state")
                 self._arrive_anew(position)
@@ -313,9 +333,10 @@ class StageMember:
         rpc = self._ctx.rpc
         large = MethodLimits(frames=2, frame_bytes=256 << 20, calls_per_peer=64, calls=512)
         orders = MethodLimits(body_bytes=1 << 20, calls_per_peer=4)
-        rpc.serve("stage/1/forward", StageForward, self._forward, limits=large)
-        rpc.serve("stage/1/loss", StageLoss, self._loss, limits=large)
-        rpc.serve("stage/1/backward", StageBackward, self._backward, limits=large)
+        if self._own is None:
+            rpc.serve("stage/1/forward", StageForward, self._forward, limits=large)
+            rpc.serve("stage/1/loss", StageLoss, self._loss, limits=large)
+            rpc.serve("stage/1/backward", StageBackward, self._backward, limits=large)
         rpc.serve("stage/1/prepare", Prepare, self._prepare, limits=orders)
         rpc.serve("stage/1/commit", Commit, self._commit, limits=orders)
         rpc.serve("stage/1/restore", Restore, self._restore, limits=orders)
@@ -328,7 +349,9 @@ class StageMember:
             raise Refused(f"this peer serves stage {self._stage}, not {stage}")
         if step is not None and step != self._position.step:
             raise Refused(f"the stage is at step {self._position.step}, the call at {step}")
-        return self._need()
+        served = self._need()
+        assert isinstance(served, ServedStage)
+        return served
 
     async def _compute(self, peer: PeerId, job: Callable[[], Outcome], name: str) -> Outcome:
         """Run a trainer's call; whatever is wrong with its tensors is its fault."""
@@ -441,7 +464,8 @@ class StageMember:
         if target != self._averaged or total is None:
             raise Refused("no such average lies ready here")
         samples = self._run.batch.target_samples
-        await self._work(lambda: served.commit(target.step - 1, total, samples), "step")
+        async with self._changing():
+            await self._work(lambda: served.commit(target.step - 1, total, samples), "step")
         if self._feedback is not None:
             self._feedback.settle()
         self._arrive(target)
@@ -449,7 +473,11 @@ class StageMember:
             await self._save()
 
     async def _save(self) -> None:
-        if self._position != _START and self._position not in self._saving.positions:
-            state = await self._work(self._need().module.state, "copy the state")
+        if self._own and not self._own.saves:
+            return
+        if self._position.step and self._position not in self._saving.positions:
+            served = self._need()
+            copy = served.state if isinstance(served, UserModel) else served.module.state
+            state = await self._work(copy, "copy the state")
             await self._saving.save(self._position, state)
             self._ctx.log.event("saved", stage=self._stage, step=self._position.step)
