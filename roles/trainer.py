@@ -18,9 +18,11 @@ import torch
 import trio
 from torch import Tensor
 
-from peerd.compute.data import SampleStream
+from peerd.compute.data import SampleStream, samples_of
+from peerd.compute.download import DataUnavailable
 from peerd.compute.tensors import to_frame
 from peerd.compute.tokens import load_vocabulary
+from peerd.core.errors import ConfigError
 from peerd.core.progress import TrainerProgress
 from peerd.core.runfile import RunFile
 from peerd.core.training import MemberInfo, TrainerAnswer
@@ -30,6 +32,7 @@ from peerd.role import Load, RoleContext, Training
 
 _AHEAD = 4  # microbatches of samples that lie ready
 _EVALUATION_BATCH = 16  # samples
+_DATA_RETRY_S = 10.0  # when a server of data cannot be reached
 _REPLICA_IN_FLIGHT = 2  # one that is computed and the next: others may be faster with what would wait here
 
 
@@ -51,6 +54,7 @@ class TrainerRole:
         self._worker = ctx.worker("data")
         self._wanted = trio.Event()  # set when the books have too few samples waiting
         self._position: dict[str, Any] = {}
+        self._data_problem: str | None = None
         self._token_dtype = torch.int64
         self._evaluated_step = -1
         self._valid_loss = math.nan
@@ -108,16 +112,15 @@ class TrainerRole:
 
     def _waits_for(self) -> str | None:
         reason = "the first samples" if self._contributor.answer is None else None
-        return self._contributor.waits_for or self._pipeline.waits_for or reason
+        return self._contributor.waits_for or self._pipeline.waits_for or self._data_problem or reason
 
     # --- samples ----------------------------------------------------------------------------------------------
 
     def _open_data(self) -> SampleStream:
         """The stream of samples; goes on where this peer's last one ended."""
         run, name = self._run, self._ctx.host.id.text
-        vocabulary = load_vocabulary(run.model.vocab)
-        self._token_dtype = _narrowest(vocabulary.size)
-        stream = SampleStream(run.data, vocabulary, run.model.context, run.seed, name)
+        self._token_dtype = _narrowest(load_vocabulary(run.model.vocab).size)
+        stream = samples_of(run, name)
         self._resume(stream)
         return stream
 
@@ -127,7 +130,7 @@ class TrainerRole:
             return
         try:
             stream.resume(json.loads(path.read_text()))
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, ConfigError) as error:
             self._ctx.log.event("data from the start", level="warning", reason=f"{path}: {error}")
 
     async def _save_position(self) -> None:
@@ -152,7 +155,14 @@ class TrainerRole:
 
         while True:
             while len(self._books.waiting) < _AHEAD:
-                load, self._position = await self._worker.run(take, name="take samples")
+                try:
+                    load, self._position = await self._worker.run(take, name="take samples")
+                except DataUnavailable as error:
+                    self._data_problem = str(error)
+                    self._ctx.log.event("data unavailable", level="warning", reason=str(error))
+                    await trio.sleep(_DATA_RETRY_S)
+                    continue
+                self._data_problem = None
                 self._books.waiting.append(load)
                 if len(self._books.open()) < self._contributor.in_flight():
                     self._contributor.tell()
@@ -225,8 +235,7 @@ class TrainerRole:
 
     def _take_held_out(self) -> list[Load]:
         run = self._run
-        stream = SampleStream(run.data, load_vocabulary(run.model.vocab), run.model.context, run.seed, "all", "valid")
-        samples = stream.take(run.evaluate.samples)
+        samples = samples_of(run, "all", "valid").take(run.evaluate.samples)
         return [self._load(samples[i : i + _EVALUATION_BATCH]) for i in range(0, len(samples), _EVALUATION_BATCH)]
 
     def _load(self, samples: Tensor) -> Load:

@@ -16,8 +16,6 @@ from typing import TypeVar
 
 import trio
 
-from peerd.compute.coding import Plan
-from peerd.compute.feedback import ErrorFeedback
 from peerd.compute.served import Outcome, ServedStage, Stale, Vector, state_of
 from peerd.compute.user_model import UserModel
 from peerd.core.errors import ProtocolViolation, Refused, RemoteError
@@ -25,9 +23,11 @@ from peerd.core.ids import PeerId, is_peer_text
 from peerd.core.messages import Empty
 from peerd.core.progress import StageProgress
 from peerd.core.runfile import RunFile
+from peerd.core.state import TensorSpec
 from peerd.core.training import (
     Commit,
     Leave,
+    LineInfo,
     Mb,
     MemberAnswer,
     MemberInfo,
@@ -45,8 +45,9 @@ from peerd.core.training import (
 )
 from peerd.member.boundary import Boundary
 from peerd.member.own import Own
+from peerd.member.rounds import Rounds
 from peerd.member.saving import Saving
-from peerd.role import Answer, AveragingPlan, Incoming, MethodLimits, RoleContext, RoundFailed, StateItem, Training
+from peerd.role import Answer, Incoming, MethodLimits, RoleContext, RoundFailed, StateItem, Training
 
 T = TypeVar("T")
 
@@ -68,15 +69,14 @@ class StageMember:
         self._run: RunFile = ctx.run
         self._training = training or Training(ctx.run, ctx.host, ctx.rpc, ctx.dht, ctx.clock)
         self._following = self._training.following
-        self._averaging = self._training.averaging()
         self._snapshots = self._training.snapshots()
         self._conducting = self._training.conducting()
         self._saving = Saving(ctx, self._training.fingerprint)
         self._worker = ctx.worker(ctx.device)
         self._coding = ctx.worker("coding")
         self._boundary = Boundary(ctx, ctx.run)
-        code = ctx.run.averaging.code
-        self._feedback = ErrorFeedback(Plan(code, ctx.run.averaging.block)) if code != "none" else None
+        self._rounds = Rounds(ctx.run, self._training, self._coding)
+        self._tally = self._training.tally("stage", ctx.data_dir / "contributed.json")
         self._session = int.from_bytes(ctx.clock.secure_bytes(6), "big")
         self._since = ctx.clock.wall()
         self._stage = -1
@@ -85,6 +85,7 @@ class StageMember:
         self._averaged: Position | None = None  # where a commit would lead
         self._total: Vector | None = None  # the sum that it would step with
         self._counted: list[Mb] = []
+        self._line_said: LineInfo | None = None
         self._closing = False
         self._leaving = False
         self._moving = trio.Lock()
@@ -114,8 +115,10 @@ class StageMember:
                 if self._stage == 0:
                     self._following.joined_since = self._since
                     self._conducting.notes = lambda text: self._ctx.log.event("conductor", note=text)
+                    self._conducting.solver = self._coding
                     await nursery.start(self._conducting.run)
                 self._serve()
+                self._snapshots.notes = lambda text: self._ctx.log.event("download", note=text)
                 self._waits_for = "the conductor"
                 self._ctx.log.event("stage", stage=self._stage, step=self._position.step)
                 nursery.start_soon(self._announce_now_and_then)
@@ -223,8 +226,7 @@ class StageMember:
 
     def _arrive_anew(self, position: Position) -> None:
         """Arrive otherwise than by a step of our own."""
-        if self._feedback is not None:
-            self._feedback.forget()
+        self._rounds.forget()
         self._arrive(position)
 
     async def _work(self, job: Callable[[], T], name: str) -> T:
@@ -246,6 +248,8 @@ class StageMember:
         if self._following.changes != self._changes:
             self._changes, self._seen, self._resend = self._following.changes, 0, True
         say_all, self._stated = self._resend, self._position
+        line = self._rounds.line()
+        news, self._line_said = line != self._line_said, line
         return MemberSync(
             run=self._training.fingerprint,
             session=self._session,
@@ -260,6 +264,7 @@ class StageMember:
             term=self._term,
             seen=self._seen,
             wait_s=0.0 if say_all else _SYNC_WAIT_S,
+            line=line if say_all or news else None,
         )
 
     def _take(self, answer: MemberAnswer) -> None:
@@ -278,7 +283,7 @@ class StageMember:
             await trio.sleep(0.5)
             return False
         self._waits_for = f"the state of step {current.step} from a stage-mate"
-        expected = [StateItem(*item) for item in await self._work(self._need().describe, "describe the state")]
+        expected = await self._work(self._outline, "outline the state")
         request = StateRequest(self._training.fingerprint, self._stage)
         # Each joiner begins with another donor, so that no donor has to serve them all.
         turn = self._session % len(donors)
@@ -295,6 +300,13 @@ class StageMember:
             return False
         self._ctx.log.event("downloaded", stage=self._stage, step=position.step)
         return True
+
+    def _outline(self) -> list[StateItem] | list[TensorSpec]:
+        """Names, dtypes and shapes of the state."""
+        served = self._need()
+        if isinstance(served, ServedStage):
+            return served.outline()
+        return [StateItem(*item) for item in served.describe()]
 
     async def _freeze(self) -> tuple[Position, list[StateItem]]:
         """What a donor gives: a copy of the state and the position it belongs to."""
@@ -321,6 +333,7 @@ class StageMember:
             try:
                 await directory.announce(progress)
                 await self._training.publish_settings()
+                await self._tally.publish()
             except RemoteError as error:
                 self._ctx.log.event("announce failed", level="warning", reason=str(error))
             with trio.move_on_after(_ANNOUNCE_S):
@@ -340,7 +353,9 @@ class StageMember:
         rpc.serve("stage/1/prepare", Prepare, self._prepare, limits=orders)
         rpc.serve("stage/1/commit", Commit, self._commit, limits=orders)
         rpc.serve("stage/1/restore", Restore, self._restore, limits=orders)
-        self._snapshots.offer(self._training.fingerprint, self._stage, self._freeze, self._worker)
+        self._snapshots.offer(
+            self._training.fingerprint, self._stage, self._freeze, self._coding, lambda: self._position
+        )
 
     def _check(self, run: bytes, stage: int, step: int | None) -> ServedStage:
         if run != self._training.fingerprint:
@@ -414,12 +429,13 @@ class StageMember:
             raise Refused("this peer does not follow you")
 
     async def _prepare(self, call: Incoming[Prepare]) -> Answer[Prepared]:
-        body, served, feedback = call.body, self._need(), self._feedback
+        body, served = call.body, self._need()
         self._obey(call.peer, body.run)
         if not all(map(is_peer_text, body.group)):
             raise ProtocolViolation("the group names somebody who can't be a peer", call.peer)
         if body.step != self._position.step or self._ctx.host.id.text not in body.group:
             return Answer(Prepared(False, body.assigned, []))
+        plan = self._rounds.plan(body, call.peer)
         async with self._moving:
             self._closing = True
             try:
@@ -427,11 +443,7 @@ class StageMember:
                 if missing:
                     return Answer(Prepared(False, missing, []))
                 vector = await self._work(served.vector, "copy the gradient")
-                averaging = self._run.averaging
-                plan = AveragingPlan(body.attempt, tuple(body.group), averaging.part_bytes, averaging.sender_timeout_s)
-                if feedback is not None:
-                    await self._coding.run(lambda: feedback.begin(vector), name="add the residual")
-                total = await self._averaging.sum(plan, vector, self._coding, feedback)
+                total = await self._rounds.total(plan, vector)
             except RoundFailed as error:
                 self._ctx.log.event("averaging failed", level="warning", step=body.step, reason=str(error))
                 return Answer(Prepared(False, [], list(error.lost)))
@@ -466,8 +478,9 @@ class StageMember:
         samples = self._run.batch.target_samples
         async with self._changing():
             await self._work(lambda: served.commit(target.step - 1, total, samples), "step")
-        if self._feedback is not None:
-            self._feedback.settle()
+        self._rounds.settle()
+        counted = len(self._counted) * self._run.pipeline.microbatch
+        self._tally.add(samples=counted, bytes_aggregated=self._rounds.newly_aggregated_bytes())
         self._arrive(target)
         if self._saving.due(target.step):
             await self._save()

@@ -1,10 +1,10 @@
 """All-reduce inside a group: every sender ends with the same bits of the sum of all senders' vectors.
 
-Drives `machine/allreduce`: sends each part to its owner and takes the sum back in the same call, so a part costs
-one call, and back-pressure is the transport's. The parts under way to an owner are in proportion to its share, so
-that all shares end together and every line is busy to the end. A helper sums what it owns and brings nothing; a client
-brings a vector and sums nothing. Parts travel as their `PartCoder` makes them; coding and sums run on the worker, sums
-in the order of the senders. With a lossy code the owner, too, goes on with what the others can decode.
+Drives `machine/allreduce`: one call to each owner carries its parts one after the other, and the sums come back on it
+in the same order, while later parts are still on their way; back-pressure is the transport's. All shares are sent
+evenly, so that they end together and every line is busy to the end. A helper sums what it owns and brings nothing; a
+client brings a vector and sums nothing. Parts travel as their `PartCoder` makes them; coding and sums run on the
+worker, sums in the order of the senders. With a lossy code the owner, too, goes on with what the others can decode.
 A round ends whole or raises `RoundFailed` with the members at fault; nothing is applied here. Vectors are numpy, 1-D.
 A hostile member may send wrong shapes, wrong dtypes, NaN, parts of others, strangers' attempts: each is refused, what
 needs no look at the values before they are decoded.
@@ -23,18 +23,18 @@ import trio
 from peerd.core.errors import LocalError, PeerdError, Refused, RemoteError
 from peerd.core.frame import TensorFrame
 from peerd.core.ids import PeerId
-from peerd.core.limits import FRAME_ELEMENTS
+from peerd.core.limits import FRAME_ELEMENTS, RPC_DEADLINE_S
 from peerd.core.messages import Empty
 from peerd.core.training import AverageKey
 from peerd.core.work import Worker
-from peerd.machine.allreduce import AveragingPlan, Part, Round, RoundFailed
-from peerd.service.rpc import Answer, Incoming, MethodLimits, Rpc
+from peerd.machine.allreduce import AveragingPlan, Pace, Part, Round, RoundFailed
+from peerd.service.rpc import CallStream, Incoming, MethodLimits, Rpc
 
 Vector = np.ndarray[Any, np.dtype[Any]]
 
-METHOD = "average/1/part"
-_PARTS_IN_FLIGHT = 4  # to one owner of an equal share: enough to fill the line while sums are made
-_PARTS_IN_FLIGHT_MOST = 32  # to one owner of a large one
+METHOD = "average/1/parts"
+_PARTS_UNDER_WAY = 8  # to one owner of an equal share: enough to fill the line while sums are made
+_PARTS_UNDER_WAY_MOST = 256  # of one sender: its next ones wait on the way
 _DTYPES = {"float32", "float64"}  # of a vector that a helper is told to sum
 _JOIN_WAIT_S = 30.0  # a member may hear of the round a little later than the others
 _LOOK_S = 0.5  # how often lateness is looked for
@@ -82,6 +82,7 @@ class _Open:
     answers: dict[int, TensorFrame] = field(default_factory=dict)  # sums of our own parts, as they travel
     owed: dict[int, int] = field(default_factory=dict)  # how many have not taken such an answer
     moved: trio.Event = field(default_factory=trio.Event)  # set, and replaced, whenever the round gets on
+    came_back: trio.Event = field(default_factory=trio.Event)  # likewise, when more parts may leave
 
     def fail(self, reason: str, lost: tuple[str, ...]) -> None:
         self.failure = self.failure or RoundFailed(reason, lost)
@@ -109,15 +110,20 @@ class _Open:
             del self.answers[index]
 
 
+_Way = tuple[list[Part], Pace, CallStream]  # one owner's share, when its parts may leave, and the call they take
+
+
 class Averaging:
     """Serves the parts of rounds that this peer takes part in."""
 
     def __init__(self, rpc: Rpc, own: PeerId) -> None:
         self._rpc = rpc
         self._own = own.text
+        self.aggregated_bytes = 0  # of others' vectors, summed here so far
         self._rounds: dict[bytes, _Open] = {}
         self._opened = trio.Event()  # set and replaced whenever a round opens
-        rpc.serve(METHOD, AverageKey, self._take_part, limits=MethodLimits(frames=1, frame_bytes=8 << 20))
+        limits = MethodLimits(frames=1, frame_bytes=8 << 20, calls_per_peer=8)  # rounds that were called off end slowly
+        rpc.serve_stream(METHOD, AverageKey, self._take_parts, limits=limits)
 
     async def sum(
         self, plan: AveragingPlan, vector: Vector | None, worker: Worker, coder: PartCoder | None = None
@@ -159,22 +165,18 @@ class Averaging:
         return Round(self._own, plan.senders, parts, plan.patience_s), vector, result
 
     def _start_sending(self, nursery: trio.Nursery, plan: AveragingPlan, state: _Open) -> None:
-        """Our version of every part to its owner, several at a time; each sender begins with another owner."""
+        """Our version of every part to its owner, and the sums back; each sender begins with another owner."""
         parts = state.round.parts
         shares: dict[str, list[Part]] = {}
         for part in parts:
             shares.setdefault(part.owner, []).append(part)
         own = shares.pop(self._own, [])
         nursery.start_soon(self._give_own, state, own)
+        pace = Pace([part for share in shares.values() for part in share], _PARTS_UNDER_WAY)
         turn = plan.senders.index(self._own) % max(1, len(shares))
         owners = list(shares)
         for owner in owners[turn:] + owners[:turn]:
-            share = shares[owner]
-            equal = len(parts) / (len(shares) + bool(own))
-            window = round(_PARTS_IN_FLIGHT * len(share) / equal)
-            queue = iter(share)
-            for _ in range(max(1, min(window, _PARTS_IN_FLIGHT_MOST, len(share)))):
-                nursery.start_soon(self._send_parts, plan, state, queue)
+            nursery.start_soon(self._exchange, plan, state, shares[owner], pace)
 
     @contextmanager
     def _registered(self, attempt: bytes, state: _Open) -> Iterator[None]:
@@ -197,26 +199,52 @@ class Averaging:
             if late:
                 state.fail("a member of the group fell silent", late)
 
-    async def _send_parts(self, plan: AveragingPlan, state: _Open, queue: Iterator[Part]) -> None:
-        """Part after part to one owner; each answer is the sum."""
-        timeout_s, source = 4 * plan.patience_s + _JOIN_WAIT_S, state.source
-        assert source is not None
-        for part in queue:
-            body = AverageKey(plan.attempt, part.index)
-            owner = PeerId.parse(part.owner)
-            try:
-                frame, _ = await _encode(state, part, source[part.begin : part.end])
-                answer = await self._rpc.call(owner, METHOD, body, Empty, frames=[frame], timeout_s=timeout_s)
-                total = await _decode(state, part, answer.frames)
-            except RemoteError as error:
-                state.fail(f"a part was not summed: {error}", (part.owner,))
-                return
-            except PeerdError as error:
-                state.fail(str(error), (self._own,))  # our own gradient cannot be coded
-                return
-            state.result[part.begin : part.end] = total
-            state.round.returned(trio.current_time(), part.index)
-            state.get_on()
+    async def _exchange(self, plan: AveragingPlan, state: _Open, share: list[Part], pace: Pace) -> None:
+        """Our version of one owner's share, and the sums of it."""
+        owner = share[0].owner
+        first = AverageKey(plan.attempt, share[0].index)
+        with self._blaming(state, owner):
+            stream = self._rpc.stream(PeerId.parse(owner), METHOD, first, timeout_s=RPC_DEADLINE_S)
+            async with stream as call, trio.open_nursery() as nursery:
+                nursery.start_soon(self._send_share, plan, state, (share, pace, call))
+                nursery.start_soon(self._receive_sums, state, (share, pace, call))
+
+    @contextmanager
+    def _blaming(self, state: _Open, owner: str) -> Iterator[None]:
+        """What goes wrong between us and an owner ends the round."""
+        try:
+            yield
+        except RemoteError as error:
+            state.fail(f"a part was not summed: {error}", (owner,))
+        except PeerdError as error:
+            state.fail(str(error), (self._own,))  # our own gradient cannot be coded
+
+    async def _send_share(self, plan: AveragingPlan, state: _Open, way: _Way) -> None:
+        share, pace, call = way
+        assert state.source is not None
+        with self._blaming(state, share[0].owner):
+            for part in share:
+                while not pace.may_leave(part):
+                    await state.came_back.wait()
+                frame, _ = await _encode(state, part, state.source[part.begin : part.end])
+                await call.send(AverageKey(plan.attempt, part.index), (frame,))
+            call.finish()
+
+    async def _receive_sums(self, state: _Open, way: _Way) -> None:
+        share, pace, call = way
+        with self._blaming(state, share[0].owner):
+            for part in share:
+                answer = await call.receive(Empty)
+                if answer is None:
+                    raise Refused("it sent fewer sums than parts it has")
+                state.result[part.begin : part.end] = await _decode(state, part, answer.frames)
+                state.round.returned(trio.current_time(), part.index)
+                if pace.returned(part.owner):
+                    state.came_back.set()
+                    state.came_back = trio.Event()
+            if await call.receive(Empty) is not None:
+                raise Refused("it sent more sums than parts it has")
+        state.get_on()
 
     async def _give_own(self, state: _Open, share: list[Part]) -> None:
         """Our own version of the parts that we sum."""
@@ -225,24 +253,33 @@ class Averaging:
             with suppress(Refused):  # the round has failed, and says why itself
                 await self._arrive(state, part, self._own, state.source[part.begin : part.end])
 
-    async def _take_part(self, call: Incoming[AverageKey]) -> Answer[Empty]:
+    async def _take_parts(self, call: Incoming[AverageKey], parts: CallStream) -> None:
+        """A sender's version of our share; the sums go back in the order in which its parts come."""
         state = await self._round(call.body.attempt)
-        if not call.body.part < len(state.round.parts):
-            raise Refused("no such part")
-        part = state.round.parts[call.body.part]
-        try:
-            state.round.check(part.index, call.peer.text)
-            version = await _decode(state, part, call.frames)
-            await self._arrive(state, part, call.peer.text, version)
-        except ValueError as error:
-            raise Refused(str(error)) from None
-        while not state.summed[part.index].is_set():
-            if state.failure is not None:
-                raise Refused("the round has failed")
-            await state.moved.wait()
-        answer = state.answers[part.index]
-        state.taken(part.index)
-        return Answer(Empty(), (answer,))
+        came, due = trio.open_memory_channel[Part](_PARTS_UNDER_WAY_MOST)
+        async with trio.open_nursery() as nursery, came:
+            nursery.start_soon(self._return_sums, state, due, parts)
+            while (message := await parts.receive(AverageKey)) is not None:
+                if message.body.attempt != call.body.attempt or not message.body.part < len(state.round.parts):
+                    raise Refused("no such part")
+                part = state.round.parts[message.body.part]
+                try:
+                    state.round.check(part.index, call.peer.text)
+                    version = await _decode(state, part, message.frames)
+                    await self._arrive(state, part, call.peer.text, version)
+                except ValueError as error:
+                    raise Refused(str(error)) from None
+                await came.send(part)
+
+    async def _return_sums(self, state: _Open, due: trio.MemoryReceiveChannel[Part], parts: CallStream) -> None:
+        async for part in due:
+            while not state.summed[part.index].is_set():
+                if state.failure is not None:
+                    raise Refused("the round has failed")
+                await state.moved.wait()
+            answer = state.answers[part.index]
+            state.taken(part.index)
+            await parts.send(Empty(), (answer,))
 
     async def _round(self, attempt: bytes) -> _Open:
         """The round, when this peer has heard of it; TooSlow by the call's own deadline otherwise."""
@@ -276,6 +313,7 @@ class Averaging:
             target[:] = seen
         del state.versions[part.index]
         state.owed[part.index] = len(ordered) - (state.source is not None)
+        self.aggregated_bytes += target.nbytes * state.owed[part.index]
         if not state.owed[part.index]:
             del state.answers[part.index]
         state.summed[part.index].set()

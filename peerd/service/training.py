@@ -66,7 +66,7 @@ class Training:
 
     def snapshots(self) -> Snapshots:
         """For a stage peer: give and fetch state."""
-        return Snapshots(self._rpc)
+        return Snapshots(self._rpc, self._clock.rng("state"))
 
     def conducting(self) -> Conducting:
         """For a peer of stage 0: the conductor's duty, when it comes."""

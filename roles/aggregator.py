@@ -1,0 +1,144 @@
+"""Role `aux`: sums gradients for the peers of one stage, without a model or data of its own.
+
+A machine with a good line and no accelerator: it takes part in averaging rounds as an owner of parts that sends none,
+with a share as large as its line. The conductor learns of it by its reports and names it in the orders to average; a
+round can do without it, so nothing is lost when it goes. Obeys only the conductor that it follows.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import trio
+
+from peerd.compute.choice import Plan
+from peerd.compute.feedback import ErrorFeedback
+from peerd.core.errors import ProtocolViolation, Refused, RemoteError
+from peerd.core.messages import Empty
+from peerd.core.runfile import RunFile
+from peerd.core.training import Leave, MemberAnswer, MemberSync, Position, Prepare, Prepared
+from peerd.member.lines import own_line
+from peerd.role import Answer, AveragingPlan, Incoming, MethodLimits, RoleContext, RoundFailed, Training
+
+_SYNC_WAIT_S = 2.0
+_START = Position(0, b"")
+
+
+class AuxRole:
+    """See the module's header."""
+
+    name: ClassVar[str] = "aux"
+    needs_run: ClassVar[bool] = True
+
+    def __init__(self, ctx: RoleContext) -> None:
+        assert ctx.run is not None
+        self._ctx = ctx
+        self._run: RunFile = ctx.run
+        self._training = Training(ctx.run, ctx.host, ctx.rpc, ctx.dht, ctx.clock)
+        self._following = self._training.following
+        self._averaging = self._training.averaging()
+        self._worker = ctx.worker("coding")
+        code = ctx.run.averaging.code
+        self._coder = ErrorFeedback(Plan(code, ctx.run.averaging.block)) if code != "none" else None
+        self._stage = ctx.run.limits.stage or 0
+        self._session = int.from_bytes(ctx.clock.secure_bytes(6), "big")
+        self._since = ctx.clock.wall()
+        self._term = self._seen = 0
+        self._changes = -1
+        self._rounds = self._failed = 0
+        self._busy_s = 0.0
+        self._aggregated = 0
+        self._tally = self._training.tally("aux", ctx.data_dir / "contributed.json")
+        self._waits_for: str | None = "the conductor"
+
+    async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        orders = MethodLimits(body_bytes=1 << 20, calls_per_peer=4)
+        try:
+            await self._training.compare_settings()
+            self._ctx.rpc.serve("stage/1/prepare", Prepare, self._prepare, limits=orders)
+            task_status.started()
+            await self._follow()
+        finally:
+            for service in ("stage/1", "average/1"):
+                self._ctx.rpc.unserve(service)
+
+    async def leave(self) -> None:
+        """Say goodbye: the next round is made without us."""
+        conductor = self._following.conductor
+        if conductor is None:
+            return
+        with trio.move_on_after(1.0):
+            try:
+                body = Leave(self._training.fingerprint)
+                await self._ctx.rpc.call(conductor, "swarm/1/leave", body, Empty, timeout_s=1.0)
+            except RemoteError:
+                pass  # it will notice when the connection closes
+
+    def status(self) -> dict[str, object]:
+        conductor = self._following.conductor
+        return {
+            "stage": self._stage,
+            "rounds": self._rounds,
+            "rounds_failed": self._failed,
+            "busy_s": self._busy_s,
+            "aggregated_bytes": self._aggregated,
+            "conductor": conductor.text if conductor else None,
+            "waits_for": self._following.waits_for or self._waits_for,
+        }
+
+    async def _follow(self) -> None:
+        """Report to the conductor, so that it counts on us and we know whom to obey."""
+        while True:
+            answer = await self._following.ask("swarm/1/member", self._report, MemberAnswer, _SYNC_WAIT_S + 8.0)
+            self._term, self._seen = max(self._term, answer.term), answer.version
+            if answer.members is not None:
+                self._following.note_members(answer.members)
+            self._waits_for = answer.waits_for or (None if self._rounds else "the first round")
+            await self._tally.publish()
+
+    def _report(self) -> MemberSync:
+        new = self._following.changes != self._changes
+        if new:
+            self._changes, self._seen = self._following.changes, 0
+        return MemberSync(
+            run=self._training.fingerprint,
+            session=self._session,
+            stage=self._stage,
+            position=_START,
+            prepared=None,
+            saved=[],
+            held=None,
+            counted=[],
+            addrs=self._training.directory.own_addrs(),
+            since=self._since,
+            term=self._term,
+            seen=self._seen,
+            wait_s=0.0 if new else _SYNC_WAIT_S,
+            line=own_line(self._run.limits, "aux"),
+        )
+
+    async def _prepare(self, call: Incoming[Prepare]) -> Answer[Prepared]:
+        """Sum our share of one round; we hold no gradient and keep no mean."""
+        body = call.body
+        if body.run != self._training.fingerprint:
+            raise Refused("your run file differs from this run's")
+        if call.peer != self._following.conductor:
+            raise Refused("this peer does not follow you")
+        averaging, began = self._run.averaging, self._ctx.clock.now()
+        try:
+            plan = AveragingPlan.of(body, averaging.part_bytes, averaging.sender_timeout_s)
+        except ValueError as error:
+            raise ProtocolViolation(str(error), call.peer) from None
+        if self._ctx.host.id.text in plan.senders:
+            raise Refused("this peer has no gradient to send")
+        try:
+            await self._averaging.sum(plan, None, self._worker, self._coder)
+        except RoundFailed as error:
+            self._failed += 1
+            self._ctx.log.event("averaging failed", level="warning", step=body.step, reason=str(error))
+            return Answer(Prepared(False, [], list(error.lost)))
+        self._rounds += 1
+        self._busy_s += self._ctx.clock.now() - began
+        self._tally.add(bytes_aggregated=self._averaging.aggregated_bytes - self._aggregated)
+        self._aggregated = self._averaging.aggregated_bytes
+        return Answer(Prepared(True, [], []))
