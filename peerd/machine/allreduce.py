@@ -11,6 +11,7 @@ Invariant: a part is summed once, when each sender's version is there.
 from __future__ import annotations
 
 import math
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -20,6 +21,8 @@ from peerd.core.training import Prepare
 from peerd.machine.shares import apportioned
 
 _SHARES_TOLERANCE = 1e-6
+_PARTS_OF_A_SHARE = 8  # at least,
+_LEAST_ELEMENTS = 1024  # unless they would be smaller than this
 
 
 class RoundFailed(PeerdError):
@@ -81,7 +84,7 @@ class AveragingPlan:
     def parts(self, length: int, itemsize: int) -> tuple[Part, ...]:
         """The parts of a vector of `length` elements of `itemsize` bytes; ValueError if they are too many."""
         part_elements = max(1, self.part_bytes // itemsize)
-        if length // part_elements + len(self.group) > AVERAGE_PARTS:
+        if length // part_elements + _PARTS_OF_A_SHARE * len(self.group) > AVERAGE_PARTS:
             raise ValueError(f"a vector of {length} elements has too many parts of {part_elements}")
         return cut(length, self.group, part_elements, self.shares)
 
@@ -111,12 +114,16 @@ def cut(
 ) -> tuple[Part, ...]:
     """The parts of a vector, one contiguous share for each of the group; every member computes the same ones.
 
-    Without `shares` these differ by one element at most.
+    Without `shares` these differ by one element at most. A small share is cut, too, so that it can be sent evenly
+    beside the large ones.
     """
     parts: list[Part] = []
     for owner, (begin, share_end) in zip(group, _spans(length, len(group), shares), strict=True):
+        most = part_elements
+        if shares is not None:
+            most = min(most, max(_LEAST_ELEMENTS, -(-(share_end - begin) // _PARTS_OF_A_SHARE)))
         while begin < share_end:
-            end = min(begin + part_elements, share_end)
+            end = min(begin + most, share_end)
             parts.append(Part(len(parts), owner, begin, end))
             begin = end
     return tuple(parts)
@@ -198,3 +205,46 @@ class Round:
             owners = set(self._due.values())
             late = {peer for peer in silent & owners if now - self._heard[peer] > 2 * self._patience_s}
         return tuple(sorted(late))
+
+
+class Pace:
+    """Which parts of other owners may leave now, so that all shares are sent evenly and end together.
+
+    A part's place is how far its owner's share has come with it, from 0 to 1. What leaves is at most a window ahead of
+    the least place, among shares as large or larger, that still waits for its sum. So a small share does not overtake
+    a large one, which would leave its owner's line idle at the end; nor does it hold it up; and what is under way is
+    bounded.
+    """
+
+    def __init__(self, parts: Sequence[Part], under_way: float) -> None:
+        """`under_way`: how many parts of an average share may be on their way to its owner."""
+        counts = Counter(part.owner for part in parts)
+        self._size = {owner: count.bit_length() for owner, count in counts.items()}  # within a factor of two
+        self._left: dict[str, deque[int]] = {owner: deque() for owner in counts}  # that wait for their sum
+        self._place: dict[int, float] = {}
+        for part in parts:
+            queue = self._left[part.owner]
+            self._place[part.index] = (len(queue) + 0.5) / counts[part.owner]
+            queue.append(part.index)
+        self._window = under_way * len(counts) / max(1, len(parts))
+        self._least = self._find_least()
+
+    def may_leave(self, part: Part) -> bool:
+        return self._place[part.index] <= self._least[self._size[part.owner]] + self._window
+
+    def returned(self, owner: str) -> bool:
+        """The sum of the next part of `owner` is here; True when more may leave than before."""
+        before = self._least[self._size[owner]]
+        if self._place[self._left[owner].popleft()] > before:
+            return False
+        self._least = self._find_least()
+        return self._least[self._size[owner]] > before
+
+    def _find_least(self) -> dict[int, float]:
+        """By size: the least place that waits, of shares of this size and above."""
+        found, least = {}, 1.0
+        for size in sorted(set(self._size.values()), reverse=True):
+            heads = (queue[0] for owner, queue in self._left.items() if queue and self._size[owner] == size)
+            least = min([least, *(self._place[head] for head in heads)])
+            found[size] = least
+        return found
