@@ -34,6 +34,7 @@ LAYERS = {
     "config": {"core", "log"},
     "role": {"core", "machine", "net", "service", "log"},
     "member": {"core", "compute", "role"},
+    "library": {"core", "net", "compute", "member", "config", "daemon", "home", "log"},
     "registry": {"core", "log", "role"},
     "control": {"core", "home"},
     "devices": {"core"},
@@ -56,12 +57,13 @@ LAYERS = {
 }
 ROLE_IMPORTS = {"core", "compute", "role", "member"}
 SANS_IO = {"trio", "torch", "socket", "time", "logging", "asyncio", "threading", "select", "secrets", "subprocess"}
+WITH_TORCH = {"compute", "member", "library", "sim"}
 BANNED = {
     "core": SANS_IO,
     "machine": SANS_IO,
     "net": {"torch", "time", "logging.config"},
     "service": {"torch", "time"},
-    **{name: {"torch"} for name in LAYERS.keys() - {"core", "machine", "net", "service", "compute", "member", "sim"}},
+    **{name: {"torch"} for name in LAYERS.keys() - {"core", "machine", "net", "service", *WITH_TORCH}},
 }
 THE_REAL_CLOCK = Path("peerd/net/clock.py")  # the one file of the network that reads the machine's clock
 UNSAFE_MODULES = {"pickle", "marshal", "shelve", "dill", "cloudpickle", "cPickle"}

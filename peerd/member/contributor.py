@@ -195,11 +195,23 @@ class Contributor(Generic[T]):
     # --- leaving ----------------------------------------------------------------------------------------------
 
     async def hand_in(self, unfinished: bool = True) -> None:
-        """Begin nothing new; wait a little until what is done is said, and with `unfinished` what is begun is done."""
+        """Begin nothing new; wait a little until what is done is said, and what is begun done.
+
+        Without `unfinished` what is begun is given back at once: the batch has room for others'.
+        """
         self.leaving = True
+        if not unfinished:
+            self._give_back()
         with trio.move_on_after(_LEAVE_PATIENCE_S):
-            while any(i.unsaid or (unfinished and i.admitted and not i.finished) for i in self.books.items.values()):
+            while any(i.admitted and (not i.finished or i.unsaid) for i in self.books.items.values()):
                 await self._heard.wait()
+
+    def _give_back(self) -> None:
+        for seq in self.books.open():
+            del self.books.items[seq]
+            for scope in self._scopes.pop(seq, []):
+                scope.cancel()
+        self.tell()
 
     async def say_goodbye(self) -> None:
         """So that nobody waits for us."""

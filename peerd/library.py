@@ -1,0 +1,294 @@
+"""peerd in a user's own training loop: an optimizer that averages with everybody's before it steps.
+
+`AveragingOptimizer` runs one peer, with its own trio loop, in a background thread; the user's thread meets it at a
+desk (`member/desk`). Nothing of the user's is touched but while his thread is inside `start`, `step` or `close`. What
+goes wrong in the background is raised there, once it is known, as the error that it was. The thread is a daemon, and
+the interpreter's exit closes what was forgotten, so nothing hangs.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import os
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final
+
+import msgspec
+import outcome
+import torch
+import trio
+from torch import Tensor
+
+from peerd.compute.user_model import UserModel
+from peerd.config import check_addresses
+from peerd.core.errors import ConfigError, PeerdError
+from peerd.core.runfile import (
+    BatchSection,
+    CheckpointSection,
+    LimitsSection,
+    ModelSection,
+    OptimizerSection,
+    PipelineSection,
+    RunFile,
+    check,
+)
+from peerd.core.training import MAX_MICROBATCHES
+from peerd.daemon import Daemon, Ground, Plan, best_addr, leaf
+from peerd.home import Running, load_identity, locked, make_private_dir, noted, socket_path
+from peerd.log import EventLog
+from peerd.member.averager import UserPart, role_for
+from peerd.member.desk import Desk
+from peerd.net.clock import RealClock
+from peerd.net.host import Host
+from peerd.net.tcp import TcpTransport
+
+CLOSE_S: Final = 10.0  # the drain of a daemon; then the thread is left to itself
+_PATIENCE_S: Final = 10.0  # with a user who is elsewhere while the others step
+_SAVE_STEPS: Final = 50
+
+logging.getLogger("peerd").addHandler(logging.NullHandler())  # a library is silent unless its user asks
+
+
+class Closed(PeerdError):
+    """The peer behind an optimizer has been closed."""
+
+
+@dataclass(slots=True)
+class _Address:
+    """Where this peer can be reached, once it listens."""
+
+    announce: Callable[[str], None]
+    text: str = ""
+
+
+class _Quiet(Daemon):
+    """A daemon that tells its address to the library instead of a terminal."""
+
+    address: _Address
+
+    def _greet(self) -> None:
+        addrs = [str(addr) for addr in self.host.addrs()]
+        if addrs:
+            self.address.text = best_addr(addrs)
+            self.address.announce(self.address.text)
+
+
+class AveragingOptimizer:
+    """Steps `optimizer`, on every peer of `run`, with the mean gradient of `target_samples` samples of all of them.
+
+    In the loop of each peer: `loss.backward(); opt.step(); opt.zero_grad()`, with the loss being the mean over
+    `samples_per_step` samples. `step` returns when the next gradient may be computed; meanwhile the swarm may have made
+    any number of global steps, or none. Use it as a context manager, or call `start` and `close`.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        *,
+        run: str,
+        target_samples: int,
+        samples_per_step: int,
+        bootstrap: Sequence[str] = (),
+        listen: Sequence[str] = ("/ip4/0.0.0.0/tcp/0",),
+        data_dir: str | os.PathLike[str] | None = None,
+        named_parameters: Iterable[tuple[str, Tensor]] | None = None,
+        lr: Callable[[int], float] | None = None,
+        min_peers: int = 1,
+        announce: Callable[[str], None] = lambda address: None,
+        log_level: str | None = None,
+    ) -> None:
+        """ConfigError says what cannot be used. Nothing starts yet.
+
+        Peers of one `run` need the same parameters, optimizer settings and sizes; their first values may differ, those
+        of one peer are taken. `bootstrap`: addresses of peers that take part already; `announce` is called with this
+        peer's, from another thread, as soon as it listens. `data_dir`: identity and checkpoints, for going on another
+        day. `lr`: the learning rate by global step, from 0; without it that of the optimizer's groups, never changed.
+        `min_peers`: nobody begins before so many are there. `log_level`: what to write to stderr; None: nothing.
+        """
+        self.optimizer = optimizer
+        self._model = UserModel(optimizer, named_parameters, lr)
+        self._run = _run_file(run, self._model, (target_samples, samples_per_step), data_dir is not None)
+        check_addresses("bootstrap", _texts("bootstrap", bootstrap))
+        check_addresses("listen", _texts("listen", listen))
+        if min_peers < 1:
+            raise ConfigError(f"min_peers is {min_peers}; it must be at least 1")
+        self._desk = Desk(_PATIENCE_S)
+        self._part = UserPart(self._model, self._desk, samples_per_step, min_peers, saves=data_dir is not None)
+        self._home = Path(data_dir) if data_dir is not None else None
+        self._bootstrap, self._listen, self._log_level = tuple(bootstrap), tuple(listen), log_level
+        self._address = _Address(announce)
+        self._thread: threading.Thread | None = None
+        self._daemon: Daemon | None = None
+        self._token: trio.lowlevel.TrioToken | None = None
+        self._closing = False
+        self._last_status: dict[str, object] = {}
+
+    # --- the user's loop ----------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Join the run; returns when the first gradient may be computed, with the parameters of the swarm."""
+        if self._thread is not None:
+            raise ConfigError("this optimizer has been started already; make a new one")
+        self._thread = threading.Thread(target=self._work, name=f"peerd {self._run.run}", daemon=True)
+        self._thread.start()
+        atexit.register(self.close)
+        with contextlib.ExitStack() as failed:
+            failed.callback(self.close)
+            self._desk.wait()
+            failed.pop_all()
+
+    def step(self) -> None:
+        """Hand in the gradients at the parameters, as of one microbatch; returns when the next may be computed.
+
+        A parameter without a gradient counts as one with zeros. Raises what went wrong in the background.
+        """
+        if self._thread is None or self._closing:
+            raise Closed("this optimizer is not running: use it in a with block, or call start()")
+        self._model.check_unchanged()
+        gradients = self._model.gradients()
+        for device in {p.device for p in gradients if p is not None and p.is_cuda}:
+            torch.cuda.synchronize(device)
+        self._desk.hand_in(gradients)
+
+    def close(self) -> None:
+        """Leave the run well, within ten seconds; repeated closing changes nothing.
+
+        A global step that has a microbatch of ours may still be made meanwhile.
+        """
+        self._closing = True
+        atexit.unregister(self.close)
+        if self._thread is None:
+            return
+        self._desk.come_to_stay()
+        if self._token is not None:
+            with contextlib.suppress(trio.RunFinishedError):
+                self._token.run_sync_soon(self._stop)
+        self._thread.join(CLOSE_S)
+
+    def __enter__(self) -> AveragingOptimizer:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As the optimizer's own."""
+        self.optimizer.zero_grad(set_to_none)
+
+    # --- for looking at -----------------------------------------------------------------------------------------
+
+    @property
+    def global_step(self) -> int:
+        """How many steps the swarm has made that are in the parameters."""
+        return self._model.step
+
+    @property
+    def address(self) -> str:
+        """What others give as `bootstrap`; empty before this peer listens."""
+        return self._address.text
+
+    def digest(self) -> str:
+        """A hash of the parameters, in hex: equal on all peers that stand at one step."""
+        return self._model.digest().hex()
+
+    def status(self) -> dict[str, object]:
+        """Step, peers, what became of microbatches (`late`: dropped), what is waited for; the last after the end."""
+        if self._token is not None:
+            with contextlib.suppress(trio.RunFinishedError, trio.Cancelled):
+                self._last_status = trio.from_thread.run_sync(self._snapshot, trio_token=self._token)
+        return {**self._last_status, "global_step": self.global_step, "address": self.address}
+
+    def _snapshot(self) -> dict[str, object]:
+        return self._part.roles[-1].status() if self._part.roles else {}
+
+    # --- the background -----------------------------------------------------------------------------------------
+
+    def _work(self) -> None:
+        """The thread. Whatever ends it, the user hears of."""
+        result = outcome.capture(trio.run, self._main)
+        failure: BaseException = Closed("this averaging peer has been closed")
+        if isinstance(result, outcome.Error):
+            failure = result.error
+            if isinstance(failure, ExceptionGroup):
+                failure = leaf(failure)
+        self._desk.end(failure)
+
+    async def _main(self) -> None:
+        self._token = trio.lowlevel.current_trio_token()
+        self._desk.open(self._token)
+        with contextlib.ExitStack() as stack:
+            home = self._home or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="peerd-")))
+            home = make_private_dir(home)
+            stack.enter_context(locked(home))
+            keypair, clock = load_identity(home), RealClock()
+            level = self._log_level or "info"
+            stream = sys.stderr if self._log_level is not None else None
+            log = EventLog(clock, level=level, stream=stream, path=home / "events.jsonl")
+            stack.callback(log.close)
+            stack.enter_context(
+                noted(Running(os.getpid(), str(home), str(socket_path(home)), self._run.run, ["library"]))
+            )
+            plan = Plan(
+                roles=(role_for(self._part),),
+                run=self._run,
+                bootstrap=self._bootstrap,
+                listen=self._listen,
+                data_dir=home,
+            )
+            ground = Ground(home=home, keypair=keypair, clock=clock, log=log)
+            self._daemon = daemon = _Quiet(plan, ground, Host(keypair, clock, [TcpTransport()]))
+            daemon.address = self._address
+            if self._closing:
+                return
+            _, never = trio.open_memory_channel[int](0)
+            await daemon.run(never)
+
+    def _stop(self) -> None:
+        self._last_status = self._snapshot()
+        if self._daemon is not None:
+            self._daemon.stop("closed")
+
+
+def _run_file(run: str, model: UserModel, sizes: tuple[int, int], saves: bool) -> RunFile:
+    """What the peers of a run must agree on, as the settings of a run with one stage."""
+    target, samples = sizes
+    for name, value in (("target_samples", target), ("samples_per_step", samples)):
+        if type(value) is not int or value < 1:
+            raise ConfigError(f"{name} is {value!r}; it must be a whole number of samples above 0")
+    if target % samples or target // samples > MAX_MICROBATCHES:
+        allowed = f"a multiple of samples_per_step ({samples}), up to {samples * MAX_MICROBATCHES}"
+        raise ConfigError(f"target_samples is {target}; allowed: {allowed}")
+    made = RunFile(
+        run=run,
+        model=ModelSection(kind=model.model_text(), layers=1, dtype=_dtype(model)),
+        pipeline=PipelineSection(stages=1, microbatch=samples),
+        optimizer=msgspec.structs.replace(OptimizerSection(), name=model.optimizer_text()),
+        batch=BatchSection(target_samples=target),
+        checkpoint=CheckpointSection(every_steps=_SAVE_STEPS if saves else 0),
+        limits=LimitsSection(stage=0),
+    )
+    faults = [f"{path} {message}" for path, message in check(made)]
+    if faults:
+        raise ConfigError("; ".join(faults))
+    return made
+
+
+def _dtype(model: UserModel) -> Any:
+    return "float64" if model.dtype == torch.float64 else "float32"
+
+
+def _texts(option: str, texts: Sequence[str]) -> Sequence[str]:
+    if isinstance(texts, str):
+        raise ConfigError(f"{option}: give a list of addresses, not one text")
+    return texts

@@ -1,0 +1,322 @@
+"""The optimizer in a user's own loop: what it refuses, what he hears when something goes wrong, how it ends."""
+
+from __future__ import annotations
+
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import trio
+from torch import nn
+
+import peerd
+from peerd.core.errors import ConfigError, PeerdError, Refused
+from peerd.core.training import Position
+from peerd.member.desk import Desk, Gradients
+
+LOOPBACK = ["/ip4/127.0.0.1/tcp/0"]
+HERE = Position(3, b"here")
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(autouse=True)
+def _own_runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "runtime").mkdir(mode=0o700)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "runtime"))
+
+
+def made(model: nn.Module | None = None, **changes: Any) -> peerd.AveragingOptimizer:
+    model = model or nn.Linear(3, 2)
+    make = changes.pop("make", lambda p: torch.optim.SGD(p, lr=0.1))
+    settings: dict[str, Any] = {"run": "test", "target_samples": 8, "samples_per_step": 4, "listen": LOOPBACK}
+    named = model.named_parameters()
+    return peerd.AveragingOptimizer(make(model.parameters()), named_parameters=named, **settings | changes)
+
+
+def backward(model: nn.Module) -> None:
+    model(torch.ones(4, 3)).square().mean().backward()
+
+
+# --- what is refused before anything starts -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"target_samples": 9}, "target_samples is 9; allowed: a multiple of samples_per_step"),
+        ({"target_samples": 4 * 20_000}, "allowed: a multiple of samples_per_step .4., up to 65536"),
+        ({"samples_per_step": 0}, "samples_per_step is 0"),
+        ({"samples_per_step": 4.0}, "samples_per_step is 4.0; it must be a whole number"),
+        ({"run": ""}, "run must be 1 to 64 characters"),
+        ({"min_peers": 0}, "min_peers is 0"),
+        ({"bootstrap": "/ip4/127.0.0.1/tcp/1"}, "give a list of addresses"),
+        ({"bootstrap": ["somewhere"]}, "bootstrap: "),
+        ({"listen": ["/ip4/nowhere/tcp/1"]}, "listen: "),
+    ],
+)
+def test_senseless_settings_are_refused_in_words(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        made(**changes)
+
+
+def test_peerd_has_nothing_else_that_comes_late() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'AveragingOptimiser'"):
+        peerd.AveragingOptimiser  # type: ignore[attr-defined]  # noqa: B018
+
+
+def test_a_step_before_the_start_or_after_the_end_is_an_error_and_closing_is_not() -> None:
+    opt = made()
+    for _ in range(2):
+        with pytest.raises(PeerdError, match="not running"):
+            opt.step()
+        opt.close()
+
+
+# --- the desk -----------------------------------------------------------------------------------------------------
+
+
+class User:
+    """A thread that hands gradients in, one for each `go`, and notes what it hears."""
+
+    def __init__(self, desk: Desk) -> None:
+        self.desk = desk
+        self.heard: queue.SimpleQueue[object] = queue.SimpleQueue()
+        self._go: queue.SimpleQueue[Gradients | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def go(self, gradients: Gradients | None = None) -> None:
+        self._go.put(gradients)
+
+    async def hears(self) -> object:
+        with trio.fail_after(5):
+            return await trio.to_thread.run_sync(self.heard.get, abandon_on_cancel=True)
+
+    def _run(self) -> None:
+        try:
+            self.desk.wait()
+            self.heard.put("go")
+            while (gradients := self._go.get()) is not None:
+                self.desk.hand_in(gradients)
+                self.heard.put("go")
+        except PeerdError as error:
+            self.heard.put(error)
+
+
+def desk() -> Desk:
+    made = Desk(patience_s=0.05)
+    made.open(trio.lowlevel.current_trio_token())
+    return made
+
+
+async def test_the_user_goes_when_his_place_is_there_and_his_gradient_comes_back() -> None:
+    d = desk()
+    user = User(d)
+    gradient: Gradients = [torch.ones(1)]
+
+    async def hand_in() -> None:
+        assert await user.hears() == "go"
+        user.go(gradient)
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(hand_in)
+        async with d.gradients(lambda: HERE, 3) as found:
+            assert found is gradient
+            assert user.heard.empty()  # he stays while his tensors are read
+    user.go()
+
+
+async def test_a_gradient_is_late_when_the_swarm_has_gone_on_without_it() -> None:
+    d = desk()
+    user = User(d)
+    stands = HERE
+    async with trio.open_nursery() as nursery:
+
+        async def hand_in_late() -> None:
+            nonlocal stands
+            assert await user.hears() == "go"
+            stands = Position(4, b"there")
+            dropped.cancel()
+            user.go([torch.zeros(1)])
+            assert await user.hears() == "go"
+            user.go([torch.ones(1)])
+
+        nursery.start_soon(hand_in_late)
+        with trio.CancelScope() as dropped:
+            async with d.gradients(lambda: stands, 3):
+                raise AssertionError("there is no such gradient")
+        async with d.gradients(lambda: stands, 4) as found:
+            assert found[0] is not None
+            assert found[0].item() == 1
+    assert d.counts.late == 1
+    user.go()
+
+
+async def test_a_gradient_without_a_place_counts_when_one_comes_before_the_step_ends() -> None:
+    d = desk()
+    user = User(d)
+    async with trio.open_nursery() as nursery:
+
+        async def hand_in() -> None:
+            await user.hears()
+            dropped.cancel()
+            user.go([torch.ones(1)])
+
+        nursery.start_soon(hand_in)
+        with trio.CancelScope() as dropped:
+            async with d.gradients(lambda: HERE, 3):
+                raise AssertionError("this place was taken back")
+        async with d.gradients(lambda: HERE, 3) as found:
+            assert found[0] is not None
+    assert d.counts.late == 0
+    user.go()
+
+
+async def test_parameters_change_only_while_the_user_is_inside() -> None:
+    d = desk()
+    user = User(d)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(_take, d)
+        assert await user.hears() == "go"
+        with pytest.raises(Refused, match=r"has not come back for 0\.05 s"):
+            async with d.changing(patient=False):
+                raise AssertionError("he is outside")
+        user.go([torch.ones(1)])
+        async with d.changing(patient=True):
+            nursery.start_soon(_take, d)
+            await trio.testing.wait_all_tasks_blocked()
+            assert user.heard.empty()  # he is not let go meanwhile
+        assert await user.hears() == "go"
+        nursery.cancel_scope.cancel()
+    user.go()
+
+
+async def _take(d: Desk) -> None:
+    async with d.gradients(lambda: HERE, 3):
+        pass
+
+
+async def test_who_waits_hears_of_a_failure_and_so_does_who_comes_later() -> None:
+    d = desk()
+    user = User(d)
+    d.fail(PeerdError("broken"))
+    assert str(await user.hears()) == "broken"
+    with pytest.raises(PeerdError, match="broken"):
+        d.hand_in([])
+
+
+# --- a peer of its own --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.socket
+def test_one_peer_alone_trains_and_closes_twice(tmp_path: Path) -> None:
+    model = nn.Linear(3, 2)
+    addresses: list[str] = []
+    with made(model, announce=addresses.append, data_dir=tmp_path / "data", lr=lambda step: 0.1) as opt:
+        assert addresses == [opt.address]
+        before = opt.digest()
+        while opt.global_step < 3:
+            backward(model)
+            opt.step()
+            opt.zero_grad()
+        assert opt.digest() != before
+        assert opt.status()["peers"] == 1
+        with pytest.raises(ConfigError, match="started already"):
+            opt.start()
+    opt.close()
+    assert opt.status()["global_step"] == 3
+    backward(model)
+    with pytest.raises(PeerdError, match="not running"):
+        opt.step()
+    again = nn.Linear(3, 2)
+    with made(again, data_dir=tmp_path / "data", lr=lambda step: 0.1) as opt:
+        assert opt.global_step == 3
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
+
+
+@pytest.mark.slow
+@pytest.mark.socket
+@pytest.mark.parametrize("fault", ["lr", "nan", "group", "user"])
+def test_what_goes_wrong_is_raised_in_the_users_loop(fault: str) -> None:
+    def lr(step: int) -> float:
+        return 1 / step if fault == "lr" else 0.1
+
+    kinds: dict[str, type[BaseException]] = {"lr": ZeroDivisionError, "nan": FloatingPointError, "group": ConfigError}
+    model = nn.Linear(3, 2)
+    opt = made(model, lr=lr)
+
+    def loop() -> None:
+        while opt.global_step < 3:
+            backward(model)
+            if fault == "nan":
+                model.bias.grad.fill_(float("nan"))  # type: ignore[union-attr]
+            elif fault == "group":
+                opt.optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
+            elif fault == "user":
+                raise KeyError("the user's own")
+            opt.step()
+            opt.zero_grad()
+
+    with pytest.raises(kinds.get(fault, KeyError)), opt:
+        loop()
+    assert opt._thread is not None
+    assert not opt._thread.is_alive()
+
+
+@pytest.mark.slow
+@pytest.mark.socket
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"target_samples": 16}, "batch.target_samples is 16 here and 8 there"),
+        ({"make": lambda p: torch.optim.AdamW(p, lr=0.1)}, "optimizer.name is .*AdamW.* here and .*SGD.* there"),
+        ({"model": nn.Linear(3, 3)}, "model.kind is .*weight .3, 3. .* here and .*weight .2, 3. .* there"),
+    ],
+)
+def test_another_run_of_the_same_name_is_refused_with_the_difference(changes: dict[str, Any], words: str) -> None:
+    with made() as first, pytest.raises(ConfigError, match=words), made(bootstrap=[first.address], **changes):
+        raise AssertionError("it must not begin")
+
+
+LOOP = """
+import sys, torch, peerd
+model = torch.nn.Linear(3, 2)
+settings = dict(run="ctrl-c", target_samples=8, samples_per_step=4, listen=["/ip4/127.0.0.1/tcp/0"])
+def announce(address):
+    if %d > 1: print("at it")
+opt = peerd.AveragingOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), announce=announce, min_peers=%d, **settings)
+%s
+"""
+BODIES = {
+    "in the loop": (1, "with opt:\n  while True: model(torch.ones(4, 3)).sum().backward(); opt.step(); print('at it')"),
+    "at the start": (2, "with opt: pass"),
+    "forgotten": (1, "opt.start(); print('at it')"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.socket
+@pytest.mark.parametrize("where", BODIES)
+def test_a_process_ends_in_time_by_ctrl_c_and_when_closing_is_forgotten(where: str) -> None:
+    command = [sys.executable, "-u", "-c", LOOP % (BODIES[where][0], *BODIES[where])]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "at it\n", process.stderr and process.stderr.read()
+        began = time.monotonic()
+        if where != "forgotten":
+            process.send_signal(signal.SIGINT)
+        _, said = process.communicate(timeout=20)
+    finally:
+        process.kill()
+    assert time.monotonic() - began < 10
+    assert process.returncode == (0 if where == "forgotten" else -signal.SIGINT), said
+    assert ("KeyboardInterrupt" in said) == (where != "forgotten"), said
