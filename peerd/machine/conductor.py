@@ -13,9 +13,9 @@ import random
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import Enum, auto
-from itertools import zip_longest
 
 from peerd.core.training import LineInfo, Mb, MemberInfo, Position, Redo
+from peerd.machine.admission import Admission
 from peerd.machine.closing import StageClose, Standing
 from peerd.machine.conducting import (
     CancelAttempt,
@@ -74,7 +74,7 @@ class Conductor:
         self.members_version = 1  # of what members see
         self.lines = Lines()
         self._members: dict[str, Member] = {}
-        self._trainers: dict[str, tuple[int, ...]] = {}  # what each wishes to contribute
+        self._trainers = Admission(own_pace=config.stages == 1)
         self._closing = [StageClose() for _ in range(config.stages)]
         self._target: Position | None = None  # where a close or a move leads
         self._moving: set[str] = set()
@@ -180,7 +180,7 @@ class Conductor:
 
     def evaluates(self, trainer: str) -> bool:
         """One trainer evaluates: the first by name."""
-        return bool(self._trainers) and trainer == min(self._trainers)
+        return trainer == self._trainers.first()
 
     def waits_for(self) -> str:
         """Why no microbatch is admitted, or "" when the step is open."""
@@ -253,7 +253,7 @@ class Conductor:
     # --- trainers ---------------------------------------------------------------------------------------------
 
     def _report(self, now: float, report: TrainerReport) -> None:
-        self._trainers[report.peer] = report.open
+        self._trainers.report(report.peer, report.open)
         if not self.takes(report.step):
             return
         for done in report.done:
@@ -265,7 +265,10 @@ class Conductor:
     def _take_done(self, now: float, mb: Mb, holders: list[str]) -> None:
         if len(holders) != self._config.stages or not self.ledger.admit(mb, now):
             return
-        self.ledger.entries[mb].done = True
+        entry = self.ledger.entries[mb]
+        if not entry.done:
+            self._trainers.finished(now, mb.trainer, entry.since)
+        entry.done = True
         for stage, holder in enumerate(holders):
             if self._closing[stage].settled:
                 continue
@@ -276,7 +279,7 @@ class Conductor:
         self.version += 1
 
     def _trainer_gone(self, peer: str) -> None:
-        self._trainers.pop(peer, None)
+        self._trainers.gone(peer)
         self.version += 1
 
     def _drop_where(self, unwanted: Callable[[Mb, Entry], bool]) -> None:
@@ -295,15 +298,10 @@ class Conductor:
         self._drop_where(dead)
 
     def _admit_wishes(self, now: float) -> None:
-        """Fill the batch, taking from each trainer in turn."""
-        for wishes in zip_longest(*([Mb(name, seq) for seq in w] for name, w in sorted(self._trainers.items()))):
-            for mb in wishes:
-                if self.ledger.full:
-                    return
-                if mb is None or mb in self.ledger.entries or mb.seq in self._counted.get(mb.trainer, ()):
-                    continue
-                self.ledger.admit(mb, now)
-                self.version += 1
+        """Fill the batch."""
+        for mb in self._trainers.wishes(self.ledger, self._counted):
+            self.ledger.admit(mb, now)
+            self.version += 1
 
     # --- phases -----------------------------------------------------------------------------------------------
 

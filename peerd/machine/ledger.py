@@ -6,6 +6,7 @@ than the batch has microbatches; `missing[s]` names exactly the entries without 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -105,6 +106,10 @@ class Ledger:
     def of_trainer(self, trainer: str) -> list[int]:
         """The trainer's microbatches in this batch, in order of admission."""
         return [mb.seq for mb in self.entries if mb.trainer == trainer]
+
+    def unfinished(self) -> Counter[str]:
+        """How many microbatches each trainer has under way."""
+        return Counter(mb.trainer for mb, entry in self.entries.items() if not entry.done)
 
     def redo(self, trainer: str, settled: Sequence[bool]) -> list[Redo]:
         """What the trainer has to repeat, because a peer that held it is gone."""
