@@ -1,0 +1,177 @@
+"""Users' own loops, three at once: the parameters that one plain torch process gives, and the same bits everywhere.
+
+What counted is read off the peers' own books at each commit: each microbatch has the samples that its user computed
+last. The users start with different parameters; those of the first commit are where the plain process begins.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import peerd
+from peerd.compute.user_model import UserModel
+from peerd.core.training import Mb
+
+STEPS = 10
+MICROBATCH, TARGET = 4, 32
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.01),
+}
+
+pytestmark = [pytest.mark.slow, pytest.mark.socket]
+
+
+def lr(step: int) -> float:
+    return 0.05 / (1 + step)
+
+
+def loss_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return (model(x) - x.sum(1, keepdim=True).sin()).square().mean()
+
+
+class Books:
+    """What each step counted, by peer, and the parameters that everyone had after it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.batches: dict[int, dict[Mb, torch.Tensor]] = {}
+        self.digests: dict[int, set[bytes]] = {}
+        self.start: list[torch.Tensor] = []
+        self.current: dict[UserModel, torch.Tensor] = {}
+        self._samples: dict[tuple[UserModel, Mb], torch.Tensor] = {}
+        self._lock = threading.Lock()
+        add, commit = UserModel.add, UserModel.commit
+
+        def noting_add(model: UserModel, step: int, mb: Mb, gradients: Sequence[Any], samples: int) -> bool:
+            self._samples[model, mb] = self.current[model]
+            return add(model, step, mb, gradients, samples)
+
+        def noting_commit(model: UserModel, step: int, total: Any, samples: int) -> None:
+            with self._lock:
+                if not self.start:
+                    self.start = [p.detach().clone() for p in model._parameters]
+                for mb in model.held:
+                    self.batches.setdefault(step, {})[mb] = self._samples[model, mb]
+            commit(model, step, total, samples)
+            with self._lock:
+                self.digests.setdefault(model.step, set()).add(model.digest())
+
+        monkeypatch.setattr(UserModel, "add", noting_add)
+        monkeypatch.setattr(UserModel, "commit", noting_commit)
+
+    def plain(self, make: Callable[[Any], torch.optim.Optimizer]) -> nn.Module:
+        """The same steps in one loop."""
+        model = network(0)
+        with torch.no_grad():
+            for p, value in zip(model.parameters(), self.start, strict=True):
+                p.copy_(value)
+        optimizer = make(model.parameters())
+        for step in range(STEPS):
+            assert len(self.batches[step]) == TARGET // MICROBATCH
+            optimizer.param_groups[0]["lr"] = lr(step)
+            optimizer.zero_grad()
+            loss_of(model, torch.cat([x for _, x in sorted(self.batches[step].items())])).backward()
+            optimizer.step()
+        return model
+
+
+def network(seed: int) -> nn.Module:
+    generator = torch.Generator().manual_seed(seed)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1)).double()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.copy_(torch.randn(p.shape, dtype=p.dtype, generator=generator) / 3)
+    return model
+
+
+class User(threading.Thread):
+    """One user's loop, with numbers of his own. `pauses`: half way, until `goes_on` is set."""
+
+    def __init__(self, number: int, make: Callable[[Any], torch.optim.Optimizer], books: Books, **more: Any) -> None:
+        super().__init__(daemon=True)
+        self.model = network(number)
+        self.listening = threading.Event()
+        self.at_work = threading.Event()
+        self.half_way, self.goes_on = threading.Event(), threading.Event()
+        if not more.pop("pauses", False):
+            self.goes_on.set()
+        self._books, self._data = books, torch.Generator().manual_seed(100 + number)
+        self.opt = peerd.AveragingOptimizer(
+            make(self.model.parameters()),
+            run="exact",
+            target_samples=TARGET,
+            samples_per_step=MICROBATCH,
+            listen=["/ip4/127.0.0.1/tcp/0"],
+            lr=lr,
+            announce=lambda address: self.listening.set(),
+            **more,
+        )
+        self.state: dict[str, torch.Tensor] = {}
+        self.start()
+
+    def run(self) -> None:
+        torch.set_num_threads(1)
+        with self.opt as opt:
+            while opt.global_step < STEPS:
+                self.at_work.set()
+                if opt.global_step >= STEPS // 2:
+                    self.half_way.set()
+                    assert self.goes_on.wait(30)
+                x = torch.randn(MICROBATCH, 6, dtype=torch.float64, generator=self._data)
+                self._books.current[opt._model] = x
+                loss_of(self.model, x).backward()
+                opt.step()
+                opt.zero_grad()
+            self.state = copy.deepcopy(self.model.state_dict())
+
+    def address(self) -> list[str]:
+        assert self.listening.wait(30)
+        return [self.opt.address]
+
+
+@pytest.fixture
+def books(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Books:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    tmp_path.chmod(0o700)
+    torch.set_num_threads(1)
+    return Books(monkeypatch)
+
+
+def check(books: Books, users: list[User], make: Callable[[Any], torch.optim.Optimizer]) -> None:
+    for user in users:
+        user.join(60)
+        assert user.state, user.opt.status()
+    assert all(len(digests) == 1 for digests in books.digests.values()), "peers differ"
+    assert len({user.opt.digest() for user in users}) == 1
+    assert len({mb.trainer for batch in books.batches.values() for mb in batch}) == len(users)
+    for name, value in books.plain(make).state_dict().items():
+        for user in users:
+            assert float((user.state[name] - value).norm() / value.norm()) <= 1e-10, name
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_three_loops_train_like_one(name: str, books: Books) -> None:
+    make = OPTIMIZERS[name]
+    first = User(1, make, books, min_peers=3)
+    others = [User(number, make, books, min_peers=3, bootstrap=first.address()) for number in (2, 3)]
+    check(books, [first, *others], make)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_loop_that_joins_later_takes_the_state_over_and_goes_on_exactly(name: str, books: Books) -> None:
+    make = OPTIMIZERS[name]
+    first = User(1, make, books, pauses=True)
+    assert first.half_way.wait(30)
+    second = User(2, make, books, bootstrap=first.address())
+    assert second.at_work.wait(30)
+    assert second.opt.global_step == STEPS // 2
+    first.goes_on.set()
+    check(books, [first, second], make)
