@@ -1,15 +1,28 @@
-"""Role `backbone`: a dialable peer that stays: way into the DHT for everybody else, and a witness for status.
+"""Role `backbone`: a dialable peer that stays: way into the DHT for everybody else; with a run file, the run's memory.
 
-The DHT and the host do the work; this role says what the peer is for and keeps an eye on who is there.
+The DHT and the host do the work of the first part. With a run file it also welcomes newcomers, writes the run's
+learning curve, and keeps checkpoints of all stages, in which it only asks: it joins no stage, so that of several
+backbones any may die. Without a run file, or one that only names the run, no torch is loaded.
 """
 
 from __future__ import annotations
 
-from typing import ClassVar
+import importlib
+from typing import TYPE_CHECKING, ClassVar
 
 import trio
 
-from peerd.role import RoleContext
+from peerd.compute.curves import Curves
+from peerd.core.errors import ConfigError, RemoteError
+from peerd.core.runfile import RunFile, first_difference, shared_text
+from peerd.member.watching import Sight, Watching
+from peerd.role import RoleContext, Training
+
+if TYPE_CHECKING:
+    from peerd.member.keeping import Keeping
+
+_TABLE_PERIOD_S = 300.0  # between two Parquet tables
+_HINDERED_S = 30.0  # before what could not be kept is looked at again
 
 
 class BackboneRole:
@@ -17,17 +30,124 @@ class BackboneRole:
 
     name: ClassVar[str] = "backbone"
     needs_run: ClassVar[bool] = False
+    look_s: ClassVar[float] = 2.0  # between two looks into the directory
 
     def __init__(self, ctx: RoleContext) -> None:
         self._ctx = ctx
+        self._curves: Curves | None = None
+        self._keeping: Keeping | None = None
+        self._sight: Sight | None = None
+        self._looked = trio.Event()
+        self._not_kept: str | None = None
+        self._no_table = False
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        task_status.started()
-        await trio.sleep_forever()
+        run = self._ctx.run
+        if run is None:
+            task_status.started()
+            await trio.sleep_forever()
+        training = Training(run, self._ctx.host, self._ctx.rpc, self._ctx.dht, self._ctx.clock)
+        self._curves = curves = Curves(self._ctx.data_dir / "curves", run.run)
+        await trio.to_thread.run_sync(curves.open)  # not the worker: its thread would load torch
+        self._invite(run)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._watch, Watching(self._ctx, training), curves)
+            nursery.start_soon(self._renew_table)
+            nursery.start_soon(self._keep, training)
+            task_status.started()
 
     async def leave(self) -> None:
-        """Nothing to hand in."""
+        """The last table."""
+        await self._write_table()
 
     def status(self) -> dict[str, object]:
         peers = len(self._ctx.host.connected())
-        return {"connected": peers, "waits_for": None if peers else "peers: nobody has connected yet"}
+        told: dict[str, object] = {"connected": peers}
+        if self._curves is not None:
+            told |= {"curve": str(self._curves.lines), "curve_step": self._curves.step}
+            told["kept_steps"] = [p.step for p in self._keeping.kept] if self._keeping else []
+            told["not_kept"] = self._not_kept
+        return told | {"waits_for": None if peers else "peers: nobody has connected yet"}
+
+    # --- welcomes and the curve -------------------------------------------------------------------------------
+
+    def _invite(self, run: RunFile) -> None:
+        addrs = [str(addr) for addr in self._ctx.host.addrs()]
+        addr = next((a for a in addrs if not a.startswith(("/ip4/127.", "/ip6/::1/"))), next(iter(addrs), "ADDR"))
+        self._ctx.log.event("join", run=run.run, line=f"peerd join --role stage --model FILE --bootstrap {addr}")
+
+    async def _watch(self, watching: Watching, curves: Curves) -> None:
+        while True:
+            sight = self._sight = await watching.look()
+            for new in sight.newcomers:
+                part = {"part": "trainer"} if new.stage is None else {"part": "stage", "stage": new.stage}
+                self._ctx.log.event("welcome", peer=new.peer, **part)
+            point = sight.point
+            if point is not None and point.step > curves.step:
+                try:
+                    await trio.to_thread.run_sync(curves.append, point)
+                except OSError as error:
+                    self._ctx.log.event("curve not written", level="warning", reason=str(error))
+            self._looked.set()
+            self._looked = trio.Event()
+            await trio.sleep(self.look_s)
+
+    async def _renew_table(self) -> None:
+        while True:
+            await trio.sleep(_TABLE_PERIOD_S)
+            await self._write_table()
+
+    async def _write_table(self) -> None:
+        if self._curves is None or self._no_table:
+            return
+        try:
+            await trio.to_thread.run_sync(self._curves.write_table)
+        except (ConfigError, OSError) as error:
+            self._no_table = isinstance(error, ConfigError)  # said once
+            self._ctx.log.event("no table", level="warning", reason=str(error))
+
+    # --- checkpoints ------------------------------------------------------------------------------------------
+
+    async def _keep(self, training: Training) -> None:
+        """Keep what is due. What hinders it never stops the rest: this peer is others' way in."""
+        while True:
+            await self._looked.wait()
+            sight = self._sight
+            if sight is None or sight.point is None or not all(sight.stages):
+                continue
+            try:
+                if self._keeping is None and await self._agrees(training):
+                    self._keeping = await self._begin(training)
+                if self._keeping is None or not self._keeping.due(sight.point.step):
+                    continue
+                position = await self._keeping.keep(sight.point.step, sight.stages)
+            except ConfigError as error:
+                self._say_not_kept(str(error))
+                await trio.sleep(_HINDERED_S)
+                continue
+            if position is not None:
+                self._not_kept = None
+                self._ctx.log.event("kept", step=position.step, stages=len(sight.stages))
+
+    async def _agrees(self, training: Training) -> bool:
+        """Do stage peers say that the run's settings are ours? Raises ConfigError when they are others."""
+        try:
+            published = await training.directory.published_settings()
+        except RemoteError:
+            return False
+        mine = shared_text(training.run)
+        if published and mine not in published:
+            raise ConfigError(f"the run has other settings: {first_difference(mine, published[0])}")
+        return bool(published)
+
+    async def _begin(self, training: Training) -> Keeping:
+        """What torch is needed for, and only now loaded; in a thread, since it takes seconds."""
+        module = await trio.to_thread.run_sync(importlib.import_module, "peerd.member.keeping")
+        keeping: Keeping = module.Keeping(self._ctx, training)
+        await keeping.open()
+        return keeping
+
+    def _say_not_kept(self, reason: str) -> None:
+        if reason != self._not_kept:
+            self._not_kept = reason
+            self._ctx.log.event("no checkpoints are kept", level="warning", reason=reason)

@@ -1,0 +1,160 @@
+"""Keeps a run's checkpoints on a peer that takes no part in it: fetches all stages' states, of one position.
+
+Not a role. Nothing of a set is written before the states of all stages are here, checked, and of the same position, so
+a set is never of two steps; what a crash cut short while it was written is dropped at the next start. The files are
+those of a stage peer, one more set than the run's `checkpoint.keep`, so that the set being written costs none of the
+whole ones; `kept.json` lists the whole sets. It only calls: it serves nothing, reports to no conductor and gives no
+gradient. A set is held in memory while it is fetched. A hostile donor: see `service.snapshot`; one that lies costs an
+attempt.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, cast
+
+import msgspec
+import trio
+from torch import Tensor
+
+from peerd.compute.served import ServedStage, state_of
+from peerd.compute.tensors import all_finite
+from peerd.core.errors import RemoteError
+from peerd.core.ids import PeerId
+from peerd.core.runfile import RunFile
+from peerd.core.state import TensorSpec
+from peerd.core.training import Position, StateRequest
+from peerd.member.saving import Saving
+from peerd.role import RoleContext, StateItem, Training
+
+_TRIES = 6  # at one position, when the swarm steps while its stages are asked
+_AGAIN_S = 10.0  # an attempt is repeated after so long, if the step does not change
+
+
+class _OnlyCalls:
+    """Calls as `rpc` does, serves nothing: a role beside this one may be giving its own state."""
+
+    def __init__(self, rpc: Any) -> None:
+        self.call, self.gate = rpc.call, rpc.gate
+
+    def serve(self, *_: object, **__: object) -> None:
+        """Nothing."""
+
+
+class Keeping:
+    """The kept sets of one run. `open` comes first."""
+
+    def __init__(self, ctx: RoleContext, training: Training) -> None:
+        assert ctx.run is not None
+        run = ctx.run
+        self._ctx, self._training = ctx, training
+        self._settings, self._total_steps = run.checkpoint, run.optimizer.total_steps
+        spare = msgspec.structs.replace(run.checkpoint, keep=run.checkpoint.keep + 1)
+        saver = dataclasses.replace(ctx, run=msgspec.structs.replace(run, checkpoint=spare))
+        calls = Training(run, ctx.host, cast("Any", _OnlyCalls(ctx.rpc)), ctx.dht, ctx.clock)
+        stages = range(run.pipeline.stages)
+        self._savings = [Saving(saver, training.fingerprint) for _ in stages]
+        self._snapshots = [calls.snapshots() for _ in stages]
+        self._outlines: list[list[TensorSpec]] = []
+        self._files = ctx.worker("files")
+        self._tried_step, self._tried_at = -1, 0.0
+        self._list = self._savings[0].directory / "kept.json"
+
+    async def open(self) -> None:
+        """Find what is kept, drop what is not whole; ConfigError names a checkpoint that cannot be read."""
+        for stage, saving in enumerate(self._savings):
+            await saving.open(stage)
+        whole = set(self.kept)
+        for stage, saving in enumerate(self._savings):
+            broken = [p for p in saving.positions if p not in whole]
+            for position in broken:
+                (saving.directory / f"step-{position.step:08d}.json").unlink(missing_ok=True)
+            if broken:
+                await saving.open(stage)
+
+    @property
+    def kept(self) -> list[Position]:
+        """The positions of which every stage is here, oldest first."""
+        return sorted(set.intersection(*(set(saving.positions) for saving in self._savings)))
+
+    def due(self, step: int) -> bool:
+        """Is a set to be fetched, now that the swarm is at `step`?"""
+        now, every = trio.current_time(), self._settings.every_steps
+        if step <= 0 or (step == self._tried_step and now - self._tried_at < _AGAIN_S):
+            return False
+        last = max((p.step for p in self.kept if p.step <= step), default=0)
+        if self._total_steps and step >= self._total_steps:
+            return last < self._total_steps
+        return every > 0 and step // every > last // every
+
+    async def keep(self, step: int, donors: Sequence[Sequence[PeerId]]) -> Position | None:
+        """Fetch and write a set; None when it cannot be had now: the log says why. `donors`: peers of each stage."""
+        self._tried_step, self._tried_at = step, trio.current_time()
+        await self._outline()
+        for _ in range(_TRIES):
+            found: dict[int, tuple[Position, dict[str, Tensor]]] = {}
+            async with trio.open_nursery() as nursery:  # at once: so that they freeze the same position
+                for stage, peers in enumerate(donors):
+                    nursery.start_soon(self._fetch, stage, peers, found)
+            if len(found) < len(self._savings):
+                return None
+            positions = {position for position, _ in found.values()}
+            if len(positions) == 1:
+                (position,) = positions
+                return position if await self._write(position, {s: state for s, (_, state) in found.items()}) else None
+        self._ctx.log.event("not kept", level="warning", step=step, reason="the stages moved on while they were asked")
+        return None
+
+    async def _outline(self) -> None:
+        """What each stage's state looks like: from the run's own model, built and let go again, one at a time."""
+        run = self._training.run
+        for stage in range(len(self._outlines), len(self._savings)):
+            outline = partial(_outline_of, run, stage)
+            self._outlines.append(await self._files.run(outline, name="outline a stage"))
+
+    async def _fetch(
+        self, stage: int, peers: Sequence[PeerId], found: dict[int, tuple[Position, dict[str, Tensor]]]
+    ) -> None:
+        request = StateRequest(self._training.fingerprint, stage)
+        try:
+            if not peers:
+                raise ValueError("no peer of the stage is announced")
+            snapshots, expected = self._snapshots[stage], self._outlines[stage]
+            position, items = await snapshots.fetch(list(peers), request, expected, self._files)
+            found[stage] = position, await self._files.run(lambda: _checked(position, items), name="check a state")
+        except (RemoteError, ValueError) as error:
+            self._ctx.log.event("not kept", level="warning", stage=stage, reason=str(error))
+
+    async def _write(self, position: Position, states: dict[int, dict[str, Tensor]]) -> bool:
+        if position.step <= 0 or position in self.kept:
+            return False
+        for stage, saving in enumerate(self._savings):
+            await saving.save(position, states[stage])
+        sets = [{"step": p.step, "lineage": p.lineage.hex(), "stages": len(self._savings)} for p in self.kept]
+        text = msgspec.json.format(msgspec.json.encode({"run": self._training.run.run, "sets": sets}), indent=2)
+
+        def write() -> None:
+            aside = self._list.with_name(self._list.name + ".new")
+            aside.write_bytes(text + b"\n")
+            os.replace(aside, self._list)
+
+        await self._files.run(write, name="list what is kept")
+        return True
+
+
+def _outline_of(run: RunFile, stage: int) -> list[TensorSpec]:
+    return ServedStage(run, stage, "cpu").outline()
+
+
+def _checked(position: Position, items: Sequence[StateItem]) -> dict[str, Tensor]:
+    """The state as tensors; ValueError when no stage could go on from it."""
+    state = state_of((item.name, item.dtype, item.shape, item.payload) for item in items)
+    if int(state["step"]) != position.step:
+        raise ValueError(f"the state offered as that of step {position.step} says it is of step {int(state['step'])}")
+    bad = [name for name, tensor in state.items() if not all_finite(tensor)]
+    if bad:
+        raise ValueError(f"{bad[0]} of the state offered is not finite")
+    return state

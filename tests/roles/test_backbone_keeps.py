@@ -1,0 +1,164 @@
+"""Two backbones of one run keep its curve and checkpoints; one is killed, and the other's files bring the run back."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+import trio
+
+from peerd.compute.checkpoint import Checkpoints
+from peerd.compute.curves import Curves
+from peerd.core.runfile import (
+    BatchSection,
+    CheckpointSection,
+    DataSection,
+    EvaluateSection,
+    ModelSection,
+    OptimizerSection,
+    PipelineSection,
+    RunFile,
+    fingerprint,
+)
+from roles.backbone import BackboneRole
+from roles.stage import StageRole
+from roles.trainer import TrainerRole
+from tests.kit.exact import write_texts
+from tests.kit.training import Peer, Swarm, events, swarm
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.socket,
+    pytest.mark.no_watchdog("several peers and the threads of their workers share one interpreter"),
+]
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFile:
+    monkeypatch.setattr(BackboneRole, "look_s", 0.2)
+    return RunFile(
+        run="kept",
+        seed=5,
+        model=ModelSection(d_model=16, heads=2, layers=2, context=16),
+        pipeline=PipelineSection(stages=2, microbatch=2),
+        optimizer=OptimizerSection(name="adamw", lr=1e-3),
+        batch=BatchSection(target_samples=8),
+        data=DataSection(path=str(write_texts(tmp_path)), holdout=0.1),
+        evaluate=EvaluateSection(every_steps=4, samples=4),
+        checkpoint=CheckpointSection(every_steps=4, keep=2),
+    )
+
+
+def pinned(run: RunFile, stage: int) -> RunFile:
+    return msgspec.structs.replace(run, limits=msgspec.structs.replace(run.limits, stage=stage))
+
+
+async def until(s: Swarm, peer: Peer, event: str, what: str, true: Callable[[], bool]) -> None:
+    """`event`: of the peer's role, set whenever it has looked or stepped."""
+    with trio.move_on_after(60):
+        while not true():
+            await getattr(peer.role, event).wait()
+        return
+    pytest.fail(f"not within a minute: {what}\n" + "\n".join(events(s.peers.values())))
+
+
+async def started(s: Swarm, run: RunFile, backbones: int) -> tuple[list[Peer], list[Peer]]:
+    keepers = [await s.start(f"backbone{i}", BackboneRole, run) for i in range(backbones)]
+    stages = [await s.start(f"stage{i}", StageRole, pinned(run, i)) for i in range(2)]
+    await s.start("trainer", TrainerRole, run)
+    return keepers, stages
+
+
+def kept(peer: Peer) -> list[int]:
+    found: list[int] = peer.role.status().get("kept_steps", [])
+    return found
+
+
+def step_of(peer: Peer) -> int:
+    step: int = peer.role.status()["step"]
+    return step
+
+
+async def test_of_two_backbones_one_is_killed_and_the_run_goes_on_from_what_the_other_kept(
+    tmp_path: Path, run: RunFile
+) -> None:
+    place = tmp_path / "peers"
+    async with swarm(place) as s:
+        (first, second), stages = await started(s, run, backbones=2)
+        await until(s, second, "_looked", "both kept", lambda: bool(kept(first)) and bool(kept(second)))
+        before = max(kept(second))
+        first.kill()
+        await until(s, second, "_looked", "went on", lambda: max(kept(second)) > before)
+        await until(s, second, "_looked", "curve", lambda: second.role.status()["curve_step"] > before)
+        welcome = {event["peer"] for event in second.log.recent() if event["name"] == "welcome"}
+        assert welcome == {peer.host.id.text for peer in (*stages, s.peers["trainer"])}
+        (line,) = [event["line"] for event in second.log.recent() if event["name"] == "join"]
+        assert f"/p2p/{second.host.id.text}" in str(line)
+        await second.role.leave()
+    newest = whole_set(place / "backbone1", run)
+    steps = whole_curve(place / "backbone1")
+    assert steps[-1] >= before
+
+    everything_else_is_lost(place, run)
+    async with swarm(place) as s:
+        second = await s.start("backbone1", BackboneRole, run)
+        stages = [await s.start(f"stage{i}", StageRole, pinned(run, i)) for i in range(2)]
+        await s.start("trainer", TrainerRole, run)
+        await until(s, stages[0], "_stepped", "goes on", lambda: step_of(stages[0]) > newest + 1)
+        restored = {event["step"] for peer in stages for event in peer.log.recent() if event["name"] == "restored"}
+        assert restored == {newest}
+        await until(s, second, "_looked", "curve goes on", lambda: second.role.status()["curve_step"] > steps[-1])
+    whole_curve(place / "backbone1")
+
+
+def whole_set(place: Path, run: RunFile) -> int:
+    """Every stage of the newest set can be read and is of its step; returns that."""
+    folder = place / "checkpoints" / run.run
+    sets = json.loads((folder / "kept.json").read_text())["sets"]
+    newest: int = sets[-1]["step"]
+    for stage in range(2):
+        state, manifest = Checkpoints(folder / f"stage-{stage}", 3, fingerprint(run), stage).load(newest)
+        assert int(state["step"]) == newest
+        assert manifest.extra["lineage"] == sets[-1]["lineage"]
+    return newest
+
+
+def whole_curve(place: Path) -> list[int]:
+    """Steps go up, each once; the table says the same where there is one."""
+    curves = Curves(place / "curves", "kept")
+    points = curves.read()
+    steps = [point.step for point in points]
+    assert steps == sorted(set(steps))
+    assert any(point.loss is not None and point.samples_per_s > 0 for point in points)
+    assert any(point.valid_loss is not None for point in points)
+    assert any(point.peers == [1, 1] and point.trainers == 1 for point in points)
+    return steps
+
+
+def everything_else_is_lost(place: Path, run: RunFile) -> None:
+    """By hand, as the README says: each stage's folder of what the backbone kept to a peer that is to serve it."""
+    for stage in range(2):
+        shutil.rmtree(place / f"stage{stage}")
+        part = Path("checkpoints") / run.run / f"stage-{stage}"
+        shutil.copytree(place / "backbone1" / part, place / f"stage{stage}" / part)
+    shutil.rmtree(place / "trainer")
+    shutil.rmtree(place / "backbone0")
+
+
+async def test_a_backbone_with_other_settings_keeps_the_curve_and_says_why_no_checkpoints(
+    tmp_path: Path, run: RunFile
+) -> None:
+    async with swarm(tmp_path / "peers") as s:
+        await s.start("backbone", BackboneRole, RunFile(run=run.run, pipeline=run.pipeline))
+        for stage in range(2):
+            await s.start(f"stage{stage}", StageRole, pinned(run, stage))
+        await s.start("trainer", TrainerRole, run)
+        backbone = s.peers["backbone"]
+        told = backbone.role.status
+        await until(s, backbone, "_looked", "a reason", lambda: told()["not_kept"] and told()["curve_step"] > 0)
+        assert "the run has other settings: " in told()["not_kept"]
+        assert kept(backbone) == []
