@@ -1,6 +1,7 @@
 """One peer of the averaging benchmark: takes orders from its input, a JSON object a line, and answers likewise.
 
-Started with `python -m benchmarks._averager RANK COUNT STORE`: STORE is the file over which torch's gloo peers meet.
+Started with `python -m benchmarks._averager ADDRESS [RANK COUNT STORE]`: it listens at ADDRESS; STORE is the file over
+which torch's gloo peers meet. Without them there is no gloo and no torch: 25 such peers fit into a small machine.
 Times are those of the machine's monotonic clock, so that the parent can compare what several peers say.
 """
 
@@ -10,23 +11,22 @@ import json
 import sys
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
-import torch
-import torch.distributed as dist
 import trio
 
 from benchmarks._far import new_host
-from peerd.compute.choice import Plan
-from peerd.compute.feedback import ErrorFeedback
-from peerd.compute.worker import DeviceWorker
 from peerd.core.addr import parse_addr
 from peerd.core.ids import PeerId
+from peerd.core.work import Worker
 from peerd.machine.allreduce import AveragingPlan
 from peerd.net.clock import RealClock
-from peerd.service.averaging import Averaging
+from peerd.net.host import Host
+from peerd.service.averaging import Averaging, PartCoder
 from peerd.service.rpc import Rpc
+
+T = TypeVar("T")
 
 PART_BYTES = 1 << 20
 PATIENCE_S = 60.0
@@ -36,70 +36,103 @@ def say(answer: dict[str, Any]) -> None:
     print(json.dumps(answer), flush=True)
 
 
-def gloo(order: dict[str, Any]) -> dict[str, Any]:
-    """One all-reduce by torch."""
-    vector = torch.ones(order["count"])
-    dist.barrier()
-    begin = time.monotonic()
-    dist.all_reduce(vector)
-    return {"begin": begin, "end": time.monotonic(), "right": bool((vector == dist.get_world_size()).all())}
+class ThreadWorker:
+    """Runs jobs in a thread, one at a time, without torch."""
+
+    def __init__(self) -> None:
+        self._turn = trio.CapacityLimiter(1)
+
+    async def run(self, job: Callable[[], T], *, name: str, cost_s: float = 0.0) -> T:
+        return await trio.to_thread.run_sync(job, limiter=self._turn)
+
+
+class Gloo:
+    """torch's own group of the same processes, and our coders, which need torch as well."""
+
+    def __init__(self, rank: int, count: int, store: str) -> None:
+        import torch  # what needs it is imported here: processes without gloo do without
+        import torch.distributed
+
+        from peerd.compute.choice import Plan
+        from peerd.compute.feedback import ErrorFeedback
+
+        self.coder: Callable[[str], PartCoder] = lambda code: ErrorFeedback(Plan(code))
+        self._torch, self._group = torch, torch.distributed
+        torch.set_num_threads(1)
+        self._group.init_process_group("gloo", f"file://{store}", rank=rank, world_size=count)
+
+    def sum(self, order: dict[str, Any]) -> dict[str, Any]:
+        """One all-reduce."""
+        vector = self._torch.ones(order["count"])
+        self._group.barrier()
+        begin = time.monotonic()
+        self._group.all_reduce(vector)
+        end = time.monotonic()
+        return {"begin": begin, "end": end, "right": bool((vector == self._group.get_world_size()).all())}
+
+    def close(self) -> None:
+        self._group.destroy_process_group()
 
 
 class Averager:
     """This process's peer."""
 
-    def __init__(self, rank: int, averaging: Averaging, worker: DeviceWorker) -> None:
-        self._rank = rank
-        self._averaging = averaging
-        self._worker = worker
+    def __init__(self, host: Host, rpc: Rpc, gloo: Gloo | None) -> None:
+        self._host, self._gloo = host, gloo
+        self._averaging = Averaging(rpc, host.id)
+        self._worker: Worker = ThreadWorker()
+        self._group: tuple[str, ...] = ()
         self._vector = np.empty(0, dtype=np.float32)
 
-    def make(self, order: dict[str, Any]) -> dict[str, Any]:
-        """The vector of the rounds to come."""
-        self._vector = np.ones(order["count"], dtype=np.float32)
+    async def obey(self, order: dict[str, Any]) -> dict[str, Any]:
+        if order["do"] == "meet":
+            return await self.meet(order)
+        if order["do"] == "make":
+            self._vector = np.ones(order["count"], dtype=np.float32)  # of the rounds to come
+            return {}
+        if order["do"] == "gloo":
+            assert self._gloo is not None
+            return await trio.to_thread.run_sync(self._gloo.sum, order)
+        return await self.sum(order)
+
+    async def meet(self, order: dict[str, Any]) -> dict[str, Any]:
+        """Have a connection with everyone; the one with the smaller id makes it."""
+        for peer, addr in sorted(order["peers"].items()):
+            if peer > self._host.id.text:
+                await self._host.connect(PeerId.parse(peer), [parse_addr(addr)])
+        self._group = tuple(sorted(order["peers"]))
         return {}
 
-    async def sum(self, order: dict[str, Any], group: tuple[str, ...]) -> dict[str, Any]:
-        """One round with everybody; begins at the time that the parent names."""
-        code = order["code"]
-        coder = ErrorFeedback(Plan(code)) if code != "none" else None
-        plan = AveragingPlan(bytes.fromhex(order["attempt"]), group, PART_BYTES, PATIENCE_S)
-        await trio.sleep(order["at"] - time.monotonic())
+    async def sum(self, order: dict[str, Any]) -> dict[str, Any]:
+        """One round with everybody; begins at the time that the parent names. `shares` by peer; else equal ones."""
+        shares, size = order.get("shares"), order.get("part_bytes", PART_BYTES)
+        split = tuple(shares[peer] for peer in self._group) if shares else None
+        plan = AveragingPlan(bytes.fromhex(order["attempt"]), self._group, size, PATIENCE_S, shares=split)
+        coder = self._gloo.coder(order["code"]) if self._gloo and order["code"] != "none" else None
+        await trio.sleep(max(0.0, order["at"] - time.monotonic()))
         begin = time.monotonic()
         total = await self._averaging.sum(plan, self._vector, self._worker, coder)
         end = time.monotonic()
-        return {"begin": begin, "end": end, "right": bool(np.abs(total - len(group)).max() < 0.05 * len(group))}
+        count = len(self._group)
+        return {"begin": begin, "end": end, "right": bool(np.abs(total - count).max() < 0.05 * count)}
 
 
-async def main(rank: int, count: int, store: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", f"file://{store}", rank=rank, world_size=count)
+async def main(address: str, *place: str) -> None:
+    gloo = Gloo(int(place[0]), int(place[1]), place[2]) if place else None
     host = new_host()
     rpc = Rpc(host, RealClock())
     read: Callable[[], str] = sys.stdin.readline
-    async with trio.open_nursery() as nursery, DeviceWorker("coding", threads=1) as worker:
-        await nursery.start(host.run, [parse_addr("/ip4/127.0.0.1/tcp/0")])
+    async with trio.open_nursery() as nursery:
+        await nursery.start(host.run, [parse_addr(address)])
         await nursery.start(rpc.run)
-        averager = Averager(rank, Averaging(rpc, host.id), worker)
+        averager = Averager(host, rpc, gloo)
         say({"peer": host.id.text, "addr": str(host.addrs()[0])})
-        group: tuple[str, ...] = ()
         while line := await trio.to_thread.run_sync(read):
-            order = json.loads(line)
-            if order["do"] == "meet":
-                peers = {peer: addr for peer, addr in order["peers"].items() if peer != host.id.text}
-                for peer, addr in sorted(peers.items()):
-                    await host.connect(PeerId.parse(peer), [parse_addr(addr)])
-                group = tuple(sorted(order["peers"]))
-                say({})
-            elif order["do"] == "make":
-                say(averager.make(order))
-            elif order["do"] == "gloo":
-                say(await trio.to_thread.run_sync(gloo, order))
-            else:
-                say(await averager.sum(order, group))
+            say(await averager.obey(json.loads(line)))
         nursery.cancel_scope.cancel()
-    dist.destroy_process_group()
+    if gloo is not None:
+        gloo.close()
 
 
 if __name__ == "__main__":
-    trio.run(main, int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])
+    trio.run(main, *sys.argv[1:])

@@ -1,30 +1,28 @@
-"""One averaging round of 2, 4 and 8 peers on loopback beside torch.distributed's gloo, in the same processes.
+"""One averaging round of 2, 4 and 8 peers beside torch.distributed's gloo, and DeDLOC's Table 1 on slow lines.
 
 Every peer is a process. A round of ours is encrypted and authenticated and every member ends with the same bits; gloo
-sends in the clear. The two take turns; a round lasts from its common beginning until the last member has the sum, and
-the median counts. Coded: int8 in blocks of 64 with error feedback.
+sends in the clear. On loopback the two take turns, in the same processes, and the median counts. Coded: int8 in blocks
+of 64 with error feedback. Table 1 is made in a network lab (see `_table1`), which needs Linux, root and iproute2; where
+there is none, the output says why.
 """
 
 from __future__ import annotations
 
-import json
 import os
-import secrets
 import statistics
 import subprocess
-import sys
 import tempfile
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
+from benchmarks._group import Peer, ask, gloo_s, met, round_s
 from benchmarks._report import Figure, Report
+from benchmarks._table1 import table1
 
-LEAD_S = 0.05  # from an order to its common beginning
 CODED = "int8"
+LOOPBACK = "/ip4/127.0.0.1/tcp/0"
 NAMES = {1_000_000: "1e6", 10_000_000: "1e7", 30_000_000: "3e7"}
 
 
@@ -35,74 +33,25 @@ class Sizes:
     peers: Sequence[int]
     counts: Sequence[int]  # float32 values of the vector
     rounds: int
+    table1: Mapping[str, int]  # rounds by way; none: no table
 
 
-QUICK = Sizes((2, 4, 8), (1_000_000, 10_000_000, 30_000_000), 5)
-FULL = Sizes((2, 4, 8), (1_000_000, 10_000_000, 30_000_000), 15)
-
-
-class Peer:
-    """A peer's process."""
-
-    def __init__(self, rank: int, count: int, store: str) -> None:
-        scripts = Path(__file__).parents[1]
-        path = os.pathsep.join([str(scripts), str(scripts.parent)])
-        command = [sys.executable, "-m", "benchmarks._averager", str(rank), str(count), store]
-        environment = {**os.environ, "PYTHONPATH": path, "GLOO_SOCKET_IFNAME": "lo"}
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
-        )
-
-    def tell(self, **order: Any) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(order) + "\n")
-        self._process.stdin.flush()
-
-    def hear(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            raise RuntimeError(f"a peer of the benchmark ended with {self._process.wait()}")
-        answer: dict[str, Any] = json.loads(line)
-        return answer
-
-    def end(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait(30)
+QUICK = Sizes((2, 4, 8), (1_000_000, 10_000_000, 30_000_000), 5, {"allreduce": 1, "ps": 1, "ours": 2})
+FULL = Sizes((2, 4, 8), (1_000_000, 10_000_000, 30_000_000), 15, {"allreduce": 5, "ps": 2, "ours": 9})
 
 
 @contextmanager
 def group(count: int) -> Iterator[list[Peer]]:
-    """Peers that know and reach each other."""
+    """Peers on loopback that know and reach each other."""
     with tempfile.TemporaryDirectory(prefix="peerd-averaging-") as folder:
-        peers = [Peer(rank, count, f"{folder}/store") for rank in range(count)]
+        store = f"{folder}/store"
+        peers = [Peer(subprocess.Popen, LOOPBACK, str(rank), str(count), store) for rank in range(count)]
         try:
-            places = {found["peer"]: found["addr"] for found in (peer.hear() for peer in peers)}
-            ask(peers, do="meet", peers=places)
+            met(peers)
             yield peers
         finally:
             for peer in peers:
                 peer.end()
-
-
-def ask(members: list[Peer], **order: Any) -> list[dict[str, Any]]:
-    for peer in members:
-        peer.tell(**order)
-    return [peer.hear() for peer in members]
-
-
-def round_s(peers: list[Peer], count: int, way: str) -> float:
-    """Seconds of one round by `way`: "gloo", "none" or a code."""
-    if way == "gloo":
-        found = ask(peers, do="gloo", count=count)
-        begin = max(answer["begin"] for answer in found)
-    else:
-        begin = time.monotonic() + LEAD_S
-        found = ask(peers, do="sum", count=count, code=way, attempt=secrets.token_hex(16), at=begin)
-    if not all(answer["right"] for answer in found):
-        raise RuntimeError(f"a wrong sum by {way}")
-    return max(answer["end"] for answer in found) - begin
 
 
 def compared(peers: list[Peer], count: int, rounds: int) -> dict[str, float]:
@@ -111,29 +60,36 @@ def compared(peers: list[Peer], count: int, rounds: int) -> dict[str, float]:
     ask(peers, do="make", count=count)
     for _ in range(rounds + 1):
         for way, seconds in taken.items():
-            seconds.append(round_s(peers, count, way))
+            seconds.append(gloo_s(peers, count) if way == "gloo" else round_s(peers, way))
     return {way: statistics.median(seconds[1:]) for way, seconds in taken.items()}
+
+
+def section(name: str, text: str, found: dict[str, float], targets: tuple[float | None, float | None]) -> list[Figure]:
+    return [
+        Figure(f"{name}_gloo_s", f"{text}: gloo", found["gloo"], "s", 3),
+        Figure(f"{name}_ours_s", "ours", found["none"], "s", 3),
+        Figure(f"{name}_coded_s", f"ours, {CODED}", found[CODED], "s", 3),
+        Figure(f"{name}_over", "ours / gloo", found["none"] / found["gloo"], at_most=targets[0]),
+        Figure(f"{name}_coded_over", "coded / gloo", found[CODED] / found["gloo"], at_most=targets[1]),
+    ]
 
 
 def measure(full: bool) -> Report:
     sizes = FULL if full else QUICK
-    sections, extra = [], {}
+    sections: list[list[Figure]] = []
+    extra: dict[str, Any] = {}
+    note = f"loopback, {os.cpu_count()} cores, medians of {sizes.rounds} alternating rounds"
     for peer_count in sizes.peers:
         with group(peer_count) as peers:
             for count in sizes.counts:
                 found = compared(peers, count, sizes.rounds)
                 name = f"p{peer_count}_n{NAMES.get(count, str(count))}"
                 extra[name] = {"ours_s": found["none"], "gloo_s": found["gloo"], "coded_s": found[CODED]}
-                target = (3.5, 2.5) if (peer_count, count) == (4, 10_000_000) else (None, None)
-                text = f"{peer_count} peers, {count:,} values"
-                sections.append(
-                    [
-                        Figure(f"{name}_gloo_s", f"{text}: gloo", found["gloo"], "s", 3),
-                        Figure(f"{name}_ours_s", "ours", found["none"], "s", 3),
-                        Figure(f"{name}_coded_s", f"ours, {CODED}", found[CODED], "s", 3),
-                        Figure(f"{name}_over", "ours / gloo", found["none"] / found["gloo"], at_most=target[0]),
-                        Figure(f"{name}_coded_over", "coded / gloo", found[CODED] / found["gloo"], at_most=target[1]),
-                    ]
-                )
-    note = f"loopback, {os.cpu_count()} cores, medians of {sizes.rounds} alternating rounds"
+                targets = (3.5, 2.5) if (peer_count, count) == (4, 10_000_000) else (None, None)
+                sections.append(section(name, f"{peer_count} peers, {count:,} values", found, targets))
+    if sizes.table1:
+        rows, keys, about = table1(sizes.table1)
+        sections += rows
+        extra |= keys
+        note = f"{note}; {about}"
     return Report("averaging", sections, note, extra)

@@ -1,0 +1,159 @@
+"""Part of the averaging benchmark: DeDLOC's Table 1 in a network lab, at a tenth of its bandwidths and its vector.
+
+Each peer is a process on a host of its own, its line limited up and down. Three ways to divide the same work: equal
+shares (butterfly all-reduce), everything on the fastest peer (parameter server), and ours. The bound is that of
+`peerd.machine.shares`, where a byte of the vector costs a byte of the line: Ethernet, IP and TCP take 5 % of it.
+
+The paper does not say how long its vector was. At 20 Mb/s these values need its 5.3 s of setup B, so that its seconds
+can be held against ours; parts are a tenth of the default, too.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from lab import Lab, why_not
+
+from benchmarks._group import Peer, ask, met, round_s
+from benchmarks._report import Figure
+from benchmarks._swarm import busy_s
+from peerd.machine.shares import Line, bound_s_per_byte, shares
+
+VALUES = 1_770_000  # float32
+PART_BYTES = (1 << 20) // 10
+WARM_VALUES = 100_000
+LEAD_S = 0.5  # from an order to its common beginning: many processes read it
+BYTES_PER_S = 125_000  # of 1 Mb/s
+WAYS = {"allreduce": "all-reduce", "ps": "parameter server", "ours": "ours"}
+WITHIN = 1.15  # of the bound, for ours
+
+Rates = tuple[float, ...]  # of each peer's line, up and down, Mb/s
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """A row of the table; `paper`: its seconds, in the order of WAYS."""
+
+    text: str
+    rates: Rates
+    paper: tuple[float, float, float]
+
+
+FAST, SLOW = (100.0,) * 8, (20.0,) * 16
+SETUPS = {
+    "A": Setup("8 x 100 Mb/s", FAST, (1.19, 4.73, 1.20)),
+    "B": Setup("16 x 20 Mb/s", SLOW, (5.3, 39.6, 5.3)),
+    "C": Setup("8 x 100 + 16 x 20 Mb/s", FAST + SLOW, (5.69, 14.1, 2.96)),
+    "D": Setup("16 x 20 + 1 x 250 Mb/s", (*SLOW, 250.0), (5.3, 3.22, 3.18)),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One way in one setup."""
+
+    seconds: float  # median
+    bound_s: float
+    cpu_share: float  # of all cores, by the peers
+    others_share: float  # by everything else, the kernel's network included
+
+
+@dataclass(frozen=True, slots=True)
+class Spent:
+    """Processor time so far, of the peers and of everything else on this machine."""
+
+    own_s: float
+    others_s: float
+
+    @classmethod
+    def now(cls, peers: Sequence[Peer]) -> Spent:
+        own_s = sum(peer.cpu_s() for peer in peers)
+        return cls(own_s, busy_s() - own_s)
+
+
+Row = dict[str, Cell]  # by way
+
+
+@contextmanager
+def in_lab(rates: Rates) -> Iterator[tuple[list[Peer], list[str]]]:
+    """Peers behind lines of these rates, and who they are; they know and reach each other."""
+    with Lab() as lab:
+        hosts = [lab.host(f"p{i}", rate, rate) for i, rate in enumerate(rates)]
+        peers = [Peer(host.popen, f"/ip4/{host.ip}/tcp/4001") for host in hosts]
+        yield peers, met(peers)
+
+
+def divisions(lines: Sequence[Line]) -> dict[str, dict[str, float]]:
+    """The share of each peer by way."""
+    fastest = max(lines, key=lambda line: line.up_bytes_per_s or 0.0).peer
+    return {
+        "allreduce": {line.peer: 1 / len(lines) for line in lines},
+        "ps": {line.peer: float(line.peer == fastest) for line in lines},
+        "ours": shares(lines).fractions,
+    }
+
+
+def row(rates: Rates, rounds: Mapping[str, int], values: int = VALUES) -> Row:
+    """All ways in one setup, `rounds` of each."""
+    found: Row = {}
+    with in_lab(rates) as (peers, ids):
+        speeds = [rate * BYTES_PER_S for rate in rates]
+        lines = [Line(peer, up_bytes_per_s=b, down_bytes_per_s=b) for peer, b in zip(ids, speeds, strict=True)]
+        ask(peers, do="make", count=WARM_VALUES)
+        round_s(peers, "none", LEAD_S, part_bytes=PART_BYTES)
+        ask(peers, do="make", count=values)
+        for way, split in divisions(lines).items():
+            before, began = Spent.now(peers), time.monotonic()
+            order = {"shares": split, "part_bytes": PART_BYTES}
+            taken = [round_s(peers, "none", LEAD_S, **order) for _ in range(rounds[way])]
+            after, all_s = Spent.now(peers), (time.monotonic() - began) * (os.cpu_count() or 1)
+            found[way] = Cell(
+                seconds=statistics.median(taken),
+                bound_s=bound_s_per_byte(lines, split) * values * 4,
+                cpu_share=(after.own_s - before.own_s) / all_s,
+                others_share=(after.others_s - before.others_s) / all_s,
+            )
+    return found
+
+
+def section(name: str, setup: Setup, found: Row) -> list[Figure]:
+    """One row of the table for people: each way beside what the paper has."""
+    figures = [
+        Figure(
+            f"table1_{name}_{way}_s",
+            f"{name}: {setup.text}, {WAYS[way]} (paper {paper:g}, bound {found[way].bound_s:.2f})",
+            found[way].seconds,
+            "s",
+        )
+        for way, paper in zip(WAYS, setup.paper, strict=True)
+    ]
+    over = found["ours"].seconds / found["ours"].bound_s
+    return [*figures, Figure(f"table1_{name}_over", "ours / bound", over, at_most=WITHIN)]
+
+
+def as_json(found: Row) -> dict[str, float]:
+    cells = {f"{way}_s": cell.seconds for way, cell in found.items()}
+    bounds = {f"{way}_bound_s": cell.bound_s for way, cell in found.items() if way != "ours"}
+    ours = found["ours"]
+    cpu = {"cpu_share": ours.cpu_share, "others_share": ours.others_share}
+    every = {**cells, **bounds, "bound_s": ours.bound_s, **cpu}
+    return {key: round(value, 4) for key, value in every.items()}
+
+
+def table1(rounds: Mapping[str, int]) -> tuple[list[list[Figure]], dict[str, Any], str]:
+    """Sections for people, keys for the JSON object (`table1` is null where there can be no lab), and a note."""
+    reason = why_not()
+    if reason is not None:
+        return [], {"table1": None, "table1_why": reason}, f"no Table 1: {reason}"
+    sections, keys = [], {}
+    for name, setup in SETUPS.items():
+        found = row(setup.rates, rounds)
+        sections.append(section(name, setup, found))
+        keys[name] = as_json(found)
+    return sections, {"table1": keys}, f"Table 1: {VALUES:,} float32 values, medians of {rounds['ours']} rounds of ours"
