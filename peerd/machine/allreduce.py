@@ -21,6 +21,7 @@ from peerd.core.training import Prepare
 from peerd.machine.shares import apportioned
 
 _SHARES_TOLERANCE = 1e-6
+_OWNER_MARGIN_S = 1.0  # beyond the patience: an owner that waits for a late sender has named it by then
 _PARTS_OF_A_SHARE = 8  # at least,
 _LEAST_ELEMENTS = 1024  # unless they would be smaller than this
 
@@ -188,23 +189,31 @@ class Round:
         """Have we every sum that is due to us, and every version that is due from others?"""
         return not self._due and not self._missing
 
+    def owes(self, sender: str) -> bool:
+        """Does this sender still owe us a part?"""
+        return sender in self._everyone and any(sender not in came for came in self._came.values())
+
     def late(self, now: float) -> tuple[str, ...]:
         """Members we have waited for longer than our patience, sorted.
 
-        Who owes us its version is named first: an owner may only be waiting for the same late sender, so owners
-        get twice the patience (the paper's code does the same).
+        One that hangs soon holds up everybody, who then seem to hang as well: named is who fell silent first of those
+        we wait for. An owner may only be waiting for a late sender, and gets a little more patience.
         """
         silent = {peer for peer, heard in self._heard.items() if now - heard > self._patience_s} - {self.own}
         if not silent:
             return ()
-        late = {peer for came in self._came.values() for peer in silent - came} & self._everyone
-        # Who has sent a part that still waits for another sends no more of them: not the first to blame.
-        waiting = {peer for came in self._came.values() if len(came) < len(self.senders) for peer in came}
-        late = late - waiting or late
-        if not late:
-            owners = set(self._due.values())
-            late = {peer for peer in silent & owners if now - self._heard[peer] > 2 * self._patience_s}
-        return tuple(sorted(late))
+        blocking, owners = self._blocking() & silent, silent & set(self._due.values())
+        margin_s = min(_OWNER_MARGIN_S, self._patience_s)
+        if not blocking and not any(now - self._heard[peer] > self._patience_s + margin_s for peer in owners):
+            return ()
+        first = min(self._heard[peer] for peer in blocking | owners)
+        lost = {peer for peer in blocking | owners if self._heard[peer] == first}
+        return tuple(sorted(lost & blocking or lost))
+
+    def _blocking(self) -> set[str]:
+        """Who lacks the first of our parts that is not whole: all others wait for them."""
+        whole = len(self.senders)
+        return set(next((self._everyone - came for came in self._came.values() if len(came) < whole), ()))
 
 
 class Pace:

@@ -7,7 +7,9 @@ client brings a vector and sums nothing. Parts travel as their `PartCoder` makes
 worker, sums in the order of the senders. With a lossy code the owner, too, goes on with what the others can decode.
 A round ends whole or raises `RoundFailed` with the members at fault; nothing is applied here. Vectors are numpy, 1-D.
 A hostile member may send wrong shapes, wrong dtypes, NaN, parts of others, strangers' attempts: each is refused, what
-needs no look at the values before they are decoded.
+needs no look at the values before they are decoded, and the round ends and names it. That a call was refused or left
+shows only that the round has ended over there: whom it names is waited for, a moment, before that peer is blamed.
+In a coded run a plain part is as good as a coded one; in a plain run a coded one is refused.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from typing import Any, Protocol
 import numpy as np
 import trio
 
-from peerd.core.errors import LocalError, PeerdError, Refused, RemoteError
+from peerd.core.errors import LocalError, Overloaded, PeerdError, ProtocolViolation, Refused, RemoteError, TooSlow
 from peerd.core.frame import TensorFrame
 from peerd.core.ids import PeerId
 from peerd.core.limits import FRAME_ELEMENTS, RPC_DEADLINE_S
@@ -28,7 +30,7 @@ from peerd.core.messages import Empty
 from peerd.core.training import AverageKey
 from peerd.core.work import Worker
 from peerd.machine.allreduce import AveragingPlan, Pace, Part, Round, RoundFailed
-from peerd.service.rpc import CallStream, Incoming, MethodLimits, Rpc
+from peerd.service.rpc import Answer, CallStream, Incoming, MethodLimits, Rpc
 
 Vector = np.ndarray[Any, np.dtype[Any]]
 
@@ -38,6 +40,7 @@ _PARTS_UNDER_WAY_MOST = 256  # of one sender: its next ones wait on the way
 _DTYPES = {"float32", "float64"}  # of a vector that a helper is told to sum
 _JOIN_WAIT_S = 30.0  # a member may hear of the round a little later than the others
 _LOOK_S = 0.5  # how often lateness is looked for
+_DOUBT_S = 0.8  # for the conductor, or the loss of a link, to say why a member ended its round
 
 
 class PartCoder(Protocol):
@@ -83,11 +86,16 @@ class _Open:
     owed: dict[int, int] = field(default_factory=dict)  # how many have not taken such an answer
     moved: trio.Event = field(default_factory=trio.Event)  # set, and replaced, whenever the round gets on
     came_back: trio.Event = field(default_factory=trio.Event)  # likewise, when more parts may leave
+    doubt: tuple[float, str, str] | None = None  # since when, of whom, why
 
     def fail(self, reason: str, lost: tuple[str, ...]) -> None:
         self.failure = self.failure or RoundFailed(reason, lost)
         self.scope.cancel()
         self.get_on()
+
+    def doubts(self, reason: str, peer: str) -> None:
+        """The round has ended at `peer`, perhaps by a fault of somebody else."""
+        self.doubt = self.doubt or (trio.current_time(), peer, reason)
 
     def get_on(self) -> None:
         self.moved.set()
@@ -195,9 +203,11 @@ class Averaging:
         while not state.done:
             with trio.move_on_after(min(_LOOK_S, plan.patience_s / 4)):
                 await state.moved.wait()
-            late = state.round.late(trio.current_time())
-            if late:
+            now = trio.current_time()
+            if late := state.round.late(now):
                 state.fail("a member of the group fell silent", late)
+            elif state.doubt is not None and now - state.doubt[0] > _DOUBT_S and not state.done:
+                state.fail(state.doubt[2], (state.doubt[1],))
 
     async def _exchange(self, plan: AveragingPlan, state: _Open, share: list[Part], pace: Pace) -> None:
         """Our version of one owner's share, and the sums of it."""
@@ -214,6 +224,8 @@ class Averaging:
         """What goes wrong between us and an owner ends the round."""
         try:
             yield
+        except (Refused, Overloaded, TooSlow) as error:
+            state.doubts(f"a part was not summed: {error}", owner)
         except RemoteError as error:
             state.fail(f"a part was not summed: {error}", (owner,))
         except PeerdError as error:
@@ -236,14 +248,14 @@ class Averaging:
             for part in share:
                 answer = await call.receive(Empty)
                 if answer is None:
-                    raise Refused("it sent fewer sums than parts it has")
-                state.result[part.begin : part.end] = await _decode(state, part, answer.frames)
+                    raise ProtocolViolation("it sent fewer sums than parts it has")
+                state.result[part.begin : part.end] = await _decode_sum(state, part, answer.frames)
                 state.round.returned(trio.current_time(), part.index)
                 if pace.returned(part.owner):
                     state.came_back.set()
                     state.came_back = trio.Event()
             if await call.receive(Empty) is not None:
-                raise Refused("it sent more sums than parts it has")
+                raise ProtocolViolation("it sent more sums than parts it has")
         state.get_on()
 
     async def _give_own(self, state: _Open, share: list[Part]) -> None:
@@ -255,21 +267,42 @@ class Averaging:
 
     async def _take_parts(self, call: Incoming[AverageKey], parts: CallStream) -> None:
         """A sender's version of our share; the sums go back in the order in which its parts come."""
-        state = await self._round(call.body.attempt)
+        state, sender = await self._round(call.body.attempt), call.peer.text
         came, due = trio.open_memory_channel[Part](_PARTS_UNDER_WAY_MOST)
-        async with trio.open_nursery() as nursery, came:
-            nursery.start_soon(self._return_sums, state, due, parts)
-            while (message := await parts.receive(AverageKey)) is not None:
-                if message.body.attempt != call.body.attempt or not message.body.part < len(state.round.parts):
-                    raise Refused("no such part")
-                part = state.round.parts[message.body.part]
-                try:
-                    state.round.check(part.index, call.peer.text)
-                    version = await _decode(state, part, message.frames)
-                    await self._arrive(state, part, call.peer.text, version)
-                except ValueError as error:
-                    raise Refused(str(error)) from None
-                await came.send(part)
+        try:
+            async with trio.open_nursery() as nursery, came:
+                nursery.start_soon(self._return_sums, state, due, parts)
+                with self._accusing(state, sender):
+                    while (message := await parts.receive(AverageKey)) is not None:
+                        if message.body.attempt != call.body.attempt:
+                            raise Refused("a part of another round")
+                        await came.send(await self._take(state, sender, message))
+                    if state.round.owes(sender):
+                        raise Refused("it sent fewer parts than it has to")
+        finally:
+            if state.round.owes(sender):
+                state.doubts("a member ended its call early", sender)
+
+    @contextmanager
+    def _accusing(self, state: _Open, sender: str) -> Iterator[None]:
+        """A part that cannot be taken ends the round if it comes from one of its senders; a stranger is refused."""
+        try:
+            yield
+        except (ValueError, RemoteError) as error:
+            if sender in state.round.senders:
+                state.fail(f"a member sent what it may not: {error}", (sender,))
+            raise Refused(str(error)) from None
+
+    async def _take(self, state: _Open, sender: str, message: Answer[AverageKey]) -> Part:
+        if state.failure is not None:
+            raise Refused("the round has failed")
+        if not message.body.part < len(state.round.parts):
+            raise Refused("no such part")
+        part = state.round.parts[message.body.part]
+        state.round.check(part.index, sender)
+        version = await _decode(state, part, message.frames)
+        await self._arrive(state, part, sender, version)
+        return part
 
     async def _return_sums(self, state: _Open, due: trio.MemoryReceiveChannel[Part], parts: CallStream) -> None:
         async for part in due:
@@ -321,13 +354,17 @@ class Averaging:
 
 
 def _add_up(versions: list[Vector], target: Vector) -> list[int]:
-    """Sum into `target`; returns which versions are not finite, when the sum is not."""
+    """Sum into `target`; returns which versions are to blame when the sum is not finite."""
     np.copyto(target, versions[0])
-    for version in versions[1:]:
-        np.add(target, version, out=target)
+    with np.errstate(over="ignore", invalid="ignore"):
+        for version in versions[1:]:
+            np.add(target, version, out=target)
     if np.isfinite(target).all():
         return []
-    return [i for i, version in enumerate(versions) if not np.isfinite(version).all()] or list(range(len(versions)))
+    if bad := [i for i, version in enumerate(versions) if not np.isfinite(version).all()]:
+        return bad
+    place = int(np.argmin(np.isfinite(target)))  # each is finite, and too large: the largest is
+    return [max(range(len(versions)), key=lambda i: abs(float(versions[i][place])))]
 
 
 async def _encode(state: _Open, part: Part, values: Vector) -> tuple[TensorFrame, Vector]:
@@ -344,3 +381,16 @@ async def _decode(state: _Open, part: Part, frames: tuple[TensorFrame, ...]) -> 
     if isinstance(state.coder, PlainParts):
         return state.coder.decode(frames[0], like)
     return await state.worker.run(lambda: state.coder.decode(frames[0], like), name="decode a part")
+
+
+async def _decode_sum(state: _Open, part: Part, frames: tuple[TensorFrame, ...]) -> Vector:
+    """What an owner answers. What is wrong about it is the owner's doing."""
+    try:
+        total = await _decode(state, part, frames)
+    except Refused as error:
+        raise ProtocolViolation(str(error)) from None
+    with np.errstate(over="ignore", invalid="ignore"):
+        finite = np.isfinite(total.sum())  # false alarms are possible, misses are not
+    if not finite and not np.isfinite(total).all():
+        raise ProtocolViolation("the sum is not finite")
+    return total

@@ -115,7 +115,7 @@ class ServedCall:
             raise
         except PeerdError as error:
             self._failed(error)
-        except ExceptionGroup as group:
+        except BaseExceptionGroup as group:
             self._failed(_only_failure(group))
         self._settle()
         self._release()
@@ -176,11 +176,14 @@ class ServedCall:
             self._caller.give_back(self.held_bytes)
 
 
-def _only_failure(group: ExceptionGroup[Exception]) -> PeerdError:
-    """The first failure of a handler that used a nursery; raises the group again when it holds anything else."""
+def _only_failure(group: BaseExceptionGroup[BaseException]) -> PeerdError:
+    """The first failure of a handler that used a nursery; raises the group again when it holds anything else.
+
+    Of a handler that was cancelled just as it failed, only the cancelling is raised: nobody waits for the failure.
+    """
     _, rest = group.split(lambda error: isinstance(error, PeerdError) and not isinstance(error, LocalError))
     if rest is not None:
-        raise group
+        raise group if isinstance(group, ExceptionGroup) else rest
     error: BaseException = group
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]

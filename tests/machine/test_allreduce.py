@@ -53,8 +53,20 @@ def test_a_silent_sender_is_late_before_the_owner_that_waits_for_it() -> None:
     assert round_.late(4.9) == ()
     assert round_.late(5.1) == ("c",)
     round_.arrived(6.0, 1, "c")
-    assert round_.late(13.0) == ()
-    assert round_.late(14.5) == ("a",)
+    assert round_.late(9.9) == ()
+    assert round_.late(10.1) == ("a",)
+
+
+def test_who_fell_silent_first_is_named_not_who_waits_for_it() -> None:
+    """`c` hangs as an owner; `a` sends no more because of that, and has sent less than `c` had."""
+    round_ = Round("b", GROUP, cut(18, GROUP, 3), 5.0)
+    round_.begin(0.0)
+    for now, sender in ((1.0, "c"), (1.1, "b"), (1.2, "a"), (2.0, "c")):
+        round_.arrived(now, 2 if now < 2 else 3, sender)
+    round_.arrived(2.0, 3, "b")
+    round_.returned(2.1, 0)
+    assert round_.late(6.9) == ()
+    assert round_.late(7.5) == ("c",)
 
 
 def test_a_round_of_one_needs_only_its_own_versions() -> None:
@@ -99,8 +111,8 @@ def test_a_client_waits_for_its_sums_and_for_nobodys_version() -> None:
     round_ = Round("b", ("a", "b"), parts, 5.0)
     round_.begin(0.0)
     round_.returned(1.0, 0)
-    assert round_.late(9.9) == ()
-    assert round_.late(10.1) == ("helper",)
+    assert round_.late(5.9) == ()
+    assert round_.late(6.1) == ("helper",)
     with pytest.raises(ValueError):
         round_.arrived(0.0, 0, "a")
     round_.returned(10.2, 1)

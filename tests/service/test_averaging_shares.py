@@ -92,7 +92,7 @@ class Counting(PlainParts):
 
 
 async def test_what_nobody_asked_for_is_refused_before_it_is_decoded(autojump_clock: MockClock) -> None:
-    """A stranger's part, a helper's, another owner's, and one beyond the last."""
+    """A stranger's part and a helper's; of this owner, of another, and beyond the last."""
     async with group(4) as (_, nodes):
         how = plan(nodes[:3], nodes[:2], (0.5, 0.0, 0.5), 512)  # two parts: the first node's and the helper's
         coder, vector = Counting(), np.ones(512, dtype="float32")
@@ -100,7 +100,7 @@ async def test_what_nobody_asked_for_is_refused_before_it_is_decoded(autojump_cl
         async with trio.open_nursery() as nursery:
             nursery.start_soon(nodes[0].averaging.sum, how, vector, InlineWorker(), coder)
             await trio.testing.wait_all_tasks_blocked()
-            for sender, part in ((nodes[3], 0), (nodes[2], 0), (nodes[1], 1), (nodes[1], 2)):
+            for sender, part in ((nodes[3], 0), (nodes[2], 0), (nodes[2], 1), (nodes[3], 2)):
                 body = AverageKey(how.attempt, part)
                 with pytest.raises(Refused):
                     await sender.rpc.call(nodes[0].id, METHOD, body, Empty, frames=[frame], timeout_s=5.0)
