@@ -173,6 +173,8 @@ class TrainerRole:
 
     def in_flight(self) -> int:
         """How many microbatches to have open: enough that no stage peer is idle while others answer."""
+        if self._replica is not None and not self._pipeline.peers():
+            return 0  # it still takes the state over: whatever had a place in the batch would hold everyone up
         if self._replica is not None:
             return self._run.limits.microbatches_in_flight or _REPLICA_IN_FLIGHT
         return self._run.limits.microbatches_in_flight or 2 + 2 * max(1, self._pipeline.peers())
