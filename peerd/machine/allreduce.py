@@ -23,6 +23,7 @@ from peerd.machine.shares import apportioned
 _SHARES_TOLERANCE = 1e-6
 _OWNER_MARGIN_S = 1.0  # beyond the patience: an owner that waits for a late sender has named it by then
 _PARTS_OF_A_SHARE = 8  # at least,
+_LEAST_UNDER_WAY = 1.25  # parts of any share: it would stand still between two of its parts otherwise
 _LEAST_ELEMENTS = 1024  # unless they would be smaller than this
 
 
@@ -219,27 +220,29 @@ class Round:
 class Pace:
     """Which parts of other owners may leave now, so that all shares are sent evenly and end together.
 
-    A part's place is how far its owner's share has come with it, from 0 to 1. What leaves is at most a window ahead of
-    the least place, among shares as large or larger, that still waits for its sum. So a small share does not overtake
-    a large one, which would leave its owner's line idle at the end; nor does it hold it up; and what is under way is
-    bounded.
+    A part's place is how far its owner's share has come with it, from 0 to 1; owners are a little apart, so that not
+    all small ones' parts leave at once. What leaves is at most a window ahead of the least place, among shares as large
+    or larger, that still waits for its sum. So a small share does not overtake a large one, which would leave its
+    owner's line idle at the end; nor does it hold it up; and what is under way is bounded.
     """
 
     def __init__(self, parts: Sequence[Part], under_way: float) -> None:
         """`under_way`: how many parts of an average share may be on their way to its owner."""
         counts = Counter(part.owner for part in parts)
+        window = under_way * len(counts) / max(1, len(parts))
+        self._window = {owner: max(window, _LEAST_UNDER_WAY / count) for owner, count in counts.items()}
         self._size = {owner: count.bit_length() for owner, count in counts.items()}  # within a factor of two
         self._left: dict[str, deque[int]] = {owner: deque() for owner in counts}  # that wait for their sum
         self._place: dict[int, float] = {}
+        apart = {owner: (i + 0.5) / len(counts) for i, owner in enumerate(counts)}
         for part in parts:
             queue = self._left[part.owner]
-            self._place[part.index] = (len(queue) + 0.5) / counts[part.owner]
+            self._place[part.index] = (len(queue) + apart[part.owner]) / counts[part.owner]
             queue.append(part.index)
-        self._window = under_way * len(counts) / max(1, len(parts))
         self._least = self._find_least()
 
     def may_leave(self, part: Part) -> bool:
-        return self._place[part.index] <= self._least[self._size[part.owner]] + self._window
+        return self._place[part.index] <= self._least[self._size[part.owner]] + self._window[part.owner]
 
     def returned(self, owner: str) -> bool:
         """The sum of the next part of `owner` is here; True when more may leave than before."""

@@ -21,6 +21,7 @@ _PART_BYTES_LEAST = 16 << 10  # smaller ones cost more in calls than they save i
 _PARTS_UNDER_WAY = 4  # for one owner of an equal share: what averaging has in flight
 _UNDER_WAY_SHARE = 1 / 8  # of the vector: the end of a round waits for what is under way
 _UNDER_WAY_S = 2.0  # and so long it takes at most; patience with a member must be longer
+_OWNERS_LEAST = 8  # parts for fewer are no larger: a stream's window is full before a large one has gone
 _CRUMB = 1e-3  # of the largest share: less is not worth a call from every sender
 _ITEM_BYTES = {"float32": 4, "float64": 8}
 
@@ -127,7 +128,7 @@ def _split(lines: tuple[Line, ...], found: Shares, frame: Split) -> Split:
         for line in lines
         if line.sends or line.peer in fractions
     )
-    owners = sum(party.share > 0 for party in parties)
+    owners = max(_OWNERS_LEAST, sum(party.share > 0 for party in parties))
     limits = [AVERAGE_PART_BYTES]
     if found.xi_s_per_byte > 0:
         limits.append(int(_UNDER_WAY_S / found.xi_s_per_byte / (_PARTS_UNDER_WAY * owners)))

@@ -35,7 +35,7 @@ from peerd.service.rpc import Answer, CallStream, Incoming, MethodLimits, Rpc
 Vector = np.ndarray[Any, np.dtype[Any]]
 
 METHOD = "average/1/parts"
-_PARTS_UNDER_WAY = 8  # to one owner of an equal share: enough to fill the line while sums are made
+_PARTS_UNDER_WAY = 3  # to one owner of an equal share: enough to fill the line while sums are made
 _PARTS_UNDER_WAY_MOST = 256  # of one sender: its next ones wait on the way
 _DTYPES = {"float32", "float64"}  # of a vector that a helper is told to sum
 _JOIN_WAIT_S = 30.0  # a member may hear of the round a little later than the others

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 
 import msgspec
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 
 from peerd.core.messages import decode, encode
 from peerd.core.training import Party, Prepare
-from peerd.machine.allreduce import AveragingPlan, Round, cut
+from peerd.machine.allreduce import AveragingPlan, Pace, Round, cut
 
 GROUP = ("a", "b", "c")
 
@@ -170,3 +171,46 @@ def test_plans_that_do_not_fit_together_are_refused() -> None:
             AveragingPlan(b"a" * 16, ("a", "b"), 1024, 1.0, **wrong)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="parts"):
         AveragingPlan(b"a" * 16, ("a", "b"), 4, 1.0).parts(1 << 31, 4)
+
+
+@given(st.lists(st.floats(0.001, 1), min_size=1, max_size=8), st.integers(1, 20_000), st.floats(0.1, 10), st.randoms())
+def test_shares_are_sent_evenly_and_none_stands_still(
+    scores: list[float], length: int, under_way: float, rng: random.Random
+) -> None:
+    """Owners answer in any order: something may always leave until all has."""
+    group = tuple(f"p{i}" for i in range(len(scores)))
+    parts = cut(length, group, 200, [score / sum(scores) for score in scores])
+    pace = Pace(parts, under_way)
+    left = {owner: [p for p in parts if p.owner == owner] for owner in group}
+    away: dict[str, list[int]] = {owner: [] for owner in group}
+    while any(left.values()) or any(away.values()):
+        for owner in group:
+            while left[owner] and pace.may_leave(left[owner][0]):
+                away[owner].append(left[owner].pop(0).index)
+        waiting = [owner for owner in group if away[owner]]
+        assert waiting, "nothing is under way and nothing may leave"
+        owner = rng.choice(waiting)
+        pace.returned(owner)
+        away[owner].pop(0)
+
+
+def test_a_small_share_keeps_step_with_a_large_one() -> None:
+    parts = cut(100_000, ("large", "small"), 1000, (0.9, 0.1))
+    pace = Pace(parts, 3)
+    small, large = ([p for p in parts if p.owner == owner] for owner in ("small", "large"))
+    leaving = [p for p in small if pace.may_leave(p)]
+    assert 1 <= len(leaving) <= 2
+    for _ in range(len(small)):  # however fast the small one's owner is
+        leaving = [p for p in small if pace.may_leave(p)]
+        pace.returned("small")
+    assert len(leaving) <= 2
+    assert not pace.may_leave(small[-1])
+    for _ in range(45):  # the large one comes half-way
+        pace.returned("large")
+    assert 5 <= sum(pace.may_leave(p) for p in small) <= 7
+    assert not pace.may_leave(large[-1])
+
+
+def test_equal_shares_are_cut_as_ever_and_small_ones_into_some_parts() -> None:
+    assert [p.end for p in cut(10, ("a", "b"), 4)] == [4, 5, 9, 10]
+    assert len([p for p in cut(1_000_000, ("a", "b"), 262_144, (0.99, 0.01)) if p.owner == "b"]) == 8

@@ -89,8 +89,8 @@ def test_parts_are_small_where_lines_are_slow_and_where_the_vector_is_small() ->
         return split.part_bytes
 
     assert part_bytes(1e9, 1_000_000_000) == 4 << 20
-    assert part_bytes(1e9, 12_000_000) == 500_000  # an eighth of 48 MB for three owners with four parts each
-    assert part_bytes(1 * MB, 1_000_000_000) == 125_000  # two seconds of 1 MB/s, with 4/3 of the vector on each line
+    assert part_bytes(1e9, 12_000_000) == 187_500  # an eighth of 48 MB for eight owners with four parts each
+    assert part_bytes(1 * MB, 1_000_000_000) == 46_875  # two seconds of 1 MB/s, with 4/3 of the vector on each line
     assert part_bytes(1e4, 1_000_000_000) == 16 << 10
 
 

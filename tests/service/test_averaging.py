@@ -64,6 +64,16 @@ async def run_all(
     return results
 
 
+async def send_part(sender: Node, owner: Node, attempt: bytes, part: int, frame: TensorFrame) -> TensorFrame | None:
+    """One part by hand; the sum of it, or None."""
+    first = AverageKey(attempt, part)
+    async with sender.rpc.stream(owner.id, METHOD, first, timeout_s=5.0) as call:
+        await call.send(first, (frame,))
+        call.finish()
+        answer = await call.receive(Empty)
+        return answer.frames[0] if answer is not None else None
+
+
 @pytest.mark.parametrize("count", [1, 2, 3, 5])
 @pytest.mark.parametrize("length", [0, 1, 4, 7001])
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
@@ -136,7 +146,5 @@ async def test_parts_of_wrong_shape_and_of_strangers_are_refused(autojump_clock:
                 payload = np.ones(shape, dtype=dtype).data.cast("B")
                 frame = TensorFrame(dtype, shape, payload)
                 with pytest.raises(Refused):
-                    await nodes[2].rpc.call(
-                        nodes[0].id, METHOD, AverageKey(how.attempt, part), Empty, frames=[frame], timeout_s=5.0
-                    )
+                    await send_part(nodes[2], nodes[0], how.attempt, part, frame)
             nursery.start_soon(nodes[1].averaging.sum, how, vector, InlineWorker())

@@ -13,8 +13,9 @@ from peerd.core.messages import Empty
 from peerd.core.training import AverageKey
 from peerd.machine.allreduce import AveragingPlan, RoundFailed
 from peerd.service.averaging import METHOD, PlainParts, Vector
+from peerd.service.rpc import CallStream, Incoming
 from tests.kit.workers import InlineWorker
-from tests.service.test_averaging import Node, group, run_all
+from tests.service.test_averaging import Node, group, run_all, send_part
 
 
 def plan(
@@ -92,7 +93,7 @@ class Counting(PlainParts):
 
 
 async def test_what_nobody_asked_for_is_refused_before_it_is_decoded(autojump_clock: MockClock) -> None:
-    """A stranger's part and a helper's; of this owner, of another, and beyond the last."""
+    """A stranger's part, a helper's, and one beyond the last."""
     async with group(4) as (_, nodes):
         how = plan(nodes[:3], nodes[:2], (0.5, 0.0, 0.5), 512)  # two parts: the first node's and the helper's
         coder, vector = Counting(), np.ones(512, dtype="float32")
@@ -100,13 +101,39 @@ async def test_what_nobody_asked_for_is_refused_before_it_is_decoded(autojump_cl
         async with trio.open_nursery() as nursery:
             nursery.start_soon(nodes[0].averaging.sum, how, vector, InlineWorker(), coder)
             await trio.testing.wait_all_tasks_blocked()
-            for sender, part in ((nodes[3], 0), (nodes[2], 0), (nodes[2], 1), (nodes[3], 2)):
-                body = AverageKey(how.attempt, part)
+            for sender, part in ((nodes[3], 0), (nodes[2], 0), (nodes[3], 1), (nodes[3], 2)):
                 with pytest.raises(Refused):
-                    await sender.rpc.call(nodes[0].id, METHOD, body, Empty, frames=[frame], timeout_s=5.0)
+                    await send_part(sender, nodes[0], how.attempt, part, frame)
             assert coder.decoded == 0
             nursery.start_soon(nodes[1].averaging.sum, how, vector, InlineWorker())
             nursery.start_soon(nodes[2].averaging.sum, how, None, InlineWorker())
+
+
+@pytest.mark.parametrize("answers", [0, 1, 3])
+async def test_an_owner_that_returns_too_few_or_too_many_sums_is_named(autojump_clock: MockClock, answers: int) -> None:
+    async def lie(call: Incoming[AverageKey], parts: CallStream) -> None:
+        for _ in range(answers):
+            await parts.send(Empty(), (TensorFrame("float32", (256,), np.ones(256, dtype="float32").data.cast("B")),))
+
+    async with group(2) as (_, nodes):
+        nodes[1].rpc.unserve("average/1")
+        nodes[1].rpc.serve_stream(METHOD, AverageKey, lie)
+        how = plan(nodes, [nodes[0]], (0.0, 1.0), 512)
+        with pytest.raises(RoundFailed) as failed:
+            await nodes[0].averaging.sum(how, np.ones(512, dtype="float32"), InlineWorker())
+        assert failed.value.lost == (nodes[1].id.text,)
+
+
+async def test_a_part_sent_by_hand_comes_back_summed(autojump_clock: MockClock) -> None:
+    async with group(2) as (_, nodes):
+        how = plan(nodes, nodes, (1.0, 0.0), 256)
+        frame = TensorFrame("float32", (256,), np.ones(256, dtype="float32").data.cast("B"))
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(nodes[0].averaging.sum, how, np.ones(256, dtype="float32"), InlineWorker())
+            await trio.testing.wait_all_tasks_blocked()
+            total = await send_part(nodes[1], nodes[0], how.attempt, 0, frame)
+            assert total is not None
+            assert (np.frombuffer(total.payload, "float32") == 2).all()
 
 
 @pytest.mark.parametrize(("length", "dtype"), [(3000, "object"), (3000, ""), (-1, "float32"), (1 << 40, "float32")])
