@@ -131,6 +131,8 @@ class AuxRole:
             raise ProtocolViolation(str(error), call.peer) from None
         if self._ctx.host.id.text in plan.senders:
             raise Refused("this peer has no gradient to send")
+        if self._ctx.host.id.text not in plan.group:
+            return Answer(Prepared(True, [], []))  # this round is made without us
         try:
             await self._averaging.sum(plan, None, self._worker, self._coder)
         except RoundFailed as error:
