@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -162,3 +163,19 @@ async def test_a_backbone_with_other_settings_keeps_the_curve_and_says_why_no_ch
         await until(s, backbone, "_looked", "a reason", lambda: told()["not_kept"] and told()["curve_step"] > 0)
         assert "the run has other settings: " in told()["not_kept"]
         assert kept(backbone) == []
+
+
+async def test_a_stage_whose_peers_are_all_lost_returns_from_what_a_backbone_kept(tmp_path: Path, run: RunFile) -> None:
+    place = tmp_path / "peers"
+    async with swarm(place) as s:
+        (keeper,), stages = await started(s, run, backbones=1)
+        await until(s, keeper, "_looked", "kept", lambda: bool(kept(keeper)))
+        stages[1].kill()
+        await stages[1].gone.wait()
+        newest = max(kept(keeper))
+        for stage in range(2):  # a peer for each stage: what a living one has saved may be of other steps
+            part = Path("checkpoints") / run.run / f"stage-{stage}"
+            shutil.copytree(place / "backbone0" / part, place / f"new{stage}" / part)
+        fresh = [await s.start(f"new{stage}", StageRole, pinned(run, stage)) for stage in range(2)]
+        for peer in (stages[0], *fresh):
+            await until(s, peer, "_stepped", "goes on", partial(lambda peer: step_of(peer) > newest + 2, peer))
