@@ -21,7 +21,7 @@ from peerd.core.training import Prepare
 from peerd.machine.shares import apportioned
 
 _SHARES_TOLERANCE = 1e-6
-_OWNER_MARGIN_S = 1.0  # beyond the patience: an owner that waits for a late sender has named it by then
+_OWNER_MARGIN_S = 0.5  # beyond the patience: an owner that waits for a late sender has named it by then
 _PARTS_OF_A_SHARE = 8  # at least,
 _LEAST_UNDER_WAY = 1.25  # parts of any share: it would stand still between two of its parts otherwise
 _LEAST_ELEMENTS = 1024  # unless they would be smaller than this
@@ -194,13 +194,17 @@ class Round:
         """Does this sender still owe us a part?"""
         return sender in self._everyone and any(sender not in came for came in self._came.values())
 
+    def silent(self, now: float) -> set[str]:
+        """Whom we have not heard of for longer than our patience, whether or not it is their turn."""
+        return {peer for peer, heard in self._heard.items() if now - heard > self._patience_s} - {self.own}
+
     def late(self, now: float) -> tuple[str, ...]:
         """Members we have waited for longer than our patience, sorted.
 
         One that hangs soon holds up everybody, who then seem to hang as well: named is who fell silent first of those
         we wait for. An owner may only be waiting for a late sender, and gets a little more patience.
         """
-        silent = {peer for peer, heard in self._heard.items() if now - heard > self._patience_s} - {self.own}
+        silent = self.silent(now)
         if not silent:
             return ()
         blocking, owners = self._blocking() & silent, silent & set(self._due.values())

@@ -35,11 +35,13 @@ from peerd.service.rpc import Answer, CallStream, Incoming, MethodLimits, Rpc
 Vector = np.ndarray[Any, np.dtype[Any]]
 
 METHOD = "average/1/parts"
+_ALIVE = "average/1/alive"
 _PARTS_UNDER_WAY = 3  # to one owner of an equal share: enough to fill the line while sums are made
 _PARTS_UNDER_WAY_MOST = 256  # of one sender: its next ones wait on the way
 _DTYPES = {"float32", "float64"}  # of a vector that a helper is told to sum
 _JOIN_WAIT_S = 30.0  # a member may hear of the round a little later than the others
 _LOOK_S = 0.5  # how often lateness is looked for
+_ANSWER_S = 0.6  # for a silent member to say that it only waits
 _DOUBT_S = 0.8  # for the conductor, or the loss of a link, to say why a member ended its round
 
 
@@ -132,6 +134,7 @@ class Averaging:
         self._opened = trio.Event()  # set and replaced whenever a round opens
         limits = MethodLimits(frames=1, frame_bytes=8 << 20, calls_per_peer=8)  # rounds that were called off end slowly
         rpc.serve_stream(METHOD, AverageKey, self._take_parts, limits=limits)
+        rpc.serve(_ALIVE, AverageKey, self._alive)
 
     async def sum(
         self, plan: AveragingPlan, vector: Vector | None, worker: Worker, coder: PartCoder | None = None
@@ -204,10 +207,35 @@ class Averaging:
             with trio.move_on_after(min(_LOOK_S, plan.patience_s / 4)):
                 await state.moved.wait()
             now = trio.current_time()
-            if late := state.round.late(now):
-                state.fail("a member of the group fell silent", late)
+            if state.round.late(now):
+                hung = await self._ask_the_silent(plan.attempt, state.round.silent(now))
+                if late := state.round.late(trio.current_time()):
+                    state.fail("a member of the group fell silent", tuple(sorted(hung & {*late} or hung or late)))
             elif state.doubt is not None and now - state.doubt[0] > _DOUBT_S and not state.done:
                 state.fail(state.doubt[2], (state.doubt[1],))
+
+    async def _ask_the_silent(self, attempt: bytes, silent: set[str]) -> set[str]:
+        """Who of them does not answer at all, or else who is not in the round: the rest only waits, as we do."""
+        mute, absent = set[str](), set[str]()
+
+        async def ask(peer: str) -> None:
+            key = AverageKey(attempt, 0)
+            try:
+                await self._rpc.call(PeerId.parse(peer), _ALIVE, key, Empty, timeout_s=_ANSWER_S)
+            except (Refused, Overloaded):
+                absent.add(peer)
+            except RemoteError:
+                mute.add(peer)
+
+        async with trio.open_nursery() as nursery:
+            for peer in silent:
+                nursery.start_soon(ask, peer)
+        return mute or absent
+
+    async def _alive(self, call: Incoming[AverageKey]) -> Answer[Empty]:
+        if call.body.attempt not in self._rounds:
+            raise Refused("no such averaging round here")
+        return Answer(Empty())
 
     async def _exchange(self, plan: AveragingPlan, state: _Open, share: list[Part], pace: Pace) -> None:
         """Our version of one owner's share, and the sums of it."""

@@ -20,7 +20,7 @@ from peerd.core.messages import Empty
 from peerd.core.training import AverageKey, Party, Prepare
 from peerd.machine.allreduce import AveragingPlan, Part, RoundFailed
 from peerd.service.averaging import METHOD, PartCoder, PlainParts, Vector
-from peerd.service.rpc import CallStream, Incoming, MethodLimits
+from peerd.service.rpc import Answer, CallStream, Incoming, MethodLimits
 from tests.kit.fakehost import FakeNet
 from tests.kit.workers import InlineWorker
 from tests.service.test_averaging import Node, group, plan
@@ -305,7 +305,11 @@ async def test_an_owner_that_answers_nonsense_is_named(autojump_clock: MockClock
             await parts.receive(AverageKey)
             await answers(parts, mine(how, liar))
 
+        async def lives(call: Incoming[AverageKey]) -> Answer[Empty]:
+            return Answer(Empty())
+
         liar.rpc.unserve("average/1")
+        liar.rpc.serve("average/1/alive", AverageKey, lives)
         liar.rpc.serve_stream(METHOD, AverageKey, handler, limits=MethodLimits(frames=1, frame_bytes=1 << 20))
         for owner in honest:
             messages = [as_it_is(part, how.attempt) for part in mine(how, owner)]
