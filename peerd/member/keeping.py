@@ -14,6 +14,7 @@ import dataclasses
 import os
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, cast
 
 import msgspec
@@ -69,10 +70,9 @@ class Keeping:
             await saving.open(stage)
         whole = set(self.kept)
         for stage, saving in enumerate(self._savings):
-            broken = [p for p in saving.positions if p not in whole]
-            for position in broken:
-                (saving.directory / f"step-{position.step:08d}.json").unlink(missing_ok=True)
+            broken = [saving.directory / f"step-{p.step:08d}.json" for p in saving.positions if p not in whole]
             if broken:
+                await self._files.run(partial(_remove, broken), name="drop what is not whole")
                 await saving.open(stage)
 
     @property
@@ -143,6 +143,11 @@ class Keeping:
 
         await self._files.run(write, name="list what is kept")
         return True
+
+
+def _remove(files: Sequence[Path]) -> None:
+    for file in files:
+        file.unlink(missing_ok=True)
 
 
 def _outline_of(run: RunFile, stage: int) -> list[TensorSpec]:

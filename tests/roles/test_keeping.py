@@ -1,0 +1,127 @@
+"""What a backbone keeps, without a network: whole sets only, over crashes; when one is due; what is no state."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+import trio
+from hypothesis import given
+from hypothesis import strategies as st
+
+from peerd.compute.served import ServedStage
+from peerd.core.runfile import CheckpointSection, ModelSection, OptimizerSection, PipelineSection, RunFile
+from peerd.core.training import Position
+from peerd.member.keeping import Keeping, _checked
+from peerd.net.clock import RealClock
+from peerd.role import RoleContext, StateItem, Training
+from tests.kit.workers import InlineWorker
+
+RUN = RunFile(
+    run="kept",
+    model=ModelSection(d_model=8, heads=2, layers=2, context=8),
+    pipeline=PipelineSection(stages=2, microbatch=2),
+    optimizer=OptimizerSection(name="sgd", total_steps=10),
+    checkpoint=CheckpointSection(every_steps=4, keep=1),
+)
+
+
+def keeping(folder: Path, run: RunFile = RUN) -> Keeping:
+    nobody: Any = SimpleNamespace(id=None, gate=None, call=None, serve=lambda *_, **__: None)
+    ctx = RoleContext(
+        run=run,
+        host=nobody,
+        rpc=nobody,
+        dht=nobody,
+        clock=RealClock(seed=1),
+        data_dir=folder,
+        device="cpu",
+        seed=1,
+        log=cast("Any", SimpleNamespace(event=lambda *_, **__: None)),
+        worker=lambda _: InlineWorker(),
+    )
+    return Keeping(ctx, Training(run, nobody, nobody, nobody, ctx.clock))
+
+
+def states(step: int) -> dict[int, dict[str, torch.Tensor]]:
+    return {stage: ServedStage(RUN, stage, "cpu").module.state() | {"step": torch.tensor(step)} for stage in range(2)}
+
+
+def at(step: int, lineage: bytes = b"one") -> Position:
+    return Position(step, lineage)
+
+
+def names_in(folder: Path, pattern: str) -> list[str]:
+    return sorted(path.name for path in folder.rglob(pattern))
+
+
+@pytest.mark.slow
+@pytest.mark.no_watchdog("states are made, and files written, without a thread")
+async def test_a_set_that_crashes_cut_short_costs_no_whole_one(tmp_path: Path) -> None:
+    first = keeping(tmp_path)
+    await first.open()
+    assert await first._write(at(4), states(4))
+    for step in (5, 6, 7):  # each of them got no further than the first stage
+        crashed = keeping(tmp_path)
+        await crashed.open()
+        assert crashed.kept == [at(4)]
+        await crashed._savings[0].save(at(step), states(step)[0])
+        assert crashed.kept == [at(4)]
+    last = keeping(tmp_path)
+    await last.open()
+    assert await last._write(at(8), states(8))
+    assert (await last._savings[0].load(at(8)))["step"] == (await last._savings[1].load(at(8)))["step"] == 8
+    assert names_in(tmp_path, "stage-0/*.json") == ["step-00000004.json", "step-00000008.json"]
+
+
+@pytest.mark.slow
+@pytest.mark.no_watchdog("states are made, and files written, without a thread")
+async def test_two_branches_at_one_step_are_no_set(tmp_path: Path) -> None:
+    first = keeping(tmp_path)
+    await first.open()
+    await first._savings[0].save(at(4, b"one"), states(4)[0])
+    await first._savings[1].save(at(4, b"two"), states(4)[1])
+    again = keeping(tmp_path)
+    await again.open()
+    assert again.kept == []
+    assert not names_in(tmp_path, "*.safetensors")
+
+
+def test_what_is_no_state_of_its_step_is_refused() -> None:
+    served = ServedStage(RUN, 0, "cpu")
+    items = [StateItem(*item) for item in served.describe()]
+    assert _checked(at(0), items).keys() == {item.name for item in items}
+    with pytest.raises(ValueError, match="says it is of step 0"):
+        _checked(at(3), items)
+    next(iter(served.module._state_views().values())).view(-1)[0] = torch.nan
+    with pytest.raises(ValueError, match="not finite"):
+        _checked(at(0), [StateItem(*item) for item in served.describe()])
+
+
+@pytest.mark.slow
+@given(seen=st.lists(st.integers(0, 12), max_size=30), every=st.integers(0, 5), total=st.sampled_from([0, 10]))
+def test_each_checkpoint_step_that_is_passed_is_kept_once(seen: list[int], every: int, total: int) -> None:
+    run = RunFile(
+        run="due",
+        optimizer=OptimizerSection(name="sgd", total_steps=total),
+        checkpoint=CheckpointSection(every_steps=every),
+    )
+
+    async def live() -> None:
+        kept = keeping(Path("nowhere"), run)
+        due = []
+        for step in sorted(seen):
+            if kept.due(step):
+                due.append(step)
+                kept._savings[0].positions.append(at(step))
+        marks = [step // every if every else 0 for step in due if not total or step < total]
+        assert marks == sorted(set(marks))
+        assert every or not marks
+        assert 0 not in due
+        if total and any(step >= total for step in seen):
+            assert due[-1] >= total
+
+    trio.run(live)
