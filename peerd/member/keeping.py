@@ -33,6 +33,7 @@ from peerd.role import RoleContext, StateItem, Training
 
 _TRIES = 6  # at one position, when the swarm steps while its stages are asked
 _AGAIN_S = 10.0  # an attempt is repeated after so long, if the step does not change
+_LONGEST_S = 60.0  # between attempts that fail, also when it does
 
 
 class _OnlyCalls:
@@ -61,7 +62,7 @@ class Keeping:
         self._snapshots = [calls.snapshots() for _ in stages]
         self._outlines: list[list[TensorSpec]] = []
         self._files = ctx.worker("files")
-        self._tried_step, self._tried_at = -1, 0.0
+        self._tried_step, self._tried_at, self._failures = -1, 0.0, 0
         self._list = self._savings[0].directory / "kept.json"
 
     async def open(self) -> None:
@@ -83,7 +84,10 @@ class Keeping:
     def due(self, step: int) -> bool:
         """Is a set to be fetched, now that the swarm is at `step`?"""
         now, every = trio.current_time(), self._settings.every_steps
-        if step <= 0 or (step == self._tried_step and now - self._tried_at < _AGAIN_S):
+        pause_s = min(2.0**self._failures, _LONGEST_S) if self._failures else 0.0
+        if step == self._tried_step:
+            pause_s = max(pause_s, _AGAIN_S)
+        if step <= 0 or now - self._tried_at < pause_s:
             return False
         last = max((p.step for p in self.kept if p.step <= step), default=0)
         if self._total_steps and step >= self._total_steps:
@@ -93,6 +97,13 @@ class Keeping:
     async def keep(self, step: int, donors: Sequence[Sequence[PeerId]]) -> Position | None:
         """Fetch and write a set; None when it cannot be had now: the log says why. `donors`: peers of each stage."""
         self._tried_step, self._tried_at = step, trio.current_time()
+        self._failures += 1
+        position = await self._attempt(step, donors)
+        if position is not None:
+            self._failures = 0
+        return position
+
+    async def _attempt(self, step: int, donors: Sequence[Sequence[PeerId]]) -> Position | None:
         await self._outline()
         for _ in range(_TRIES):
             found: dict[int, tuple[Position, dict[str, Tensor]]] = {}

@@ -125,3 +125,14 @@ def test_each_checkpoint_step_that_is_passed_is_kept_once(seen: list[int], every
             assert due[-1] >= total
 
     trio.run(live)
+
+
+async def test_attempts_that_fail_come_at_longer_and_longer_intervals(autojump_clock: object) -> None:
+    kept, tried = keeping(Path("nowhere")), []
+    begin = trio.current_time()
+    for second in range(200):
+        if kept.due(4 + second):
+            tried.append(trio.current_time() - begin)
+            assert await kept.keep(4 + second, [[], []]) is None
+        await trio.sleep(1.0)
+    assert tried == [0, 2, 6, 14, 30, 62, 122, 182]
