@@ -9,6 +9,7 @@ A round ends whole or raises `RoundFailed` with the members at fault; nothing is
 A hostile member may send wrong shapes, wrong dtypes, NaN, parts of others, strangers' attempts: each is refused, what
 needs no look at the values before they are decoded, and the round ends and names it. That a call was refused or left
 shows only that the round has ended over there: whom it names is waited for, a moment, before that peer is blamed.
+Who is silent is asked whether it lives before it is named: one that hangs soon makes all others wait.
 In a coded run a plain part is as good as a coded one; in a plain run a coded one is refused.
 """
 
