@@ -119,6 +119,10 @@ class ServedStage:
         self.module.apply(mean)
         self._held.clear()
 
+    def state(self) -> dict[str, torch.Tensor]:
+        """A copy of all that is needed to go on bit for bit from here, on the CPU."""
+        return self.module.state()
+
     def load(self, state: dict[str, torch.Tensor]) -> None:
         """Take over a whole state; ValueError (and no change) when it does not fit."""
         self.module.load_state(state)
@@ -126,8 +130,7 @@ class ServedStage:
 
     def describe(self) -> list[tuple[str, str, tuple[int, ...], memoryview]]:
         """A frozen copy of the state as (name, dtype, shape, bytes), sorted by name."""
-        state = self.module.state()
-        return [(n, dtype_name(t.dtype), tuple(t.shape), raw_bytes(t)) for n, t in sorted(state.items())]
+        return [(n, dtype_name(t.dtype), tuple(t.shape), raw_bytes(t)) for n, t in sorted(self.state().items())]
 
     def outline(self) -> list[TensorSpec]:
         """Name, dtype and shape of what `describe` gives, in its order, without copying anything."""

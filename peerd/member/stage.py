@@ -276,20 +276,15 @@ class StageMember:
 
     async def _catch_up(self, current: Position) -> bool:
         """The swarm stands elsewhere: take the state of a stage-mate. True when we moved."""
-        own = self._ctx.host.id.text
-        donors = [m.peer for m in self._members if m.ready and m.stage == self._stage and m.peer != own]
-        if not donors:
+        if not self._donors():
             self._waits_for = f"a peer of stage {self._stage} with the state of step {current.step}"
             await trio.sleep(0.5)
             return False
         self._waits_for = f"the state of step {current.step} from a stage-mate"
         expected = await self._work(self._outline, "outline the state")
         request = StateRequest(self._training.fingerprint, self._stage)
-        # Each joiner begins with another donor, so that no donor has to serve them all.
-        turn = self._session % len(donors)
-        order = [PeerId.parse(name) for name in donors[turn:] + donors[:turn]]
         try:
-            position, items = await self._snapshots.fetch(order, request, expected, self._worker)
+            position, items = await self._snapshots.fetch(self._donors, request, expected, self._coding)
             async with self._moving, self._changing(patient=True):
                 state = state_of((item.name, item.dtype, item.shape, item.payload) for item in items)
                 await self._work(lambda: self._need().load(state), "load the downloaded state")
@@ -300,6 +295,13 @@ class StageMember:
             return False
         self._ctx.log.event("downloaded", stage=self._stage, step=position.step)
         return True
+
+    def _donors(self) -> list[PeerId]:
+        """Stage-mates that have the state; each joiner begins with another, so that none has to serve them all."""
+        own = self._ctx.host.id.text
+        names = [m.peer for m in self._members if m.ready and m.stage == self._stage and m.peer != own]
+        turn = self._session % max(1, len(names))
+        return [PeerId.parse(name) for name in names[turn:] + names[:turn]]
 
     def _outline(self) -> list[StateItem] | list[TensorSpec]:
         """Names, dtypes and shapes of the state."""
@@ -489,8 +491,6 @@ class StageMember:
         if self._own and not self._own.saves:
             return
         if self._position.step and self._position not in self._saving.positions:
-            served = self._need()
-            copy = served.state if isinstance(served, UserModel) else served.module.state
-            state = await self._work(copy, "copy the state")
+            state = await self._work(self._need().state, "copy the state")
             await self._saving.save(self._position, state)
             self._ctx.log.event("saved", stage=self._stage, step=self._position.step)
