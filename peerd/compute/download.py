@@ -139,9 +139,9 @@ class _Redirects(urllib.request.HTTPRedirectHandler):
     def redirect_request(
         self, req: urllib.request.Request, fp: IO[bytes], code: int, msg: str, headers: Any, newurl: str
     ) -> urllib.request.Request | None:
+        fp.close()  # or what came with the redirect would be read to its end, however long it is
         allowed = {"https"} if req.type == "https" else {"http", "https"}
         if urlsplit(newurl).scheme not in allowed:
-            fp.close()
             raise ConfigError(f"{req.full_url}: the server points to {newurl[:200]}; allowed: {' or '.join(allowed)}")
         return super().redirect_request(req, fp, code, msg, headers, newurl)
 

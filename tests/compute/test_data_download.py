@@ -197,4 +197,4 @@ def test_a_redirect_never_leads_to_something_weaker(origin: str, target: str, al
     else:
         with pytest.raises(ConfigError, match=f"{origin}: the server points to {target}; allowed: https"):
             _Redirects().redirect_request(request, body, 302, "Found", Message(), target)
-        assert body.closed
+    assert body.closed

@@ -17,7 +17,8 @@ class WebServer:
     """`faults[path]` holds what the next requests for it get instead of an answer; `asked` what was asked for.
 
     Faults: a number (that status), `cut N` (N bytes of the body, then the line breaks), `short`, `long` (another
-    length than promised by the index), `flip` (a wrong byte), `all` (a range is ignored), `to URL` (a redirect).
+    length than promised by the index), `flip` (a wrong byte), `all` (a range is ignored), `to URL` (a redirect that
+    says that a terabyte comes with it).
     """
 
     def __init__(self, folder: Path) -> None:
@@ -68,7 +69,7 @@ def _answer(handler: BaseHTTPRequestHandler, web: WebServer) -> None:
     fault = web.faults[path].popleft() if web.faults[path] else ""
     file = web.folder / path
     if fault.startswith("to "):
-        return _head(handler, 302, {"Location": fault[3:], "Content-Length": "0"})
+        return _head(handler, 302, {"Location": fault[3:], "Content-Length": str(1 << 40)})
     if fault.isdigit() or not file.is_file():
         return _head(handler, int(fault or 404), {"Content-Length": "0", "Retry-After": "7"})
     body = file.read_bytes()
