@@ -2,7 +2,8 @@
 
 Decides from the conductor's answers what to start, to drop and to repeat; computes nothing. Invariant: every batch
 of samples that was taken from the data is in exactly one place: waiting, begun, finished, counted, or lost; and it
-is lost only when this trainer missed the outcome of a step.
+is lost only when this trainer missed the outcome of a step. Hostile input: a conductor that names
+microbatches or stages that are not there is not heard.
 """
 
 from __future__ import annotations
@@ -160,6 +161,8 @@ class Contribution(Generic[T]):
         item = self.items.get(redo.seq)
         if item is None or not item.finished or item.unsaid or redo.stage in item.redoing:
             return []
+        if redo.stage >= len(item.holders):
+            return []  # the run has no such stage: the conductor is wrong, or lies
         item.redoing.add(redo.stage)
         return [Repeat(item, redo.stage)]
 

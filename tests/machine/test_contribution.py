@@ -80,6 +80,15 @@ def test_a_lost_gradient_is_repeated_once_on_its_stage(books: Contribution[str])
     assert books.tally.redone == 1
 
 
+def test_a_conductor_that_names_what_is_not_there_is_not_heard(books: Contribution[str]) -> None:
+    item = started(books)[0]
+    books.finish(item, ["p", "q"])
+    books.answered(answer(0, list(books.items)), books.news())
+    lies = [Redo(item.seq, 2), Redo(item.seq + 1000, 0)]
+    assert books.answered(answer(0, [*books.items, 7], redo=lies), []) == []
+    assert item.redoing == set()
+
+
 def test_what_the_step_did_not_count_begins_again(books: Contribution[str]) -> None:
     a, b = started(books)
     books.finish(a, ["p", "q"])
