@@ -40,6 +40,7 @@ class BackboneRole:
         self._looked = trio.Event()
         self._not_kept: str | None = None
         self._no_table = False
+        self._at_table = trio.Lock()
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         run = self._ctx.run
@@ -101,7 +102,8 @@ class BackboneRole:
         if self._curves is None or self._no_table:
             return
         try:
-            await trio.to_thread.run_sync(self._curves.write_table)
+            async with self._at_table:
+                await trio.to_thread.run_sync(self._curves.write_table)
         except (ConfigError, OSError) as error:
             self._no_table = isinstance(error, ConfigError)  # said once
             self._ctx.log.event("no table", level="warning", reason=str(error))

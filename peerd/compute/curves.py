@@ -1,9 +1,10 @@
 """A run's learning curve on disk: one JSON line for each global step that was seen, and the same as a Parquet table.
 
-Steps only go up: a restart goes on behind the last whole line, and of a line that a crash cut short nothing is left.
-When a swarm goes back to an older checkpoint there are no lines until it is past what was written. The table is made
-anew from the lines now and then, written aside and renamed; it needs pyarrow (extra `data`). All methods are
-synchronous and touch the disk. Imports no torch: a backbone that only watches has none.
+Steps only go up: a restart goes on behind the last whole line, and of a line that a crash or a full disk cut short
+nothing is left; who reads meanwhile, in another thread, sees whole lines only. When a swarm goes back to an older
+checkpoint there are no lines until it is past what was written. The table is made anew from the lines now and then,
+written aside and renamed; it needs pyarrow (extra `data`). All methods are synchronous and touch the disk; of
+`append`, and of `write_table`, one call at a time. Imports no torch: a backbone that only watches has none.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ class Curves:
         self.table = folder / f"{name}.parquet"
         self.step = 0  # of the last line
         self.valid_step = 0  # the newest evaluation in it
+        self._whole_bytes = 0  # of the file: what is behind them is a line that was cut short
 
     def open(self) -> None:
         """Find where the curve ends, and cut off what a crash left; ConfigError when a line cannot be read."""
@@ -51,11 +53,8 @@ class Curves:
             if not self.lines.exists():
                 return
             with self.lines.open("r+b") as file:
-                whole = 0
-                for line in file:
-                    if line.endswith(b"\n"):
-                        whole += len(line)
-                file.truncate(whole)
+                self._whole_bytes = sum(len(line) for line in file if line.endswith(b"\n"))
+                file.truncate(self._whole_bytes)
             for point in self.read():
                 self.step, self.valid_step = point.step, max(self.valid_step, point.valid_step or 0)
         except OSError as error:
@@ -66,6 +65,8 @@ class Curves:
         points = []
         with self.lines.open("rb") as file:
             for number, line in enumerate(file, 1):
+                if not line.endswith(b"\n"):
+                    break  # still being written
                 try:
                     points.append(msgspec.json.decode(line, type=Point))
                 except msgspec.DecodeError as error:
@@ -79,7 +80,11 @@ class Curves:
         if point.valid_step is not None and point.valid_step <= self.valid_step:
             point = msgspec.structs.replace(point, valid_loss=None, valid_step=None)
         with self.lines.open("ab") as file:
+            if file.tell() > self._whole_bytes:
+                file.truncate(self._whole_bytes)
             file.write(msgspec.json.encode(point) + b"\n")
+            file.flush()
+            self._whole_bytes = file.tell()
         self.step, self.valid_step = point.step, max(self.valid_step, point.valid_step or 0)
         return True
 

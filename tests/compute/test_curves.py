@@ -46,6 +46,16 @@ def test_a_line_that_a_crash_cut_short_is_gone(tmp_path: Path) -> None:
     assert again.read() == [point(1), point(2)]
 
 
+def test_a_line_that_a_full_disk_cut_short_is_gone_before_the_next(tmp_path: Path) -> None:
+    curves = opened(tmp_path)
+    curves.append(point(1))
+    with curves.lines.open("ab") as file:
+        file.write(b'{"step":2,"ti')
+    assert curves.read() == [point(1)]
+    assert curves.append(point(2))
+    assert curves.read() == [point(1), point(2)]
+
+
 def test_a_damaged_line_is_named(tmp_path: Path) -> None:
     first = opened(tmp_path)
     first.append(point(1))
