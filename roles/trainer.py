@@ -50,7 +50,7 @@ class TrainerRole:
         self._contributor: Contributor[Load] = Contributor(ctx, self._training, self)
         self._books = self._contributor.books
         self._replica = StageMember(ctx, self._training) if ctx.run.pipeline.stages == 1 else None
-        self._pipeline = self._training.pipeline(only=ctx.host.id if self._replica else None)
+        self._pipeline = self._training.pipeline()
         self._worker = ctx.worker("data")
         self._wanted = trio.Event()  # set when the books have too few samples waiting
         self._position: dict[str, Any] = {}
@@ -173,11 +173,12 @@ class TrainerRole:
 
     def in_flight(self) -> int:
         """How many microbatches to have open: enough that no stage peer is idle while others answer."""
-        if self._replica is not None and not self._pipeline.peers():
+        wanted, peers = self._run.limits.microbatches_in_flight, self._pipeline.peers()
+        if self._replica is None:
+            return wanted or 2 + 2 * max(1, peers)
+        if not peers:
             return 0  # it still takes the state over: whatever had a place in the batch would hold everyone up
-        if self._replica is not None:
-            return self._run.limits.microbatches_in_flight or _REPLICA_IN_FLIGHT
-        return self._run.limits.microbatches_in_flight or 2 + 2 * max(1, self._pipeline.peers())
+        return wanted or _REPLICA_IN_FLIGHT
 
     def refill(self, waiting: list[Load]) -> None:
         """See `_feed`."""
@@ -194,7 +195,9 @@ class TrainerRole:
         return await self._pipeline.repeat(step, seq, stage, load)
 
     def note_members(self, members: list[MemberInfo]) -> None:
-        """Whom to send microbatches to."""
+        """Whom to send microbatches to: a replica of our own takes ours, and nobody else does."""
+        if self._replica is not None:
+            members = [m for m in members if m.peer == self._ctx.host.id.text]
         self._pipeline.update(members)
 
     def stepped(self, before: int) -> None:

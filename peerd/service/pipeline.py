@@ -48,11 +48,10 @@ class Load:
 
 
 class Pipeline:
-    """Calls to the stages of one run; with `only`, to that peer alone."""
+    """Calls to the stages of one run."""
 
-    def __init__(self, run: RunFile, rpc: Rpc, clock: Clock, only: PeerId | None = None) -> None:
+    def __init__(self, run: RunFile, rpc: Rpc, clock: Clock) -> None:
         self._rpc = rpc
-        self._only = only.text if only is not None else None
         self._fingerprint = fingerprint(run)
         self._stages = run.pipeline.stages
         self._dtype, self._width = run.model.dtype, run.model.d_model
@@ -67,7 +66,7 @@ class Pipeline:
 
     def update(self, members: Iterable[MemberInfo]) -> None:
         """These peers serve now."""
-        ready = [m for m in members if m.ready and self._only in (None, m.peer)]
+        ready = [m for m in members if m.ready]
         for stage, wiring in enumerate(self._wirings):
             peers = {m.peer for m in ready if m.stage == stage}
             wiring.update(peers)

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 from peerd.core.clock import Clock
 from peerd.core.errors import ConfigError, RemoteError
-from peerd.core.ids import PeerId
 from peerd.core.runfile import RunFile, fingerprint, first_difference, shared_text
 from peerd.machine.conductor import ConductorConfig
 from peerd.net.host import Host
@@ -50,9 +49,9 @@ class Training:
         """Say which settings we follow; raises RemoteError."""
         await self.directory.publish_settings(shared_text(self.run))
 
-    def pipeline(self, only: PeerId | None = None) -> Pipeline:
-        """For a trainer: calls to the stages; with `only`, to that peer alone."""
-        return Pipeline(self.run, self._rpc, self._clock, only)
+    def pipeline(self) -> Pipeline:
+        """For a trainer: calls to the stages."""
+        return Pipeline(self.run, self._rpc, self._clock)
 
     def averaging(self) -> Averaging:
         """For a stage peer: all-reduce inside its stage."""
