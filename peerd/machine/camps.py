@@ -6,25 +6,19 @@ after it vouched does. Decisions come with a reason. Times are arguments, in sec
 
 A hostile donor may: vouch for a state of its own making (it stays alone, unless it has as many friends as there are
 honest donors), name a position far ahead (that breaks ties only), or not answer (nobody waits longer than
-`gather_s` once a camp stands, and `patience_s` in all).
+GATHER_S once a camp stands, and PATIENCE_S in all).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from peerd.core.training import Position
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CampRules:
-    """When a camp is believed."""
-
-    vouchers: int = 2  # donors that have to agree, where so many answer
-    gather_s: float = 10.0  # how long to wait for more answers once such a camp stands
-    patience_s: float = 60.0  # how long to wait for such a camp, before one is taken that nobody contradicts
+VOUCHERS: Final = 2  # donors that have to agree, where so many answer
+GATHER_S: Final = 10.0  # how long to wait for more answers once such a camp stands
+PATIENCE_S: Final = 60.0  # how long to wait for such a camp, before one is taken that nobody contradicts
 
 
 class Claim(NamedTuple):
@@ -63,9 +57,8 @@ def camps(claims: Iterable[tuple[str, Claim]]) -> list[Camp]:
 class Poll:
     """The count of one download's claims: `decide` whenever something has changed, and at `due`."""
 
-    def __init__(self, now: float, rules: CampRules) -> None:
-        self._rules = rules
-        self._patience_until = now + rules.patience_s
+    def __init__(self, now: float) -> None:
+        self._patience_until = now + PATIENCE_S
         self._gather_until: float | None = None
 
     @property
@@ -76,10 +69,10 @@ class Poll:
     def decide(self, now: float, claims: dict[str, Claim], pending: int) -> Verdict:
         """`pending`: donors that may still answer."""
         ranked = camps(claims.items())
-        needed = min(self._rules.vouchers, max(1, len(claims)))
+        needed = min(VOUCHERS, max(1, len(claims)))
         best = ranked[0] if ranked else None
-        stands = best is not None and best.size >= self._rules.vouchers
-        self._gather_until = (self._gather_until or now + self._rules.gather_s) if stands else None
+        stands = best is not None and best.size >= VOUCHERS
+        self._gather_until = (self._gather_until or now + GATHER_S) if stands else None
         late = now >= self._patience_until
         if best is not None and best.size >= needed:
             rest = (ranked[1].size if len(ranked) > 1 else 0) + pending

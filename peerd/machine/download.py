@@ -19,27 +19,18 @@ from collections import deque
 from collections.abc import Iterable
 from random import Random
 
-from peerd.machine.camps import Claim, Poll
+from peerd.core.limits import STATE_DONORS, STATE_PIECES_IN_FLIGHT, STATE_PIECES_PER_DONOR
+from peerd.machine import downloading as dl
+from peerd.machine.camps import VOUCHERS, Claim, Poll, camps
 from peerd.machine.donors import LEAST_PIECE_S, UNKNOWN_PIECE_S, Donor, Flight, Standing
-from peerd.machine.downloading import (
-    DIGESTS,
-    MANIFEST,
-    Arrived,
-    Ask,
-    Blame,
-    Cancel,
-    Chosen,
-    Done,
-    DownloadConfig,
-    Event,
-    Failed,
-    GaveUp,
-    Kept,
-    Output,
-    Vouched,
-    Wrong,
-)
 
+_MANIFEST_TIMEOUT_S = 120.0  # a donor copies and hashes its state first
+_PIECE_TIMEOUT_S = 30.0
+_STALL_S = 120.0
+_PAUSE_S = 0.5  # after the first failure of a donor; then twice as long each time
+_AGAIN_S = 0.05  # before donors that stand at different steps are asked again; then twice as long
+_MOST_PAUSE_S = 10.0  # whatever a donor says about when to come back
+_STRIKES = 3
 _UNHEARD_S = 0.5  # when others do what a donor owes that has never given a piece, and all else is done
 
 
@@ -47,13 +38,13 @@ class Download:
     """See the module's header."""
 
     def __init__(
-        self, now: float, config: DownloadConfig, rng: Random, donors: Iterable[str], kept: Kept | None = None
+        self, now: float, pieces: int, rng: Random, donors: Iterable[str], kept: dl.Kept | None = None
     ) -> None:
-        self._config = config
+        self._pieces = pieces
         self._rng = rng
         self._kept = kept
         self._donors = {name: Donor(name) for name in donors}
-        self._poll = Poll(now, config.rules)
+        self._poll = Poll(now)
         self._now = now
         self._moved_at = now  # last progress
         self._asks: dict[int, tuple[Donor, int, Flight | None]] = {}
@@ -71,37 +62,37 @@ class Download:
 
     # --- what the driver calls --------------------------------------------------------------------------------
 
-    def add(self, now: float, donors: Iterable[str]) -> list[Output]:
+    def add(self, now: float, donors: Iterable[str]) -> list[dl.Output]:
         """More donors, now known; those that were given up are not tried again."""
         for name in donors:
             self._donors.setdefault(name, Donor(name))
         return self.wake(now)
 
-    def handle(self, now: float, event: Event) -> list[Output]:
+    def handle(self, now: float, event: dl.Event) -> list[dl.Output]:
         """An ask has ended. What is not under way any more is ignored."""
         under_way = self._asks.pop(event.ask, None)
         if under_way is None or self._over:
             return []
         donor, piece, flight = under_way
-        out: list[Output] = []
-        if flight is not None and not isinstance(event, Arrived):
+        out: list[dl.Output] = []
+        if flight is not None and not isinstance(event, dl.Arrived):
             self._lost(flight)
         match event:
-            case Vouched(_, claim):
+            case dl.Vouched(_, claim):
                 self._vouched(donor, claim)
-            case Arrived():
+            case dl.Arrived():
                 self._arrived(now, piece, flight, out)
-            case Wrong(_, why):
+            case dl.Wrong(_, why):
                 self._lied(donor, why, out)
-            case Failed():
+            case dl.Failed():
                 self._failed(now, donor, piece, event)
         return out + self.wake(now)
 
-    def wake(self, now: float) -> list[Output]:
+    def wake(self, now: float) -> list[dl.Output]:
         """What is to be done now; call it at `wake_at` and at the start."""
-        out: list[Output] = []
+        out: list[dl.Output] = []
         self._now = now
-        self._wakes = [self._moved_at + self._config.stall_s]
+        self._wakes = [self._moved_at + _STALL_S]
         if not self._over:
             self._ask_claims(now, out)
             self._choose(now, out)
@@ -117,23 +108,23 @@ class Download:
 
     # --- claims -----------------------------------------------------------------------------------------------
 
-    def _ask_claims(self, now: float, out: list[Output]) -> None:
+    def _ask_claims(self, now: float, out: list[dl.Output]) -> None:
         donors = self._donors.values()
         self._pending = sum(d.standing is Standing.ASKED for d in donors)
         useful = sum(d.standing is Standing.CLAIMS and self.chosen in (None, d.claim) for d in donors)
         for donor in donors:
-            if donor.standing is Standing.NEW and useful + self._pending < self._config.donors:
+            if donor.standing is Standing.NEW and useful + self._pending < STATE_DONORS:
                 self._pending += 1
                 if self._may_ask(now, donor):
                     donor.asked += 1
                     donor.standing = Standing.ASKED
-                    self._ask(donor, MANIFEST, self._config.manifest_timeout_s, out)
+                    self._ask(donor, dl.MANIFEST, _MANIFEST_TIMEOUT_S, out)
 
     def _vouched(self, donor: Donor, claim: Claim) -> None:
         if donor.usable:
             donor.standing, donor.claim, donor.strikes = Standing.CLAIMS, claim, 0
 
-    def _choose(self, now: float, out: list[Output]) -> None:
+    def _choose(self, now: float, out: list[dl.Output]) -> None:
         claims = {d.name: d.claim for d in self._donors.values() if d.claim and d.standing is not Standing.LIAR}
         if self.chosen is None:
             verdict = self._poll.decide(now, claims, self._pending)
@@ -141,63 +132,60 @@ class Download:
             if verdict.camp is not None:
                 self._begin(verdict.camp.claim, verdict.camp.donors, verdict.why, out)
             elif verdict.hopeless or (verdict.again and not self._ask_again(now, claims, out)):
-                self._end(GaveUp(self._reason(verdict.why)), out)
+                self._end(dl.GaveUp(self._reason(verdict.why)), out)
             return
-        rivals: dict[Claim, list[str]] = {}
-        for name, claim in claims.items():
-            if claim.position == self.chosen.position:
-                rivals.setdefault(claim, []).append(name)
-        best = max(rivals, key=lambda claim: len(rivals[claim]), default=self.chosen)
-        if len(rivals.get(best, ())) > max(len(rivals.get(self.chosen, ())), self._config.rules.vouchers - 1):
-            self._begin(best, tuple(sorted(rivals[best])), "more donors vouch for it than for the first choice", out)
+        rivals = camps((name, claim) for name, claim in claims.items() if claim.position == self.chosen.position)
+        size = next((camp.size for camp in rivals if camp.claim == self.chosen), 0)
+        if rivals and rivals[0].size >= max(size + 1, VOUCHERS):
+            self._begin(rivals[0].claim, rivals[0].donors, "more donors vouch for it than for the first choice", out)
 
-    def _ask_again(self, now: float, names: Iterable[str], out: list[Output]) -> bool:
+    def _ask_again(self, now: float, names: Iterable[str], out: list[dl.Output]) -> bool:
         """All at the same moment, so that they are likely to be at the same step; False when there is nobody."""
         again = [self._donors[name] for name in names if self._donors[name].standing is Standing.CLAIMS]
         rounds = min((donor.asked for donor in again), default=1)
-        pause_s = min(self._config.again_s * 2 ** (rounds - 1), self._config.most_pause_s)
+        pause_s = min(_AGAIN_S * 2 ** (rounds - 1), _MOST_PAUSE_S)
         for donor in again:
             donor.standing, donor.not_before = Standing.NEW, now + pause_s
         self._ask_claims(now, out)
         return bool(again)
 
-    def _begin(self, claim: Claim, donors: tuple[str, ...], why: str, out: list[Output]) -> None:
+    def _begin(self, claim: Claim, donors: tuple[str, ...], why: str, out: list[dl.Output]) -> None:
         for ask, (_, piece, _) in list(self._asks.items()):
-            if piece != MANIFEST:
+            if piece != dl.MANIFEST:
                 self._call_off(ask, out)
         self.chosen = claim
         kept = self._kept if self._kept is not None and self._kept.root == claim.root else None
         self.knows_digests = kept is not None
         self.have = set(kept.have) if kept is not None else set()
-        self._missing = deque(i for i in range(self._config.pieces) if i not in self.have)
+        self._missing = deque(i for i in range(self._pieces) if i not in self.have)
         self._moved_at = self._now
-        self._wakes.append(self._now + self._config.stall_s)
-        out.append(Chosen(claim, donors, why))
+        self._wakes.append(self._now + _STALL_S)
+        out.append(dl.Chosen(claim, donors, why))
         older = [d.name for d in self._donors.values() if d.claim and d.claim.position < claim.position]
         self._ask_again(self._now, older, out)
 
     # --- pieces -----------------------------------------------------------------------------------------------
 
-    def _plan(self, now: float, out: list[Output]) -> None:
+    def _plan(self, now: float, out: list[dl.Output]) -> None:
         givers = self._givers(now)
         if not self.knows_digests:
             self._send_for_digests(now, givers, out)
             return
-        if len(self.have) == self._config.pieces:
-            self._end(Done(), out)
+        if len(self.have) == self._pieces:
+            self._end(dl.Done(), out)
             return
         while self._missing and (giver := self._next_giver(givers)):
             self._send_for(now, giver, self._missing.popleft(), out)
         if not self._missing:
             self._help_out(now, givers, out)
 
-    def _send_for_digests(self, now: float, givers: list[Donor], out: list[Output]) -> None:
+    def _send_for_digests(self, now: float, givers: list[Donor], out: list[dl.Output]) -> None:
         """Of one donor; of one more whenever those asked are late."""
-        asked = [donor for donor, piece, _ in self._asks.values() if piece == DIGESTS]
+        asked = [donor for donor, piece, _ in self._asks.values() if piece == dl.DIGESTS]
         others = [donor for donor in givers if donor not in asked]
         if others and (not asked or now >= self._digests_due):
             self._digests_due = now + UNKNOWN_PIECE_S
-            self._ask(self._rng.choice(others), DIGESTS, self._config.piece_timeout_s, out)
+            self._ask(self._rng.choice(others), dl.DIGESTS, _PIECE_TIMEOUT_S, out)
         if others:
             self._wakes.append(self._digests_due)
 
@@ -215,12 +203,12 @@ class Download:
 
     def _next_giver(self, givers: list[Donor]) -> Donor | None:
         """The one with room who would be done with one more piece first."""
-        if sum(map(len, self._flying.values())) >= self._config.in_flight:
+        if sum(map(len, self._flying.values())) >= STATE_PIECES_IN_FLIGHT:
             return None
-        free = [d for d in givers if len(d.flights) < d.window(self._config.per_donor)]
+        free = [d for d in givers if len(d.flights) < d.window(STATE_PIECES_PER_DONOR)]
         return min(free, key=lambda d: (d.takes_s(len(d.flights) + 1), len(d.flights)), default=None)
 
-    def _help_out(self, now: float, givers: list[Donor], out: list[Output]) -> None:
+    def _help_out(self, now: float, givers: list[Donor], out: list[dl.Output]) -> None:
         """Nothing is left but what others owe: ask for it a second time where that promises to be quicker."""
         owed = sorted((f[0] for f in self._flying.values() if len(f) == 1), key=lambda flight: flight.due)
         for flight in owed:
@@ -239,17 +227,17 @@ class Download:
             else:
                 self._wakes.append(late_at)
 
-    def _send_for(self, now: float, donor: Donor, piece: int, out: list[Output]) -> None:
+    def _send_for(self, now: float, donor: Donor, piece: int, out: list[dl.Output]) -> None:
         flight = donor.depart(now, self._next_ask, piece)
         self._flying.setdefault(piece, []).append(flight)
         self._wakes.append(donor.quiet_at())
-        self._ask(donor, piece, self._config.piece_timeout_s, out, flight)
+        self._ask(donor, piece, _PIECE_TIMEOUT_S, out, flight)
 
-    def _arrived(self, now: float, piece: int, flight: Flight | None, out: list[Output]) -> None:
+    def _arrived(self, now: float, piece: int, flight: Flight | None, out: list[dl.Output]) -> None:
         self._moved_at = now
         if flight is None:
             self.knows_digests = True
-            for ask in [a for a, (_, asked, _) in self._asks.items() if asked == DIGESTS]:
+            for ask in [a for a, (_, asked, _) in self._asks.items() if asked == dl.DIGESTS]:
                 self._call_off(ask, out)
             return
         flight.donor.arrived(now, flight)
@@ -267,7 +255,7 @@ class Download:
             del self._flying[flight.piece]
             self._missing.appendleft(flight.piece)
 
-    def _call_off(self, ask: int, out: list[Output]) -> None:
+    def _call_off(self, ask: int, out: list[dl.Output]) -> None:
         _, _, flight = self._asks.pop(ask)
         if flight is not None:
             flight.donor.flights.remove(flight)
@@ -276,49 +264,48 @@ class Download:
                 flights.remove(flight)
                 if not flights:
                     del self._flying[flight.piece]
-        out.append(Cancel(ask))
+        out.append(dl.Cancel(ask))
 
     # --- failures ---------------------------------------------------------------------------------------------
 
-    def _lied(self, donor: Donor, why: str, out: list[Output]) -> None:
+    def _lied(self, donor: Donor, why: str, out: list[dl.Output]) -> None:
         donor.standing, donor.why = Standing.LIAR, why
-        out.append(Blame(donor.name, why))
+        out.append(dl.Blame(donor.name, why))
         for flight in list(donor.flights):
             self._asks.pop(flight.ask)
             self._lost(flight)
-            out.append(Cancel(flight.ask))
+            out.append(dl.Cancel(flight.ask))
 
-    def _failed(self, now: float, donor: Donor, piece: int, event: Failed) -> None:
-        config = self._config
+    def _failed(self, now: float, donor: Donor, piece: int, event: dl.Failed) -> None:
         if not donor.usable:
             return
-        if piece == MANIFEST:
+        if piece == dl.MANIFEST:
             donor.standing = Standing.NEW
         if event.retry_after_s is not None:
-            pause_s = min(max(event.retry_after_s, 0.02), config.most_pause_s)
+            pause_s = min(max(event.retry_after_s, 0.02), _MOST_PAUSE_S)
             donor.not_before = now + pause_s * (1.0 + 0.25 * self._rng.random())
             donor.why = event.why
         elif event.gone:
             donor.standing, donor.why = Standing.GONE, event.why
-            self._gone += piece != MANIFEST
+            self._gone += piece != dl.MANIFEST
         elif now >= donor.not_before:  # one failure of many calls at once counts once
-            donor.failed(now, config.strikes, config.pause_s, event.why)
-        if piece == MANIFEST and not donor.usable and donor.claim != self.chosen:
+            donor.failed(now, _STRIKES, _PAUSE_S, event.why)
+        if piece == dl.MANIFEST and not donor.usable and donor.claim != self.chosen:
             donor.claim = None
 
-    def _give_up_when_hopeless(self, now: float, out: list[Output]) -> None:
-        if now >= self._moved_at + self._config.stall_s:
-            self._end(GaveUp(self._reason(f"nothing has come for {self._config.stall_s:.0f} s")), out)
+    def _give_up_when_hopeless(self, now: float, out: list[dl.Output]) -> None:
+        if now >= self._moved_at + _STALL_S:
+            self._end(dl.GaveUp(self._reason(f"nothing has come for {_STALL_S:.0f} s")), out)
         elif self.chosen is not None and not self._pending:
             givers = [d for d in self._donors.values() if d.standing is Standing.CLAIMS and d.claim == self.chosen]
             if not givers:
-                self._end(GaveUp(self._reason("no donor is left"), moved_on=self._gone > 0), out)
+                self._end(dl.GaveUp(self._reason("no donor is left"), moved_on=self._gone > 0), out)
 
     def _reason(self, why: str) -> str:
         told = [f"{d.name[-6:]}: {d.why}" for d in self._donors.values() if d.why]
         return "; ".join([why, *told[:4]])
 
-    def _end(self, last: Done | GaveUp, out: list[Output]) -> None:
+    def _end(self, last: dl.Done | dl.GaveUp, out: list[dl.Output]) -> None:
         for ask in list(self._asks):
             self._call_off(ask, out)
         self._over = True
@@ -326,10 +313,12 @@ class Download:
 
     # --- small things -----------------------------------------------------------------------------------------
 
-    def _ask(self, donor: Donor, piece: int, timeout_s: float, out: list[Output], flight: Flight | None = None) -> None:
+    def _ask(
+        self, donor: Donor, piece: int, timeout_s: float, out: list[dl.Output], flight: Flight | None = None
+    ) -> None:
         ask, self._next_ask = self._next_ask, self._next_ask + 1
         self._asks[ask] = (donor, piece, flight)
-        out.append(Ask(ask, donor.name, piece, timeout_s))
+        out.append(dl.Ask(ask, donor.name, piece, timeout_s))
 
     def _may_ask(self, now: float, donor: Donor) -> bool:
         if now < donor.not_before:
@@ -339,13 +328,13 @@ class Download:
 
     def check(self) -> None:
         """The invariants of the module's header; AssertionError names the broken one."""
-        config, flying = self._config, self._flying
+        flying = self._flying
         assert not self.have & flying.keys(), "a piece that is there is under way"
         assert all(1 <= len(flights) <= 2 for flights in flying.values()), "a piece is asked of more than two"
         assert all(len({f.donor.name for f in flights}) == len(flights) for flights in flying.values())
-        assert sum(map(len, flying.values())) <= config.in_flight, "too much in flight"
-        assert all(len(d.flights) <= config.per_donor for d in self._donors.values()), "a window does not hold"
+        assert sum(map(len, flying.values())) <= STATE_PIECES_IN_FLIGHT, "too much in flight"
+        assert all(len(d.flights) <= STATE_PIECES_PER_DONOR for d in self._donors.values()), "a window does not hold"
         assert all(not d.flights for d in self._donors.values() if d.standing is Standing.LIAR), "a liar is asked"
         if self.chosen is not None and not self._over:
             whole = sorted([*self.have, *flying, *self._missing])
-            assert whole == list(range(config.pieces)), "a piece is forgotten, or twice in the books"
+            assert whole == list(range(self._pieces)), "a piece is forgotten, or twice in the books"

@@ -1,4 +1,4 @@
-"""What a download is told (events) and what it wants done (outputs), with its settings: values only.
+"""What a download is told (events) and what it wants done (outputs): values only.
 
 `machine/download` has the rules.
 """
@@ -8,29 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Final
 
-from peerd.core.limits import STATE_DONORS, STATE_PIECES_IN_FLIGHT, STATE_PIECES_PER_DONOR
-from peerd.machine.camps import CampRules, Claim
+from peerd.machine.camps import Claim
 
 DIGESTS: Final = -1  # in place of a piece's number
 MANIFEST: Final = -2
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DownloadConfig:
-    """Bounds of one download; times in seconds."""
-
-    pieces: int
-    rules: CampRules = field(default_factory=CampRules)
-    donors: int = STATE_DONORS  # asked for their claims at once
-    per_donor: int = STATE_PIECES_PER_DONOR
-    in_flight: int = STATE_PIECES_IN_FLIGHT
-    manifest_timeout_s: float = 120.0  # a donor copies and hashes its state first
-    piece_timeout_s: float = 30.0
-    stall_s: float = 120.0
-    pause_s: float = 0.5  # after the first failure of a donor; then twice as long each time
-    again_s: float = 0.05  # before donors that stand at different steps are asked again; then twice as long
-    most_pause_s: float = 10.0  # whatever a donor says about when to come back
-    strikes: int = 3
 
 
 @dataclass(slots=True)

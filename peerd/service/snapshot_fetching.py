@@ -23,26 +23,9 @@ from peerd.core.messages import Empty
 from peerd.core.state import DIGEST_BYTES, StateLayout, piece_digest
 from peerd.core.training import StateDigests, StateManifest, StatePiece, StateRequest
 from peerd.core.work import Worker
+from peerd.machine import downloading as dl
 from peerd.machine.camps import Claim
 from peerd.machine.download import Download
-from peerd.machine.downloading import (
-    DIGESTS,
-    MANIFEST,
-    Arrived,
-    Ask,
-    Blame,
-    Cancel,
-    Chosen,
-    Done,
-    DownloadConfig,
-    Event,
-    Failed,
-    GaveUp,
-    Kept,
-    Output,
-    Vouched,
-    Wrong,
-)
 from peerd.service.rpc import Rpc
 
 Donors = Sequence[PeerId] | Callable[[], Sequence[PeerId]]
@@ -117,15 +100,13 @@ class Fetching:
         self.liars: list[PeerId] = []
         self._rpc = rpc
         self._plan = plan
-        kept = Kept(begun.claim.root, begun.have) if begun is not None and begun.digests is not None else None
-        self._machine = Download(
-            trio.current_time(), DownloadConfig(pieces=plan.layout.pieces), rng, self._names(), kept
-        )
+        kept = dl.Kept(begun.claim.root, begun.have) if begun is not None and begun.digests is not None else None
+        self._machine = Download(trio.current_time(), plan.layout.pieces, rng, self._names(), kept)
         self._nursery: trio.Nursery | None = None
         self._timer = trio.CancelScope()
         self._scopes: dict[int, trio.CancelScope] = {}
         self._errors: dict[str, RemoteError] = {}
-        self._last: Done | GaveUp | None = None
+        self._last: dl.Done | dl.GaveUp | None = None
 
     def _names(self) -> list[str]:
         donors = self._plan.donors
@@ -146,7 +127,7 @@ class Fetching:
                     self._perform(self._machine.wake(trio.current_time()))
             nursery.cancel_scope.cancel()
         self.report.seconds = trio.current_time() - began
-        if isinstance(self._last, GaveUp):
+        if isinstance(self._last, dl.GaveUp):
             raise self._failure(self._last)
         assert self.begun is not None
         return self.begun
@@ -166,31 +147,31 @@ class Fetching:
 
     # --- outputs ----------------------------------------------------------------------------------------------
 
-    def _perform(self, outputs: list[Output]) -> None:
+    def _perform(self, outputs: list[dl.Output]) -> None:
         assert self._nursery is not None
         for output in outputs:
             match output:
-                case Ask():
+                case dl.Ask():
                     self.report.asked += output.piece >= 0
                     self._nursery.start_soon(self._ask, output)
-                case Cancel(ask):
+                case dl.Cancel(ask):
                     if ask in self._scopes:
                         self._scopes[ask].cancel()
                     else:
                         self._scopes[ask] = trio.CancelScope()  # its task has not begun yet
                         self._scopes[ask].cancel()
-                case Chosen():
+                case dl.Chosen():
                     self._begin(output)
-                case Blame(donor, why):
+                case dl.Blame(donor, why):
                     self.liars.append(PeerId.parse(donor))
                     self.report.liars.append(donor)
                     self._plan.notes(f"donor {donor[-6:]} is not asked again: {why}")
-                case Done() | GaveUp():
+                case dl.Done() | dl.GaveUp():
                     self._last = output
                     self._nursery.cancel_scope.cancel()
         self._timer.deadline = self._machine.wake_at()
 
-    def _begin(self, chosen: Chosen) -> None:
+    def _begin(self, chosen: dl.Chosen) -> None:
         claim, layout = chosen.claim, self._plan.layout
         if self.begun is None or self.begun.claim != claim:
             self.begun = Begun(claim, layout)
@@ -199,34 +180,34 @@ class Fetching:
         there = f", {self.report.had} of {layout.pieces} pieces are there already" if self.report.had else ""
         self._plan.notes(f"fetching the state of step {claim.position.step}, {size}{there}: {chosen.why}")
 
-    async def _ask(self, ask: Ask) -> None:
-        event: Event | None = None
+    async def _ask(self, ask: dl.Ask) -> None:
+        event: dl.Event | None = None
         with self._scopes.setdefault(ask.ask, trio.CancelScope()):
             event = await self._answer(ask)
         del self._scopes[ask.ask]
         if event is not None:
             self._perform(self._machine.handle(trio.current_time(), event))
 
-    async def _answer(self, ask: Ask) -> Event:
+    async def _answer(self, ask: dl.Ask) -> dl.Event:
         """Ask, and say in the machine's terms what came of it."""
         donor = PeerId.parse(ask.donor)
         try:
-            if ask.piece == MANIFEST:
-                return Vouched(ask.ask, await self._claim(donor, ask.timeout_s))
-            if ask.piece == DIGESTS:
+            if ask.piece == dl.MANIFEST:
+                return dl.Vouched(ask.ask, await self._claim(donor, ask.timeout_s))
+            if ask.piece == dl.DIGESTS:
                 await self._fetch_digests(donor, ask.timeout_s)
             else:
                 await self._fetch_piece(donor, ask)
                 self.report.by_donor[ask.donor] += 1
-            return Arrived(ask.ask)
+            return dl.Arrived(ask.ask)
         except RemoteError as error:
             self._errors[ask.donor] = error
             text = str(error.args[0])
             if isinstance(error, ProtocolViolation):
-                return Wrong(ask.ask, text)
+                return dl.Wrong(ask.ask, text)
             if isinstance(error, Overloaded):
-                return Failed(ask.ask, text, retry_after_s=error.retry_after_s)
-            return Failed(ask.ask, text, gone=isinstance(error, Refused))
+                return dl.Failed(ask.ask, text, retry_after_s=error.retry_after_s)
+            return dl.Failed(ask.ask, text, gone=isinstance(error, Refused))
 
     # --- calls ------------------------------------------------------------------------------------------------
 
@@ -254,7 +235,7 @@ class Fetching:
         if not await self._plan.worker.run(partial(begun.take_digests, digests), name="check the digests of the state"):
             raise ProtocolViolation("the digests of the state have the wrong digest", donor)
 
-    async def _fetch_piece(self, donor: PeerId, ask: Ask) -> None:
+    async def _fetch_piece(self, donor: PeerId, ask: dl.Ask) -> None:
         begun = self.begun
         assert begun is not None
         begin, end = begun.layout.piece(ask.piece)
@@ -271,7 +252,7 @@ class Fetching:
             raise ProtocolViolation(f"piece {ask.piece} of the state has the wrong digest", donor)
         begun.have.add(ask.piece)
 
-    def _failure(self, last: GaveUp) -> RemoteError:
+    def _failure(self, last: dl.GaveUp) -> RemoteError:
         """The donors' own kind of error, where all that failed agree."""
         kinds = {type(error) for error in self._errors.values()}
         peer = next(iter(self._errors.values())).peer if len(self._errors) == 1 else None

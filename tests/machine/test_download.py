@@ -11,27 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from peerd.core.limits import STATE_DONORS
 from peerd.core.training import Position
-from peerd.machine.camps import CampRules, Claim, Poll, camps
+from peerd.machine import downloading as dl
+from peerd.machine.camps import GATHER_S, PATIENCE_S, Claim, Poll, camps
 from peerd.machine.download import Download
-from peerd.machine.downloading import (
-    DIGESTS,
-    MANIFEST,
-    Arrived,
-    Ask,
-    Blame,
-    Cancel,
-    Chosen,
-    Done,
-    DownloadConfig,
-    Event,
-    Failed,
-    GaveUp,
-    Kept,
-    Output,
-    Vouched,
-    Wrong,
-)
 
 TRUTH = Claim(Position(7, b"x"), b"t" * 32)
 OTHER = Claim(Position(7, b"x"), b"o" * 32)
@@ -57,12 +41,12 @@ class Behaviour:
 class World:
     """Drives a Download against donors in virtual time."""
 
-    def __init__(self, behaviours: dict[str, Behaviour], config: DownloadConfig, seed: int = 0) -> None:
+    def __init__(self, behaviours: dict[str, Behaviour], pieces: int, seed: int = 0) -> None:
         self.behaviours = behaviours
         self.rng = random.Random(seed)
-        self.config = config
+        self.pieces = pieces
         self.now = 0.0
-        self.queue: list[tuple[float, int, Event]] = []
+        self.queue: list[tuple[float, int, dl.Event]] = []
         self.serial = 0
         self.asked: Counter[int] = Counter()
         self.came: Counter[str] = Counter()
@@ -70,15 +54,15 @@ class World:
         self.claims: Counter[str] = Counter()
         self.busy_until: dict[str, float] = {}
         self.blamed: list[str] = []
-        self.chosen: Chosen | None = None
-        self.last: Done | GaveUp | None = None
-        self.flying: dict[int, Ask] = {}
+        self.chosen: dl.Chosen | None = None
+        self.last: dl.Done | dl.GaveUp | None = None
+        self.flying: dict[int, dl.Ask] = {}
         self.joins: list[tuple[float, str]] = []
 
-    def run(self, kept: Kept | None = None) -> Download:
+    def run(self, kept: dl.Kept | None = None) -> Download:
         joining = {name for _, name in self.joins}
         self.download = Download(
-            0.0, self.config, random.Random(self.rng.random()), [n for n in self.behaviours if n not in joining], kept
+            0.0, self.pieces, random.Random(self.rng.random()), [n for n in self.behaviours if n not in joining], kept
         )
         self.perform(self.download.wake(0.0))
         while self.last is None:
@@ -100,63 +84,63 @@ class World:
             _, _, event = heapq.heappop(self.queue)
             if event.ask in self.flying:
                 ask = self.flying.pop(event.ask)
-                if isinstance(event, Arrived) and ask.piece >= 0:
+                if isinstance(event, dl.Arrived) and ask.piece >= 0:
                     assert ask.piece not in self.download.have
                     self.came[ask.donor] += 1
                 self.perform(self.download.handle(self.now, event))
         else:
             self.perform(self.download.wake(self.now))
 
-    def perform(self, outputs: list[Output]) -> None:
+    def perform(self, outputs: list[dl.Output]) -> None:
         self.download.check()
         for output in outputs:
             assert self.last is None, "something follows the end"
             match output:
-                case Ask():
+                case dl.Ask():
                     assert output.donor not in self.blamed
                     self.flying[output.ask] = output
                     self.answer(output)
-                case Cancel(ask):
+                case dl.Cancel(ask):
                     del self.flying[ask]
-                case Blame(donor, _):
+                case dl.Blame(donor, _):
                     self.blamed.append(donor)
-                case Chosen():
+                case dl.Chosen():
                     self.chosen = output
-                case Done() | GaveUp():
+                case dl.Done() | dl.GaveUp():
                     self.last = output
         assert self.last is None or not self.flying
 
-    def answer(self, ask: Ask) -> None:
+    def answer(self, ask: dl.Ask) -> None:
         told = self.behaviours[ask.donor]
         event, at = self.outcome(ask, told)
         if at >= told.dies_at:
-            event, at = Failed(ask.ask, "lost"), max(told.dies_at, self.now + 0.01)
+            event, at = dl.Failed(ask.ask, "lost"), max(told.dies_at, self.now + 0.01)
         if at >= told.silent_at or at > self.now + ask.timeout_s:
-            event, at = Failed(ask.ask, "too slow"), self.now + ask.timeout_s
+            event, at = dl.Failed(ask.ask, "too slow"), self.now + ask.timeout_s
         self.serial += 1
         heapq.heappush(self.queue, (at, self.serial, event))
 
-    def outcome(self, ask: Ask, told: Behaviour) -> tuple[Event, float]:
+    def outcome(self, ask: dl.Ask, told: Behaviour) -> tuple[dl.Event, float]:
         if self.rng.random() < told.busy:
-            return Failed(ask.ask, "busy", retry_after_s=self.rng.choice([0.0, 0.2, 1e9])), self.now + 0.01
-        if ask.piece == MANIFEST:
+            return dl.Failed(ask.ask, "busy", retry_after_s=self.rng.choice([0.0, 0.2, 1e9])), self.now + 0.01
+        if ask.piece == dl.MANIFEST:
             self.claims[ask.donor] += 1
             claim = TRUTH if told.catches_up and self.claims[ask.donor] > 1 else told.claim
-            return Vouched(ask.ask, claim), self.now + told.manifest_s
+            return dl.Vouched(ask.ask, claim), self.now + told.manifest_s
         if self.now >= told.gone_at:
-            return Failed(ask.ask, "no such copy", gone=True), self.now + 0.01
-        if ask.piece == DIGESTS:
-            return Arrived(ask.ask), self.now + 0.05
+            return dl.Failed(ask.ask, "no such copy", gone=True), self.now + 0.01
+        if ask.piece == dl.DIGESTS:
+            return dl.Arrived(ask.ask), self.now + 0.05
         self.asked[ask.piece] += 1
         self.given[ask.donor] += 1
         at = self.busy_until[ask.donor] = max(self.now, self.busy_until.get(ask.donor, 0.0)) + told.piece_s
         if self.given[ask.donor] > told.lies_from:
-            return Wrong(ask.ask, "a wrong piece"), at
-        return Arrived(ask.ask), at
+            return dl.Wrong(ask.ask, "a wrong piece"), at
+        return dl.Arrived(ask.ask), at
 
 
 def world(pieces: int = 40, **behaviours: Behaviour) -> World:
-    return World(behaviours, DownloadConfig(pieces=pieces))
+    return World(behaviours, pieces)
 
 
 # --- choosing ---------------------------------------------------------------------------------------------------
@@ -169,7 +153,7 @@ def test_the_largest_camp_is_the_best_then_the_newest_then_the_greatest_root() -
 
 
 def test_a_camp_that_cannot_be_beaten_is_chosen_at_once() -> None:
-    poll = Poll(0.0, CampRules())
+    poll = Poll(0.0)
     assert poll.decide(0.0, {"a": TRUTH}, 2).camp is None
     assert poll.decide(0.1, {"a": TRUTH, "b": TRUTH}, 2).camp is None
     chosen = poll.decide(0.2, {"a": TRUTH, "b": TRUTH}, 1).camp
@@ -178,21 +162,21 @@ def test_a_camp_that_cannot_be_beaten_is_chosen_at_once() -> None:
 
 
 def test_silent_donors_are_waited_for_only_so_long() -> None:
-    poll = Poll(0.0, CampRules(gather_s=10, patience_s=60))
+    poll = Poll(0.0)
     claims = {"a": TRUTH, "b": TRUTH}
     assert poll.decide(1.0, claims, 5).camp is None
-    assert poll.due == 11.0
-    assert poll.decide(11.0, claims, 5).camp is not None
-    alone = Poll(0.0, CampRules(gather_s=10, patience_s=60))
+    assert poll.due == 1.0 + GATHER_S
+    assert poll.decide(1.0 + GATHER_S, claims, 5).camp is not None
+    alone = Poll(0.0)
     assert alone.decide(11.0, {"a": TRUTH}, 1).camp is None
-    assert alone.due == 60.0
-    assert alone.decide(60.0, {"a": TRUTH}, 1).camp is not None
+    assert alone.due == PATIENCE_S
+    assert alone.decide(PATIENCE_S, {"a": TRUTH}, 1).camp is not None
 
 
 def test_two_donors_that_contradict_each_other_are_not_believed() -> None:
     w = world(a=Behaviour(), b=Behaviour(OTHER))
     w.run()
-    assert isinstance(w.last, GaveUp)
+    assert isinstance(w.last, dl.GaveUp)
     assert "agree" in w.last.why
     assert not w.asked
 
@@ -200,20 +184,20 @@ def test_two_donors_that_contradict_each_other_are_not_believed() -> None:
 def test_a_single_donor_is_believed_when_it_is_the_only_one() -> None:
     w = world(a=Behaviour(), b=Behaviour(dies_at=0.0))
     w.run()
-    assert w.last == Done()
+    assert w.last == dl.Done()
 
 
 def test_a_donor_that_is_a_step_behind_is_asked_again() -> None:
     w = world(a=Behaviour(), b=Behaviour(OLDER, catches_up=True))
     w.run()
-    assert w.last == Done()
+    assert w.last == dl.Done()
     assert w.came["b"] > 0
 
 
 def test_a_liar_that_claims_to_be_far_ahead_is_outvoted() -> None:
     w = world(a=Behaviour(), b=Behaviour(), c=Behaviour(NEWER))
     w.run()
-    assert w.last == Done()
+    assert w.last == dl.Done()
     assert w.chosen is not None
     assert w.chosen.claim == TRUTH
     assert w.came["c"] == 0
@@ -223,7 +207,7 @@ def test_a_larger_camp_that_answers_late_takes_over() -> None:
     late = {f"late{i}": Behaviour(manifest_s=15.0) for i in range(3)}
     w = world(pieces=2000, a=Behaviour(OTHER), b=Behaviour(OTHER), **late)
     w.run()
-    assert w.last == Done()
+    assert w.last == dl.Done()
     assert w.chosen is not None
     assert w.chosen.claim == TRUTH
     assert set(w.chosen.donors) == set(late)
@@ -235,7 +219,7 @@ def test_a_larger_camp_that_answers_late_takes_over() -> None:
 def test_equal_donors_share_the_work_and_nothing_is_asked_twice() -> None:
     w = world(pieces=90, a=Behaviour(), b=Behaviour(), c=Behaviour())
     w.run()
-    assert w.last == Done()
+    assert w.last == dl.Done()
     assert set(w.asked.values()) == {1}
     assert min(w.came.values()) >= 25
     assert w.now < 90 * 0.1 / 3 * 1.4
@@ -244,7 +228,7 @@ def test_equal_donors_share_the_work_and_nothing_is_asked_twice() -> None:
 def test_donors_give_by_their_speed() -> None:
     w = world(pieces=400, fast=Behaviour(piece_s=0.01), slow=Behaviour(piece_s=0.1))
     w.run()
-    assert w.last == Done()
+    assert w.last == dl.Done()
     assert w.came["fast"] > 5 * w.came["slow"] > 0
     assert w.now < 400 / 110 * 1.3
     assert sum(w.asked.values()) <= 400 + 20
@@ -253,7 +237,7 @@ def test_donors_give_by_their_speed() -> None:
 def test_half_way_one_dies_and_one_lies_and_nothing_begins_anew() -> None:
     w = world(pieces=300, a=Behaviour(), dies=Behaviour(dies_at=5.0), lies=Behaviour(lies_from=50))
     w.run()
-    assert w.last == Done()
+    assert w.last == dl.Done()
     assert w.blamed == ["lies"]
     assert sum(w.asked.values()) <= 300 + 8 + 8 + 8  # what was under way at both, and the retries
     assert all(count <= 4 for count in w.asked.values())
@@ -262,7 +246,7 @@ def test_half_way_one_dies_and_one_lies_and_nothing_begins_anew() -> None:
 def test_a_donor_that_falls_silent_does_not_hold_up_the_end() -> None:
     w = world(pieces=100, a=Behaviour(), b=Behaviour(silent_at=1.0))
     w.run()
-    assert w.last == Done()
+    assert w.last == dl.Done()
     assert w.now < 100 * 0.1 + 5
 
 
@@ -270,71 +254,71 @@ def test_a_donor_that_joins_late_helps() -> None:
     w = world(pieces=200, a=Behaviour(), new=Behaviour())
     w.joins = [(2.0, "new")]
     w.run()
-    assert w.last == Done()
+    assert w.last == dl.Done()
     assert w.came["new"] > 50
 
 
 def test_what_is_kept_is_not_asked_again() -> None:
     w = world(pieces=50, a=Behaviour(), b=Behaviour())
-    download = w.run(Kept(TRUTH.root, set(range(0, 50, 2))))
-    assert w.last == Done()
+    download = w.run(dl.Kept(TRUTH.root, set(range(0, 50, 2))))
+    assert w.last == dl.Done()
     assert set(w.asked) == set(range(1, 50, 2))
     assert download.have == set(range(50))
 
 
 def test_what_is_kept_of_another_state_is_of_no_use() -> None:
     w = world(pieces=50, a=Behaviour(), b=Behaviour())
-    w.run(Kept(OTHER.root, set(range(25))))
+    w.run(dl.Kept(OTHER.root, set(range(25))))
     assert set(w.asked) == set(range(50))
 
 
 def test_when_all_let_go_of_the_copy_the_swarm_has_moved_on() -> None:
     w = world(pieces=500, a=Behaviour(gone_at=3.0), b=Behaviour(gone_at=4.0))
     w.run()
-    assert isinstance(w.last, GaveUp)
+    assert isinstance(w.last, dl.GaveUp)
     assert w.last.moved_on
 
 
 def test_without_donors_there_is_nothing_to_wait_for() -> None:
     w = world()
     w.run()
-    assert isinstance(w.last, GaveUp)
+    assert isinstance(w.last, dl.GaveUp)
 
 
 def test_an_empty_state_needs_no_pieces() -> None:
     w = world(pieces=0, a=Behaviour())
     w.run()
-    assert w.last == Done()
+    assert w.last == dl.Done()
 
 
 def test_donors_that_are_always_busy_end_the_download() -> None:
     w = world(a=Behaviour(busy=1.0), b=Behaviour(busy=1.0))
     w.run()
-    assert isinstance(w.last, GaveUp)
+    assert isinstance(w.last, dl.GaveUp)
     assert w.now <= 130
 
 
 def test_answers_that_nobody_waits_for_change_nothing() -> None:
-    download = Download(0.0, DownloadConfig(pieces=3), random.Random(1), ["a"])
+    download = Download(0.0, 3, random.Random(1), ["a"])
     (ask,) = download.wake(0.0)
-    assert isinstance(ask, Ask)
-    assert download.handle(0.1, Arrived(99)) == []
-    assert download.handle(0.1, Wrong(99, "")) == []
-    assert any(isinstance(output, Chosen) for output in download.handle(0.2, Vouched(ask.ask, TRUTH)))
-    assert download.handle(0.3, Vouched(ask.ask, OTHER)) == []
+    assert isinstance(ask, dl.Ask)
+    assert download.handle(0.1, dl.Arrived(99)) == []
+    assert download.handle(0.1, dl.Wrong(99, "")) == []
+    assert any(isinstance(output, dl.Chosen) for output in download.handle(0.2, dl.Vouched(ask.ask, TRUTH)))
+    assert download.handle(0.3, dl.Vouched(ask.ask, OTHER)) == []
 
 
 def test_no_more_donors_are_asked_than_allowed() -> None:
-    w = World({f"d{i}": Behaviour() for i in range(30)}, DownloadConfig(pieces=10, donors=4))
+    w = World({f"d{i}": Behaviour() for i in range(30)}, 10)
     w.run()
-    assert sum(w.claims.values()) == 4
+    assert sum(w.claims.values()) == STATE_DONORS
 
 
 def test_reserves_step_in_for_donors_that_are_lost() -> None:
-    dead = {f"d{i}": Behaviour(dies_at=0.0) for i in range(6)}
-    w = World({**dead, "x": Behaviour(), "y": Behaviour()}, DownloadConfig(pieces=10, donors=2))
+    dead = {f"d{i}": Behaviour(dies_at=0.0) for i in range(STATE_DONORS + 4)}
+    w = World({**dead, "x": Behaviour(), "y": Behaviour()}, 10)
     w.run()
-    assert w.last == Done()
+    assert w.last == dl.Done()
 
 
 behaviours = st.builds(
@@ -354,10 +338,10 @@ behaviours = st.builds(
 @pytest.mark.slow
 @given(st.lists(behaviours, max_size=6), st.integers(0, 60), st.integers(0, 1000))
 def test_every_download_ends_and_its_books_hold(donors: list[Behaviour], pieces: int, seed: int) -> None:
-    w = World({f"d{i}": b for i, b in enumerate(donors)}, DownloadConfig(pieces=pieces), seed)
+    w = World({f"d{i}": b for i, b in enumerate(donors)}, pieces, seed)
     w.joins = [(0.5 * i, f"d{i}") for i in range(3, len(donors))]
-    download = w.run(Kept(TRUTH.root, {p for p in range(pieces) if p % 3 == 0}))
-    if w.last == Done():
+    download = w.run(dl.Kept(TRUTH.root, {p for p in range(pieces) if p % 3 == 0}))
+    if w.last == dl.Done():
         assert download.have == set(range(pieces))
     for name in w.blamed:
         assert w.behaviours[name].lies_from < 1 << 30
@@ -367,9 +351,9 @@ def test_every_download_ends_and_its_books_hold(donors: list[Behaviour], pieces:
 @given(st.lists(behaviours, max_size=3), st.integers(0, 60), st.integers(0, 1000))
 def test_honest_donors_in_the_majority_are_enough(others: list[Behaviour], pieces: int, seed: int) -> None:
     honest = {f"h{i}": Behaviour(piece_s=0.2 * (i + 1)) for i in range(len(others) + 2)}
-    w = World({**{f"d{i}": b for i, b in enumerate(others)}, **honest}, DownloadConfig(pieces=pieces), seed)
+    w = World({**{f"d{i}": b for i, b in enumerate(others)}, **honest}, pieces, seed)
     w.run()
-    assert w.last == Done()
+    assert w.last == dl.Done()
     assert w.chosen is not None
     assert w.chosen.claim == TRUTH
     assert not set(w.blamed) & honest.keys()
