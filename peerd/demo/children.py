@@ -141,5 +141,6 @@ class Children:
                 if child.running:
                     child.process.terminate()
             deadline = time.monotonic() + STOP_S
-            while any(child.running for child in asked) and time.monotonic() < deadline:
-                time.sleep(0.05)
+            for child in asked:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    child.process.wait(max(0.0, deadline - time.monotonic()))
