@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Final
 
 from rich.console import Console, Group, RenderableType
@@ -56,22 +56,27 @@ def render_swarm(swarm: Snapshot) -> RenderableType:
 Render = Callable[[Snapshot], RenderableType]
 
 
-def show(snapshot: Snapshot, render: Render = render) -> None:
+def show(snapshot: Snapshot, render: Render) -> None:
     """Print it once."""
     Console().print(render(snapshot), crop=False)  # addresses may be longer than the screen is wide
 
 
-def watch(ask: Callable[[], Snapshot], *, as_json: bool, render: Render = render) -> None:
+def watch(ask: Callable[[], Snapshot], *, as_json: bool, render: Render) -> None:
     """Show it again and again until interrupted; with `as_json` one object per line."""
+    snapshots = _again_and_again(ask)
     if as_json:
-        while True:
-            sys.stdout.write(json.dumps(ask(), ensure_ascii=False) + "\n")
+        for snapshot in snapshots:
+            sys.stdout.write(json.dumps(snapshot, ensure_ascii=False) + "\n")
             sys.stdout.flush()
-            time.sleep(PERIOD_S)
-    with Live(render(ask()), auto_refresh=False, screen=False) as live:
-        while True:
-            time.sleep(PERIOD_S)
-            live.update(render(ask()), refresh=True)
+    with Live(render(next(snapshots)), auto_refresh=False, screen=False) as live:
+        for snapshot in snapshots:
+            live.update(render(snapshot), refresh=True)
+
+
+def _again_and_again(ask: Callable[[], Snapshot]) -> Iterator[Snapshot]:
+    while True:
+        yield ask()
+        time.sleep(PERIOD_S)  # no loop runs in this process, and Ctrl+C, the only end there is, breaks a sleep off
 
 
 def _headline(snapshot: Snapshot) -> Text:

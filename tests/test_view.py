@@ -64,7 +64,7 @@ def test_addresses_can_be_copied_from_a_narrow_screen(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "60")
-    view.show(snapshot())
+    view.show(snapshot(), render)
     assert f"listening on /ip4/192.0.2.1/tcp/31337/p2p/{PEER}\n" in capsys.readouterr().out
 
 
@@ -91,7 +91,7 @@ def test_watching_prints_one_object_per_line_for_programs(
 
     monkeypatch.setattr(view.time, "sleep", pause)
     with pytest.raises(KeyboardInterrupt):
-        view.watch(snapshot, as_json=True)
+        view.watch(snapshot, as_json=True, render=render)
     lines = capsys.readouterr().out.splitlines()
     assert [json.loads(line)["version"] for line in lines] == ["0.1.0"] * 3
 
