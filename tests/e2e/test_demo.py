@@ -5,11 +5,10 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -38,11 +37,10 @@ def processes_of(folder: Path) -> list[int]:
     return found
 
 
-def wait_for(done: Callable[[], bool], timeout_s: float = 60.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not done():
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+def started(demo: subprocess.Popen[str]) -> bool:
+    """Returns once the demo has said that all its processes run; False when it ended without."""
+    assert demo.stdout is not None
+    return any("started a backbone, 4 stage peers and a trainer" in line for line in demo.stdout)
 
 
 def test_the_demo_trains_through_a_kill_and_prints_its_figures(tmp_path: Path) -> None:
@@ -65,7 +63,8 @@ def test_the_demo_trains_through_a_kill_and_prints_its_figures(tmp_path: Path) -
 
 def test_ctrl_c_stops_every_process_of_the_demo(tmp_path: Path) -> None:
     process = demo(tmp_path / "d", "--calm")
-    wait_for(lambda: len(processes_of(tmp_path)) >= ALL)
+    assert started(process)
+    assert len(processes_of(tmp_path)) >= ALL
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=30)
     assert process.returncode == 0
@@ -75,15 +74,21 @@ def test_ctrl_c_stops_every_process_of_the_demo(tmp_path: Path) -> None:
 
 def test_a_demo_that_is_killed_leaves_no_process(tmp_path: Path) -> None:
     process = demo(tmp_path / "d", "--calm")
-    wait_for(lambda: len(processes_of(tmp_path)) >= ALL)
+    assert started(process)
+    watched = [os.pidfd_open(pid) for pid in processes_of(tmp_path)]
+    assert len(watched) >= ALL
     process.kill()
     process.communicate()
-    wait_for(lambda: processes_of(tmp_path) == [], 10.0)
+    for ending in watched:
+        assert select.select([ending], [], [], 10.0)[0]  # readable once that process has ended
+        os.close(ending)
+    assert processes_of(tmp_path) == []
 
 
 def test_a_process_of_the_demo_that_fails_ends_it_with_its_last_words(tmp_path: Path) -> None:
     process = demo(tmp_path / "d", "--calm")
-    wait_for(lambda: len(processes_of(tmp_path)) >= ALL)
+    assert started(process)
+    assert len(processes_of(tmp_path)) >= ALL
     os.kill(int((tmp_path / "d" / "backbone" / "lock").read_text()), signal.SIGKILL)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 1
