@@ -131,6 +131,12 @@ class Checkpoints:
             raise ConfigError(f"{path} is damaged: it names {found.tensors!r}")
         return found
 
+    def remove(self, step: int) -> None:
+        """Forget a checkpoint, if it is there."""
+        with _disk(self.folder):
+            self._manifest_path(step).unlink(missing_ok=True)
+        self._prune()
+
     def clean(self) -> None:
         """Remove what a crash left behind; call it once at the start, before the first `save`."""
         self._prune()

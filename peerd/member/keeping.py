@@ -1,20 +1,18 @@
 """Keeps a run's checkpoints on a peer that takes no part in it: fetches all stages' states, of one position.
 
 Not a role. Nothing of a set is written before the states of all stages are here, checked, and of the same position, so
-a set is never of two steps; what a crash cut short while it was written is dropped at the next start. The files are
-those of a stage peer, one more set than the run's `checkpoint.keep`, so that the set being written costs none of the
-whole ones; `kept.json` lists the whole sets. It only calls: it serves nothing, reports to no conductor and gives no
-gradient. A set is held in memory while it is fetched. A hostile donor: see `service.snapshot`; one that lies costs an
-attempt.
+a set is never of two steps; what a full disk cut short while it was written is dropped, and what a crash did at the
+next start. The files are those of a stage peer, one more set than the run's `checkpoint.keep`, so that the set being
+written costs none of the whole ones; `kept.json` lists the whole sets. It only calls: it serves nothing, reports to no
+conductor and gives no gradient. A set is held in memory while it is fetched. A hostile donor: see `service.snapshot`;
+one that lies costs an attempt.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any, cast
 
 import msgspec
@@ -23,7 +21,7 @@ from torch import Tensor
 
 from peerd.compute.served import ServedStage, state_of
 from peerd.compute.tensors import all_finite
-from peerd.core.errors import RemoteError
+from peerd.core.errors import ConfigError, RemoteError
 from peerd.core.ids import PeerId
 from peerd.core.runfile import RunFile
 from peerd.core.state import TensorSpec
@@ -54,11 +52,9 @@ class Keeping:
         run = ctx.run
         self._ctx, self._training = ctx, training
         self._settings, self._total_steps = run.checkpoint, run.optimizer.total_steps
-        spare = msgspec.structs.replace(run.checkpoint, keep=run.checkpoint.keep + 1)
-        saver = dataclasses.replace(ctx, run=msgspec.structs.replace(run, checkpoint=spare))
         calls = Training(run, ctx.host, cast("Any", _OnlyCalls(ctx.rpc)), ctx.dht, ctx.clock)
         stages = range(run.pipeline.stages)
-        self._savings = [Saving(saver, training.fingerprint) for _ in stages]
+        self._savings = [Saving(ctx, training.fingerprint, spare=1) for _ in stages]
         self._snapshots = [calls.snapshots() for _ in stages]
         self._outlines: list[list[TensorSpec]] = []
         self._files = ctx.worker("files")
@@ -69,12 +65,13 @@ class Keeping:
         """Find what is kept, drop what is not whole; ConfigError names a checkpoint that cannot be read."""
         for stage, saving in enumerate(self._savings):
             await saving.open(stage)
+        await self._drop_what_is_not_whole()
+
+    async def _drop_what_is_not_whole(self) -> None:
+        """Or each would cost a whole set its place in the stages that it got to."""
         whole = set(self.kept)
-        for stage, saving in enumerate(self._savings):
-            broken = [saving.directory / f"step-{p.step:08d}.json" for p in saving.positions if p not in whole]
-            if broken:
-                await self._files.run(partial(_remove, broken), name="drop what is not whole")
-                await saving.open(stage)
+        for saving in self._savings:
+            await saving.drop([p.step for p in saving.positions if p not in whole])
 
     @property
     def kept(self) -> list[Position]:
@@ -142,23 +139,25 @@ class Keeping:
     async def _write(self, position: Position, states: dict[int, dict[str, Tensor]]) -> bool:
         if position.step <= 0 or position in self.kept:
             return False
-        for stage, saving in enumerate(self._savings):
-            await saving.save(position, states[stage])
+        try:
+            for stage, saving in enumerate(self._savings):
+                await saving.save(position, states[stage])
+        except ConfigError:
+            await self._drop_what_is_not_whole()
+            raise
         sets = [{"step": p.step, "lineage": p.lineage.hex(), "stages": len(self._savings)} for p in self.kept]
         text = msgspec.json.format(msgspec.json.encode({"run": self._training.run.run, "sets": sets}), indent=2)
 
         def write() -> None:
             aside = self._list.with_name(self._list.name + ".new")
-            aside.write_bytes(text + b"\n")
-            os.replace(aside, self._list)
+            try:
+                aside.write_bytes(text + b"\n")
+                os.replace(aside, self._list)
+            except OSError as error:
+                raise ConfigError(f"{aside}: {error.strerror or error}") from error
 
         await self._files.run(write, name="list what is kept")
         return True
-
-
-def _remove(files: Sequence[Path]) -> None:
-    for file in files:
-        file.unlink(missing_ok=True)
 
 
 def _outline_of(run: RunFile, stage: int) -> list[TensorSpec]:

@@ -6,7 +6,7 @@ device's worker. Not a role.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from torch import Tensor
@@ -20,9 +20,11 @@ from peerd.role import RoleContext
 class Saving:
     """The checkpoints of one peer in one run. `open` comes before everything but `newest_stage`."""
 
-    def __init__(self, ctx: RoleContext, fingerprint: bytes) -> None:
+    def __init__(self, ctx: RoleContext, fingerprint: bytes, spare: int = 0) -> None:
+        """`spare`: how many more checkpoints to keep than the run says."""
         assert ctx.run is not None
         self._settings = ctx.run.checkpoint
+        self._keep = ctx.run.checkpoint.keep + spare
         self._total_steps = ctx.run.optimizer.total_steps
         self._fingerprint = fingerprint
         self._root = ctx.data_dir / "checkpoints" / ctx.run.run
@@ -51,6 +53,18 @@ class Saving:
             return checkpoints, [_position(checkpoints.manifest(step)) for step in checkpoints.steps()]
 
         self._checkpoints, self.positions = await self._files.run(look, name="list checkpoints")
+
+    async def drop(self, steps: Sequence[int]) -> None:
+        """Forget the checkpoints of `steps`."""
+        checkpoints = self._checkpoints
+        assert checkpoints is not None
+
+        def remove() -> None:
+            for step in steps:
+                checkpoints.remove(step)
+
+        await self._files.run(remove, name="drop checkpoints")
+        self.positions = [p for p in self.positions if p.step not in steps]
 
     def due(self, step: int) -> bool:
         """Is a checkpoint to be written after `step`?"""
@@ -84,7 +98,7 @@ class Saving:
         return self._root / f"stage-{stage}"
 
     def _open(self, stage: int) -> Checkpoints:
-        return Checkpoints(self._of_stage(stage), keep=self._settings.keep, fingerprint=self._fingerprint, stage=stage)
+        return Checkpoints(self._of_stage(stage), keep=self._keep, fingerprint=self._fingerprint, stage=stage)
 
 
 def _position(manifest: Manifest) -> Position:

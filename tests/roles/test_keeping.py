@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from peerd.compute.served import ServedStage
+from peerd.core.errors import ConfigError
 from peerd.core.runfile import CheckpointSection, ModelSection, OptimizerSection, PipelineSection, RunFile
 from peerd.core.training import Position
 from peerd.member.keeping import Keeping, _checked
@@ -75,6 +76,37 @@ async def test_a_set_that_crashes_cut_short_costs_no_whole_one(tmp_path: Path) -
     assert await last._write(at(8), states(8))
     assert (await last._savings[0].load(at(8)))["step"] == (await last._savings[1].load(at(8)))["step"] == 8
     assert names_in(tmp_path, "stage-0/*.json") == ["step-00000004.json", "step-00000008.json"]
+
+
+@pytest.mark.slow
+@pytest.mark.no_watchdog("states are made, and files written, without a thread")
+async def test_sets_that_a_full_disk_cuts_short_cost_no_whole_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = keeping(tmp_path)
+    await kept.open()
+    assert await kept._write(at(4), states(4))
+
+    async def full(*_: object) -> None:
+        raise ConfigError("No space left on device")
+
+    monkeypatch.setattr(kept._savings[1], "save", full)
+    for step in (5, 6, 7):
+        with pytest.raises(ConfigError, match="No space left"):
+            await kept._write(at(step), states(step))
+        assert kept.kept == [at(4)]
+    assert names_in(tmp_path, "step-*.json") == ["step-00000004.json"] * 2
+    assert len(names_in(tmp_path, "*.safetensors")) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.no_watchdog("states are made, and files written, without a thread")
+async def test_a_list_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    kept = keeping(tmp_path)
+    await kept.open()
+    (kept._list.parent / "kept.json.new").mkdir(parents=True)
+    with pytest.raises(ConfigError, match=r"kept\.json\.new: "):
+        await kept._write(at(4), states(4))
 
 
 @pytest.mark.slow
