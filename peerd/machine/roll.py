@@ -6,7 +6,8 @@ signed for this run and this very peer; the list of revoked tokens only grows in
 organizer is always a member. The roll holds no more entries than the organizer issued tokens.
 
 A hostile peer may: show any bytes as its token or its list, as often as it likes, and call what its roles are not for.
-The signature is checked last, and once for each token.
+A token's signature is checked last, and once for each that is genuine; a list's first, for it costs less than reading
+the list.
 """
 
 from __future__ import annotations
@@ -140,13 +141,13 @@ class Roll:
 
     def learn_revoked(self, data: bytes) -> bool:
         """Take over a list of revoked tokens. False: it is not newer than ours. ProtocolViolation: it is none."""
-        if not data:
-            return False
-        revoked = unseal(Revoked, data)
-        if revoked.number <= self.revoked_number:
+        if not data or data == self.revoked_data:
             return False
         if not signed_by(self.organizer, Revoked, data):
             raise ProtocolViolation("a list of revoked tokens that this run's organizer did not sign")
+        revoked = unseal(Revoked, data)
+        if revoked.number <= self.revoked_number:
+            return False
         self.revoked_data, self.revoked_number = data, revoked.number
         self._revoked = frozenset(revoked.ids)
         gone = [peer for peer, m in self._members.items() if m.token is not None and m.token.id in self._revoked]
