@@ -18,10 +18,10 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import AsyncIterable, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterable, Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TextIO
 
 import trio
 
@@ -66,6 +66,7 @@ class Plan:
     device: str = "cpu"
     seed: int | None = None
     log_level: str = "info"
+    announce: Callable[[str], None] | None = None  # told the best address, in place of a greeting to the terminal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,6 +113,10 @@ class Daemon:
         self._stop_reason = ""
         self._up = False
         self._drained = False
+
+    def adopt_logging(self) -> None:
+        """Bring what is said through `logging` into the events: for a process that is this peer's alone."""
+        self._log.adopt_logging()
 
     def stop(self, reason: str) -> None:
         """Ask for an orderly end; repeated asking changes nothing."""
@@ -288,12 +293,15 @@ class Daemon:
         return {"network": told["waits_for"], "clock": told["clock_warning"], "access": access, **roles}
 
     def _greet(self) -> None:
-        plan = self._plan
+        plan, addrs = self._plan, [str(addr) for addr in self.host.addrs()]
+        if plan.announce is not None:
+            if addrs:
+                plan.announce(best_addr(addrs))
+            return
         names = ", ".join(cls.name for cls in plan.roles)
         run = f" of run {plan.run.run}" if plan.run is not None else ""
         _say(f"peerd {names}{run}; data in {self._home}")
         _say(f"peer id {self.host.id}")
-        addrs = [str(addr) for addr in self.host.addrs()]
         for addr in addrs:
             _say(f"listening on {addr}")
         if addrs and not plan.bootstrap:
@@ -365,31 +373,27 @@ def best_addr(addrs: Sequence[str]) -> str:
 
 async def main(plan: Plan) -> None:
     """Run one peer until it has finished or is asked to stop. Raises PeerdError when it could not do its work."""
-    with trio.open_signal_receiver(*_stop_signals()) as signals:  # first: no signal may go astray
-        home = make_private_dir(plan.data_dir)
-        with locked(home):
-            await _run(plan, home, signals)
+    # First the signals: none may go astray.
+    with trio.open_signal_receiver(*_stop_signals()) as signals, assembled(plan, sys.stderr) as daemon:
+        daemon.adopt_logging()
+        await daemon.run(signals)
 
 
-async def _run(plan: Plan, home: Path, signals: AsyncIterable[int]) -> None:
-    keypair = load_identity(home)
-    papers = _papers(plan, home, keypair)
-    clock = RealClock(_own_seed(plan.seed, keypair))
-    log = EventLog(clock, level=plan.log_level, stream=sys.stderr, path=home / "events.jsonl")
-    log.adopt_logging()
-    note = Running(
-        os.getpid(),
-        str(home),
-        str(socket_path(home)),
-        plan.run.run if plan.run is not None else "",
-        [cls.name for cls in plan.roles],
-    )
-    try:
-        with noted(note):
-            ground = Ground(home=home, keypair=keypair, clock=clock, log=log, papers=papers)
-            await Daemon(plan, ground, Host(keypair, clock, [TcpTransport()])).run(signals)
-    finally:
-        log.close()
+@contextlib.contextmanager
+def assembled(plan: Plan, stream: TextIO | None) -> Iterator[Daemon]:
+    """The peer of `plan`, which has its directory for itself until the block ends; events go to `stream`, too."""
+    home = make_private_dir(plan.data_dir)
+    run = plan.run.run if plan.run is not None else ""
+    with locked(home), contextlib.ExitStack() as stack:
+        keypair = load_identity(home)
+        papers = _papers(plan, home, keypair)
+        clock = RealClock(_own_seed(plan.seed, keypair))
+        log = EventLog(clock, level=plan.log_level, stream=stream, path=home / "events.jsonl")
+        stack.callback(log.close)
+        names = [cls.name for cls in plan.roles]
+        stack.enter_context(noted(Running(os.getpid(), str(home), str(socket_path(home)), run, names)))
+        ground = Ground(home=home, keypair=keypair, clock=clock, log=log, papers=papers)
+        yield Daemon(plan, ground, Host(keypair, clock, [TcpTransport()]))
 
 
 def _papers(plan: Plan, home: Path, keypair: Keypair) -> PeerPapers | None:

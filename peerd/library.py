@@ -16,10 +16,9 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 import outcome
@@ -41,14 +40,9 @@ from peerd.core.runfile import (
     check,
 )
 from peerd.core.training import MAX_MICROBATCHES
-from peerd.daemon import Daemon, Ground, Plan, best_addr, leaf
-from peerd.home import Running, load_identity, locked, make_private_dir, noted, socket_path
-from peerd.log import EventLog
+from peerd.daemon import Daemon, Plan, assembled, leaf
 from peerd.member.averager import UserPart, role_for
 from peerd.member.desk import Desk
-from peerd.net.clock import RealClock
-from peerd.net.host import Host
-from peerd.net.tcp import TcpTransport
 
 CLOSE_S: Final = 10.0  # the drain of a daemon; then the thread is left to itself
 _PATIENCE_S: Final = 10.0  # with a user who is elsewhere while the others step
@@ -59,26 +53,6 @@ logging.getLogger("peerd").addHandler(logging.NullHandler())  # a library is sil
 
 class Closed(PeerdError):
     """The peer behind an optimizer has been closed."""
-
-
-@dataclass(slots=True)
-class _Address:
-    """Where this peer can be reached, once it listens."""
-
-    announce: Callable[[str], None]
-    text: str = ""
-
-
-class _Quiet(Daemon):
-    """A daemon that tells its address to the library instead of a terminal."""
-
-    address: _Address
-
-    def _greet(self) -> None:
-        addrs = [str(addr) for addr in self.host.addrs()]
-        if addrs:
-            self.address.text = best_addr(addrs)
-            self.address.announce(self.address.text)
 
 
 class AveragingOptimizer:
@@ -116,15 +90,15 @@ class AveragingOptimizer:
         self.optimizer = optimizer
         self._model = UserModel(optimizer, named_parameters, lr)
         self._run = _run_file(run, self._model, (target_samples, samples_per_step), data_dir is not None)
-        check_addresses("bootstrap", _texts("bootstrap", bootstrap))
-        check_addresses("listen", _texts("listen", listen))
+        _check_texts("bootstrap", bootstrap)
+        _check_texts("listen", listen)
         if min_peers < 1:
             raise ConfigError(f"min_peers is {min_peers}; it must be at least 1")
         self._desk = Desk(_PATIENCE_S)
         self._part = UserPart(self._model, self._desk, samples_per_step, min_peers, saves=data_dir is not None)
         self._home = Path(data_dir) if data_dir is not None else None
         self._bootstrap, self._listen, self._log_level = tuple(bootstrap), tuple(listen), log_level
-        self._address = _Address(announce)
+        self._announce, self._address = announce, ""
         self._thread: threading.Thread | None = None
         self._daemon: Daemon | None = None
         self._token: trio.lowlevel.TrioToken | None = None
@@ -196,7 +170,7 @@ class AveragingOptimizer:
     @property
     def address(self) -> str:
         """What others give as `bootstrap`; empty before this peer listens."""
-        return self._address.text
+        return self._address
 
     def digest(self) -> str:
         """A hash of the parameters, in hex: equal on all peers that stand at one step."""
@@ -207,10 +181,10 @@ class AveragingOptimizer:
         if self._token is not None:
             with contextlib.suppress(trio.RunFinishedError, trio.Cancelled):
                 self._last_status = trio.from_thread.run_sync(self._snapshot, trio_token=self._token)
-        return {**self._last_status, "global_step": self.global_step, "address": self.address}
+        return {**self._last_status, "global_step": self.global_step, "address": self._address}
 
     def _snapshot(self) -> dict[str, object]:
-        return self._part.roles[-1].status() if self._part.roles else {}
+        return self._part.role.status() if self._part.role is not None else {}
 
     # --- the background -----------------------------------------------------------------------------------------
 
@@ -228,31 +202,23 @@ class AveragingOptimizer:
         self._token = trio.lowlevel.current_trio_token()
         self._desk.open(self._token)
         with contextlib.ExitStack() as stack:
-            home = self._home or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="peerd-")))
-            home = make_private_dir(home)
-            stack.enter_context(locked(home))
-            keypair, clock = load_identity(home), RealClock()
-            level = self._log_level or "info"
-            stream = sys.stderr if self._log_level is not None else None
-            log = EventLog(clock, level=level, stream=stream, path=home / "events.jsonl")
-            stack.callback(log.close)
-            stack.enter_context(
-                noted(Running(os.getpid(), str(home), str(socket_path(home)), self._run.run, ["library"]))
-            )
             plan = Plan(
                 roles=(role_for(self._part),),
                 run=self._run,
                 bootstrap=self._bootstrap,
                 listen=self._listen,
-                data_dir=home,
+                data_dir=self._home or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="peerd-"))),
+                log_level=self._log_level or "info",
+                announce=self._listens,
             )
-            ground = Ground(home=home, keypair=keypair, clock=clock, log=log)
-            self._daemon = daemon = _Quiet(plan, ground, Host(keypair, clock, [TcpTransport()]))
-            daemon.address = self._address
-            if self._closing:
-                return
-            _, never = trio.open_memory_channel[int](0)
-            await daemon.run(never)
+            self._daemon = stack.enter_context(assembled(plan, sys.stderr if self._log_level is not None else None))
+            if not self._closing:
+                _, never = trio.open_memory_channel[int](0)
+                await self._daemon.run(never)
+
+    def _listens(self, address: str) -> None:
+        self._address = address
+        self._announce(address)
 
     def _stop(self) -> None:
         self._last_status = self._snapshot()
@@ -271,7 +237,9 @@ def _run_file(run: str, model: UserModel, sizes: tuple[int, int], saves: bool) -
         raise ConfigError(f"target_samples is {target}; allowed: {allowed}")
     made = RunFile(
         run=run,
-        model=ModelSection(kind=model.model_text(), layers=1, dtype=_dtype(model)),
+        model=ModelSection(
+            kind=model.model_text(), layers=1, dtype="float64" if model.dtype == torch.float64 else "float32"
+        ),
         pipeline=PipelineSection(stages=1, microbatch=samples),
         optimizer=msgspec.structs.replace(OptimizerSection(), name=model.optimizer_text()),
         batch=BatchSection(target_samples=target),
@@ -284,11 +252,7 @@ def _run_file(run: str, model: UserModel, sizes: tuple[int, int], saves: bool) -
     return made
 
 
-def _dtype(model: UserModel) -> Any:
-    return "float64" if model.dtype == torch.float64 else "float32"
-
-
-def _texts(option: str, texts: Sequence[str]) -> Sequence[str]:
-    if isinstance(texts, str):
+def _check_texts(option: str, addresses: Sequence[str]) -> None:
+    if isinstance(addresses, str):
         raise ConfigError(f"{option}: give a list of addresses, not one text")
-    return texts
+    check_addresses(option, addresses)

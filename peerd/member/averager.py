@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import ClassVar, Final
 
 import trio
@@ -43,7 +43,7 @@ class UserPart:
     samples: int  # of one microbatch
     min_peers: int  # that must be there before the first step
     saves: bool
-    roles: list[AveragerRole] = field(default_factory=list)  # the one at work is the last
+    role: AveragerRole | None = None  # the one at work
 
 
 class AveragerRole:
@@ -69,7 +69,7 @@ class AveragerRole:
         self._bad = 0  # microbatches in a row that were not finite
         self._stepped_at, self._counted = 0.0, 0
         self._samples_per_s = 0.0
-        part.roles.append(self)
+        part.role = self
 
     # --- life -------------------------------------------------------------------------------------------------
 
