@@ -47,14 +47,10 @@ class Snapshots:
         stage: int,
         freeze: Freeze,
         worker: Worker,
-        standing: Callable[[], Position] | None = None,
+        standing: Callable[[], Position],
     ) -> None:
         """As `Giving.offer`."""
         self.giving.offer(fingerprint, stage, freeze, worker, standing)
-
-    def withdraw(self) -> None:
-        """Give nothing any more."""
-        self.giving.withdraw()
 
     @property
     def progress(self) -> str | None:

@@ -3,7 +3,7 @@
 A copy is frozen when somebody asks for a position of which there is none, and shared by all who ask for that
 position; it is hashed a few pieces at a time, so that the worker gets to other things in between. Limits: a few
 copies, of which one in use is not let go for a new one; a number of pieces on their way to one peer and to all (the
-calls' limits); bytes per second, if wanted. Beyond each, the caller hears Overloaded and when to come back.
+calls' limits). Beyond each, the caller hears Overloaded and when to come back.
 
 A hostile caller may ask for copies at every step (each takes the place of its last one), for pieces that do not exist
 (Refused), or take its answers slowly (it holds its own share of pieces, and a copy for STATE_COPY_LIFE_S at most).
@@ -11,7 +11,6 @@ A hostile caller may ask for copies at every step (each takes the place of its l
 
 from __future__ import annotations
 
-import math
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -27,7 +26,6 @@ from peerd.core.limits import (
     STATE_COPY_LIFE_S,
     STATE_GIVEN,
     STATE_GIVEN_PER_PEER,
-    STATE_PIECE_BYTES,
     STATE_PIECES,
 )
 from peerd.core.messages import Empty
@@ -85,7 +83,7 @@ class _Offer:
     stage: int
     freeze: Freeze
     worker: Worker
-    standing: Callable[[], Position] | None
+    standing: Callable[[], Position]
     copies: dict[bytes, _Copy] = field(default_factory=dict)  # by root
     lock: trio.Lock = field(default_factory=trio.Lock)
 
@@ -94,10 +92,6 @@ class Giving:
     """Answers calls for the state of this peer; nothing is given before `offer`."""
 
     def __init__(self, rpc: Rpc) -> None:
-        self.bytes_per_s = math.inf  # of pieces, to all peers together
-        self.given_bytes = 0
-        self._allowance = 0.0  # bytes; may be negative: what the next callers have to wait for
-        self._counted = -math.inf
         self._offer: _Offer | None = None
         small = MethodLimits(calls_per_peer=2, calls=STATE_GIVEN)
         pieces = MethodLimits(calls_per_peer=STATE_GIVEN_PER_PEER, calls=STATE_GIVEN)
@@ -111,18 +105,14 @@ class Giving:
         stage: int,
         freeze: Freeze,
         worker: Worker,
-        standing: Callable[[], Position] | None = None,
+        standing: Callable[[], Position],
     ) -> None:
         """From now on give the state that `freeze` returns.
 
-        It is called once for each new position if `standing` tells the present one, else for each request. `worker`
-        hashes: best one that computes nothing else.
+        It is called once for each position that `standing` tells and somebody asks for. `worker` hashes: best one
+        that computes nothing else.
         """
         self._offer = _Offer(fingerprint, stage, freeze, worker, standing)
-
-    def withdraw(self) -> None:
-        """Give nothing any more."""
-        self._offer = None
 
     @property
     def copies(self) -> list[Position]:
@@ -137,9 +127,7 @@ class Giving:
             now = trio.current_time()
             for other in offer.copies.values():
                 other.used.pop(call.peer, None)  # it wants another one, or will say so
-            copy = None
-            if offer.standing is not None:
-                copy = _of_position(offer, offer.standing())
+            copy = _of_position(offer, offer.standing())
             if copy is None:
                 _make_room(offer, now)
                 copy = await _frozen(offer, now)
@@ -162,23 +150,8 @@ class Giving:
         copy = self._copy(call)
         if call.body.piece >= copy.layout.pieces:
             raise Refused("no such piece")
-        begin, end = copy.layout.piece(call.body.piece)
-        self._spend(trio.current_time(), end - begin)
-        self.given_bytes += end - begin
         data = copy.layout.cut_out(call.body.piece, copy.payloads)
         return Answer(Empty(), (TensorFrame("uint8", (data.nbytes,), data),))
-
-    def _spend(self, now: float, count: int) -> None:
-        """Take `count` bytes from what may be sent by now; Overloaded when that is used up."""
-        if math.isinf(self.bytes_per_s):
-            return
-        burst = max(self.bytes_per_s, 2.0 * STATE_PIECE_BYTES)
-        since = now - self._counted
-        self._allowance = burst if math.isinf(since) else min(burst, self._allowance + since * self.bytes_per_s)
-        self._counted = now
-        if self._allowance < count:
-            raise Overloaded("as much is being given as is allowed", (count - self._allowance) / self.bytes_per_s)
-        self._allowance -= count
 
 
 def _of_position(offer: _Offer, position: Position) -> _Copy | None:

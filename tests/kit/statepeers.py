@@ -168,7 +168,7 @@ async def _donor(
     with trio.CancelScope() as scope:
         async with trio.open_nursery() as nursery:
             host, rpc = await nursery.start(_peer, name)
-            Liar(rpc, lies_from).offer(RUN, 0, freeze, worker)
+            Liar(rpc, lies_from).offer(RUN, 0, freeze, worker, lambda: POSITION)
             task_status.started(Known(host.id, host.addrs(), scope.cancel))
             await trio.sleep_forever()
 
