@@ -96,7 +96,7 @@ class StageModule:
         """One optimizer step with a flat mean gradient; the step goes up by one and the accumulator is cleared."""
         _need("the mean gradient", mean_gradient, self._flat.shape, self.dtype)
         _need_finite("the mean gradient", mean_gradient)
-        self._optimizer.update(self._flat, mean_gradient.to(self.device, copy=True), self.step)
+        self._optimizer.update(self._flat, mean_gradient.to(self._optimizer.device, copy=True), self.step)
         self.step += 1
         self.clear()
 
@@ -106,7 +106,7 @@ class StageModule:
 
     def state(self) -> dict[str, Tensor]:
         """Copies on the CPU of all that is needed to go on bit for bit from a step's end (not the accumulator)."""
-        return {name: tensor.detach().clone().cpu() for name, tensor in self._state_views().items()}
+        return {name: tensor.detach().to("cpu", copy=True) for name, tensor in self._state_views().items()}
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
         """Take over a state and clear the accumulator; ValueError, before any change, says what does not fit."""

@@ -61,18 +61,16 @@ class Optimizer:
         """`like`: the flat parameters, for dtype and device."""
         self._section = section
         self._layout = layout
-        self._device = torch.device("cpu") if section.offload else like.device
-        self.moments = {name: torch.zeros_like(like, device=self._device) for name in moment_names(section)}
+        self.device = torch.device("cpu") if section.offload else like.device  # where updates are computed
+        self.moments = {name: torch.zeros_like(like, device=self.device) for name in moment_names(section)}
 
     @torch.no_grad()
     def update(self, parameters: Tensor, gradient: Tensor, step: int) -> None:
-        """One step in place on `parameters`; `step` counts from 0. `gradient` may be overwritten."""
-        if parameters.device != self._device:
-            here = parameters.to(self._device)
-            self._update(here, gradient.to(self._device), step)
+        """One step in place on `parameters`; `step` counts from 0. `gradient`, on `device`, may be overwritten."""
+        here = parameters.to(self.device)
+        self._update(here, gradient, step)
+        if here is not parameters:
             parameters.copy_(here)
-        else:
-            self._update(parameters, gradient, step)
 
     def _update(self, parameters: Tensor, gradient: Tensor, step: int) -> None:
         section = self._section
