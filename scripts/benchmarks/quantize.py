@@ -3,22 +3,21 @@
 Rates are GB/s of the input (float32 unless said otherwise), into buffers that were used before. On the CPU everything
 runs on one thread: once with an input that is larger than the caches, which the targets are for, and once with a
 smaller one. `copy` is torch's own of the same input. Other libraries and plain torch get the smaller input.
-Lossless packing is measured too, on one core.
+What codes get wrong is measured too, and what lossless packing gains: `peerd/compute/choice.py` decides by these.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 
+from benchmarks import _quantize_codes as codes
 from benchmarks import _quantize_cpu as cpu
 from benchmarks import _quantize_cuda as cuda
 from benchmarks._report import Figure, Report
-from peerd.compute import lossless
 from peerd.compute.kernels import native
 from peerd.core.blockwise import CODES
 
@@ -30,6 +29,7 @@ TARGETS = {
 }
 GPU_TARGET = 0.70
 CALL_US = 10.0
+WORDS = {"normal": "normally distributed", "beside_outliers": "beside outliers"}
 DIRECTIONS = ("quantize", "dequantize")
 OTHERS: dict[str, Callable[[int, int], dict[str, Any]]] = {
     "bitsandbytes": cpu.bitsandbytes_rates,
@@ -47,7 +47,7 @@ class Sizes:
     small_repeats: int  # calls a round
     slow_rounds: int  # for plain torch and other libraries, with the small input
     call_batches: int
-    packed: int
+    coded: int  # to see what codes get wrong and what packing gains
     gpu: int
     gpu_rounds: int
     gpu_repeats: int
@@ -67,25 +67,6 @@ def other_libraries(sizes: Sizes) -> dict[str, Any]:
             found[name] = None
             why = str(error).partition("\n")[0]
             found[f"{name}_missing"] = f"{why}; to compare: pip install --no-deps {name}"
-    return found
-
-
-def packing(count: int, rounds: int) -> dict[str, dict[str, float]]:
-    """Lossless packing of normal values: what is left of a payload, and GB/s of the payload."""
-    x = cpu.values(count)
-    codes, _ = torch.ops.peerd.quantize_blockwise(x, "dynamic8", 256)
-    found = {}
-    for name, items in {"float32": x, "bfloat16": x.bfloat16(), "dynamic8": codes}.items():
-        raw, itemsize = memoryview(items.view(torch.uint8).numpy()).cast("B"), items.itemsize
-        packed = lossless.pack(raw, itemsize)
-        ways: dict[str, cpu.Way] = {
-            "pack": partial(lossless.pack, raw, itemsize),
-            "unpack": partial(lossless.unpack, packed, raw.nbytes, itemsize, name=name),
-        }
-        seconds = cpu.median_seconds(ways, rounds)
-        found[name] = {"ratio": packed.nbytes / raw.nbytes} | {
-            f"{way}_gb_s": raw.nbytes / 1e9 / took for way, took in seconds.items()
-        }
     return found
 
 
@@ -144,9 +125,10 @@ def older_processors(sizes: Sizes) -> tuple[list[Figure], dict[str, Any]]:
         return [], {}
     best, found, figures = native.isa(), {}, []
     try:
-        for isa in native.ISAS:
-            if isa == best or not usable(isa):
+        for isa in native.isas():
+            if isa == best:
                 continue
+            native.use_isa(isa)
             _, found[isa] = cpu.rates(sizes.large, -(-sizes.rounds // 4), 1)
             for code, direction in TARGETS:
                 share = found[isa][code][f"{direction}_over_memcpy"]
@@ -155,14 +137,6 @@ def older_processors(sizes: Sizes) -> tuple[list[Figure], dict[str, Any]]:
     finally:
         native.use_isa(best)
     return figures, {"cpu_isas": found}
-
-
-def usable(isa: str) -> bool:
-    try:
-        native.use_isa(isa)
-    except ValueError:
-        return False
-    return True
 
 
 def call_section(sizes: Sizes) -> tuple[list[Figure], dict[str, Any]]:
@@ -207,16 +181,19 @@ def gpu_section(found: dict[str, Any] | None) -> list[Figure]:
     return figures
 
 
-def packing_section(found: dict[str, dict[str, float]]) -> list[Figure]:
+def error_section(found: cpu.Figures) -> list[Figure]:
     return [
-        Figure(
-            f"packing_{name}_{key}",
-            f"packing of {name}: {key.replace('_gb_s', '')}",
-            value,
-            "GB/s" if "gb_s" in key else "",
-        )
+        Figure(f"error_percent_{name}_{kind}", f"relative error of {name}: values {WORDS[kind]}", error, "%")
+        for name, errors in found.items()
+        for kind, error in errors.items()
+    ]
+
+
+def packing_section(found: cpu.Figures) -> list[Figure]:
+    return [
+        Figure(f"packing_{name}_{key}", f"packing of {name}: {words}", figures[key], unit, digits)
         for name, figures in found.items()
-        for key, value in figures.items()
+        for key, words, unit, digits in codes.PACKING_FIGURES
     ]
 
 
@@ -229,15 +206,17 @@ def measure(full: bool) -> Report:
         older, older_extra = older_processors(sizes)
         calls, call_extra = call_section(sizes)
         others = other_libraries(sizes)
-        packed = packing(sizes.packed, sizes.slow_rounds)
+        errors = codes.errors(sizes.coded)
+        packed = codes.packing(sizes.coded, sizes.slow_rounds)
         gpu = cuda.measured(sizes.gpu, sizes.gpu_rounds, sizes.gpu_repeats)
     finally:
         torch.set_num_threads(before)
-    sections += [older, calls, other_section(others), packing_section(packed), gpu_section(gpu)]
+    sections += [older, calls, other_section(others), error_section(errors), packing_section(packed), gpu_section(gpu)]
     how = f"C++ kernels, {native.isa()}" if native.available() else f"plain torch: {native.why_not()}"
     where = "no GPU" if gpu is None else f"{gpu['device']}, {gpu['implementation']}"
     missing = "; ".join(words for name, words in others.items() if name.endswith("_missing"))
     timing = f"medians of {sizes.rounds} alternating rounds, on CPUs of processor time"
     note = f"one thread; CPU: {how}; {where}; {timing}; {missing}".rstrip("; ")
-    found = {**extra, **older_extra, **call_extra, **others, "packing": packed, "cuda": gpu, "cpu_implementation": how}
+    found = {**extra, **older_extra, **call_extra, **others, "error_percent": errors, "packing": packed, "cuda": gpu}
+    found["cpu_implementation"] = how
     return Report("quantize", [section for section in sections if section], note, found)

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from peerd.compute.choice import PACKED_CODES, PACKED_FLOATS, PACKED_NUMBERS, Packing, Plan, Sample, choose
+from peerd.compute.choice import Packing, Plan, Sample, choose
 from peerd.core.frame import CODINGS
 from peerd.core.runfile import BoundarySection
 
@@ -108,30 +108,24 @@ def test_packing_pays_exactly_where_the_saved_time_is_more_than_it_takes() -> No
     assert Packing(1.0, 1e9, 1e9).pays_below_bytes_per_s == 0.0
 
 
-def test_the_measured_lines_below_which_packing_pays() -> None:
-    assert PACKED_CODES.pays_below_bytes_per_s / MB == pytest.approx(350, rel=0.05)
-    assert PACKED_FLOATS[2].pays_below_bytes_per_s / MB == pytest.approx(900, rel=0.05)
-    assert PACKED_FLOATS[4].pays_below_bytes_per_s / MB == pytest.approx(800, rel=0.05)
-    assert PACKED_FLOATS[8].pays_below_bytes_per_s / MB == pytest.approx(550, rel=0.05)
-    assert PACKED_NUMBERS.pays_below_bytes_per_s / MB == pytest.approx(1000, rel=0.05)
-
-
 @pytest.mark.parametrize(
     ("code", "dtype", "pays", "does_not"),
     [
-        ("dynamic8", "float32", 330, 370),
-        ("int8", "float32", 330, 370),
-        ("int4", "float32", 330, 370),
-        ("nf4", "float32", 330, 370),
-        ("fp8-e4m3", "float32", 330, 370),
-        ("auto", "float32", 330, 370),
-        ("bf16", "float32", 850, 950),
-        ("bf16", "float64", 850, 950),
-        ("fp16", "float32", 850, 950),
-        ("none", "float32", 750, 850),
-        ("none", "bfloat16", 850, 950),
-        ("none", "float64", 500, 600),
-        ("none", "int64", 950, 1050),
+        ("dynamic8", "float32", 360, 380),
+        ("int8", "float32", 200, 210),
+        ("int4", "float32", 505, 530),
+        ("nf4", "float32", 165, 175),
+        ("fp8-e4m3", "float32", 730, 770),
+        ("auto", "float32", 360, 380),  # dynamic8, for nobody looked at the values
+        ("bf16", "float32", 880, 930),
+        ("bf16", "float64", 880, 930),
+        ("fp16", "float32", 870, 910),
+        ("none", "float32", 670, 700),
+        ("none", "bfloat16", 880, 930),
+        ("none", "float16", 870, 910),
+        ("none", "float64", 580, 610),
+        ("none", "int64", 1260, 1310),
+        ("int8", "int64", 1260, 1310),
     ],
 )
 def test_payloads_are_packed_on_lines_where_it_pays(code: str, dtype: str, pays: float, does_not: float) -> None:
@@ -160,8 +154,8 @@ def test_who_wants_packing_always_or_never_gets_it() -> None:
 def test_the_reason_is_a_sentence() -> None:
     assert choose(BoundarySection(code="auto"), 12.5e6, NORMAL, "float32", 1 << 20) == (
         Plan("int8", 64, True),
-        "a line of 12.5 MB/s takes 8 bits; int8 would be wrong by 0.58 %, dynamic8 by 0.95 %; "
-        "packed, which pays below 43.1 MB/s",
+        "a line of 12.5 MB/s takes 8 bits; int8 would be wrong by 0.58 %, dynamic8 by 0.94 %; "
+        "packed, which pays below 25.6 MB/s",
     )
     assert choose(BoundarySection(code="bf16"), None, None, "float32")[1] == (
         "the run file says so; not packed, for the line's speed is unknown"

@@ -1,0 +1,87 @@
+"""What codes get wrong, and what lossless packing gains and costs: the numbers of `peerd/compute/choice.py`.
+
+Everything is measured on payloads as they travel, on one thread of a CPU.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from benchmarks._quantize_cpu import Figures, Way, median_seconds, values
+from peerd.compute import lossless
+from peerd.compute.choice import Packing, Plan
+from peerd.compute.coding import decode, encode
+from peerd.compute.tensors import dtype_name
+from peerd.core.blockwise import CODES
+
+BLOCK, OUTLIER = 64, 100.0  # one value in so many is so many times as large
+ERRORS = (Plan("bf16"), Plan("fp16"), Plan("dynamic8", 64), *(Plan(code, how.block) for code, how in CODES.items()))
+PACKING_FIGURES = (  # key, words, unit, digits
+    ("ratio", "what is left of a byte", "", 2),
+    ("pack_gb_s", "pack", "GB/s", 2),
+    ("unpack_gb_s", "unpack", "GB/s", 2),
+    ("pays_below_mb_s", "pays on lines below", "Mb/s", 0),
+)
+TEXT = Path(__file__).resolve().parents[2] / "README.md"
+
+
+def errors(count: int) -> Figures:
+    """Relative errors (RMS) in percent: of normal values, and of those among which one in BLOCK is an outlier.
+
+    The latter error is that of the neighbours alone: an outlier's own is small beside it, and says nothing of them.
+    """
+    x = values(count)
+    spiky = x.clone()
+    spiky[::BLOCK] *= OUTLIER
+    neighbour = torch.arange(count) % BLOCK != 0
+    return {
+        str(plan): {
+            "normal": error_percent(x, decoded(x, plan)),
+            "beside_outliers": error_percent(spiky[neighbour], decoded(spiky, plan)[neighbour]),
+        }
+        for plan in ERRORS
+    }
+
+
+def decoded(x: Tensor, plan: Plan) -> Tensor:
+    return decode(encode(x, plan))
+
+
+def error_percent(x: Tensor, found: Tensor) -> float:
+    return float(100 * (found.double() - x.double()).norm() / x.double().norm())
+
+
+def packing(count: int, rounds: int) -> Figures:
+    """What packing leaves of payloads, their GB/s at either end, and the line (Mb/s) below which that pays.
+
+    Payloads are of normal values, in every dtype and code, and of a text: its bytes, and as many tokens.
+    """
+    wide = torch.randn(count, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    x = wide.float()
+    text = torch.tensor(list(TEXT.read_bytes()), dtype=torch.uint8)
+    exact = (wide, x, x.bfloat16(), x.half())
+    payloads = {dtype_name(each.dtype): (encode(each, Plan()).payload, each.itemsize) for each in exact}
+    payloads |= {code: (encode(x, Plan(code)).payload, 1) for code in CODES}
+    payloads |= {"text": (encode(text, Plan()).payload, 1), "tokens": (encode(text.long(), Plan()).payload, 8)}
+    return {name: packed(memoryview(raw), itemsize, rounds) for name, (raw, itemsize) in payloads.items()}
+
+
+def packed(raw: memoryview, itemsize: int, rounds: int) -> dict[str, float]:
+    """The figures of one payload."""
+    small = lossless.pack(raw, itemsize)
+    ways: dict[str, Way] = {
+        "pack": partial(lossless.pack, raw, itemsize),
+        "unpack": partial(lossless.unpack, small, raw.nbytes, itemsize, name="a payload"),
+    }
+    seconds = median_seconds(ways, rounds)
+    found = Packing(small.nbytes / raw.nbytes, raw.nbytes / seconds["pack"], raw.nbytes / seconds["unpack"])
+    return {
+        "ratio": found.ratio,
+        "pack_gb_s": found.pack_bytes_per_s / 1e9,
+        "unpack_gb_s": found.unpack_bytes_per_s / 1e9,
+        "pays_below_mb_s": found.pays_below_bytes_per_s * 8 / 1e6,
+    }
