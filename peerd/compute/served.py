@@ -13,7 +13,7 @@ import math
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -50,6 +50,43 @@ class _Kept:
 
     frames: Sequence[TensorFrame]  # inputs; the output's gradient, or the targets in the last stage
     outcome: Outcome
+
+
+class Model(Protocol):
+    """What a member of a run holds, its own stage or a user's: gradients go in, averages step it, newcomers copy it."""
+
+    @property
+    def held(self) -> list[Mb]:
+        """The microbatches in the sum."""
+        ...
+
+    def keep_only(self, step: int, wanted: Iterable[Mb]) -> list[Mb]:
+        """See to it that nothing but `wanted` is in the sum; returns what of it is missing."""
+        ...
+
+    def vector(self) -> Vector:
+        """A copy of the sum, flat."""
+        ...
+
+    def commit(self, step: int, total: Vector, samples: int) -> None:
+        """Step the optimizer with `total / samples`, which stays as it is; what was held is counted and forgotten."""
+        ...
+
+    def state(self) -> dict[str, Tensor]:
+        """Copies on the CPU of all that is needed to go on from a step's end, bit for bit."""
+        ...
+
+    def describe(self) -> list[tuple[str, str, tuple[int, ...], memoryview]]:
+        """The same as (name, dtype, shape, bytes), sorted by name."""
+        ...
+
+    def outline(self) -> list[TensorSpec]:
+        """Name, dtype and shape of what `describe` gives, in its order, without copying anything."""
+        ...
+
+    def load(self, state: dict[str, Tensor]) -> None:
+        """Take over a whole state and forget the sum; ValueError, before any change, when it does not fit."""
+        ...
 
 
 class ServedStage:
@@ -147,8 +184,13 @@ def _whole_numbers_as_int64(values: Tensor) -> Tensor:
     return values if values.is_floating_point() else values.long()
 
 
+def items_of(state: dict[str, Tensor]) -> list[tuple[str, str, tuple[int, ...], memoryview]]:
+    """A state as (name, dtype, shape, bytes), sorted by name; shares memory with contiguous tensors on the CPU."""
+    return [(n, dtype_name(t.dtype), tuple(t.shape), raw_bytes(t)) for n, t in sorted(state.items())]
+
+
 def state_of(items: Iterable[tuple[str, str, tuple[int, ...], memoryview]]) -> dict[str, torch.Tensor]:
-    """The inverse of `describe`: tensors that share memory with the items' bytes where these are writable and aligned.
+    """The inverse of `items_of`: tensors that share memory with the items' bytes where these are writable and aligned.
 
     ValueError when bytes and shape do not belong together, or the dtype is unknown.
     """

@@ -19,19 +19,16 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-import numpy as np
 import outcome
 import torch
 from torch import Tensor
 
 from peerd.compute.optim import Layout
-from peerd.compute.served import Stale
-from peerd.compute.tensors import TORCH_DTYPES, all_finite, dtype_name, raw_bytes, state_digest
+from peerd.compute.served import Stale, Vector, items_of
+from peerd.compute.tensors import TORCH_DTYPES, all_finite, dtype_name, state_digest
 from peerd.core.errors import ConfigError
 from peerd.core.state import TensorSpec
 from peerd.core.training import Mb, Position
-
-Vector = np.ndarray[Any, np.dtype[Any]]
 
 _NAME_CHARS: Final = 400  # with the optimizer's key it must fit a manifest's 512
 _DIMS: Final = 8
@@ -54,7 +51,7 @@ class _Kept:
     def tensor(self, value: object) -> Tensor:
         """The value, or zeros where there is none yet, as a copy on the CPU."""
         if isinstance(value, Tensor):
-            return value.detach().clone().cpu()
+            return value.detach().to("cpu", copy=True)
         return torch.full(self.shape, value or 0, dtype=self.dtype)  # type: ignore[call-overload, no-any-return]
 
     def value(self, tensor: Tensor) -> object:
@@ -152,7 +149,7 @@ class UserModel:
         with torch.no_grad():
             for total, gradient in zip(self._sum_views, gradients, strict=True):
                 if gradient is not None:
-                    total.add_(gradient.to(total.device, self.dtype), alpha=samples)
+                    total.add_(gradient.to(total.device), alpha=samples)
         self._held[mb] = None
         return True
 
@@ -168,7 +165,7 @@ class UserModel:
 
     def vector(self) -> Vector:
         """A copy of the sum, flat."""
-        vector: Vector = self._sum.detach().clone().cpu().numpy()
+        vector: Vector = self._sum.to("cpu", copy=True).numpy()
         return vector
 
     def commit(self, step: int, total: Vector, samples: int) -> None:
@@ -225,7 +222,7 @@ class UserModel:
 
         `present` says what of the outline there is already: optimizers make their state with the first step.
         """
-        state = {f"param/{name}": p.detach().clone().cpu() for name, p in self._named.items()}
+        state = {f"param/{name}": p.detach().to("cpu", copy=True) for name, p in self._named.items()}
         present = torch.zeros(len(self._outline), dtype=torch.uint8)
         for place, (name, kept) in enumerate(self._outline.items()):
             value = self._optimizer.state.get(kept.parameter, {}).get(kept.key)
@@ -237,7 +234,7 @@ class UserModel:
 
     def describe(self) -> list[tuple[str, str, tuple[int, ...], memoryview]]:
         """A frozen copy of the state as (name, dtype, shape, bytes), sorted by name."""
-        return [(n, dtype_name(t.dtype), tuple(t.shape), raw_bytes(t)) for n, t in sorted(self.state().items())]
+        return items_of(self.state())
 
     def outline(self) -> list[TensorSpec]:
         """Name, dtype and shape of what `describe` gives, in its order, without copying anything."""
