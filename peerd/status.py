@@ -139,11 +139,11 @@ async def swarm_view(dht: Dht, run: RunFile, gate: Gate | None = None) -> dict[s
         return {"run": run.run, "why": f"the directory gave no answer: {error}"}
     unreadable: list[Record] = []
     rows = [
-        {"stage": number, "peers": _members(_read(found.get(key, []), decode_stage, unreadable), gate, "stage")}
+        {"stage": number, "peers": _members(_read(found.get(key, []), decode_stage, unreadable), gate, role="stage")}
         for number, key in enumerate(keys)
     ]
     trainers = _read(found.get(progress_key(run.run), []), decode_trainer, unreadable)
-    given = _members(_read(found.get(contributions_key(run.run), []), decode_contributed, unreadable), gate, "")
+    given = _members(_read(found.get(contributions_key(run.run), []), decode_contributed, unreadable), gate)
     return {
         "run": run.run,
         **_summary(rows, trainers),
@@ -166,13 +166,14 @@ def _read(records: list[Record], decode: Callable[[bytes], Any], unreadable: lis
     return rows
 
 
-def _members(rows: list[dict[str, Any]], gate: Gate | None, role: str) -> list[dict[str, Any]]:
+def _members(rows: list[dict[str, Any]], gate: Gate | None, role: str = "") -> list[dict[str, Any]]:
     """In a run with tokens: only members' rows, under the names that the organizer signed."""
     found = []
     for row in rows:
         peer, token = row["peer"], row.pop("token")
-        if gate is None or gate.stranger(peer, token, role) is None:
-            found.append(row | {"name": gate.name(peer, token) if gate is not None else ""})
+        name = gate.named(peer, token, role) if gate is not None else ""
+        if name is not None:
+            found.append(row | {"name": name})
     return found
 
 

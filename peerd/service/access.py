@@ -201,21 +201,17 @@ class Access:
         found = self.roll.member(peer, self._clock.wall())
         return peer == self._host.id or (found is not None and not found.lacks(frozenset({role})))
 
-    def stranger(self, peer: PeerId, token: bytes, role: str) -> str | None:
-        """Why a record of `peer` that brings `token` is not that of a member with `role`; None when it is."""
+    def named(self, peer: PeerId, token: bytes, role: str = "") -> str | None:
+        """The name that the organizer gave to a member with `role`, by the `token` in its record; None: it is none."""
         found = self.roll.judge(peer, token, self._clock.wall())
         if isinstance(found, str):
-            why: str | None = found
+            why = found
+        elif role and found.lacks(frozenset({role})):
+            why = f"its token does not allow {role}"
         else:
-            why = f"its token does not allow {role}" if role and found.lacks(frozenset({role})) else None
-        if why is not None:
-            self._tell(peer, "record", f"its record does not count: {why}")
-        return why
-
-    def name(self, peer: PeerId, token: bytes) -> str:
-        """The name that `token` gives to `peer`; empty when it is not its token."""
-        found = self.roll.judge(peer, token, self._clock.wall())
-        return "" if isinstance(found, str) else found.name
+            return found.name
+        self._tell(peer, "record", f"its record does not count: {why}")
+        return None
 
     def waits_for(self) -> str | None:
         """What a person should do about our own token, if anything."""

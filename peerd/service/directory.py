@@ -82,7 +82,7 @@ class Directory:
             progress = decode_stage(value)
             if progress.stage != stage:
                 raise ProtocolViolation("a stage record stands under another stage's key")
-            if self._gate is not None and self._gate.stranger(peer, progress.token, "stage"):
+            if self._gate is not None and self._gate.named(peer, progress.token, "stage") is None:
                 return None  # the gate has said so: whoever claims to have served longest would conduct
             self.learn(peer, progress.addrs)
         except ProtocolViolation as error:
@@ -142,7 +142,7 @@ class Directory:
         for record in await self._dht.get(key):
             try:
                 joiner = decode(Joiner, record.value)
-                if self._gate is None or self._gate.stranger(record.publisher, joiner.token, "stage") is None:
+                if self._gate is None or self._gate.named(record.publisher, joiner.token, "stage") is not None:
                     joiners.setdefault(record.publisher, joiner.since)
             except ProtocolViolation as error:
                 log.warning("skipped a joiner's record: %s", error.blame(record.publisher))

@@ -91,19 +91,18 @@ class Gate(Protocol):
         ...
 
     def forgotten(self, peer: PeerId, refusal: Refused) -> bool:
-        """Whether a call was refused only because `peer` has forgotten us, so that it is worth another `introduce`."""
+        """Whether a call was refused only because `peer` has forgotten us: another `introduce` shows our token anew."""
         ...
 
     def allows(self, peer: PeerId, role: str) -> bool:
         """Whether a peer that calls us is a member with `role`."""
         ...
 
-    def stranger(self, peer: PeerId, token: bytes, role: str) -> str | None:
-        """Why a record of `peer` with `token` in it is not that of a member with `role`; None when it is."""
-        ...
+    def named(self, peer: PeerId, token: bytes, role: str = "") -> str | None:
+        """The name, perhaps empty, that the organizer gave to the publisher of a record with `token` in it.
 
-    def name(self, peer: PeerId, token: bytes) -> str:
-        """The name that the organizer gave to `peer`; empty when `token` does not say so."""
+        None when that is no member with `role`, which the log then says; without `role`, no member.
+        """
         ...
 
 
