@@ -9,6 +9,7 @@ left alone for a while. The sides: `snapshot_giving`, `snapshot_fetching`; whom 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from random import Random
 
 import trio
@@ -37,9 +38,8 @@ class Snapshots:
         self._rpc = rpc
         self._rng = rng or Random(0)
         self._lock = trio.Lock()
-        self._fetching: Fetching | None = None
-        self._begun: Begun | None = None
-        self._shunned: dict[PeerId, float] = {}  # until when
+        self._begun: Begun | None = None  # what a failed attempt got
+        self._shunned: dict[str, float] = {}  # until when
 
     def offer(
         self,
@@ -52,11 +52,6 @@ class Snapshots:
         """As `Giving.offer`."""
         self.giving.offer(fingerprint, stage, freeze, worker, standing)
 
-    @property
-    def progress(self) -> str | None:
-        """How far the download under way is, for people; None when there is none."""
-        return self._fetching.progress() if self._fetching is not None else None
-
     async def fetch(
         self, donors: Donors, request: StateRequest, expected: Sequence[Shaped], worker: Worker
     ) -> tuple[Position, list[StateItem]]:
@@ -67,33 +62,28 @@ class Snapshots:
         """
         layout = StateLayout(expected)
         async with self._lock:
-            plan = FetchPlan(request, layout, self._honest(donors), worker, self._note)
-            self._fetching = fetching = Fetching(self._rpc, plan, self._kept(layout), self._rng)
+            plan = FetchPlan(request, layout, partial(self._honest, donors), worker, self.notes)
+            fetching = Fetching(self._rpc, plan, self._kept(layout), self._rng)
+            self.report = fetching.report
             try:
                 begun = await fetching.run()
             finally:
-                self._fetching, self.report, self._begun = None, fetching.report, fetching.begun
-                self._shun(fetching.liars)
+                self._begun = fetching.begun
+                self._shun(fetching.report.liars)
             self._begun = None  # the caller's, from here
-            self._note(fetching.report.text())
+            self.notes(fetching.report.text())
             parts = zip(layout.tensors, layout.views(begun.row), strict=True)
             return begun.claim.position, [StateItem(t.name, t.dtype, t.shape, view) for t, view in parts]
-
-    def _note(self, text: str) -> None:
-        self.notes(text)
 
     def _kept(self, layout: StateLayout) -> Begun | None:
         begun = self._begun
         return begun if begun is not None and begun.layout.digest == layout.digest else None
 
-    def _honest(self, donors: Donors) -> Donors:
-        def now() -> list[PeerId]:
-            until = trio.current_time()
-            return [d for d in (donors() if callable(donors) else donors) if self._shunned.get(d, until) <= until]
+    def _honest(self, donors: Donors) -> list[PeerId]:
+        now = trio.current_time()
+        return [d for d in (donors() if callable(donors) else donors) if self._shunned.get(d.text, now) <= now]
 
-        return now if callable(donors) else now()
-
-    def _shun(self, liars: list[PeerId]) -> None:
+    def _shun(self, liars: list[str]) -> None:
         now = trio.current_time()
         self._shunned = {peer: until for peer, until in self._shunned.items() if until > now}
         self._shunned |= dict.fromkeys(liars, now + _SHUN_S)

@@ -30,6 +30,7 @@ from peerd.service.rpc import Rpc
 
 Donors = Sequence[PeerId] | Callable[[], Sequence[PeerId]]
 _LOOK_S = 3.0  # how often to ask for more donors
+_TELL_S = 10.0  # how often to say how far it is
 
 
 class Begun:
@@ -82,11 +83,11 @@ class FetchReport:
 
 @dataclass(frozen=True, slots=True)
 class FetchPlan:
-    """What a download needs to know. `notes` is told what happens, in words."""
+    """What a download needs to know. `donors` tells those there are now; `notes` is told what happens, in words."""
 
     request: StateRequest
     layout: StateLayout
-    donors: Donors
+    donors: Callable[[], Sequence[PeerId]]
     worker: Worker
     notes: Callable[[str], None]
 
@@ -97,7 +98,6 @@ class Fetching:
     def __init__(self, rpc: Rpc, plan: FetchPlan, begun: Begun | None, rng: Random) -> None:
         self.begun = begun
         self.report = FetchReport(pieces=plan.layout.pieces, total_bytes=plan.layout.total_bytes)
-        self.liars: list[PeerId] = []
         self._rpc = rpc
         self._plan = plan
         kept = dl.Kept(begun.claim.root, begun.have) if begun is not None and begun.digests is not None else None
@@ -109,8 +109,7 @@ class Fetching:
         self._last: dl.Done | dl.GaveUp | None = None
 
     def _names(self) -> list[str]:
-        donors = self._plan.donors
-        return [peer.text for peer in (donors() if callable(donors) else donors)]
+        return [peer.text for peer in self._plan.donors()]
 
     async def run(self) -> Begun:
         """The whole state, each piece checked; RemoteError says why there is none now."""
@@ -118,8 +117,8 @@ class Fetching:
         async with trio.open_nursery() as nursery:
             self._nursery = nursery
             self._perform(self._machine.wake(began))
-            if callable(self._plan.donors) and self._last is None:
-                nursery.start_soon(self._look_for_donors)
+            nursery.start_soon(self._look_for_donors)
+            nursery.start_soon(self._tell)
             while self._last is None:
                 with trio.CancelScope(deadline=self._machine.wake_at()) as self._timer:
                     await trio.sleep_forever()
@@ -132,18 +131,21 @@ class Fetching:
         assert self.begun is not None
         return self.begun
 
-    def progress(self) -> str:
-        """For people who wait."""
-        begun = self.begun
-        if begun is None or self._machine.chosen is None:
-            return "asking donors what they have"
-        share = len(begun.have) / max(1, begun.layout.pieces)
-        return f"{share:.0%} of {begun.layout.total_bytes / 1e6:.1f} MB, from {len(self.report.by_donor)} donors"
-
     async def _look_for_donors(self) -> None:
         while True:
             await trio.sleep(_LOOK_S)
             self._perform(self._machine.add(trio.current_time(), self._names()))
+
+    async def _tell(self) -> None:
+        """For people who wait."""
+        report = self.report
+        while True:
+            await trio.sleep(_TELL_S)
+            if self.begun is None or self._machine.chosen is None:
+                self._plan.notes("asking donors what they have")
+                continue
+            share, size = len(self.begun.have) / max(1, report.pieces), f"{report.total_bytes / 1e6:.1f} MB"
+            self._plan.notes(f"{share:.0%} of {size} of step {report.step}, from {len(report.by_donor)} donors")
 
     # --- outputs ----------------------------------------------------------------------------------------------
 
@@ -163,7 +165,6 @@ class Fetching:
                 case dl.Chosen():
                     self._begin(output)
                 case dl.Blame(donor, why):
-                    self.liars.append(PeerId.parse(donor))
                     self.report.liars.append(donor)
                     self._plan.notes(f"donor {donor[-6:]} is not asked again: {why}")
                 case dl.Done() | dl.GaveUp():

@@ -398,16 +398,16 @@ class Slow(Counting):
         return await super()._give_manifest(call)
 
 
-async def test_progress_and_report_say_how_it_goes(autojump_clock: MockClock) -> None:
+async def test_notes_say_how_it_goes(autojump_clock: MockClock) -> None:
     async with peers(2) as (_, [(donor, rpc), (_, other)]):
-        Donor(rpc, 5, LARGE)
-        joiner = Snapshots(other)
-        assert joiner.progress is None
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(fetch, joiner, [donor], 1, LARGE)
-            await trio.sleep(0.025)
-            assert joiner.progress is not None
-            assert "24.1 MB, from 1 donors" in joiner.progress
-        assert joiner.progress is None
-        assert joiner.report is not None
-        assert "24.1 MB of step 5" in joiner.report.text()
+        Donor(rpc, 5, LARGE).piece_s = 4.0
+        joiner, notes = Snapshots(other), list[str]()
+        joiner.notes = notes.append
+        await fetch(joiner, [donor], sizes=LARGE)
+        first, *middle, last = notes
+        assert first.startswith("fetching the state of step 5, 24.1 MB")
+        assert middle[0].endswith("% of 24.1 MB of step 5, from 1 donors")
+        shares = [int(note.split("%")[0]) for note in middle]
+        assert shares == sorted(shares)
+        assert 0 < shares[0] < shares[-1] < 100
+        assert "24.1 MB of step 5" in last
