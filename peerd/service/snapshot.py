@@ -63,7 +63,8 @@ class Snapshots:
         layout = StateLayout(expected)
         async with self._lock:
             plan = FetchPlan(request, layout, partial(self._honest, donors), worker, self.notes)
-            fetching = Fetching(self._rpc, plan, self._kept(layout), self._rng)
+            # Not kept here meanwhile: when another state is chosen, the memory of this one is let go at once.
+            fetching = Fetching(self._rpc, plan, self._take_kept(layout), self._rng)
             self.report = fetching.report
             try:
                 begun = await fetching.run()
@@ -75,8 +76,8 @@ class Snapshots:
             parts = zip(layout.tensors, layout.views(begun.row), strict=True)
             return begun.claim.position, [StateItem(t.name, t.dtype, t.shape, view) for t, view in parts]
 
-    def _kept(self, layout: StateLayout) -> Begun | None:
-        begun = self._begun
+    def _take_kept(self, layout: StateLayout) -> Begun | None:
+        begun, self._begun = self._begun, None
         return begun if begun is not None and begun.layout.digest == layout.digest else None
 
     def _honest(self, donors: Donors) -> list[PeerId]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import gc
+import weakref
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -411,3 +413,19 @@ async def test_notes_say_how_it_goes(autojump_clock: MockClock) -> None:
         assert shares == sorted(shares)
         assert 0 < shares[0] < shares[-1] < 100
         assert "24.1 MB of step 5" in last
+
+
+async def test_the_memory_of_what_is_kept_is_let_go_for_another_state(autojump_clock: MockClock) -> None:
+    async with peers(2) as (_, [(donor, rpc), (_, other)]):
+        giver, joiner = Donor(rpc, 5, LARGE), Snapshots(other)
+        with trio.move_on_after(0.025):
+            await fetch(joiner, [donor], sizes=LARGE)
+        kept = weakref.ref(joiner._begun)
+        assert kept() is not None
+        giver.step, giver._items, giver.stops_at = 6, state(6, LARGE), 0
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(fetch, joiner, [donor], 1, LARGE)
+            await giver.stopped.wait()
+            gc.collect()
+            assert kept() is None
+            giver.go_on.set()
