@@ -8,12 +8,22 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import trio
 
 from peerd.compute.worker import DeviceWorker
 from peerd.core.addr import parse_addr
 from peerd.core.keys import Keypair
-from peerd.core.runfile import RunFile
+from peerd.core.runfile import (
+    BatchSection,
+    CheckpointSection,
+    DataSection,
+    EvaluateSection,
+    ModelSection,
+    OptimizerSection,
+    PipelineSection,
+    RunFile,
+)
 from peerd.core.work import Worker
 from peerd.log import EventLog
 from peerd.net.clock import RealClock
@@ -22,6 +32,26 @@ from peerd.net.tcp import TcpTransport
 from peerd.role import Role, RoleContext
 from peerd.service.dht import Dht
 from peerd.service.rpc import Rpc
+
+
+def small_run(name: str, text: Path, evaluate: EvaluateSection, checkpoint: CheckpointSection) -> RunFile:
+    """Two stages of a model so small that a step takes no time."""
+    return RunFile(
+        run=name,
+        seed=5,
+        model=ModelSection(d_model=16, heads=2, layers=2, context=16),
+        pipeline=PipelineSection(stages=2, microbatch=2),
+        optimizer=OptimizerSection(name="adamw", lr=1e-3),
+        batch=BatchSection(target_samples=8),
+        data=DataSection(path=str(text), holdout=0.1),
+        evaluate=evaluate,
+        checkpoint=checkpoint,
+    )
+
+
+def pinned(run: RunFile, stage: int) -> RunFile:
+    """The run as a peer has it that serves `stage`."""
+    return msgspec.structs.replace(run, limits=msgspec.structs.replace(run.limits, stage=stage))
 
 
 @dataclass

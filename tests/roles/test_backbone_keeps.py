@@ -8,28 +8,17 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-import msgspec
 import pytest
 import trio
 
 from peerd.compute.checkpoint import Checkpoints
 from peerd.compute.curves import Curves
-from peerd.core.runfile import (
-    BatchSection,
-    CheckpointSection,
-    DataSection,
-    EvaluateSection,
-    ModelSection,
-    OptimizerSection,
-    PipelineSection,
-    RunFile,
-    fingerprint,
-)
+from peerd.core.runfile import CheckpointSection, EvaluateSection, RunFile, fingerprint
 from roles.backbone import BackboneRole
 from roles.stage import StageRole
 from roles.trainer import TrainerRole
 from tests.kit.exact import write_texts
-from tests.kit.training import Peer, Swarm, events, swarm
+from tests.kit.training import Peer, Swarm, events, pinned, small_run, swarm
 
 pytestmark = [
     pytest.mark.slow,
@@ -41,21 +30,12 @@ pytestmark = [
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFile:
     monkeypatch.setattr(BackboneRole, "look_s", 0.2)
-    return RunFile(
-        run="kept",
-        seed=5,
-        model=ModelSection(d_model=16, heads=2, layers=2, context=16),
-        pipeline=PipelineSection(stages=2, microbatch=2),
-        optimizer=OptimizerSection(name="adamw", lr=1e-3),
-        batch=BatchSection(target_samples=8),
-        data=DataSection(path=str(write_texts(tmp_path)), holdout=0.1),
+    return small_run(
+        "kept",
+        write_texts(tmp_path),
         evaluate=EvaluateSection(every_steps=4, samples=4),
         checkpoint=CheckpointSection(every_steps=4, keep=2),
     )
-
-
-def pinned(run: RunFile, stage: int) -> RunFile:
-    return msgspec.structs.replace(run, limits=msgspec.structs.replace(run.limits, stage=stage))
 
 
 async def until(s: Swarm, peer: Peer, event: str, what: str, true: Callable[[], bool]) -> None:

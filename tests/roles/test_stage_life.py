@@ -14,22 +14,13 @@ import trio
 
 from peerd.core.errors import ConfigError, Refused, RemoteError
 from peerd.core.frame import TensorFrame
-from peerd.core.runfile import (
-    BatchSection,
-    CheckpointSection,
-    DataSection,
-    EvaluateSection,
-    ModelSection,
-    OptimizerSection,
-    PipelineSection,
-    RunFile,
-    fingerprint,
-)
+from peerd.core.runfile import CheckpointSection, EvaluateSection, RunFile, fingerprint
 from peerd.core.training import StageAnswer, StageBackward, StageForward
 from roles.backbone import BackboneRole
 from roles.stage import StageRole
 from roles.trainer import TrainerRole
-from tests.kit.training import Peer, Swarm, events, swarm
+from tests.kit.exact import write_texts
+from tests.kit.training import Peer, Swarm, events, pinned, small_run, swarm
 
 pytestmark = [
     pytest.mark.slow,
@@ -40,23 +31,12 @@ pytestmark = [
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunFile:
-    for i in range(10):
-        (tmp_path / f"text{i}.txt").write_bytes(bytes((7 * i + 13 * j * j + j // 3) % 251 for j in range(4000)))
-    return RunFile(
-        run="life",
-        seed=5,
-        model=ModelSection(d_model=16, heads=2, layers=2, context=16),
-        pipeline=PipelineSection(stages=2, microbatch=2),
-        optimizer=OptimizerSection(name="adamw", lr=1e-3),
-        batch=BatchSection(target_samples=8),
-        data=DataSection(path=str(tmp_path / "*.txt"), holdout=0.1),
+    return small_run(
+        "life",
+        write_texts(tmp_path),
         evaluate=EvaluateSection(every_steps=0),
         checkpoint=CheckpointSection(every_steps=3, keep=2),
     )
-
-
-def pinned(run: RunFile, stage: int) -> RunFile:
-    return msgspec.structs.replace(run, limits=msgspec.structs.replace(run.limits, stage=stage))
 
 
 async def whole(s: Swarm, run: RunFile, stage_peers: int = 4) -> list[Peer]:
