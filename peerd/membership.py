@@ -3,7 +3,7 @@
 The book is a JSON-lines file to which lines are only added, in `tokens/` of the organizer's data directory; beside it
 lies the signed list of revoked tokens as text, which he can hand to others. A line that is cut off (a full disk) is
 named, never skipped: a revocation must not get lost. Tokens are no secrets, the organizer's identity key is one.
-Nothing here waits or talks to the network.
+Nothing here talks to the network; what runs beside it reads and writes in threads.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final, TypeVar
+
+import trio
 
 from peerd.core.errors import ConfigError, ProtocolViolation
 from peerd.core.ids import PeerId
@@ -41,7 +43,7 @@ K = TypeVar("K", Token, Revoked)
 
 
 class PeerPapers:
-    """One peer's files for one run with tokens: what `service.access` reads again now and then."""
+    """One peer's files for one run with tokens: what `service.access` reads again now and then, in threads."""
 
     def __init__(self, run: RunFile, home: Path, own: PeerId) -> None:
         self._organizer = PeerId.parse(run.access.organizer)
@@ -56,22 +58,31 @@ class PeerPapers:
         """Whether this peer is the organizer's own, which needs no token."""
         return self._own == self._organizer
 
-    def token(self) -> bytes:
+    async def token(self) -> bytes:
+        """As `read_token`."""
+        return await trio.to_thread.run_sync(self.read_token)
+
+    async def revoked(self) -> list[bytes]:
+        """As `read_revoked`."""
+        return await trio.to_thread.run_sync(self.read_revoked)
+
+    async def keep(self, revoked: bytes) -> None:
+        """Remember the newest list beyond the end of this process, as far as the disk lets us."""
+        text = to_text(Revoked, revoked).encode() + b"\n"
+        with contextlib.suppress(OSError):
+            await trio.to_thread.run_sync(write_atomically, self._kept, text)
+
+    def read_token(self) -> bytes:
         """The sealed token as it lies there now, empty for the organizer; ConfigError when none can be read."""
         return b"" if self.is_organizer else _read(Token, self.token_path)
 
-    def revoked(self) -> list[bytes]:
+    def read_revoked(self) -> list[bytes]:
         """Every list of revoked tokens that can be read."""
         found = []
         for path in self._lists:
             with contextlib.suppress(ConfigError):
                 found.append(_read(Revoked, path))
         return found
-
-    def keep(self, revoked: bytes) -> None:
-        """Remember the newest list beyond the end of this process, as far as the disk lets us."""
-        with contextlib.suppress(OSError):
-            write_atomically(self._kept, to_text(Revoked, revoked).encode() + b"\n")
 
 
 def own_papers(run: RunFile, roles: Sequence[str], home: Path, own: PeerId, now: float) -> PeerPapers:
@@ -90,10 +101,10 @@ def own_papers(run: RunFile, roles: Sequence[str], home: Path, own: PeerId, now:
     if not papers.token_path.exists():
         raise ConfigError(f"run {run.run} takes members by token, and there is none in {papers.token_path}; {advice}")
     roll = Roll(run.run, organizer, run.pipeline.stages)
-    for data in papers.revoked():
+    for data in papers.read_revoked():
         with contextlib.suppress(ProtocolViolation):
             roll.learn_revoked(data)
-    found = roll.judge(own, papers.token(), now)
+    found = roll.judge(own, papers.read_token(), now)
     if isinstance(found, str):
         raise ConfigError(f"no valid token for run {run.run} in {papers.token_path}: {found}; {advice}")
     for role in wanted:

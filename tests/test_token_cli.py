@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
+import trio
 
 from peerd import home, membership
 from peerd.cli import invoke
@@ -132,8 +133,8 @@ def test_a_peer_takes_its_token_from_its_data_directory(
     run, place = peer_of(organizer, tmp_path / "peer")
     (place / membership.TOKEN_FILE).write_text(f"  {text[:50]}\n{text[50:]}\n")
     papers = membership.own_papers(run, ["stage"], place, ANN.peer_id, time.time())
-    assert papers.token() == from_text(Token, text)
-    assert papers.revoked() == []
+    assert trio.run(papers.token) == from_text(Token, text)
+    assert trio.run(papers.revoked) == []
     with pytest.raises(ConfigError, match="is not for the role trainer; ask the organizer"):
         membership.own_papers(run, ["stage", "trainer"], place, ANN.peer_id, time.time())
     with pytest.raises(ConfigError, match="the token shown expired 10 days ago; ask the organizer"):
@@ -152,8 +153,8 @@ def test_the_newest_list_outlives_the_process_and_counts_at_the_next_start(
     book = membership.Book(organizer, home.load_identity(organizer))
     book.revoke(book.entries()[0].id, time.time())
     data = from_text(Revoked, (book.folder / membership.REVOKED_FILE).read_text())
-    papers.keep(data)
-    assert papers.revoked() == [data]
+    trio.run(papers.keep, data)
+    assert trio.run(papers.revoked) == [data]
     with pytest.raises(ConfigError, match="was revoked by the organizer"):
         membership.own_papers(run, ["stage"], place, ANN.peer_id, time.time())
 
@@ -167,9 +168,9 @@ def test_the_organizers_own_peer_needs_no_token_and_brings_its_list(
     run, _ = peer_of(organizer, organizer)
     key = home.load_identity(organizer)
     papers = membership.own_papers(run, ["backbone"], organizer, key.peer_id, time.time())
-    assert papers.token() == b""
+    assert trio.run(papers.token) == b""
     roll = Roll("tiny", key.peer_id, 1)
-    assert [roll.learn_revoked(data) for data in papers.revoked()] == [True]
+    assert [roll.learn_revoked(data) for data in trio.run(papers.revoked)] == [True]
 
 
 def test_a_list_given_by_file_is_read_and_its_absence_named(

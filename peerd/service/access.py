@@ -64,17 +64,17 @@ class Presented(Message, frozen=True):
 
 
 class Papers(Protocol):
-    """This peer's files: its token and lists of revoked tokens, read again now and then."""
+    """This peer's files: its token and lists of revoked tokens, read again now and then. A disk may be slow."""
 
-    def token(self) -> bytes:
+    async def token(self) -> bytes:
         """The sealed token as it lies there now; ConfigError when none can be read."""
         ...
 
-    def revoked(self) -> list[bytes]:
+    async def revoked(self) -> list[bytes]:
         """Every sealed list that can be read."""
         ...
 
-    def keep(self, revoked: bytes) -> None:
+    async def keep(self, revoked: bytes) -> None:
         """Remember the newest list beyond the end of this process."""
         ...
 
@@ -102,12 +102,12 @@ class Access:
         self.roll = Roll(run.run, PeerId.parse(run.access.organizer), run.pipeline.stages)
         self.refused = 0  # calls turned away
         self._host, self._rpc, self._clock, self._papers = host, rpc, clock, papers
-        self._token = papers.token()
+        self._token = b""
+        self._ready = trio.Event()  # our papers were read
+        self._newer = trio.Event()  # a list came that is not kept yet
         self._met: dict[PeerId, _Met] = {}  # connected peers
         self._exchanges: dict[PeerId, _Exchange] = {}
         self._told = _Told()
-        for data in papers.revoked():
-            self._learn(data, None)
 
     @property
     def token(self) -> bytes:
@@ -115,16 +115,21 @@ class Access:
         return self._token
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        """Show tokens, and forget who has gone, until cancelled."""
+        """Show tokens, keep lists, and forget who has gone, until cancelled."""
         small = MethodLimits(body_bytes=16 << 10, calls_per_peer=4)
         self._rpc.serve(_PRESENT, Present, self._answer, limits=small)
         try:
-            with self._host.watch() as events:
-                task_status.started()
-                async for event in events:
-                    if isinstance(event, PeerDown):
-                        self._met.pop(event.peer, None)
-                        self.roll.forget(event.peer)
+            async with trio.open_nursery() as nursery:
+                with self._host.watch() as events:
+                    await self._read()
+                    self._ready.set()
+                    nursery.start_soon(self._keep_lists)
+                    task_status.started()
+                    async for event in events:
+                        if isinstance(event, PeerDown):
+                            self._met.pop(event.peer, None)
+                            self.roll.forget(event.peer)
+                nursery.cancel_scope.cancel()
         finally:
             self._rpc.unserve(FREE)
 
@@ -136,15 +141,7 @@ class Access:
 
     async def look(self, dht: Dht) -> None:
         """One such look: at our files, then at the directory. The organizer's own peer publishes its list."""
-        try:
-            token = self._papers.token()
-            if token != self._token:
-                self._token = token
-                self._met.clear()  # show it to everyone
-        except ConfigError as error:
-            _log.info("our token can't be read again: %s", error)
-        for data in self._papers.revoked():
-            self._learn(data, None)
+        await self._read()
         key = revoked_key(self.roll.run)
         try:
             for record in await dht.get(key):
@@ -154,6 +151,23 @@ class Access:
                 await dht.put(key, self.roll.revoked_data, ttl_s=_LIST_TTL_S)
         except RemoteError as error:
             _log.debug("no look for revoked tokens: %s", error)
+
+    async def _read(self) -> None:
+        try:
+            token = await self._papers.token()
+            if token != self._token:
+                self._token = token
+                self._met.clear()  # show it to everyone
+        except ConfigError as error:
+            _log.info("our token can't be read: %s", error)
+        for data in await self._papers.revoked():
+            self._learn(data, None)
+
+    async def _keep_lists(self) -> None:
+        while True:
+            await self._newer.wait()
+            self._newer = trio.Event()
+            await self._papers.keep(self.roll.revoked_data)
 
     # --- the gate ----------------------------------------------------------------------------------------------
 
@@ -273,7 +287,7 @@ class Access:
         return _Met(refused, until)
 
     async def _answer(self, incoming: Incoming[Present]) -> Answer[Presented]:
-        await trio.lowlevel.checkpoint()
+        await self._ready.wait()
         peer, body = incoming.peer, incoming.body
         self._learn(body.revoked, peer)
         if body.run != self.roll.run:
@@ -294,7 +308,7 @@ class Access:
             return
         if newer:
             self._met.clear()
-            self._papers.keep(data)
+            self._newer.set()
             _log.info("the organizer's list of revoked tokens is now number %d", self.roll.revoked_number)
 
     def _tell(self, peer: PeerId, about: str, what: str) -> None:

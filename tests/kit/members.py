@@ -19,8 +19,7 @@ from peerd.service.access import Access
 from peerd.service.dht import Dht
 from peerd.service.rpc import Answer, Incoming, MethodLimits, Rpc
 from peerd.sim.clock import EPOCH_S, run_virtual
-from peerd.sim.simnet import NetConfig
-from peerd.sim.world import Node, World, WorldConfig
+from peerd.sim.world import Node, World
 
 ORGANIZER = Keypair.from_seed(b"organizer".ljust(32, b"."))
 STRANGER = Keypair.from_seed(b"stranger".ljust(32, b"."))
@@ -53,13 +52,16 @@ class Papers:
     lists: list[bytes] = field(default_factory=list)
     kept: list[bytes] = field(default_factory=list)
 
-    def token(self) -> bytes:
+    async def token(self) -> bytes:
+        await trio.lowlevel.checkpoint()
         return self.mine
 
-    def revoked(self) -> list[bytes]:
+    async def revoked(self) -> list[bytes]:
+        await trio.lowlevel.checkpoint()
         return [*self.lists, *self.kept[-1:]]
 
-    def keep(self, revoked: bytes) -> None:
+    async def keep(self, revoked: bytes) -> None:
+        await trio.lowlevel.checkpoint()
         self.kept.append(revoked)
 
 
@@ -136,14 +138,14 @@ class Club:
         )
 
 
-def in_club(main: Callable[[Club], Awaitable[None]], seed: int = 1) -> None:
+def in_club(main: Callable[[Club], Awaitable[None]]) -> None:
     """Run `main` in a virtual world."""
 
     async def nothing(node: Node, *, task_status: trio.TaskStatus[None]) -> None:
         task_status.started()
 
     async def whole() -> None:
-        async with World(seed, nothing, WorldConfig(net=NetConfig())).running() as world:
+        async with World(1, nothing).running() as world:
             await main(Club(world))
 
-    run_virtual(whole, seed=seed)
+    run_virtual(whole, seed=1)

@@ -191,7 +191,7 @@ def test_an_older_or_forged_list_changes_nothing() -> None:
         assert (a.access.roll.revoked_number, a.papers.kept) == (3, [revoked(3, 7)])
         assert bad.access.roll.revoked_number == 3  # it learns it, like it or not
         again = Papers(token(a.id), [], a.papers.kept)
-        assert again.revoked() == [revoked(3, 7)]  # nor does a restart forget it
+        assert await again.revoked() == [revoked(3, 7)]  # nor does a restart forget it
 
     in_club(main)
 
