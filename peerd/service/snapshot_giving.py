@@ -114,6 +114,11 @@ class Giving:
         """
         self._offer = _Offer(fingerprint, stage, freeze, worker, standing)
 
+    def let_go(self) -> None:
+        """Free the copies that nobody has asked for in a while. To be called now and then: each is a whole state."""
+        if self._offer is not None:
+            _drop_unused(self._offer.copies, trio.current_time())
+
     @property
     def copies(self) -> list[Position]:
         """The positions of which there are frozen copies, oldest first."""
@@ -158,12 +163,16 @@ def _of_position(offer: _Offer, position: Position) -> _Copy | None:
     return next((copy for copy in offer.copies.values() if copy.manifest.position == position), None)
 
 
-def _make_room(offer: _Offer, now: float) -> None:
-    """Bound the memory, before a new copy is made: the least used goes; Overloaded when all are in use."""
-    copies = offer.copies
+def _drop_unused(copies: dict[bytes, _Copy], now: float) -> None:
     for root, copy in list(copies.items()):
         if now - copy.used_at() > _IDLE_LIFE_S or now - copy.made > STATE_COPY_LIFE_S:
             del copies[root]
+
+
+def _make_room(offer: _Offer, now: float) -> None:
+    """Bound the memory, before a new copy is made: the least used goes; Overloaded when all are in use."""
+    copies = offer.copies
+    _drop_unused(copies, now)
     if len(copies) >= STATE_COPIES:
         root, oldest = min(copies.items(), key=lambda item: (item[1].in_use(now), item[1].used_at()))
         if oldest.in_use(now):

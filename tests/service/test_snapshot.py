@@ -363,6 +363,19 @@ async def test_a_copy_in_use_is_not_let_go_for_a_new_one(autojump_clock: MockClo
         assert giver.giving.copies == [Position(0, b"x"), Position(STATE_COPIES, b"x")]
 
 
+async def test_a_copy_that_nobody_has_asked_for_in_a_while_is_let_go(autojump_clock: MockClock) -> None:
+    async with peers(2) as (_, [(donor, rpc), (_, joiner)]):
+        giver = Donor(rpc, 7)
+        giver.giving.let_go()
+        await fetch(joiner, [donor])
+        await trio.sleep(299)
+        giver.giving.let_go()
+        assert giver.giving.copies == [Position(7, b"x")]
+        await trio.sleep(2)
+        giver.giving.let_go()
+        assert giver.giving.copies == []
+
+
 async def test_who_asks_again_lets_go_of_the_copy_it_asked_for_before(autojump_clock: MockClock) -> None:
     async with peers(2) as (_, [(donor, rpc), (_, caller)]):
         giver = Donor(rpc, 0)
