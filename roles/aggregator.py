@@ -13,10 +13,9 @@ import trio
 
 from peerd.compute.choice import Plan
 from peerd.compute.feedback import ErrorFeedback
-from peerd.core.errors import ProtocolViolation, Refused, RemoteError
-from peerd.core.messages import Empty
+from peerd.core.errors import ProtocolViolation, Refused
 from peerd.core.runfile import RunFile
-from peerd.core.training import Leave, MemberAnswer, MemberSync, Position, Prepare, Prepared
+from peerd.core.training import MemberAnswer, MemberSync, Position, Prepare, Prepared
 from peerd.member.lines import own_line
 from peerd.role import Answer, AveragingPlan, Incoming, MethodLimits, RoleContext, RoundFailed, Training
 
@@ -64,15 +63,7 @@ class AuxRole:
 
     async def leave(self) -> None:
         """Say goodbye: the next round is made without us."""
-        conductor = self._following.conductor
-        if conductor is None:
-            return
-        with trio.move_on_after(1.0):
-            try:
-                body = Leave(self._training.fingerprint)
-                await self._ctx.rpc.call(conductor, "swarm/1/leave", body, Empty, timeout_s=1.0)
-            except RemoteError:
-                pass  # it will notice when the connection closes
+        await self._following.say_goodbye(self._training.fingerprint)
 
     def status(self) -> dict[str, object]:
         conductor = self._following.conductor

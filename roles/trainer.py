@@ -91,7 +91,7 @@ class TrainerRole:
         if self._replica is not None:
             await self._replica.leave()
         else:
-            await self._contributor.say_goodbye()
+            await self._training.following.say_goodbye(self._training.fingerprint)
 
     def status(self) -> dict[str, object]:
         replica = {"replica": self._replica.status()} if self._replica is not None else {}

@@ -13,9 +13,8 @@ from typing import Generic, Protocol, TypeVar
 import trio
 
 from peerd.core.errors import RemoteError
-from peerd.core.messages import Empty
 from peerd.core.progress import TrainerProgress, encode_progress, progress_key
-from peerd.core.training import Done, Leave, MemberInfo, TrainerAnswer, TrainerSync
+from peerd.core.training import Done, MemberInfo, TrainerAnswer, TrainerSync
 from peerd.role import Begun, Contribution, Drop, Order, Repeat, RoleContext, Start, Training
 
 T = TypeVar("T")  # what a microbatch carries
@@ -24,7 +23,6 @@ _SYNC_WAIT_S = 2.0
 _PUBLISH_S = 3.0
 _RECORD_TTL_S = 60.0
 _LEAVE_PATIENCE_S = 4.0
-_GOODBYE_S = 1.0
 
 
 class Work(Protocol[T]):
@@ -212,17 +210,6 @@ class Contributor(Generic[T]):
             for scope in self._scopes.pop(seq, []):
                 scope.cancel()
         self.tell()
-
-    async def say_goodbye(self) -> None:
-        """So that nobody waits for us."""
-        conductor = self._following.conductor
-        if conductor is not None:
-            with trio.move_on_after(_GOODBYE_S):
-                try:
-                    body = Leave(self._training.fingerprint)
-                    await self._ctx.rpc.call(conductor, "swarm/1/leave", body, Empty, timeout_s=_GOODBYE_S)
-                except RemoteError:
-                    pass  # it will notice when the connection closes
 
     # --- being seen -------------------------------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ it changes, `changes` goes up, and the caller says again all that the new one ca
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -17,7 +18,8 @@ import trio
 
 from peerd.core.errors import Refused, RemoteError
 from peerd.core.ids import PeerId
-from peerd.core.training import MemberInfo
+from peerd.core.messages import Empty
+from peerd.core.training import Leave, MemberInfo
 from peerd.service.directory import Directory
 from peerd.service.rpc import Rpc
 
@@ -26,6 +28,7 @@ A = TypeVar("A", bound=msgspec.Struct)
 _SUSPECT_S = 6.0
 _RETRY_S = 0.3
 _REFRESH_S = 3.0
+_GOODBYE_S = 1.0
 
 
 @dataclass(slots=True)
@@ -117,6 +120,13 @@ class Following:
                 self.trust(peer)
                 self.waits_for = None
                 return answer.body
+
+    async def say_goodbye(self, run: bytes) -> None:
+        """Tell the conductor that we leave the run of this fingerprint, so that nobody waits for us."""
+        if self.conductor is None or self.conductor == self.own:
+            return
+        with trio.move_on_after(_GOODBYE_S), suppress(RemoteError):  # it will notice when the connection closes
+            await self.rpc.call(self.conductor, "swarm/1/leave", Leave(run), Empty, timeout_s=_GOODBYE_S)
 
     async def _choose(self) -> PeerId:
         """The conductor to ask now; waits until stage 0 has a peer."""

@@ -13,6 +13,7 @@ from peerd.core.errors import Refused
 from peerd.core.ids import PeerId
 from peerd.core.messages import Empty
 from peerd.core.progress import StageProgress
+from peerd.core.training import Leave
 from peerd.service.directory import StagePeer
 from peerd.service.following import Following
 from peerd.service.rpc import Answer, Incoming, Rpc
@@ -128,3 +129,32 @@ async def test_a_refusal_is_shown_and_asked_again(autojump_clock: MockClock) -> 
         me = following(rpcs[0], ids[0], directory)
         await me.ask("swarm/1/test", Empty, Empty, 5.0)
         assert refusals == -1
+
+
+async def test_who_leaves_tells_the_conductor_and_waits_no_longer_than_a_second_for_it(
+    autojump_clock: MockClock,
+) -> None:
+    async with peers(3) as (_, ids, rpcs, directory):
+        told: list[tuple[PeerId, bytes]] = []
+
+        async def leaves(call: Incoming[Leave]) -> Answer[Empty]:
+            told.append((call.peer, call.body.run))
+            return Answer(Empty())
+
+        async def hangs(call: Incoming[Leave]) -> Answer[Empty]:
+            await trio.sleep_forever()
+            raise AssertionError
+
+        rpcs[1].serve("swarm/1/leave", Leave, leaves)
+        rpcs[2].serve("swarm/1/leave", Leave, hangs)
+        me, run = following(rpcs[0], ids[0], directory), bytes(16)
+        for conductor in (None, ids[0]):  # nobody, or we ourselves: there is nothing to say
+            me.conductor = conductor
+            await me.say_goodbye(run)
+        assert told == []
+        me.conductor = ids[1]
+        await me.say_goodbye(run)
+        assert told == [(ids[0], run)]
+        me.conductor, began = ids[2], trio.current_time()
+        await me.say_goodbye(run)
+        assert trio.current_time() - began <= 1.0
