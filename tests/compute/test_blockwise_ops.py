@@ -155,6 +155,7 @@ REFUSED: dict[str, tuple[str, Callable[[], Any]]] = {
     "an unknown code": ("unknown code 'int3'; allowed: dynamic8, int8", lambda: QUANTIZE(X, "int3", 64)),
     "an odd block": ("block size of 100; allowed: 64, 128", lambda: QUANTIZE(X, "int8", 100)),
     "a block of nothing": ("block size of 0", lambda: QUANTIZE(X, "int8", 0)),
+    "a block that is too small": ("block size of 32", lambda: QUANTIZE(X, "int8", 32)),
     "a block that is too large": ("block size of 8192", lambda: SCALES(X, 8192)),
     "doubles": ("values of torch.float64", lambda: QUANTIZE(X.double(), "int8", 64)),
     "whole numbers": ("values of torch.int32", lambda: SCALES(X.int(), 64)),
@@ -189,6 +190,38 @@ REFUSED: dict[str, tuple[str, Callable[[], Any]]] = {
     "more scales than blocks": (
         "scales for 100 values must be 1 contiguous",
         lambda: DEQUANTIZE.out(CODES_100, SCALES_2, "int8", 128, out=torch.empty(100)),
+    ),
+    "more codes than values": (
+        "codes for 100 values must be 100 contiguous torch.uint8, not 101",
+        lambda: DEQUANTIZE.out(torch.zeros(101, dtype=torch.uint8), SCALES_2, "int8", 64, out=torch.empty(100)),
+    ),
+    "fewer scales than blocks": (
+        "scales for 100 values must be 2 contiguous",
+        lambda: DEQUANTIZE.out(CODES_100, SCALES_2[:1], "int8", 64, out=torch.empty(100)),
+    ),
+    "more scales than values need": (
+        "scales for 100 values must be 2",
+        lambda: QUANTIZE.out(X, "int8", 64, codes=CODES_100, scales=torch.zeros(3)),
+    ),
+    "double scales": (
+        "not 2 of torch.float64",
+        lambda: QUANTIZE.out(X, "int8", 64, codes=CODES_100, scales=SCALES_2.double()),
+    ),
+    "half scales to decode": (
+        "not 2 of torch.float16",
+        lambda: DEQUANTIZE.out(CODES_100, SCALES_2.half(), "int8", 64, out=torch.empty(100)),
+    ),
+    "codes with gaps to decode": (
+        "contiguous",
+        lambda: DEQUANTIZE.out(torch.zeros(200, dtype=torch.uint8)[::2], SCALES_2, "int8", 64, out=torch.empty(100)),
+    ),
+    "whole numbers to decode to": (
+        "values of torch.int32",
+        lambda: DEQUANTIZE.out(CODES_100, SCALES_2, "int8", 64, out=torch.zeros(100, dtype=torch.int32)),
+    ),
+    "more values than codes": (
+        "codes for 102 values must be 102",
+        lambda: DEQUANTIZE.out(CODES_100, SCALES_2, "int8", 64, out=torch.empty(102)),
     ),
     "codes elsewhere": (
         "codes are on meta, the values on cpu",

@@ -8,13 +8,13 @@ from __future__ import annotations
 import ctypes
 import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
-from peerd.compute.kernels import cuda, driver, nvrtc, reference
+from peerd.compute.kernels import cuda, driver, nvrtc, ops, reference
 from peerd.core.blockwise import BLOCKS
 from tests.kit.blockwise_cases import DTYPES, NAMES, normal, same_bits
 from tests.kit.cuda_shim import Emulated, emulated
@@ -101,33 +101,51 @@ def test_any_layout_is_read_and_given_memory_is_written(gpu: Emulated, seed: int
     assert torch.equal(codes, expected)
     assert same_bits(scales, expected_scales)
     assert same_bits(cuda.block_scales(x, 128), expected_scales)
-    apart = codes.repeat_interleave(2)[::2]
     out = torch.empty(25, 60)
     assert same_bits(
-        cuda.dequantize(apart, scales, "int4", 128, out),
+        cuda.dequantize(codes, scales, "int4", 128, out),
         reference.dequantize(codes, scales, "int4", 128, torch.empty(25, 60)),
     )
     assert cuda.quantize(torch.empty(3, 0), "nf4", 64)[0].numel() == 0
 
 
-def test_wrong_arguments_are_refused_before_any_address_is_used(gpu: Emulated) -> None:
+def test_wrong_arguments_are_refused_before_any_address_is_used(gpu: Emulated, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ops, "best", lambda device: cuda)
+    quantize, decode = torch.ops.peerd.quantize_blockwise, torch.ops.peerd.dequantize_blockwise.out
     x, codes, scales = torch.zeros(100), torch.zeros(100, dtype=torch.uint8), torch.zeros(2)
-    for wrong, words in [
-        (lambda: cuda.quantize(x.double(), "int8", 64), "float32, bfloat16 or float16"),
-        (lambda: cuda.quantize(x.to("meta"), "int8", 64), "not on meta"),
-        (lambda: cuda.quantize(x, "int9", 64), "no code 'int9'"),
-        (lambda: cuda.quantize(x, "int8", 100), "64 to 4096"),
-        (lambda: cuda.quantize(x, "int8", 64, codes[:99]), "codes has to hold 100"),
-        (lambda: cuda.quantize(x, "int8", 64, codes, scales.double()), "scales has to hold 2"),
-        (lambda: cuda.quantize(x, "int8", 64, codes.repeat(2)[::2]), "codes has to be contiguous"),
-        (lambda: cuda.dequantize(codes, scales[:1], "int8", 64, x), "scales has to hold 2"),
-        (lambda: cuda.dequantize(codes.int(), scales, "int8", 64, x), "codes has to hold 100"),
-        (lambda: cuda.dequantize(codes, scales, "int8", 64, x.repeat(2)[::2]), "out has to be contiguous"),
-        (lambda: cuda.block_scales(x, 32), "64 to 4096"),
-    ]:
+    cases: list[tuple[Callable[[], object], str]] = [
+        (lambda: quantize(x.double(), "int8", 64), "float32, bfloat16, float16"),
+        (lambda: quantize(x, "int9", 64), "unknown code 'int9'"),
+        (lambda: quantize(x, "int8", 100), "block size of 100; allowed: 64"),
+        (lambda: quantize.out(x, "int8", 64, codes=codes[:99], scales=scales), "codes for 100 values must be 100"),
+        (lambda: quantize.out(x, "int8", 64, codes=codes, scales=scales.double()), "scales for 100 values must be 2"),
+        (lambda: quantize.out(x, "int8", 64, codes=codes.repeat(2)[::2], scales=scales), "contiguous"),
+        (lambda: quantize.out(x, "int8", 64, codes=codes.to("meta"), scales=scales), "codes are on meta"),
+        (lambda: decode(codes, scales[:1], "int8", 64, out=x), "scales for 100 values must be 2"),
+        (lambda: decode(codes.int(), scales, "int8", 64, out=x), "codes for 100 values must be 100"),
+        (lambda: decode(codes.repeat(2)[::2], scales, "int8", 64, out=x), "contiguous"),
+        (lambda: torch.ops.peerd.block_scales(x, 32), "block size of 32; allowed: 64"),
+    ]
+    for wrong, words in cases:
         with pytest.raises(ValueError, match=words):
             wrong()
     assert gpu.library.fake_launches() == 0
+    assert cuda.available("cpu"), cuda.why_not("cpu")
+    before = gpu.library.fake_launches()
+    torch.ops.peerd.block_scales(x, 64)
+    assert gpu.library.fake_launches() == before + 1
+
+
+def test_decoding_with_gaps_between_the_values_is_done_beside_them(
+    gpu: Emulated, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ops, "best", lambda device: cuda)
+    x = normal(100, 1)
+    codes, scales = reference.quantize(x, "int8", 64)
+    whole = torch.full((200,), 5.0)
+    torch.ops.peerd.dequantize_blockwise.out(codes, scales, "int8", 64, out=whole[::2])
+    assert same_bits(whole[::2].contiguous(), reference.dequantize(codes, scales, "int8", 64, torch.empty(100)))
+    assert set(whole[1::2].tolist()) == {5.0}
 
 
 # --- addresses ------------------------------------------------------------------------------------------------------

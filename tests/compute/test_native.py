@@ -201,49 +201,6 @@ def test_a_tensor_that_requires_gradients_is_coded_as_it_is() -> None:
 
 # --- what is refused ------------------------------------------------------------------------------------------------
 @built
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ({"x": torch.zeros(100, dtype=torch.float64)}, "float32, bfloat16 or float16"),
-        ({"x": torch.zeros(100, device="meta")}, "on a CPU, not on meta"),
-        ({"code": "int3"}, "no code 'int3'"),
-        ({"block": 100}, "64 to 4096"),
-        ({"block": 32}, "64 to 4096"),
-        ({"codes": torch.zeros(99, dtype=torch.uint8)}, "codes has to hold 100 torch.uint8"),
-        ({"codes": torch.zeros(100, dtype=torch.int8)}, "codes has to hold 100 torch.uint8"),
-        ({"codes": torch.zeros(200, dtype=torch.uint8)[::2]}, "codes has to be contiguous"),
-        ({"scales": torch.zeros(3)}, "scales has to hold 2 torch.float32"),
-        ({"scales": torch.zeros(2, dtype=torch.float64)}, "scales has to hold 2 torch.float32"),
-    ],
-)
-def test_quantizing_refuses_what_does_not_fit_in_words(arguments: dict[str, object], words: str) -> None:
-    usual: dict[str, object] = {"x": torch.zeros(100), "code": "int8", "block": 64, "codes": None, "scales": None}
-    with pytest.raises(ValueError, match=words):
-        native.quantize(**(usual | arguments))  # type: ignore[arg-type]
-
-
-@built
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ({"codes": torch.zeros(101, dtype=torch.uint8)}, "codes has to hold 100"),
-        ({"scales": torch.zeros(1)}, "scales has to hold 2"),
-        ({"scales": torch.zeros(2, dtype=torch.float16)}, "scales has to hold 2"),
-        ({"out": torch.zeros(200)[::2]}, "out has to be contiguous"),
-        ({"out": torch.zeros(100, dtype=torch.int32)}, "float32, bfloat16 or float16"),
-        ({"out": torch.zeros(102)}, "codes has to hold 102"),
-    ],
-)
-def test_decoding_refuses_what_does_not_fit_in_words(arguments: dict[str, object], words: str) -> None:
-    usual: dict[str, object] = {
-        **{"codes": torch.zeros(100, dtype=torch.uint8), "scales": torch.zeros(2)},
-        **{"code": "int8", "block": 64, "out": torch.zeros(100)},
-    }
-    with pytest.raises(ValueError, match=words):
-        native.dequantize(**(usual | arguments))  # type: ignore[arg-type]
-
-
-@built
 def test_an_instruction_set_that_is_not_here_is_refused() -> None:
     before = native.isa()
     missing = [name for name in native.ISAS if name not in native.isas()]

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from peerd.compute.kernels import driver, nvrtc, reference
-from peerd.core.blockwise import BLOCKS, CODES, code_bytes, scale_count
+from peerd.compute.kernels.reference import contiguous, room_for
+from peerd.core.blockwise import CODES, scale_count
 
 SOURCE: Final = "blockwise.cu"
 HEADERS: Final = ("tables.h", "blockwise_gpu.h")
@@ -29,7 +30,6 @@ SUFFIXES: Final = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: 
 
 _FOLDER: Final = Path(__file__).parent
 _SCALES: Final = ""  # stands for a code's name where scales alone are wanted
-_LOG2: Final = {block: block.bit_length() - 1 for block in BLOCKS}
 _MEND: Final = {
     driver.NO_BINARY_FOR_GPU: "a newer torch may know this GPU",
     driver.UNSUPPORTED_PTX: "update the NVIDIA driver to mend it",
@@ -110,7 +110,7 @@ _problems: Final[dict[tuple[int, str], str]] = {}  # by device and code: empty, 
 
 
 def available(device: torch.device | str) -> bool:
-    """Whether the kernels serve on this GPU. The first call compiles some, which takes part of a second."""
+    """Whether the kernels serve on this GPU. The first call compiles some, which takes its time."""
     return not why_not(device)
 
 
@@ -129,45 +129,40 @@ def quantize(
 ) -> tuple[Tensor, Tensor]:
     """Codes (uint8, flat) and scales (float32, one a block) of `x` (float32, bfloat16 or float16 on a GPU; any shape).
 
-    Written into `codes` and `scales` when given: contiguous, of exactly that size, on x's device. ValueError otherwise.
+    Written into `codes` and `scales` when given: contiguous, of exactly that size, on x's device.
     """
-    suffix, log2 = _suffix(x), _block_log2(block)
-    count = x.numel()
-    codes = _output("codes", codes, torch.uint8, _code_bytes(count, code), x.device)
-    scales = _output("scales", scales, torch.float32, scale_count(count, block), x.device)
     if _problem(x.device, code):
         return reference.quantize(x, code, block, codes, scales)
-    x = x if x.is_contiguous() else x.detach().contiguous()
-    _run("quantize", code, suffix, Job(x.data_ptr(), codes.data_ptr(), scales.data_ptr(), count, log2), x.device)
+    x = contiguous(x)
+    codes, scales = room_for(x, code, block, codes, scales)
+    _run("quantize", code, SUFFIXES[x.dtype], _job(x, codes, scales, block), x.device)
     return codes, scales
 
 
 def dequantize(codes: Tensor, scales: Tensor, code: str, block: int, out: Tensor) -> Tensor:
-    """Decode into `out`, contiguous, whose shape and dtype say what was coded; returns it.
+    """Decode into `out`, whose shape and dtype say what was coded; returns it. All are contiguous, on one device.
 
-    Any codes and scales are decoded. ValueError when a tensor has the wrong dtype, size or place.
+    Any codes and scales are decoded.
     """
-    suffix, log2 = _suffix(out), _block_log2(block)
-    count = out.numel()
-    if not out.is_contiguous():
-        raise ValueError("out has to be contiguous")
-    codes = _checked("codes", codes, torch.uint8, _code_bytes(count, code), out.device)
-    scales = _checked("scales", scales, torch.float32, scale_count(count, block), out.device)
     if _problem(out.device, code):
         return reference.dequantize(codes, scales, code, block, out)
-    _run("dequantize", code, suffix, Job(out.data_ptr(), codes.data_ptr(), scales.data_ptr(), count, log2), out.device)
+    _run("dequantize", code, SUFFIXES[out.dtype], _job(out, codes, scales, block), out.device)
     return out
 
 
 def block_scales(x: Tensor, block: int) -> Tensor:
     """The scales alone: enough to see whether `x` can be coded."""
-    suffix, log2 = _suffix(x), _block_log2(block)
     if _problem(x.device, _SCALES):
         return reference.block_scales(x, block)
-    x = x if x.is_contiguous() else x.detach().contiguous()
+    x = contiguous(x)
     scales = torch.empty(scale_count(x.numel(), block), dtype=torch.float32, device=x.device)
-    _run("scales", _SCALES, suffix, Job(x.data_ptr(), 0, scales.data_ptr(), x.numel(), log2), x.device)
+    _run("scales", _SCALES, SUFFIXES[x.dtype], _job(x, None, scales, block), x.device)
     return scales
+
+
+def _job(values: Tensor, codes: Tensor | None, scales: Tensor, block: int) -> Job:
+    at = 0 if codes is None else codes.data_ptr()
+    return Job(values.data_ptr(), at, scales.data_ptr(), values.numel(), block.bit_length() - 1)
 
 
 def _run(kind: str, code: str, suffix: str, job: Job, device: torch.device) -> None:
@@ -212,16 +207,16 @@ def _differs(device: torch.device, code: str) -> str:
     for dtype, suffix in SUFFIXES.items():
         for block in (64, 256, 4096):
             x = values.to(dtype)
-            count, scales = x.numel(), reference.block_scales(x, block)
-            log2, seen = _LOG2[block], x.to(device)
+            scales = reference.block_scales(x, block)
+            seen = x.to(device)
             found = torch.empty_like(scales, device=device)
             if not code:
-                _run("scales", code, suffix, Job(seen.data_ptr(), 0, found.data_ptr(), count, log2), device)
+                _run("scales", code, suffix, _job(seen, None, found, block), device)
                 same = torch.equal(found.cpu(), scales)
             else:
                 codes, scales = reference.quantize(x, code, block)
                 its = torch.empty_like(codes, device=device)
-                job = Job(seen.data_ptr(), its.data_ptr(), found.data_ptr(), count, log2)
+                job = _job(seen, its, found, block)
                 _run("quantize", code, suffix, job, device)
                 same = torch.equal(its.cpu(), codes) and torch.equal(found.cpu(), scales)
                 _run("dequantize", code, suffix, job, device)
@@ -252,42 +247,3 @@ def _libraries() -> tuple[ctypes.CDLL, ctypes.CDLL]:
     sites = dict.fromkeys((Path(torch.__file__).parents[1], *(Path(entry) for entry in sys.path if entry)))
     folders = [folder for site in sites for folder in nvrtc.folders_of(site)]
     return nvrtc.load(folders, majors), driver.load()
-
-
-# --- arguments ------------------------------------------------------------------------------------------------------
-
-
-def _suffix(values: Tensor) -> str:
-    if values.device.type != _TYPE:
-        raise ValueError(f"the tensor has to be on a GPU, not on {values.device}")
-    if values.dtype not in SUFFIXES:
-        raise ValueError(f"values have to be float32, bfloat16 or float16, not {values.dtype}")
-    return SUFFIXES[values.dtype]
-
-
-def _code_bytes(count: int, code: str) -> int:
-    if code not in CODES:
-        raise ValueError(f"there is no code {code!r}; there are {', '.join(CODES)}")
-    return code_bytes(count, code)
-
-
-def _block_log2(block: int) -> int:
-    if block not in _LOG2:
-        raise ValueError(f"a block has {BLOCKS[0]} to {BLOCKS[-1]} values, a power of two, not {block}")
-    return _LOG2[block]
-
-
-def _checked(name: str, given: Tensor, dtype: torch.dtype, size: int, device: torch.device) -> Tensor:
-    if given.dtype != dtype or given.numel() != size or given.device != device:
-        raise ValueError(
-            f"{name} has to hold {size} {dtype} on {device}, not {given.numel()} {given.dtype} on {given.device}"
-        )
-    return given.contiguous()
-
-
-def _output(name: str, given: Tensor | None, dtype: torch.dtype, size: int, device: torch.device) -> Tensor:
-    if given is None:
-        return torch.empty(size, dtype=dtype, device=device)
-    if not given.is_contiguous():
-        raise ValueError(f"{name} has to be contiguous")
-    return _checked(name, given, dtype, size, device)

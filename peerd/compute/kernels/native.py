@@ -2,7 +2,7 @@
 
 The library is built beside this file when peerd is installed, and is optional: without it `available()` is False,
 `why_not()` says in a sentence what to do, and the torch reference serves, slower. It links to nothing of Python or
-torch, and is told addresses and lengths only; every length is checked here before a call. Calls let other threads run.
+torch, and is told addresses and lengths only; `ops` has checked every tensor before. Calls let other threads run.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from peerd.core.blockwise import BLOCKS, CODES
+from peerd.compute.kernels.reference import contiguous, room_for
+from peerd.core.blockwise import CODES, scale_count
 
 ISAS: Final = ("plain", "avx2", "avx512", "avx512-vbmi", "neon")  # by the library's numbers
 
@@ -24,8 +25,6 @@ _ABI: Final = 1
 _FOLDER = Path(__file__).parent
 _MEND: Final = "CPU tensors are coded by plain torch, many times slower; reinstall peerd with a C++ compiler to mend it"
 _DTYPES: Final = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-_KINDS: Final = {name: (code.number, 8 // code.bits) for name, code in CODES.items()}  # and codes in a byte
-_LOG2: Final = {block: block.bit_length() - 1 for block in BLOCKS}
 _POINTER, _INT, _INT64 = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64
 
 
@@ -84,45 +83,30 @@ def quantize(
 ) -> tuple[Tensor, Tensor]:
     """Codes (uint8, flat) and scales (float32, one a block) of `x` (float32, bfloat16 or float16 on a CPU; any shape).
 
-    Written into `codes` and `scales` when given: contiguous, of exactly that size. ValueError otherwise.
+    Written into `codes` and `scales` when given: contiguous, of exactly that size.
     """
-    call, dtype, (number, a_byte), log2 = _library().quantize, _dtype(x), _kind(code), _block_log2(block)
-    x = _contiguous(x)
-    count = x.numel()
-    size, blocks = -(-count // a_byte), -(-count >> log2)
-    if codes is None:
-        codes = torch.empty(size, dtype=torch.uint8)
-    else:
-        _check_place("codes", codes, torch.uint8, size)
-    if scales is None:
-        scales = torch.empty(blocks, dtype=torch.float32)
-    else:
-        _check_place("scales", scales, torch.float32, blocks)
-    _check(call(x.data_ptr(), dtype, count, number, log2, scales.data_ptr(), codes.data_ptr()))
+    x = contiguous(x)
+    codes, scales = room_for(x, code, block, codes, scales)
+    places = scales.data_ptr(), codes.data_ptr()
+    _done(_library().quantize(x.data_ptr(), _DTYPES[x.dtype], x.numel(), CODES[code].number, _log2(block), *places))
     return codes, scales
 
 
 def dequantize(codes: Tensor, scales: Tensor, code: str, block: int, out: Tensor) -> Tensor:
-    """Decode into `out`, contiguous, whose shape and dtype say what was coded; returns it.
+    """Decode into `out`, whose shape and dtype say what was coded; returns it. All are contiguous.
 
-    Any codes and scales are decoded. ValueError when a tensor has the wrong dtype, size or place.
+    Any codes and scales are decoded.
     """
-    call, dtype, (number, a_byte), log2 = _library().dequantize, _dtype(out), _kind(code), _block_log2(block)
-    if not out.is_contiguous():
-        raise ValueError("out has to be contiguous")
-    codes, scales, count = _contiguous(codes), _contiguous(scales), out.numel()
-    _check_place("codes", codes, torch.uint8, -(-count // a_byte))
-    _check_place("scales", scales, torch.float32, -(-count >> log2))
-    _check(call(codes.data_ptr(), scales.data_ptr(), count, number, log2, out.data_ptr(), dtype))
+    places, kind = (codes.data_ptr(), scales.data_ptr()), (CODES[code].number, _log2(block))
+    _done(_library().dequantize(*places, out.numel(), *kind, out.data_ptr(), _DTYPES[out.dtype]))
     return out
 
 
 def block_scales(x: Tensor, block: int) -> Tensor:
     """The scales alone: enough to see whether `x` can be coded."""
-    call, dtype, log2 = _library().scales, _dtype(x), _block_log2(block)
-    x = _contiguous(x)
-    scales = torch.empty(-(-x.numel() >> log2), dtype=torch.float32)
-    _check(call(x.data_ptr(), dtype, x.numel(), log2, scales.data_ptr()))
+    x = contiguous(x)
+    scales = torch.empty(scale_count(x.numel(), block), dtype=torch.float32)
+    _done(_library().scales(x.data_ptr(), _DTYPES[x.dtype], x.numel(), _log2(block), scales.data_ptr()))
     return scales
 
 
@@ -157,37 +141,10 @@ def _contiguous(values: Tensor) -> Tensor:
     return values if values.is_contiguous() else values.detach().contiguous()
 
 
-def _dtype(values: Tensor) -> int:
-    if not values.is_cpu:
-        raise ValueError(f"the tensor has to be on a CPU, not on {values.device}")
-    number = _DTYPES.get(values.dtype)
-    if number is None:
-        raise ValueError(f"values have to be float32, bfloat16 or float16, not {values.dtype}")
-    return number
+def _log2(block: int) -> int:
+    return block.bit_length() - 1
 
 
-def _kind(code: str) -> tuple[int, int]:
-    kind = _KINDS.get(code)
-    if kind is None:
-        raise ValueError(f"there is no code {code!r}; there are {', '.join(_KINDS)}")
-    return kind
-
-
-def _block_log2(block: int) -> int:
-    log2 = _LOG2.get(block)
-    if log2 is None:
-        raise ValueError(f"a block has {BLOCKS[0]} to {BLOCKS[-1]} values, a power of two, not {block}")
-    return log2
-
-
-def _check_place(name: str, given: Tensor, dtype: torch.dtype, size: int) -> None:
-    """Addresses are all that the library is told: nothing else keeps it inside of a tensor."""
-    if given.dtype != dtype or given.numel() != size or not given.is_cpu:
-        raise ValueError(f"{name} has to hold {size} {dtype} on a CPU, not {given.numel()} {given.dtype}")
-    if not given.is_contiguous():
-        raise ValueError(f"{name} has to be contiguous")
-
-
-def _check(status: int) -> None:
+def _done(status: int) -> None:
     if status:
         raise RuntimeError(f"the compiled kernels refused a call ({status})")

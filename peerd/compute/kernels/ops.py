@@ -1,4 +1,4 @@
-"""Blockwise quantization as torch operators: checked once here, then dispatched to the best implementation present.
+"""Blockwise quantization as torch operators: checked here and nowhere else, then done by the best implementation.
 
 `torch.ops.peerd.quantize_blockwise`, `dequantize_blockwise` (each with an `.out` overload that writes into given
 tensors and returns nothing) and `block_scales`. They have fakes, so they can be traced and compiled; they are not
@@ -134,8 +134,7 @@ def _block_scales(x: Tensor, block: int) -> Tensor:
 @_fake("peerd::quantize_blockwise")
 def _fake_quantize(x: Tensor, code: str, block: int) -> tuple[Tensor, Tensor]:
     _check(x, code, block)
-    codes = x.new_empty(code_bytes(x.numel(), code), dtype=torch.uint8)
-    return codes, x.new_empty(scale_count(x.numel(), block), dtype=torch.float32)
+    return reference.room_for(x, code, block)
 
 
 @_fake("peerd::quantize_blockwise.out")

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from peerd.compute.kernels import tables
-from peerd.core.blockwise import code_bytes, scale_count
+from peerd.core.blockwise import CODES, code_bytes, scale_count
 
 _SLICE_VALUES: Final = 1 << 18
 _E4M3_MAX: Final = 448.0
@@ -32,11 +32,8 @@ def quantize(
     """
     flat = x.detach().reshape(-1)
     count = flat.numel()
-    if codes is None:
-        codes = torch.empty(code_bytes(count, code), dtype=torch.uint8, device=x.device)
-    if scales is None:
-        scales = torch.empty(scale_count(count, block), dtype=torch.float32, device=x.device)
-    bits, scales_at = 8 if _pack_free(code) else 4, 0
+    codes, scales = room_for(x, code, block, codes, scales)
+    bits, scales_at = CODES[code].bits, 0
     for at in range(0, count, _SLICE_VALUES):
         part_NB = _blocks(flat[at : at + _SLICE_VALUES].float(), block)
         valid = min(count - at, _SLICE_VALUES)
@@ -58,7 +55,7 @@ def quantize(
 def dequantize(codes: Tensor, scales: Tensor, code: str, block: int, out: Tensor) -> Tensor:
     """Decode into `out`, contiguous, whose shape and dtype say what was coded; returns it."""
     flat = out.view(-1)
-    count, bits = flat.numel(), 8 if _pack_free(code) else 4
+    count, bits = flat.numel(), CODES[code].bits
     for at in range(0, count, _SLICE_VALUES):
         valid = min(count - at, _SLICE_VALUES)
         begin = at * bits // 8
@@ -77,6 +74,22 @@ def block_scales(x: Tensor, block: int) -> Tensor:
     starts = range(0, flat.numel(), _SLICE_VALUES)
     parts = [_scales(_blocks(flat[at : at + _SLICE_VALUES].float(), block)) for at in starts]
     return torch.cat(parts) if parts else torch.empty(0, device=x.device)
+
+
+def room_for(
+    x: Tensor, code: str, block: int, codes: Tensor | None = None, scales: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """What codes and scales of `x` are written to: the given tensors, or new ones beside x."""
+    if codes is None:
+        codes = torch.empty(code_bytes(x.numel(), code), dtype=torch.uint8, device=x.device)
+    if scales is None:
+        scales = torch.empty(scale_count(x.numel(), block), dtype=torch.float32, device=x.device)
+    return codes, scales
+
+
+def contiguous(values: Tensor) -> Tensor:
+    """The values in C order, without their gradient; themselves where they lie so."""
+    return values if values.is_contiguous() else values.detach().contiguous()
 
 
 def _blocks(values: Tensor, block: int) -> Tensor:
@@ -104,10 +117,6 @@ def _pack(nibbles: Tensor) -> Tensor:
         nibbles = torch.nn.functional.pad(nibbles, (0, 1))
     pairs = nibbles.view(-1, 2)
     return pairs[:, 0] | pairs[:, 1] << 4
-
-
-def _pack_free(code: str) -> bool:
-    return code not in ("int4", "nf4")
 
 
 # --- the codes: (values, values * inverse scale) -> uint8 codes; (codes, scales) -> values --------------------------
