@@ -141,7 +141,7 @@ class TrainerAnswer(Message, frozen=True):
     taken: bool  # False: report `done` again later
     admitted: SeqList  # all of this trainer's microbatches that count towards `step`
     redo: Annotated[list[Redo], msgspec.Meta(max_length=MAX_MICROBATCHES)]
-    counted: SeqList  # those of this trainer that the step before averaged
+    counted: SeqList | None  # those of this trainer in the batch of the step it reported on; None: not known
     evaluate: bool  # this trainer is the one to evaluate
     complete: bool  # the run has made all its steps
     waits_for: Annotated[str, msgspec.Meta(max_length=400)]

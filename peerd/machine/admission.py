@@ -9,7 +9,7 @@ wishes and has nothing under way is never passed over, so a batch is filled whoe
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Container, Iterator
 from dataclasses import dataclass
 from itertools import zip_longest
 
@@ -56,7 +56,7 @@ class Admission:
         known.seconds += (took - known.seconds) * (_SMOOTHING if known.seconds else 1.0)
         known.last_done = now
 
-    def wishes(self, ledger: Ledger, counted: Mapping[str, Collection[int]]) -> Iterator[Mb]:
+    def wishes(self, ledger: Ledger, counted: Container[Mb]) -> Iterator[Mb]:
         """Microbatches to admit, while there is room: the caller admits each before it takes the next."""
         # Who was never measured comes first, so that one step tells of them all.
         order = sorted(self._trainers.items(), key=lambda item: (item[1].seconds > 0 and self._own_pace, item[0]))
@@ -65,7 +65,7 @@ class Admission:
             for mb in wishes:
                 if ledger.full:
                     return
-                if mb is None or mb in ledger.entries or mb.seq in counted.get(mb.trainer, ()):
+                if mb is None or mb in ledger.entries or mb in counted:
                     continue
                 if not self._own_pace or self._in_time(mb.trainer, ledger):
                     yield mb

@@ -2,7 +2,7 @@
 
 Decides from the conductor's answers what to start, to drop and to repeat; computes nothing. Invariant: every batch
 of samples that was taken from the data is in exactly one place: waiting, begun, finished, counted, or lost; and it
-is lost only when this trainer missed the outcome of a step. Hostile input: a conductor that names
+is lost only when nobody can say any more how its step ended. Hostile input: a conductor that names
 microbatches or stages that are not there is not heard.
 """
 
@@ -124,16 +124,15 @@ class Contribution(Generic[T]):
     def _close_step(self, answer: TrainerAnswer) -> list[Order[T]]:
         """The swarm is at another step: count what it counted, begin the rest again."""
         orders: list[Order[T]] = []
-        known = answer.step == self.step + 1
-        counted = set(answer.counted)
+        counted = None if answer.counted is None else set(answer.counted)
         for item in list(self.items.values()):
             if not item.admitted:
                 continue  # a wish: may be admitted to the new step under the same number
             del self.items[item.seq]
-            if known and item.seq in counted:
+            if counted is not None and item.seq in counted:
                 self.tally.counted += 1
-            elif item.finished and not known:
-                self.tally.lost += 1
+            elif counted is None and item.finished:
+                self.tally.lost += 1  # it may count in the swarm's state, or not: done again, it could count twice
             else:
                 self._again(item)
             orders.append(Drop(item))

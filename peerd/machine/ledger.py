@@ -6,13 +6,14 @@ than the batch has microbatches; `missing[s]` names exactly the entries without 
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from peerd.core.training import Mb, Redo
 
 NOBODY = ""
+_STEPS_REMEMBERED = 32  # a trainer that hears nothing for so long does not learn what became of its last batch
 
 
 @dataclass(slots=True)
@@ -136,9 +137,27 @@ class Ledger:
             assert lacking == {mb for mb, entry in self.entries.items() if entry.holders[stage] == NOBODY}
 
 
-def by_trainer(batch: Iterable[Mb]) -> dict[str, list[int]]:
-    """The numbers of each trainer's microbatches."""
-    found: dict[str, list[int]] = {}
-    for mb in batch:
-        found.setdefault(mb.trainer, []).append(mb.seq)
-    return found
+class Counted:
+    """The batches of the last steps: what a trainer needs to know who has not heard how its step ended."""
+
+    def __init__(self) -> None:
+        self._batches: deque[tuple[int, frozenset[Mb]]] = deque(maxlen=_STEPS_REMEMBERED)
+
+    def add(self, step: int, batch: Iterable[Mb]) -> None:
+        """The batch that was averaged in `step`."""
+        self._batches.append((step, frozenset(batch)))
+
+    def restart(self, step: int, batch: Iterable[Mb]) -> None:
+        """Only the batch of `step` is certain."""
+        self._batches.clear()
+        self.add(step, batch)
+
+    def of(self, trainer: str, step: int) -> list[int] | None:
+        """The trainer's microbatches in the batch of `step`, sorted; None: not remembered."""
+        for known, batch in self._batches:
+            if known == step:
+                return sorted(mb.seq for mb in batch if mb.trainer == trainer)
+        return None
+
+    def __contains__(self, mb: object) -> bool:
+        return any(mb in batch for _, batch in self._batches)

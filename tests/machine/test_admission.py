@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 
 from peerd.core.training import Mb
 from peerd.machine.admission import Admission
-from peerd.machine.ledger import Ledger
+from peerd.machine.ledger import Counted, Ledger
 
 
 def fill(admission: Admission, ledger: Ledger, now: float) -> list[Mb]:
     taken = []
-    for mb in admission.wishes(ledger, {}):
+    for mb in admission.wishes(ledger, Counted()):
         ledger.admit(mb, now)
         taken.append(mb)
     return taken
@@ -95,3 +95,23 @@ def test_a_trainer_that_is_gone_is_not_waited_for(own_pace: bool) -> None:
     admission.report("b", (5, 6, 7, 8))
     ledger.drop_where(lambda mb, _: mb.trainer == "a")
     assert [mb.trainer for mb in fill(admission, ledger, 3.0)] == ["b", "b"]
+
+
+def test_what_the_last_batches_counted_is_not_admitted_again() -> None:
+    admission, ledger, counted = Admission(own_pace=False), Ledger(1, 4), Counted()
+    admission.report("a", (1, 2, 3))
+    for step in range(5):
+        counted.add(step, [Mb("a", 1), Mb("b", step)] if step == 0 else [Mb("b", step)])
+    assert list(admission.wishes(ledger, counted)) == [Mb("a", 2), Mb("a", 3)]
+
+
+def test_batches_are_remembered_for_a_while_and_forgotten_when_the_past_is_uncertain() -> None:
+    counted = Counted()
+    for step in range(100):
+        counted.add(step, [Mb("a", step), Mb("b", step)])
+    assert counted.of("a", 99) == [99]
+    assert counted.of("nobody", 99) == []
+    assert counted.of("a", 90) == [90]
+    assert counted.of("a", 10) is None
+    counted.restart(60, [Mb("b", 7)])
+    assert (counted.of("a", 60), counted.of("b", 60), counted.of("a", 99)) == ([], [7], None)

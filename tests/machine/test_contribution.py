@@ -99,10 +99,19 @@ def test_what_the_step_did_not_count_begins_again(books: Contribution[str]) -> N
     assert (books.tally.counted, books.tally.requeued, books.tally.lost) == (1, 1, 0)
 
 
-def test_a_missed_outcome_is_admitted_as_a_loss(books: Contribution[str]) -> None:
+def test_whoever_missed_steps_still_learns_what_its_own_counted(books: Contribution[str]) -> None:
     a, b = started(books)
     books.finish(a, ["p", "q"])
-    books.answered(answer(5, []), [])
+    books.finish(b, ["p", "q"])
+    assert books.answered(answer(3, [], counted=[b.seq]), []) == [Drop(a), Drop(b)]
+    assert books.waiting == ["a", "c"]
+    assert (books.tally.counted, books.tally.requeued, books.tally.lost) == (1, 1, 0)
+
+
+def test_an_outcome_that_nobody_knows_is_admitted_as_a_loss(books: Contribution[str]) -> None:
+    a, b = started(books)
+    books.finish(a, ["p", "q"])
+    books.answered(answer(5, [], counted=None), [])
     assert (books.tally.lost, books.tally.requeued) == (1, 1)
     assert b.load in books.waiting
 
