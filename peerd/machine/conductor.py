@@ -31,7 +31,7 @@ from peerd.machine.conducting import (
     TrainerGone,
     TrainerReport,
 )
-from peerd.machine.ledger import Entry, Ledger, by_trainer
+from peerd.machine.ledger import Counted, Entry, Ledger
 from peerd.machine.reach import START, Member, best_position
 from peerd.machine.shares import NoSplit
 from peerd.machine.splitting import Lines
@@ -78,7 +78,7 @@ class Conductor:
         self._closing = [StageClose() for _ in range(config.stages)]
         self._target: Position | None = None  # where a close or a move leads
         self._moving: set[str] = set()
-        self._counted: dict[str, list[int]] = {}
+        self._counted = Counted()
         self._quiet_since = now
         self.announced_step = 0  # the newest step that stage peers are said to be at, in reach or not
         self._expected: frozenset[str] = frozenset()
@@ -168,11 +168,9 @@ class Conductor:
     def redo(self, trainer: str) -> list[Redo]:
         return self.ledger.redo(trainer, [c.settled for c in self._closing])
 
-    def counted(self, trainer: str, step: int) -> list[int]:
-        """The trainer's microbatches in the batch of `step`, when that is the step before the current one."""
-        if self.current is None or step + 1 != self.current.step:
-            return []
-        return self._counted.get(trainer, [])
+    def counted(self, trainer: str, step: int) -> list[int] | None:
+        """The trainer's microbatches in the batch of `step`; None: nobody knows any more."""
+        return self._counted.of(trainer, step) if self.current is not None and step < self.current.step else []
 
     def takes(self, step: int) -> bool:
         """Are reports about microbatches of `step` taken now? If not, the trainer repeats them later."""
@@ -352,7 +350,7 @@ class Conductor:
             return
         if target != self.current:
             self.ledger.clear()
-            self._counted = self._counted_before(target)
+            self._counted.restart(target.step - 1, self._batch_before(target))
         self._target = target
         self._moving = set()
         for peer, member in sorted(self._members.items()):
@@ -366,7 +364,7 @@ class Conductor:
         """Every member that could has reached the target."""
         assert self._target is not None
         if self.ledger.entries and self.current != self._target:
-            self._counted = by_trainer(self.ledger.entries)
+            self._counted.add(self._target.step - 1, self.ledger.entries)
             self.ledger.clear()
         self.current, self._target = self._target, None
         self._closing = [StageClose() for _ in range(self._config.stages)]
@@ -379,13 +377,13 @@ class Conductor:
         self.version += 1
         self.members_version += 1
 
-    def _counted_before(self, target: Position) -> dict[str, list[int]]:
+    def _batch_before(self, target: Position) -> set[Mb]:
         """The batch that led to `target`, from what the members remember of it."""
         batch: set[Mb] = set()
         for member in self._members.values():
-            if target in (member.position, member.prepared):
+            if target == (member.prepared or member.position):  # the last mean it has
                 batch |= member.counted
-        return by_trainer(sorted(batch))
+        return batch
 
     def _adopt(self, now: float, member: Member) -> None:
         """After a change of conductor: count what is held in every stage already."""

@@ -226,6 +226,7 @@ class StageMember:
 
     def _arrive_anew(self, position: Position) -> None:
         """Arrive otherwise than by a step of our own."""
+        self._counted = []
         self._rounds.forget()
         self._arrive(position)
 

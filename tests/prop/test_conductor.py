@@ -69,6 +69,9 @@ class Swarm:
         self.rounds: dict[bytes, dict[str, Counter[Mb]]] = {}
         self.clients = True  # some members cannot be reached by others
         self.helped = 0
+        self.faulty = False
+        self.asleep = ""
+        self.overslept = 0
         for stage in range(STAGES):
             self.histories[stage, START] = ()
             for _ in range(2):
@@ -88,6 +91,7 @@ class Swarm:
     def happen(self, faults: bool) -> None:
         self.now += self.rng.choice([0.0, 0.05, 0.3])
         choice = self.rng.random()
+        self.faulty = self.faulty or faults
         if faults and choice < 0.02:
             self.kill(self.rng.choice(sorted(self.members)))
         elif faults and choice < 0.03:
@@ -189,9 +193,10 @@ class Swarm:
 
     def work(self, t: Trainer) -> None:
         current = self.conductor.current
-        if current is None:
+        if current is None or t.name == self.asleep:
             return
         if current.step != t.step:
+            self.check_counted(t, current)
             t.step, t.open, t.done, t.unsaid = current.step, {}, {}, set()
         while len(t.open) < 3:
             t.open[t.next_seq] = [""] * STAGES
@@ -209,6 +214,21 @@ class Swarm:
         self.tell(TrainerReport(t.name, t.step, tuple(t.open), done))
         if taken:
             t.unsaid.clear()
+
+    def check_counted(self, t: Trainer, current: Position) -> None:
+        """What a trainer hears that did not hear how its step ended."""
+        told = self.conductor.counted(t.name, t.step)
+        if current.step <= t.step:
+            assert told == []
+            return
+        history = next((h for s in range(STAGES) if (h := self.histories.get((s, current))) is not None), None)
+        if history is None:  # no stage has taken the commit: there is no way to this position any more
+            return
+        counted = sorted(mb.seq for mb, _ in history[t.step] if mb.trainer == t.name)
+        assert told is None or set(told) <= set(counted)
+        if not self.faulty:
+            assert told == counted
+            self.overslept += t.step + 1 < current.step
 
     def advance(self, t: Trainer, seq: int) -> None:
         holders = t.open[seq]
@@ -314,6 +334,23 @@ def test_a_swarm_without_faults_steps_on_and_on() -> None:
     assert max(position.step for _, position in swarm.histories) >= 8
     assert swarm.helped
     assert swarm.conductor.phase in (Phase.OPEN, Phase.CLOSING, Phase.MOVING)
+
+
+def test_a_trainer_that_misses_whole_steps_hears_what_became_of_its_batch() -> None:
+    swarm = Swarm(99)
+    for _ in range(600):
+        swarm.happen(faults=False)
+    swarm.replace_conductor()  # the new one has not heard of a trainer that sleeps
+    swarm.asleep = "t2"
+    for _ in range(1200):
+        swarm.happen(faults=False)
+    assert swarm.conductor.current is not None
+    assert swarm.conductor.current.step > swarm.trainers["t2"].step + 1
+    swarm.asleep = ""
+    for _ in range(200):
+        swarm.happen(faults=False)
+    assert swarm.overslept
+    swarm.check()
 
 
 CONFIG = ConductorConfig(stages=1, microbatches=1, gather_s=1.0)
