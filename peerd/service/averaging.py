@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -267,7 +268,7 @@ class Averaging:
             for part in share:
                 while not pace.may_leave(part):
                     await state.came_back.wait()
-                frame, _ = await _encode(state, part, state.source[part.begin : part.end])
+                frame = await _encode(state, part, state.source[part.begin : part.end])
                 await call.send(AverageKey(plan.attempt, part.index), (frame,))
             call.finish()
 
@@ -278,7 +279,9 @@ class Averaging:
                 answer = await call.receive(Empty)
                 if answer is None:
                     raise ProtocolViolation("it sent fewer sums than parts it has")
-                state.result[part.begin : part.end] = await _decode_sum(state, part, answer.frames)
+                if len(answer.frames) != 1:
+                    raise ProtocolViolation(f"a sum is one frame, not {len(answer.frames)}")
+                await state.worker.run(partial(_take_sum, state, part, answer.frames[0]), name="take a sum")
                 state.round.returned(trio.current_time(), part.index)
                 if pace.returned(part.owner):
                     state.came_back.set()
@@ -329,7 +332,9 @@ class Averaging:
             raise Refused("no such part")
         part = state.round.parts[message.body.part]
         state.round.check(part.index, sender)
-        version = await _decode(state, part, message.frames)
+        if len(message.frames) != 1:
+            raise Refused(f"a part is one frame, not {len(message.frames)}")
+        version = await _decode(state, part, message.frames[0])
         await self._arrive(state, part, sender, version)
         return part
 
@@ -360,66 +365,79 @@ class Averaging:
         if not due:
             return
         ordered = [versions[peer] for peer in state.round.senders]
-        target = state.target(part)
-        bad = await state.worker.run(lambda: _add_up(ordered, target), name="sum a part")
-        if bad:
-            lost = tuple(state.round.senders[i] for i in bad)
-            state.fail("a member sent values that are not finite", lost)
-            raise Refused("the sum is not finite")
         try:
-            state.answers[part.index], seen = await _encode(state, part, target)
+            found = await state.worker.run(lambda: _sum_up(state, part, ordered), name="sum a part")
         except PeerdError as error:
-            state.fail(f"a sum cannot be coded: {error}", ())
-            raise Refused("the sum cannot be coded") from None
-        if seen is not target:
-            target[:] = seen
+            state.fail(f"a sum cannot be made: {error}", ())
+            raise Refused("the sum cannot be made") from None
+        if not isinstance(found, TensorFrame):
+            state.fail("a member sent values that are not finite", tuple(state.round.senders[i] for i in found))
+            raise Refused("the sum is not finite")
+        state.answers[part.index] = found
         del state.versions[part.index]
         state.owed[part.index] = len(ordered) - (state.source is not None)
-        self.aggregated_bytes += target.nbytes * state.owed[part.index]
+        self.aggregated_bytes += ordered[0].nbytes * state.owed[part.index]
         if not state.owed[part.index]:
             del state.answers[part.index]
         state.summed[part.index].set()
         state.get_on()
 
 
+def _sum_up(state: _Open, part: Part, versions: list[Vector]) -> TensorFrame | list[int]:
+    """Sums one of our parts: how the sum travels, or which versions are to blame for one that is not finite."""
+    target = state.target(part)
+    if bad := _add_up(versions, target):
+        return bad
+    frame, seen = state.coder.encode(part.begin, target)
+    if seen is not target:  # we go on with what the others can decode
+        np.copyto(target, seen)
+    return frame
+
+
 def _add_up(versions: list[Vector], target: Vector) -> list[int]:
     """Sum into `target`; returns which versions are to blame when the sum is not finite."""
-    np.copyto(target, versions[0])
+    first, *rest = versions
+    if not rest:
+        np.copyto(target, first)
     with np.errstate(over="ignore", invalid="ignore"):
-        for version in versions[1:]:
-            np.add(target, version, out=target)
-    if np.isfinite(target).all():
+        for version in rest:
+            np.add(first, version, out=target)
+            first = target
+    if _finite(target):
         return []
-    if bad := [i for i, version in enumerate(versions) if not np.isfinite(version).all()]:
+    if bad := [i for i, version in enumerate(versions) if not _finite(version)]:
         return bad
     place = int(np.argmin(np.isfinite(target)))  # each is finite, and too large: the largest is
     return [max(range(len(versions)), key=lambda i: abs(float(versions[i][place])))]
 
 
-async def _encode(state: _Open, part: Part, values: Vector) -> tuple[TensorFrame, Vector]:
-    if isinstance(state.coder, PlainParts):  # nothing to compute
-        return state.coder.encode(part.begin, values)
-    return await state.worker.run(lambda: state.coder.encode(part.begin, values), name="code a part")
+def _finite(values: Vector) -> bool:
+    """Are all of them? Their sum tells as a rule, in one pass: it may overflow, but it misses nothing."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        return bool(np.isfinite(values.sum()) or np.isfinite(values).all())
 
 
-async def _decode(state: _Open, part: Part, frames: tuple[TensorFrame, ...]) -> Vector:
-    """The one part of a message."""
-    if len(frames) != 1:
-        raise Refused(f"a part is one frame, not {len(frames)}")
-    like = np.empty(part.end - part.begin, state.result.dtype)  # never touched: costs no memory
-    if isinstance(state.coder, PlainParts):
-        return state.coder.decode(frames[0], like)
-    return await state.worker.run(lambda: state.coder.decode(frames[0], like), name="decode a part")
-
-
-async def _decode_sum(state: _Open, part: Part, frames: tuple[TensorFrame, ...]) -> Vector:
-    """What an owner answers. What is wrong about it is the owner's doing."""
+def _take_sum(state: _Open, part: Part, frame: TensorFrame) -> None:
+    """What an owner answers, into the result. What is wrong about it is the owner's doing."""
+    target = state.target(part)
     try:
-        total = await _decode(state, part, frames)
+        total = state.coder.decode(frame, target)
     except Refused as error:
         raise ProtocolViolation(str(error)) from None
-    with np.errstate(over="ignore", invalid="ignore"):
-        finite = np.isfinite(total.sum())  # false alarms are possible, misses are not
-    if not finite and not np.isfinite(total).all():
+    if not _finite(total):
         raise ProtocolViolation("the sum is not finite")
-    return total
+    np.copyto(target, total)
+
+
+async def _encode(state: _Open, part: Part, values: Vector) -> TensorFrame:
+    if isinstance(state.coder, PlainParts):  # nothing to compute
+        return state.coder.encode(part.begin, values)[0]
+    frame, _ = await state.worker.run(lambda: state.coder.encode(part.begin, values), name="code a part")
+    return frame
+
+
+async def _decode(state: _Open, part: Part, frame: TensorFrame) -> Vector:
+    like = np.empty(part.end - part.begin, state.result.dtype)  # never touched: costs no memory
+    if isinstance(state.coder, PlainParts):
+        return state.coder.decode(frame, like)
+    return await state.worker.run(lambda: state.coder.decode(frame, like), name="decode a part")
