@@ -14,7 +14,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Final, NamedTuple, Protocol
+from typing import Final, NamedTuple
 
 from peerd.core.frame import DTYPES
 from peerd.core.limits import STATE_PIECE_BYTES
@@ -39,15 +39,13 @@ class TensorSpec:
         return DTYPES[self.dtype].itemsize * math.prod(self.shape)
 
 
-class Shaped(Protocol):
-    """Anything that tells what a TensorSpec does."""
+class StateItem(NamedTuple):
+    """One tensor of a state: raw little-endian bytes in C order."""
 
-    @property
-    def name(self) -> str: ...
-    @property
-    def dtype(self) -> str: ...
-    @property
-    def shape(self) -> tuple[int, ...]: ...
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    payload: memoryview
 
 
 class Span(NamedTuple):
@@ -62,7 +60,7 @@ class Span(NamedTuple):
 class StateLayout:
     """Where each tensor lies in the row, and where the row is cut."""
 
-    def __init__(self, tensors: Iterable[Shaped], piece_bytes: int = STATE_PIECE_BYTES) -> None:
+    def __init__(self, tensors: Iterable[TensorSpec | StateItem], piece_bytes: int = STATE_PIECE_BYTES) -> None:
         """Another `piece_bytes` is for tests: peers that talk to each other must have the same."""
         self.tensors = [TensorSpec(t.name, t.dtype, tuple(t.shape)) for t in tensors]
         self.piece_bytes = piece_bytes

@@ -15,12 +15,12 @@ from random import Random
 import trio
 
 from peerd.core.ids import PeerId
-from peerd.core.state import Shaped, StateLayout
+from peerd.core.state import StateItem, StateLayout, TensorSpec
 from peerd.core.training import Position, StateRequest
 from peerd.core.work import Worker
 from peerd.service.rpc import Rpc
 from peerd.service.snapshot_fetching import Begun, Donors, Fetching, FetchPlan, FetchReport
-from peerd.service.snapshot_giving import Freeze, Giving, StateItem
+from peerd.service.snapshot_giving import Freeze, Giving
 
 __all__ = ["Donors", "FetchReport", "Freeze", "Snapshots", "StateItem"]
 
@@ -53,7 +53,7 @@ class Snapshots:
         self.giving.offer(fingerprint, stage, freeze, worker, standing)
 
     async def fetch(
-        self, donors: Donors, request: StateRequest, expected: Sequence[Shaped], worker: Worker
+        self, donors: Donors, request: StateRequest, expected: Sequence[TensorSpec | StateItem], worker: Worker
     ) -> tuple[Position, list[StateItem]]:
         """The state that most of `donors` vouch for, whole; RemoteError says why there is none now.
 

@@ -29,7 +29,7 @@ from peerd.core.limits import (
     STATE_PIECES,
 )
 from peerd.core.messages import Empty
-from peerd.core.state import DIGEST_BYTES, StateLayout, piece_digest
+from peerd.core.state import DIGEST_BYTES, StateItem, StateLayout, piece_digest
 from peerd.core.training import Position, StateDigests, StateManifest, StatePiece, StateRequest
 from peerd.core.work import Worker
 from peerd.service.rpc import Answer, Incoming, MethodLimits, Rpc
@@ -37,16 +37,6 @@ from peerd.service.rpc import Answer, Incoming, MethodLimits, Rpc
 _BUSY_S = 15.0  # a copy that somebody has used within this time, and did not ask for a newer one, is in use
 _IDLE_LIFE_S = 300.0  # one that nobody has asked for so long is let go
 _HASHED_AT_ONCE = 16  # pieces, of a MiB each
-
-
-@dataclass(frozen=True, slots=True)
-class StateItem:
-    """One tensor of a state: raw little-endian bytes in C order."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    payload: memoryview
 
 
 Freeze = Callable[[], Awaitable[tuple[Position, list[StateItem]]]]
