@@ -104,7 +104,6 @@ PEERD_FN __m256i dynamic_of(__m256 n, __m256 x) {
     return _mm256_or_si256(_mm256_add_epi32(code, _mm256_set1_epi32(1)), sign_bit(x));
 }
 
-
 /* A search by halves: each step looks up the middle threshold of what is left and adds a bit to the code. */
 PEERD_FN __m256i nf4_of(__m256 n) {
     const int* t = reinterpret_cast<const int*>(PEERD_NF4_THRESHOLD_BITS);

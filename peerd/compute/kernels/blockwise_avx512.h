@@ -99,13 +99,7 @@ PEERD_FN Bits larger(Bits bits, const Values& values) {
     return _mm512_max_epi32(bits, _mm512_max_epi32(first, second));
 }
 
-PEERD_FN uint32_t largest(Bits bits) {
-    const __m256i half = _mm256_max_epi32(_mm512_castsi512_si256(bits), _mm512_extracti64x4_epi64(bits, 1));
-    __m128i most = _mm_max_epi32(_mm256_castsi256_si128(half), _mm256_extracti128_si256(half, 1));
-    most = _mm_max_epi32(most, _mm_shuffle_epi32(most, 0x4E));
-    most = _mm_max_epi32(most, _mm_shuffle_epi32(most, 0xB1));
-    return static_cast<uint32_t>(_mm_cvtsi128_si32(most));
-}
+PEERD_FN uint32_t largest(Bits bits) { return static_cast<uint32_t>(_mm512_reduce_max_epi32(bits)); }
 
 PEERD_FN __m512i in_order(__m512i packed) {
     const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
