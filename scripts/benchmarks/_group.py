@@ -1,6 +1,7 @@
 """Part of the averaging benchmark: processes that average on order, and how long a round takes them.
 
-A round lasts from its common beginning, which is told ahead, until the last member has the sum.
+A round lasts from its common beginning, which is told ahead, until the last member has the sum. Sums are checked when
+all have theirs: a check takes the processor from those who are still at it.
 """
 
 from __future__ import annotations
@@ -79,17 +80,18 @@ def round_s(members: Sequence[Peer], code: str, lead_s: float = LEAD_S, **more: 
     """Seconds of one round of ours; `more` as in an order to sum."""
     begin = time.monotonic() + lead_s
     found = ask(members, do="sum", code=code, attempt=secrets.token_hex(16), at=begin, **more)
-    return lasted(found, begin, code)
+    return lasted(members, found, begin)
 
 
 def gloo_s(members: Sequence[Peer], count: int) -> float:
     """Seconds of one round of gloo's."""
     found = ask(members, do="gloo", count=count)
-    return lasted(found, max(answer["begin"] for answer in found), "gloo")
+    return lasted(members, found, max(answer["begin"] for answer in found))
 
 
-def lasted(found: Sequence[Mapping[str, Any]], begin: float, way: str) -> float:
-    if not all(answer["right"] for answer in found):
-        raise RuntimeError(f"a wrong sum by {way}")
+def lasted(members: Sequence[Peer], found: Sequence[Mapping[str, Any]], begin: float) -> float:
+    """Seconds from `begin` to the last end; everybody brought ones, so that the right sum is known."""
+    if not all(answer["right"] for answer in ask(members, do="check", sum=len(members))):
+        raise RuntimeError("a wrong sum")
     seconds: float = max(answer["end"] for answer in found) - begin
     return seconds
