@@ -49,7 +49,7 @@ def test_the_quantize_benchmark_prints_its_figures(
     from benchmarks import quantize
 
     cpu = {"rounds": 2, "large": 1 << 15, "small": 1 << 12, "small_repeats": 1, "slow_rounds": 1, "call_batches": 2}
-    few = quantize.Sizes(**cpu, packed=1 << 12, gpu=1 << 20, gpu_rounds=1, gpu_repeats=1)
+    few = quantize.Sizes(**cpu, coded=1 << 15, gpu=1 << 20, gpu_rounds=1, gpu_repeats=1)
     monkeypatch.setattr(quantize, "QUICK", few)
     monkeypatch.setattr(quantize, "OTHERS", {"nobody": absent})
     monkeypatch.setattr("sys.argv", ["bench.py", "quantize", "--json"])
