@@ -1,4 +1,4 @@
-"""A member of a stage: forward, backward, averaging with its stage-mates, optimizer steps. Not a role.
+"""A member of a stage: what it serves (`serving`), averaging with its stage-mates, optimizer steps. Not a role.
 
 What role `stage` is, and what role `trainer` holds where the model is one stage: a replica of its own; with `Own` it is
 a user's model, whose gradients nobody else computes. Follows the run's conductor (it tells when to average and step)
@@ -16,7 +16,7 @@ from typing import TypeVar
 
 import trio
 
-from peerd.compute.served import Outcome, ServedStage, Stale, Vector, state_of
+from peerd.compute.served import ServedStage, Stale, Vector, state_of
 from peerd.compute.user_model import UserModel
 from peerd.core.errors import ProtocolViolation, Refused, RemoteError
 from peerd.core.ids import PeerId, is_peer_text
@@ -37,16 +37,12 @@ from peerd.core.training import (
     Prepare,
     Prepared,
     Restore,
-    StageAnswer,
-    StageBackward,
-    StageForward,
-    StageLoss,
     StateRequest,
 )
-from peerd.member.boundary import Boundary
 from peerd.member.own import Own
 from peerd.member.rounds import Rounds
 from peerd.member.saving import Saving
+from peerd.member.serving import Serving
 from peerd.role import Answer, Incoming, MethodLimits, RoleContext, RoundFailed, StateItem, Training
 
 T = TypeVar("T")
@@ -74,7 +70,7 @@ class StageMember:
         self._saving = Saving(ctx, self._training.fingerprint)
         self._worker = ctx.worker(ctx.device)
         self._coding = ctx.worker("coding")
-        self._boundary = Boundary(ctx, ctx.run)
+        self._serving = Serving(ctx, ctx.run, self._training.fingerprint, self)
         self._rounds = Rounds(ctx.run, self._training, self._coding)
         self._tally = self._training.tally("stage", ctx.data_dir / "contributed.json")
         self._session = int.from_bytes(ctx.clock.secure_bytes(6), "big")
@@ -86,7 +82,6 @@ class StageMember:
         self._total: Vector | None = None  # the sum that it would step with
         self._counted: list[Mb] = []
         self._line_said: LineInfo | None = None
-        self._closing = False
         self._leaving = False
         self._moving = trio.Lock()
         self._members: list[MemberInfo] = []
@@ -95,8 +90,6 @@ class StageMember:
         self._stated = _START
         self._stepped = trio.Event()
         self._waits_for: str | None = "a stage to serve"
-        self._samples = 0
-        self._busy_s = 0.0
         self._complete = False
 
     # --- life -------------------------------------------------------------------------------------------------
@@ -111,7 +104,7 @@ class StageMember:
             await self._return_to_checkpoint()
             self._since = self._ctx.clock.wall()
             async with trio.open_nursery() as nursery:
-                await nursery.start(self._boundary.run)
+                await nursery.start(self._serving.boundary.run)
                 if self._stage == 0:
                     self._following.joined_since = self._since
                     self._conducting.notes = lambda text: self._ctx.log.event("conductor", note=text)
@@ -155,15 +148,38 @@ class StageMember:
         """Where the parameters stand now."""
         return self._position
 
+    @property
+    def stage(self) -> int:
+        """The stage that it serves; below 0 until it has chosen."""
+        return self._stage
+
+    @property
+    def step(self) -> int:
+        """How many global steps its parameters have made."""
+        return self._position.step
+
+    @property
+    def served(self) -> ServedStage:
+        """What trainers' calls are computed with."""
+        served = self._need()
+        assert isinstance(served, ServedStage)
+        return served
+
+    @property
+    def relieved(self) -> bool:
+        """Does it leave, with others of its stage there to take its place?"""
+        own = self._ctx.host.id.text
+        return self._leaving and any(m.ready and m.stage == self._stage and m.peer != own for m in self._members)
+
     def status(self) -> dict[str, object]:
         held = len(self._served.held) * self._run.pipeline.microbatch if self._served else 0
         return {
             "stage": self._stage,
             "step": self._position.step,
             "held_samples": held,
-            "samples": self._samples,
-            "samples_per_s": self._rate(),
-            "coding": self._boundary.choices,
+            "samples": self._serving.samples,
+            "samples_per_s": self._serving.rate(),
+            "coding": self._serving.boundary.choices,
             "conducts": self._conducting.acting,
             "conductor": self._following.conductor.text if self._following.conductor else None,
             "members": [{"peer": m.peer, "stage": m.stage, "ready": m.ready} for m in self._members],
@@ -172,10 +188,6 @@ class StageMember:
             "checkpoint": str(self._saving.directory) if self._stage >= 0 else None,
             "waits_for": self._following.waits_for or self._waits_for,
         }
-
-    def _rate(self) -> float:
-        """Samples per second of computing: what this device can do when it is never idle."""
-        return self._samples / self._busy_s if self._busy_s else 0.0
 
     # --- joining ----------------------------------------------------------------------------------------------
 
@@ -327,7 +339,7 @@ class StageMember:
                 since=self._since,
                 step=self._position.step,
                 held=held,
-                samples_per_s=self._rate(),
+                samples_per_s=self._serving.rate(),
                 device=self._ctx.device,
                 conductor=conductor.text if conductor else "",
                 waits_for=(self._following.waits_for or self._waits_for or "")[:200],
@@ -347,81 +359,15 @@ class StageMember:
 
     def _serve(self) -> None:
         rpc = self._ctx.rpc
-        large = MethodLimits(frames=2, frame_bytes=256 << 20, calls_per_peer=64, calls=512)
         orders = MethodLimits(body_bytes=1 << 20, calls_per_peer=4)
         if self._own is None:
-            rpc.serve("stage/1/forward", StageForward, self._forward, limits=large)
-            rpc.serve("stage/1/loss", StageLoss, self._loss, limits=large)
-            rpc.serve("stage/1/backward", StageBackward, self._backward, limits=large)
+            self._serving.serve()
         rpc.serve("stage/1/prepare", Prepare, self._prepare, limits=orders)
         rpc.serve("stage/1/commit", Commit, self._commit, limits=orders)
         rpc.serve("stage/1/restore", Restore, self._restore, limits=orders)
         self._snapshots.offer(
             self._training.fingerprint, self._stage, self._freeze, self._coding, lambda: self._position
         )
-
-    def _check(self, run: bytes, stage: int, step: int | None) -> ServedStage:
-        if run != self._training.fingerprint:
-            raise Refused("your run file differs from this run's")
-        if stage != self._stage:
-            raise Refused(f"this peer serves stage {self._stage}, not {stage}")
-        if step is not None and step != self._position.step:
-            raise Refused(f"the stage is at step {self._position.step}, the call at {step}")
-        served = self._need()
-        assert isinstance(served, ServedStage)
-        return served
-
-    async def _compute(self, peer: PeerId, job: Callable[[], Outcome], name: str) -> Outcome:
-        """Run a trainer's call; whatever is wrong with its tensors is its fault."""
-        try:
-            outcome = await self._work(job, name)
-        except Stale as error:
-            raise Refused(str(error)) from None
-        except ValueError as error:
-            raise ProtocolViolation(str(error), peer) from None
-        self._busy_s += outcome.seconds
-        return outcome
-
-    async def _forward(self, call: Incoming[StageForward]) -> Answer[StageAnswer]:
-        body, served = call.body, self._check(call.body.run, call.body.stage, call.body.step)
-        self._refuse_when_leaving()
-        async with self._boundary.room:
-            (x,) = await self._boundary.tensors(call, "the input")
-            outcome = await self._compute(call.peer, lambda: served.forward(body.step, x), "forward")
-            name = f"the output of stage {self._stage}"
-            return await self._boundary.answer(call, outcome, name, body.line_bytes_per_s)
-
-    async def _loss(self, call: Incoming[StageLoss]) -> Answer[StageAnswer]:
-        served = self._check(call.body.run, call.body.stage, None)
-        async with self._boundary.room:
-            x, targets = await self._boundary.tensors(call, "the input", "the targets")
-            outcome = await self._compute(call.peer, lambda: served.loss(x, targets), "loss")
-            return await self._boundary.answer(call, outcome, "")
-
-    async def _backward(self, call: Incoming[StageBackward]) -> Answer[StageAnswer]:
-        body, served = call.body, self._check(call.body.run, call.body.stage, call.body.step)
-        self._refuse_when_closing()
-        self._refuse_when_leaving()
-        mb = Mb(call.peer.text, body.seq)
-        async with self._boundary.room:
-            x, target = await self._boundary.tensors(call, "the input", "the output's gradient or the targets")
-            self._refuse_when_closing()  # once more: nothing may come in between now and the device's queue
-            outcome = await self._compute(
-                call.peer, lambda: served.backward(body.step, mb, (x, target), call.frames), "backward"
-            )
-            self._samples += self._run.pipeline.microbatch
-            name = f"the input gradient of stage {self._stage}"
-            return await self._boundary.answer(call, outcome, name, body.line_bytes_per_s)
-
-    def _refuse_when_closing(self) -> None:
-        if self._closing:
-            raise Refused("the stage is averaging")
-
-    def _refuse_when_leaving(self) -> None:
-        """A leaving peer takes nothing new, unless it is the last of its stage."""
-        own = self._ctx.host.id.text
-        if self._leaving and any(m.ready and m.stage == self._stage and m.peer != own for m in self._members):
-            raise Refused("this peer is leaving")
 
     # --- the conductor's orders -------------------------------------------------------------------------------
 
@@ -440,7 +386,7 @@ class StageMember:
             return Answer(Prepared(False, body.assigned, []))
         plan = self._rounds.plan(body, call.peer)
         async with self._moving:
-            self._closing = True
+            self._serving.closing = True
             try:
                 missing = await self._work(lambda: served.keep_only(body.step, body.assigned), "sort out the batch")
                 if missing:
@@ -453,7 +399,7 @@ class StageMember:
             except Stale as error:
                 raise Refused(str(error)) from None
             finally:
-                self._closing = False
+                self._serving.closing = False
             self._total, self._averaged = total, Position(body.step + 1, body.lineage)
             self._counted = list(body.assigned)
         return Answer(Prepared(True, [], []))

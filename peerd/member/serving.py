@@ -1,0 +1,128 @@
+"""A stage as trainers call it: forward, loss and backward, with the parameters and for the step that are there now.
+
+Only computes what is asked: what a step counts, and when parameters change, the member decides. Invariants: every call
+names its run, stage and step, and is refused at any other; whoever is averaging, or leaves, takes nothing new; at most
+one call's tensors are computed with at a time. A hostile trainer may send wrong frames, shapes and values, steps that
+are not, and any number of calls: each is refused, and named where it broke the protocol.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final, Protocol
+
+from peerd.compute.served import Outcome, ServedStage, Stale
+from peerd.core.errors import ProtocolViolation, Refused
+from peerd.core.ids import PeerId
+from peerd.core.runfile import RunFile
+from peerd.core.training import Mb, StageAnswer, StageBackward, StageForward, StageLoss
+from peerd.member.boundary import Boundary
+from peerd.role import Answer, Incoming, MethodLimits, RoleContext
+
+_LIMITS: Final = MethodLimits(frames=2, frame_bytes=256 << 20, calls_per_peer=64, calls=512)
+
+
+class Place(Protocol):
+    """Where the member stands."""
+
+    @property
+    def stage(self) -> int: ...
+
+    @property
+    def step(self) -> int:
+        """Of the parameters."""
+        ...
+
+    @property
+    def served(self) -> ServedStage: ...
+
+    @property
+    def relieved(self) -> bool:
+        """Does it leave, with others of its stage there?"""
+        ...
+
+
+class Serving:
+    """Serves `stage/1/forward`, `loss` and `backward`. `closing`: the sum of this step is being averaged."""
+
+    def __init__(self, ctx: RoleContext, run: RunFile, fingerprint: bytes, place: Place) -> None:
+        self._ctx = ctx
+        self._run = run
+        self._fingerprint = fingerprint
+        self._place = place
+        self._worker = ctx.worker(ctx.device)
+        self.boundary = Boundary(ctx, run)
+        self.closing = False
+        self.samples = 0
+        self._busy_s = 0.0
+
+    def serve(self) -> None:
+        """From now on; the boundary must run."""
+        rpc = self._ctx.rpc
+        rpc.serve("stage/1/forward", StageForward, self._forward, limits=_LIMITS)
+        rpc.serve("stage/1/loss", StageLoss, self._loss, limits=_LIMITS)
+        rpc.serve("stage/1/backward", StageBackward, self._backward, limits=_LIMITS)
+
+    def rate(self) -> float:
+        """Samples per second of computing: what this device can do when it is never idle."""
+        return self.samples / self._busy_s if self._busy_s else 0.0
+
+    def _check(self, run: bytes, stage: int, step: int | None) -> ServedStage:
+        if run != self._fingerprint:
+            raise Refused("your run file differs from this run's")
+        if stage != self._place.stage:
+            raise Refused(f"this peer serves stage {self._place.stage}, not {stage}")
+        if step is not None and step != self._place.step:
+            raise Refused(f"the stage is at step {self._place.step}, the call at {step}")
+        return self._place.served
+
+    async def _compute(self, peer: PeerId, job: Callable[[], Outcome], name: str) -> Outcome:
+        """Run a trainer's call; whatever is wrong with its tensors is its fault."""
+        try:
+            outcome = await self._worker.run(job, name=name)
+        except Stale as error:
+            raise Refused(str(error)) from None
+        except ValueError as error:
+            raise ProtocolViolation(str(error), peer) from None
+        self._busy_s += outcome.seconds
+        return outcome
+
+    async def _forward(self, call: Incoming[StageForward]) -> Answer[StageAnswer]:
+        body, served = call.body, self._check(call.body.run, call.body.stage, call.body.step)
+        self._refuse_when_leaving()
+        async with self.boundary.room:
+            (x,) = await self.boundary.tensors(call, "the input")
+            outcome = await self._compute(call.peer, lambda: served.forward(body.step, x), "forward")
+            name = f"the output of stage {body.stage}"
+            return await self.boundary.answer(call, outcome, name, body.line_bytes_per_s)
+
+    async def _loss(self, call: Incoming[StageLoss]) -> Answer[StageAnswer]:
+        served = self._check(call.body.run, call.body.stage, None)
+        async with self.boundary.room:
+            x, targets = await self.boundary.tensors(call, "the input", "the targets")
+            outcome = await self._compute(call.peer, lambda: served.loss(x, targets), "loss")
+            return await self.boundary.answer(call, outcome, "")
+
+    async def _backward(self, call: Incoming[StageBackward]) -> Answer[StageAnswer]:
+        body, served = call.body, self._check(call.body.run, call.body.stage, call.body.step)
+        self._refuse_when_closing()
+        self._refuse_when_leaving()
+        mb = Mb(call.peer.text, body.seq)
+        async with self.boundary.room:
+            x, target = await self.boundary.tensors(call, "the input", "the output's gradient or the targets")
+            self._refuse_when_closing()  # once more: nothing may come in between now and the device's queue
+            outcome = await self._compute(
+                call.peer, lambda: served.backward(body.step, mb, (x, target), call.frames), "backward"
+            )
+            self.samples += self._run.pipeline.microbatch
+            name = f"the input gradient of stage {body.stage}"
+            return await self.boundary.answer(call, outcome, name, body.line_bytes_per_s)
+
+    def _refuse_when_closing(self) -> None:
+        if self.closing:
+            raise Refused("the stage is averaging")
+
+    def _refuse_when_leaving(self) -> None:
+        """A leaving peer takes nothing new, unless it is the last of its stage."""
+        if self._place.relieved:
+            raise Refused("this peer is leaving")
