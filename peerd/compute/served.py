@@ -167,7 +167,7 @@ class ServedStage:
 
     def describe(self) -> list[tuple[str, str, tuple[int, ...], memoryview]]:
         """A frozen copy of the state as (name, dtype, shape, bytes), sorted by name."""
-        return [(n, dtype_name(t.dtype), tuple(t.shape), raw_bytes(t)) for n, t in sorted(self.state().items())]
+        return items_of(self.state())
 
     def outline(self) -> list[TensorSpec]:
         """Name, dtype and shape of what `describe` gives, in its order, without copying anything."""

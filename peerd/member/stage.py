@@ -15,15 +15,15 @@ from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import TypeVar
 
 import trio
+from torch import Tensor
 
-from peerd.compute.served import ServedStage, Stale, Vector, state_of
+from peerd.compute.served import Model, ServedStage, Stale, Vector
 from peerd.compute.user_model import UserModel
 from peerd.core.errors import ProtocolViolation, Refused, RemoteError
 from peerd.core.ids import PeerId, is_peer_text
 from peerd.core.messages import Empty
 from peerd.core.progress import StageProgress
 from peerd.core.runfile import RunFile
-from peerd.core.state import TensorSpec
 from peerd.core.training import (
     Commit,
     Leave,
@@ -37,13 +37,13 @@ from peerd.core.training import (
     Prepare,
     Prepared,
     Restore,
-    StateRequest,
 )
+from peerd.member.catching_up import CatchingUp
 from peerd.member.own import Own
 from peerd.member.rounds import Rounds
 from peerd.member.saving import Saving
 from peerd.member.serving import Serving
-from peerd.role import Answer, Incoming, MethodLimits, RoleContext, RoundFailed, StateItem, Training
+from peerd.role import Answer, Incoming, MethodLimits, RoleContext, RoundFailed, Training
 
 T = TypeVar("T")
 
@@ -65,13 +65,13 @@ class StageMember:
         self._run: RunFile = ctx.run
         self._training = training or Training(ctx.run, ctx.host, ctx.rpc, ctx.dht, ctx.clock)
         self._following = self._training.following
-        self._snapshots = self._training.snapshots()
         self._conducting = self._training.conducting()
         self._saving = Saving(ctx, self._training.fingerprint)
         self._worker = ctx.worker(ctx.device)
         self._coding = ctx.worker("coding")
         self._serving = Serving(ctx, ctx.run, self._training.fingerprint, self)
         self._rounds = Rounds(ctx.run, self._training, self._coding)
+        self._catching_up = CatchingUp(ctx, self._training, self._coding, self)
         self._tally = self._training.tally("stage", ctx.data_dir / "contributed.json")
         self._session = int.from_bytes(ctx.clock.secure_bytes(6), "big")
         self._since = ctx.clock.wall()
@@ -83,8 +83,8 @@ class StageMember:
         self._counted: list[Mb] = []
         self._line_said: LineInfo | None = None
         self._leaving = False
-        self._moving = trio.Lock()
-        self._members: list[MemberInfo] = []
+        self.moving = trio.Lock()
+        self.members: list[MemberInfo] = []
         self._term = 0
         self._seen, self._changes, self._resend = 0, -1, True  # what the conductor and we know of each other
         self._stated = _START
@@ -98,9 +98,9 @@ class StageMember:
         try:
             await self._training.compare_settings()
             self._stage = await self._choose_stage()
-            self._served = await self._work(self._build, "build the stage")
+            self._served = await self.work(self._build, "build the stage")
             if self._own is not None:  # a user's first parameters are anything, not a function of the run's seed
-                self._position = await self._work(self._own.model.here, "name the parameters")
+                self._position = await self.work(self._own.model.here, "name the parameters")
             await self._return_to_checkpoint()
             self._since = self._ctx.clock.wall()
             async with trio.open_nursery() as nursery:
@@ -111,7 +111,6 @@ class StageMember:
                     self._conducting.solver = self._coding
                     await nursery.start(self._conducting.run)
                 self._serve()
-                self._snapshots.notes = lambda text: self._ctx.log.event("download", note=text)
                 self._waits_for = "the conductor"
                 self._ctx.log.event("stage", stage=self._stage, step=self._position.step)
                 nursery.start_soon(self._announce_now_and_then)
@@ -169,7 +168,7 @@ class StageMember:
     def relieved(self) -> bool:
         """Does it leave, with others of its stage there to take its place?"""
         own = self._ctx.host.id.text
-        return self._leaving and any(m.ready and m.stage == self._stage and m.peer != own for m in self._members)
+        return self._leaving and any(m.ready and m.stage == self._stage and m.peer != own for m in self.members)
 
     def status(self) -> dict[str, object]:
         held = len(self._served.held) * self._run.pipeline.microbatch if self._served else 0
@@ -182,12 +181,15 @@ class StageMember:
             "coding": self._serving.boundary.choices,
             "conducts": self._conducting.acting,
             "conductor": self._following.conductor.text if self._following.conductor else None,
-            "members": [{"peer": m.peer, "stage": m.stage, "ready": m.ready} for m in self._members],
+            "members": [{"peer": m.peer, "stage": m.stage, "ready": m.ready} for m in self.members],
             "complete": self._complete,
             "saved_steps": [p.step for p in self._saving.positions],
             "checkpoint": str(self._saving.directory) if self._stage >= 0 else None,
-            "waits_for": self._following.waits_for or self._waits_for,
+            "waits_for": self._why_waiting(),
         }
+
+    def _why_waiting(self) -> str | None:
+        return self._following.waits_for or self._catching_up.waits_for or self._waits_for
 
     # --- joining ----------------------------------------------------------------------------------------------
 
@@ -216,15 +218,26 @@ class StageMember:
     async def _load_saved(self, target: Position) -> None:
         """Go to a position of our own past; START needs no file."""
         if target == _START and self._own is None:
-            self._served = await self._work(self._build, "build the stage anew")
+            self._served = await self.work(self._build, "build the stage anew")
         elif self._own is not None and target not in self._saving.positions:
             raise Refused("there is no way back to that position here")
         else:
             state = await self._saving.load(target)
             async with self._changing():
-                await self._work(lambda: self._need().load(state), "load the checkpoint")
+                await self.work(lambda: self._need().load(state), "load the checkpoint")
         self._arrive_anew(target)
         self._ctx.log.event("restored", stage=self._stage, step=target.step)
+
+    async def take_over(self, position: Position, state: dict[str, Tensor]) -> None:
+        """Go to `position` with a state from others; ValueError when it does not fit."""
+        async with self.moving, self._changing(patient=True):
+            await self.work(lambda: self.model.load(state), "load the downloaded state")
+            self._arrive_anew(position)
+
+    @property
+    def model(self) -> Model:
+        """What this member holds, once it is built."""
+        return self._need()
 
     def _need(self) -> ServedStage | UserModel:
         assert self._served is not None
@@ -242,7 +255,8 @@ class StageMember:
         self._rounds.forget()
         self._arrive(position)
 
-    async def _work(self, job: Callable[[], T], name: str) -> T:
+    async def work(self, job: Callable[[], T], name: str) -> T:
+        """Run a job on the model's device."""
         return await self._worker.run(job, name=name)
 
     # --- following --------------------------------------------------------------------------------------------
@@ -255,7 +269,7 @@ class StageMember:
             self._take(answer)
             # Only if we stand where the report said: a commit may have come in between.
             if answer.current is not None and self._stated == self._position != answer.current:
-                self._resend |= await self._catch_up(answer.current)
+                self._resend |= await self._catching_up.catch_up(answer.current)
 
     def _report(self) -> MemberSync:
         if self._following.changes != self._changes:
@@ -283,51 +297,9 @@ class StageMember:
     def _take(self, answer: MemberAnswer) -> None:
         self._conducting.term = self._term = max(self._term, answer.term)
         if answer.members is not None:
-            self._members = self._following.note_members(answer.members)
+            self.members = self._following.note_members(answer.members)
         self._complete = answer.complete
         self._waits_for = answer.waits_for or None
-
-    async def _catch_up(self, current: Position) -> bool:
-        """The swarm stands elsewhere: take the state of a stage-mate. True when we moved."""
-        if not self._donors():
-            self._waits_for = f"a peer of stage {self._stage} with the state of step {current.step}"
-            await trio.sleep(0.5)
-            return False
-        self._waits_for = f"the state of step {current.step} from a stage-mate"
-        expected = await self._work(self._outline, "outline the state")
-        request = StateRequest(self._training.fingerprint, self._stage)
-        try:
-            position, items = await self._snapshots.fetch(self._donors, request, expected, self._coding)
-            async with self._moving, self._changing(patient=True):
-                state = state_of((item.name, item.dtype, item.shape, item.payload) for item in items)
-                await self._work(lambda: self._need().load(state), "load the downloaded state")
-                self._arrive_anew(position)
-        except (RemoteError, ValueError) as error:
-            self._ctx.log.event("download failed", level="warning", stage=self._stage, reason=str(error))
-            await trio.sleep(0.5)
-            return False
-        self._ctx.log.event("downloaded", stage=self._stage, step=position.step)
-        return True
-
-    def _donors(self) -> list[PeerId]:
-        """Stage-mates that have the state; each joiner begins with another, so that none has to serve them all."""
-        own = self._ctx.host.id.text
-        names = [m.peer for m in self._members if m.ready and m.stage == self._stage and m.peer != own]
-        turn = self._session % max(1, len(names))
-        return [PeerId.parse(name) for name in names[turn:] + names[:turn]]
-
-    def _outline(self) -> list[StateItem] | list[TensorSpec]:
-        """Names, dtypes and shapes of the state."""
-        served = self._need()
-        if isinstance(served, ServedStage):
-            return served.outline()
-        return [StateItem(*item) for item in served.describe()]
-
-    async def _freeze(self) -> tuple[Position, list[StateItem]]:
-        """What a donor gives: a copy of the state and the position it belongs to."""
-        async with self._moving:
-            items = await self._work(self._need().describe, "freeze the state")
-            return self._position, [StateItem(*item) for item in items]
 
     async def _announce_now_and_then(self) -> None:
         directory = self._training.directory
@@ -342,7 +314,7 @@ class StageMember:
                 samples_per_s=self._serving.rate(),
                 device=self._ctx.device,
                 conductor=conductor.text if conductor else "",
-                waits_for=(self._following.waits_for or self._waits_for or "")[:200],
+                waits_for=(self._why_waiting() or "")[:200],
                 addrs=directory.own_addrs(),
             )
             try:
@@ -365,9 +337,7 @@ class StageMember:
         rpc.serve("stage/1/prepare", Prepare, self._prepare, limits=orders)
         rpc.serve("stage/1/commit", Commit, self._commit, limits=orders)
         rpc.serve("stage/1/restore", Restore, self._restore, limits=orders)
-        self._snapshots.offer(
-            self._training.fingerprint, self._stage, self._freeze, self._coding, lambda: self._position
-        )
+        self._catching_up.offer(self._stage)
 
     # --- the conductor's orders -------------------------------------------------------------------------------
 
@@ -385,13 +355,13 @@ class StageMember:
         if body.step != self._position.step or self._ctx.host.id.text not in body.group:
             return Answer(Prepared(False, body.assigned, []))
         plan = self._rounds.plan(body, call.peer)
-        async with self._moving:
+        async with self.moving:
             self._serving.closing = True
             try:
-                missing = await self._work(lambda: served.keep_only(body.step, body.assigned), "sort out the batch")
+                missing = await self.work(lambda: served.keep_only(body.step, body.assigned), "sort out the batch")
                 if missing:
                     return Answer(Prepared(False, missing, []))
-                vector = await self._work(served.vector, "copy the gradient")
+                vector = await self.work(served.vector, "copy the gradient")
                 total = await self._rounds.total(plan, vector)
             except RoundFailed as error:
                 self._ctx.log.event("averaging failed", level="warning", step=body.step, reason=str(error))
@@ -415,7 +385,7 @@ class StageMember:
     async def _move(self, target: Position, how: Callable[[Position], Awaitable[None]]) -> Answer[Moved]:
         """Go to `target` unless we are there; a caller that hangs up does not stop it half-way."""
         with trio.CancelScope(shield=True):
-            async with self._moving:
+            async with self.moving:
                 if self._position != target:
                     await how(target)
         return Answer(Moved(self._position))
@@ -426,7 +396,7 @@ class StageMember:
             raise Refused("no such average lies ready here")
         samples = self._run.batch.target_samples
         async with self._changing():
-            await self._work(lambda: served.commit(target.step - 1, total, samples), "step")
+            await self.work(lambda: served.commit(target.step - 1, total, samples), "step")
         self._rounds.settle()
         counted = len(self._counted) * self._run.pipeline.microbatch
         self._tally.add(samples=counted, bytes_aggregated=self._rounds.newly_aggregated_bytes())
@@ -438,6 +408,6 @@ class StageMember:
         if self._own and not self._own.saves:
             return
         if self._position.step and self._position not in self._saving.positions:
-            state = await self._work(self._need().state, "copy the state")
+            state = await self.work(self._need().state, "copy the state")
             await self._saving.save(self._position, state)
             self._ctx.log.event("saved", stage=self._stage, step=self._position.step)
