@@ -10,12 +10,12 @@ A hostile member can stall a step by false reports until `ban_s` puts it aside; 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum, auto
 
 from peerd.core.training import LineInfo, Mb, MemberInfo, Position, Redo
-from peerd.machine.admission import Admission
+from peerd.machine.batches import Batches
 from peerd.machine.closing import StageClose, Standing
 from peerd.machine.conducting import (
     CancelAttempt,
@@ -31,7 +31,6 @@ from peerd.machine.conducting import (
     TrainerGone,
     TrainerReport,
 )
-from peerd.machine.ledger import Counted, Entry, Ledger
 from peerd.machine.reach import START, Member, best_position
 from peerd.machine.shares import NoSplit
 from peerd.machine.splitting import Lines
@@ -69,16 +68,14 @@ class Conductor:
         self._rng = rng
         self.phase = Phase.GATHERING
         self.current: Position | None = None
-        self.ledger = Ledger(config.stages, config.microbatches)
+        self.batches = Batches(config.stages, config.microbatches)
         self.version = 1  # of what trainers see
         self.members_version = 1  # of what members see
         self.lines = Lines()
         self._members: dict[str, Member] = {}
-        self._trainers = Admission(own_pace=config.stages == 1)
         self._closing = [StageClose() for _ in range(config.stages)]
         self._target: Position | None = None  # where a close or a move leads
         self._moving: set[str] = set()
-        self._counted = Counted()
         self._quiet_since = now
         self.announced_step = 0  # the newest step that stage peers are said to be at, in reach or not
         self._expected: frozenset[str] = frozenset()
@@ -163,14 +160,14 @@ class Conductor:
         return members + self.lines.helpers()
 
     def admitted(self, trainer: str) -> list[int]:
-        return self.ledger.of_trainer(trainer)
+        return self.batches.admitted(trainer)
 
     def redo(self, trainer: str) -> list[Redo]:
-        return self.ledger.redo(trainer, [c.settled for c in self._closing])
+        return self.batches.redo(trainer, self._settled())
 
     def counted(self, trainer: str, step: int) -> list[int] | None:
         """The trainer's microbatches in the batch of `step`; None: nobody knows any more."""
-        return self._counted.of(trainer, step) if self.current is not None and step < self.current.step else []
+        return self.batches.counted.of(trainer, step) if self.current is not None and step < self.current.step else []
 
     def takes(self, step: int) -> bool:
         """Are reports about microbatches of `step` taken now? If not, the trainer repeats them later."""
@@ -178,7 +175,7 @@ class Conductor:
 
     def evaluates(self, trainer: str) -> bool:
         """One trainer evaluates: the first by name."""
-        return trainer == self._trainers.first()
+        return trainer == self.batches.trainers.first()
 
     def waits_for(self) -> str:
         """Why no microbatch is admitted, or "" when the step is open."""
@@ -217,10 +214,8 @@ class Conductor:
             hello.counted,
             hello.addrs,
         )
-        self.ledger.keep_only(hello.peer, hello.stage, hello.held, now)
-        if self.current is not None and hello.position == self.current:
-            for mb in sorted(hello.held & self.ledger.missing[hello.stage]):  # it was only the connection that broke
-                self.ledger.hold(mb, hello.stage, hello.peer)
+        at_current = self.current is not None and hello.position == self.current
+        self.batches.told(now, hello.peer, hello.stage, hello.held, at_current)
         self._quiet_since = now
         self.members_version += 1
         self.version += 1
@@ -233,7 +228,7 @@ class Conductor:
         member = self._members.pop(peer, None)
         if member is None:
             return
-        self.ledger.lose(peer, now)
+        self.batches.lose(peer, now)
         close = self._closing[member.stage]
         close.prepared.discard(peer)
         if close.settled and not close.prepared:
@@ -251,55 +246,24 @@ class Conductor:
     # --- trainers ---------------------------------------------------------------------------------------------
 
     def _report(self, now: float, report: TrainerReport) -> None:
-        self._trainers.report(report.peer, report.open)
+        self.batches.trainers.report(report.peer, report.open)
         if not self.takes(report.step):
             return
-        for done in report.done:
-            self._take_done(now, Mb(report.peer, done.seq), done.holders)
-        begun = {*report.open, *(done.seq for done in report.done)}
-        # What the trainer no longer names and never finished, it has given up.
-        self._drop_where(lambda mb, e: mb.trainer == report.peer and not e.done and mb.seq not in begun)
-
-    def _take_done(self, now: float, mb: Mb, holders: list[str]) -> None:
-        if len(holders) != self._config.stages or not self.ledger.admit(mb, now):
-            return
-        entry = self.ledger.entries[mb]
-        if not entry.done:
-            self._trainers.finished(now, mb.trainer, entry.since)
-        entry.done = True
-        for stage, holder in enumerate(holders):
-            if self._closing[stage].settled:
-                continue
-            if holder in self._ready(stage):
-                self.ledger.hold(mb, stage, holder)
-            else:
-                self.ledger.unhold(mb, stage, now)
-        self.version += 1
+        shrank = self.batches.take(now, report, lambda peer, stage: peer in self._ready(stage), self._settled())
+        self.version += bool(report.done)
+        self._note_shrinking(shrank)
 
     def _trainer_gone(self, peer: str) -> None:
-        self._trainers.gone(peer)
+        self.batches.trainers.gone(peer)
         self.version += 1
 
-    def _drop_where(self, unwanted: Callable[[Mb, Entry], bool]) -> None:
-        if self.ledger.drop_where(unwanted):
+    def _note_shrinking(self, shrank: bool) -> None:
+        if shrank:
             self._reopen()
             self.version += 1
 
-    def _drop_dead(self, now: float) -> None:
-        """Let go of what nobody can finish: its trainer is gone, or it took far too long."""
-        settled = [c.settled for c in self._closing]
-
-        def dead(mb: Mb, entry: Entry) -> bool:
-            late = now - entry.since > self._config.lease_s
-            return self.ledger.is_missing(mb, settled) and (mb.trainer not in self._trainers or late)
-
-        self._drop_where(dead)
-
-    def _admit_wishes(self, now: float) -> None:
-        """Fill the batch."""
-        for mb in self._trainers.wishes(self.ledger, self._counted):
-            self.ledger.admit(mb, now)
-            self.version += 1
+    def _settled(self) -> list[bool]:
+        return [close.settled for close in self._closing]
 
     # --- phases -----------------------------------------------------------------------------------------------
 
@@ -311,10 +275,10 @@ class Conductor:
         if self.phase in (Phase.OPEN, Phase.CLOSING):
             self._watch_for_empty_stages(now)
         if self.phase in (Phase.OPEN, Phase.CLOSING):
-            self._drop_dead(now)
+            self._note_shrinking(self.batches.drop_dead(now, self._settled(), self._config.lease_s))
         if self.phase is Phase.OPEN and all(self._ready(s) for s in range(self._config.stages)):
-            self._admit_wishes(now)
-            if self.ledger.complete([False] * self._config.stages):
+            self.version += self.batches.fill(now)
+            if self.batches.due.complete([False] * self._config.stages):
                 self._begin_close()
         if self.phase is Phase.CLOSING:
             self._run_close(now)
@@ -349,8 +313,7 @@ class Conductor:
         if target is None:
             return
         if target != self.current:
-            self.ledger.clear()
-            self._counted.restart(target.step - 1, self._batch_before(target))
+            self.batches.go_to(target.step, self._batch_before(target))
         self._target = target
         self._moving = set()
         for peer, member in sorted(self._members.items()):
@@ -363,9 +326,8 @@ class Conductor:
     def _arrive(self, now: float) -> None:
         """Every member that could has reached the target."""
         assert self._target is not None
-        if self.ledger.entries and self.current != self._target:
-            self._counted.add(self._target.step - 1, self.ledger.entries)
-            self.ledger.clear()
+        if self.current != self._target:
+            self.batches.step_made(self._target.step - 1)
         self.current, self._target = self._target, None
         self._closing = [StageClose() for _ in range(self._config.stages)]
         self._standing.forgive()
@@ -389,13 +351,11 @@ class Conductor:
         """After a change of conductor: count what is held in every stage already."""
         if member.stage != 0 or member.position != self.current:
             return
-        stages = range(self._config.stages)
-        for mb in sorted(member.held):
-            holders = [next((p for p in self._ready(s) if mb in self._members[p].held), None) for s in stages]
-            if all(holders) and mb not in self.ledger.entries and self.ledger.admit(mb, now):
-                self.ledger.entries[mb].done = True
-                for stage, holder in enumerate(holders):
-                    self.ledger.hold(mb, stage, holder or "")
+
+        def holder(stage: int, mb: Mb) -> str | None:
+            return next((peer for peer in self._ready(stage) if mb in self._members[peer].held), None)
+
+        self.batches.adopt(now, member.held, holder)
 
     # --- closing ----------------------------------------------------------------------------------------------
 
@@ -423,12 +383,12 @@ class Conductor:
 
     def _run_close(self, now: float) -> None:
         for stage, close in enumerate(self._closing):
-            if close.settled or close.attempt or now < close.not_before or self.ledger.missing[stage]:
+            if close.settled or close.attempt or now < close.not_before or self.batches.due.missing[stage]:
                 continue
             group = self._ready(stage)
-            if group and self.ledger.full:
+            if group and self.batches.due.full:
                 self._start_attempt(now, stage, close, tuple(group))
-        if all(close.settled for close in self._closing) and self.ledger.full:
+        if all(close.settled for close in self._closing) and self.batches.due.full:
             self._commit()
 
     def _start_attempt(self, now: float, stage: int, close: StageClose, group: tuple[str, ...]) -> None:
@@ -442,7 +402,7 @@ class Conductor:
         close.attempt, close.group = self._rng.randbytes(16), group
         close.helpers = frozenset(p.peer for p in split.parties if p.mode == "aux") if split else frozenset()
         close.waiting, close.prepared = set(group), set()
-        assigned = self.ledger.assigned(stage, group)
+        assigned = self.batches.due.assigned(stage, group)
         for peer in (*group, *sorted(close.helpers)):
             part = tuple(assigned.get(peer, ()))
             self._out.append(SendPrepare(peer, close.attempt, self._target.lineage, group, part, split))
@@ -459,9 +419,9 @@ class Conductor:
             return
         stage = self._closing.index(close)
         for mb in end.missing:
-            entry = self.ledger.entries.get(mb)
+            entry = self.batches.due.entries.get(mb)
             if entry is not None and entry.holders[stage] == end.peer:
-                self.ledger.unhold(mb, stage, now)
+                self.batches.due.unhold(mb, stage, now)
         self._cancel(close)
         close.not_before = now + min(5.0, self._config.retry_s * 2**close.failures)
         close.failures += 1

@@ -108,7 +108,7 @@ class Swarm:
             self.deliver(self.calls.pop(self.rng.randrange(len(self.calls))))
         else:
             self.take(self.conductor.wake(self.now))
-        self.conductor.ledger.check()
+        self.conductor.batches.check()
 
     def say_line(self, name: str, stage: int, mode: str) -> None:
         """What a member or a helper says of its line; never the same twice."""
