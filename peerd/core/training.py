@@ -74,9 +74,10 @@ class LineInfo(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
     mode: Mode = "node"
     up_bytes_per_s: Rate = 0.0
     down_bytes_per_s: Rate = 0.0
-    elements: Annotated[int, msgspec.Meta(ge=0, le=FRAME_ELEMENTS)] = 0  # of its gradient vector; 0: brings none
+    elements: Annotated[int, msgspec.Meta(ge=0, le=FRAME_ELEMENTS)] = 0  # of the vector that it brings; 0: none
     dtype: Annotated[str, msgspec.Meta(max_length=16)] = ""  # of that vector
     pairs: Annotated[list[PairLimit], msgspec.Meta(max_length=LINE_PAIRS)] = msgspec.field(default_factory=list)
+    further: Annotated[int, msgspec.Meta(ge=0, le=FRAME_ELEMENTS)] = 0  # of the vector that it brings right after that
 
 
 class MemberSync(Message, frozen=True):
@@ -175,6 +176,7 @@ class Prepare(Message, frozen=True):
     part_bytes: Annotated[int, msgspec.Meta(ge=0, le=AVERAGE_PART_BYTES)] = 0  # at most; 0: as the run file says
     elements: Annotated[int, msgspec.Meta(ge=0, le=FRAME_ELEMENTS)] = 0  # of the vectors, for helpers
     dtype: Annotated[str, msgspec.Meta(max_length=16)] = ""  # likewise
+    further: Annotated[int, msgspec.Meta(ge=0, le=FRAME_ELEMENTS)] = 0  # of a second sum; 0: there is none
 
 
 class Prepared(Message, frozen=True):

@@ -10,10 +10,11 @@ Invariant: a part is summed once, when each sender's version is there.
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from peerd.core.errors import PeerdError
 from peerd.core.limits import AVERAGE_PARTS
@@ -24,6 +25,7 @@ _SHARES_TOLERANCE = 1e-6
 _OWNER_MARGIN_S = 0.5  # beyond the patience: an owner that waits for a late sender has named it by then
 _PARTS_OF_A_SHARE = 8  # at least,
 _LEAST_UNDER_WAY = 1.25  # parts of any share: it would stand still between two of its parts otherwise
+_SECOND = b"peerd second sum\0"
 _LEAST_ELEMENTS = 1024  # unless they would be smaller than this
 
 
@@ -40,8 +42,8 @@ class AveragingPlan:
     """One round. `group`: everyone in it, in the order of the cut; `patience_s` with a silent member.
 
     `senders` (none given: the group) bring vectors, and sums are made in their order. `shares` of the group, in its
-    order, add up to one; None: equal. `length` and `dtype` of the vectors are for owners that bring none. Raises
-    ValueError for a plan that does not fit together.
+    order, add up to one; None: equal. `length` and `dtype` of the vectors are for owners that bring none, and so is
+    `further`: elements of a second sum, which follows. Raises ValueError for a plan that does not fit together.
     """
 
     attempt: bytes
@@ -52,6 +54,7 @@ class AveragingPlan:
     shares: tuple[float, ...] | None = None
     length: int = 0
     dtype: str = ""
+    further: int = 0
 
     def __post_init__(self) -> None:
         if not self.senders:
@@ -81,7 +84,13 @@ class AveragingPlan:
             shares=tuple(party.share for party in order.split),
             length=order.elements,
             dtype=order.dtype,
+            further=order.further,
         )
+
+    def second(self) -> AveragingPlan:
+        """The sum that follows in the same round, under an attempt id of its own: no part of one fits the other."""
+        attempt = hashlib.sha256(_SECOND + self.attempt).digest()[: len(self.attempt)]
+        return replace(self, attempt=attempt, length=self.further, further=0)
 
     def parts(self, length: int, itemsize: int) -> tuple[Part, ...]:
         """The parts of a vector of `length` elements of `itemsize` bytes; ValueError if they are too many."""

@@ -37,6 +37,7 @@ class Split:
     why: str
     lines: tuple[Line, ...]
     pairs: tuple[tuple[tuple[str, str], float], ...] = ()  # (from, to), bytes/s
+    further: int = 0  # elements of a second sum
 
     def within_pairs(self) -> Split:
         """The division when `pairs` count, too. Takes long: for a worker. Raises NoSplit."""
@@ -88,8 +89,8 @@ class Lines:
         if len(group) < 2:
             return None
         said = {peer: self._line(peer) for peer in group}
-        vectors = {(line.elements, line.dtype) for line in said.values()}
-        elements, dtype = vectors.pop() if len(vectors) == 1 else (0, "")
+        vectors = {(line.elements, line.dtype, line.further) for line in said.values()}
+        elements, dtype, further = vectors.pop() if len(vectors) == 1 else (0, "", 0)
         if elements and dtype in _ITEM_BYTES:
             helpers = {i.peer: self._line(i.peer) for i in self.helpers() if i.stage == stage and i.peer not in said}
             said |= helpers
@@ -105,7 +106,7 @@ class Lines:
             for pair in line.pairs
             if pair.peer in said and pair.bytes_per_s >= 0  # NaN is not
         )
-        return _split(lines, shares(lines), Split((), 0, elements, dtype, "", lines, pairs))
+        return _split(lines, shares(lines), Split((), 0, elements, dtype, "", lines, pairs, further))
 
     def _line(self, peer: str) -> LineInfo:
         said = self._said.get(peer)

@@ -308,6 +308,7 @@ class Conducting:
                 part_bytes=split.part_bytes,
                 elements=split.elements,
                 dtype=split.dtype,
+                further=split.further,
             )
         try:
             peer, timeout_s = PeerId.parse(order.peer), config.prepare_timeout_s

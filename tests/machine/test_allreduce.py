@@ -145,6 +145,17 @@ def test_an_order_becomes_a_plan() -> None:
     assert plain.senders == plain.group
 
 
+def test_a_round_may_have_a_second_sum_which_is_another_attempt() -> None:
+    plan = AveragingPlan.of(decode(Prepare, encode(order(further=40))), 1 << 20, 3.0)
+    second = plan.second()
+    assert (plan.length, plan.further, second.length, second.further) == (100, 40, 40, 0)
+    assert len({plan.attempt, second.attempt, second.second().attempt}) == 3
+    assert len(second.attempt) == 16
+    assert second == plan.second()
+    assert msgspec.structs.asdict(order())["further"] == 0
+    assert (second.group, second.senders, second.shares) == (plan.group, plan.senders, plan.shares)
+
+
 @pytest.mark.parametrize(
     "split",
     [

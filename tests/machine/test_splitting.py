@@ -57,10 +57,18 @@ def test_helpers_of_the_stage_sum_and_those_of_others_do_not() -> None:
     assert [helper.peer for helper in known.helpers()] == ["helper", "other"]
 
 
-@pytest.mark.parametrize("odd", [{"elements": 999}, {"dtype": "float64"}, {"elements": 0}])
+@pytest.mark.parametrize("odd", [{"elements": 999}, {"dtype": "float64"}, {"elements": 0}, {"further": 7}])
 def test_helpers_are_left_alone_when_members_do_not_agree_on_the_vector(odd: dict[str, object]) -> None:
     known = lines(a=node(MB), b=node(MB), c=node(MB, **odd), helper=node(10 * MB, "aux"))
     assert "helper" not in shares(known.split(0, GROUP))
+
+
+def test_helpers_hear_of_the_second_sum_that_all_members_bring() -> None:
+    known = lines(a=node(MB, further=70), b=node(MB, further=70), c=node(MB, further=70), helper=node(10 * MB, "aux"))
+    split = known.split(0, GROUP)
+    assert split is not None
+    assert "helper" in shares(split)
+    assert (split.elements, split.further) == (1_000_000, 70)
 
 
 def test_helpers_without_work_are_left_out() -> None:
