@@ -30,6 +30,8 @@ from peerd.compute.user_model import UserModel
 from peerd.config import check_addresses
 from peerd.core.errors import ConfigError, PeerdError
 from peerd.core.runfile import (
+    RANK,
+    AveragingSection,
     BatchSection,
     CheckpointSection,
     LimitsSection,
@@ -76,6 +78,8 @@ class AveragingOptimizer:
         named_parameters: Iterable[tuple[str, Tensor]] | None = None,
         lr: Callable[[int], float] | None = None,
         min_peers: int = 1,
+        code: str = "none",
+        rank: int = RANK,
         announce: Callable[[str], None] = lambda address: None,
         log_level: str | None = None,
     ) -> None:
@@ -85,11 +89,14 @@ class AveragingOptimizer:
         of one peer are taken. `bootstrap`: addresses of peers that take part already; `announce` is called with this
         peer's, from another thread, as soon as it listens. `data_dir`: identity and checkpoints, for going on another
         day. `lr`: the learning rate by global step, from 0; without it that of the optimizer's groups, never changed.
-        `min_peers`: nobody begins before so many are there. `log_level`: what to write to stderr; None: nothing.
+        `min_peers`: nobody begins before so many are there. `code` and `rank`: how gradients travel, as in `averaging`
+        of a run file; the same on all peers. `log_level`: what to write to stderr; None: nothing.
         """
         self.optimizer = optimizer
-        self._model = UserModel(optimizer, named_parameters, lr)
-        self._run = _run_file(run, self._model, (target_samples, samples_per_step), data_dir is not None)
+        averaging = _averaging(code, rank)
+        self._model = UserModel(optimizer, named_parameters, lr, averaging)
+        sizes = (target_samples, samples_per_step)
+        self._run = _run_file(run, self._model, sizes, averaging, data_dir is not None)
         _check_texts("bootstrap", bootstrap)
         _check_texts("listen", listen)
         if min_peers < 1:
@@ -226,7 +233,21 @@ class AveragingOptimizer:
             self._daemon.stop("closed")
 
 
-def _run_file(run: str, model: UserModel, sizes: tuple[int, int], saves: bool) -> RunFile:
+def _averaging(code: str, rank: int) -> AveragingSection:
+    """Checked before the model is: what that keeps from step to step follows from it."""
+    try:
+        made = msgspec.convert({"code": code, "rank": rank}, AveragingSection)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"code is {code!r} and rank {rank!r}: {error}") from None
+    faults = [f"{path} {message}" for path, message in check(RunFile(run="any", averaging=made))]
+    if faults:
+        raise ConfigError("; ".join(faults))
+    return made
+
+
+def _run_file(
+    run: str, model: UserModel, sizes: tuple[int, int], averaging: AveragingSection, saves: bool
+) -> RunFile:
     """What the peers of a run must agree on, as the settings of a run with one stage."""
     target, samples = sizes
     for name, value in (("target_samples", target), ("samples_per_step", samples)):
@@ -243,6 +264,7 @@ def _run_file(run: str, model: UserModel, sizes: tuple[int, int], saves: bool) -
         pipeline=PipelineSection(stages=1, microbatch=samples),
         optimizer=msgspec.structs.replace(OptimizerSection(), name=model.optimizer_text()),
         batch=BatchSection(target_samples=target),
+        averaging=averaging,
         checkpoint=CheckpointSection(every_steps=_SAVE_STEPS if saves else 0),
         limits=LimitsSection(stage=0),
     )

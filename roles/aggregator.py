@@ -11,8 +11,7 @@ from typing import ClassVar
 
 import trio
 
-from peerd.compute.choice import Plan
-from peerd.compute.feedback import ErrorFeedback
+from peerd.compute.feedback import feedback_of
 from peerd.core.errors import ProtocolViolation, Refused
 from peerd.core.runfile import RunFile
 from peerd.core.training import MemberAnswer, MemberSync, Position, Prepare, Prepared
@@ -37,8 +36,7 @@ class AuxRole:
         self._following = self._training.following
         self._averaging = self._training.averaging()
         self._worker = ctx.worker("coding")
-        code = ctx.run.averaging.code
-        self._coder = ErrorFeedback(Plan(code, ctx.run.averaging.block)) if code != "none" else None
+        self._coder = feedback_of(ctx.run.averaging)
         self._stage = ctx.run.limits.stage or 0
         self._session = int.from_bytes(ctx.clock.secure_bytes(6), "big")
         self._since = ctx.clock.wall()
@@ -126,6 +124,8 @@ class AuxRole:
             return Answer(Prepared(True, [], []))  # this round is made without us
         try:
             await self._averaging.sum(plan, None, self._worker, self._coder)
+            if plan.further:
+                await self._averaging.sum(plan.second(), None, self._worker, self._coder)
         except RoundFailed as error:
             self._failed += 1
             self._ctx.log.event("averaging failed", level="warning", step=body.step, reason=str(error))

@@ -56,6 +56,9 @@ def backward(model: nn.Module) -> None:
         ({"samples_per_step": 4.0}, "samples_per_step is 4.0; it must be a whole number"),
         ({"run": ""}, "run must be 1 to 64 characters"),
         ({"min_peers": 0}, "min_peers is 0"),
+        ({"code": "int9"}, "code is 'int9' and rank 4: Invalid enum value 'int9'"),
+        ({"code": "powersgd", "rank": 0}, "averaging.rank is 0; allowed: 1 to 128"),
+        ({"code": "int8", "rank": 2}, "averaging.rank is 2, but int8 has no rank"),
         ({"bootstrap": "/ip4/127.0.0.1/tcp/1"}, "give a list of addresses"),
         ({"bootstrap": ["somewhere"]}, "bootstrap: "),
         ({"listen": ["/ip4/nowhere/tcp/1"]}, "listen: "),
@@ -277,6 +280,7 @@ def test_what_goes_wrong_is_raised_in_the_users_loop(fault: str) -> None:
     ("changes", "words"),
     [
         ({"target_samples": 16}, "batch.target_samples is 16 here and 8 there"),
+        ({"code": "powersgd"}, "averaging.code is 'powersgd' here and 'none' there"),
         ({"make": lambda p: torch.optim.AdamW(p, lr=0.1)}, "optimizer.name is .*AdamW.* here and .*SGD.* there"),
         ({"model": nn.Linear(3, 3)}, "model.kind is .*weight .3, 3. .* here and .*weight .2, 3. .* there"),
     ],

@@ -19,6 +19,7 @@ import torch
 
 from peerd.compute.coding import Plan, decode, encode
 from peerd.core.frame import TensorFrame
+from peerd.core.runfile import AveragingSection
 
 Vector = np.ndarray[Any, np.dtype[Any]]
 
@@ -66,3 +67,9 @@ class ErrorFeedback:
     def forget(self) -> None:
         """Begin anew: the parameters are no longer those that the residual was meant for."""
         self._spare, self.residual, self._new = self.residual, None, None
+
+
+def feedback_of(averaging: AveragingSection) -> ErrorFeedback | None:
+    """How the parts of a run's sums are coded; None: they travel as they are."""
+    plain = averaging.code in ("none", "powersgd")  # factors are coded gradients already
+    return None if plain else ErrorFeedback(Plan(averaging.code, averaging.block))

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from peerd.compute.model import DTYPES, build
 from peerd.compute.optim import Layout, Optimizer, moment_names
+from peerd.compute.powersgd import low_rank_of
 from peerd.compute.precision import Precision
 from peerd.compute.tensors import all_finite, dtype_name, state_digest
 from peerd.compute.tokens import load_vocabulary
@@ -53,6 +54,7 @@ class StageModule:
         self._sum = self._zeros(self.layout.count)
         self._sum_views = self.layout.views(self._sum)
         self._optimizer = Optimizer(run.optimizer, self.layout, self._flat)
+        self.low_rank = low_rank_of(run.averaging, self.layout, self.dtype, run.seed)
 
     @torch.no_grad()
     def forward(self, x: Tensor) -> Tensor:
@@ -121,6 +123,8 @@ class StageModule:
             for name, tensor in mine.items():
                 tensor.copy_(state[name])
         self.step = int(state["step"])
+        if self.low_rank is not None:
+            self.low_rank.forget()
         self.clear()
 
     def digest(self) -> bytes:
@@ -133,6 +137,8 @@ class StageModule:
         for moment in moment_names(self.run.optimizer):
             parts = self.layout.views(self._optimizer.moments[moment])
             views |= {f"opt/{name}/{moment}": v for name, v in zip(self.layout.names, parts, strict=True)}
+        if self.low_rank is not None:
+            views |= self.low_rank.state()
         return views | {"step": torch.tensor(self.step, dtype=torch.int64)}
 
     def _compute(self, x: Tensor) -> Tensor:

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from peerd.compute.coding import decode
 from peerd.compute.module import StageModule
+from peerd.compute.powersgd import LowRank
 from peerd.compute.tensors import TORCH_DTYPES, dtype_name, raw_bytes, values_of
 from peerd.core.errors import PeerdError
 from peerd.core.frame import TensorFrame
@@ -58,6 +59,11 @@ class Model(Protocol):
     @property
     def held(self) -> list[Mb]:
         """The microbatches in the sum."""
+        ...
+
+    @property
+    def low_rank(self) -> LowRank | None:
+        """How the sum travels, if in factors; what that keeps from round to round is part of the state."""
         ...
 
     def keep_only(self, step: int, wanted: Iterable[Mb]) -> list[Mb]:
@@ -101,6 +107,11 @@ class ServedStage:
     def held(self) -> list[Mb]:
         """The microbatches in the accumulator."""
         return list(self._held)
+
+    @property
+    def low_rank(self) -> LowRank | None:
+        """How the sum travels, if in factors."""
+        return self.module.low_rank
 
     def forward(self, step: int | None, x: Tensor) -> Outcome:
         """Input to output; `step` None: whatever step it is."""

@@ -24,9 +24,11 @@ import torch
 from torch import Tensor
 
 from peerd.compute.optim import Layout
+from peerd.compute.powersgd import low_rank_of
 from peerd.compute.served import Stale, Vector, items_of
 from peerd.compute.tensors import TORCH_DTYPES, all_finite, dtype_name, state_digest
 from peerd.core.errors import ConfigError
+from peerd.core.runfile import AveragingSection
 from peerd.core.state import TensorSpec
 from peerd.core.training import Mb, Position
 
@@ -69,8 +71,12 @@ class UserModel:
         optimizer: torch.optim.Optimizer,
         named: Iterable[tuple[str, Tensor]] | None = None,
         lr: Callable[[int], float] | None = None,
+        averaging: AveragingSection | None = None,
     ) -> None:
-        """`named` gives every parameter of the optimizer a name; ConfigError says what cannot be averaged."""
+        """`named` gives every parameter of the optimizer a name; ConfigError says what cannot be averaged.
+
+        `averaging`: of the run, whose codes may keep something from step to step.
+        """
         self.step = 0
         self.failure: BaseException | None = None
         self._optimizer = optimizer
@@ -87,6 +93,7 @@ class UserModel:
         self._sum_views = self.layout.views(self._sum)
         self._held: dict[Mb, None] = {}
         self._outline = _outline(optimizer, self._named)
+        self.low_rank = low_rank_of(averaging or AveragingSection(), self.layout, self.dtype, 0)
 
     # --- what it is ---------------------------------------------------------------------------------------------
 
@@ -230,6 +237,8 @@ class UserModel:
             state[name] = kept.tensor(value)
         if self._outline:
             state["present"] = present
+        if self.low_rank is not None:
+            state |= {name: tensor.clone() for name, tensor in self.low_rank.state().items()}
         return state | {"step": torch.tensor(self.step, dtype=torch.int64)}
 
     def describe(self) -> list[tuple[str, str, tuple[int, ...], memoryview]]:
@@ -242,6 +251,8 @@ class UserModel:
         specs += [(name, kept.dtype, kept.shape) for name, kept in self._outline.items()]
         if self._outline:
             specs.append(("present", torch.uint8, torch.Size([len(self._outline)])))
+        if self.low_rank is not None:
+            specs += self.low_rank.outline()
         specs.append(("step", torch.int64, torch.Size()))
         return [TensorSpec(name, dtype_name(dtype), tuple(shape)) for name, dtype, shape in sorted(specs)]
 
@@ -264,6 +275,8 @@ class UserModel:
                 self._optimizer.state[kept.parameter][kept.key] = kept.value(state[name])
             else:
                 self._optimizer.state[kept.parameter].pop(kept.key, None)
+        if self.low_rank is not None:
+            self.low_rank.load(state)
         self._wait_for_devices()
         self.step = int(state["step"])
         self._forget()

@@ -18,6 +18,8 @@ from peerd.core.blockwise import BLOCKS, CODES
 from peerd.core.ids import is_peer_text
 
 FINGERPRINT_SECTIONS = ("run", "seed", "model", "pipeline", "optimizer", "batch", "averaging", "data")
+RANK = 4  # of gradients in powersgd, unless the run file says otherwise
+RANKS = 128  # the most: each column costs two passes over the gradient
 SOURCES = 64  # of data: each holds a part of the shuffle buffer
 
 
@@ -73,8 +75,9 @@ class BatchSection(Section, frozen=True):
 
 class AveragingSection(Section, frozen=True):
     # How gradients travel; what a lossy code takes from them is added to the next ones (error feedback).
-    code: Literal["none", "bf16", "fp16", "dynamic8", "int8", "int4", "nf4", "fp8-e4m3"] = "none"
+    code: Literal["none", "bf16", "fp16", "dynamic8", "int8", "int4", "nf4", "fp8-e4m3", "powersgd"] = "none"
     block: int = 0  # as in pipeline.boundary
+    rank: int = RANK  # of powersgd: columns of the two factors of each matrix
     part_bytes: int = 1 << 20  # size of one piece, before it is coded
     sender_timeout_s: float = 10.0  # a member that is silent for longer leaves the round
 
@@ -212,6 +215,9 @@ def check(run: RunFile) -> list[tuple[str, str]]:
     need(1 <= p.microbatch <= 65536, "pipeline.microbatch", f"is {p.microbatch}; allowed: 1 to 65536")
     for path, coded in (("pipeline.boundary", p.boundary), ("averaging", run.averaging)):
         faults += _coding_faults(path, coded.code, coded.block, m.dtype)
+    rank, code = run.averaging.rank, run.averaging.code
+    need(1 <= rank <= RANKS, "averaging.rank", f"is {rank}; allowed: 1 to {RANKS}")
+    need(rank == RANK or code == "powersgd", "averaging.rank", f"is {rank}, but {code} has no rank; leave it out")
     target = run.batch.target_samples
     whole = target >= 1 and p.microbatch >= 1 and target % p.microbatch == 0
     need(whole, "batch.target_samples", f"is {target}; must be a multiple of pipeline.microbatch ({p.microbatch})")

@@ -17,7 +17,7 @@ from typing import TypeVar
 import trio
 from torch import Tensor
 
-from peerd.compute.served import Model, ServedStage, Stale, Vector
+from peerd.compute.served import Model, ServedStage, Stale
 from peerd.compute.user_model import UserModel
 from peerd.core.errors import ProtocolViolation, Refused, RemoteError
 from peerd.core.ids import PeerId, is_peer_text
@@ -40,7 +40,7 @@ from peerd.core.training import (
 )
 from peerd.member.catching_up import CatchingUp
 from peerd.member.own import Own
-from peerd.member.rounds import Rounds
+from peerd.member.rounds import Rounds, Total
 from peerd.member.saving import Saving
 from peerd.member.serving import Serving
 from peerd.role import Answer, Incoming, MethodLimits, RoleContext, RoundFailed, Training
@@ -70,7 +70,7 @@ class StageMember:
         self._worker = ctx.worker(ctx.device)
         self._coding = ctx.worker("coding")
         self._serving = Serving(ctx, ctx.run, self._training.fingerprint, self)
-        self._rounds = Rounds(ctx.run, self._training, self._coding)
+        self._rounds = Rounds(ctx.run, self._training, self._coding, ctx.host.id)
         self._catching_up = CatchingUp(ctx, self._training, self._coding, self)
         self._tally = self._training.tally("stage", ctx.data_dir / "contributed.json")
         self._session = int.from_bytes(ctx.clock.secure_bytes(6), "big")
@@ -79,7 +79,7 @@ class StageMember:
         self._served: ServedStage | UserModel | None = None
         self._position = _START
         self._averaged: Position | None = None  # where a commit would lead
-        self._total: Vector | None = None  # the sum that it would step with
+        self._total: Total | None = None  # what it would step with
         self._counted: list[Mb] = []
         self._line_said: LineInfo | None = None
         self._leaving = False
@@ -362,7 +362,7 @@ class StageMember:
                 if missing:
                     return Answer(Prepared(False, missing, []))
                 vector = await self.work(served.vector, "copy the gradient")
-                total = await self._rounds.total(plan, vector)
+                total = await self._rounds.total(plan, vector, served.low_rank)
             except RoundFailed as error:
                 self._ctx.log.event("averaging failed", level="warning", step=body.step, reason=str(error))
                 return Answer(Prepared(False, [], list(error.lost)))
@@ -396,8 +396,7 @@ class StageMember:
             raise Refused("no such average lies ready here")
         samples = self._run.batch.target_samples
         async with self._changing():
-            await self.work(lambda: served.commit(target.step - 1, total, samples), "step")
-        self._rounds.settle()
+            await self.work(lambda: total.commit(served, target.step - 1, samples), "step")
         counted = len(self._counted) * self._run.pipeline.microbatch
         self._tally.add(samples=counted, bytes_aggregated=self._rounds.newly_aggregated_bytes())
         self._arrive(target)

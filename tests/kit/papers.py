@@ -1,8 +1,10 @@
-"""LAMB and LARS line by line as their papers print them, with numpy: what peerd's own are compared with.
+"""LAMB, LARS and PowerSGD line by line as their papers print them, with numpy: what peerd's own are compared with.
 
 LAMB: You et al., "Large Batch Optimization for Deep Learning: Training BERT in 76 minutes" (ICLR 2020), algorithm 2.
 LARS: You, Gitman, Ginsburg, "Large Batch Training of Convolutional Networks" (2017), algorithm 1 and equation 6.
 Each tensor is one layer of the paper, whatever its shape. Where a norm is zero, the trust ratio is 1.
+PowerSGD: Vogels, Karimireddy, Jaggi, "PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization"
+(NeurIPS 2019), algorithm 1 and lines 7 to 11 of algorithm 2.
 """
 
 from __future__ import annotations
@@ -54,6 +56,24 @@ class PaperLars:
             rate = s.trust * length(x[i]) / below if length(x[i]) and below else 1.0
             self.v[i] = s.momentum * self.v[i] + lr * rate * (g[i] + s.weight_decay * x[i])
             x[i] -= self.v[i]
+
+
+class PaperPowerSgd:
+    """One matrix, some workers, in double precision; with sums in place of means."""
+
+    def __init__(self, q: npt.NDArray[np.floating[Any]], workers: int, shape: tuple[int, int]) -> None:
+        self.q = q.astype(np.float64)
+        self.e = np.zeros((workers, *shape))
+
+    def sum(self, g: Layers) -> npt.NDArray[np.floating[Any]]:
+        """What everyone steps with, of the workers' gradients."""
+        delta = np.stack(g).astype(np.float64) + self.e
+        p, _ = np.linalg.qr(np.sum([m @ self.q for m in delta], axis=0))
+        own = [m.T @ p for m in delta]
+        self.q = np.sum(own, axis=0)
+        self.e = delta - np.stack([p @ q.T for q in own])
+        decompressed: npt.NDArray[np.floating[Any]] = p @ self.q.T
+        return decompressed
 
 
 def length(values: npt.NDArray[np.floating[Any]]) -> float:

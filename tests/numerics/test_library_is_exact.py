@@ -145,13 +145,17 @@ def books(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Books:
     return Books(monkeypatch)
 
 
-def check(books: Books, users: list[User], make: Callable[[Any], torch.optim.Optimizer]) -> None:
+def check_that_they_agree(books: Books, users: list[User]) -> None:
     for user in users:
         user.join(60)
         assert user.state, user.opt.status()
     assert all(len(digests) == 1 for digests in books.digests.values()), "peers differ"
     assert len({user.opt.digest() for user in users}) == 1
     assert len({mb.trainer for batch in books.batches.values() for mb in batch}) == len(users)
+
+
+def check(books: Books, users: list[User], make: Callable[[Any], torch.optim.Optimizer]) -> None:
+    check_that_they_agree(books, users)
     for name, value in books.plain(make).state_dict().items():
         for user in users:
             assert float((user.state[name] - value).norm() / value.norm()) <= 1e-10, name
@@ -175,3 +179,17 @@ def test_a_loop_that_joins_later_takes_the_state_over_and_goes_on_exactly(name: 
     assert second.opt.global_step == STEPS // 2
     first.goes_on.set()
     check(books, [first, second], make)
+
+
+def test_loops_that_average_in_low_rank_agree_also_with_one_that_joins_later(books: Books) -> None:
+    """Of the three tensors with gradients of their own, the 8 x 6 one travels in factors."""
+    low_rank = {"code": "powersgd", "rank": 1}
+    first = User(1, OPTIMIZERS["adamw"], books, pauses=True, **low_rank)
+    assert first.half_way.wait(30)
+    second = User(2, OPTIMIZERS["adamw"], books, bootstrap=first.address(), **low_rank)
+    assert second.at_work.wait(30)
+    first.goes_on.set()
+    check_that_they_agree(books, [first, second])
+    (ours,), (theirs,) = (user.opt._model.low_rank.state().values() for user in (first, second))
+    assert ours.shape == (6, 1)
+    assert torch.equal(ours, theirs)

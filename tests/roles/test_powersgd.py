@@ -1,0 +1,140 @@
+"""Replicas that average in low rank: the same bits on all, a loss near that of whole gradients, newcomers, a helper."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+import trio
+
+from peerd.compute.module import StageModule
+from peerd.core.runfile import AveragingSection, OptimizerSection, RunFile
+from peerd.core.training import Position
+from roles.aggregator import AuxRole
+from roles.backbone import BackboneRole
+from roles.trainer import TrainerRole
+from tests.kit.exact import Batches, run_file, write_texts
+from tests.kit.training import Peer, Swarm, events, swarm
+
+STEPS = 24
+LOW_RANK = AveragingSection(code="powersgd", rank=2)
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.socket,
+    pytest.mark.no_watchdog("several peers and the threads of their workers share one interpreter"),
+]
+
+
+@pytest.fixture
+def batches(monkeypatch: pytest.MonkeyPatch) -> Batches:
+    book = Batches()
+    book.watch(monkeypatch)
+    torch.set_num_threads(1)
+    return book
+
+
+def run_with(averaging: AveragingSection, text: Path) -> RunFile:
+    run = run_file("adamw", "float32", text, stages=1)
+    optimizer = OptimizerSection(name="adamw", lr=5e-3, total_steps=STEPS)
+    return msgspec.structs.replace(run, averaging=averaging, optimizer=optimizer)
+
+
+def with_line(run: RunFile, mbit: float) -> RunFile:
+    limits = msgspec.structs.replace(run.limits, upload_mbit=mbit, download_mbit=mbit)
+    return msgspec.structs.replace(run, limits=limits)
+
+
+def write_sentences(folder: Path) -> Path:
+    """Text of few words: what comes next is soon guessed. Returns the pattern that names the files."""
+    rng = random.Random(4)
+    words = ("the", "peer", "that", "sums", "a", "gradient", "for", "all", "others", "waits", "until", "it", "came")
+    for i in range(20):
+        (folder / f"text{i}.txt").write_text(" ".join(rng.choice(words) for _ in range(800)))
+    return folder / "*.txt"
+
+
+async def finished(s: Swarm, peers: list[Peer]) -> None:
+    with trio.move_on_after(60) as limit:
+        for peer in peers:
+            await peer.finished.wait()
+    assert not limit.cancelled_caught, "\n".join(events(s.peers.values()))
+
+
+async def reaches(s: Swarm, peer: Peer, step: int) -> None:
+    with trio.move_on_after(60) as limit:
+        while peer.role._replica.position.step < step:
+            await peer.role._replica._stepped.wait()
+    assert not limit.cancelled_caught, "\n".join(events(s.peers.values()))
+
+
+def loss_of(module: StageModule, text: Path) -> float:
+    tokens = torch.from_numpy(np.frombuffer(text.read_bytes(), np.uint8)[: 16 * 33].astype("int64").reshape(16, 33))
+    return module.loss(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
+
+
+async def test_replicas_agree_and_learn_as_with_whole_gradients(tmp_path: Path, batches: Batches) -> None:
+    texts = write_sentences(tmp_path)
+    ends: dict[str, float] = {}
+    for averaging in (AveragingSection(), LOW_RANK):
+        batches.digests.clear()
+        run = run_with(averaging, texts)
+        async with swarm(tmp_path / averaging.code) as s:
+            await s.start("backbone", BackboneRole, None)
+            peers = [await s.start(f"replica{i}", TrainerRole, run) for i in range(3)]
+            await finished(s, peers)
+            modules = [peer.role._replica._served.module for peer in peers]
+        assert [place for place, found in batches.digests.items() if len(found) != 1] == []
+        assert len(batches.digests) == STEPS
+        done = [module for module in modules if module.step == STEPS]  # its end may overtake a slow peer's leaving
+        ends[averaging.code] = loss_of(done[0], tmp_path / "text0.txt")
+        start = loss_of(StageModule(run, 0), tmp_path / "text0.txt")
+    fallen = {code: start - loss for code, loss in ends.items()}
+    assert fallen["none"] > 1.5, (start, ends)
+    assert fallen["powersgd"] > 0.8 * fallen["none"], (start, ends)
+    before = StageModule(run_with(LOW_RANK, texts), 0).low_rank
+    assert before is not None
+    for name, q in before.state().items():
+        assert not torch.equal(q, done[0].low_rank.state()[name]), f"{name} is as it was at the start"
+
+
+async def test_survivors_and_a_newcomer_have_the_same_bits(tmp_path: Path, batches: Batches) -> None:
+    """Parameters, moments and Q: `StageModule.digest` is of them all."""
+    run = run_with(LOW_RANK, write_texts(tmp_path))
+    async with swarm(tmp_path / "peers") as s:
+        await s.start("backbone", BackboneRole, None)
+        peers = [await s.start(f"replica{i}", TrainerRole, run) for i in range(3)]
+        await reaches(s, peers[0], 4)
+        peers[1].kill()
+        await reaches(s, peers[0], peers[0].role._replica.position.step + 2)
+        new = await s.start("newcomer", TrainerRole, run)
+        await finished(s, [peers[0], peers[2], new])
+        downloads = [event for event in new.log.recent(1000) if event["name"] == "downloaded"]
+        modules = [peer.role._replica._served.module for peer in (peers[0], peers[2], new)]
+    assert [place for place, found in batches.digests.items() if len(found) != 1] == []
+    assert len(batches.digests) == STEPS
+    assert downloads
+    assert 0 < downloads[0]["step"] < STEPS
+    assert any(module.step == STEPS for module in modules)
+
+
+async def test_a_helper_takes_part_in_both_sums_and_changes_no_bit(tmp_path: Path, batches: Batches) -> None:
+    run = run_with(LOW_RANK, write_texts(tmp_path))
+    async with swarm(tmp_path / "peers") as s:
+        await s.start("backbone", BackboneRole, None)
+        aux = await s.start("aux", AuxRole, with_line(run, 1000.0))
+        replicas = [await s.start(f"replica{i}", TrainerRole, with_line(run, 10.0)) for i in range(3)]
+        await finished(s, replicas)
+        status = aux.role.status()
+        code = replicas[0].role._replica._served.low_rank
+        positions = [peer.role._replica.position for peer in replicas]
+    assert [place for place, found in batches.digests.items() if len(found) != 1] == []
+    assert all(isinstance(position, Position) for position in positions)
+    assert status["rounds"] > 0, status
+    first, second = code.elements
+    whole = 4 * 3 * (first + second)  # bytes, when all of three senders' vectors are summed by the helper
+    assert status["rounds"] * 0.5 * whole < status["aggregated_bytes"] <= status["rounds"] * whole * 1.01, status
