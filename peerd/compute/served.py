@@ -74,6 +74,10 @@ class Model(Protocol):
         """A copy of the sum, flat."""
         ...
 
+    def vector_outline(self) -> TensorSpec:
+        """Dtype and shape of what `vector` gives, without copying anything."""
+        ...
+
     def commit(self, step: int, total: Vector, samples: int) -> None:
         """Step the optimizer with `total / samples`, which stays as it is; what was held is counted and forgotten."""
         ...
@@ -159,6 +163,10 @@ class ServedStage:
         """A copy of the accumulated gradient sum, flat."""
         vector: Vector = self.module.gradient().cpu().numpy()
         return vector
+
+    def vector_outline(self) -> TensorSpec:
+        """Dtype and shape of what `vector` gives, without copying anything."""
+        return TensorSpec("total", dtype_name(self.module.dtype), (self.module.layout.count,))
 
     def commit(self, step: int, total: Vector, samples: int) -> None:
         """Step the optimizer with `total / samples`; what was held is counted and forgotten."""

@@ -175,6 +175,10 @@ class UserModel:
         vector: Vector = self._sum.to("cpu", copy=True).numpy()
         return vector
 
+    def vector_outline(self) -> TensorSpec:
+        """Dtype and shape of what `vector` gives, without copying anything."""
+        return TensorSpec("total", dtype_name(self.dtype), (self.layout.count,))
+
     def commit(self, step: int, total: Vector, samples: int) -> None:
         """Step the optimizer with `total / samples`; what was held is counted and forgotten.
 

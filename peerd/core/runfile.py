@@ -16,6 +16,7 @@ import msgspec
 
 from peerd.core.blockwise import BLOCKS, CODES
 from peerd.core.ids import is_peer_text
+from peerd.core.limits import STATE_TOTALS
 
 FINGERPRINT_SECTIONS = ("run", "seed", "model", "pipeline", "optimizer", "batch", "averaging", "data")
 RANK = 4  # of gradients in powersgd, unless the run file says otherwise
@@ -122,6 +123,7 @@ class LimitsSection(Section, frozen=True):
     microbatches_in_flight: int = 0  # of one trainer; 0: chosen from the number of stage peers
     stage: int | None = None  # the stage to serve; none: the one that needs a peer most
     data_cache_mb: int = 10_240  # MiB of disk for files fetched over http(s)
+    keep_totals: int = 64  # summed gradients of the last steps kept for newcomers, in no more memory than the state's
     upload_mbit: float = 0.0  # what this peer's line carries, Mb/s: its share of averaging follows it; 0: unknown
     download_mbit: float = 0.0
 
@@ -235,6 +237,7 @@ def check(run: RunFile) -> list[tuple[str, str]]:
         rate = getattr(run.limits, way)
         need(0 <= rate <= 1_000_000, f"limits.{way}", f"is {rate:g}; allowed: 0 (unknown) to 1000000")
     need(0 <= run.limits.microbatches_in_flight <= 4096, "limits.microbatches_in_flight", "allowed: 0 to 4096")
+    need(0 <= run.limits.keep_totals <= STATE_TOTALS, "limits.keep_totals", f"allowed: 0 to {STATE_TOTALS}")
     need(1 <= run.limits.data_cache_mb <= 1 << 30, "limits.data_cache_mb", "allowed: 1 to 1073741824")
     need(
         run.limits.stage is None or 0 <= run.limits.stage < p.stages,

@@ -262,10 +262,15 @@ Root = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 
 
 class StateRequest(Message, frozen=True):
-    """Ask a donor what its state is at its current position: it freezes a copy and vouches for it."""
+    """Ask a donor what its state is at its current position: it freezes a copy and vouches for it.
+
+    With a position, `state/1` gives the total that led on from it (one tensor, at the next position), and `kept/1` the
+    checkpoint of that position.
+    """
 
     run: Fingerprint
     stage: StageNumber
+    of: Position | None = None
 
 
 class StateManifest(Message, frozen=True):

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, nullcontext
+from functools import partial
 from typing import TypeVar
 
 import trio
@@ -38,11 +39,12 @@ from peerd.core.training import (
     Prepared,
     Restore,
 )
-from peerd.member.catching_up import CatchingUp
+from peerd.member.catching_up import CatchingUp, Elsewhere
 from peerd.member.own import Own
 from peerd.member.rounds import Rounds, Total
 from peerd.member.saving import Saving
 from peerd.member.serving import Serving
+from peerd.member.totals import Leap
 from peerd.role import Answer, Incoming, MethodLimits, RoleContext, RoundFailed, Training
 
 T = TypeVar("T")
@@ -87,6 +89,8 @@ class StageMember:
         self.members: list[MemberInfo] = []
         self._term = 0
         self._seen, self._changes, self._resend = 0, -1, True  # what the conductor and we know of each other
+        self._asking = trio.CancelScope()  # a report that waits for news
+        self._told, self._news = 0, 0  # how often we had something to tell, and what of it is told
         self._stated = _START
         self._stepped = trio.Event()
         self._waits_for: str | None = "a stage to serve"
@@ -114,6 +118,7 @@ class StageMember:
                 self._waits_for = "the conductor"
                 self._ctx.log.event("stage", stage=self._stage, step=self._position.step)
                 nursery.start_soon(self._announce_now_and_then)
+                nursery.start_soon(self._catching_up.run)
                 nursery.start_soon(self._follow)
                 task_status.started()
         finally:
@@ -228,11 +233,26 @@ class StageMember:
         self._arrive_anew(target)
         self._ctx.log.event("restored", stage=self._stage, step=target.step)
 
-    async def take_over(self, position: Position, state: dict[str, Tensor]) -> None:
-        """Go to `position` with a state from others; ValueError when it does not fit."""
+    async def take_over(self, before: Position, position: Position, state: dict[str, Tensor]) -> None:
+        """Go from `before` to `position` with a state from others; ValueError when it does not fit."""
+        await self._catch_up(before, position, lambda: self.model.load(state), "load the downloaded state")
+
+    async def step_on(self, before: Position, leap: Leap) -> None:
+        """Make the optimizer step that others made; ValueError when it does not fit."""
+        step = partial(leap.make, self.model, self._run.batch.target_samples)
+        await self._catch_up(before, leap.target, step, "step as the others did")
+
+    async def _catch_up(self, before: Position, position: Position, job: Callable[[], None], name: str) -> None:
         async with self.moving, self._changing(patient=True):
-            await self.work(lambda: self.model.load(state), "load the downloaded state")
+            if self._position != before:
+                raise Elsewhere(f"this peer was moved to step {self._position.step} meanwhile")
+            await self.work(job, name)
             self._arrive_anew(position)
+
+    def say_where(self) -> None:
+        """Tell the conductor at once where the parameters stand now."""
+        self._news += 1
+        self._asking.cancel()
 
     @property
     def model(self) -> Model:
@@ -264,14 +284,18 @@ class StageMember:
     async def _follow(self) -> None:
         """Report to the conductor, take its word on where the swarm stands."""
         while True:
-            answer = await self._following.ask("swarm/1/member", self._report, MemberAnswer, _SYNC_WAIT_S + 8.0)
-            self._seen, self._resend = answer.version, answer.resend
+            told = self._news
+            with trio.CancelScope() as self._asking:
+                answer = await self._following.ask("swarm/1/member", self._report, MemberAnswer, _SYNC_WAIT_S + 8.0)
+            if self._asking.cancelled_caught:
+                continue
+            self._seen, self._resend, self._told = answer.version, answer.resend, told
             self._take(answer)
-            # Only if we stand where the report said: a commit may have come in between.
-            if answer.current is not None and self._stated == self._position != answer.current:
-                self._resend |= await self._catching_up.catch_up(answer.current)
+            if answer.current is not None:
+                self._catching_up.swarm_at(answer.current, self._stated)
 
     def _report(self) -> MemberSync:
+        self._resend |= self._told != self._news
         if self._following.changes != self._changes:
             self._changes, self._seen, self._resend = self._following.changes, 0, True
         say_all, self._stated = self._resend, self._position
@@ -394,9 +418,10 @@ class StageMember:
         served, total = self._need(), self._total
         if target != self._averaged or total is None:
             raise Refused("no such average lies ready here")
-        samples = self._run.batch.target_samples
+        samples, before = self._run.batch.target_samples, self._position
         async with self._changing():
-            await self.work(lambda: total.commit(served, target.step - 1, samples), "step")
+            leap = await self.work(lambda: _stepped(served, total, target, samples), "step")
+        self._catching_up.keep(before, leap)
         counted = len(self._counted) * self._run.pipeline.microbatch
         self._tally.add(samples=counted, bytes_aggregated=self._rounds.newly_aggregated_bytes())
         self._arrive(target)
@@ -410,3 +435,9 @@ class StageMember:
             state = await self.work(self._need().state, "copy the state")
             await self._saving.save(self._position, state)
             self._ctx.log.event("saved", stage=self._stage, step=self._position.step)
+
+
+def _stepped(model: Model, total: Total, target: Position, samples: int) -> Leap:
+    """Make a step; what others need to make it, too. For the model's worker."""
+    total.commit(model, target.step - 1, samples)
+    return Leap.made(model, target, total.vector)

@@ -1,4 +1,6 @@
-"""State download, both sides of it: give this peer's state to newcomers, fetch a state from several donors at once.
+"""State download, both sides of it: give this peer's state to newcomers, fetch one from several donors at once.
+
+Besides states this is also how totals (`member.totals`) and kept checkpoints (`member.keeping`) travel.
 
 What is fetched is whole, and vouched for: digests that the largest camp of donors agrees on (two donors at least,
 where two answer). Nothing is applied here; the caller gets everything or an error. What a failed attempt got is kept
@@ -10,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from random import Random
 
 import trio
@@ -20,37 +23,27 @@ from peerd.core.training import Position, StateRequest
 from peerd.core.work import Worker
 from peerd.service.rpc import Rpc
 from peerd.service.snapshot_fetching import Begun, Donors, Fetching, FetchPlan, FetchReport
-from peerd.service.snapshot_giving import Freeze, Giving
+from peerd.service.snapshot_giving import STATE, Freeze, Giving, Methods
 
-__all__ = ["Donors", "FetchReport", "Freeze", "Snapshots", "StateItem"]
+__all__ = ["Donors", "FetchReport", "Fetcher", "Freeze", "Giving", "Snapshots", "StateItem"]
 
 _SHUN_S = 600.0  # how long a donor that lied is not asked
 
 
-class Snapshots:
-    """Both sides of state transfer."""
+class Fetcher:
+    """The newcomer's side: one download at a time."""
 
-    def __init__(self, rpc: Rpc, rng: Random | None = None) -> None:
+    def __init__(self, rpc: Rpc, rng: Random | None = None, methods: Methods = STATE) -> None:
         """`rng` decides which of equal donors gives the digests, and when busy ones are asked again."""
         self.notes: Callable[[str], None] = lambda _: None  # told what a download does, in words
-        self.giving = Giving(rpc)
+        self.chosen: Callable[[Position], None] = lambda _: None  # told what is fetched, once that is decided
+        self.folder: Path | None = None  # where what is fetched lies meanwhile; None: in memory alone
         self.report: FetchReport | None = None  # of the newest download
-        self._rpc = rpc
+        self._rpc, self._methods = rpc, methods
         self._rng = rng or Random(0)
         self._lock = trio.Lock()
         self._begun: Begun | None = None  # what a failed attempt got
         self._shunned: dict[str, float] = {}  # until when
-
-    def offer(
-        self,
-        fingerprint: bytes,
-        stage: int,
-        freeze: Freeze,
-        worker: Worker,
-        standing: Callable[[], Position],
-    ) -> None:
-        """As `Giving.offer`."""
-        self.giving.offer(fingerprint, stage, freeze, worker, standing)
 
     async def fetch(
         self, donors: Donors, request: StateRequest, expected: Sequence[TensorSpec | StateItem], worker: Worker
@@ -62,7 +55,8 @@ class Snapshots:
         """
         layout = StateLayout(expected)
         async with self._lock:
-            plan = FetchPlan(request, layout, partial(self._honest, donors), worker, self.notes)
+            honest = partial(self._honest, donors)
+            plan = FetchPlan(self._methods, request, layout, honest, worker, self.notes, self.chosen, self.folder)
             # Not kept here meanwhile: when another state is chosen, the memory of this one is let go at once.
             fetching = Fetching(self._rpc, plan, self._take_kept(layout), self._rng)
             self.report = fetching.report
@@ -86,5 +80,27 @@ class Snapshots:
 
     def _shun(self, liars: list[str]) -> None:
         now = trio.current_time()
-        self._shunned = {peer: until for peer, until in self._shunned.items() if until > now}
-        self._shunned |= dict.fromkeys(liars, now + _SHUN_S)
+        for peer in [peer for peer, until in self._shunned.items() if until <= now]:
+            del self._shunned[peer]
+        self._shunned.update(dict.fromkeys(liars, now + _SHUN_S))
+
+
+class Snapshots(Fetcher):
+    """Both sides of state transfer; `totals` fetches the totals of steps, also while a state is fetched."""
+
+    def __init__(self, rpc: Rpc, rng: Random | None = None) -> None:
+        super().__init__(rpc, rng)
+        self.giving = Giving(rpc)
+        self.totals = Fetcher(rpc, rng)
+        self.totals._shunned = self._shunned  # who lies about one thing is not asked for another
+
+    def offer(
+        self,
+        fingerprint: bytes,
+        stage: int,
+        freeze: Freeze,
+        worker: Worker,
+        standing: Callable[[], Position],
+    ) -> None:
+        """As `Giving.offer`."""
+        self.giving.offer(fingerprint, stage, freeze, worker, standing)

@@ -1,17 +1,20 @@
 """The newcomer's side of state download: drives one `machine/download` over calls, into memory taken beforehand.
 
-How much is taken follows from the receiver's own layout alone. Pieces are hashed on the worker, and written only when
-they are right; what is written stays for the next attempt (`Begun`). Nothing is applied here. A hostile donor may
+How much is taken follows from the receiver's own layout alone; where a folder is given for it, it is a file there, so
+that the system may put it out of memory. Pieces are hashed on the worker, and written only when they are right; what is
+written stays for the next attempt (`Begun`). Nothing is applied here. A hostile donor may
 send other bytes, frames or digests than it vouched for: it is named, and what it sent is not kept.
 """
 
 from __future__ import annotations
 
 import mmap
+import tempfile
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from random import Random
 
 import trio
@@ -21,12 +24,13 @@ from peerd.core.frame import TensorFrame
 from peerd.core.ids import PeerId
 from peerd.core.messages import Empty
 from peerd.core.state import DIGEST_BYTES, StateLayout, piece_digest
-from peerd.core.training import StateDigests, StateManifest, StatePiece, StateRequest
+from peerd.core.training import Position, StateDigests, StateManifest, StatePiece, StateRequest
 from peerd.core.work import Worker
 from peerd.machine import downloading as dl
 from peerd.machine.camps import Claim
 from peerd.machine.download import Download
 from peerd.service.rpc import Rpc
+from peerd.service.snapshot_giving import Methods
 
 Donors = Sequence[PeerId] | Callable[[], Sequence[PeerId]]
 _LOOK_S = 3.0  # how often to ask for more donors
@@ -36,13 +40,13 @@ _TELL_S = 10.0  # how often to say how far it is
 class Begun:
     """A state that is being fetched: memory for all of it, and which pieces are there."""
 
-    def __init__(self, claim: Claim, layout: StateLayout) -> None:
+    def __init__(self, claim: Claim, layout: StateLayout, folder: Path | None = None) -> None:
         self.claim = claim
         self.layout = layout
         self.digests: memoryview | None = None  # of all pieces, once they are known to be right
         self.have: set[int] = set()
         # Anonymous memory takes no time to get, however large, and begins at a page: tensors are aligned in it.
-        self.row = memoryview(mmap.mmap(-1, max(1, layout.total_bytes)))[: layout.total_bytes]
+        self.row = memoryview(_room(max(1, layout.total_bytes), folder))[: layout.total_bytes]
 
     def take_digests(self, digests: memoryview) -> bool:
         """Believe them if the root says so."""
@@ -83,13 +87,20 @@ class FetchReport:
 
 @dataclass(frozen=True, slots=True)
 class FetchPlan:
-    """What a download needs to know. `donors` tells those there are now; `notes` is told what happens, in words."""
+    """What a download needs to know.
 
+    `donors` tells those there are now; `chosen` is told what is fetched once that is decided, `notes` what happens, in
+    words; `folder` is where the state lies meanwhile; None: in memory alone.
+    """
+
+    methods: Methods
     request: StateRequest
     layout: StateLayout
     donors: Callable[[], Sequence[PeerId]]
     worker: Worker
     notes: Callable[[str], None]
+    chosen: Callable[[Position], None]
+    folder: Path | None
 
 
 class Fetching:
@@ -175,7 +186,8 @@ class Fetching:
     def _begin(self, chosen: dl.Chosen) -> None:
         claim, layout = chosen.claim, self._plan.layout
         if self.begun is None or self.begun.claim != claim:
-            self.begun = Begun(claim, layout)
+            self.begun = Begun(claim, layout, self._plan.folder)
+        self._plan.chosen(claim.position)
         self.report.step, self.report.had = claim.position.step, len(self.begun.have)
         size = f"{layout.total_bytes / 1e6:.1f} MB"
         there = f", {self.report.had} of {layout.pieces} pieces are there already" if self.report.had else ""
@@ -213,12 +225,17 @@ class Fetching:
     # --- calls ------------------------------------------------------------------------------------------------
 
     async def _claim(self, donor: PeerId, timeout_s: float) -> Claim:
+        request, methods = self._plan.request, self._plan.methods
         answer = await self._rpc.call(
-            donor, "state/1/manifest", self._plan.request, StateManifest, timeout_s=timeout_s, reply_frame_bytes=0
+            donor, methods.manifest, request, StateManifest, timeout_s=timeout_s, reply_frame_bytes=0
         )
         if answer.body.layout != self._plan.layout.digest:
             raise ProtocolViolation("the state offered does not fit this stage: other names, dtypes or shapes", donor)
-        return Claim(answer.body.position, answer.body.root)
+        asked, found = request.of, answer.body.position
+        fits = asked is None or (found.step == asked.step + methods.ahead if methods.ahead else found == asked)
+        if not fits:
+            raise ProtocolViolation(f"what it offers is of step {found.step}, and not what was asked for", donor)
+        return Claim(found, answer.body.root)
 
     async def _fetch_digests(self, donor: PeerId, timeout_s: float) -> None:
         begun = self.begun
@@ -226,7 +243,7 @@ class Fetching:
         shape = (begun.layout.pieces, DIGEST_BYTES)
         answer = await self._rpc.call(
             donor,
-            "state/1/digests",
+            self._plan.methods.digests,
             StateDigests(self._plan.request.run, begun.claim.root),
             Empty,
             timeout_s=timeout_s,
@@ -242,7 +259,7 @@ class Fetching:
         begin, end = begun.layout.piece(ask.piece)
         answer = await self._rpc.call(
             donor,
-            "state/1/piece",
+            self._plan.methods.piece,
             StatePiece(self._plan.request.run, begun.claim.root, ask.piece),
             Empty,
             timeout_s=ask.timeout_s,
@@ -263,6 +280,15 @@ class Fetching:
             if kinds == {kind}:
                 return kind(last.why, peer)
         return Unreachable(last.why, peer)
+
+
+def _room(size: int, folder: Path | None) -> mmap.mmap:
+    """So many zeros."""
+    if folder is None:
+        return mmap.mmap(-1, size)
+    with tempfile.TemporaryFile(dir=folder) as file:
+        file.truncate(size)
+        return mmap.mmap(file.fileno(), size)
 
 
 def _bytes_of(frames: Sequence[TensorFrame], shape: tuple[int, ...], donor: PeerId) -> memoryview:

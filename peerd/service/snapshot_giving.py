@@ -1,9 +1,10 @@
 """The donor's side of state download: frozen copies, and pieces of them for whoever asks.
 
 A copy is frozen when somebody asks for a position of which there is none, and shared by all who ask for that
-position; it is hashed a few pieces at a time, so that the worker gets to other things in between. Limits: a few
-copies, of which one in use is not let go for a new one; a number of pieces on their way to one peer and to all (the
-calls' limits). Beyond each, the caller hears Overloaded and when to come back.
+position; it is hashed a few pieces at a time, so that the worker gets to other things in between. What is asked for by
+name (the total of a step, a kept checkpoint) is there already and only hashed. Limits: a few copies of either kind, of
+which one in use is not let go for a new one; a number of pieces on their way to one peer and to all (the calls'
+limits). Beyond each, the caller hears Overloaded and when to come back.
 
 A hostile caller may ask for copies at every step (each takes the place of its last one), for pieces that do not exist
 (Refused), or take its answers slowly (it holds its own share of pieces, and a copy for STATE_COPY_LIFE_S at most).
@@ -14,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from functools import partial
+from typing import NamedTuple
 
 import trio
 
@@ -26,6 +28,7 @@ from peerd.core.limits import (
     STATE_COPY_LIFE_S,
     STATE_GIVEN,
     STATE_GIVEN_PER_PEER,
+    STATE_NAMED_COPIES,
     STATE_PIECES,
 )
 from peerd.core.messages import Empty
@@ -34,12 +37,25 @@ from peerd.core.training import Position, StateDigests, StateManifest, StatePiec
 from peerd.core.work import Worker
 from peerd.service.rpc import Answer, Incoming, MethodLimits, Rpc
 
-_BUSY_S = 15.0  # a copy that somebody has used within this time, and did not ask for a newer one, is in use
+# A copy that somebody has used within this time, and did not ask for a newer one, is in use: longer than a piece may
+# take, so that a joiner on a slow line does not lose its copy between two pieces.
+_BUSY_S = 35.0
 _IDLE_LIFE_S = 300.0  # one that nobody has asked for so long is let go
 _HASHED_AT_ONCE = 16  # pieces, of a MiB each
 
 
+class Methods(NamedTuple):
+    """What the calls are named, and how many steps further than asked for an answer stands that names its step."""
+
+    manifest: str
+    digests: str
+    piece: str
+    ahead: int
+
+
+STATE = Methods("state/1/manifest", "state/1/digests", "state/1/piece", ahead=1)
 Freeze = Callable[[], Awaitable[tuple[Position, list[StateItem]]]]
+Named = Callable[[Position], Awaitable[tuple[Position, list[StateItem]] | None]]
 
 
 @dataclass(slots=True)
@@ -66,28 +82,58 @@ class _Copy:
 
 
 @dataclass(slots=True)
+class _Shelf:
+    """Copies of one kind, by root."""
+
+    most: int
+    copies: dict[bytes, _Copy] = field(default_factory=dict)
+    lock: trio.Lock = field(default_factory=trio.Lock)  # one copy is made at a time
+
+    def of(self, position: Position) -> _Copy | None:
+        return next((copy for copy in self.copies.values() if copy.manifest.position == position), None)
+
+    def drop_unused(self, now: float) -> None:
+        for root, copy in list(self.copies.items()):
+            if now - copy.used_at() > _IDLE_LIFE_S:
+                del self.copies[root]
+
+    def make_room(self, now: float) -> None:
+        """Bound the memory, before a new copy is made: the least used goes; Overloaded when all are in use."""
+        self.drop_unused(now)
+        if len(self.copies) >= self.most:
+            root, oldest = min(self.copies.items(), key=lambda item: (item[1].in_use(now), item[1].used_at()))
+            if oldest.in_use(now):
+                raise Overloaded("others are fetching older states", 2.0)
+            del self.copies[root]
+
+
+@dataclass(slots=True)
 class _Offer:
-    """What this peer gives to others: one stage of one run."""
+    """What this peer gives to others of one stage of one run."""
 
     fingerprint: bytes
-    stage: int
-    freeze: Freeze
     worker: Worker
-    standing: Callable[[], Position]
-    copies: dict[bytes, _Copy] = field(default_factory=dict)  # by root
-    lock: trio.Lock = field(default_factory=trio.Lock)
+    freeze: Freeze | None = None
+    standing: Callable[[], Position] | None = None
+    named: Named | None = None
+    frozen: _Shelf = field(default_factory=lambda: _Shelf(STATE_COPIES))
+    by_name: _Shelf = field(default_factory=lambda: _Shelf(STATE_NAMED_COPIES))
+
+    @property
+    def shelves(self) -> tuple[_Shelf, _Shelf]:
+        return self.frozen, self.by_name
 
 
 class Giving:
-    """Answers calls for the state of this peer; nothing is given before `offer`."""
+    """Answers calls for the state of this peer; nothing is given before `offer` or `offer_named`."""
 
-    def __init__(self, rpc: Rpc) -> None:
-        self._offer: _Offer | None = None
-        small = MethodLimits(calls_per_peer=2, calls=STATE_GIVEN)
+    def __init__(self, rpc: Rpc, methods: Methods = STATE) -> None:
+        self._offers: dict[int, _Offer] = {}  # by stage
+        small = MethodLimits(calls_per_peer=4, calls=STATE_GIVEN)  # a state and a total may be asked for at once
         pieces = MethodLimits(calls_per_peer=STATE_GIVEN_PER_PEER, calls=STATE_GIVEN)
-        rpc.serve("state/1/manifest", StateRequest, self._give_manifest, limits=small)
-        rpc.serve("state/1/digests", StateDigests, self._give_digests, limits=small)
-        rpc.serve("state/1/piece", StatePiece, self._give_piece, limits=pieces)
+        rpc.serve(methods.manifest, StateRequest, self._give_manifest, limits=small)
+        rpc.serve(methods.digests, StateDigests, self._give_digests, limits=small)
+        rpc.serve(methods.piece, StatePiece, self._give_piece, limits=pieces)
 
     def offer(
         self,
@@ -102,36 +148,40 @@ class Giving:
         It is called once for each position that `standing` tells and somebody asks for. `worker` hashes: best one
         that computes nothing else.
         """
-        self._offer = _Offer(fingerprint, stage, freeze, worker, standing)
+        offer = self._offers.setdefault(stage, _Offer(fingerprint, worker))
+        offer.freeze, offer.standing = freeze, standing
+
+    def offer_named(self, fingerprint: bytes, stage: int, named: Named, worker: Worker) -> None:
+        """From now on give also what `named` has for a position; what it returns must never change."""
+        self._offers.setdefault(stage, _Offer(fingerprint, worker)).named = named
 
     def let_go(self) -> None:
         """Free the copies that nobody has asked for in a while. To be called now and then: each is a whole state."""
-        if self._offer is not None:
-            _drop_unused(self._offer.copies, trio.current_time())
+        for offer in self._offers.values():
+            for shelf in offer.shelves:
+                shelf.drop_unused(trio.current_time())
 
     @property
     def copies(self) -> list[Position]:
         """The positions of which there are frozen copies, oldest first."""
-        return [copy.manifest.position for copy in self._offer.copies.values()] if self._offer is not None else []
+        return [copy.manifest.position for offer in self._offers.values() for copy in offer.frozen.copies.values()]
 
     async def _give_manifest(self, call: Incoming[StateRequest]) -> Answer[StateManifest]:
-        offer = self._offer
-        if offer is None or offer.fingerprint != call.body.run or offer.stage != call.body.stage:
+        body, offer = call.body, self._offers.get(call.body.stage)
+        if offer is None or offer.fingerprint != body.run:
             raise Refused("this peer does not give the state of that stage")
-        async with offer.lock:
-            now = trio.current_time()
-            for other in offer.copies.values():
+        shelf = offer.frozen if body.of is None else offer.by_name
+        async with shelf.lock:
+            for other in shelf.copies.values():
                 other.used.pop(call.peer, None)  # it wants another one, or will say so
-            copy = _of_position(offer, offer.standing())
-            if copy is None:
-                _make_room(offer, now)
-                copy = await _frozen(offer, now)
+            copy = await (_newest(offer) if body.of is None else _of_name(offer, body.of))
             copy.touch(call.peer, trio.current_time())
         return Answer(copy.manifest)
 
     def _copy(self, call: Incoming[StateDigests] | Incoming[StatePiece]) -> _Copy:
-        offer, body = self._offer, call.body
-        copy = offer.copies.get(body.root) if offer is not None and offer.fingerprint == body.run else None
+        body = call.body
+        shelves = [shelf for o in self._offers.values() if o.fingerprint == body.run for shelf in o.shelves]
+        copy = next((shelf.copies[body.root] for shelf in shelves if body.root in shelf.copies), None)
         if copy is None:
             raise Refused("this copy of the state is gone: ask for a new manifest")
         copy.touch(call.peer, trio.current_time())
@@ -149,43 +199,42 @@ class Giving:
         return Answer(Empty(), (TensorFrame("uint8", (data.nbytes,), data),))
 
 
-def _of_position(offer: _Offer, position: Position) -> _Copy | None:
-    return next((copy for copy in offer.copies.values() if copy.manifest.position == position), None)
-
-
-def _drop_unused(copies: dict[bytes, _Copy], now: float) -> None:
-    for root, copy in list(copies.items()):
-        if now - copy.used_at() > _IDLE_LIFE_S or now - copy.made > STATE_COPY_LIFE_S:
-            del copies[root]
-
-
-def _make_room(offer: _Offer, now: float) -> None:
-    """Bound the memory, before a new copy is made: the least used goes; Overloaded when all are in use."""
-    copies = offer.copies
-    _drop_unused(copies, now)
-    if len(copies) >= STATE_COPIES:
-        root, oldest = min(copies.items(), key=lambda item: (item[1].in_use(now), item[1].used_at()))
-        if oldest.in_use(now):
-            raise Overloaded("others are fetching older states", 2.0)
-        del copies[root]
-
-
-async def _frozen(offer: _Offer, now: float) -> _Copy:
+async def _newest(offer: _Offer) -> _Copy:
     """A copy of the present state; the one there is, when there is one."""
-    position, items = await offer.freeze()
-    copy = _of_position(offer, position)
-    if copy is not None:
-        return copy
-    layout = StateLayout(items)
+    if offer.freeze is None or offer.standing is None:
+        raise Refused("this peer has no state of its own to give")
+    copy = offer.frozen.of(offer.standing())
+    if copy is None:
+        offer.frozen.make_room(trio.current_time())
+        position, items = await offer.freeze()
+        copy = offer.frozen.of(position) or await _hashed(offer.frozen, position, items, offer.worker)
+    return copy
+
+
+async def _of_name(offer: _Offer, name: Position) -> _Copy:
+    found = await offer.named(name) if offer.named is not None else None
+    if found is None:
+        raise Refused(f"what was asked for of step {name.step} is not kept here")
+    position, items = found
+    copy = offer.by_name.of(position)
+    if copy is None:
+        offer.by_name.make_room(trio.current_time())
+        copy = await _hashed(offer.by_name, position, items, offer.worker)
+    return copy
+
+
+async def _hashed(shelf: _Shelf, position: Position, items: list[StateItem], worker: Worker) -> _Copy:
+    """Put a new copy on the shelf."""
+    layout, made = StateLayout(items), trio.current_time()
     if layout.pieces > STATE_PIECES:
         raise Refused(f"the state has {layout.total_bytes} bytes, more than can be given")
     payloads = [item.payload for item in items]
     digests = bytearray(layout.pieces * DIGEST_BYTES)
     for begin in range(0, layout.pieces, _HASHED_AT_ONCE):
         numbers = range(begin, min(begin + _HASHED_AT_ONCE, layout.pieces))
-        await offer.worker.run(partial(_hash, layout, payloads, numbers, digests), name="hash the state")
+        await worker.run(partial(_hash, layout, payloads, numbers, digests), name="hash the state")
     manifest = StateManifest(position, layout.digest, layout.root(position, digests))
-    copy = offer.copies[manifest.root] = _Copy(manifest, layout, payloads, digests, now)
+    copy = shelf.copies[manifest.root] = _Copy(manifest, layout, payloads, digests, made)
     return copy
 
 

@@ -1,0 +1,130 @@
+"""A joiner whose download takes longer than a step comes to where the swarm stands: one state, and the steps since."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import trio
+
+from peerd.core.errors import Refused
+from peerd.core.messages import Empty
+from peerd.core.runfile import AveragingSection, CheckpointSection, EvaluateSection, RunFile
+from peerd.core.training import StatePiece
+from peerd.service.rpc import Answer, Incoming
+from peerd.service.snapshot import Giving
+from roles.backbone import BackboneRole
+from roles.stage import StageRole
+from roles.trainer import TrainerRole
+from tests.kit.exact import write_texts
+from tests.kit.training import Peer, Swarm, events, pinned, small_run, swarm
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.socket,
+    pytest.mark.no_watchdog("several peers and the threads of their workers share one interpreter"),
+]
+SPANNED = 8  # steps that the swarm makes while the state is on its way: more than the totals that anyone keeps
+
+
+class SlowLine:
+    """Donors' line for states, not for totals: a piece gets through when the swarm has made SPANNED steps meanwhile."""
+
+    def __init__(self) -> None:
+        self.frozen_at: list[int] = []  # the steps of the states that somebody began to fetch
+        self.peers: list[Peer] = []
+
+    async def pass_piece(self, giving: Giving, call: Incoming[StatePiece]) -> None:
+        frozen = [copy for offer in giving._offers.values() for copy in offer.frozen.copies.values()]
+        for copy in frozen:
+            if copy.manifest.root == call.body.root:
+                step = copy.manifest.position.step
+                self.frozen_at.append(step)
+                for peer in self.peers:
+                    while peer.role._position.step < step + SPANNED:
+                        await peer.role._stepped.wait()
+
+
+@pytest.fixture
+def line(monkeypatch: pytest.MonkeyPatch) -> SlowLine:
+    line = SlowLine()
+    give = Giving._give_piece
+
+    async def slow(self: Giving, call: Incoming[StatePiece]) -> Answer[Empty]:
+        await line.pass_piece(self, call)
+        return await give(self, call)
+
+    monkeypatch.setattr(Giving, "_give_piece", slow)
+    return line
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunFile:
+    nothing = EvaluateSection(every_steps=0)
+    return small_run("late", write_texts(tmp_path), nothing, CheckpointSection(every_steps=1000))
+
+
+async def until_equal(s: Swarm, one: Peer, other: Peer, beyond: int) -> None:
+    """Both stand at one position beyond a step, and hold the same bits there."""
+    with trio.move_on_after(60):
+        while True:
+            (place, ours), (there, theirs) = [await p.role._catching_up.freeze() for p in (one, other)]
+            if place == there and place.step > beyond:
+                assert [(t.name, bytes(t.payload)) for t in ours] == [(t.name, bytes(t.payload)) for t in theirs]
+                return
+            await other.role._stepped.wait()
+    pytest.fail("they never met\n" + "\n".join(events(s.peers.values())))
+
+
+def told(peer: Peer, name: str) -> list[dict[str, Any]]:
+    return [event for event in peer.log.recent(500) if event["name"] == name]
+
+
+@pytest.mark.parametrize("code", ["none", "int8", "powersgd"])
+async def test_a_download_that_spans_many_steps_is_not_begun_anew(
+    tmp_path: Path, run: RunFile, line: SlowLine, code: Any
+) -> None:
+    run = msgspec.structs.replace(run, averaging=AveragingSection(code=code))
+    async with swarm(tmp_path / "peers") as s:
+        await s.start("backbone", BackboneRole, None)
+        peers = [await s.start(f"stage{i}", StageRole, pinned(run, i % 2)) for i in range(4)]
+        line.peers = [peers[0], peers[2]]
+        await s.start("trainer", TrainerRole, run)
+        while peers[0].role._position.step < 6:  # too far for the totals alone
+            await peers[0].role._stepped.wait()
+        new = await s.start("new", StageRole, pinned(run, 0))
+        with trio.fail_after(60):
+            while not told(new, "caught up"):
+                await new.role._stepped.wait()
+        await until_equal(s, new, peers[0], new.role._position.step)
+        assert len(told(new, "downloaded")) == 1, events([new])
+        assert len(set(line.frozen_at)) == 1
+        (downloaded,) = told(new, "downloaded")
+        assert sum(event["steps"] for event in told(new, "caught up")) >= SPANNED
+        assert told(new, "caught up")[0]["step"] >= downloaded["step"] + SPANNED
+        assert told(new, "trail broken") == []
+
+
+async def test_a_member_that_is_a_step_late_needs_no_state(tmp_path: Path, run: RunFile, line: SlowLine) -> None:
+    async with swarm(tmp_path / "peers") as s:
+        await s.start("backbone", BackboneRole, None)
+        peers = [await s.start(f"stage{i}", StageRole, pinned(run, i % 2)) for i in range(4)]
+        await s.start("trainer", TrainerRole, run)
+        late = peers[2]
+        step_to = late.role._step_to
+
+        async def miss(_: object) -> None:
+            late.role._step_to = step_to
+            raise Refused("not this once")
+
+        while late.role._position.step < 2:
+            await late.role._stepped.wait()
+        late.role._step_to = miss
+        with trio.fail_after(60):
+            while not told(late, "caught up"):
+                await late.role._stepped.wait()
+        await until_equal(s, late, peers[0], late.role._position.step)
+        assert told(late, "downloaded") == []
+        assert line.frozen_at == []
