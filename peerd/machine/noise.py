@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -40,6 +40,8 @@ _SIGNED_PREFIX: Final = b"noise-libp2p-static-key:"
 _NONCE: Final = struct.Struct("<4xQ")
 _LENGTH: Final = struct.Struct(">H")
 
+Place = Callable[[int], memoryview | None]  # where a plaintext of so many bytes belongs, if that is known
+
 
 class Sealer:
     """Encrypts one direction into length-prefixed frames."""
@@ -63,7 +65,8 @@ class Opener:
     """Decrypts the other direction, from pieces of any size.
 
     With a pool (of SEALED_BYTES buffers), large plaintexts come as views of its buffers, which the caller then owns;
-    small ones, and all without a pool, come as bytes.
+    small ones, and all without a pool, come as bytes. `place` may name other memory for a large one of so many bytes:
+    it is asked when all before it was taken from the iterator, and holds nothing of worth if the tag proves wrong.
     """
 
     __slots__ = ("_cipher", "_count", "_part", "_part_bytes", "pool")
@@ -77,25 +80,29 @@ class Opener:
 
     def feed(self, data: bytes | memoryview) -> list[bytes | memoryview]:
         """The plaintexts of all frames that are now complete; `data` may be reused afterwards."""
-        plains: list[bytes | memoryview] = []
+        return list(self.each(data))
+
+    def each(self, data: bytes | memoryview, place: Place | None = None) -> Iterator[bytes | memoryview]:
+        """As `feed`, one after the other; `data` may be reused when the last one was taken."""
         view = memoryview(data)
-        if not view:
-            return plains
-        at = 0 if self._part is None else self._finish_part(self._part, view, plains)
+        at = 0
+        if self._part is not None and view:
+            at = self._add_to_part(self._part, view)
+            if (plain := self._finish_part(self._part, place)) is not None:
+                yield plain
         end = len(view)
         while end - at >= 2:
             size = view[at] << 8 | view[at + 1]
             if end - at - 2 < size:
                 break
-            plains.append(self._open(view[at + 2 : at + 2 + size]))
+            yield self._open(view[at + 2 : at + 2 + size], place)
             at += 2 + size
         if at < end:
             self._part = self.pool.take() if self.pool is not None else bytearray(SEALED_BYTES)
             self._part[: end - at] = view[at:]
             self._part_bytes = end - at
-        return plains
 
-    def _finish_part(self, part: bytearray, view: memoryview, plains: list[bytes | memoryview]) -> int:
+    def _add_to_part(self, part: bytearray, view: memoryview) -> int:
         """Add to the frame in `part`; returns how much of `view` it took."""
         have, at = self._part_bytes, 0
         if have < 2:
@@ -105,14 +112,19 @@ class Opener:
         take = min(want - have, len(view) - at)
         part[have : have + take] = view[at : at + take]
         self._part_bytes = have + take
-        if self._part_bytes == want:
-            plains.append(self._open(memoryview(part)[2:want]))
-            self._part = None
-            if self.pool is not None:
-                self.pool.give(part)
         return at + take
 
-    def _open(self, sealed: memoryview) -> bytes | memoryview:
+    def _finish_part(self, part: bytearray, place: Place | None) -> bytes | memoryview | None:
+        """The plaintext of the frame in `part`, if it is whole."""
+        if self._part_bytes < 2 or self._part_bytes < (want := 2 + (part[0] << 8 | part[1])):
+            return None
+        plain = self._open(memoryview(part)[2:want], place)
+        self._part = None
+        if self.pool is not None:
+            self.pool.give(part)
+        return plain
+
+    def _open(self, sealed: memoryview, place: Place | None) -> bytes | memoryview:
         size = len(sealed) - TAG_BYTES
         if size < 0:
             raise ProtocolViolation("an encrypted frame is shorter than its tag")
@@ -121,7 +133,9 @@ class Opener:
         try:
             if size < _POOLED_BYTES or self.pool is None:
                 return self._cipher.decrypt(nonce, sealed, None)
-            plain = memoryview(self.pool.take())[:size]
+            plain = place(size) if place is not None else None
+            if plain is None:
+                plain = memoryview(self.pool.take())[:size]
             self._cipher.decrypt_into(nonce, sealed, None, plain)
             return plain
         except InvalidTag:

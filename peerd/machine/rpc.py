@@ -190,9 +190,12 @@ class MessageParser:
         self._rest = data[at:] if at < end else b""
         return messages
 
-    def accept(self) -> list[bytearray]:
-        """Take the payloads of the message that waits, into these buffers; they are full once `wanted` is 0."""
-        buffers = [bytearray(header.payload_bytes) for header in self._waiting().headers]
+    def accept(self, into: Sequence[memoryview] | None = None) -> Sequence[bytearray | memoryview]:
+        """Take the payloads of the message that waits into these buffers, or new ones; full once `wanted` is 0."""
+        headers = self._waiting().headers
+        buffers = [bytearray(header.payload_bytes) for header in headers] if into is None else into
+        if [len(buffer) for buffer in buffers] != [header.payload_bytes for header in headers]:
+            raise LocalError("buffers of other sizes than the payloads")
         self._targets = [memoryview(buffer) for buffer in buffers if buffer]
         self._begin()
         return buffers
@@ -202,6 +205,19 @@ class MessageParser:
         self._targets = []
         if self._pending is not None:
             self._begin()
+
+    def room(self) -> memoryview | None:
+        """Where the next payload bytes go, all of one frame's at most; None: nowhere, they are skipped."""
+        return self._targets[0] if self._targets else None
+
+    def filled(self, count: int) -> None:
+        """So many bytes were put into `room`."""
+        target = self._targets[0]
+        self.wanted -= count
+        if count == target.nbytes:
+            del self._targets[0]
+        else:
+            self._targets[0] = target[count:]
 
     def fill(self, data: bytes | memoryview) -> None:
         """Payload bytes, at most `wanted` of them."""

@@ -342,6 +342,11 @@ class Yamux:
             raise ProtocolViolation("the peer asks for more answers than it reads")
         return events
 
+    def place(self, size: int) -> memoryview | None:
+        """Where a reader waits for the next `size` bytes of plaintext; None: nobody does. `receive` takes that view."""
+        stream = self._body_stream
+        return stream.place(size) if stream is not None and size <= self._body_left else None
+
     def _take_body(self, piece: memoryview, buffer_bytes: int, events: list[Event]) -> None:
         self._body_left -= len(piece)
         stream = self._body_stream

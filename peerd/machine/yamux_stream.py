@@ -71,6 +71,8 @@ class YamuxStream:
         "inbound",
         "inbox",
         "inbox_bytes",
+        "landed_bytes",
+        "landing",
         "lent",
         "linger_until",
         "low_water",
@@ -78,6 +80,7 @@ class YamuxStream:
         "out_bytes",
         "owed",
         "owner",
+        "placed",
         "pool",
         "queued",
         "send_credit",
@@ -99,6 +102,9 @@ class YamuxStream:
         # Incoming.
         self.inbox: deque[Piece] = deque()
         self.inbox_bytes = 0
+        self.landing: memoryview | None = None  # the rest of what a reader wants filled; only while the inbox is empty
+        self.landed_bytes = 0  # put there; the driver sets it back
+        self.placed = False  # the next piece lies in `landing` already
         self.lent: tuple[memoryview, bool] | None = None  # what `lend` gave, and whether its buffer ended there
         self.credit = self.target = INITIAL_WINDOW
         self.owed = 0  # part of the credit that no frame has announced yet
@@ -126,8 +132,20 @@ class YamuxStream:
             return self.send_credit > 0
         return self.fin_due and not self.fin_sent
 
+    def place(self, size: int) -> memoryview | None:
+        """Where a reader waits for the next `size` bytes; then they must be put there before they are `put`."""
+        into = self.landing
+        if into is None or len(into) < size or self.abandoned or self.was_reset:
+            return None
+        self.placed = True
+        return into[:size]
+
     def put(self, piece: memoryview, buffer_bytes: int) -> bool:
-        """Add received bytes, a slice of a buffer of `buffer_bytes`; whether the inbox now owns that buffer."""
+        """Add received bytes, a slice of a buffer of `buffer_bytes`; whether that buffer is somebody's now."""
+        if self.landing is not None:
+            placed, piece = self.placed, self._land(self.landing, piece)
+            if not piece:
+                return placed
         size = len(piece)
         self.inbox_bytes += size
         if size * 2 > buffer_bytes and size > _MERGE_BYTES:
@@ -139,6 +157,16 @@ class YamuxStream:
         else:
             self.inbox.append(bytearray(piece))
         return False
+
+    def _land(self, into: memoryview, piece: memoryview) -> memoryview:
+        """Move bytes to where a reader waits for them; returns what is too much."""
+        size = min(len(into), len(piece))
+        if not self.placed:
+            into[:size] = piece[:size]
+        self.placed = False
+        self.landing = into[size:] if size < len(into) else None
+        self.landed_bytes += size
+        return piece[size:]
 
     def take(self, max_bytes: int) -> bytes:
         """Remove up to `max_bytes` from the inbox; the session must be told with `consumed`."""

@@ -10,6 +10,7 @@ stream learns of the link's end; `run` returns only after the raw link is closed
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Protocol
@@ -242,7 +243,7 @@ class Link:
                     self.reason = self.reason or "the peer closed the connection"
                     return
                 self.bytes_in += len(data)
-                self._take(opener.feed(data))
+                self._take(opener.each(data, self.mux.place))
             await self._drain()
         except (trio.BrokenResourceError, trio.ClosedResourceError) as error:
             self.reason = self.reason or f"the connection broke: {error}"
@@ -253,7 +254,7 @@ class Link:
             self.flush()
             await self._drain()
 
-    def _take(self, plains: list[bytes | memoryview]) -> None:
+    def _take(self, plains: Iterable[bytes | memoryview]) -> None:
         now = trio.current_time()
         for plain in plains:
             for event in self.mux.receive(plain, now):

@@ -26,11 +26,16 @@ _OFFER_BYTES = 16 * 1024  # given at once to one who receives each: a thousand o
 _SEND_BUFFER_BYTES = 128 * 1024  # unsent bytes above which even small sends wait
 
 
+def _unheard(_: int) -> None:
+    """Nobody wants to know."""
+
+
 class Stream:
     """One stream of a link. Each direction is used by one task at a time."""
 
     __slots__ = (
         "_ended",
+        "_landed",
         "_link",
         "_mux",
         "_negotiation",
@@ -55,6 +60,7 @@ class Stream:
         self._writable: trio.Event | None = None
         self._over: trio.Event | None = None  # someone waits for the end
         self._taker: Callable[[bytes], bool] | None = None  # who waits in `receive_each`
+        self._landed: Callable[[int], None] | None = None  # who waits in `receive_into`
         self._sending = False
 
     @property
@@ -189,21 +195,36 @@ class Stream:
             parts.append(part)
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
-    async def receive_into(self, into: bytearray | memoryview) -> None:
-        """Fill all of `into`, one copy less than `receive_exactly`; ProtocolViolation when the stream ends before."""
-        view = memoryview(into).cast("B")
-        at = 0
-        while at < len(view):
-            if not await self._wait_readable():
-                raise ProtocolViolation(f"{self.protocol} ends {len(view) - at} bytes early", self.peer)
-            at += self._mux.take_into(view[at:])
-            self._link.consumed(self._mux)
+    async def receive_into(self, into: bytearray | memoryview, landed: Callable[[int], None] = _unheard) -> None:
+        """Fill all of `into`; ProtocolViolation when the stream ends before.
+
+        What comes while this waits is decrypted where it belongs, and this wakes when all is there. `landed` is told
+        of each piece, so that who cancels knows how far it came; it often runs in the link's own task.
+        """
+        view, mux = memoryview(into).cast("B"), self._mux
+        while view:
+            if not mux.inbox and self._negotiation is None:
+                mux.landing, self._landed = view, landed
+            try:
+                more = await self._wait_readable()
+                view = view if self._landed is None else mux.landing or view[:0]
+            finally:
+                mux.landing = self._landed = None
+            if view and not more:
+                raise ProtocolViolation(f"{self.protocol} ends {len(view)} bytes early", self.peer)
+            if view:
+                size = mux.take_into(view)
+                self._link.consumed(mux)
+                landed(size)
+                view = view[size:]
 
     async def _wait_readable(self) -> bool:
-        """True when there are bytes, or a taker has had enough; False at the end."""
-        mux, taken = self._mux, self._taker is not None
+        """True when there are bytes, or a taker has had enough, or all has landed; False at the end."""
+        mux, taken, landing = self._mux, self._taker is not None, self._landed is not None
         mux.end_loan()
         while not mux.inbox or self._negotiation is not None:
+            if landing and mux.landing is None:
+                return True
             if mux.fin_received and self._negotiation is None:
                 return False
             if self._ended is not None:
@@ -265,7 +286,18 @@ class Stream:
                 mux.inbox.clear()
                 mux.inbox_bytes = 0
             self.end("the peer reset the stream")
+        elif self._landed is not None and mux.landed_bytes:
+            self._land(self._landed)
         elif self._readable is not None and not self._offer():
+            self._readable.set()
+
+    def _land(self, landed: Callable[[int], None]) -> None:
+        """Tell who waits for these bytes, and wake them when they are the last."""
+        mux = self._mux
+        size, mux.landed_bytes = mux.landed_bytes, 0
+        self._link.mux.consumed(mux, trio.current_time())  # the link flushes when all it has read is handed over
+        landed(size)
+        if self._readable is not None and (mux.landing is None or mux.fin_received):
             self._readable.set()
 
     def _offer(self) -> bool:

@@ -6,7 +6,7 @@ reader to the task that waits for it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
 import outcome
@@ -24,6 +24,8 @@ from peerd.service.rpc_types import RpcStream
 _QUICK_MESSAGES = 64  # handled in one go; the loop turns before the next
 
 T = TypeVar("T")
+# Where the payloads of a message go, one buffer of the right size for each frame; None: wherever there is room.
+Place = Callable[[tuple[FrameHeader, ...]], Sequence[memoryview] | None]
 
 
 class Slot(Generic[T]):
@@ -108,6 +110,8 @@ class Inbound:
         self._parser = MessageParser()
         self._left: list[Message] = []  # not handled by `quick`
         self._fault: ProtocolViolation | None = None
+        self._first: tuple[float, int] | None = None  # when the first piece of a payload came, and `_total` then
+        self._total = 0  # payload bytes of this peer, by all streams
 
     async def batch(self) -> list[Message]:
         """The next messages that need more time; [] at the end. The last may have frames: read or skip them."""
@@ -134,9 +138,12 @@ class Inbound:
             return False
         return True
 
-    async def frames(self, message: Message, budget: SharedBudget, deadline: float) -> tuple[TensorFrame, ...]:
+    async def frames(
+        self, message: Message, budget: SharedBudget, deadline: float, place: Place | None = None
+    ) -> tuple[TensorFrame, ...]:
         """The frames of `message`; until `budget.give`, their bytes are held in the budget.
 
+        `place` may say where their payloads go; else they lie in memory of their own.
         Raises Overloaded or TooSlow when there is no room or no time for them: then `skip` them, or drop the stream.
         """
         peer, held_bytes = self._stream.peer, 0
@@ -144,7 +151,7 @@ class Inbound:
             with trio.CancelScope(deadline=deadline):
                 await budget.take(peer, message.frame_bytes)
                 held_bytes = message.frame_bytes
-                buffers = self._parser.accept()
+                buffers = self._parser.accept(place(message.headers) if place is not None else None)
                 await self._receive()
                 held_bytes = 0  # the caller's, from here
                 return tuple(map(_frame, message.headers, buffers))
@@ -158,22 +165,31 @@ class Inbound:
         await self._receive()
 
     async def _receive(self) -> None:
-        peer, pieces = self._stream.peer, 0
-        first_at, first_total, total = 0.0, 0, 0
-        while self._parser.wanted:
-            data = await self._stream.receive_view(self._parser.wanted)
+        parser, self._first = self._parser, None
+        while parser.wanted:
+            if (room := parser.room()) is not None:
+                await self._stream.receive_into(room, self._landed)
+                continue
+            data = await self._stream.receive_view(parser.wanted)
             if not data:
-                raise ProtocolViolation("the stream ended in the middle of a frame", peer)
-            total = self._rates.count(peer, len(data))
-            if not pieces:
-                first_at, first_total = trio.current_time(), total
-            pieces += 1
-            self._parser.fill(data)
-        if pieces > 1:
-            self._rates.arrived(peer, total - first_total, trio.current_time() - first_at)
+                raise ProtocolViolation("the stream ended in the middle of a frame", self._stream.peer)
+            self._count(len(data))
+            parser.fill(data)
+        if self._first is not None:
+            first_at, first_total = self._first
+            self._rates.arrived(self._stream.peer, self._total - first_total, trio.current_time() - first_at)
+
+    def _landed(self, size: int) -> None:
+        self._count(size)
+        self._parser.filled(size)
+
+    def _count(self, size: int) -> None:
+        self._total = self._rates.count(self._stream.peer, size)
+        if self._first is None:
+            self._first = trio.current_time(), self._total
 
 
-def _frame(header: FrameHeader, payload: bytearray) -> TensorFrame:
+def _frame(header: FrameHeader, payload: bytearray | memoryview) -> TensorFrame:
     return TensorFrame(header.dtype, header.shape, payload, header.coding, header.block, header.lossless)
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import trio
 
-from peerd.core.errors import RemoteError, Unreachable
+from peerd.core.errors import ProtocolViolation, RemoteError, Unreachable
 from peerd.core.ids import PeerId
 from peerd.service.rpc_io import renewed
 
@@ -79,6 +79,15 @@ class LocalStream:
 
     async def receive_view(self, max_bytes: int) -> memoryview:
         return memoryview(await self.receive_some(max_bytes))
+
+    async def receive_into(self, into: memoryview, landed: Callable[[int], None]) -> None:
+        while into:
+            data = await self.receive_some(len(into))
+            if not data:
+                raise ProtocolViolation(f"the stream ends {len(into)} bytes early", self.peer)
+            into[: len(data)] = data
+            landed(len(data))
+            into = into[len(data) :]
 
     async def receive_each(self, take: Callable[[bytes], bool]) -> bool:
         while data := await self.receive_some(_OFFER_BYTES):

@@ -19,7 +19,7 @@ from peerd.core.ids import PeerId
 from peerd.core.limits import RPC_PARTS_AHEAD
 from peerd.core.messages import decode, encode
 from peerd.machine.rpc import END, PART, Message, encode_message
-from peerd.service.rpc_io import Inbound, SharedBudget
+from peerd.service.rpc_io import Inbound, Place, SharedBudget
 from peerd.service.rpc_outbox import Outbox, outgoing
 from peerd.service.rpc_types import Answer
 
@@ -33,6 +33,7 @@ class CallStream:
         self.peer = peer
         self.sending = True  # until we have said END
         self.receiving = True  # until the other side has said END, or the call is over
+        self.place: Place | None = None  # asked, for each part with frames, where they go; it raises nothing
         self._id = call_id
         self._outbox = outbox
         self._budget = budget
@@ -92,7 +93,7 @@ class CallStream:
 
     async def take(self, part: Message, inbound: Inbound, deadline: float) -> None:
         """Receive a part's frames and hand it in; waits while enough parts wait. Raises Overloaded or TooSlow."""
-        frames = await inbound.frames(part, self._budget, deadline) if part.headers else ()
+        frames = await inbound.frames(part, self._budget, deadline, self.place) if part.headers else ()
         while len(self._parts) >= RPC_PARTS_AHEAD and self.receiving:
             await self._changed.park()
         if self.receiving:

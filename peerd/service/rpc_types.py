@@ -39,6 +39,13 @@ class RpcStream(Protocol):
         """As `receive_some`; the view holds until the next receive."""
         ...
 
+    async def receive_into(self, into: memoryview, landed: Callable[[int], None]) -> None:
+        """Fill all of `into`; ProtocolViolation when the stream ends before.
+
+        `landed` is told of each piece, perhaps in another task: it is quick and raises nothing.
+        """
+        ...
+
     async def receive_each(self, take: Callable[[bytes], bool]) -> bool:
         """Give `take` the bytes as they come, until it returns False (then True) or the peer's end (then False).
 

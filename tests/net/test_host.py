@@ -209,6 +209,27 @@ async def test_what_is_received_into_a_buffer_is_what_was_sent(autojump_clock: C
         await stream.aclose()
 
 
+async def test_who_stops_waiting_for_a_buffer_knows_how_far_it_came(autojump_clock: Clock) -> None:
+    async with running_hosts() as hosts:
+        a, b = await pair(hosts)
+        data = bytes(range(251)) * 4096
+
+        async def pause_half_way(stream: Stream) -> None:
+            await stream.send(data[:300_000])
+            await trio.sleep(10)
+            await stream.send(data[300_000:])
+
+        b.handle("/halves/1", pause_half_way)
+        stream = await a.open_stream(b.id, "/halves/1")
+        into, landed = bytearray(len(data)), [0]
+        with trio.move_on_after(5):
+            await stream.receive_into(into, landed.append)
+        assert sum(landed) == 300_000
+        await stream.receive_into(memoryview(into)[300_000:])
+        assert into == data
+        await stream.aclose()
+
+
 async def test_a_slow_reader_slows_its_own_writer_and_nobody_else(autojump_clock: Clock) -> None:
     async with running_hosts() as hosts:
         a, b = await pair(hosts, latency_s=0.01)

@@ -1,0 +1,77 @@
+"""Received bytes go straight to who waits for them, in order, and no further than wanted."""
+
+from __future__ import annotations
+
+import pytest
+
+from peerd.core.errors import ProtocolViolation
+from peerd.machine.buffers import BufferPool
+from peerd.machine.noise import PLAIN_BYTES, SEALED_BYTES, Opener, Sealer
+from peerd.machine.yamux_stream import YamuxStream
+
+
+def stream(landing_bytes: int) -> tuple[YamuxStream, bytearray]:
+    found = YamuxStream(1, inbound=True, now=0.0, pool=BufferPool(100, keep=1))
+    into = bytearray(landing_bytes)
+    found.landing = memoryview(into)
+    return found, into
+
+
+def test_pieces_land_one_behind_the_other_and_the_rest_waits_in_the_inbox() -> None:
+    found, into = stream(10)
+    assert not found.put(memoryview(b"abcdef"), 100)
+    assert not found.put(memoryview(b"ghijKLM"), 100)
+    assert into == b"abcdefghij"
+    assert found.landing is None
+    assert found.landed_bytes == 10
+    assert found.inbox_bytes == 3
+    assert found.take(10) == b"KLM"
+
+
+def test_a_place_is_given_only_for_what_fits_where_somebody_waits() -> None:
+    found, into = stream(10)
+    assert found.place(11) is None
+    place = found.place(4)
+    assert place is not None
+    place[:] = b"wxyz"
+    assert found.put(place, 4), "nobody else may use this memory again"
+    assert into == b"wxyz" + bytes(6)
+    assert found.landed_bytes == 4
+    found.was_reset = True
+    assert found.place(4) is None
+    found.was_reset, found.landing = False, None
+    assert found.place(4) is None
+
+
+def sealed(sealer: Sealer, plain: bytes) -> bytes:
+    frame = memoryview(bytearray(SEALED_BYTES))
+    return bytes(frame[: sealer.seal(plain, frame)])
+
+
+@pytest.mark.parametrize("piece_bytes", [1000, 65536, 1 << 20])
+def test_large_frames_are_opened_where_they_belong_and_small_ones_are_not(piece_bytes: int) -> None:
+    sealer, opener = Sealer(b"k" * 32), Opener(b"k" * 32, BufferPool(SEALED_BYTES, keep=1))
+    plains = [b"small", b"x" * PLAIN_BYTES, b"y" * PLAIN_BYTES, b"end"]
+    wire = b"".join(sealed(sealer, plain) for plain in plains)
+    home = memoryview(bytearray(PLAIN_BYTES))
+    asked: list[int] = []
+
+    def place(size: int) -> memoryview | None:
+        asked.append(size)
+        return home if len(asked) == 1 else None
+
+    got = [
+        (bytes(plain), isinstance(plain, memoryview) and plain.obj is home.obj)
+        for at in range(0, len(wire), piece_bytes)
+        for plain in opener.each(wire[at : at + piece_bytes], place)
+    ]
+    assert asked == [PLAIN_BYTES, PLAIN_BYTES]
+    assert got == list(zip(plains, [False, True, False, False], strict=True))
+
+
+def test_a_frame_that_was_changed_is_a_violation_wherever_it_was_opened() -> None:
+    wire = bytearray(sealed(Sealer(b"k" * 32), b"x" * PLAIN_BYTES))
+    wire[-1] ^= 1
+    opener = Opener(b"k" * 32, BufferPool(SEALED_BYTES, keep=1))
+    with pytest.raises(ProtocolViolation):
+        list(opener.each(wire, lambda size: memoryview(bytearray(size))))
