@@ -79,7 +79,7 @@ class AveragingSection(Section, frozen=True):
     code: Literal["none", "bf16", "fp16", "dynamic8", "int8", "int4", "nf4", "fp8-e4m3", "powersgd"] = "none"
     block: int = 0  # as in pipeline.boundary
     rank: int = RANK  # of powersgd: columns of the two factors of each matrix
-    part_bytes: int = 1 << 20  # size of one piece, before it is coded
+    part_bytes: int = 4 << 20  # the most that one piece has before it is coded; small vectors have smaller ones
     sender_timeout_s: float = 10.0  # a member that is silent for longer leaves the round
 
 

@@ -24,6 +24,8 @@ from peerd.machine.shares import apportioned
 _SHARES_TOLERANCE = 1e-6
 _OWNER_MARGIN_S = 0.5  # beyond the patience: an owner that waits for a late sender has named it by then
 _PARTS_OF_A_SHARE = 8  # at least,
+_PARTS_OF_AN_EQUAL_SHARE = 5  # likewise, of lines that nobody knows,
+_LEAST_ELEMENTS_OF_AN_EQUAL_SHARE = 1 << 18  # unless they would be smaller than this: on a fast line each costs calls
 _LEAST_UNDER_WAY = 1.25  # parts of any share: it would stand still between two of its parts otherwise
 _SECOND = b"peerd second sum\0"
 _LEAST_ELEMENTS = 1024  # unless they would be smaller than this
@@ -126,13 +128,14 @@ def cut(
     """The parts of a vector, one contiguous share for each of the group; every member computes the same ones.
 
     Without `shares` these differ by one element at most. A small share is cut, too, so that it can be sent evenly
-    beside the large ones.
+    beside the large ones, and so that sums come back while other parts are on their way.
     """
     parts: list[Part] = []
+    count, least = _PARTS_OF_A_SHARE, _LEAST_ELEMENTS
+    if shares is None:
+        count, least = _PARTS_OF_AN_EQUAL_SHARE, _LEAST_ELEMENTS_OF_AN_EQUAL_SHARE
     for owner, (begin, share_end) in zip(group, _spans(length, len(group), shares), strict=True):
-        most = part_elements
-        if shares is not None:
-            most = min(most, max(_LEAST_ELEMENTS, -(-(share_end - begin) // _PARTS_OF_A_SHARE)))
+        most = min(part_elements, max(least, -(-(share_end - begin) // count)))
         while begin < share_end:
             end = min(begin + most, share_end)
             parts.append(Part(len(parts), owner, begin, end))

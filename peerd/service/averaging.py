@@ -15,26 +15,38 @@ In a coded run a plain part is as good as a coded one; in a plain run a coded on
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
 
 import numpy as np
 import trio
 
 from peerd.core.errors import LocalError, Overloaded, PeerdError, ProtocolViolation, Refused, RemoteError, TooSlow
-from peerd.core.frame import TensorFrame
+from peerd.core.frame import FrameHeader, TensorFrame
 from peerd.core.ids import PeerId
 from peerd.core.limits import FRAME_ELEMENTS, RPC_DEADLINE_S
 from peerd.core.messages import Empty
 from peerd.core.training import AverageKey
 from peerd.core.work import Worker
 from peerd.machine.allreduce import AveragingPlan, Pace, Part, Round, RoundFailed
+from peerd.service.part_sums import (
+    Fault,
+    Memory,
+    PartCoder,
+    PlainParts,
+    Vector,
+    Version,
+    check_form,
+    is_plain,
+    sum_up,
+    take_sum,
+)
 from peerd.service.rpc import Answer, CallStream, Incoming, MethodLimits, Rpc
 
-Vector = np.ndarray[Any, np.dtype[Any]]
+__all__ = ["METHOD", "Averaging", "PartCoder", "PlainParts", "Vector"]
 
 METHOD = "average/1/parts"
 _ALIVE = "average/1/alive"
@@ -45,32 +57,6 @@ _JOIN_WAIT_S = 30.0  # a member may hear of the round a little later than the ot
 _LOOK_S = 0.5  # how often lateness is looked for
 _ANSWER_S = 0.6  # for a silent member to say that it only waits
 _DOUBT_S = 0.8  # for the conductor, or the loss of a link, to say why a member ended its round
-
-
-class PartCoder(Protocol):
-    """How the parts of a vector travel. Synchronous: runs on the worker."""
-
-    def encode(self, begin: int, values: Vector) -> tuple[TensorFrame, Vector]:
-        """The part that begins at element `begin` as a frame, and as whoever decodes that will see it."""
-        ...
-
-    def decode(self, frame: TensorFrame, like: Vector) -> Vector:
-        """The part, in the shape and dtype of `like`; raises RemoteError for anything else."""
-        ...
-
-
-class PlainParts:
-    """Parts as they are, bit for bit."""
-
-    def encode(self, begin: int, values: Vector) -> tuple[TensorFrame, Vector]:
-        return TensorFrame(values.dtype.name, values.shape, values.data.cast("B")), values
-
-    def decode(self, frame: TensorFrame, like: Vector) -> Vector:
-        if frame.dtype != like.dtype.name or frame.shape != like.shape:
-            raise Refused(f"a part must be one {like.dtype.name} vector of {like.shape[0]} elements")
-        if frame.coding != "none" or frame.lossless:
-            raise Refused("parts travel uncoded")
-        return np.frombuffer(frame.payload, dtype=like.dtype)
 
 
 @dataclass(slots=True)
@@ -84,30 +70,37 @@ class _Open:
     coder: PartCoder
     scope: trio.CancelScope = field(default_factory=trio.CancelScope)
     failure: RoundFailed | None = None
-    versions: dict[int, dict[str, Vector]] = field(default_factory=dict)
-    summed: dict[int, trio.Event] = field(default_factory=dict)
+    versions: dict[int, dict[str, Version]] = field(default_factory=dict)
+    summed: dict[int, trio.Event] = field(init=False)  # of each of our own parts; set, too, when it never will be
+    unsummed: int = field(init=False)
     answers: dict[int, TensorFrame] = field(default_factory=dict)  # sums of our own parts, as they travel
     owed: dict[int, int] = field(default_factory=dict)  # how many have not taken such an answer
-    moved: trio.Event = field(default_factory=trio.Event)  # set, and replaced, whenever the round gets on
-    came_back: trio.Event = field(default_factory=trio.Event)  # likewise, when more parts may leave
+    over: trio.Event = field(default_factory=trio.Event)  # done or failed
+    came_back: trio.Event = field(default_factory=trio.Event)  # set, and replaced, when more parts may leave
     doubt: tuple[float, str, str] | None = None  # since when, of whom, why
+
+    def __post_init__(self) -> None:
+        own = [part.index for part in self.round.parts if part.owner == self.round.own]
+        self.summed, self.unsummed = {index: trio.Event() for index in own}, len(own)
 
     def fail(self, reason: str, lost: tuple[str, ...]) -> None:
         self.failure = self.failure or RoundFailed(reason, lost)
         self.scope.cancel()
-        self.get_on()
+        self.over.set()
+        for summed in self.summed.values():
+            summed.set()
 
     def doubts(self, reason: str, peer: str) -> None:
         """The round has ended at `peer`, perhaps by a fault of somebody else."""
         self.doubt = self.doubt or (trio.current_time(), peer, reason)
 
-    def get_on(self) -> None:
-        self.moved.set()
-        self.moved = trio.Event()
-
     @property
     def done(self) -> bool:
-        return self.round.finished and all(event.is_set() for event in self.summed.values())
+        return self.round.finished and not self.unsummed
+
+    def get_on(self) -> None:
+        if self.done:
+            self.over.set()
 
     def target(self, part: Part) -> Vector:
         """Where the sum of a part goes. A helper holds no vector, only the sums that somebody still needs."""
@@ -133,6 +126,7 @@ class Averaging:
         self._own = own.text
         self.aggregated_bytes = 0  # of others' vectors, summed here so far
         self._rounds: dict[bytes, _Open] = {}
+        self._memory = Memory()
         self._opened = trio.Event()  # set and replaced whenever a round opens
         limits = MethodLimits(frames=1, frame_bytes=8 << 20, calls_per_peer=8)  # rounds that were called off end slowly
         rpc.serve_stream(METHOD, AverageKey, self._take_parts, limits=limits)
@@ -168,7 +162,7 @@ class Averaging:
                 raise RoundFailed(f"a helper cannot sum {plan.length} values of {plan.dtype[:16]!r}", ())
             length, result = plan.length, np.empty(0, plan.dtype)
         else:
-            length, result = len(vector), np.empty_like(vector)
+            length, result = len(vector), self._memory.vector(len(vector), vector.dtype)
             if plan.length and (plan.length, plan.dtype) != (length, vector.dtype.name):
                 raise RoundFailed("the round is planned for vectors of another size", (self._own,))
         try:
@@ -207,7 +201,7 @@ class Averaging:
         """Returns when the round is done; fails it when somebody is late."""
         while not state.done:
             with trio.move_on_after(min(_LOOK_S, plan.patience_s / 4)):
-                await state.moved.wait()
+                await state.over.wait()
             now = trio.current_time()
             if state.round.late(now):
                 hung = await self._ask_the_silent(plan.attempt, state.round.silent(now))
@@ -274,6 +268,7 @@ class Averaging:
 
     async def _receive_sums(self, state: _Open, way: _Way) -> None:
         share, pace, call = way
+        call.place = _Places(state, share)
         with self._blaming(state, share[0].owner):
             for part in share:
                 answer = await call.receive(Empty)
@@ -281,14 +276,15 @@ class Averaging:
                     raise ProtocolViolation("it sent fewer sums than parts it has")
                 if len(answer.frames) != 1:
                     raise ProtocolViolation(f"a sum is one frame, not {len(answer.frames)}")
-                await state.worker.run(partial(_take_sum, state, part, answer.frames[0]), name="take a sum")
+                job = partial(take_sum, state.coder, answer.frames[0], state.target(part))
+                await state.worker.run(job, name="take a sum")
                 state.round.returned(trio.current_time(), part.index)
+                state.get_on()
                 if pace.returned(part.owner):
                     state.came_back.set()
                     state.came_back = trio.Event()
             if await call.receive(Empty) is not None:
                 raise ProtocolViolation("it sent more sums than parts it has")
-        state.get_on()
 
     async def _give_own(self, state: _Open, share: list[Part]) -> None:
         """Our own version of the parts that we sum."""
@@ -301,6 +297,7 @@ class Averaging:
         """A sender's version of our share; the sums go back in the order in which its parts come."""
         state, sender = await self._round(call.body.attempt), call.peer.text
         came, due = trio.open_memory_channel[Part](_PARTS_UNDER_WAY_MOST)
+        parts.place = _anew
         try:
             async with trio.open_nursery() as nursery, came:
                 nursery.start_soon(self._return_sums, state, due, parts)
@@ -334,17 +331,15 @@ class Averaging:
         state.round.check(part.index, sender)
         if len(message.frames) != 1:
             raise Refused(f"a part is one frame, not {len(message.frames)}")
-        version = await _decode(state, part, message.frames[0])
-        await self._arrive(state, part, sender, version)
+        await self._arrive(state, part, sender, _version(state, part, message.frames[0]))
         return part
 
     async def _return_sums(self, state: _Open, due: trio.MemoryReceiveChannel[Part], parts: CallStream) -> None:
         async for part in due:
-            while not state.summed[part.index].is_set():
-                if state.failure is not None:
-                    raise Refused("the round has failed")
-                await state.moved.wait()
-            answer = state.answers[part.index]
+            await state.summed[part.index].wait()
+            answer = state.answers.get(part.index)
+            if answer is None:
+                raise Refused("the round has failed")
             state.taken(part.index)
             await parts.send(Empty(), (answer,))
 
@@ -357,76 +352,43 @@ class Averaging:
             raise Refused("no such averaging round here")
         return self._rounds[attempt]
 
-    async def _arrive(self, state: _Open, part: Part, sender: str, version: Vector) -> None:
+    async def _arrive(self, state: _Open, part: Part, sender: str, version: Version) -> None:
         due = state.round.arrived(trio.current_time(), part.index, sender)
-        state.summed.setdefault(part.index, trio.Event())
         versions = state.versions.setdefault(part.index, {})
         versions[sender] = version
         if not due:
             return
         ordered = [versions[peer] for peer in state.round.senders]
+        job = partial(sum_up, state.coder, part.begin, ordered, state.target(part))
         try:
-            found = await state.worker.run(lambda: _sum_up(state, part, ordered), name="sum a part")
+            found = await state.worker.run(job, name="sum a part")
         except PeerdError as error:
             state.fail(f"a sum cannot be made: {error}", ())
             raise Refused("the sum cannot be made") from None
-        if not isinstance(found, TensorFrame):
-            state.fail("a member sent values that are not finite", tuple(state.round.senders[i] for i in found))
-            raise Refused("the sum is not finite")
-        state.answers[part.index] = found
+        if isinstance(found, Fault):
+            state.fail(found.reason, tuple(state.round.senders[i] for i in found.versions))
+            raise Refused(found.reason)
         del state.versions[part.index]
         state.owed[part.index] = len(ordered) - (state.source is not None)
-        self.aggregated_bytes += ordered[0].nbytes * state.owed[part.index]
-        if not state.owed[part.index]:
-            del state.answers[part.index]
+        self.aggregated_bytes += (part.end - part.begin) * state.result.itemsize * state.owed[part.index]
+        if state.owed[part.index]:
+            state.answers[part.index] = found
+        state.unsummed -= 1
         state.summed[part.index].set()
         state.get_on()
 
 
-def _sum_up(state: _Open, part: Part, versions: list[Vector]) -> TensorFrame | list[int]:
-    """Sums one of our parts: how the sum travels, or which versions are to blame for one that is not finite."""
-    target = state.target(part)
-    if bad := _add_up(versions, target):
-        return bad
-    frame, seen = state.coder.encode(part.begin, target)
-    if seen is not target:  # we go on with what the others can decode
-        np.copyto(target, seen)
-    return frame
+class _Places:
+    """Where the sums of a share go: uncoded ones are received where they belong."""
 
+    def __init__(self, state: _Open, share: list[Part]) -> None:
+        self._state, self._left = state, deque(share)
 
-def _add_up(versions: list[Vector], target: Vector) -> list[int]:
-    """Sum into `target`; returns which versions are to blame when the sum is not finite."""
-    first, *rest = versions
-    if not rest:
-        np.copyto(target, first)
-    with np.errstate(over="ignore", invalid="ignore"):
-        for version in rest:
-            np.add(first, version, out=target)
-            first = target
-    if _finite(target):
-        return []
-    if bad := [i for i, version in enumerate(versions) if not _finite(version)]:
-        return bad
-    place = int(np.argmin(np.isfinite(target)))  # each is finite, and too large: the largest is
-    return [max(range(len(versions)), key=lambda i: abs(float(versions[i][place])))]
-
-
-def _finite(values: Vector) -> bool:
-    """Are all of them? Their sum tells as a rule, in one pass: it may overflow, but it misses nothing."""
-    with np.errstate(over="ignore", invalid="ignore"):
-        return bool(np.isfinite(values.sum()) or np.isfinite(values).all())
-
-
-def _take_sum(state: _Open, part: Part, frame: TensorFrame) -> None:
-    """What an owner answers, into the result. What is wrong about it is the owner's doing."""
-    target = state.target(part)
-    try:
-        total = state.coder.decode(frame, target)
-    except Refused as error:
-        raise ProtocolViolation(str(error)) from None
-    if not _finite(total):
-        raise ProtocolViolation("the sum is not finite")
-    np.copyto(target, total)
+    def __call__(self, headers: tuple[FrameHeader, ...]) -> list[memoryview] | None:
+        if not self._left or len(headers) != 1:
+            return None
+        target = self._state.target(self._left.popleft())
+        return [target.data.cast("B")] if is_plain(headers[0], target) else _anew(headers)
 
 
 async def _encode(state: _Open, part: Part, values: Vector) -> TensorFrame:
@@ -436,8 +398,15 @@ async def _encode(state: _Open, part: Part, values: Vector) -> TensorFrame:
     return frame
 
 
-async def _decode(state: _Open, part: Part, frame: TensorFrame) -> Vector:
+def _version(state: _Open, part: Part, frame: TensorFrame) -> Version:
+    """What a member sent, if it has the right form; a coded one is decoded with the others."""
     like = np.empty(part.end - part.begin, state.result.dtype)  # never touched: costs no memory
     if isinstance(state.coder, PlainParts):
         return state.coder.decode(frame, like)
-    return await state.worker.run(lambda: state.coder.decode(frame, like), name="decode a part")
+    check_form(frame, like)
+    return frame
+
+
+def _anew(headers: tuple[FrameHeader, ...]) -> list[memoryview]:
+    """Memory for versions, not cleared: they fill it."""
+    return [np.empty(header.payload_bytes, np.uint8).data for header in headers]

@@ -19,6 +19,7 @@ import trio
 from benchmarks._far import new_host
 from peerd.core.addr import parse_addr
 from peerd.core.ids import PeerId
+from peerd.core.runfile import AveragingSection
 from peerd.core.work import Worker
 from peerd.machine.allreduce import AveragingPlan
 from peerd.net.clock import RealClock
@@ -28,7 +29,7 @@ from peerd.service.rpc import Rpc
 
 T = TypeVar("T")
 
-PART_BYTES = 1 << 20
+PART_BYTES = AveragingSection().part_bytes
 PATIENCE_S = 60.0
 
 

@@ -120,6 +120,18 @@ def test_a_client_waits_for_its_sums_and_for_nobodys_version() -> None:
     assert round_.finished
 
 
+def test_large_equal_shares_have_few_large_parts_and_no_larger_than_asked_for() -> None:
+    def sizes(length: int, part_elements: int) -> list[int]:
+        parts = cut(length, ("a", "b"), part_elements)
+        assert parts[-1].end == sum(part.end - part.begin for part in parts) == length
+        return [part.end - part.begin for part in parts if part.owner == "a"]
+
+    assert sizes(1 << 16, 1 << 20) == [1 << 15]
+    assert sizes(1 << 20, 1 << 20) == [1 << 18] * 2
+    assert sizes(10_000_000, 1 << 20) == [1_000_000] * 5
+    assert max(sizes(1 << 26, 1 << 20)) == 1 << 20
+
+
 def order(**changes: object) -> Prepare:
     """A conductor's order for two senders and a helper."""
     split = [Party("a", "node", 0.25), Party("b", "client", 0.0), Party("h", "aux", 0.75)]

@@ -1,0 +1,148 @@
+"""What is computed of the parts of an averaging round: coding, sums in the order of the senders, looks for NaN.
+
+Synchronous and without a round's books: `service.averaging` runs it on a worker. Versions that came coded are decoded
+only when the sum is due, one after the other in the same visit to the worker: that is a fraction of the visits, and
+nobody's decoded version waits in memory for somebody late. Invariants: a sum has the same bits whatever came coded and
+in which order it came; what is not finite is never passed on. Hostile: parts that do not decode, NaN, infinities, and
+large values that are finite each but not together: `Fault` says whose they are.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from peerd.core.errors import ProtocolViolation, Refused, RemoteError
+from peerd.core.frame import FrameHeader, TensorFrame
+
+Vector = np.ndarray[Any, np.dtype[Any]]
+Version = Vector | TensorFrame  # a frame where it is still to be decoded
+
+_KEPT_BYTES_LEAST = 1 << 20  # smaller vectors are cheap to allocate
+
+
+class PartCoder(Protocol):
+    """How the parts of a vector travel. Synchronous: runs on the worker."""
+
+    def encode(self, begin: int, values: Vector) -> tuple[TensorFrame, Vector]:
+        """The part that begins at element `begin` as a frame, and as whoever decodes that will see it."""
+        ...
+
+    def decode(self, frame: TensorFrame, like: Vector) -> Vector:
+        """The part, in the shape and dtype of `like`; raises RemoteError for anything else."""
+        ...
+
+
+class PlainParts:
+    """Parts as they are, bit for bit."""
+
+    def encode(self, begin: int, values: Vector) -> tuple[TensorFrame, Vector]:
+        return TensorFrame(values.dtype.name, values.shape, values.data.cast("B")), values
+
+    def decode(self, frame: TensorFrame, like: Vector) -> Vector:
+        check_form(frame, like)
+        if frame.coding != "none" or frame.lossless:
+            raise Refused("parts travel uncoded")
+        return np.frombuffer(frame.payload, dtype=like.dtype)
+
+
+def check_form(frame: TensorFrame | FrameHeader, like: Vector) -> None:
+    """Raises Refused unless the frame says that it is a vector of this length and dtype."""
+    if frame.dtype != like.dtype.name or frame.shape != like.shape:
+        raise Refused(f"a part must be one {like.dtype.name} vector of {like.shape[0]} elements")
+
+
+def is_plain(frame: TensorFrame | FrameHeader, like: Vector) -> bool:
+    """Is the frame's payload what lies in memory of such a vector?"""
+    return (frame.dtype, frame.shape) == (like.dtype.name, like.shape) and frame.coding == "none" and not frame.lossless
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """Which versions of a part make its sum impossible, and why."""
+
+    versions: list[int]
+    reason: str
+
+
+def sum_up(coder: PartCoder, begin: int, versions: Sequence[Version], target: Vector) -> TensorFrame | Fault:
+    """The sum of all versions into `target`, as everyone will see it; returns how it travels.
+
+    Raises PeerdError when the coder cannot code the sum.
+    """
+    total: Vector | None = None
+    with np.errstate(over="ignore", invalid="ignore"):
+        for i, version in enumerate(versions):
+            try:
+                values = _decoded(coder, version, target)
+            except RemoteError as error:
+                return Fault([i], f"a member sent what it may not: {error}")
+            total = values if total is None else np.add(total, values, out=target)
+    assert total is not None
+    if total is not target:
+        np.copyto(target, total)
+    if not finite(target):
+        return Fault(_not_finite(coder, versions, target), "a member sent values that are not finite")
+    frame, seen = coder.encode(begin, target)
+    if seen is not target:  # we go on with what the others can decode
+        np.copyto(target, seen)
+    return frame
+
+
+def _decoded(coder: PartCoder, version: Version, like: Vector) -> Vector:
+    return coder.decode(version, like) if isinstance(version, TensorFrame) else version
+
+
+def _not_finite(coder: PartCoder, versions: Sequence[Version], total: Vector) -> list[int]:
+    """Whose versions are to blame for this sum."""
+    each = [_decoded(coder, version, total) for version in versions]
+    if bad := [i for i, version in enumerate(each) if not finite(version)]:
+        return bad
+    place = int(np.argmin(np.isfinite(total)))  # each is finite, and too large: the largest is
+    return [max(range(len(each)), key=lambda i: abs(float(each[i][place])))]
+
+
+def take_sum(coder: PartCoder, frame: TensorFrame, target: Vector) -> None:
+    """What an owner answers, into `target`, where it may lie already. What is wrong about it is the owner's doing."""
+    try:
+        total = coder.decode(frame, target)
+    except Refused as error:
+        raise ProtocolViolation(str(error)) from None
+    if not finite(total):
+        raise ProtocolViolation("the sum is not finite")
+    if not np.may_share_memory(total, target):
+        np.copyto(target, total)
+
+
+def finite(values: Vector) -> bool:
+    """Are all of them?"""
+    return bool(np.isfinite(values).all())
+
+
+class Memory:
+    """Vectors in memory that is already there: faulting in new pages costs a large part of a round.
+
+    A vector's memory comes back when nobody holds it, or any view of it, any more; one is kept.
+    """
+
+    def __init__(self) -> None:
+        self._kept: list[Vector] = []
+
+    def vector(self, length: int, dtype: np.dtype[Any]) -> Vector:
+        """With any content."""
+        size = length * dtype.itemsize
+        if size < _KEPT_BYTES_LEAST:
+            return np.empty(length, dtype)
+        pages = self._kept.pop() if self._kept else None
+        if pages is None or len(pages) != size:
+            pages = np.empty(size, np.uint8)
+        vector = np.frombuffer(pages.data, dtype)  # its base is no array: views of it hold on to itself
+        weakref.finalize(vector, self._give, pages).atexit = False
+        return vector
+
+    def _give(self, pages: Vector) -> None:
+        self._kept[:] = [pages]
