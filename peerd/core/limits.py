@@ -57,6 +57,9 @@ STATE_NAMED_COPIES: Final = 4  # totals, or kept checkpoints of one stage, hashe
 STATE_TRAIL: Final = 256  # totals that a newcomer holds, in a file, until the state comes that they lead on from
 STATE_COPY_LIFE_S: Final = 1800.0  # the longest that a copy in use stands in the way of a new one
 
+# --- progress ----------------------------------------------------------------------------------------------------
+FORESEEABLE_S: Final = 86_400.0  # how far ahead a step's end is foretold: what is farther off, nobody can know
+
 # --- averaging -------------------------------------------------------------------------------------------------
 AVERAGE_PARTS: Final = 1 << 20  # of one round: some hundred bytes of bookkeeping each
 AVERAGE_PART_BYTES: Final = 4 << 20  # of one part, before it is coded: what a run file may ask for

@@ -10,20 +10,23 @@ wishes and has nothing under way is never passed over, so a batch is filled whoe
 from __future__ import annotations
 
 from collections.abc import Container, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import zip_longest
 
 from peerd.core.training import Mb
+from peerd.machine.forecast import Pace, Worker, shared_in_s, whole_in_s
 from peerd.machine.ledger import Ledger
-
-_SMOOTHING = 0.3
 
 
 @dataclass(slots=True)
 class _Trainer:
     open: tuple[int, ...] = ()  # wished for or begun, in its order of preference
-    seconds: float = 0.0  # of one microbatch, measured; 0: not yet
-    last_done: float = 0.0
+    pace: Pace = field(default_factory=Pace)
+
+    @property
+    def seconds(self) -> float:
+        """Of one microbatch, measured; 0: not yet."""
+        return self.pace.seconds
 
 
 class Admission:
@@ -49,34 +52,50 @@ class Admission:
 
     def finished(self, now: float, trainer: str, began: float) -> None:
         """The trainer has finished a microbatch that was admitted at `began`."""
-        known = self._trainers.get(trainer)
-        if known is None:
-            return
-        took = max(now - max(began, known.last_done), 1e-6)
-        known.seconds += (took - known.seconds) * (_SMOOTHING if known.seconds else 1.0)
-        known.last_done = now
+        if trainer in self._trainers:
+            self._trainers[trainer].pace.finished(now, began)
 
-    def wishes(self, ledger: Ledger, counted: Container[Mb]) -> Iterator[Mb]:
+    def whole_in_s(self, now: float, ledger: Ledger) -> float | None:
+        """Seconds until the batch is whole, from what is not done of it and who does it; None: nobody knows."""
+        begun = ledger.begun()
+        dead = sum(count for name, (count, _) in begun.items() if name not in self._trainers)
+        workers = self._at_work(now, begun)
+        return whole_in_s(ledger.capacity - len(ledger.entries) + dead, workers.values())
+
+    def wishes(self, now: float, ledger: Ledger, counted: Container[Mb]) -> Iterator[Mb]:
         """Microbatches to admit, while there is room: the caller admits each before it takes the next."""
         # Who was never measured comes first, so that one step tells of them all.
         order = sorted(self._trainers.items(), key=lambda item: (item[1].seconds > 0 and self._own_pace, item[0]))
         turns = ([Mb(name, seq) for seq in t.open] for name, t in order)
+        workers = self._at_work(now, ledger.begun()) if self._own_pace and not ledger.full else {}
         for wishes in zip_longest(*turns):
             for mb in wishes:
                 if ledger.full:
                     return
                 if mb is None or mb in ledger.entries or mb in counted:
                     continue
-                if not self._own_pace or self._in_time(mb.trainer, ledger):
+                if not self._own_pace:
                     yield mb
+                elif _in_time(mb.trainer, ledger.capacity - len(ledger.entries), workers):
+                    yield mb
+                    before = workers[mb.trainer]
+                    waited_s = before.waited_s if before.begun else 0.0
+                    workers[mb.trainer] = Worker(before.seconds, before.begun + 1, waited_s)
 
-    def _in_time(self, trainer: str, ledger: Ledger) -> bool:
-        """Would the trainer be done with one more when all together are done with the rest?"""
-        seconds = self._trainers[trainer].seconds
-        active = {name: t.seconds for name, t in self._trainers.items() if t.open and t.seconds}
-        if not seconds or not active:
-            return True
-        begun = ledger.unfinished()
-        left = ledger.capacity - len(ledger.entries) + sum(begun.get(name, 0) for name in active)
-        together = left / sum(1 / each for each in active.values())
-        return (begun.get(trainer, 0) + 1) * seconds <= together + min(active.values())
+    def _at_work(self, now: float, begun: dict[str, tuple[int, float]]) -> dict[str, Worker]:
+        """Who wishes for microbatches or has begun some, by name."""
+        found = {}
+        for name, trainer in self._trainers.items():
+            count, since = begun.get(name, (0, now))
+            if trainer.open or count:
+                found[name] = Worker(trainer.seconds, count, now - max(since, trainer.pace.at))
+        return found
+
+
+def _in_time(trainer: str, left: int, workers: dict[str, Worker]) -> bool:
+    """Would the trainer be done with one more soon after all together are done with it and what else is `left`?"""
+    together_s = shared_in_s(left, workers.values())
+    if not workers[trainer].seconds or together_s is None:
+        return True
+    free_in_s, seconds = workers[trainer].free()
+    return free_in_s + seconds <= together_s + min(worker.seconds for worker in workers.values() if worker.seconds)

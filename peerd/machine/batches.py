@@ -87,13 +87,17 @@ class Batches:
     def fill(self, now: float) -> bool:
         """Admit what trainers wish for, while there is room; True when there was something."""
         before = len(self.due.entries)
-        for mb in self.trainers.wishes(self.due, self.counted):
+        for mb in self.trainers.wishes(now, self.due, self.counted):
             self.due.admit(mb, now)
         return len(self.due.entries) > before
 
     def admitted(self, trainer: str) -> list[int]:
         """The trainer's microbatches in the batch."""
         return self.due.of_trainer(trainer)
+
+    def whole_in_s(self, now: float) -> float | None:
+        """Seconds until the batch is whole; None: nobody knows."""
+        return self.trainers.whole_in_s(now, self.due)
 
     def redo(self, trainer: str, settled: Sequence[bool]) -> list[Redo]:
         """What the trainer has to repeat, because a peer that held it is gone."""

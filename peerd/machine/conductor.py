@@ -194,6 +194,12 @@ class Conductor:
                 return f"stage {stage} cannot average: {close.problem}"
         return "the run is complete" if self.phase is Phase.COMPLETE else ""
 
+    def whole_in_s(self, now: float) -> float | None:
+        """Seconds until the batch is whole; None: nobody knows, or something else is waited for."""
+        if self.phase is Phase.OPEN and not self.waits_for():
+            return self.batches.whole_in_s(now)
+        return 0.0 if self.phase in (Phase.CLOSING, Phase.MOVING) else None
+
     # --- members ----------------------------------------------------------------------------------------------
 
     def _hello(self, now: float, hello: MemberHello) -> None:

@@ -6,6 +6,7 @@ than the batch has microbatches; `missing[s]` names exactly the entries without 
 
 from __future__ import annotations
 
+import math
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -111,6 +112,14 @@ class Ledger:
     def unfinished(self) -> Counter[str]:
         """How many microbatches each trainer has under way."""
         return Counter(mb.trainer for mb, entry in self.entries.items() if not entry.done)
+
+    def begun(self) -> dict[str, tuple[int, float]]:
+        """How many microbatches each trainer has to do still, or to do again, and since when the oldest of them."""
+        found: dict[str, tuple[int, float]] = {}
+        for mb in set[Mb]().union(*self.missing):
+            count, since = found.get(mb.trainer, (0, math.inf))
+            found[mb.trainer] = count + 1, min(since, self.entries[mb].since)
+        return found
 
     def redo(self, trainer: str, settled: Sequence[bool]) -> list[Redo]:
         """What the trainer has to repeat, because a peer that held it is gone."""
