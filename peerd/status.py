@@ -21,7 +21,7 @@ from peerd.core.clock import Clock
 from peerd.core.contributions import contributions_key, decode_contributed
 from peerd.core.errors import ProtocolViolation, RemoteError
 from peerd.core.ids import PeerId
-from peerd.core.progress import decode_stage, decode_trainer, progress_key, stage_key
+from peerd.core.progress import decode_stage, decode_trainer, foretold_in_s, pause_s, progress_key, stage_key
 from peerd.core.record import Record
 from peerd.core.runfile import RunFile
 from peerd.log import EventLog, plain
@@ -31,6 +31,7 @@ from peerd.service.rpc import Rpc
 from peerd.service.rpc_types import Gate
 
 SWARM_PERIOD_S: Final = 2.0  # one look into the DHT per period at most, and only while someone asks
+SWARM_RARELY_S: Final = 10.0  # while the end of a long step is far
 SWARM_TIMEOUT_S: Final = 5.0
 FIRST_LOOK_S: Final = 1.0  # how long the first caller waits for the swarm's part
 RATE_WINDOW_S: Final = 5.0
@@ -91,10 +92,17 @@ class StatusBoard:
             "network": self._network(),
             "dht": self._dht.status(),
             "rpc": self._rpc.status(),
-            "swarm": self._swarm,
+            "swarm": self._swarm_now(),
             "events": self._log.recent(),
         }
         return {key: plain(value) for key, value in shown.items()}
+
+    def _swarm_now(self) -> dict[str, Any]:
+        """The last look; its forecast is counted down."""
+        due_at = self._swarm.get("next_step_at")
+        if due_at is None:
+            return self._swarm
+        return self._swarm | {"next_step_in_s": max(0.0, due_at - self._clock.wall())}
 
     def _network(self) -> dict[str, Any]:
         traffic = self._host.traffic()
@@ -123,9 +131,12 @@ class StatusBoard:
         while True:
             await self._asked.wait()
             self._asked = trio.Event()
-            self._swarm = await swarm_view(self._dht, run, self._rpc.gate) | {"seen": self._clock.wall()}
+            found = await swarm_view(self._dht, run, self._rpc.gate)
+            wall = self._clock.wall()
+            due_in_s = foretold_by(found, wall)
+            self._swarm = found | {"seen": wall, "next_step_at": None if due_in_s is None else wall + due_in_s}
             self._seen.set()
-            await trio.sleep(SWARM_PERIOD_S)
+            await trio.sleep(pause_s(due_in_s, SWARM_PERIOD_S, SWARM_RARELY_S))
 
 
 async def swarm_view(dht: Dht, run: RunFile, gate: Gate | None = None) -> dict[str, Any]:
@@ -151,6 +162,12 @@ async def swarm_view(dht: Dht, run: RunFile, gate: Gate | None = None) -> dict[s
         "trainers": trainers,
         "contributions": leader_board(given),
     } | ({"unreadable_records": len(unreadable)} if unreadable else {})
+
+
+def foretold_by(swarm: dict[str, Any], wall: float) -> float | None:
+    """Seconds until the step under way should end, as the stage peers of `swarm_view` have it; None: nobody knows."""
+    rows = [row for stage in swarm.get("stages", []) for row in stage["peers"]]
+    return foretold_in_s([(row["peer"].text, row["conductor"], row["step_at"]) for row in rows], wall)
 
 
 def _read(records: list[Record], decode: Callable[[bytes], Any], unreadable: list[Record]) -> list[dict[str, Any]]:

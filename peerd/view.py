@@ -110,6 +110,9 @@ def _details(role: Snapshot) -> Iterable[str]:
             continue
         if isinstance(value, list) and isinstance(value[0], dict):
             continue
+        if key == "next_step_in_s":
+            yield f"next step {soon(value)}"
+            continue
         name = key.replace("_", " ").replace(" per s", "/s")
         yield f"{name} {brief(value).strip('{}')}" if value is not True else name
 
@@ -146,6 +149,8 @@ def swarm_line(swarm: Snapshot) -> Text:
         if isinstance(swarm.get(key), int | float):
             facts.append(form.format(swarm[key]))
     facts.append(f"{len(swarm.get('trainers', []))} trainers")
+    if isinstance(swarm.get("next_step_in_s"), int | float):
+        facts.append(f"next step {soon(swarm['next_step_in_s'])}")
     return Text.assemble((f"run {swarm.get('run', '?')}", "bold"), ": " + ", ".join(facts))
 
 
@@ -213,6 +218,13 @@ def brief(value: object) -> str:
     if isinstance(value, list):
         return f"[{', '.join(brief(item) for item in value[:6])}{', …' if len(value) > 6 else ''}]"
     return "-" if value is None else str(value)
+
+
+def soon(seconds: float) -> str:
+    """When something is due that was foretold."""
+    if seconds < 1:
+        return "any moment"
+    return f"in about {round(seconds)} s" if seconds < 100 else f"in about {duration(seconds)}"
 
 
 def size(count: float) -> str:

@@ -54,7 +54,9 @@ class AuxRole:
             await self._training.compare_settings()
             self._ctx.rpc.serve("stage/1/prepare", Prepare, self._prepare, limits=orders)
             task_status.started()
-            await self._follow()
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(self._training.assembling().run, self._stage)
+                await self._follow()
         finally:
             for service in ("stage/1", "average/1"):
                 self._ctx.rpc.unserve(service)
@@ -80,6 +82,7 @@ class AuxRole:
         while True:
             answer = await self._following.ask("swarm/1/member", self._report, MemberAnswer, _SYNC_WAIT_S + 8.0)
             self._term, self._seen = max(self._term, answer.term), answer.version
+            self._following.note_forecast(answer.forecast)
             if answer.members is not None:
                 self._following.note_members(answer.members)
             self._waits_for = answer.waits_for or (None if self._rounds else "the first round")

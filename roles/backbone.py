@@ -14,6 +14,7 @@ import trio
 
 from peerd.compute.curves import Curves
 from peerd.core.errors import ConfigError, RemoteError
+from peerd.core.progress import pause_s
 from peerd.core.runfile import RunFile, first_difference, shared_text
 from peerd.member.watching import Sight, Watching
 from peerd.role import RoleContext, Training
@@ -21,6 +22,7 @@ from peerd.role import RoleContext, Training
 if TYPE_CHECKING:
     from peerd.member.keeping import Keeping
 
+_LOOK_RARELY_S = 10.0  # while it is far
 _TABLE_PERIOD_S = 300.0  # between two Parquet tables
 _HINDERED_S = 30.0  # before what could not be kept is looked at again
 
@@ -30,7 +32,7 @@ class BackboneRole:
 
     name: ClassVar[str] = "backbone"
     needs_run: ClassVar[bool] = False
-    look_s: ClassVar[float] = 2.0  # between two looks into the directory
+    look_s: ClassVar[float] = 2.0  # between two looks into the directory, while a step is short or its end is near
 
     def __init__(self, ctx: RoleContext) -> None:
         self._ctx = ctx
@@ -91,7 +93,7 @@ class BackboneRole:
                     self._ctx.log.event("curve not written", level="warning", reason=str(error))
             self._looked.set()
             self._looked = trio.Event()
-            await trio.sleep(self.look_s)
+            await trio.sleep(pause_s(sight.due_in_s, self.look_s, max(self.look_s, _LOOK_RARELY_S)))
 
     async def _renew_table(self) -> None:
         while True:

@@ -97,6 +97,7 @@ class TrainerRole:
         replica = {"replica": self._replica.status()} if self._replica is not None else {}
         return replica | {
             "step": self._books.step,
+            "next_step_in_s": self._training.following.step_in_s,
             "loss": self._step_loss,
             "valid_loss": self._valid_loss,
             "valid_step": self._evaluated_step,

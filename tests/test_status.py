@@ -15,7 +15,7 @@ from peerd.core.keys import Keypair
 from peerd.core.progress import StageProgress, TrainerProgress, encode_progress, progress_key, stage_key
 from peerd.core.runfile import PipelineSection, RunFile
 from peerd.service.dht import Dht
-from peerd.status import RoleState, swarm_view
+from peerd.status import RoleState, foretold_by, swarm_view
 
 RUN = RunFile(run="tiny", pipeline=PipelineSection(stages=2))
 
@@ -47,7 +47,7 @@ def peer(number: int) -> PeerId:
     return Keypair.from_seed(bytes([number]) * 32).peer_id
 
 
-def stage(number: int, step: int) -> tuple[Key, bytes]:
+def stage(number: int, step: int, conductor: str = "", step_at: float = 0.0) -> tuple[Key, bytes]:
     told = StageProgress(
         stage=number,
         since=1.0,
@@ -55,9 +55,10 @@ def stage(number: int, step: int) -> tuple[Key, bytes]:
         held=4,
         samples_per_s=9.5,
         device="cpu",
-        conductor="",
+        conductor=conductor,
         waits_for="",
         addrs=[],
+        step_at=step_at,
     )
     return stage_key("tiny", number), encode_progress(told)
 
@@ -89,6 +90,14 @@ async def test_without_trainers_the_step_is_that_of_the_stages() -> None:
     swarm = await view(Directory(stage(0, 7)))
     assert (swarm["step"], swarm["loss"], swarm["trainers"]) == (7, None, [])
     assert (await view(Directory()))["step"] is None
+
+
+async def test_the_conductors_forecast_of_the_next_step_is_found_among_the_records() -> None:
+    leader = peer(0).text
+    swarm = await view(Directory(stage(0, 7, conductor=leader, step_at=1012.0), stage(1, 7, conductor=leader)))
+    assert foretold_by(swarm, 1000.0) == 12.0
+    assert foretold_by(await view(Directory(stage(0, 7))), 1000.0) is None
+    assert foretold_by(await view(Silent()), 1000.0) is None
 
 
 async def test_records_that_make_no_sense_are_counted_and_harm_nobody() -> None:

@@ -49,6 +49,17 @@ def snapshot(**changes: Any) -> dict[str, Any]:
     } | changes
 
 
+@pytest.mark.parametrize(
+    ("seconds", "words"), [(0.2, "any moment"), (12.4, "in about 12 s"), (150.0, "in about 2 min 30 s")]
+)
+def test_the_next_step_is_foretold(seconds: float, words: str) -> None:
+    role = {"role": "stage", "state": "running", "next_step_in_s": seconds}
+    swarm = snapshot()["swarm"] | {"next_step_in_s": seconds}
+    text = " ".join(shown(snapshot(roles=[role], swarm=swarm)).split())
+    assert text.count(f"next step {words}") == 2
+    assert f"next step {words}" in " ".join(plain_text(render_swarm(swarm)).split())
+
+
 def test_a_snapshot_shows_this_daemon_and_the_swarm() -> None:
     text = shown(snapshot())
     for part in (

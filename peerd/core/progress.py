@@ -5,16 +5,21 @@ All values are read from strangers: bounded here, signed and expiring in the DHT
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections import Counter
+from collections.abc import Iterable
+from typing import Annotated, Final
 
 import msgspec
 
 from peerd.core.ids import Key
+from peerd.core.limits import FORESEEABLE_S
 from peerd.core.messages import Message, decode, encode
 from peerd.core.token import TokenData
 from peerd.core.training import AddrText, PeerText
 
+OVERDUE_S: Final = 15.0  # so long a forecast that was wrong still says that the step may end at any moment
 ShortText = Annotated[str, msgspec.Meta(max_length=200)]
+Moment = Annotated[float, msgspec.Meta(ge=0, le=1 << 40)]  # Unix time; neither NaN nor infinite
 
 
 def stage_key(run: str, stage: int) -> Key:
@@ -50,6 +55,7 @@ class StageProgress(Message, frozen=True):
     waits_for: ShortText
     addrs: Annotated[list[AddrText], msgspec.Meta(max_length=16)]
     token: TokenData = b""  # in a run with tokens: that the publisher is a member, and may serve a stage
+    step_at: Moment = 0.0  # when the step under way should be done, as the conductor foretells it; 0: nobody knows
 
 
 class Joiner(Message, frozen=True):
@@ -72,6 +78,35 @@ class TrainerProgress(Message, frozen=True):
     redone: int  # repeated on one stage because its peer was lost
     lost: int  # neither counted nor begun again
     waits_for: ShortText
+
+
+def foretold_in_s(told: Iterable[tuple[str, str, float]], wall: float) -> float | None:
+    """Seconds until the step under way should be done, by the records of a run's stage peers; None: nobody knows.
+
+    `told`: each one's id, whom it follows, and its `step_at`. The word counts of whom most follow, so that nobody
+    foretells who conducts in his own eyes only; not if it is over for longer than records take to be renewed.
+    """
+    rows = list(told)
+    followed = Counter(conductor for _, conductor, _ in rows if conductor)
+    first = max(followed, key=lambda peer: (followed[peer], peer), default=None)
+    for peer, conductor, step_at in rows:
+        if peer == first == conductor and step_at and -OVERDUE_S <= step_at - wall <= FORESEEABLE_S:
+            return max(0.0, step_at - wall)
+    return None
+
+
+def pause_s(due_in_s: float | None, usual_s: float, longest_s: float) -> float:
+    """How long to wait before the next look at a step, or word about it, when it is due in `due_in_s` seconds.
+
+    Unknown, near or past: `usual_s`, the shortest there is. Otherwise one look comes shortly before the step is due
+    and one shortly after it, and before that one every `longest_s`, since forecasts change.
+    """
+    near_s = usual_s / 2
+    if due_in_s is None or not due_in_s > 0:
+        return usual_s
+    if due_in_s <= usual_s + near_s:
+        return max(usual_s, due_in_s + near_s)
+    return max(usual_s, min(due_in_s - near_s, longest_s))
 
 
 def encode_progress(value: StageProgress | TrainerProgress) -> bytes:

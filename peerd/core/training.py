@@ -14,7 +14,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from peerd.core.limits import AVERAGE_PART_BYTES, FRAME_ELEMENTS, LINE_PAIRS
+from peerd.core.limits import AVERAGE_PART_BYTES, FORESEEABLE_S, FRAME_ELEMENTS, LINE_PAIRS
 from peerd.core.messages import Message
 
 PeerText = Annotated[str, msgspec.Meta(max_length=64)]
@@ -24,6 +24,7 @@ StepNumber = Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
 StageNumber = Annotated[int, msgspec.Meta(ge=0, lt=10_000)]
 Term = Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
 Rate = Annotated[float, msgspec.Meta(ge=0)]
+Foreseen = Annotated[float, msgspec.Meta(ge=0, le=FORESEEABLE_S)]  # seconds from now; neither NaN nor infinite
 Lineage = Annotated[bytes, msgspec.Meta(max_length=16)]
 MAX_MICROBATCHES = 16_384  # of one step; bounds every list below
 MAX_MEMBERS = 4_096
@@ -99,6 +100,13 @@ class MemberSync(Message, frozen=True):
     line: LineInfo | None = None  # None: as said before, or nothing known; mode "aux": a helper, not a member
 
 
+class Forecast(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Seconds until the batch under way is whole, and until the step that it makes is done."""
+
+    whole_in_s: Foreseen
+    step_in_s: Foreseen
+
+
 class MemberAnswer(Message, frozen=True):
     term: Term
     current: Position | None  # where members should stand; None while they are on their way
@@ -107,6 +115,7 @@ class MemberAnswer(Message, frozen=True):
     resend: bool  # the conductor does not know this session: say what you hold
     version: int
     members: Annotated[list[MemberInfo], msgspec.Meta(max_length=MAX_MEMBERS)] | None  # None: as sent before
+    forecast: Forecast | None = None  # of the step under way; None: nobody knows
 
 
 class Done(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -149,6 +158,7 @@ class TrainerAnswer(Message, frozen=True):
     version: int
     members_version: int
     members: Annotated[list[MemberInfo], msgspec.Meta(max_length=MAX_MEMBERS)] | None
+    forecast: Forecast | None = None  # as in MemberAnswer
 
 
 class Party(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):

@@ -95,6 +95,7 @@ class AveragerRole:
             waits_for = f"{self._min_peers} peers to begin with; {self._ready} are there"
         return {
             "step": self._model.step,
+            "next_step_in_s": self._training.following.step_in_s,
             "peers": self._ready,
             "samples_per_s": self._samples_per_s,
             "microbatches": self._contributor.counts(),

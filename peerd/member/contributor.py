@@ -13,7 +13,7 @@ from typing import Generic, Protocol, TypeVar
 import trio
 
 from peerd.core.errors import RemoteError
-from peerd.core.progress import TrainerProgress, encode_progress, progress_key
+from peerd.core.progress import TrainerProgress, encode_progress, pause_s, progress_key
 from peerd.core.training import Done, MemberInfo, TrainerAnswer, TrainerSync
 from peerd.role import Begun, Contribution, Drop, Order, Repeat, RoleContext, Start, Training
 
@@ -21,6 +21,7 @@ T = TypeVar("T")  # what a microbatch carries
 
 _SYNC_WAIT_S = 2.0
 _PUBLISH_S = 3.0
+_PUBLISH_RARELY_S = 15.0  # a quarter of a record's life
 _RECORD_TTL_S = 60.0
 _LEAVE_PATIENCE_S = 4.0
 
@@ -151,6 +152,7 @@ class Contributor(Generic[T]):
         if answer.members is not None:
             self._work.note_members(self._following.note_members(answer.members))
         self._waits_for = answer.waits_for or None
+        self._following.note_forecast(answer.forecast)
         before = self.books.step
         orders = self.books.answered(answer, self._said)
         if self.books.step != before:
@@ -216,7 +218,7 @@ class Contributor(Generic[T]):
     async def publish_now_and_then(self) -> None:
         while True:
             await self.publish()
-            await trio.sleep(_PUBLISH_S)
+            await trio.sleep(pause_s(self._following.step_in_s, _PUBLISH_S, _PUBLISH_RARELY_S))
 
     async def publish(self) -> None:
         """Announce how far we are; it expires by itself."""

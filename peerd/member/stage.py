@@ -23,7 +23,7 @@ from peerd.compute.user_model import UserModel
 from peerd.core.errors import ProtocolViolation, Refused, RemoteError
 from peerd.core.ids import PeerId, is_peer_text
 from peerd.core.messages import Empty
-from peerd.core.progress import StageProgress
+from peerd.core.progress import StageProgress, pause_s
 from peerd.core.runfile import RunFile
 from peerd.core.training import (
     Commit,
@@ -53,6 +53,7 @@ _START = Position(0, b"")
 _SERVICES = ("stage/1", "average/1", "state/1")
 _SYNC_WAIT_S = 2.0
 _ANNOUNCE_S = 5.0
+_ANNOUNCE_RARELY_S = 20.0  # a third of a record's life
 _LEAVE_PATIENCE_S = 4.0
 
 
@@ -119,6 +120,7 @@ class StageMember:
                 self._ctx.log.event("stage", stage=self._stage, step=self._position.step)
                 nursery.start_soon(self._announce_now_and_then)
                 nursery.start_soon(self._catching_up.run)
+                nursery.start_soon(self._training.assembling().run, self._stage)
                 nursery.start_soon(self._follow)
                 task_status.started()
         finally:
@@ -180,6 +182,7 @@ class StageMember:
         return {
             "stage": self._stage,
             "step": self._position.step,
+            "next_step_in_s": self._following.step_in_s,
             "held_samples": held,
             "samples": self._serving.samples,
             "samples_per_s": self._serving.rate(),
@@ -320,34 +323,38 @@ class StageMember:
 
     def _take(self, answer: MemberAnswer) -> None:
         self._conducting.term = self._term = max(self._term, answer.term)
+        self._following.note_forecast(answer.forecast)
         if answer.members is not None:
             self.members = self._following.note_members(answer.members)
         self._complete = answer.complete
         self._waits_for = answer.waits_for or None
 
+    def _progress(self) -> StageProgress:
+        """For the directory; the conductor's tells when the step is due."""
+        conductor, step_in_s = self._following.conductor, self._following.step_in_s
+        foretells = self._conducting.acting and step_in_s is not None
+        return StageProgress(
+            stage=self._stage,
+            since=self._since,
+            step=self._position.step,
+            held=len(self._need().held) * self._run.pipeline.microbatch,
+            samples_per_s=self._serving.rate(),
+            device=self._ctx.device,
+            conductor=conductor.text if conductor else "",
+            waits_for=(self._why_waiting() or "")[:200],
+            addrs=self._training.directory.own_addrs(),
+            step_at=self._ctx.clock.wall() + (step_in_s or 0.0) if foretells else 0.0,
+        )
+
     async def _announce_now_and_then(self) -> None:
-        directory = self._training.directory
         while True:
-            held = len(self._need().held) * self._run.pipeline.microbatch
-            conductor = self._following.conductor
-            progress = StageProgress(
-                stage=self._stage,
-                since=self._since,
-                step=self._position.step,
-                held=held,
-                samples_per_s=self._serving.rate(),
-                device=self._ctx.device,
-                conductor=conductor.text if conductor else "",
-                waits_for=(self._why_waiting() or "")[:200],
-                addrs=directory.own_addrs(),
-            )
             try:
-                await directory.announce(progress)
+                await self._training.directory.announce(self._progress())
                 await self._training.publish_settings()
                 await self._tally.publish()
             except RemoteError as error:
                 self._ctx.log.event("announce failed", level="warning", reason=str(error))
-            with trio.move_on_after(_ANNOUNCE_S):
+            with trio.move_on_after(pause_s(self._following.step_in_s, _ANNOUNCE_S, _ANNOUNCE_RARELY_S)):
                 await self._stepped.wait()
                 await trio.sleep(1.0)  # steps may be shorter than anyone wants to read about
 

@@ -15,7 +15,7 @@ from typing import Final
 from peerd.compute.curves import Point
 from peerd.core.errors import ProtocolViolation, RemoteError
 from peerd.core.ids import PeerId
-from peerd.core.progress import TrainerProgress, decode_trainer, progress_key
+from peerd.core.progress import TrainerProgress, decode_trainer, foretold_in_s, progress_key
 from peerd.role import RoleContext, Training
 
 MOST_STEPS: Final = 1 << 53  # as in `core.training.StepNumber`
@@ -38,6 +38,7 @@ class Sight:
     point: Point | None  # None: nobody is there
     stages: list[list[PeerId]]  # who announces each stage
     newcomers: list[Newcomer]
+    due_in_s: float | None = None  # until the step under way should end; None: nobody knows
 
 
 class Watching:
@@ -57,7 +58,9 @@ class Watching:
         steps = [entry.progress.step for entry in announced.values()]
         point = summary([len(peers) for peers in stages], steps, list(trainers.values()), self._ctx.clock.wall())
         present = [Newcomer(peer, stage) for stage, peers in enumerate(stages) for peer in peers]
-        return Sight(point, stages, self._new([*present, *(Newcomer(peer, None) for peer in trainers)]))
+        newcomers = self._new([*present, *(Newcomer(peer, None) for peer in trainers)])
+        told = [(peer.text, e.progress.conductor, e.progress.step_at) for peer, e in announced.items()]
+        return Sight(point, stages, newcomers, foretold_in_s(told, self._ctx.clock.wall()))
 
     async def _trainers(self) -> dict[PeerId, TrainerProgress]:
         found = {}

@@ -49,6 +49,7 @@ from peerd.machine.conducting import (
     TrainerReport,
 )
 from peerd.machine.conductor import Conductor, ConductorConfig, Phase
+from peerd.machine.outlook import Outlook
 from peerd.machine.shares import NoSplit
 from peerd.machine.splitting import Split
 from peerd.net.host import Host, PeerDown
@@ -87,6 +88,7 @@ class Conducting:
         self._nursery: trio.Nursery | None = None
         self._changed = trio.Event()
         self._heard: dict[str, float] = {}
+        self._outlook = Outlook()
         self.solver: Worker | None = None  # without one, limits between pairs of peers are not counted
         self._attempts: dict[bytes, trio.CancelScope] = {}
 
@@ -132,7 +134,7 @@ class Conducting:
             sizes = self._config.conductor
             if self.term > 1:  # a run that is on its way: its members are known, and all but here
                 sizes = dataclasses.replace(sizes, gather_s=_TAKE_OVER_GATHER_S)
-            self._machine = Conductor(sizes, rng, now)
+            self._machine, self._outlook = Conductor(sizes, rng, now), Outlook()
             known = self._following.directory.announced.values()
             expected = [entry.peer for entry in known if not self._following.suspected(entry.peer)]
             self._hear_of_steps()
@@ -386,6 +388,7 @@ class Conducting:
                 resend=not helps and (resend or not machine.is_member(name, body.session)),
                 version=machine.members_version,
                 members=machine.members() if news else None,
+                forecast=self._outlook.look(trio.current_time(), machine),
             )
         )
 
@@ -415,6 +418,7 @@ class Conducting:
                 version=machine.version,
                 members_version=machine.members_version,
                 members=machine.members() if news else None,
+                forecast=self._outlook.look(trio.current_time(), machine),
             )
         )
 

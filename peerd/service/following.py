@@ -19,7 +19,7 @@ import trio
 from peerd.core.errors import Refused, RemoteError
 from peerd.core.ids import PeerId
 from peerd.core.messages import Empty
-from peerd.core.training import Leave, MemberInfo
+from peerd.core.training import Forecast, Leave, MemberInfo
 from peerd.service.directory import Directory
 from peerd.service.rpc import Rpc
 
@@ -42,6 +42,9 @@ class Following:
     conductor: PeerId | None = None
     changes: int = 0
     waits_for: str | None = None
+    members: list[MemberInfo] = field(default_factory=list)  # by the conductor's last word
+    told: trio.Event = field(default_factory=trio.Event)  # set, and replaced, with each such list
+    _forecast: tuple[float, Forecast] | None = None  # when it was told
     _suspects: dict[PeerId, float] = field(default_factory=dict)
     _seen: dict[PeerId, float] = field(default_factory=dict)  # stage-0 peers heard of, and since when they serve
     _refreshed: float = float("-inf")
@@ -61,15 +64,35 @@ class Following:
 
     def note_members(self, members: Iterable[MemberInfo]) -> list[MemberInfo]:
         """The conductor's list of members: their addresses, and who else may conduct. Returns who can be a peer."""
-        members = self.directory.learn_members(members)
-        alive = {m.peer for m in members}
+        self.members = known = self.directory.learn_members(members)
+        self.told.set()
+        self.told = trio.Event()
+        alive = {m.peer for m in known}
         for peer in [p for p in self._seen if p.text not in alive and p != self.conductor]:
             del self._seen[peer]
-        return members
+        return known
 
     def note_stage0(self, peer: PeerId, since: float) -> None:
         """A peer of stage 0 says since when it serves."""
         self._seen[peer] = since
+
+    def note_forecast(self, forecast: Forecast | None) -> None:
+        """What the conductor foretells of the step under way."""
+        self._forecast = (trio.current_time(), forecast) if forecast is not None else None
+
+    @property
+    def forecast(self) -> Forecast | None:
+        """Of the step under way, by the conductor's last word, counted down; None: nobody knows."""
+        if self._forecast is None:
+            return None
+        at, told = self._forecast
+        passed_s = trio.current_time() - at
+        return Forecast(max(0.0, told.whole_in_s - passed_s), max(0.0, told.step_in_s - passed_s))
+
+    @property
+    def step_in_s(self) -> float | None:
+        """Seconds until the step under way should be done; None: nobody knows."""
+        return self.forecast.step_in_s if self.forecast is not None else None
 
     def duty(self) -> PeerId:
         """Who should conduct, as we see it: ourselves only when everyone before us is suspected."""
@@ -105,6 +128,7 @@ class Following:
             if peer != self.conductor:
                 self.conductor = peer
                 self.changes += 1
+                self._forecast = None
             try:
                 answer = await self.rpc.call(peer, method, make(), reply, timeout_s=timeout_s)
             except Refused as error:

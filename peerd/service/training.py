@@ -10,6 +10,7 @@ from peerd.core.errors import ConfigError, RemoteError
 from peerd.core.runfile import RunFile, fingerprint, first_difference, shared_text
 from peerd.machine.conductor import ConductorConfig
 from peerd.net.host import Host
+from peerd.service.assembling import Assembling
 from peerd.service.conducting import Conducting, ConductingConfig
 from peerd.service.contributions import Tally, TallyOf
 from peerd.service.dht import Dht
@@ -66,6 +67,10 @@ class Training:
     def snapshots(self) -> Snapshots:
         """For a stage peer: give and fetch state."""
         return Snapshots(self._rpc, self._clock.rng("state"))
+
+    def assembling(self) -> Assembling:
+        """For who takes part in averaging: links to all others, before they are needed."""
+        return Assembling(self._host, self.following)
 
     def conducting(self) -> Conducting:
         """For a peer of stage 0: the conductor's duty, when it comes."""

@@ -1,0 +1,51 @@
+"""Links to all who will average together, made before their round is due: drives `machine/assembly` over the host.
+
+Who the others are, and when the step is due, the conductor says (`Following`). A list of strangers costs dials, a few
+at once; what cannot be reached is left to the round itself, which names it.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import trio
+
+from peerd.core.errors import RemoteError
+from peerd.core.ids import PeerId
+from peerd.machine.assembly import Assembly
+from peerd.net.host import Host
+from peerd.service.following import Following
+
+log = logging.getLogger("peerd.service.assembling")
+
+_LOOK_S = 2.0  # links may break, and forecasts change
+
+
+class Assembling:
+    """One peer's."""
+
+    def __init__(self, host: Host, following: Following) -> None:
+        self._host, self._following = host, following
+        self._assembly = Assembly(host.id.text)
+
+    async def run(self, stage: int) -> None:
+        """Be linked to everyone of `stage`, helpers too, when its round begins; until cancelled."""
+        following, assembly = self._following, self._assembly
+        async with trio.open_nursery() as nursery:
+            while True:
+                now, forecast, told = trio.current_time(), following.forecast, following.told
+                due_in_s = forecast.whole_in_s if forecast is not None else None
+                mates = {member.peer for member in following.members if member.stage == stage}
+                linked = {peer.text for peer in self._host.connected()}
+                for mate in assembly.dial(now, due_in_s, mates, linked):
+                    nursery.start_soon(self._connect, mate)
+                wait_s = assembly.wake_in_s(now, due_in_s)
+                with trio.move_on_after(_LOOK_S if wait_s is None else min(wait_s, _LOOK_S)):
+                    await told.wait()
+
+    async def _connect(self, mate: str) -> None:
+        try:
+            await self._host.connect(PeerId.parse(mate))
+        except RemoteError as error:
+            log.info("no link to …%s before a round: %s", mate[-8:], error)
+        self._assembly.ended(trio.current_time(), mate)
