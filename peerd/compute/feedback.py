@@ -36,15 +36,16 @@ class ErrorFeedback:
         self._new: Vector | None = None  # of the round under way
         self._spare: Vector | None = None
 
-    def begin(self, gradient: Vector) -> None:
-        """A round begins: the residual is added to `gradient`, in place. An unsettled round before it is void."""
+    def begin(self, gradient: Vector) -> Vector:
+        """A round begins: the residual is added to `gradient`, in place. Gives the new residual, for `settle`."""
         if self.residual is not None:
             np.add(gradient, self.residual, out=gradient)
-        buffer = self._new if self._new is not None else self._spare
+        buffer = self._spare
         if buffer is None or (buffer.shape, buffer.dtype) != (gradient.shape, gradient.dtype):
             buffer = np.empty_like(gradient)
         buffer.fill(0)
         self._new, self._spare = buffer, None
+        return buffer
 
     def encode(self, begin: int, values: Vector) -> tuple[TensorFrame, Vector]:
         """Code the part that begins at element `begin`; also gives it as it will be decoded. Raises NotFinite."""
@@ -60,9 +61,9 @@ class ErrorFeedback:
         values: Vector = decode(frame, like.shape, dtype, name="a part of a gradient", finite=True).numpy()
         return values
 
-    def settle(self) -> None:
-        """The round succeeded: what it missed is added to the next one."""
-        self._spare, self.residual, self._new = self.residual, self._new, None
+    def settle(self, new: Vector | None = None) -> None:
+        """The round that began with `new`, or the last one, counts: what it missed is added to the next one."""
+        self._spare, self.residual, self._new = self.residual, self._new if new is None else new, None
 
     def forget(self) -> None:
         """Begin anew: the parameters are no longer those that the residual was meant for."""

@@ -1,6 +1,6 @@
 """A member's part in its stage's averaging rounds: plan, residual, sums, and what it says of its line meanwhile.
 
-A round changes nothing here that another one would depend on before its step is made (`Total.settle`).
+What a round leaves behind counts once the step with its total is made (`Total.settle`), and not before.
 """
 
 from __future__ import annotations
@@ -64,8 +64,9 @@ class Rounds:
         feedback, self._vector_is = self._feedback, (len(vector), vector.dtype.name, 0)
         if feedback is None:
             return Total(await self._averaging.sum(plan, vector, self._worker), lambda: None)
-        await self._worker.run(lambda: feedback.begin(vector), name="add the residual")
-        return Total(await self._averaging.sum(plan, vector, self._worker, feedback), feedback.settle)
+        new = await self._worker.run(lambda: feedback.begin(vector), name="add the residual")
+        total = await self._averaging.sum(plan, vector, self._worker, feedback)
+        return Total(total, lambda: feedback.settle(new))
 
     async def _of_factors(self, plan: AveragingPlan, vector: Vector, code: LowRank) -> Total:
         """Two sums, the second of what the first one led to."""

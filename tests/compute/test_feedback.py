@@ -92,6 +92,20 @@ def test_a_round_that_failed_leaves_the_same_bits_to_be_sent_again() -> None:
     assert np.array_equal(straight.residual, stumbling.residual)  # type: ignore[arg-type]
 
 
+def test_a_round_settles_what_it_missed_itself_though_another_has_begun() -> None:
+    straight, overtaken = ErrorFeedback(Plan("int4")), ErrorFeedback(Plan("int4"))
+    first, second = gradients(7, 2)
+    new = overtaken.begin(first.copy())
+    straight.begin(first.copy())
+    overtaken.encode(0, first)
+    straight.encode(0, first)
+    straight.settle()
+    overtaken.begin(second.copy())
+    overtaken.encode(0, second)
+    overtaken.settle(new)
+    assert np.array_equal(straight.residual, overtaken.residual)  # type: ignore[arg-type]
+
+
 def test_a_round_that_sends_nothing_uses_the_residual_up() -> None:
     feedback = ErrorFeedback(Plan("int4"))
     first, second = gradients(4, 2)
