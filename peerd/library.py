@@ -245,9 +245,7 @@ def _averaging(code: str, rank: int) -> AveragingSection:
     return made
 
 
-def _run_file(
-    run: str, model: UserModel, sizes: tuple[int, int], averaging: AveragingSection, saves: bool
-) -> RunFile:
+def _run_file(run: str, model: UserModel, sizes: tuple[int, int], averaging: AveragingSection, saves: bool) -> RunFile:
     """What the peers of a run must agree on, as the settings of a run with one stage."""
     target, samples = sizes
     for name, value in (("target_samples", target), ("samples_per_step", samples)):

@@ -212,7 +212,7 @@ def sort_out(layout: Layout, rank: int) -> tuple[list[Matrix], list[Whole], tupl
 def orthonormal(columns: Vector, instead: Vector | None = None) -> Vector:
     """An orthonormal basis of the columns' span, [n, r], in their dtype; the same bits wherever numbers are IEEE's.
 
-    Gram and Schmidt, modified, twice, in double precision. A column that the ones before it make up becomes the one of
+    Gram and Schmidt, twice, in double precision. A column that the ones before it make up becomes the one of
     `instead`, without them, or zeros.
     """
     found = columns.T.astype(np.float64, order="C")
@@ -226,13 +226,14 @@ def orthonormal(columns: Vector, instead: Vector | None = None) -> Vector:
 
 def _made_unit(rows: Vector, k: int) -> bool:
     """Row `k` without its parts along the ones before, at length one; False, and zeros, when nothing of it is left."""
-    row = rows[k]
+    row, before = rows[k], rows[:k]
     largest = np.abs(row).max(initial=0.0)
     if largest > 0:
         row /= largest  # so that no square leaves the range of numbers
         whole = _length(row)
-        for before in (*rows[:k], *rows[:k]):
-            row -= np.add.reduce(row * before) * before
+        for _ in range(2):  # what rounding leaves of the others in a short remainder, the second time takes out
+            along = np.add.reduce(before * row, axis=1)
+            row -= np.add.reduce(before * along[:, None], axis=0)
         left = _length(row)
         if left > _DEPENDENT * whole:
             row /= left
