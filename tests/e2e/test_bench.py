@@ -91,6 +91,26 @@ def test_the_quantize_benchmark_holds_a_gpu_to_the_bytes_that_must_move(monkeypa
     assert quantize.gpu_section(None) == []
 
 
+@pytest.mark.slow
+def test_the_gradients_benchmark_prints_its_figures(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    import bench
+    from benchmarks import gradients
+
+    monkeypatch.setattr(gradients, "QUICK", gradients.Sizes(rounds=1, steps=3, samples=8, valid_samples=8))
+    monkeypatch.setattr("sys.argv", ["bench.py", "gradients", "--json"])
+    assert bench.main() == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out.splitlines()[-1])
+    names = ["none", "int8", "int4", "powersgd_1", "powersgd_4", "powersgd_16"]
+    assert found.keys() >= {f"{name}_{what}" for name in names for what in ("bytes", "ms", "loss")}
+    assert found["int8_bytes"] == pytest.approx(found["none_bytes"] * 1.0625 / 4, rel=1e-3)
+    vectors = [found[f"powersgd_{rank}_bytes"] for rank in (1, 4, 16)]
+    assert vectors[1] - vectors[0] == 3 * (vectors[2] - vectors[1]) / 12  # each column costs the same
+    assert all(1.0 < found[f"{name}_loss"] < 6.0 for name in names)
+
+
 def test_the_benchmarks_are_listed_with_what_they_measure(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
