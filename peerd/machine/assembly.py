@@ -18,6 +18,7 @@ _TURN_S = 2.0  # then the other of the two dials
 _RETRY_S = 2.0
 _RETRY_MOST_S = 30.0
 _DIALS = 8  # at once
+_SOONEST_S = 0.05  # before the next look: what is left of a wait may be too short for the clock to move
 
 
 @dataclass(slots=True)
@@ -60,7 +61,7 @@ class Assembly:
         waits = [max(0.0, known.next_try - now) for known in self._missing.values() if not known.dialling]
         if due_in_s is not None and due_in_s > _LEAD_S:
             waits.append(due_in_s - _LEAD_S)
-        return min(waits, default=None)
+        return max(_SOONEST_S, min(waits)) if waits else None
 
     def _turn_s(self, mate: str) -> float:
         return 0.0 if self._own < mate else _TURN_S

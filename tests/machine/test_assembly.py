@@ -56,6 +56,14 @@ def test_few_are_dialled_at_once() -> None:
     assert assembly.dial(0.5, None, mates, first[:1]) == [mates[8]]
 
 
+def test_a_look_that_comes_a_hair_too_early_does_not_spin() -> None:
+    assembly = Assembly("p0")
+    assert assembly.dial(0.0, 10.000000001, MATES, []) == []
+    wait_s = assembly.wake_in_s(0.0, 10.000000001)
+    assert wait_s is not None
+    assert wait_s >= 0.05
+
+
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 5), st.sampled_from([None, 3.0, 60.0])), max_size=60))
 def test_nobody_is_dialled_who_is_linked_dialled_or_ourselves(moves: list[tuple[bool, int, float | None]]) -> None:
     assembly, under_way, linked = Assembly("p2"), set[str](), set[str]()

@@ -22,6 +22,7 @@ from peerd.core.runfile import (
     PipelineSection,
     RunFile,
 )
+from peerd.core.work import Worker
 from peerd.log import EventLog
 from peerd.role import RoleContext
 from peerd.sim.clock import run_virtual
@@ -54,8 +55,8 @@ def run(tmp_path: Path) -> RunFile:
 class Roles:
     """Programs that run one role, and the roles that they run, by node."""
 
-    def __init__(self, run: RunFile, directory: Path) -> None:
-        self.run, self.directory = run, directory
+    def __init__(self, run: RunFile, directory: Path, worker: Callable[[], Worker] = InlineWorker) -> None:
+        self.run, self.directory, self.worker = run, directory, worker
         self.live: dict[str, Any] = {}
         self.logs: dict[str, EventLog] = {}
 
@@ -73,7 +74,7 @@ class Roles:
                 await nursery.start(stand)
                 directory = self.directory / node.name
                 directory.mkdir(parents=True, exist_ok=True)
-                workers = {name: InlineWorker() for name in ("cpu", "files", "data", "coding")}
+                workers = {name: self.worker() for name in ("cpu", "files", "data", "coding")}
                 self.logs[node.name] = log = EventLog(node.clock)
                 ctx = RoleContext(
                     run=self.run,

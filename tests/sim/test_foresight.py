@@ -1,0 +1,132 @@
+"""A swarm under virtual time foretells its steps: the directory says when one ends, and groups stand before it does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+import torch
+import trio
+
+from peerd.compute.worker import InlineWorker
+from peerd.core.runfile import (
+    BatchSection,
+    CheckpointSection,
+    DataSection,
+    EvaluateSection,
+    ModelSection,
+    OptimizerSection,
+    PipelineSection,
+    RunFile,
+)
+from peerd.service.averaging import Averaging
+from peerd.sim.clock import run_virtual
+from peerd.sim.programs import swarm
+from peerd.sim.world import Node, World, WorldConfig
+from peerd.status import foretold_by, swarm_view
+from roles.trainer import TrainerRole
+from tests.kit.world import home_line
+from tests.sim.test_training_swarm import Roles
+
+T = TypeVar("T")
+
+MICROBATCH_S = 4.0
+STEPS = 4
+
+
+class Device(InlineWorker):
+    """One on which a microbatch takes its time."""
+
+    async def run(self, job: Callable[[], T], *, name: str, cost_s: float = 0.0) -> T:
+        return await super().run(job, name=name, cost_s=MICROBATCH_S if name == "backward" else cost_s)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunFile:
+    (tmp_path / "text.txt").write_bytes(bytes((13 * j * j + j // 3) % 251 for j in range(8000)))
+    return RunFile(
+        run="virtual",
+        seed=5,
+        model=ModelSection(d_model=8, heads=1, layers=1, context=8),
+        pipeline=PipelineSection(stages=1, microbatch=1),
+        optimizer=OptimizerSection(name="sgd", lr=1e-3, total_steps=STEPS),
+        batch=BatchSection(target_samples=24),
+        data=DataSection(path=str(tmp_path / "*.txt"), holdout=0.1),
+        evaluate=EvaluateSection(every_steps=0),
+        checkpoint=CheckpointSection(every_steps=0),
+    )
+
+
+@pytest.fixture
+def unlinked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[float, list[str]]]:
+    """When each member began each round, and whom of its group it had no link to then."""
+    found: list[tuple[float, list[str]]] = []
+    plain = Averaging.sum
+
+    async def noted(self: Averaging, plan: Any, *rest: Any) -> Any:
+        linked = {peer.text for peer in self._rpc._host.connected()}
+        found.append((trio.current_time(), sorted({*plan.group} - linked - {self._own})))
+        return await plain(self, plan, *rest)
+
+    monkeypatch.setattr(Averaging, "sum", noted)
+    return found
+
+
+class Watcher:
+    """Somebody who asks the directory every second when the step ends."""
+
+    def __init__(self, node: Node, run: RunFile) -> None:
+        self.node, self.run = node, run
+        self.told: list[tuple[float, float | None]] = []
+
+    async def watch(self) -> None:
+        while True:
+            swarm = await swarm_view(self.node.dht, self.run)
+            self.told.append((trio.current_time(), foretold_by(swarm, self.node.clock.wall())))
+            await trio.sleep(1.0)
+
+    def errors(self, began: float, ended: float) -> list[float]:
+        """By how many seconds the forecasts in the second half of this step were wrong."""
+        half = [(at, due) for at, due in self.told if (began + ended) / 2 < at < ended]
+        assert half, self.told
+        assert all(due is not None for _, due in half), half
+        return [abs(at + (due or 0.0) - ended) for at, due in half]
+
+
+async def train(seed: int, roles: Roles) -> tuple[list[float], Watcher]:
+    """Three replicas make all steps; returns when each step was made, and what somebody saw meanwhile."""
+    made: list[float] = []
+    async with World(seed, swarm(), WorldConfig(line=home_line)).running() as world:
+        boot = await world.start("boot")
+        world.bootstrap.append(boot.full_addr)
+        for number in range(3):
+            await world.start(f"replica{number}", program=roles.program(TrainerRole))
+        watcher = Watcher(boot, roles.run)
+
+        def steps() -> int:
+            return max((role._replica.position.step for role in roles.of(TrainerRole)), default=0)
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(watcher.watch)
+            for step in range(1, STEPS + 1):
+                done = await world.until(lambda step=step: steps() >= step, within_s=200)  # type: ignore[misc]
+                assert done, roles.story()
+                made.append(trio.current_time())
+            nursery.cancel_scope.cancel()
+    return made, watcher
+
+
+@pytest.mark.slow
+def test_steps_are_foretold_in_the_directory_and_rounds_begin_with_all_links(
+    tmp_path: Path, run: RunFile, unlinked: list[tuple[float, list[str]]]
+) -> None:
+    torch.set_num_threads(1)
+    made, watcher = run_virtual(train, 1, Roles(run, tmp_path / "peers", Device), seed=1)
+    assert made[-1] - made[-2] > 24 / 3 * MICROBATCH_S
+    for began, ended in zip(made[1:], made[2:], strict=False):
+        errors = watcher.errors(began, ended)
+        assert max(errors) <= 1.5 * MICROBATCH_S, errors
+    assert len(unlinked) >= 3 * STEPS
+    assert [missing for _, missing in unlinked if missing] == []
