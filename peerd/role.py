@@ -20,6 +20,7 @@ from peerd.core.work import Worker
 from peerd.log import EventLog
 from peerd.machine.allreduce import AveragingPlan, RoundFailed
 from peerd.machine.contribution import Begun, Contribution, Drop, Order, Repeat, Start
+from peerd.machine.outcomes import explained
 from peerd.net.host import Host
 from peerd.service.conducting import Conducting
 from peerd.service.dht import Dht
@@ -48,6 +49,7 @@ __all__ = [
     "Start",
     "StateItem",
     "Training",
+    "explained",
 ]
 
 

@@ -214,7 +214,8 @@ def brief(value: object) -> str:
     if isinstance(value, str):
         return short(value)
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{key} {brief(item)}" for key, item in value.items()) + "}"
+        told = [f"{short(key)} {brief(item)}" for key, item in value.items() if item not in (None, {})]
+        return "{" + ", ".join(told) + "}"
     if isinstance(value, list):
         return f"[{', '.join(brief(item) for item in value[:6])}{', …' if len(value) > 6 else ''}]"
     return "-" if value is None else str(value)

@@ -16,7 +16,7 @@ from peerd.core.errors import ProtocolViolation, Refused
 from peerd.core.runfile import RunFile
 from peerd.core.training import MemberAnswer, MemberSync, Position, Prepare, Prepared
 from peerd.member.lines import own_line
-from peerd.role import Answer, AveragingPlan, Incoming, MethodLimits, RoleContext, RoundFailed, Training
+from peerd.role import Answer, AveragingPlan, Incoming, MethodLimits, RoleContext, RoundFailed, Training, explained
 
 _SYNC_WAIT_S = 2.0
 _START = Position(0, b"")
@@ -42,7 +42,6 @@ class AuxRole:
         self._since = ctx.clock.wall()
         self._term = self._seen = 0
         self._changes = -1
-        self._rounds = self._failed = 0
         self._busy_s = 0.0
         self._aggregated = 0
         self._tally = self._training.tally("aux", ctx.data_dir / "contributed.json")
@@ -69,8 +68,7 @@ class AuxRole:
         conductor = self._following.conductor
         return {
             "stage": self._stage,
-            "rounds": self._rounds,
-            "rounds_failed": self._failed,
+            "averaging": self._averaging.outcomes.told(),
             "busy_s": self._busy_s,
             "aggregated_bytes": self._aggregated,
             "conductor": conductor.text if conductor else None,
@@ -85,7 +83,7 @@ class AuxRole:
             self._following.note_forecast(answer.forecast)
             if answer.members is not None:
                 self._following.note_members(answer.members)
-            self._waits_for = answer.waits_for or (None if self._rounds else "the first round")
+            self._waits_for = answer.waits_for or (None if self._averaging.outcomes.rounds else "the first round")
             await self._tally.publish()
 
     def _report(self) -> MemberSync:
@@ -130,10 +128,8 @@ class AuxRole:
             if plan.further:
                 await self._averaging.sum(plan.second(), None, self._worker, self._coder)
         except RoundFailed as error:
-            self._failed += 1
-            self._ctx.log.event("averaging failed", level="warning", step=body.step, reason=str(error))
+            self._ctx.log.event("averaging failed", level="warning", step=body.step, reason=explained(error))
             return Answer(Prepared(False, [], list(error.lost)))
-        self._rounds += 1
         self._busy_s += self._ctx.clock.now() - began
         self._tally.add(bytes_aggregated=self._averaging.aggregated_bytes - self._aggregated)
         self._aggregated = self._averaging.aggregated_bytes

@@ -32,11 +32,12 @@ _LEAST_ELEMENTS = 1024  # unless they would be smaller than this
 
 
 class RoundFailed(PeerdError):
-    """The round cannot end; `lost` are the members at fault."""
+    """The round cannot end; `lost` are the members at fault, `lost_share` is what of the vector has no sum."""
 
     def __init__(self, reason: str, lost: tuple[str, ...]) -> None:
         super().__init__(reason)
         self.lost = lost
+        self.lost_share = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,9 +167,13 @@ class Round:
         due = parts if own in self._everyone else ()
         self._due = {part.index: part.owner for part in due if part.owner != own}
         self._heard: dict[str, float] = {}
+        self.began = 0.0
+        self.waited_s: dict[str, float] = {}  # for the last version of our parts, once all others were there
+        self._newest: dict[int, float] = {}  # when the newest version of a part came
 
     def begin(self, now: float) -> None:
         """Patience with the others starts here."""
+        self.began = now
         self._heard = dict.fromkeys({*self.senders, *self._due.values()}, now)
 
     def check(self, index: int, sender: str) -> None:
@@ -191,7 +196,11 @@ class Round:
         came.add(sender)
         self._missing -= 1
         self._heard[sender] = now
-        return len(came) == len(self.senders)
+        before, self._newest[index] = self._newest.get(index, self.began), now
+        whole = len(came) == len(self.senders)
+        if whole and sender != self.own:
+            self.waited_s[sender] = self.waited_s.get(sender, 0.0) + now - before
+        return whole
 
     def returned(self, now: float, index: int) -> None:
         """The owner sent us the sum of a part."""
@@ -201,6 +210,13 @@ class Round:
     def finished(self) -> bool:
         """Have we every sum that is due to us, and every version that is due from others?"""
         return not self._due and not self._missing
+
+    def missing_share(self) -> float:
+        """How much of what this member should have, from 0 to 1, has no sum yet."""
+        due = [part for part in self.parts if part.owner == self.own or self.own in self._everyone]
+        whole = len(self.senders)
+        lost = [p for p in due if p.index in self._due or len(self._came.get(p.index, self.senders)) < whole]
+        return sum(p.end - p.begin for p in lost) / max(1, sum(p.end - p.begin for p in due))
 
     def owes(self, sender: str) -> bool:
         """Does this sender still owe us a part?"""

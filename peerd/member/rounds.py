@@ -91,6 +91,10 @@ class Rounds:
         if self._feedback is not None:
             self._feedback.forget()
 
+    def told(self) -> dict[str, object]:
+        """How rounds ended, for status."""
+        return self._averaging.outcomes.told()
+
     def newly_aggregated_bytes(self) -> int:
         """Of others' gradients, summed here since the last call."""
         before, self._told = self._told, self._averaging.aggregated_bytes

@@ -45,7 +45,7 @@ from peerd.member.rounds import Rounds, Total
 from peerd.member.saving import Saving
 from peerd.member.serving import Serving
 from peerd.member.totals import Leap
-from peerd.role import Answer, Incoming, MethodLimits, RoleContext, RoundFailed, Training
+from peerd.role import Answer, Incoming, MethodLimits, RoleContext, RoundFailed, Training, explained
 
 T = TypeVar("T")
 
@@ -189,6 +189,7 @@ class StageMember:
             "coding": self._serving.boundary.choices,
             "conducts": self._conducting.acting,
             "conductor": self._following.conductor.text if self._following.conductor else None,
+            "averaging": self._rounds.told(),
             "members": [{"peer": m.peer, "stage": m.stage, "ready": m.ready} for m in self.members],
             "complete": self._complete,
             "saved_steps": [p.step for p in self._saving.positions],
@@ -395,7 +396,7 @@ class StageMember:
                 vector = await self.work(served.vector, "copy the gradient")
                 total = await self._rounds.total(plan, vector, served.low_rank)
             except RoundFailed as error:
-                self._ctx.log.event("averaging failed", level="warning", step=body.step, reason=str(error))
+                self._ctx.log.event("averaging failed", level="warning", step=body.step, reason=explained(error))
                 return Answer(Prepared(False, [], list(error.lost)))
             except Stale as error:
                 raise Refused(str(error)) from None

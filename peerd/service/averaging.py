@@ -32,6 +32,7 @@ from peerd.core.messages import Empty
 from peerd.core.training import AverageKey
 from peerd.core.work import Worker
 from peerd.machine.allreduce import AveragingPlan, Pace, Part, Round, RoundFailed
+from peerd.machine.outcomes import Outcomes
 from peerd.service.part_sums import (
     Fault,
     Memory,
@@ -125,6 +126,7 @@ class Averaging:
         self._rpc = rpc
         self._own = own.text
         self.aggregated_bytes = 0  # of others' vectors, summed here so far
+        self.outcomes = Outcomes()
         self._rounds: dict[bytes, _Open] = {}
         self._memory = Memory()
         self._opened = trio.Event()  # set and replaced whenever a round opens
@@ -152,7 +154,9 @@ class Averaging:
                     self._start_sending(nursery, plan, state)
                 await self._watch(plan, state)
         if state.failure is not None:
+            self.outcomes.broke(trio.current_time(), state.round, state.failure)
             raise state.failure
+        self.outcomes.ended(trio.current_time(), state.round)
         return state.result
 
     def _laid_out(self, plan: AveragingPlan, vector: Vector | None) -> tuple[Round, Vector | None, Vector]:

@@ -58,7 +58,7 @@ async def test_a_helper_sums_for_replicas_with_slow_lines_and_changes_no_bit(tmp
         status = aux.role.status()
         modules = [peer.role._replica._served.module for peer in replicas]
     assert batches.faults(per_step=8) == []
-    assert status["rounds"] > 0, status
+    assert status["averaging"]["rounds"] > 0, status
     plain = await trio.to_thread.run_sync(plain_torch, run, batches)
     done = [module for module in modules if module.step == STEPS]  # its end may overtake a slow peer's leaving
     assert done
@@ -71,7 +71,7 @@ async def test_a_helper_that_vanishes_is_done_without(tmp_path: Path, batches: B
     async with swarm(tmp_path / "peers") as s:
         aux, replicas = await started(s, run)
         with trio.move_on_after(60):
-            while not aux.role.status()["rounds"]:
+            while not aux.role.status()["averaging"]["rounds"]:
                 await replicas[0].role._replica._stepped.wait()
         aux.kill()
         for peer in replicas:
