@@ -50,6 +50,6 @@ class _LazyWorker:
     devices: Devices
     device: str
 
-    async def run(self, job: Callable[[], T], *, name: str, cost_s: float = 0.0) -> T:
+    async def run(self, job: Callable[[], T], *, name: str, cost_s: float = 0.0, urgent: bool = False) -> T:
         worker = await self.devices._get(self.device)
-        return await worker.run(job, name=name, cost_s=cost_s)
+        return await worker.run(job, name=name, cost_s=cost_s, urgent=urgent)

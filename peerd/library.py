@@ -48,6 +48,7 @@ from peerd.member.desk import Desk
 
 CLOSE_S: Final = 10.0  # the drain of a daemon; then the thread is left to itself
 _PATIENCE_S: Final = 10.0  # with a user who is elsewhere while the others step
+_DELAYED_PATIENCE_S: Final = 45.0  # where that is the rule: he computes for the next step; others wait for a minute
 _SAVE_STEPS: Final = 50
 
 logging.getLogger("peerd").addHandler(logging.NullHandler())  # a library is silent unless its user asks
@@ -77,6 +78,7 @@ class AveragingOptimizer:
         data_dir: str | os.PathLike[str] | None = None,
         named_parameters: Iterable[tuple[str, Tensor]] | None = None,
         lr: Callable[[int], float] | None = None,
+        delayed: bool = False,
         min_peers: int = 1,
         code: str = "none",
         rank: int = RANK,
@@ -89,19 +91,20 @@ class AveragingOptimizer:
         of one peer are taken. `bootstrap`: addresses of peers that take part already; `announce` is called with this
         peer's, from another thread, as soon as it listens. `data_dir`: identity and checkpoints, for going on another
         day. `lr`: the learning rate by global step, from 0; without it that of the optimizer's groups, never changed.
-        `min_peers`: nobody begins before so many are there. `code` and `rank`: how gradients travel, as in `averaging`
-        of a run file; the same on all peers. `log_level`: what to write to stderr; None: nothing.
+        `delayed`: while a step's gradients are averaged, the next step's are computed already, with the parameters from
+        before it. `min_peers`: nobody begins before so many are there. `code` and `rank`: how gradients travel, as in
+        `averaging` of a run file; the same on all peers. `log_level`: what to write to stderr; None: nothing.
         """
         self.optimizer = optimizer
         averaging = _averaging(code, rank)
-        self._model = UserModel(optimizer, named_parameters, lr, averaging)
+        self._model = UserModel(optimizer, named_parameters, lr, averaging, delayed)
         sizes = (target_samples, samples_per_step)
         self._run = _run_file(run, self._model, sizes, averaging, data_dir is not None)
         _check_texts("bootstrap", bootstrap)
         _check_texts("listen", listen)
         if min_peers < 1:
             raise ConfigError(f"min_peers is {min_peers}; it must be at least 1")
-        self._desk = Desk(_PATIENCE_S)
+        self._desk = Desk(_DELAYED_PATIENCE_S if delayed else _PATIENCE_S, int(delayed))
         self._part = UserPart(self._model, self._desk, samples_per_step, min_peers, saves=data_dir is not None)
         self._home = Path(data_dir) if data_dir is not None else None
         self._bootstrap, self._listen, self._log_level = tuple(bootstrap), tuple(listen), log_level
@@ -260,7 +263,7 @@ def _run_file(run: str, model: UserModel, sizes: tuple[int, int], averaging: Ave
             kind=model.model_text(), layers=1, dtype="float64" if model.dtype == torch.float64 else "float32"
         ),
         pipeline=PipelineSection(stages=1, microbatch=samples),
-        optimizer=msgspec.structs.replace(OptimizerSection(), name=model.optimizer_text()),
+        optimizer=msgspec.structs.replace(OptimizerSection(), name=model.optimizer_text(), delayed=model.delayed),
         batch=BatchSection(target_samples=target),
         averaging=averaging,
         checkpoint=CheckpointSection(every_steps=_SAVE_STEPS if saves else 0),

@@ -58,7 +58,7 @@ class TrainerRole:
         self._token_dtype = torch.int64
         self._evaluated_step = -1
         self._valid_loss = math.nan
-        self._losses: dict[int, float] = {}  # of this step's finished microbatches, by number, per sample
+        self._losses: dict[int, list[float]] = {}  # of finished microbatches, by step, per sample
         self._step_loss = math.nan
         self._held_out: list[Load] = []
         self._evaluations: deque[tuple[int, float]] = deque(maxlen=500)
@@ -188,7 +188,7 @@ class TrainerRole:
     async def train(self, step: int, seq: int, load: Load) -> list[str]:
         """Through all stages and back."""
         holders = await self._pipeline.train(step, seq, load)
-        self._losses[seq] = load.loss_sum / self._run.pipeline.microbatch
+        self._losses.setdefault(step, []).append(load.loss_sum / self._run.pipeline.microbatch)
         return holders
 
     async def repeat(self, step: int, seq: int, stage: int, load: Load) -> str:
@@ -204,11 +204,12 @@ class TrainerRole:
     def stepped(self, before: int) -> None:
         """Close the step's loss and rate."""
         now = trio.current_time()
-        if self._losses:
-            self._step_loss = sum(self._losses.values()) / len(self._losses)
-            rate = len(self._losses) * self._run.pipeline.microbatch / max(now - self._stepped_at, 1e-6)
+        losses = [loss for step, found in sorted(self._losses.items()) if step < self._books.step for loss in found]
+        self._losses = {step: found for step, found in self._losses.items() if step == self._books.step}
+        if losses:
+            self._step_loss = sum(losses) / len(losses)
+            rate = len(losses) * self._run.pipeline.microbatch / max(now - self._stepped_at, 1e-6)
             self._samples_per_s += (0.2 if self._samples_per_s else 1.0) * (rate - self._samples_per_s)
-        self._losses.clear()
         self._stepped_at = now
         self._ctx.log.event("step", level="debug", step=before, loss=self._step_loss)
         every = self._run.checkpoint.every_steps

@@ -130,7 +130,7 @@ async def test_the_user_goes_when_his_place_is_there_and_his_gradient_comes_back
 
     async with trio.open_nursery() as nursery:
         nursery.start_soon(hand_in)
-        async with d.gradients(lambda: HERE, 3) as found:
+        async with d.gradients(lambda: [HERE], 3) as found:
             assert found is gradient
             assert user.heard.empty()  # he stays while his tensors are read
     user.go()
@@ -153,9 +153,9 @@ async def test_a_gradient_is_late_when_the_swarm_has_gone_on_without_it() -> Non
 
         nursery.start_soon(hand_in_late)
         with trio.CancelScope() as dropped:
-            async with d.gradients(lambda: stands, 3):
+            async with d.gradients(lambda: [stands], 3):
                 raise AssertionError("there is no such gradient")
-        async with d.gradients(lambda: stands, 4) as found:
+        async with d.gradients(lambda: [stands], 4) as found:
             assert found[0] is not None
             assert found[0].item() == 1
     assert d.counts.late == 1
@@ -174,9 +174,9 @@ async def test_a_gradient_without_a_place_counts_when_one_comes_before_the_step_
 
         nursery.start_soon(hand_in)
         with trio.CancelScope() as dropped:
-            async with d.gradients(lambda: HERE, 3):
+            async with d.gradients(lambda: [HERE], 3):
                 raise AssertionError("this place was taken back")
-        async with d.gradients(lambda: HERE, 3) as found:
+        async with d.gradients(lambda: [HERE], 3) as found:
             assert found[0] is not None
     assert d.counts.late == 0
     user.go()
@@ -202,7 +202,7 @@ async def test_parameters_change_only_while_the_user_is_inside() -> None:
 
 
 async def _take(d: Desk) -> None:
-    async with d.gradients(lambda: HERE, 3):
+    async with d.gradients(lambda: [HERE], 3):
         pass
 
 

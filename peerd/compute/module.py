@@ -1,11 +1,12 @@
 """One stage of the model at work: forward, backward with recomputation, accumulation, optimizer step, state.
 
-All methods are synchronous; callers run them on a Worker, one at a time. Sums are over samples: the accumulator
-holds the gradient of the sum over samples of each sample's mean loss, so what peers hold can be added up and divided
-by the number of samples once. A negative sign takes a microbatch out again by computing it again.
+All methods are synchronous; callers run them on a Worker, one at a time. Sums are over samples: the gradient of the
+sum over samples of each sample's mean loss, so what peers hold can be added up and divided by the number of samples
+once. `take_out` subtracts a microbatch by computing it again, with the parameters that it was added with: a delayed
+run adds to the next step's sum before this step's update, so it keeps a copy of the parameters before the last one.
 
-Invariants: inputs are checked before anything is changed, and nothing is added to the accumulator unless the whole
-backward pass came out finite, so a bad microbatch leaves the stage as it was. ValueError says in words what is wrong
+Invariants: inputs are checked before anything is changed, and nothing is added to a sum unless the whole backward
+pass came out finite, so a bad microbatch leaves the stage as it was. ValueError says in words what is wrong
 (the caller makes a refusal of it). On the CPU equal inputs give equal bits: inputs that do not start at a whole cache
 line are copied, since a matrix product may sum in another order there.
 """
@@ -23,6 +24,7 @@ from peerd.compute.model import DTYPES, build
 from peerd.compute.optim import Layout, Optimizer, moment_names
 from peerd.compute.powersgd import low_rank_of
 from peerd.compute.precision import Precision
+from peerd.compute.sums import Sums
 from peerd.compute.tensors import all_finite, dtype_name, state_digest
 from peerd.compute.tokens import load_vocabulary
 from peerd.core.runfile import RunFile
@@ -51,8 +53,9 @@ class StageModule:
         self._flat = torch.cat([p.detach().reshape(-1) for p in self._parameters]) if named else self._zeros(0)
         for parameter, view in zip(self._parameters, self.layout.views(self._flat), strict=True):
             parameter.data = view
-        self._sum = self._zeros(self.layout.count)
-        self._sum_views = self.layout.views(self._sum)
+        self.ahead = int(run.optimizer.delayed)  # steps after the one under way that may be accumulated for, too
+        self._sums = Sums(self.layout, 1 + self.ahead, self.dtype, self.device)
+        self._before: Tensor | None = None  # the parameters before the last step, on the CPU; only in a delayed run
         self._optimizer = Optimizer(run.optimizer, self.layout, self._flat)
         self.low_rank = low_rank_of(run.averaging, self.layout, self.dtype, run.seed)
 
@@ -67,9 +70,12 @@ class StageModule:
         x = self._input(x)
         return float(self._loss_sum(x, self._targets(targets, x))) / x.shape[0]
 
-    def backward(self, x: Tensor, grad_or_targets: Tensor, sign: float = 1.0) -> tuple[Tensor | None, float]:
-        """Compute forward again, add `sign` times the gradient of the loss sum to the accumulator.
+    def backward(
+        self, x: Tensor, grad_or_targets: Tensor, sign: float = 1.0, ahead: int = 0
+    ) -> tuple[Tensor | None, float]:
+        """Compute forward again, add `sign` times the gradient of the loss sum to the sum of the step under way.
 
+        With `ahead` 1 it is added to the sum of the step after it; the parameters are those of now in any case.
         `grad_or_targets`: d(loss sum)/d(output) [B, L, D], or int64 targets [B, L] in the last stage. Returns
         d(loss sum)/dx (without the sign; None in the first stage) and the loss sum over samples (last stage, else 0).
         """
@@ -86,25 +92,41 @@ class StageModule:
             1.0 / x.shape[1],  # of the loss by a logit
         )
         _need_finite("the gradient of this microbatch", *gradients)
-        for total, gradient in zip(self._sum_views, gradients, strict=False):
-            total.add_(gradient, alpha=sign)
+        self._sums.add(gradients, sign, ahead)
         return (None if self.first else gradients[-1]), (float(output.detach()) if self.last else 0.0)
 
+    def take_out(self, x: Tensor, grad_or_targets: Tensor, at: int) -> None:
+        """Subtract from the sum of the step under way what `backward` added when `at` global steps had been made."""
+        if at == self.step:
+            self.backward(x, grad_or_targets, -1.0)
+            return
+        assert at == self.step - 1, "what is in a sum is one step old at most"
+        assert self._before is not None
+        now = self._flat.clone()
+        self._flat.copy_(self._before)
+        try:
+            self.backward(x, grad_or_targets, -1.0)
+        finally:
+            self._flat.copy_(now)
+
     def gradient(self) -> Tensor:
-        """A copy of the accumulator, flat [layout.count]."""
-        return self._sum.clone()
+        """A copy of the sum of the step under way, flat [layout.count]."""
+        return self._sums.due.clone()
 
     def apply(self, mean_gradient: Tensor) -> None:
-        """One optimizer step with a flat mean gradient; the step goes up by one and the accumulator is cleared."""
+        """One optimizer step with a flat mean gradient; the step goes up by one, its sum is used up."""
         _need("the mean gradient", mean_gradient, self._flat.shape, self.dtype)
         _need_finite("the mean gradient", mean_gradient)
+        if self.ahead:
+            self._before = self._flat.to("cpu", copy=True)
         self._optimizer.update(self._flat, mean_gradient.to(self._optimizer.device, copy=True), self.step)
         self.step += 1
-        self.clear()
+        self._sums.step()
 
     def clear(self) -> None:
-        """Forget what was accumulated."""
-        self._sum.zero_()
+        """Forget what was accumulated, for all steps."""
+        self._sums.clear_all()
+        self._before = None
 
     def state(self) -> dict[str, Tensor]:
         """Copies on the CPU of all that is needed to go on bit for bit from a step's end (not the accumulator)."""

@@ -3,8 +3,10 @@
 Wraps a StageModule. For each microbatch of the step under way it keeps the inputs and the output gradient as they
 came, coded, and the answer: a repeat gets the kept answer, and a microbatch that must not count is taken out again by
 computing it a second time with the opposite sign. All methods are synchronous and run on the device's worker, one at
-a time; every method that belongs to a step says so and is refused at any other (`Stale`). Hostile input: tensors of
-wrong shape, dtype or value raise ValueError before anything changes.
+a time; every method that belongs to a step says so and is refused at any other (`Stale`). In a delayed run microbatches
+of the step after it are taken as well, `early` ones: they are computed with the parameters of now, which are one step
+old when they count, and kept apart until then. Hostile input: tensors of wrong shape, dtype or value raise ValueError
+before anything changes.
 """
 
 from __future__ import annotations
@@ -51,6 +53,7 @@ class _Kept:
 
     frames: Sequence[TensorFrame]  # inputs; the output's gradient, or the targets in the last stage
     outcome: Outcome
+    at: int  # the step of the parameters that it was computed with
 
 
 class Model(Protocol):
@@ -58,7 +61,12 @@ class Model(Protocol):
 
     @property
     def held(self) -> list[Mb]:
-        """The microbatches in the sum."""
+        """The microbatches in the sum of the step under way."""
+        ...
+
+    @property
+    def early(self) -> list[Mb]:
+        """Those in the sum of the step after it; only a delayed run has any."""
         ...
 
     @property
@@ -67,11 +75,11 @@ class Model(Protocol):
         ...
 
     def keep_only(self, step: int, wanted: Iterable[Mb]) -> list[Mb]:
-        """See to it that nothing but `wanted` is in the sum; returns what of it is missing."""
+        """See to it that nothing but `wanted` is in the sum of `step`; returns what of it is missing."""
         ...
 
     def vector(self) -> Vector:
-        """A copy of the sum, flat."""
+        """A copy of the sum of the step under way, flat."""
         ...
 
     def vector_outline(self) -> TensorSpec:
@@ -79,7 +87,10 @@ class Model(Protocol):
         ...
 
     def commit(self, step: int, total: Vector, samples: int) -> None:
-        """Step the optimizer with `total / samples`, which stays as it is; what was held is counted and forgotten."""
+        """Step the optimizer with `total / samples`, which stays as it is; what was held is counted and forgotten.
+
+        What was early is held from then on.
+        """
         ...
 
     def state(self) -> dict[str, Tensor]:
@@ -95,7 +106,7 @@ class Model(Protocol):
         ...
 
     def load(self, state: dict[str, Tensor]) -> None:
-        """Take over a whole state and forget the sum; ValueError, before any change, when it does not fit."""
+        """Take over a whole state and forget all sums; ValueError, before any change, when it does not fit."""
         ...
 
 
@@ -106,11 +117,17 @@ class ServedStage:
         self.run = run
         self.module = StageModule(run, stage, device)
         self._held: dict[Mb, _Kept] = {}
+        self._early: dict[Mb, _Kept] = {}
 
     @property
     def held(self) -> list[Mb]:
-        """The microbatches in the accumulator."""
+        """The microbatches in the sum of the step under way."""
         return list(self._held)
+
+    @property
+    def early(self) -> list[Mb]:
+        """The microbatches in the sum of the step after it."""
+        return list(self._early)
 
     @property
     def low_rank(self) -> LowRank | None:
@@ -131,24 +148,25 @@ class ServedStage:
         return Outcome(None, total, time.perf_counter() - began)
 
     def backward(self, step: int, mb: Mb, tensors: tuple[Tensor, Tensor], frames: Sequence[TensorFrame]) -> Outcome:
-        """Inputs, then output gradients or targets: accumulate `mb` once, give the input's gradient.
+        """Inputs, then output gradients or targets: accumulate `mb` once for `step`, give the input's gradient.
 
         `frames` are what `tensors` were decoded from; they are kept.
         """
         began = time.perf_counter()
-        self._at(step)
-        kept = self._held.get(mb)
+        ahead = self._at(step)
+        book = self._early if ahead else self._held
+        kept = book.get(mb)
         if kept is not None:
             return kept.outcome
         x, target = map(_whole_numbers_as_int64, tensors)
-        gradient, loss_sum = self.module.backward(x, target)
+        gradient, loss_sum = self.module.backward(x, target, ahead=ahead)
         outcome = Outcome(gradient, loss_sum, time.perf_counter() - began)
-        self._held[mb] = _Kept(frames, outcome)
+        book[mb] = _Kept(frames, outcome, self.module.step)
         return outcome
 
     def keep_only(self, step: int, wanted: Iterable[Mb]) -> list[Mb]:
         """Take out what is not wanted; returns what is wanted but not held (then nothing was changed)."""
-        self._at(step)
+        self._under_way(step)
         wanted = set(wanted)
         missing = sorted(wanted - self._held.keys())
         if missing:
@@ -156,11 +174,11 @@ class ServedStage:
         for mb in sorted(self._held.keys() - wanted):
             kept = self._held.pop(mb)
             x, target = (_whole_numbers_as_int64(decode(frame, name="a kept tensor")) for frame in kept.frames)
-            self.module.backward(x, target, sign=-1.0)
+            self.module.take_out(x, target, kept.at)
         return []
 
     def vector(self) -> Vector:
-        """A copy of the accumulated gradient sum, flat."""
+        """A copy of the gradient sum of the step under way, flat."""
         vector: Vector = self.module.gradient().cpu().numpy()
         return vector
 
@@ -169,11 +187,11 @@ class ServedStage:
         return TensorSpec("total", dtype_name(self.module.dtype), (self.module.layout.count,))
 
     def commit(self, step: int, total: Vector, samples: int) -> None:
-        """Step the optimizer with `total / samples`; what was held is counted and forgotten."""
-        self._at(step)
+        """Step the optimizer with `total / samples`; what was held is counted, what was early is held now."""
+        self._under_way(step)
         mean = torch.from_numpy(total) / samples
         self.module.apply(mean)
-        self._held.clear()
+        self._held, self._early = self._early, {}
 
     def state(self) -> dict[str, torch.Tensor]:
         """A copy of all that is needed to go on bit for bit from here, on the CPU."""
@@ -183,6 +201,7 @@ class ServedStage:
         """Take over a whole state; ValueError (and no change) when it does not fit."""
         self.module.load_state(state)
         self._held.clear()
+        self._early.clear()
 
     def describe(self) -> list[tuple[str, str, tuple[int, ...], memoryview]]:
         """A frozen copy of the state as (name, dtype, shape, bytes), sorted by name."""
@@ -193,9 +212,16 @@ class ServedStage:
         views = self.module._state_views()
         return [TensorSpec(n, dtype_name(t.dtype), tuple(t.shape)) for n, t in sorted(views.items())]
 
-    def _at(self, step: int | None) -> None:
-        if step is not None and step != self.module.step:
+    def _at(self, step: int | None) -> int:
+        """How many steps ahead of the parameters the call is."""
+        ahead = 0 if step is None else step - self.module.step
+        if not 0 <= ahead <= self.module.ahead:
             raise Stale(f"the stage is at step {self.module.step}, the call at {step}")
+        return ahead
+
+    def _under_way(self, step: int) -> None:
+        if self._at(step):
+            raise Stale(f"step {step} is not under way yet: the stage is at step {self.module.step}")
 
 
 def _whole_numbers_as_int64(values: Tensor) -> Tensor:

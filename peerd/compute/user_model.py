@@ -3,10 +3,12 @@
 Knows tensors and nothing of how the user computes: gradients come in, their sum goes out, the mean of everybody's
 comes back and the optimizer steps with it. Sums are over samples, in float64 if any parameter is, else in float32 (so
 half precision loses nothing in them). A sum cannot be taken apart again: when a microbatch in it must not count, all
-are forgotten and reported as missing, to be computed anew. The state for newcomers is the parameters and whatever the
-optimizer keeps for each of them; its outline is learnt from a step with copies, so that a newcomer knows it before its
-first own step. Methods are synchronous, one at a time; whoever calls `commit` and `load` sees to it that nobody uses
-the parameters meanwhile. Hostile input: a state of other names, shapes or dtypes, or not finite, is a ValueError.
+are forgotten and reported as missing, to be computed anew. In a delayed run gradients for the step after the one under
+way are taken too, in a sum of their own that is the next one's beginning. The state for newcomers is the parameters
+and whatever the optimizer keeps for each of them; its outline is learnt from a step with copies, so that a newcomer
+knows it before its first own step. Methods are synchronous, one at a time; whoever calls `commit` and `load` sees to
+it that nobody uses the parameters meanwhile. Hostile input: a state of other names, shapes or dtypes, or not finite,
+is a ValueError.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from torch import Tensor
 from peerd.compute.optim import Layout
 from peerd.compute.powersgd import low_rank_of
 from peerd.compute.served import Stale, Vector, items_of
+from peerd.compute.sums import Sums
 from peerd.compute.tensors import TORCH_DTYPES, all_finite, dtype_name, state_digest
 from peerd.core.errors import ConfigError
 from peerd.core.runfile import AveragingSection
@@ -72,6 +75,7 @@ class UserModel:
         named: Iterable[tuple[str, Tensor]] | None = None,
         lr: Callable[[int], float] | None = None,
         averaging: AveragingSection | None = None,
+        delayed: bool = False,
     ) -> None:
         """`named` gives every parameter of the optimizer a name; ConfigError says what cannot be averaged.
 
@@ -87,11 +91,12 @@ class UserModel:
         wide = any(p.dtype == torch.float64 for p in self._parameters)
         self.dtype = torch.float64 if wide else torch.float32
         devices = {p.device for p in self._parameters}
-        self._sum = torch.zeros(
-            self.layout.count, dtype=self.dtype, device=devices.pop() if len(devices) == 1 else "cpu"
-        )
-        self._sum_views = self.layout.views(self._sum)
+        self.delayed = delayed
+        self._ahead = int(delayed)  # steps after the one under way that gradients are taken for, too
+        device = devices.pop() if len(devices) == 1 else "cpu"
+        self._sums = Sums(self.layout, 1 + self._ahead, self.dtype, device)
         self._held: dict[Mb, None] = {}
+        self._early: dict[Mb, None] = {}
         self._outline = _outline(optimizer, self._named)
         self.low_rank = low_rank_of(averaging or AveragingSection(), self.layout, self.dtype, 0)
 
@@ -99,8 +104,13 @@ class UserModel:
 
     @property
     def held(self) -> list[Mb]:
-        """The microbatches in the sum."""
+        """The microbatches in the sum of the step under way."""
         return list(self._held)
+
+    @property
+    def early(self) -> list[Mb]:
+        """The microbatches in the sum of the step after it."""
+        return list(self._early)
 
     def here(self) -> Position:
         """Where a peer stands with these parameters when nobody told it: peers with other values stand elsewhere."""
@@ -148,31 +158,32 @@ class UserModel:
 
     def add(self, step: int, mb: Mb, gradients: Sequence[Tensor | None], samples: int) -> bool:
         """Count a microbatch once: `samples` times its mean gradient. False, and no change, when it is not finite."""
-        self._at(step)
-        if mb in self._held:
+        ahead = step - self.step
+        if not 0 <= ahead <= self._ahead:
+            raise Stale(f"the model is at step {self.step}, the gradient at {step}")
+        book = self._early if ahead else self._held
+        if mb in book:
             return True
         if not all(gradient is None or all_finite(gradient) for gradient in gradients):
             return False
-        with torch.no_grad():
-            for total, gradient in zip(self._sum_views, gradients, strict=True):
-                if gradient is not None:
-                    total.add_(gradient.to(total.device), alpha=samples)
-        self._held[mb] = None
+        self._sums.add(gradients, samples, ahead)
+        book[mb] = None
         return True
 
     def keep_only(self, step: int, wanted: Iterable[Mb]) -> list[Mb]:
-        """Returns what is wanted but not held; forgets everything when the sum has something else in it."""
+        """Returns what is wanted but not held; forgets the sum of `step` when it has something else in it."""
         self._at(step)
         wanted = set(wanted)
         missing = sorted(wanted - self._held.keys())
         if not missing and self._held.keys() - wanted:
-            self._forget()
+            self._held.clear()
+            self._sums.clear(0)
             return sorted(wanted)
         return missing
 
     def vector(self) -> Vector:
-        """A copy of the sum, flat."""
-        vector: Vector = self._sum.to("cpu", copy=True).numpy()
+        """A copy of the sum of the step under way, flat."""
+        vector: Vector = self._sums.due.to("cpu", copy=True).numpy()
         return vector
 
     def vector_outline(self) -> TensorSpec:
@@ -180,20 +191,21 @@ class UserModel:
         return TensorSpec("total", dtype_name(self.dtype), (self.layout.count,))
 
     def commit(self, step: int, total: Vector, samples: int) -> None:
-        """Step the optimizer with `total / samples`; what was held is counted and forgotten.
+        """Step the optimizer with `total / samples`; what was held is counted, what was early is held now.
 
         ConfigError when the optimizer, or the user's learning rate, raises; then the parameters cannot be trusted.
         """
         self._at(step)
         mean = torch.from_numpy(total) / samples
-        if mean.dtype != self.dtype or mean.shape != self._sum.shape or not all_finite(mean):
+        if mean.dtype != self.dtype or mean.shape != self._sums.due.shape or not all_finite(mean):
             raise ValueError("the mean gradient does not fit, or is not finite")
         result = outcome.capture(self._apply, self.layout.views(mean))
         if isinstance(result, outcome.Error):
             self.failure = result.error
             raise ConfigError(f"the optimizer failed: {type(result.error).__name__}: {result.error}")
         self.step += 1
-        self._forget()
+        self._sums.step()
+        self._held, self._early = self._early, {}
 
     def _apply(self, means: list[Tensor]) -> None:
         if self._lr is not None:
@@ -219,8 +231,9 @@ class UserModel:
             torch.cuda.synchronize(device)
 
     def _forget(self) -> None:
-        self._sum.zero_()
+        self._sums.clear_all()
         self._held.clear()
+        self._early.clear()
 
     def _at(self, step: int) -> None:
         if step != self.step:

@@ -1,19 +1,21 @@
 """Where computing happens: one thread per device, so that the trio loop never computes.
 
-Invariants: jobs run one at a time in the order they were handed in; a job that was started runs to its end even
-when its caller is cancelled (the result is dropped); a job whose caller left before it started is skipped; what a
-job raises, its caller gets. `InlineWorker` keeps the same promises under the virtual clock, where a thread would
-let virtual time run away (trio counts a task that waits for a thread as idle): it computes at once and then lets
-the virtual cost of the job pass.
+Invariants: jobs run one at a time, urgent ones before others, else in the order they were handed in; a job that was
+started runs to its end even when its caller is cancelled (the result is dropped); a job whose caller left before it
+started is skipped; what a job raises, its caller gets. `InlineWorker` keeps the same promises under the virtual
+clock, where a thread would let virtual time run away (trio counts a task that waits for a thread as idle): it computes
+at once and then lets the virtual cost of the job pass.
 """
 
 from __future__ import annotations
 
 import contextlib
+import heapq
+import itertools
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Final, TypeVar
@@ -45,6 +47,40 @@ class _Ticket:
     result: outcome.Outcome[Any] | None = None
 
 
+_Place = tuple[int, int, _Ticket | None]  # in the line: how urgent, number, and what; None closes
+_URGENT, _ORDINARY, _LAST = range(3)
+
+
+class _Turn:
+    """One at a time, the more urgent first, else in order of coming."""
+
+    def __init__(self) -> None:
+        self._taken = False
+        self._line: list[tuple[int, int, trio.Event]] = []
+        self._numbers = itertools.count()
+
+    @contextlib.asynccontextmanager
+    async def taken(self, urgency: int) -> AsyncIterator[None]:
+        await trio.lowlevel.checkpoint()
+        if self._taken:
+            place = (urgency, next(self._numbers), trio.Event())
+            heapq.heappush(self._line, place)
+            try:
+                await place[2].wait()
+            except trio.Cancelled:
+                self._line.remove(place)
+                heapq.heapify(self._line)
+                raise
+        self._taken = True
+        try:
+            yield
+        finally:
+            if self._line:
+                heapq.heappop(self._line)[2].set()
+            else:
+                self._taken = False
+
+
 class DeviceWorker:
     """A `peerd.core.work.Worker` with one thread of its own; use it as an async context manager.
 
@@ -56,7 +92,8 @@ class DeviceWorker:
         self.busy_s = 0.0  # time spent in jobs so far
         self.jobs_done = 0
         self._threads = threads
-        self._tickets: queue.SimpleQueue[_Ticket | None] = queue.SimpleQueue()
+        self._tickets: queue.PriorityQueue[_Place] = queue.PriorityQueue()
+        self._numbers = itertools.count()
         self._waiting: dict[_Ticket, None] = {}
         self._current = ""
         self._token: trio.lowlevel.TrioToken | None = None
@@ -74,7 +111,7 @@ class DeviceWorker:
         self._token = None
         for ticket in self._waiting:
             ticket.wanted = False
-        self._tickets.put(None)
+        self._tickets.put((_LAST, next(self._numbers), None))
         with trio.move_on_after(CLOSE_TIMEOUT_S, shield=True):
             await self._stopped.wait()
         for ticket in self._waiting:
@@ -90,13 +127,13 @@ class DeviceWorker:
         """Name of the job that runs now; empty when idle."""
         return self._current
 
-    async def run(self, job: Callable[[], T], *, name: str, cost_s: float = 0.0) -> T:
+    async def run(self, job: Callable[[], T], *, name: str, cost_s: float = 0.0, urgent: bool = False) -> T:
         """Run `job` in the device's thread; `cost_s` is for the simulator and not used here."""
         if self._token is None:
             raise LocalError(f"the worker of {self.device} is not open: cannot run {name}")
         ticket = _Ticket(job, name)
         self._waiting[ticket] = None
-        self._tickets.put(ticket)
+        self._tickets.put((_URGENT if urgent else _ORDINARY, next(self._numbers), ticket))
         try:
             await ticket.done.wait()
         finally:
@@ -111,7 +148,7 @@ class DeviceWorker:
         """The thread: ticket after ticket until the closing mark."""
         if self._threads is not None:
             use_threads(self._threads)
-        while (ticket := self._tickets.get()) is not None:
+        while (ticket := self._tickets.get()[2]) is not None:
             if ticket.wanted:
                 self._current = ticket.name
                 started = time.perf_counter()
@@ -139,11 +176,11 @@ class InlineWorker:
         self.slowness = slowness
         self.busy_s = 0.0
         self.jobs_done = 0
-        self._turn = trio.Lock()
+        self._turn = _Turn()
         self._free_at = float("-inf")
 
-    async def run(self, job: Callable[[], T], *, name: str, cost_s: float = 0.0) -> T:
-        async with self._turn:
+    async def run(self, job: Callable[[], T], *, name: str, cost_s: float = 0.0, urgent: bool = False) -> T:
+        async with self._turn.taken(_URGENT if urgent else _ORDINARY):
             await trio.sleep_until(max(self._free_at, trio.current_time()))
             result = outcome.capture(job)
             cost_s *= self.slowness

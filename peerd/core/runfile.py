@@ -68,6 +68,9 @@ class OptimizerSection(Section, frozen=True):
     trust: float = 1.0e-3  # lars only: how far a tensor moves, as a share of its norm, at a learning rate of 1
     clip_norm: float = 0.0  # norm of one stage's gradient; 0: no clipping
     offload: bool = False  # moments and update on the CPU, wherever the parameters are
+    delayed: bool = (
+        False  # compute the next step's gradients, with the parameters of now, while this one's are averaged
+    )
 
 
 class BatchSection(Section, frozen=True):

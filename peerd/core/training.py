@@ -3,7 +3,8 @@
 One conductor (a peer of stage 0) keeps the ledger of the step under way: which microbatches make up the batch
 and who holds each one's gradient in each stage. Trainers and stage peers report to it by `sync` calls that wait
 for news; it closes the step by `prepare` (average inside each stage) and `commit` (step the optimizer) calls to
-the stage peers. Everything may be repeated: calls name microbatches, steps and attempts by id.
+the stage peers. Everything may be repeated: calls name microbatches, steps and attempts by id. In a delayed run a
+second ledger is open meanwhile, that of the step after: its microbatches are `early`.
 A microbatch's `seq` is unique for its trainer (session in the upper bits); who the trainer is, the
 authenticated connection says.
 """
@@ -98,6 +99,7 @@ class MemberSync(Message, frozen=True):
     seen: Annotated[int, msgspec.Meta(ge=0)]  # version of the membership it knows
     wait_s: Annotated[float, msgspec.Meta(ge=0, le=60)]
     line: LineInfo | None = None  # None: as said before, or nothing known; mode "aux": a helper, not a member
+    early: MbList = msgspec.field(default_factory=list)  # held for the step after; only together with `held`
 
 
 class Forecast(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -136,6 +138,7 @@ class TrainerSync(Message, frozen=True):
     seen: Annotated[int, msgspec.Meta(ge=0)]  # version of the view it has
     seen_members: Annotated[int, msgspec.Meta(ge=0)]  # version of the membership it has
     wait_s: Annotated[float, msgspec.Meta(ge=0, le=60)]
+    early: SeqList = msgspec.field(default_factory=list)  # of `open` and `done`, those begun for the step after
 
 
 class Redo(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -159,6 +162,8 @@ class TrainerAnswer(Message, frozen=True):
     members_version: int
     members: Annotated[list[MemberInfo], msgspec.Meta(max_length=MAX_MEMBERS)] | None
     forecast: Forecast | None = None  # as in MemberAnswer
+    early: SeqList = msgspec.field(default_factory=list)  # as `admitted`, for the step after; only in a delayed run
+    counted_early: SeqList | None = msgspec.field(default_factory=list)  # as `counted`, of the step after that one
 
 
 class Party(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -244,7 +249,10 @@ class StageLoss(Message, frozen=True):
 
 
 class StageBackward(Message, frozen=True):
-    """Inputs, then output gradients (targets at the last stage), as frames. Counts once per (step, seq)."""
+    """Inputs, then output gradients (targets at the last stage), as frames. Counts once per (step, seq).
+
+    In a delayed run `step`, here and in StageForward, may be the one after the stage's.
+    """
 
     run: Fingerprint
     stage: StageNumber

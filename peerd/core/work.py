@@ -13,9 +13,10 @@ T = TypeVar("T")
 
 
 class Worker(Protocol):
-    async def run(self, job: Callable[[], T], *, name: str, cost_s: float = 0.0) -> T:
+    async def run(self, job: Callable[[], T], *, name: str, cost_s: float = 0.0, urgent: bool = False) -> T:
         """Run `job` off the loop, first come first served; `cost_s` is what the simulator charges.
 
-        A job that was started runs to its end even when the caller is cancelled.
+        `urgent` jobs, of which others wait, go before those that are not and have not been started. A job that was
+        started runs to its end even when the caller is cancelled.
         """
         ...

@@ -9,7 +9,7 @@ wishes and has nothing under way is never passed over, so a batch is filled whoe
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import zip_longest
 
@@ -21,6 +21,8 @@ from peerd.machine.ledger import Ledger
 @dataclass(slots=True)
 class _Trainer:
     open: tuple[int, ...] = ()  # wished for or begun, in its order of preference
+    bound: frozenset[int] = frozenset()  # of these, begun for step `bound_to` and good for no other
+    bound_to: int = 0
     pace: Pace = field(default_factory=Pace)
 
     @property
@@ -43,9 +45,10 @@ class Admission:
         """The first trainer by name."""
         return min(self._trainers, default=None)
 
-    def report(self, trainer: str, wishes: tuple[int, ...]) -> None:
-        """What the trainer has open now."""
-        self._trainers.setdefault(trainer, _Trainer()).open = wishes
+    def report(self, trainer: str, wishes: tuple[int, ...], bound: Iterable[int] = (), bound_to: int = 0) -> None:
+        """What the trainer has open now; `bound` are good for step `bound_to` only."""
+        known = self._trainers.setdefault(trainer, _Trainer())
+        known.open, known.bound, known.bound_to = wishes, frozenset(bound), bound_to
 
     def gone(self, trainer: str) -> None:
         self._trainers.pop(trainer, None)
@@ -62,17 +65,23 @@ class Admission:
         workers = self._at_work(now, begun)
         return whole_in_s(ledger.capacity - len(ledger.entries) + dead, workers.values())
 
-    def wishes(self, now: float, ledger: Ledger, counted: Container[Mb]) -> Iterator[Mb]:
-        """Microbatches to admit, while there is room: the caller admits each before it takes the next."""
+    def wishes(
+        self, now: float, ledger: Ledger, counted: Container[Mb], beside: Ledger | None = None, step: int = 0
+    ) -> Iterator[Mb]:
+        """Microbatches to admit to `step`'s batch, while there is room: the caller admits each before the next.
+
+        `beside`: another step's batch, with other microbatches of the same trainers under way.
+        """
+        ledgers = [ledger] if beside is None else [ledger, beside]
         # Who was never measured comes first, so that one step tells of them all.
         order = sorted(self._trainers.items(), key=lambda item: (item[1].seconds > 0 and self._own_pace, item[0]))
-        turns = ([Mb(name, seq) for seq in t.open] for name, t in order)
-        workers = self._at_work(now, ledger.begun()) if self._own_pace and not ledger.full else {}
+        turns = ([Mb(name, seq) for seq in t.open if t.bound_to == step or seq not in t.bound] for name, t in order)
+        workers = self._at_work(now, _begun(ledgers)) if self._own_pace and not ledger.full else {}
         for wishes in zip_longest(*turns):
             for mb in wishes:
                 if ledger.full:
                     return
-                if mb is None or mb in ledger.entries or mb in counted:
+                if mb is None or mb in counted or any(mb in one.entries for one in ledgers):
                     continue
                 if not self._own_pace:
                     yield mb
@@ -90,6 +99,16 @@ class Admission:
             if trainer.open or count:
                 found[name] = Worker(trainer.seconds, count, now - max(since, trainer.pace.at))
         return found
+
+
+def _begun(ledgers: Iterable[Ledger]) -> dict[str, tuple[int, float]]:
+    """As `Ledger.begun`, of several batches together."""
+    found: dict[str, tuple[int, float]] = {}
+    for ledger in ledgers:
+        for name, (count, since) in ledger.begun().items():
+            others, before = found.get(name, (0, since))
+            found[name] = others + count, min(since, before)
+    return found
 
 
 def _in_time(trainer: str, left: int, workers: dict[str, Worker]) -> bool:

@@ -1,19 +1,32 @@
-"""The batch of the step under way as trainers fill it: who may add to it, what is done, what must be done again.
+"""The batches that trainers fill: who may add to them, what is done, what must be done again.
 
-Pure bookkeeping beneath the conductor, which knows the phase and who serves, and is told when the batch shrinks.
-Invariants (`check`): a microbatch has at most one place, and none that a step has counted gets another.
+`due` is the batch of the step under way. In a delayed run `early`, that of the step after it, is filled as soon as
+there is no room in `due`, and becomes it when the step is made; then it is filled with parameters that are one step
+old, and never older ones. Pure bookkeeping beneath the conductor, which knows the phase and who serves, and is told
+when `due` shrinks. Invariants (`check`): a microbatch has at most one place in one batch, and none that a step has
+counted gets another. A hostile trainer can name what it likes: only its own microbatches are concerned.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
-from peerd.core.training import Mb, Redo
+from peerd.core.training import Done, Mb, Redo
 from peerd.machine.admission import Admission
 from peerd.machine.conducting import TrainerReport
 from peerd.machine.ledger import Counted, Entry, Ledger
+from peerd.machine.reach import Member
 
-Serves = Callable[[str, int], bool]  # does this peer hold the current state of this stage?
+Unwanted = Callable[[Mb, Entry], bool]
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """What the conductor knows of the stages when it asks: whose reports hold, and which stages have their mean."""
+
+    serves: Callable[[str, int], bool]  # does this peer hold the state of this stage that microbatches are for?
+    settled: Sequence[bool]  # by stage
 
 
 class Batches:
@@ -21,8 +34,10 @@ class Batches:
 
     def __init__(self, stages: int, microbatches: int) -> None:
         self._stages = range(stages)
-        self.due = Ledger(stages, microbatches)
+        self._nothing = [False] * stages  # of the early batch is settled
+        self.due, self.early = Ledger(stages, microbatches), Ledger(stages, microbatches)
         self.counted = Counted()
+        self.version = 0  # of what trainers see here
         self.trainers = Admission(own_pace=stages == 1)
 
     # --- members ----------------------------------------------------------------------------------------------
@@ -30,70 +45,88 @@ class Batches:
     def lose(self, peer: str, now: float) -> None:
         """All that `peer` held is lost."""
         self.due.lose(peer, now)
+        self.early.lose(peer, now)
 
-    def told(self, now: float, peer: str, stage: int, held: frozenset[Mb], at_current: bool) -> None:
+    def told(self, now: float, peer: str, stage: int, due: frozenset[Mb], early: frozenset[Mb]) -> None:
         """What a member says it holds: the rest that was credited to it is lost; only its connection had broken."""
-        self.due.keep_only(peer, stage, held, now)
-        if at_current:
-            for mb in sorted(held & self.due.missing[stage]):
-                self.due.hold(mb, stage, peer)
+        for ledger, held in ((self.due, due), (self.early, early)):
+            ledger.keep_only(peer, stage, held, now)
+            for mb in sorted(held & ledger.missing[stage]):
+                ledger.hold(mb, stage, peer)
 
-    def adopt(self, now: float, held: Iterable[Mb], holder: Callable[[int, Mb], str | None]) -> None:
-        """Count what is held in every stage already; `holder` says by whom."""
-        for mb in sorted(held):
-            holders = [holder(stage, mb) for stage in self._stages]
-            if all(holders) and mb not in self.due.entries and self.due.admit(mb, now):
-                self.due.entries[mb].done = True
+    def adopt(self, now: float, members: Mapping[str, Member]) -> None:
+        """Count what members, all of them at the step under way, hold in every stage already."""
+        stages = [{peer: m for peer, m in members.items() if m.stage == stage} for stage in self._stages]
+        self._adopt(now, self.due, [{peer: m.held for peer, m in stage.items()} for stage in stages])
+        self._adopt(now, self.early, [{peer: m.early for peer, m in stage.items()} for stage in stages])
+
+    def _adopt(self, now: float, ledger: Ledger, stages: list[dict[str, frozenset[Mb]]]) -> None:
+        for mb in [mb for held in stages[0].values() for mb in sorted(held)]:
+            holders = [next((peer for peer, held in stage.items() if mb in held), None) for stage in stages]
+            if all(holders) and not self._has_place(mb) and ledger.admit(mb, now):
+                ledger.entries[mb].done = True
                 for stage, peer in enumerate(holders):
-                    self.due.hold(mb, stage, peer or "")
+                    ledger.hold(mb, stage, peer or "")
 
     # --- trainers ---------------------------------------------------------------------------------------------
 
-    def take(self, now: float, report: TrainerReport, serves: Serves, settled: Sequence[bool]) -> bool:
-        """A trainer's news of the step; True when the batch shrank. Stages that are `settled` need nothing more."""
+    def take(self, now: float, report: TrainerReport, view: View, delayed: bool) -> bool:
+        """A trainer's news of the step; True when `due` shrank, which it does not once all its stages are settled."""
+        bound = frozenset(report.early)
         for done in report.done:
-            self._take_done(now, Mb(report.peer, done.seq), done.holders, serves, settled)
+            mb = Mb(report.peer, done.seq)
+            if mb in self.early.entries or (done.seq in bound and mb not in self.due.entries):
+                if delayed:
+                    self._take_done(now, self.early, mb, done, View(view.serves, self._nothing))
+            else:
+                self._take_done(now, self.due, mb, done, view)
         begun = {*report.open, *(done.seq for done in report.done)}
-        # What the trainer no longer names and never finished, it has given up.
-        return self._drop_where(lambda mb, e: mb.trainer == report.peer and not e.done and mb.seq not in begun)
 
-    def _take_done(self, now: float, mb: Mb, holders: Sequence[str], serves: Serves, settled: Sequence[bool]) -> None:
-        if len(holders) != len(self._stages) or mb in self.counted or not self.due.admit(mb, now):
+        def given_up(mb: Mb, entry: Entry) -> bool:
+            """The trainer no longer names it and never finished it."""
+            return mb.trainer == report.peer and not entry.done and mb.seq not in begun
+
+        return self._drop(given_up, given_up, settled=view.settled)
+
+    def _take_done(self, now: float, ledger: Ledger, mb: Mb, done: Done, view: View) -> None:
+        if len(done.holders) != len(self._stages) or mb in self.counted or not ledger.admit(mb, now):
             return
-        entry = self.due.entries[mb]
+        self.version += 1
+        entry = ledger.entries[mb]
         if not entry.done:
             self.trainers.finished(now, mb.trainer, entry.since)
         entry.done = True
-        for stage, holder in enumerate(holders):
-            if settled[stage]:
+        for stage, holder in enumerate(done.holders):
+            if view.settled[stage]:
                 continue
-            if serves(holder, stage):
-                self.due.hold(mb, stage, holder)
+            if view.serves(holder, stage):
+                ledger.hold(mb, stage, holder)
             else:
-                self.due.unhold(mb, stage, now)
+                ledger.unhold(mb, stage, now)
 
     def drop_dead(self, now: float, settled: Sequence[bool], lease_s: float) -> bool:
-        """Let go of what nobody can finish: its trainer is gone, or it took far too long. True: the batch shrank."""
+        """Let go of what nobody can finish: its trainer is gone, or it took far too long. True: `due` shrank."""
 
-        def dead(mb: Mb, entry: Entry) -> bool:
-            late = now - entry.since > lease_s
-            return self.due.is_missing(mb, settled) and (mb.trainer not in self.trainers or late)
+        def dead(ledger: Ledger, ready: Sequence[bool]) -> Unwanted:
+            def is_dead(mb: Mb, entry: Entry) -> bool:
+                late = now - entry.since > lease_s
+                return ledger.is_missing(mb, ready) and (mb.trainer not in self.trainers or late)
 
-        return self._drop_where(dead)
+            return is_dead
 
-    def _drop_where(self, unwanted: Callable[[Mb, Entry], bool]) -> bool:
-        return bool(self.due.drop_where(unwanted))
+        return self._drop(dead(self.due, settled), dead(self.early, self._nothing), settled=settled)
 
-    def fill(self, now: float) -> bool:
-        """Admit what trainers wish for, while there is room; True when there was something."""
-        before = len(self.due.entries)
-        for mb in self.trainers.wishes(now, self.due, self.counted):
-            self.due.admit(mb, now)
-        return len(self.due.entries) > before
+    def _drop(self, of_due: Unwanted, of_early: Unwanted, settled: Sequence[bool]) -> bool:
+        shrank = not all(settled) and bool(self.due.drop_where(of_due))
+        self.version += bool(self.early.drop_where(of_early)) or shrank
+        return shrank
 
-    def admitted(self, trainer: str) -> list[int]:
-        """The trainer's microbatches in the batch."""
-        return self.due.of_trainer(trainer)
+    def fill(self, now: float, step: int, early: bool) -> None:
+        """Admit what trainers wish for while there is room, to `due`, which is `step`'s, or to the batch after it."""
+        ledger, beside = (self.early, self.due) if early else (self.due, self.early)
+        for mb in self.trainers.wishes(now, ledger, self.counted, beside, step + early):
+            ledger.admit(mb, now)
+            self.version += 1
 
     def whole_in_s(self, now: float) -> float | None:
         """Seconds until the batch is whole; None: nobody knows."""
@@ -101,22 +134,29 @@ class Batches:
 
     def redo(self, trainer: str, settled: Sequence[bool]) -> list[Redo]:
         """What the trainer has to repeat, because a peer that held it is gone."""
-        return self.due.redo(trainer, settled)
+        return self.due.redo(trainer, settled) + self.early.redo(trainer, self._nothing)
+
+    def _has_place(self, mb: Mb) -> bool:
+        return mb in self.due.entries or mb in self.early.entries or mb in self.counted
 
     # --- steps ------------------------------------------------------------------------------------------------
 
     def step_made(self, step: int) -> None:
-        """The batch of `step` has been averaged and counted: the next one begins."""
+        """The batch of `step`, if it is known, has been averaged and counted: the early one takes its place."""
         if self.due.entries:
             self.counted.add(step, self.due.entries)
-            self.due.clear()
+        self.due.clear()
+        self.due, self.early = self.early, self.due
 
     def go_to(self, step: int, batch_before: Iterable[Mb]) -> None:
         """The swarm stands at `step` now, by another way than a step from here; this batch led there."""
         self.due.clear()
+        self.early.clear()
         self.counted.restart(step - 1, batch_before)
 
     def check(self) -> None:
         """Raise AssertionError when an invariant is broken."""
         self.due.check()
-        assert not any(mb in self.counted for mb in self.due.entries)
+        self.early.check()
+        assert not self.due.entries.keys() & self.early.entries.keys()
+        assert not any(mb in self.counted for ledger in (self.due, self.early) for mb in ledger.entries)

@@ -21,6 +21,7 @@ class MemberHello:
     held: frozenset[Mb]
     counted: frozenset[Mb]  # what it contributed to the last mean it has
     addrs: tuple[str, ...]
+    early: frozenset[Mb] = frozenset()  # what it holds for the step after its own
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +35,7 @@ class TrainerReport:
     step: int
     open: tuple[int, ...]
     done: tuple[Done, ...]
+    early: tuple[int, ...] = ()  # of `open` and `done`, those begun for the step after `step`
 
 
 @dataclass(frozen=True, slots=True)

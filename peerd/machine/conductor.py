@@ -3,7 +3,8 @@
 A step goes OPEN (microbatches are admitted and reported) -> CLOSING (each stage averages; a stage whose attempt
 fails tries again with the peers that are left) -> MOVING (every member commits) -> OPEN. A new conductor starts
 in GATHERING: it waits for the members, adopts what they hold, and moves them to the newest position that every
-stage can reach. All stages commit the same batch or none does. Decides only: no tensors, no sockets, no clock.
+stage can reach. All stages commit the same batch or none does. In a delayed run the next batch is filled while this
+one closes and moves; it closes when this step is made. Decides only: no tensors, no sockets, no clock.
 A hostile member can stall a step by false reports until `ban_s` puts it aside; it cannot make a batch count twice.
 """
 
@@ -15,7 +16,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 
 from peerd.core.training import LineInfo, Mb, MemberInfo, Position, Redo
-from peerd.machine.batches import Batches
+from peerd.machine.batches import Batches, View
 from peerd.machine.closing import StageClose, Standing
 from peerd.machine.conducting import (
     CancelAttempt,
@@ -42,6 +43,7 @@ class ConductorConfig:
 
     stages: int
     microbatches: int
+    delayed: bool = False  # may microbatches be computed with the parameters before the last step?
     total_steps: int = 0
     first_save: int = 1 << 53  # the first step after which peers write checkpoints
     gather_s: float = 1.5  # quiet time after the last new member before a new conductor decides
@@ -69,12 +71,13 @@ class Conductor:
         self.phase = Phase.GATHERING
         self.current: Position | None = None
         self.batches = Batches(config.stages, config.microbatches)
-        self.version = 1  # of what trainers see
+        self._version = 1
         self.members_version = 1  # of what members see
         self.lines = Lines()
         self._members: dict[str, Member] = {}
         self._closing = [StageClose() for _ in range(config.stages)]
         self._target: Position | None = None  # where a close or a move leads
+        self._committing = False  # is this move a step?
         self._moving: set[str] = set()
         self._quiet_since = now
         self.announced_step = 0  # the newest step that stage peers are said to be at, in reach or not
@@ -139,6 +142,11 @@ class Conductor:
     # --- what others may see ----------------------------------------------------------------------------------
 
     @property
+    def version(self) -> int:
+        """Of what trainers see."""
+        return self._version + self.batches.version
+
+    @property
     def settled(self) -> Position | None:
         """Where every member should stand; None while members are on their way."""
         return self.current if self.phase in (Phase.OPEN, Phase.CLOSING, Phase.COMPLETE) else None
@@ -154,13 +162,14 @@ class Conductor:
     def members(self) -> list[MemberInfo]:
         """Every living member, sorted by peer, and then the helpers."""
         members = [
-            MemberInfo(peer, m.stage, list(m.addrs), self.current is not None and m.position == self.current)
+            MemberInfo(peer, m.stage, list(m.addrs), self._serves(peer, m.stage))
             for peer, m in sorted(self._members.items())
         ]
         return members + self.lines.helpers()
 
-    def admitted(self, trainer: str) -> list[int]:
-        return self.batches.admitted(trainer)
+    def admitted(self, trainer: str, early: bool = False) -> list[int]:
+        """The trainer's microbatches in this step's batch, or in the next one's."""
+        return (self.batches.early if early else self.batches.due).of_trainer(trainer)
 
     def redo(self, trainer: str) -> list[Redo]:
         return self.batches.redo(trainer, self._settled())
@@ -170,8 +179,12 @@ class Conductor:
         return self.batches.counted.of(trainer, step) if self.current is not None and step < self.current.step else []
 
     def takes(self, step: int) -> bool:
-        """Are reports about microbatches of `step` taken now? If not, the trainer repeats them later."""
-        return self.current is not None and step == self.current.step and self.phase in (Phase.OPEN, Phase.CLOSING)
+        """Are reports about microbatches of `step`, and early ones, taken now? If not, they are repeated later."""
+        return self.current is not None and step == self.current.step and self._working
+
+    @property
+    def _working(self) -> bool:
+        return self.phase in (Phase.OPEN, Phase.CLOSING) or (self._config.delayed and self._committing)
 
     def evaluates(self, trainer: str) -> bool:
         """One trainer evaluates: the first by name."""
@@ -219,12 +232,17 @@ class Conductor:
             hello.held,
             hello.counted,
             hello.addrs,
+            hello.early if self._config.delayed else frozenset(),
         )
-        at_current = self.current is not None and hello.position == self.current
-        self.batches.told(now, hello.peer, hello.stage, hello.held, at_current)
+        due, early = frozenset[Mb](), frozenset[Mb]()
+        if hello.position == self.current:
+            due, early = hello.held, self._members[hello.peer].early
+        elif self._committing and hello.position == self._target:
+            early = hello.held
+        self.batches.told(now, hello.peer, hello.stage, due, early)
         self._quiet_since = now
         self.members_version += 1
-        self.version += 1
+        self._version += 1
 
     def _member_gone(self, now: float, peer: str) -> None:
         for close in self._closing:
@@ -241,7 +259,7 @@ class Conductor:
             self._closing[member.stage] = StageClose()
         self._moving.discard(peer)
         self.members_version += 1
-        self.version += 1
+        self._version += 1
 
     def _of_stage(self, stage: int) -> list[str]:
         return sorted(peer for peer, m in self._members.items() if m.stage == stage)
@@ -249,24 +267,30 @@ class Conductor:
     def _ready(self, stage: int) -> list[str]:
         return [peer for peer in self._of_stage(stage) if self._members[peer].position == self.current]
 
+    def _serves(self, peer: str, stage: int) -> bool:
+        """Can it take microbatches of this step, or of the next one?"""
+        member = self._members.get(peer)
+        if member is None or member.stage != stage or self.current is None:
+            return False
+        if self._committing:  # who was not in time for the average has to fetch the next state, and forgets
+            return peer in self._moving or member.position == self._target
+        return member.position == self.current
+
     # --- trainers ---------------------------------------------------------------------------------------------
 
     def _report(self, now: float, report: TrainerReport) -> None:
-        self.batches.trainers.report(report.peer, report.open)
-        if not self.takes(report.step):
-            return
-        shrank = self.batches.take(now, report, lambda peer, stage: peer in self._ready(stage), self._settled())
-        self.version += bool(report.done)
-        self._note_shrinking(shrank)
+        self.batches.trainers.report(report.peer, report.open, report.early, report.step + 1)
+        if self.takes(report.step):
+            view = View(self._serves, self._settled())
+            self._note_shrinking(self.batches.take(now, report, view, self._config.delayed))
 
     def _trainer_gone(self, peer: str) -> None:
         self.batches.trainers.gone(peer)
-        self.version += 1
+        self._version += 1
 
     def _note_shrinking(self, shrank: bool) -> None:
         if shrank:
             self._reopen()
-            self.version += 1
 
     def _settled(self) -> list[bool]:
         return [close.settled for close in self._closing]
@@ -283,13 +307,26 @@ class Conductor:
         if self.phase in (Phase.OPEN, Phase.CLOSING):
             self._note_shrinking(self.batches.drop_dead(now, self._settled(), self._config.lease_s))
         if self.phase is Phase.OPEN and all(self._ready(s) for s in range(self._config.stages)):
-            self.version += self.batches.fill(now)
+            self.batches.fill(now, self._step, early=False)
             if self.batches.due.complete([False] * self._config.stages):
                 self._begin_close()
         if self.phase is Phase.CLOSING:
             self._run_close(now)
+        self._fill_early(now)
         out, self._out = self._out, []
         return out
+
+    @property
+    def _step(self) -> int:
+        return self.current.step if self.current is not None else 0
+
+    def _fill_early(self, now: float) -> None:
+        """In a delayed run, what this step has no room for is begun for the next one, if there is to be one."""
+        if not self._config.delayed or not self._working or not self.batches.due.full:
+            return
+        served = all(any(self._serves(p, s) for p in self._of_stage(s)) for s in range(self._config.stages))
+        if served and self._step + 1 != self._config.total_steps:
+            self.batches.fill(now, self._step, early=True)
 
     def _watch_for_empty_stages(self, now: float) -> None:
         if all(self._ready(s) for s in range(self._config.stages)):
@@ -305,6 +342,7 @@ class Conductor:
         self._broken_since = None
         self._reopen()
         self._moving.clear()
+        self._committing = False
         self.phase, self._quiet_since = Phase.GATHERING, now
 
     def _best_position(self) -> Position | None:
@@ -337,12 +375,16 @@ class Conductor:
         self.current, self._target = self._target, None
         self._closing = [StageClose() for _ in range(self._config.stages)]
         self._standing.forgive()
-        for _, member in sorted(self._members.items()):
-            self._adopt(now, member)
+        for peer, member in self._members.items():
+            if member.position != self.current:
+                self.batches.lose(peer, now)
+        if not self._committing:  # else trainers and we know better than what members said once
+            self.batches.adopt(now, {p: m for p, m in sorted(self._members.items()) if m.position == self.current})
+        self._committing = False
         total = self._config.total_steps
         self.phase = Phase.COMPLETE if total and self.current.step >= total else Phase.OPEN
         self._broken_since = None
-        self.version += 1
+        self._version += 1
         self.members_version += 1
 
     def _batch_before(self, target: Position) -> set[Mb]:
@@ -352,16 +394,6 @@ class Conductor:
             if target == (member.prepared or member.position):  # the last mean it has
                 batch |= member.counted
         return batch
-
-    def _adopt(self, now: float, member: Member) -> None:
-        """After a change of conductor: count what is held in every stage already."""
-        if member.stage != 0 or member.position != self.current:
-            return
-
-        def holder(stage: int, mb: Mb) -> str | None:
-            return next((peer for peer in self._ready(stage) if mb in self._members[peer].held), None)
-
-        self.batches.adopt(now, member.held, holder)
 
     # --- closing ----------------------------------------------------------------------------------------------
 
@@ -380,7 +412,7 @@ class Conductor:
             self._closing = [StageClose() for _ in range(self._config.stages)]
             self._target = None
             self.phase = Phase.OPEN
-            self.version += 1
+            self._version += 1
 
     def _cancel(self, close: StageClose) -> None:
         if close.attempt:
@@ -402,7 +434,7 @@ class Conductor:
         try:
             split, close.problem = self.lines.split(stage, group), ""
         except NoSplit as error:
-            self.version += close.problem != str(error)
+            self._version += close.problem != str(error)
             close.problem, close.not_before = str(error), now + self._config.retry_s
             return
         close.attempt, close.group = self._rng.randbytes(16), group
@@ -431,7 +463,7 @@ class Conductor:
         self._cancel(close)
         close.not_before = now + min(5.0, self._config.retry_s * 2**close.failures)
         close.failures += 1
-        self.version += 1
+        self._version += 1
         self._accuse(now, end)
 
     def _accuse(self, now: float, end: PrepareEnded) -> None:
@@ -444,6 +476,7 @@ class Conductor:
     def _commit(self) -> None:
         assert self._target is not None
         self.phase = Phase.MOVING
+        self._committing = True
         self._moving = set()
         for close in self._closing:
             for peer in sorted(close.prepared):
@@ -458,5 +491,6 @@ class Conductor:
         if position is None or position != self._target:
             self._member_gone(now, peer)
             return
-        member.position, member.prepared = position, None
-        member.counted, member.held = frozenset(), frozenset()
+        goes_on = position == member.prepared and not self._committing  # as it was told: what was early is held now
+        member.held, member.early = member.early if goes_on else frozenset(), frozenset()
+        member.position, member.prepared, member.counted = position, None, frozenset()

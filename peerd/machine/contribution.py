@@ -1,9 +1,10 @@
 """A trainer's books: which microbatches it has begun, which the step counts, which must be done again.
 
-Decides from the conductor's answers what to start, to drop and to repeat; computes nothing. Invariant: every batch
-of samples that was taken from the data is in exactly one place: waiting, begun, finished, counted, or lost; and it
-is lost only when nobody can say any more how its step ended. Hostile input: a conductor that names
-microbatches or stages that are not there is not heard.
+Decides from the conductor's answers what to start, to drop and to repeat; computes nothing. In a delayed run the books
+hold microbatches of two steps, the one under way and the next. Invariants: every batch of samples that was taken from
+the data is in exactly one place: waiting, begun, finished, counted, or lost, and it is lost only when nobody can say
+any more how its step ended; what was begun for a step counts in that one, or begins again under another number.
+Hostile input: a conductor that names microbatches or stages that are not there is not heard.
 """
 
 from __future__ import annotations
@@ -19,15 +20,19 @@ T = TypeVar("T")  # what a microbatch carries: its samples, and what its stages 
 
 @dataclass(slots=True)
 class Begun(Generic[T]):
-    """A microbatch under its number of this step."""
+    """A microbatch under its number."""
 
     seq: int
     load: T
-    admitted: bool = False
+    step: int | None = None  # whose batch it was admitted to
     finished: bool = False
     unsaid: bool = False  # finished, or repeated, and the conductor has not taken the news
     redoing: set[int] = field(default_factory=set)
     holders: list[str] = field(default_factory=list)
+
+    @property
+    def admitted(self) -> bool:
+        return self.step is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +92,10 @@ class Contribution(Generic[T]):
         """Numbers that are wished for or begun: what the conductor may admit, or has."""
         return [seq for seq, item in self.items.items() if not item.finished]
 
+    def early(self) -> list[int]:
+        """Numbers that were begun for the step after the one under way."""
+        return [seq for seq, item in self.items.items() if item.step == self.step + 1]
+
     def news(self) -> list[Done]:
         """What the conductor has not heard."""
         return [Done(i.seq, list(i.holders)) for i in self.items.values() if i.finished and i.unsaid]
@@ -122,13 +131,15 @@ class Contribution(Generic[T]):
         return orders
 
     def _close_step(self, answer: TrainerAnswer) -> list[Order[T]]:
-        """The swarm is at another step: count what it counted, begin the rest again."""
+        """The swarm is at another step: count what it counted, go on with what was early, begin the rest again."""
         orders: list[Order[T]] = []
-        counted = None if answer.counted is None else set(answer.counted)
         for item in list(self.items.values()):
-            if not item.admitted:
+            if item.step is None:
                 continue  # a wish: may be admitted to the new step under the same number
+            if item.step == self.step + 1 == answer.step:
+                continue  # it was early and no longer is
             del self.items[item.seq]
+            counted = answer.counted if item.step == self.step else answer.counted_early
             if counted is not None and item.seq in counted:
                 self.tally.counted += 1
             elif counted is None and item.finished:
@@ -142,13 +153,15 @@ class Contribution(Generic[T]):
     def _match(self, answer: TrainerAnswer) -> list[Order[T]]:
         """Start what was admitted, drop what no longer is, repeat what was lost."""
         orders: list[Order[T]] = []
-        admitted = set(answer.admitted)
+        places = dict.fromkeys(answer.admitted, answer.step) | dict.fromkeys(answer.early, answer.step + 1)
         for item in list(self.items.values()):
-            if item.seq in admitted and not item.admitted:
-                item.admitted = True
-                self.tally.begun += 1
-                orders.append(Start(item))
-            elif item.admitted and item.seq not in admitted and answer.taken and not item.unsaid:
+            place = places.get(item.seq)
+            if item.step is None:
+                if place is not None:
+                    item.step = place
+                    self.tally.begun += 1
+                    orders.append(Start(item))
+            elif place != item.step and (place is not None or (answer.taken and not item.unsaid)):
                 del self.items[item.seq]
                 self._again(item)
                 orders.append(Drop(item))

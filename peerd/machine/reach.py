@@ -23,6 +23,7 @@ class Member:
     held: frozenset[Mb]
     counted: frozenset[Mb]
     addrs: tuple[str, ...]
+    early: frozenset[Mb] = frozenset()
 
 
 def best_position(stages: int, members: Collection[Member], first_save: int, announced: int) -> Position | None:

@@ -56,7 +56,7 @@ class AveragerRole:
     def __init__(self, ctx: RoleContext) -> None:
         assert ctx.run is not None
         part = self.part
-        self._ctx = ctx
+        self._ctx, self._run = ctx, ctx.run
         self._model, self._desk = part.model, part.desk
         self._samples, self._min_peers = part.samples, part.min_peers
         self._training = Training(ctx.run, ctx.host, ctx.rpc, ctx.dht, ctx.clock)
@@ -128,8 +128,9 @@ class AveragerRole:
 
     def in_flight(self) -> int:
         """One at a time, and none while it could not be computed."""
-        step = self._contributor.books.step
-        return int(self._begun and self._own_ready and self._desk.useful and self._member.position.step == step)
+        ahead = self._member.position.step - self._contributor.books.step  # we may hear of a step after we made it
+        here = 0 <= ahead <= int(self._run.optimizer.delayed)
+        return int(self._begun and self._own_ready and self._desk.useful and here)
 
     def refill(self, waiting: list[Turn]) -> None:
         """There is always a next one."""
@@ -140,7 +141,7 @@ class AveragerRole:
         """Let the user compute a gradient for microbatch `seq`, and count it."""
         mb = Mb(self._ctx.host.id.text, seq)
         while True:
-            async with self._desk.gradients(lambda: self._member.position, step) as gradients:
+            async with self._desk.gradients(lambda: self._member.origins, step) as gradients:
                 with trio.CancelScope(shield=True):  # the user must stay inside while his tensors are read
                     added = await self._add(step, mb, gradients)
             if added:

@@ -144,6 +144,7 @@ class Contributor(Generic[T]):
             seen=self._seen,
             seen_members=self._seen_members,
             wait_s=0.0 if self._said or self._dirty else _SYNC_WAIT_S,
+            early=self.books.early(),
         )
 
     def _take(self, answer: TrainerAnswer, nursery: trio.Nursery) -> None:
@@ -173,17 +174,17 @@ class Contributor(Generic[T]):
                     scope.cancel()
 
     async def _train(self, item: Begun[T]) -> None:
-        step = self.books.step
+        assert item.step is not None
         with self._scope(item):
-            holders = await self._work.train(step, item.seq, item.load)
+            holders = await self._work.train(item.step, item.seq, item.load)
             self.books.finish(item, holders)
             self.tell()
 
     async def _repeat(self, item: Begun[T], stage: int) -> None:
-        step = self.books.step
-        self._ctx.log.event("redo", step=step, stage=stage, reason="the peer that held this gradient is gone")
+        assert item.step is not None
+        self._ctx.log.event("redo", step=item.step, stage=stage, reason="the peer that held this gradient is gone")
         with self._scope(item):
-            holder = await self._work.repeat(step, item.seq, stage, item.load)
+            holder = await self._work.repeat(item.step, item.seq, stage, item.load)
             self.books.repeated(item, stage, holder)
             self.tell()
 

@@ -1,10 +1,11 @@
 """Where a user's thread and the loop meet: he hands a gradient in and is let go when he may compute the next one.
 
-The user's thread is inside (it waits here, and the loop may touch its tensors) or outside (it computes, and nobody
-else touches them). He is let go with the position of his parameters; a gradient counts only while the swarm stands
-there still, else it is late and dropped. Invariants: parameters change only while he is inside, and he is not let go
-meanwhile; each gradient is taken once. All of the desk's state belongs to the loop's thread; the user's thread asks
-through the loop's entry queue and waits on a queue of its own, so that Ctrl+C reaches him at any time.
+The user's thread is inside (it waits here, and the loop may touch its tensors) or outside (it computes, and nobody else
+touches them). He is let go with the position of his parameters; a gradient counts only while the swarm stands there
+still, or in a delayed run one step further, else it is late and dropped. Invariants: parameters change only while he is
+inside, and he is not let go meanwhile; each gradient is taken once. All of the desk's state belongs to the loop's
+thread; the user's thread asks through the loop's entry queue and waits on a queue of its own, so that Ctrl+C reaches
+him at any time.
 """
 
 from __future__ import annotations
@@ -42,12 +43,16 @@ class DeskCounts:
 
 
 class Desk:
-    """One user's. `patience_s`: how long a change of the parameters waits for him to come in."""
+    """One user's. `patience_s`: how long a change of the parameters waits for him to come in.
 
-    def __init__(self, patience_s: float) -> None:
+    `delay`: how many steps older than the step that it counts in a gradient's parameters may be.
+    """
+
+    def __init__(self, patience_s: float, delay: int = 0) -> None:
         self.counts = DeskCounts()
         self.told: Callable[[], None] = lambda: None  # called on the loop when the user has come in
         self._patience_s = patience_s
+        self._delay = delay
         self._answers: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
         self._token: trio.lowlevel.TrioToken | None = None
         self._failure: BaseException | None = None
@@ -119,13 +124,14 @@ class Desk:
         self._moved = trio.Event()
 
     @asynccontextmanager
-    async def gradients(self, stands: Callable[[], Position], step: int) -> AsyncIterator[Gradients]:
-        """A gradient computed with the parameters of `step`; the user stays inside until the block ends.
+    async def gradients(self, origins: Callable[[], list[Position]], step: int) -> AsyncIterator[Gradients]:
+        """A gradient computed with parameters that are good for `step`; the user stays inside until the block ends.
 
-        `stands`: where the parameters stand now. Waits for as long as they stand elsewhere.
+        `origins`: where the parameters stand now, and then others that a gradient may be of. Waits for as long as they
+        are not good for `step`.
         """
         async with self._turn:
-            found = await self._fetch(stands, step)
+            found = await self._fetch(origins, step)
             self._reading = True
             try:
                 yield found
@@ -133,15 +139,16 @@ class Desk:
                 self._reading = False
                 self._let_leave()
 
-    async def _fetch(self, stands: Callable[[], Position], step: int) -> Gradients:
+    async def _fetch(self, origins: Callable[[], list[Position]], step: int) -> Gradients:
         while True:
-            here = stands()
+            good = [p for p in origins() if 0 <= step - p.step <= self._delay]
+            here = origins()[0]
             if self._pending is not None:
                 found, self._pending = self._pending, None
-                if found.position == here and here.step == step:
+                if found.position in good:
                     return found.gradients
                 self.counts.late += 1
-            elif self._inside and not self._stays and not self._changing and here.step == step:
+            elif self._inside and not self._stays and not self._changing and here in good:
                 self._inside, self._granted = False, here
                 self._answers.put(None)
             else:

@@ -1,9 +1,10 @@
 """A stage as trainers call it: forward, loss and backward, with the parameters and for the step that are there now.
 
 Only computes what is asked: what a step counts, and when parameters change, the member decides. Invariants: every call
-names its run, stage and step, and is refused at any other; whoever is averaging, or leaves, takes nothing new; at most
-one call's tensors are computed with at a time. A hostile trainer may send wrong frames, shapes and values, steps that
-are not, and any number of calls: each is refused, and named where it broke the protocol.
+names its run, stage and step, and is refused at any other, but for the next one in a delayed run; a step that is being
+averaged takes nothing new, nor does who leaves; at most one call's tensors are computed with at a time. A hostile
+trainer may send wrong frames, shapes and values, steps that are not, and any number of calls: each is refused, and
+named where it broke the protocol.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ class Serving:
             raise Refused("your run file differs from this run's")
         if stage != self._place.stage:
             raise Refused(f"this peer serves stage {self._place.stage}, not {stage}")
-        if step is not None and step != self._place.step:
+        if step is not None and not 0 <= step - self._place.step <= int(self._run.optimizer.delayed):
             raise Refused(f"the stage is at step {self._place.step}, the call at {step}")
         return self._place.served
 
@@ -105,12 +106,12 @@ class Serving:
 
     async def _backward(self, call: Incoming[StageBackward]) -> Answer[StageAnswer]:
         body, served = call.body, self._check(call.body.run, call.body.stage, call.body.step)
-        self._refuse_when_closing()
+        self._refuse_when_closing(body.step)
         self._refuse_when_leaving()
         mb = Mb(call.peer.text, body.seq)
         async with self.boundary.room:
             x, target = await self.boundary.tensors(call, "the input", "the output's gradient or the targets")
-            self._refuse_when_closing()  # once more: nothing may come in between now and the device's queue
+            self._refuse_when_closing(body.step)  # once more: nothing may come in between now and the device's queue
             outcome = await self._compute(
                 call.peer, lambda: served.backward(body.step, mb, (x, target), call.frames), "backward"
             )
@@ -118,8 +119,8 @@ class Serving:
             name = f"the input gradient of stage {body.stage}"
             return await self.boundary.answer(call, outcome, name, body.line_bytes_per_s)
 
-    def _refuse_when_closing(self) -> None:
-        if self.closing:
+    def _refuse_when_closing(self, step: int) -> None:
+        if self.closing and step <= self._place.step:
             raise Refused("the stage is averaging")
 
     def _refuse_when_leaving(self) -> None:

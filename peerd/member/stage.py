@@ -18,7 +18,7 @@ from typing import TypeVar
 import trio
 from torch import Tensor
 
-from peerd.compute.served import Model, ServedStage, Stale
+from peerd.compute.served import Model, ServedStage, Stale, Vector
 from peerd.compute.user_model import UserModel
 from peerd.core.errors import ProtocolViolation, Refused, RemoteError
 from peerd.core.ids import PeerId, is_peer_text
@@ -81,6 +81,7 @@ class StageMember:
         self._stage = -1
         self._served: ServedStage | UserModel | None = None
         self._position = _START
+        self._before: Position | None = None  # where the last step began
         self._averaged: Position | None = None  # where a commit would lead
         self._total: Total | None = None  # what it would step with
         self._counted: list[Mb] = []
@@ -133,7 +134,7 @@ class StageMember:
             return
         self._leaving = True
         with trio.move_on_after(_LEAVE_PATIENCE_S):
-            while self._served.held and not self._complete:
+            while (self._served.held or self._served.early) and not self._complete:
                 await self._stepped.wait()
         await self._save()
         conductor = self._following.conductor
@@ -153,6 +154,12 @@ class StageMember:
     def position(self) -> Position:
         """Where the parameters stand now."""
         return self._position
+
+    @property
+    def origins(self) -> list[Position]:
+        """Where a gradient may have been computed that counts here: where we stand, and in a delayed run before."""
+        before = [self._before] if self._before is not None and self._run.optimizer.delayed else []
+        return [self._position, *before]
 
     @property
     def stage(self) -> int:
@@ -268,7 +275,7 @@ class StageMember:
         return self._served
 
     def _arrive(self, position: Position) -> None:
-        self._position = position
+        self._before, self._position = self._position, position
         self._averaged, self._total = None, None
         self._stepped.set()
         self._stepped = trio.Event()
@@ -278,10 +285,11 @@ class StageMember:
         self._counted = []
         self._rounds.forget()
         self._arrive(position)
+        self._before = None
 
-    async def work(self, job: Callable[[], T], name: str) -> T:
-        """Run a job on the model's device."""
-        return await self._worker.run(job, name=name)
+    async def work(self, job: Callable[[], T], name: str, urgent: bool = False) -> T:
+        """Run a job on the model's device; an urgent one goes before what trainers ask for."""
+        return await self._worker.run(job, name=name, urgent=urgent)
 
     # --- following --------------------------------------------------------------------------------------------
 
@@ -320,6 +328,7 @@ class StageMember:
             seen=self._seen,
             wait_s=0.0 if say_all else _SYNC_WAIT_S,
             line=line if say_all or news else None,
+            early=self._need().early if say_all else [],
         )
 
     def _take(self, answer: MemberAnswer) -> None:
@@ -380,7 +389,7 @@ class StageMember:
             raise Refused("this peer does not follow you")
 
     async def _prepare(self, call: Incoming[Prepare]) -> Answer[Prepared]:
-        body, served = call.body, self._need()
+        body = call.body
         self._obey(call.peer, body.run)
         if not all(map(is_peer_text, body.group)):
             raise ProtocolViolation("the group names somebody who can't be a peer", call.peer)
@@ -390,11 +399,10 @@ class StageMember:
         async with self.moving:
             self._serving.closing = True
             try:
-                missing = await self.work(lambda: served.keep_only(body.step, body.assigned), "sort out the batch")
-                if missing:
-                    return Answer(Prepared(False, missing, []))
-                vector = await self.work(served.vector, "copy the gradient")
-                total = await self._rounds.total(plan, vector, served.low_rank)
+                vector = await self.work(lambda: self._part_of(body), "copy the gradient", urgent=True)
+                if isinstance(vector, list):
+                    return Answer(Prepared(False, vector, []))
+                total = await self._rounds.total(plan, vector, self._need().low_rank)
             except RoundFailed as error:
                 self._ctx.log.event("averaging failed", level="warning", step=body.step, reason=explained(error))
                 return Answer(Prepared(False, [], list(error.lost)))
@@ -405,6 +413,11 @@ class StageMember:
             self._total, self._averaged = total, Position(body.step + 1, body.lineage)
             self._counted = list(body.assigned)
         return Answer(Prepared(True, [], []))
+
+    def _part_of(self, order: Prepare) -> Vector | list[Mb]:
+        """On the device: what we bring to the average, or what is missing for it. One job: nothing comes between."""
+        served = self._need()
+        return served.keep_only(order.step, order.assigned) or served.vector()
 
     async def _commit(self, call: Incoming[Commit]) -> Answer[Moved]:
         self._obey(call.peer, call.body.run)
@@ -428,7 +441,7 @@ class StageMember:
             raise Refused("no such average lies ready here")
         samples, before = self._run.batch.target_samples, self._position
         async with self._changing():
-            leap = await self.work(lambda: _stepped(served, total, target, samples), "step")
+            leap = await self.work(lambda: _stepped(served, total, target, samples), "step", urgent=True)
         self._catching_up.keep(before, leap)
         counted = len(self._counted) * self._run.pipeline.microbatch
         self._tally.add(samples=counted, bytes_aggregated=self._rounds.newly_aggregated_bytes())

@@ -370,6 +370,7 @@ class Conducting:
                 held=frozenset(body.held),
                 counted=frozenset(body.counted),
                 addrs=tuple(body.addrs),
+                early=frozenset(body.early),
             )
             self._feed(hello)
         machine.saved(name, body.saved)
@@ -398,7 +399,7 @@ class Conducting:
         machine = self._act(body.term)
         self._heard[name] = trio.current_time()
         taken = machine.takes(body.step)
-        self._feed(TrainerReport(name, body.step, tuple(body.open), tuple(body.done)))
+        self._feed(TrainerReport(name, body.step, tuple(body.open), tuple(body.done), tuple(body.early)))
         await self._wait_for_news(lambda: machine.version != body.seen, machine, body.wait_s)
         self._still(machine)
         self._heard[name] = trio.current_time()
@@ -419,6 +420,8 @@ class Conducting:
                 members_version=machine.members_version,
                 members=machine.members() if news else None,
                 forecast=self._outlook.look(trio.current_time(), machine),
+                early=machine.admitted(name, early=True),
+                counted_early=machine.counted(name, body.step + 1),
             )
         )
 

@@ -78,6 +78,7 @@ class Training:
         sizes = ConductorConfig(
             stages=run.pipeline.stages,
             microbatches=run.batch.target_samples // run.pipeline.microbatch,
+            delayed=run.optimizer.delayed,
             total_steps=run.optimizer.total_steps,
             first_save=run.checkpoint.every_steps or run.optimizer.total_steps or 1 << 53,
         )

@@ -13,7 +13,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -79,18 +79,28 @@ class Swarm:
     lab: Lab
     folder: Path
     run: dict[str, Any]  # the run file
-    rate_mbit: float  # of every line, up and down
+    rate_mbit: float | None  # of every line, up and down; None: as fast as the machine can
     peers: list[Peer] = field(default_factory=list)
 
     def start(self) -> None:
-        """Start everyone; who is early waits for the others."""
-        backbone = self._start("backbone", "backbone", "--listen", "/ip4/0.0.0.0/tcp/4001")
-        self._until(lambda: bool(backbone.status().get("peer", {}).get("addrs")), "the backbone does not listen")
-        status = backbone.status()["peer"]
-        entry = f"/ip4/{backbone.host.ip}/tcp/4001/p2p/{status['id']}"
+        """Start a backbone, a peer for each stage and a trainer; who is early waits for the others."""
+        entry = self._enter()
         for stage in range(self.run["pipeline"]["stages"]):
             self._join(f"stage-{stage}", "stage", entry, {**self.run, "limits": {"stage": stage}})
         self._join("trainer", "trainer", entry, self.run, "--log-level", "debug")  # it notes every step then
+
+    def start_replicas(self, runs: Sequence[dict[str, Any]]) -> None:
+        """Start a backbone and a trainer with a replica of its own for each of these run files."""
+        entry = self._enter()
+        for number, run in enumerate(runs):
+            self._join(f"replica-{number}", "trainer", entry, run, "--log-level", "debug")
+
+    def _enter(self) -> str:
+        """Start the backbone; returns where others join."""
+        backbone = self._start("backbone", "backbone", "--listen", "/ip4/0.0.0.0/tcp/4001")
+        self._until(lambda: bool(backbone.status().get("peer", {}).get("addrs")), "the backbone does not listen")
+        status = backbone.status()["peer"]
+        return f"/ip4/{backbone.host.ip}/tcp/4001/p2p/{status['id']}"
 
     @property
     def trainer(self) -> Peer:
@@ -100,20 +110,20 @@ class Swarm:
         cpu_s = sum(peer.cpu_s() for peer in self.peers)
         return Moment({peer.name: peer.host.traffic() for peer in self.peers}, cpu_s, busy_s() - cpu_s)
 
-    def steps(self) -> list[float]:
+    def steps(self, peer: Peer | None = None) -> list[float]:
         """When the trainer heard of the end of each global step, Unix seconds."""
-        return [event["time"] for event in self.trainer.events() if event["name"] == "step"]
+        return [event["time"] for event in (peer or self.trainer).events() if event["name"] == "step"]
 
-    def wait_for_step(self, step: int, patience_s: float) -> None:
+    def wait_for_step(self, step: int, patience_s: float, peer: Peer | None = None) -> None:
         """Until `step` global steps are done."""
-        self._until(lambda: len(self.steps()) >= step, f"step {step} was never done", patience_s)
+        self._until(lambda: len(self.steps(peer)) >= step, f"step {step} was never done", patience_s)
 
     def last_loss(self, step: int, patience_s: float) -> float:
         """Validation loss after the run's last step."""
         found: list[float] = []
 
         def evaluated() -> bool:
-            events = self.trainer.events()
+            events = [event for peer in self.peers for event in peer.events()]
             found[:] = [e["loss"] for e in events if e["name"] == "evaluated" and e["step"] == step]
             return bool(found)
 

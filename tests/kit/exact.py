@@ -100,7 +100,7 @@ class Batches:
         return faults + [f"mates differ at {place}" for place, found in self.digests.items() if len(found) != 1]
 
 
-def _stepping(parameters: list[torch.nn.Parameter], o: OptimizerSection) -> Callable[[], object]:
+def stepping(parameters: list[torch.nn.Parameter], o: OptimizerSection) -> Callable[[], object]:
     """What makes a step with the gradients that are there: torch's own optimizer where it has one."""
     if o.name == "sgd":
         return torch.optim.SGD(parameters, lr=o.lr).step
@@ -114,7 +114,7 @@ def _stepping(parameters: list[torch.nn.Parameter], o: OptimizerSection) -> Call
 def plain_torch(run: RunFile, batches: Batches) -> torch.nn.Module:
     """The same steps in one process."""
     model = whole_model(run)
-    make_step = _stepping(list(model.parameters()), run.optimizer)
+    make_step = stepping(list(model.parameters()), run.optimizer)
     for step in range(STEPS):
         order = sorted(batches.inputs[step])
         tokens = torch.cat([batches.inputs[step][mb] for mb in order])

@@ -1,7 +1,8 @@
 """Random swarms under one conductor after another: whatever dies, every step averages one whole batch, once.
 
 The model keeps what matters: a member's accumulator is a bag of microbatches, a mean is the sum of its group's
-bags, a position's history is the list of means that led to it.
+bags, a position's history is the list of means that led to it. In a delayed run a member has a second bag, for the
+step after its own, and nothing that is averaged was computed with parameters older than one step.
 """
 
 from __future__ import annotations
@@ -39,6 +40,8 @@ class Member:
     session: int
     position: Position = START
     bag: Counter[Mb] = field(default_factory=Counter)
+    early: Counter[Mb] = field(default_factory=Counter)
+    at: dict[Mb, int] = field(default_factory=dict)  # the step of the parameters that each was computed with
     mean: Counter[Mb] | None = None
     prepared: Position | None = None
     counted: frozenset[Mb] = frozenset()
@@ -51,13 +54,16 @@ class Trainer:
     name: str
     step: int = 0
     next_seq: int = 0
+    steps: dict[int, int] = field(default_factory=dict)  # whose batch each was begun for
     open: dict[int, list[str]] = field(default_factory=dict)  # holders so far
     done: dict[int, list[str]] = field(default_factory=dict)
     unsaid: set[int] = field(default_factory=set)
 
 
 class Swarm:
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, delayed: bool = False) -> None:
+        self.delayed = delayed
+        self.stale = 0  # microbatches averaged that were computed with the parameters before the last step
         self.rng = random.Random(seed)
         self.now = 0.0
         self.members: dict[str, Member] = {}
@@ -78,7 +84,9 @@ class Swarm:
                 self.join(stage)
 
     def new_conductor(self) -> Conductor:
-        config = ConductorConfig(stages=STAGES, microbatches=BATCH, first_save=2, gather_s=1.0, broken_s=3.0)
+        config = ConductorConfig(
+            stages=STAGES, microbatches=BATCH, delayed=self.delayed, first_save=2, gather_s=1.0, broken_s=3.0
+        )
         return Conductor(config, random.Random(self.rng.random()), self.now)
 
     def join(self, stage: int) -> None:
@@ -180,6 +188,7 @@ class Swarm:
                 frozenset(m.bag),
                 m.counted,
                 (),
+                frozenset(m.early),
             )
             self.tell(hello)
 
@@ -187,6 +196,7 @@ class Swarm:
         donors = [d for d in self.members.values() if d.stage == m.stage and d.position == current]
         if donors:
             m.position, m.bag, m.mean, m.prepared, m.counted = current, Counter(), None, None, frozenset()
+            m.early = Counter()
             m.known = False
 
     # --- trainers -------------------------------------------------------------------------------------------
@@ -197,13 +207,21 @@ class Swarm:
             return
         if current.step != t.step:
             self.check_counted(t, current)
-            t.step, t.open, t.done, t.unsaid = current.step, {}, {}, set()
+            kept = {seq for seq, step in t.steps.items() if step == t.step + 1 == current.step}
+            t.step, t.steps = current.step, dict.fromkeys(kept, current.step)
+            t.open = {seq: holders for seq, holders in t.open.items() if seq in kept}
+            t.done = {seq: holders for seq, holders in t.done.items() if seq in kept}
+            t.unsaid &= kept
         while len(t.open) < 3:
             t.open[t.next_seq] = [""] * STAGES
             t.next_seq += 1
-        admitted = self.conductor.admitted(t.name)
-        for seq in [s for s in t.open if s in admitted]:
-            if self.rng.random() < 0.5:
+        places = dict.fromkeys(self.conductor.admitted(t.name), t.step)
+        places |= dict.fromkeys(self.conductor.admitted(t.name, early=True), t.step + 1)
+        assert self.delayed or t.step + 1 not in places.values()
+        for seq in [s for s in t.open if s in places]:
+            if t.steps.setdefault(seq, places[seq]) != places[seq]:
+                del t.open[seq], t.steps[seq]  # begun for another step: its samples get another number
+            elif self.rng.random() < 0.5:
                 self.advance(t, seq)
         for redo in self.conductor.redo(t.name):
             if redo.seq in t.done and self.rng.random() < 0.5:
@@ -211,7 +229,8 @@ class Swarm:
                 t.unsaid.add(redo.seq)
         taken = self.conductor.takes(t.step)
         done = tuple(Done(seq, list(t.done[seq])) for seq in sorted(t.unsaid))
-        self.tell(TrainerReport(t.name, t.step, tuple(t.open), done))
+        early = tuple(seq for seq, step in t.steps.items() if step == t.step + 1)
+        self.tell(TrainerReport(t.name, t.step, tuple(t.open), done, early))
         if taken:
             t.unsaid.clear()
 
@@ -239,14 +258,20 @@ class Swarm:
             t.unsaid.add(seq)
 
     def accumulate(self, t: Trainer, seq: int, stage: int, holders: list[str]) -> None:
-        ready = [m for m in self.members.values() if m.stage == stage and m.position.step == t.step]
+        step = t.steps[seq]
+        ready = [m for m in self.members.values() if m.stage == stage and 0 <= step - m.position.step <= self.delayed]
         if not ready:
             return
         if len(ready) > 1 and self.rng.random() < 0.1:  # the answer is lost: a second peer will do it again
-            ready.pop(0).bag[Mb(t.name, seq)] = 1
+            self.compute(ready.pop(0), Mb(t.name, seq), step)
         member = self.rng.choice(ready)
-        member.bag[Mb(t.name, seq)] = 1
+        self.compute(member, Mb(t.name, seq), step)
         holders[stage] = member.name
+
+    def compute(self, m: Member, mb: Mb, step: int) -> None:
+        book = m.bag if step == m.position.step else m.early
+        if mb not in book:  # a repeat finds what was kept
+            book[mb], m.at[mb] = 1, m.position.step
 
     # --- calls to members -----------------------------------------------------------------------------------
 
@@ -274,6 +299,10 @@ class Swarm:
             self.tell(PrepareEnded(m.name, call.attempt, False, missing))
             return
         m.bag = Counter(dict.fromkeys(call.assigned, 1))
+        for mb in call.assigned:
+            age = m.position.step - m.at[mb]
+            assert 0 <= age <= self.delayed, "a gradient of parameters that are too old"
+            self.stale += age
         group = self.rounds.setdefault(call.attempt, {})
         group[m.name] = m.bag.copy()
         if set(group) < set(call.group):
@@ -290,13 +319,13 @@ class Swarm:
     def move(self, m: Member, call: SendMove) -> None:
         if not call.commit and call.target in (START, *m.saved):
             m.position, m.counted = call.target, frozenset()
-            m.bag, m.mean, m.prepared = Counter(), None, None
+            m.bag, m.early, m.mean, m.prepared = Counter(), Counter(), None, None
         if m.prepared != call.target or m.mean is None:
             return
         history = (*self.histories[m.stage, m.position], frozenset(m.mean.items()))
         assert self.histories.setdefault((m.stage, call.target), history) == history, "two pasts of one position"
         m.saved = [p for p in [*m.saved[-2:], m.position] if p != START]
-        m.position, m.bag, m.mean, m.prepared = call.target, Counter(), None, None
+        m.position, m.bag, m.early, m.mean, m.prepared = call.target, m.early, Counter(), None, None
 
     def check(self) -> None:
         for (stage, position), history in self.histories.items():
@@ -311,9 +340,10 @@ class Swarm:
             assert len(seen) == len(set(seen)), "a microbatch counted in two steps"
 
 
+@pytest.mark.parametrize("delayed", [False, True])
 @pytest.mark.parametrize("seed", range(12))
-def test_every_step_averages_one_whole_batch_whatever_dies(seed: int) -> None:
-    swarm = Swarm(seed)
+def test_every_step_averages_one_whole_batch_whatever_dies(seed: int, delayed: bool) -> None:
+    swarm = Swarm(seed, delayed)
     for _ in range(1500):
         swarm.happen(faults=True)
     swarm.check()
@@ -324,10 +354,12 @@ def test_every_step_averages_one_whole_batch_whatever_dies(seed: int) -> None:
     swarm.check()
     after = max(position.step for _, position in swarm.histories)
     assert after >= before + 3, f"the swarm stalled at step {after} (seed {seed}): {swarm.conductor.waits_for()}"
+    assert (swarm.stale > 0) == delayed
 
 
-def test_a_swarm_without_faults_steps_on_and_on() -> None:
-    swarm = Swarm(99)
+@pytest.mark.parametrize("delayed", [False, True])
+def test_a_swarm_without_faults_steps_on_and_on(delayed: bool) -> None:
+    swarm = Swarm(99, delayed)
     for _ in range(2000):
         swarm.happen(faults=False)
     swarm.check()
@@ -336,8 +368,9 @@ def test_a_swarm_without_faults_steps_on_and_on() -> None:
     assert swarm.conductor.phase in (Phase.OPEN, Phase.CLOSING, Phase.MOVING)
 
 
-def test_a_trainer_that_misses_whole_steps_hears_what_became_of_its_batch() -> None:
-    swarm = Swarm(99)
+@pytest.mark.parametrize("delayed", [False, True])
+def test_a_trainer_that_misses_whole_steps_hears_what_became_of_its_batch(delayed: bool) -> None:
+    swarm = Swarm(99, delayed)
     for _ in range(600):
         swarm.happen(faults=False)
     swarm.replace_conductor()  # the new one has not heard of a trainer that sleeps
