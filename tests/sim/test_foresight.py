@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -39,8 +40,9 @@ STEPS = 4
 class Device(InlineWorker):
     """One on which a microbatch takes its time."""
 
-    async def run(self, job: Callable[[], T], *, name: str, cost_s: float = 0.0) -> T:
-        return await super().run(job, name=name, cost_s=MICROBATCH_S if name == "backward" else cost_s)
+    async def run(self, job: Callable[[], T], *, name: str, cost_s: float = 0.0, urgent: bool = False) -> T:
+        cost_s = MICROBATCH_S if name == "backward" else cost_s
+        return await super().run(job, name=name, cost_s=cost_s, urgent=urgent)
 
 
 @pytest.fixture
@@ -125,7 +127,7 @@ def test_steps_are_foretold_in_the_directory_and_rounds_begin_with_all_links(
     torch.set_num_threads(1)
     made, watcher = run_virtual(train, 1, Roles(run, tmp_path / "peers", Device), seed=1)
     assert made[-1] - made[-2] > 24 / 3 * MICROBATCH_S
-    for began, ended in zip(made[1:], made[2:], strict=False):
+    for began, ended in pairwise(made[1:]):
         errors = watcher.errors(began, ended)
         assert max(errors) <= 1.5 * MICROBATCH_S, errors
     assert len(unlinked) >= 3 * STEPS
