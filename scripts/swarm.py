@@ -22,8 +22,8 @@ import trio
 from peerd.core.errors import PeerdError
 from peerd.core.ids import Key
 from peerd.machine.groups import group_size
-from peerd.machine.moshpit import grid_spread, shape_of
 from peerd.sim.averaging import AveragingPlan, AveragingSim
+from peerd.sim.averaging_grid import grid_spread, shape_of
 from peerd.sim.clock import run_virtual
 from peerd.sim.programs import hosts, swarm, try_ping
 from peerd.sim.simnet import Line, NetConfig

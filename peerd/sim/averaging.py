@@ -17,8 +17,8 @@ from functools import partial
 
 import numpy as np
 
-from peerd.machine.groups import RoundTimes
-from peerd.machine.moshpit import Grid, Meeting, Moshpit, shape_of
+from peerd.sim.averaging_conductor import RoundTimes
+from peerd.sim.averaging_grid import Grid, Meeting, Moshpit, shape_of
 from peerd.sim.averaging_group import SimGroup, SimPeer, Vector
 
 

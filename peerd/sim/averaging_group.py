@@ -16,8 +16,8 @@ import numpy as np
 
 from peerd.core.errors import LocalError
 from peerd.machine.allreduce import Part, Round, cut
-from peerd.machine.groups import CallOff, Commit, GroupRound, Keep, Output, RoundTimes, Start
-from peerd.machine.moshpit import Cell, Line
+from peerd.sim.averaging_conductor import CallOff, Commit, GroupRound, Keep, Output, RoundTimes, Start
+from peerd.sim.averaging_grid import Cell, Line
 
 Vector = np.ndarray[Any, np.dtype[np.float64]]
 

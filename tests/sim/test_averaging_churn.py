@@ -7,9 +7,10 @@ import math
 import numpy as np
 import pytest
 
-from peerd.machine.groups import RoundTimes, group_size
-from peerd.machine.moshpit import grid_spread, random_spread
+from peerd.machine.groups import group_size
 from peerd.sim.averaging import AveragingPlan, AveragingSim, RoundReport
+from peerd.sim.averaging_conductor import RoundTimes
+from peerd.sim.averaging_grid import grid_spread, random_spread
 
 EARLY_S = 0.05  # whoever vanishes so soon is in nobody's sum: then the formulas are exact
 
