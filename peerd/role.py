@@ -21,6 +21,7 @@ from peerd.log import EventLog
 from peerd.machine.allreduce import AveragingPlan, RoundFailed
 from peerd.machine.contribution import Begun, Contribution, Drop, Order, Repeat, Start
 from peerd.machine.outcomes import explained
+from peerd.machine.plans import Terms, plans_of
 from peerd.net.host import Host
 from peerd.service.conducting import Conducting
 from peerd.service.dht import Dht
@@ -48,8 +49,10 @@ __all__ = [
     "RoundFailed",
     "Start",
     "StateItem",
+    "Terms",
     "Training",
     "explained",
+    "plans_of",
 ]
 
 

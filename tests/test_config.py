@@ -100,6 +100,8 @@ def test_an_empty_section_means_its_defaults(file: Path) -> None:
         ("run: x\noptimizer:\n  lr: -1", ["FILE, line 3: optimizer.lr is -1.0; must be above 0"]),
         ("run: x\noptimizer: {beta2: 1}", ["optimizer.beta2 is 1.0; allowed: 0 up to (not including) 1"]),
         ("run: x\noptimizer: {trust: 0}", ["optimizer.trust is 0.0; must be above 0"]),
+        ("run: x\naveraging: {group_size: 2}", ["averaging.group_size is 2; allowed: 0 (chosen), or 3 and more"]),
+        ("run: x\naveraging: {group_size: -1}", ["averaging.group_size is -1; allowed: 0 (chosen), or 3 and more"]),
         ("run: x\noptimizer: {offload: cpu}", ["optimizer.offload is cpu (text); allowed: true or false"]),
         (
             "run: x\noptimizer: {decay: linear, warmup_steps: 5, total_steps: 5}",

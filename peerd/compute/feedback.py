@@ -52,7 +52,7 @@ class ErrorFeedback:
         frame = encode(torch.from_numpy(values), self._plan, name="a part of the gradient")
         seen: Vector = decode(frame).numpy()
         if self._new is not None:
-            np.subtract(values, seen, out=self._new[begin : begin + len(values)])
+            self._new[begin : begin + len(values)] += values - seen  # a part may be coded in several rounds
         return frame, seen
 
     def decode(self, frame: TensorFrame, like: Vector) -> Vector:

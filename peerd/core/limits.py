@@ -62,6 +62,7 @@ FORESEEABLE_S: Final = 86_400.0  # how far ahead a step's end is foretold: what 
 
 # --- averaging -------------------------------------------------------------------------------------------------
 AVERAGE_PARTS: Final = 1 << 20  # of one round: some hundred bytes of bookkeeping each
+AVERAGE_ROUNDS: Final = 12  # of one attempt: halves of as many members as a stage may have
 AVERAGE_PART_BYTES: Final = 4 << 20  # of one part, before it is coded: what a run file may ask for
 LINE_PAIRS: Final = 64  # limited pairs that one peer may tell of
 LINE_BYTES_PER_S: Final = 125e9  # 1 Tb/s: what anyone says beyond is taken as this

@@ -84,6 +84,7 @@ class AveragingSection(Section, frozen=True):
     rank: int = RANK  # of powersgd: columns of the two factors of each matrix
     part_bytes: int = 4 << 20  # the most that one piece has before it is coded; small vectors have smaller ones
     sender_timeout_s: float = 10.0  # a member that is silent for longer leaves the round
+    group_size: int = 0  # peers of one group at most: larger stages average in several rounds; 0: chosen
 
 
 class SourceSection(Section, frozen=True):
@@ -231,6 +232,8 @@ def check(run: RunFile) -> list[tuple[str, str]]:
     part = run.averaging.part_bytes
     need(1024 <= part <= 4 << 20, "averaging.part_bytes", f"is {part}; allowed: 1024 to 4194304")
     need(run.averaging.sender_timeout_s > 0, "averaging.sender_timeout_s", "must be above 0")
+    size = run.averaging.group_size
+    need(size == 0 or size >= 3, "averaging.group_size", f"is {size}; allowed: 0 (chosen), or 3 and more")
     faults += _data_faults(run.data)
     need(run.evaluate.every_steps >= 0, "evaluate.every_steps", "must not be negative")
     need(1 <= run.evaluate.samples <= 1 << 20, "evaluate.samples", "allowed: 1 to 1048576")

@@ -15,7 +15,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from peerd.core.limits import AVERAGE_PART_BYTES, FORESEEABLE_S, FRAME_ELEMENTS, LINE_PAIRS
+from peerd.core.limits import AVERAGE_PART_BYTES, AVERAGE_ROUNDS, FORESEEABLE_S, FRAME_ELEMENTS, LINE_PAIRS
 from peerd.core.messages import Message
 
 PeerText = Annotated[str, msgspec.Meta(max_length=64)]
@@ -174,6 +174,18 @@ class Party(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
     share: Annotated[float, msgspec.Meta(ge=0, le=1)]
 
 
+class GridRound(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """One round of an attempt that has several, as one who takes part has to know it: its own group's."""
+
+    senders: Annotated[list[PeerText], msgspec.Meta(max_length=MAX_MEMBERS)]  # sums are made in this order
+    # These have what one of the senders has: they bring nothing and take the sum.
+    listeners: Annotated[list[PeerText], msgspec.Meta(max_length=MAX_MEMBERS)]
+    copy: Annotated[int, msgspec.Meta(ge=0, lt=MAX_MEMBERS)]  # which of the groups that make the same sum, from 0,
+    copies: Annotated[int, msgspec.Meta(ge=1, le=MAX_MEMBERS)]  # and how many of them there are
+    split: Annotated[list[Party], msgspec.Meta(max_length=MAX_MEMBERS)]  # as in Prepare: senders and listeners
+    part_bytes: Annotated[int, msgspec.Meta(ge=0, le=AVERAGE_PART_BYTES)]  # likewise
+
+
 class Prepare(Message, frozen=True):
     """Average your stage's gradients of `step` with `group`; the answer comes when the mean lies ready."""
 
@@ -182,7 +194,7 @@ class Prepare(Message, frozen=True):
     step: StepNumber
     attempt: Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
     lineage: Lineage  # of the step after the commit
-    group: Annotated[list[PeerText], msgspec.Meta(max_length=MAX_MEMBERS)]  # sorted; of the stage
+    group: Annotated[list[PeerText], msgspec.Meta(max_length=MAX_MEMBERS)]  # sorted; of the stage: whom it meets
     assigned: MbList  # what this member contributes; anything else it holds must come out
     samples: Annotated[int, msgspec.Meta(ge=1)]  # of the whole batch
     timeout_s: Annotated[float, msgspec.Meta(gt=0, le=3600)]
@@ -192,6 +204,8 @@ class Prepare(Message, frozen=True):
     elements: Annotated[int, msgspec.Meta(ge=0, le=FRAME_ELEMENTS)] = 0  # of the vectors, for helpers
     dtype: Annotated[str, msgspec.Meta(max_length=16)] = ""  # likewise
     further: Annotated[int, msgspec.Meta(ge=0, le=FRAME_ELEMENTS)] = 0  # of a second sum; 0: there is none
+    # One after the other, each with what the one before it gave; empty: one round, of the group, by `split`.
+    rounds: Annotated[list[GridRound], msgspec.Meta(max_length=AVERAGE_ROUNDS)] = msgspec.field(default_factory=list)
 
 
 class Prepared(Message, frozen=True):
@@ -267,6 +281,12 @@ class StageAnswer(Message, frozen=True):
     loss_sum: float = 0.0  # over samples; the last stage's backward and loss
     service_s: float = 0.0  # seconds of computing, for routing
     arrival_bytes_per_s: Rate = 0.0  # how fast the caller's frames arrive here; 0: unknown
+
+
+class AverageAlive(Message, frozen=True):
+    """The answer of a member that takes part in a round's attempt; `coming`: it is still in an earlier round."""
+
+    coming: bool = False
 
 
 class AverageKey(Message, frozen=True):

@@ -2,10 +2,11 @@
 
 The vector is cut into shares, one for each owner, and each share into parts. Every sender sends each part to its
 owner, who sums all senders' versions in the order of the senders (so that the sum has the same bits for everyone)
-and returns the sum. Most peers do both; a helper sends nothing, a client owns nothing. A round succeeds whole or not
-at all; the conductor repeats it without the lost. Counts only: the elements are summed elsewhere. A hostile member may
-send a part twice or one that is not its owner's to sum, a hostile conductor a plan that adds up to nothing: refused.
-Invariant: a part is summed once, when each sender's version is there.
+and returns the sum. Most peers do both; a helper sends nothing, a client owns nothing, a listener asks for the sums
+and brings nothing. A round succeeds whole or not at all; the conductor repeats it without the lost. Counts only: the
+elements are summed elsewhere. A hostile member may send a part twice or one that is not its owner's to sum, a hostile
+conductor a plan that adds up to nothing: refused. Invariants: a part is summed once, when each sender's version is
+there; who owns a part stays until all have asked for it.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ _PARTS_OF_A_SHARE = 8  # at least,
 _PARTS_OF_AN_EQUAL_SHARE = 5  # likewise, of lines that nobody knows,
 _LEAST_ELEMENTS_OF_AN_EQUAL_SHARE = 1 << 18  # unless they would be smaller than this: on a fast line each costs calls
 _LEAST_UNDER_WAY = 1.25  # parts of any share: it would stand still between two of its parts otherwise
+PATIENCES_BEHIND = 2.0  # that a member may be behind us, for each sum of the attempt before this one
 _SECOND = b"peerd second sum\0"
 _LEAST_ELEMENTS = 1024  # unless they would be smaller than this
 
@@ -46,7 +48,10 @@ class AveragingPlan:
 
     `senders` (none given: the group) bring vectors, and sums are made in their order. `shares` of the group, in its
     order, add up to one; None: equal. `length` and `dtype` of the vectors are for owners that bring none, and so is
-    `further`: elements of a second sum, which follows. Raises ValueError for a plan that does not fit together.
+    `further`: elements of a second sum, which follows. `listeners` have what one of the senders has; they take the sum
+    and bring nothing. `mates` are of the attempt, but not of this round. This is the `copy`-th of `copies` groups that
+    make the same sum: coded parts must be alike in all of them, so they begin at multiples of `align` elements. Raises
+    ValueError for a plan that does not fit together.
     """
 
     attempt: bytes
@@ -58,20 +63,28 @@ class AveragingPlan:
     length: int = 0
     dtype: str = ""
     further: int = 0
+    listeners: tuple[str, ...] = ()
+    mates: tuple[str, ...] = ()
+    copy: int = 0
+    copies: int = 1
+    align: int = 1
+    coming_s: float = 0.0  # from its beginning: how long others of the round may still be in an earlier one
 
     def __post_init__(self) -> None:
         if not self.senders:
             object.__setattr__(self, "senders", self.group)
         if len({*self.group}) != len(self.group) or len({*self.senders}) != len(self.senders):
             raise ValueError("a peer is twice in a round")
-        if not {*self.senders} <= {*self.group}:
-            raise ValueError("a sender is not in the round's group")
+        if not {*self.senders, *self.listeners} <= {*self.group} or {*self.senders} & {*self.listeners}:
+            raise ValueError("a sender or a listener is not in the round's group, or is both")
         if self.shares is not None:
             check_shares(self.shares, len(self.group))
 
     @classmethod
     def of(cls, order: Prepare, part_bytes: int, patience_s: float) -> AveragingPlan:
         """The round that a conductor orders, parts of `part_bytes` at most; ValueError for an order that is wrong."""
+        if order.rounds:
+            raise ValueError("this is not an order for one round")
         if not order.split:
             return cls(order.attempt, tuple(order.group), part_bytes, patience_s)
         if sorted(party.peer for party in order.split if party.mode != "aux") != sorted(order.group):
@@ -93,14 +106,15 @@ class AveragingPlan:
     def second(self) -> AveragingPlan:
         """The sum that follows in the same round, under an attempt id of its own: no part of one fits the other."""
         attempt = hashlib.sha256(_SECOND + self.attempt).digest()[: len(self.attempt)]
-        return replace(self, attempt=attempt, length=self.further, further=0)
+        behind_s = self.coming_s + PATIENCES_BEHIND * self.patience_s  # others may still be in the first one
+        return replace(self, attempt=attempt, length=self.further, further=0, coming_s=behind_s)
 
     def parts(self, length: int, itemsize: int) -> tuple[Part, ...]:
         """The parts of a vector of `length` elements of `itemsize` bytes; ValueError if they are too many."""
         part_elements = max(1, self.part_bytes // itemsize)
         if length // part_elements + _PARTS_OF_A_SHARE * len(self.group) > AVERAGE_PARTS:
             raise ValueError(f"a vector of {length} elements has too many parts of {part_elements}")
-        return cut(length, self.group, part_elements, self.shares)
+        return cut(length, self.group, part_elements, self.shares, self.align if self.copies > 1 else 1)
 
 
 def check_shares(shares: Sequence[float], count: int) -> None:
@@ -124,19 +138,26 @@ class Part:
 
 
 def cut(
-    length: int, group: tuple[str, ...], part_elements: int, shares: Sequence[float] | None = None
+    length: int,
+    group: tuple[str, ...],
+    part_elements: int,
+    shares: Sequence[float] | None = None,
+    align: int = 1,
 ) -> tuple[Part, ...]:
     """The parts of a vector, one contiguous share for each of the group; every member computes the same ones.
 
-    Without `shares` these differ by one element at most. A small share is cut, too, so that it can be sent evenly
-    beside the large ones, and so that sums come back while other parts are on their way.
+    Without `shares` these differ by `align` elements at most. A small share is cut, too, so that it can be sent evenly
+    beside the large ones, and so that sums come back while other parts are on their way. Every part begins at a
+    multiple of `align`.
     """
     parts: list[Part] = []
     count, least = _PARTS_OF_A_SHARE, _LEAST_ELEMENTS
     if shares is None:
         count, least = _PARTS_OF_AN_EQUAL_SHARE, _LEAST_ELEMENTS_OF_AN_EQUAL_SHARE
-    for owner, (begin, share_end) in zip(group, _spans(length, len(group), shares), strict=True):
+    for owner, span in zip(group, _spans(-(-length // align), len(group), shares), strict=True):
+        begin, share_end = (min(length, at * align) for at in span)
         most = min(part_elements, max(least, -(-(share_end - begin) // count)))
+        most = -(-most // align) * align
         while begin < share_end:
             end = min(begin + most, share_end)
             parts.append(Part(len(parts), owner, begin, end))
@@ -157,14 +178,22 @@ def _spans(length: int, count: int, shares: Sequence[float] | None) -> Iterator[
 class Round:
     """See the module's header; `now` is monotonic seconds."""
 
-    def __init__(self, own: str, senders: tuple[str, ...], parts: tuple[Part, ...], patience_s: float) -> None:
-        self.own, self.senders, self.parts = own, senders, parts
-        self._everyone = frozenset(senders)
+    def __init__(
+        self,
+        own: str,
+        senders: tuple[str, ...],
+        parts: tuple[Part, ...],
+        patience_s: float,
+        listeners: tuple[str, ...] = (),
+    ) -> None:
+        self.own, self.senders, self.parts, self.listeners = own, senders, parts, listeners
+        self._everyone = frozenset((*senders, *listeners))
+        self.takes = own in self._everyone  # the sum; a helper does not
         self._patience_s = patience_s
         self._came: dict[int, set[str]] = {part.index: set() for part in parts if part.owner == own}
-        self._missing = len(self._came) * len(senders)  # versions of our parts
-        # What we bring nothing to, we get nothing of.
-        due = parts if own in self._everyone else ()
+        self._brought = Counter[int]()  # versions, by part
+        self._missing = len(self._came) * len(self._everyone)  # versions of our parts, and listeners' calls for them
+        due = parts if self.takes else ()
         self._due = {part.index: part.owner for part in due if part.owner != own}
         self._heard: dict[str, float] = {}
         self.began = 0.0
@@ -174,10 +203,14 @@ class Round:
     def begin(self, now: float) -> None:
         """Patience with the others starts here."""
         self.began = now
-        self._heard = dict.fromkeys({*self.senders, *self._due.values()}, now)
+        self.be_patient(now)
+
+    def be_patient(self, now: float) -> None:
+        """Everybody waits for those who are in an earlier round: patience starts anew."""
+        self._heard = dict.fromkeys({*self._everyone, *self._due.values()}, now)
 
     def check(self, index: int, sender: str) -> None:
-        """Raises ValueError unless `sender`'s version of this part is one that we wait for."""
+        """Raises ValueError unless `sender`'s version of this part, or call for it, is one that we wait for."""
         came = self._came.get(index)
         if came is None:
             raise ValueError(f"part {index} is not mine to sum")
@@ -189,15 +222,18 @@ class Round:
     def arrived(self, now: float, index: int, sender: str) -> bool:
         """`sender`'s version of one of our parts is here; True when it was the last one and the sum is due.
 
-        Raises as `check`.
+        Or a listener has asked for this part's sum, which makes no sum due. Raises as `check`.
         """
         self.check(index, sender)
         came = self._came[index]
         came.add(sender)
         self._missing -= 1
         self._heard[sender] = now
+        if sender in self.listeners:
+            return False
         before, self._newest[index] = self._newest.get(index, self.began), now
-        whole = len(came) == len(self.senders)
+        self._brought[index] += 1
+        whole = self._brought[index] == len(self.senders)
         if whole and sender != self.own:
             self.waited_s[sender] = self.waited_s.get(sender, 0.0) + now - before
         return whole
@@ -215,7 +251,7 @@ class Round:
         """How much of what this member should have, from 0 to 1, has no sum yet."""
         due = [part for part in self.parts if part.owner == self.own or self.own in self._everyone]
         whole = len(self.senders)
-        lost = [p for p in due if p.index in self._due or len(self._came.get(p.index, self.senders)) < whole]
+        lost = [p for p in due if p.index in self._due or (p.index in self._came and self._brought[p.index] < whole)]
         return sum(p.end - p.begin for p in lost) / max(1, sum(p.end - p.begin for p in due))
 
     def owes(self, sender: str) -> bool:
@@ -245,7 +281,7 @@ class Round:
 
     def _blocking(self) -> set[str]:
         """Who lacks the first of our parts that is not whole: all others wait for them."""
-        whole = len(self.senders)
+        whole = len(self._everyone)
         return set(next((self._everyone - came for came in self._came.values() if len(came) < whole), ()))
 
 

@@ -25,6 +25,11 @@ class StageClose:
     not_before: float = 0.0
     problem: str = ""  # why no attempt can be made
 
+    def begin(self, attempt: bytes, group: tuple[str, ...], helpers: frozenset[str]) -> None:
+        """An attempt is ordered."""
+        self.attempt, self.group, self.helpers = attempt, group, helpers
+        self.waiting, self.prepared = set(group), set()
+
     def involves(self, peer: str) -> bool:
         """Does the attempt under way need this peer?"""
         return bool(self.attempt) and (peer in self.group or peer in self.helpers)

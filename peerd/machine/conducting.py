@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from peerd.core.training import Done, Mb, Position
+from peerd.machine.grouping import OrderedRound
 from peerd.machine.splitting import Split
 
 
@@ -73,6 +74,19 @@ class SendPrepare:
     group: tuple[str, ...]
     assigned: tuple[Mb, ...]
     split: Split | None = None  # None: the group in equal shares
+    rounds: tuple[OrderedRound, ...] = ()  # instead of one round of the group
+
+    @property
+    def takes_part(self) -> bool:
+        """Has the peer anything to do? A helper may be left without a share when the work is divided anew."""
+        return self.split is None or any(party.peer == self.peer for party in self.split.parties)
+
+    @property
+    def meets(self) -> tuple[str, ...]:
+        """Whom it averages with, itself included: in a grid only some of the group. Sorted."""
+        if not self.rounds:
+            return self.group
+        return tuple(sorted({peer for one in self.rounds for peer in one.meeting.peers}))
 
 
 @dataclass(frozen=True, slots=True)

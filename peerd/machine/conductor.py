@@ -32,6 +32,7 @@ from peerd.machine.conducting import (
     TrainerGone,
     TrainerReport,
 )
+from peerd.machine.grouping import Grouping
 from peerd.machine.reach import START, Member, best_position
 from peerd.machine.shares import NoSplit
 from peerd.machine.splitting import Lines
@@ -51,6 +52,7 @@ class ConductorConfig:
     broken_s: float = 4.0  # how long a stage may be empty before an older common position is looked for
     lease_s: float = 120.0  # how long a microbatch may stay unfinished
     retry_s: float = 0.2  # before a failed attempt is repeated; doubles up to 5 s
+    group_size: int = 0  # of an averaging group, at most; 0: chosen
     ban_s: float = 15.0  # how long a member stays out that its stage-mates could not reach three times
 
 
@@ -85,6 +87,7 @@ class Conductor:
         self._expect_until = now + config.expect_s
         self._broken_since: float | None = None
         self._standing = Standing(config.ban_s)
+        self._grouping = Grouping(self.lines, config.group_size)
         self._out: list[Output] = []
 
     # --- what drives it ---------------------------------------------------------------------------------------
@@ -247,6 +250,7 @@ class Conductor:
     def _member_gone(self, now: float, peer: str) -> None:
         for close in self._closing:
             if close.involves(peer):
+                self._grouping.observe(len(close.group), (peer,))
                 self._cancel(close)
         self.members_version += self.lines.forget(peer)
         member = self._members.pop(peer, None)
@@ -432,18 +436,17 @@ class Conductor:
     def _start_attempt(self, now: float, stage: int, close: StageClose, group: tuple[str, ...]) -> None:
         assert self._target is not None
         try:
-            split, close.problem = self.lines.split(stage, group), ""
+            how, close.problem = self._grouping.order(stage, group), ""
         except NoSplit as error:
             self._version += close.problem != str(error)
             close.problem, close.not_before = str(error), now + self._config.retry_s
             return
-        close.attempt, close.group = self._rng.randbytes(16), group
-        close.helpers = frozenset(p.peer for p in split.parties if p.mode == "aux") if split else frozenset()
-        close.waiting, close.prepared = set(group), set()
+        close.begin(self._rng.randbytes(16), group, how.helpers)
+        self._out += [Note(how.news)] if how.news else []
         assigned = self.batches.due.assigned(stage, group)
         for peer in (*group, *sorted(close.helpers)):
-            part = tuple(assigned.get(peer, ()))
-            self._out.append(SendPrepare(peer, close.attempt, self._target.lineage, group, part, split))
+            part, rounds = tuple(assigned.get(peer, ())), how.rounds.get(peer, ())
+            self._out.append(SendPrepare(peer, close.attempt, self._target.lineage, group, part, how.split, rounds))
 
     def _prepare_ended(self, now: float, end: PrepareEnded) -> None:
         close = next((c for c in self._closing if c.attempt and c.attempt == end.attempt), None)
@@ -454,20 +457,20 @@ class Conductor:
             close.prepared.add(end.peer)
             if not close.waiting:
                 close.settled, close.attempt = True, b""
+                self._grouping.observe(len(close.group))
             return
         stage = self._closing.index(close)
-        for mb in end.missing:
-            entry = self.batches.due.entries.get(mb)
-            if entry is not None and entry.holders[stage] == end.peer:
-                self.batches.due.unhold(mb, stage, now)
+        self.batches.due.unhold_of(end.peer, end.missing, stage, now)
         self._cancel(close)
         close.not_before = now + min(5.0, self._config.retry_s * 2**close.failures)
         close.failures += 1
         self._version += 1
-        self._accuse(now, end)
+        self._accuse(now, end, len(close.group))
 
-    def _accuse(self, now: float, end: PrepareEnded) -> None:
-        for peer in end.lost or (() if end.missing else (end.peer,)):
+    def _accuse(self, now: float, end: PrepareEnded, members: int) -> None:
+        lost = end.lost or (() if end.missing else (end.peer,))
+        self._grouping.observe(members, lost)
+        for peer in lost:
             helper = self.lines.is_helper(peer)
             if (peer in self._members or helper) and (ban_s := self._standing.accuse(now, peer, helper=helper)):
                 self._out.append(Note(f"peer …{peer[-8:]} failed averaging and is put aside for {ban_s:.0f} s"))

@@ -71,6 +71,13 @@ class Ledger:
             entry.since = now
             self.missing[stage].add(mb)
 
+    def unhold_of(self, peer: str, mbs: Iterable[Mb], stage: int, now: float) -> None:
+        """`peer` has not got these, though it was said to hold them."""
+        for mb in mbs:
+            entry = self.entries.get(mb)
+            if entry is not None and entry.holders[stage] == peer:
+                self.unhold(mb, stage, now)
+
     def lose(self, peer: str, now: float) -> None:
         """All that `peer` held is lost."""
         for mb, entry in self.entries.items():

@@ -38,6 +38,7 @@ class Split:
     lines: tuple[Line, ...]
     pairs: tuple[tuple[tuple[str, str], float], ...] = ()  # (from, to), bytes/s
     further: int = 0  # elements of a second sum
+    xi_s_per_byte: float = 0.0  # a round's time over the vector's bytes, in the model; 0: nothing is known of a line
 
     def within_pairs(self) -> Split:
         """The division when `pairs` count, too. Takes long: for a worker. Raises NoSplit."""
@@ -84,14 +85,26 @@ class Lines:
             if said.line.mode == "aux"
         ]
 
-    def split(self, stage: int, group: tuple[str, ...]) -> Split | None:
-        """How `group` of `stage` divides a round; None: in equal shares. Raises NoSplit when nobody may sum."""
+    def is_client(self, peer: str) -> bool:
+        return self._line(peer).mode == "client"
+
+    def vector_bytes(self, group: tuple[str, ...]) -> int:
+        """Of the vectors that the group brings; 0: not known, or they are not alike."""
+        vectors = {(line.elements + line.further, line.dtype) for line in map(self._line, group)}
+        elements, dtype = vectors.pop() if len(vectors) == 1 else (0, "")
+        return elements * _ITEM_BYTES.get(dtype, 0)
+
+    def split(self, stage: int, group: tuple[str, ...], *, helped: bool = True) -> Split | None:
+        """How `group` of `stage` divides a round; None: in equal shares. Raises NoSplit when nobody may sum.
+
+        `helped`: the stage's helpers take part.
+        """
         if len(group) < 2:
             return None
         said = {peer: self._line(peer) for peer in group}
         vectors = {(line.elements, line.dtype, line.further) for line in said.values()}
         elements, dtype, further = vectors.pop() if len(vectors) == 1 else (0, "", 0)
-        if elements and dtype in _ITEM_BYTES:
+        if helped and elements and dtype in _ITEM_BYTES:
             helpers = {i.peer: self._line(i.peer) for i in self.helpers() if i.stage == stage and i.peer not in said}
             said |= helpers
         if all(line.mode == "node" and not line.up_bytes_per_s and not line.down_bytes_per_s for line in said.values()):
@@ -137,4 +150,4 @@ def _split(lines: tuple[Line, ...], found: Shares, frame: Split) -> Split:
         vector_bytes = frame.elements * _ITEM_BYTES[frame.dtype]
         limits.append(int(_UNDER_WAY_SHARE * vector_bytes / (_PARTS_UNDER_WAY * owners)))
     part_bytes = max(_PART_BYTES_LEAST, min(limits))
-    return replace(frame, parties=parties, part_bytes=part_bytes, why=found.why)
+    return replace(frame, parties=parties, part_bytes=part_bytes, why=found.why, xi_s_per_byte=found.xi_s_per_byte)

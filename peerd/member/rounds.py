@@ -5,19 +5,20 @@ What a round leaves behind counts once the step with its total is made (`Total.s
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from peerd.compute.feedback import feedback_of
+from peerd.compute.feedback import ErrorFeedback, feedback_of
 from peerd.compute.powersgd import LowRank
 from peerd.compute.served import Model, Vector
+from peerd.core.blockwise import BLOCKS, CODES
 from peerd.core.errors import ProtocolViolation
 from peerd.core.ids import PeerId
 from peerd.core.runfile import RunFile
 from peerd.core.training import LineInfo, Prepare
 from peerd.core.work import Worker
 from peerd.member.lines import own_line
-from peerd.role import AveragingPlan, RoundFailed, Training
+from peerd.role import AveragingPlan, RoundFailed, Terms, Training, plans_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +42,9 @@ class Rounds:
         self._averaging = training.averaging()
         self._worker = worker
         self._own = own.text
-        self._feedback = feedback_of(run.averaging)
+        self._feedback, self._forgetful = feedback_of(run.averaging), feedback_of(run.averaging)
+        align = max(BLOCKS) if run.averaging.code in CODES else 1
+        self._terms = Terms(run.averaging.part_bytes, run.averaging.sender_timeout_s, align)
         self._vector_is = (0, "", 0)  # elements and dtype of what we bring, once we did: helpers must know
         self._told = 0
 
@@ -49,40 +52,48 @@ class Rounds:
         """What the conductor should know of our line and of what we bring."""
         return own_line(self._run.limits, "node", *self._vector_is)
 
-    def plan(self, order: Prepare, sender: PeerId) -> AveragingPlan:
-        """The round that `sender` orders; ProtocolViolation when it does not fit together."""
-        averaging = self._run.averaging
+    def plans(self, order: Prepare, sender: PeerId) -> tuple[AveragingPlan, ...]:
+        """The rounds that `sender` orders us to make; ProtocolViolation when they do not fit together."""
         try:
-            return AveragingPlan.of(order, averaging.part_bytes, averaging.sender_timeout_s)
+            return plans_of(order, self._own, self._terms)
         except ValueError as error:
             raise ProtocolViolation(str(error), sender) from None
 
-    async def total(self, plan: AveragingPlan, vector: Vector, low_rank: LowRank | None = None) -> Total:
+    async def total(self, plans: Sequence[AveragingPlan], vector: Vector, low_rank: LowRank | None = None) -> Total:
         """The sum of all members' gradients; raises RoundFailed. `vector` is ours, and may be changed."""
         if low_rank is not None:
-            return await self._of_factors(plan, vector, low_rank)
+            return await self._of_factors(plans, vector, low_rank)
         feedback, self._vector_is = self._feedback, (len(vector), vector.dtype.name, 0)
         if feedback is None:
-            return Total(await self._averaging.sum(plan, vector, self._worker), lambda: None)
+            return Total(await self._sum(plans, vector), lambda: None)
         new = await self._worker.run(lambda: feedback.begin(vector), name="add the residual")
-        total = await self._averaging.sum(plan, vector, self._worker, feedback)
+        total = await self._sum(plans, vector)
         return Total(total, lambda: feedback.settle(new))
 
-    async def _of_factors(self, plan: AveragingPlan, vector: Vector, code: LowRank) -> Total:
+    async def _sum(self, plans: Sequence[AveragingPlan], vector: Vector) -> Vector:
+        """One sum, over all rounds. Of groups that make the same sum, one remembers what its code took away."""
+
+        def coder(plan: AveragingPlan) -> ErrorFeedback | None:
+            return self._forgetful if plan.copy else self._feedback
+
+        return await self._averaging.sum_over(plans, vector, self._worker, coder)
+
+    async def _of_factors(self, plans: Sequence[AveragingPlan], vector: Vector, code: LowRank) -> Total:
         """Two sums, the second of what the first one led to."""
         first_elements, further = code.elements
         self._vector_is = (first_elements, vector.dtype.name, further)
-        if plan.length and plan.further != further:
+        if any(plan.length and plan.further != further for plan in plans):
             raise RoundFailed("the round is planned for vectors of another size", (self._own,))
-        work, averaging = self._worker, self._averaging
-        if len(plan.group) == 1:
+        work, after = self._worker, [plan.second() for plan in plans]
+        if all(len(plan.group) == 1 for plan in plans):
             ready = await work.run(lambda: code.alone(vector), name="add the residual")
         else:
-            ours = await work.run(lambda: code.begin(vector), name="make the first factors")
-            first = await averaging.sum(plan, ours, work)
-            second = await work.run(lambda: code.project(first), name="make the second factors")
-            if further:
-                second = await averaging.sum(plan.second(), second, work)
+            with self._averaging.expecting(plan.attempt for plan in (*plans, *after)):
+                ours = await work.run(lambda: code.begin(vector), name="make the first factors")
+                first = await self._sum(plans, ours)
+                second = await work.run(lambda: code.project(first), name="make the second factors")
+                if further:
+                    second = await self._sum(after, second)
             ready = await work.run(lambda: code.finish(second), name="multiply the factors")
         return Total(ready.total, lambda: code.settle(ready))
 

@@ -395,14 +395,14 @@ class StageMember:
             raise ProtocolViolation("the group names somebody who can't be a peer", call.peer)
         if body.step != self._position.step or self._ctx.host.id.text not in body.group:
             return Answer(Prepared(False, body.assigned, []))
-        plan = self._rounds.plan(body, call.peer)
+        plans = self._rounds.plans(body, call.peer)
         async with self.moving:
             self._serving.closing = True
             try:
                 vector = await self.work(lambda: self._part_of(body), "copy the gradient", urgent=True)
                 if isinstance(vector, list):
                     return Answer(Prepared(False, vector, []))
-                total = await self._rounds.total(plan, vector, self._need().low_rank)
+                total = await self._rounds.total(plans, vector, self._need().low_rank)
             except RoundFailed as error:
                 self._ctx.log.event("averaging failed", level="warning", step=body.step, reason=explained(error))
                 return Answer(Prepared(False, [], list(error.lost)))

@@ -3,8 +3,9 @@
 Drives `machine/allreduce`: one call to each owner carries its parts one after the other, and the sums come back on it
 in the same order, while later parts are still on their way; back-pressure is the transport's. All shares are sent
 evenly, so that they end together and every line is busy to the end. A helper sums what it owns and brings nothing; a
-client brings a vector and sums nothing. Parts travel as their `PartCoder` makes them; coding and sums run on the
-worker, sums in the order of the senders. With a lossy code the owner, too, goes on with what the others can decode.
+client brings a vector and sums nothing; a listener calls for each part with an empty message and takes its sum. Parts
+travel as their `PartCoder` makes them; coding and sums run on the worker, sums in the order of the senders. With a
+lossy code the owner, too, goes on with what the others can decode.
 A round ends whole or raises `RoundFailed` with the members at fault; nothing is applied here. Vectors are numpy, 1-D.
 A hostile member may send wrong shapes, wrong dtypes, NaN, parts of others, strangers' attempts: each is refused, what
 needs no look at the values before they are decoded, and the round ends and names it. That a call was refused or left
@@ -16,9 +17,9 @@ In a coded run a plain part is as good as a coded one; in a plain run a coded on
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import numpy as np
@@ -29,7 +30,7 @@ from peerd.core.frame import FrameHeader, TensorFrame
 from peerd.core.ids import PeerId
 from peerd.core.limits import FRAME_ELEMENTS, RPC_DEADLINE_S
 from peerd.core.messages import Empty
-from peerd.core.training import AverageKey
+from peerd.core.training import AverageAlive, AverageKey
 from peerd.core.work import Worker
 from peerd.machine.allreduce import AveragingPlan, Pace, Part, Round, RoundFailed
 from peerd.machine.outcomes import Outcomes
@@ -57,6 +58,7 @@ _DTYPES = {"float32", "float64"}  # of a vector that a helper is told to sum
 _JOIN_WAIT_S = 30.0  # a member may hear of the round a little later than the others
 _LOOK_S = 0.5  # how often lateness is looked for
 _ANSWER_S = 0.6  # for a silent member to say that it only waits
+_SLOWER = 2.0  # times as long as we another member may need for the rounds before
 _DOUBT_S = 0.8  # for the conductor, or the loss of a link, to say why a member ended its round
 
 
@@ -64,8 +66,9 @@ _DOUBT_S = 0.8  # for the conductor, or the loss of a link, to say why a member 
 class _Open:
     """A round that is under way here. `scope` ends its tasks; `failure` says why, when it was not success."""
 
+    plan: AveragingPlan
     round: Round
-    source: Vector | None  # None: a helper
+    source: Vector | None  # None: a helper, or a listener
     result: Vector  # empty for a helper
     worker: Worker
     coder: PartCoder
@@ -105,7 +108,7 @@ class _Open:
 
     def target(self, part: Part) -> Vector:
         """Where the sum of a part goes. A helper holds no vector, only the sums that somebody still needs."""
-        if self.source is None:
+        if not self.round.takes:
             return np.empty(part.end - part.begin, self.result.dtype)
         return self.result[part.begin : part.end]
 
@@ -129,24 +132,58 @@ class Averaging:
         self.outcomes = Outcomes()
         self._rounds: dict[bytes, _Open] = {}
         self._memory = Memory()
+        self._expected: dict[bytes, bool] = {}  # rounds of our attempts, and which have begun
         self._opened = trio.Event()  # set and replaced whenever a round opens
         limits = MethodLimits(frames=1, frame_bytes=8 << 20, calls_per_peer=8)  # rounds that were called off end slowly
         rpc.serve_stream(METHOD, AverageKey, self._take_parts, limits=limits)
         rpc.serve(_ALIVE, AverageKey, self._alive)
+
+    @contextmanager
+    def expecting(self, attempts: Iterable[bytes]) -> Iterator[None]:
+        """Inside, these rounds are known to belong to one attempt, though they begin later or have ended."""
+        news = dict.fromkeys((attempt for attempt in attempts if attempt not in self._expected), False)
+        self._expected |= news
+        try:
+            yield
+        finally:
+            for attempt in news:
+                del self._expected[attempt]
+
+    async def sum_over(
+        self,
+        plans: Sequence[AveragingPlan],
+        vector: Vector,
+        worker: Worker,
+        coder: Callable[[AveragingPlan], PartCoder | None] = lambda plan: None,
+    ) -> Vector:
+        """The sum by all rounds of an attempt: what one gives is what the next begins with. As `sum` otherwise.
+
+        Raises RoundFailed with whom the round that fails names. Who is ahead of others has patience with them while
+        they say that they are still in an earlier round; whoever holds them up is named by those who wait there.
+        """
+        began = trio.current_time()
+        with self.expecting([plan.attempt for plan in plans]):
+            for plan in plans:
+                behind_s = _SLOWER * (trio.current_time() - began)
+                patient = replace(plan, coming_s=plan.coming_s + behind_s) if plan.coming_s else plan
+                vector = await self.sum(patient, vector, worker, coder(plan))
+        return vector
 
     async def sum(
         self, plan: AveragingPlan, vector: Vector | None, worker: Worker, coder: PartCoder | None = None
     ) -> Vector:
         """The sum of all senders' vectors, in a new array; raises RoundFailed. `vector` must not change meanwhile.
 
-        Who is no sender gives None, sums what it owns, and gets an empty array. Without `coder` parts travel as they
-        are. LocalError when the plan says that we send and there is no vector, or the other way round.
+        A helper gives None, sums what it owns, and gets an empty array; a listener gives what it has, which does not
+        count. Without `coder` parts travel as they are. LocalError when the plan has us take the sum and there is no
+        vector, or the other way round.
         """
-        if (self._own in plan.senders) != (vector is not None) or self._own not in plan.group:
+        takes = self._own in (*plan.senders, *plan.listeners)
+        if takes != (vector is not None) or self._own not in plan.group:
             raise LocalError("the plan of this round gives us another part in it")
         if len(plan.group) == 1 and vector is not None:
             return await worker.run(vector.copy, name="copy the only vector")
-        state = _Open(*self._laid_out(plan, vector), worker, coder or PlainParts())
+        state = _Open(plan, *self._laid_out(plan, vector), worker, coder or PlainParts())
         with self._registered(plan.attempt, state), state.scope:
             state.round.begin(trio.current_time())
             async with trio.open_nursery() as nursery:
@@ -173,7 +210,8 @@ class Averaging:
             parts = plan.parts(length, result.itemsize)
         except ValueError as error:
             raise RoundFailed(str(error), ()) from None
-        return Round(self._own, plan.senders, parts, plan.patience_s), vector, result
+        round_ = Round(self._own, plan.senders, parts, plan.patience_s, plan.listeners)
+        return round_, vector if self._own in plan.senders else None, result
 
     def _start_sending(self, nursery: trio.Nursery, plan: AveragingPlan, state: _Open) -> None:
         """Our version of every part to its owner, and the sums back; each sender begins with another owner."""
@@ -184,7 +222,7 @@ class Averaging:
         own = shares.pop(self._own, [])
         nursery.start_soon(self._give_own, state, own)
         pace = Pace([part for share in shares.values() for part in share], _PARTS_UNDER_WAY)
-        turn = plan.senders.index(self._own) % max(1, len(shares))
+        turn = (*plan.senders, *plan.listeners).index(self._own) % max(1, len(shares))
         owners = list(shares)
         for owner in owners[turn:] + owners[:turn]:
             nursery.start_soon(self._exchange, plan, state, shares[owner], pace)
@@ -192,6 +230,7 @@ class Averaging:
     @contextmanager
     def _registered(self, attempt: bytes, state: _Open) -> Iterator[None]:
         self._rounds[attempt] = state
+        self._expected |= {attempt: True} if attempt in self._expected else {}
         self._opened.set()
         self._opened = trio.Event()
         try:
@@ -203,25 +242,34 @@ class Averaging:
 
     async def _watch(self, plan: AveragingPlan, state: _Open) -> None:
         """Returns when the round is done; fails it when somebody is late."""
+        waits_until = trio.current_time() + plan.coming_s
         while not state.done:
             with trio.move_on_after(min(_LOOK_S, plan.patience_s / 4)):
                 await state.over.wait()
             now = trio.current_time()
             if state.round.late(now):
-                hung = await self._ask_the_silent(plan.attempt, state.round.silent(now))
+                hung, coming = await self._ask_the_silent(plan.attempt, state.round.silent(now))
+                if coming and not hung and now < waits_until:  # everybody waits for them
+                    state.round.be_patient(now)
+                    continue
+                hung = hung or coming
                 if late := state.round.late(trio.current_time()):
                     state.fail("a member of the group fell silent", tuple(sorted(hung & {*late} or hung or late)))
             elif state.doubt is not None and now - state.doubt[0] > _DOUBT_S and not state.done:
                 state.fail(state.doubt[2], (state.doubt[1],))
 
-    async def _ask_the_silent(self, attempt: bytes, silent: set[str]) -> set[str]:
-        """Who of them does not answer at all, or else who is not in the round: the rest only waits, as we do."""
-        mute, absent = set[str](), set[str]()
+    async def _ask_the_silent(self, attempt: bytes, silent: set[str]) -> tuple[set[str], set[str]]:
+        """Who of them does not answer at all, or else who is not in the round; and who has yet to begin it.
+
+        The rest only waits, as we do.
+        """
+        mute, absent, coming = set[str](), set[str](), set[str]()
 
         async def ask(peer: str) -> None:
             key = AverageKey(attempt, 0)
             try:
-                await self._rpc.call(PeerId.parse(peer), _ALIVE, key, Empty, timeout_s=_ANSWER_S)
+                answer = await self._rpc.call(PeerId.parse(peer), _ALIVE, key, AverageAlive, timeout_s=_ANSWER_S)
+                coming.update({peer} if answer.body.coming else ())
             except (Refused, Overloaded):
                 absent.add(peer)
             except RemoteError:
@@ -230,12 +278,13 @@ class Averaging:
         async with trio.open_nursery() as nursery:
             for peer in silent:
                 nursery.start_soon(ask, peer)
-        return mute or absent
+        return mute or absent, coming
 
-    async def _alive(self, call: Incoming[AverageKey]) -> Answer[Empty]:
-        if call.body.attempt not in self._rounds:
+    async def _alive(self, call: Incoming[AverageKey]) -> Answer[AverageAlive]:
+        attempt = call.body.attempt
+        if attempt not in self._rounds and attempt not in self._expected:
             raise Refused("no such averaging round here")
-        return Answer(Empty())
+        return Answer(AverageAlive(coming=not self._expected.get(attempt, True)))
 
     async def _exchange(self, plan: AveragingPlan, state: _Open, share: list[Part], pace: Pace) -> None:
         """Our version of one owner's share, and the sums of it."""
@@ -261,13 +310,13 @@ class Averaging:
 
     async def _send_share(self, plan: AveragingPlan, state: _Open, way: _Way) -> None:
         share, pace, call = way
-        assert state.source is not None
+        source = state.source
         with self._blaming(state, share[0].owner):
             for part in share:
                 while not pace.may_leave(part):
                     await state.came_back.wait()
-                frame = await _encode(state, part, state.source[part.begin : part.end])
-                await call.send(AverageKey(plan.attempt, part.index), (frame,))
+                frames = () if source is None else (await _encode(state, part, source[part.begin : part.end]),)
+                await call.send(AverageKey(plan.attempt, part.index), frames)
             call.finish()
 
     async def _receive_sums(self, state: _Open, way: _Way) -> None:
@@ -292,10 +341,11 @@ class Averaging:
 
     async def _give_own(self, state: _Open, share: list[Part]) -> None:
         """Our own version of the parts that we sum."""
-        assert state.source is not None
-        for part in share:
-            with suppress(Refused):  # the round has failed, and says why itself
-                await self._arrive(state, part, self._own, state.source[part.begin : part.end])
+        with self._blaming(state, self._own):
+            for part in share:
+                version = await _as_others_see_it(state, part)
+                with suppress(Refused):  # the round has failed, and says why itself
+                    await self._arrive(state, part, self._own, version)
 
     async def _take_parts(self, call: Incoming[AverageKey], parts: CallStream) -> None:
         """A sender's version of our share; the sums go back in the order in which its parts come."""
@@ -318,11 +368,14 @@ class Averaging:
 
     @contextmanager
     def _accusing(self, state: _Open, sender: str) -> Iterator[None]:
-        """A part that cannot be taken ends the round if it comes from one of its senders; a stranger is refused."""
+        """A part that cannot be taken ends the round if it comes from a member of the attempt; a stranger is refused.
+
+        So is a helper.
+        """
         try:
             yield
         except (ValueError, RemoteError) as error:
-            if sender in state.round.senders:
+            if sender in (*state.plan.senders, *state.plan.listeners, *state.plan.mates):
                 state.fail(f"a member sent what it may not: {error}", (sender,))
             raise Refused(str(error)) from None
 
@@ -333,9 +386,11 @@ class Averaging:
             raise Refused("no such part")
         part = state.round.parts[message.body.part]
         state.round.check(part.index, sender)
-        if len(message.frames) != 1:
-            raise Refused(f"a part is one frame, not {len(message.frames)}")
-        await self._arrive(state, part, sender, _version(state, part, message.frames[0]))
+        listens = sender in state.round.listeners
+        if len(message.frames) != (not listens):
+            raise Refused(f"a part is one frame, and none of a listener, not {len(message.frames)}")
+        version = _version(state, part, message.frames[0]) if not listens else None
+        await self._arrive(state, part, sender, version)
         return part
 
     async def _return_sums(self, state: _Open, due: trio.MemoryReceiveChannel[Part], parts: CallStream) -> None:
@@ -356,8 +411,11 @@ class Averaging:
             raise Refused("no such averaging round here")
         return self._rounds[attempt]
 
-    async def _arrive(self, state: _Open, part: Part, sender: str, version: Version) -> None:
+    async def _arrive(self, state: _Open, part: Part, sender: str, version: Version | None) -> None:
         due = state.round.arrived(trio.current_time(), part.index, sender)
+        if version is None:  # a listener, who may come before or after the sum
+            state.get_on()
+            return
         versions = state.versions.setdefault(part.index, {})
         versions[sender] = version
         if not due:
@@ -373,7 +431,7 @@ class Averaging:
             state.fail(found.reason, tuple(state.round.senders[i] for i in found.versions))
             raise Refused(found.reason)
         del state.versions[part.index]
-        state.owed[part.index] = len(ordered) - (state.source is not None)
+        state.owed[part.index] = len(ordered) + len(state.round.listeners) - state.round.takes
         self.aggregated_bytes += (part.end - part.begin) * state.result.itemsize * state.owed[part.index]
         if state.owed[part.index]:
             state.answers[part.index] = found
@@ -400,6 +458,18 @@ async def _encode(state: _Open, part: Part, values: Vector) -> TensorFrame:
         return state.coder.encode(part.begin, values)[0]
     frame, _ = await state.worker.run(lambda: state.coder.encode(part.begin, values), name="code a part")
     return frame
+
+
+async def _as_others_see_it(state: _Open, part: Part) -> Version | None:
+    """Our version of a part that we sum ourselves; None: we bring none.
+
+    Where other groups make the same sum, each with another owner, it must be what those get who are sent it.
+    """
+    if state.source is None:
+        return None
+    values = state.source[part.begin : part.end]
+    coded = state.plan.copies > 1 and not isinstance(state.coder, PlainParts)
+    return await _encode(state, part, values) if coded else values
 
 
 def _version(state: _Open, part: Part, frame: TensorFrame) -> Version:

@@ -7,11 +7,10 @@ of its connection, or is silent for too long, is gone at once. Every call that i
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 import trio
@@ -49,6 +48,7 @@ from peerd.machine.conducting import (
     TrainerReport,
 )
 from peerd.machine.conductor import Conductor, ConductorConfig, Phase
+from peerd.machine.grouping import OrderedRound
 from peerd.machine.outlook import Outlook
 from peerd.machine.shares import NoSplit
 from peerd.machine.splitting import Split
@@ -133,7 +133,7 @@ class Conducting:
             rng = self._clock.rng(f"conductor {self._following.own} {self.term} {now}")
             sizes = self._config.conductor
             if self.term > 1:  # a run that is on its way: its members are known, and all but here
-                sizes = dataclasses.replace(sizes, gather_s=_TAKE_OVER_GATHER_S)
+                sizes = replace(sizes, gather_s=_TAKE_OVER_GATHER_S)
             self._machine, self._outlook = Conductor(sizes, rng, now), Outlook()
             known = self._following.directory.announced.values()
             expected = [entry.peer for entry in known if not self._following.suspected(entry.peer)]
@@ -267,13 +267,20 @@ class Conducting:
     async def _run_attempt(self, machine: Conductor | None, orders: list[SendPrepare], scope: trio.CancelScope) -> None:
         """Have everyone average who takes part in this attempt."""
         with scope:
-            split = await self._divided(orders[0].split)
+            orders = [order for order in await self._all_divided(orders) if order.takes_part]
             async with trio.open_nursery() as nursery:
                 for order in orders:
-                    if split is None or any(party.peer == order.peer for party in split.parties):
-                        nursery.start_soon(self._prepare, machine, order, split)
+                    nursery.start_soon(self._prepare, machine, order)
         if self._attempts.get(orders[0].attempt) is scope:
             del self._attempts[orders[0].attempt]
+
+    async def _all_divided(self, orders: list[SendPrepare]) -> list[SendPrepare]:
+        """The orders with limits between pairs counted in every round."""
+        split = await self._divided(orders[0].split)
+        rounds: dict[OrderedRound, OrderedRound] = {}  # many members have the same
+        for one in (one for order in orders for one in order.rounds if one not in rounds):
+            rounds[one] = replace(one, split=await self._divided(one.split))
+        return [replace(order, split=split, rounds=tuple(rounds[one] for one in order.rounds)) for order in orders]
 
     async def _divided(self, split: Split | None) -> Split | None:
         """The split, with limits between pairs counted if there are any."""
@@ -287,9 +294,9 @@ class Conducting:
         # Whom the conductor has not chosen, it would not ask.
         return solved if {p.peer for p in solved.parties} <= {p.peer for p in split.parties} else split
 
-    async def _prepare(self, machine: Conductor | None, order: SendPrepare, split: Split | None) -> None:
+    async def _prepare(self, machine: Conductor | None, order: SendPrepare) -> None:
         """Ask one member to average."""
-        config = self._config
+        config, split = self._config, order.split
         if machine is None or machine.current is None:
             return
         body = Prepare(
@@ -298,10 +305,11 @@ class Conducting:
             machine.current.step,
             order.attempt,
             order.lineage,
-            list(order.group),
+            list(order.meets),
             list(order.assigned),
             config.samples,
-            config.prepare_timeout_s,
+            min(3600.0, config.prepare_timeout_s * max(1, len(order.rounds))),
+            rounds=[one.message() for one in order.rounds],
         )
         if split is not None:
             body = msgspec.structs.replace(
@@ -313,8 +321,8 @@ class Conducting:
                 further=split.further,
             )
         try:
-            peer, timeout_s = PeerId.parse(order.peer), config.prepare_timeout_s
-            found = (await self._rpc.call(peer, "stage/1/prepare", body, Prepared, timeout_s=timeout_s)).body
+            peer = PeerId.parse(order.peer)
+            found = (await self._rpc.call(peer, "stage/1/prepare", body, Prepared, timeout_s=body.timeout_s)).body
             end = PrepareEnded(order.peer, order.attempt, found.ok, tuple(found.missing), tuple(found.lost))
         except RemoteError as error:
             log.info("an averaging attempt failed: %s", error)

@@ -80,6 +80,7 @@ class Training:
             microbatches=run.batch.target_samples // run.pipeline.microbatch,
             delayed=run.optimizer.delayed,
             total_steps=run.optimizer.total_steps,
+            group_size=run.averaging.group_size,
             first_save=run.checkpoint.every_steps or run.optimizer.total_steps or 1 << 53,
         )
         config = ConductingConfig(

@@ -1,0 +1,139 @@
+"""How one averaging attempt of a stage is ordered: flat, everyone in one group, or as the rounds of a grid.
+
+Flat where `group_size` allows it. When the run leaves the size to us (0) a stage of up to `_FLAT` members is flat, and
+a larger one where the rule of `groups` for the failure rate seen so far has one group, or where the line model does not
+find the grid faster. A grid moves the vector once for each round, and saves what every mate in a group costs besides.
+Helpers take part in flat rounds only: in a grid they would have to be divided among groups that do not know each other.
+All groups share one fate: an attempt in which one fails is repeated without the lost. Decides only; what it knows of
+lines and vectors is strangers' word, and a lie makes a round slow, never wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+
+from peerd.core.limits import LINKS_INBOUND
+from peerd.core.training import GridRound
+from peerd.machine.groups import FailureRate, group_size
+from peerd.machine.moshpit import Meeting, grid_of, grid_within, largest_group, meetings
+from peerd.machine.shares import NoSplit
+from peerd.machine.splitting import Lines, Split
+
+_FLAT = 8  # members: a grid of so few saves nothing
+_GROUP_MOST = LINKS_INBOUND // 2  # peers of one group: everyone has a connection to each of the others
+_UNKNOWN_BYTES_PER_S = 12.5e6  # a line of which nobody says anything
+_MATE_S = 0.004  # of computing: what each further peer of a group costs a member in calls and parts
+_TURN_S = 0.1  # what a round takes beside that: parts go to their owners, and sums come back
+
+
+@dataclass(frozen=True, slots=True)
+class OrderedRound:
+    """One round of a grid: a member's group in it, and how this divides the work; None: in equal shares."""
+
+    meeting: Meeting
+    split: Split | None
+
+    def message(self) -> GridRound:
+        """As a member is told."""
+        meeting, split = self.meeting, self.split
+        return GridRound(
+            senders=list(meeting.senders),
+            listeners=list(meeting.listeners),
+            copy=meeting.copy,
+            copies=meeting.copies,
+            split=list(split.parties) if split is not None else [],
+            part_bytes=split.part_bytes if split is not None else 0,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Ordered:
+    """An attempt. `rounds` by member; none: one flat round, divided by `split` (None: in equal shares)."""
+
+    split: Split | None
+    helpers: frozenset[str]
+    rounds: dict[str, tuple[OrderedRound, ...]] = field(default_factory=dict)
+    news: str = ""  # how it is ordered, where that is new
+
+
+class Grouping:
+    """Orders attempts. `size`: peers of a group at most (3 or more); 0: chosen."""
+
+    def __init__(self, lines: Lines, size: int) -> None:
+        self._lines = lines
+        self._size = size
+        self._failures = FailureRate()
+        self._told: dict[int, str] = {}  # of each stage, when it was last ordered in a grid
+
+    def observe(self, members: int, lost: Iterable[str] = ()) -> None:
+        """An attempt with so many members has ended, and failed for want of those who are `lost`."""
+        self._failures.observe(members, min(members, len(set(lost))))
+
+    def order(self, stage: int, group: tuple[str, ...]) -> Ordered:
+        """How `group` of `stage` averages. Raises NoSplit when nobody may sum."""
+        found = self._best(stage, group)
+        known, self._told[stage] = self._told.get(stage, ""), found.news
+        return found if found.news != known else replace(found, news="")
+
+    def _best(self, stage: int, group: tuple[str, ...]) -> Ordered:
+        if self._size:
+            if len(group) <= self._size:
+                return self._flat(stage, group)
+            return self._grid(stage, group, grid_within(len(group), self._size)) or self._flat(stage, group)
+        return self._chosen(stage, group)
+
+    def _chosen(self, stage: int, group: tuple[str, ...]) -> Ordered:
+        count, vector_bytes = len(group), self._lines.vector_bytes(group)
+        if count <= _FLAT:
+            return self._flat(stage, group)
+        rule = group_size(count, self._failures.rate, _GROUP_MOST)
+        possible = count <= _GROUP_MOST
+        if possible and (rule.rounds == 1 or not vector_bytes):
+            return self._flat(stage, group)
+        grid = self._grid(stage, group, grid_of(count, rule.rounds))
+        if grid is None:
+            return self._flat(stage, group)
+        flat = self._flat(stage, group) if possible else None
+        if flat is not None and _flat_s(count, flat.split, vector_bytes) <= _grid_s(grid, vector_bytes):
+            return flat
+        return grid
+
+    def _flat(self, stage: int, group: tuple[str, ...]) -> Ordered:
+        split = self._lines.split(stage, group)
+        helpers = frozenset(party.peer for party in split.parties if party.mode == "aux") if split else frozenset()
+        return Ordered(split, helpers)
+
+    def _grid(self, stage: int, group: tuple[str, ...], sides: tuple[int, ...]) -> Ordered | None:
+        """None where some group would have nobody who can sum."""
+        rounds: dict[str, list[OrderedRound]] = {peer: [] for peer in group}
+        weak = frozenset(filter(self._lines.is_client, group))
+        try:
+            for groups in meetings(group, sides, weak):
+                for meeting in groups:
+                    split = self._lines.split(stage, meeting.peers, helped=False)
+                    for peer in meeting.peers:
+                        rounds[peer].append(OrderedRound(meeting, split))
+        except NoSplit:
+            return None
+        shape, most = " x ".join(map(str, sides)), largest_group(len(group), sides)
+        why = f"stage {stage} averages in a grid of {shape} for {len(group)} members, groups of up to {most}"
+        return Ordered(None, frozenset(), {peer: tuple(found) for peer, found in rounds.items()}, why)
+
+
+def round_s(peers: int, xi_s_per_byte: float, vector_bytes: int) -> float:
+    """How long a group of so many takes for a round in the line model; xi 0: of lines that nobody knows."""
+    xi = xi_s_per_byte or 2 * (peers - 1) / peers / _UNKNOWN_BYTES_PER_S
+    return xi * vector_bytes + _MATE_S * (peers - 1) + _TURN_S
+
+
+def _flat_s(count: int, split: Split | None, vector_bytes: int) -> float:
+    return round_s(count, split.xi_s_per_byte if split else 0.0, vector_bytes)
+
+
+def _grid_s(grid: Ordered, vector_bytes: int) -> float:
+    """Every round lasts as long as its slowest group."""
+    by_round = zip(*grid.rounds.values(), strict=True)
+    return sum(
+        max(_flat_s(len(one.meeting.peers), one.split, vector_bytes) for one in set(found)) for found in by_round
+    )

@@ -1,0 +1,192 @@
+"""How attempts are ordered: flat or in a grid, and what each member is told of it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from peerd.core.errors import ProtocolViolation
+from peerd.core.messages import decode, encode
+from peerd.core.training import GridRound, LineInfo, Party, Prepare
+from peerd.machine.allreduce import AveragingPlan
+from peerd.machine.grouping import Grouping, Ordered
+from peerd.machine.plans import Terms, attempt_of, plans_of
+from peerd.machine.splitting import Lines
+
+MB = 1e6
+TERMS = Terms(1 << 20, 5.0)
+
+
+def names(count: int) -> tuple[str, ...]:
+    return tuple(f"p{i:03}" for i in range(count))
+
+
+def grouping(count: int, size: int = 0, elements: int = 1_000_000, mbyte_s: float = 0.0, clients: int = 0) -> Grouping:
+    lines = Lines()
+    for i, name in enumerate(names(count)):
+        mode = "client" if i < clients else "node"
+        lines.tell(name, 0, LineInfo(mode, mbyte_s * MB, mbyte_s * MB, elements, "float32"))  # type: ignore[arg-type]
+    return Grouping(lines, size)
+
+
+def order_to(found: Ordered, peer: str) -> Prepare:
+    """What the conductor sends to `peer`, through the wire."""
+    met = sorted({other for one in found.rounds[peer] for other in one.meeting.peers})
+    rounds = [one.message() for one in found.rounds[peer]]
+    return decode(Prepare, encode(Prepare(bytes(16), 1, 5, b"a" * 16, b"", met, [], 8, 60.0, rounds=rounds)))
+
+
+# --- which it is ---------------------------------------------------------------------------------------------------
+
+
+def test_a_group_that_fits_is_flat_and_a_larger_one_a_grid() -> None:
+    assert not grouping(3, 3).order(0, names(3)).rounds
+    found = grouping(9, 3).order(0, names(9))
+    assert set(found.rounds) == set(names(9))
+    assert {len(rounds) for rounds in found.rounds.values()} == {2}
+    assert max(len(one.meeting.peers) for rounds in found.rounds.values() for one in rounds) == 3
+    assert "3 x 3" in found.news
+
+
+def test_news_are_told_once() -> None:
+    ordering = grouping(9, 3)
+    assert ordering.order(0, names(9)).news
+    assert not ordering.order(0, names(9)).news
+    assert ordering.order(0, names(8)).news
+
+
+def test_a_small_stage_and_one_that_hardly_fails_are_flat() -> None:
+    for count in (2, 8, 9, 64):
+        assert not grouping(count).order(0, names(count)).rounds
+
+
+def failing(ordering: Grouping, members: int) -> Grouping:
+    for _ in range(100):
+        ordering.observe(members, names(members // 8))
+    return ordering
+
+
+@pytest.mark.parametrize(("elements", "grid"), [(1_000, True), (10_000_000, False)])
+def test_a_large_stage_that_often_fails_has_a_grid_unless_that_takes_longer(elements: int, grid: bool) -> None:
+    """A small vector is soon moved several times, and a large one is not."""
+    ordering = failing(grouping(150, elements=elements, mbyte_s=12.5), 150)
+    assert bool(ordering.order(0, names(150)).rounds) == grid
+
+
+def test_what_no_peer_can_hold_connections_for_is_a_grid_though_it_takes_longer() -> None:
+    found = grouping(300, elements=10_000_000, mbyte_s=12.5).order(0, names(300))
+    assert {len(rounds) for rounds in found.rounds.values()} == {2}
+
+
+def test_before_vectors_are_known_a_stage_is_flat() -> None:
+    assert not failing(grouping(150, elements=0), 150).order(0, names(150)).rounds
+
+
+def test_clients_are_spread_and_too_many_of_them_make_the_round_flat() -> None:
+    found = grouping(9, 3, mbyte_s=1.0, clients=3).order(0, names(9))
+    for rounds in found.rounds.values():
+        for one in rounds:
+            assert one.split is not None
+            assert [p.share for p in one.split.parties if p.mode == "client"] == [0.0]
+    flat = grouping(9, 3, mbyte_s=1.0, clients=8).order(0, names(9))
+    assert not flat.rounds
+    assert flat.split is not None
+
+
+def test_helpers_take_part_in_flat_rounds_only() -> None:
+    for size, helped in ((0, True), (3, False)):
+        ordering = grouping(9, size, mbyte_s=1.0)
+        ordering._lines.tell("helper", 0, LineInfo("aux", 100 * MB, 100 * MB))
+        found = ordering.order(0, names(9))
+        assert found.helpers == (frozenset({"helper"}) if helped else frozenset())
+        assert all(
+            "helper" not in one.meeting.peers and one.split and "helper" not in {p.peer for p in one.split.parties}
+            for rounds in found.rounds.values()
+            for one in rounds
+        )
+
+
+# --- what a member makes of it -------------------------------------------------------------------------------------
+
+
+@given(st.integers(4, 200), st.integers(3, 30), st.booleans())
+def test_all_members_of_a_group_have_the_same_plan_of_it(count: int, size: int, known: bool) -> None:
+    found = grouping(count, size, mbyte_s=float(known)).order(0, names(count))
+    if not found.rounds:
+        assert count <= size
+        return
+    seen: dict[tuple[bytes, tuple[str, ...]], AveragingPlan] = {}
+    for peer in names(count):
+        order = order_to(found, peer)
+        assert len(encode(order)) < 100_000
+        for number, plan in enumerate(plans_of(order, peer, TERMS)):
+            assert plan.attempt == attempt_of(order.attempt, number)
+            assert peer in plan.senders or peer in plan.listeners
+            assert not {*plan.mates} & {*plan.group}
+            first = seen.setdefault((plan.attempt, plan.group), plan)
+            assert replace(plan, mates=first.mates) == first  # each has other mates elsewhere
+
+
+def good(peer: str = "p000") -> Prepare:
+    return order_to(grouping(5, 3, mbyte_s=1.0).order(0, names(5)), peer)
+
+
+def changed(order: Prepare, number: int, **changes: object) -> Prepare:
+    rounds = list(order.rounds)
+    rounds[number] = msgspec.structs.replace(rounds[number], **changes)
+    return msgspec.structs.replace(order, rounds=rounds)
+
+
+def test_a_good_order_is_taken() -> None:
+    for peer in names(5):
+        assert len(plans_of(good(peer), peer, TERMS)) == 2
+
+
+def swapped(order: Prepare, number: int) -> list[Party]:
+    return [msgspec.structs.replace(party, mode="client") for party in order.rounds[number].split]
+
+
+BAD = {
+    "not mine": lambda o: changed(o, 1, senders=["p001", "p003"], listeners=[], split=[]),
+    "strangers": lambda o: changed(o, 1, senders=["p000", "stranger"], listeners=[], split=[]),
+    "twice": lambda o: changed(o, 1, senders=["p000", "p000"], listeners=[], split=[]),
+    "both": lambda o: changed(o, 1, senders=["p000", "p002"], listeners=["p002"], split=[]),
+    "mine does not count": lambda o: changed(o, 0, senders=["p001"], listeners=["p000"], split=[]),
+    "a copy too many": lambda o: changed(o, 1, copy=2),
+    "a client with a share": lambda o: changed(o, 1, split=swapped(o, 1)),
+    "a party too few": lambda o: changed(o, 1, split=o.rounds[1].split[1:]),
+    "a helper": lambda o: changed(o, 1, split=[*o.rounds[1].split[1:], Party("p000", "aux", 0.5)]),
+    "two divisions": lambda o: msgspec.structs.replace(o, split=o.rounds[0].split),
+    "shares beyond one": lambda o: changed(
+        o, 1, split=[msgspec.structs.replace(party, share=1.0) for party in o.rounds[1].split]
+    ),
+}
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_an_order_that_does_not_fit_together_is_refused(what: str) -> None:
+    with pytest.raises(ValueError, match=r"."):
+        plans_of(BAD[what](good()), "p000", TERMS)
+
+
+def test_a_grid_is_no_order_for_one_round() -> None:
+    with pytest.raises(ValueError, match="one round"):
+        AveragingPlan.of(good(), 1024, 5.0)
+
+
+@given(st.binary(min_size=16, max_size=16), st.integers(0, 11), st.integers(0, 11))
+def test_rounds_have_ids_of_their_own(attempt: bytes, one: int, other: int) -> None:
+    assert (attempt_of(attempt, one) == attempt_of(attempt, other)) == (one == other)
+    assert attempt_of(attempt, one) != attempt
+    assert len(attempt_of(attempt, one)) == 16
+
+
+def test_too_many_rounds_and_peers_are_refused_by_the_codec() -> None:
+    round_ = GridRound(["p000"], [], 0, 1, [], 0)
+    order = msgspec.structs.replace(good(), rounds=[round_] * 13)
+    with pytest.raises(ProtocolViolation):
+        decode(Prepare, encode(order))
