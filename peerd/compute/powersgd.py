@@ -145,6 +145,7 @@ class LowRank:
             target = total[matrix.begin : matrix.begin + matrix.rows * matrix.columns]
             multiply(left, right, target.reshape(matrix.rows, matrix.columns))
             rights.append(orthonormal(right, start))
+        self._first, self._lefts = self._first[:0].copy(), []  # the memory of sums is used again
         return Ready(total, rights, self._sent)
 
     def alone(self, gradient: Vector) -> Ready:

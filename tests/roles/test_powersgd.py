@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
@@ -12,7 +13,8 @@ import torch
 import trio
 
 from peerd.compute.module import StageModule
-from peerd.core.runfile import AveragingSection, OptimizerSection, RunFile
+from peerd.compute.tensors import state_digest
+from peerd.core.runfile import AveragingSection, CheckpointSection, OptimizerSection, RunFile
 from peerd.core.training import Position
 from roles.aggregator import AuxRole
 from roles.backbone import BackboneRole
@@ -102,9 +104,11 @@ async def test_replicas_agree_and_learn_as_with_whole_gradients(tmp_path: Path, 
         assert not torch.equal(q, done[0].low_rank.state()[name]), f"{name} is as it was at the start"
 
 
-async def test_survivors_and_a_newcomer_have_the_same_bits(tmp_path: Path, batches: Batches) -> None:
+@pytest.mark.parametrize("delayed", [False, True], ids=["at once", "delayed"])
+async def test_survivors_and_a_newcomer_have_the_same_bits(tmp_path: Path, batches: Batches, delayed: bool) -> None:
     """Parameters, moments and Q: `StageModule.digest` is of them all."""
     run = run_with(LOW_RANK, write_texts(tmp_path))
+    run = msgspec.structs.replace(run, optimizer=msgspec.structs.replace(run.optimizer, delayed=delayed))
     async with swarm(tmp_path / "peers") as s:
         await s.start("backbone", BackboneRole, None)
         peers = [await s.start(f"replica{i}", TrainerRole, run) for i in range(3)]
@@ -139,3 +143,33 @@ async def test_a_helper_takes_part_in_both_sums_and_changes_no_bit(tmp_path: Pat
     first, second = code.elements
     whole = 4 * 3 * (first + second)  # bytes, when all of three senders' vectors are summed by the helper
     assert rounds * 0.5 * whole < status["aggregated_bytes"] <= rounds * whole * 1.01, status
+
+
+async def test_a_swarm_goes_on_from_its_checkpoints_with_the_q_of_that_step(
+    tmp_path: Path, batches: Batches, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = run_with(LOW_RANK, write_texts(tmp_path))
+    run = msgspec.structs.replace(run, checkpoint=CheckpointSection(every_steps=3, keep=2))
+    loaded: dict[int, set[bytes]] = {}  # by step
+    original = StageModule.load_state
+
+    def load_state(module: StageModule, state: Mapping[str, torch.Tensor]) -> None:
+        kept = {name: tensor for name, tensor in state.items() if name.startswith("powersgd/")}
+        loaded.setdefault(int(state["step"]), set()).add(state_digest(kept))
+        original(module, state)
+
+    monkeypatch.setattr(StageModule, "load_state", load_state)
+    for stop_at in (7, 12):
+        batches.digests.clear()  # what was not saved is done again, on other samples
+        loaded.clear()
+        async with swarm(tmp_path / "peers") as s:
+            await s.start("backbone", BackboneRole, None)
+            peers = [await s.start(f"replica{i}", TrainerRole, run) for i in range(2)]
+            for peer in peers:
+                await reaches(s, peer, stop_at)
+        assert [place for place, found in batches.digests.items() if len(found) != 1] == []
+    assert min(step for _, step in batches.digests) >= 3
+    start = StageModule(run, 0).low_rank
+    assert start is not None
+    assert any(step >= 3 and step % 3 == 0 for step in loaded)
+    assert all(len(found) == 1 and found != {state_digest(start.state())} for found in loaded.values())
