@@ -97,6 +97,13 @@ class Watcher:
         return [abs(at + (due or 0.0) - ended) for at, due in half]
 
 
+def cut_followers(roles: Roles) -> None:
+    """Break the link between two replicas of which neither conducts; their reports go on."""
+    one, other = (role for role in roles.of(TrainerRole) if not role._replica._conducting.acting)
+    for link in [link for link in one._ctx.host.links if link.peer == other._ctx.host.id]:
+        link.abort("cut by the test")
+
+
 async def train(seed: int, roles: Roles) -> tuple[list[float], Watcher]:
     """Three replicas make all steps; returns when each step was made, and what somebody saw meanwhile."""
     made: list[float] = []
@@ -116,6 +123,9 @@ async def train(seed: int, roles: Roles) -> tuple[list[float], Watcher]:
                 done = await world.until(lambda step=step: steps() >= step, within_s=200)  # type: ignore[misc]
                 assert done, roles.story()
                 made.append(trio.current_time())
+                if step < STEPS:
+                    await trio.sleep(7 * MICROBATCH_S)
+                    cut_followers(roles)
             nursery.cancel_scope.cancel()
     return made, watcher
 
