@@ -31,6 +31,7 @@ from peerd.machine import queries as q
 from peerd.machine.kademlia import Kademlia
 from peerd.machine.nodestate import KademliaConfig
 from peerd.machine.rpc_calls import MethodLimits
+from peerd.machine.store import Verdict
 from peerd.machine.table import Contact
 from peerd.net.host import Host, PeerDown
 from peerd.service import dht_messages as wire
@@ -45,6 +46,9 @@ _log = logging.getLogger("peerd.dht")
 _PROTOCOL = "dht/1"
 _CALLS_PER_PEER = 64  # at once; a peer that joins, publishes and reads at the same time has about ten
 _SLACK_BYTES = 32 << 10  # of a message beyond the records in it
+_OUTDATED = (Verdict.STALE, Verdict.UNTIMELY)
+_NAMED_S = 60.0  # who offers outdated records is named once in so long
+_NAMED_PEERS = 1024  # remembered for that
 
 D = TypeVar("D", q.GetDone, q.PutDone)
 
@@ -84,6 +88,7 @@ class Dht:
         self._operations: dict[int, _Operation] = {}
         self._responses: dict[int, q.Reply] = {}
         self._cache: dict[Key, tuple[float, list[Record]]] = {}
+        self._named: dict[PeerId, float] = {}  # when, for outdated records
 
     async def run(
         self, bootstrap: Sequence[Multiaddr] = (), *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED
@@ -309,7 +314,26 @@ class Dht:
             request = _without_addrs(request)
         token = next(self._numbers)
         self._handle(q.Asked(token, peer, request))
-        return Answer(wire.reply_to_wire(self._responses.pop(token), self._peer_clock.raw_wall(), values=values))
+        reply = self._responses.pop(token)
+        if isinstance(request, q.Store) and isinstance(reply, q.Stored):
+            self._name_replays(peer, request, reply)
+        return Answer(wire.reply_to_wire(reply, self._peer_clock.raw_wall(), values=values))
+
+    def _name_replays(self, peer: PeerId, request: q.Store, reply: q.Stored) -> None:
+        """Say in the log who brought outdated records of others, and that they were refused; rarely for each peer.
+
+        No blame: an honest peer may not have heard of the newer one yet, or have a clock that is off.
+        """
+        told = zip(request.records, reply.verdicts, strict=False)
+        outdated = [r for r, (verdict, _) in told if verdict in _OUTDATED and r.publisher != peer]
+        now = self._clock.now()
+        if not outdated or now - self._named.get(peer, -math.inf) < _NAMED_S:
+            return
+        if len(self._named) >= _NAMED_PEERS:
+            self._named.clear()
+        self._named[peer] = now
+        publisher, count = outdated[0].publisher, len(outdated)
+        _log.info("peer %s offered %d outdated records, the first of them of %s: refused", peer, count, publisher)
 
     def _is_dialable(self, peer: PeerId, hello: q.Hello) -> bool:
         """Whether others can probably reach the peer where it says.
