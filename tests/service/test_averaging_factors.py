@@ -58,7 +58,7 @@ class Member:
         return found
 
     async def take_part(self, order: Prepare, step: int) -> Total:
-        return await self.rounds.total(self.rounds.plan(order, self.node.id), self.gradient(step), self.code)
+        return await self.rounds.total(self.rounds.plans(order, self.node.id), self.gradient(step), self.code)
 
 
 def members(nodes: list[Node]) -> list[Member]:
@@ -141,7 +141,7 @@ async def test_a_helper_sums_both_vectors(autojump_clock: MockClock) -> None:
         split = [Party(n.id.text, "node", 0.1) for n in senders] + [Party(helper.id.text, "aux", 0.7)]
         line = {"elements": FIRST, "dtype": "float32", "further": SECOND}
         how = order(senders, split=split, part_bytes=256, **line)
-        plan = found[0].rounds.plan(how, senders[0].id)
+        (plan,) = found[0].rounds.plans(how, senders[0].id)
 
         async def help_out() -> None:
             for one in (plan, plan.second()):
@@ -241,7 +241,7 @@ async def test_a_part_of_the_first_sum_is_not_taken_for_one_of_the_second(
     """The owners wait in the second sum; what comes under the first one's id finds no round."""
     async with group(2) as (_, nodes):
         found = members(nodes)
-        plan = found[0].rounds.plan(order(nodes), nodes[0].id)
+        (plan,) = found[0].rounds.plans(order(nodes), nodes[0].id)
         first_is_over, goes_on = trio.Event(), trio.Event()
 
         async def slow(one: Any, vector: Any, worker: Any, coder: Any = None) -> Any:
