@@ -108,7 +108,7 @@ class AuxRole:
         )
 
     async def _prepare(self, call: Incoming[Prepare]) -> Answer[Prepared]:
-        """Sum our share of one round; we hold no gradient and keep no mean."""
+        """Sum our share of one round, of both sums if it has two; we hold no gradient and keep no mean."""
         body = call.body
         if body.run != self._training.fingerprint:
             raise Refused("your run file differs from this run's")
@@ -124,9 +124,10 @@ class AuxRole:
         if self._ctx.host.id.text not in plan.group:
             return Answer(Prepared(True, [], []))  # this round is made without us
         try:
-            await self._averaging.sum(plan, None, self._worker, self._coder)
-            if plan.further:
-                await self._averaging.sum(plan.second(), None, self._worker, self._coder)
+            plans = (plan, plan.second()) if plan.further else (plan,)
+            with self._averaging.expecting([one.attempt for one in plans]):
+                for one in plans:
+                    await self._averaging.sum(one, None, self._worker, self._coder)
         except RoundFailed as error:
             self._ctx.log.event("averaging failed", level="warning", step=body.step, reason=explained(error))
             return Answer(Prepared(False, [], list(error.lost)))
