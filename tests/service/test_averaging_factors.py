@@ -19,6 +19,8 @@ from peerd.core.frame import TensorFrame
 from peerd.core.runfile import AveragingSection, RunFile
 from peerd.core.training import AverageKey, Party, Prepare
 from peerd.machine.allreduce import RoundFailed
+from peerd.machine.grouping import Grouping
+from peerd.machine.splitting import Lines
 from peerd.member.rounds import Rounds, Total
 from peerd.service.averaging import Averaging
 from peerd.service.rpc import CallStream
@@ -155,6 +157,34 @@ async def test_a_helper_sums_both_vectors(autojump_clock: MockClock) -> None:
         assert helper.averaging.aggregated_bytes >= 3 * 0.6 * 4 * (FIRST + SECOND)
         said = found[0].rounds.line()
         assert {name: getattr(said, name) for name in line} == line
+
+
+@pytest.mark.parametrize("count", [5, 9])
+async def test_all_end_with_the_same_bits_also_over_the_rounds_of_a_grid(autojump_clock: MockClock, count: int) -> None:
+    async with group(count) as (_, nodes):
+        found, together = members(nodes), members(nodes)
+        names = tuple(node.id.text for node in nodes)
+        rounds = Grouping(Lines(), 3).order(0, names).rounds
+        for step in range(2):
+            attempt, totals = bytes([step]) * 16, dict[int, Total]()
+
+            async def one(member: Member, step: int, attempt: bytes, totals: dict[int, Total]) -> None:
+                own = rounds[member.node.id.text]
+                met = sorted({peer for number in own for peer in number.meeting.peers})
+                messages = [number.message() for number in own]
+                how = order(nodes, attempt, group=met, rounds=messages)
+                totals[member.number] = await member.take_part(how, step)
+
+            async with trio.open_nursery() as nursery:
+                for member in found:
+                    nursery.start_soon(one, member, step, attempt, totals)
+            assert len({total.vector.tobytes() for total in totals.values()}) == 1
+            expected = succeeded(await all_take_part(together, order(nodes, bytes([9, step]) * 8), step))
+            np.testing.assert_allclose(totals[0].vector, expected[0].vector, rtol=0, atol=1e-3)
+            for total in (*totals.values(), *expected):
+                total.settle()
+            states = [{k: q.numpy().tobytes() for k, q in member.code.state().items()} for member in found]
+            assert all(state == states[0] for state in states)
 
 
 async def test_an_order_for_other_sizes_is_refused(autojump_clock: MockClock) -> None:
