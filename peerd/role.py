@@ -27,7 +27,7 @@ from peerd.service.conducting import Conducting
 from peerd.service.dht import Dht
 from peerd.service.pipeline import Load, Pipeline
 from peerd.service.rpc import Answer, Incoming, MethodLimits, Rpc
-from peerd.service.snapshot import StateItem
+from peerd.service.snapshot import Giving, StateItem
 from peerd.service.training import Training
 
 __all__ = [
@@ -38,6 +38,7 @@ __all__ = [
     "Contribution",
     "Drop",
     "EventLog",
+    "Giving",
     "Incoming",
     "Load",
     "MethodLimits",

@@ -1,8 +1,9 @@
 """Role `backbone`: a dialable peer that stays: way into the DHT for everybody else; with a run file, the run's memory.
 
 The DHT and the host do the work of the first part. With a run file it also welcomes newcomers, writes the run's
-learning curve, and keeps checkpoints of all stages, in which it only asks: it joins no stage, so that of several
-backbones any may die. Without a run file, or one that only names the run, no torch is loaded.
+learning curve, and keeps checkpoints of all stages, which it announces and gives to stage peers that have lost theirs.
+It joins no stage, so that of several backbones any may die. Without a run file, or one that only names the run, and
+without checkpoints from before, no torch is loaded.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from peerd.compute.curves import Curves
 from peerd.core.errors import ConfigError, RemoteError
 from peerd.core.progress import pause_s
 from peerd.core.runfile import RunFile, first_difference, shared_text
+from peerd.core.training import Position
+from peerd.member.keptlist import KeptList
 from peerd.member.watching import Sight, Watching
 from peerd.role import RoleContext, Training
 
@@ -24,6 +27,7 @@ if TYPE_CHECKING:
 
 _LOOK_RARELY_S = 10.0  # while it is far
 _TABLE_PERIOD_S = 300.0  # between two Parquet tables
+_ANNOUNCE_S = 20.0  # between two announcements of what is kept
 _HINDERED_S = 30.0  # before what could not be kept is looked at again
 
 
@@ -40,6 +44,7 @@ class BackboneRole:
         self._keeping: Keeping | None = None
         self._sight: Sight | None = None
         self._looked = trio.Event()
+        self._listed: list[Position] = []  # what is said to be kept, until that was looked at
         self._not_kept: str | None = None
         self._no_table = False
         self._at_table = trio.Lock()
@@ -53,11 +58,17 @@ class BackboneRole:
         self._curves = curves = Curves(self._ctx.data_dir / "curves", run.run)
         await trio.to_thread.run_sync(curves.open)  # not the worker: its thread would load torch
         self._invite(run)
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(self._watch, Watching(self._ctx, training), curves)
-            nursery.start_soon(self._renew_table)
-            nursery.start_soon(self._keep, training)
-            task_status.started()
+        self._listed = await trio.to_thread.run_sync(KeptList(self._ctx.data_dir, run.run).read)
+        try:
+            await self._announce(training)  # before torch is here: else a swarm that begins might begin at the start
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(self._watch, Watching(self._ctx, training), curves)
+                nursery.start_soon(self._renew_table)
+                nursery.start_soon(self._keep, training)
+                nursery.start_soon(self._announce_now_and_then, training)
+                task_status.started()
+        finally:
+            self._ctx.rpc.unserve("kept/1")
 
     async def leave(self) -> None:
         """The last table."""
@@ -114,6 +125,8 @@ class BackboneRole:
 
     async def _keep(self, training: Training) -> None:
         """Keep what is due. What hinders it never stops the rest: this peer is others' way in."""
+        if self._listed:
+            await self._open_what_is_there(training)
         while True:
             await self._looked.wait()
             sight = self._sight
@@ -132,6 +145,31 @@ class BackboneRole:
             if position is not None:
                 self._not_kept = None
                 self._ctx.log.event("kept", step=position.step, stages=len(sight.stages))
+                await self._announce(training)
+
+    async def _open_what_is_there(self, training: Training) -> None:
+        """Give what is kept from before, also when there is nobody yet to agree with."""
+        try:
+            self._keeping = await self._begin(training)
+        except ConfigError as error:
+            self._listed = []
+            self._say_not_kept(str(error))
+
+    async def _announce_now_and_then(self, training: Training) -> None:
+        while True:
+            await trio.sleep(_ANNOUNCE_S)
+            await self._announce(training)
+            if self._keeping is not None:
+                self._keeping.tidy()
+
+    async def _announce(self, training: Training) -> None:
+        positions = self._keeping.kept if self._keeping is not None else self._listed
+        if not positions:
+            return
+        try:
+            await training.directory.announce_kept(positions)
+        except RemoteError as error:
+            self._ctx.log.event("announce failed", level="warning", reason=str(error))
 
     async def _agrees(self, training: Training) -> bool:
         """Do stage peers say that the run's settings are ours? Raises ConfigError when they are others."""

@@ -51,6 +51,7 @@ class Checkpoints:
         """Touches nothing on disk; `clean` and `save` are for the one process that writes."""
         self.folder = folder
         self._keep = max(1, keep)
+        self._held: set[int] = set()  # steps that stay, and do not count
         self._fingerprint = fingerprint.hex()
         self._stage = stage
 
@@ -63,6 +64,10 @@ class Checkpoints:
         except OSError as error:
             raise ConfigError(f"{self.folder}: cannot be read: {error.strerror}") from error
         return sorted(int(match[1]) for name in names if (match := _MANIFEST.fullmatch(name)))
+
+    def hold(self, step: int) -> None:
+        """Never prune the checkpoint of `step`, present or future, while this object lives."""
+        self._held.add(step)
 
     def save(self, step: int, state: Mapping[str, Tensor], extra: Mapping[str, Any] | None = None) -> Path:
         """Write a checkpoint, replacing one of the same step, and prune; gives the manifest's path."""
@@ -145,7 +150,7 @@ class Checkpoints:
         """Keep the newest checkpoints and the tensors they name; leave alone whatever is not surely ours."""
         with _disk(self.folder):
             mine = {step: manifest for step in self.steps() if (manifest := self._mine(step)) is not None}
-            for step in sorted(mine)[: -self._keep]:
+            for step in sorted(mine.keys() - self._held)[: -self._keep]:
                 self._manifest_path(step).unlink(missing_ok=True)
                 del mine[step]
             left = set(self.steps())

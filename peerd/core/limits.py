@@ -54,6 +54,7 @@ STATE_GIVEN: Final = 64  # pieces on their way to all peers together
 STATE_COPIES: Final = 2  # frozen copies that a donor keeps: the newest, and one that somebody is still fetching
 STATE_TOTALS: Final = 64  # summed gradients of the last steps that a member keeps for those who come after it
 STATE_NAMED_COPIES: Final = 4  # totals, or kept checkpoints of one stage, hashed and ready to be fetched
+KEPT_SETS: Final = 32  # sets of checkpoints that one keeper announces
 STATE_TRAIL: Final = 256  # totals that a newcomer holds, in a file, until the state comes that they lead on from
 STATE_COPY_LIFE_S: Final = 1800.0  # the longest that a copy in use stands in the way of a new one
 

@@ -12,10 +12,10 @@ from typing import Annotated, Final
 import msgspec
 
 from peerd.core.ids import Key
-from peerd.core.limits import FORESEEABLE_S
+from peerd.core.limits import FORESEEABLE_S, KEPT_SETS
 from peerd.core.messages import Message, decode, encode
 from peerd.core.token import TokenData
-from peerd.core.training import AddrText, PeerText
+from peerd.core.training import AddrText, PeerText, Position
 
 OVERDUE_S: Final = 15.0  # so long a forecast that was wrong still says that the step may end at any moment
 ShortText = Annotated[str, msgspec.Meta(max_length=200)]
@@ -42,6 +42,11 @@ def settings_key(run: str) -> Key:
     return Key.of(f"{run}/settings")
 
 
+def kept_key(run: str) -> Key:
+    """Where backbones announce the checkpoints that they keep."""
+    return Key.of(f"{run}/kept")
+
+
 class StageProgress(Message, frozen=True):
     """One stage peer, as it announces itself."""
 
@@ -63,6 +68,14 @@ class Joiner(Message, frozen=True):
 
     since: float
     token: TokenData = b""  # as in StageProgress
+
+
+class Kept(Message, frozen=True):
+    """What a backbone keeps: positions of which it has the checkpoints of all stages, oldest first."""
+
+    positions: Annotated[list[Position], msgspec.Meta(max_length=KEPT_SETS)]
+    addrs: Annotated[list[AddrText], msgspec.Meta(max_length=16)]
+    token: TokenData = b""  # as in StageProgress, but to be a backbone
 
 
 class TrainerProgress(Message, frozen=True):

@@ -118,6 +118,7 @@ class MemberAnswer(Message, frozen=True):
     version: int
     members: Annotated[list[MemberInfo], msgspec.Meta(max_length=MAX_MEMBERS)] | None  # None: as sent before
     forecast: Forecast | None = None  # of the step under way; None: nobody knows
+    lost: bool = False  # there is no position that every stage can reach: what others keep is needed
 
 
 class Done(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):

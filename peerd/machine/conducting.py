@@ -1,4 +1,4 @@
-"""What the conductor hears (events) and what it wants done (outputs): values only."""
+"""What the conductor is told at the start, what it hears (events) and what it wants done (outputs): values only."""
 
 from __future__ import annotations
 
@@ -7,6 +7,24 @@ from dataclasses import dataclass
 from peerd.core.training import Done, Mb, Position
 from peerd.machine.grouping import OrderedRound
 from peerd.machine.splitting import Split
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ConductorConfig:
+    """`microbatches` of one step; `total_steps` 0: no end. The rest: seconds of patience."""
+
+    stages: int
+    microbatches: int
+    delayed: bool = False  # may microbatches be computed with the parameters before the last step?
+    total_steps: int = 0
+    first_save: int = 1 << 53  # the first step after which peers write checkpoints
+    gather_s: float = 1.5  # quiet time after the last new member before a new conductor decides
+    expect_s: float = 6.0  # how long it waits for members that are known to exist
+    broken_s: float = 4.0  # how long a stage may be empty before an older common position is looked for
+    lease_s: float = 120.0  # how long a microbatch may stay unfinished
+    retry_s: float = 0.2  # before a failed attempt is repeated; doubles up to 5 s
+    group_size: int = 0  # of an averaging group, at most; 0: chosen
+    ban_s: float = 15.0  # how long a member stays out that its stage-mates could not reach three times
 
 
 @dataclass(frozen=True, slots=True)

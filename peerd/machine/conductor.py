@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable
-from dataclasses import dataclass
 from enum import Enum, auto
 
 from peerd.core.training import LineInfo, Mb, MemberInfo, Position, Redo
@@ -20,6 +19,7 @@ from peerd.machine.batches import Batches, View
 from peerd.machine.closing import StageClose, Standing
 from peerd.machine.conducting import (
     CancelAttempt,
+    ConductorConfig,
     Event,
     MemberGone,
     MemberHello,
@@ -36,24 +36,6 @@ from peerd.machine.grouping import Grouping
 from peerd.machine.reach import START, Member, best_position
 from peerd.machine.shares import NoSplit
 from peerd.machine.splitting import Lines
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ConductorConfig:
-    """`microbatches` of one step; `total_steps` 0: no end. The rest: seconds of patience."""
-
-    stages: int
-    microbatches: int
-    delayed: bool = False  # may microbatches be computed with the parameters before the last step?
-    total_steps: int = 0
-    first_save: int = 1 << 53  # the first step after which peers write checkpoints
-    gather_s: float = 1.5  # quiet time after the last new member before a new conductor decides
-    expect_s: float = 6.0  # how long it waits for members that are known to exist
-    broken_s: float = 4.0  # how long a stage may be empty before an older common position is looked for
-    lease_s: float = 120.0  # how long a microbatch may stay unfinished
-    retry_s: float = 0.2  # before a failed attempt is repeated; doubles up to 5 s
-    group_size: int = 0  # of an averaging group, at most; 0: chosen
-    ban_s: float = 15.0  # how long a member stays out that its stage-mates could not reach three times
 
 
 class Phase(Enum):
@@ -82,7 +64,8 @@ class Conductor:
         self._committing = False  # is this move a step?
         self._moving: set[str] = set()
         self._quiet_since = now
-        self.announced_step = 0  # the newest step that stage peers are said to be at, in reach or not
+        self.announced_step = 0  # the newest step that anyone, in reach or not, is said to be at, or to keep
+        self.lost = False  # every stage has members, and they cannot go on with what they have
         self._expected: frozenset[str] = frozenset()
         self._expect_until = now + config.expect_s
         self._broken_since: float | None = None
@@ -136,8 +119,8 @@ class Conductor:
         due = now + 5.0
         if self.phase is Phase.GATHERING:
             due = min(due, self._quiet_since + self._config.gather_s)
-        if self._broken_since is not None:
-            due = min(due, self._broken_since + self._config.broken_s)
+        if self._broken_since is not None and (decided := self._broken_since + self._config.broken_s) > now:
+            due = min(due, decided)
         if self.phase is Phase.CLOSING:
             due = min([due, *(c.not_before for c in self._closing if not c.settled and not c.attempt)])
         return max(due, now + 0.01)
@@ -317,6 +300,9 @@ class Conductor:
         if self.phase is Phase.CLOSING:
             self._run_close(now)
         self._fill_early(now)
+        lost = self._is_lost(now)
+        self.members_version += lost != self.lost
+        self.lost = lost
         out, self._out = self._out, []
         return out
 
@@ -331,6 +317,12 @@ class Conductor:
         served = all(any(self._serves(p, s) for p in self._of_stage(s)) for s in range(self._config.stages))
         if served and self._step + 1 != self._config.total_steps:
             self.batches.fill(now, self._step, early=True)
+
+    def _is_lost(self, now: float) -> bool:
+        """Has it waited long enough to know that nothing here leads on?"""
+        broken = self._broken_since is not None and now - self._broken_since >= self._config.broken_s
+        waits = broken or (self.phase is Phase.GATHERING and self._gathered(now))
+        return waits and all(map(self._of_stage, range(self._config.stages))) and self._best_position() is None
 
     def _watch_for_empty_stages(self, now: float) -> None:
         if all(self._ready(s) for s in range(self._config.stages)):

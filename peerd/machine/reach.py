@@ -31,7 +31,7 @@ def best_position(stages: int, members: Collection[Member], first_save: int, ann
 
     Everyone can make the parameters of step 0 again. But back to them from a step that somebody may have saved
     (`first_save` or later) would throw work away that returns with a peer. `announced`: the newest step that
-    anyone, also somebody out of reach, has said to be at.
+    anyone, also somebody out of reach, has said to be at, or to keep the checkpoints of.
     """
     reach: list[set[Position]] = [set() for _ in range(stages)]
     holders: Counter[Position] = Counter()

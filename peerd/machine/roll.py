@@ -32,6 +32,7 @@ CALLERS: Final[dict[str, frozenset[str]]] = {
     "swarm/1/member": frozenset({"stage", "aux"}),
     "swarm/1/trainer": frozenset({"trainer"}),
     "average/1": frozenset({"stage", "aux"}),
+    "kept/1": frozenset({"stage"}),
 }
 # Whose method or service a member uses. The directory is used wherever it is: its records are signed by publishers.
 SERVERS: Final[dict[str, frozenset[str]]] = {
@@ -39,7 +40,8 @@ SERVERS: Final[dict[str, frozenset[str]]] = {
     "stage/1": frozenset({"stage"}),
     "swarm/1": frozenset({"stage"}),
     "average/1": frozenset({"stage", "aux"}),
-    "state/1": frozenset({"stage", "backbone"}),
+    "state/1": frozenset({"stage"}),
+    "kept/1": frozenset({"backbone"}),
 }
 FREE: Final = "access/1"  # where tokens are shown: open to everyone
 ANYWHERE: Final = "dht/1"

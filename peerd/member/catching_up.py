@@ -18,12 +18,13 @@ from typing import Protocol, TypeVar
 import trio
 from torch import Tensor
 
-from peerd.compute.served import Model, state_of
+from peerd.compute.served import Model
 from peerd.core.errors import PeerdError, RemoteError
 from peerd.core.ids import PeerId
 from peerd.core.state import TensorSpec
 from peerd.core.training import MemberInfo, Position, StateRequest
 from peerd.core.work import Worker
+from peerd.member.states import state_at
 from peerd.member.totals import Leap, Totals
 from peerd.member.trail import Trail
 from peerd.role import RoleContext, StateItem, Training
@@ -231,11 +232,3 @@ class CatchingUp:
         names = [m.peer for m in self._joiner.members if m.ready and m.stage == self._stage and m.peer != own]
         turn = self._turn % max(1, len(names))
         return [PeerId.parse(name) for name in names[turn:] + names[:turn]]
-
-
-def state_at(position: Position, items: Sequence[StateItem]) -> dict[str, Tensor]:
-    """A state that was fetched, as tensors; ValueError when it says that it is of another step."""
-    state = state_of((item.name, item.dtype, item.shape, item.payload) for item in items)
-    if int(state["step"]) != position.step:
-        raise ValueError(f"the state offered as that of step {position.step} says it is of step {int(state['step'])}")
-    return state

@@ -3,45 +3,33 @@
 Not a role. Nothing of a set is written before the states of all stages are here, checked, and of the same position, so
 a set is never of two steps; what a full disk cut short while it was written is dropped, and what a crash did at the
 next start. The files are those of a stage peer, one more set than the run's `checkpoint.keep`, so that the set being
-written costs none of the whole ones; `kept.json` lists the whole sets. It only calls: it serves nothing, reports to no
-conductor and gives no gradient. A set is held in memory while it is fetched. A hostile donor: see `service.snapshot`;
-one that lies costs an attempt.
+written costs none of the whole ones; `kept.json` lists the whole sets. It reports to no conductor, gives no gradient,
+and serves but `kept/1`: what it keeps, to stage peers that have lost theirs. A set is held in memory while it is
+fetched. A hostile donor: see `service.snapshot`; one that lies costs an attempt.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, cast
 
-import msgspec
 import trio
 from torch import Tensor
 
-from peerd.compute.served import ServedStage, state_of
-from peerd.compute.tensors import all_finite
+from peerd.compute.served import ServedStage, items_of
 from peerd.core.errors import ConfigError, RemoteError
 from peerd.core.ids import PeerId
 from peerd.core.runfile import RunFile
 from peerd.core.state import TensorSpec
 from peerd.core.training import Position, StateRequest
+from peerd.member.keptlist import KeptList
 from peerd.member.saving import Saving
-from peerd.role import RoleContext, StateItem, Training
+from peerd.member.states import checked
+from peerd.role import Giving, RoleContext, StateItem, Training
 
 _TRIES = 6  # at one position, when the swarm steps while its stages are asked
 _AGAIN_S = 10.0  # an attempt is repeated after so long, if the step does not change
 _LONGEST_S = 60.0  # between attempts that fail, also when it does
-
-
-class _OnlyCalls:
-    """Calls as `rpc` does, serves nothing: a role beside this one may be giving its own state."""
-
-    def __init__(self, rpc: Any) -> None:
-        self.call, self.gate = rpc.call, rpc.gate
-
-    def serve(self, *_: object, **__: object) -> None:
-        """Nothing."""
 
 
 class Keeping:
@@ -52,20 +40,37 @@ class Keeping:
         run = ctx.run
         self._ctx, self._training = ctx, training
         self._settings, self._total_steps = run.checkpoint, run.optimizer.total_steps
-        calls = Training(run, ctx.host, cast("Any", _OnlyCalls(ctx.rpc)), ctx.dht, ctx.clock)
         stages = range(run.pipeline.stages)
         self._savings = [Saving(ctx, training.fingerprint, spare=1) for _ in stages]
-        self._snapshots = [calls.snapshots() for _ in stages]
+        self._fetchers = [training.fetcher() for _ in stages]
         self._outlines: list[list[TensorSpec]] = []
         self._files = ctx.worker("files")
         self._tried_step, self._tried_at, self._failures = -1, 0.0, 0
-        self._list = self._savings[0].directory / "kept.json"
+        self._giving: Giving | None = None
+        self._list = KeptList(ctx.data_dir, run.run)
 
     async def open(self) -> None:
-        """Find what is kept, drop what is not whole; ConfigError names a checkpoint that cannot be read."""
+        """Find what is kept, drop what is not whole, and give the rest to whoever asks.
+
+        ConfigError names a checkpoint that cannot be read.
+        """
         for stage, saving in enumerate(self._savings):
             await saving.open(stage)
         await self._drop_what_is_not_whole()
+        self._giving = self._training.kept_giving()
+        for stage in range(len(self._savings)):
+            self._giving.offer_named(self._training.fingerprint, stage, partial(self._kept_of, stage), self._files)
+
+    async def _kept_of(self, stage: int, position: Position) -> tuple[Position, list[StateItem]] | None:
+        """A checkpoint, for those who have lost theirs: its file is mapped, not read into memory."""
+        if position not in self.kept:
+            return None
+        try:
+            state = await self._savings[stage].load(position)
+        except ConfigError as error:
+            self._ctx.log.event("not given", level="warning", stage=stage, step=position.step, reason=str(error))
+            return None
+        return position, [StateItem(*item) for item in items_of(state)]
 
     async def _drop_what_is_not_whole(self) -> None:
         """Or each would cost a whole set its place in the stages that it got to."""
@@ -77,6 +82,11 @@ class Keeping:
     def kept(self) -> list[Position]:
         """The positions of which every stage is here, oldest first."""
         return sorted(set.intersection(*(set(saving.positions) for saving in self._savings)))
+
+    def tidy(self) -> None:
+        """Let go of what nobody fetches any more. To be called now and then."""
+        if self._giving is not None:
+            self._giving.let_go()
 
     def due(self, step: int) -> bool:
         """Is a set to be fetched, now that the swarm is at `step`?"""
@@ -130,9 +140,9 @@ class Keeping:
         try:
             if not peers:
                 raise ValueError("no peer of the stage is announced")
-            snapshots, expected = self._snapshots[stage], self._outlines[stage]
-            position, items = await snapshots.fetch(list(peers), request, expected, self._files)
-            found[stage] = position, await self._files.run(lambda: _checked(position, items), name="check a state")
+            fetcher, expected = self._fetchers[stage], self._outlines[stage]
+            position, items = await fetcher.fetch(list(peers), request, expected, self._files)
+            found[stage] = position, await self._files.run(lambda: checked(position, items), name="check a state")
         except (RemoteError, ValueError) as error:
             self._ctx.log.event("not kept", level="warning", stage=stage, reason=str(error))
 
@@ -145,31 +155,10 @@ class Keeping:
         except ConfigError:
             await self._drop_what_is_not_whole()
             raise
-        sets = [{"step": p.step, "lineage": p.lineage.hex(), "stages": len(self._savings)} for p in self.kept]
-        text = msgspec.json.format(msgspec.json.encode({"run": self._training.run.run, "sets": sets}), indent=2)
-
-        def write() -> None:
-            aside = self._list.with_name(self._list.name + ".new")
-            try:
-                aside.write_bytes(text + b"\n")
-                os.replace(aside, self._list)
-            except OSError as error:
-                raise ConfigError(f"{aside}: {error.strerror or error}") from error
-
-        await self._files.run(write, name="list what is kept")
+        listed = partial(self._list.write, self.kept, len(self._savings))
+        await self._files.run(listed, name="list what is kept")
         return True
 
 
 def _outline_of(run: RunFile, stage: int) -> list[TensorSpec]:
     return ServedStage(run, stage, "cpu").outline()
-
-
-def _checked(position: Position, items: Sequence[StateItem]) -> dict[str, Tensor]:
-    """The state as tensors; ValueError when no stage could go on from it."""
-    state = state_of((item.name, item.dtype, item.shape, item.payload) for item in items)
-    if int(state["step"]) != position.step:
-        raise ValueError(f"the state offered as that of step {position.step} says it is of step {int(state['step'])}")
-    bad = [name for name, tensor in state.items() if not all_finite(tensor)]
-    if bad:
-        raise ValueError(f"{bad[0]} of the state offered is not finite")
-    return state

@@ -71,13 +71,15 @@ class Saving:
         every = self._settings.every_steps
         return step == self._total_steps or (every > 0 and step % every == 0)
 
-    async def save(self, position: Position, state: Mapping[str, Tensor]) -> None:
-        """Write a checkpoint; older ones beyond the number to keep go."""
+    async def save(self, position: Position, state: Mapping[str, Tensor], hold: bool = False) -> None:
+        """Write a checkpoint; older ones beyond the number to keep go. `hold`: this one stays, however old it is."""
         checkpoints = self._checkpoints
         assert checkpoints is not None
         lineage = {"lineage": position.lineage.hex()}
 
         def write() -> list[int]:
+            if hold:
+                checkpoints.hold(position.step)
             checkpoints.save(position.step, state, lineage)
             return checkpoints.steps()
 

@@ -41,6 +41,7 @@ from peerd.core.training import (
 )
 from peerd.member.catching_up import CatchingUp, Elsewhere
 from peerd.member.own import Own
+from peerd.member.recalling import Recalling
 from peerd.member.rounds import Rounds, Total
 from peerd.member.saving import Saving
 from peerd.member.serving import Serving
@@ -75,6 +76,7 @@ class StageMember:
         self._serving = Serving(ctx, ctx.run, self._training.fingerprint, self)
         self._rounds = Rounds(ctx.run, self._training, self._coding, ctx.host.id)
         self._catching_up = CatchingUp(ctx, self._training, self._coding, self)
+        self._recalling = Recalling(ctx, self._training, self._saving, self)
         self._tally = self._training.tally("stage", ctx.data_dir / "contributed.json")
         self._session = int.from_bytes(ctx.clock.secure_bytes(6), "big")
         self._since = ctx.clock.wall()
@@ -122,6 +124,8 @@ class StageMember:
                 nursery.start_soon(self._announce_now_and_then)
                 nursery.start_soon(self._catching_up.run)
                 nursery.start_soon(self._training.assembling().run, self._stage)
+                if self._own is None:  # nobody keeps checkpoints of a user's model
+                    nursery.start_soon(self._recalling.run, self._stage)
                 nursery.start_soon(self._follow)
                 task_status.started()
         finally:
@@ -205,7 +209,7 @@ class StageMember:
         }
 
     def _why_waiting(self) -> str | None:
-        return self._following.waits_for or self._catching_up.waits_for or self._waits_for
+        return self._following.waits_for or self._catching_up.waits_for or self._recalling.waits_for or self._waits_for
 
     # --- joining ----------------------------------------------------------------------------------------------
 
@@ -338,6 +342,7 @@ class StageMember:
             self.members = self._following.note_members(answer.members)
         self._complete = answer.complete
         self._waits_for = answer.waits_for or None
+        self._recalling.swarm_is_lost(answer.lost)
 
     def _progress(self) -> StageProgress:
         """For the directory; the conductor's tells when the step is due."""

@@ -35,6 +35,7 @@ from peerd.core.training import (
 from peerd.core.work import Worker
 from peerd.machine.conducting import (
     CancelAttempt,
+    ConductorConfig,
     Event,
     MemberGone,
     MemberHello,
@@ -47,7 +48,7 @@ from peerd.machine.conducting import (
     TrainerGone,
     TrainerReport,
 )
-from peerd.machine.conductor import Conductor, ConductorConfig, Phase
+from peerd.machine.conductor import Conductor, Phase
 from peerd.machine.grouping import OrderedRound
 from peerd.machine.outlook import Outlook
 from peerd.machine.shares import NoSplit
@@ -191,8 +192,10 @@ class Conducting:
 
     def _hear_of_steps(self) -> None:
         if self._machine is not None:
-            announced = self._following.directory.announced.values()
-            self._machine.announced_step = max((entry.progress.step for entry in announced), default=0)
+            directory = self._following.directory
+            steps = [entry.progress.step for entry in directory.announced.values()]
+            steps += [position.step for positions in directory.kept.values() for position in positions]
+            self._machine.announced_step = max(steps, default=0)
 
     async def _conducts(self, peer: PeerId) -> int | None:
         """The term that `peer` conducts in, if it does."""
@@ -398,6 +401,7 @@ class Conducting:
                 version=machine.members_version,
                 members=machine.members() if news else None,
                 forecast=self._outlook.look(trio.current_time(), machine),
+                lost=machine.lost,
             )
         )
 

@@ -1,14 +1,14 @@
 """Who serves which stage of a run, as the DHT and the conductor tell it; and announcing ourselves.
 
-Keeps the last known addresses of every stage peer in the host's address book. Values from the DHT are strangers':
-decoded strictly, a bad one is skipped and its publisher named in the log. In a run with tokens a record counts only
-with its publisher's token in it, and one that allows to serve a stage.
+Also who keeps checkpoints. Everybody's last known addresses go to the host's address book. Values from the DHT are
+strangers': decoded strictly, a bad one is skipped and its publisher named in the log. In a run with tokens a record
+counts only with its publisher's token in it, and one that allows to serve a stage, or to be a backbone.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -18,17 +18,20 @@ from peerd.core.addr import parse_addr
 from peerd.core.clock import Clock
 from peerd.core.errors import ConfigError, ProtocolViolation, RemoteError
 from peerd.core.ids import PeerId
+from peerd.core.limits import KEPT_SETS
 from peerd.core.messages import decode, encode
 from peerd.core.progress import (
     Joiner,
+    Kept,
     StageProgress,
     decode_stage,
     encode_progress,
     joining_key,
+    kept_key,
     settings_key,
     stage_key,
 )
-from peerd.core.training import MemberInfo
+from peerd.core.training import MemberInfo, Position
 from peerd.net.host import Host
 from peerd.service.dht import Dht
 from peerd.service.rpc_types import Gate
@@ -55,12 +58,13 @@ class Directory:
         self.run, self.stages = run, stages
         self._host, self._dht, self._gate = host, dht, gate
         self.announced: dict[PeerId, StagePeer] = {}
+        self.kept: dict[PeerId, list[Position]] = {}  # what backbones say that they keep
 
     async def refresh(self) -> dict[PeerId, StagePeer]:
-        """Read every stage's records; what could not be read stays as it was."""
+        """Read every stage's records, and what is kept; what could not be read stays as it was."""
         keys = {stage_key(self.run, stage): stage for stage in range(self.stages)}
         try:
-            found = await self._dht.get_many(list(keys))
+            found = await self._dht.get_many([*keys, kept_key(self.run)])
         except RemoteError as error:
             log.info("the stage records of %s could not be read: %s", self.run, error)
             return self.announced
@@ -75,7 +79,24 @@ class Directory:
                 if old is None or old.progress.since <= entry.progress.since:
                     fresh[entry.peer] = entry
         self.announced = fresh
+        entries = [(r.publisher, self._kept_by(r.publisher, r.value)) for r in found.get(kept_key(self.run), [])]
+        self.kept = {peer: positions for peer, positions in entries if positions}
         return fresh
+
+    def keepers(self, position: Position) -> list[PeerId]:
+        """Who keeps the checkpoints of a position."""
+        return sorted(peer for peer, positions in self.kept.items() if position in positions)
+
+    def _kept_by(self, peer: PeerId, value: bytes) -> list[Position]:
+        try:
+            kept = decode(Kept, value)
+            if self._gate is not None and self._gate.named(peer, kept.token, "backbone") is None:
+                return []
+            self.learn(peer, kept.addrs)
+        except ProtocolViolation as error:
+            log.warning("skipped a record of kept checkpoints: %s", error.blame(peer))
+            return []
+        return kept.positions
 
     def _entry(self, peer: PeerId, value: bytes, stage: int) -> StagePeer | None:
         try:
@@ -116,6 +137,12 @@ class Directory:
 
     async def withdraw(self, stage: int) -> None:
         await self._dht.withdraw(stage_key(self.run, stage))
+
+    async def announce_kept(self, positions: Sequence[Position]) -> None:
+        """Say of which positions we keep all stages' checkpoints; it expires by itself unless repeated."""
+        token = self._gate.token if self._gate is not None else b""
+        kept = Kept(list(positions)[-KEPT_SETS:], self.own_addrs(), token)
+        await self._dht.put(kept_key(self.run), encode(kept), ttl_s=RECORD_TTL_S)
 
     async def publish_settings(self, text: bytes) -> None:
         """Publish the settings that this peer follows."""

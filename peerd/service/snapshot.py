@@ -23,9 +23,9 @@ from peerd.core.training import Position, StateRequest
 from peerd.core.work import Worker
 from peerd.service.rpc import Rpc
 from peerd.service.snapshot_fetching import Begun, Donors, Fetching, FetchPlan, FetchReport
-from peerd.service.snapshot_giving import STATE, Freeze, Giving, Methods
+from peerd.service.snapshot_giving import KEPT, STATE, Freeze, Giving, Methods
 
-__all__ = ["Donors", "FetchReport", "Fetcher", "Freeze", "Giving", "Snapshots", "StateItem"]
+__all__ = ["KEPT", "Donors", "FetchReport", "Fetcher", "Freeze", "Giving", "Snapshots", "StateItem"]
 
 _SHUN_S = 600.0  # how long a donor that lied is not asked
 

@@ -54,6 +54,7 @@ class Methods(NamedTuple):
 
 
 STATE = Methods("state/1/manifest", "state/1/digests", "state/1/piece", ahead=1)
+KEPT = Methods("kept/1/manifest", "kept/1/digests", "kept/1/piece", ahead=0)
 Freeze = Callable[[], Awaitable[tuple[Position, list[StateItem]]]]
 Named = Callable[[Position], Awaitable[tuple[Position, list[StateItem]] | None]]
 
@@ -67,6 +68,7 @@ class _Copy:
     payloads: list[memoryview]
     digests: bytearray
     made: float
+    name: Position | None = None  # under which it is asked for
     used: dict[PeerId, float] = field(default_factory=dict)  # by whom, and when last
 
     def touch(self, peer: PeerId, now: float) -> None:
@@ -212,14 +214,15 @@ async def _newest(offer: _Offer) -> _Copy:
 
 
 async def _of_name(offer: _Offer, name: Position) -> _Copy:
-    found = await offer.named(name) if offer.named is not None else None
-    if found is None:
-        raise Refused(f"what was asked for of step {name.step} is not kept here")
-    position, items = found
-    copy = offer.by_name.of(position)
+    shelf = offer.by_name
+    copy = next((copy for copy in shelf.copies.values() if copy.name == name), None)
     if copy is None:
-        offer.by_name.make_room(trio.current_time())
-        copy = await _hashed(offer.by_name, position, items, offer.worker)
+        found = await offer.named(name) if offer.named is not None else None
+        if found is None:
+            raise Refused(f"what was asked for of step {name.step} is not kept here")
+        shelf.make_room(trio.current_time())
+        copy = await _hashed(shelf, *found, offer.worker)
+        copy.name = name
     return copy
 
 

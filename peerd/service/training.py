@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from peerd.core.clock import Clock
 from peerd.core.errors import ConfigError, RemoteError
 from peerd.core.runfile import RunFile, fingerprint, first_difference, shared_text
-from peerd.machine.conductor import ConductorConfig
+from peerd.machine.conducting import ConductorConfig
 from peerd.net.host import Host
 from peerd.service.assembling import Assembling
 from peerd.service.conducting import Conducting, ConductingConfig
@@ -18,7 +18,7 @@ from peerd.service.directory import Directory
 from peerd.service.following import Following
 from peerd.service.pipeline import Pipeline
 from peerd.service.rpc import Rpc
-from peerd.service.snapshot import Snapshots
+from peerd.service.snapshot import KEPT, Fetcher, Giving, Snapshots
 
 if TYPE_CHECKING:
     from peerd.service.averaging import Averaging
@@ -71,6 +71,18 @@ class Training:
     def assembling(self) -> Assembling:
         """For who takes part in averaging: links to all others, before they are needed."""
         return Assembling(self._host, self.following)
+
+    def fetcher(self) -> Fetcher:
+        """For a watcher: fetch what stage peers give."""
+        return Fetcher(self._rpc, self._clock.rng("state"))
+
+    def kept_fetcher(self) -> Fetcher:
+        """For a stage peer: fetch what backbones keep."""
+        return Fetcher(self._rpc, self._clock.rng("kept"), KEPT)
+
+    def kept_giving(self) -> Giving:
+        """For a backbone: give what it keeps; serves `kept/1` from now on."""
+        return Giving(self._rpc, KEPT)
 
     def conducting(self) -> Conducting:
         """For a peer of stage 0: the conductor's duty, when it comes."""

@@ -49,6 +49,16 @@ def test_the_newest_are_kept_and_their_files_alone(tmp_path: Path) -> None:
     assert mine.load(15)[0]["param/a"][0, 0] == 15
 
 
+def test_one_that_is_held_stays_however_old_and_counts_for_nothing(tmp_path: Path) -> None:
+    mine = checkpoints(tmp_path, keep=2)
+    mine.hold(5)
+    for step in (10, 15, 5, 20):
+        mine.save(step, state(step))
+    assert mine.steps() == [5, 15, 20]
+    checkpoints(tmp_path, keep=2).clean()  # only while whoever holds it lives
+    assert mine.steps() == [15, 20]
+
+
 def test_a_step_saved_again_replaces_the_first(tmp_path: Path) -> None:
     mine = checkpoints(tmp_path)
     mine.save(5, state(1))

@@ -8,6 +8,7 @@ import pytest
 
 from peerd.core.training import Done, Mb, Position, Redo
 from peerd.machine.conducting import (
+    ConductorConfig,
     MemberGone,
     MemberHello,
     MoveEnded,
@@ -17,7 +18,7 @@ from peerd.machine.conducting import (
     SendPrepare,
     TrainerReport,
 )
-from peerd.machine.conductor import Conductor, ConductorConfig, Phase
+from peerd.machine.conductor import Conductor, Phase
 from peerd.machine.reach import START
 
 NONE = frozenset[Mb]()

@@ -101,9 +101,7 @@ def test_many_trainers_at_constant_paces_are_foretold_up_to_a_microbatch(paces: 
 
 
 @given(st.lists(st.floats(0.5, 20.0), min_size=2, max_size=6), st.integers(4, 40), st.randoms(use_true_random=False))
-def test_a_forecast_is_possible_while_trainers_come_and_go(
-    paces: list[float], batch: int, rng: random.Random
-) -> None:
+def test_a_forecast_is_possible_while_trainers_come_and_go(paces: list[float], batch: int, rng: random.Random) -> None:
     swarm = Swarm({f"t{i}": pace for i, pace in enumerate(paces)}, batch)
     swarm.step()
     for number in range(30):

@@ -5,8 +5,17 @@ from __future__ import annotations
 import random
 
 from peerd.core.training import Done, Forecast, Position
-from peerd.machine.conducting import MemberHello, MoveEnded, Output, PrepareEnded, SendMove, SendPrepare, TrainerReport
-from peerd.machine.conductor import Conductor, ConductorConfig, Phase
+from peerd.machine.conducting import (
+    ConductorConfig,
+    MemberHello,
+    MoveEnded,
+    Output,
+    PrepareEnded,
+    SendMove,
+    SendPrepare,
+    TrainerReport,
+)
+from peerd.machine.conductor import Conductor, Phase
 from peerd.machine.outlook import Outlook
 from peerd.machine.reach import START
 

@@ -68,7 +68,8 @@ def test_methods_that_no_table_names_are_for_every_member_and_for_nobody_else() 
     assert books.may_call(PEERS[0], "new/1", "new/1/thing", NOW) is None
     assert books.may_call(PEERS[1], "new/1", "new/1/thing", NOW) is not None
     assert books.may_call(PEERS[0], "stage/1", "stage/1/forward", NOW) is not None
-    assert books.may_serve(PEERS[0], "state/1", "state/1/x", NOW) is None
+    assert books.may_serve(PEERS[0], "kept/1", "kept/1/x", NOW) is None
+    assert books.may_serve(PEERS[0], "state/1", "state/1/x", NOW) is not None
     assert books.may_serve(PEERS[0], "stage/1", "stage/1/x", NOW) is not None
     assert books.may_serve(PEERS[1], "dht/1", "dht/1/x", NOW) is None
 

@@ -16,6 +16,7 @@ import pytest
 from peerd.core.training import Done, LineInfo, Mb, Position
 from peerd.machine.conducting import (
     CancelAttempt,
+    ConductorConfig,
     MemberGone,
     MemberHello,
     MoveEnded,
@@ -26,7 +27,7 @@ from peerd.machine.conducting import (
     TrainerGone,
     TrainerReport,
 )
-from peerd.machine.conductor import Conductor, ConductorConfig, Phase
+from peerd.machine.conductor import Conductor, Phase
 from peerd.machine.reach import START
 
 STAGES, BATCH = 2, 6

@@ -1,19 +1,27 @@
-"""Two backbones of one run keep its curve and checkpoints; one is killed, and the other's files bring the run back."""
+"""Backbones keep a run's curve and checkpoints; whoever has lost all its peers goes on from what they give."""
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import trio
 
 from peerd.compute.checkpoint import Checkpoints
 from peerd.compute.curves import Curves
+from peerd.core.errors import ConfigError
+from peerd.core.messages import Empty
 from peerd.core.runfile import CheckpointSection, EvaluateSection, RunFile, fingerprint
+from peerd.core.training import StatePiece
+from peerd.member.saving import Saving
+from peerd.service.rpc import Answer, Incoming
+from peerd.service.snapshot import Giving
 from roles.backbone import BackboneRole
 from roles.stage import StageRole
 from roles.trainer import TrainerRole
@@ -84,7 +92,8 @@ async def test_of_two_backbones_one_is_killed_and_the_run_goes_on_from_what_the_
     steps = whole_curve(place / "backbone1")
     assert steps[-1] >= before
 
-    everything_else_is_lost(place, run)
+    for lost in ("stage0", "stage1", "trainer", "backbone0"):
+        shutil.rmtree(place / lost)
     async with swarm(place) as s:
         second = await s.start("backbone1", BackboneRole, run)
         stages = [await s.start(f"stage{i}", StageRole, pinned(run, i)) for i in range(2)]
@@ -120,16 +129,6 @@ def whole_curve(place: Path) -> list[int]:
     return steps
 
 
-def everything_else_is_lost(place: Path, run: RunFile) -> None:
-    """By hand, as the README says: each stage's folder of what the backbone kept to a peer that is to serve it."""
-    for stage in range(2):
-        shutil.rmtree(place / f"stage{stage}")
-        part = Path("checkpoints") / run.run / f"stage-{stage}"
-        shutil.copytree(place / "backbone1" / part, place / f"stage{stage}" / part)
-    shutil.rmtree(place / "trainer")
-    shutil.rmtree(place / "backbone0")
-
-
 async def test_a_backbone_with_other_settings_keeps_the_curve_and_says_why_no_checkpoints(
     tmp_path: Path, run: RunFile
 ) -> None:
@@ -152,10 +151,76 @@ async def test_a_stage_whose_peers_are_all_lost_returns_from_what_a_backbone_kep
         await until(s, keeper, "_looked", "kept", lambda: bool(kept(keeper)))
         stages[1].kill()
         await stages[1].gone.wait()
-        newest = max(kept(keeper))
-        for stage in range(2):  # a peer for each stage: what a living one has saved may be of other steps
-            part = Path("checkpoints") / run.run / f"stage-{stage}"
-            shutil.copytree(place / "backbone0" / part, place / f"new{stage}" / part)
-        fresh = [await s.start(f"new{stage}", StageRole, pinned(run, stage)) for stage in range(2)]
-        for peer in (stages[0], *fresh):
-            await until(s, peer, "_stepped", "goes on", partial(lambda peer: step_of(peer) > newest + 2, peer))
+        fresh = await s.start("fresh", StageRole, pinned(run, 1))
+        await until(s, fresh, "_stepped", "goes on", lambda: step_of(fresh) > 0)
+        newest = {event["step"] for event in told([fresh], "recalled")}
+        for peer in (stages[0], fresh):  # what a living one has saved may be of other steps
+            await until(s, peer, "_stepped", "goes on", partial(lambda peer: step_of(peer) > max(newest) + 2, peer))
+        assert {event["step"] for event in told([stages[0], fresh], "restored")} <= newest
+
+
+def told(peers: Iterable[Peer], name: str) -> list[dict[str, Any]]:
+    return [event for peer in peers for event in peer.log.recent(500) if event["name"] == name]
+
+
+async def kept_by(s: Swarm, run: RunFile, backbones: int) -> int:
+    """A run of which all peers but backbones are lost; the newest step that all of those keep."""
+    keepers, stages = await started(s, run, backbones)
+
+    def common() -> set[int]:
+        return set.intersection(*(set(kept(keeper)) for keeper in keepers))
+
+    for keeper in keepers:
+        await until(s, keeper, "_looked", "all kept the same", lambda: bool(common()))
+    for peer in (*stages, s.peers["trainer"]):
+        peer.kill()
+        await peer.gone.wait()
+    return max(common())
+
+
+async def test_a_fresh_peer_does_not_begin_at_the_start_when_nobody_can_give_what_is_kept(
+    tmp_path: Path, run: RunFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def broken(*_: object) -> None:
+        raise ConfigError("the disk is broken")
+
+    async with swarm(tmp_path / "peers") as s:
+        await kept_by(s, run, backbones=1)
+        monkeypatch.setattr(Saving, "load", broken)
+        fresh = [await s.start(f"fresh{i}", StageRole, pinned(run, i)) for i in range(2)]
+        await s.start("new trainer", TrainerRole, run)
+        with trio.fail_after(60):
+            while not told(fresh, "not recalled"):
+                await s.peers["backbone0"].role._looked.wait()
+        assert [step_of(peer) for peer in fresh] == [0, 0]
+        assert "no position that every stage can reach" in str(fresh[0].role.status()["waits_for"])
+
+
+async def test_a_backbone_that_gives_wrong_bytes_is_refused_and_named(
+    tmp_path: Path, run: RunFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    give = Giving._give_piece
+    liars: list[Giving] = []
+
+    async def spoil(self: Giving, call: Incoming[StatePiece]) -> Answer[Empty]:
+        answer = await give(self, call)
+        if self not in liars:
+            return answer
+        (frame,) = answer.frames
+        spoilt = bytearray(frame.payload)
+        spoilt[-1] ^= 1
+        return Answer(Empty(), (replace(frame, payload=spoilt),))
+
+    monkeypatch.setattr(Giving, "_give_piece", spoil)
+    async with swarm(tmp_path / "peers") as s:
+        await kept_by(s, run, backbones=2)
+        liar, honest = sorted((s.peers[f"backbone{i}"] for i in range(2)), key=lambda peer: peer.host.id)
+        liar_name = liar.host.id.text  # the first is asked first
+        liars.append(liar.role._keeping._giving)
+        fresh = [await s.start(f"fresh{i}", StageRole, pinned(run, i)) for i in range(2)]
+        await s.start("new trainer", TrainerRole, run)
+        for peer in fresh:
+            await until(s, peer, "_stepped", "goes on", partial(lambda peer: step_of(peer) > 0, peer))
+        notes = [str(event["note"]) for event in told(fresh, "download")]
+        assert [note for note in notes if f"donor {liar_name[-6:]} is not asked again" in note and "digest" in note]
+        assert {event["step"] for event in told(fresh, "restored")} <= set(kept(honest))

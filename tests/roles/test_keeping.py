@@ -16,7 +16,8 @@ from peerd.compute.served import ServedStage
 from peerd.core.errors import ConfigError
 from peerd.core.runfile import CheckpointSection, ModelSection, OptimizerSection, PipelineSection, RunFile
 from peerd.core.training import Position
-from peerd.member.keeping import Keeping, _checked
+from peerd.member.keeping import Keeping
+from peerd.member.states import checked
 from peerd.net.clock import RealClock
 from peerd.role import RoleContext, StateItem, Training
 from tests.kit.workers import InlineWorker
@@ -104,7 +105,7 @@ async def test_sets_that_a_full_disk_cuts_short_cost_no_whole_one(
 async def test_a_list_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     kept = keeping(tmp_path)
     await kept.open()
-    (kept._list.parent / "kept.json.new").mkdir(parents=True)
+    (kept._list.path.parent / "kept.json.new").mkdir(parents=True)
     with pytest.raises(ConfigError, match=r"kept\.json\.new: "):
         await kept._write(at(4), states(4))
 
@@ -125,12 +126,12 @@ async def test_two_branches_at_one_step_are_no_set(tmp_path: Path) -> None:
 def test_what_is_no_state_of_its_step_is_refused() -> None:
     served = ServedStage(RUN, 0, "cpu")
     items = [StateItem(*item) for item in served.describe()]
-    assert _checked(at(0), items).keys() == {item.name for item in items}
+    assert checked(at(0), items).keys() == {item.name for item in items}
     with pytest.raises(ValueError, match="says it is of step 0"):
-        _checked(at(3), items)
+        checked(at(3), items)
     next(iter(served.module._state_views().values())).view(-1)[0] = torch.nan
     with pytest.raises(ValueError, match="not finite"):
-        _checked(at(0), [StateItem(*item) for item in served.describe()])
+        checked(at(0), [StateItem(*item) for item in served.describe()])
 
 
 @pytest.mark.slow

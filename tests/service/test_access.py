@@ -13,8 +13,9 @@ from peerd.core.frame import TensorFrame
 from peerd.core.ids import PeerId
 from peerd.core.limits import ACCESS_TOLD
 from peerd.core.messages import Empty, encode
-from peerd.core.progress import Joiner, StageProgress, encode_progress, joining_key, stage_key
+from peerd.core.progress import Joiner, Kept, StageProgress, encode_progress, joining_key, kept_key, stage_key
 from peerd.core.token import revoked_key
+from peerd.core.training import Position
 from peerd.service.access import Present, Presented
 from peerd.service.contributions import Tally, TallyOf
 from peerd.service.directory import Directory
@@ -215,6 +216,14 @@ def test_who_claims_in_the_directory_to_serve_counts_only_with_a_token_for_that(
             assert list(await mine.refresh()) == [a.id]
         assert len(await Directory("tiny", 2, outsider.host, outsider.dht).refresh()) == 3  # they do stand there
         assert open_backbone.dht.status()["records_held"] >= 3
+        keeper = await club.member("backbone", number=3)
+        places = [Position(7, b"x")]
+        await Directory("tiny", 2, keeper.host, keeper.dht, keeper.rpc.gate).announce_kept(places)
+        for liar, shown in ((outsider, keeper.access.token), (trainer, trainer.access.token)):
+            await liar.dht.put(kept_key("tiny"), encode(Kept([Position(1 << 40, b"")], [], shown)), ttl_s=60)
+        await mine.refresh()
+        assert mine.kept == {keeper.id: places}
+        assert mine.keepers(places[0]) == [keeper.id]
         now = a.node.clock.wall()
         await outsider.dht.put(joining_key("tiny"), encode(Joiner(now - 0.1)), ttl_s=60)
         assert await mine.needed_stage(now, a.node.clock) == 1  # 0, if a stranger's place in the line counted
