@@ -10,7 +10,7 @@ lines and vectors is strangers' word, and a lie makes a round slow, never wrong.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
 
 from peerd.core.limits import LINKS_INBOUND
@@ -119,6 +119,18 @@ class Grouping:
         shape, most = " x ".join(map(str, sides)), largest_group(len(group), sides)
         why = f"stage {stage} averages in a grid of {shape} for {len(group)} members, groups of up to {most}"
         return Ordered(None, frozenset(), {peer: tuple(found) for peer, found in rounds.items()}, why)
+
+
+def foretold_mates(own: str, members: Collection[str], size: int) -> set[str] | None:
+    """Whom `own` will meet when these members average in a grid, as far as the run's group size tells; None: all.
+
+    The conductor knows more: of lines and failures. Where that makes a difference, links are made in the round.
+    """
+    if len(members) <= (size or _GROUP_MOST):
+        return None
+    sides = grid_within(len(members), size) if size else grid_of(len(members), 2)
+    groups = (one.peers for found in meetings(sorted(members), sides) for one in found)
+    return {peer for peers in groups if own in peers for peer in peers}
 
 
 def round_s(peers: int, xi_s_per_byte: float, vector_bytes: int) -> float:

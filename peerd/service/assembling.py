@@ -13,6 +13,7 @@ import trio
 from peerd.core.errors import RemoteError
 from peerd.core.ids import PeerId
 from peerd.machine.assembly import Assembly
+from peerd.machine.grouping import foretold_mates
 from peerd.net.host import Host
 from peerd.service.following import Following
 
@@ -22,26 +23,33 @@ _LOOK_S = 2.0  # links may break, and forecasts change
 
 
 class Assembling:
-    """One peer's."""
+    """One peer's. `group_size`: the run's."""
 
-    def __init__(self, host: Host, following: Following) -> None:
-        self._host, self._following = host, following
+    def __init__(self, host: Host, following: Following, group_size: int = 0) -> None:
+        self._host, self._following, self._group_size = host, following, group_size
         self._assembly = Assembly(host.id.text)
 
     async def run(self, stage: int) -> None:
-        """Be linked to everyone of `stage`, helpers too, when its round begins; until cancelled."""
+        """Be linked to whom we meet of `stage`, helpers too, when its round begins; until cancelled."""
         following, assembly = self._following, self._assembly
         async with trio.open_nursery() as nursery:
             while True:
                 now, forecast, told = trio.current_time(), following.forecast, following.told
                 due_in_s = forecast.whole_in_s if forecast is not None else None
-                mates = {member.peer for member in following.members if member.stage == stage}
+                mates = self._mates(stage)
                 linked = {peer.text for peer in self._host.connected()}
                 for mate in assembly.dial(now, due_in_s, mates, linked):
                     nursery.start_soon(self._connect, mate)
                 wait_s = assembly.wake_in_s(now, due_in_s)
                 with trio.move_on_after(_LOOK_S if wait_s is None else min(wait_s, _LOOK_S)):
                     await told.wait()
+
+    def _mates(self, stage: int) -> set[str]:
+        """Everyone, or, in a grid, the members of our own groups: helpers have no part in it."""
+        members = [member for member in self._following.members if member.stage == stage]
+        ready = {member.peer for member in members if member.ready}
+        mates = foretold_mates(self._host.id.text, ready, self._group_size)
+        return {member.peer for member in members} if mates is None else mates
 
     async def _connect(self, mate: str) -> None:
         try:

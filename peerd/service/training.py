@@ -70,7 +70,7 @@ class Training:
 
     def assembling(self) -> Assembling:
         """For who takes part in averaging: links to all others, before they are needed."""
-        return Assembling(self._host, self.following)
+        return Assembling(self._host, self.following, self.run.averaging.group_size)
 
     def fetcher(self) -> Fetcher:
         """For a watcher: fetch what stage peers give."""

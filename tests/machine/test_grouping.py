@@ -13,7 +13,7 @@ from peerd.core.errors import ProtocolViolation
 from peerd.core.messages import decode, encode
 from peerd.core.training import GridRound, LineInfo, Party, Prepare
 from peerd.machine.allreduce import AveragingPlan
-from peerd.machine.grouping import Grouping, Ordered
+from peerd.machine.grouping import Grouping, Ordered, foretold_mates
 from peerd.machine.plans import Terms, attempt_of, plans_of
 from peerd.machine.splitting import Lines
 
@@ -108,6 +108,18 @@ def test_helpers_take_part_in_flat_rounds_only() -> None:
             for rounds in found.rounds.values()
             for one in rounds
         )
+
+
+@given(st.integers(2, 60), st.integers(3, 12))
+def test_a_member_foretells_whom_it_meets(count: int, size: int) -> None:
+    found = grouping(count, size).order(0, names(count))
+    for peer in names(count):
+        mates = foretold_mates(peer, set(names(count)), size)
+        if not found.rounds:
+            assert mates is None
+            continue
+        assert mates == {other for one in found.rounds[peer] for other in one.meeting.peers}
+    assert not foretold_mates("helper", set(names(count)), size)
 
 
 # --- what a member makes of it -------------------------------------------------------------------------------------

@@ -42,6 +42,19 @@ class Net:
         self.links.append(peer)
 
 
+async def test_in_a_grid_links_are_made_to_the_own_groups_only(autojump_clock: MockClock) -> None:
+    async with fake_net() as net, trio.open_nursery() as nursery:
+        hosts = sorted((net.host(f"peer {number}") for number in range(10)), key=lambda host: host.id.text)
+        helper = hosts.pop()
+        own, follows = Net(hosts[0]), following(hosts[0])
+        nursery.start_soon(Assembling(cast(Host, own), follows, group_size=3).run, 0)
+        members = [MemberInfo(host.id.text, 0, [], host is not helper) for host in (*hosts, helper)]
+        follows.note_members(members)
+        await trio.sleep(10.0)
+        assert sorted(peer.text for _, peer in own.dialled) == [hosts[i].id.text for i in (1, 2, 3, 6)]
+        nursery.cancel_scope.cancel()
+
+
 async def test_links_are_made_before_the_step_is_due(autojump_clock: MockClock) -> None:
     async with fake_net() as net, trio.open_nursery() as nursery:
         hosts = sorted((net.host(f"peer {number}") for number in range(4)), key=lambda host: host.id.text)
