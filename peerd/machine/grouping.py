@@ -1,8 +1,9 @@
 """How one averaging attempt of a stage is ordered: flat, everyone in one group, or as the rounds of a grid.
 
 Flat where `group_size` allows it. When the run leaves the size to us (0) a stage of up to `_FLAT` members is flat, and
-a larger one where the rule of `groups` for the failure rate seen so far has one group, or where the line model does not
-find the grid faster. A grid moves the vector once for each round, and saves what every mate in a group costs besides.
+a larger one where the line model does not find a grid faster; how many rounds this has, the rule of `groups` says for
+the failure rate seen so far. A grid moves the vector once for each round, and saves what every mate in a group costs
+besides: it pays for many members on fast lines. More than `_GROUP_MOST` are never one group.
 Helpers take part in flat rounds only: in a grid they would have to be divided among groups that do not know each other.
 All groups share one fate: an attempt in which one fails is repeated without the lost. Decides only; what it knows of
 lines and vectors is strangers' word, and a lie makes a round slow, never wrong.
@@ -23,7 +24,9 @@ from peerd.machine.splitting import Lines, Split
 _FLAT = 8  # members: a grid of so few saves nothing
 _GROUP_MOST = LINKS_INBOUND // 2  # peers of one group: everyone has a connection to each of the others
 _UNKNOWN_BYTES_PER_S = 12.5e6  # a line of which nobody says anything
-_MATE_S = 0.004  # of computing: what each further peer of a group costs a member in calls and parts
+_CALL_S = 0.001  # of computing: what each further peer of a group costs a member, `bench.py grids` measures it,
+_PART_S = 0.0005  # and each part of its share, if this is cut because lines are known
+_PARTS, _PART_BYTES = 8, 4096  # how many these are at most, and how small
 _TURN_S = 0.1  # what a round takes beside that: parts go to their owners, and sums come back
 
 
@@ -89,9 +92,9 @@ class Grouping:
             return self._flat(stage, group)
         rule = group_size(count, self._failures.rate, _GROUP_MOST)
         possible = count <= _GROUP_MOST
-        if possible and (rule.rounds == 1 or not vector_bytes):
+        if possible and not vector_bytes:
             return self._flat(stage, group)
-        grid = self._grid(stage, group, grid_of(count, rule.rounds))
+        grid = self._grid(stage, group, grid_of(count, max(2, rule.rounds)))
         if grid is None:
             return self._flat(stage, group)
         flat = self._flat(stage, group) if possible else None
@@ -136,7 +139,8 @@ def foretold_mates(own: str, members: Collection[str], size: int) -> set[str] | 
 def round_s(peers: int, xi_s_per_byte: float, vector_bytes: int) -> float:
     """How long a group of so many takes for a round in the line model; xi 0: of lines that nobody knows."""
     xi = xi_s_per_byte or 2 * (peers - 1) / peers / _UNKNOWN_BYTES_PER_S
-    return xi * vector_bytes + _MATE_S * (peers - 1) + _TURN_S
+    parts = min(_PARTS, vector_bytes // peers // _PART_BYTES) if xi_s_per_byte else 0
+    return xi * vector_bytes + (_CALL_S + _PART_S * parts) * (peers - 1) + _TURN_S
 
 
 def _flat_s(count: int, split: Split | None, vector_bytes: int) -> float:

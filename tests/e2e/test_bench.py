@@ -36,6 +36,25 @@ def test_the_transport_benchmark_prints_its_figures(
     assert "plain trio TCP" in printed.err
 
 
+@pytest.mark.slow
+@pytest.mark.socket
+def test_the_grids_benchmark_prints_its_figures(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    import bench
+    from benchmarks import grids
+
+    monkeypatch.setattr(grids, "COUNTS", (5,))
+    monkeypatch.setattr(grids, "MEASURED", ((1000, False), (1000, True)))
+    monkeypatch.setattr("sys.argv", ["bench.py", "grids", "--json"])
+    assert bench.main() == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert found["cpu_5_1000_flat_ms"] > 0
+    assert (found["links_64_flat"], found["links_64_grid"]) == (63, 14)
+    assert found["model_128_at_1000_grid_s"] < found["model_128_at_1000_flat_s"]
+
+
 def absent(_count: int, _rounds: int) -> dict[str, Any]:
     raise ImportError("nobody wrote it")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 
 import msgspec
@@ -11,10 +12,21 @@ from hypothesis import strategies as st
 
 from peerd.core.errors import ProtocolViolation
 from peerd.core.messages import decode, encode
-from peerd.core.training import GridRound, LineInfo, Party, Prepare
+from peerd.core.training import Done, GridRound, LineInfo, Party, Prepare
 from peerd.machine.allreduce import AveragingPlan
+from peerd.machine.conducting import (
+    CancelAttempt,
+    MemberGone,
+    MemberHello,
+    PrepareEnded,
+    SendMove,
+    SendPrepare,
+    TrainerReport,
+)
+from peerd.machine.conductor import Conductor, ConductorConfig
 from peerd.machine.grouping import Grouping, Ordered, foretold_mates
 from peerd.machine.plans import Terms, attempt_of, plans_of
+from peerd.machine.reach import START
 from peerd.machine.splitting import Lines
 
 MB = 1e6
@@ -59,9 +71,9 @@ def test_news_are_told_once() -> None:
     assert ordering.order(0, names(8)).news
 
 
-def test_a_small_stage_and_one_that_hardly_fails_are_flat() -> None:
-    for count in (2, 8, 9, 64):
-        assert not grouping(count).order(0, names(count)).rounds
+def test_a_small_stage_and_one_on_slow_or_unknown_lines_are_flat() -> None:
+    for count, mbyte_s in ((2, 125), (8, 125), (9, 0), (64, 0), (64, 12.5)):
+        assert not grouping(count, mbyte_s=mbyte_s).order(0, names(count)).rounds
 
 
 def failing(ordering: Grouping, members: int) -> Grouping:
@@ -70,11 +82,17 @@ def failing(ordering: Grouping, members: int) -> Grouping:
     return ordering
 
 
-@pytest.mark.parametrize(("elements", "grid"), [(1_000, True), (10_000_000, False)])
-def test_a_large_stage_that_often_fails_has_a_grid_unless_that_takes_longer(elements: int, grid: bool) -> None:
+@pytest.mark.parametrize(("elements", "grid"), [(1_000_000, True), (100_000_000, False)])
+def test_a_large_stage_on_fast_lines_has_a_grid_unless_that_takes_longer(elements: int, grid: bool) -> None:
     """A small vector is soon moved several times, and a large one is not."""
-    ordering = failing(grouping(150, elements=elements, mbyte_s=12.5), 150)
+    ordering = grouping(150, elements=elements, mbyte_s=125)
     assert bool(ordering.order(0, names(150)).rounds) == grid
+
+
+def test_where_many_fail_groups_are_smaller_and_rounds_more() -> None:
+    calm, often = grouping(150, mbyte_s=125), failing(grouping(150, mbyte_s=125), 150)
+    shapes = [{len(rounds) for rounds in one.order(0, names(150)).rounds.values()} for one in (calm, often)]
+    assert shapes == [{2}, {3}]
 
 
 def test_what_no_peer_can_hold_connections_for_is_a_grid_though_it_takes_longer() -> None:
@@ -202,3 +220,30 @@ def test_too_many_rounds_and_peers_are_refused_by_the_codec() -> None:
     order = msgspec.structs.replace(good(), rounds=[round_] * 13)
     with pytest.raises(ProtocolViolation):
         decode(Prepare, encode(order))
+
+
+# --- the conductor -------------------------------------------------------------------------------------------------
+
+
+def test_an_attempt_that_fails_in_any_group_is_ordered_anew_without_the_lost() -> None:
+    """Nine members; one says that another was lost in the second round, while others have the whole sum."""
+    conductor = Conductor(ConductorConfig(stages=1, microbatches=1, gather_s=1.0, group_size=3), random.Random(1), 0.0)
+    for peer in names(9):
+        conductor.handle(0.0, MemberHello(peer, 0, 1, START, None, (), frozenset(), frozenset(), ()))
+    conductor.wake(2.0)
+    conductor.handle(2.0, TrainerReport("t", 0, (1,), ()))
+    out = conductor.handle(2.0, TrainerReport("t", 0, (), (Done(1, ["p000"]),)))
+    orders = [order for order in out if isinstance(order, SendPrepare)]
+    assert [len(order.rounds) for order in orders] == [2] * 9
+    assert orders[4].meets == ("p001", "p003", "p004", "p005", "p007")
+    for peer in ("p001", "p002"):
+        conductor.handle(2.5, PrepareEnded(peer, orders[0].attempt, True))
+    out = conductor.handle(2.6, PrepareEnded("p000", orders[0].attempt, False, (), ("p006",)))
+    out += conductor.handle(2.7, MemberGone("p006"))
+    assert CancelAttempt(orders[0].attempt) in out
+    again = [order for order in (*out, *conductor.wake(3.0)) if isinstance(order, SendPrepare)]
+    assert [order.peer for order in again] == [name for name in names(9) if name != "p006"]
+    assert {order.attempt for order in again}.isdisjoint({order.attempt for order in orders})
+    assert [len(order.rounds) for order in again] == [3] * 8
+    moves = [o for name in names(9) for o in conductor.handle(3.5, PrepareEnded(name, again[0].attempt, True))]
+    assert [move.peer for move in moves if isinstance(move, SendMove) and move.commit] == [o.peer for o in again]

@@ -65,9 +65,9 @@ class Sums:
         monkeypatch.setattr(Averaging, "sum", sum_)
 
 
-def grid_run(folder: Path, optimizer: str, dtype: str) -> RunFile:
-    run = run_file(optimizer, dtype, write_texts(folder), stages=1)
-    averaging, batch = AveragingSection(group_size=3), BatchSection(target_samples=18)
+def grid_run(folder: Path, dtype: str, code: Any = "none") -> RunFile:
+    run = run_file("adamw", dtype, write_texts(folder), stages=1)
+    averaging, batch = AveragingSection(group_size=3, code=code), BatchSection(target_samples=18)
     return msgspec.structs.replace(run, averaging=averaging, batch=batch)
 
 
@@ -89,7 +89,7 @@ async def finished(s: Swarm, peers: list[Peer]) -> None:
 async def test_nine_replicas_in_a_grid_train_like_one_process(
     tmp_path: Path, batches: Batches, monkeypatch: pytest.MonkeyPatch, dtype: str
 ) -> None:
-    run, sums = grid_run(tmp_path, "adamw", dtype), Sums(monkeypatch)
+    run, sums = grid_run(tmp_path, dtype), Sums(monkeypatch)
     async with swarm(tmp_path / "peers") as s:
         peers = await replicas(s, run, sums)
         await finished(s, peers)
@@ -103,10 +103,23 @@ async def test_nine_replicas_in_a_grid_train_like_one_process(
         assert differences(run, plain, [module]) == []
 
 
+@pytest.mark.parametrize("code", ["int8", "powersgd"])
+async def test_replicas_in_a_grid_stay_equal_though_gradients_are_coded(
+    tmp_path: Path, batches: Batches, monkeypatch: pytest.MonkeyPatch, code: str
+) -> None:
+    run, sums = grid_run(tmp_path, "float32", code), Sums(monkeypatch)
+    async with swarm(tmp_path / "peers") as s:
+        peers = await replicas(s, run, sums)
+        await finished(s, peers)
+    assert sums.groups[3, 3] >= PEERS * (STEPS - 2)
+    assert len(batches.digests) == STEPS
+    assert batches.faults(per_step=9) == []
+
+
 async def test_a_replica_that_dies_in_the_second_round_is_left_out_and_the_others_stay_equal(
     tmp_path: Path, batches: Batches, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run, sums = grid_run(tmp_path, "adamw", "float64"), Sums(monkeypatch)
+    run, sums = grid_run(tmp_path, "float64"), Sums(monkeypatch)
     sums.kill_after = 3 * PEERS + 2  # some have made their second round of that attempt, others have yet to
     async with swarm(tmp_path / "peers") as s:
         peers = await replicas(s, run, sums)

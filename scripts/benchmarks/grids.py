@@ -1,0 +1,150 @@
+"""When a grid of small averaging groups pays: what each further peer costs, and what the line model makes of it.
+
+Measured is processor time: all peers are in this process, over TCP on loopback, each with a host of its own, and what
+one of them takes for one attempt is told, flat and over a grid of two rounds; where peers tell of their lines, shares
+are cut into smaller parts. Modelled is the time of an attempt over equal lines by `machine/grouping`, which chooses by
+it: so many seconds for the bytes, for each peer of a group and its parts, and for each round.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+import msgspec
+import numpy as np
+import trio
+
+from benchmarks._report import Figure, Report
+from peerd.core.addr import parse_addr
+from peerd.core.keys import Keypair
+from peerd.core.training import LineInfo, Prepare
+from peerd.machine.grouping import Grouping, Ordered, round_s
+from peerd.machine.moshpit import grid_of
+from peerd.machine.plans import Terms, plans_of
+from peerd.machine.splitting import Lines
+from peerd.net.clock import RealClock
+from peerd.net.host import Host
+from peerd.net.tcp import TcpTransport
+from peerd.service.averaging import Averaging
+from peerd.service.rpc import Rpc
+
+T = TypeVar("T")
+TERMS = Terms(part_bytes=4 << 20, patience_s=60.0)
+MODELLED = (8, 16, 32, 64, 128, 192)
+VECTOR_BYTES = 8 << 20
+MEASURED = ((10_000, False), (200_000, True), (1_000_000, False))  # values, and whether lines are known
+COUNTS = (8, 16)
+LINES_MBIT_S = (100, 1000)
+BYTES_PER_MBIT = 125_000
+
+
+class Inline:
+    """Computes where it is called: the processor's time is measured, not the clock's."""
+
+    async def run(self, job: Callable[[], T], *, name: str, cost_s: float = 0.0, urgent: bool = False) -> T:
+        await trio.lowlevel.checkpoint()
+        return job()
+
+
+class Peers:
+    """Linked to each other, and averaging."""
+
+    def __init__(self, nursery: trio.Nursery) -> None:
+        self._nursery = nursery
+        self._hosts: list[Host] = []
+        self._averaging: dict[str, Averaging] = {}
+        self._attempts = 0
+
+    async def start(self, count: int) -> None:
+        for number in range(count):
+            clock = RealClock()
+            host = Host(Keypair.from_seed(number.to_bytes(32, "big")), clock, [TcpTransport()])
+            rpc = Rpc(host, clock)
+            await self._nursery.start(host.run, [parse_addr("/ip4/127.0.0.1/tcp/0")])
+            await self._nursery.start(rpc.run)
+            self._hosts.append(host)
+            self._averaging[host.id.text] = Averaging(rpc, host.id)
+        for number, host in enumerate(self._hosts):
+            for other in self._hosts[:number]:
+                await host.connect(other.id, other.addrs())
+
+    async def attempt_s(self, elements: int, known: bool, size: int) -> float:
+        """Processor seconds of one peer for one attempt in groups of up to `size`."""
+        names, lines = tuple(sorted(self._averaging)), Lines()
+        for name in names if known else ():
+            lines.tell(name, 0, LineInfo("node", 1e7, 1e7, elements, "float32"))
+        ordered = Grouping(lines, size).order(0, names)
+        self._attempts += 1
+        began = time.process_time()
+        async with trio.open_nursery() as nursery:
+            for name in names:
+                plans = plans_of(self._order(ordered, name, names), name, TERMS)
+                vector = np.ones(elements, dtype="float32")
+                nursery.start_soon(self._averaging[name].sum_over, plans, vector, Inline())
+        return (time.process_time() - began) / len(names)
+
+    def _order(self, ordered: Ordered, name: str, names: tuple[str, ...]) -> Prepare:
+        rounds = [one.message() for one in ordered.rounds.get(name, ())]
+        split, attempt = ordered.split, self._attempts.to_bytes(16, "big")
+        order = Prepare(bytes(16), 1, 0, attempt, b"", list(names), [], 1, 60.0, rounds=rounds)
+        if split is None:
+            return order
+        return msgspec.structs.replace(order, split=list(split.parties), part_bytes=split.part_bytes)
+
+
+async def _measured(count: int, elements: int, known: bool, repeats: int) -> tuple[float, float]:
+    """Processor milliseconds of one peer: flat, and over a grid of two rounds; the least of some."""
+    async with trio.open_nursery() as nursery:
+        peers = Peers(nursery)
+        await peers.start(count)
+        size = max(grid_of(count, 2))
+        await peers.attempt_s(elements, known, count)
+        flat = min([await peers.attempt_s(elements, known, count) for _ in range(repeats)])
+        grid = min([await peers.attempt_s(elements, known, size) for _ in range(repeats)])
+        nursery.cancel_scope.cancel()
+    return 1e3 * flat, 1e3 * grid
+
+
+def _round_s(peers: int, mbit_s: int) -> float:
+    return round_s(peers, 2 * (peers - 1) / peers / (mbit_s * BYTES_PER_MBIT), VECTOR_BYTES)
+
+
+def _modelled(count: int) -> list[Figure]:
+    sides = grid_of(count, 2)
+    shape, mates = " x ".join(map(str, sides)), sum(side - 1 for side in sides)
+    found = [
+        Figure(f"links_{count}_flat", f"{count} peers, links of each: flat", count - 1, digits=0),
+        Figure(f"links_{count}_grid", f"{count} peers, links of each: {shape}", mates, digits=0),
+        Figure(f"moved_{count}_flat", f"{count} peers, vectors that each sends: flat", 2 * (count - 1) / count),
+        Figure(f"moved_{count}_grid", f"{count} peers, likewise: {shape}", sum(2 * (m - 1) / m for m in sides)),
+    ]
+    for mbit_s in LINES_MBIT_S:
+        flat_s, grid_s = _round_s(count, mbit_s), sum(_round_s(side, mbit_s) for side in sides)
+        text = f"{count} peers, {VECTOR_BYTES >> 20} MiB at {mbit_s} Mb/s"
+        found += [
+            Figure(f"model_{count}_at_{mbit_s}_flat_s", f"{text}: flat", flat_s, "s"),
+            Figure(f"model_{count}_at_{mbit_s}_grid_s", f"{text}: {shape}", grid_s, "s"),
+        ]
+    return found
+
+
+def measure(full: bool) -> Report:
+    """Takes some ten seconds, with `full` twice as long."""
+    sections = []
+    for elements, known in MEASURED:
+        section = []
+        for count in COUNTS:
+            flat_ms, grid_ms = trio.run(_measured, count, elements, known, 8 if full else 3)
+            shape = " x ".join(map(str, grid_of(count, 2)))
+            text = f"{count} peers, {elements:,} values{', known lines' if known else ''}"
+            section += [
+                Figure(f"cpu_{count}_{elements}_flat_ms", f"{text}: flat", flat_ms, "ms"),
+                Figure(f"cpu_{count}_{elements}_grid_ms", f"{text}: {shape}", grid_ms, "ms"),
+                Figure(f"mate_{count}_{elements}_ms", f"{text}: for each mate, flat", flat_ms / (count - 1), "ms"),
+            ]
+        sections.append(section)
+    sections += [_modelled(count) for count in MODELLED]
+    note = "first measured: processor time of one peer for one attempt; then the model"
+    return Report("averaging flat and over a grid", sections, note)
