@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -180,6 +181,44 @@ async def test_a_gradient_without_a_place_counts_when_one_comes_before_the_step_
             assert found[0] is not None
     assert d.counts.late == 0
     user.go()
+
+
+async def test_in_a_delayed_run_a_gradient_counts_one_step_later_too_but_not_two_nor_after_a_jump() -> None:
+    d = Desk(patience_s=5, delay=1)
+    d.open(trio.lowlevel.current_trio_token())
+    user = User(d)
+    there, beyond = Position(4, b"there"), Position(5, b"beyond")
+    origins = [HERE]
+
+    async def goes_out() -> None:
+        """He computes with the parameters of now."""
+        with trio.CancelScope() as scope:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(_take_with, d, lambda: origins)
+                assert await user.hears() == "go"
+                scope.cancel()
+
+    for now, step, late in (([there, HERE], 4, 0), ([beyond, there], 5, 1), ([there], 4, 2)):
+        origins[:] = [HERE]
+        await goes_out()
+        origins[:] = now
+        user.go([torch.ones(1)])
+        with trio.move_on_after(0.05) as waited:
+            async with d.gradients(lambda: origins, step):
+                pass
+        assert d.counts.late == late
+        if late:
+            assert waited.cancelled_caught
+            assert await user.hears() == "go"  # he was let go with the new ones
+            user.go([torch.ones(1)])
+            async with d.gradients(lambda: origins, step):
+                pass
+    user.go()
+
+
+async def _take_with(d: Desk, origins: Callable[[], list[Position]]) -> None:
+    async with d.gradients(origins, 3):
+        pass
 
 
 async def test_parameters_change_only_while_the_user_is_inside() -> None:

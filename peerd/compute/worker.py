@@ -52,33 +52,46 @@ _URGENT, _ORDINARY, _LAST = range(3)
 
 
 class _Turn:
-    """One at a time, the more urgent first, else in order of coming."""
+    """One at a time, the more urgent first, else in order of coming; none before `free_at`."""
 
     def __init__(self) -> None:
+        self.free_at = float("-inf")
         self._taken = False
         self._line: list[tuple[int, int, trio.Event]] = []
         self._numbers = itertools.count()
 
     @contextlib.asynccontextmanager
     async def taken(self, urgency: int) -> AsyncIterator[None]:
-        await trio.lowlevel.checkpoint()
-        if self._taken:
-            place = (urgency, next(self._numbers), trio.Event())
-            heapq.heappush(self._line, place)
-            try:
-                await place[2].wait()
-            except trio.Cancelled:
-                self._line.remove(place)
-                heapq.heapify(self._line)
-                raise
-        self._taken = True
+        mine, holds = (urgency, next(self._numbers)), False
         try:
+            while not holds:
+                if self._taken:
+                    await self._stand_in_line(mine)
+                self._taken = holds = True
+                await trio.sleep_until(max(self.free_at, trio.current_time()))
+                if self._line and self._line[0][:2] < mine:  # somebody more urgent came meanwhile
+                    holds = False
+                    self._pass_on()
             yield
         finally:
-            if self._line:
-                heapq.heappop(self._line)[2].set()
-            else:
-                self._taken = False
+            if holds:
+                self._pass_on()
+
+    async def _stand_in_line(self, mine: tuple[int, int]) -> None:
+        place = (*mine, trio.Event())
+        heapq.heappush(self._line, place)
+        try:
+            await place[2].wait()
+        except trio.Cancelled:
+            self._line.remove(place)
+            heapq.heapify(self._line)
+            raise
+
+    def _pass_on(self) -> None:
+        if self._line:
+            heapq.heappop(self._line)[2].set()
+        else:
+            self._taken = False
 
 
 class DeviceWorker:
@@ -177,14 +190,12 @@ class InlineWorker:
         self.busy_s = 0.0
         self.jobs_done = 0
         self._turn = _Turn()
-        self._free_at = float("-inf")
 
     async def run(self, job: Callable[[], T], *, name: str, cost_s: float = 0.0, urgent: bool = False) -> T:
         async with self._turn.taken(_URGENT if urgent else _ORDINARY):
-            await trio.sleep_until(max(self._free_at, trio.current_time()))
             result = outcome.capture(job)
             cost_s *= self.slowness
-            self._free_at = finished_at = trio.current_time() + cost_s
+            self._turn.free_at = finished_at = trio.current_time() + cost_s
             self.busy_s += cost_s
             self.jobs_done += 1
         if cost_s > 0:

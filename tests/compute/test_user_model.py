@@ -301,3 +301,33 @@ def test_a_tensor_without_values_is_no_trouble() -> None:
     taker.load(state_of(giver.describe()))
     gradients: list[Tensor | None] = [torch.ones(2), None]
     assert taker.add(0, Mb("a", 0), gradients, 1)
+
+
+def test_in_a_delayed_run_early_gradients_are_a_sum_of_their_own_and_the_next_one_s_beginning() -> None:
+    m, model = user(OPTIMIZERS["sgd"], delayed=True)
+    fill(m, 1)
+    first = model.gradients()
+    assert model.add(0, Mb("a", 1), first, 2)
+    due = model.vector()
+    fill(m, 2)
+    second = model.gradients()
+    assert model.add(1, Mb("a", 2), second, 2)
+    assert model.add(1, Mb("a", 2), second, 2)
+    assert (model.held, model.early) == ([Mb("a", 1)], [Mb("a", 2)])
+    assert np.array_equal(model.vector(), due)
+    with pytest.raises(Stale):
+        model.add(2, Mb("a", 3), second, 2)
+    model.commit(0, mean(model, 3), 2)
+    assert (model.held, model.early) == ([Mb("a", 2)], [])
+    assert np.array_equal(model.vector(), torch.cat([2 * p.grad.reshape(-1) for p in m.parameters()]).numpy())
+    assert model.keep_only(1, [Mb("b", 9)]) == [Mb("b", 9)]
+    model.add(1, Mb("a", 4), second, 2)
+    assert model.keep_only(1, [Mb("a", 2)]) == [Mb("a", 2)]  # it cannot be taken apart: all is computed anew
+    assert (model.held, model.vector().any()) == ([], False)
+
+
+def test_without_delay_an_early_gradient_is_refused() -> None:
+    m, model = user(OPTIMIZERS["sgd"])
+    fill(m, 1)
+    with pytest.raises(Stale):
+        model.add(1, Mb("a", 1), model.gradients(), 2)

@@ -30,12 +30,45 @@ async def check_promises(worker: Worker) -> None:
             await trio.testing.wait_all_tasks_blocked()
     assert order == sorted(order)
     assert len(order) == 5
+    await check_urgency(worker)
+
+
+async def check_urgency(worker: Worker) -> None:
+    """Urgent jobs go before those that have not begun, in their own order; whoever gives up is not waited for."""
+    order: list[str] = []
+
+    async def job(name: str, urgent: bool) -> None:
+        await worker.run(lambda: order.append(name), name=name, cost_s=1.0, urgent=urgent)
+
+    begun, go_on = threading.Event(), threading.Event()
+    async with trio.open_nursery() as nursery:
+        if isinstance(worker, DeviceWorker):
+            nursery.start_soon(lambda: worker.run(lambda: (begun.set(), go_on.wait(5)), name="first"))
+            await trio.to_thread.run_sync(begun.wait)
+        else:
+            nursery.start_soon(job, "first", False)
+            await trio.testing.wait_all_tasks_blocked()
+        gone = trio.CancelScope()
+
+        async def give_up() -> None:
+            with gone:
+                await job("gone", True)
+
+        for name, urgent in (("a", False), ("b", False), ("u", True), ("v", True)):
+            nursery.start_soon(job, name, urgent)
+            await trio.testing.wait_all_tasks_blocked()
+        nursery.start_soon(give_up)
+        await trio.testing.wait_all_tasks_blocked()
+        gone.cancel()
+        await trio.testing.wait_all_tasks_blocked()
+        go_on.set()
+    assert [name for name in order if name != "first"] == ["u", "v", "a", "b"]
 
 
 async def test_a_device_worker_keeps_the_promises_of_a_worker() -> None:
     async with DeviceWorker() as worker:
         await check_promises(worker)
-        assert worker.jobs_done == 7
+        assert worker.jobs_done == 12
         assert worker.queued == 0
 
 

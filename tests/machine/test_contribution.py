@@ -122,6 +122,89 @@ def test_what_is_no_longer_admitted_is_dropped_and_begins_again(books: Contribut
     assert books.waiting == ["a", "c"]
 
 
+def test_early_work_begins_beside_this_step_s_and_goes_on_as_the_next_one_s(books: Contribution[str]) -> None:
+    a, b = books.open()
+    orders = books.answered(answer(0, [a], early=[b]), [])
+    assert [order.item.step for order in orders if isinstance(order, Start)] == [0, 1]
+    assert books.early() == [b]
+    for item in books.items.values():
+        books.finish(item, ["p"])
+    books.answered(answer(0, [a], early=[b]), books.news())
+    assert books.news() == []
+    assert books.answered(answer(1, [b], counted=[a]), []) == [Drop(Begun(a, "a", 0, True, holders=["p"]))]
+    assert list(books.items) == [b]
+    assert books.early() == []
+    books.answered(answer(2, [], counted=[b]), [])
+    assert books.tally.counted == 2
+
+
+def test_a_lost_gradient_of_the_next_step_is_repeated_too(books: Contribution[str]) -> None:
+    a, b = books.open()
+    books.answered(answer(0, [a], early=[b]), [])
+    item = books.items[b]
+    books.finish(item, ["p"])
+    books.answered(answer(0, [a], early=[b]), books.news())
+    assert books.answered(answer(0, [a], early=[b], redo=[Redo(b, 0)]), []) == [Repeat(item, 0)]
+
+
+def test_what_was_begun_for_one_step_does_not_count_in_another(books: Contribution[str]) -> None:
+    """A conductor that knows nothing of it gives it a place in the wrong batch: its samples get another number."""
+    a, b = books.open()
+    books.answered(answer(0, [a], early=[b]), [])
+    item = books.items[b]
+    orders = books.answered(answer(0, [a, b]), [])
+    assert orders == [Drop(item)]
+    assert books.waiting == ["b", "c"]
+
+
+def test_whoever_missed_two_steps_learns_what_both_counted(books: Contribution[str]) -> None:
+    a, b = books.open()
+    books.answered(answer(0, [a], early=[b]), [])
+    books.answered(answer(2, [], counted=[a], counted_early=[b]), [])
+    assert (books.tally.counted, books.tally.requeued, books.tally.lost) == (2, 0, 0)
+
+
+def test_when_the_swarm_returns_to_an_older_step_all_begins_again(books: Contribution[str]) -> None:
+    a, b = books.open()
+    books.answered(answer(5, []), [])
+    books.answered(answer(5, [a], early=[b]), [])
+    books.answered(answer(4, []), [])
+    assert books.items == {}
+    assert sorted(books.waiting) == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_samples_of_two_steps_are_in_exactly_one_place(seed: int) -> None:
+    rng = random.Random(seed)
+    books: Contribution[int] = Contribution(session=seed)
+    books.waiting = list(range(60))
+    step, due, early, counted = 0, list[int](), list[int](), set[int]()
+    for _ in range(400):
+        books.wish(rng.randrange(1, 8))
+        for seq in books.open():
+            if seq not in due + early and books.items[seq].step is None and rng.random() < 0.5:
+                rng.choice([due, early]).append(seq)
+        if rng.random() < 0.1:  # a place is lost
+            due = [seq for seq in due if rng.random() < 0.8]
+            early = [seq for seq in early if rng.random() < 0.8]
+        for item in list(books.items.values()):
+            if item.admitted and not item.finished and rng.random() < 0.5:
+                books.finish(item, ["p"])
+        if rng.random() < 0.2:
+            done = [item for item in books.items.values() if item.step == step and item.finished and item.seq in due]
+            counted |= {item.load for item in done}
+            step, due, early = step + 1, early, []
+            books.answered(answer(step, due, counted=[item.seq for item in done]), [])
+        else:
+            books.answered(answer(step, list(due), early=early, taken=rng.random() < 0.9), books.news())
+        places = [item.load for item in books.items.values()] + books.waiting
+        assert len(places) == len(set(places))
+        assert set(places) | counted == set(range(60))
+        assert not set(places) & counted
+        assert books.tally.counted == len(counted)
+        assert all(item.step in (None, step, step + 1) for item in books.items.values())
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_samples_are_in_exactly_one_place(seed: int) -> None:
     rng = random.Random(seed)

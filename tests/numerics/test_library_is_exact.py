@@ -46,12 +46,15 @@ class Books:
         self.digests: dict[int, set[bytes]] = {}
         self.start: list[torch.Tensor] = []
         self.current: dict[UserModel, torch.Tensor] = {}
+        self.of: dict[UserModel, list[torch.Tensor]] = {}  # the parameters that each user computes with
+        self.origins: dict[Mb, list[torch.Tensor]] = {}  # those that each microbatch was computed with
         self._samples: dict[tuple[UserModel, Mb], torch.Tensor] = {}
         self._lock = threading.Lock()
         add, commit = UserModel.add, UserModel.commit
 
         def noting_add(model: UserModel, step: int, mb: Mb, gradients: Sequence[Any], samples: int) -> bool:
             self._samples[model, mb] = self.current[model]
+            self.origins[mb] = self.of[model]
             return add(model, step, mb, gradients, samples)
 
         def noting_commit(model: UserModel, step: int, total: Any, samples: int) -> None:
@@ -127,6 +130,7 @@ class User(threading.Thread):
                     assert self.goes_on.wait(30)
                 x = torch.randn(MICROBATCH, 6, dtype=torch.float64, generator=self._data)
                 self._books.current[opt._model] = x
+                self._books.of[opt._model] = [p.detach().clone() for p in self.model.parameters()]
                 loss_of(self.model, x).backward()
                 opt.step()
                 opt.zero_grad()
@@ -193,3 +197,56 @@ def test_loops_that_average_in_low_rank_agree_also_with_one_that_joins_later(boo
     (ours,), (theirs,) = (user.opt._model.low_rank.state().values() for user in (first, second))
     assert ours.shape == (6, 1)
     assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_delayed_loops_step_with_their_gradients_of_parameters_one_step_old_at_most(name: str, books: Books) -> None:
+    make = OPTIMIZERS[name]
+    first = User(1, make, books, min_peers=3, delayed=True)
+    others = [User(number, make, books, min_peers=3, delayed=True, bootstrap=first.address()) for number in (2, 3)]
+    users = [first, *others]
+    check_that_they_agree(books, users)
+    model, late = replayed(books, make)
+    assert late > 0
+    for name_, value in model.state_dict().items():
+        for user in users:
+            assert float((user.state[name_] - value).norm() / value.norm()) <= 1e-10, name_
+
+
+def replayed(books: Books, make: Callable[[Any], torch.optim.Optimizer]) -> tuple[nn.Module, int]:
+    """The same steps in one loop, and how many microbatches were of the parameters before the last step."""
+    model, late = network(0), 0
+    parameters = list(model.parameters())
+    put(parameters, books.start)
+    optimizer = make(parameters)
+    past: list[list[torch.Tensor]] = []
+    for step in range(STEPS):
+        past.append([p.detach().clone() for p in parameters])
+        assert len(books.batches[step]) == TARGET // MICROBATCH
+        sums = [torch.zeros_like(p) for p in parameters]
+        for mb, x in sorted(books.batches[step].items()):
+            origin = books.origins[mb]
+            old = not near(origin, past[step])
+            assert not old or near(origin, past[step - 1])
+            late += old
+            put(parameters, origin)
+            optimizer.zero_grad()
+            loss_of(model, x).backward()
+            for total, p in zip(sums, parameters, strict=True):
+                total += p.grad / (TARGET // MICROBATCH)
+        put(parameters, past[step])
+        for p, total in zip(parameters, sums, strict=True):
+            p.grad = total
+        optimizer.param_groups[0]["lr"] = lr(step)
+        optimizer.step()
+    return model, late
+
+
+def near(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
+    return all(float((a - b).abs().max()) <= 1e-9 for a, b in zip(one, other, strict=True))
+
+
+@torch.no_grad()
+def put(parameters: list[nn.Parameter], values: list[torch.Tensor]) -> None:
+    for parameter, value in zip(parameters, values, strict=True):
+        parameter.copy_(value)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 import trio
@@ -177,8 +178,10 @@ def is_conductor(role: Any) -> bool:
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [1])
 @pytest.mark.parametrize("trouble", [killing, stalling])
+@pytest.mark.parametrize("delayed", [False, True])
 def test_all_who_live_hold_the_same_bits_after_trouble(
-    tmp_path: Path, run: RunFile, trouble: Trouble, seed: int
+    tmp_path: Path, run: RunFile, trouble: Trouble, seed: int, delayed: bool
 ) -> None:
     torch.set_num_threads(1)
+    run = msgspec.structs.replace(run, optimizer=msgspec.structs.replace(run.optimizer, delayed=delayed))
     run_virtual(train, seed, Roles(run, tmp_path / "peers"), trouble, seed=seed)
