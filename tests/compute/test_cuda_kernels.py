@@ -57,16 +57,19 @@ def same_scales(left: Tensor, right: Tensor, dtype: torch.dtype) -> bool:
     return same_bits(torch.where(left.isnan(), -1.0, left), torch.where(right.isnan(), -1.0, right))
 
 
-def agrees(kernels: Emulated, x: Tensor, code: str, block: int) -> None:
-    """Quantized and decoded as the reference does."""
+def wrong(kernels: Emulated, x: Tensor, code: str, block: int) -> list[str]:
+    """Whether it is quantized and decoded as the reference does: what is not."""
     codes, scales = reference.quantize(x, code, block)
     found, found_scales = kernels.quantize(x, code, block)
-    assert same_scales(found_scales, scales, x.dtype)
-    assert torch.equal(found, codes)
-    assert same_scales(kernels.block_scales(x, block), scales, x.dtype)
+    same = {
+        "scales": same_scales(found_scales, scales, x.dtype),
+        "codes": torch.equal(found, codes),
+        "scales alone": same_scales(kernels.block_scales(x, block), scales, x.dtype),
+    }
     usable = torch.where(scales <= 3e38, scales, 0.0)
     expected = reference.dequantize(codes, usable, code, block, torch.empty_like(x))
-    assert same_bits(kernels.dequantize(codes, usable, code, block, torch.empty_like(x)), expected)
+    same["decoded values"] = same_bits(kernels.dequantize(codes, usable, code, block, torch.empty_like(x)), expected)
+    return [what for what, right in same.items() if not right]
 
 
 # --- the source, run by fibers --------------------------------------------------------------------------------------
@@ -79,8 +82,8 @@ def test_hard_cases_give_the_bits_of_the_reference(
     emulated: Emulated, code: str, dtype: torch.dtype, seed: int
 ) -> None:
     for number, values in enumerate(hard_cases(seed).values()):
-        agrees(emulated, values.to(dtype), code, BLOCKS[number % len(BLOCKS)])
-        agrees(emulated, values.to(dtype), code, CODES[code].block)
+        assert wrong(emulated, values.to(dtype), code, BLOCKS[number % len(BLOCKS)]) == []
+        assert wrong(emulated, values.to(dtype), code, CODES[code].block) == []
 
 
 @pytest.mark.slow
@@ -89,7 +92,7 @@ def test_hard_cases_give_the_bits_of_the_reference(
 def test_every_block_size_and_every_end_of_a_tile(emulated: Emulated, code: str, dtype: torch.dtype, seed: int) -> None:
     for block in BLOCKS:
         for count in (TILE - 1, TILE, TILE + 1, 2 * TILE + block, 3 * TILE + block // 2 + 1):
-            agrees(emulated, normal(count, seed + count, dtype=dtype), code, block)
+            assert wrong(emulated, normal(count, seed + count, dtype=dtype), code, block) == []
 
 
 @pytest.mark.slow
@@ -100,7 +103,7 @@ def test_any_bits_give_the_bits_of_the_reference(
     emulated: Emulated, code: str, bits: list[int], dtype: torch.dtype, block: int, order: int
 ) -> None:
     emulated.seed = order
-    agrees(emulated, from_bits(bits).to(dtype), code, block)
+    assert wrong(emulated, from_bits(bits).to(dtype), code, block) == []
 
 
 @pytest.mark.slow
@@ -151,7 +154,7 @@ def test_neither_the_grid_nor_the_order_of_threads_changes_anything(emulated: Em
     x = normal(5 * TILE + 123, seed)
     for order, (grid, block) in enumerate([(1, 4096), (2, 1024), (3, 2048), (6, 64), (9, 512), (1, 2048), (1, 1024)]):
         emulated.grid, emulated.seed = grid, seed + order
-        agrees(emulated, x, code, block)
+        assert wrong(emulated, x, code, block) == []
 
 
 @each_dtype
@@ -236,17 +239,21 @@ def test_a_real_nvrtc_compiles_every_kernel(architecture: str) -> None:
 # --- a GPU ----------------------------------------------------------------------------------------------------------
 
 
-def agrees_on_gpu(x: Tensor, code: str, block: int) -> None:
-    """As `agrees`."""
+def wrong_on_gpu(x: Tensor, code: str, block: int) -> list[str]:
+    """As `wrong`."""
     codes, scales = reference.quantize(x, code, block)
     found, found_scales = cuda.quantize(x.cuda(), code, block)
-    assert torch.equal(found.cpu(), codes)
-    assert same_scales(found_scales.cpu(), scales, x.dtype)
-    assert same_scales(cuda.block_scales(x.cuda(), block).cpu(), scales, x.dtype)
+    same = {
+        "scales": same_scales(found_scales.cpu(), scales, x.dtype),
+        "codes": torch.equal(found.cpu(), codes),
+        "scales alone": same_scales(cuda.block_scales(x.cuda(), block).cpu(), scales, x.dtype),
+    }
     usable = torch.where(scales <= 3e38, scales, 0.0)
     expected = reference.dequantize(codes, usable, code, block, torch.empty_like(x))
     out = torch.empty_like(x, device="cuda")
-    assert same_bits(cuda.dequantize(codes.cuda(), usable.cuda(), code, block, out).cpu(), expected)
+    found = cuda.dequantize(codes.cuda(), usable.cuda(), code, block, out)
+    same["decoded values"] = same_bits(found.cpu(), expected)
+    return [what for what, right in same.items() if not right]
 
 
 @with_gpu
@@ -261,9 +268,9 @@ def test_the_kernels_serve_on_this_gpu() -> None:
 def test_a_gpu_gives_the_bits_of_the_reference(code: str, dtype: torch.dtype, seed: int) -> None:
     cases = [*hard_cases(seed).values(), normal(3_000_017, seed)]
     for number, values in enumerate(cases):
-        agrees_on_gpu(values.to(dtype), code, BLOCKS[number % len(BLOCKS)])
-        agrees_on_gpu(values.to(dtype), code, CODES[code].block)
-        agrees_on_gpu(values.to(dtype)[1:], code, BLOCKS[-1 - number % len(BLOCKS)])
+        assert wrong_on_gpu(values.to(dtype), code, BLOCKS[number % len(BLOCKS)]) == []
+        assert wrong_on_gpu(values.to(dtype), code, CODES[code].block) == []
+        assert wrong_on_gpu(values.to(dtype)[1:], code, BLOCKS[-1 - number % len(BLOCKS)]) == []
     for block in BLOCKS:
         codes, scales = hard_codes(code, 8 * block + 301, block, seed)
         out = torch.empty(8 * block + 301, dtype=dtype)
@@ -288,17 +295,14 @@ def test_kernels_wait_for_what_torch_does_on_the_same_stream(seed: int) -> None:
 
 @with_gpu
 def test_any_thread_may_use_a_gpu(seed: int) -> None:
-    wrong: list[BaseException] = []
+    found: list[list[str]] = []
 
     def work(number: int) -> None:
-        try:
-            agrees_on_gpu(normal(70_000, seed + number), NAMES[number % 5], 256)
-        except AssertionError as error:
-            wrong.append(error)
+        found.append(wrong_on_gpu(normal(70_000, seed + number), NAMES[number % 5], 256))
 
     threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert wrong == []
+    assert found == [[]] * 8

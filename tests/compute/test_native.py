@@ -62,22 +62,28 @@ def same(left: Tensor, right: Tensor) -> bool:
     return same_bits(torch.where(nan, zero, left), torch.where(nan, zero, right))
 
 
-def agree(x: Tensor, code: str, block: int) -> None:
-    """Codes, scales and decoded values are the reference's."""
+def wrong(x: Tensor, code: str, block: int) -> list[str]:
+    """Whether codes, scales and decoded values are the reference's: which are not."""
     codes, scales = native.quantize(x, code, block)
     expected_codes, expected_scales = reference.quantize(x, code, block)
-    where = f"{code}/{block}, {x.numel()} {x.dtype}"
-    assert same_bits(codes, expected_codes), where
-    assert same(scales, expected_scales), where
-    assert same(native.block_scales(x, block), expected_scales), where
-    decoded_alike(codes, scales, code, block, x.numel(), x.dtype)
+    right = {
+        "codes": same_bits(codes, expected_codes),
+        "scales": same(scales, expected_scales),
+        "scales alone": same(native.block_scales(x, block), expected_scales),
+    }
+    found = [f"{what} of {code}/{block}, {x.numel()} {x.dtype}" for what, same_as in right.items() if not same_as]
+    return found + wrongly_decoded(codes, scales, code, block, x.numel(), x.dtype)
 
 
-def decoded_alike(codes: Tensor, scales: Tensor, code: str, block: int, count: int, dtype: torch.dtype) -> None:
+def wrongly_decoded(
+    codes: Tensor, scales: Tensor, code: str, block: int, count: int, dtype: torch.dtype
+) -> list[str]:
+    """Whether `count` values come out as the reference has them, in the tensor that was given: what does not."""
     out, expected = torch.empty(count, dtype=dtype), torch.empty(count, dtype=dtype)
-    assert native.dequantize(codes, scales, code, block, out) is out
+    given_back = native.dequantize(codes, scales, code, block, out) is out
     reference.dequantize(codes, scales, code, block, expected)
-    assert same(out, expected), f"{code}/{block}, {count} {dtype}"
+    right = {"another tensor": given_back, "decoded values": same(out, expected)}
+    return [f"{what} of {code}/{block}, {count} {dtype}" for what, as_it_should in right.items() if not as_it_should]
 
 
 # --- the bits -------------------------------------------------------------------------------------------------------
@@ -86,8 +92,8 @@ def decoded_alike(codes: Tensor, scales: Tensor, code: str, block: int, count: i
 def test_hard_cases_are_coded_and_decoded_like_the_reference(isa: str, code: str, seed: int) -> None:
     for number, x in enumerate(hard_cases(seed).values()):
         for dtype in DTYPES:
-            agree(x.to(dtype), code, BLOCKS[number % len(BLOCKS)])
-            agree(x.to(dtype), code, 64)
+            assert wrong(x.to(dtype), code, BLOCKS[number % len(BLOCKS)]) == []
+            assert wrong(x.to(dtype), code, 64) == []
 
 
 @pytest.mark.slow
@@ -96,7 +102,7 @@ def test_any_length_and_block_size_will_do(isa: str, code: str, seed: int) -> No
     values = normal(5002, seed) ** 5
     for count in (*range(200), *range(200, 5001, 257), 5000):
         for dtype in DTYPES:
-            agree(values[:count].to(dtype), code, BLOCKS[count % len(BLOCKS)])
+            assert wrong(values[:count].to(dtype), code, BLOCKS[count % len(BLOCKS)]) == []
 
 
 @pytest.mark.slow
@@ -106,7 +112,7 @@ def test_any_length_and_block_size_will_do(isa: str, code: str, seed: int) -> No
 def test_any_bits_are_coded_like_the_reference(
     isa: str, code: str, bits: list[int], dtype: torch.dtype, block: int
 ) -> None:
-    agree(from_bits(bits).to(dtype), code, block)
+    assert wrong(from_bits(bits).to(dtype), code, block) == []
 
 
 @pytest.mark.parametrize("code", NAMES)
@@ -116,9 +122,9 @@ def test_every_code_is_decoded_with_any_scale_even_with_none_that_coding_makes(i
     scales = from_bits(strange)
     for dtype in DTYPES:
         codes, _ = hard_codes(code, 256 * len(scales), 256, seed)
-        decoded_alike(codes, scales, code, 256, 256 * len(scales), dtype)
+        assert wrongly_decoded(codes, scales, code, 256, 256 * len(scales), dtype) == []
         for count in (1, 7, 1001):
-            decoded_alike(*hard_codes(code, count, 64, seed), code, 64, count, dtype)
+            assert wrongly_decoded(*hard_codes(code, count, 64, seed), code, 64, count, dtype) == []
 
 
 @pytest.mark.slow
@@ -169,7 +175,7 @@ def test_a_program_that_flushes_denormals_to_zero_gets_the_same_bits(isa: str, c
 def test_tensors_may_start_anywhere_and_have_any_strides(isa: str, code: str, dtype: torch.dtype, seed: int) -> None:
     values = normal(60 * 50, seed).to(dtype)
     for x in (values[1:], values[3:700], values.view(60, 50).T, values.view(60, 50)[:, 7], values[::2], values[0]):
-        agree(x, code, 64)
+        assert wrong(x, code, 64) == []
     raw = torch.zeros(1 + 4 * values.numel(), dtype=torch.uint8)
     size = values.numel() * values.element_size()
     raw[1 : 1 + size] = values.view(torch.uint8)
@@ -181,14 +187,14 @@ def test_tensors_may_start_anywhere_and_have_any_strides(isa: str, code: str, dt
     assert torch.equal(found[1], expected[1])
     assert found[0].data_ptr() == given_codes.data_ptr()
     assert found[1].data_ptr() == given_scales.data_ptr()
-    decoded_alike(found[0], found[1], code, 64, values.numel() - 2, dtype)
+    assert wrongly_decoded(found[0], found[1], code, 64, values.numel() - 2, dtype) == []
 
 
 @built
 def test_an_empty_tensor_has_no_codes() -> None:
     for code in NAMES:
-        agree(torch.empty(0), code, 64)
-        agree(torch.empty(3, 0, 5, dtype=torch.bfloat16), code, 256)
+        assert wrong(torch.empty(0), code, 64) == []
+        assert wrong(torch.empty(3, 0, 5, dtype=torch.bfloat16), code, 256) == []
 
 
 @built

@@ -36,13 +36,13 @@ for _ in range(int(sys.argv[2])):
     connection.sendall(bytes(100_000))
 """
 FORSAKEN = """\
-import sys, time
+import signal, sys
 sys.path.insert(0, sys.argv[1])
 from lab import Lab
 with Lab() as lab:
     sleeper = lab.host("a").popen(["sleep", "1000"])
     print(sleeper.pid, *lab.labels(), flush=True)
-    time.sleep(1000)
+    signal.pause()
 """
 CONNECT = "import socket, sys; socket.create_connection((sys.argv[1], int(sys.argv[2])), timeout=2)"
 
