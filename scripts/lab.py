@@ -157,13 +157,12 @@ class Lab:
         self._spaces: list[Space] = []
 
     def __enter__(self) -> Lab:
-        try:
+        with contextlib.ExitStack() as unless_built:
+            unless_built.callback(self.close)
             self.wan = self._add(Space("wan", f"{self._label}.wan"))
             self.wan.links("link add bridge type bridge", f"addr add {GATEWAY}/24 dev bridge", "link set bridge up")
             self.wan.set("net/ipv4/ip_forward", "1")
-        except BaseException:
-            self.close()
-            raise
+            unless_built.pop_all()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, value: object, trace: TracebackType | None) -> None:

@@ -161,7 +161,7 @@ class Swarm:
             if ended or time.monotonic() > deadline:
                 said = "".join(f"\n--- {p.name}\n{p.log.read_text('utf-8', 'replace')[-2000:]}" for p in self.peers)
                 raise SwarmFailed(f"{complaint}; ended: {[peer.name for peer in ended]}{said}")
-            time.sleep(POLL_S)
+            time.sleep(POLL_S)  # no loop runs here, and what is waited for is in other processes' files
 
 
 def busy_s() -> float:
