@@ -8,11 +8,9 @@ How a tensor travels, its sender decides (`choice`); what arrives is checked her
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
-import torch
 import trio
 from torch import Tensor
 
@@ -52,15 +50,6 @@ class Progress:
         return self.ready_bytes
 
 
-@dataclass(frozen=True, slots=True)
-class Wanted:
-    """What a frame must hold: `shape` as for `decode`, None for any; `dtype` None for any."""
-
-    name: str
-    shape: Sequence[int | None] | None = None
-    dtype: torch.dtype | None = None
-
-
 class Coder:
     """Codes for one peer; nothing is coded before `run` has started."""
 
@@ -98,16 +87,16 @@ class Coder:
         self._nursery.start_soon(self._finish, encoding, progress, name)
         return encoding.frame(progress)
 
-    async def decode(self, frames: Sequence[TensorFrame], wanted: Sequence[Wanted]) -> list[Tensor]:
-        """The tensors of a message on this coder's device; ProtocolViolation names the one that is not as wanted."""
+    async def decode(self, frames: Sequence[TensorFrame], names: Sequence[str]) -> list[Tensor]:
+        """The tensors of a message on this coder's device; ProtocolViolation names the one that cannot be decoded.
+
+        Of any shape and dtype: what they must be, whoever computes with them knows.
+        """
 
         def job() -> list[Tensor]:
-            return [
-                decode(frame, want.shape, want.dtype, name=want.name, device=self._device)
-                for frame, want in zip(frames, wanted, strict=True)
-            ]
+            return [decode(f, name=n, device=self._device) for f, n in zip(frames, names, strict=True)]
 
-        return await self._work(job, f"decode {', '.join(want.name for want in wanted)}")
+        return await self._work(job, f"decode {', '.join(names)}")
 
     def _begin(self, tensor: Tensor, name: str, rate_bytes_per_s: float | None) -> tuple[Encoding, str]:
         """On the coding thread: choose how the tensor travels, and make the first chunk."""

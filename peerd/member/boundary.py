@@ -13,7 +13,7 @@ from typing import Any, Final
 import trio
 from torch import Tensor
 
-from peerd.compute.coder import Coder, Wanted
+from peerd.compute.coder import Coder
 from peerd.compute.kernels.ops import described
 from peerd.compute.served import Outcome
 from peerd.core.blockwise import CODES
@@ -51,7 +51,7 @@ class Boundary:
         if len(call.frames) != len(names):
             raise ProtocolViolation(f"the call has {len(call.frames)} frames; expected {len(names)}", call.peer)
         try:
-            return await self._coder.decode(call.frames, [Wanted(name) for name in names])
+            return await self._coder.decode(call.frames, names)
         except ProtocolViolation as error:
             raise error.blame(call.peer) from None
 
