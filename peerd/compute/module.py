@@ -130,11 +130,21 @@ class StageModule:
 
     def state(self) -> dict[str, Tensor]:
         """Copies on the CPU of all that is needed to go on bit for bit from a step's end (not the accumulator)."""
-        return {name: tensor.detach().to("cpu", copy=True) for name, tensor in self._state_views().items()}
+        return {name: tensor.detach().to("cpu", copy=True) for name, tensor in self.state_views().items()}
+
+    def state_views(self) -> dict[str, Tensor]:
+        """What `state` copies: name to the live tensor itself; `step` is a copy."""
+        views = {f"param/{name}": v for name, v in zip(self.layout.names, self.layout.views(self._flat), strict=True)}
+        for moment in moment_names(self.run.optimizer):
+            parts = self.layout.views(self._optimizer.moments[moment])
+            views |= {f"opt/{name}/{moment}": v for name, v in zip(self.layout.names, parts, strict=True)}
+        if self.low_rank is not None:
+            views |= self.low_rank.state()
+        return views | {"step": torch.tensor(self.step, dtype=torch.int64)}
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
         """Take over a state and clear the accumulator; ValueError, before any change, says what does not fit."""
-        mine = self._state_views()
+        mine = self.state_views()
         _need_same_names(mine.keys(), state.keys())
         for name, tensor in mine.items():
             _need(name, state[name], tensor.shape, tensor.dtype)
@@ -151,17 +161,7 @@ class StageModule:
 
     def digest(self) -> bytes:
         """32-byte hash of `state()`: equal digests mean equal bits."""
-        return state_digest(self._state_views())
-
-    def _state_views(self) -> dict[str, Tensor]:
-        """Name to the live tensor itself; `step` is a copy."""
-        views = {f"param/{name}": v for name, v in zip(self.layout.names, self.layout.views(self._flat), strict=True)}
-        for moment in moment_names(self.run.optimizer):
-            parts = self.layout.views(self._optimizer.moments[moment])
-            views |= {f"opt/{name}/{moment}": v for name, v in zip(self.layout.names, parts, strict=True)}
-        if self.low_rank is not None:
-            views |= self.low_rank.state()
-        return views | {"step": torch.tensor(self.step, dtype=torch.int64)}
+        return state_digest(self.state_views())
 
     def _compute(self, x: Tensor) -> Tensor:
         """The layers' output, in the dtype of the run."""

@@ -209,7 +209,7 @@ class ServedStage:
 
     def outline(self) -> list[TensorSpec]:
         """Name, dtype and shape of what `describe` gives, in its order, without copying anything."""
-        views = self.module._state_views()
+        views = self.module.state_views()
         return [TensorSpec(n, dtype_name(t.dtype), tuple(t.shape)) for n, t in sorted(views.items())]
 
     def _at(self, step: int | None) -> int:

@@ -129,7 +129,7 @@ def test_what_is_no_state_of_its_step_is_refused() -> None:
     assert checked(at(0), items).keys() == {item.name for item in items}
     with pytest.raises(ValueError, match="says it is of step 0"):
         checked(at(3), items)
-    next(iter(served.module._state_views().values())).view(-1)[0] = torch.nan
+    next(iter(served.module.state_views().values())).view(-1)[0] = torch.nan
     with pytest.raises(ValueError, match="not finite"):
         checked(at(0), [StateItem(*item) for item in served.describe()])
 
