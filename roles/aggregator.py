@@ -44,7 +44,7 @@ class AuxRole:
         self._changes = -1
         self._busy_s = 0.0
         self._aggregated = 0
-        self._tally = self._training.tally("aux", ctx.data_dir / "contributed.json")
+        self._tally = self._training.tally("aux", ctx.data_dir / "contributed.json", ctx.worker("files"))
         self._waits_for: str | None = "the conductor"
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
@@ -55,6 +55,7 @@ class AuxRole:
             task_status.started()
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._training.assembling().run, self._stage)
+                nursery.start_soon(self._tally.run)
                 await self._follow()
         finally:
             for service in ("stage/1", "average/1"):
@@ -84,7 +85,6 @@ class AuxRole:
             if answer.members is not None:
                 self._following.note_members(answer.members)
             self._waits_for = answer.waits_for or (None if self._averaging.outcomes.rounds else "the first round")
-            await self._tally.publish()
 
     def _report(self) -> MemberSync:
         new = self._following.changes != self._changes

@@ -77,7 +77,7 @@ class StageMember:
         self._rounds = Rounds(ctx.run, self._training, self._coding, ctx.host.id)
         self._catching_up = CatchingUp(ctx, self._training, self._coding, self)
         self._recalling = Recalling(ctx, self._training, self._saving, self)
-        self._tally = self._training.tally("stage", ctx.data_dir / "contributed.json")
+        self._tally = self._training.tally("stage", ctx.data_dir / "contributed.json", ctx.worker("files"))
         self._session = int.from_bytes(ctx.clock.secure_bytes(6), "big")
         self._since = ctx.clock.wall()
         self._stage = -1
@@ -122,6 +122,7 @@ class StageMember:
                 self._waits_for = "the conductor"
                 self._ctx.log.event("stage", stage=self._stage, step=self._position.step)
                 nursery.start_soon(self._announce_now_and_then)
+                nursery.start_soon(self._tally.run)
                 nursery.start_soon(self._catching_up.run)
                 nursery.start_soon(self._training.assembling().run, self._stage)
                 if self._own is None:  # nobody keeps checkpoints of a user's model
@@ -366,7 +367,6 @@ class StageMember:
             try:
                 await self._training.directory.announce(self._progress())
                 await self._training.publish_settings()
-                await self._tally.publish()
             except RemoteError as error:
                 self._ctx.log.event("announce failed", level="warning", reason=str(error))
             with trio.move_on_after(pause_s(self._following.step_in_s, _ANNOUNCE_S, _ANNOUNCE_RARELY_S)):

@@ -1,8 +1,8 @@
 """What this peer gives to a run in one role: counted, kept over restarts, and published for the leader-board.
 
-`add` is cheap and may be called at every step; `publish` is called now and then by who has a loop anyway, and does
-its work at most every PERIOD_S. The figures are this peer's own word; its name is in the token that travels along.
-The totals lie in a small file of the role's directory; one that cannot be read or written costs the past, no more.
+`add` is cheap and may be called at every step; `run` publishes now and then. The figures are this peer's own word; its
+name is in the token that travels along. The totals lie in a small file of the role's directory; one that cannot be
+read or written costs the past, no more.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from peerd.core.clock import Clock
 from peerd.core.contributions import Contributed, contributions_key
 from peerd.core.errors import RemoteError
 from peerd.core.messages import encode
+from peerd.core.work import Worker
 from peerd.service.dht import Dht
 from peerd.service.rpc_types import Gate
 
@@ -33,11 +34,12 @@ _MOST: Final = (1 << 62) - 1
 
 @dataclass(frozen=True, slots=True)
 class TallyOf:
-    """Which totals. `file` keeps them; None: they are of this process only."""
+    """Which totals. `file` keeps them, written on `worker`; without them they are of this process only."""
 
     run: str
     role: str
     file: Path | None = None
+    worker: Worker | None = None
 
 
 class Tally:
@@ -48,10 +50,9 @@ class Tally:
         self.bytes_aggregated = 0
         self.seconds = 0.0
         self.since = int(clock.wall())
-        self._run, self._role, self._file = of.run, of.role, of.file
+        self._run, self._role, self._file, self._worker = of.run, of.role, of.file, of.worker
         self._dht, self._clock, self._gate = dht, clock, gate
         self._counted_to = clock.now()
-        self._due = clock.now()
         self._load()
 
     def add(self, *, samples: int = 0, bytes_aggregated: int = 0) -> None:
@@ -59,16 +60,18 @@ class Tally:
         self.samples = min(self.samples + samples, _MOST)
         self.bytes_aggregated = min(self.bytes_aggregated + bytes_aggregated, _MOST)
 
+    async def run(self) -> None:
+        """Publish again and again, until cancelled."""
+        while True:
+            await self.publish()
+            await trio.sleep(PERIOD_S)
+
     async def publish(self) -> None:
-        """Say it to the directory and keep it, unless that was done just now. A directory that fails is no error."""
+        """Say it to the directory and keep it. A directory that fails is no error."""
         now = self._clock.now()
-        if now < self._due:
-            await trio.lowlevel.checkpoint()
-            return
-        self._due = now + PERIOD_S
         self.seconds += now - self._counted_to
         self._counted_to = now
-        self._save()
+        await self._save()
         token = self._gate.token if self._gate is not None else b""
         told = Contributed(self.samples, self.bytes_aggregated, int(self.seconds), self.since, token)
         suffix = self._role.encode()[:64]
@@ -86,13 +89,20 @@ class Tally:
             self.samples, self.bytes_aggregated = min(samples, _MOST), min(aggregated, _MOST)
             self.seconds, self.since = float(seconds), min(since, self.since)
 
-    def _save(self) -> None:
-        if self._file is None:
+    async def _save(self) -> None:
+        """Not on the loop: a disk may be slow."""
+        file = self._file
+        if file is None or self._worker is None:
             return
         kept = {"samples": self.samples, "bytes": self.bytes_aggregated, "s": int(self.seconds), "since": self.since}
-        temporary = self._file.with_name(f".{self._file.name}.{os.getpid()}.tmp")
         try:
-            temporary.write_text(json.dumps({self._run: kept}))
-            temporary.replace(self._file)
+            await self._worker.run(lambda: _write(file, json.dumps({self._run: kept})), name="keep contributions")
         except OSError as error:
             _log.info("contributions could not be kept: %s", error)
+
+
+def _write(file: Path, text: str) -> None:
+    """Whole, or not at all."""
+    temporary = file.with_name(f".{file.name}.{os.getpid()}.tmp")
+    temporary.write_text(text)
+    temporary.replace(file)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from peerd.core.clock import Clock
 from peerd.core.errors import ConfigError, RemoteError
 from peerd.core.runfile import RunFile, fingerprint, first_difference, shared_text
+from peerd.core.work import Worker
 from peerd.machine.conducting import ConductorConfig
 from peerd.net.host import Host
 from peerd.service.assembling import Assembling
@@ -60,9 +61,9 @@ class Training:
 
         return Averaging(self._rpc, self._host.id)
 
-    def tally(self, role: str, file: Path | None = None) -> Tally:
-        """For any role: counts what it gives, for the leader-board; `file` keeps the totals over restarts."""
-        return Tally(TallyOf(self.run.run, role, file), self._dht, self._clock, self._rpc.gate)
+    def tally(self, role: str, file: Path, worker: Worker) -> Tally:
+        """For any role: counts what it gives, for the leader-board; `file`, written on `worker`, outlives a restart."""
+        return Tally(TallyOf(self.run.run, role, file, worker), self._dht, self._clock, self._rpc.gate)
 
     def snapshots(self) -> Snapshots:
         """For a stage peer: give and fetch state."""

@@ -16,6 +16,7 @@ from peerd.core.ids import Key
 from peerd.service.contributions import Tally, TallyOf
 from peerd.service.dht import Dht
 from tests.kit.fakehost import TrioClock
+from tests.kit.workers import InlineWorker
 
 
 class Directory:
@@ -35,25 +36,29 @@ class Directory:
 
 
 def tally(directory: Directory, file: Path | None = None) -> Tally:
-    return Tally(TallyOf("tiny", "stage", file), cast(Dht, directory), TrioClock(), None)
+    return Tally(TallyOf("tiny", "stage", file, InlineWorker()), cast(Dht, directory), TrioClock(), None)
 
 
-async def test_totals_are_published_no_more_often_than_needed(autojump_clock: MockClock) -> None:
+async def test_totals_are_published_now_and_then_also_after_the_directory_failed(autojump_clock: MockClock) -> None:
     directory = Directory()
     mine = tally(directory)
-    for _ in range(60):
+    async with trio.open_nursery() as nursery:
         mine.add(samples=2, bytes_aggregated=10)
-        await mine.publish()
-        await trio.sleep(1)
-    assert [told.samples for told in directory.puts] == [2, 42, 82]
-    assert [told.seconds for told in directory.puts] == [0, 20, 40]
-    assert directory.puts[-1].bytes_aggregated == 410
-    directory.fails = True
-    await mine.publish()
-    directory.fails = False
-    await trio.sleep(20)
-    await mine.publish()
-    assert directory.puts[-1].samples == 120
+        nursery.start_soon(mine.run)
+        await trio.sleep(0.5)
+        for _ in range(59):
+            mine.add(samples=2, bytes_aggregated=10)
+            await trio.sleep(1)
+        assert [told.samples for told in directory.puts] == [2, 42, 82]
+        assert [told.seconds for told in directory.puts] == [0, 20, 40]
+        assert directory.puts[-1].bytes_aggregated == 410
+        directory.fails = True
+        await trio.sleep(20)
+        assert len(directory.puts) == 3
+        directory.fails = False
+        await trio.sleep(20)
+        assert directory.puts[-1].samples == 120
+        nursery.cancel_scope.cancel()
 
 
 async def test_totals_outlive_the_process(autojump_clock: MockClock, tmp_path: Path) -> None:
