@@ -75,9 +75,7 @@ def wrong(x: Tensor, code: str, block: int) -> list[str]:
     return found + wrongly_decoded(codes, scales, code, block, x.numel(), x.dtype)
 
 
-def wrongly_decoded(
-    codes: Tensor, scales: Tensor, code: str, block: int, count: int, dtype: torch.dtype
-) -> list[str]:
+def wrongly_decoded(codes: Tensor, scales: Tensor, code: str, block: int, count: int, dtype: torch.dtype) -> list[str]:
     """Whether `count` values come out as the reference has them, in the tensor that was given: what does not."""
     out, expected = torch.empty(count, dtype=dtype), torch.empty(count, dtype=dtype)
     given_back = native.dequantize(codes, scales, code, block, out) is out
