@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 import time
 from collections.abc import Callable
@@ -90,6 +91,30 @@ def lacks(process: Process, peer: str) -> bool:
 
 def announced(process: Process) -> set[str]:
     return {peer["peer"] for stage in process.status()["swarm"].get("stages", []) for peer in stage["peers"]}
+
+
+def test_a_run_that_lost_all_its_peers_goes_on_from_what_a_backbone_kept(tmp_path: Path) -> None:
+    file = run_file(tmp_path)
+    with processes(tmp_path) as started:
+        backbone, _, trainer = swarm(started, file)
+        reaches(trainer, 5)
+        soon(lambda: bool(backbone.role().get("kept_steps")), "the backbone keeps nothing", 90.0)
+        for process in started.all:
+            process.popen.kill()
+        for process in started.all:
+            process.popen.wait()
+    for process in started.all:
+        if process is not backbone:
+            shutil.rmtree(process.data_dir)
+        process.log.unlink()
+    with processes(tmp_path) as started:
+        backbone, peers, trainer = swarm(started, file)
+        for peer in peers:
+            peer.wait_for("recalled")
+            peer.wait_for("restored")
+        kept = max(backbone.role()["kept_steps"])
+        assert kept >= 2
+        reaches(trainer, kept + 3)
 
 
 def test_a_whole_swarm_that_was_killed_goes_on_from_its_checkpoints(tmp_path: Path) -> None:

@@ -82,11 +82,12 @@ def told(peer: Peer, name: str) -> list[dict[str, Any]]:
     return [event for event in peer.log.recent(500) if event["name"] == name]
 
 
-@pytest.mark.parametrize("code", ["none", "int8", "powersgd"])
+@pytest.mark.parametrize(("code", "delayed"), [("none", False), ("int8", False), ("powersgd", False), ("none", True)])
 async def test_a_download_that_spans_many_steps_is_not_begun_anew(
-    tmp_path: Path, run: RunFile, line: SlowLine, code: Any
+    tmp_path: Path, run: RunFile, line: SlowLine, code: Any, delayed: bool
 ) -> None:
-    run = msgspec.structs.replace(run, averaging=AveragingSection(code=code))
+    optimizer = msgspec.structs.replace(run.optimizer, delayed=delayed)
+    run = msgspec.structs.replace(run, averaging=AveragingSection(code=code), optimizer=optimizer)
     async with swarm(tmp_path / "peers") as s:
         await s.start("backbone", BackboneRole, None)
         peers = [await s.start(f"stage{i}", StageRole, pinned(run, i % 2)) for i in range(4)]
