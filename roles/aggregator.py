@@ -69,6 +69,7 @@ class AuxRole:
         conductor = self._following.conductor
         return {
             "stage": self._stage,
+            "next_step_in_s": self._following.step_in_s,
             "averaging": self._averaging.outcomes.told(),
             "busy_s": self._busy_s,
             "aggregated_bytes": self._aggregated,
