@@ -4,7 +4,8 @@ Real hosts (Noise, yamux, identify) over a simulated network, on one core, witho
 one every few seconds and, with --dht, publishes and reads records, while nodes leave and are replaced. The same
 options and seed always end with the same trace hash.
 
-`python scripts/swarm.py averaging --peers 16 --fail 0.1 --rounds 200` simulates Moshpit averaging instead.
+`python scripts/swarm.py averaging --peers 16 --fail 0.1 --rounds 200` simulates Moshpit averaging instead, in which
+groups go on though peers fail: a model, beside its theory. A run repeats an attempt that fails.
 """
 
 from __future__ import annotations

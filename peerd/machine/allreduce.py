@@ -28,7 +28,6 @@ _PARTS_OF_A_SHARE = 8  # at least,
 _PARTS_OF_AN_EQUAL_SHARE = 5  # likewise, of lines that nobody knows,
 _LEAST_ELEMENTS_OF_AN_EQUAL_SHARE = 1 << 18  # unless they would be smaller than this: on a fast line each costs calls
 _LEAST_UNDER_WAY = 1.25  # parts of any share: it would stand still between two of its parts otherwise
-PATIENCES_BEHIND = 2.0  # that a member may be behind us, for each sum of the attempt before this one
 _SECOND = b"peerd second sum\0"
 _LEAST_ELEMENTS = 1024  # unless they would be smaller than this
 
@@ -68,7 +67,8 @@ class AveragingPlan:
     copy: int = 0
     copies: int = 1
     align: int = 1
-    coming_s: float = 0.0  # from its beginning: how long others of the round may still be in an earlier one
+    timeout_s: float = 0.0  # of the attempt
+    coming_s: float = 0.0  # from the attempt's beginning: how long others may be in a round before this one
 
     def __post_init__(self) -> None:
         if not self.senders:
@@ -86,7 +86,7 @@ class AveragingPlan:
         if order.rounds:
             raise ValueError("this is not an order for one round")
         if not order.split:
-            return cls(order.attempt, tuple(order.group), part_bytes, patience_s)
+            return cls(order.attempt, tuple(order.group), part_bytes, patience_s, timeout_s=order.timeout_s)
         if sorted(party.peer for party in order.split if party.mode != "aux") != sorted(order.group):
             raise ValueError("the senders of a round must be its group")
         if any(party.mode == "client" and party.share != 0 for party in order.split):
@@ -101,13 +101,14 @@ class AveragingPlan:
             length=order.elements,
             dtype=order.dtype,
             further=order.further,
+            timeout_s=order.timeout_s,
         )
 
     def second(self) -> AveragingPlan:
         """The sum that follows in the same round, under an attempt id of its own: no part of one fits the other."""
         attempt = hashlib.sha256(_SECOND + self.attempt).digest()[: len(self.attempt)]
-        behind_s = self.coming_s + PATIENCES_BEHIND * self.patience_s  # others may still be in the first one
-        return replace(self, attempt=attempt, length=self.further, further=0, coming_s=behind_s)
+        later_s = (self.timeout_s + self.coming_s) / 2  # the time is for both sums
+        return replace(self, attempt=attempt, length=self.further, further=0, coming_s=later_s)
 
     def parts(self, length: int, itemsize: int) -> tuple[Part, ...]:
         """The parts of a vector of `length` elements of `itemsize` bytes; ValueError if they are too many."""

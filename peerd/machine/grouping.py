@@ -65,9 +65,9 @@ class Grouping:
 
     def __init__(self, lines: Lines, size: int) -> None:
         self._lines = lines
-        self._size = size
+        self._size = min(size, _GROUP_MOST)
         self._failures = FailureRate()
-        self._told: dict[int, str] = {}  # of each stage, when it was last ordered in a grid
+        self._last: dict[int, tuple[object, Ordered]] = {}  # of each stage, and what it was made from
 
     def observe(self, members: int, lost: Iterable[str] = ()) -> None:
         """An attempt with so many members has ended, and failed for want of those who are `lost`."""
@@ -75,26 +75,29 @@ class Grouping:
 
     def order(self, stage: int, group: tuple[str, ...]) -> Ordered:
         """How `group` of `stage` averages. Raises NoSplit when nobody may sum."""
-        found = self._best(stage, group)
-        known, self._told[stage] = self._told.get(stage, ""), found.news
-        return found if found.news != known else replace(found, news="")
+        rule = group_size(len(group), self._failures.rate, _GROUP_MOST)
+        made_from, (known_from, known) = (group, self._lines.changes, rule.rounds), self._last.get(stage, (None, None))
+        if known is not None and made_from == known_from:  # many lines take long to divide
+            return replace(known, news="")
+        found = self._best(stage, group, rule.rounds)
+        self._last[stage] = made_from, found
+        return replace(found, news="") if known is not None and found.news == known.news else found
 
-    def _best(self, stage: int, group: tuple[str, ...]) -> Ordered:
+    def _best(self, stage: int, group: tuple[str, ...], rounds: int) -> Ordered:
         if self._size:
             if len(group) <= self._size:
                 return self._flat(stage, group)
             return self._grid(stage, group, grid_within(len(group), self._size)) or self._flat(stage, group)
-        return self._chosen(stage, group)
+        return self._chosen(stage, group, rounds)
 
-    def _chosen(self, stage: int, group: tuple[str, ...]) -> Ordered:
+    def _chosen(self, stage: int, group: tuple[str, ...], rounds: int) -> Ordered:
         count, vector_bytes = len(group), self._lines.vector_bytes(group)
         if count <= _FLAT:
             return self._flat(stage, group)
-        rule = group_size(count, self._failures.rate, _GROUP_MOST)
         possible = count <= _GROUP_MOST
         if possible and not vector_bytes:
             return self._flat(stage, group)
-        grid = self._grid(stage, group, grid_of(count, max(2, rule.rounds)))
+        grid = self._grid(stage, group, grid_of(count, max(2, rounds)))
         if grid is None:
             return self._flat(stage, group)
         flat = self._flat(stage, group) if possible else None
@@ -129,7 +132,7 @@ def foretold_mates(own: str, members: Collection[str], size: int) -> set[str] | 
 
     The conductor knows more: of lines and failures. Where that makes a difference, links are made in the round.
     """
-    if len(members) <= (size or _GROUP_MOST):
+    if len(members) <= min(size or _GROUP_MOST, _GROUP_MOST):
         return None
     sides = grid_within(len(members), size) if size else grid_of(len(members), 2)
     groups = (one.peers for found in meetings(sorted(members), sides) for one in found)

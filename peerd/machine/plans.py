@@ -11,7 +11,7 @@ import hashlib
 from dataclasses import dataclass
 
 from peerd.core.training import GridRound, Prepare
-from peerd.machine.allreduce import PATIENCES_BEHIND, AveragingPlan
+from peerd.machine.allreduce import AveragingPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,8 @@ def _plan(order: Prepare, number: int, own: str, terms: Terms) -> AveragingPlan:
         copy=round_.copy,
         copies=round_.copies,
         align=terms.align,
-        coming_s=PATIENCES_BEHIND * number * terms.patience_s,
+        timeout_s=order.timeout_s,
+        coming_s=order.timeout_s * number / len(order.rounds),
     )
 
 

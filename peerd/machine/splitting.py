@@ -57,6 +57,7 @@ class Lines:
 
     def __init__(self) -> None:
         self._said: dict[str, _Said] = {}
+        self.changes = 0  # of what was said: the same number, the same splits
 
     def tell(self, peer: str, stage: int, line: LineInfo, addrs: tuple[str, ...] = ()) -> bool:
         """`peer`, of `stage` or a helper for it, says this; True when it tells of a helper what was not known."""
@@ -64,6 +65,7 @@ class Lines:
         if before is None and len(self._said) >= MAX_MEMBERS:
             return False
         now = self._said[peer] = _Said(stage, line, addrs)
+        self.changes += now != before
         aux_before = before is not None and before.line.mode == "aux"
         if line.mode != "aux":
             return aux_before
@@ -72,6 +74,7 @@ class Lines:
     def forget(self, peer: str) -> bool:
         """The peer is gone; True when it was a helper."""
         said = self._said.pop(peer, None)
+        self.changes += said is not None
         return said is not None and said.line.mode == "aux"
 
     def is_helper(self, peer: str) -> bool:

@@ -58,7 +58,6 @@ _DTYPES = {"float32", "float64"}  # of a vector that a helper is told to sum
 _JOIN_WAIT_S = 30.0  # a member may hear of the round a little later than the others
 _LOOK_S = 0.5  # how often lateness is looked for
 _ANSWER_S = 0.6  # for a silent member to say that it only waits
-_SLOWER = 2.0  # times as long as we another member may need for the rounds before
 _DOUBT_S = 0.8  # for the conductor, or the loss of a link, to say why a member ended its round
 
 
@@ -159,14 +158,14 @@ class Averaging:
         """The sum by all rounds of an attempt: what one gives is what the next begins with. As `sum` otherwise.
 
         Raises RoundFailed with whom the round that fails names. Who is ahead of others has patience with them while
-        they say that they are still in an earlier round; whoever holds them up is named by those who wait there.
+        they say that they are still in an earlier round, for as long as that may take (`coming_s`); whoever holds them
+        up is named by those who wait there.
         """
         began = trio.current_time()
         with self.expecting([plan.attempt for plan in plans]):
             for plan in plans:
-                behind_s = _SLOWER * (trio.current_time() - began)
-                patient = replace(plan, coming_s=plan.coming_s + behind_s) if plan.coming_s else plan
-                vector = await self.sum(patient, vector, worker, coder(plan))
+                left_s = max(0.0, plan.coming_s - (trio.current_time() - began))
+                vector = await self.sum(replace(plan, coming_s=left_s), vector, worker, coder(plan))
         return vector
 
     async def sum(
@@ -404,11 +403,14 @@ class Averaging:
 
     async def _round(self, attempt: bytes) -> _Open:
         """The round, when this peer has heard of it; TooSlow by the call's own deadline otherwise."""
-        with trio.move_on_after(_JOIN_WAIT_S):
-            while attempt not in self._rounds:
+        until = trio.current_time() + _JOIN_WAIT_S
+        while attempt not in self._rounds:
+            with trio.move_on_at(until):
                 await self._opened.wait()
-        if attempt not in self._rounds:
-            raise Refused("no such averaging round here")
+                continue
+            if attempt not in self._expected:
+                raise Refused("no such averaging round here")
+            until += _JOIN_WAIT_S
         return self._rounds[attempt]
 
     async def _arrive(self, state: _Open, part: Part, sender: str, version: Version | None) -> None:

@@ -148,12 +148,13 @@ def order(**changes: object) -> Prepare:
 def test_an_order_becomes_a_plan() -> None:
     plan = AveragingPlan.of(decode(Prepare, encode(order())), 1 << 20, 3.0)
     expected = AveragingPlan(
-        bytes(range(16)), ("a", "b", "h"), 4096, 3.0, ("a", "b"), (0.25, 0.0, 0.75), 100, "float32"
+        *(bytes(range(16)), ("a", "b", "h"), 4096, 3.0, ("a", "b"), (0.25, 0.0, 0.75), 100, "float32"),
+        timeout_s=60.0,
     )
     assert plan == expected
     assert [(p.owner, p.begin, p.end) for p in plan.parts(100, 4)] == [("a", 0, 25), ("h", 25, 100)]
     plain = AveragingPlan.of(order(split=[], part_bytes=0), 1 << 20, 3.0)
-    assert plain == AveragingPlan(bytes(range(16)), ("a", "b"), 1 << 20, 3.0)
+    assert plain == AveragingPlan(bytes(range(16)), ("a", "b"), 1 << 20, 3.0, timeout_s=60.0)
     assert plain.senders == plain.group
 
 
@@ -164,6 +165,7 @@ def test_a_round_may_have_a_second_sum_which_is_another_attempt() -> None:
     assert len({plan.attempt, second.attempt, second.second().attempt}) == 3
     assert len(second.attempt) == 16
     assert second == plan.second()
+    assert (plan.coming_s, second.coming_s) == (0.0, 30.0)  # others may be in the first one for half of the time
     assert msgspec.structs.asdict(order())["further"] == 0
     assert (second.group, second.senders, second.shares) == (plan.group, plan.senders, plan.shares)
 

@@ -71,6 +71,19 @@ def test_news_are_told_once() -> None:
     assert ordering.order(0, names(8)).news
 
 
+def test_what_was_found_is_kept_until_somebody_says_something_else() -> None:
+    ordering = grouping(9, 3, mbyte_s=1.0)
+    first = ordering.order(0, names(9))
+    assert ordering.order(0, names(9)).rounds is first.rounds
+    ordering._lines.tell("p000", 0, LineInfo("node", 9 * MB, 9 * MB, 1_000_000, "float32"))
+    again = ordering.order(0, names(9))
+    assert again.rounds["p000"] != first.rounds["p000"]
+    ordering._lines.tell("p000", 0, LineInfo("node", 9 * MB, 9 * MB, 1_000_000, "float32"))
+    assert ordering.order(0, names(9)).rounds is again.rounds
+    ordering._lines.forget("p000")
+    assert ordering.order(0, names(9)).rounds is not again.rounds
+
+
 def test_a_small_stage_and_one_on_slow_or_unknown_lines_are_flat() -> None:
     for count, mbyte_s in ((2, 125), (8, 125), (9, 0), (64, 0), (64, 12.5)):
         assert not grouping(count, mbyte_s=mbyte_s).order(0, names(count)).rounds

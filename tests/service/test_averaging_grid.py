@@ -29,6 +29,7 @@ from tests.service.test_averaging import Node, group
 
 ATTEMPT = b"g" * 16
 PATIENCE_S = 5.0
+TIMEOUT_S = 200.0
 T = TypeVar("T")
 
 
@@ -85,7 +86,7 @@ def ordered(
     for name in names:
         met = sorted({peer for one in found[name] for peer in one.meeting.peers})
         rounds = [one.message() for one in found[name]]
-        order = Prepare(bytes(16), 1, 0, ATTEMPT, b"", met, [], 8, 60.0, rounds=rounds)
+        order = Prepare(bytes(16), 1, 0, ATTEMPT, b"", met, [], 8, TIMEOUT_S, rounds=rounds)
         plans[name] = plans_of(order, name, terms)
     return plans
 
@@ -218,18 +219,18 @@ async def test_who_says_for_ever_that_it_is_still_coming_is_named(autojump_clock
         began = trio.current_time()
         await s.sum_all(vectors_of(9, 3000))
         assert [error.lost for error in s.failed] == [(liar.id.text,)]
-        assert PATIENCE_S < trio.current_time() - began < 5 * PATIENCE_S
+        assert TIMEOUT_S / 2 < trio.current_time() - began < TIMEOUT_S / 2 + 2 * PATIENCE_S
 
 
 async def test_those_ahead_wait_for_a_slow_group_as_long_as_it_gets_on(autojump_clock: MockClock) -> None:
-    """One takes longer than anyone has patience with, between two parts of the first round, and says nothing else."""
+    """Its sums take long, one after the other, and so does the whole round; the others have long made theirs."""
     async with swarm(9) as s:
         mates = [s.node(peer) for peer in s.of(s.nodes[0])[0].group]
 
         class Slow(InlineWorker):
             async def run(self, job: Callable[[], T], *, name: str, cost_s: float = 0.0) -> T:
                 if name == "sum a part":
-                    await trio.sleep(0.9 * PATIENCE_S)
+                    await trio.sleep(0.4 * PATIENCE_S)
                 return job()
 
         async def one(node: Node, vector: Vector) -> None:
@@ -238,9 +239,9 @@ async def test_those_ahead_wait_for_a_slow_group_as_long_as_it_gets_on(autojump_
 
         began = trio.current_time()
         async with trio.open_nursery() as nursery:
-            for node, vector in zip(s.nodes, vectors_of(9, 1500), strict=True):
+            for node, vector in zip(s.nodes, vectors_of(9, 15_000), strict=True):
                 nursery.start_soon(one, node, vector)
-        assert trio.current_time() - began > 1.5 * PATIENCE_S
+        assert 40.0 < trio.current_time() - began < TIMEOUT_S  # longer than a call waits for a round unknown to it
         assert len(s.sums) == 9
         assert len({total.tobytes() for total in s.sums.values()}) == 1
 
