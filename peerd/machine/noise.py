@@ -82,6 +82,14 @@ class Opener:
         """The plaintexts of all frames that are now complete; `data` may be reused afterwards."""
         return list(self.each(data))
 
+    @property
+    def missing_bytes(self) -> int:
+        """How many bytes make nothing whole: less than so many need not be fed."""
+        part = self._part
+        if part is None or self._part_bytes < 2:
+            return 1
+        return 2 + (part[0] << 8 | part[1]) - self._part_bytes
+
     def each(self, data: bytes | memoryview, place: Place | None = None) -> Iterator[bytes | memoryview]:
         """As `feed`, one after the other; `data` may be reused when the last one was taken."""
         view = memoryview(data)

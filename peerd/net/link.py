@@ -238,7 +238,10 @@ class Link:
         try:
             self._take(self._early)
             while not (self.mux.peer_gone and not self.streams):
-                data = await lending.receive_view() if lending else await raw.receive_some(_READ_BYTES)
+                if lending is not None:
+                    data: bytes | memoryview = await lending.receive_view(opener.missing_bytes)
+                else:
+                    data = await raw.receive_some(_READ_BYTES)
                 if not data:
                     self.reason = self.reason or "the peer closed the connection"
                     return

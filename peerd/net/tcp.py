@@ -6,6 +6,7 @@ address really listens on. No encryption, no retries, no choice among a peer's a
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import socket
@@ -22,6 +23,7 @@ _OVERLOAD = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 _OVERLOAD_PAUSE_S = 0.1  # a full table of open files empties by itself or not at all
 _BACKLOG = 256
 _READ_BYTES = 512 * 1024
+_WORTH_AWAITING_BYTES = 4 * 1024  # two packets or more; saying so is a system call
 _RESOLVED_MAX = 4  # addresses of one name that are tried, each for at most _NAME_TRY_S
 _NAME_TRY_S = 3.0
 # Documentation addresses: connecting a datagram socket to them sends nothing, but picks the route's own address.
@@ -31,13 +33,14 @@ _FAR = {socket.AF_INET: "192.0.2.1", socket.AF_INET6: "2001:db8::1"}
 class TcpLink:
     """One TCP connection as a LendingLink. Tries the system first only when that is likely to succeed at once."""
 
-    __slots__ = ("_lent", "_more", "_socket", "remote")
+    __slots__ = ("_awaited_bytes", "_lent", "_more", "_socket", "remote")
 
     def __init__(self, sock: trio.socket.SocketType, remote: Multiaddr, lent: memoryview) -> None:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._socket = socket.socket(sock.family, sock.type, sock.proto, fileno=sock.detach())
         self._socket.setblocking(False)
         self._lent = lent
+        self._awaited_bytes = 1  # the system says nothing of fewer
         self._more = False  # the last read was large, so that there is probably more
         self.remote = remote
 
@@ -63,25 +66,34 @@ class TcpLink:
     async def receive_some(self, max_bytes: int) -> bytes:
         return bytes(await self._receive(self._lent[:max_bytes]))
 
-    async def receive_view(self) -> memoryview:
-        return await self._receive(self._lent)
+    async def receive_view(self, useful_bytes: int = 1) -> memoryview:
+        return await self._receive(self._lent, useful_bytes)
 
-    async def _receive(self, into: memoryview) -> memoryview:
+    async def _receive(self, into: memoryview, useful_bytes: int = 1) -> memoryview:
         try:
             if self._more:
                 await trio.lowlevel.checkpoint()
             else:
-                await trio.lowlevel.wait_readable(self._socket)
+                await self._wait_readable(useful_bytes)
             while True:
                 try:
                     size = self._socket.recv_into(into)
                 except BlockingIOError:
-                    await trio.lowlevel.wait_readable(self._socket)
+                    await self._wait_readable(useful_bytes)
                 else:
                     self._more = size * 4 >= len(self._lent)
                     return into[:size]
         except (OSError, ValueError) as error:
             raise self._lost(error) from error
+
+    async def _wait_readable(self, useful_bytes: int) -> None:
+        """Sleep until so many have come, or the end: on a slow line each packet would wake us for nothing."""
+        count = useful_bytes if useful_bytes >= _WORTH_AWAITING_BYTES else 1
+        if count != self._awaited_bytes:
+            self._awaited_bytes = count
+            with contextlib.suppress(OSError):  # not every system can
+                self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, count)
+        await trio.lowlevel.wait_readable(self._socket)
 
     async def aclose(self) -> None:
         if self._socket.fileno() != -1:

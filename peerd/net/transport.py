@@ -45,8 +45,11 @@ class LendingLink(RawLink, Protocol):
         """Take what fits at once and say how much; 0 when nothing does, or when only `send_all` can say why not."""
         ...
 
-    async def receive_view(self) -> memoryview:
-        """As `receive_some`, but the bytes lie in a shared buffer and are valid only until the next await."""
+    async def receive_view(self, useful_bytes: int = 1) -> memoryview:
+        """As `receive_some`, but the bytes lie in a shared buffer and are valid only until the next await.
+
+        Fewer than `useful_bytes` are of no use yet: it may wait for more, and need not.
+        """
         ...
 
 

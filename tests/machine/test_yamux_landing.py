@@ -69,6 +69,16 @@ def test_large_frames_are_opened_where_they_belong_and_small_ones_are_not(piece_
     assert got == list(zip(plains, [False, True, False, False], strict=True))
 
 
+def test_an_opener_says_how_much_is_missing_of_the_frame_that_has_begun() -> None:
+    wire = sealed(Sealer(b"k" * 32), b"x" * 1000)
+    for at, missing in ((0, 1), (1, 1), (2, len(wire) - 2), (len(wire) - 1, 1)):
+        opener = Opener(b"k" * 32)
+        assert not opener.feed(wire[:at])
+        assert opener.missing_bytes == missing
+    assert opener.feed(wire[-1:]) == [b"x" * 1000]
+    assert opener.missing_bytes == 1
+
+
 def test_a_frame_that_was_changed_is_a_violation_wherever_it_was_opened() -> None:
     wire = bytearray(sealed(Sealer(b"k" * 32), b"x" * PLAIN_BYTES))
     wire[-1] ^= 1

@@ -7,10 +7,12 @@ from contextlib import asynccontextmanager
 
 import pytest
 import trio
+import trio.testing
 
 from peerd.core.addr import parse_addr, tcp_place
 from peerd.core.errors import ConfigError, Unreachable
 from peerd.net.tcp import TcpTransport
+from peerd.net.transport import LendingLink
 from tests.kit.virtual import addr_of, running_net, transport
 from tests.net.compliance import Ends, TransportCompliance
 
@@ -83,3 +85,33 @@ async def test_where_one_cannot_listen_is_named(text: str) -> None:
 async def test_a_refused_connection_says_so_in_words() -> None:
     with pytest.raises(Unreachable, match="connection refused"):
         await TcpTransport().dial(parse_addr("/ip4/127.0.0.1/tcp/1"))
+
+
+@pytest.mark.socket
+async def test_a_reader_is_not_woken_for_less_than_is_useful_and_asks_anew_each_time() -> None:
+    tcp = TcpTransport()
+    listener = await tcp.listen(LOOPBACK)
+    near = await tcp.dial(listener.addrs[0])
+    far = await listener.accept()
+    assert isinstance(far, LendingLink)
+    found: list[int] = []
+
+    async def read(useful_bytes: int) -> None:
+        found.append(len(await far.receive_view(useful_bytes)))
+
+    with trio.fail_after(10):
+        for useful, rest in ((10_000, 9_900), (200_000, 199_900)):
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(read, useful)
+                await near.send_all(bytes(100))
+                await trio.testing.wait_all_tasks_blocked()
+                await near.send_all(bytes(rest))
+            if useful == 10_000:
+                assert found == [10_000]
+        while sum(found) < 210_000:  # more than its buffer holds may come in two
+            await read(1)
+        await near.send_all(b"!")
+        await read(1)
+    assert found[-1] == 1
+    for end in (near, far, listener):
+        await end.aclose()
