@@ -20,17 +20,19 @@ from benchmarks._far import new_host
 from peerd.core.addr import parse_addr
 from peerd.core.ids import PeerId
 from peerd.core.runfile import AveragingSection
+from peerd.core.training import Prepare, Prepared
 from peerd.core.work import Worker
 from peerd.machine.allreduce import AveragingPlan
 from peerd.net.clock import RealClock
 from peerd.net.host import Host
 from peerd.service.averaging import Averaging, PartCoder
-from peerd.service.rpc import Rpc
+from peerd.service.rpc import Answer, Incoming, Rpc
 
 T = TypeVar("T")
 
 PART_BYTES = AveragingSection().part_bytes
 PATIENCE_S = 60.0
+ORDER = "bench/1/prepare"  # a conductor's order, as in training
 
 
 def say(answer: dict[str, Any]) -> None:
@@ -78,7 +80,8 @@ class Averager:
     """This process's peer."""
 
     def __init__(self, host: Host, rpc: Rpc, gloo: Gloo | None) -> None:
-        self._host, self._gloo = host, gloo
+        self._host, self._rpc, self._gloo = host, rpc, gloo
+        rpc.serve(ORDER, Prepare, self.prepare)
         self._averaging = Averaging(rpc, host.id)
         self._worker: Worker = ThreadWorker()
         self._group: tuple[str, ...] = ()
@@ -94,6 +97,8 @@ class Averager:
             assert self._gloo is not None
             answer, self._total = await trio.to_thread.run_sync(self._gloo.sum, order)
             return answer
+        if order["do"] == "form":
+            return await self.form(bytes.fromhex(order["attempt"]))
         if order["do"] == "check":
             return {"right": bool(np.abs(self._total - order["sum"]).max() < 0.05 * order["sum"])}
         return await self.sum(order)
@@ -105,6 +110,25 @@ class Averager:
                 await self._host.connect(PeerId.parse(peer), [parse_addr(addr)])
         self._group = tuple(sorted(order["peers"]))
         return {}
+
+    async def form(self, attempt: bytes) -> dict[str, Any]:
+        """As conductor: order a round of one element for each member, and wait until everybody says that it is done."""
+        begin = time.monotonic()
+        order = Prepare(bytes(16), 1, 1, attempt, b"", list(self._group), [], 1, PATIENCE_S)
+
+        async def tell(peer: str) -> None:
+            await self._rpc.call(PeerId.parse(peer), ORDER, order, Prepared, timeout_s=PATIENCE_S)
+
+        async with trio.open_nursery() as nursery:
+            for peer in self._group:
+                nursery.start_soon(tell, peer)
+        return {"seconds": time.monotonic() - begin}
+
+    async def prepare(self, call: Incoming[Prepare]) -> Answer[Prepared]:
+        """As member, the conductor's own process included: stand in the round that it orders."""
+        plan = AveragingPlan.of(call.body, PART_BYTES, PATIENCE_S)
+        await self._averaging.sum(plan, np.ones(len(plan.group), dtype=np.float32), self._worker)
+        return Answer(Prepared(True, [], []))
 
     async def sum(self, order: dict[str, Any]) -> dict[str, Any]:
         """One round with everybody; begins at the time that the parent names. `shares` by peer; else equal ones."""

@@ -83,6 +83,17 @@ def round_s(members: Sequence[Peer], code: str, lead_s: float = LEAD_S, **more: 
     return lasted(members, found, begin)
 
 
+def group_s(members: Sequence[Peer]) -> float:
+    """Seconds from the first member's decision to have a round until it knows that everybody stands in it.
+
+    Its orders go out as in training; the vector has one element for each member, so that all have exchanged parts with
+    all, and next to nothing is summed.
+    """
+    (answer,) = ask(members[:1], do="form", attempt=secrets.token_hex(16))
+    seconds: float = answer["seconds"]
+    return seconds
+
+
 def gloo_s(members: Sequence[Peer], count: int) -> float:
     """Seconds of one round of gloo's."""
     found = ask(members, do="gloo", count=count)
