@@ -42,8 +42,8 @@ class Download:
     ) -> None:
         self._pieces = pieces
         self._rng = rng
-        self._kept = kept
-        self._donors = {name: Donor(name) for name in donors}
+        self._kept = kept or dl.Kept()
+        self._donors = {name: self._donor(name) for name in donors}
         self._poll = Poll(now)
         self._now = now
         self._moved_at = now  # last progress
@@ -65,7 +65,7 @@ class Download:
     def add(self, now: float, donors: Iterable[str]) -> list[dl.Output]:
         """More donors, now known; those that were given up are not tried again."""
         for name in donors:
-            self._donors.setdefault(name, Donor(name))
+            self._donors.setdefault(name, self._donor(name))
         return self.wake(now)
 
     def handle(self, now: float, event: dl.Event) -> list[dl.Output]:
@@ -101,6 +101,13 @@ class Download:
         if not self._over:
             self._give_up_when_hopeless(now, out)
         return out
+
+    def piece_s(self) -> dict[str, float]:
+        """How long a piece takes of each donor of whom that is known."""
+        return {name: donor.piece_s for name, donor in self._donors.items() if donor.piece_s is not None}
+
+    def _donor(self, name: str) -> Donor:
+        return Donor(name, piece_s=self._kept.piece_s.get(name))
 
     def wake_at(self) -> float:
         """When `wake` is due; inf: only after an event."""
@@ -154,7 +161,7 @@ class Download:
             if piece != dl.MANIFEST:
                 self._call_off(ask, out)
         self.chosen = claim
-        kept = self._kept if self._kept is not None and self._kept.root == claim.root else None
+        kept = self._kept if self._kept.root == claim.root else None
         self.knows_digests = kept is not None
         self.have = set(kept.have) if kept is not None else set()
         self._missing = deque(i for i in range(self._pieces) if i not in self.have)
@@ -217,9 +224,10 @@ class Download:
                 continue
             mine_s = giver.takes_s(len(giver.flights) + 1)
             late_at = flight.due
-            if flight.donor.piece_s is None:
-                patience_s = UNKNOWN_PIECE_S if giver.piece_s is None else max(_UNHEARD_S, 4 * mine_s)
-                late_at = min(late_at, flight.asked_at + patience_s)
+            if giver.piece_s is None:
+                pass  # nothing says that it would be quicker: it may be our own line that takes so long
+            elif flight.donor.piece_s is None:
+                late_at = min(late_at, flight.asked_at + max(_UNHEARD_S, 4 * mine_s))
             elif flight.expected - now > 2 * mine_s + LEAST_PIECE_S:
                 late_at = now
             if now >= late_at:

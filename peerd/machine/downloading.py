@@ -16,10 +16,11 @@ MANIFEST: Final = -2
 
 @dataclass(slots=True)
 class Kept:
-    """What there is of a state from before: the digests of its pieces, and these pieces."""
+    """What there is of a state from before: the digests of its pieces, and these pieces; and how fast donors were."""
 
-    root: bytes
+    root: bytes = b""  # empty: nothing of any state
     have: set[int] = field(default_factory=set)
+    piece_s: dict[str, float] = field(default_factory=dict)  # by donor: what one of these pieces would have taken
 
 
 # --- events ------------------------------------------------------------------------------------------------------

@@ -44,6 +44,7 @@ class Fetcher:
         self._lock = trio.Lock()
         self._begun: Begun | None = None  # what a failed attempt got
         self._shunned: dict[str, float] = {}  # until when
+        self._paces: dict[str, float] = {}  # of donors, seconds a byte
 
     async def fetch(
         self, donors: Donors, request: StateRequest, expected: Sequence[TensorSpec | StateItem], worker: Worker
@@ -56,7 +57,9 @@ class Fetcher:
         layout = StateLayout(expected)
         async with self._lock:
             honest = partial(self._honest, donors)
-            plan = FetchPlan(self._methods, request, layout, honest, worker, self.notes, self.chosen, self.folder)
+            plan = FetchPlan(
+                self._methods, request, layout, honest, worker, self.notes, self.chosen, self.folder, self._paces
+            )
             # Not kept here meanwhile: when another state is chosen, the memory of this one is let go at once.
             fetching = Fetching(self._rpc, plan, self._take_kept(layout), self._rng)
             self.report = fetching.report
@@ -93,6 +96,7 @@ class Snapshots(Fetcher):
         self.giving = Giving(rpc)
         self.totals = Fetcher(rpc, rng)
         self.totals._shunned = self._shunned  # who lies about one thing is not asked for another
+        self.totals._paces = self._paces
 
     def offer(
         self,

@@ -22,6 +22,7 @@ import trio
 from peerd.core.errors import Overloaded, ProtocolViolation, Refused, RemoteError, TooSlow, Unreachable
 from peerd.core.frame import TensorFrame
 from peerd.core.ids import PeerId
+from peerd.core.limits import LINKS
 from peerd.core.messages import Empty
 from peerd.core.state import DIGEST_BYTES, StateLayout, piece_digest
 from peerd.core.training import Position, StateDigests, StateManifest, StatePiece, StateRequest
@@ -101,6 +102,7 @@ class FetchPlan:
     notes: Callable[[str], None]
     chosen: Callable[[Position], None]
     folder: Path | None
+    paces: dict[str, float]  # seconds a byte, by donor, from earlier downloads: kept up to date here
 
 
 class Fetching:
@@ -111,7 +113,10 @@ class Fetching:
         self.report = FetchReport(pieces=plan.layout.pieces, total_bytes=plan.layout.total_bytes)
         self._rpc = rpc
         self._plan = plan
-        kept = dl.Kept(begun.claim.root, begun.have) if begun is not None and begun.digests is not None else None
+        self._piece_bytes = max(1, min(plan.layout.piece_bytes, plan.layout.total_bytes))
+        kept = dl.Kept(piece_s={name: pace * self._piece_bytes for name, pace in plan.paces.items()})
+        if begun is not None and begun.digests is not None:
+            kept.root, kept.have = begun.claim.root, begun.have
         self._machine = Download(trio.current_time(), plan.layout.pieces, rng, self._names(), kept)
         self._nursery: trio.Nursery | None = None
         self._timer = trio.CancelScope()
@@ -137,10 +142,18 @@ class Fetching:
                     self._perform(self._machine.wake(trio.current_time()))
             nursery.cancel_scope.cancel()
         self.report.seconds = trio.current_time() - began
+        self._remember_paces()
         if isinstance(self._last, dl.GaveUp):
             raise self._failure(self._last)
         assert self.begun is not None
         return self.begun
+
+    def _remember_paces(self) -> None:
+        """So that the next download does not take a slow line for a donor that fails, and ask twice."""
+        paces = self._plan.paces
+        paces.update({name: piece_s / self._piece_bytes for name, piece_s in self._machine.piece_s().items()})
+        while len(paces) > LINKS:
+            del paces[next(iter(paces))]
 
     async def _look_for_donors(self) -> None:
         while True:

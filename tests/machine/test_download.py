@@ -234,6 +234,24 @@ def test_donors_give_by_their_speed() -> None:
     assert sum(w.asked.values()) <= 400 + 20
 
 
+def test_our_own_slow_line_is_not_taken_for_a_slow_donor() -> None:
+    """Asked a second time, a piece would take up as much of the line again."""
+    w = world(pieces=1, a=Behaviour(piece_s=8.5), b=Behaviour(piece_s=8.5))
+    known = w.run().piece_s()
+    assert set(w.asked.values()) == {1}
+    assert list(known.values()) == [8.5]
+    w = world(pieces=1, a=Behaviour(piece_s=12.0), b=Behaviour(piece_s=12.0))
+    w.run(dl.Kept(piece_s={"a": 8.5, "b": 8.5}))  # slower than it was, still within reason
+    assert set(w.asked.values()) == {1}
+
+
+def test_a_silent_donor_is_replaced_by_one_of_whom_nothing_is_known_either() -> None:
+    w = world(pieces=1, a=Behaviour(silent_at=0.06), b=Behaviour(silent_at=1e9))
+    w.run()
+    assert w.last == dl.Done()
+    assert w.now < 13  # 3 s for the digests, and three times as much as a piece may take
+
+
 def test_half_way_one_dies_and_one_lies_and_nothing_begins_anew() -> None:
     w = world(pieces=300, a=Behaviour(), dies=Behaviour(dies_at=5.0), lies=Behaviour(lies_from=50))
     w.run()
