@@ -34,6 +34,7 @@ _AHEAD = 4  # microbatches of samples that lie ready
 _EVALUATION_BATCH = 16  # samples
 _DATA_RETRY_S = 10.0  # when a server of data cannot be reached
 _REPLICA_IN_FLIGHT = 2  # one that is computed and the next: others may be faster with what would wait here
+_DELAYED_IN_FLIGHT = 32  # at most, where news travel beside the gradients and take their time
 
 
 class TrainerRole:
@@ -179,7 +180,18 @@ class TrainerRole:
             return wanted or 2 + 2 * max(1, peers)
         if not peers:
             return 0  # it still takes the state over: whatever had a place in the batch would hold everyone up
-        return wanted or _REPLICA_IN_FLIGHT
+        return wanted or max(_REPLICA_IN_FLIGHT, self._done_unheard(self._replica.samples_per_s))
+
+    def _done_unheard(self, samples_per_s: float) -> int:
+        """How many microbatches a replica has under way or done until it hears what comes next.
+
+        In a delayed run gradients fill the line meanwhile. News that just miss a report wait for two answers.
+        """
+        if not self._run.optimizer.delayed:
+            return 0
+        microbatch_s = self._run.pipeline.microbatch / max(samples_per_s, 1e-3)
+        most = min(_DELAYED_IN_FLIGHT, self._run.batch.target_samples // self._run.pipeline.microbatch // 2)
+        return min(most, 1 + math.ceil(2 * self._contributor.answer_s / microbatch_s))
 
     def refill(self, waiting: list[Load]) -> None:
         """See `_feed`."""

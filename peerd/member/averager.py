@@ -127,10 +127,11 @@ class AveragerRole:
     # --- the work ---------------------------------------------------------------------------------------------
 
     def in_flight(self) -> int:
-        """One at a time, and none while it could not be computed."""
+        """One at a time, in a delayed run the next one, too; none while it could not be computed."""
         ahead = self._member.position.step - self._contributor.books.step  # we may hear of a step after we made it
-        here = 0 <= ahead <= int(self._run.optimizer.delayed)
-        return int(self._begun and self._own_ready and self._desk.useful and here)
+        delay = int(self._run.optimizer.delayed)
+        here = 0 <= ahead <= delay
+        return 1 + delay if self._begun and self._own_ready and self._desk.useful and here else 0
 
     def refill(self, waiting: list[Turn]) -> None:
         """There is always a next one."""

@@ -24,6 +24,7 @@ _PUBLISH_S = 3.0
 _PUBLISH_RARELY_S = 15.0  # a quarter of a record's life
 _RECORD_TTL_S = 60.0
 _LEAVE_PATIENCE_S = 4.0
+_FADING = 0.97  # of a long answer, with each one after it: lines are full at times, and news are few then
 
 
 class Work(Protocol[T]):
@@ -73,6 +74,7 @@ class Contributor(Generic[T]):
         self.answer: TrainerAnswer | None = None
         self.complete = False
         self.leaving = False
+        self.answer_s = 0.0  # the longest that it took lately until news were answered
         self._waits_for: str | None = None
         self._scopes: dict[int, list[trio.CancelScope]] = {}
         self._idle: trio.CancelScope | None = None  # of a report without news: cancelled when there is some
@@ -120,10 +122,13 @@ class Contributor(Generic[T]):
                 self.books.wish(self.in_flight())
                 with trio.CancelScope() as scope:
                     self._idle = scope if not self.books.news() else None
+                    asked = trio.current_time()
                     answer = await self._following.ask(
                         "swarm/1/trainer", self._report, TrainerAnswer, _SYNC_WAIT_S + 8.0
                     )
                     self._idle = None
+                    if self._said:
+                        self.answer_s = max(trio.current_time() - asked, self.answer_s * _FADING)
                     self._take(answer, nursery)
                 self._idle = None
                 self._heard.set()

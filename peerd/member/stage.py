@@ -184,6 +184,11 @@ class StageMember:
         return served
 
     @property
+    def samples_per_s(self) -> float:
+        """What its device does when it is never idle; 0: not known yet."""
+        return self._serving.rate()
+
+    @property
     def relieved(self) -> bool:
         """Does it leave, with others of its stage there to take its place?"""
         own = self._ctx.host.id.text

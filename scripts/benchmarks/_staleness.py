@@ -1,0 +1,76 @@
+"""Part of the benchmark of delayed updates: what it costs in loss that gradients are one step old.
+
+One stage in one process, fed by hand: in a delayed run every batch is computed before the step that comes before it is
+made, so all of its gradients are one step old. A swarm's runs have such ones and fresh ones; this is the most of it.
+"""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from peerd.compute.data import samples_of
+from peerd.compute.served import ServedStage
+from peerd.core.runfile import BatchSection, DataSection, ModelSection, OptimizerSection, PipelineSection, RunFile
+from peerd.core.training import Mb
+
+BATCH = 64  # samples, one microbatch
+HELD_OUT = 256
+TAIL = 5  # evaluations at the end, over which a run's loss is the mean
+EVERY = 5  # steps between them
+
+
+@dataclass(frozen=True, slots=True)
+class Losses:
+    """Held-out loss at the end, nats: of each order of samples, in turn."""
+
+    synchronous: list[float]
+    delayed: list[float]
+
+    @property
+    def difference(self) -> float:
+        return statistics.mean(self.delayed) - statistics.mean(self.synchronous)
+
+    @property
+    def noise(self) -> float:
+        """How far two synchronous runs are apart: the spread over orders."""
+        return max(self.synchronous) - min(self.synchronous)
+
+
+def run_file(delayed: bool) -> RunFile:
+    return RunFile(
+        run="staleness",
+        seed=3,
+        model=ModelSection(d_model=48, heads=1, layers=2, context=32),
+        pipeline=PipelineSection(microbatch=BATCH),
+        optimizer=OptimizerSection(name="adamw", lr=3.0e-3, warmup_steps=10, delayed=delayed),
+        batch=BatchSection(target_samples=BATCH),
+        data=DataSection(path="stdlib", shuffle_buffer=2_000),
+    )
+
+
+def compared(steps: int, orders: int) -> Losses:
+    """`orders` runs of each kind; the n-th of both have the same samples."""
+    held_out = samples_of(run_file(False), "all", "valid").take(HELD_OUT)
+    batches = [samples_of(run_file(False), f"order {n}").take(BATCH * steps).split(BATCH) for n in range(orders)]
+    return Losses(*([trained(delayed, each, held_out) for each in batches] for delayed in (False, True)))
+
+
+def trained(delayed: bool, batches: tuple[Tensor, ...], held_out: Tensor) -> float:
+    stage, losses = ServedStage(run_file(delayed), 0, "cpu"), []
+    for step in range(len(batches)):
+        for ahead in (step, step + 1) if delayed and not step else (step + delayed,):
+            if ahead < len(batches):
+                stage.backward(ahead, Mb("t", ahead), pair(batches[ahead]), ())
+        stage.commit(step, stage.vector(), BATCH)
+        if (left := len(batches) - 1 - step) < TAIL * EVERY and left % EVERY == 0:
+            losses.append(stage.loss(*pair(held_out)).loss_sum / HELD_OUT)
+    return statistics.mean(losses)
+
+
+def pair(samples: Tensor) -> tuple[Tensor, Tensor]:
+    """Samples [B, L + 1] as inputs and the tokens that follow them."""
+    return samples[:, :-1].to(torch.int64).contiguous(), samples[:, 1:].to(torch.int64).contiguous()

@@ -1,0 +1,168 @@
+"""Replicas on slow lines: what delayed updates bring when averaging takes as long as computing, and what they cost.
+
+Two `peerd` processes, one thread each, hold a replica on a host of their own in a network lab. `alone`: each trains a
+run of its own with half the batch, both at once, as fast as they can: what computing alone would do. Then both train
+one run behind lines on which the whole gradient takes as long to cross as a batch takes to be computed: `synchronous`,
+where a step computes and then averages, and `delayed`, where it averages while the next one is computed. Same seed,
+same start. Other programs on the machine slow computing down in one run and not in another; so `busy` tells, from each
+run by itself, the share of the time in which the replicas computed: 1 is what computing alone would do just then.
+
+The loss is measured apart (`_staleness`), with every gradient one step old: more than a run can have. Needs Linux, root
+and iproute2.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import statistics
+import tempfile
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from lab import Lab, why_not
+
+from benchmarks._report import Figure, Report
+from benchmarks._staleness import Losses, compared
+from benchmarks._swarm import Peer, Swarm
+
+REPLICAS = 2
+CORES = os.cpu_count() or 1
+OVERHEAD = 1.1  # of Ethernet, IP, TCP and our own protocols, on a byte of gradient
+RUN: dict[str, Any] = {
+    "run": "delayed",
+    "seed": 3,
+    "model": {"d_model": 96, "heads": 2, "layers": 4, "context": 64},
+    "pipeline": {"stages": 1, "microbatch": 8},
+    "optimizer": {"name": "adamw", "lr": 2.0e-3, "warmup_steps": 4},
+    "batch": {"target_samples": 512},
+    "averaging": {"part_bytes": 65536},
+    "data": {"kind": "text", "path": "stdlib", "shuffle_buffer": 10_000},
+    "evaluate": {"every_steps": 0},
+    "checkpoint": {"every_steps": 0},
+}
+VALUES = 4 * (12 * 96**2 + 2 * 96) + 2 * 256 * 96  # of the gradient, about
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Steps to measure, after two to warm up."""
+
+    alone: int
+    synchronous: int
+    delayed: int
+    loss_steps: int
+    orders: int  # of samples, for the loss
+
+
+QUICK = Sizes(alone=4, synchronous=4, delayed=8, loss_steps=400, orders=3)
+FULL = Sizes(alone=12, synchronous=12, delayed=24, loss_steps=800, orders=4)
+WARM = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """One run."""
+
+    step_s: float  # median
+    tokens_per_s: float  # by all replicas
+    busy: float  # share of the time in which they computed
+    others_share: float  # of the processor, by everything else
+
+
+def run_file(delayed: bool) -> dict[str, Any]:
+    run = copy.deepcopy(RUN)
+    run["optimizer"]["delayed"] = delayed
+    return run
+
+
+def halves() -> list[dict[str, Any]]:
+    """Two runs that have nothing to do with each other, each with its part of the batch."""
+    runs = [run_file(False) for _ in range(REPLICAS)]
+    for number, run in enumerate(runs):
+        run["run"] += f"-{number}"
+        run["batch"]["target_samples"] //= REPLICAS
+    return runs
+
+
+def measured(runs: list[dict[str, Any]], rate_mbit: float | None, steps: int) -> Measured:
+    with tempfile.TemporaryDirectory(prefix="peerd-delayed-") as folder, Lab() as lab:
+        swarm = Swarm(lab, Path(folder), runs[0], rate_mbit)
+        swarm.start_replicas(runs)
+        replicas = swarm.peers[1:]
+        for peer in replicas:
+            swarm.wait_for_step(WARM, 120, peer)
+        before, begun = swarm.moment(), [computed(peer) for peer in replicas]
+        for peer in replicas:
+            swarm.wait_for_step(WARM + steps, 600, peer)
+        after, ended = swarm.moment(), [computed(peer) for peer in replicas]
+        ends = [swarm.steps(peer)[WARM - 1 : WARM + steps] for peer in replicas]
+    seconds = statistics.mean(times[-1] - times[0] for times in ends)
+    tokens = steps * RUN["batch"]["target_samples"] / REPLICAS * RUN["model"]["context"]  # of each
+    busy = [(b[0] - a[0]) / (b[1] - a[1]) for a, b in zip(begun, ended, strict=True)]
+    return Measured(
+        step_s=statistics.median(b - a for times in ends for a, b in pairwise(times)),
+        tokens_per_s=sum(tokens / (times[-1] - times[0]) for times in ends),
+        busy=statistics.mean(busy),
+        others_share=(after.others_s - before.others_s) / seconds / CORES,
+    )
+
+
+def line_mbit(alone: Measured) -> float:
+    """The line on which a gradient crosses in the time of a step's computing."""
+    return VALUES * 32e-6 * OVERHEAD / alone.step_s
+
+
+def computed(peer: Peer) -> tuple[float, float]:
+    """For how many seconds a replica has computed so far, and the time."""
+    status = peer.status()
+    (replica,) = (role["replica"] for role in status["roles"] if "replica" in role)
+    return replica["samples"] / max(replica["samples_per_s"], 1e-9), status["time"]
+
+
+def measure(full: bool) -> Report:
+    reason = why_not()
+    if reason is not None:
+        raise SystemExit(reason)
+    sizes = FULL if full else QUICK
+    alone = measured(halves(), None, sizes.alone)
+    rate_mbit = line_mbit(alone)
+    delayed = measured([run_file(True)] * REPLICAS, rate_mbit, sizes.delayed)
+    synchronous = measured([run_file(False)] * REPLICAS, rate_mbit, sizes.synchronous)
+    losses = compared(sizes.loss_steps, sizes.orders)
+    sections = [
+        section("alone", alone, alone),
+        section("synchronous", synchronous, alone),
+        section("delayed", delayed, alone),
+        of_losses(losses),
+    ]
+    tokens = RUN["batch"]["target_samples"] * RUN["model"]["context"]
+    note = f"lines of {rate_mbit:.1f} Mb/s, {VALUES:,} float32 values, {tokens:,} tokens a step, {REPLICAS} replicas"
+    return Report("delayed", sections, note)
+
+
+def section(name: str, found: Measured, alone: Measured) -> list[Figure]:
+    target = 0.9 if name == "delayed" else None
+    figures = [
+        Figure(f"{name}_tokens_per_s", f"{name}: tokens per second", found.tokens_per_s, "", 0),
+        Figure(f"{name}_step_s", "seconds of a step", found.step_s, "s"),
+        Figure(f"{name}_busy", "share of the time in which the replicas computed", found.busy, at_least=target),
+        Figure(f"{name}_others_share", "of the processor, by everything else", found.others_share),
+    ]
+    if found is not alone:
+        relative = found.tokens_per_s / alone.tokens_per_s
+        figures.append(Figure(f"{name}_speed", "speed over computing alone", relative, at_least=target))
+    return figures
+
+
+def of_losses(found: Losses) -> list[Figure]:
+    within = found.difference / found.noise if found.noise else 0.0
+    text = f"held-out loss, {len(found.synchronous)} orders of samples"
+    return [
+        Figure("synchronous_loss", f"{text}: synchronous", statistics.mean(found.synchronous), "nats", 4),
+        Figure("delayed_loss", "every gradient one step old", statistics.mean(found.delayed), "nats", 4),
+        Figure("loss_noise", "spread of the synchronous ones", found.noise, "nats", 4),
+        Figure("loss_difference", "difference / spread", within, at_most=1.0),
+    ]
