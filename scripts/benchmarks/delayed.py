@@ -4,8 +4,8 @@ Two `peerd` processes, one thread each, hold a replica on a host of their own in
 run of its own with half the batch, both at once, as fast as they can: what computing alone would do. Then both train
 one run behind lines on which the whole gradient takes as long to cross as a batch takes to be computed: `synchronous`,
 where a step computes and then averages, and `delayed`, where it averages while the next one is computed. Same seed,
-same start. Other programs on the machine slow computing down in one run and not in another; so `busy` tells, from each
-run by itself, the share of the time in which the replicas computed: 1 is what computing alone would do just then.
+same start. Other programs on the machine slow computing down in one run and not in another: `others` says how much they
+took, and `busy` the share of the time in which the replicas computed: low where the line is what is waited for.
 
 The loss is measured apart (`_staleness`), with every gradient one step old: more than a run can have. Needs Linux, root
 and iproute2.
@@ -148,7 +148,7 @@ def section(name: str, found: Measured, alone: Measured) -> list[Figure]:
     figures = [
         Figure(f"{name}_tokens_per_s", f"{name}: tokens per second", found.tokens_per_s, "", 0),
         Figure(f"{name}_step_s", "seconds of a step", found.step_s, "s"),
-        Figure(f"{name}_busy", "share of the time in which the replicas computed", found.busy, at_least=target),
+        Figure(f"{name}_busy", "share of the time in which the replicas computed", found.busy),
         Figure(f"{name}_others_share", "of the processor, by everything else", found.others_share),
     ]
     if found is not alone:
