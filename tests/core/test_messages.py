@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import tracemalloc
 
 import msgspec
@@ -113,5 +112,8 @@ def test_mutated_messages_raise_only_violations(data: st.DataObject) -> None:
     wire = bytearray(encode(SAMPLE))
     for _ in range(data.draw(st.integers(1, 3))):
         wire[data.draw(st.integers(0, len(wire) - 1))] = data.draw(st.integers(0, 255))
-    with contextlib.suppress(ProtocolViolation):
-        decode(Sample, bytes(wire))
+    try:
+        message = decode(Sample, bytes(wire))
+    except ProtocolViolation:
+        return
+    assert decode(Sample, encode(message)) == message or message != message  # a NaN differs from itself

@@ -12,6 +12,7 @@ from peerd.core.limits import IDENTIFY_ADDRS, PROTOBUF_FIELDS
 from peerd.core.protobuf.messages import Identify, NoisePayload, decode_public_key, encode_public_key
 from peerd.core.protobuf.wire import bytes_field, read_fields
 from peerd.core.varint import decode_varint, encode_varint
+from tests.kit.mutate import accepts
 
 PEER = Keypair.from_seed(b"p" * 32).peer_id
 MESSAGE = Identify(
@@ -37,11 +38,9 @@ def test_unknown_fields_of_every_kind_are_passed_over() -> None:
 
 def test_a_message_cut_anywhere_is_a_violation_or_a_message() -> None:
     raw = MESSAGE.encode()
-    for end in range(len(raw)):
-        try:
-            Identify.decode(raw[:end])
-        except ProtocolViolation:
-            continue
+    taken = [end for end in range(len(raw)) if accepts(Identify.decode, raw[:end])]
+    assert 0 < len(taken) < len(raw)
+    assert [end for end in taken if Identify.decode(raw[:end]) == MESSAGE] == []
 
 
 def test_too_many_entries_are_dropped_and_too_many_fields_refused() -> None:
@@ -63,11 +62,14 @@ def test_nonsense_is_a_violation(raw: bytes) -> None:
 
 @given(st.binary(max_size=200))
 def test_random_bytes_raise_nothing_but_violations(raw: bytes) -> None:
-    for decode in (Identify.decode, NoisePayload.decode, decode_public_key, lambda data: list(read_fields(data))):
-        try:
-            decode(raw)
-        except ProtocolViolation:
-            continue
+    for kind in (Identify, NoisePayload):
+        if accepts(kind.decode, raw):
+            message = kind.decode(raw)
+            assert kind.decode(message.encode()) == message
+    if accepts(decode_public_key, raw):
+        key = decode_public_key(raw)
+        assert decode_public_key(encode_public_key(key)) == key
+    assert not accepts(lambda data: list(read_fields(data)), raw) or len(list(read_fields(raw))) <= len(raw)
 
 
 @given(st.integers(0, (1 << 63) - 1), st.binary(max_size=3))

@@ -14,7 +14,7 @@ from peerd.core.blockwise import CODES, SCALE_BYTES, scale_count
 from peerd.core.frame import TensorFrame
 from tests.fuzz.parsers import frame_headers
 from tests.kit.frames import mended
-from tests.kit.mutate import fuzz
+from tests.kit.mutate import accepts, fuzz
 
 PAYLOAD_BYTES_MAX = 1 << 12
 RAW_BYTES_MAX = 1 << 22
@@ -37,8 +37,8 @@ def receive(data: bytes) -> None:
 
 @pytest.mark.slow
 def test_tensors_survive_many_mutated_frames() -> None:
-    receive(frame_headers()[0] + bytes(24))
-    fuzz(receive, frame_headers(), 100_000, seed=2)
+    assert accepts(receive, frame_headers()[0] + bytes(24))
+    assert fuzz(receive, frame_headers(), 100_000, seed=2) == ""
 
 
 @cache
@@ -79,6 +79,5 @@ def receive_whole(data: bytes) -> None:
 
 @pytest.mark.parametrize("count", [500, pytest.param(100_000, marks=pytest.mark.slow)])
 def test_tensors_survive_mutated_frames_of_every_coding(count: int) -> None:
-    for data in coded_frames():
-        receive_whole(data)
-    fuzz(receive_whole, coded_frames(), count, seed=4)
+    assert all(accepts(receive_whole, data) for data in coded_frames())
+    assert fuzz(receive_whole, coded_frames(), count, seed=4) == ""

@@ -88,11 +88,16 @@ async def their_info(host: Host, foreign: ForeignPeer) -> PeerInfo:
     return info
 
 
-async def their_peers_become(foreign: ForeignPeer, expected: list[str]) -> None:
+async def their_peers(foreign: ForeignPeer, once: int) -> list[str]:
+    """To whom it is connected, as soon as these are so many."""
+    found: list[str] = []
+
     async def so() -> bool:
-        return bool((await foreign.ask("peers"))["peers"] == expected)
+        found[:] = (await foreign.ask("peers"))["peers"]
+        return len(found) == once
 
     await until(so)
+    return found
 
 
 async def echoed(stream: Stream, size: int, *, half_close: bool = False, write_bytes: int = 1 << 20) -> bool:
@@ -333,8 +338,8 @@ async def test_a_peer_notices_that_we_leave(name: str) -> None:
         async with our_host() as host:
             await host.connect_addr(parse_addr(foreign.addr))
             await foreign.ask("ping", addr=str(host.addrs()[0]))
-            await their_peers_become(foreign, [str(host.id)])
-        await their_peers_become(foreign, [])
+            assert await their_peers(foreign, once=1) == [str(host.id)]
+        assert await their_peers(foreign, once=0) == []
 
 
 @each_peer
