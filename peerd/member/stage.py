@@ -22,12 +22,10 @@ from peerd.compute.served import Model, ServedStage, Stale, Vector
 from peerd.compute.user_model import UserModel
 from peerd.core.errors import ProtocolViolation, Refused, RemoteError
 from peerd.core.ids import PeerId, is_peer_text
-from peerd.core.messages import Empty
 from peerd.core.progress import StageProgress, pause_s
 from peerd.core.runfile import RunFile
 from peerd.core.training import (
     Commit,
-    Leave,
     LineInfo,
     Mb,
     MemberAnswer,
@@ -142,18 +140,8 @@ class StageMember:
             while (self._served.held or self._served.early) and not self._complete:
                 await self._stepped.wait()
         await self._save()
-        conductor = self._following.conductor
-        if conductor is not None and conductor != self._ctx.host.id:
-            with trio.move_on_after(1.0):
-                await self._say_goodbye(conductor)
+        await self._following.say_goodbye(self._training.fingerprint)
         await self._training.directory.withdraw(self._stage)
-
-    async def _say_goodbye(self, conductor: PeerId) -> None:
-        try:
-            body = Leave(self._training.fingerprint)
-            await self._ctx.rpc.call(conductor, "swarm/1/leave", body, Empty, timeout_s=1.0)
-        except RemoteError:
-            pass  # it is gone itself, or will notice when the connection closes
 
     @property
     def position(self) -> Position:
