@@ -55,7 +55,7 @@ def backward(model: nn.Module) -> None:
         ({"target_samples": 4 * 20_000}, "allowed: a multiple of samples_per_step .4., up to 65536"),
         ({"samples_per_step": 0}, "samples_per_step is 0"),
         ({"samples_per_step": 4.0}, "samples_per_step is 4.0; it must be a whole number"),
-        ({"run": ""}, "run must be 1 to 64 characters"),
+        ({"run": ""}, "run has 0 characters; allowed: 1 to 64"),
         ({"min_peers": 0}, "min_peers is 0"),
         ({"code": "int9"}, "code is 'int9' and rank 4: Invalid enum value 'int9'"),
         ({"code": "powersgd", "rank": 0}, "averaging.rank is 0; allowed: 1 to 128"),

@@ -206,7 +206,7 @@ def check(run: RunFile) -> list[tuple[str, str]]:
             faults.append((path, message))
 
     m, p = run.model, run.pipeline
-    need(0 < len(run.run) <= 64, "run", "must be 1 to 64 characters")
+    need(0 < len(run.run) <= 64, "run", f"has {len(run.run)} characters; allowed: 1 to 64")
     need(m.kind == "gpt" or ":" in m.kind, "model.kind", f"is {m.kind!r}; allowed: gpt, or module:function")
     need(1 <= m.d_model <= 65536, "model.d_model", f"is {m.d_model}; allowed: 1 to 65536")
     divides = m.heads >= 1 and m.d_model % max(m.heads, 1) == 0
@@ -231,26 +231,17 @@ def check(run: RunFile) -> list[tuple[str, str]]:
     faults += _access_faults(run.access)
     part = run.averaging.part_bytes
     need(1024 <= part <= 4 << 20, "averaging.part_bytes", f"is {part}; allowed: 1024 to 4194304")
-    need(run.averaging.sender_timeout_s > 0, "averaging.sender_timeout_s", "must be above 0")
+    patience_s = run.averaging.sender_timeout_s
+    need(patience_s > 0, "averaging.sender_timeout_s", f"is {patience_s}; must be above 0")
     size = run.averaging.group_size
     need(size == 0 or size >= 3, "averaging.group_size", f"is {size}; allowed: 0 (chosen), or 3 and more")
     faults += _data_faults(run.data)
-    need(run.evaluate.every_steps >= 0, "evaluate.every_steps", "must not be negative")
-    need(1 <= run.evaluate.samples <= 1 << 20, "evaluate.samples", "allowed: 1 to 1048576")
-    need(run.checkpoint.every_steps >= 0, "checkpoint.every_steps", "must not be negative")
-    need(run.checkpoint.keep >= 1, "checkpoint.keep", f"is {run.checkpoint.keep}; must be at least 1")
-    for way in ("upload_mbit", "download_mbit"):
-        rate = getattr(run.limits, way)
-        need(0 <= rate <= 1_000_000, f"limits.{way}", f"is {rate:g}; allowed: 0 (unknown) to 1000000")
-    need(0 <= run.limits.microbatches_in_flight <= 4096, "limits.microbatches_in_flight", "allowed: 0 to 4096")
-    need(0 <= run.limits.keep_totals <= STATE_TOTALS, "limits.keep_totals", f"allowed: 0 to {STATE_TOTALS}")
-    need(1 <= run.limits.data_cache_mb <= 1 << 30, "limits.data_cache_mb", "allowed: 1 to 1073741824")
-    need(
-        run.limits.stage is None or 0 <= run.limits.stage < p.stages,
-        "limits.stage",
-        "allowed: 0 to pipeline.stages - 1",
-    )
-    return faults
+    evaluate, checkpoint = run.evaluate, run.checkpoint
+    need(evaluate.every_steps >= 0, "evaluate.every_steps", f"is {evaluate.every_steps}; must not be negative")
+    need(1 <= evaluate.samples <= 1 << 20, "evaluate.samples", f"is {evaluate.samples}; allowed: 1 to 1048576")
+    need(checkpoint.every_steps >= 0, "checkpoint.every_steps", f"is {checkpoint.every_steps}; must not be negative")
+    need(checkpoint.keep >= 1, "checkpoint.keep", f"is {checkpoint.keep}; must be at least 1")
+    return faults + _limits_faults(run.limits, p.stages)
 
 
 def _coding_faults(path: str, code: str, block: int, dtype: str) -> list[tuple[str, str]]:
@@ -274,6 +265,23 @@ def _access_faults(access: AccessSection) -> list[tuple[str, str]]:
         return [("access.organizer", f"is {found}; with allow: tokens it must be the organizer's peer id, 12D3KooW...")]
     idle = [name for name in ("organizer", "token", "revoked") if getattr(access, name)]
     return [(f"access.{name}", "has no meaning without allow: tokens") for name in idle]
+
+
+def _limits_faults(limits: LimitsSection, stages: int) -> list[tuple[str, str]]:
+    rules = [
+        ("microbatches_in_flight", 0, 4096, "0 (chosen) to 4096"),
+        ("stage", 0, stages - 1, f"0 to pipeline.stages - 1 ({stages - 1})"),
+        ("data_cache_mb", 1, 1 << 30, f"1 to {1 << 30}"),
+        ("keep_totals", 0, STATE_TOTALS, f"0 to {STATE_TOTALS}"),
+        ("upload_mbit", 0, 1_000_000, "0 (unknown) to 1000000"),
+        ("download_mbit", 0, 1_000_000, "0 (unknown) to 1000000"),
+    ]
+    found = [(key, getattr(limits, key), least, most, allowed) for key, least, most, allowed in rules]
+    return [
+        (f"limits.{key}", f"is {value}; allowed: {allowed}")
+        for key, value, least, most, allowed in found
+        if value is not None and not least <= value <= most
+    ]
 
 
 def _optimizer_faults(o: OptimizerSection) -> list[tuple[str, str]]:
@@ -300,7 +308,7 @@ def _optimizer_faults(o: OptimizerSection) -> list[tuple[str, str]]:
 def _data_faults(data: DataSection) -> list[tuple[str, str]]:
     faults = []
     if not 1 <= data.shuffle_buffer <= 10_000_000:
-        faults.append(("data.shuffle_buffer", "allowed: 1 to 10000000"))
+        faults.append(("data.shuffle_buffer", f"is {data.shuffle_buffer}; allowed: 1 to 10000000"))
     if not 0 <= data.holdout < 1:
         faults.append(("data.holdout", f"is {data.holdout}; allowed: 0 up to (not including) 1"))
     if data.sources and msgspec.structs.replace(data, sources=[]) != DataSection(
