@@ -21,7 +21,15 @@ from peerd.core.clock import Clock
 from peerd.core.contributions import contributions_key, decode_contributed
 from peerd.core.errors import ProtocolViolation, RemoteError
 from peerd.core.ids import PeerId
-from peerd.core.progress import decode_stage, decode_trainer, foretold_in_s, pause_s, progress_key, stage_key
+from peerd.core.progress import (
+    decode_stage,
+    decode_trainer,
+    foretold_in_s,
+    pause_s,
+    progress_key,
+    stage_key,
+    sum_told,
+)
 from peerd.core.record import Record
 from peerd.core.runfile import RunFile
 from peerd.log import EventLog, plain
@@ -215,11 +223,11 @@ def _summary(stages: list[dict[str, Any]], trainers: list[dict[str, Any]]) -> di
     valid = max(judged, key=lambda row: int(row["valid_step"]), default=None)
     return {
         "step": max(steps, default=None),
-        "loss": math.fsum(losses) / len(losses) if losses else None,
+        "loss": sum_told(loss / len(losses) for loss in losses) if losses else None,
         "valid_loss": valid["valid_loss"] if valid else None,
         "valid_step": valid["valid_step"] if valid else None,
-        "samples_per_s": math.fsum(row["samples_per_s"] for row in trainers),
-        "tokens_per_s": math.fsum(row["tokens_per_s"] for row in trainers),
+        "samples_per_s": sum_told(row["samples_per_s"] for row in trainers),
+        "tokens_per_s": sum_told(row["tokens_per_s"] for row in trainers),
         "microbatches": sum(row["microbatches"] for row in trainers),
         "redone": sum(row["redone"] for row in trainers),
         "lost": sum(row["lost"] for row in trainers),

@@ -106,6 +106,14 @@ async def test_records_that_make_no_sense_are_counted_and_harm_nobody() -> None:
     assert len(swarm["stages"][0]["peers"]) == 1
 
 
+async def test_figures_that_no_sum_can_hold_are_left_out() -> None:
+    rates = [math.inf, -math.inf, math.nan, 10.0]
+    swarm = await view(Directory(*(trainer(samples_per_s=rate, tokens_per_s=rate) for rate in rates)))
+    assert (swarm["samples_per_s"], swarm["tokens_per_s"]) == (10.0, 10.0)
+    swarm = await view(Directory(*(trainer(samples_per_s=1.7e308, tokens_per_s=1.7e308, loss=1.7e308),) * 4))
+    assert (swarm["samples_per_s"], swarm["tokens_per_s"], swarm["loss"]) == (0.0, 0.0, 1.7e308)
+
+
 async def test_a_directory_that_does_not_answer_is_said() -> None:
     assert (await view(Silent()))["why"] == "the directory gave no answer: nobody is there"
 

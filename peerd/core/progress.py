@@ -5,6 +5,7 @@ All values are read from strangers: bounded here, signed and expiring in the DHT
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable
 from typing import Annotated, Final
@@ -106,6 +107,12 @@ def foretold_in_s(told: Iterable[tuple[str, str, float]], wall: float) -> float 
         if peer == first == conductor and step_at and -OVERDUE_S <= step_at - wall <= FORESEEABLE_S:
             return max(0.0, step_at - wall)
     return None
+
+
+def sum_told(values: Iterable[float]) -> float:
+    """Of the finite ones; a sum that is too large for a float is none of a training's figures."""
+    total = sum(value for value in values if math.isfinite(value))
+    return total if math.isfinite(total) else 0.0
 
 
 def pause_s(due_in_s: float | None, usual_s: float, longest_s: float) -> float:

@@ -8,14 +8,14 @@ for the step, the loss and the rates. In a run with tokens only members' stage r
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from peerd.compute.curves import Point
 from peerd.core.errors import ProtocolViolation, RemoteError
 from peerd.core.ids import PeerId
-from peerd.core.progress import TrainerProgress, decode_trainer, foretold_in_s, progress_key
+from peerd.core.progress import TrainerProgress, decode_trainer, foretold_in_s, progress_key, sum_told
 from peerd.role import RoleContext, Training
 
 MOST_STEPS: Final = 1 << 53  # as in `core.training.StepNumber`
@@ -99,22 +99,16 @@ def summary(
     return Point(
         step=about if step is None else step,
         time=wall,
-        loss=_sum(loss / len(losses) for loss in losses) if losses else None,
+        loss=sum_told(loss / len(losses) for loss in losses) if losses else None,
         valid_loss=valid.valid_loss if valid else None,
         valid_step=valid.valid_step if valid else None,
         peers=peers,
         trainers=len(near),
-        samples_per_s=_sum(told.samples_per_s for told in near),
-        tokens_per_s=_sum(told.tokens_per_s for told in near),
+        samples_per_s=sum_told(told.samples_per_s for told in near),
+        tokens_per_s=sum_told(told.tokens_per_s for told in near),
     )
 
 
 def _low_median(steps: Sequence[int]) -> int | None:
     possible = sorted(step for step in steps if 0 <= step < MOST_STEPS)
     return possible[(len(possible) - 1) // 2] if possible else None
-
-
-def _sum(values: Iterable[float]) -> float:
-    """Of the finite ones; a sum that is too large for a float is none of a training's figures."""
-    total = sum(value for value in values if math.isfinite(value))
-    return total if math.isfinite(total) else 0.0
