@@ -11,7 +11,7 @@ import json
 import sys
 import time
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import trio
@@ -25,8 +25,11 @@ from peerd.core.work import Worker
 from peerd.machine.allreduce import AveragingPlan
 from peerd.net.clock import RealClock
 from peerd.net.host import Host
-from peerd.service.averaging import Averaging, PartCoder
+from peerd.service.averaging import Averaging
 from peerd.service.rpc import Answer, Incoming, Rpc
+
+if TYPE_CHECKING:
+    from peerd.compute.feedback import ErrorFeedback
 
 T = TypeVar("T")
 
@@ -45,7 +48,7 @@ class ThreadWorker:
     def __init__(self) -> None:
         self._turn = trio.CapacityLimiter(1)
 
-    async def run(self, job: Callable[[], T], *, name: str, cost_s: float = 0.0) -> T:
+    async def run(self, job: Callable[[], T], *, name: str, cost_s: float = 0.0, urgent: bool = False) -> T:
         return await trio.to_thread.run_sync(job, limiter=self._turn)
 
 
@@ -56,10 +59,9 @@ class Gloo:
         import torch  # what needs it is imported here: processes without gloo do without
         import torch.distributed
 
-        from peerd.compute.choice import Plan
-        from peerd.compute.feedback import ErrorFeedback
+        from peerd.compute.feedback import feedback_of
 
-        self.coder: Callable[[str], PartCoder] = lambda code: ErrorFeedback(Plan(code))
+        self.feedback: Callable[[str], ErrorFeedback | None] = lambda code: feedback_of(AveragingSection(code=code))
         self._torch, self._group = torch, torch.distributed
         torch.set_num_threads(1)
         self._group.init_process_group("gloo", f"file://{store}", rank=rank, world_size=count)
@@ -86,12 +88,14 @@ class Averager:
         self._worker: Worker = ThreadWorker()
         self._group: tuple[str, ...] = ()
         self._vector = self._total = np.empty(0, dtype=np.float32)
+        self._feedbacks: dict[str, ErrorFeedback | None] = {}  # by code, of these vectors
 
     async def obey(self, order: dict[str, Any]) -> dict[str, Any]:
         if order["do"] == "meet":
             return await self.meet(order)
         if order["do"] == "make":
             self._vector = np.ones(order["count"], dtype=np.float32)  # of the rounds to come
+            self._feedbacks.clear()
             return {}
         if order["do"] == "gloo":
             assert self._gloo is not None
@@ -131,15 +135,27 @@ class Averager:
         return Answer(Prepared(True, [], []))
 
     async def sum(self, order: dict[str, Any]) -> dict[str, Any]:
-        """One round with everybody; begins at the time that the parent names. `shares` by peer; else equal ones."""
+        """One round with everybody; begins at the time that the parent names. `shares` by peer; else equal ones.
+
+        A coded round begins and ends with the residual, as in training. What that leaves of a vector of ones is as
+        good as new.
+        """
         shares, size = order.get("shares"), order.get("part_bytes", PART_BYTES)
         split = tuple(shares[peer] for peer in self._group) if shares else None
         plan = AveragingPlan(bytes.fromhex(order["attempt"]), self._group, size, PATIENCE_S, shares=split)
-        coder = self._gloo.coder(order["code"]) if self._gloo and order["code"] != "none" else None
+        feedback = self._feedback(order["code"])
         await trio.sleep(max(0.0, order["at"] - time.monotonic()))
-        begin = time.monotonic()
-        self._total = await self._averaging.sum(plan, self._vector, self._worker, coder)
-        return {"begin": begin, "end": time.monotonic()}
+        if feedback is not None:
+            await self._worker.run(lambda: feedback.begin(self._vector), name="add the residual")
+        self._total = await self._averaging.sum(plan, self._vector, self._worker, feedback)
+        if feedback is not None:
+            feedback.settle()
+        return {"end": time.monotonic()}
+
+    def _feedback(self, code: str) -> ErrorFeedback | None:
+        if self._gloo is not None and code not in self._feedbacks:
+            self._feedbacks[code] = self._gloo.feedback(code)
+        return self._feedbacks.get(code)
 
 
 async def main(address: str, *place: str) -> None:
