@@ -18,12 +18,13 @@ from multiaddr import Multiaddr
 
 from peerd import __version__
 from peerd.core import limits
-from peerd.core.addr import ip_of, reach, split_peer, with_peer
+from peerd.core.addr import ip_of, is_relayed, reach, split_peer, with_peer
 from peerd.core.clock import Clock
 from peerd.core.errors import ConfigError, LocalError, ProtocolViolation, RemoteError, Unreachable
 from peerd.core.ids import PeerId
 from peerd.core.keys import Keypair
 from peerd.machine.noise import Secrets
+from peerd.machine.paths import Way
 from peerd.machine.yamux_stream import WindowBudget
 from peerd.net import identify
 from peerd.net.dialer import AddressBook, Dialer
@@ -70,6 +71,7 @@ class Host:
         self._dialer = Dialer(self._book, self._dial)
         self._introductions = Introductions(self)
         self._listeners: list[Listener] = []
+        self._announced: dict[str, list[Multiaddr]] = {}  # by source
         self._buffers = Buffers()
         self._budget = WindowBudget(limits.WINDOW_BYTES_HOST)
         self._half_open: dict[RawLink, tuple[str, trio.CancelScope]] = {}  # oldest first
@@ -108,10 +110,25 @@ class Host:
                 await self._close_listeners()
 
     def addrs(self) -> list[Multiaddr]:
-        """Where this host listens, with /p2p/<id>; wildcard addresses are spelled out, loopback comes last."""
-        found = [addr for listener in self._listeners for addr in listener.addrs]
+        """Where this host can be reached, with /p2p/<id>: where it listens and what was announced; loopback is last."""
+        found = [*self.listen_addrs(), *(addr for addrs in self._announced.values() for addr in addrs)]
         ordered = sorted(dict.fromkeys(found), key=lambda addr: reach(addr) == 0)
         return [with_peer(addr, self.id) for addr in ordered]
+
+    def listen_addrs(self) -> list[Multiaddr]:
+        """Where this host listens, without /p2p; wildcard addresses are spelled out."""
+        return list(dict.fromkeys(addr for listener in self._listeners for addr in listener.addrs))
+
+    def announce(self, source: str, addrs: Sequence[Multiaddr]) -> None:
+        """Further addresses of this host, such as those that relays or routers give it, instead of those that `source`
+        announced before."""
+        if self._announced.get(source, []) != list(addrs):
+            self._announced[source] = list(addrs)
+            self._introductions.changed()
+
+    def add_transport(self, transport: Transport) -> None:
+        """One more way to dial; asked after those that were there before."""
+        self._transports.append(transport)
 
     def protocols(self) -> list[str]:
         """What this host serves, sorted."""
@@ -155,6 +172,42 @@ class Host:
             return link.peer
         await self.connect(peer, [bare])
         return peer
+
+    async def join(
+        self, raw: RawLink, way: Way, *, initiator: bool = False, expected: PeerId | None = None
+    ) -> Link:
+        """Authenticate a raw link that was made elsewhere and use it; Unreachable says why not, and `raw` is closed."""
+        adopted = False
+        try:
+            with trio.move_on_after(self.config.handshake_s):
+                secrets = self._secrets.fresh(self._clock.secure_bytes(32))
+                secured = await upgrade(raw, secrets, initiator=initiator, expected=expected)
+                link = self._adopt(secured, way)
+                adopted = True
+                return link
+            raise Unreachable(f"no hand-shake within {self.config.handshake_s:g} s", expected)
+        except ProtocolViolation as error:
+            _log.info("hand-shake with %s: %s", raw.remote, error)
+            raise Unreachable(error.args[0], expected) from error
+        finally:
+            if not adopted:
+                await _close(raw)
+
+    async def probe(self, addr: Multiaddr, peer: PeerId) -> None:
+        """Whether a stranger gets through to `peer` at `addr`: connect from a fresh port, authenticate, close.
+
+        Unreachable says why not. Neither a link nor the address book changes.
+        """
+        raw = await self._raw_link(addr, peer, fresh=True)
+        try:
+            with trio.fail_after(self.config.handshake_s):
+                await upgrade(raw, self._secrets.fresh(self._clock.secure_bytes(32)), initiator=True, expected=peer)
+        except trio.TooSlowError:
+            raise Unreachable(f"no hand-shake within {self.config.handshake_s:g} s", peer) from None
+        except RemoteError as error:
+            raise Unreachable(error.args[0], peer) from error
+        finally:
+            await _close(raw)
 
     async def open_stream(self, peer: PeerId, protocol: str) -> Stream:
         """A stream that speaks `protocol`, over a new link if need be. Refused comes with the first receive."""
@@ -237,7 +290,7 @@ class Host:
             else:
                 stream.reset()
 
-    def _adopt(self, secured: Secured) -> Link:
+    def _adopt(self, secured: Secured, way: Way) -> Link:
         """Put an authenticated connection to use; Unreachable says why not."""
         peer = secured.session.peer
         if peer == self.id:
@@ -246,9 +299,8 @@ class Host:
             raise Unreachable("this host is shutting down", peer)
         if not self.links.has_room(inbound=not secured.initiator):
             raise Unreachable("this host has too many connections", peer)
-        link = Link(
-            secured, self, self.config.link, self._buffers, WindowBudget(limits.WINDOW_BYTES_LINK, self._budget)
-        )
+        budget = WindowBudget(limits.WINDOW_BYTES_LINK, self._budget)
+        link = Link(secured, self, self.config.link, self._buffers, budget, way)
         self.links.add(link)
         self._link_nursery.start_soon(self._run_link, link)
         self._dialer.connected(peer)
@@ -322,7 +374,7 @@ class Host:
             with scope:
                 scope.deadline = trio.current_time() + self.config.handshake_s
                 secured = await upgrade(raw, self._secrets.fresh(self._clock.secure_bytes(32)), initiator=False)
-                self._adopt(secured)
+                self._adopt(secured, way_to(raw.remote))
                 adopted = True
         except ProtocolViolation as error:
             _log.info("hand-shake from %s: %s", raw.remote, error)
@@ -335,27 +387,26 @@ class Host:
 
     async def _dial(self, addr: Multiaddr, peer: PeerId | None) -> Link:
         """Connect and authenticate; every failure is Unreachable with its reason."""
+        with trio.move_on_after(self.config.dial_s):
+            raw = await self._raw_link(addr, peer)
+            try:
+                return await self.join(raw, way_to(addr), initiator=True, expected=peer)
+            except RemoteError as error:
+                raise Unreachable(error.args[0], peer) from error
+        raise Unreachable(f"no answer within {self.config.dial_s:g} s", peer)
+
+    async def _raw_link(self, addr: Multiaddr, peer: PeerId | None, *, fresh: bool = False) -> RawLink:
         transport = next((t for t in self._transports if t.can_dial(addr)), None)
         if transport is None:
             raise Unreachable("no transport speaks that kind of address", peer)
-        with trio.move_on_after(self.config.dial_s):
-            raw = await transport.dial(addr)
-            adopted = False
-            try:
-                secrets = self._secrets.fresh(self._clock.secure_bytes(32))
-                secured = await upgrade(raw, secrets, initiator=True, expected=peer)
-                link = self._adopt(secured)
-                adopted = True
-                return link
-            except ProtocolViolation as error:
-                _log.info("hand-shake with %s: %s", addr, error)
-                raise Unreachable(error.args[0], peer) from error
-            except RemoteError as error:
-                raise Unreachable(error.args[0], peer) from error
-            finally:
-                if not adopted:
-                    await _close(raw)
-        raise Unreachable(f"no answer within {self.config.dial_s:g} s", peer)
+        return await transport.dial(addr, fresh=fresh)
+
+
+def way_to(addr: Multiaddr) -> Way:
+    """The kind of way that leads to this address, or came from it."""
+    if is_relayed(addr):
+        return Way.RELAYED
+    return Way.DIRECT if reach(addr) == 2 else Way.LOCAL
 
 
 async def _close(raw: RawLink) -> None:

@@ -22,6 +22,7 @@ from peerd.core.ids import PeerId
 from peerd.machine.buffers import BufferPool
 from peerd.machine.multistream import HEADER, Proposal, Selector, encode_line
 from peerd.machine.noise import PLAIN_BYTES, SEALED_BYTES
+from peerd.machine.paths import Way
 from peerd.machine.yamux import Yamux
 from peerd.machine.yamux_stream import WindowBudget, YamuxConfig, YamuxStream
 from peerd.machine.yamux_wire import GONE_NORMAL, GONE_PROTOCOL, Changed, Dead, GoneAway, Opened
@@ -82,9 +83,16 @@ class Link:
     """One connection to `peer`."""
 
     def __init__(
-        self, secured: Secured, owner: LinkOwner, config: LinkConfig, buffers: Buffers, budget: WindowBudget
+        self,
+        secured: Secured,
+        owner: LinkOwner,
+        config: LinkConfig,
+        buffers: Buffers,
+        budget: WindowBudget,
+        way: Way = Way.DIRECT,
     ) -> None:
         session = secured.session
+        self.way = way
         self.peer: PeerId = session.peer
         self.initiator = secured.initiator
         self.remote = secured.raw.remote

@@ -141,7 +141,7 @@ class TcpTransport:
     def can_dial(self, addr: Multiaddr) -> bool:
         return tcp_place(addr) is not None
 
-    async def dial(self, addr: Multiaddr) -> RawLink:
+    async def dial(self, addr: Multiaddr, *, fresh: bool = False) -> RawLink:
         place = tcp_place(addr)
         if place is None:
             raise Unreachable(f"{addr} is not a TCP address")

@@ -1,4 +1,4 @@
-"""The contract between the network and what carries its bytes: TCP, a memory pipe, later a relayed circuit.
+"""The contract between the network and what carries its bytes: TCP, a memory pipe, a relayed circuit.
 
 A transport moves bytes in order and nothing else: no encryption, no identity, no retry. `Host` puts Noise and
 yamux on top. Every implementation passes the same compliance tests (tests/net/compliance.py).
@@ -77,8 +77,13 @@ class Transport(Protocol):
         """Whether `addr` (without /p2p) is of this transport's kind."""
         ...
 
-    async def dial(self, addr: Multiaddr) -> RawLink:
-        """Connect; raises Unreachable with the reason."""
+    async def dial(self, addr: Multiaddr, *, fresh: bool = False) -> RawLink:
+        """Connect; raises Unreachable with the reason.
+
+        From the port on which this side listens, where the network knows ports and that one is free towards `addr`, so
+        that routers in between map one port only. `fresh`: from a port that was never used, as who tests whether
+        strangers get through to `addr` has to.
+        """
         ...
 
     async def listen(self, addr: Multiaddr) -> Listener:

@@ -198,7 +198,7 @@ class MemoryTransport:
         place = tcp_place(addr)
         return _is_memory(addr) or (place is not None and place.family == "ip4" and place.port != 0)
 
-    async def dial(self, addr: Multiaddr) -> MemoryLink:
+    async def dial(self, addr: Multiaddr, *, fresh: bool = False) -> MemoryLink:
         net, here = self._net, self._node
         started_s = trio.current_time()
         net.trace.add(here.name, "dial", str(addr))
