@@ -72,6 +72,8 @@ class Host:
         self._introductions = Introductions(self)
         self._listeners: list[Listener] = []
         self._announced: dict[str, list[Multiaddr]] = {}  # by source
+        self.candidates: list[Multiaddr] = []  # public addresses that are probably ours, for those who dial at once
+        self.takes_inbound = True  # whether others can come in, be it over a relay; False: this peer only dials
         self._buffers = Buffers()
         self._budget = WindowBudget(limits.WINDOW_BYTES_HOST)
         self._half_open: dict[RawLink, tuple[str, trio.CancelScope]] = {}  # oldest first
