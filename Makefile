@@ -62,7 +62,7 @@ fuzz: $(VENV)/.installed-dev  ## every decoder against 100,000 mutated inputs
 e2e: $(VENV)/.installed-dev  ## real processes on loopback: kill one, training goes on; bad input; Ctrl+C
 	$(BIN)/python -m pytest tests/e2e $(ARGS)
 
-lab: $(VENV)/.installed-dev  ## peers on slow lines in a network lab (Linux, root, iproute2; skipped elsewhere)
+lab: $(VENV)/.installed-dev  ## peers on slow lines and behind NATs in a network lab (Linux, root, iproute2, nftables, gcc; else skipped)
 	$(BIN)/python -m pytest tests/lab -rs $(ARGS)
 
 foreign: $(VENV)/.installed-dev  ## fetch the go, js and py libp2p peers that the interoperability tests talk to

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from scripts.lab import Lab, why_not
+from scripts.lab import Lab, WideLab, why_not, why_not_wide
 
 
 @pytest.fixture(autouse=True)
@@ -19,4 +19,14 @@ def _needs_a_lab() -> None:
 @pytest.fixture
 def lab() -> Iterator[Lab]:
     with Lab() as lab:
+        yield lab
+
+
+@pytest.fixture
+def wide() -> Iterator[WideLab]:
+    """A lab with routers and delays."""
+    reason = why_not_wide()
+    if reason is not None:
+        pytest.skip(reason)
+    with WideLab() as lab:
         yield lab

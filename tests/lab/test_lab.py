@@ -120,7 +120,7 @@ def test_nothing_is_left_after_a_lab_whatever_its_processes_do() -> None:
 
 
 def test_the_next_lab_removes_what_an_owner_that_was_killed_left() -> None:
-    argv = [sys.executable, "-c", FORSAKEN, str(Path(module.__file__).parent)]
+    argv = [sys.executable, "-c", FORSAKEN, str(Path(module.__file__).parents[1])]
     with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as owner:
         assert owner.stdout is not None
         sleeper, *left = owner.stdout.readline().split()
