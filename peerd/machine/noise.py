@@ -34,6 +34,7 @@ TAG_BYTES: Final = 16
 FRAME_BYTES: Final = 65535  # sealed, without the two bytes of length
 PLAIN_BYTES: Final = FRAME_BYTES - TAG_BYTES
 SEALED_BYTES: Final = FRAME_BYTES + 2
+_KEY_BYTES: Final = 32  # a first message is a key, and nothing else is so short
 _POOLED_BYTES: Final = 4096  # plaintexts below this are cheap to allocate
 _NAME: Final = b"Noise_XX_25519_ChaChaPoly_SHA256"
 _SIGNED_PREFIX: Final = b"noise-libp2p-static-key:"
@@ -233,6 +234,10 @@ class Handshake:
 
     Send what `start` and `feed` return; once `result` is set, what `feed` returned last is the last message. Raises
     Unreachable when the other side proves to be somebody other than `expected`, before it learns who we are.
+
+    Two sides that dialed each other at once, on one connection, are both initiators and find a first message where
+    they wait for a second one. Then the one whose ephemeral key is smaller becomes the responder, with the same key:
+    no secret was derived from it before. Peers other than peerd's give up instead.
     """
 
     def __init__(
@@ -243,7 +248,13 @@ class Handshake:
         self._state = _Symmetric()
         self._buffer = bytearray()
         self._greeted = False  # responder: the first message has come
+        self._crossed = False  # a first message has come in answer to ours
         self._their_ephemeral = b""
+
+    @property
+    def initiator(self) -> bool:
+        """Whether this side is the initiator, perhaps after a crossing."""
+        return self._initiator
 
     def start(self) -> bytes:
         """The initiator's first message; nothing for a responder."""
@@ -256,7 +267,9 @@ class Handshake:
         self._buffer += data
         out = b""
         while self.result is None and (message := self._take()) is not None:
-            if self._initiator:
+            if self._initiator and len(message) == _KEY_BYTES and not self._crossed:
+                out += self._cross(message)
+            elif self._initiator:
                 out += self._answer_second(message)
             elif not self._greeted:
                 self._greeted = True
@@ -264,6 +277,18 @@ class Handshake:
             else:
                 self._read_third(message)
         return out
+
+    def _cross(self, message: bytes) -> bytes:
+        """Both sides have spoken first: one gives way, the other waits for the answer to its own message."""
+        self._crossed = True
+        own = bindings.crypto_scalarmult_base(self._secrets.ephemeral)
+        if own == message:
+            raise Unreachable("that is this peer itself: its own hand-shake comes back")
+        if own > message:
+            return b""
+        self._initiator, self._greeted = False, True
+        self._state = _Symmetric()
+        return self._answer_first(message)
 
     def _take(self) -> bytes | None:
         buffer = self._buffer

@@ -1,15 +1,18 @@
 """TCP: the transport of /ip4, /ip6, /dns, /dns4 and /dns6 addresses.
 
 Resolves names with the system's resolver, turns operating system errors into words, and fills in what a wildcard
-address really listens on. No encryption, no retries, no choice among a peer's addresses.
+address really listens on. Dials leave from the port on which this side listens, so that routers keep one mapping and
+others see one address. No encryption, no retries, no choice among a peer's addresses.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import ipaddress
 import os
 import socket
+import sys
 
 import trio
 from multiaddr import Multiaddr
@@ -20,8 +23,13 @@ from peerd.net.transport import Listener, RawLink
 
 _FAMILIES = {"ip4": socket.AF_INET, "ip6": socket.AF_INET6, "dns4": socket.AF_INET, "dns6": socket.AF_INET6}
 _OVERLOAD = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
+# Why a dial cannot leave from the listening port, though it can from another: the same two ends are or were just
+# connected, or the address that we listen on does not lead there.
+_PORT_TAKEN = {errno.EADDRINUSE, errno.EADDRNOTAVAIL, errno.EINVAL}
 _OVERLOAD_PAUSE_S = 0.1  # a full table of open files empties by itself or not at all
 _BACKLOG = 256
+# Elsewhere SO_REUSEADDR alone lets strangers take the port (Windows), or there is no such option.
+_CAN_SHARE_PORT = sys.platform != "win32" and hasattr(socket, "SO_REUSEPORT")
 _READ_BYTES = 512 * 1024
 _WORTH_AWAITING_BYTES = 4 * 1024  # two packets or more; saying so is a system call
 _RESOLVED_MAX = 4  # addresses of one name that are tried, each for at most _NAME_TRY_S
@@ -137,6 +145,7 @@ class TcpTransport:
 
     def __init__(self) -> None:
         self._lent = memoryview(bytearray(_READ_BYTES))
+        self._listening: list[trio.socket.SocketType] = []
 
     def can_dial(self, addr: Multiaddr) -> bool:
         return tcp_place(addr) is not None
@@ -146,12 +155,12 @@ class TcpTransport:
         if place is None:
             raise Unreachable(f"{addr} is not a TCP address")
         if place.family.startswith("ip"):
-            return await _connect(_FAMILIES[place.family], (place.host, place.port), self._lent)
+            return await self._connect(_FAMILIES[place.family], (place.host, place.port), fresh)
         reason = "the name has no address"
         for family, target in await _resolve(place):
             with trio.move_on_after(_NAME_TRY_S):
                 try:
-                    return await _connect(family, target, self._lent)
+                    return await self._connect(family, target, fresh)
                 except Unreachable as error:
                     reason = str(error)
                     continue
@@ -170,24 +179,63 @@ class TcpTransport:
             if family == socket.AF_INET6:
                 sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
             await sock.bind((place.host, place.port))
+            _share_port(sock)  # only now: whoever listens there already has made `bind` fail
             sock.listen(_BACKLOG)
         except OSError as error:
             if sock is not None:
                 sock.close()
             raise ConfigError(f"cannot listen on {addr}: {_words(error)}") from error
+        self._listening = [*(other for other in self._listening if other.fileno() != -1), sock]
         return TcpListener(sock, _concrete(addr, family, sock.getsockname()[1]), self._lent)
 
+    async def _connect(self, family: int, target: tuple[str, int], fresh: bool) -> TcpLink:
+        try:
+            source = None if fresh else self._source(family, target[0])
+            if source is not None:
+                try:
+                    return await self._connect_from(family, source, target)
+                except OSError as error:
+                    if error.errno not in _PORT_TAKEN:
+                        raise
+            return await self._connect_from(family, None, target)
+        except OSError as error:
+            raise Unreachable(_words(error)) from error
 
-async def _connect(family: int, target: tuple[str, int], lent: memoryview) -> TcpLink:
-    sock = trio.socket.socket(family, socket.SOCK_STREAM)
-    try:
-        await sock.connect(target)
-        host, port = sock.getpeername()[:2]
-        return TcpLink(sock, tcp_addr(host, port), lent)
-    except OSError as error:
-        raise Unreachable(_words(error)) from error
-    finally:
-        sock.close()  # a link has taken the descriptor for itself; what is left here is empty, or failed
+    async def _connect_from(self, family: int, source: tuple[str, int] | None, target: tuple[str, int]) -> TcpLink:
+        sock = trio.socket.socket(family, socket.SOCK_STREAM)
+        try:
+            if source is not None:
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                _share_port(sock)
+                if family == socket.AF_INET6:
+                    sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+                await sock.bind(source)
+            await sock.connect(target)
+            host, port = sock.getpeername()[:2]
+            return TcpLink(sock, tcp_addr(host, port), self._lent)
+        finally:
+            sock.close()  # a link has taken the descriptor for itself; what is left here is empty, or failed
+
+    def _source(self, family: int, host: str) -> tuple[str, int] | None:
+        """Where a dial to `host` leaves from; None: the system chooses."""
+        if not _CAN_SHARE_PORT or _is_loopback(host):
+            return None  # on one machine nobody remembers ports, and its programs often share the address
+        for sock in self._listening:
+            if sock.fileno() != -1 and sock.family == family:
+                own, port = sock.getsockname()[:2]
+                if not _is_loopback(own):
+                    return own, port
+        return None
+
+
+def _share_port(sock: trio.socket.SocketType) -> None:
+    """Let sockets of this user that ask for it, too, have the same port."""
+    if _CAN_SHARE_PORT:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+
+
+def _is_loopback(host: str) -> bool:
+    return ipaddress.ip_address(host.partition("%")[0]).is_loopback
 
 
 async def _resolve(place: TcpPlace) -> list[tuple[int, tuple[str, int]]]:

@@ -32,9 +32,13 @@ class Secured:
 
 
 async def upgrade(raw: RawLink, secrets: noise.Secrets, *, initiator: bool, expected: PeerId | None = None) -> Secured:
-    """Run the hand-shake on a fresh link; who goes first is a parameter, as hole punching needs."""
+    """Run the hand-shake on a fresh link; who goes first is a parameter, as hole punching needs.
+
+    When both sides do, because both dialed and the network made one connection of that, one gives way (see
+    noise.Handshake).
+    """
     try:
-        session = await _handshake(raw, secrets, initiator, expected)
+        session, initiator = await _handshake(raw, secrets, initiator, expected)
         early = session.opener.feed(session.rest)
         if session.muxer is None:
             early = await _negotiate_muxer(raw, session, initiator, early)
@@ -43,7 +47,10 @@ async def upgrade(raw: RawLink, secrets: noise.Secrets, *, initiator: bool, expe
     return Secured(raw, session, initiator, early)
 
 
-async def _handshake(raw: RawLink, secrets: noise.Secrets, initiator: bool, expected: PeerId | None) -> noise.Session:
+async def _handshake(
+    raw: RawLink, secrets: noise.Secrets, initiator: bool, expected: PeerId | None
+) -> tuple[noise.Session, bool]:
+    """The session, and whether this side is its initiator."""
     handshake = noise.Handshake(secrets, initiator=initiator, muxers=(YAMUX,), expected=expected)
     if initiator:
         proposal = Proposal(noise.PROTOCOL)
@@ -65,7 +72,7 @@ async def _handshake(raw: RawLink, secrets: noise.Secrets, initiator: bool, expe
         if out:
             await raw.send_all(out)
         if handshake.result is not None:
-            return handshake.result
+            return handshake.result, handshake.initiator
         data = await _receive(raw)
 
 

@@ -53,6 +53,34 @@ def test_both_sides_learn_who_the_other_is_and_agree_on_keys_and_muxer(piece_byt
     assert alice.result.opener.feed(seal(bob.result.sealer, b"back")) == [b"back"]
 
 
+@pytest.mark.parametrize("piece_bytes", [1, 3, 1 << 20])
+@pytest.mark.parametrize("names", [(ALICE, BOB), (BOB, ALICE)])
+def test_of_two_that_both_speak_first_one_gives_way(piece_bytes: int, names: tuple[Keypair, Keypair]) -> None:
+    one, other = (side(name, initiator=True) for name in names)
+    to_other, to_one = one.start(), other.start()
+    for _ in range(4):
+        to_one, to_other = in_pieces(other, to_other, piece_bytes), in_pieces(one, to_one, piece_bytes)
+    assert one.result is not None
+    assert other.result is not None
+    assert one.initiator is not other.initiator
+    assert (one.result.peer, other.result.peer) == (names[1].peer_id, names[0].peer_id)
+    assert one.result.muxer == other.result.muxer == "/yamux/1.0.0"
+    assert other.result.opener.feed(seal(one.result.sealer, b"there")) == [b"there"]
+    assert one.result.opener.feed(seal(other.result.sealer, b"back")) == [b"back"]
+
+
+def test_a_side_that_hears_itself_says_so_and_a_second_first_message_is_no_answer() -> None:
+    alice = side(ALICE, initiator=True)
+    with pytest.raises(Unreachable, match="itself"):
+        alice.feed(alice.start())
+    for name in (ALICE, BOB):
+        stubborn, other = side(name, initiator=True), side(MALLORY, initiator=True)
+        stubborn.start()
+        first = other.start()
+        with pytest.raises(ProtocolViolation):
+            stubborn.feed(first + first + bytes(200))
+
+
 def test_the_muxer_is_the_initiators_first_that_the_other_has() -> None:
     for first, second, chosen in (
         (("/a", "/b"), ("/b", "/a"), "/a"),
