@@ -63,7 +63,7 @@ class Host:
     ) -> None:
         self.id: PeerId = keypair.peer_id
         self.config = config or HostConfig()
-        self.links = Links(self.config.links)
+        self.links = Links(self.config.links, self.id)
         self._clock, self._transports = clock, list(transports)
         self._secrets = Secrets(keypair, clock.secure_bytes(32))
         self._handlers: dict[str, Handler] = {}
@@ -99,6 +99,7 @@ class Host:
                     for listener in self._listeners:
                         nursery.start_soon(self._accept_loop, listener)
                     nursery.start_soon(self._introductions.run)
+                    nursery.start_soon(self.links.run)
                     task_status.started()
                     await trio.sleep_forever()
                 finally:
@@ -175,9 +176,7 @@ class Host:
         await self.connect(peer, [bare])
         return peer
 
-    async def join(
-        self, raw: RawLink, way: Way, *, initiator: bool = False, expected: PeerId | None = None
-    ) -> Link:
+    async def join(self, raw: RawLink, way: Way, *, initiator: bool = False, expected: PeerId | None = None) -> Link:
         """Authenticate a raw link that was made elsewhere and use it; Unreachable says why not, and `raw` is closed."""
         adopted = False
         try:
@@ -240,6 +239,10 @@ class Host:
     def watch(self) -> AbstractContextManager[trio.MemoryReceiveChannel[PeerEvent]]:
         """PeerUp and PeerDown from now on, at once and in order; bounded (see Links.watch)."""
         return self.links.watch()
+
+    def when_moved(self, told: Callable[[PeerId], None]) -> None:
+        """Call `told` when new streams to a peer begin to take a better link than those that are open."""
+        self.links.when_moved(told)
 
     def traffic(self) -> HostTraffic:
         return self.links.traffic()

@@ -98,6 +98,7 @@ class Link:
         self.remote = secured.raw.remote
         self.opened_at = self.idle_since = trio.current_time()
         self.bytes_in = self.bytes_out = 0
+        self.superseded_at: float | None = None  # since then new streams take a better link to this peer
         self.reason: str | None = None  # why it ended, or is about to
         self.mux = Yamux(
             initiator=secured.initiator,

@@ -1,14 +1,16 @@
-"""The table of links: who is connected, how many may be, who watches, how much has passed.
+"""The table of links: who is connected, how many may be, which one is used, who watches, how much has passed.
 
-Does not dial or accept. Invariants: a peer is up exactly while it has a usable link, and every change is told to
-watchers at once and in order; limits hold for every link; a full table makes room by closing the link that was idle
-longest, never one with open streams.
+Does not dial or accept. Of several links to a peer new streams take the best (`machine.paths`); the others are
+superseded, stand by for its end, and are closed once they have been idle for some seconds. Invariants: a peer is up
+exactly while it has a usable link, and every change is told to watchers at once and in order; limits hold for every
+link; a full table makes room by closing the link that was idle longest, never one with open streams.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -16,6 +18,7 @@ import trio
 
 from peerd.core import limits
 from peerd.core.ids import PeerId
+from peerd.machine.paths import Path, choose
 from peerd.net.link import Link
 
 _log = logging.getLogger("peerd.net")
@@ -47,6 +50,7 @@ class LinkLimits:
     inbound: int = limits.LINKS_INBOUND
     per_peer: int = limits.LINKS_PER_PEER
     idle_s: float = 10.0  # a link without streams for so long may be closed to make room
+    drain_s: float = 5.0  # a superseded link without streams for so long is closed; see Links.run
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +65,8 @@ class PeerTraffic:
     rtt_s: float | None
     remote: str
     initiator: bool  # we dialed
+    way: str  # local, direct, punched or relayed: of the link in use, as is what stands above from rtt_s on
+    why: str  # that link and no other
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,9 +83,12 @@ class HostTraffic:
 class Links:
     """All links of one host."""
 
-    def __init__(self, bounds: LinkLimits) -> None:
-        self._bounds = bounds
+    def __init__(self, bounds: LinkLimits, own: PeerId) -> None:
+        self._bounds, self._own = bounds, own
         self._usable: dict[PeerId, list[Link]] = {}  # newest last
+        self._best: dict[PeerId, tuple[Link, str]] = {}  # the one in use, and why
+        self._moved: list[Callable[[PeerId], None]] = []
+        self._news = trio.Event()  # a link was superseded
         self._all: dict[Link, None] = {}  # oldest first, with those that are on their way out
         self._past_in = self._past_out = 0  # bytes of links that are gone
         self._watchers: dict[int, trio.MemorySendChannel[PeerEvent]] = {}
@@ -96,11 +105,63 @@ class Links:
         return list(self._usable)
 
     def best(self, peer: PeerId) -> Link | None:
-        """The link to use for a new stream: the newest, since an older one may be the dead one of a restarted peer."""
-        for link in reversed(self._usable.get(peer, ())):
-            if link.usable:
-                return link
-        return None
+        """The link to use for a new stream."""
+        found = self._best.get(peer)
+        if found is not None and not found[0].usable:
+            self._choose(peer)
+            found = self._best.get(peer)
+        return None if found is None else found[0]
+
+    def when_moved(self, told: Callable[[PeerId], None]) -> None:
+        """Call `told` whenever new streams to a peer begin to take another link while the old one still stands."""
+        self._moved.append(told)
+
+    def _choose(self, peer: PeerId) -> None:
+        links = [link for link in self._usable.get(peer, ()) if link.usable]
+        before = self._best.pop(peer, None)
+        if not links:
+            return
+        current = links.index(before[0]) if before is not None and before[0] in links else None
+        number, why = choose([_path(link) for link in links], current, prefer_ours=self._own.raw < peer.raw)
+        best = links[number]
+        self._best[peer] = (best, why)
+        now = trio.current_time()
+        for link in links:
+            link.superseded_at = None if link is best else link.superseded_at or now
+        if len(links) > 1:
+            self._news.set()
+        if before is not None and before[0] is not best:
+            _log.debug("new streams to %s take %s (%s)", peer, best, why)
+            if current is not None:
+                for told in self._moved:
+                    told(peer)
+
+    async def run(self) -> None:
+        """Close superseded links that are idle.
+
+        Should the two sides ever disagree about which that is, the one with the smaller peer id decides: the other
+        waits three times as long.
+        """
+        while True:
+            due = min((self._due(link) for link in self._all), default=math.inf)
+            with trio.move_on_at(due):
+                await self._news.wait()
+                self._news = trio.Event()
+                continue
+            for peer, links in list(self._usable.items()):
+                if len(links) > 1:
+                    self._choose(peer)  # round trips may have been measured by now
+            async with trio.open_nursery() as nursery:
+                for link in self:
+                    if not link.streams and self._due(link) <= trio.current_time():
+                        nursery.start_soon(link.close, "a better connection took over")
+
+    def _due(self, link: Link) -> float:
+        """When to look at a link again, or, if it has no streams, to close it."""
+        if link.superseded_at is None or not link.usable:
+            return math.inf
+        wait_s = self._bounds.drain_s * (1 if self._own.raw < link.peer.raw else 3)
+        return (trio.current_time() if link.streams else max(link.idle_since, link.superseded_at)) + wait_s
 
     def has_room(self, *, inbound: bool) -> bool:
         """Whether one more link is within the limits; closes an idle one when that makes room."""
@@ -118,20 +179,23 @@ class Links:
         return True
 
     def add(self, link: Link) -> None:
-        """Take a link that stands. A peer with too many loses its oldest."""
+        """Take a link that stands. A peer with too many loses the oldest that is not in use."""
         mine = self._usable.setdefault(link.peer, [])
         mine.append(link)
         self._all[link] = None
+        self._choose(link.peer)
         if len(mine) == 1:
             self._tell(PeerUp(link.peer))
         elif len(mine) > self._bounds.per_peer:
-            mine[0].abort("this peer has too many connections")
+            best = self.best(link.peer)
+            next(other for other in mine if other is not best).abort("this peer has too many connections")
 
     def leaving(self, link: Link, reason: str) -> None:
         """The link takes no new streams."""
         mine = self._usable.get(link.peer, [])
         if link in mine:
             mine.remove(link)
+            self._choose(link.peer)
             if not mine:
                 del self._usable[link.peer]
                 self._tell(PeerDown(link.peer, reason))
@@ -165,7 +229,7 @@ class Links:
                 _log.warning("a watcher of connections does not keep up: %s is lost", event)
 
     def traffic(self) -> HostTraffic:
-        peers = {peer: _traffic_of(peer, links) for peer, links in self._usable.items()}
+        peers = {peer: self._traffic_of(peer, links) for peer, links in self._usable.items()}
         return HostTraffic(
             bytes_in=self._past_in + sum(link.bytes_in for link in self._all),
             bytes_out=self._past_out + sum(link.bytes_out for link in self._all),
@@ -174,16 +238,21 @@ class Links:
             peers=peers,
         )
 
+    def _traffic_of(self, peer: PeerId, links: list[Link]) -> PeerTraffic:
+        best, why = self._best.get(peer, (links[-1], ""))
+        return PeerTraffic(
+            peer=peer,
+            bytes_in=sum(link.bytes_in for link in links),
+            bytes_out=sum(link.bytes_out for link in links),
+            streams=sum(len(link.streams) for link in links),
+            links=len(links),
+            rtt_s=best.rtt_s,
+            remote=str(best.remote),
+            initiator=best.initiator,
+            way=best.way.word,
+            why=why,
+        )
 
-def _traffic_of(peer: PeerId, links: list[Link]) -> PeerTraffic:
-    newest = links[-1]
-    return PeerTraffic(
-        peer=peer,
-        bytes_in=sum(link.bytes_in for link in links),
-        bytes_out=sum(link.bytes_out for link in links),
-        streams=sum(len(link.streams) for link in links),
-        links=len(links),
-        rtt_s=newest.rtt_s,
-        remote=str(newest.remote),
-        initiator=newest.initiator,
-    )
+
+def _path(link: Link) -> Path:
+    return Path(link.way, link.rtt_s, link.opened_at, link.initiator)

@@ -71,6 +71,11 @@ class Stream:
     def link(self) -> Link:
         return self._link
 
+    @property
+    def superseded(self) -> bool:
+        """Whether a new stream would take a better link: who keeps this one for later had better open another."""
+        return self._link.superseded_at is not None
+
     def __repr__(self) -> str:
         return f"<Stream {self.protocol or '?'} {self._mux.id} with {self.peer.short}>"
 

@@ -54,6 +54,7 @@ class Rpc:
         self._nursery: trio.Nursery | None = None
         self._names: dict[str, MethodName] = {}
         self._channels: dict[tuple[PeerId, str], Channel] = {}  # shared by small calls
+        self._retired: list[Channel] = []  # superseded ones on which calls are still under way
         self._lanes: dict[tuple[PeerId, str], list[Channel]] = {}  # idle, for large calls
         self._counters: dict[str, Counters] = {}  # of calls made, by service
         self._calls_alone = 0
@@ -63,6 +64,7 @@ class Rpc:
         self._server = Server(Crew(host.supervise), self._received, self._rates)
         self._due = math.inf  # when the timer looks next
         self._timer = trio.CancelScope()
+        host.when_moved(self._move)
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Carry calls until cancelled."""
@@ -240,7 +242,7 @@ class Rpc:
         finally:
             self._calls_alone -= 1
             lanes = self._lanes.setdefault((peer, name.protocol), [])
-            if keep and not lane.busy and len(lanes) < RPC_LANES:
+            if keep and not lane.busy and not lane.superseded and len(lanes) < RPC_LANES:
                 lanes.append(lane)
             else:
                 lane.drop()
@@ -266,6 +268,9 @@ class Rpc:
 
     def _shared_channel(self, peer: PeerId, protocol: str) -> Channel:
         channel = self._channels.get((peer, protocol))
+        if channel is not None and channel.superseded:
+            self._retire(channel)
+            channel = None
         if channel is None or channel.over:
             channel = self._channels[peer, protocol] = self._start_channel(peer, protocol)
         return channel
@@ -276,6 +281,22 @@ class Rpc:
         self._wake_at(self._now() + RPC_IDLE_S)
         tasks.start_soon(channel.run, lambda: self._open_stream(peer, protocol), tasks)
         return channel
+
+    def _move(self, peer: PeerId) -> None:
+        """A better way to `peer` stands: what is idle goes at once, calls under way end where they are."""
+        for key, channel in list(self._channels.items()):
+            if key[0] == peer and channel.superseded:
+                del self._channels[key]
+                self._retire(channel)
+        for key, lanes in self._lanes.items():
+            if key[0] == peer:
+                for lane in [lane for lane in lanes if lane.superseded]:
+                    lanes.remove(lane)
+                    lane.close()
+
+    def _retire(self, channel: Channel) -> None:
+        channel.retire()
+        self._retired = [other for other in (*self._retired, channel) if not other.over]
 
     async def _open_stream(self, peer: PeerId, protocol: str) -> RpcStream:
         if peer != self._host.id:
@@ -303,11 +324,13 @@ class Rpc:
             with trio.CancelScope(deadline=self._due) as self._timer:
                 await trio.sleep_forever()
             now = self._now()
-            for channel in self._channels.values():
+            for channel in (*self._channels.values(), *self._retired):
                 if channel.calls.due <= now:
                     channel.expire(now)
             self._close_idle(now - RPC_IDLE_S)
-            self._due = min((channel.calls.due for channel in self._channels.values()), default=math.inf)
+            self._retired = [channel for channel in self._retired if not channel.over]
+            waiting = (*self._channels.values(), *self._retired)
+            self._due = min((channel.calls.due for channel in waiting), default=math.inf)
             if self._channels or self._lanes:
                 self._due = min(self._due, now + RPC_IDLE_S)
 
@@ -338,7 +361,7 @@ class Rpc:
             for method in methods.values():
                 running += method.load.running
                 served[method.name.full] = {"running": method.load.running, **dataclasses.asdict(method.load.counters)}
-        channels = [channel for channel in self._channels.values() if not channel.over]
+        channels = [channel for channel in (*self._channels.values(), *self._retired) if not channel.over]
         waiting = sum(len(channel.calls) for channel in channels) + self._calls_alone
         return {
             "waiting": waiting,

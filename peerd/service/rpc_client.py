@@ -3,6 +3,7 @@
 All small calls to a service share one channel: requests made in one turn of the loop leave in one write, answers may
 come in any order. Calls with frames take a channel each while they last (see Rpc). Answers with frames hold up
 the others on a shared channel: it remembers the methods that gave some, and their next calls take one each, too.
+When a better way to the peer stands, new calls take another channel, and those under way end on the old one.
 A call that is cancelled or too late tells the other side.
 
 A hostile peer may: answer what was never asked, answer with more than was allowed, never answer. The first two cost
@@ -90,6 +91,8 @@ class Channel:
         self._outbox = Outbox()
         self._running = trio.CancelScope()
         self._dropped = False
+        self._stream: RpcStream | None = None
+        self._retired = False  # takes no further calls; ends with the last one
 
     async def request(self, request: Request) -> Reply:
         """Ask, and wait for the answer. The one who watches `calls.due` calls `expire`.
@@ -107,7 +110,10 @@ class Channel:
                 await self._outbox.feed(message)
         else:
             self._outbox.put(encode_call(wire.REQUEST, call_id, request.name, request.timeout_s, request.body))
-        return await waiting.wait(lambda: self._give_up(call_id))
+        try:
+            return await waiting.wait(lambda: self._give_up(call_id))
+        finally:
+            self._close_retired()
 
     def _give_up(self, call_id: int) -> None:
         self.calls.pop(call_id)
@@ -123,6 +129,20 @@ class Channel:
     def busy(self) -> bool:
         """Whether a call waits, or any of a request was not yet sent."""
         return self.over or len(self.calls) > 0 or self._outbox.pending or self._outbox.closed
+
+    @property
+    def superseded(self) -> bool:
+        """Whether the next call had better take another channel: the peer can be reached on a better way by now."""
+        return self._stream is not None and self._stream.superseded
+
+    def retire(self) -> None:
+        """Close as soon as no call waits."""
+        self._retired = True
+        self._close_retired()
+
+    def _close_retired(self) -> None:
+        if self._retired and not self.over and not self.calls:
+            self.close()
 
     def close(self) -> None:
         """Close the stream; only when no call waits."""
@@ -140,7 +160,7 @@ class Channel:
         stream: RpcStream | None = None
         try:
             with self._running:
-                stream = await open_stream()
+                stream = self._stream = await open_stream()
                 nursery.start_soon(self._outbox.run, stream)
                 await self._read(stream)
         except RemoteError as error:

@@ -21,6 +21,8 @@ _OFFER_BYTES = 16 << 10
 class LocalStream:
     """One end of a pair made by `local_pair`."""
 
+    superseded = False  # there is no better way to oneself
+
     def __init__(self, peer: PeerId, protocol: str) -> None:
         self.peer = peer
         self.protocol = protocol

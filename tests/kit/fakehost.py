@@ -48,6 +48,9 @@ class FakeHost:
         self._net = net
         self._handlers: dict[str, Handler] = {}
 
+    def when_moved(self, told: Callable[[PeerId], None]) -> None:
+        """There is one way to each peer."""
+
     def handle(self, protocol: str, handler: Handler) -> None:
         self._handlers[protocol] = handler
 
