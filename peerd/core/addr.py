@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import ipaddress
 import re
+from collections.abc import Iterator
 from typing import Final, NamedTuple
 
 from multiaddr import Multiaddr
 from multiaddr.exceptions import Error as MultiaddrError
 
 from peerd.core.errors import ConfigError, ProtocolViolation
-from peerd.core.ids import PeerId
+from peerd.core.ids import PEER_ID_BYTES, PeerId
 from peerd.core.limits import ADDR_BYTES
 from peerd.core.varint import decode_varint
 
@@ -41,6 +42,9 @@ _VALUE_BYTES: Final = {
     **dict.fromkeys(_DNS_CODES, _VARIABLE),
 }
 _DNS_NAME: Final = re.compile(rb"[A-Za-z0-9_]([A-Za-z0-9._-]{0,251}[A-Za-z0-9])?\.?")
+# A peer id is 38 bytes in every accepted address: /p2p is then always these three bytes and the id.
+_PEER_HEAD: Final = b"\xa5\x03\x26"
+_CIRCUIT_PART: Final = b"\xa2\x02"
 EXAMPLE: Final = "/ip4/198.51.100.7/tcp/31337/p2p/12D3KooW..."
 
 
@@ -50,6 +54,13 @@ class TcpPlace(NamedTuple):
     family: str
     host: str
     port: int
+
+
+class CircuitPlace(NamedTuple):
+    """Where a circuit begins: at `relay`, which is reached at `addr`; None: wherever it is known to be."""
+
+    relay: PeerId
+    addr: Multiaddr | None
 
 
 def parse_addr(text: str) -> Multiaddr:
@@ -71,8 +82,16 @@ def decode_addr(raw: bytes) -> Multiaddr:
     """The binary form as peers send it; raises ProtocolViolation."""
     if not 0 < len(raw) <= ADDR_BYTES:
         raise ProtocolViolation(f"an address has {len(raw)} bytes; allowed: 1 to {ADDR_BYTES}")
+    for _ in _components(raw):
+        pass
+    return Multiaddr(raw)
+
+
+def _components(raw: bytes) -> Iterator[tuple[int, int, int]]:
+    """Code, begin and end of each component; ProtocolViolation where one is not as it should be."""
     at = 0
     while at < len(raw):
+        begin = at
         code, at = _number(raw, at)
         size = _VALUE_BYTES.get(code)
         if size is None:
@@ -83,7 +102,7 @@ def decode_addr(raw: bytes) -> Multiaddr:
             raise ProtocolViolation("an address ends inside a component")
         _check_value(code, raw[at : at + size])
         at += size
-    return Multiaddr(raw)
+        yield code, begin, at
 
 
 def _number(raw: bytes, at: int) -> tuple[int, int]:
@@ -106,9 +125,8 @@ def _check_value(code: int, value: bytes) -> None:
 def split_peer(addr: Multiaddr) -> tuple[Multiaddr, PeerId | None]:
     """The address without its last /p2p part, and the peer named there."""
     raw = addr.to_bytes()
-    # A peer id is 38 bytes in every accepted address: /p2p is then always these 41 bytes.
     tail = raw[-41:]
-    if len(tail) == 41 and tail.startswith(b"\xa5\x03\x26"):
+    if len(tail) == 41 and tail.startswith(_PEER_HEAD):
         try:
             return Multiaddr(raw[:-41]), PeerId(tail[3:])
         except ValueError:
@@ -119,7 +137,7 @@ def split_peer(addr: Multiaddr) -> tuple[Multiaddr, PeerId | None]:
 def with_peer(addr: Multiaddr, peer: PeerId) -> Multiaddr:
     """`addr` with /p2p/<peer> at its end."""
     bare, named = split_peer(addr)
-    return addr if named == peer else Multiaddr(bare.to_bytes() + b"\xa5\x03\x26" + peer.raw)
+    return addr if named == peer else Multiaddr(bare.to_bytes() + _PEER_HEAD + peer.raw)
 
 
 def tcp_addr(host: str, port: int) -> Multiaddr:
@@ -153,13 +171,42 @@ def ip_of(addr: Multiaddr) -> ipaddress.IPv4Address | ipaddress.IPv6Address | No
     return None
 
 
+def circuit_addr(relay_addr: Multiaddr | None, relay: PeerId) -> Multiaddr:
+    """The way to any peer that holds a reservation at `relay`: <relay_addr>/p2p/<relay>/p2p-circuit."""
+    begin = b"" if relay_addr is None else split_peer(relay_addr)[0].to_bytes()
+    return Multiaddr(begin + _PEER_HEAD + relay.raw + _CIRCUIT_PART)
+
+
+def circuit_place(addr: Multiaddr) -> CircuitPlace | None:
+    """What `circuit_addr` put together, whether the peer at its end is named or not.
+
+    None for every other address, also for a circuit through two relays: such chains are not made here.
+    """
+    raw = addr.to_bytes()
+    circuits = [(start, end) for code, start, end in _components(raw) if code == _CIRCUIT]
+    if len(circuits) != 1:
+        return None
+    start, end = circuits[0]
+    if len(raw) != end and split_peer(addr)[0].to_bytes() != raw[:end]:
+        return None
+    if start == len(_PEER_HEAD) + PEER_ID_BYTES and raw.startswith(_PEER_HEAD):
+        return CircuitPlace(PeerId(raw[len(_PEER_HEAD) : start]), None)
+    if start == 0:
+        return None
+    bare, relay = split_peer(Multiaddr(raw[:start]))
+    return None if relay is None else CircuitPlace(relay, bare)
+
+
 def is_relayed(addr: Multiaddr) -> bool:
     """Whether the way to the peer leads over a relay."""
-    return "/p2p-circuit" in str(addr)
+    return any(code == _CIRCUIT for code, _, _ in _components(addr.to_bytes()))
 
 
 def is_dialable(addr: Multiaddr) -> bool:
-    """Whether one can connect there as it stands: a concrete host and a port."""
+    """Whether one can connect there as it stands: a concrete host and a port, or one relay that has these."""
+    if is_relayed(addr):
+        circuit = circuit_place(addr)
+        return circuit is not None and (circuit.addr is None or is_dialable(circuit.addr))
     ip, place = ip_of(addr), tcp_place(addr)
     if ip is not None and (ip.is_unspecified or ip.is_multicast):
         return False

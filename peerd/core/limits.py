@@ -98,6 +98,13 @@ HALF_OPEN: Final = 64  # inbound connections inside their hand-shake
 PEERS_KNOWN: Final = 8192  # address book; the oldest entry makes room
 WATCH_EVENTS: Final = 4096  # PeerUp and PeerDown that one watcher may leave unread
 
+# --- circuits over relays --------------------------------------------------------------------------------------
+CIRCUIT_MESSAGE_BYTES: Final = 4096  # one message of hop or stop; the same bound as in Go
+CIRCUIT_ANSWER_S: Final = 15.0  # for a relay's answer, which waits for the peer beyond it
+CIRCUIT_REQUEST_S: Final = 10.0  # for what a stranger wants of us, and for the far peer's answer to the relay
+CIRCUITS_HALF_OPEN: Final = 32  # incoming circuits inside their hand-shake, half of them over one relay
+RESERVATION_S: Final = 86_400.0  # no relay's promise is believed for longer
+
 # --- records and the DHT ---------------------------------------------------------------------------------------
 RECORD_VALUE_BYTES: Final = 16 << 10  # an announcement with addresses and figures takes well below 1 KiB
 RECORD_SUFFIX_BYTES: Final = 64  # a short name or a hash

@@ -404,6 +404,8 @@ class Host:
         transport = next((t for t in self._transports if t.can_dial(addr)), None)
         if transport is None:
             raise Unreachable("no transport speaks that kind of address", peer)
+        if peer is not None and is_relayed(addr):
+            addr = with_peer(addr, peer)  # the relay has to be told to whom
         return await transport.dial(addr, fresh=fresh)
 
 

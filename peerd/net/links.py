@@ -3,7 +3,8 @@
 Does not dial or accept. Of several links to a peer new streams take the best (`machine.paths`); the others are
 superseded, stand by for its end, and are closed once they have been idle for some seconds. Invariants: a peer is up
 exactly while it has a usable link, and every change is told to watchers at once and in order; limits hold for every
-link; a full table makes room by closing the link that was idle longest, never one with open streams.
+link; a full table makes room by closing the link that was idle longest, never one with open streams or one that is
+kept for a purpose of its own.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import trio
 
 from peerd.core import limits
 from peerd.core.ids import PeerId
-from peerd.machine.paths import Path, choose
+from peerd.machine.paths import Path, Way, choose
 from peerd.net.link import Link
 
 _log = logging.getLogger("peerd.net")
@@ -90,6 +91,7 @@ class Links:
         self._moved: list[Callable[[PeerId], None]] = []
         self._news = trio.Event()  # a link was superseded
         self._all: dict[Link, None] = {}  # oldest first, with those that are on their way out
+        self._kept: dict[PeerId, int] = {}  # peers whose links are needed though nothing moves on them
         self._past_in = self._past_out = 0  # bytes of links that are gone
         self._watchers: dict[int, trio.MemorySendChannel[PeerEvent]] = {}
         self._next_watcher = 0
@@ -163,6 +165,21 @@ class Links:
         wait_s = self._bounds.drain_s * (1 if self._own.raw < link.peer.raw else 3)
         return (trio.current_time() if link.streams else max(link.idle_since, link.superseded_at)) + wait_s
 
+    def direct(self, peer: PeerId) -> Link | None:
+        """As `best`, but None when that leads over a relay, as it does only where no other link stands."""
+        best = self.best(peer)
+        return None if best is None or best.way == Way.RELAYED else best
+
+    def keep(self, peer: PeerId) -> None:
+        """Never close this peer's links for being idle: once more than `let_go` was called."""
+        self._kept[peer] = self._kept.get(peer, 0) + 1
+
+    def let_go(self, peer: PeerId) -> None:
+        """One `keep` is over."""
+        count = self._kept.pop(peer, 0) - 1
+        if count > 0:
+            self._kept[peer] = count
+
     def has_room(self, *, inbound: bool) -> bool:
         """Whether one more link is within the limits; closes an idle one when that makes room."""
         bounds = self._bounds
@@ -170,7 +187,8 @@ class Links:
         if len(self._all) < bounds.total and count < bounds.inbound:
             return True
         overdue = trio.current_time() - bounds.idle_s
-        idle = [link for link in self._all if not link.streams and link.idle_since <= overdue]
+        unused = [link for link in self._all if not link.streams and link.peer not in self._kept]
+        idle = [link for link in unused if link.idle_since <= overdue]
         if inbound:
             idle = [link for link in idle if not link.initiator]
         if not idle:

@@ -78,7 +78,7 @@ class Transport(Protocol):
         ...
 
     async def dial(self, addr: Multiaddr, *, fresh: bool = False) -> RawLink:
-        """Connect; raises Unreachable with the reason.
+        """Connect; raises Unreachable with the reason. Only an address that leads over a relay comes with its /p2p.
 
         From the port on which this side listens, where the network knows ports and that one is free towards `addr`, so
         that routers in between map one port only. `fresh`: from a port that was never used, as who tests whether

@@ -9,6 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from peerd.core.addr import (
+    CircuitPlace,
+    circuit_addr,
+    circuit_place,
     decode_addr,
     is_dialable,
     is_relayed,
@@ -24,6 +27,7 @@ from peerd.core.keys import Keypair
 from peerd.core.limits import ADDR_BYTES
 
 PEER = Keypair.from_seed(bytes(32)).peer_id
+RELAY = Keypair.from_seed(b"r" * 32).peer_id
 
 
 @pytest.mark.parametrize(
@@ -83,7 +87,7 @@ def test_random_bytes_are_an_address_or_a_violation(raw: bytes) -> None:
         return
     assert addr.to_bytes() == raw
     assert parse_addr(str(addr)) is not None
-    is_dialable(addr), is_relayed(addr), reach(addr), split_peer(addr), tcp_place(addr)
+    is_dialable(addr), is_relayed(addr), reach(addr), split_peer(addr), tcp_place(addr), circuit_place(addr)
 
 
 def test_an_address_cut_anywhere_is_a_violation_or_a_shorter_address() -> None:
@@ -113,3 +117,37 @@ def test_tcp_places_are_read_and_written() -> None:
     assert tcp_place(parse_addr("/dns6/x.org/tcp/9")) == ("dns6", "x.org", 9)
     assert tcp_place(parse_addr("/ip4/1.2.3.4/udp/80")) is None
     assert tcp_place(parse_addr("/ip4/1.2.3.4/tcp/80/ws")) is None
+
+
+def test_a_circuit_address_names_its_relay_with_and_without_the_peer_behind_it() -> None:
+    begin = parse_addr("/ip4/1.2.3.4/tcp/4001")
+    circuit = circuit_addr(begin, RELAY)
+    assert str(circuit) == f"/ip4/1.2.3.4/tcp/4001/p2p/{RELAY}/p2p-circuit"
+    assert circuit_addr(with_peer(begin, RELAY), RELAY) == circuit
+    assert circuit_place(circuit) == circuit_place(with_peer(circuit, PEER)) == CircuitPlace(RELAY, begin)
+    assert split_peer(with_peer(circuit, PEER)) == (circuit, PEER)
+    unplaced = circuit_addr(None, RELAY)
+    assert str(unplaced) == f"/p2p/{RELAY}/p2p-circuit"
+    assert circuit_place(unplaced) == circuit_place(with_peer(unplaced, PEER)) == CircuitPlace(RELAY, None)
+    assert [is_dialable(addr) for addr in (circuit, with_peer(circuit, PEER), unplaced)] == [True] * 3
+
+
+def test_chains_of_relays_and_relays_without_a_place_are_not_dialed() -> None:
+    circuit = with_peer(circuit_addr(parse_addr("/ip4/1.2.3.4/tcp/4001"), RELAY), PEER)
+    others = [
+        f"{circuit}/p2p-circuit",
+        "/p2p-circuit",
+        "/ip4/1.2.3.4/tcp/4001/p2p-circuit",
+        f"/ip4/1.2.3.4/tcp/4001/p2p/{RELAY}/p2p-circuit/ip4/1.2.3.4",
+        f"/ip4/0.0.0.0/tcp/4001/p2p/{RELAY}/p2p-circuit",
+        f"/ip4/1.2.3.4/tcp/0/p2p/{RELAY}/p2p-circuit/p2p/{PEER}",
+    ]
+    assert [is_dialable(parse_addr(text)) for text in others] == [False] * len(others)
+    assert [circuit_place(parse_addr(text)) for text in others[:4]] == [None] * 4
+    assert all(is_relayed(parse_addr(text)) for text in others)
+
+
+def test_a_port_that_looks_like_a_circuit_is_a_port() -> None:
+    addr = parse_addr("/ip4/1.2.3.4/tcp/41474")
+    assert addr.to_bytes().endswith(b"\xa2\x02")
+    assert (is_relayed(addr), circuit_place(addr), is_dialable(addr)) == (False, None, True)

@@ -12,14 +12,16 @@ from dataclasses import dataclass
 from functools import cache
 
 from peerd.core import frame, varint
-from peerd.core.addr import decode_addr, parse_addr
+from peerd.core.addr import circuit_place, decode_addr, is_dialable, is_relayed, parse_addr
 from peerd.core.errors import ConfigError, Refused
 from peerd.core.frame import TensorFrame
 from peerd.core.ids import Key, PeerId
 from peerd.core.keys import Keypair, verify
 from peerd.core.limits import RPC_MESSAGE_FRAME_BYTES
 from peerd.core.messages import decode, encode
+from peerd.core.protobuf.circuit import HopKind, HopMessage, Limit, Promise, Status, StopKind, StopMessage, status_words
 from peerd.core.protobuf.messages import Identify, NoisePayload, decode_public_key, encode_public_key
+from peerd.core.protobuf.voucher import Voucher
 from peerd.core.record import Record
 from peerd.core.runfile import first_difference
 from peerd.machine import queries as q
@@ -98,7 +100,9 @@ def _varint(data: bytes) -> None:
 
 @parser("multiaddr", lambda: [parse_addr(addr).to_bytes() for addr in ADDRS])
 def _addr(data: bytes) -> None:
-    str(decode_addr(data))  # an accepted address can always be shown
+    addr = decode_addr(data)
+    str(addr)  # an accepted address can always be shown
+    circuit_place(addr), is_dialable(addr), is_relayed(addr)
 
 
 @parser("public key", lambda: [encode_public_key(KEYS.peer_id)])
@@ -117,6 +121,33 @@ def _noise_payload(data: bytes) -> None:
     payload = NoisePayload.decode(data)
     if len(data) % 16 == 0:  # checking every signature would take most of the time
         verify(payload.peer, b"anything", payload.signature)
+
+
+VOUCHER = Voucher(KEYS.peer_id, OTHER.peer_id, 1_900_000_000).seal(KEYS)
+
+
+def _hops() -> Corpus:
+    promise = Promise(1_900_000_000, tuple(parse_addr(addr).to_bytes() for addr in ADDRS), VOUCHER)
+    return [
+        HopMessage(kind=HopKind.RESERVE).encode(),
+        HopMessage(kind=HopKind.CONNECT, peer=OTHER.peer_id).encode(),
+        HopMessage(kind=HopKind.STATUS, status=Status.OK, promise=promise, limit=Limit(7200, 1 << 36)).encode(),
+    ]
+
+
+@parser("hop", _hops)
+def _hop(data: bytes) -> None:
+    status_words(HopMessage.decode(data).status)
+
+
+@parser("stop", lambda: [StopMessage(kind=StopKind.CONNECT, peer=KEYS.peer_id, limit=Limit(120, 1 << 17)).encode()])
+def _stop(data: bytes) -> None:
+    StopMessage.decode(data)
+
+
+@parser("voucher", lambda: [VOUCHER])
+def _voucher(data: bytes) -> None:
+    Voucher.open(data, verify)
 
 
 def _identifies() -> Corpus:

@@ -67,6 +67,18 @@ def bytes_field(number: int, value: bytes) -> bytes:
     return encode_varint(number << 3 | _BYTES) + encode_varint(len(value)) + value
 
 
+def number_field(number: int, value: int) -> bytes:
+    """A varint field."""
+    return encode_varint(number << 3 | _VARINT) + encode_varint(value)
+
+
+def want_number(value: int | bytes, what: str) -> int:
+    """`value` as a number; ProtocolViolation when the field came as bytes."""
+    if not isinstance(value, int):
+        raise ProtocolViolation(f"{what} is no number")
+    return value
+
+
 def want_bytes(value: int | bytes, what: str) -> bytes:
     """`value` as bytes; ProtocolViolation when the field came as a number."""
     if isinstance(value, int):

@@ -1,0 +1,55 @@
+"""A relay and peers that use it, as real hosts on a simulated network."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import trio
+
+from peerd.machine.relay import RelayConfig
+from peerd.net.circuits import Circuits
+from peerd.net.host import Host, HostConfig
+from peerd.service.relay import Relay
+from peerd.sim.clock import SimClock
+from tests.kit.hosts import Hosts, keypair
+
+
+@dataclass
+class Client:
+    """A host that speaks circuits."""
+
+    host: Host
+    circuits: Circuits
+    scope: trio.CancelScope
+
+
+async def start_relay(hosts: Hosts, name: str, config: RelayConfig | None = None, **line: float) -> tuple[Host, Relay]:
+    """A host that serves as a relay."""
+    host = await hosts.start(name, **line)
+    relay = Relay(host, SimClock(1, f"{name}/relay"), keypair(name), config)
+    await hosts.nursery.start(relay.run)
+    return host, relay
+
+
+async def start_client(hosts: Hosts, name: str, config: HostConfig | None = None, **line: float) -> Client:
+    """A host that can dial and take circuits."""
+    host = await hosts.start(name, config, **line)
+    circuits = Circuits(host, SimClock(1, f"{name}/circuits"))
+    host.add_transport(circuits)
+    client = Client(host, circuits, trio.CancelScope())
+
+    async def run(*, task_status: trio.TaskStatus[None]) -> None:
+        with client.scope:
+            await circuits.run(task_status=task_status)
+
+    await hosts.nursery.start(run)
+    return client
+
+
+async def behind(hosts: Hosts, name: str, relay: Host, **line: float) -> Client:
+    """A peer that holds a reservation at `relay`; its own address is known to nobody."""
+    client = await start_client(hosts, name, **line)
+    await client.host.connect(relay.id, relay.listen_addrs())
+    held = await client.circuits.reserve(relay.id)
+    client.host.announce("relay", held.addrs)
+    return client
