@@ -140,9 +140,19 @@ def with_peer(addr: Multiaddr, peer: PeerId) -> Multiaddr:
     return addr if named == peer else Multiaddr(bare.to_bytes() + _PEER_HEAD + peer.raw)
 
 
+def normal(addr: Multiaddr) -> Multiaddr:
+    """`addr` with an IPv4 address that is written as an IPv6 one (::ffff:1.2.3.4) as what it is."""
+    ip = ip_of(addr)
+    if ip is None or ip.version == 4 or ip.ipv4_mapped is None:
+        return addr
+    return Multiaddr(b"\x04" + ip.ipv4_mapped.packed + addr.to_bytes()[17:])
+
+
 def tcp_addr(host: str, port: int) -> Multiaddr:
     """/ip4|ip6/<host>/tcp/<port> of a literal IP address (an IPv6 zone is dropped)."""
     ip = ipaddress.ip_address(host.partition("%")[0])
+    if ip.version == 6 and ip.ipv4_mapped is not None:
+        ip = ip.ipv4_mapped
     code = b"\x04" if ip.version == 4 else b"\x29"
     return Multiaddr(code + ip.packed + b"\x06" + port.to_bytes(2, "big"))
 
@@ -208,8 +218,8 @@ def is_dialable(addr: Multiaddr) -> bool:
         circuit = circuit_place(addr)
         return circuit is not None and (circuit.addr is None or is_dialable(circuit.addr))
     ip, place = ip_of(addr), tcp_place(addr)
-    if ip is not None and (ip.is_unspecified or ip.is_multicast):
-        return False
+    if ip is not None and (ip.is_unspecified or ip.is_multicast or (ip.version == 6 and ip.is_link_local)):
+        return False  # an IPv6 link-local address means nothing without an interface
     return place is None or place.port != 0
 
 
@@ -220,4 +230,4 @@ def reach(addr: Multiaddr) -> int:
         return 2
     if ip.is_loopback:
         return 0
-    return 1 if ip.is_private or ip.is_link_local else 2
+    return 2 if ip.is_global else 1  # shared addresses of providers (100.64.0.0/10) are not global either

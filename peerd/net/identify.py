@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import trio
 from multiaddr import Multiaddr
 
-from peerd.core.addr import decode_addr
+from peerd.core.addr import decode_addr, normal
 from peerd.core.errors import ProtocolViolation
 from peerd.core.ids import PeerId
 from peerd.core.limits import IDENTIFY_BYTES, IDENTIFY_PARTS
@@ -91,7 +91,7 @@ def _info(message: Identify, peer: PeerId) -> PeerInfo:
 
 def _addr_or_none(raw: bytes) -> Multiaddr | None:
     try:
-        return decode_addr(raw)
+        return normal(decode_addr(raw))
     except ProtocolViolation:
         return None  # a kind of address that is not known here
 

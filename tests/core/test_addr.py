@@ -15,6 +15,7 @@ from peerd.core.addr import (
     decode_addr,
     is_dialable,
     is_relayed,
+    normal,
     parse_addr,
     reach,
     split_peer,
@@ -88,6 +89,7 @@ def test_random_bytes_are_an_address_or_a_violation(raw: bytes) -> None:
     assert addr.to_bytes() == raw
     assert parse_addr(str(addr)) is not None
     is_dialable(addr), is_relayed(addr), reach(addr), split_peer(addr), tcp_place(addr), circuit_place(addr)
+    assert decode_addr(normal(addr).to_bytes()) == normal(normal(addr))
 
 
 def test_an_address_cut_anywhere_is_a_violation_or_a_shorter_address() -> None:
@@ -108,6 +110,16 @@ def test_reach_and_dialable_tell_kinds_apart() -> None:
     assert not is_dialable(parse_addr("/ip4/0.0.0.0/tcp/1"))
     assert not is_dialable(parse_addr("/ip4/1.2.3.4/tcp/0"))
     assert is_dialable(parse_addr("/memory/3"))
+    assert not is_dialable(parse_addr("/ip6/fe80::1/tcp/1"))  # on which interface?
+    assert reach(parse_addr("/ip4/100.64.0.1/tcp/1")) == 1  # a provider's inside
+
+
+def test_an_ipv4_address_in_ipv6_clothes_is_known_as_what_it_is() -> None:
+    mapped = with_peer(parse_addr("/ip6/::ffff:1.2.3.4/tcp/4001"), PEER)
+    assert normal(mapped) == with_peer(tcp_addr("1.2.3.4", 4001), PEER)
+    assert tcp_addr("::ffff:1.2.3.4", 4001) == tcp_addr("1.2.3.4", 4001)
+    unlike = parse_addr("/ip6/2600::ffff:1.2.3.4/tcp/4001")
+    assert normal(unlike) == unlike
     assert is_relayed(parse_addr(f"/ip4/1.2.3.4/tcp/1/p2p/{PEER}/p2p-circuit"))
 
 
