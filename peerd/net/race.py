@@ -1,0 +1,80 @@
+"""Runs a race over several addresses: starts and drops attempts as `machine/dialing.py` decides.
+
+Knows neither peers nor sockets. Invariants: the reason of each failed attempt is kept; after `run` nothing of the
+race is under way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+
+import trio
+from multiaddr import Multiaddr
+
+from peerd.core.addr import is_relayed
+from peerd.core.errors import Unreachable
+from peerd.machine.dialing import GIVE_WAY_S, Drop, Race, Try
+
+Attempt = Callable[[Multiaddr], Awaitable[None]]
+Order = Callable[[], Sequence[Multiaddr]]
+
+
+class RaceRun:
+    """One race. `attempt` returns when its address led to the goal, or raises Unreachable."""
+
+    def __init__(self, order: Order, attempt: Attempt, failed: Callable[[Multiaddr], None] | None = None) -> None:
+        """`order` gives the addresses known at the moment, best first. `failed` is told those that led nowhere."""
+        self._order, self._attempt, self._failed = order, attempt, failed
+        self._scopes: dict[Multiaddr, trio.CancelScope] = {}
+        self._news = trio.Event()
+        self._over = False
+        self.awaits_more = False  # addresses are being looked up: the race goes on without any
+        self.reasons: list[str] = []
+
+    def learned(self) -> None:
+        """`order`, or `awaits_more`, has changed."""
+        self._news.set()
+
+    def stop(self, *, direct_may_end: bool = False) -> None:
+        """The goal is reached: no further attempts. `direct_may_end`: it was over a relay, so that an attempt at a
+        direct address which is under way is worth its end."""
+        self._over = True
+        for addr, scope in self._scopes.items():
+            if not direct_may_end or is_relayed(addr):
+                scope.cancel()
+        self._news.set()
+
+    async def run(self) -> None:
+        """Until `stop` was called, or all addresses have failed."""
+        race = Race(trio.current_time())
+        async with trio.open_nursery() as nursery:
+            while not self._over:
+                self._news = trio.Event()
+                step = race.next(trio.current_time(), self._order())
+                if isinstance(step, Try):
+                    scope = self._scopes[step.addr] = trio.CancelScope()
+                    nursery.start_soon(self._try, race, step.addr, scope)
+                elif isinstance(step, Drop):
+                    self._note(step.addr, f"no answer within {GIVE_WAY_S:g} s")
+                    self._scopes[step.addr].cancel()
+                elif race.idle and step.until_s == float("inf") and not self.awaits_more:
+                    return
+                else:
+                    with trio.CancelScope(deadline=step.until_s):
+                        await self._news.wait()
+
+    async def _try(self, race: Race, addr: Multiaddr, scope: trio.CancelScope) -> None:
+        try:
+            with scope:
+                await self._attempt(addr)
+        except Unreachable as error:
+            self._note(addr, error.args[0])
+        finally:
+            del self._scopes[addr]
+            race.ended(trio.current_time(), addr)
+            self._news.set()
+
+    def _note(self, addr: Multiaddr, reason: str) -> None:
+        self.reasons.append(f"{addr}: {reason}")
+        if self._failed is not None:
+            self._failed(addr)
