@@ -15,6 +15,7 @@ import signal
 import sys
 import tempfile
 import traceback
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -30,8 +31,9 @@ if TYPE_CHECKING:
     from peerd.core.runfile import RunFile
     from peerd.role import Role
 
-BACKBONE_LISTEN: Final = "/ip4/0.0.0.0/tcp/31337"  # a fixed port, so that a published join line stays true
-ANY_PORT: Final = "/ip4/0.0.0.0/tcp/0"
+# A fixed port, so that a published join line stays true.
+BACKBONE_LISTEN: Final = ("/ip4/0.0.0.0/tcp/31337", "/ip6/::/tcp/31337")
+ANY_PORT: Final = ("/ip4/0.0.0.0/tcp/0", "/ip6/::/tcp/0")
 
 app = typer.Typer(
     name="peerd",
@@ -183,7 +185,7 @@ def doctor(
     run = loaded.run if loaded is not None else None
     wish = checks.Wish(
         bootstrap=_chosen(bootstrap, run.bootstrap if run is not None else []),
-        listen=_chosen(listen, run.listen if run is not None else [ANY_PORT]),
+        listen=_chosen(listen, run.listen if run is not None else ANY_PORT),
         data_dir=data_dir or home_of(run, []),
         device=_device(device),
     )
@@ -248,14 +250,14 @@ def _load(file: Path | None, bootstrap: list[str] | None, listen: list[str] | No
     return config.load_run(file) if file is not None else None
 
 
-def _own_listen(loaded: LoadedRun | None, roles: list[str]) -> list[str]:
+def _own_listen(loaded: LoadedRun | None, roles: list[str]) -> Sequence[str]:
     """The run file's addresses, unless it names none and this is a backbone."""
     if roles == ["backbone"] and (loaded is None or "listen" not in loaded.given):
-        return [BACKBONE_LISTEN]
-    return loaded.run.listen if loaded is not None else [ANY_PORT]
+        return BACKBONE_LISTEN
+    return loaded.run.listen if loaded is not None else ANY_PORT
 
 
-def _chosen(given: list[str] | None, otherwise: list[str]) -> tuple[str, ...]:
+def _chosen(given: list[str] | None, otherwise: Sequence[str]) -> tuple[str, ...]:
     return tuple(given or otherwise)
 
 

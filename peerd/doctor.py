@@ -12,6 +12,7 @@ import math
 import os
 import platform
 import shutil
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final
@@ -30,7 +31,9 @@ from peerd.home import IDENTITY_FILE, load_identity, make_private_dir
 from peerd.log import clean
 from peerd.net.clock import RealClock
 from peerd.net.host import Host
+from peerd.net.listening import other_family
 from peerd.net.tcp import TcpTransport
+from peerd.net.transport import NoSuchFamily
 from peerd.service.dht_messages import HelloMessage, PingMessage, PongMessage
 from peerd.service.rpc import Rpc
 
@@ -140,7 +143,7 @@ def _data_dir(path: Path) -> list[Finding]:
 
 
 async def _network(wish: Wish) -> list[Finding]:
-    findings = [await _port(text) for text in wish.listen]
+    findings = [await _port(text, wish.listen) for text in wish.listen]
     if not wish.bootstrap:
         return [*findings, Finding("bootstrap", "ok", "none given, so none was tried", "give --bootstrap or --config")]
     clock = RealClock()
@@ -161,11 +164,14 @@ async def _network(wish: Wish) -> list[Finding]:
     return [*findings, *(finding for found in results.values() for finding in found)]
 
 
-async def _port(text: str) -> Finding:
-    """Try to listen there, for a moment."""
+async def _port(text: str, listen: Sequence[str]) -> Finding:
+    """Try to listen there, for a moment; `listen` are all such addresses."""
+    addr = parse_addr(text)
     try:
-        listener = await TcpTransport().listen(parse_addr(text))
+        listener = await TcpTransport().listen(addr)
     except ConfigError as error:
+        if isinstance(error, NoSuchFamily) and other_family(addr) in [parse_addr(other) for other in listen]:
+            return Finding("listen", "ok", f"this machine has no address of the kind of {text}, and needs none")
         advice = "choose another port with --listen, or stop what uses this one (a peerd daemon of yours, perhaps)"
         return Finding("listen", "fail", str(error), advice)
     await listener.aclose()

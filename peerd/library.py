@@ -74,7 +74,7 @@ class AveragingOptimizer:
         target_samples: int,
         samples_per_step: int,
         bootstrap: Sequence[str] = (),
-        listen: Sequence[str] = ("/ip4/0.0.0.0/tcp/0",),
+        listen: Sequence[str] = ("/ip4/0.0.0.0/tcp/0", "/ip6/::/tcp/0"),
         data_dir: str | os.PathLike[str] | None = None,
         named_parameters: Iterable[tuple[str, Tensor]] | None = None,
         lr: Callable[[int], float] | None = None,

@@ -145,7 +145,7 @@ class RunFile(Section, frozen=True):
     run: str
     seed: int = 0
     bootstrap: list[str] = msgspec.field(default_factory=list)
-    listen: list[str] = msgspec.field(default_factory=lambda: ["/ip4/0.0.0.0/tcp/0"])
+    listen: list[str] = msgspec.field(default_factory=lambda: ["/ip4/0.0.0.0/tcp/0", "/ip6/::/tcp/0"])
     model: ModelSection = ModelSection()
     pipeline: PipelineSection = PipelineSection()
     optimizer: OptimizerSection = OptimizerSection()

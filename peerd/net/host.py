@@ -20,9 +20,10 @@ from peerd import __version__
 from peerd.core import limits
 from peerd.core.addr import ip_of, is_relayed, reach, split_peer, with_peer
 from peerd.core.clock import Clock
-from peerd.core.errors import ConfigError, LocalError, ProtocolViolation, RemoteError, Unreachable
+from peerd.core.errors import LocalError, ProtocolViolation, RemoteError, Unreachable
 from peerd.core.ids import PeerId
 from peerd.core.keys import Keypair
+from peerd.machine.dialing import Surroundings
 from peerd.machine.noise import Secrets
 from peerd.machine.paths import Way
 from peerd.machine.yamux_stream import WindowBudget
@@ -32,7 +33,8 @@ from peerd.net.identify import PeerInfo
 from peerd.net.introductions import Introductions
 from peerd.net.link import Buffers, Link, LinkConfig, Stream
 from peerd.net.links import HostTraffic, LinkLimits, Links, PeerDown, PeerEvent, PeerUp
-from peerd.net.transport import Listener, RawLink, Transport
+from peerd.net.listening import open_listeners
+from peerd.net.transport import Listener, RawLink, RoamingTransport, Transport
 from peerd.net.upgrade import Secured, upgrade
 
 __all__ = ["Host", "HostConfig", "HostTraffic", "PeerDown", "PeerInfo", "PeerUp"]
@@ -68,7 +70,7 @@ class Host:
         self._secrets = Secrets(keypair, clock.secure_bytes(32))
         self._handlers: dict[str, Handler] = {}
         self._book = AddressBook()
-        self._dialer = Dialer(self._book, self._dial)
+        self._dialer = Dialer(self._book, self._dial, self._surroundings)
         self._introductions = Introductions(self)
         self._listeners: list[Listener] = []
         self._announced: dict[str, list[Multiaddr]] = {}  # by source
@@ -76,6 +78,7 @@ class Host:
         self.takes_inbound = True  # whether others can come in, be it over a relay; False: this peer only dials
         self._buffers = Buffers()
         self._budget = WindowBudget(limits.WINDOW_BYTES_HOST)
+        self._relocations = trio.lowlevel.ParkingLot()
         self._half_open: dict[RawLink, tuple[str, trio.CancelScope]] = {}  # oldest first
         self._nursery: trio.Nursery | None = None  # handlers, dials, hand-shakes
         self._link_nursery: trio.Nursery | None = None  # outlives the other, for the goodbye
@@ -90,8 +93,7 @@ class Host:
     ) -> None:
         """Listen on `listen` and keep connections until cancelled; ConfigError when an address cannot be had."""
         try:
-            for addr in listen:
-                self._listeners.append(await self._listen(addr))
+            self._listeners = await open_listeners(listen, self._transports)
             async with trio.open_nursery() as nursery:
                 self._link_nursery = await nursery.start(self._keep_links)
                 self._nursery = nursery
@@ -100,6 +102,9 @@ class Host:
                         nursery.start_soon(self._accept_loop, listener)
                     nursery.start_soon(self._introductions.run)
                     nursery.start_soon(self.links.run)
+                    for transport in self._transports:
+                        if isinstance(transport, RoamingTransport):
+                            nursery.start_soon(self._follow, transport)
                     task_status.started()
                     await trio.sleep_forever()
                 finally:
@@ -129,6 +134,10 @@ class Host:
             self._announced[source] = list(addrs)
             self._introductions.changed()
 
+    async def relocated(self) -> None:
+        """Wait for this machine's next change of addresses: another network, an interface that comes or goes."""
+        await self._relocations.park()
+
     def add_transport(self, transport: Transport) -> None:
         """One more way to dial; asked after those that were there before."""
         self._transports.append(transport)
@@ -152,7 +161,7 @@ class Host:
     def learn(self, peer: PeerId, addrs: Iterable[Multiaddr]) -> None:
         """Add to the address book."""
         if peer != self.id:
-            self._book.learn(peer, addrs)
+            self._dialer.learn(peer, addrs)
 
     def known_addrs(self, peer: PeerId) -> list[Multiaddr]:
         """Addresses of `peer`, best first, without /p2p."""
@@ -308,7 +317,7 @@ class Host:
         link = Link(secured, self, self.config.link, self._buffers, budget, way)
         self.links.add(link)
         self._link_nursery.start_soon(self._run_link, link)
-        self._dialer.connected(peer)
+        self._dialer.connected(peer, relayed=way == Way.RELAYED)
         self._nursery.start_soon(self._introductions.ask, link)
         return link
 
@@ -341,11 +350,22 @@ class Host:
             raise Unreachable("this host is not running")
         return self._nursery
 
-    async def _listen(self, addr: Multiaddr) -> Listener:
-        for transport in self._transports:
-            if transport.can_dial(addr):
-                return await transport.listen(addr)
-        raise ConfigError(f"cannot listen on {addr}: no transport speaks that kind of address")
+    async def _follow(self, transport: RoamingTransport) -> None:
+        """Notice when this machine is elsewhere, and tell."""
+        while True:
+            await transport.relocated()
+            _log.info("this machine's addresses changed: %s", ", ".join(map(str, self.listen_addrs())) or "none")
+            self._book.forget_failures()
+            self._introductions.changed()
+            self._relocations.unpark_all()
+
+    def _surroundings(self) -> Surroundings:
+        networks = [net for way in self._transports if isinstance(way, RoamingTransport) for net in way.networks()]
+        own = self.listen_addrs()
+        announced = [addr for addrs in self._announced.values() for addr in addrs]
+        seen = [addr for addr in (*own, *announced, *self.candidates) if reach(addr) == 2 and not is_relayed(addr)]
+        public = frozenset(ip for addr in seen if (ip := ip_of(addr)) is not None)
+        return Surroundings(tuple(networks), frozenset(own), public)
 
     async def _close_listeners(self) -> None:
         for listener in self._listeners:

@@ -1,7 +1,7 @@
 """TCP: the transport of /ip4, /ip6, /dns, /dns4 and /dns6 addresses.
 
-Resolves names with the system's resolver, turns operating system errors into words, and fills in what a wildcard
-address really listens on. Dials leave from the port on which this side listens, so that routers keep one mapping and
+Turns operating system errors into words, says what a wildcard address listens on at the moment, and notices when this
+machine's addresses change. Dials leave from the port on which this side listens, so that routers keep one mapping and
 others see one address. No encryption, no retries, no choice among a peer's addresses.
 """
 
@@ -13,15 +13,19 @@ import ipaddress
 import os
 import socket
 import sys
+from collections.abc import Callable, Sequence
 
 import trio
 from multiaddr import Multiaddr
 
-from peerd.core.addr import TcpPlace, ip_of, tcp_addr, tcp_place
+from peerd.core.addr import tcp_addr, tcp_place
 from peerd.core.errors import ConfigError, Unreachable
-from peerd.net.transport import Listener, RawLink
+from peerd.machine.dialing import IpNetwork
+from peerd.net.interfaces import Place, here
+from peerd.net.names import connect_by_name
+from peerd.net.transport import Listener, NoSuchFamily, RawLink
 
-_FAMILIES = {"ip4": socket.AF_INET, "ip6": socket.AF_INET6, "dns4": socket.AF_INET, "dns6": socket.AF_INET6}
+_FAMILIES = {"ip4": socket.AF_INET, "ip6": socket.AF_INET6}
 _OVERLOAD = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 # Why a dial cannot leave from the listening port, though it can from another: the same two ends are or were just
 # connected, or the address that we listen on does not lead there.
@@ -32,10 +36,8 @@ _BACKLOG = 256
 _CAN_SHARE_PORT = sys.platform != "win32" and hasattr(socket, "SO_REUSEPORT")
 _READ_BYTES = 512 * 1024
 _WORTH_AWAITING_BYTES = 4 * 1024  # two packets or more; saying so is a system call
-_RESOLVED_MAX = 4  # addresses of one name that are tried, each for at most _NAME_TRY_S
-_NAME_TRY_S = 3.0
-# Documentation addresses: connecting a datagram socket to them sends nothing, but picks the route's own address.
-_FAR = {socket.AF_INET: "192.0.2.1", socket.AF_INET6: "2001:db8::1"}
+_LOOK_S = 2.0  # how often the machine's addresses are looked at: a fraction of a millisecond each time
+_NO_FAMILY = {errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL}  # of a wildcard
 
 
 class TcpLink:
@@ -118,11 +120,16 @@ class TcpLink:
 class TcpListener:
     """One listening socket."""
 
-    __slots__ = ("_lent", "_socket", "addrs")
+    __slots__ = ("_hosts", "_lent", "_port", "_socket")
 
-    def __init__(self, sock: trio.socket.SocketType, addrs: list[Multiaddr], lent: memoryview) -> None:
-        self._socket, self._lent = sock, lent
-        self.addrs = addrs
+    def __init__(self, sock: trio.socket.SocketType, hosts: Callable[[], Sequence[str]], lent: memoryview) -> None:
+        """`hosts`: the IP addresses on which it can be reached at the moment."""
+        self._socket, self._hosts, self._lent = sock, hosts, lent
+        self._port: int = sock.getsockname()[1]
+
+    @property
+    def addrs(self) -> list[Multiaddr]:
+        return [tcp_addr(host, self._port) for host in self._hosts()]
 
     async def accept(self) -> RawLink:
         while True:
@@ -146,6 +153,7 @@ class TcpTransport:
     def __init__(self) -> None:
         self._lent = memoryview(bytearray(_READ_BYTES))
         self._listening: list[trio.socket.SocketType] = []
+        self._place = Place()
 
     def can_dial(self, addr: Multiaddr) -> bool:
         return tcp_place(addr) is not None
@@ -154,24 +162,16 @@ class TcpTransport:
         place = tcp_place(addr)
         if place is None:
             raise Unreachable(f"{addr} is not a TCP address")
-        if place.family.startswith("ip"):
+        if place.family in _FAMILIES:
             return await self._connect(_FAMILIES[place.family], (place.host, place.port), fresh)
-        reason = "the name has no address"
-        for family, target in await _resolve(place):
-            with trio.move_on_after(_NAME_TRY_S):
-                try:
-                    return await self._connect(family, target, fresh)
-                except Unreachable as error:
-                    reason = str(error)
-                    continue
-            reason = f"{target[0]} does not answer"
-        raise Unreachable(reason)
+        return await connect_by_name(place, lambda each: self.dial(each, fresh=fresh))
 
     async def listen(self, addr: Multiaddr) -> Listener:
         place = tcp_place(addr)
-        if place is None or place.family not in ("ip4", "ip6"):
+        if place is None or place.family not in _FAMILIES:
             raise ConfigError(f"cannot listen on {addr}: give an IP address and a port, as in /ip4/0.0.0.0/tcp/31337")
         family = _FAMILIES[place.family]
+        wildcard = ipaddress.ip_address(place.host).is_unspecified
         sock = None
         try:
             sock = trio.socket.socket(family, socket.SOCK_STREAM)
@@ -184,9 +184,25 @@ class TcpTransport:
         except OSError as error:
             if sock is not None:
                 sock.close()
-            raise ConfigError(f"cannot listen on {addr}: {_words(error)}") from error
+            kind = NoSuchFamily if wildcard and error.errno in _NO_FAMILY else ConfigError
+            raise kind(f"cannot listen on {addr}: {_words(error)}") from error
         self._listening = [*(other for other in self._listening if other.fileno() != -1), sock]
-        return TcpListener(sock, _concrete(addr, family, sock.getsockname()[1]), self._lent)
+        if not wildcard:
+            return TcpListener(sock, lambda: [place.host], self._lent)
+        self._place = here()
+        version = 4 if family == socket.AF_INET else 6
+        return TcpListener(sock, lambda: self._place.hosts(version), self._lent)
+
+    def networks(self) -> tuple[IpNetwork, ...]:
+        return self._place.networks()
+
+    async def relocated(self) -> None:
+        if self._place == Place():
+            self._place = here()
+        before = self._place
+        while self._place == before:
+            await trio.sleep(_LOOK_S)
+            self._place = here()
 
     async def _connect(self, family: int, target: tuple[str, int], fresh: bool) -> TcpLink:
         try:
@@ -236,34 +252,6 @@ def _share_port(sock: trio.socket.SocketType) -> None:
 
 def _is_loopback(host: str) -> bool:
     return ipaddress.ip_address(host.partition("%")[0]).is_loopback
-
-
-async def _resolve(place: TcpPlace) -> list[tuple[int, tuple[str, int]]]:
-    family = _FAMILIES.get(place.family, socket.AF_UNSPEC)
-    try:
-        found = await trio.socket.getaddrinfo(place.host, place.port, family, socket.SOCK_STREAM)
-    except (OSError, UnicodeError) as error:
-        raise Unreachable(f"the name {place.host} cannot be resolved: {_words(error)}") from error
-    return [(entry[0], (str(entry[4][0]), place.port)) for entry in found[:_RESOLVED_MAX]]
-
-
-def _concrete(addr: Multiaddr, family: int, port: int) -> list[Multiaddr]:
-    """The addresses that a listening socket answers on; loopback comes last."""
-    ip = ip_of(addr)
-    if ip is not None and not ip.is_unspecified:
-        return [tcp_addr(str(ip), port)]
-    hosts = [_route_address(family), "127.0.0.1" if family == socket.AF_INET else "::1"]
-    return [tcp_addr(host, port) for host in dict.fromkeys(hosts) if host is not None]
-
-
-def _route_address(family: int) -> str | None:
-    """This machine's address on its default route; no packet is sent."""
-    try:
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect((_FAR[socket.AddressFamily(family)], 9))
-            return str(probe.getsockname()[0])
-    except OSError:
-        return None
 
 
 def _words(error: OSError | ValueError) -> str:

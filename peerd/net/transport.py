@@ -15,6 +15,13 @@ from typing import Protocol, runtime_checkable
 
 from multiaddr import Multiaddr
 
+from peerd.core.errors import ConfigError
+from peerd.machine.dialing import IpNetwork
+
+
+class NoSuchFamily(ConfigError):
+    """Cannot listen there because this machine has no addresses of that kind at all."""
+
 
 class RawLink(Protocol):
     """An unencrypted ordered byte pipe to one other side."""
@@ -58,7 +65,7 @@ class Listener(Protocol):
 
     @property
     def addrs(self) -> list[Multiaddr]:
-        """What it really listens on: port filled in, wildcard addresses replaced by concrete ones."""
+        """What it really listens on at the moment: port filled in, wildcard addresses replaced by concrete ones."""
         ...
 
     async def accept(self) -> RawLink:
@@ -87,5 +94,21 @@ class Transport(Protocol):
         ...
 
     async def listen(self, addr: Multiaddr) -> Listener:
-        """Start listening; raises ConfigError naming `addr` when that is impossible (port in use, not ours)."""
+        """Start listening; raises ConfigError naming `addr` when that is impossible (port in use, not ours).
+
+        NoSuchFamily when `addr` is the wildcard of a kind of which this machine has no addresses.
+        """
+        ...
+
+
+@runtime_checkable
+class RoamingTransport(Transport, Protocol):
+    """A Transport that knows where this machine is in the network, which may change: optional."""
+
+    def networks(self) -> tuple[IpNetwork, ...]:
+        """Networks that this machine is in at the moment."""
+        ...
+
+    async def relocated(self) -> None:
+        """Wait until the machine's addresses are others than at the call; what listeners name is others then, too."""
         ...

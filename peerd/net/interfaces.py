@@ -1,0 +1,82 @@
+"""This machine's own IP addresses, as its interfaces have them, and what of them is worth telling others.
+
+Asks the system (through psutil, which knows how on each); sends nothing. Left out: interfaces that are down, bridges
+of containers and virtual machines, and link-local IPv6 addresses, which mean nothing without the name of an interface.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+from dataclasses import dataclass
+from typing import Final
+
+import psutil
+
+from peerd.machine.dialing import IpAddress, IpNetwork
+
+IpInterface = ipaddress.IPv4Interface | ipaddress.IPv6Interface
+
+OWN_ADDRS: Final = 4  # of each IP version: other addresses of a peer, over relays and routers, need room, too
+_INSIDE: Final = ("docker", "br-", "veth", "virbr", "vmnet", "vboxnet", "lxc", "lxd", "cni", "flannel", "cali")
+# Documentation addresses: connecting a datagram socket to them sends nothing, but picks the route's own address.
+_FAR: Final = {4: (socket.AF_INET, "192.0.2.1"), 6: (socket.AF_INET6, "2001:db8::1")}
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where this machine is in the network at one moment; the addresses that it uses itself come first."""
+
+    interfaces: tuple[IpInterface, ...] = ()  # without loopback
+    loopback: tuple[IpAddress, ...] = ()
+
+    def hosts(self, version: int) -> list[str]:
+        """Addresses of one IP version to tell others, loopback last."""
+        outside = [own.ip for own in self.interfaces if own.version == version][:OWN_ADDRS]
+        return [str(ip) for ip in (*outside, *(ip for ip in self.loopback if ip.version == version))]
+
+    def networks(self) -> tuple[IpNetwork, ...]:
+        """That the interfaces are in."""
+        return tuple(own.network for own in self.interfaces)
+
+
+def here() -> Place:
+    """The present state; takes well below a millisecond."""
+    up = {name for name, state in psutil.net_if_stats().items() if state.isup}
+    routed = [_route_address(version) for version in (4, 6)]
+    found: list[IpInterface] = []
+    loopback: set[IpAddress] = set()
+    for name, entries in sorted(psutil.net_if_addrs().items()):
+        for entry in entries if name in up else ():
+            own = _interface(entry.family, entry.address, entry.netmask)
+            if own is not None and own.is_loopback:
+                loopback.add(own.ip)
+            elif own is not None and (own.ip in routed or not name.startswith(_INSIDE)):
+                found.append(own)
+    found.sort(key=lambda own: (own.ip not in routed, not own.is_global))  # stable
+    # One of each version is enough for who is on this machine, too.
+    first = [ipaddress.ip_address(text) for text in ("127.0.0.1", "::1")]
+    return Place(tuple(found), tuple(ip for ip in first if ip in loopback))
+
+
+def _interface(family: int, address: str, netmask: str | None) -> IpInterface | None:
+    """None for what cannot be told to others: other kinds of address, and link-local IPv6."""
+    if family not in (socket.AF_INET, socket.AF_INET6):
+        return None
+    try:
+        ip = ipaddress.ip_address(address.partition("%")[0])
+        bits = int(ipaddress.ip_address(netmask)).bit_count() if netmask else ip.max_prefixlen
+        return None if ip.version == 6 and ip.is_link_local else ipaddress.ip_interface((ip, bits))
+    except ValueError:
+        return None
+
+
+def _route_address(version: int) -> IpAddress | None:
+    """This machine's address on its default route; no packet is sent."""
+    family, far = _FAR[version]
+    try:
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect((far, 9))
+            return ipaddress.ip_address(str(probe.getsockname()[0]).partition("%")[0])
+    except (OSError, ValueError):
+        return None

@@ -1,0 +1,95 @@
+"""Opening the places where a host listens, all or none.
+
+`/ip4/0.0.0.0/tcp/<port>` and `/ip6/::/tcp/<port>` together mean every address of this machine: port 0 then is one free
+port for both, and a machine that has but one of the two kinds listens on that one.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Final
+
+import trio
+from multiaddr import Multiaddr
+
+from peerd.core.addr import ip_of, tcp_addr, tcp_place
+from peerd.core.errors import ConfigError
+from peerd.net.transport import Listener, NoSuchFamily, Transport
+
+_log = logging.getLogger("peerd.net")
+_TRIES: Final = 16  # for a port that is free in both families
+
+
+async def open_listeners(listen: Sequence[Multiaddr], transports: Sequence[Transport]) -> list[Listener]:
+    """A listener for each address; ConfigError names the one that cannot be had."""
+    opened: list[Listener] = []
+    done: set[Multiaddr] = set()
+    complete = False
+    try:
+        for addr in dict.fromkeys(listen):
+            other = other_family(addr)
+            if addr in done:
+                continue
+            if other is not None and other in listen:
+                opened += await _open_both(addr, other, transports)
+                done.add(other)
+            else:
+                opened.append(await _open(addr, transports))
+        complete = True
+        return opened
+    finally:
+        if not complete:
+            await _close(opened)
+
+
+async def _open_both(first: Multiaddr, second: Multiaddr, transports: Sequence[Transport]) -> list[Listener]:
+    """Two wildcards, on one port where possible; a family that this machine does not have is left out."""
+    any_port = _port(first) == 0
+    for _ in range(_TRIES if any_port else 1):
+        try:
+            one = await _open(first, transports)
+        except NoSuchFamily as error:
+            _log.debug("%s", error)
+            return [await _open(second, transports)]
+        try:
+            port = next((port for addr in one.addrs if (port := _port(addr))), 0)
+            return [one, await _open(_with_port(second, port), transports)]
+        except NoSuchFamily as error:
+            _log.debug("%s", error)
+            return [one]
+        except ConfigError:
+            await _close([one])
+            if not any_port:
+                raise
+    return [await _open(first, transports), await _open(second, transports)]
+
+
+async def _open(addr: Multiaddr, transports: Sequence[Transport]) -> Listener:
+    for transport in transports:
+        if transport.can_dial(addr):
+            return await transport.listen(addr)
+    raise NoSuchFamily(f"cannot listen on {addr}: no transport speaks that kind of address")
+
+
+async def _close(listeners: Sequence[Listener]) -> None:
+    with trio.CancelScope(shield=True):
+        for listener in listeners:
+            await listener.aclose()
+
+
+def _port(addr: Multiaddr) -> int:
+    place = tcp_place(addr)
+    return place.port if place is not None else 0
+
+
+def _with_port(addr: Multiaddr, port: int) -> Multiaddr:
+    return tcp_addr(str(ip_of(addr)), port)
+
+
+def other_family(addr: Multiaddr) -> Multiaddr | None:
+    """The other IP version's wildcard at the same port, if `addr` is a wildcard."""
+    ip, place = ip_of(addr), tcp_place(addr)
+    if ip is None or place is None or not ip.is_unspecified:
+        return None
+    return tcp_addr("::" if ip.version == 4 else "0.0.0.0", place.port)
