@@ -1,8 +1,8 @@
 """Yamux: many streams on one ordered link, with credit windows that grow with the path, resets and fair order.
 
 Sans-IO and pulled: the driver feeds plaintext with `receive`, asks `fill` for whole frames to seal and send, and calls
-`wake` at `wake_at`. Control frames go first; then each stream with data in turn, one frame each, so that a bulk
-transfer never starves a small call and a slow reader slows only its own writer. Received bytes lie in the stream's
+`wake` at `wake_at`. What is sent first is `yamux_sending`'s to say: a bulk transfer never starves a small call, and a
+slow reader slows only its own writer. Received bytes lie in the stream's
 inbox; `consumed` returns credit in steps of half a window, and doubles a window that is used up within a round trip
 and a half, as long as the budget lasts.
 
@@ -14,12 +14,12 @@ Source: https://github.com/hashicorp/yamux/blob/master/spec.md, libp2p specs `ya
 
 from __future__ import annotations
 
-from collections import deque
 from typing import Final
 
 from peerd.core.errors import LocalError, ProtocolViolation
 from peerd.core.limits import CONTROL_BYTES_PENDING, WINDOW_BYTES_LINK
 from peerd.machine.buffers import BufferPool
+from peerd.machine.yamux_sending import SendQueue
 from peerd.machine.yamux_stream import INITIAL_WINDOW, WindowBudget, YamuxConfig, YamuxStream
 from peerd.machine.yamux_wire import (
     ACK,
@@ -42,7 +42,6 @@ from peerd.machine.yamux_wire import (
 
 _HEADER_BYTES: Final = HEADER.size
 _PLAIN_DATA: Final = (0, DATA, 0)
-_CRUMB_BYTES: Final = 512  # no data frame smaller than this is cut from a large piece to fill up a batch
 _TUNE_RTT_FLOOR_S: Final = 0.002  # below it scheduling, not the path, limits the rate
 _WINDOW_WALL: Final = (1 << 32) - 1
 _LAST_ID: Final = (1 << 32) - 1
@@ -69,11 +68,9 @@ class Yamux:
         self.rtt_s: float | None = None  # smoothed
         self.inbound = self.outbound = self.unacked = 0  # streams
         self.peer_gone = self.leaving = False
-        self.spill: memoryview | None = None  # what the last frame of `fill` goes on with, where the writer has it
-        self.drained: list[YamuxStream] = []  # reached their low water in `fill`; the driver empties this list
+        self._queue = SendQueue()
+        self.drained = self._queue.drained  # streams that reached their low water in `fill`; the driver empties this
         self._next_id = 1 if initiator else 2
-        self._ready: deque[YamuxStream] = deque()
-        self._control = bytearray()  # whole 12-byte frames
         self._head = bytearray()  # of a frame whose header is incomplete
         self._body_left = 0  # payload bytes of the current data frame still to come
         self._body_stream: YamuxStream | None = None  # None: the payload is thrown away
@@ -89,7 +86,7 @@ class Yamux:
 
     @property
     def has_output(self) -> bool:
-        return bool(self._control or self._ready)
+        return self._queue.has_output
 
     @property
     def can_open(self) -> bool:
@@ -113,7 +110,7 @@ class Yamux:
         self.streams[stream.id] = stream
         self._presume(stream)
         stream.flags_due = SYN
-        self._enqueue(stream)
+        self._queue.add(stream)
         return stream
 
     def write(self, stream: YamuxStream, data: bytes | memoryview) -> None:
@@ -122,7 +119,7 @@ class Yamux:
             raise LocalError("a stream was written to after its end")
         stream.out.append(data)
         stream.out_bytes += len(data)
-        self._enqueue(stream)
+        self._queue.add(stream)
 
     def retract(self, stream: YamuxStream, data: bytes | memoryview) -> bool:
         """Take `data` back out of the queue; False when a part of it is already sent."""
@@ -144,7 +141,7 @@ class Yamux:
         """FIN after what is queued."""
         if not stream.fin_due and not stream.was_reset:
             stream.fin_due = True
-            self._enqueue(stream)
+            self._queue.add(stream)
 
     def abandon(self, stream: YamuxStream) -> None:
         """Our side is done with this stream: FIN, nothing will be read; its place is freed once it is closed."""
@@ -209,104 +206,21 @@ class Yamux:
     # --- sending -------------------------------------------------------------------------------------------
 
     def fill(self, into: memoryview, spill_bytes: int = 0) -> int:
-        """Write whole frames to `into` (65,519 bytes make one full Noise frame); returns the bytes written.
-
-        With `spill_bytes`, a stream that is alone may go on with at most so many: they are not copied to `into`, but
-        left in `spill`, a multiple of its size, and have to be sent right behind it.
-        """
-        at = 0
-        self.spill = None
-        control = self._control
-        if control:
-            at = min(len(control), len(into) // _HEADER_BYTES * _HEADER_BYTES)
-            into[:at] = control[:at]
-            del control[:at]
-        ready = self._ready
-        while ready:
-            stream = ready[0]
-            room = len(into) - at
-            # Two headers: the frame that opens or acknowledges may go before the data.
-            if room < 3 * _HEADER_BYTES or (room < _CRUMB_BYTES and stream.out_bytes > room):
-                break
-            ready.popleft()
-            if not stream.was_reset:
-                at = self._emit(stream, into, at, 0 if ready else spill_bytes)
-            if stream.wants_out:
-                ready.append(stream)
-            else:
-                stream.queued = False
-        return at
-
-    def _emit(self, stream: YamuxStream, into: memoryview, at: int, spill_bytes: int) -> int:
-        """One turn of one stream: its flags and one data frame."""
-        flags, owed = stream.flags_due, stream.owed
-        if owed or (flags and not stream.out_bytes and not stream.fin_due):
-            HEADER.pack_into(into, at, 0, WINDOW, flags, stream.id, owed)
-            at += _HEADER_BYTES
-            flags = 0
-        stream.flags_due = stream.owed = 0
-        size = min(stream.out_bytes, stream.send_credit, len(into) - at - _HEADER_BYTES)
-        # Never with data: js-libp2p, having ended its own direction, looks at the FIN first and drops the data.
-        if stream.fin_due and not stream.fin_sent and not stream.out_bytes:
-            flags |= FIN
-        if not size and not flags:
-            return at
-        at += _HEADER_BYTES
-        end = at + size
-        self._copy_out(stream, into[at:end])
-        if spill_bytes and end == len(into):
-            size += self._spill(stream, end, spill_bytes)
-        HEADER.pack_into(into, at - _HEADER_BYTES, 0, DATA, flags, stream.id, size)
-        if stream.out_bytes <= stream.low_water:
-            stream.low_water = -1
-            self.drained.append(stream)
-        if flags & FIN:
-            stream.fin_sent = True
-            self._settle(stream)
-        return end
-
-    def _spill(self, stream: YamuxStream, unit: int, spill_bytes: int) -> int:
-        """Take whole units of the stream's first piece without copying them; returns the bytes."""
-        out = stream.out
-        if not out:
-            return 0
-        size = min(len(out[0]), stream.send_credit, spill_bytes) // unit * unit
-        if size:
-            view = memoryview(out[0])
-            self.spill = view[:size]
-            if size == len(view):
-                out.popleft()
-            else:
-                out[0] = view[size:]
-            stream.out_bytes -= size
-            stream.send_credit -= size
+        """Write whole frames to `into`, as `SendQueue.fill` does; returns the bytes written."""
+        size = self._queue.fill(into, spill_bytes)
+        if self._queue.finished:
+            for stream in self._queue.finished:
+                self._settle(stream)
+            self._queue.finished.clear()
         return size
 
-    def _copy_out(self, stream: YamuxStream, into: memoryview) -> None:
-        out = stream.out
-        at, size = 0, len(into)
-        while at < size:
-            piece = out[0]
-            left = size - at
-            if len(piece) <= left:
-                into[at : at + len(piece)] = piece
-                out.popleft()
-                at += len(piece)
-            else:
-                view = memoryview(piece)
-                into[at:size] = view[:left]
-                out[0] = view[left:]
-                at = size
-        stream.out_bytes -= size
-        stream.send_credit -= size
-
-    def _enqueue(self, stream: YamuxStream) -> None:
-        if not stream.queued and stream.wants_out:
-            stream.queued = True
-            self._ready.append(stream)
+    @property
+    def spill(self) -> memoryview | None:
+        """What the last frame of `fill` goes on with, where the writer has it."""
+        return self._queue.spill
 
     def _frame(self, kind: int, flags: int, stream_id: int, length: int) -> None:
-        self._control += HEADER.pack(0, kind, flags, stream_id, length)
+        self._queue.frame(kind, flags, stream_id, length)
 
     # --- receiving -----------------------------------------------------------------------------------------
 
@@ -338,7 +252,7 @@ class Yamux:
                 self._begin_body(stream, 0, header[4])  # nearly every frame of a bulk transfer
             else:
                 self._take_frame(header, now, events)
-        if len(self._control) > CONTROL_BYTES_PENDING:
+        if len(self._queue.control) > CONTROL_BYTES_PENDING:
             raise ProtocolViolation("the peer asks for more answers than it reads")
         return events
 
@@ -406,7 +320,7 @@ class Yamux:
         self.streams[stream_id] = stream
         self._presume(stream)
         stream.flags_due = ACK
-        self._enqueue(stream)
+        self._queue.add(stream)
         events.append(Opened(stream))
         return stream
 
@@ -422,7 +336,7 @@ class Yamux:
         stream.send_credit += length
         if stream.send_credit > _WINDOW_WALL:
             raise ProtocolViolation(f"the window of stream {stream.id} exceeds 2^32")
-        self._enqueue(stream)
+        self._queue.add(stream)
 
     def _take_ping(self, flags: int, value: int, now: float, events: list[Event]) -> None:
         if flags & SYN:

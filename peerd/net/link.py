@@ -331,6 +331,8 @@ class Link:
         """Seal what is ready, up to one batch; wake the streams whose data is on its way."""
         mux, plain, sealer = self.mux, self._buffers.plain, self._sealer
         at, left = 0, _BATCH_FRAMES
+        if self._lending is not None and (lot := self._lending.batch_bytes) < _BATCH_FRAMES * PLAIN_BYTES:
+            left, plain = max(1, lot // PLAIN_BYTES), plain[:lot]
         while left and (size := mux.fill(plain, (left - 1) * PLAIN_BYTES)):
             at += sealer.seal(plain[:size], batch[at:])
             left -= 1

@@ -21,6 +21,7 @@ from multiaddr import Multiaddr
 from peerd.core.addr import tcp_addr, tcp_place
 from peerd.core.errors import ConfigError, Unreachable
 from peerd.machine.dialing import IpNetwork
+from peerd.machine.draught import Draught
 from peerd.net.interfaces import Place, here
 from peerd.net.names import connect_by_name
 from peerd.net.transport import Listener, NoSuchFamily, RawLink
@@ -35,7 +36,13 @@ _BACKLOG = 256
 # Elsewhere SO_REUSEADDR alone lets strangers take the port (Windows), or there is no such option.
 _CAN_SHARE_PORT = sys.platform != "win32" and hasattr(socket, "SO_REUSEPORT")
 _READ_BYTES = 512 * 1024
+_UNSENT_LIMIT = getattr(socket, "TCP_NOTSENT_LOWAT", None)  # not every system has it
 _WORTH_AWAITING_BYTES = 4 * 1024  # two packets or more; saying so is a system call
+# A receive queue that waits to be read keeps Linux from widening its window: with whole frames to wait for, a path of
+# 100 ms stayed at 64 KiB each round trip.
+_AWAITED_BYTES_MAX = 12 * 1024
+_RESOLVED_MAX = 4  # addresses of one name that are tried, each for at most _NAME_TRY_S
+_NAME_TRY_S = 3.0
 _LOOK_S = 2.0  # how often the machine's addresses are looked at: a fraction of a millisecond each time
 _NO_FAMILY = {errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL}  # of a wildcard
 
@@ -43,13 +50,15 @@ _NO_FAMILY = {errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL}  # of a wildcard
 class TcpLink:
     """One TCP connection as a LendingLink. Tries the system first only when that is likely to succeed at once."""
 
-    __slots__ = ("_awaited_bytes", "_lent", "_more", "_socket", "remote")
+    __slots__ = ("_awaited_bytes", "_draught", "_lent", "_more", "_socket", "remote")
 
     def __init__(self, sock: trio.socket.SocketType, remote: Multiaddr, lent: memoryview) -> None:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._socket = socket.socket(sock.family, sock.type, sock.proto, fileno=sock.detach())
         self._socket.setblocking(False)
         self._lent = lent
+        self._draught = Draught()
+        self._limit_unsent()
         self._awaited_bytes = 1  # the system says nothing of fewer
         self._more = False  # the last read was large, so that there is probably more
         self.remote = remote
@@ -57,15 +66,33 @@ class TcpLink:
     async def send_all(self, data: bytes | bytearray | memoryview) -> None:
         with memoryview(data) as view:
             at, end = 0, len(view)
+            draught = self._draught
+            draught.begin(trio.current_time())
             try:
                 while at < end:
                     try:
-                        at += self._socket.send(view[at:])
+                        size = self._socket.send(view[at:])
+                        at += size
+                        draught.took(size)
                     except BlockingIOError:
+                        if draught.full(trio.current_time()):
+                            self._limit_unsent()
                         await trio.lowlevel.wait_writable(self._socket)
             except (OSError, ValueError) as error:
                 raise self._lost(error) from error
         await trio.lowlevel.checkpoint()
+        if draught.end(trio.current_time()):
+            self._limit_unsent()
+
+    @property
+    def batch_bytes(self) -> int:
+        return self._draught.batch_bytes
+
+    def _limit_unsent(self) -> None:
+        """Have the system take no more than the line soon carries away: what waits there, nothing can overtake."""
+        if _UNSENT_LIMIT is not None:
+            with contextlib.suppress(OSError):
+                self._socket.setsockopt(socket.IPPROTO_TCP, _UNSENT_LIMIT, self._draught.waiting_bytes)
 
     def send_nowait(self, data: memoryview) -> int:
         try:
@@ -97,8 +124,8 @@ class TcpLink:
             raise self._lost(error) from error
 
     async def _wait_readable(self, useful_bytes: int) -> None:
-        """Sleep until so many have come, or the end: on a slow line each packet would wake us for nothing."""
-        count = useful_bytes if useful_bytes >= _WORTH_AWAITING_BYTES else 1
+        """Sleep until so many have come, or eight packets, or the end: not each of them should wake us for nothing."""
+        count = min(useful_bytes, _AWAITED_BYTES_MAX) if useful_bytes >= _WORTH_AWAITING_BYTES else 1
         if count != self._awaited_bytes:
             self._awaited_bytes = count
             with contextlib.suppress(OSError):  # not every system can

@@ -46,7 +46,13 @@ class RawLink(Protocol):
 
 @runtime_checkable
 class LendingLink(RawLink, Protocol):
-    """A RawLink that also shows what it received without allocating, and sends without waiting: optional, for speed."""
+    """A RawLink that also shows what it received without allocating, sends without waiting, and knows how much is
+    best sent at once: optional, for speed."""
+
+    @property
+    def batch_bytes(self) -> int:
+        """About what one `send_all` should bring: more would only wait longer, where nothing can overtake it."""
+        ...
 
     def send_nowait(self, data: memoryview) -> int:
         """Take what fits at once and say how much; 0 when nothing does, or when only `send_all` can say why not."""

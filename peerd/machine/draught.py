@@ -1,0 +1,76 @@
+"""How much to hand to a connection at once: what it takes away within some milliseconds, and no more.
+
+What lies in a socket's buffer can no longer be overtaken: a call made while megabytes wait there waits for them. Too
+little leaves the line idle while we look elsewhere. So the amount follows the rate at which the connection takes bytes,
+measured between the moments at which it takes no more for now: its buffer is equally full at each of them.
+Sans-IO; bounded by constants alone; a peer can lower the rate of its own connection only, by taking bytes slowly.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+WAITING_S: Final = 0.015  # of sending, that may wait in the system's buffer: a busy loop comes round sooner
+WAITING_BYTES_MIN: Final = 32 * 1024
+WAITING_BYTES_MAX: Final = 4 << 20  # of lines beyond 2 Gb/s, where it is soon gone
+_FIRST_BYTES: Final = 256 * 1024  # before anything is known
+_SAMPLE_S: Final = 0.01  # times between full moments that are shorter say little
+_RESTED_S: Final = 0.002  # without a send for so long, the buffer was perhaps less full than we think
+_WEIGHT: Final = 0.5  # of a new sample; slow start doubles the rate with every round trip
+
+
+class Draught:
+    """Of one connection; times in seconds on any clock that does not go back."""
+
+    __slots__ = ("_begun_at", "_rested_at", "_taken_bytes", "_was_full", "bytes_per_s", "waiting_bytes")
+
+    def __init__(self) -> None:
+        self.waiting_bytes = _FIRST_BYTES  # unsent bytes that the system should hold at most
+        self.bytes_per_s = 0.0  # 0: not known
+        self._begun_at: float | None = None  # of what is counted now
+        self._was_full = False  # then
+        self._taken_bytes = 0  # since then
+        self._rested_at = 0.0
+
+    @property
+    def batch_bytes(self) -> int:
+        """What is worth preparing for one send; two of them may wait."""
+        return self.waiting_bytes // 2 if self.bytes_per_s else WAITING_BYTES_MAX
+
+    def begin(self, now: float) -> None:
+        """A send begins."""
+        if self._begun_at is None or now - self._rested_at > _RESTED_S:
+            self._begun_at, self._was_full, self._taken_bytes = now, False, 0
+
+    def took(self, count: int) -> None:
+        """The connection took so many bytes."""
+        self._taken_bytes += count
+
+    def end(self, now: float) -> bool:
+        """A send ends, and all was taken. True: tell the system the new `waiting_bytes`."""
+        self._rested_at = now
+        # Who prepares bytes more slowly than they leave never meets a full buffer: it is at least this fast.
+        return self._taken_bytes > 4 * self.waiting_bytes and self._sample(now, was_full=False)
+
+    def full(self, now: float) -> bool:
+        """The connection takes no more for now. True: tell the system the new `waiting_bytes`."""
+        if self._was_full:
+            return self._sample(now, was_full=True)
+        self._begun_at, self._was_full, self._taken_bytes = now, True, 0
+        return False
+
+    def _sample(self, now: float, *, was_full: bool) -> bool:
+        passed_s = now - self._begun_at if self._begun_at is not None else 0.0
+        if passed_s < _SAMPLE_S:
+            return False
+        rate = self._taken_bytes / passed_s
+        self._begun_at, self._was_full, self._taken_bytes = now, was_full, 0
+        if was_full:
+            self.bytes_per_s += (_WEIGHT if self.bytes_per_s else 1.0) * (rate - self.bytes_per_s)
+        else:
+            self.bytes_per_s = max(rate, self.bytes_per_s)
+        wanted = min(max(int(self.bytes_per_s * WAITING_S), WAITING_BYTES_MIN), WAITING_BYTES_MAX)
+        if 0.8 * self.waiting_bytes < wanted < 1.25 * self.waiting_bytes:
+            return False
+        self.waiting_bytes = wanted
+        return True
