@@ -96,7 +96,19 @@ LINKS_INBOUND: Final = 384  # leaves room for those we want
 LINKS_PER_PEER: Final = 4  # simultaneous dials and a reconnect leave two or three for a moment
 HALF_OPEN: Final = 64  # inbound connections inside their hand-shake
 PEERS_KNOWN: Final = 8192  # address book; the oldest entry makes room
-WATCH_EVENTS: Final = 4096  # PeerUp and PeerDown that one watcher may leave unread
+WATCH_EVENTS: Final = 4096  # PeerUp, PeerTold and PeerDown that one watcher may leave unread
+
+# --- reachability ----------------------------------------------------------------------------------------------
+AUTONAT_BYTES: Final = 4096  # one message: 16 addresses and a sentence; the same bound as in Go
+AUTONAT_DIALS: Final = 4  # addresses tried for one question, all at the asker's own IP address
+AUTONAT_AT_ONCE: Final = 16  # questions under way: each is a dial, or a few, for some seconds
+AUTONAT_AT_ONCE_PER_IP: Final = 3
+AUTONAT_PER_MINUTE: Final = 240  # questions that are answered
+AUTONAT_PER_MINUTE_PER_IP: Final = 24  # several peers may share a router
+AUTONAT_PER_MINUTE_PER_PEER: Final = 6  # it asks again when something changed
+AUTONAT_ASKERS: Final = 1024  # remembered for these rates; the one heard of longest ago makes room
+OBSERVERS: Final = 256  # peers whose view of our addresses is kept; half the connections that we hold
+RESERVATION_ADDRS: Final = 3  # addresses of one relay that we announce ways over
 
 # --- circuits over relays --------------------------------------------------------------------------------------
 CIRCUIT_MESSAGE_BYTES: Final = 4096  # one message of hop or stop; the same bound as in Go

@@ -32,12 +32,12 @@ from peerd.net.dialer import AddressBook, Dialer
 from peerd.net.identify import PeerInfo
 from peerd.net.introductions import Introductions
 from peerd.net.link import Buffers, Link, LinkConfig, Stream
-from peerd.net.links import HostTraffic, LinkLimits, Links, PeerDown, PeerEvent, PeerUp
+from peerd.net.links import HostTraffic, LinkLimits, Links, PeerDown, PeerEvent, PeerTold, PeerUp
 from peerd.net.listening import open_listeners
 from peerd.net.transport import Listener, RawLink, RoamingTransport, Transport
-from peerd.net.upgrade import Secured, upgrade
+from peerd.net.upgrade import Secured, recognise, upgrade
 
-__all__ = ["Host", "HostConfig", "HostTraffic", "PeerDown", "PeerInfo", "PeerUp"]
+__all__ = ["Host", "HostConfig", "HostTraffic", "PeerDown", "PeerInfo", "PeerTold", "PeerUp"]
 
 _log = logging.getLogger("peerd.net")
 Handler = Callable[[Stream], Awaitable[None]]
@@ -74,6 +74,7 @@ class Host:
         self._introductions = Introductions(self)
         self._listeners: list[Listener] = []
         self._announced: dict[str, list[Multiaddr]] = {}  # by source
+        self._withheld: frozenset[Multiaddr] = frozenset()
         self.candidates: list[Multiaddr] = []  # public addresses that are probably ours, for those who dial at once
         self.takes_inbound = True  # whether others can come in, be it over a relay; False: this peer only dials
         self._buffers = Buffers()
@@ -118,10 +119,11 @@ class Host:
                 await self._close_listeners()
 
     def addrs(self) -> list[Multiaddr]:
-        """Where this host can be reached, with /p2p/<id>: where it listens and what was announced; loopback is last."""
-        found = [*self.listen_addrs(), *(addr for addrs in self._announced.values() for addr in addrs)]
-        ordered = sorted(dict.fromkeys(found), key=lambda addr: reach(addr) == 0)
-        return [with_peer(addr, self.id) for addr in ordered]
+        """Where this host can be reached, with /p2p/<id>: where it listens and what was announced, less what is known
+        to lead nowhere. Public addresses first, then those of this network, then ways over relays, then loopback."""
+        found = [*(addr for addrs in self._announced.values() for addr in addrs), *self.listen_addrs()]
+        kept = [addr for addr in dict.fromkeys(found) if addr not in self._withheld]
+        return [with_peer(addr, self.id) for addr in sorted(kept, key=_rank)]
 
     def listen_addrs(self) -> list[Multiaddr]:
         """Where this host listens, without /p2p; wildcard addresses are spelled out."""
@@ -137,6 +139,17 @@ class Host:
     async def relocated(self) -> None:
         """Wait for this machine's next change of addresses: another network, an interface that comes or goes."""
         await self._relocations.park()
+
+    def announced(self, source: str) -> list[Multiaddr]:
+        """What `source` announced last."""
+        return list(self._announced.get(source, ()))
+
+    def withhold(self, addrs: Iterable[Multiaddr]) -> None:
+        """Name these addresses to nobody: others have tried them in vain. Replaces what was withheld before."""
+        withheld = frozenset(addrs)
+        if self._withheld != withheld:
+            self._withheld = withheld
+            self._introductions.changed()
 
     def add_transport(self, transport: Transport) -> None:
         """One more way to dial; asked after those that were there before."""
@@ -204,14 +217,14 @@ class Host:
                 await _close(raw)
 
     async def probe(self, addr: Multiaddr, peer: PeerId) -> None:
-        """Whether a stranger gets through to `peer` at `addr`: connect from a fresh port, authenticate, close.
+        """Whether a stranger gets through to `peer` at `addr`: connect from a fresh port, have it prove itself, close.
 
-        Unreachable says why not. Neither a link nor the address book changes.
+        Unreachable says why not. Neither a link nor the address book changes, here or there.
         """
         raw = await self._raw_link(addr, peer, fresh=True)
         try:
             with trio.fail_after(self.config.handshake_s):
-                await upgrade(raw, self._secrets.fresh(self._clock.secure_bytes(32)), initiator=True, expected=peer)
+                await recognise(raw, self._secrets.fresh(self._clock.secure_bytes(32)), peer)
         except trio.TooSlowError:
             raise Unreachable(f"no hand-shake within {self.config.handshake_s:g} s", peer) from None
         except RemoteError as error:
@@ -245,9 +258,9 @@ class Host:
         """What a connected peer said about itself, once it did."""
         return self._introductions.infos.get(peer)
 
-    def watch(self) -> AbstractContextManager[trio.MemoryReceiveChannel[PeerEvent]]:
-        """PeerUp and PeerDown from now on, at once and in order; bounded (see Links.watch)."""
-        return self.links.watch()
+    def watch(self, *, told: bool = False) -> AbstractContextManager[trio.MemoryReceiveChannel[PeerEvent]]:
+        """PeerUp and PeerDown, and PeerTold if `told`, from now on, at once and in order; bounded (see Links.watch)."""
+        return self.links.watch(told=told)
 
     def when_moved(self, told: Callable[[PeerId], None]) -> None:
         """Call `told` when new streams to a peer begin to take a better link than those that are open."""
@@ -427,6 +440,11 @@ class Host:
         if peer is not None and is_relayed(addr):
             addr = with_peer(addr, peer)  # the relay has to be told to whom
         return await transport.dial(addr, fresh=fresh)
+
+
+def _rank(addr: Multiaddr) -> int:
+    """The order in which others should try our addresses."""
+    return (3, 1, 0)[reach(addr)] if not is_relayed(addr) else 2
 
 
 def way_to(addr: Multiaddr) -> Way:

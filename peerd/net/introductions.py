@@ -55,7 +55,7 @@ class Introductions:
     async def serve_push(self, stream: Stream) -> None:
         """The handler of identify push."""
         with trio.move_on_after(self._host.config.identify_s):
-            self._believe(stream.peer, await receive_identify(stream))
+            self._believe(stream.link, await receive_identify(stream))
 
     async def ask(self, link: Link) -> None:
         """Have the peer introduce itself; a peer that does not is no reason to drop the link."""
@@ -63,7 +63,7 @@ class Introductions:
             try:
                 stream = await link.open(IDENTIFY)
                 try:
-                    self._believe(link.peer, await receive_identify(stream))
+                    self._believe(link, await receive_identify(stream))
                 finally:
                     await stream.aclose()
             except ProtocolViolation as error:
@@ -103,7 +103,8 @@ class Introductions:
             agent_version=host.config.agent,
         )
 
-    def _believe(self, peer: PeerId, info: PeerInfo) -> None:
-        if self._host.links.best(peer) is not None:
-            self.infos[peer] = info
-            self._host.learn(peer, info.addrs)
+    def _believe(self, link: Link, info: PeerInfo) -> None:
+        if self._host.links.best(link.peer) is not None:
+            self.infos[link.peer] = info
+            self._host.learn(link.peer, info.addrs)
+            self._host.links.told(link)

@@ -27,7 +27,7 @@ from peerd.machine.yamux import Yamux
 from peerd.machine.yamux_stream import WindowBudget, YamuxConfig, YamuxStream
 from peerd.machine.yamux_wire import GONE_NORMAL, GONE_PROTOCOL, Changed, Dead, GoneAway, Opened
 from peerd.net.stream import Stream
-from peerd.net.transport import LendingLink
+from peerd.net.transport import LendingLink, LocatedLink
 from peerd.net.upgrade import Secured
 
 __all__ = ["Buffers", "Link", "LinkConfig", "LinkOwner", "Stream"]
@@ -96,6 +96,7 @@ class Link:
         self.peer: PeerId = session.peer
         self.initiator = secured.initiator
         self.remote = secured.raw.remote
+        self.local = secured.raw.local if isinstance(secured.raw, LocatedLink) else None  # this end, where it is known
         self.opened_at = self.idle_since = trio.current_time()
         self.bytes_in = self.bytes_out = 0
         self.superseded_at: float | None = None  # since then new streams take a better link to this peer

@@ -40,7 +40,15 @@ class PeerDown:
     reason: str
 
 
-PeerEvent = PeerUp | PeerDown
+@dataclass(frozen=True, slots=True)
+class PeerTold:
+    """A connected peer introduced itself, or had news of itself: Host.info has it. `link` is where it said so."""
+
+    peer: PeerId
+    link: Link
+
+
+PeerEvent = PeerUp | PeerDown | PeerTold
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,7 +101,7 @@ class Links:
         self._all: dict[Link, None] = {}  # oldest first, with those that are on their way out
         self._kept: dict[PeerId, int] = {}  # peers whose links are needed though nothing moves on them
         self._past_in = self._past_out = 0  # bytes of links that are gone
-        self._watchers: dict[int, trio.MemorySendChannel[PeerEvent]] = {}
+        self._watchers: dict[int, tuple[trio.MemorySendChannel[PeerEvent], bool]] = {}  # and whether for PeerTold, too
         self._next_watcher = 0
 
     def __len__(self) -> int:
@@ -226,13 +234,21 @@ class Links:
             self._past_in += link.bytes_in
             self._past_out += link.bytes_out
 
+    def told(self, link: Link) -> None:
+        """The peer introduced itself over `link`."""
+        if link.peer in self._usable:
+            self._tell(PeerTold(link.peer, link))
+
     @contextmanager
-    def watch(self) -> Iterator[trio.MemoryReceiveChannel[PeerEvent]]:
-        """Events from now on. A watcher that leaves limits.WATCH_EVENTS unread loses the newest, with a warning."""
+    def watch(self, *, told: bool = False) -> Iterator[trio.MemoryReceiveChannel[PeerEvent]]:
+        """Events from now on, PeerTold if `told`.
+
+        A watcher that leaves limits.WATCH_EVENTS unread loses the newest, with a warning.
+        """
         send, receive = trio.open_memory_channel[PeerEvent](limits.WATCH_EVENTS)
         number = self._next_watcher
         self._next_watcher += 1
-        self._watchers[number] = send
+        self._watchers[number] = send, told
         try:
             with send, receive:
                 yield receive
@@ -240,7 +256,9 @@ class Links:
             del self._watchers[number]
 
     def _tell(self, event: PeerEvent) -> None:
-        for watcher in self._watchers.values():
+        for watcher, told in self._watchers.values():
+            if isinstance(event, PeerTold) and not told:
+                continue
             try:
                 watcher.send_nowait(event)
             except trio.WouldBlock:

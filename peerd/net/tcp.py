@@ -50,12 +50,14 @@ _NO_FAMILY = {errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL}  # of a wildcard
 class TcpLink:
     """One TCP connection as a LendingLink. Tries the system first only when that is likely to succeed at once."""
 
-    __slots__ = ("_awaited_bytes", "_draught", "_lent", "_more", "_socket", "remote")
+    __slots__ = ("_awaited_bytes", "_draught", "_lent", "_more", "_socket", "local", "remote")
 
     def __init__(self, sock: trio.socket.SocketType, remote: Multiaddr, lent: memoryview) -> None:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._socket = socket.socket(sock.family, sock.type, sock.proto, fileno=sock.detach())
         self._socket.setblocking(False)
+        host, port = self._socket.getsockname()[:2]
+        self.local = tcp_addr(host, port)
         self._lent = lent
         self._draught = Draught()
         self._limit_unsent()

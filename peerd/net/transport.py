@@ -45,6 +45,14 @@ class RawLink(Protocol):
 
 
 @runtime_checkable
+class LocatedLink(RawLink, Protocol):
+    """A RawLink that knows its own end's address: optional, for who wants to know from which port it was dialed."""
+
+    @property
+    def local(self) -> Multiaddr: ...
+
+
+@runtime_checkable
 class LendingLink(RawLink, Protocol):
     """A RawLink that also shows what it received without allocating, sends without waiting, and knows how much is
     best sent at once: optional, for speed."""

@@ -47,6 +47,25 @@ async def upgrade(raw: RawLink, secrets: noise.Secrets, *, initiator: bool, expe
     return Secured(raw, session, initiator, early)
 
 
+async def recognise(raw: RawLink, secrets: noise.Secrets, expected: PeerId) -> None:
+    """Learn that `expected` is there, and go no further: it proves itself in the second message, we send no third.
+
+    So the other side neither learns who we are, nor ever holds a connection that is about to close.
+    """
+    handshake = noise.Handshake(secrets, initiator=True, muxers=(YAMUX,), expected=expected)
+    proposal = Proposal(noise.PROTOCOL)
+    try:
+        await raw.send_all(proposal.hello + handshake.start())
+        rest = None
+        while rest is None:
+            rest = proposal.feed(await _receive(raw))
+        handshake.feed(rest)
+        while handshake.result is None:
+            handshake.feed(await _receive(raw))
+    except (trio.BrokenResourceError, trio.ClosedResourceError) as error:
+        raise Unreachable(f"the connection broke during the hand-shake: {error}") from error
+
+
 async def _handshake(
     raw: RawLink, secrets: noise.Secrets, initiator: bool, expected: PeerId | None
 ) -> tuple[noise.Session, bool]:

@@ -27,12 +27,12 @@ _LAST_PORT: Final = 65535
 class MemoryLink:
     """One end of a connection: a RawLink."""
 
-    def __init__(self, net: SimNet, node: SimNode, out: Pipe, into: Pipe, remote: Multiaddr) -> None:
+    def __init__(self, net: SimNet, node: SimNode, pipes: tuple[Pipe, Pipe], ends: tuple[Multiaddr, Multiaddr]) -> None:
+        """`pipes`: out and in; `ends`: this one and the other."""
         self._net = net
         self._node = node
-        self._out = out
-        self._in = into
-        self._remote = remote
+        self._out, self._in = out, into = pipes
+        self.local, self._remote = ends
         self._other: MemoryLink | None = None
         self._closed = False
         self._broken = False
@@ -188,11 +188,12 @@ class MemoryListener:
 
 
 class MemoryTransport:
-    """How programs on `node` reach the network: a Transport."""
+    """How programs on `node` reach the network: a Transport. Dials leave from `port`, or each from another one."""
 
-    def __init__(self, net: SimNet, node: SimNode) -> None:
+    def __init__(self, net: SimNet, node: SimNode, port: int | None = None) -> None:
         self._net = net
         self._node = node
+        self._dial_port = port
 
     def can_dial(self, addr: Multiaddr) -> bool:
         place = tcp_place(addr)
@@ -210,7 +211,7 @@ class MemoryTransport:
             if net.passes(here, there) and net.passes(there, here):
                 await trio.sleep(net.delay(here, there, 1) + net.delay(there, here, 1))
                 if net.passes(here, there) and net.passes(there, here):
-                    return self._connect(addr)
+                    return self._connect(addr, fresh)
         raise Unreachable("timed out")
 
     def _node_of(self, addr: Multiaddr) -> SimNode:
@@ -224,7 +225,7 @@ class MemoryTransport:
             raise Unreachable("no route to host")
         return node
 
-    def _connect(self, addr: Multiaddr) -> MemoryLink:
+    def _connect(self, addr: Multiaddr, fresh: bool) -> MemoryLink:
         net, here, there = self._net, self._node, self._node_of(addr)
         listener = (net.memory_listeners if _is_memory(addr) else there.listeners).get(str(addr))
         if not here.alive or listener is None:
@@ -232,8 +233,10 @@ class MemoryTransport:
         if net.config.dial_failure > 0 and here.rng.random() < net.config.dial_failure:
             raise Unreachable("connection reset while dialling")
         to, back = Pipe(net, here, there), Pipe(net, there, here)
-        link = MemoryLink(net, here, to, back, addr)
-        other = MemoryLink(net, there, back, to, tcp_addr(here.ip, _port(here, 32768)))
+        port = _port(here, 32768) if fresh or self._dial_port is None else self._dial_port
+        source = tcp_addr(here.ip, port)
+        link = MemoryLink(net, here, (to, back), (source, addr))
+        other = MemoryLink(net, there, (back, to), (addr, source))
         link.join(other)
         # The third packet of the hand-shake makes the link known over there, before any byte that follows it.
         to.floor_s = trio.current_time() + net.delay(here, there, 1)

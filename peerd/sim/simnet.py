@@ -108,14 +108,14 @@ class SimNet:
 
     # --- nodes and paths ---
 
-    def add_node(self, name: str, line: Line | None = None) -> SimNode:
-        """A new machine with an address of its own in 10.0.0.0/8."""
+    def add_node(self, name: str, line: Line | None = None, ip: str = "") -> SimNode:
+        """A new machine with this address, or one of its own in 10.0.0.0/8."""
         if name in self.nodes:
             raise LocalError(f"the network has a node {name!r} already")
         number = len(self.nodes) + 1
         node = SimNode(
             name=name,
-            ip=f"10.{number >> 16 & 255}.{number >> 8 & 255}.{number & 255}",
+            ip=ip or f"10.{number >> 16 & 255}.{number >> 8 & 255}.{number & 255}",
             line=line or Line(),
             rng=random.Random(f"{self.seed}/net/{name}"),
             uplink=AccessLine(self.agenda, begun=lambda segment, start, end: segment.pipe.leave(segment, start, end)),

@@ -1,0 +1,55 @@
+"""How this peer reaches others and is reached: builds and runs, in order, everything that makes ways.
+
+Composition only: each part is told the host, and knows nothing of the others but what is passed here. Used by the
+daemon, by `peerd doctor`, and by whoever has a Host of his own; needs neither torch nor a run.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import trio
+
+from peerd.core.clock import Clock
+from peerd.core.keys import Keypair
+from peerd.machine.reachability import advice
+from peerd.net.host import Host
+from peerd.service.dht import Dht
+from peerd.service.reach import Reach, ReachConfig, port_of
+from peerd.service.rpc import Rpc
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConnectivityConfig:
+    """What this peer does for others' ways, and its figures."""
+
+    relay: bool = False  # carry others' circuits
+    reach: ReachConfig = field(default_factory=ReachConfig)
+
+
+class Connectivity:
+    """The ways of one host. Nothing moves until `run`, which has to begin after the host's."""
+
+    def __init__(
+        self,
+        host: Host,
+        net: tuple[Rpc | None, Dht | None],
+        clock: Clock,
+        keypair: Keypair,
+        config: ConnectivityConfig | None = None,
+    ) -> None:
+        self._host, self._clock = host, clock
+        self.config = config or ConnectivityConfig()
+        self.reach = Reach(host, clock, self.config.reach)
+
+    async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Make ways until cancelled."""
+        async with trio.open_nursery() as nursery:
+            await nursery.start(self.reach.run)
+            task_status.started()
+
+    def status(self) -> dict[str, Any]:
+        """Plain data for `peerd status`: the verdict, what it means, and what to do."""
+        finding = self.reach.finding
+        return self.reach.status() | {"advice": advice(finding, port_of(self._host), 0)}

@@ -1,0 +1,44 @@
+"""Votes of strangers: what is true if most networks say so, however many identities one network has.
+
+Each network (IPv4 /16, IPv6 /32) has one vote, shared by its addresses, and each address's by its peers. Knows nothing
+of what is voted on. Hostile input: many identities at one address, many addresses in one network.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TypeVar
+
+from multiaddr import Multiaddr
+
+from peerd.core.addr import ip_of
+
+T = TypeVar("T")
+
+
+def network_of(addr: Multiaddr) -> str:
+    """The network that counts as one voice: the first 16 bits of an IPv4 address, 32 of an IPv6 one."""
+    ip = ip_of(addr)
+    if ip is None:
+        return str(addr)
+    return f"{ip.version}/{ip.packed[: 2 if ip.version == 4 else 4].hex()}"
+
+
+def votes(told: Iterable[tuple[Multiaddr, T]]) -> dict[T, float]:
+    """What is said by peers at these addresses, weighted: one vote per network, shared by addresses, then by peers."""
+    networks: dict[str, dict[str, list[T]]] = {}
+    for at, what in told:
+        networks.setdefault(network_of(at), {}).setdefault(str(ip_of(at) or at), []).append(what)
+    found: dict[T, float] = {}
+    for hosts in networks.values():
+        for said in hosts.values():
+            for what in said:
+                found[what] = found.get(what, 0.0) + 1 / (len(hosts) * len(said))
+    return found
+
+
+def majority(told: Iterable[tuple[Multiaddr, T]]) -> T | None:
+    """What more than half of the votes are for."""
+    found = votes(told)
+    total = sum(found.values())
+    return next((what for what, weight in found.items() if weight > total / 2 + 1e-9), None)

@@ -1,0 +1,183 @@
+"""AutoNAT between real hosts on a simulated internet: the verdict is right, soon, and its consequences follow."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+import pytest
+import trio
+import trio.testing
+
+from peerd.core.addr import parse_addr, tcp_addr, with_peer
+from peerd.core.protobuf.autonat import AUTONAT, Dialed, DialMe, DialStatus
+from peerd.machine.reachability import Kind
+from peerd.net.delimited import receive_message, send_message
+from peerd.net.host import Host
+from peerd.net.stream import Stream
+from peerd.service.reach import Reach
+from peerd.sim.clock import SimClock
+from peerd.sim.simnet import SimNet
+from tests.kit.hosts import keypair
+from tests.kit.routers import KINDS, PORT, Routed
+from tests.kit.virtual import running_net
+
+pytestmark = pytest.mark.usefixtures("autojump_clock")
+
+
+@dataclass
+class Peers:
+    """Hosts with their Reach in one simulated internet, by name."""
+
+    net: SimNet
+    nursery: trio.Nursery
+    hosts: dict[str, Host] = field(default_factory=dict)
+    reaches: dict[str, Reach] = field(default_factory=dict)
+    routers: dict[str, Routed] = field(default_factory=dict)
+
+    async def start(self, name: str, kind: str = "public", *, tests: bool = True) -> Reach:
+        number = len(self.hosts) + 1
+        self.routers[name] = Routed(self.net, name, f"{80 + number}.7.0.1", kind)
+        clock = SimClock(1, name)
+        host = self.hosts[name] = Host(keypair(name), clock, [self.routers[name]])
+        await self.nursery.start(host.run, [tcp_addr("0.0.0.0", PORT)])
+        reach = self.reaches[name] = Reach(host, clock)
+        if tests:
+            await self.nursery.start(reach.run)
+        return reach
+
+    def outside(self, name: str) -> str:
+        return f"/ip4/{self.routers[name].ip}/tcp/{PORT}"
+
+    async def join(self, name: str, *others: str) -> None:
+        for other in others:
+            await self.hosts[name].connect_addr(with_peer(parse_addr(self.outside(other)), self.hosts[other].id))
+
+
+@asynccontextmanager
+async def internet() -> AsyncIterator[Peers]:
+    with trio.fail_after(10_000):
+        async with running_net() as net, trio.open_nursery() as nursery:
+            yield Peers(net, nursery)
+            nursery.cancel_scope.cancel()
+
+
+async def verdict(reach: Reach) -> tuple[Kind, float]:
+    """The first verdict, and after how many seconds it came."""
+    began = trio.current_time()
+    with trio.move_on_after(60):
+        while reach.finding.kind == Kind.UNKNOWN:
+            await trio.sleep(0.05)
+    return reach.finding.kind, trio.current_time() - began
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("public", Kind.REACHABLE),
+        ("full-cone", Kind.REACHABLE),
+        ("port-restricted", Kind.KEEPS_PORTS),
+        ("symmetric", Kind.SYMMETRIC),
+        ("firewall", Kind.FIREWALL),
+    ],
+)
+async def test_within_five_seconds_of_joining_the_verdict_is_right(kind: str, expected: Kind) -> None:
+    assert kind in KINDS
+    async with internet() as peers:
+        for name in ("one", "two", "three"):
+            await peers.start(name)
+        reach = await peers.start("new", kind)
+        await peers.join("new", "one", "two", "three")
+        found, after_s = await verdict(reach)
+        assert (found, after_s < 5.0) == (expected, True)
+        host, outside = peers.hosts["new"], parse_addr(peers.outside("new"))
+        assert host.speaks(AUTONAT) == (expected == Kind.REACHABLE)
+        addrs = [str(addr) for addr in host.addrs()]
+        assert any(addr.startswith(str(outside)) for addr in addrs) == (expected == Kind.REACHABLE)
+        assert (outside in host.candidates) == (expected != Kind.SYMMETRIC)
+
+
+async def test_a_forwarded_port_is_found_though_dials_leave_from_others() -> None:
+    async with internet() as peers:
+        for name in ("one", "two"):
+            await peers.start(name)
+        reach = await peers.start("new", "symmetric")
+        peers.routers["new"].forwards = True
+        await peers.join("new", "one", "two")
+        assert (await verdict(reach))[0] == Kind.REACHABLE
+        assert [str(addr) for addr in reach.finding.proven] == [peers.outside("new")]
+
+
+async def test_the_backbone_learns_from_those_who_come_in_that_it_is_reachable() -> None:
+    async with internet() as peers:
+        backbone = await peers.start("backbone")
+        for name in ("one", "two"):
+            await peers.start(name, "port-restricted", tests=False)
+            await peers.join(name, "backbone")
+        assert (await verdict(backbone))[0] == Kind.REACHABLE
+
+
+async def test_nobody_who_tests_leaves_the_verdict_open_with_its_reason() -> None:
+    async with internet() as peers:
+        await peers.start("one", tests=False)
+        reach = await peers.start("new", "port-restricted")
+        await peers.join("new", "one")
+        await trio.sleep(10)
+        assert (reach.finding.kind, reach.finding.needs_relays) == (Kind.UNKNOWN, True)
+        assert "tests" in reach.finding.why
+
+
+async def test_a_peer_that_stays_silent_or_talks_nonsense_does_not_hold_the_verdict_up() -> None:
+    async def silent(stream: Stream) -> None:
+        await trio.sleep_forever()
+
+    async def nonsense(stream: Stream) -> None:
+        await receive_message(stream, 4096)
+        await send_message(stream, b"\x00\xff")
+
+    async with internet() as peers:
+        for name in ("one", "two", "three", "four"):
+            await peers.start(name, tests=name in ("three", "four"))
+        peers.hosts["one"].handle(AUTONAT, silent)
+        peers.hosts["two"].handle(AUTONAT, nonsense)
+        reach = await peers.start("new", "port-restricted")
+        await peers.join("new", "one", "two", "three", "four")
+        found, after_s = await verdict(reach)
+        assert (found, after_s < 5.0) == (Kind.KEEPS_PORTS, True)
+
+
+async def test_a_port_that_is_opened_later_is_noticed_at_the_next_look() -> None:
+    async with internet() as peers:
+        for name in ("one", "two", "three"):
+            await peers.start(name)
+        reach = await peers.start("new", "port-restricted")
+        await peers.join("new", "one", "two", "three")
+        assert (await verdict(reach))[0] == Kind.KEEPS_PORTS
+        peers.routers["new"].forwards = True
+        await trio.sleep(310)
+        assert reach.finding.kind == Kind.REACHABLE
+
+
+async def ask(host: Host, other: Host, question: DialMe) -> Dialed:
+    stream = await host.open_stream(other.id, AUTONAT)
+    await send_message(stream, question.encode())
+    return Dialed.decode(await receive_message(stream, 4096))
+
+
+async def test_the_server_dials_the_asker_and_nobody_else() -> None:
+    async with internet() as peers:
+        await peers.start("server")
+        await peers.start("victim", tests=False)
+        await peers.start("asker", tests=False)
+        await peers.join("asker", "server")
+        asker, server, victim = (peers.hosts[name] for name in ("asker", "server", "victim"))
+        bad = parse_addr(peers.outside("victim")).to_bytes()
+        good = parse_addr(peers.outside("asker")).to_bytes()
+        assert (await ask(asker, server, DialMe(peer=asker.id, addrs=(bad,)))).status == DialStatus.DIAL_REFUSED
+        assert (await ask(asker, server, DialMe(peer=victim.id, addrs=(good,)))).status == DialStatus.BAD_REQUEST
+        both = await ask(asker, server, DialMe(peer=asker.id, addrs=(bad, good)))
+        assert (both.status, both.addr) == (DialStatus.OK, good)
+        assert len(victim.links) == 0
+        statuses = [(await ask(asker, server, DialMe(peer=asker.id, addrs=(good,)))).status for _ in range(8)]
+        assert statuses[-1] == DialStatus.DIAL_REFUSED
