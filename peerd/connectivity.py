@@ -6,7 +6,7 @@ daemon, by `peerd doctor`, and by whoever has a Host of his own; needs neither t
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import trio
@@ -14,9 +14,11 @@ import trio
 from peerd.core.clock import Clock
 from peerd.core.keys import Keypair
 from peerd.machine.reachability import advice
+from peerd.net.circuits import Circuits
 from peerd.net.host import Host
 from peerd.service.dht import Dht
 from peerd.service.reach import Reach, ReachConfig, port_of
+from peerd.service.relay import Relay
 from peerd.service.rpc import Rpc
 
 
@@ -41,15 +43,23 @@ class Connectivity:
     ) -> None:
         self._host, self._clock = host, clock
         self.config = config or ConnectivityConfig()
+        self.circuits = Circuits(host, clock)
         self.reach = Reach(host, clock, self.config.reach)
+        self.relay = Relay(host, clock, keypair) if self.config.relay else None
+        host.add_transport(self.circuits)
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Make ways until cancelled."""
         async with trio.open_nursery() as nursery:
+            await nursery.start(self.circuits.run)
+            if self.relay is not None:
+                await nursery.start(self.relay.run)
             await nursery.start(self.reach.run)
             task_status.started()
 
     def status(self) -> dict[str, Any]:
         """Plain data for `peerd status`: the verdict, what it means, and what to do."""
         finding = self.reach.finding
-        return self.reach.status() | {"advice": advice(finding, port_of(self._host), 0)}
+        relay = asdict(self.relay.traffic()) if self.relay is not None else None
+        held = len(self.circuits.reservations)
+        return self.reach.status() | {"advice": advice(finding, port_of(self._host), held), "relay": relay}

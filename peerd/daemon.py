@@ -26,6 +26,7 @@ from typing import Any, Final, TextIO
 import trio
 
 from peerd import control
+from peerd.connectivity import Connectivity, ConnectivityConfig
 from peerd.core.addr import parse_addr
 from peerd.core.clock import Clock
 from peerd.core.errors import ConfigError, LocalError, PeerdError
@@ -107,6 +108,8 @@ class Daemon:
             self.access = Access(plan.run, host, self.rpc, ground.clock, ground.papers)
             self.rpc.guard(self.access)
         self.dht = Dht(host, self.rpc, ground.clock, ground.keypair)
+        carries = ConnectivityConfig(relay="backbone" in {cls.name for cls in plan.roles})
+        self.connectivity = Connectivity(host, (self.rpc, self.dht), ground.clock, ground.keypair, carries)
         self._held = [_Held(cls) for cls in plan.roles]
         self._failure: Exception | None = None
         self._stopping = trio.Event()
@@ -129,8 +132,10 @@ class Daemon:
         async with Devices() as devices, trio.open_nursery() as services:
             services.start_soon(self._obey_signals, signals, services.cancel_scope)
             board = StatusBoard((self.host, self.rpc, self.dht), self._clock, self._log, self._plan.run)
+            board.reachability = self.connectivity.status
             await services.start(functools.partial(self.host.run, [parse_addr(text) for text in self._plan.listen]))
             await services.start(self.rpc.run)
+            await services.start(self.connectivity.run)
             if self.access is not None:
                 await services.start(self.access.run)
                 services.start_soon(self.access.refresh, self.dht)

@@ -74,6 +74,7 @@ class StatusBoard:
         self._asked = trio.Event()
         self._seen = trio.Event()
         self._swarm: dict[str, Any] = {}
+        self.reachability: Callable[[], dict[str, Any]] = dict  # tells whether and how others reach us
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         async with trio.open_nursery() as nursery:
@@ -98,6 +99,7 @@ class StatusBoard:
             "peer": {"id": self._host.id, "addrs": [str(addr) for addr in self._host.addrs()]},
             "roles": [state.as_dict() for state in states],
             "network": self._network(),
+            "reachability": self.reachability(),
             "dht": self._dht.status(),
             "rpc": self._rpc.status(),
             "swarm": self._swarm_now(),

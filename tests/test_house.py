@@ -42,7 +42,8 @@ LAYERS = {
     "membership": {"core", "machine", "home"},
     "token_cli": {"core", "home", "membership"},
     "status": {"core", "net", "service", "log"},
-    "doctor": {"core", "net", "service", "home", "log", "compute"},
+    "connectivity": {"core", "machine", "net", "service"},
+    "doctor": {"core", "net", "service", "home", "log", "compute", "connectivity"},
     "demo": {"core", "config", "home", "view", "control", "compute"},
     "cli": {
         *("core", "config", "control", "daemon", "demo", "doctor", "home", "log", "registry", "role", "view"),
@@ -50,7 +51,7 @@ LAYERS = {
     },
     "daemon": {
         *("core", "net", "service", "compute", "control", "devices", "home", "log", "registry", "role", "status"),
-        "membership",
+        *("membership", "connectivity"),
     },
     "__main__": {"cli"},
     "__init__": set(),

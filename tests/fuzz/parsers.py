@@ -19,7 +19,6 @@ from peerd.core.ids import Key, PeerId
 from peerd.core.keys import Keypair, verify
 from peerd.core.limits import RPC_MESSAGE_FRAME_BYTES
 from peerd.core.messages import decode, encode
-from peerd.core.protobuf.autonat import Dialed, DialMe, DialStatus
 from peerd.core.protobuf.circuit import HopKind, HopMessage, Limit, Promise, Status, StopKind, StopMessage, status_words
 from peerd.core.protobuf.messages import Identify, NoisePayload, decode_public_key, encode_public_key
 from peerd.core.protobuf.voucher import Voucher
@@ -109,18 +108,6 @@ def _addr(data: bytes) -> None:
 @parser("public key", lambda: [encode_public_key(KEYS.peer_id)])
 def _public_key(data: bytes) -> None:
     str(decode_public_key(data))
-
-
-def _autonat_messages() -> Corpus:
-    addrs = tuple(parse_addr(addr).to_bytes() for addr in ADDRS)
-    asked = DialMe(peer=KEYS.peer_id, addrs=addrs)
-    return [asked.encode(), Dialed(status=DialStatus.DIAL_ERROR, text="no").encode()]
-
-
-@parser("autonat", _autonat_messages)
-def _autonat(data: bytes) -> None:
-    kind = DialMe if data[:2] == b"\x08\x00" else Dialed
-    assert kind.decode(kind.decode(data).encode()) == kind.decode(data)
 
 
 def _noise_payloads() -> Corpus:

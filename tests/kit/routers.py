@@ -55,7 +55,8 @@ class Routed:
 
     async def listen(self, addr: Multiaddr) -> Listener:
         place = tcp_place(addr)
-        assert place is not None and place.port == PORT
+        assert place is not None
+        assert place.port == PORT
         return _RoutedListener(self, await self._stable.listen(tcp_addr(self.ip, PORT)))
 
 

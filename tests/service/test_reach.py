@@ -65,10 +65,11 @@ async def internet() -> AsyncIterator[Peers]:
 
 async def verdict(reach: Reach) -> tuple[Kind, float]:
     """The first verdict, and after how many seconds it came."""
-    began = trio.current_time()
-    with trio.move_on_after(60):
-        while reach.finding.kind == Kind.UNKNOWN:
-            await trio.sleep(0.05)
+    began, told = trio.current_time(), trio.Event()
+    reach.on_change(lambda finding: told.set() if finding.kind != Kind.UNKNOWN else None)
+    if reach.finding.kind == Kind.UNKNOWN:
+        with trio.move_on_after(60):
+            await told.wait()
     return reach.finding.kind, trio.current_time() - began
 
 
