@@ -1,6 +1,6 @@
 """A go-libp2p peer under remote control: drives the daemon `p2pd` and speaks the same JSON lines as the other two.
 
-    python go_peer.py /path/to/p2pd
+    python go_peer.py /path/to/p2pd [-flag=value ...]        flags of p2pd's own, which win over those used here
 
 Commands are described in tests/kit/foreign.py. The daemon's control protocol is protobuf, each message behind a
 varint length, over a unix socket; a stream that was opened or accepted is that socket itself from then on. p2pd
@@ -232,10 +232,10 @@ async def obey_stdin(daemon: Daemon, nursery: trio.Nursery) -> None:
                 nursery.start_soon(daemon.obey, line)
 
 
-async def main(binary: str) -> None:
+async def main(binary: str, *more: str) -> None:
     with tempfile.TemporaryDirectory(prefix="peerd-go-") as folder:
         daemon = Daemon(folder)
-        flags = [f"-listen=/unix{daemon.control}", "-hostAddrs=/ip4/127.0.0.1/tcp/0", *FLAGS]
+        flags = [f"-listen=/unix{daemon.control}", "-hostAddrs=/ip4/127.0.0.1/tcp/0", *FLAGS, *more]
         async with trio.open_nursery() as nursery:
             run = partial(trio.run_process, [binary, *flags], stdin=None, stdout=sys.stderr, check=False)
             await nursery.start(run)
@@ -248,4 +248,4 @@ async def main(binary: str) -> None:
 
 
 if __name__ == "__main__":
-    trio.run(main, sys.argv[1])
+    trio.run(main, *sys.argv[1:])

@@ -23,7 +23,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -58,24 +58,25 @@ def require(name: str) -> None:
     pytest.skip(reason)
 
 
-def command_line(name: str) -> list[str]:
+def command_line(name: str, flags: Sequence[str] = ()) -> list[str]:
     folder = setup.FOREIGN / name
-    return {
+    program = {
         "go": [sys.executable, str(SCRIPTS / "go_peer.py"), str(folder / "p2pd")],
         "js": ["node", str(folder / "js_peer.mjs")],
         "py": [str(folder / "venv/bin/python"), str(SCRIPTS / "py_peer.py")],
     }[name]
+    return [*program, *flags]
 
 
 class Process:
     """A foreign peer's process. Starting one takes seconds, so tests share them; see `foreign_peer`."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, flags: Sequence[str] = ()) -> None:
         log = os.open(setup.FOREIGN / f"{name}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
         pipe = subprocess.PIPE
         # A session of its own, so that the daemon behind the go peer's driver is killed with it.
         self.popen = subprocess.Popen(
-            command_line(name), stdin=pipe, stdout=pipe, stderr=log, start_new_session=True, bufsize=0
+            command_line(name, flags), stdin=pipe, stdout=pipe, stderr=log, start_new_session=True, bufsize=0
         )
         os.close(log)
         self.ready: dict[str, Any] | None = None
@@ -161,13 +162,13 @@ class ForeignPeer:
             self._answers[answer["id"]] = answer
             self._waiting.pop(answer["id"]).set()
 
-    async def wait_ready(self) -> None:
-        """Until it listens, and has forgotten whom an earlier test connected it to."""
+    async def wait_ready(self, own: bool) -> None:
+        """Until it listens, and has forgotten whom an earlier test connected it to, unless it is the test's own."""
         with trio.fail_after(START_TIMEOUT_S):
             await self._ready.wait()
             if not self.id:
                 pytest.fail(f"the {self.name} peer ended at once: see {setup.FOREIGN / self.name}.log")
-            while (await self.ask("peers"))["peers"]:  # noqa: ASYNC110 (it sends no events)
+            while not own and (await self.ask("peers"))["peers"]:  # noqa: ASYNC110 (it sends no events)
                 await trio.sleep(0.01)
 
     async def let_go(self) -> None:
@@ -176,19 +177,23 @@ class ForeignPeer:
 
 
 @contextlib.asynccontextmanager
-async def foreign_peer(name: str, *, own: bool = False) -> AsyncIterator[ForeignPeer]:
-    """A running foreign peer: one that tests share, or the test's `own`, of which nothing is left afterwards."""
+async def foreign_peer(name: str, *flags: str, own: bool = False) -> AsyncIterator[ForeignPeer]:
+    """A running foreign peer: one that tests share, or the test's `own`, of which nothing is left afterwards.
+
+    With `flags` of the program it is always the test's own.
+    """
     require(name)
+    own = own or bool(flags)
     process = None if own else _shared.get(name)
     if process is None or process.popen.poll() is not None:
-        process = Process(name)
+        process = Process(name, flags)
         if not own:
             _shared[name] = process
     peer = ForeignPeer(name, process)
     try:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(peer.read_answers)
-            await peer.wait_ready()
+            await peer.wait_ready(own)
             yield peer
             nursery.cancel_scope.cancel()
     finally:
