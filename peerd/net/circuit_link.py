@@ -1,18 +1,12 @@
-"""One circuit's stream as a raw link, and the length-prefixed messages that are spoken before it becomes one.
-
-Invariants: those of `net.transport`; not a byte beyond a message is taken from the stream. Hostile input: messages
-without end, lengths beyond the limit.
-"""
+"""One circuit's stream as a raw link. Invariants: those of `net.transport`."""
 
 from __future__ import annotations
 
 import trio
 from multiaddr import Multiaddr
 
-from peerd.core.errors import ProtocolViolation, RemoteError
-from peerd.core.limits import CIRCUIT_MESSAGE_BYTES
+from peerd.core.errors import RemoteError
 from peerd.core.protobuf.circuit import Limit
-from peerd.core.varint import decode_varint, encode_varint
 from peerd.net.stream import Stream
 
 _VIEW_BYTES = 256 * 1024
@@ -79,22 +73,3 @@ class CircuitLink:
         if self._closed:
             return trio.ClosedResourceError("the circuit is closed")
         return trio.BrokenResourceError(f"the circuit ended: {error.args[0]}")
-
-
-async def send_message(stream: Stream, message: bytes) -> None:
-    """One message behind its length."""
-    await stream.send(encode_varint(len(message)) + message)
-
-
-async def receive_message(stream: Stream) -> bytes:
-    """The next message; what follows it stays in the stream. ProtocolViolation when it is too long or cut off."""
-    head = b""
-    while True:
-        head += await stream.receive_exactly(1)
-        found = decode_varint(head)
-        if found is not None:
-            break
-    size = found[0]
-    if size > CIRCUIT_MESSAGE_BYTES:
-        raise ProtocolViolation(f"a message of {size} bytes; allowed: {CIRCUIT_MESSAGE_BYTES}", stream.peer)
-    return await stream.receive_exactly(size) if size else b""

@@ -52,7 +52,8 @@ from peerd.core.protobuf.circuit import (
 )
 from peerd.core.protobuf.voucher import Voucher
 from peerd.machine.paths import Way
-from peerd.net.circuit_link import CircuitLink, receive_message, send_message
+from peerd.net.circuit_link import CircuitLink
+from peerd.net.delimited import receive_message, send_message
 from peerd.net.host import Host
 from peerd.net.link import Link
 from peerd.net.links import PeerDown
@@ -211,7 +212,7 @@ class Circuits:
         try:
             with trio.fail_after(limits.CIRCUIT_ANSWER_S):
                 await send_message(stream, message.encode())
-                answer = HopMessage.decode(await receive_message(stream))
+                answer = HopMessage.decode(await receive_message(stream, limits.CIRCUIT_MESSAGE_BYTES))
             if answer.kind != HopKind.STATUS:
                 raise ProtocolViolation(f"a relay answers with {answer.kind.name}", link.peer)
             answered = True
@@ -229,7 +230,7 @@ class Circuits:
     async def _serve_stop(self, stream: Stream) -> None:
         """A relay brings somebody. Returns when the circuit is over: its stream ends with the handler."""
         with trio.move_on_after(limits.CIRCUIT_REQUEST_S) as scope:
-            message = StopMessage.decode(await receive_message(stream))
+            message = StopMessage.decode(await receive_message(stream, limits.CIRCUIT_MESSAGE_BYTES))
         if scope.cancelled_caught:
             raise ProtocolViolation("a relay opens a stream and says nothing", stream.peer)
         status = self._verdict(stream, message)

@@ -40,7 +40,7 @@ from peerd.core.protobuf.circuit import (
 from peerd.core.protobuf.voucher import Voucher
 from peerd.machine.paths import Way
 from peerd.machine.relay import Refusal, RelayConfig, Switchboard, Turns
-from peerd.net.circuit_link import receive_message, send_message
+from peerd.net.delimited import receive_message, send_message
 from peerd.net.host import Host
 from peerd.net.links import PeerDown
 from peerd.net.stream import Stream
@@ -124,7 +124,7 @@ class Relay:
     async def _serve(self, stream: Stream) -> None:
         with trio.move_on_after(limits.CIRCUIT_REQUEST_S) as scope:
             try:
-                message = HopMessage.decode(await receive_message(stream))
+                message = HopMessage.decode(await receive_message(stream, limits.CIRCUIT_MESSAGE_BYTES))
             except ProtocolViolation as error:
                 _log.warning("peer %s asks the relay for nonsense: %s", stream.peer, error)
                 await _answer(stream, Status.MALFORMED_MESSAGE)
@@ -217,7 +217,7 @@ class Relay:
                 far = await link.open(STOP)
                 ask = StopMessage(kind=StopKind.CONNECT, peer=source, limit=self._limit())
                 await send_message(far, ask.encode())
-                answer = StopMessage.decode(await receive_message(far))
+                answer = StopMessage.decode(await receive_message(far, limits.CIRCUIT_MESSAGE_BYTES))
             if (answer.kind, answer.status) == (StopKind.STATUS, Status.OK):
                 good, far = far, None
                 return good

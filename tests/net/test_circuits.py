@@ -18,8 +18,9 @@ from peerd.core.protobuf.circuit import HOP, STOP, HopKind, HopMessage, Promise,
 from peerd.core.protobuf.voucher import Voucher
 from peerd.machine.paths import Way
 from peerd.machine.relay import RelayConfig
-from peerd.net.circuit_link import CircuitLink, receive_message, send_message
+from peerd.net.circuit_link import CircuitLink
 from peerd.net.circuits import Circuits
+from peerd.net.delimited import receive_message, send_message
 from peerd.net.host import HostConfig
 from peerd.net.links import LinkLimits
 from peerd.net.stream import Stream
@@ -228,7 +229,7 @@ async def test_what_a_relay_may_answer_wrongly(
         relay = await hosts.start("r")
 
         async def hop(stream: Stream) -> None:
-            await receive_message(stream)
+            await receive_message(stream, limits.CIRCUIT_MESSAGE_BYTES)
             await send_message(stream, answer.encode())
 
         relay.handle(HOP, hop)
@@ -260,7 +261,7 @@ async def stop_status(hosts: Hosts, b: Client, relay: str, message: StopMessage)
     await from_relay.connect(b.host.id, b.host.listen_addrs())
     stream = await from_relay.open_stream(b.host.id, STOP)
     await send_message(stream, message.encode())
-    return StopMessage.decode(await receive_message(stream)).status
+    return StopMessage.decode(await receive_message(stream, limits.CIRCUIT_MESSAGE_BYTES)).status
 
 
 async def test_circuits_come_in_only_over_a_relay_that_was_asked(autojump_clock: trio.testing.MockClock) -> None:
@@ -280,7 +281,7 @@ async def test_a_relay_that_brings_another_than_it_says_brings_nobody(autojump_c
         b = await behind(hosts, "b", relay)
         liar = await relay.open_stream(b.host.id, STOP)
         await send_message(liar, StopMessage(kind=StopKind.CONNECT, peer=keypair("x").peer_id).encode())
-        assert StopMessage.decode(await receive_message(liar)).status == Status.OK
+        assert StopMessage.decode(await receive_message(liar, limits.CIRCUIT_MESSAGE_BYTES)).status == Status.OK
         await relay.join(CircuitLink(liar, circuit_addr(None, relay.id), None), Way.RELAYED, initiator=True)
         await trio.sleep(1)
         assert [link.way for link in b.host.links if link.peer == relay.id] != [Way.RELAYED]
@@ -296,7 +297,7 @@ async def test_half_open_circuits_are_bounded_and_end_by_themselves(autojump_clo
             stream = await relay.open_stream(b.host.id, STOP)
             peer = keypair(f"x{number}").peer_id
             await send_message(stream, StopMessage(kind=StopKind.CONNECT, peer=peer).encode())
-            statuses.append(StopMessage.decode(await receive_message(stream)).status)
+            statuses.append(StopMessage.decode(await receive_message(stream, limits.CIRCUIT_MESSAGE_BYTES)).status)
         half = limits.CIRCUITS_HALF_OPEN // 2
         assert statuses == [Status.OK] * half + [Status.RESOURCE_LIMIT_EXCEEDED] * half
         await trio.sleep(15)

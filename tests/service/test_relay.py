@@ -13,7 +13,7 @@ from peerd.core.keys import verify
 from peerd.core.protobuf.circuit import HOP, STOP, HopKind, HopMessage, Status
 from peerd.core.protobuf.voucher import Voucher
 from peerd.machine.relay import RelayConfig
-from peerd.net.circuit_link import receive_message, send_message
+from peerd.net.delimited import receive_message, send_message
 from peerd.net.host import Host
 from peerd.net.transport import RawLink
 from tests.kit.circuits import Client, behind, start_client, start_relay
@@ -58,7 +58,7 @@ async def write_on(raw: RawLink, pause_s: float = 0.0) -> None:
 async def requested(host: Host, relay: Host, message: bytes) -> HopMessage:
     stream = await host.open_stream(relay.id, HOP)
     await send_message(stream, message)
-    answer = HopMessage.decode(await receive_message(stream))
+    answer = HopMessage.decode(await receive_message(stream, limits.CIRCUIT_MESSAGE_BYTES))
     await stream.aclose()
     return answer
 
