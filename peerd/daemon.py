@@ -31,14 +31,14 @@ from peerd.core.addr import parse_addr
 from peerd.core.clock import Clock
 from peerd.core.errors import ConfigError, LocalError, PeerdError
 from peerd.core.keys import Keypair
-from peerd.core.runfile import RunFile
+from peerd.core.runfile import LimitsSection, RunFile
 from peerd.devices import Devices
 from peerd.home import Running, load_identity, locked, make_private_dir, noted, socket_path
 from peerd.log import EventLog, plain
 from peerd.membership import PeerPapers, own_papers
 from peerd.net.clock import RealClock
 from peerd.net.host import Host
-from peerd.net.tcp import TcpTransport
+from peerd.net.pacing import tcp_within
 from peerd.role import Role, RoleContext
 from peerd.service.access import Access
 from peerd.service.dht import Dht
@@ -398,7 +398,8 @@ def assembled(plan: Plan, stream: TextIO | None) -> Iterator[Daemon]:
         names = [cls.name for cls in plan.roles]
         stack.enter_context(noted(Running(os.getpid(), str(home), str(socket_path(home)), run, names)))
         ground = Ground(home=home, keypair=keypair, clock=clock, log=log, papers=papers)
-        yield Daemon(plan, ground, Host(keypair, clock, [TcpTransport()]))
+        limits = plan.run.limits if plan.run is not None else LimitsSection()
+        yield Daemon(plan, ground, Host(keypair, clock, [tcp_within(limits)]))
 
 
 def _papers(plan: Plan, home: Path, keypair: Keypair) -> PeerPapers | None:

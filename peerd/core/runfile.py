@@ -128,8 +128,8 @@ class LimitsSection(Section, frozen=True):
     stage: int | None = None  # the stage to serve; none: the one that needs a peer most
     data_cache_mb: int = 10_240  # MiB of disk for files fetched over http(s)
     keep_totals: int = 64  # summed gradients of the last steps kept for newcomers, in no more memory than the state's
-    upload_mbit: float = 0.0  # what this peer's line carries, Mb/s: its share of averaging follows it; 0: unknown
-    download_mbit: float = 0.0
+    upload_mbit: float = 0.0  # what this peer may send, Mb/s: its share of averaging follows it; 0: no limit
+    download_mbit: float = 0.0  # what it may receive
 
 
 class AccessSection(Section, frozen=True):
@@ -273,8 +273,8 @@ def _limits_faults(limits: LimitsSection, stages: int) -> list[tuple[str, str]]:
         ("stage", 0, stages - 1, f"0 to pipeline.stages - 1 ({stages - 1})"),
         ("data_cache_mb", 1, 1 << 30, f"1 to {1 << 30}"),
         ("keep_totals", 0, STATE_TOTALS, f"0 to {STATE_TOTALS}"),
-        ("upload_mbit", 0, 1_000_000, "0 (unknown) to 1000000"),
-        ("download_mbit", 0, 1_000_000, "0 (unknown) to 1000000"),
+        ("upload_mbit", 0, 1_000_000, "0 (no limit) to 1000000"),
+        ("download_mbit", 0, 1_000_000, "0 (no limit) to 1000000"),
     ]
     found = [(key, getattr(limits, key), least, most, allowed) for key, least, most, allowed in rules]
     return [

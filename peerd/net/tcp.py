@@ -146,14 +146,17 @@ class TcpLink:
         return trio.BrokenResourceError(_words(error))
 
 
+LinkMaker = Callable[[trio.socket.SocketType, Multiaddr], TcpLink]
+
+
 class TcpListener:
     """One listening socket."""
 
-    __slots__ = ("_hosts", "_lent", "_port", "_socket")
+    __slots__ = ("_hosts", "_link", "_port", "_socket")
 
-    def __init__(self, sock: trio.socket.SocketType, hosts: Callable[[], Sequence[str]], lent: memoryview) -> None:
+    def __init__(self, sock: trio.socket.SocketType, hosts: Callable[[], Sequence[str]], link: LinkMaker) -> None:
         """`hosts`: the IP addresses on which it can be reached at the moment."""
-        self._socket, self._hosts, self._lent = sock, hosts, lent
+        self._socket, self._hosts, self._link = sock, hosts, link
         self._port: int = sock.getsockname()[1]
 
     @property
@@ -164,7 +167,7 @@ class TcpListener:
         while True:
             try:
                 sock, place = await self._socket.accept()
-                return TcpLink(sock, tcp_addr(place[0], place[1]), self._lent)
+                return self._link(sock, tcp_addr(place[0], place[1]))
             except OSError as error:
                 if self._socket.fileno() == -1:
                     raise trio.ClosedResourceError("the listener is closed") from error
@@ -177,10 +180,14 @@ class TcpListener:
 
 
 class TcpTransport:
-    """The real network. One receive buffer serves all its links: nobody holds it across an await."""
+    """The real network. One receive buffer serves all its links: nobody holds it across an await.
 
-    def __init__(self) -> None:
-        self._lent = memoryview(bytearray(_READ_BYTES))
+    `link` makes them, of a connected socket, its other end and that buffer.
+    """
+
+    def __init__(self, link: Callable[[trio.socket.SocketType, Multiaddr, memoryview], TcpLink] = TcpLink) -> None:
+        lent = memoryview(bytearray(_READ_BYTES))
+        self._link: LinkMaker = lambda sock, remote: link(sock, remote, lent)
         self._listening: list[trio.socket.SocketType] = []
         self._place = Place()
 
@@ -217,10 +224,10 @@ class TcpTransport:
             raise kind(f"cannot listen on {addr}: {_words(error)}") from error
         self._listening = [*(other for other in self._listening if other.fileno() != -1), sock]
         if not wildcard:
-            return TcpListener(sock, lambda: [place.host], self._lent)
+            return TcpListener(sock, lambda: [place.host], self._link)
         self._place = here()
         version = 4 if family == socket.AF_INET else 6
-        return TcpListener(sock, lambda: self._place.hosts(version), self._lent)
+        return TcpListener(sock, lambda: self._place.hosts(version), self._link)
 
     def networks(self) -> tuple[IpNetwork, ...]:
         return self._place.networks()
@@ -257,7 +264,7 @@ class TcpTransport:
                 await sock.bind(source)
             await sock.connect(target)
             host, port = sock.getpeername()[:2]
-            return TcpLink(sock, tcp_addr(host, port), self._lent)
+            return self._link(sock, tcp_addr(host, port))
         finally:
             sock.close()  # a link has taken the descriptor for itself; what is left here is empty, or failed
 

@@ -1,0 +1,243 @@
+"""TCP connections that keep to limits: `machine.limiter` decides, here is who waits and what is counted.
+
+A Pace is one direction of this machine's line and serves all its connections; who waits in it keeps the time, one of
+them for all, so there is no task and no timer for a packet. A Paced link sends in quanta, and reads in quanta what has
+come: what it does not read fills the connection's window, which is kept small, and so TCP holds the sender back.
+Payload is counted as it is handed over. What TCP adds (headers, acknowledgements, repeats) is charged afterwards from
+what the system counted, so that the line itself keeps the rate; where the system does not say, by an estimate.
+Unlimited connections are TcpLinks and have none of this on their way.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import socket
+from typing import Final
+
+import trio
+from multiaddr import Multiaddr
+
+from peerd.core.runfile import LimitsSection
+from peerd.machine.limiter import SLACK_S, Flow, Limiter
+from peerd.net.tcp import TcpLink, TcpTransport
+from peerd.net.tcpinfo import TcpInfo, header_bytes, tcp_info
+
+_SETTLE_S: Final = 0.05  # how often the system is asked what a connection cost
+_PACKET_BYTES: Final = 1448  # payload of a full packet, where nobody says it
+_PER_ACK: Final = 2  # packets
+_WINDOW_BYTES_LEAST: Final = 64 << 10
+_WINDOW_RTT_MOST_S: Final = 0.5
+_BYTES_PER_MBIT: Final = 125_000
+
+
+def tcp_within(limits: LimitsSection) -> TcpTransport:
+    """TCP that obeys `limits.upload_mbit` and `limits.download_mbit` with all its connections together."""
+    up = Pace(limits.upload_mbit) if limits.upload_mbit else None
+    down = Pace(limits.download_mbit) if limits.download_mbit else None
+    if up is None and down is None:
+        return TcpTransport()
+    return TcpTransport(lambda sock, remote, lent: PacedLink(sock, remote, lent, up, down))
+
+
+class Turn(Flow):
+    """A connection's place in one Pace."""
+
+    __slots__ = ("closed", "event", "granted")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.closed = False
+        self.granted = 0
+        self.event: trio.Event | None = None
+
+
+class Pace:
+    """One direction of the line, for all connections."""
+
+    def __init__(self, mbit: float) -> None:
+        self.limiter = Limiter(mbit * _BYTES_PER_MBIT)
+        self._waiting: dict[Turn, None] = {}
+        self._keeper: trio.CancelScope | None = None  # of the one who sleeps until the first turn
+
+    async def take(self, turn: Turn, wanted: int) -> int:
+        """Wait for this connection's turn; at least one byte, at most `wanted`. ClosedResourceError once closed."""
+        if turn.closed:
+            raise trio.ClosedResourceError("the connection is closed")
+        await trio.lowlevel.checkpoint_if_cancelled()
+        if count := self.limiter.ask(trio.current_time(), turn, wanted):
+            return count
+        turn.granted = 0
+        self._waiting[turn] = None
+        self._hand_out()
+        try:
+            while not turn.granted and not turn.closed:
+                turn.event = trio.Event()
+                if self._keeper is None:
+                    await self._keep_time(turn.event)
+                else:
+                    await turn.event.wait()
+            if turn.closed:
+                raise trio.ClosedResourceError("the connection is closed")
+            count, turn.granted = turn.granted, 0
+            return count
+        finally:
+            self._leave(turn)
+
+    def try_take(self, turn: Turn, wanted: int) -> bool:
+        """All of it now, or nothing."""
+        return self.limiter.try_ask(trio.current_time(), turn, wanted)
+
+    @property
+    def busy(self) -> int:
+        """How many connections want to move something now; at least 1."""
+        return max(len(self._waiting), 1)
+
+    def close(self, turn: Turn) -> None:
+        """The connection is gone: whoever waits for its turn hears of it."""
+        turn.closed = True
+        if turn.event is not None:
+            turn.event.set()
+
+    async def _keep_time(self, event: trio.Event) -> None:
+        with trio.CancelScope(deadline=self.limiter.wake_at()) as self._keeper:
+            try:
+                await event.wait()
+            finally:
+                self._keeper = None
+        self._hand_out()
+
+    def _hand_out(self) -> None:
+        for turn, count in self.limiter.wake(trio.current_time()):
+            assert isinstance(turn, Turn)
+            turn.granted = count
+            if turn.event is not None:
+                turn.event.set()
+        if self._keeper is not None:
+            self._keeper.deadline = self.limiter.wake_at()
+
+    def _leave(self, turn: Turn) -> None:
+        self.limiter.leave(turn)
+        if turn.granted:
+            self.limiter.give_back(turn, turn.granted)
+            turn.granted = 0
+        del self._waiting[turn]
+        turn.event = None
+        if self._keeper is None:
+            heir = next((one for one in self._waiting if not one.granted), None)
+            if heir is not None and heir.event is not None:
+                heir.event.set()  # finds nothing granted, and keeps the time
+
+
+class PacedLink(TcpLink):
+    """A TcpLink within limits; `up` and `down` may be None: unlimited."""
+
+    __slots__ = ("_down", "_down_turn", "_info", "_settled_at", "_up", "_up_turn", "_window_bytes")
+
+    def __init__(
+        self, sock: trio.socket.SocketType, remote: Multiaddr, lent: memoryview, up: Pace | None, down: Pace | None
+    ) -> None:
+        super().__init__(sock, remote, lent)
+        self._up, self._down = up, down
+        self._up_turn, self._down_turn = Turn(), Turn()
+        self._info: TcpInfo | None = None
+        self._settled_at = -math.inf
+        self._window_bytes = 0
+        self._settle(0, 0)
+
+    async def send_all(self, data: bytes | bytearray | memoryview) -> None:
+        pace = self._up
+        if pace is None:
+            await super().send_all(data)
+            self._settle(len(data), 0)
+            return
+        with memoryview(data) as view:
+            at = 0
+            while at < len(view):
+                count = await pace.take(self._up_turn, len(view) - at)
+                await super().send_all(view[at : at + count])
+                at += count
+                self._settle(count, 0)
+
+    @property
+    def batch_bytes(self) -> int:
+        best = super().batch_bytes
+        return min(best, self._up.limiter.quantum_bytes) if self._up is not None else best
+
+    def send_nowait(self, data: memoryview) -> int:
+        pace, size = self._up, len(data)
+        if pace is not None and not pace.try_take(self._up_turn, size):
+            return 0
+        sent = super().send_nowait(data)
+        if pace is not None and sent < size:
+            pace.limiter.give_back(self._up_turn, size - sent)
+        self._settle(sent, 0)
+        return sent
+
+    async def _receive(self, into: memoryview, useful_bytes: int = 1) -> memoryview:
+        pace = self._down
+        if pace is None:
+            got = await super()._receive(into, useful_bytes)
+            self._settle(0, len(got))
+            return got
+        try:
+            while True:
+                await self._wait_readable(useful_bytes)
+                count = await pace.take(self._down_turn, len(into))
+                size = 0
+                try:
+                    size = self._socket.recv_into(into[:count])
+                except BlockingIOError:
+                    continue
+                finally:
+                    pace.limiter.give_back(self._down_turn, count - size)
+                self._settle(0, size)
+                return into[:size]
+        except (OSError, ValueError) as error:
+            raise self._lost(error) from error
+
+    async def aclose(self) -> None:
+        if self._socket.fileno() != -1:
+            self._settled_at = -math.inf
+            self._settle(0, 0)
+        for pace, turn in ((self._up, self._up_turn), (self._down, self._down_turn)):
+            if pace is not None:
+                pace.close(turn)
+        await super().aclose()
+
+    # --- what TCP adds -----------------------------------------------------------------------------------------
+
+    def _settle(self, sent: int, received: int) -> None:
+        """Charge what the system counted beside payload since the last time; estimates where it does not count."""
+        now = trio.current_time()
+        if now - self._settled_at < _SETTLE_S:
+            return
+        info = tcp_info(self._socket)
+        if info is None:
+            header = header_bytes(self._socket.family, timestamps=True)
+            out = math.ceil(sent / _PACKET_BYTES) + received // (_PACKET_BYTES * _PER_ACK)
+            into = math.ceil(received / _PACKET_BYTES) + sent // (_PACKET_BYTES * _PER_ACK)
+            self._charge(out * header, into * header)
+            return
+        self._settled_at = now
+        self._charge(*info.overhead_since(self._info))
+        self._info = info
+        self._fit_window(info)
+
+    def _charge(self, out: int, into: int) -> None:
+        if self._up is not None and out:
+            self._up.limiter.charge(out)
+        if self._down is not None and into:
+            self._down.limiter.charge(into)
+
+    def _fit_window(self, info: TcpInfo) -> None:
+        """What may come before we read it: our part of the rate at this distance. More would come in bursts."""
+        if self._down is None:
+            return
+        rtt_s = min(info.min_rtt_s, _WINDOW_RTT_MOST_S)
+        part = self._down.limiter.bytes_per_s * (1.5 * rtt_s + SLACK_S) / self._down.busy
+        window = max(int(part), _WINDOW_BYTES_LEAST)
+        if not self._window_bytes or not 0.7 < window / self._window_bytes < 1.4:
+            self._window_bytes = window
+            with contextlib.suppress(OSError, AttributeError):  # not every system can
+                self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_WINDOW_CLAMP, window)

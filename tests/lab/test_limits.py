@@ -1,0 +1,72 @@
+"""What passes the line of a peer with limits, counted on the line itself, in packets with their headers."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from scripts.lab import Host, Lab
+
+PEER = Path(__file__).parents[1] / "kit" / "bulk_peer.py"
+OTHERS = 3
+MBIT = 8e-6  # of a byte
+
+pytestmark = [pytest.mark.lab, pytest.mark.socket, pytest.mark.slow, pytest.mark.timeout(90)]
+
+
+def start(host: Host, limits: tuple[float, float], *targets: str, protocol: str = "/bulk/1") -> subprocess.Popen[Any]:
+    # Packets of the size that real lines have: else many count as one, with one header.
+    host.links("link set dev eth0 gso_max_segs 1")
+    seed = host.ip.rpartition(".")[2]
+    argv = [sys.executable, str(PEER), seed, *map(str, limits), place(host), protocol, *targets]
+    process = host.popen(argv, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    return process
+
+
+def place(host: Host) -> str:
+    return f"/ip4/{host.ip}/tcp/4001"
+
+
+def rates(host: Host, seconds: float) -> tuple[float, float]:
+    """Sent and received, Mb/s."""
+    before, began = host.traffic(), time.monotonic()
+    time.sleep(seconds)
+    passed, passed_s = host.traffic().since(before), time.monotonic() - began
+    return passed.sent * MBIT / passed_s, passed.received * MBIT / passed_s
+
+
+@pytest.mark.parametrize(("up_mbit", "down_mbit"), [(8.0, 24.0), (40.0, 40.0)])
+def test_the_line_carries_what_the_limits_say_with_several_busy_connections(
+    lab: Lab, up_mbit: float, down_mbit: float
+) -> None:
+    others = [lab.host(f"other{number}") for number in range(OTHERS)]
+    for other in others:
+        start(other, (0, 0))
+    limited = lab.host("limited")
+    start(limited, (up_mbit, down_mbit), *map(place, others))
+    time.sleep(2.0)
+    found = [rates(limited, 1.0) for _ in range(5)]
+    up, down = (sum(rate) / len(found) for rate in zip(*found, strict=True))
+    assert 0.95 * down_mbit < down < 1.05 * down_mbit, found
+    assert 0.95 * up_mbit < up < 1.05 * up_mbit, found
+    for sent, received in found:
+        assert sent < 1.1 * up_mbit, found
+        assert received < 1.1 * down_mbit, found
+
+
+@pytest.mark.parametrize("mbit", [2.0, 30.0, 300.0])
+def test_a_line_busy_in_one_direction_is_full_and_no_fuller(lab: Lab, mbit: float) -> None:
+    far, limited = lab.host("far"), lab.host("limited")
+    start(far, (0, 0))
+    start(limited, (mbit, mbit), place(far), protocol="/sink/1")
+    time.sleep(2.0)
+    sent, received = rates(limited, 4.0)
+    assert 0.95 * mbit < sent < 1.05 * mbit
+    assert received < 0.05 * mbit

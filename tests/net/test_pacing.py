@@ -1,0 +1,196 @@
+"""Connections within limits, on loopback: they keep every transport's promises, and share what there is."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+import trio
+import trio.testing
+
+from peerd.core.addr import parse_addr
+from peerd.core.runfile import LimitsSection
+from peerd.net import pacing, tcpinfo
+from peerd.net.pacing import Pace, PacedLink, Turn, tcp_within
+from peerd.net.tcp import TcpLink
+from peerd.net.transport import LendingLink
+from tests.net.compliance import Ends, TransportCompliance
+
+LOOPBACK = parse_addr("/ip4/127.0.0.1/tcp/0")
+MBIT = 8e-6
+
+
+@asynccontextmanager
+async def two_ends(limits: LimitsSection) -> AsyncIterator[Ends]:
+    """`near` is within the limits, `far` is not."""
+    tcp, plain = tcp_within(limits), tcp_within(LimitsSection())
+    listener = await plain.listen(LOOPBACK)
+    near = await tcp.dial(listener.addrs[0])
+    far = await listener.accept()
+    try:
+        yield Ends(tcp, plain, listener, near, far)
+    finally:
+        with trio.CancelScope(shield=True):
+            for end in (near, far, listener):
+                await end.aclose()
+
+
+class _Paced(TransportCompliance):
+    limits: LimitsSection
+
+    @pytest.fixture
+    def autojump_clock(self) -> None:
+        """Sockets live in real time."""
+
+    @asynccontextmanager
+    async def ends(self) -> AsyncIterator[Ends]:
+        async with two_ends(self.limits) as ends:
+            yield ends
+
+
+@pytest.mark.socket
+class TestBothLimited(_Paced):
+    limits = LimitsSection(upload_mbit=400, download_mbit=400)
+
+
+@pytest.mark.socket
+class TestUploadLimited(_Paced):
+    limits = LimitsSection(upload_mbit=400)
+
+
+@pytest.mark.socket
+class TestDownloadLimited(_Paced):
+    limits = LimitsSection(download_mbit=400)
+
+
+@pytest.mark.socket
+async def test_without_limits_there_is_nothing_on_the_way() -> None:
+    async with two_ends(LimitsSection()) as ends:
+        assert type(ends.near) is TcpLink
+
+
+@pytest.mark.slow
+@pytest.mark.socket
+@pytest.mark.parametrize("known", [True, False])
+async def test_what_passes_in_half_a_second_is_what_the_limits_allow(
+    known: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not known:
+        monkeypatch.setattr(pacing, "tcp_info", lambda sock: None)
+    async with two_ends(LimitsSection(upload_mbit=20, download_mbit=40)) as ends:
+        got = {"near": 0, "far": 0}
+
+        async def read(end: str) -> None:
+            link = getattr(ends, end)
+            while data := await link.receive_some(1 << 16):
+                got[end] += len(data)
+
+        async def write(end: str) -> None:
+            while True:
+                await getattr(ends, end).send_all(bytes(1 << 16))
+
+        began = trio.current_time()
+        with trio.move_on_after(0.5):
+            async with trio.open_nursery() as nursery:
+                for end in got:
+                    nursery.start_soon(read, end)
+                    nursery.start_soon(write, end)
+        passed_s = trio.current_time() - began
+        assert isinstance(ends.near, PacedLink)
+    for count, mbit in ((got["far"], 20), (got["near"], 40)):
+        assert 0.5 * mbit < count * MBIT / passed_s < mbit * (1 + 0.06 / passed_s) + 0.5
+
+
+async def test_connections_take_turns_and_one_of_them_keeps_the_time(autojump_clock: trio.testing.MockClock) -> None:
+    pace, turns = Pace(8.0), [Turn() for _ in range(3)]
+    got = [0, 0, 0]
+
+    async def pull(number: int) -> None:
+        while True:
+            got[number] += await pace.take(turns[number], 1 << 20)
+
+    began = trio.current_time()
+    with trio.move_on_after(10.0):
+        async with trio.open_nursery() as nursery:
+            for number in range(3):
+                nursery.start_soon(pull, number)
+            await trio.sleep(5.0)
+            nursery.cancel_scope.cancel()
+    assert trio.current_time() - began == pytest.approx(5.0)
+    assert sum(got) == pytest.approx(5e6, rel=0.02)
+    assert max(got) - min(got) <= 70_000
+    assert pace.busy == 1, "who was cancelled still waits"
+
+
+async def test_who_waits_goes_on_when_the_one_that_kept_the_time_is_cancelled(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    pace, first, second = Pace(0.008), Turn(), Turn()
+    while pace.try_take(first, 3000):
+        pass
+    scope = trio.CancelScope()
+    got: list[int] = []
+
+    async def keep() -> None:
+        with scope:
+            await pace.take(first, 3000)
+
+    async def wait() -> None:
+        got.append(await pace.take(second, 3000))
+
+    with trio.fail_after(60):
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(keep)
+            await trio.testing.wait_all_tasks_blocked()
+            nursery.start_soon(wait)
+            await trio.testing.wait_all_tasks_blocked()
+            scope.cancel()
+    assert got == [3000]
+    assert scope.cancelled_caught
+
+
+async def test_closing_ends_the_wait_for_a_turn(autojump_clock: trio.testing.MockClock) -> None:
+    pace, turn = Pace(0.001), Turn()
+    while pace.try_take(turn, 3000):
+        pass
+
+    async def wait() -> None:
+        with pytest.raises(trio.ClosedResourceError):
+            await pace.take(turn, 3000)
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(wait)
+        await trio.testing.wait_all_tasks_blocked()
+        pace.close(turn)
+    with pytest.raises(trio.ClosedResourceError):
+        await pace.take(turn, 1)
+
+
+@pytest.mark.socket
+async def test_a_slow_line_is_given_small_batches() -> None:
+    async with two_ends(LimitsSection(upload_mbit=1)) as ends:
+        near, far = ends.near, ends.far
+        assert isinstance(near, LendingLink)
+        assert isinstance(far, LendingLink)
+        assert near.batch_bytes < 64 << 10 < far.batch_bytes
+
+
+@pytest.mark.socket
+async def test_the_system_counts_what_a_connection_costs() -> None:
+    async with two_ends(LimitsSection(upload_mbit=1000)) as ends:
+        assert isinstance(ends.near, PacedLink)
+        before = tcpinfo.tcp_info(ends.near._socket)
+        if before is None:
+            pytest.skip("this system has no TCP_INFO")
+        await ends.near.send_all(b"x" * 1000)
+        assert await ends.far.receive_some(2000) == b"x" * 1000
+        await ends.far.send_all(b"y")
+        await ends.near.receive_some(1)
+        after = tcpinfo.tcp_info(ends.near._socket)
+        assert after is not None
+        out, into = after.overhead_since(before)
+        assert after.bytes_acked - before.bytes_acked == 1000
+        assert after.bytes_received - before.bytes_received == 1
+        assert after.header_bytes <= out <= 3 * after.header_bytes
+        assert after.header_bytes <= into <= 3 * after.header_bytes
