@@ -6,61 +6,21 @@ all have theirs: a check takes the processor from those who are still at it.
 
 from __future__ import annotations
 
-import json
-import os
 import secrets
-import subprocess
-import sys
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
+
+from benchmarks._told import Start, Told
 
 LEAD_S = 0.05  # from an order to its common beginning
 
 
-class Start(Protocol):
-    """subprocess.Popen, or that of a host in a network lab."""
-
-    def __call__(self, argv: list[str], **options: Any) -> subprocess.Popen[Any]: ...
-
-
-class Peer:
-    """A peer's process. Its first answer says who and where it is."""
+class Peer(Told):
+    """A peer's process."""
 
     def __init__(self, start: Start, *arguments: str) -> None:
-        scripts = Path(__file__).parents[1]
-        path = os.pathsep.join([str(scripts), str(scripts.parent)])
-        self._process = start(
-            [sys.executable, "-m", "benchmarks._averager", *arguments],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "PYTHONPATH": path, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
-        )
-
-    def tell(self, **order: Any) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(order) + "\n")
-        self._process.stdin.flush()
-
-    def hear(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            raise RuntimeError(f"a peer of the benchmark ended with {self._process.wait()}")
-        answer: dict[str, Any] = json.loads(line)
-        return answer
-
-    def cpu_s(self) -> float:
-        """Processor time of the process, its own and the kernel's on its behalf."""
-        fields = Path(f"/proc/{self._process.pid}/stat").read_text().rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-    def end(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait(30)
+        super().__init__(start, "_averager", *arguments)
 
 
 def ask(members: Sequence[Peer], **order: Any) -> list[dict[str, Any]]:

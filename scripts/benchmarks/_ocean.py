@@ -1,0 +1,87 @@
+"""Part of the reach benchmark: two hosts of a lab on lines of 500 Mb/s, far from each other.
+
+One stream's rate after it has had 3 s to find its speed, as a share of what the line carries in Ethernet frames; calls
+of 100 bytes during that transfer; and the first call to a peer that was never spoken to, in round trips.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lab import WideLab
+
+from benchmarks._swarm import busy_s
+from benchmarks._told import Told, cpu_s
+
+RATE_MBIT = 500
+FOUND_S = 3.0  # until the rate counts
+PORT = 4001
+
+
+@dataclass(frozen=True, slots=True)
+class Ocean:
+    """What was found on lines of one round-trip time. Shares are of the line's rate."""
+
+    rtt_ms: float
+    share: float  # from 3 s on
+    worst_second: float  # the least share in a whole second from then on
+    calls_ms: Sequence[float]  # during the transfer
+    first_call_rtts: float  # median
+    others_share: float  # of all cores during the transfer, by what is no part of this; the kernel's network is
+
+    @property
+    def call_ms(self) -> float:
+        return statistics.median(self.calls_ms)
+
+    @property
+    def worst_call_ms(self) -> float:
+        return max(self.calls_ms)
+
+
+def crossed(rtt_ms: float, seconds: float = 9.0, first_calls: int = 5) -> Ocean:
+    """Build the lab and measure; the queue at each end of a line holds 50 ms."""
+    with WideLab(up_mbit=RATE_MBIT, down_mbit=RATE_MBIT, delay_ms=rtt_ms / 4) as lab:
+        near, far = (lab.host(name) for name in ("near", "far"))
+        server = Told(far.popen, "_ocean_peer", f"/ip4/{far.ip}/tcp/{PORT}")
+        client = Told(near.popen, "_ocean_peer", f"/ip4/{near.ip}/tcp/{PORT}")
+        addr = server.hear()["addr"]
+        client.hear()
+        calls = [asked(client, do="call", addr=addr)["seconds"] for _ in range(first_calls)]
+        before, began = others_s(server, client, lab), time.monotonic()
+        found = asked(client, do="bulk", addr=addr, seconds=seconds)
+        others = (others_s(server, client, lab) - before) / (time.monotonic() - began) / (os.cpu_count() or 1)
+    marks = [(at, total) for at, total in found["marks"] if at <= seconds]
+    shares = [share(marks, at, at + 1.0) for at in whole_seconds(marks)]
+    return Ocean(
+        rtt_ms,
+        share(marks, FOUND_S, marks[-1][0]),
+        min(shares),
+        [1000 * each for each in found["calls"]],
+        1000 * statistics.median(calls) / rtt_ms,
+        others,
+    )
+
+
+def others_s(server: Told, client: Told, lab: WideLab) -> float:
+    """Processor time that the machine has spent on anything else."""
+    return busy_s() - server.cpu_s() - client.cpu_s() - sum(map(cpu_s, lab.wan.pids()))
+
+
+def asked(peer: Told, **order: Any) -> dict[str, Any]:
+    peer.tell(**order)
+    return peer.hear()
+
+
+def whole_seconds(marks: Sequence[tuple[float, int]]) -> list[float]:
+    return [FOUND_S + second for second in range(int(marks[-1][0] - FOUND_S))]
+
+
+def share(marks: Sequence[tuple[float, int]], begin_s: float, end_s: float) -> float:
+    """Of the line's rate, by the marks nearest to both times."""
+    (began, before), (ended, after) = (min(marks, key=lambda mark: abs(mark[0] - at)) for at in (begin_s, end_s))
+    return (after - before) * 8e-6 / (ended - began) / RATE_MBIT

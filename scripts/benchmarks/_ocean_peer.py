@@ -1,0 +1,140 @@
+"""Part of the reach benchmark: a peer on one side of a long line. It says where it is, then obeys orders, one a line.
+
+{"do": "call", "addr": A}                  a host made anew calls A's peer: seconds until the answer
+{"do": "bulk", "addr": A, "seconds": S}    sends on one stream for so long, and makes small calls meanwhile
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import trio
+
+from peerd.core.addr import parse_addr, split_peer
+from peerd.core.ids import PeerId
+from peerd.core.keys import Keypair
+from peerd.core.messages import Message
+from peerd.net.clock import RealClock
+from peerd.net.host import Host
+from peerd.net.stream import Stream
+from peerd.net.tcp import TcpTransport
+from peerd.service.rpc import Answer, Incoming, Rpc
+
+CALL_BYTES = 100
+WRITE_BYTES = 1 << 20
+READ_BYTES = 1 << 18
+MARK_S = 0.25  # between the marks of how much has come
+QUIET_S = 3.0  # of a bulk transfer before the calls begin
+PAUSE_S = 0.1  # between calls
+SINK, CALL = "/peerd-bench/marks/1", "bench/1/echo"
+
+
+class Blob(Message, frozen=True):
+    """A small body for calls."""
+
+    data: bytes
+
+
+async def sink(stream: Stream) -> None:
+    """Takes all, then says when how much had come: [seconds since the first byte, bytes], ..."""
+    total = len(await stream.receive_view(READ_BYTES))
+    began = time.perf_counter()
+    marks = [(0.0, total)]
+    while data := await stream.receive_view(READ_BYTES):
+        total += len(data)
+        now = time.perf_counter() - began
+        if now >= marks[-1][0] + MARK_S:
+            marks.append((now, total))
+    await stream.send(json.dumps(marks).encode())
+
+
+async def echo(call: Incoming[Blob]) -> Answer[Blob]:
+    return Answer(call.body)
+
+
+@asynccontextmanager
+async def peer(*listen: str) -> AsyncIterator[tuple[Host, Rpc]]:
+    """A host of a fresh identity, as long as the block runs."""
+    clock = RealClock()
+    host = Host(Keypair.generate(clock.secure_bytes), clock, [TcpTransport()])
+    rpc = Rpc(host, clock)
+    host.handle(SINK, sink)
+    async with trio.open_nursery() as nursery:
+        await nursery.start(host.run, [parse_addr(addr) for addr in listen])
+        await nursery.start(rpc.run)
+        rpc.serve(CALL, Blob, echo)
+        yield host, rpc
+        nursery.cancel_scope.cancel()
+
+
+def known(host: Host, addr: str) -> PeerId:
+    bare, there = split_peer(parse_addr(addr))
+    assert there is not None
+    host.learn(there, [bare])
+    return there
+
+
+async def call_s(rpc: Rpc, there: PeerId) -> float:
+    began = time.perf_counter()
+    await rpc.call(there, CALL, Blob(os.urandom(CALL_BYTES)), Blob, timeout_s=30)
+    return time.perf_counter() - began
+
+
+async def first_call(addr: str) -> dict[str, Any]:
+    async with peer() as (host, rpc):
+        return {"seconds": await call_s(rpc, known(host, addr))}
+
+
+async def bulk(addr: str, seconds: float) -> dict[str, Any]:
+    """Marks of the receiver, and what calls took meanwhile."""
+    taken: list[float] = []
+    async with peer() as (host, rpc):
+        there = known(host, addr)
+        await call_s(rpc, there)
+        stream = await host.open_stream(there, SINK)
+        began = trio.current_time()
+
+        async def calls() -> None:
+            await trio.sleep(QUIET_S)
+            while trio.current_time() < began + seconds:
+                taken.append(await call_s(rpc, there))
+                await trio.sleep(PAUSE_S)
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(calls)
+            data = os.urandom(WRITE_BYTES)
+            while trio.current_time() < began + seconds:
+                await stream.send(data)
+            await stream.close_write()
+        marks = json.loads(await received(stream))
+    return {"marks": marks, "calls": taken}
+
+
+async def received(stream: Stream) -> bytes:
+    parts = []
+    while part := await stream.receive_some(READ_BYTES):
+        parts.append(part)
+    return b"".join(parts)
+
+
+async def obey(order: dict[str, Any]) -> dict[str, Any]:
+    if order["do"] == "call":
+        return await first_call(order["addr"])
+    return await bulk(order["addr"], order["seconds"])
+
+
+async def main(listen: str) -> None:
+    async with peer(listen) as (host, _):
+        print(json.dumps({"addr": str(host.addrs()[0])}), flush=True)
+        while line := await trio.to_thread.run_sync(sys.stdin.readline):
+            print(json.dumps(await obey(json.loads(line))), flush=True)
+
+
+if __name__ == "__main__":
+    trio.run(main, sys.argv[1])

@@ -1,0 +1,59 @@
+"""Parts of benchmarks: processes that obey orders, one JSON line each, and answer with one."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, Protocol
+
+
+class Start(Protocol):
+    """subprocess.Popen, or that of a host in a network lab."""
+
+    def __call__(self, argv: list[str], **options: Any) -> subprocess.Popen[Any]: ...
+
+
+class Told:
+    """The process of a module of this folder. Its first answer says who and where it is."""
+
+    def __init__(self, start: Start, module: str, *arguments: str) -> None:
+        scripts = Path(__file__).parents[1]
+        path = os.pathsep.join([str(scripts), str(scripts.parent)])
+        self._process = start(
+            [sys.executable, "-m", f"benchmarks.{module}", *arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": path, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
+        )
+
+    def tell(self, **order: Any) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(order) + "\n")
+        self._process.stdin.flush()
+
+    def hear(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"a process of the benchmark ended with {self._process.wait()}")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    def cpu_s(self) -> float:
+        """Processor time of the process, its own and the kernel's on its behalf."""
+        return cpu_s(self._process.pid)
+
+    def end(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(30)
+
+
+def cpu_s(pid: int) -> float:
+    """Processor time of a process, its own and the kernel's on its behalf."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
