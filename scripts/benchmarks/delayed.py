@@ -89,7 +89,7 @@ def halves() -> list[dict[str, Any]]:
 
 def measured(runs: list[dict[str, Any]], rate_mbit: float | None, steps: int) -> Measured:
     with tempfile.TemporaryDirectory(prefix="peerd-delayed-") as folder, Lab() as lab:
-        swarm = Swarm(lab, Path(folder), runs[0], rate_mbit)
+        swarm = Swarm(Path(folder), lab, runs[0], rate_mbit)
         swarm.start_replicas(runs)
         replicas = swarm.peers[1:]
         for peer in replicas:

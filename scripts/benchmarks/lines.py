@@ -77,7 +77,7 @@ def measured(code: str, sizes: Sizes, rate_mbit: float = RATE_MBIT) -> Measured:
     """One run with this code, from its start to the last loss."""
     run = run_file(code, sizes.warm_steps + sizes.steps + 1)
     with tempfile.TemporaryDirectory(prefix="peerd-lines-") as folder, Lab() as lab:
-        swarm = Swarm(lab, Path(folder), run, rate_mbit)
+        swarm = Swarm(Path(folder), lab, run, rate_mbit)
         swarm.start()
         swarm.wait_for_step(sizes.warm_steps, 120)
         before = swarm.moment()

@@ -1,0 +1,105 @@
+"""`peerd` processes on hosts of a lab: started, watched from outside, and said what they said last when one ends.
+
+What they do is read from their control sockets and event files: namespaces of networks share the file system.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lab import Space
+
+from peerd.control import fetch
+from peerd.core.keys import Keypair
+from peerd.home import IDENTITY_FILE, socket_path, write_atomically
+
+ROOT = Path(__file__).resolve().parents[2]
+TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+POLL_S = 0.05
+KEY_FORM = bytes([0x08, 0x01, 0x12, 0x40])  # libp2p's: Ed25519, 64 bytes
+
+
+class SwarmFailed(Exception):
+    """A process ended or nothing happened for too long; says what the processes said last."""
+
+
+@dataclass(slots=True)
+class Peer:
+    """One peerd process on one host. `log` holds what it said."""
+
+    name: str
+    host: Space
+    data_dir: Path
+    log: Path
+    process: subprocess.Popen[Any]
+
+    def status(self) -> dict[str, Any]:
+        """Its snapshot; empty while it does not answer yet."""
+        with contextlib.suppress(OSError, ValueError):
+            return fetch(str(socket_path(self.data_dir)))
+        return {}
+
+    def events(self) -> list[dict[str, Any]]:
+        with contextlib.suppress(FileNotFoundError):
+            lines = (self.data_dir / "events.jsonl").read_text("utf-8").splitlines(keepends=True)
+            return [json.loads(line) for line in lines if line.endswith("\n")]
+        return []
+
+    def cpu_s(self) -> float:
+        """Processor time of the process, its own and the kernel's on its behalf."""
+        fields = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / TICKS_PER_S
+
+
+@dataclass(slots=True)
+class Peers:
+    """The processes of one run; `folder` holds their directories and what they say."""
+
+    folder: Path
+    peers: list[Peer] = field(default_factory=list, init=False)
+
+    def start_peer(self, host: Space, name: str, *arguments: str) -> Peer:
+        """Start `peerd` with these arguments on `host`; it ends with the lab."""
+        data_dir, log = self.folder / name, self.folder / f"{name}.log"
+        data_dir.mkdir(mode=0o700, exist_ok=True)
+        identify(data_dir, name)
+        environment = {"OMP_NUM_THREADS": "1", "XDG_RUNTIME_DIR": str(self.folder)}
+        with log.open("wb") as output:
+            process = host.popen(
+                [sys.executable, "-m", "peerd", *arguments, "--data-dir", str(data_dir)],
+                cwd=ROOT,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **environment},
+            )
+        peer = Peer(name, host, data_dir, log, process)
+        self.peers.append(peer)
+        return peer
+
+    def until(self, done: Callable[[], bool], complaint: str, patience_s: float = 60.0) -> None:
+        """Wait until `done`; SwarmFailed with what all said last when a process ends before, or it takes too long."""
+        deadline = time.monotonic() + patience_s
+        while not done():
+            ended = [peer for peer in self.peers if peer.process.poll() not in (None, 0)]
+            if ended or time.monotonic() > deadline:
+                said = "".join(f"\n--- {p.name}\n{p.log.read_text('utf-8', 'replace')[-2000:]}" for p in self.peers)
+                raise SwarmFailed(f"{complaint}; ended: {[peer.name for peer in ended]}{said}")
+            time.sleep(POLL_S)  # no loop runs here, and what is waited for is in other processes' files
+
+
+
+def identify(data_dir: Path, name: str) -> None:
+    """The same identity in every run: a trainer's order of samples follows from it."""
+    keypair = Keypair.from_seed(hashlib.sha256(name.encode()).digest())
+    write_atomically(data_dir / IDENTITY_FILE, KEY_FORM + keypair.seed + keypair.peer_id.public_key)
