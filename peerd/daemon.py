@@ -93,6 +93,12 @@ class _Held:
     done: trio.Event = field(default_factory=trio.Event)
 
 
+def _relays(plan: Plan) -> bool:
+    """Whether this peer carries others' circuits: as it is told, else as a backbone."""
+    told = plan.run.limits.relay if plan.run is not None else None
+    return told if told is not None else "backbone" in {cls.name for cls in plan.roles}
+
+
 class Daemon:
     """One peer with its roles. `run` once; `stop` from anywhere in the loop asks it to drain."""
 
@@ -108,7 +114,7 @@ class Daemon:
             self.access = Access(plan.run, host, self.rpc, ground.clock, ground.papers)
             self.rpc.guard(self.access)
         self.dht = Dht(host, self.rpc, ground.clock, ground.keypair)
-        carries = ConnectivityConfig(relay="backbone" in {cls.name for cls in plan.roles})
+        carries = ConnectivityConfig(relay=_relays(plan))
         self.connectivity = Connectivity(host, (self.rpc, self.dht), ground.clock, ground.keypair, carries)
         self._held = [_Held(cls) for cls in plan.roles]
         self._failure: Exception | None = None

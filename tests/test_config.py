@@ -140,6 +140,7 @@ def test_an_empty_section_means_its_defaults(file: Path) -> None:
         ("run: x\nlimits: {microbatches_in_flight: -1}", ["limits.microbatches_in_flight is -1; allowed: 0"]),
         ("run: x\nlimits: {stage: 1}", ["line 2: limits.stage is 1; allowed: 0 to pipeline.stages - 1 (0)"]),
         ("run: x\nlimits: {upload_mbit: -2}", ["limits.upload_mbit is -2.0; allowed: 0 (no limit) to 1000000"]),
+        ("run: x\nlimits: {relay: 1}", ["limits.relay"]),
         ("run: x\nevaluate: {samples: 0}", ["evaluate.samples is 0; allowed: 1 to 1048576"]),
         ("run: x\nevaluate: {every_steps: -1}", ["evaluate.every_steps is -1; must not be negative"]),
         ("run: x\ncheckpoint: {every_steps: -1}", ["checkpoint.every_steps is -1; must not be negative"]),

@@ -15,6 +15,7 @@ import trio.testing
 from peerd import control, daemon
 from peerd.core.errors import ConfigError, PeerdError
 from peerd.core.keys import Keypair
+from peerd.core.runfile import LimitsSection, RunFile, fingerprint
 from peerd.daemon import Daemon, Ground, Plan
 from peerd.home import socket_path
 from peerd.log import EventLog
@@ -290,3 +291,19 @@ async def test_an_address_that_cannot_be_had_ends_the_start(
         await one.run()
     assert isinstance(one.error, ConfigError)
     assert "203.0.113.9" in str(one.error)
+
+
+@pytest.mark.parametrize(
+    ("role", "told", "carries"),
+    [("backbone", None, True), ("backbone", False, False), ("stage", None, False), ("stage", True, True)],
+)
+def test_backbones_carry_others_circuits_and_whoever_is_told_to(
+    role: str, told: bool | None, carries: bool, tmp_path: Path
+) -> None:
+    class Some(Quiet):
+        name = role
+
+    run = RunFile(run="r", limits=LimitsSection(relay=told))
+    plan = Plan(roles=(Some,), run=run, bootstrap=(), listen=(), data_dir=tmp_path)
+    assert daemon._relays(plan) is carries
+    assert fingerprint(run) == fingerprint(RunFile(run="r"))

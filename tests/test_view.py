@@ -49,6 +49,13 @@ def snapshot(**changes: Any) -> dict[str, Any]:
     } | changes
 
 
+def test_a_relay_tells_what_it_carries() -> None:
+    relay = {"circuits": 2, "reservations": 5, "carried_bytes": 3_000_000, "refused": 0}
+    text = " ".join(shown(snapshot(reachability={"relay": relay})).split())
+    assert "relay for others: 2 circuits, 5 reservations, 3.0 MB carried" in text
+    assert "relay for others" not in shown(snapshot(reachability={"relay": None}))
+
+
 @pytest.mark.parametrize(
     ("seconds", "words"), [(0.2, "any moment"), (12.4, "in about 12 s"), (150.0, "in about 2 min 30 s")]
 )

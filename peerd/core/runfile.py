@@ -130,6 +130,7 @@ class LimitsSection(Section, frozen=True):
     keep_totals: int = 64  # summed gradients of the last steps kept for newcomers, in no more memory than the state's
     upload_mbit: float = 0.0  # what this peer may send, Mb/s: its share of averaging follows it; 0: no limit
     download_mbit: float = 0.0  # what it may receive
+    relay: bool | None = None  # carry connections between peers that cannot reach each other; none: backbones do
 
 
 class AccessSection(Section, frozen=True):
