@@ -157,7 +157,9 @@ class BackboneRole:
 
     async def _announce_now_and_then(self, training: Training) -> None:
         while True:
-            await trio.sleep(_ANNOUNCE_S)
+            with trio.move_on_after(_ANNOUNCE_S):
+                await self._ctx.host.readdressed()
+                await trio.sleep(1.0)  # addresses often change by several at once
             await self._announce(training)
             if self._keeping is not None:
                 self._keeping.tidy()
