@@ -17,9 +17,9 @@ from peerd.machine.reachability import advice
 from peerd.net.circuits import Circuits
 from peerd.net.host import Host
 from peerd.service.dht import Dht
+from peerd.service.punching import Punching
 from peerd.service.reach import Reach, ReachConfig, port_of
 from peerd.service.relay import Relay
-from peerd.service.reserving import Reserving
 from peerd.service.rpc import Rpc
 
 
@@ -46,12 +46,9 @@ class Connectivity:
         self.config = config or ConnectivityConfig()
         self.circuits = Circuits(host, clock)
         self.reach = Reach(host, clock, self.config.reach)
-        self.reserving = Reserving(host, self.circuits, clock, net[1])
+        self.punching = Punching(host, clock)
         self.relay = Relay(host, clock, keypair) if self.config.relay else None
         host.add_transport(self.circuits)
-        self.reach.count_relays(lambda: len(self.circuits.reservations))
-        self.reach.on_change(lambda finding: self.reserving.want(finding.needs_relays))
-        self.reserving.on_change(self.reach.look)
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Make ways until cancelled."""
@@ -59,7 +56,7 @@ class Connectivity:
             await nursery.start(self.circuits.run)
             if self.relay is not None:
                 await nursery.start(self.relay.run)
-            await nursery.start(self.reserving.run)
+            await nursery.start(self.punching.run)
             await nursery.start(self.reach.run)
             task_status.started()
 
@@ -67,6 +64,6 @@ class Connectivity:
         """Plain data for `peerd status`: the verdict, what it means, and what to do."""
         finding = self.reach.finding
         relay = asdict(self.relay.traffic()) if self.relay is not None else None
-        relays = [str(peer) for peer in self.reserving.relays]
-        told = {"advice": advice(finding, port_of(self._host), len(relays)), "relays": relays}
-        return self.reach.status() | told | {"takes_inbound": self._host.takes_inbound, "carries": relay}
+        held = len(self.circuits.reservations)
+        more = {"advice": advice(finding, port_of(self._host), held), "relay": relay}
+        return self.reach.status() | more | {"punching": self.punching.status()}

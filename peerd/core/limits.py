@@ -117,6 +117,16 @@ CIRCUIT_REQUEST_S: Final = 10.0  # for what a stranger wants of us, and for the 
 CIRCUITS_HALF_OPEN: Final = 32  # incoming circuits inside their hand-shake, half of them over one relay
 RESERVATION_S: Final = 86_400.0  # no relay's promise is believed for longer
 
+# --- hole punching -----------------------------------------------------------------------------------------------
+PUNCH_MESSAGE_BYTES: Final = 4096  # as the specification says
+PUNCH_ADDRS: Final = 4  # dialed of those that a peer names: two families, at home and outside
+PUNCH_ATTEMPTS: Final = 3  # of one meeting, as the specification says
+PUNCH_ATTEMPT_S: Final = 5.0  # for one of them, as in Go
+PUNCH_MEETINGS: Final = 32  # at once, with all peers
+PUNCH_PAIRS: Final = 1024  # failed pairs that are remembered: twice the connections that we hold
+PUNCH_TARGETS: Final = 1024  # hosts that others had us dial, remembered for a minute
+PUNCH_TARGET_PER_MINUTE: Final = 30  # attempts at one host, whoever names it: nobody is to be bothered through us
+
 # --- records and the DHT ---------------------------------------------------------------------------------------
 RECORD_VALUE_BYTES: Final = 16 << 10  # an announcement with addresses and figures takes well below 1 KiB
 RECORD_SUFFIX_BYTES: Final = 64  # a short name or a hash

@@ -16,8 +16,18 @@ async def send_message(stream: Stream, raw: bytes) -> None:
 
 
 async def receive_message(stream: Stream, bytes_max: int) -> bytes:
-    """The next message; raises ProtocolViolation when it is longer than `bytes_max`, or ends early."""
-    head = bytearray()
+    """The next message; raises ProtocolViolation when it is longer than `bytes_max`, or does not come whole."""
+    raw = await next_message(stream, bytes_max)
+    if raw is None:
+        raise ProtocolViolation(f"{stream.protocol} ends where a message was due", stream.peer)
+    return raw
+
+
+async def next_message(stream: Stream, bytes_max: int) -> bytes | None:
+    """As `receive_message`, but None at the end of the stream."""
+    head = bytearray(await stream.receive_some(1))
+    if not head:
+        return None
     while (found := decode_varint(head)) is None:
         head += await stream.receive_exactly(1)
     size = found[0]

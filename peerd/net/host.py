@@ -77,9 +77,10 @@ class Host:
         self._withheld: frozenset[Multiaddr] = frozenset()
         self.candidates: list[Multiaddr] = []  # public addresses that are probably ours, for those who dial at once
         self.takes_inbound = True  # whether others can come in, be it over a relay; False: this peer only dials
+        self.punching: set[PeerId] = set()  # peers that are dialing us through their routers, as we are them
         self._buffers = Buffers()
         self._budget = WindowBudget(limits.WINDOW_BYTES_HOST)
-        self._relocations, self._readdressed = trio.lowlevel.ParkingLot(), trio.lowlevel.ParkingLot()
+        self._relocations = trio.lowlevel.ParkingLot()
         self._half_open: dict[RawLink, tuple[str, trio.CancelScope]] = {}  # oldest first
         self._nursery: trio.Nursery | None = None  # handlers, dials, hand-shakes
         self._link_nursery: trio.Nursery | None = None  # outlives the other, for the goodbye
@@ -134,7 +135,7 @@ class Host:
         announced before."""
         if self._announced.get(source, []) != list(addrs):
             self._announced[source] = list(addrs)
-            self._tell_addrs()
+            self._introductions.changed()
 
     async def relocated(self) -> None:
         """Wait for this machine's next change of addresses: another network, an interface that comes or goes."""
@@ -149,15 +150,7 @@ class Host:
         withheld = frozenset(addrs)
         if self._withheld != withheld:
             self._withheld = withheld
-            self._tell_addrs()
-
-    async def readdressed(self) -> None:
-        """Wait for the next change of `addrs`, for whoever tells them to others."""
-        await self._readdressed.park()
-
-    def _tell_addrs(self) -> None:
-        self._introductions.changed()
-        self._readdressed.unpark_all()
+            self._introductions.changed()
 
     def add_transport(self, transport: Transport) -> None:
         """One more way to dial; asked after those that were there before."""
@@ -205,6 +198,14 @@ class Host:
             return link.peer
         await self.connect(peer, [bare])
         return peer
+
+    async def dial_at(self, addr: Multiaddr, peer: PeerId) -> Link:
+        """One more link to `peer`, however many stand; Unreachable says why not. The address book does not change."""
+        return await self._dial(addr, peer)
+
+    async def raw_link(self, addr: Multiaddr) -> RawLink:
+        """A raw link to whoever is at `addr`, for `join`; Unreachable says why not."""
+        return await self._raw_link(addr, None)
 
     async def join(self, raw: RawLink, way: Way, *, initiator: bool = False, expected: PeerId | None = None) -> Link:
         """Authenticate a raw link that was made elsewhere and use it; Unreachable says why not, and `raw` is closed."""
@@ -266,12 +267,16 @@ class Host:
         """What a connected peer said about itself, once it did."""
         return self._introductions.infos.get(peer)
 
+    async def introduction(self, peer: PeerId, timeout_s: float) -> PeerInfo | None:
+        """As `info`, but waits for it; None after `timeout_s`, or when the peer is not connected."""
+        return await self._introductions.wait(peer, timeout_s)
+
     def watch(self, *, told: bool = False) -> AbstractContextManager[trio.MemoryReceiveChannel[PeerEvent]]:
         """PeerUp and PeerDown, and PeerTold if `told`, from now on, at once and in order; bounded (see Links.watch)."""
         return self.links.watch(told=told)
 
     def when_moved(self, told: Callable[[PeerId], None]) -> None:
-        """Call `told` when new streams to a peer begin to take a better link than those that are open."""
+        """Call `told` when new streams to a peer begin to take another link, the first one included."""
         self.links.when_moved(told)
 
     def traffic(self) -> HostTraffic:
@@ -377,7 +382,7 @@ class Host:
             await transport.relocated()
             _log.info("this machine's addresses changed: %s", ", ".join(map(str, self.listen_addrs())) or "none")
             self._book.forget_failures()
-            self._tell_addrs()
+            self._introductions.changed()
             self._relocations.unpark_all()
 
     def _surroundings(self) -> Surroundings:
@@ -420,7 +425,9 @@ class Host:
             with scope:
                 scope.deadline = trio.current_time() + self.config.handshake_s
                 secured = await upgrade(raw, self._secrets.fresh(self._clock.secure_bytes(32)), initiator=False)
-                self._adopt(secured, way_to(raw.remote))
+                way = way_to(raw.remote)
+                punched = way == Way.DIRECT and secured.session.peer in self.punching
+                self._adopt(secured, Way.PUNCHED if punched else way)
                 adopted = True
         except ProtocolViolation as error:
             _log.info("hand-shake from %s: %s", raw.remote, error)

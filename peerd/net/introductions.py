@@ -40,6 +40,14 @@ class Introductions:
         self.infos: dict[PeerId, PeerInfo] = {}  # of connected peers
         self._host = host
         self._news = trio.Event()
+        self._arrived = trio.lowlevel.ParkingLot()
+
+    async def wait(self, peer: PeerId, timeout_s: float) -> PeerInfo | None:
+        """What `peer` says of itself, as soon as it does; None after `timeout_s`."""
+        with trio.move_on_after(timeout_s):
+            while peer not in self.infos:
+                await self._arrived.park()
+        return self.infos.get(peer)
 
     def changed(self) -> None:
         """What we say of ourselves is not what we said."""
@@ -106,5 +114,6 @@ class Introductions:
     def _believe(self, link: Link, info: PeerInfo) -> None:
         if self._host.links.best(link.peer) is not None:
             self.infos[link.peer] = info
+            self._arrived.unpark_all()
             self._host.learn(link.peer, info.addrs)
             self._host.links.told(link)

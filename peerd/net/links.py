@@ -123,7 +123,7 @@ class Links:
         return None if found is None else found[0]
 
     def when_moved(self, told: Callable[[PeerId], None]) -> None:
-        """Call `told` whenever new streams to a peer begin to take another link while the old one still stands."""
+        """Call `told` whenever new streams to a peer begin to take another link, the first one included."""
         self._moved.append(told)
 
     def _choose(self, peer: PeerId) -> None:
@@ -140,11 +140,10 @@ class Links:
             link.superseded_at = None if link is best else link.superseded_at or now
         if len(links) > 1:
             self._news.set()
-        if before is not None and before[0] is not best:
+        if before is None or before[0] is not best:
             _log.debug("new streams to %s take %s (%s)", peer, best, why)
-            if current is not None:
-                for told in self._moved:
-                    told(peer)
+            for told in self._moved:
+                told(peer)
 
     async def run(self) -> None:
         """Close superseded links that are idle.

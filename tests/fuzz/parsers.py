@@ -20,6 +20,7 @@ from peerd.core.keys import Keypair, verify
 from peerd.core.limits import RPC_MESSAGE_FRAME_BYTES
 from peerd.core.messages import decode, encode
 from peerd.core.protobuf.circuit import HopKind, HopMessage, Limit, Promise, Status, StopKind, StopMessage, status_words
+from peerd.core.protobuf.holepunch import HolePunch, PunchKind
 from peerd.core.protobuf.messages import Identify, NoisePayload, decode_public_key, encode_public_key
 from peerd.core.protobuf.voucher import Voucher
 from peerd.core.record import Record
@@ -29,6 +30,7 @@ from peerd.machine import rpc, yamux
 from peerd.machine.buffers import BufferPool
 from peerd.machine.multistream import HEADER, NOT_AVAILABLE, Proposal, Selector, encode_line
 from peerd.machine.noise import SEALED_BYTES, Handshake, Opener, Sealer, Secrets
+from peerd.machine.punch import to_dial
 from peerd.machine.store import Verdict
 from peerd.machine.table import Contact
 from peerd.machine.yamux import Yamux
@@ -143,6 +145,11 @@ def _hop(data: bytes) -> None:
 @parser("stop", lambda: [StopMessage(kind=StopKind.CONNECT, peer=KEYS.peer_id, limit=Limit(120, 1 << 17)).encode()])
 def _stop(data: bytes) -> None:
     StopMessage.decode(data)
+
+
+@parser("hole punch", lambda: [HolePunch(PunchKind.CONNECT, tuple(parse_addr(a).to_bytes() for a in ADDRS)).encode()])
+def _hole_punch(data: bytes) -> None:
+    to_dial(HolePunch.decode(data).addrs, [parse_addr("/ip4/192.168.1.7/tcp/4001")])
 
 
 @parser("voucher", lambda: [VOUCHER])
