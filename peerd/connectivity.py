@@ -16,7 +16,9 @@ from peerd.core.keys import Keypair
 from peerd.machine.reachability import advice
 from peerd.net.circuits import Circuits
 from peerd.net.host import Host
+from peerd.net.router import Router
 from peerd.service.dht import Dht
+from peerd.service.portmap import PortMapping
 from peerd.service.punching import Punching
 from peerd.service.reach import Reach, ReachConfig, port_of
 from peerd.service.relay import Relay
@@ -28,6 +30,7 @@ class ConnectivityConfig:
     """What this peer does for others' ways, and its figures."""
 
     relay: bool = False  # carry others' circuits
+    routers: tuple[Router, ...] = ()  # that may be asked for a way in from outside
     reach: ReachConfig = field(default_factory=ReachConfig)
 
 
@@ -48,6 +51,7 @@ class Connectivity:
         self.reach = Reach(host, clock, self.config.reach)
         self.punching = Punching(host, clock)
         self.relay = Relay(host, clock, keypair) if self.config.relay else None
+        self.portmap = PortMapping(host, self.config.routers) if self.config.routers else None
         host.add_transport(self.circuits)
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
@@ -58,6 +62,8 @@ class Connectivity:
                 await nursery.start(self.relay.run)
             await nursery.start(self.punching.run)
             await nursery.start(self.reach.run)
+            if self.portmap is not None:
+                await nursery.start(self.portmap.run)
             task_status.started()
 
     def status(self) -> dict[str, Any]:
@@ -65,5 +71,6 @@ class Connectivity:
         finding = self.reach.finding
         relay = asdict(self.relay.traffic()) if self.relay is not None else None
         held = len(self.circuits.reservations)
-        more = {"advice": advice(finding, port_of(self._host), held), "relay": relay}
-        return self.reach.status() | more | {"punching": self.punching.status()}
+        ways = {"relay": relay, "portmap": self.portmap.status() if self.portmap is not None else None}
+        ways |= {"punching": self.punching.status()}
+        return self.reach.status() | {"advice": advice(finding, port_of(self._host), held)} | ways

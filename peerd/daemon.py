@@ -39,9 +39,11 @@ from peerd.membership import PeerPapers, own_papers
 from peerd.net.clock import RealClock
 from peerd.net.host import Host
 from peerd.net.pacing import tcp_within
+from peerd.net.router import Router
 from peerd.role import Role, RoleContext
 from peerd.service.access import Access
 from peerd.service.dht import Dht
+from peerd.service.portmap import own_routers
 from peerd.service.rpc import Rpc
 from peerd.status import RoleState, StatusBoard
 
@@ -79,6 +81,7 @@ class Ground:
     clock: Clock
     log: EventLog
     papers: PeerPapers | None = None  # in a run with tokens
+    routers: tuple[Router, ...] = ()  # of the network that this machine is in
 
 
 @dataclass(slots=True, eq=False)
@@ -114,7 +117,7 @@ class Daemon:
             self.access = Access(plan.run, host, self.rpc, ground.clock, ground.papers)
             self.rpc.guard(self.access)
         self.dht = Dht(host, self.rpc, ground.clock, ground.keypair)
-        carries = ConnectivityConfig(relay=_relays(plan))
+        carries = ConnectivityConfig(relay=_relays(plan), routers=ground.routers)
         self.connectivity = Connectivity(host, (self.rpc, self.dht), ground.clock, ground.keypair, carries)
         self._held = [_Held(cls) for cls in plan.roles]
         self._failure: Exception | None = None
@@ -403,7 +406,8 @@ def assembled(plan: Plan, stream: TextIO | None) -> Iterator[Daemon]:
         stack.callback(log.close)
         names = [cls.name for cls in plan.roles]
         stack.enter_context(noted(Running(os.getpid(), str(home), str(socket_path(home)), run, names)))
-        ground = Ground(home=home, keypair=keypair, clock=clock, log=log, papers=papers)
+        routers = tuple(own_routers(clock))
+        ground = Ground(home=home, keypair=keypair, clock=clock, log=log, papers=papers, routers=routers)
         limits = plan.run.limits if plan.run is not None else LimitsSection()
         yield Daemon(plan, ground, Host(keypair, clock, [tcp_within(limits)]))
 

@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.text import Text
 
 from peerd import __version__
-from peerd.core.addr import parse_addr, split_peer
+from peerd.core.addr import parse_addr, split_peer, tcp_place
 from peerd.core.errors import ConfigError, Refused, RemoteError
 from peerd.core.ids import PeerId
 from peerd.core.keys import Keypair
@@ -35,6 +35,7 @@ from peerd.net.listening import other_family
 from peerd.net.tcp import TcpTransport
 from peerd.net.transport import NoSuchFamily
 from peerd.service.dht_messages import HelloMessage, PingMessage, PongMessage
+from peerd.service.portmap import own_routers, tried
 from peerd.service.rpc import Rpc
 
 DISK_FAIL_BYTES: Final = 200 << 20  # not even one small checkpoint
@@ -144,6 +145,7 @@ def _data_dir(path: Path) -> list[Finding]:
 
 async def _network(wish: Wish) -> list[Finding]:
     findings = [await _port(text, wish.listen) for text in wish.listen]
+    findings += await _router(wish.listen)
     if not wish.bootstrap:
         return [*findings, Finding("bootstrap", "ok", "none given, so none was tried", "give --bootstrap or --config")]
     clock = RealClock()
@@ -176,6 +178,21 @@ async def _port(text: str, listen: Sequence[str]) -> Finding:
         return Finding("listen", "fail", str(error), advice)
     await listener.aclose()
     return Finding("listen", "ok", f"{text} is free")
+
+
+async def _router(listen: Sequence[str]) -> list[Finding]:
+    """Whether the home router would open the port; nothing where nobody outside is meant to come in."""
+    places = [tcp_place(parse_addr(text)) for text in listen]
+    clock = RealClock()
+    if not any(place is not None and not place.host.startswith(("127.", "::1")) for place in places):
+        return []
+    routers = own_routers(clock)
+    if not routers:
+        return [Finding("router", "ok", "not asked for a port; pip install 'peerd[portmap]' would make peerd ask")]
+    told = await tried(routers, clock.rng("doctor").randrange(20000, 60000))
+    maps = next((text for text in told if " maps " in text), None)
+    advice = "" if maps else "if nobody reaches this machine from outside, forward the port in the router's settings"
+    return [Finding("router", "ok", maps or f"opens no port by itself: {'; '.join(told)}", advice)]
 
 
 async def _bootstrap(host: Host, rpc: Rpc, clock: RealClock, text: str) -> list[Finding]:

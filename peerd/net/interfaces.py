@@ -6,9 +6,12 @@ of containers and virtual machines, and link-local IPv6 addresses, which mean no
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import socket
+import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final
 
 import psutil
@@ -19,6 +22,7 @@ IpInterface = ipaddress.IPv4Interface | ipaddress.IPv6Interface
 
 OWN_ADDRS: Final = 4  # of each IP version: other addresses of a peer, over relays and routers, need room, too
 _INSIDE: Final = ("docker", "br-", "veth", "virbr", "vmnet", "vboxnet", "lxc", "lxd", "cni", "flannel", "cali")
+_HAS_GATEWAY: Final = 0x2  # RTF_GATEWAY
 # Documentation addresses: connecting a datagram socket to them sends nothing, but picks the route's own address.
 _FAR: Final = {4: (socket.AF_INET, "192.0.2.1"), 6: (socket.AF_INET6, "2001:db8::1")}
 
@@ -57,6 +61,17 @@ def here() -> Place:
     # One of each version is enough for who is on this machine, too.
     first = [ipaddress.ip_address(text) for text in ("127.0.0.1", "::1")]
     return Place(tuple(found), tuple(ip for ip in first if ip in loopback))
+
+
+def gateway() -> str | None:
+    """The router's IPv4 address: as the system says where it does (Linux), else the first of the route's network."""
+    with contextlib.suppress(OSError, ValueError):
+        for line in Path("/proc/net/route").read_text().splitlines()[1:]:
+            _, target, router, flags, *_ = line.split("\t")
+            if target == "00000000" and int(flags, 16) & _HAS_GATEWAY:
+                return str(ipaddress.IPv4Address(int(router, 16).to_bytes(4, sys.byteorder)))
+    own = next((own for own in here().interfaces if own.version == 4 and own.ip == _route_address(4)), None)
+    return str(own.network.network_address + 1) if own is not None and own.network.num_addresses > 2 else None
 
 
 def _interface(family: int, address: str, netmask: str | None) -> IpInterface | None:

@@ -116,16 +116,16 @@ CASES = [
     Case("no such data directory", "status --data-dir {tmp}/no", 2, ("there is no data directory {tmp}/no",)),
     Case("data that is not there", "demo --data {tmp}/no", 2, ("--data {tmp}/no: there is no such file or folder",)),
     # Bootstraps, asked by doctor: what is wrong, and what to do.
-    Case("doctor: refused", "doctor --bootstrap /ip4/127.0.0.1/tcp/9", 1, ("refused", "is the backbone running")),
-    Case("doctor: not libp2p", "doctor --bootstrap /ip4/127.0.0.1/tcp/{mute}", 1, ("no libp2p peer",)),
+    Case("doctor: refused", "doctor --listen {here} --bootstrap {no}", 1, ("refused", "is the backbone running")),
+    Case("doctor: not libp2p", "doctor --listen {here} --bootstrap /ip4/127.0.0.1/tcp/{mute}", 1, ("no libp2p peer",)),
     Case("doctor: port in use", "doctor --listen /ip4/127.0.0.1/tcp/{port}", 1, ("address already in use",)),
     Case("doctor: wrong address", "doctor --bootstrap nowhere", 2, ("'nowhere' is not an address",)),
 ]
 
 
 @pytest.fixture
-def ports() -> Iterator[dict[str, int]]:
-    """A port in use, and one where something answers that is no libp2p peer."""
+def ports() -> Iterator[dict[str, object]]:
+    """A port in use, and one where something answers that is no libp2p peer; where to listen, where nobody does."""
     with contextlib.ExitStack() as stack:
         taken = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
         mute = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
@@ -137,7 +137,8 @@ def ports() -> Iterator[dict[str, int]]:
                         caller.sendall(b"220 mail.example ready\r\n")
 
         threading.Thread(target=answer, daemon=True).start()
-        yield {"port": taken.getsockname()[1], "mute": mute.getsockname()[1]}
+        places = {"here": LISTEN, "no": "/ip4/127.0.0.1/tcp/9"}
+        yield places | {"port": taken.getsockname()[1], "mute": mute.getsockname()[1]}
         mute.shutdown(socket.SHUT_RDWR)
 
 
@@ -156,7 +157,7 @@ def _alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
 @pytest.mark.slow  # the first role that computes loads torch
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_a_mistake_ends_in_one_clear_message(
-    case: Case, tmp_path: Path, ports: dict[str, int], capsys: pytest.CaptureFixture[str]
+    case: Case, tmp_path: Path, ports: dict[str, object], capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name, text in case.files:
         file = tmp_path / name
