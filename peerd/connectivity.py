@@ -22,6 +22,7 @@ from peerd.service.portmap import PortMapping
 from peerd.service.punching import Punching
 from peerd.service.reach import Reach, ReachConfig, port_of
 from peerd.service.relay import Relay
+from peerd.service.reserving import Reserving
 from peerd.service.rpc import Rpc
 
 
@@ -50,9 +51,13 @@ class Connectivity:
         self.circuits = Circuits(host, clock)
         self.reach = Reach(host, clock, self.config.reach)
         self.punching = Punching(host, clock)
+        self.reserving = Reserving(host, self.circuits, clock, net[1])
         self.relay = Relay(host, clock, keypair) if self.config.relay else None
         self.portmap = PortMapping(host, self.config.routers) if self.config.routers else None
         host.add_transport(self.circuits)
+        self.reach.count_relays(lambda: len(self.circuits.reservations))
+        self.reach.on_change(lambda finding: self.reserving.want(finding.needs_relays))
+        self.reserving.on_change(self.reach.look)
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Make ways until cancelled."""
@@ -61,6 +66,7 @@ class Connectivity:
             if self.relay is not None:
                 await nursery.start(self.relay.run)
             await nursery.start(self.punching.run)
+            await nursery.start(self.reserving.run)
             await nursery.start(self.reach.run)
             if self.portmap is not None:
                 await nursery.start(self.portmap.run)
@@ -70,7 +76,9 @@ class Connectivity:
         """Plain data for `peerd status`: the verdict, what it means, and what to do."""
         finding = self.reach.finding
         relay = asdict(self.relay.traffic()) if self.relay is not None else None
-        held = len(self.circuits.reservations)
-        ways = {"relay": relay, "portmap": self.portmap.status() if self.portmap is not None else None}
+        relays = [str(peer) for peer in self.reserving.relays]
+        told = {"advice": advice(finding, port_of(self._host), len(relays)), "relays": relays}
+        ways = {"portmap": self.portmap.status() if self.portmap is not None else None}
         ways |= {"punching": self.punching.status()}
-        return self.reach.status() | {"advice": advice(finding, port_of(self._host), held)} | ways
+        more = {"takes_inbound": self._host.takes_inbound, "carries": relay}
+        return self.reach.status() | told | more | ways

@@ -57,6 +57,10 @@ class Kademlia:
         self.node.joined = self._refreshed = True
         self._join_at = now + self.node.config.refresh_s * self._rng.random()
 
+    def look_around(self, now: float) -> None:
+        """Look for our neighbours at the next `wake`, who thereby hear what we say of ourselves by now."""
+        self._join_at = self._upkeep_at = now
+
     def handle(self, now: float, event: q.Input) -> list[q.Output]:
         """Take in what happened; returns what to do about it, in order."""
         match event:
@@ -146,7 +150,9 @@ class Kademlia:
         elif reply.hello is not None:
             self._heard(now, peer, Contact(peer, reply.hello.addrs))
         else:
-            self._heard(now, peer, None if peer in self.node.neighbours.table else flight.contact)
+            neighbours = self.node.neighbours
+            known = peer in neighbours.table or neighbours.has_resigned(peer)
+            self._heard(now, peer, None if known else flight.contact)
         self._work.pump(now, flight.tasks())
 
     def _failed(self, now: float, ask: int, lied: bool) -> None:
@@ -175,6 +181,8 @@ class Kademlia:
         """The peer talked to us; `contact` when we also know that it can be dialled there."""
         neighbours = self.node.neighbours
         neighbours.answered(now, peer)
+        if contact is not None and not contact.addrs:
+            self._ping(now, neighbours.resigned(peer))
         if contact is None or not contact.addrs:
             return
         alone = not len(neighbours.table)

@@ -47,6 +47,7 @@ class Neighbours:
         self._greeted: OrderedDict[PeerId, float] = OrderedDict()
         self._near: OrderedDict[Key, _Near] = OrderedDict()
         self._former: OrderedDict[PeerId, Contact] = OrderedDict()
+        self._resigned: OrderedDict[PeerId, None] = OrderedDict()  # cannot be dialed, as they say themselves
         self._given: OrderedDict[tuple[PeerId, Key], float] = OrderedDict()
 
     def usable(self, now: float, peer: PeerId) -> bool:
@@ -65,6 +66,7 @@ class Neighbours:
     def welcome(self, now: float, contact: Contact) -> tuple[bool, Contact | None]:
         """The peer itself talked to us and can be dialled. Returns whether it is newly seated, and whom to probe."""
         self._silence.answered(contact.peer)
+        self._resigned.pop(contact.peer, None)
         if self._liars.shunned(now, contact.peer):
             return False, None
         seated, oldest = self.table.add(now, contact)
@@ -98,6 +100,20 @@ class Neighbours:
         newcomer = self._remove(peer)
         self._former.pop(peer, None)
         return newcomer
+
+    def resigned(self, peer: PeerId) -> Contact | None:
+        """It says that it cannot be dialed, or not any more. Returns a newcomer to probe in its place."""
+        self._resigned[peer] = None
+        self._resigned.move_to_end(peer)
+        if len(self._resigned) > _GREETED:
+            self._resigned.popitem(last=False)
+        newcomer = self._remove(peer)
+        self._former.pop(peer, None)
+        return newcomer
+
+    def has_resigned(self, peer: PeerId) -> bool:
+        """Whether it said so last, whatever others still tell of it."""
+        return peer in self._resigned
 
     def is_liar(self, now: float, peer: PeerId) -> bool:
         return self._liars.shunned(now, peer)

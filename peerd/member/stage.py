@@ -363,7 +363,7 @@ class StageMember:
             except RemoteError as error:
                 self._ctx.log.event("announce failed", level="warning", reason=str(error))
             with trio.move_on_after(pause_s(self._following.step_in_s, _ANNOUNCE_S, _ANNOUNCE_RARELY_S)):
-                await self._stepped.wait()
+                await self._training.directory.moved_or(self._stepped)
                 await trio.sleep(1.0)  # steps may be shorter than anyone wants to read about
 
     # --- serving ----------------------------------------------------------------------------------------------

@@ -80,7 +80,7 @@ class Host:
         self.punching: set[PeerId] = set()  # peers that are dialing us through their routers, as we are them
         self._buffers = Buffers()
         self._budget = WindowBudget(limits.WINDOW_BYTES_HOST)
-        self._relocations = trio.lowlevel.ParkingLot()
+        self._relocations, self._readdressed = trio.lowlevel.ParkingLot(), trio.lowlevel.ParkingLot()
         self._half_open: dict[RawLink, tuple[str, trio.CancelScope]] = {}  # oldest first
         self._nursery: trio.Nursery | None = None  # handlers, dials, hand-shakes
         self._link_nursery: trio.Nursery | None = None  # outlives the other, for the goodbye
@@ -135,7 +135,7 @@ class Host:
         announced before."""
         if self._announced.get(source, []) != list(addrs):
             self._announced[source] = list(addrs)
-            self._introductions.changed()
+            self._tell_addrs()
 
     async def relocated(self) -> None:
         """Wait for this machine's next change of addresses: another network, an interface that comes or goes."""
@@ -150,7 +150,15 @@ class Host:
         withheld = frozenset(addrs)
         if self._withheld != withheld:
             self._withheld = withheld
-            self._introductions.changed()
+            self._tell_addrs()
+
+    async def readdressed(self) -> None:
+        """Wait for the next change of `addrs`, for whoever tells them to others."""
+        await self._readdressed.park()
+
+    def _tell_addrs(self) -> None:
+        self._introductions.changed()
+        self._readdressed.unpark_all()
 
     def add_transport(self, transport: Transport) -> None:
         """One more way to dial; asked after those that were there before."""
@@ -382,7 +390,7 @@ class Host:
             await transport.relocated()
             _log.info("this machine's addresses changed: %s", ", ".join(map(str, self.listen_addrs())) or "none")
             self._book.forget_failures()
-            self._introductions.changed()
+            self._tell_addrs()
             self._relocations.unpark_all()
 
     def _surroundings(self) -> Surroundings:

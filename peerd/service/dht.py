@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import trio
 from multiaddr import Multiaddr
 
-from peerd.core.addr import reach, split_peer
+from peerd.core.addr import is_relayed, reach, split_peer
 from peerd.core.clock import Clock
 from peerd.core.errors import LocalError, ProtocolViolation, Refused, RemoteError
 from peerd.core.ids import Key, PeerId
@@ -30,6 +30,7 @@ from peerd.core.record import Record, Verifier
 from peerd.machine import queries as q
 from peerd.machine.kademlia import Kademlia
 from peerd.machine.nodestate import KademliaConfig
+from peerd.machine.paths import Way
 from peerd.machine.rpc_calls import MethodLimits
 from peerd.machine.store import Verdict
 from peerd.machine.table import Contact
@@ -47,6 +48,7 @@ _PROTOCOL = "dht/1"
 _CALLS_PER_PEER = 64  # at once; a peer that joins, publishes and reads at the same time has about ten
 _SLACK_BYTES = 32 << 10  # of a message beyond the records in it
 _OUTDATED = (Verdict.STALE, Verdict.UNTIMELY)
+_TOGETHER_S = 0.5  # addresses often change by several at once
 _NAMED_S = 60.0  # who offers outdated records is named once in so long
 _NAMED_PEERS = 1024  # remembered for that
 
@@ -104,6 +106,7 @@ class Dht:
                     self._serve()
                     self._tell_addrs()
                     nursery.start_soon(self._keep_time)
+                    nursery.start_soon(self._follow_addrs)
                     self._entries.start(nursery, bootstrap)
                     task_status.started()
                     async for event in events:
@@ -172,6 +175,19 @@ class Dht:
         """Take back everything, in few messages: before leaving."""
         self._cache.clear()
         await self._perform(lambda op: q.Withdraw(op), q.PutDone, timeout_s, leaving=True)
+
+    def entry_peers(self) -> list[PeerId]:
+        """Connected peers at bootstrap addresses."""
+        return self._entries.peers()
+
+    def look_around(self) -> None:
+        """Ask those near us who else is there."""
+        self._kad.look_around(self._clock.now())
+        self._handle(None)
+
+    def contacts(self) -> dict[PeerId, list[Multiaddr]]:
+        """Peers of the routing table, and where they say they can be dialed."""
+        return {contact.peer: wire.addrs_from_wire(contact.addrs) for contact in self._kad.node.neighbours.table}
 
     def status(self) -> dict[str, Any]:
         """Plain data for `peerd status`."""
@@ -265,6 +281,14 @@ class Dht:
             self._tell_addrs()
             self._handle(None)
 
+    async def _follow_addrs(self) -> None:
+        """Who has us in a table hears of our new addresses, or that we have none."""
+        while True:
+            await self._host.readdressed()
+            await trio.sleep(_TOGETHER_S)
+            self._tell_addrs()
+            self.look_around()
+
     def _tell_addrs(self) -> None:
         self._kad.addrs = wire.addrs_to_wire(self._host.addrs())
 
@@ -280,6 +304,8 @@ class Dht:
         try:
             with trio.CancelScope(deadline=trio.current_time() + self._config.node.silent_s):
                 reply = await self._calls.ask(ask.contact, ask.request, self._config.node.silent_s)
+                if reply.hello is not None and not self._is_dialable(ask.contact.peer, reply.hello):
+                    reply = replace(reply, hello=q.Hello())
                 outcome = q.Answered(ask.id, reply)
         except ProtocolViolation as error:
             _log.info("peer %s: %s", ask.contact.peer, error)
@@ -336,15 +362,17 @@ class Dht:
         _log.info("peer %s offered %d outdated records, the first of them of %s: refused", peer, count, publisher)
 
     def _is_dialable(self, peer: PeerId, hello: q.Hello) -> bool:
-        """Whether others can probably reach the peer where it says.
+        """Whether others can probably dial the peer where it says, without a relay.
 
-        Proven if we dialled it. Not so when it calls from the internet and names only addresses of some home network:
-        then it sits behind a router, and would be a dead entry in everybody's table.
+        Proven if we dialed it. Not so when it calls from the internet and names only addresses of some home network,
+        or ways over relays: it would be a dead entry in everybody's table, or have every question carried by a relay.
+        Such a peer asks and is not asked, as in libp2p; its records are kept by those who can be dialed, on all of them
+        while these are few, so that the loss of one costs nothing.
         """
         link = self._host.links.best(peer)
-        if link is None or link.initiator or reach(link.remote) < 2:
+        if link is None or link.way == Way.LOCAL or (link.way == Way.DIRECT and link.initiator):
             return True
-        return any(reach(addr) == 2 for addr in wire.addrs_from_wire(hello.addrs))
+        return any(reach(addr) == 2 and not is_relayed(addr) for addr in wire.addrs_from_wire(hello.addrs))
 
 
 def _without_addrs(request: q.Request) -> q.Request:

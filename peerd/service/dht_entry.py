@@ -50,6 +50,10 @@ class EntryPoints:
         for entry in self._entries:
             nursery.start_soon(self._keep, entry)
 
+    def peers(self) -> list[PeerId]:
+        """Those that are connected."""
+        return [entry.peer for entry in self._entries if entry.peer is not None]
+
     def lost(self, peer: PeerId) -> None:
         """The last connection to `peer` has closed."""
         for entry in self._entries:

@@ -8,7 +8,7 @@ counts only with its publisher's token in it, and one that allows to serve a sta
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -183,6 +183,17 @@ class Directory:
                 break
             count[stage] += 1
         return count.index(min(count))
+
+    async def moved_or(self, event: trio.Event) -> None:
+        """Wait until our addresses change, so that records which name them are old, or until `event`."""
+        async with trio.open_nursery() as nursery:
+
+            async def wait(what: Callable[[], Awaitable[None]]) -> None:
+                await what()
+                nursery.cancel_scope.cancel()
+
+            nursery.start_soon(wait, self._host.readdressed)
+            nursery.start_soon(wait, event.wait)
 
     def own_addrs(self) -> list[str]:
         return [str(addr) for addr in self._host.addrs()][:16]

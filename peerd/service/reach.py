@@ -9,6 +9,7 @@ Hostile input: bounded by the two machines; a peer that sends nothing, or no end
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -42,6 +43,7 @@ class ReachConfig:
     probe_s: float = 3.0  # one dial-back, hand-shake included: a lost packet is repeated after one second
     serve_s: float = 10.0  # one asker, from its question to our answer
     ask_s: float = 20.0  # an answer: others may be more patient with their dials than we are
+    shut_s: float = 10.0  # how long nobody can come in before this peer counts as one that only dials
 
 
 class Reach:
@@ -55,12 +57,18 @@ class Reach:
         self._nursery: trio.Nursery | None = None
         self._timer = trio.CancelScope()
         self._heard: list[Callable[[Finding], None]] = []
+        self._relays: Callable[[], int] = lambda: 0
+        self._shut_at = math.inf
         self.since = clock.now()  # when the verdict became what it is
 
     @property
     def finding(self) -> Finding:
         """The verdict as it stands."""
         return self._machine.finding
+
+    def count_relays(self, count: Callable[[], int]) -> None:
+        """`count`: how many relays take circuits for us; `look` when that changes."""
+        self._relays = count
 
     def on_change(self, hear: Callable[[Finding], None]) -> None:
         """Have `hear` called with each new finding; it must not block."""
@@ -76,6 +84,7 @@ class Reach:
                         self._told(self._host.links.best(peer))
                     self.look()
                     self._nursery.start_soon(self._keep_time)
+                    self._nursery.start_soon(self._follow_machine)
                     task_status.started()
                     async for event in events:
                         if isinstance(event, PeerTold):
@@ -97,12 +106,32 @@ class Reach:
             self._nursery.start_soon(self._ask, ask)
         if self._machine.finding != before:
             self._apply(before)
-        self._timer.deadline = min(self._timer.deadline, self._machine.wake_at(now))
+        self._open_or_shut(now)
+        self._timer.deadline = min(self._timer.deadline, self._wake_at(now))
+
+    def _open_or_shut(self, now: float) -> None:
+        """Whether others can come in at all; that they cannot counts only once it has lasted."""
+        if self.finding.kind in (Kind.UNKNOWN, Kind.REACHABLE) or self._relays():
+            self._shut_at, self._host.takes_inbound = math.inf, True
+        elif self._host.takes_inbound:
+            self._shut_at = min(self._shut_at, now + self._config.shut_s)
+            if now >= self._shut_at:
+                _log.warning("nobody can connect to this peer: it only dials out")
+                self._shut_at, self._host.takes_inbound = math.inf, False
+
+    def _wake_at(self, now: float) -> float:
+        return min(self._machine.wake_at(now), self._shut_at)
 
     async def _keep_time(self) -> None:
         while True:
-            with trio.CancelScope(deadline=self._machine.wake_at(self._clock.now())) as self._timer:
+            with trio.CancelScope(deadline=self._wake_at(self._clock.now())) as self._timer:
                 await trio.sleep_forever()
+            self.look()
+
+    async def _follow_machine(self) -> None:
+        """Look again when this machine is elsewhere."""
+        while True:
+            await self._host.relocated()
             self.look()
 
     def _told(self, link: Link | None) -> None:

@@ -2,65 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
-
 import pytest
 import trio
 import trio.testing
 
-from peerd.core.addr import parse_addr, tcp_addr, with_peer
+from peerd.core.addr import parse_addr
 from peerd.core.protobuf.autonat import AUTONAT, Dialed, DialMe, DialStatus
 from peerd.machine.reachability import Kind
 from peerd.net.delimited import receive_message, send_message
 from peerd.net.host import Host
 from peerd.net.stream import Stream
 from peerd.service.reach import Reach
-from peerd.sim.clock import SimClock
-from peerd.sim.simnet import SimNet
-from tests.kit.hosts import keypair
-from tests.kit.routers import KINDS, PORT, Routed
-from tests.kit.virtual import running_net
+from tests.kit.internet import internet
+from tests.kit.routers import KINDS
 
 pytestmark = pytest.mark.usefixtures("autojump_clock")
-
-
-@dataclass
-class Peers:
-    """Hosts with their Reach in one simulated internet, by name."""
-
-    net: SimNet
-    nursery: trio.Nursery
-    hosts: dict[str, Host] = field(default_factory=dict)
-    reaches: dict[str, Reach] = field(default_factory=dict)
-    routers: dict[str, Routed] = field(default_factory=dict)
-
-    async def start(self, name: str, kind: str = "public", *, tests: bool = True) -> Reach:
-        number = len(self.hosts) + 1
-        self.routers[name] = Routed(self.net, name, f"{80 + number}.7.0.1", kind)
-        clock = SimClock(1, name)
-        host = self.hosts[name] = Host(keypair(name), clock, [self.routers[name]])
-        await self.nursery.start(host.run, [tcp_addr("0.0.0.0", PORT)])
-        reach = self.reaches[name] = Reach(host, clock)
-        if tests:
-            await self.nursery.start(reach.run)
-        return reach
-
-    def outside(self, name: str) -> str:
-        return f"/ip4/{self.routers[name].ip}/tcp/{PORT}"
-
-    async def join(self, name: str, *others: str) -> None:
-        for other in others:
-            await self.hosts[name].connect_addr(with_peer(parse_addr(self.outside(other)), self.hosts[other].id))
-
-
-@asynccontextmanager
-async def internet() -> AsyncIterator[Peers]:
-    with trio.fail_after(10_000):
-        async with running_net() as net, trio.open_nursery() as nursery:
-            yield Peers(net, nursery)
-            nursery.cancel_scope.cancel()
 
 
 async def verdict(reach: Reach) -> tuple[Kind, float]:

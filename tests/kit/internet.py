@@ -1,0 +1,89 @@
+"""Hosts in a simulated internet, each public or behind a router, with the parts that make ways."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+import trio
+from multiaddr import Multiaddr
+
+from peerd.connectivity import Connectivity, ConnectivityConfig
+from peerd.core.addr import parse_addr, tcp_addr, with_peer
+from peerd.net.host import Host
+from peerd.service.dht import Dht
+from peerd.service.reach import Reach
+from peerd.service.rpc import Rpc
+from peerd.sim.clock import SimClock
+from peerd.sim.simnet import SimNet
+from tests.kit.hosts import keypair
+from tests.kit.routers import PORT, Routed
+from tests.kit.virtual import running_net
+
+
+@dataclass
+class Peers:
+    """Hosts with their Reach in one simulated internet, by name."""
+
+    net: SimNet
+    nursery: trio.Nursery
+    hosts: dict[str, Host] = field(default_factory=dict)
+    ways: dict[str, Connectivity] = field(default_factory=dict)
+    dhts: dict[str, Dht] = field(default_factory=dict)
+    scopes: dict[str, trio.CancelScope] = field(default_factory=dict)
+    routers: dict[str, Routed] = field(default_factory=dict)
+
+    async def start(self, name: str, kind: str = "public", *, tests: bool = True) -> Reach:
+        """A host that tests and is tested, and does nothing else; without `tests` not even that."""
+        host, clock = await self._host(name, kind)
+        reach = Reach(host, clock)
+        if tests:
+            await self.nursery.start(reach.run)
+        return reach
+
+    async def join_swarm(self, name: str, kind: str = "public", *others: str, relay: bool = False) -> Connectivity:
+        """A whole peer, with DHT and everything that makes ways, which joins through `others`."""
+        host, clock = await self._host(name, kind)
+        rpc = Rpc(host, clock)
+        dht = self.dhts[name] = Dht(host, rpc, clock, keypair(name))
+        config = ConnectivityConfig(relay=relay)
+        ways = self.ways[name] = Connectivity(host, (rpc, dht), clock, keypair(name), config)
+        await self.nursery.start(rpc.run)
+        await self.nursery.start(ways.run)
+        await self.nursery.start(dht.run, [self.addr(other) for other in others])
+        return ways
+
+    async def _host(self, name: str, kind: str) -> tuple[Host, SimClock]:
+        number = len(self.hosts) + 1
+        self.routers[name] = Routed(self.net, name, f"{80 + number}.7.0.1", kind)
+        clock = SimClock(1, name)
+        host = self.hosts[name] = Host(keypair(name), clock, [self.routers[name]])
+        await self.nursery.start(self._run, name, host)
+        return host, clock
+
+    async def _run(self, name: str, host: Host, *, task_status: trio.TaskStatus[None]) -> None:
+        with trio.CancelScope() as self.scopes[name]:
+            await host.run([tcp_addr("0.0.0.0", PORT)], task_status=task_status)
+
+    def stop(self, name: str) -> None:
+        """The host leaves."""
+        self.scopes[name].cancel()
+
+    def addr(self, name: str) -> Multiaddr:
+        return with_peer(parse_addr(self.outside(name)), self.hosts[name].id)
+
+    def outside(self, name: str) -> str:
+        return f"/ip4/{self.routers[name].ip}/tcp/{PORT}"
+
+    async def join(self, name: str, *others: str) -> None:
+        for other in others:
+            await self.hosts[name].connect_addr(self.addr(other))
+
+
+@asynccontextmanager
+async def internet() -> AsyncIterator[Peers]:
+    with trio.fail_after(10_000):
+        async with running_net() as net, trio.open_nursery() as nursery:
+            yield Peers(net, nursery)
+            nursery.cancel_scope.cancel()
