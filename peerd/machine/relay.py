@@ -1,4 +1,4 @@
-"""What a relay allows: who holds a reservation, which circuits there may be, and how long a piece of data waits.
+"""What a relay allows: who holds a reservation, and which circuits there may be.
 
 Sans-IO: `service.relay` does what is decided here. Every refusal has its status and a reason in words. Invariants: the
 bounds of RelayConfig hold at any time, whoever asks however often; the tables hold nothing of peers that left, and an
@@ -44,7 +44,7 @@ class RelayConfig:
     circuit_idle_s: float = 90.0  # nothing in either direction: links over it ping every 10 s, Go's every 30 s
     circuit_stall_s: float = 60.0  # one piece that the receiver does not take
     circuit_bytes_per_s: float = math.inf  # one circuit, each direction
-    bytes_per_s: float = math.inf  # all circuits, both directions
+    bytes_per_s: float = math.inf  # all circuits, both directions; places that want more than there is share equally
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,23 +247,3 @@ def place_of(ip: Ip | None) -> tuple[str, str]:
 
 def _network(ip: Ip, bits: int) -> str:
     return str(ipaddress.ip_network((ip, bits), strict=False))
-
-
-@dataclass(slots=True)
-class Turns:
-    """Pieces pass one after another at `bytes_per_s`, each asker's next one behind the others' present ones.
-
-    An asker has one piece waiting at a time: so all get equal shares, and who wants less than its share gets it all.
-    """
-
-    bytes_per_s: float
-    burst_s: float = 0.05  # what was not used lately may be caught up on
-    _free_at: float = -math.inf
-
-    def ask(self, now: float, size_bytes: int) -> float:
-        """When the piece may pass."""
-        if math.isinf(self.bytes_per_s):
-            return now
-        passes = max(self._free_at, now - self.burst_s)
-        self._free_at = passes + size_bytes / self.bytes_per_s
-        return max(passes, now)

@@ -8,13 +8,14 @@ A circuit is two streams and a task for each direction: a piece is read, waits f
 then the next one is read. So a slow reader slows its own writer and nobody else, the end of one direction is carried
 over, and what a circuit holds is bounded by the windows of its two streams. Whoever holds a reservation keeps its link.
 A hostile peer may ask without end (refused with a reason), open circuits and say nothing (a deadline), never read (a
-deadline for each piece), send as fast as it can (equal shares), or build chains of relays (refused).
+deadline for each piece), send as fast as it can (equal shares for places), or build chains of relays (refused).
 Source: libp2p specs `relay/circuit-v2.md`.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 from dataclasses import dataclass, field
 
 import trio
@@ -39,7 +40,8 @@ from peerd.core.protobuf.circuit import (
 )
 from peerd.core.protobuf.voucher import Voucher
 from peerd.machine.paths import Way
-from peerd.machine.relay import Refusal, RelayConfig, Switchboard, Turns
+from peerd.machine.relay import Refusal, RelayConfig, Switchboard, place_of
+from peerd.machine.turns import Pace, Shares
 from peerd.net.delimited import receive_message, send_message
 from peerd.net.host import Host
 from peerd.net.links import PeerDown
@@ -66,7 +68,7 @@ class _Circuit:
     source: Stream
     destination: Stream
     moved_at: float
-    turns: tuple[Turns, Turns]  # from the source, to the source
+    place: str  # of the source, which all of the circuit's bytes count for
     scope: trio.CancelScope = field(default_factory=trio.CancelScope)
     carried_bytes: int = 0
     over: str | None = None  # why it was ended from here
@@ -79,7 +81,9 @@ class Relay:
         self.config = config or RelayConfig()
         self._host, self._clock, self._keypair = host, clock, keypair
         self._board = Switchboard(self.config)
-        self._turns = Turns(self.config.bytes_per_s)
+        self._shares = Shares(self.config.bytes_per_s)
+        self._asked = trio.Event()  # a piece waits for its turn
+        self._passing: dict[int, trio.Event] = {}  # by ticket
         self._circuits: dict[int, _Circuit] = {}
         self._kept: dict[PeerId, None] = {}  # whose links we keep
         self._past_bytes = self._refused = 0
@@ -89,13 +93,15 @@ class Relay:
         self._host.handle(HOP, self._serve)
         try:
             with self._host.watch() as events:
-                task_status.started()
-                while True:
-                    with trio.move_on_after(_LOOK_S):
-                        event = await events.receive()
-                        if isinstance(event, PeerDown):
-                            self._board.left(event.peer)
-                    self._look(self._clock.now())
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(self._keep_turns)
+                    task_status.started()
+                    while True:
+                        with trio.move_on_after(_LOOK_S):
+                            event = await events.receive()
+                            if isinstance(event, PeerDown):
+                                self._board.left(event.peer)
+                        self._look(self._clock.now())
         finally:
             self._host.unhandle(HOP)
             for circuit in self._circuits.values():
@@ -234,15 +240,14 @@ class Relay:
 
     async def _bridge(self, number: int, near: Stream, far: Stream) -> bool:
         """Hand bytes on in both directions until both have ended (then True), or something ends the circuit."""
-        rate = self.config.circuit_bytes_per_s
-        circuit = _Circuit(near, far, self._clock.now(), (Turns(rate), Turns(rate)))
+        circuit = _Circuit(near, far, self._clock.now(), place_of(ip_of(near.link.remote))[0])
         self._circuits[number] = circuit
         circuit.scope.deadline = trio.current_time() + self.config.circuit_s
         try:
             with circuit.scope:
                 async with trio.open_nursery() as nursery:
-                    nursery.start_soon(self._carry, circuit, near, far, circuit.turns[0])
-                    nursery.start_soon(self._carry, circuit, far, near, circuit.turns[1])
+                    nursery.start_soon(self._carry, circuit, near, far)
+                    nursery.start_soon(self._carry, circuit, far, near)
             if circuit.scope.cancelled_caught:
                 circuit.over = circuit.over or "its time is over"
         finally:
@@ -252,15 +257,16 @@ class Relay:
             _log.debug("the circuit from %s to %s ended: %s", near.peer, far.peer, circuit.over)
         return circuit.over is None
 
-    async def _carry(self, circuit: _Circuit, source: Stream, sink: Stream, turns: Turns) -> None:
+    async def _carry(self, circuit: _Circuit, source: Stream, sink: Stream) -> None:
         """One direction, up to its end."""
-        left = self.config.circuit_bytes
+        left, pace = self.config.circuit_bytes, Pace(self.config.circuit_bytes_per_s)
         try:
             while view := await source.receive_view(_PIECE_BYTES):
-                for queue in (turns, self._turns):
-                    passes = queue.ask(trio.current_time(), len(view))
-                    if passes > trio.current_time():
-                        await trio.sleep_until(passes)
+                passes = pace.ask(trio.current_time(), len(view))
+                if passes > trio.current_time():
+                    await trio.sleep_until(passes)
+                if not math.isinf(self.config.bytes_per_s):
+                    await self._take_turn(circuit.place, len(view))
                 size = min(len(view), left)
                 with trio.move_on_after(self.config.circuit_stall_s) as stall:
                     await sink.send(view[:size])
@@ -276,6 +282,25 @@ class Relay:
             await sink.close_write()
         except Unreachable as error:
             self._end(circuit, error.args[0])
+
+    async def _take_turn(self, place: str, size_bytes: int) -> None:
+        ticket = self._shares.ask(place, size_bytes)
+        turn = self._passing[ticket] = trio.Event()
+        self._asked.set()
+        try:
+            await turn.wait()
+        finally:
+            if self._passing.pop(ticket, None) is not None:
+                self._shares.give_back(ticket)
+
+    async def _keep_turns(self) -> None:
+        """Let pieces pass in their order, at the rate of all together."""
+        while True:
+            self._asked = trio.Event()
+            while (ticket := self._shares.pop(trio.current_time())) is not None:
+                self._passing.pop(ticket).set()
+            with trio.move_on_at(self._shares.wake_at()):
+                await self._asked.wait()
 
     def _end(self, circuit: _Circuit, why: str) -> None:
         circuit.over = circuit.over or why
