@@ -80,5 +80,5 @@ class Connectivity:
         told = {"advice": advice(finding, port_of(self._host), len(relays)), "relays": relays}
         ways = {"portmap": self.portmap.status() if self.portmap is not None else None}
         ways |= {"punching": self.punching.status()}
-        more = {"takes_inbound": self._host.takes_inbound, "carries": relay}
+        more = {"takes_inbound": self._host.takes_inbound, "relay": relay}
         return self.reach.status() | told | more | ways

@@ -59,7 +59,8 @@ class Reach:
         self._heard: list[Callable[[Finding], None]] = []
         self._relays: Callable[[], int] = lambda: 0
         self._shut_at = math.inf
-        self.since = clock.now()  # when the verdict became what it is
+        self.since = self._began = clock.now()  # since when the verdict is what it is
+        self._first_s: float | None = None
 
     @property
     def finding(self) -> Finding:
@@ -77,6 +78,7 @@ class Reach:
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Find out, and keep finding out, until cancelled."""
         self._host.handle(AUTONAT, self._serve)
+        self.since = self._began = self._clock.now()
         try:
             with self._host.watch(told=True) as events:
                 async with trio.open_nursery() as self._nursery:
@@ -162,6 +164,8 @@ class Reach:
         finding = self._machine.finding
         if (finding.kind, finding.proven) != (before.kind, before.proven):
             self.since = self._clock.now()
+            if self._first_s is None and finding.kind != Kind.UNKNOWN:
+                self._first_s = self.since - self._began
             _log.info("reachability: %s: %s", finding.kind, finding.why)
         self._host.candidates = list(finding.candidates)
         self._host.announce(PROVEN, finding.proven)
@@ -251,6 +255,7 @@ class Reach:
             "verdict": finding.kind.value,
             "why": finding.why,
             "for_s": self._clock.now() - self.since,
+            "found_after_s": self._first_s,  # the first one, since the start
             "proven": [str(addr) for addr in finding.proven],
             "candidates": [str(addr) for addr in finding.candidates],
         }
