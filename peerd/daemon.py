@@ -38,6 +38,7 @@ from peerd.log import EventLog, plain
 from peerd.membership import PeerPapers, own_papers
 from peerd.net.clock import RealClock
 from peerd.net.host import Host
+from peerd.net.linemeter import LineMeter
 from peerd.net.pacing import tcp_within
 from peerd.net.router import Router
 from peerd.role import Role, RoleContext
@@ -145,6 +146,7 @@ class Daemon:
             await services.start(functools.partial(self.host.run, [parse_addr(text) for text in self._plan.listen]))
             await services.start(self.rpc.run)
             await services.start(self.connectivity.run)
+            services.start_soon(LineMeter(self.host).run)
             if self.access is not None:
                 await services.start(self.access.run)
                 services.start_soon(self.access.refresh, self.dht)

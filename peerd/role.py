@@ -28,12 +28,13 @@ from peerd.service.dht import Dht
 from peerd.service.pipeline import Load, Pipeline
 from peerd.service.rpc import Answer, Incoming, MethodLimits, Rpc
 from peerd.service.snapshot import Giving, StateItem
-from peerd.service.training import Training
+from peerd.service.training import Carries, Training
 
 __all__ = [
     "Answer",
     "AveragingPlan",
     "Begun",
+    "Carries",
     "Conducting",
     "Contribution",
     "Drop",

@@ -31,7 +31,7 @@ from peerd.core.progress import (
     sum_told,
 )
 from peerd.core.record import Record
-from peerd.core.runfile import RunFile
+from peerd.core.runfile import BYTES_PER_MBIT, LimitsSection, RunFile
 from peerd.log import EventLog, plain
 from peerd.net.host import Host
 from peerd.service.dht import Dht
@@ -125,7 +125,23 @@ class StatusBoard:
             "bytes_out": traffic.bytes_out,
             "in_per_s": (traffic.bytes_in - bytes_in) / passed_s,
             "out_per_s": (traffic.bytes_out - bytes_out) / passed_s,
+            "line": self._line(),
             "peers": list(traffic.peers.values()),
+        }
+
+    def _line(self) -> dict[str, Any]:
+        """Per direction, in Mb/s: the limit, the most that was seen to pass, and what passes now."""
+        limits, line = self._run.limits if self._run is not None else LimitsSection(), self._host.line
+        return {
+            name: {
+                "limit_mbit": limit or None,
+                "measured_mbit": direction.most_bytes_per_s / BYTES_PER_MBIT or None,
+                "now_mbit": direction.now_bytes_per_s / BYTES_PER_MBIT,
+            }
+            for name, limit, direction in (
+                ("up", limits.upload_mbit, line.up),
+                ("down", limits.download_mbit, line.down),
+            )
         }
 
     async def _measure(self) -> None:

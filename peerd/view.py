@@ -129,6 +129,9 @@ def _network(snapshot: Snapshot) -> Text:
     if relay:
         places = f"{relay.get('circuits', 0)} circuits, {relay.get('reservations', 0)} reservations"
         text.append(f"\nrelay for others: {places}, {size(relay.get('carried_bytes', 0))} carried", "dim")
+    told = "; ".join(filter(None, (_direction(name, net.get("line", {}).get(name)) for name in ("up", "down"))))
+    if told:
+        text.append(f"\nline: {told}", "dim")
     if dht:
         text.append(f"\ndirectory: {dht.get('peers', 0)} peers known, {dht.get('records_held', 0)} records kept", "dim")
         for entry in dht.get("bootstrap") or []:
@@ -138,6 +141,15 @@ def _network(snapshot: Snapshot) -> Text:
             if dht.get(key):
                 text.append(f"\n{'waits for ' if key == 'waits_for' else ''}{dht[key]}", "yellow")
     return text
+
+
+def _direction(name: str, told: Snapshot | None) -> str:
+    """One direction of the line; nothing where nothing is known."""
+    if not told or not (told.get("limit_mbit") or told.get("measured_mbit")):
+        return ""
+    facts = [f"limit {told['limit_mbit']:.4g}"] if told.get("limit_mbit") else []
+    facts += [f"up to {told['measured_mbit']:.4g} seen"] if told.get("measured_mbit") else []
+    return f"{name} {told.get('now_mbit', 0.0):.3g} Mb/s now ({', '.join(facts)})"
 
 
 def swarm_line(swarm: Snapshot) -> Text:

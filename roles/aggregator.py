@@ -74,8 +74,11 @@ class AuxRole:
             "busy_s": self._busy_s,
             "aggregated_bytes": self._aggregated,
             "conductor": conductor.text if conductor else None,
-            "waits_for": self._following.waits_for or self._waits_for,
+            "waits_for": self._following.waits_for or self._waits_for or self._why_left_out(),
         }
+
+    def _why_left_out(self) -> str | None:
+        return None if self._ctx.host.takes_inbound else "this peer cannot be dialed: it is left out of rounds"
 
     async def _follow(self) -> None:
         """Report to the conductor, so that it counts on us and we know whom to obey."""
@@ -105,7 +108,7 @@ class AuxRole:
             term=self._term,
             seen=self._seen,
             wait_s=0.0 if new else _SYNC_WAIT_S,
-            line=own_line(self._run.limits, "aux"),
+            line=own_line(self._training.carries(), "aux"),
         )
 
     async def _prepare(self, call: Incoming[Prepare]) -> Answer[Prepared]:

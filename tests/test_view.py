@@ -67,6 +67,15 @@ def test_the_next_step_is_foretold(seconds: float, words: str) -> None:
     assert f"next step {words}" in " ".join(plain_text(render_swarm(swarm)).split())
 
 
+def test_the_line_is_shown_with_its_limits_and_what_it_was_seen_to_carry() -> None:
+    up = {"limit_mbit": 20.0, "measured_mbit": None, "now_mbit": 12.34}
+    down = {"limit_mbit": None, "measured_mbit": 95.4, "now_mbit": 0.0}
+    text = shown(snapshot(network={"line": {"up": up, "down": down}}))
+    assert "line: up 12.3 Mb/s now (limit 20); down 0 Mb/s now (up to 95.4 seen)" in text
+    nothing = {"limit_mbit": None, "measured_mbit": None, "now_mbit": 0.0}
+    assert "line:" not in shown(snapshot(network={"line": {"up": nothing, "down": nothing}}))
+
+
 def test_a_snapshot_shows_this_daemon_and_the_swarm() -> None:
     text = shown(snapshot())
     for part in (

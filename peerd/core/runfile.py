@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from typing import Literal
+from typing import Final, Literal
 from urllib.parse import urlsplit
 
 import msgspec
@@ -121,6 +121,9 @@ class EvaluateSection(Section, frozen=True):
 class CheckpointSection(Section, frozen=True):
     every_steps: int = 50  # 0: only at the end
     keep: int = 3
+
+
+BYTES_PER_MBIT: Final = 125_000  # each second
 
 
 class LimitsSection(Section, frozen=True):

@@ -80,6 +80,8 @@ class LineInfo(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
     dtype: Annotated[str, msgspec.Meta(max_length=16)] = ""  # of that vector
     pairs: Annotated[list[PairLimit], msgspec.Meta(max_length=LINE_PAIRS)] = msgspec.field(default_factory=list)
     further: Annotated[int, msgspec.Meta(ge=0, le=FRAME_ELEMENTS)] = 0  # of the vector that it brings right after that
+    up_measured: bool = False  # the rate is what was seen to pass: the line may carry more
+    down_measured: bool = False
 
 
 class MemberSync(Message, frozen=True):

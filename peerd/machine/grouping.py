@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 
 from peerd.core.limits import LINKS_INBOUND
 from peerd.core.training import GridRound
+from peerd.machine.exploring import Exploring
 from peerd.machine.groups import FailureRate, group_size
 from peerd.machine.moshpit import Meeting, grid_of, grid_within, largest_group, meetings
 from peerd.machine.shares import NoSplit
@@ -67,6 +68,7 @@ class Grouping:
         self._lines = lines
         self._size = min(size, _GROUP_MOST)
         self._failures = FailureRate()
+        self._exploring: dict[int, Exploring] = {}
         self._last: dict[int, tuple[object, Ordered]] = {}  # of each stage, and what it was made from
 
     def observe(self, members: int, lost: Iterable[str] = ()) -> None:
@@ -75,6 +77,8 @@ class Grouping:
 
     def order(self, stage: int, group: tuple[str, ...]) -> Ordered:
         """How `group` of `stage` averages. Raises NoSplit when nobody may sum."""
+        exploring = self._exploring.setdefault(stage, Exploring())
+        self._lines.take_for_more(stage, exploring.next(self._lines.measured(stage, group)))
         rule = group_size(len(group), self._failures.rate, _GROUP_MOST)
         made_from, (known_from, known) = (group, self._lines.changes, rule.rounds), self._last.get(stage, (None, None))
         if known is not None and made_from == known_from:  # many lines take long to divide

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 
 from peerd.core.limits import AVERAGE_PART_BYTES, LINE_BYTES_PER_S, LINE_BYTES_PER_S_MIN
 from peerd.core.training import MAX_MEMBERS, LineInfo, MemberInfo, Party
+from peerd.machine.exploring import TRY
 from peerd.machine.shares import Line, Mode, Shares, proportional, shares
 from peerd.machine.shares_lp import shares_within
 
@@ -58,6 +59,7 @@ class Lines:
     def __init__(self) -> None:
         self._said: dict[str, _Said] = {}
         self.changes = 0  # of what was said: the same number, the same splits
+        self._tried: dict[int, str] = {}  # by stage, whose line is taken for more than was measured
 
     def tell(self, peer: str, stage: int, line: LineInfo, addrs: tuple[str, ...] = ()) -> bool:
         """`peer`, of `stage` or a helper for it, says this; True when it tells of a helper what was not known."""
@@ -91,6 +93,25 @@ class Lines:
     def is_client(self, peer: str) -> bool:
         return self._line(peer).mode == "client"
 
+    def measured(self, stage: int, group: tuple[str, ...]) -> dict[str, float]:
+        """Lines that are known by what passed them, in bytes/s of the narrower direction; of the group and helpers."""
+        found: dict[str, float] = {}
+        for peer in (*group, *(info.peer for info in self.helpers() if info.stage == stage)):
+            line = self._line(peer)
+            rates = [(line.up_bytes_per_s, line.up_measured), (line.down_bytes_per_s, line.down_measured)]
+            known = [(rate, measured) for said, measured in rates if (rate := _rate(said)) is not None]
+            if line.mode != "client" and known and min(known)[1]:
+                found[peer] = min(known)[0]
+        return found
+
+    def take_for_more(self, stage: int, peer: str | None) -> None:
+        """From now on the line of `peer` counts as TRY times what was measured; None: nobody's."""
+        if self._tried.get(stage) != peer:
+            self.changes += 1
+            self._tried.pop(stage, None)
+            if peer is not None:
+                self._tried[stage] = peer
+
     def vector_bytes(self, group: tuple[str, ...]) -> int:
         """Of the vectors that the group brings; 0: not known, or they are not alike."""
         vectors = {(line.elements + line.further, line.dtype) for line in map(self._line, group)}
@@ -112,10 +133,8 @@ class Lines:
             said |= helpers
         if all(line.mode == "node" and not line.up_bytes_per_s and not line.down_bytes_per_s for line in said.values()):
             return None
-        lines = tuple(
-            Line(peer, Mode(line.mode), _rate(line.up_bytes_per_s), _rate(line.down_bytes_per_s))
-            for peer, line in said.items()
-        )
+        tried = self._tried.get(stage)
+        lines = tuple(_as_taken(peer, line, TRY if peer == tried else 1.0) for peer, line in said.items())
         pairs = tuple(
             ((peer, pair.peer), min(pair.bytes_per_s, LINE_BYTES_PER_S))
             for peer, line in said.items()
@@ -127,6 +146,15 @@ class Lines:
     def _line(self, peer: str) -> LineInfo:
         said = self._said.get(peer)
         return said.line if said is not None else LineInfo()
+
+
+def _as_taken(peer: str, line: LineInfo, more: float) -> Line:
+    up, down = _rate(line.up_bytes_per_s), _rate(line.down_bytes_per_s)
+    if up is not None and line.up_measured:
+        up = min(up * more, LINE_BYTES_PER_S)
+    if down is not None and line.down_measured:
+        down = min(down * more, LINE_BYTES_PER_S)
+    return Line(peer, Mode(line.mode), up, down)
 
 
 def _rate(bytes_per_s: float) -> float | None:

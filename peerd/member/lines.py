@@ -4,21 +4,29 @@ from __future__ import annotations
 
 from typing import Final, Literal
 
-from peerd.core.runfile import LimitsSection
 from peerd.core.training import LineInfo
+from peerd.role import Carries
 
-_BYTES_PER_MBIT: Final = 125_000
+_NOTHING_BYTES_PER_S: Final = 1.0  # 0 would be unknown
 
 
 def own_line(
-    limits: LimitsSection, mode: Literal["node", "client", "aux"], elements: int = 0, dtype: str = "", further: int = 0
+    carries: Carries, mode: Literal["node", "aux"], elements: int = 0, dtype: str = "", further: int = 0
 ) -> LineInfo:
-    """The line as this peer's limits have it (0: unknown); `elements` and `dtype` of what it brings to a round."""
+    """The line as its limits have it, else as it was measured; `elements` and `dtype` of what is brought to a round.
+
+    Who can only dial sums nothing: a member becomes a client, and a helper is left out of every round.
+    """
+    up, down = carries.up_bytes_per_s, carries.down_bytes_per_s
+    if mode == "aux" and not carries.takes_inbound:
+        return LineInfo(mode, _NOTHING_BYTES_PER_S, _NOTHING_BYTES_PER_S)
     return LineInfo(
-        mode=mode,
-        up_bytes_per_s=limits.upload_mbit * _BYTES_PER_MBIT,
-        down_bytes_per_s=limits.download_mbit * _BYTES_PER_MBIT,
+        mode="client" if not carries.takes_inbound else mode,
+        up_bytes_per_s=up,
+        down_bytes_per_s=down,
         elements=elements,
         dtype=dtype,
         further=further,
+        up_measured=carries.up_measured,
+        down_measured=carries.down_measured,
     )

@@ -39,7 +39,7 @@ class Rounds:
 
     def __init__(self, run: RunFile, training: Training, worker: Worker, own: PeerId) -> None:
         self._run = run
-        self._averaging = training.averaging()
+        self._training, self._averaging = training, training.averaging()
         self._worker = worker
         self._own = own.text
         self._feedback, self._forgetful = feedback_of(run.averaging), feedback_of(run.averaging)
@@ -50,7 +50,7 @@ class Rounds:
 
     def line(self) -> LineInfo:
         """What the conductor should know of our line and of what we bring."""
-        return own_line(self._run.limits, "node", *self._vector_is)
+        return own_line(self._training.carries(), "node", *self._vector_is)
 
     def plans(self, order: Prepare, sender: PeerId) -> tuple[AveragingPlan, ...]:
         """The rounds that `sender` orders us to make; ProtocolViolation when they do not fit together."""

@@ -23,6 +23,7 @@ from peerd.core.clock import Clock
 from peerd.core.errors import LocalError, ProtocolViolation, RemoteError, Unreachable
 from peerd.core.ids import PeerId
 from peerd.core.keys import Keypair
+from peerd.machine.accessline import AccessLine
 from peerd.machine.dialing import Surroundings
 from peerd.machine.noise import Secrets
 from peerd.machine.paths import Way
@@ -76,6 +77,7 @@ class Host:
         self._announced: dict[str, list[Multiaddr]] = {}  # by source
         self._withheld: frozenset[Multiaddr] = frozenset()
         self.candidates: list[Multiaddr] = []  # public addresses that are probably ours, for those who dial at once
+        self.line = AccessLine()  # what passes our line; known where a LineMeter runs
         self.takes_inbound = True  # whether others can come in, be it over a relay; False: this peer only dials
         self.punching: set[PeerId] = set()  # peers that are dialing us through their routers, as we are them
         self._buffers = Buffers()

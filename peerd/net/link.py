@@ -27,7 +27,8 @@ from peerd.machine.yamux import Yamux
 from peerd.machine.yamux_stream import WindowBudget, YamuxConfig, YamuxStream
 from peerd.machine.yamux_wire import GONE_NORMAL, GONE_PROTOCOL, Changed, Dead, GoneAway, Opened
 from peerd.net.stream import Stream
-from peerd.net.transport import LendingLink, LocatedLink
+from peerd.net.tcpinfo import TcpInfo
+from peerd.net.transport import CountedLink, LendingLink, LocatedLink
 from peerd.net.upgrade import Secured
 
 __all__ = ["Buffers", "Link", "LinkConfig", "LinkOwner", "Stream"]
@@ -134,6 +135,10 @@ class Link:
     def rtt_s(self) -> float | None:
         """Smoothed round trip, once one was measured."""
         return self.mux.rtt_s
+
+    def tcp_info(self) -> TcpInfo | None:
+        """What the system has counted on the connection; None where it does not, and for circuits."""
+        return self._raw.tcp_info() if isinstance(self._raw, CountedLink) else None
 
     # --- for the host --------------------------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ from typing import Final
 import trio
 from multiaddr import Multiaddr
 
-from peerd.core.runfile import LimitsSection
+from peerd.core.runfile import BYTES_PER_MBIT, LimitsSection
 from peerd.machine.limiter import SLACK_S, Flow, Limiter
 from peerd.net.tcp import TcpLink, TcpTransport
 from peerd.net.tcpinfo import TcpInfo, header_bytes, tcp_info
@@ -28,7 +28,6 @@ _PACKET_BYTES: Final = 1448  # payload of a full packet, where nobody says it
 _PER_ACK: Final = 2  # packets
 _WINDOW_BYTES_LEAST: Final = 64 << 10
 _WINDOW_RTT_MOST_S: Final = 0.5
-_BYTES_PER_MBIT: Final = 125_000
 
 
 def tcp_within(limits: LimitsSection) -> TcpTransport:
@@ -56,7 +55,7 @@ class Pace:
     """One direction of the line, for all connections."""
 
     def __init__(self, mbit: float) -> None:
-        self.limiter = Limiter(mbit * _BYTES_PER_MBIT)
+        self.limiter = Limiter(mbit * BYTES_PER_MBIT)
         self._waiting: dict[Turn, None] = {}
         self._keeper: trio.CancelScope | None = None  # of the one who sleeps until the first turn
 

@@ -24,6 +24,7 @@ from peerd.machine.dialing import IpNetwork
 from peerd.machine.draught import Draught
 from peerd.net.interfaces import Place, here
 from peerd.net.names import connect_by_name
+from peerd.net.tcpinfo import TcpInfo, tcp_info
 from peerd.net.transport import Listener, NoSuchFamily, RawLink
 
 _FAMILIES = {"ip4": socket.AF_INET, "ip6": socket.AF_INET6}
@@ -89,6 +90,10 @@ class TcpLink:
     @property
     def batch_bytes(self) -> int:
         return self._draught.batch_bytes
+
+    def tcp_info(self) -> TcpInfo | None:
+        """What the system has counted; None where it does not."""
+        return tcp_info(self._socket)
 
     def _limit_unsent(self) -> None:
         """Have the system take no more than the line soon carries away: what waits there, nothing can overtake."""

@@ -17,6 +17,7 @@ from multiaddr import Multiaddr
 
 from peerd.core.errors import ConfigError
 from peerd.machine.dialing import IpNetwork
+from peerd.net.tcpinfo import TcpInfo
 
 
 class NoSuchFamily(ConfigError):
@@ -71,6 +72,15 @@ class LendingLink(RawLink, Protocol):
 
         Fewer than `useful_bytes` are of no use yet: it may wait for more, and need not.
         """
+        ...
+
+
+@runtime_checkable
+class CountedLink(RawLink, Protocol):
+    """A RawLink whose packets the system counts: optional, for who measures the line."""
+
+    def tcp_info(self) -> TcpInfo | None:
+        """What was counted; None where this system does not."""
         ...
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from peerd.core.clock import Clock
 from peerd.core.errors import ConfigError, RemoteError
-from peerd.core.runfile import RunFile, fingerprint, first_difference, shared_text
+from peerd.core.runfile import BYTES_PER_MBIT, RunFile, fingerprint, first_difference, shared_text
 from peerd.core.work import Worker
 from peerd.machine.conducting import ConductorConfig
 from peerd.net.host import Host
@@ -23,6 +24,17 @@ from peerd.service.snapshot import KEPT, Fetcher, Giving, Snapshots
 
 if TYPE_CHECKING:
     from peerd.service.averaging import Averaging
+
+
+@dataclass(frozen=True, slots=True)
+class Carries:
+    """What this peer's line carries: its limits, else what was measured; rates of 0: unknown."""
+
+    up_bytes_per_s: float
+    down_bytes_per_s: float
+    up_measured: bool
+    down_measured: bool
+    takes_inbound: bool
 
 
 class Training:
@@ -50,6 +62,18 @@ class Training:
     async def publish_settings(self) -> None:
         """Say which settings we follow; raises RemoteError."""
         await self.directory.publish_settings(shared_text(self.run))
+
+    def carries(self) -> Carries:
+        """What this peer's line carries, and whether others can come in."""
+        limits, line = self.run.limits, self._host.line
+        up, down = limits.upload_mbit * BYTES_PER_MBIT, limits.download_mbit * BYTES_PER_MBIT
+        return Carries(
+            up or line.up.told_bytes_per_s(),
+            down or line.down.told_bytes_per_s(),
+            up_measured=not up,
+            down_measured=not down,
+            takes_inbound=self._host.takes_inbound,
+        )
 
     def pipeline(self) -> Pipeline:
         """For a trainer: calls to the stages."""

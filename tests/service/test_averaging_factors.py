@@ -24,6 +24,7 @@ from peerd.machine.splitting import Lines
 from peerd.member.rounds import Rounds, Total
 from peerd.service.averaging import Averaging
 from peerd.service.rpc import CallStream
+from peerd.service.training import Carries
 from tests.kit.workers import InlineWorker
 from tests.service.test_averaging import Node, group, send_part
 
@@ -43,6 +44,9 @@ class Services:
 
     def averaging(self) -> Averaging:
         return self.own
+
+    def carries(self) -> Carries:
+        return Carries(0.0, 0.0, True, True, True)
 
 
 class Member:

@@ -1,0 +1,56 @@
+"""Counts what passes this machine's line, for `machine.accessline`: looks at every TCP connection a few times a second.
+
+Bytes count when the other side has acknowledged them, or when they have come; connections within the machine or its
+own networks do not use the line and are left out, and circuits are counted on the connection to their relay. Where the
+system does not say what was acknowledged nothing is measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final
+
+import trio
+
+from peerd.machine.accessline import Count
+from peerd.machine.paths import Way
+from peerd.net.host import Host
+from peerd.net.link import Link
+from peerd.net.tcpinfo import TcpInfo
+
+PERIOD_S: Final = 0.25
+
+
+def over_the_line(link: Link) -> bool:
+    """Whether a connection leaves the machine's own networks."""
+    return link.way is not Way.LOCAL
+
+
+class LineMeter:
+    """Of one host; what it finds is `host.line`."""
+
+    def __init__(self, host: Host, counts: Callable[[Link], bool] = over_the_line) -> None:
+        self._host, self._counts = host, counts
+        self._before: dict[Link, TcpInfo] = {}
+
+    async def run(self) -> None:
+        """Measure until cancelled."""
+        while True:
+            self._host.line.note(trio.current_time(), self._look())
+            await trio.sleep(PERIOD_S)
+
+    def _look(self) -> Count:
+        """What has passed since the last look; a connection's first one says where it begins."""
+        sent = received = 0
+        seen: dict[Link, TcpInfo] = {}
+        for link in self._host.links:
+            info = link.tcp_info() if self._counts(link) else None
+            if info is None:
+                continue
+            seen[link] = info
+            before = self._before.get(link)
+            if before is not None:
+                sent += info.bytes_acked - before.bytes_acked
+                received += info.bytes_received - before.bytes_received
+        self._before = seen
+        return Count(sent, received)
