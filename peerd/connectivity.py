@@ -14,6 +14,7 @@ import trio
 from peerd.core.clock import Clock
 from peerd.core.keys import Keypair
 from peerd.machine.reachability import advice
+from peerd.machine.relay import RelayConfig
 from peerd.net.circuits import Circuits
 from peerd.net.host import Host
 from peerd.net.router import Router
@@ -31,6 +32,7 @@ class ConnectivityConfig:
     """What this peer does for others' ways, and its figures."""
 
     relay: bool = False  # carry others' circuits
+    relaying: RelayConfig = field(default_factory=RelayConfig)  # how much of it
     routers: tuple[Router, ...] = ()  # that may be asked for a way in from outside
     reach: ReachConfig = field(default_factory=ReachConfig)
 
@@ -52,7 +54,7 @@ class Connectivity:
         self.reach = Reach(host, clock, self.config.reach)
         self.punching = Punching(host, clock)
         self.reserving = Reserving(host, self.circuits, clock, net[1])
-        self.relay = Relay(host, clock, keypair) if self.config.relay else None
+        self.relay = Relay(host, clock, keypair, self.config.relaying) if self.config.relay else None
         self.portmap = PortMapping(host, self.config.routers) if self.config.routers else None
         host.add_transport(self.circuits)
         self.reach.count_relays(lambda: len(self.circuits.reservations))

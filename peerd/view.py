@@ -125,7 +125,7 @@ def _network(snapshot: Snapshot) -> Text:
         f"out {size(net.get('bytes_out', 0))} ({size(net.get('out_per_s', 0))}/s)"
     )
     text = Text(line, no_wrap=True, overflow="ignore")
-    relay = (snapshot.get("reachability") or {}).get("relay")
+    relay = (snapshot.get("reachability") or {}).get("carries")
     if relay:
         places = f"{relay.get('circuits', 0)} circuits, {relay.get('reservations', 0)} reservations"
         text.append(f"\nrelay for others: {places}, {size(relay.get('carried_bytes', 0))} carried", "dim")

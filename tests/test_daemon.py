@@ -303,7 +303,8 @@ def test_backbones_carry_others_circuits_and_whoever_is_told_to(
     class Some(Quiet):
         name = role
 
-    run = RunFile(run="r", limits=LimitsSection(relay=told))
+    run = RunFile(run="r", limits=LimitsSection(relay=told, upload_mbit=100, download_mbit=40))
     plan = Plan(roles=(Some,), run=run, bootstrap=(), listen=(), data_dir=tmp_path)
     assert daemon._relays(plan) is carries
+    assert daemon._relaying(plan).bytes_per_s == pytest.approx(0.9 * 40 * 125_000)
     assert fingerprint(run) == fingerprint(RunFile(run="r"))

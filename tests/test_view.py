@@ -51,9 +51,9 @@ def snapshot(**changes: Any) -> dict[str, Any]:
 
 def test_a_relay_tells_what_it_carries() -> None:
     relay = {"circuits": 2, "reservations": 5, "carried_bytes": 3_000_000, "refused": 0}
-    text = " ".join(shown(snapshot(reachability={"relay": relay})).split())
+    text = " ".join(shown(snapshot(reachability={"carries": relay})).split())
     assert "relay for others: 2 circuits, 5 reservations, 3.0 MB carried" in text
-    assert "relay for others" not in shown(snapshot(reachability={"relay": None}))
+    assert "relay for others" not in shown(snapshot(reachability={"carries": None}))
 
 
 @pytest.mark.parametrize(

@@ -33,6 +33,7 @@ from peerd.core.addr import (
     is_relayed,
     reach,
     split_peer,
+    with_peer,
 )
 from peerd.core.clock import Clock
 from peerd.core.errors import ConfigError, ProtocolViolation, Refused, Unreachable
@@ -57,6 +58,7 @@ from peerd.net.delimited import receive_message, send_message
 from peerd.net.host import Host
 from peerd.net.link import Link
 from peerd.net.links import PeerDown
+from peerd.net.renewal import Renewal
 from peerd.net.stream import Stream
 from peerd.net.transport import Listener, RawLink
 
@@ -83,21 +85,23 @@ class Circuits:
         self._host, self._clock = host, clock
         self._reaching: Counter[PeerId] = Counter()  # relays that a dial goes to first
         self._half_open: Counter[PeerId] = Counter()  # incoming hand-shakes, by relay
-        self._incoming: dict[CircuitLink, None] = {}
+        self._renewal = Renewal(self._renew)
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Take circuits that come in, and forget the promises of relays that are gone or whose time is over."""
         self._host.handle(STOP, self._serve_stop)
         try:
             with self._host.watch() as events:
-                task_status.started()
-                while True:
-                    with trio.move_on_after(_LOOK_S):
-                        event = await events.receive()
-                        if isinstance(event, PeerDown):
-                            self.forget(event.peer)
-                    for relay in [relay for relay, held in self.reservations.items() if self._is_over(held)]:
-                        self.forget(relay)
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(self._renewal.run)
+                    task_status.started()
+                    while True:
+                        with trio.move_on_after(_LOOK_S):
+                            event = await events.receive()
+                            if isinstance(event, PeerDown):
+                                self.forget(event.peer)
+                        for relay in [relay for relay, held in self.reservations.items() if self._is_over(held)]:
+                            self.forget(relay)
         finally:
             self._host.unhandle(STOP)
             for relay in list(self.reservations):
@@ -180,7 +184,16 @@ class Circuits:
         if answer.status != Status.OK:
             stream.reset()
             raise Unreachable(f"the relay {place.relay.short} says: {status_words(answer.status)}", destination)
-        return CircuitLink(stream, bare, answer.limit)
+        circuit = CircuitLink(stream, bare, answer.limit)
+        self._renewal.opened(destination, circuit)
+        return circuit
+
+    async def _renew(self, peer: PeerId, old: CircuitLink) -> None:
+        """Another circuit to `peer` the same way, if this peer still needs one."""
+        best = self._host.links.best(peer)
+        if best is not None and best.way == Way.RELAYED and best.initiator:
+            raw = await self.dial(with_peer(old.remote, peer))
+            await self._host.join(raw, Way.RELAYED, initiator=True, expected=peer)
 
     async def listen(self, addr: Multiaddr) -> Listener:
         raise ConfigError(f"cannot listen on {addr}: a relay is asked for a reservation instead")

@@ -375,9 +375,11 @@ class Host:
         await self._close_listeners()
         await trio.lowlevel.cancel_shielded_checkpoint()  # handlers see their cancellation first
         with trio.move_on_after(self.config.shutdown_s):
-            async with trio.open_nursery() as nursery:
-                for link in self.links:
-                    nursery.start_soon(link.close, "this peer left")
+            for relayed in (True, False):  # those that go over another link say it while that one stands
+                async with trio.open_nursery() as nursery:
+                    for link in self.links:
+                        if (link.way == Way.RELAYED) is relayed:
+                            nursery.start_soon(link.close, "this peer left")
 
     # --- in and out ----------------------------------------------------------------------------------------
 

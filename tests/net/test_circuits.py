@@ -22,7 +22,7 @@ from peerd.net.circuit_link import CircuitLink
 from peerd.net.circuits import Circuits
 from peerd.net.delimited import receive_message, send_message
 from peerd.net.host import HostConfig
-from peerd.net.links import LinkLimits
+from peerd.net.links import LinkLimits, PeerDown
 from peerd.net.stream import Stream
 from peerd.net.transport import RawLink
 from peerd.sim.clock import EPOCH_S
@@ -314,3 +314,44 @@ async def test_nobody_listens_on_a_circuit_address(autojump_clock: trio.testing.
             await a.circuits.listen(addr)
         with pytest.raises(Unreachable, match="no peer beyond"):
             await a.host.connect_addr(addr)
+
+
+@pytest.mark.parametrize("leaver", ["a", "b"])
+async def test_who_leaves_says_goodbye_over_the_circuit(leaver: str, autojump_clock: trio.testing.MockClock) -> None:
+    async with running_hosts() as hosts:
+        relay, _ = await start_relay(hosts, "r", latency_s=0.01)
+        b = await behind(hosts, "b", relay, latency_s=0.01)
+        a = await start_client(hosts, "a", latency_s=0.01)
+        await a.host.connect(b.host.id, b.circuits.reservations[relay.id].addrs)
+        await trio.sleep(1)
+        gone, stays = (a.host, b.host) if leaver == "a" else (b.host, a.host)
+        with stays.watch() as events:
+            begin = trio.current_time()
+            await hosts.stop(leaver)
+            assert events.receive_nowait() == PeerDown(gone.id, "the peer left")
+            assert trio.current_time() - begin < gone.config.shutdown_s
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("config", "pause_s"),
+    [(RelayConfig(circuit_s=100), 1.0), (RelayConfig(circuit_bytes=2_000_000), 0.5)],
+    ids=["time", "bytes"],
+)
+async def test_a_circuit_is_followed_by_a_fresh_one_before_it_is_used_up(
+    config: RelayConfig, pause_s: float, autojump_clock: trio.testing.MockClock
+) -> None:
+    async with running_hosts() as hosts:
+        relay, service = await start_relay(hosts, "r", config, latency_s=0.01)
+        b = await behind(hosts, "b", relay, latency_s=0.01)
+        a = await start_client(hosts, "a", latency_s=0.01)
+        b.host.handle("/echo/1", echo)
+        await a.host.connect(b.host.id, b.circuits.reservations[relay.id].addrs)
+        with a.host.watch() as events:
+            for _ in range(300):
+                assert await ask(a.host, b.host, bytes(50_000)) == bytes(50_000)
+                await trio.sleep(pause_s)
+            with pytest.raises(trio.WouldBlock):
+                events.receive_nowait()  # it was never gone
+        assert service.traffic().carried_bytes > 2 * 300 * 50_000
+        assert service.traffic().circuits <= 2
