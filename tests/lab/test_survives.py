@@ -1,0 +1,102 @@
+"""A swarm behind routers goes on when a relay dies, a router forgets its mappings, or a line is down for 20 s.
+
+Peers call each other all the time; every call has a deadline. Times are those of the lab: what is asserted is that no
+call lasts longer than it may, and that calls succeed again soon after the world is in order again.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from scripts.lab import Kind, why_not_wide
+
+if TYPE_CHECKING:
+    from benchmarks._matrix import Swarm
+
+SCRIPTS = Path(__file__).parents[2] / "scripts"
+PERIOD_S = 0.25  # between calls
+TIMEOUT_S = 5.0  # of a call
+LATE_S = 2.0  # what a busy machine may add
+CALM_S = 3.0  # of calls that all succeed
+KINDS: dict[str, Kind] = {"home": "port-restricted", "flat": "port-restricted", "deep": "symmetric", "open": "none"}
+PAIRS = [("home", "flat"), ("home", "deep"), ("deep", "flat"), ("open", "home"), ("flat", "open")]
+
+pytestmark = [pytest.mark.lab, pytest.mark.socket, pytest.mark.slow, pytest.mark.timeout(300)]
+
+
+@pytest.fixture
+def swarm(monkeypatch: pytest.MonkeyPatch) -> Iterator[Swarm]:
+    """Four peers that call each other; all calls have succeeded for a while."""
+    reason = why_not_wide()
+    if reason is not None:
+        pytest.skip(reason)
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    import lab
+    from benchmarks._matrix import Swarm
+
+    with lab.WideLab(delay_ms=10) as wide:
+        made = Swarm(wide, dht=True)
+        made.add({name: wide.host(name, kind) for name, kind in KINDS.items()})
+        assert set(made.settled()) == set(KINDS)
+        for caller, called in PAIRS:
+            made.chat(caller, called, period_s=PERIOD_S, timeout_s=TIMEOUT_S)
+        assert calm(made, 20) is not None
+        yield made
+
+
+def calm(swarm: Swarm, most_s: float) -> float | None:
+    """Wait until no call has failed for CALM_S and each pair has made several: after how long; None: never."""
+    began = time.monotonic()
+    while time.monotonic() - began < most_s:
+        recent = [swarm.chats(pair, time.monotonic() - CALM_S) for pair in PAIRS]
+        if time.monotonic() - began >= CALM_S and all(
+            len(calls) >= 4 and all(error is None for _, _, error in calls) for calls in recent
+        ):
+            return time.monotonic() - began - CALM_S
+        time.sleep(0.2)
+    return None
+
+
+def kept_deadlines(swarm: Swarm) -> bool:
+    """Whether each call ended in time, however it ended, and none is still under way that should have."""
+    calls = [call for pair in PAIRS for call in swarm.chats(pair, 0.0)]
+    last = [swarm.chats(pair, 0.0)[-1] for pair in PAIRS]
+    limit = TIMEOUT_S + LATE_S
+    now = time.monotonic()
+    return all(took <= limit for _, took, _ in calls) and all(now - began - took <= limit for began, took, _ in last)
+
+
+def test_calls_and_places_on_relays_survive_a_relay_that_is_killed(swarm: Swarm) -> None:
+    before = swarm.members["home"].where()
+    deep = swarm.members["deep"].peer
+    assert before["ways"][deep] == "relayed"
+    (relay,) = [each for each in swarm.relays if each.peer in before["remotes"][deep]]
+    relay.host.kill()
+    swarm.relays.remove(relay)
+    assert calm(swarm, 60) is not None
+    assert kept_deadlines(swarm)
+    living = {each.peer for each in swarm.relays}
+    assert set(swarm.settled(["home", "flat", "deep"], 30, living)) == {"home", "flat", "deep"}
+
+
+def test_calls_go_on_when_a_router_has_forgotten_all_its_mappings(swarm: Swarm) -> None:
+    router = swarm.members["home"].host.router
+    assert router is not None
+    router.forget()
+    assert calm(swarm, 90) is not None
+    assert kept_deadlines(swarm)
+    assert swarm.way_within("home", "flat", "punched", 60)
+
+
+def test_calls_go_on_after_a_line_was_down_for_20_seconds(swarm: Swarm) -> None:
+    swarm.members["home"].host.line.cut(20)
+    time.sleep(10)  # the line's own time: half of it
+    cut = swarm.chats(("home", "flat"), time.monotonic() - 5)
+    assert all(error is not None for _, _, error in cut), cut
+    assert calm(swarm, 90) is not None
+    assert kept_deadlines(swarm)
