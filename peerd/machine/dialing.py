@@ -24,6 +24,7 @@ IpNetwork = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 STAGGER_S: Final = 0.25  # RFC 8305's connection attempt delay
 HEAD_START_S: Final = STAGGER_S + 0.5  # of direct addresses before relayed ones: a hand-shake across an ocean
+NEAR_HEAD_START_S: Final = STAGGER_S  # of private ones alone: who is near answers in milliseconds, or is elsewhere
 PARALLEL: Final = 6  # attempts at once for one peer
 GIVE_WAY_S: Final = 4.0  # after this an attempt makes room for an untried address: three first packets went unanswered
 FAILED_LATELY_S: Final = 120.0  # so long an address that failed comes after the others
@@ -138,8 +139,8 @@ class Race:
         if addr is None:
             return Wait(math.inf)
         start_s = self._next_s
-        if is_relayed(addr) and not all(is_relayed(other) for other in self._running):
-            start_s = max(start_s, self._began_s + HEAD_START_S)
+        if is_relayed(addr):
+            start_s = max(start_s, self._began_s + self._head_start_s())
         if now < start_s:
             return Wait(start_s)
         if len(self._running) >= PARALLEL:
@@ -154,6 +155,13 @@ class Race:
         self._running[addr] = now
         self._next_s = now + STAGGER_S
         return Try(addr)
+
+    def _head_start_s(self) -> float:
+        """What the direct attempts under way are given before a relay's turn."""
+        direct = [addr for addr in self._running if not is_relayed(addr)]
+        if any(reach(addr) == 2 for addr in direct):
+            return HEAD_START_S
+        return NEAR_HEAD_START_S if direct else 0.0
 
     def ended(self, now: float, addr: Multiaddr) -> None:
         """An attempt failed, or was dropped: the next need not wait."""

@@ -10,12 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from multiaddr import Multiaddr
 
-from peerd.core.addr import is_relayed, parse_addr, tcp_addr
+from peerd.core.addr import is_relayed, parse_addr, reach, tcp_addr
 from peerd.core.keys import Keypair
 from peerd.machine.dialing import (
     FAILED_LATELY_S,
     GIVE_WAY_S,
     HEAD_START_S,
+    NEAR_HEAD_START_S,
     PARALLEL,
     STAGGER_S,
     Drop,
@@ -95,6 +96,13 @@ def test_a_relay_waits_for_direct_ways_to_fail_or_to_have_had_their_head_start(f
         assert race.next(HEAD_START_S, addrs) == Try(RELAYED)
 
 
+def test_a_relay_waits_less_for_private_addresses_whose_hosts_answer_at_once_or_never() -> None:
+    race, addrs = Race(0.0), [NEAR, RELAYED]
+    assert race.next(0.0, addrs) == Try(NEAR)
+    assert race.next(0.0, addrs) == Wait(NEAR_HEAD_START_S)
+    assert race.next(NEAR_HEAD_START_S, addrs) == Try(RELAYED)
+
+
 def test_a_peer_that_has_relayed_addresses_only_is_not_kept_waiting() -> None:
     assert Race(0.0).next(0.0, [RELAYED]) == Try(RELAYED)
 
@@ -129,7 +137,9 @@ def test_every_address_is_tried_once_in_bounded_time_and_never_more_at_once_than
         step = race.next(now, addrs)
         if isinstance(step, Try):
             if is_relayed(step.addr):
-                assert not [addr for addr in running if not is_relayed(addr)] or now >= HEAD_START_S
+                direct = [addr for addr in running if not is_relayed(addr)]
+                assert not direct or now >= NEAR_HEAD_START_S
+                assert not [addr for addr in direct if reach(addr) == 2] or now >= HEAD_START_S
             tried.append(step.addr)
             running[step.addr] = now + (life[step.addr] or math.inf)
         elif isinstance(step, Drop):
