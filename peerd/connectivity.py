@@ -6,6 +6,7 @@ daemon, by `peerd doctor`, and by whoever has a Host of his own; needs neither t
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -13,6 +14,7 @@ import trio
 
 from peerd.core.clock import Clock
 from peerd.core.keys import Keypair
+from peerd.core.runfile import LimitsSection
 from peerd.machine.reachability import advice
 from peerd.machine.relay import RelayConfig
 from peerd.net.circuits import Circuits
@@ -26,6 +28,8 @@ from peerd.service.relay import Relay
 from peerd.service.reserving import Reserving
 from peerd.service.rpc import Rpc
 
+_RELAY_SHARE = 0.9  # of the line, for others' circuits: the rest is encryption, headers and our own calls
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConnectivityConfig:
@@ -35,6 +39,12 @@ class ConnectivityConfig:
     relaying: RelayConfig = field(default_factory=RelayConfig)  # how much of it
     routers: tuple[Router, ...] = ()  # that may be asked for a way in from outside
     reach: ReachConfig = field(default_factory=ReachConfig)
+
+
+def relaying(line: LimitsSection) -> RelayConfig:
+    """With what the line carries known, circuits take turns before they fill it: each byte goes in and out."""
+    mbit = min((most for most in (line.upload_mbit, line.download_mbit) if most), default=math.inf)
+    return RelayConfig(bytes_per_s=_RELAY_SHARE * mbit * 125_000)
 
 
 class Connectivity:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
-import math
 import os
 import signal
 import sys
@@ -27,7 +26,7 @@ from typing import Any, Final, TextIO
 import trio
 
 from peerd import control
-from peerd.connectivity import Connectivity, ConnectivityConfig
+from peerd.connectivity import Connectivity, ConnectivityConfig, relaying
 from peerd.core.addr import parse_addr
 from peerd.core.clock import Clock
 from peerd.core.errors import ConfigError, LocalError, PeerdError
@@ -36,7 +35,6 @@ from peerd.core.runfile import LimitsSection, RunFile
 from peerd.devices import Devices
 from peerd.home import Running, load_identity, locked, make_private_dir, noted, socket_path
 from peerd.log import EventLog, plain
-from peerd.machine.relay import RelayConfig
 from peerd.membership import PeerPapers, own_papers
 from peerd.net.clock import RealClock
 from peerd.net.host import Host
@@ -56,7 +54,6 @@ DRAIN_S: Final = 9.8  # after this the process ends, whatever still runs: a user
 STOP_S: Final = 2.0  # the same after the second signal
 RESTART_PAUSES_S: Final = (1.0, 2.0, 4.0, 8.0, 16.0)  # before each new try of a role that failed
 HEALTHY_S: Final = 60.0  # a role that ran this long starts again with the first pause
-_RELAY_SHARE: Final = 0.9  # of the line, for others' circuits: the rest is encryption, headers and our own calls
 WAITS_PERIOD_S: Final = 1.0  # how often a change in what roles wait for is looked for
 
 
@@ -106,13 +103,6 @@ def _relays(plan: Plan) -> bool:
     return told if told is not None else "backbone" in {cls.name for cls in plan.roles}
 
 
-def _relaying(plan: Plan) -> RelayConfig:
-    """With what the line carries known, circuits take turns before they fill it: what each byte costs both ways."""
-    limits = plan.run.limits if plan.run is not None else LimitsSection()
-    mbit = min((most for most in (limits.upload_mbit, limits.download_mbit) if most), default=math.inf)
-    return RelayConfig(bytes_per_s=_RELAY_SHARE * mbit * 125_000)
-
-
 class Daemon:
     """One peer with its roles. `run` once; `stop` from anywhere in the loop asks it to drain."""
 
@@ -128,7 +118,8 @@ class Daemon:
             self.access = Access(plan.run, host, self.rpc, ground.clock, ground.papers)
             self.rpc.guard(self.access)
         self.dht = Dht(host, self.rpc, ground.clock, ground.keypair)
-        carries = ConnectivityConfig(relay=_relays(plan), relaying=_relaying(plan), routers=ground.routers)
+        line = plan.run.limits if plan.run is not None else LimitsSection()
+        carries = ConnectivityConfig(relay=_relays(plan), relaying=relaying(line), routers=ground.routers)
         self.connectivity = Connectivity(host, (self.rpc, self.dht), ground.clock, ground.keypair, carries)
         self._held = [_Held(cls) for cls in plan.roles]
         self._failure: Exception | None = None

@@ -13,6 +13,7 @@ import trio
 import trio.testing
 
 from peerd import control, daemon
+from peerd.connectivity import relaying
 from peerd.core.errors import ConfigError, PeerdError
 from peerd.core.keys import Keypair
 from peerd.core.runfile import LimitsSection, RunFile, fingerprint
@@ -306,5 +307,5 @@ def test_backbones_carry_others_circuits_and_whoever_is_told_to(
     run = RunFile(run="r", limits=LimitsSection(relay=told, upload_mbit=100, download_mbit=40))
     plan = Plan(roles=(Some,), run=run, bootstrap=(), listen=(), data_dir=tmp_path)
     assert daemon._relays(plan) is carries
-    assert daemon._relaying(plan).bytes_per_s == pytest.approx(0.9 * 40 * 125_000)
+    assert relaying(run.limits).bytes_per_s == pytest.approx(0.9 * 40 * 125_000)
     assert fingerprint(run) == fingerprint(RunFile(run="r"))

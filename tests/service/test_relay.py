@@ -174,15 +174,21 @@ async def test_a_circuit_ends_when_its_time_is_over_or_nothing_moves(
         relay, service = await start_relay(hosts, "r", RelayConfig(circuit_s=500, circuit_idle_s=100))
         b = await behind(hosts, "b", relay)
         a = await start_client(hosts, "a")
-        await a.host.connect(b.host.id, b.circuits.reservations[relay.id].addrs)
-        await trio.sleep(490)  # the link's pings keep it
+        circuits = taking(b, monkeypatch)
+        near = await circuit_to(a, b, relay)
+        far = await circuits.receive()
+        for _ in range(10):
+            await near.send_all(b"alive")
+            assert await far.receive_some(10) == b"alive"
+            await trio.sleep(49)
         assert service.traffic().circuits == 1
         await trio.sleep(20)
         assert service.traffic().circuits == 0
-        circuits = taking(b, monkeypatch)
         await circuit_to(a, b, relay)
         await circuits.receive()
-        await trio.sleep(140)
+        await trio.sleep(90)
+        assert service.traffic().circuits == 1
+        await trio.sleep(50)
         assert service.traffic().circuits == 0
 
 
