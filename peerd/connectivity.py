@@ -21,7 +21,8 @@ from peerd.net.circuits import Circuits
 from peerd.net.host import Host
 from peerd.net.router import Router
 from peerd.service.dht import Dht
-from peerd.service.portmap import PortMapping
+from peerd.service.lan import Finder, LanDiscovery, own_finder
+from peerd.service.portmap import PortMapping, own_routers
 from peerd.service.punching import Punching
 from peerd.service.reach import Reach, ReachConfig, port_of
 from peerd.service.relay import Relay
@@ -38,6 +39,7 @@ class ConnectivityConfig:
     relay: bool = False  # carry others' circuits
     relaying: RelayConfig = field(default_factory=RelayConfig)  # how much of it
     routers: tuple[Router, ...] = ()  # that may be asked for a way in from outside
+    finder: Finder | None = None  # of peers in the same network
     reach: ReachConfig = field(default_factory=ReachConfig)
 
 
@@ -45,6 +47,11 @@ def relaying(line: LimitsSection) -> RelayConfig:
     """With what the line carries known, circuits take turns before they fill it: each byte goes in and out."""
     mbit = min((most for most in (line.upload_mbit, line.download_mbit) if most), default=math.inf)
     return RelayConfig(bytes_per_s=_RELAY_SHARE * mbit * 125_000)
+
+
+def own_surroundings(clock: Clock) -> ConnectivityConfig:
+    """What this machine's own network offers, as far as the optional extras are installed that make use of it."""
+    return ConnectivityConfig(routers=tuple(own_routers(clock)), finder=own_finder(clock))
 
 
 class Connectivity:
@@ -66,6 +73,8 @@ class Connectivity:
         self.reserving = Reserving(host, self.circuits, clock, net[1])
         self.relay = Relay(host, clock, keypair, self.config.relaying) if self.config.relay else None
         self.portmap = PortMapping(host, self.config.routers) if self.config.routers else None
+        finder, dht = self.config.finder, net[1]
+        self.lan = LanDiscovery(host, finder, dht.meet) if finder is not None and dht is not None else None
         host.add_transport(self.circuits)
         self.reach.count_relays(lambda: len(self.circuits.reservations))
         self.reach.on_change(lambda finding: self.reserving.want(finding.needs_relays))
@@ -82,6 +91,8 @@ class Connectivity:
             await nursery.start(self.reach.run)
             if self.portmap is not None:
                 await nursery.start(self.portmap.run)
+            if self.lan is not None:
+                await nursery.start(self.lan.run)
             task_status.started()
 
     def status(self) -> dict[str, Any]:
@@ -90,7 +101,8 @@ class Connectivity:
         relay = asdict(self.relay.traffic()) if self.relay is not None else None
         relays = [str(peer) for peer in self.reserving.relays]
         told = {"advice": advice(finding, port_of(self._host), len(relays)), "relays": relays}
-        ways = {"portmap": self.portmap.status() if self.portmap is not None else None}
-        ways |= {"punching": self.punching.status()}
+        ways: dict[str, Any] = {"punching": self.punching.status()}
+        ways["portmap"] = self.portmap.status() if self.portmap is not None else None
+        ways["lan"] = self.lan.status() if self.lan is not None else None
         more = {"takes_inbound": self._host.takes_inbound, "relay": relay}
         return self.reach.status() | told | more | ways

@@ -19,14 +19,14 @@ import threading
 import time
 import traceback
 from collections.abc import AsyncIterable, Awaitable, Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final, TextIO
 
 import trio
 
 from peerd import control
-from peerd.connectivity import Connectivity, ConnectivityConfig, relaying
+from peerd.connectivity import Connectivity, ConnectivityConfig, own_surroundings, relaying
 from peerd.core.addr import parse_addr
 from peerd.core.clock import Clock
 from peerd.core.errors import ConfigError, LocalError, PeerdError
@@ -40,11 +40,9 @@ from peerd.net.clock import RealClock
 from peerd.net.host import Host
 from peerd.net.linemeter import LineMeter
 from peerd.net.pacing import tcp_within
-from peerd.net.router import Router
 from peerd.role import Role, RoleContext
 from peerd.service.access import Access
 from peerd.service.dht import Dht
-from peerd.service.portmap import own_routers
 from peerd.service.rpc import Rpc
 from peerd.status import RoleState, StatusBoard
 
@@ -82,7 +80,7 @@ class Ground:
     clock: Clock
     log: EventLog
     papers: PeerPapers | None = None  # in a run with tokens
-    routers: tuple[Router, ...] = ()  # of the network that this machine is in
+    ways: ConnectivityConfig = field(default_factory=ConnectivityConfig)  # what the machine's network offers
 
 
 @dataclass(slots=True, eq=False)
@@ -119,8 +117,8 @@ class Daemon:
             self.rpc.guard(self.access)
         self.dht = Dht(host, self.rpc, ground.clock, ground.keypair)
         line = plan.run.limits if plan.run is not None else LimitsSection()
-        carries = ConnectivityConfig(relay=_relays(plan), relaying=relaying(line), routers=ground.routers)
-        self.connectivity = Connectivity(host, (self.rpc, self.dht), ground.clock, ground.keypair, carries)
+        ways = replace(ground.ways, relay=_relays(plan), relaying=relaying(line))
+        self.connectivity = Connectivity(host, (self.rpc, self.dht), ground.clock, ground.keypair, ways)
         self._held = [_Held(cls) for cls in plan.roles]
         self._failure: Exception | None = None
         self._stopping = trio.Event()
@@ -409,8 +407,8 @@ def assembled(plan: Plan, stream: TextIO | None) -> Iterator[Daemon]:
         stack.callback(log.close)
         names = [cls.name for cls in plan.roles]
         stack.enter_context(noted(Running(os.getpid(), str(home), str(socket_path(home)), run, names)))
-        routers = tuple(own_routers(clock))
-        ground = Ground(home=home, keypair=keypair, clock=clock, log=log, papers=papers, routers=routers)
+        ways = own_surroundings(clock)
+        ground = Ground(home=home, keypair=keypair, clock=clock, log=log, papers=papers, ways=ways)
         limits = plan.run.limits if plan.run is not None else LimitsSection()
         yield Daemon(plan, ground, Host(keypair, clock, [tcp_within(limits)]))
 

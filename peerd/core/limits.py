@@ -7,6 +7,10 @@ from typing import Final
 # --- addresses -------------------------------------------------------------------------------------------------
 ADDRS_PER_PEER: Final = 16  # more addresses than a peer with several networks and relays needs
 ADDR_BYTES: Final = 512  # a circuit address with two peer ids takes about 130
+LAN_NAMES: Final = 64  # found in the local network and not yet looked at; a home has a few machines
+LAN_TEXT_BYTES: Final = 4096  # read of what one of them says of itself: sixteen addresses of 255 bytes
+LAN_PEERS: Final = 64  # neighbours that are remembered
+LAN_DIALS: Final = 4  # to neighbours, at once
 
 # --- tensor frames ---------------------------------------------------------------------------------------------
 FRAME_DIMS: Final = 8  # more axes than any tensor that a model sends

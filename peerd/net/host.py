@@ -24,7 +24,7 @@ from peerd.core.errors import LocalError, ProtocolViolation, RemoteError, Unreac
 from peerd.core.ids import PeerId
 from peerd.core.keys import Keypair
 from peerd.machine.accessline import AccessLine
-from peerd.machine.dialing import Surroundings
+from peerd.machine.dialing import IpNetwork, Surroundings
 from peerd.machine.noise import Secrets
 from peerd.machine.paths import Way
 from peerd.machine.yamux_stream import WindowBudget
@@ -131,6 +131,10 @@ class Host:
     def listen_addrs(self) -> list[Multiaddr]:
         """Where this host listens, without /p2p; wildcard addresses are spelled out."""
         return list(dict.fromkeys(addr for listener in self._listeners for addr in listener.addrs))
+
+    def networks(self) -> tuple[IpNetwork, ...]:
+        """That this machine is in; empty when that is not known."""
+        return tuple(net for way in self._transports if isinstance(way, RoamingTransport) for net in way.networks())
 
     def announce(self, source: str, addrs: Sequence[Multiaddr]) -> None:
         """Further addresses of this host, such as those that relays or routers give it, instead of those that `source`
@@ -398,12 +402,11 @@ class Host:
             self._relocations.unpark_all()
 
     def _surroundings(self) -> Surroundings:
-        networks = [net for way in self._transports if isinstance(way, RoamingTransport) for net in way.networks()]
         own = self.listen_addrs()
         announced = [addr for addrs in self._announced.values() for addr in addrs]
         seen = [addr for addr in (*own, *announced, *self.candidates) if reach(addr) == 2 and not is_relayed(addr)]
         public = frozenset(ip for addr in seen if (ip := ip_of(addr)) is not None)
-        return Surroundings(tuple(networks), frozenset(own), public)
+        return Surroundings(self.networks(), frozenset(own), public)
 
     async def _close_listeners(self) -> None:
         for listener in self._listeners:

@@ -122,6 +122,11 @@ class Dht:
 
     # --- what others use ---------------------------------------------------------------------------------------
 
+    def meet(self, peer: PeerId, addr: Multiaddr) -> None:
+        """A peer to which we are connected, and whom nobody of the DHT has named; it is at `addr`."""
+        if self._nursery is not None:
+            self._met(peer, addr)
+
     async def put(self, key: Key, value: bytes, *, ttl_s: float, suffix: bytes = b"", timeout_s: float = 10.0) -> int:
         """Publish `value` under `key` and our own sub-key (our id and `suffix`), replacing what we had there.
 
