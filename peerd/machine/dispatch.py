@@ -31,9 +31,8 @@ class Flight:
     placements: list[tuple[Task, Placement]]
 
     def tasks(self) -> list[Task]:
-        """Everyone whose task this concerns, once each."""
-        tasks = [task for task, _ in self.searches] + [task for task, _ in self.placements]
-        return list({id(task): task for task in tasks}.values())
+        """Whose task this concerns."""
+        return [task for task, _ in self.searches] + [task for task, _ in self.placements]
 
     def failed(self) -> None:
         """No answer will come."""

@@ -96,8 +96,9 @@ class Workbench:
                 self._tasks.remove(task)
 
     def pump(self, now: float, tasks: Iterable[Task] | None = None) -> None:
-        """Ask what these tasks (or all) want to be asked, and end those that are done."""
-        tasks = [task for task in (self._tasks if tasks is None else tasks) if task in self._tasks]
+        """Ask what these tasks (or all) want to be asked, and end those that are done. A task may be named twice."""
+        named = list(self._tasks if tasks is None else {id(task): task for task in tasks}.values())
+        tasks = [task for task in named if task in self._tasks]
         for ask in self._dispatch.messages(now, tasks, self._node.hello):
             self._node.counts.asks += 1
             self._emit(ask)

@@ -128,6 +128,15 @@ def test_a_connection_that_closes_drops_its_peer_from_consideration_at_once() ->
     assert len(of_kind(kad.handle(6.2, q.Get(3, (KEY,))), q.Ask)) == 1
 
 
+def test_a_connection_that_closes_ends_all_that_one_task_had_asked_there() -> None:
+    kad = node(neighbours=1, client=True)
+    keys = tuple(Key.of(f"key {number}") for number in range(DHT_KEYS_PER_CALL + 1))
+    asks = of_kind(kad.handle(0.0, q.Get(1, keys)), q.Ask)
+    assert [len(ask.request.keys) for ask in asks if isinstance(ask.request, q.Find)] == [DHT_KEYS_PER_CALL, 1]
+    (done,) = of_kind(kad.handle(0.1, q.Lost(asks[0].contact.peer)), q.GetDone)
+    assert done.records == {key: [] for key in keys}
+
+
 def test_a_peer_that_stays_silent_loses_its_seat_but_is_remembered_when_nobody_is_left() -> None:
     kad = node(neighbours=1, client=True)
     peer, now = contact(1).peer, 0.0
