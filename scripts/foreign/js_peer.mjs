@@ -1,9 +1,12 @@
 // A js-libp2p peer under remote control: one JSON command a line on stdin, one JSON answer a line on stdout.
 // Commands are described in tests/kit/foreign.py. It ends when stdin ends, so it cannot outlive its parent.
+// Arguments: "relay" serves as a circuit relay; "circuits" dials over relays; "behind=<address of a relay>" also has
+// a reservation there, and no other address.
 import { createHash, randomBytes } from 'node:crypto'
 import { createInterface } from 'node:readline'
 import { noise } from '@chainsafe/libp2p-noise'
 import { yamux } from '@chainsafe/libp2p-yamux'
+import { circuitRelayServer, circuitRelayTransport } from '@libp2p/circuit-relay-v2'
 import { identify } from '@libp2p/identify'
 import { ping } from '@libp2p/ping'
 import { tcp } from '@libp2p/tcp'
@@ -22,12 +25,19 @@ Promise.withResolvers ??= () => {
 
 const say = (object) => process.stdout.write(JSON.stringify(object) + '\n')
 
+const flags = process.argv.slice(2)
+const behind = flags.filter((flag) => flag.startsWith('behind=')).map((flag) => `${flag.slice(7)}/p2p-circuit`)
+const circuits = flags.includes('circuits') || behind.length > 0
 const node = await createLibp2p({
-  addresses: { listen: ['/ip4/127.0.0.1/tcp/0'] },
-  transports: [tcp()],
+  addresses: { listen: behind.length > 0 ? behind : ['/ip4/127.0.0.1/tcp/0'] },
+  transports: circuits ? [tcp(), circuitRelayTransport()] : [tcp()],
   connectionEncrypters: [noise()],
   streamMuxers: [yamux()],
-  services: { identify: identify(), ping: ping() },
+  services: {
+    identify: identify(),
+    ping: ping(),
+    ...(flags.includes('relay') ? { relay: circuitRelayServer() } : {})
+  },
   connectionMonitor: { enabled: false }
 })
 
@@ -40,7 +50,7 @@ await node.handle(ECHO, async (stream) => {
   } catch (error) {
     stream.abort(error)
   }
-}, { maxInboundStreams: 64 })
+}, { maxInboundStreams: 64, runOnLimitedConnection: true })
 
 const identified = new Map() // peer id -> what its identify message said
 node.addEventListener('peer:identify', ({ detail }) => {
@@ -92,7 +102,7 @@ const commands = {
   about: async ({ peer }) => aboutPeer(peer),
   echo: async ({ addr, bytes, half_close: halfClose = false }) => {
     const start = performance.now()
-    const stream = await node.dialProtocol(multiaddr(addr), ECHO)
+    const stream = await node.dialProtocol(multiaddr(addr), ECHO, { runOnLimitedConnection: true })
     return { ...(await echoThrough(stream, bytes, halfClose)), seconds: (performance.now() - start) / 1000 }
   },
   peers: async () => ({ peers: node.getPeers().map(String) })

@@ -117,3 +117,33 @@ async def test_p2pd_dials_one_of_ours_over_our_relay() -> None:
         await until(told)
         assert b.ways(peer) == [Way.RELAYED]
         assert await b.host.ping(peer) < 5
+
+
+async def test_js_relays_between_two_of_ours() -> None:
+    async with foreign_peer("js", "relay") as js, ours() as a, ours() as b:
+        held = await b.circuits.reserve(await b.host.connect_addr(parse_addr(js.addr)))
+        await a.host.connect(b.host.id, held.addrs)
+        data = bytes(range(256)) * 150
+        assert await ask(a.host, b.host, data, ECHO) == data
+        assert a.ways(b.host.id) == [Way.RELAYED]
+
+
+async def test_js_behind_our_relay_is_reached_by_ours() -> None:
+    async with ours() as relay, ours() as a, foreign_peer("js", f"behind={relay.addr}") as js:
+        peer = PeerId.parse(js.id)
+        await a.host.connect(peer, [await until_behind(relay)])
+        stream = await a.host.open_stream(peer, ECHO)
+        await stream.send(b"over our relay")
+        assert await stream.receive_exactly(14) == b"over our relay"
+        assert a.ways(peer) == [Way.RELAYED]
+        await stream.aclose()
+
+
+async def test_js_dials_one_of_ours_over_our_relay_and_sends_megabytes() -> None:
+    async with ours() as relay, ours() as b, foreign_peer("js", "circuits") as js:
+        await b.host.connect_addr(parse_addr(relay.addr))
+        (addr,) = (await b.circuits.reserve(relay.host.id)).addrs
+        echoed = await js.ask("echo", addr=str(with_peer(addr, b.host.id)), bytes=4 << 20, half_close=True)
+        assert echoed["sent_sha256"] == echoed["got_sha256"]
+        assert b.ways(PeerId.parse(js.id)) == [Way.RELAYED]
+        assert relay.relay.traffic().carried_bytes > 8 << 20

@@ -156,7 +156,7 @@ class ForeignPeer:
         if "ready" in answer:
             self.process.ready = answer
             self.id = answer["ready"]
-            self.addr = next(addr for addr in answer["addrs"] if addr.startswith("/ip4/127.0.0.1/"))
+            self.addr = next((addr for addr in answer["addrs"] if addr.startswith("/ip4/127.0.0.1/")), "")
             self._ready.set()
         elif answer["id"] in self._waiting:  # else an earlier test did not wait for it
             self._answers[answer["id"]] = answer
