@@ -95,6 +95,12 @@ class Connectivity:
                 await nursery.start(self.lan.run)
             task_status.started()
 
+    def waits_for(self) -> str | None:
+        """What is missing for others to reach this peer; None when nothing is."""
+        if self.reach.finding.needs_relays and not self.reach.finding.proven and not self.reserving.relays:
+            return "a relay: without one nobody can connect to this peer"
+        return None
+
     def status(self) -> dict[str, Any]:
         """Plain data for `peerd status`: the verdict, what it means, and what to do."""
         finding = self.reach.finding
@@ -104,5 +110,5 @@ class Connectivity:
         ways: dict[str, Any] = {"punching": self.punching.status()}
         ways["portmap"] = self.portmap.status() if self.portmap is not None else None
         ways["lan"] = self.lan.status() if self.lan is not None else None
-        more = {"takes_inbound": self._host.takes_inbound, "relay": relay}
+        more = {"takes_inbound": self._host.takes_inbound, "carries": relay}
         return self.reach.status() | told | more | ways

@@ -305,7 +305,8 @@ class Daemon:
         told = self.dht.status()
         roles = {state.name: state.told.get("waits_for") or None for state in await self._role_states()}
         access = self.access.waits_for() if self.access is not None else None
-        return {"network": told["waits_for"], "clock": told["clock_warning"], "access": access, **roles}
+        ways = {"network": told["waits_for"], "reachability": self.connectivity.waits_for()}
+        return {**ways, "clock": told["clock_warning"], "access": access, **roles}
 
     def _greet(self) -> None:
         plan, addrs = self._plan, [str(addr) for addr in self.host.addrs()]

@@ -23,12 +23,15 @@ from rich.text import Text
 
 from peerd import __version__
 from peerd.core.addr import parse_addr, split_peer, tcp_place
+from peerd.core.addr import reach as addr_reach
 from peerd.core.errors import ConfigError, Refused, RemoteError
 from peerd.core.ids import PeerId
 from peerd.core.keys import Keypair
+from peerd.core.protobuf.circuit import HOP
 from peerd.core.token import NO_TOKEN
 from peerd.home import IDENTITY_FILE, load_identity, make_private_dir
 from peerd.log import clean
+from peerd.machine.reachability import Kind, advice
 from peerd.net.clock import RealClock
 from peerd.net.host import Host
 from peerd.net.listening import other_family
@@ -36,6 +39,7 @@ from peerd.net.tcp import TcpTransport
 from peerd.net.transport import NoSuchFamily
 from peerd.service.dht_messages import HelloMessage, PingMessage, PongMessage
 from peerd.service.portmap import own_routers, tried
+from peerd.service.reach import Reach, port_of
 from peerd.service.rpc import Rpc
 
 DISK_FAIL_BYTES: Final = 200 << 20  # not even one small checkpoint
@@ -43,6 +47,7 @@ DISK_WARN_BYTES: Final = 5 << 30
 CONNECT_S: Final = 15.0
 IDENTIFY_S: Final = 5.0
 SLOW_RTT_S: Final = 0.5
+VERDICT_S: Final = 8.0  # for those who dial back
 CLOCK_WARN_S: Final = 2.0
 DHT_PROTOCOL: Final = "/peerd/dht/1"
 PACKAGES: Final = ("trio", "msgspec", "cryptography", "pynacl", "multiaddr", "numpy", "safetensors")
@@ -150,20 +155,44 @@ async def _network(wish: Wish) -> list[Finding]:
         return [*findings, Finding("bootstrap", "ok", "none given, so none was tried", "give --bootstrap or --config")]
     clock = RealClock()
     host = Host(Keypair.generate(clock.secure_bytes), clock, [TcpTransport()])
-    rpc = Rpc(host, clock)
+    rpc, reach = Rpc(host, clock), Reach(host, clock)
+    listens = not any(finding.verdict == "fail" for finding in findings)
     results: dict[str, list[Finding]] = {}
 
     async def check(text: str) -> None:
         results[text] = await _bootstrap(host, rpc, clock, text)
 
     async with trio.open_nursery() as nursery:
-        await nursery.start(host.run)
+        await nursery.start(host.run, [parse_addr(text) for text in wish.listen] if listens else [])
         await nursery.start(rpc.run)
+        await nursery.start(reach.run)
         async with trio.open_nursery() as checks:
             for text in dict.fromkeys(wish.bootstrap):
                 checks.start_soon(check, text)
+        reached = await _reachability(host, reach, wish.listen)
         nursery.cancel_scope.cancel()
-    return [*findings, *(finding for found in results.values() for finding in found)]
+    return [*findings, *(finding for found in results.values() for finding in found), *([reached] if listens else [])]
+
+
+async def _reachability(host: Host, reach: Reach, listen: Sequence[str]) -> Finding:
+    """Whether others reach this machine, as the bootstrap peers find by dialing back, and what to do about it."""
+    known = trio.Event()
+    reach.on_change(lambda finding: known.set() if finding.kind != Kind.UNKNOWN else None)
+    outside = any(addr_reach(link.remote) == 2 for link in host.links)
+    if outside and reach.finding.kind == Kind.UNKNOWN:
+        with trio.move_on_after(VERDICT_S):
+            await known.wait()
+    found = reach.finding
+    relays = sum(HOP in info.protocols for peer in host.connected() if (info := host.info(peer)) is not None)
+    words, _, advice_ = advice(found, port_of(host), relays).partition(": ")
+    if found.kind == Kind.UNKNOWN:
+        return Finding("reachability", "warn" if outside else "ok", f"unknown: {found.why}")
+    if found.kind == Kind.REACHABLE:
+        return Finding("reachability", "ok", f"reachable: {found.why}")
+    if any((place := tcp_place(parse_addr(text))) is not None and place.port == 0 for text in listen):
+        advice_ += "; first choose a port that stays the same, as in --listen /ip4/0.0.0.0/tcp/31337"
+    verdict = "ok" if found.kind == Kind.KEEPS_PORTS and relays else "warn"
+    return Finding("reachability", verdict, f"{words}: {found.why}", advice_)
 
 
 async def _port(text: str, listen: Sequence[str]) -> Finding:

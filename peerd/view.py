@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Final
 
@@ -125,10 +126,7 @@ def _network(snapshot: Snapshot) -> Text:
         f"out {size(net.get('bytes_out', 0))} ({size(net.get('out_per_s', 0))}/s)"
     )
     text = Text(line, no_wrap=True, overflow="ignore")
-    relay = (snapshot.get("reachability") or {}).get("carries")
-    if relay:
-        places = f"{relay.get('circuits', 0)} circuits, {relay.get('reservations', 0)} reservations"
-        text.append(f"\nrelay for others: {places}, {size(relay.get('carried_bytes', 0))} carried", "dim")
+    text.append_text(_ways(snapshot.get("reachability") or {}, net.get("peers", [])))
     told = "; ".join(filter(None, (_direction(name, net.get("line", {}).get(name)) for name in ("up", "down"))))
     if told:
         text.append(f"\nline: {told}", "dim")
@@ -150,6 +148,24 @@ def _direction(name: str, told: Snapshot | None) -> str:
     facts = [f"limit {told['limit_mbit']:.4g}"] if told.get("limit_mbit") else []
     facts += [f"up to {told['measured_mbit']:.4g} seen"] if told.get("measured_mbit") else []
     return f"{name} {told.get('now_mbit', 0.0):.3g} Mb/s now ({', '.join(facts)})"
+
+
+def _ways(reached: Snapshot, peers: Iterable[Snapshot]) -> Text:
+    """How others reach this peer, what to do about it, and on which kinds of way peers are connected."""
+    text = Text()
+    kinds = Counter(str(peer["way"]) for peer in peers if peer.get("way"))
+    if kinds:
+        text.append(f"\nways: {', '.join(f'{count} {kind}' for kind, count in sorted(kinds.items()))}", "dim")
+    if reached.get("advice"):
+        since = f", for {duration(reached['for_s'])}" if reached.get("for_s") is not None else ""
+        text.append(f"\n{reached['advice']}{since}", "dim" if reached.get("verdict") == "reachable" else "yellow")
+    if reached.get("relays"):
+        text.append(f"\nreached over the relays {', '.join(short(str(peer)) for peer in reached['relays'])}", "dim")
+    relay = reached.get("carries")
+    if relay:
+        places = f"{relay.get('circuits', 0)} circuits, {relay.get('reservations', 0)} reservations"
+        text.append(f"\nrelay for others: {places}, {size(relay.get('carried_bytes', 0))} carried", "dim")
+    return text
 
 
 def swarm_line(swarm: Snapshot) -> Text:

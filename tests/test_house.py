@@ -43,7 +43,7 @@ LAYERS = {
     "token_cli": {"core", "home", "membership"},
     "status": {"core", "net", "service", "log"},
     "connectivity": {"core", "machine", "net", "service"},
-    "doctor": {"core", "net", "service", "home", "log", "compute", "connectivity"},
+    "doctor": {"core", "net", "service", "home", "log", "compute", "machine"},
     "demo": {"core", "config", "home", "view", "control", "compute"},
     "cli": {
         *("core", "config", "control", "daemon", "demo", "doctor", "home", "log", "registry", "role", "view"),

@@ -56,6 +56,16 @@ def test_a_relay_tells_what_it_carries() -> None:
     assert "relay for others" not in shown(snapshot(reachability={"carries": None}))
 
 
+def test_how_others_reach_this_peer_is_told_with_advice_and_ways() -> None:
+    net = {"peers": [{"way": "direct"}, {"way": "punched"}, {"way": "direct"}, {"way": "relayed"}, {}]}
+    advice = "only through relays: forward TCP port 31337 for full speed"
+    reached = {"verdict": "symmetric", "advice": advice, "for_s": 65.0, "relays": [PEER, "x"], "carries": None}
+    text = " ".join(shown(snapshot(network=net, reachability=reached)).split())
+    assert "ways: 2 direct, 1 punched, 1 relayed" in text
+    assert f"{advice}, for 1 min 05 s" in text
+    assert f"reached over the relays …{PEER[-8:]}, x" in text
+
+
 @pytest.mark.parametrize(
     ("seconds", "words"), [(0.2, "any moment"), (12.4, "in about 12 s"), (150.0, "in about 2 min 30 s")]
 )
