@@ -15,7 +15,7 @@ import ipaddress
 import math
 import random
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 from typing import Final
 
@@ -47,12 +47,11 @@ def speaks_first(agent: str, *, proposed: bool) -> bool:
     """Whether we act as the initiator of the hand-shake on a connection that both sides have dialed.
 
     `proposed`: we have proposed the meeting. Between peers of this program both may speak first: should one of the two
-    packets find the other side listening instead of dialing, there is an initiator all the same. go is initiator when
-    it has proposed, js always; see their sources, the specification leaves it open.
+    packets find the other side listening instead of dialing, there is an initiator all the same. js never dials from
+    its listening port, so that whatever we reach there is its listener. go is initiator when it has proposed; the
+    specification leaves it open.
     """
-    if agent.startswith("peerd/"):
-        return True
-    return proposed and not agent.startswith("js-libp2p")
+    return proposed or agent.startswith(("peerd/", "js-libp2p"))
 
 
 def to_dial(claimed: Iterable[bytes | Multiaddr], own: Iterable[Multiaddr]) -> list[Multiaddr]:
@@ -135,7 +134,7 @@ class Pair:
     failures: int
     due_s: float  # when to try again
     reason: str
-    theirs: frozenset[Multiaddr]  # the addresses that it had then
+    theirs: frozenset[Hashable]  # what it said of itself then
 
 
 class Memory:
@@ -147,8 +146,8 @@ class Memory:
         self._own: frozenset[Multiaddr] = frozenset()
         self._targets: dict[Ip, deque[float]] = {}
 
-    def look(self, own: Iterable[Multiaddr], peer: PeerId, theirs: Iterable[Multiaddr], now: float) -> tuple[bool, str]:
-        """Whether to meet `peer` now, and why; `own` and `theirs`: both sides' addresses, as far as they are known."""
+    def look(self, own: Iterable[Multiaddr], peer: PeerId, theirs: Iterable[Hashable], now: float) -> tuple[bool, str]:
+        """Whether to meet `peer` now, and why; `own`: our addresses, `theirs`: what the peer says of itself."""
         mine = frozenset(own)
         if mine != self._own:
             self._own = mine
@@ -159,12 +158,12 @@ class Memory:
             return True, "not tried yet"
         if pair.theirs != frozenset(theirs):
             del self.pairs[peer]
-            return True, "its addresses have changed"
+            return True, "it is not what it was: other addresses, or it has learned to meet"
         if now >= pair.due_s:
             return True, f"{pair.failures} meetings failed, the last one long ago"
         return False, f"{pair.reason}; again in {pair.due_s - now:.0f} s"
 
-    def failed(self, peer: PeerId, theirs: Iterable[Multiaddr], reason: str, now: float) -> None:
+    def failed(self, peer: PeerId, theirs: Iterable[Hashable], reason: str, now: float) -> None:
         """A whole meeting came to nothing."""
         before = self.pairs.pop(peer, None)
         failures = 1 if before is None else before.failures + 1

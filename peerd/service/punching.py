@@ -15,7 +15,7 @@ Source: libp2p specs `relay/DCUtR.md`.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -53,7 +53,7 @@ class Punching:
         self._memory = punch.Memory(clock.rng("punching pauses"))
         self._nursery: trio.Nursery | None = None
         self._meeting: dict[PeerId, str] = {}  # whom we see to, and what is going on
-        self._served: set[PeerId] = set()
+        self._served: dict[PeerId, trio.CancelScope] = {}
         self._room = trio.CapacityLimiter(limits.PUNCH_MEETINGS)
         self._moved = trio.lowlevel.ParkingLot()
         host.when_moved(self._look)
@@ -95,24 +95,24 @@ class Punching:
         try:
             while (link := self._to_upgrade(peer)) is not None:
                 info = await self._host.introduction(peer, _INTRODUCTION_S)
-                theirs = () if info is None else tuple(addr for addr in info.addrs if not is_relayed(addr))
+                said = _said(info)
                 now = trio.current_time()
-                go, why = self._memory.look(self._offer(), peer, theirs, now)
+                go, why = self._memory.look(self._offer(), peer, said, now)
                 self._meeting[peer] = why
                 if go:
-                    await self._meet(link, info, theirs)
+                    await self._meet(link, info, said)
                 else:
                     with trio.move_on_at(min(self._memory.due_s(peer), now + _LOOK_S)):
                         await self._until_direct(peer)
         finally:
             del self._meeting[peer]
 
-    async def _meet(self, link: Link, info: PeerInfo | None, theirs: Sequence[Multiaddr]) -> None:
+    async def _meet(self, link: Link, info: PeerInfo | None, said: frozenset[Hashable]) -> None:
         peer, reason = link.peer, ""
         async with self._room:
             with self._expected(peer):
                 try:
-                    await self._reverse(peer, theirs)
+                    await self._reverse(peer, () if info is None else info.addrs)
                     if self._host.links.direct(peer) is None:
                         reason = await self._propose(link, "" if info is None else info.agent)
                 except trio.TooSlowError:
@@ -124,7 +124,7 @@ class Punching:
             self._memory.succeeded(peer)
             _log.info("connected to %s without the relay: %s, at %s", peer, best.way.word, best.remote)
         else:
-            self._memory.failed(peer, theirs, reason, trio.current_time())
+            self._memory.failed(peer, said, reason, trio.current_time())
             _log.info("%s stays behind its relay: %s", peer, reason)
 
     async def _reverse(self, peer: PeerId, theirs: Sequence[Multiaddr]) -> None:
@@ -150,30 +150,41 @@ class Punching:
 
     async def _propose(self, link: Link, agent: str) -> str:
         """The simultaneous open; returns why it failed, or nothing."""
-        reason = ""
+        peer, reason = link.peer, ""
+        first = punch.speaks_first(agent, proposed=True)
         stream = await link.open(DCUTR)
         try:
             for attempt in range(1, limits.PUNCH_ATTEMPTS + 1):
-                self._meeting[link.peer] = f"attempt {attempt}"
-                with trio.fail_after(_ANSWER_S):
-                    began = trio.current_time()
-                    await self._say(stream, PunchKind.CONNECT)
-                    answer = await self._hear(stream, PunchKind.CONNECT)
-                    rtt_s = trio.current_time() - began
-                    await self._say(stream, PunchKind.SYNC)
+                self._meeting[peer] = f"attempt {attempt}"
+                try:
+                    answer, rtt_s = await self._agree(stream)
+                except Unreachable:
+                    if attempt == 1 or not link.usable:
+                        raise
+                    stream = await link.open(DCUTR)  # js wants another one for each attempt
+                    answer, rtt_s = await self._agree(stream)
                 addrs = self._targets(answer)
                 if not addrs:
-                    reason = reason or "it names no address that can be dialed"
+                    reason = "it names no address that can be dialed"
                 await trio.sleep(rtt_s / 2)
-                if await self._open(link.peer, addrs, rtt_s, punch.speaks_first(agent, proposed=True)):
+                if await self._open(peer, addrs, rtt_s, first):
                     return ""
-                reason = reason or f"nothing came through in {limits.PUNCH_ATTEMPTS} attempts"
         finally:
-            if self._host.links.direct(link.peer) is None:
+            if self._host.links.direct(peer) is None:
                 stream.reset()
             else:
                 await stream.aclose()
-        return reason
+        return reason or f"nothing came through in {limits.PUNCH_ATTEMPTS} attempts"
+
+    async def _agree(self, stream: Stream) -> tuple[HolePunch, float]:
+        """Exchange addresses and say "now": the answer, and the round trip in seconds."""
+        with trio.fail_after(_ANSWER_S):
+            began = trio.current_time()
+            await self._say(stream, PunchKind.CONNECT)
+            answer = await self._hear(stream, PunchKind.CONNECT)
+            rtt_s = trio.current_time() - began
+            await self._say(stream, PunchKind.SYNC)
+        return answer, rtt_s
 
     # --- the side that is asked ----------------------------------------------------------------------------
 
@@ -181,23 +192,27 @@ class Punching:
         peer = stream.peer
         if stream.link.way != Way.RELAYED:
             raise ProtocolViolation("a proposal to meet without a relay", peer)
-        if peer in self._served or len(self._served) >= limits.PUNCH_MEETINGS:
+        if peer in self._served:
+            self._served.pop(peer).cancel()  # js opens another stream for each attempt
+        if len(self._served) >= limits.PUNCH_MEETINGS:
             stream.reset()
             return
-        self._served.add(peer)
         failure: Exception | None = None
-        try:
-            with self._expected(peer):
-                async with trio.open_nursery() as nursery:
-                    try:
-                        await self._follow(stream, nursery)
-                    except (trio.TooSlowError, RemoteError) as error:
-                        failure = error  # what is being dialed by now may yet come through
-        finally:
-            self._served.discard(peer)
+        with trio.CancelScope() as scope:
+            self._served[peer] = scope
+            try:
+                with self._expected(peer):
+                    async with trio.open_nursery() as nursery:
+                        try:
+                            await self._follow(stream, nursery)
+                        except (trio.TooSlowError, RemoteError) as error:
+                            failure = error  # what is being dialed by now may yet come through
+            finally:
+                if self._served.get(peer) is scope:
+                    del self._served[peer]
         if isinstance(failure, RemoteError):
             raise failure
-        if failure is not None:
+        if failure is not None or scope.cancelled_caught:
             stream.reset()
 
     async def _follow(self, stream: Stream, nursery: trio.Nursery) -> None:
@@ -301,6 +316,13 @@ class Punching:
         if message.kind != kind:
             raise ProtocolViolation(f"{message.kind.name} where {kind.name} was due", stream.peer)
         return message
+
+
+def _said(info: PeerInfo | None) -> frozenset[Hashable]:
+    """What has to change before a meeting that failed is worth another one."""
+    if info is None:
+        return frozenset()
+    return frozenset([DCUTR in info.protocols, *(addr for addr in info.addrs if not is_relayed(addr))])
 
 
 def _port(addr: Multiaddr | None) -> int | None:

@@ -15,6 +15,8 @@ from peerd.sim.nat import KINDS, Kind
 from tests.kit.homes import Neighbourhood, Peer, neighbourhood
 from tests.kit.hosts import ask
 
+MIXED = [pytest.param(pair, marks=pytest.mark.slow) for pair in ((False, True), (True, False))]
+RESETS = [(False, False), (True, True), *MIXED]
 CONES = ("firewall", "full-cone", "port-restricted")
 
 
@@ -50,7 +52,7 @@ async def meeting(around: Neighbourhood, kinds: tuple[Kind, Kind], resets: tuple
     return a, b
 
 
-@pytest.mark.parametrize("resets", [(False, False), (False, True), (True, False), (True, True)], ids=str)
+@pytest.mark.parametrize("resets", RESETS, ids=str)
 @pytest.mark.parametrize("kinds", list(itertools.product(KINDS, repeat=2)), ids="-".join)
 async def test_each_pair_ends_on_the_best_way_there_is(
     autojump_clock: Clock, kinds: tuple[Kind, Kind], resets: tuple[bool, bool]
