@@ -295,6 +295,8 @@ class TrainerRole:
             redone=tally.redone,
             lost=tally.lost,
             waits_for=(self._waits_for() or "")[:200],
+            addrs=self._training.directory.own_addrs(),
+            client=self._training.directory.only_dials,
         )
 
 

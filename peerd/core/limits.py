@@ -70,6 +70,7 @@ AVERAGE_PARTS: Final = 1 << 20  # of one round: some hundred bytes of bookkeepin
 AVERAGE_ROUNDS: Final = 12  # of one attempt: halves of as many members as a stage may have
 AVERAGE_PART_BYTES: Final = 4 << 20  # of one part, before it is coded: what a run file may ask for
 LINE_PAIRS: Final = 64  # limited pairs that one peer may tell of
+CALLED_TRAINERS: Final = 64  # whom a stage peer dials that nobody can dial
 LINE_BYTES_PER_S: Final = 125e9  # 1 Tb/s: what anyone says beyond is taken as this
 LINE_BYTES_PER_S_MIN: Final = 1e3  # a line that trains nothing; what anyone says below is taken as this
 

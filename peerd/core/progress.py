@@ -62,6 +62,7 @@ class StageProgress(Message, frozen=True):
     addrs: Annotated[list[AddrText], msgspec.Meta(max_length=16)]
     token: TokenData = b""  # in a run with tokens: that the publisher is a member, and may serve a stage
     step_at: Moment = 0.0  # when the step under way should be done, as the conductor foretells it; 0: nobody knows
+    client: bool = False  # it can dial, and not be dialed
 
 
 class Joiner(Message, frozen=True):
@@ -92,6 +93,8 @@ class TrainerProgress(Message, frozen=True):
     redone: int  # repeated on one stage because its peer was lost
     lost: int  # neither counted nor begun again
     waits_for: ShortText
+    addrs: Annotated[list[AddrText], msgspec.Meta(max_length=16)] = msgspec.field(default_factory=list)
+    client: bool = False  # it can dial, and not be dialed
 
 
 def foretold_in_s(told: Iterable[tuple[str, str, float]], wall: float) -> float | None:

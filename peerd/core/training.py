@@ -58,6 +58,7 @@ class MemberInfo(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
     stage: StageNumber
     addrs: Annotated[list[AddrText], msgspec.Meta(max_length=16)]
     ready: bool  # holds the parameters of the current step and serves
+    client: bool = False  # it can dial, and not be dialed
 
 
 Mode = Literal["node", "client", "aux"]  # sends a vector and sums a share; only sends; only sums

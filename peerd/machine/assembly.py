@@ -38,12 +38,24 @@ class Assembly:
         self._missing: dict[str, _Missing] = {}
         self._wanted = False
 
-    def dial(self, now: float, due_in_s: float | None, mates: Collection[str], linked: Collection[str]) -> list[str]:
-        """Whom to dial now; each is answered by `ended`. `due_in_s`: until the batch is whole; None: nobody knows."""
+    def dial(
+        self,
+        now: float,
+        due_in_s: float | None,
+        mates: Collection[str],
+        linked: Collection[str],
+        *,
+        first: bool = False,
+    ) -> list[str]:
+        """Whom to dial now; each is answered by `ended`. `due_in_s`: until the batch is whole; None: nobody knows.
+
+        `first`: we can not be dialed, so that it is always our turn.
+        """
         self._wanted = due_in_s is None or due_in_s <= _LEAD_S
         lacking = sorted(set(mates) - set(linked) - {self._own}) if self._wanted else []
         kept = {mate: known for mate, known in self._missing.items() if known.dialling or mate in lacking}
-        self._missing = kept | {mate: _Missing(now + self._turn_s(mate)) for mate in lacking if mate not in kept}
+        fresh = [mate for mate in lacking if mate not in kept]
+        self._missing = kept | {mate: _Missing(now if first else now + self._turn_s(mate)) for mate in fresh}
         places = _DIALS - sum(known.dialling for known in self._missing.values())
         ripe = [mate for mate in lacking if not self._missing[mate].dialling and self._missing[mate].next_try <= now]
         for mate in ripe[: max(0, places)]:

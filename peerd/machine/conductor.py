@@ -148,7 +148,7 @@ class Conductor:
     def members(self) -> list[MemberInfo]:
         """Every living member, sorted by peer, and then the helpers."""
         members = [
-            MemberInfo(peer, m.stage, list(m.addrs), self._serves(peer, m.stage))
+            MemberInfo(peer, m.stage, list(m.addrs), self._serves(peer, m.stage), self.lines.is_client(peer))
             for peer, m in sorted(self._members.items())
         ]
         return members + self.lines.helpers()

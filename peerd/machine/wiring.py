@@ -46,9 +46,13 @@ class Wiring:
         for name in self._peers.keys() - set(names):
             del self._peers[name]
 
-    def pick(self, now: float, cost: float, avoid: Collection[str] = ()) -> str | None:
-        """The next peer for a task of `cost` units; None when all rest. `avoid` is used only if nobody else is left."""
-        awake = [name for name, peer in sorted(self._peers.items()) if peer.rests_until <= now]
+    def pick(
+        self, now: float, cost: float, avoid: Collection[str] = (), never: Collection[str] = ()
+    ) -> str | None:
+        """The next peer for a task of `cost` units; None when all rest. `avoid` is used only if nobody else is left,
+        `never` not even then."""
+        peers = sorted(self._peers.items())
+        awake = [name for name, peer in peers if peer.rests_until <= now and name not in never]
         names = [name for name in awake if name not in avoid] or awake
         if not names:
             return None

@@ -123,6 +123,8 @@ class StageMember:
                 nursery.start_soon(self._tally.run)
                 nursery.start_soon(self._catching_up.run)
                 nursery.start_soon(self._training.assembling().run, self._stage)
+                if self._own is None:  # trainers do not call a user's model
+                    nursery.start_soon(self._training.calling_in().run)
                 if self._own is None:  # nobody keeps checkpoints of a user's model
                     nursery.start_soon(self._recalling.run, self._stage)
                 nursery.start_soon(self._follow)
@@ -353,6 +355,7 @@ class StageMember:
             waits_for=(self._why_waiting() or "")[:200],
             addrs=self._training.directory.own_addrs(),
             step_at=self._ctx.clock.wall() + (step_in_s or 0.0) if foretells else 0.0,
+            client=self._training.directory.only_dials,
         )
 
     async def _announce_now_and_then(self) -> None:

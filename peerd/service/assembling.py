@@ -38,7 +38,7 @@ class Assembling:
                 due_in_s = forecast.whole_in_s if forecast is not None else None
                 mates = self._mates(stage)
                 linked = {peer.text for peer in self._host.connected()}
-                for mate in assembly.dial(now, due_in_s, mates, linked):
+                for mate in assembly.dial(now, due_in_s, mates, linked, first=not self._host.takes_inbound):
                     nursery.start_soon(self._connect, mate)
                 wait_s = assembly.wake_in_s(now, due_in_s)
                 with trio.move_on_after(_LOOK_S if wait_s is None else min(wait_s, _LOOK_S)):

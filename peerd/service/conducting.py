@@ -177,6 +177,10 @@ class Conducting:
             await trio.sleep(_FIRST_LOOK_S if self._gathering else _LOOK_S)
             if self._machine is None:
                 continue
+            if self._following.directory.only_dials and self._following.duty() != self._following.own:
+                self._following.conductor = None
+                self._resign("others can be dialed, and this peer cannot")
+                continue
             self._drop_silent()
             await (self._following.directory.refresh() if self._gathering else self._following.refresh())
             self._hear_of_steps()

@@ -195,5 +195,10 @@ class Directory:
             nursery.start_soon(wait, self._host.readdressed)
             nursery.start_soon(wait, event.wait)
 
+    @property
+    def only_dials(self) -> bool:
+        """Nobody can dial this peer."""
+        return not self._host.takes_inbound
+
     def own_addrs(self) -> list[str]:
         return [str(addr) for addr in self._host.addrs()][:16]

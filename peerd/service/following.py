@@ -1,9 +1,9 @@
 """Finding and following the conductor: the stage-0 peer that has been there longest and can be reached.
 
-Every peer of a run goes by the same order (since, peer id), so all end at the same conductor without an election.
-Who cannot be reached is suspected for a while and the next in order is asked; a peer that is asked takes the duty
-on only when it suspects all before it, too (`duty`). Answers of `ask` come from the conductor of the moment; when
-it changes, `changes` goes up, and the caller says again all that the new one cannot know.
+Every peer of a run goes by the same order (those that can be dialed first, then since, peer id), so all end at the same
+conductor without an election. Who cannot be reached is suspected for a while and the next in order is asked; a peer
+that is asked takes the duty on only when it suspects all before it, too (`duty`). Answers of `ask` come from the
+conductor of the moment; when it changes, `changes` goes up, and the caller says again all that the new one cannot know.
 """
 
 from __future__ import annotations
@@ -50,17 +50,17 @@ class Following:
     _refreshed: float = float("-inf")
 
     def order(self) -> list[PeerId]:
-        """Stage-0 peers by the order in which they conduct."""
-        known = dict(self._seen)
+        """Stage-0 peers by the order in which they conduct; those that cannot be dialed come last."""
+        known = {peer: (False, since) for peer, since in self._seen.items()}
         for entry in self.directory.announced.values():
             if entry.progress.stage == 0:
-                known[entry.peer] = entry.progress.since
+                known[entry.peer] = (entry.progress.client, entry.progress.since)
             else:
                 known.pop(entry.peer, None)
         known.pop(self.own, None)
         if self.joined_since is not None:
-            known[self.own] = self.joined_since
-        return [peer for _, peer in sorted((since, peer) for peer, since in known.items())]
+            known[self.own] = (self.directory.only_dials, self.joined_since)
+        return [peer for _, peer in sorted((rank, peer) for peer, rank in known.items())]
 
     def note_members(self, members: Iterable[MemberInfo]) -> list[MemberInfo]:
         """The conductor's list of members: their addresses, and who else may conduct. Returns who can be a peer."""

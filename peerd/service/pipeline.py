@@ -9,7 +9,7 @@ a repeat counts once, since the stage knows the microbatch's number. A peer may 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -29,6 +29,7 @@ log = logging.getLogger("peerd.service.pipeline")
 
 FORWARD_TIMEOUT_S = 30.0
 BACKWARD_TIMEOUT_S = 75.0
+_AWAY_S = 0.5  # between looks whether one of those that can only dial is connected
 
 
 @dataclass(slots=True)
@@ -50,8 +51,9 @@ class Load:
 class Pipeline:
     """Calls to the stages of one run."""
 
-    def __init__(self, run: RunFile, rpc: Rpc, clock: Clock) -> None:
-        self._rpc = rpc
+    def __init__(self, run: RunFile, rpc: Rpc, clock: Clock, linked: Callable[[PeerId], bool]) -> None:
+        self._rpc, self._linked = rpc, linked
+        self._clients: set[str] = set()  # stage peers that only dial: called while they are connected
         self._fingerprint = fingerprint(run)
         self._stages = run.pipeline.stages
         self._dtype, self._width = run.model.dtype, run.model.d_model
@@ -67,6 +69,7 @@ class Pipeline:
     def update(self, members: Iterable[MemberInfo]) -> None:
         """These peers serve now."""
         ready = [m for m in members if m.ready]
+        self._clients = {m.peer for m in ready if m.client}
         for stage, wiring in enumerate(self._wirings):
             peers = {m.peer for m in ready if m.stage == stage}
             wiring.update(peers)
@@ -177,7 +180,8 @@ class Pipeline:
         wiring = self._wirings[stage]
         while True:
             now = trio.current_time()
-            name = wiring.pick(now, cost, avoid)
+            away = {name for name in self._clients if not self._linked(PeerId.parse(name))}
+            name = wiring.pick(now, cost, avoid, away)
             if name is not None:
                 self.waits_for = None
                 return name
@@ -185,6 +189,8 @@ class Pipeline:
             self.waits_for = (
                 f"stage {stage} has no peers" if due is None else f"the peers of stage {stage} failed just now"
             )
+            if due is not None and due <= now:  # who is awake can only dial, and has not yet
+                self.waits_for, due = f"the peers of stage {stage} can only dial, and are not connected", now + _AWAY_S
             with trio.move_on_at(due + 0.01 if due is not None else now + 5.0):
                 await self._changed.wait()
 

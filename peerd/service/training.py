@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING
 
 from peerd.core.clock import Clock
 from peerd.core.errors import ConfigError, RemoteError
+from peerd.core.ids import PeerId
 from peerd.core.runfile import BYTES_PER_MBIT, RunFile, fingerprint, first_difference, shared_text
 from peerd.core.work import Worker
 from peerd.machine.conducting import ConductorConfig
 from peerd.net.host import Host
 from peerd.service.assembling import Assembling
+from peerd.service.calling_in import CallingIn
 from peerd.service.conducting import Conducting, ConductingConfig
 from peerd.service.contributions import Tally, TallyOf
 from peerd.service.dht import Dht
@@ -77,7 +79,11 @@ class Training:
 
     def pipeline(self) -> Pipeline:
         """For a trainer: calls to the stages."""
-        return Pipeline(self.run, self._rpc, self._clock)
+        return Pipeline(self.run, self._rpc, self._clock, self._linked)
+
+    def _linked(self, peer: PeerId) -> bool:
+        """Whether calls get through to `peer` though it cannot be dialed; a replica is called by its own trainer."""
+        return peer == self._host.id or self._host.links.best(peer) is not None
 
     def averaging(self) -> Averaging:
         """For a stage peer: all-reduce inside its stage."""
@@ -96,6 +102,10 @@ class Training:
     def assembling(self) -> Assembling:
         """For who takes part in averaging: links to all others, before they are needed."""
         return Assembling(self._host, self.following, self.run.averaging.group_size)
+
+    def calling_in(self) -> CallingIn:
+        """For a stage peer: links to trainers, which cannot make them where it only dials."""
+        return CallingIn(self._host, self._dht, self.directory)
 
     def fetcher(self) -> Fetcher:
         """For a watcher: fetch what stage peers give."""

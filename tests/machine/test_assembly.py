@@ -79,3 +79,7 @@ def test_nobody_is_dialled_who_is_linked_dialled_or_ourselves(moves: list[tuple[
             assert dialled not in under_way | linked | {"p2"}
             assert due_in_s != 60.0
             under_way.add(dialled)
+
+
+def test_who_cannot_be_dialed_dials_at_once_whatever_its_id() -> None:
+    assert Assembly("p2").dial(0.0, None, MATES, [], first=True) == [mate for mate in MATES if mate != "p2"]

@@ -76,3 +76,12 @@ def test_shares_follow_speed(seconds: dict[str, float]) -> None:
     whole = sum(1 / s for s in seconds.values())
     for name, each in seconds.items():
         assert abs(count[name] - 1200 / each / whole) <= 60
+
+
+def test_who_cannot_be_reached_is_not_picked_even_if_nobody_else_is_left() -> None:
+    wiring = Wiring(random.Random(1))
+    wiring.update(["a", "b"])
+    assert {wiring.pick(0.0, 1.0, never={"a"}) for _ in range(5)} == {"b"}
+    assert wiring.pick(0.0, 1.0, avoid={"b"}, never={"a"}) == "b"
+    assert wiring.pick(0.0, 1.0, never={"a", "b"}) is None
+    assert wiring.pick(0.0, 1.0) in ("a", "b")

@@ -30,6 +30,8 @@ def following(host: FakeHost) -> Following:
 class Net:
     """A host that counts dials."""
 
+    takes_inbound = True
+
     def __init__(self, host: FakeHost) -> None:
         self.id, self.dialled, self.links = host.id, list[tuple[float, Any]](), list[Any]()
 

@@ -25,10 +25,10 @@ class Announced:
 
     def __init__(self) -> None:
         self.announced: dict[PeerId, StagePeer] = {}
-        self.reads = 0
+        self.reads, self.only_dials = 0, False
 
-    def add(self, peer: PeerId, since: float, stage: int = 0) -> None:
-        progress = StageProgress(stage, since, 0, 0, 0.0, "cpu", "", "", [])
+    def add(self, peer: PeerId, since: float, stage: int = 0, *, client: bool = False) -> None:
+        progress = StageProgress(stage, since, 0, 0, 0.0, "cpu", "", "", [], client=client)
         self.announced[peer] = StagePeer(peer, progress)
 
     async def refresh(self) -> dict[PeerId, StagePeer]:
@@ -77,6 +77,18 @@ async def test_who_served_longest_comes_first_and_other_stages_never(autojump_cl
         assert me.duty() == ids[0]
         await trio.sleep(10)
         assert me.duty() == ids[2]
+
+
+async def test_who_cannot_be_dialed_conducts_last_however_long_it_serves(autojump_clock: MockClock) -> None:
+    async with peers(3) as (_, ids, rpcs, directory):
+        directory.add(ids[1], 20.0)
+        directory.add(ids[2], 10.0, client=True)
+        me = following(rpcs[0], ids[0], directory)
+        me.joined_since = 1.0
+        assert me.order() == [ids[0], ids[1], ids[2]]
+        directory.only_dials = True
+        assert me.order() == [ids[1], ids[0], ids[2]]
+        assert me.duty() == ids[1]
 
 
 async def test_the_next_is_asked_when_the_first_is_gone_and_the_change_is_told(autojump_clock: MockClock) -> None:

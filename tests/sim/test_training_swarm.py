@@ -61,8 +61,8 @@ class Roles:
         self.live: dict[str, Any] = {}
         self.logs: dict[str, EventLog] = {}
 
-    def program(self, role: Callable[[RoleContext], Any]) -> Any:
-        network = swarm()
+    def program(self, role: Callable[[RoleContext], Any], network: Any = None) -> Any:
+        network = network or swarm()
 
         async def program(node: Node, *, task_status: trio.TaskStatus[None]) -> None:
             below = trio.CancelScope(shield=True)  # what a role stands on ends after it

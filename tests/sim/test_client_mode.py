@@ -1,0 +1,122 @@
+"""Training under virtual time with peers that can only dial: nobody gets in, and they are of use all the same."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import trio
+
+from peerd.core.runfile import ModelSection, PipelineSection, RunFile
+from peerd.member.lines import own_line
+from peerd.net.host import Host
+from peerd.service.dht import Dht
+from peerd.service.rpc import Rpc
+from peerd.sim.clock import run_virtual
+from peerd.sim.programs import swarm
+from peerd.sim.world import Node, World, WorldConfig
+from roles.stage import StageRole
+from roles.trainer import TrainerRole
+from tests.kit.world import home_line
+from tests.sim.test_training_swarm import Roles, run
+
+__all__ = ["run"]  # a fixture
+
+STEPS = 12
+
+
+async def shut(node: Node, *, task_status: trio.TaskStatus[None]) -> None:
+    """A node that listens nowhere, and knows it: as behind a router, without a relay."""
+    node.host = Host(node.keypair, node.clock, [node.transport])
+    node.host.takes_inbound = False
+    node.rpc = Rpc(node.host, node.clock)
+    node.dht = Dht(node.host, node.rpc, node.clock, node.keypair)
+    async with trio.open_nursery() as nursery:
+        await nursery.start(node.host.run)
+        await nursery.start(node.rpc.run)
+        await nursery.start(node.dht.run, node.world.bootstrap)
+        task_status.started()
+
+
+def pinned(roles: Roles, stage: int, network: Any) -> Any:
+    fixed = msgspec.structs.replace(roles.run.limits, stage=stage)
+    own = Roles(msgspec.structs.replace(roles.run, limits=fixed), roles.directory)
+    own.live, own.logs = roles.live, roles.logs
+    return own.program(StageRole, network)
+
+
+def short(run: RunFile) -> RunFile:
+    return msgspec.structs.replace(run, optimizer=msgspec.structs.replace(run.optimizer, total_steps=STEPS))
+
+
+async def finished(world: World, roles: Roles) -> None:
+    done = await world.until(lambda: min(roles.steps(), default=0) >= STEPS, within_s=600, step_s=0.5)
+    assert done, f"stalled at {roles.steps()}\n{roles.story()}"
+    for stage in range(roles.run.pipeline.stages):
+        peers = [role for role in roles.of(StageRole) if role._stage == stage]
+        assert len({role._served.module.digest() for role in peers}) == 1
+
+
+@pytest.mark.slow
+def test_a_stage_peer_and_a_trainer_that_only_dial_take_their_part(run: RunFile, tmp_path: Path) -> None:
+    roles = Roles(short(run), tmp_path / "peers")
+
+    async def main() -> None:
+        async with World(7, swarm(), WorldConfig(line=home_line)).running() as world:
+            boot = await world.start("boot")
+            world.bootstrap.append(boot.full_addr)
+            # The oldest peer of stage 0 is the one that nobody can dial: it must not conduct.
+            hidden = await world.start("hidden", program=pinned(roles, 0, shut))
+            for stage in (0, 1):
+                await world.start(f"stage{stage}", program=pinned(roles, stage, swarm()))
+            await world.start("trainer", program=roles.program(TrainerRole))
+            await world.start("shy", program=roles.program(TrainerRole, shut))
+            served: set[str] = set()
+
+            def done() -> bool:
+                role = roles.live["hidden"]
+                served.update(["hidden"] if role._served is not None and role._need().held else [])
+                return min(roles.steps(), default=0) >= STEPS
+
+            assert await world.until(done, within_s=900, step_s=0.05), f"{roles.steps()}\n{roles.story()}"
+            await finished(world, roles)
+            assert served == {"hidden"}, "no trainer found the peer that had dialed it"
+            hidden_role = roles.live["hidden"]
+            assert hidden_role._following.conductor == roles.live["stage0"]._following.own
+            assert hidden_role._rounds.line().mode == "client"
+            assert own_line(roles.live["stage0"]._training.carries(), "node").mode == "node"
+            for name in ("trainer", "shy"):
+                assert roles.live[name].status()["microbatches"]["lost"] == 0
+            assert hidden.host.listen_addrs() == []
+
+    run_virtual(main, seed=7)
+
+
+@pytest.mark.slow
+def test_replicas_that_only_dial_average_with_one_that_can_be_dialed(run: RunFile, tmp_path: Path) -> None:
+    whole = msgspec.structs.replace(
+        short(run),
+        model=ModelSection(d_model=8, heads=1, layers=1, context=8),
+        pipeline=PipelineSection(stages=1, microbatch=1),
+    )
+    roles = Roles(whole, tmp_path / "peers")
+
+    async def main() -> None:
+        async with World(8, swarm(), WorldConfig(line=home_line)).running() as world:
+            boot = await world.start("boot")
+            world.bootstrap.append(boot.full_addr)
+            await world.start("open", program=roles.program(TrainerRole))
+            for number in range(2):
+                await world.start(f"shy{number}", program=roles.program(TrainerRole, shut))
+
+            def steps() -> list[int]:
+                return [role._replica._position.step for role in roles.of(TrainerRole) if role._replica is not None]
+
+            done = await world.until(lambda: len(steps()) == 3 and min(steps()) >= STEPS, within_s=600, step_s=0.5)
+            assert done, f"stalled at {steps()}\n{roles.story()}"
+            replicas = [role._replica for role in roles.of(TrainerRole)]
+            assert len({replica._served.module.digest() for replica in replicas}) == 1
+
+    run_virtual(main, seed=8)
