@@ -54,6 +54,7 @@ class Reach:
         self._config = config or ReachConfig()
         self._machine = Reachability(clock.rng("reach"), self._config.verdict)
         self._dial_backs = DialBacks()
+        self._dialed_back = {"through": 0, "in_vain": 0, "refused": 0}
         self._nursery: trio.Nursery | None = None
         self._timer = trio.CancelScope()
         self._heard: list[Callable[[Finding], None]] = []
@@ -219,12 +220,14 @@ class Reach:
         begun = self._dial_backs.begin(self._clock.now(), asker, question)
         if isinstance(begun, Refusal):
             _log.debug("peer %s is not dialed back: %s", stream.peer, begun.why)
+            self._dialed_back["refused"] += 1
             return Dialed(status=begun.status, text=begun.why)
         number, addrs = begun
         try:
             found = await self._dial_back(stream.peer, addrs)
         finally:
             self._dial_backs.end(number)
+        self._dialed_back["through" if found is not None else "in_vain"] += 1
         if found is None:
             return Dialed(status=DialStatus.DIAL_ERROR, text="no address led to you")
         return Dialed(status=DialStatus.OK, addr=found.to_bytes())
@@ -258,6 +261,7 @@ class Reach:
             "found_after_s": self._first_s,  # the first one, since the start
             "proven": [str(addr) for addr in finding.proven],
             "candidates": [str(addr) for addr in finding.candidates],
+            "dialed_back": dict(self._dialed_back),  # peers that asked us for it
         }
 
 
