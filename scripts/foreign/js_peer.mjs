@@ -1,12 +1,13 @@
 // A js-libp2p peer under remote control: one JSON command a line on stdin, one JSON answer a line on stdout.
 // Commands are described in tests/kit/foreign.py. It ends when stdin ends, so it cannot outlive its parent.
 // Arguments: "relay" serves as a circuit relay; "circuits" dials over relays; "behind=<address of a relay>" also has
-// a reservation there, and no other address.
+// a reservation there, and no other address than "listen=<address>"; "dcutr" upgrades what comes over a relay.
 import { createHash, randomBytes } from 'node:crypto'
 import { createInterface } from 'node:readline'
 import { noise } from '@chainsafe/libp2p-noise'
 import { yamux } from '@chainsafe/libp2p-yamux'
 import { circuitRelayServer, circuitRelayTransport } from '@libp2p/circuit-relay-v2'
+import { dcutr } from '@libp2p/dcutr'
 import { identify } from '@libp2p/identify'
 import { ping } from '@libp2p/ping'
 import { tcp } from '@libp2p/tcp'
@@ -28,14 +29,17 @@ const say = (object) => process.stdout.write(JSON.stringify(object) + '\n')
 const flags = process.argv.slice(2)
 const behind = flags.filter((flag) => flag.startsWith('behind=')).map((flag) => `${flag.slice(7)}/p2p-circuit`)
 const circuits = flags.includes('circuits') || behind.length > 0
+const listen = flags.filter((flag) => flag.startsWith('listen=')).map((flag) => flag.slice(7))
+const addresses = [...behind, ...listen]
 const node = await createLibp2p({
-  addresses: { listen: behind.length > 0 ? behind : ['/ip4/127.0.0.1/tcp/0'] },
+  addresses: { listen: addresses.length > 0 ? addresses : ['/ip4/127.0.0.1/tcp/0'] },
   transports: circuits ? [tcp(), circuitRelayTransport()] : [tcp()],
   connectionEncrypters: [noise()],
   streamMuxers: [yamux()],
   services: {
     identify: identify(),
     ping: ping(),
+    ...(flags.includes('dcutr') ? { dcutr: dcutr() } : {}),
     ...(flags.includes('relay') ? { relay: circuitRelayServer() } : {})
   },
   connectionMonitor: { enabled: false }

@@ -1,0 +1,92 @@
+"""js-libp2p behind a home router meets a peer of ours over our relay, and both end up without it.
+
+js dials from any port but the one that it listens on, and names no address that others have not confirmed: only we can
+be dialed, and only if our router lets strangers in. The prepared p2pd does not know the protocol at all.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from scripts.lab import WideHost, WideLab, why_not_wide
+from tests.kit.foreign import command_line, require
+
+SCRIPTS = Path(__file__).parents[2] / "scripts"
+PORT = 4001
+PATIENCE_S = 20.0
+
+pytestmark = [
+    pytest.mark.interop,
+    pytest.mark.lab,
+    pytest.mark.socket,
+    pytest.mark.slow,
+    pytest.mark.timeout(120),
+]
+
+
+@pytest.fixture
+def wide(monkeypatch: pytest.MonkeyPatch) -> Iterator[WideLab]:
+    reason = why_not_wide()
+    if reason is not None:
+        pytest.skip(reason)
+    require("js")
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    with WideLab(delay_ms=10) as lab:
+        yield lab
+
+
+class Js:
+    """A js peer in the lab; it ends with the lab."""
+
+    def __init__(self, host: WideHost, *flags: str) -> None:
+        pipe = subprocess.PIPE
+        self._process = host.popen(command_line("js", flags), stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL)
+        assert self._process.stdout is not None
+        self.peer: str = json.loads(self._process.stdout.readline())["ready"]
+
+    def end(self) -> None:
+        self._process.kill()
+        for pipe in (self._process.stdin, self._process.stdout):
+            assert pipe is not None
+            pipe.close()
+        self._process.wait()
+
+
+def until(what: Callable[[], object]) -> bool:
+    """Whether it becomes true while we can wait."""
+    began = time.monotonic()
+    while not what():
+        if time.monotonic() - began > PATIENCE_S:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+def is_past_the_relay(way: str | None, seen: list[str]) -> bool:
+    """Notes each new way."""
+    if way is not None and way not in seen:
+        seen.append(way)
+    return way in ("direct", "punched")
+
+
+def test_js_behind_our_relay_is_reached_and_dials_us_then(wide: WideLab) -> None:
+    from benchmarks._matrix import Swarm
+
+    swarm = Swarm(wide, relays=1)
+    (relay,) = swarm.known
+    js = Js(wide.host("js", "port-restricted"), f"behind={relay}", f"listen=/ip4/0.0.0.0/tcp/{PORT}", "dcutr")
+    try:
+        assert until(lambda: swarm.relays[0].where()["status"]["carries"]["reservations"] == 1)
+        swarm.known.append(f"{relay}/p2p-circuit/p2p/{js.peer}")  # ours dials it as it starts
+        swarm.add({"ours": wide.host("ours", "full-cone")})
+        ours, ways = swarm.members["ours"], list[str]()
+        assert until(lambda: is_past_the_relay(ours.where()["ways"].get(js.peer), ways)), ways
+        assert "relayed" in ways  # that was the beginning
+    finally:
+        js.end()
