@@ -3,6 +3,7 @@ open hand-shakes, from several places with many identities each. Honest circuits
 
 from __future__ import annotations
 
+import functools
 import random
 from dataclasses import dataclass, field
 
@@ -11,18 +12,17 @@ import trio
 import trio.testing
 
 from peerd.core import limits
-from peerd.core.addr import with_peer
 from peerd.core.errors import RemoteError
 from peerd.core.ids import PeerId
 from peerd.machine.relay import RelayConfig
 from peerd.net.circuits import Circuits
 from peerd.net.host import Host
 from peerd.net.stream import Stream
-from peerd.net.transport import RawLink
 from peerd.service.relay import Relay
 from peerd.sim.clock import SimClock
 from peerd.sim.memory import MemoryTransport
 from peerd.sim.simnet import Line
+from tests.kit.attackers import Tally, flood, never_shake_hands, swallow
 from tests.kit.hosts import Hosts, keypair, running_hosts
 
 PAIRS, PLACES, IDENTITIES = 3, 3, 6
@@ -48,8 +48,7 @@ class Scene:
     service: Relay
     got: dict[PeerId, int] = field(default_factory=dict)  # bytes by honest source
     broken: int = 0
-    attempts: int = 0
-    greedy_bytes: int = 0
+    tally: Tally = field(default_factory=Tally)
 
     async def peer(self, name: str, transport: MemoryTransport) -> Circuits:
         host = Host(keypair(name), SimClock(1, name), [transport])
@@ -101,64 +100,8 @@ async def honest(scene: Scene) -> list[tuple[Host, PeerId]]:
     return pairs
 
 
-async def write_on(scene: Scene, raw: RawLink) -> None:
-    while True:
-        await raw.send_all(bytes(32_000))
-        scene.greedy_bytes += 32_000
-
-
-async def flood(scene: Scene, circuits: Circuits, targets: list[PeerId], rng: random.Random) -> None:
-    """One identity of an attacker: reserve and connect without end; write into every circuit, read none."""
-    async with trio.open_nursery() as nursery:
-
-        async def hold(raw: RawLink) -> None:
-            try:
-                if rng.random() < 0.7:
-                    await write_on(scene, raw)
-                await trio.sleep_forever()
-            except (trio.BrokenResourceError, trio.ClosedResourceError):
-                pass
-
-        while True:
-            await trio.sleep(rng.uniform(0.05, 0.3))
-            scene.attempts += 1
-            try:
-                await circuits.reserve(scene.relay.id)
-                addr = circuits.reservations[scene.relay.id].addrs[0]
-            except (RemoteError, KeyError):
-                addr = next(iter(scene.relay.listen_addrs()))
-                addr = with_peer(addr, scene.relay.id).encapsulate("/p2p-circuit")
-            try:
-                raw = await circuits.dial(with_peer(addr, rng.choice(targets)))
-                nursery.start_soon(hold, raw)
-            except RemoteError:
-                pass
-
-
-async def never_shake_hands(scene: Scene, transport: MemoryTransport) -> None:
-    """Connect, and say nothing, again and again."""
-    while True:
-        raw = await transport.dial(scene.relay.listen_addrs()[0])
-        scene.hosts.nursery.start_soon(_wait_for_end, raw)
-        await trio.sleep(0.05)
-
-
-async def _wait_for_end(raw: RawLink) -> None:
-    try:
-        while await raw.receive_some(1 << 16):
-            pass
-    except trio.BrokenResourceError:
-        pass
-    await raw.aclose()
-
-
-async def swallow(raw: RawLink, peer: PeerId) -> None:
-    """An attacker's own end of a circuit: half of them are read as fast as can be, the others never."""
-    if peer.raw[-1] % 2:
-        await _wait_for_end(raw)
-
-
 async def attack(scene: Scene, targets: list[PeerId]) -> None:
+    (addr,) = scene.relay.listen_addrs()
     for number in range(PLACES):
         transport = scene.place(100 + number)
         crew = [await scene.peer(f"x{number}.{one}", transport) for one in range(IDENTITIES)]
@@ -166,8 +109,10 @@ async def attack(scene: Scene, targets: list[PeerId]) -> None:
         for circuits in crew:
             circuits.welcome = swallow  # type: ignore[method-assign]
             rng = random.Random(str(circuits._host.id))
-            scene.hosts.nursery.start_soon(flood, scene, circuits, targets + ids, rng)
-        scene.hosts.nursery.start_soon(never_shake_hands, scene, transport)
+            everyone = targets + ids
+            scene.hosts.nursery.start_soon(flood, circuits, (scene.relay.id, addr), everyone, rng, scene.tally)
+        dial = functools.partial(transport.dial, addr)
+        scene.hosts.nursery.start_soon(never_shake_hands, dial, scene.hosts.nursery)
 
 
 @pytest.mark.slow
@@ -203,7 +148,7 @@ async def test_honest_circuits_keep_their_rate_under_attack(autojump_clock: trio
         shares = ", ".join(f"{share:.0%}" for share in kept.values())
         print(
             f"\nhonest circuits keep {shares} of {HONEST_BYTES_PER_S / 1e3:.0f} kB/s each, {scene.broken} broke; "
-            f"{scene.attempts} attempts, {now.refused} refused, at most {most.circuits} circuits and "
+            f"{scene.tally.attempts} attempts, {now.refused} refused, at most {most.circuits} circuits and "
             f"{now.reservations} reservations; the relay carried {now.carried_bytes / 1e6:.0f} MB and "
             f"held at most {most_held / 1e6:.1f} MB"
         )
