@@ -129,7 +129,9 @@ PUNCH_ATTEMPTS: Final = 3  # of one meeting, as the specification says
 PUNCH_ATTEMPT_S: Final = 5.0  # for one of them, as in Go
 PUNCH_MEETINGS: Final = 32  # at once, with all peers
 PUNCH_PAIRS: Final = 1024  # failed pairs that are remembered: twice the connections that we hold
-PUNCH_TARGETS: Final = 1024  # hosts that others had us dial, remembered for a minute
+PUNCH_TARGETS: Final = 1024  # hosts that others had us dial, and peers that had us do so, remembered for a minute
+PUNCH_PER_MINUTE: Final = 360  # addresses that all peers together may have us dial: nobody scans networks through us
+PUNCH_PER_PEER_MINUTE: Final = 24  # of these, one peer: two meetings with all that they may take
 PUNCH_TARGET_PER_MINUTE: Final = 30  # attempts at one host, whoever names it: nobody is to be bothered through us
 
 # --- records and the DHT ---------------------------------------------------------------------------------------

@@ -17,14 +17,21 @@ import random
 from collections import deque
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, TypeVar
 
 from multiaddr import Multiaddr
 
 from peerd.core.addr import decode_addr, ip_of, is_dialable, reach, split_peer, tcp_place
 from peerd.core.errors import ProtocolViolation
 from peerd.core.ids import PeerId
-from peerd.core.limits import PUNCH_ADDRS, PUNCH_PAIRS, PUNCH_TARGET_PER_MINUTE, PUNCH_TARGETS
+from peerd.core.limits import (
+    PUNCH_ADDRS,
+    PUNCH_PAIRS,
+    PUNCH_PER_MINUTE,
+    PUNCH_PER_PEER_MINUTE,
+    PUNCH_TARGET_PER_MINUTE,
+    PUNCH_TARGETS,
+)
 
 FIRST_PAUSE_S: Final = 30.0  # after a meeting that failed
 LONGEST_PAUSE_S: Final = 3600.0
@@ -127,6 +134,37 @@ def reverse_s(rtt_s: float | None) -> float:
     return _REVERSE_MAX_S if rtt_s is None else min(_REVERSE_MAX_S, _REVERSE_MIN_S + _REVERSE_RTTS * rtt_s)
 
 
+class _Minute:
+    """How often something was done within the last minute, up to a bound."""
+
+    __slots__ = ("_most", "_times")
+
+    def __init__(self, most: int) -> None:
+        self._most, self._times = most, deque[float]()
+
+    def has_room(self, now: float) -> bool:
+        while self._times and self._times[0] <= now - 60:
+            self._times.popleft()
+        return len(self._times) < self._most
+
+    def count(self, now: float) -> None:
+        self._times.append(now)
+
+
+Named = TypeVar("Named", bound=Hashable)
+
+
+def _youngest(table: dict[Named, _Minute], name: Named, most: int) -> _Minute:
+    """The entry of `name`, now the youngest of a bounded table."""
+    entry = table.pop(name, None)
+    if entry is None:
+        entry = _Minute(most)
+    table[name] = entry
+    while len(table) > PUNCH_TARGETS:
+        del table[next(iter(table))]
+    return entry
+
+
 @dataclass(slots=True)
 class Pair:
     """A peer with which punching has failed."""
@@ -144,7 +182,9 @@ class Memory:
         self.pairs: dict[PeerId, Pair] = {}  # the one that failed longest ago first
         self._rng = rng
         self._own: frozenset[Multiaddr] = frozenset()
-        self._targets: dict[Ip, deque[float]] = {}
+        self._targets: dict[Ip, _Minute] = {}
+        self._askers: dict[PeerId, _Minute] = {}
+        self._all = _Minute(PUNCH_PER_MINUTE)
 
     def look(self, own: Iterable[Multiaddr], peer: PeerId, theirs: Iterable[Hashable], now: float) -> tuple[bool, str]:
         """Whether to meet `peer` now, and why; `own`: our addresses, `theirs`: what the peer says of itself."""
@@ -181,20 +221,20 @@ class Memory:
         pair = self.pairs.get(peer)
         return -math.inf if pair is None else pair.due_s
 
-    def admit(self, addrs: Iterable[Multiaddr], now: float) -> list[Multiaddr]:
-        """Those of the addresses whose host was not dialed too often lately; they are counted as dialed."""
+    def admit(self, peer: PeerId, addrs: Iterable[Multiaddr], now: float) -> list[Multiaddr]:
+        """Those of the addresses that `peer` may have us dial now; they are counted as dialed.
+
+        Bounded by peer, by target, and in all.
+        """
         admitted = []
         for addr in addrs:
             ip = ip_of(addr)
             if ip is None:
                 continue
-            times = self._targets.pop(ip, None) or deque()
-            while times and times[0] <= now - 60:
-                times.popleft()
-            if len(times) < PUNCH_TARGET_PER_MINUTE:
-                times.append(now)
+            asker = _youngest(self._askers, peer, PUNCH_PER_PEER_MINUTE)
+            counts = (asker, _youngest(self._targets, ip, PUNCH_TARGET_PER_MINUTE), self._all)
+            if all(count.has_room(now) for count in counts):
                 admitted.append(addr)
-            self._targets[ip] = times
-            while len(self._targets) > PUNCH_TARGETS:
-                del self._targets[next(iter(self._targets))]
+                for count in counts:
+                    count.count(now)
         return admitted

@@ -130,7 +130,7 @@ class Punching:
     async def _reverse(self, peer: PeerId, theirs: Sequence[Multiaddr]) -> None:
         """Dial it: behind a relay it may have been only because nobody could dial us."""
         self._meeting[peer] = "dials its addresses"
-        addrs = self._memory.admit(punch.to_dial(theirs, self._host.listen_addrs()), trio.current_time())
+        addrs = self._memory.admit(peer, punch.to_dial(theirs, self._host.listen_addrs()), trio.current_time())
 
         async def dial(addr: Multiaddr) -> None:
             try:
@@ -163,7 +163,7 @@ class Punching:
                         raise
                     stream = await link.open(DCUTR)  # js wants another one for each attempt
                     answer, rtt_s = await self._agree(stream)
-                addrs = self._targets(answer)
+                addrs = self._targets(peer, answer)
                 if not addrs:
                     reason = "it names no address that can be dialed"
                 await trio.sleep(rtt_s / 2)
@@ -223,7 +223,7 @@ class Punching:
             info = self._host.info(stream.peer)
             first = punch.speaks_first("" if info is None else info.agent, proposed=False)
             with scope:
-                await self._open(stream.peer, self._targets(answer), rtt_s, first)
+                await self._open(stream.peer, self._targets(stream.peer, answer), rtt_s, first)
 
         for _ in range(limits.PUNCH_ATTEMPTS):
             with trio.fail_after(limits.PUNCH_ATTEMPT_S + _ANSWER_S):
@@ -254,8 +254,9 @@ class Punching:
                 seen.append(info.observed)  # else it is the trace of some other port of ours
         return punch.to_offer(host.candidates, seen, host.listen_addrs())
 
-    def _targets(self, message: HolePunch) -> list[Multiaddr]:
-        return self._memory.admit(punch.to_dial(message.addrs, self._host.listen_addrs()), trio.current_time())
+    def _targets(self, peer: PeerId, message: HolePunch) -> list[Multiaddr]:
+        found = punch.to_dial(message.addrs, self._host.listen_addrs())
+        return self._memory.admit(peer, found, trio.current_time())
 
     async def _open(self, peer: PeerId, addrs: Sequence[Multiaddr], rtt_s: float, first: bool) -> bool:
         """Dial all `addrs` again and again for a while; whether a direct link stands, however it was made."""

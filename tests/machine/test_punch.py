@@ -11,7 +11,14 @@ from multiaddr import Multiaddr
 
 from peerd.core.addr import ip_of, parse_addr, reach, tcp_addr, tcp_place
 from peerd.core.ids import PeerId
-from peerd.core.limits import PUNCH_ADDRS, PUNCH_PAIRS, PUNCH_TARGET_PER_MINUTE, PUNCH_TARGETS
+from peerd.core.limits import (
+    PUNCH_ADDRS,
+    PUNCH_PAIRS,
+    PUNCH_PER_MINUTE,
+    PUNCH_PER_PEER_MINUTE,
+    PUNCH_TARGET_PER_MINUTE,
+    PUNCH_TARGETS,
+)
 from peerd.machine import punch
 from peerd.machine.punch import LONGEST_PAUSE_S, Memory, refused_pause_s, silence_s, speaks_first, to_dial, to_offer
 
@@ -72,16 +79,26 @@ def test_one_host_is_dialed_at_few_ports_and_not_often() -> None:
     ports = [tcp_addr("45.3.1.1", port) for port in range(1, 100)]
     assert len(to_dial(ports, HOME)) == PUNCH_ADDRS // 2
     held = memory()
-    dialed = sum(len(held.admit(to_dial(ports, HOME), now)) for now in range(60))
+    dialed = sum(len(held.admit(peer(now), to_dial(ports, HOME), now)) for now in range(60))
     assert dialed == PUNCH_TARGET_PER_MINUTE
-    assert held.admit([PUBLIC], 200.0) == [PUBLIC]
+    assert held.admit(peer(1), [PUBLIC], 200.0) == [PUBLIC]
+
+
+def test_nobody_scans_networks_through_us() -> None:
+    """Each proposal names other hosts; one peer, and all together, get so many a minute and no more."""
+    held = memory()
+    hosts = [tcp_addr(f"45.{number >> 8}.{number & 255}.1", 22) for number in range(2000)]
+    assert sum(len(held.admit(peer(1), [host], 1.0)) for host in hosts) == PUNCH_PER_PEER_MINUTE
+    others = sum(len(held.admit(peer(number), [host], 2.0)) for number, host in enumerate(hosts, start=2))
+    assert others == PUNCH_PER_MINUTE - PUNCH_PER_PEER_MINUTE
+    assert held.admit(peer(1), [PUBLIC], 61.5) == [PUBLIC]
 
 
 def test_the_tables_stay_bounded() -> None:
     held = memory()
     for number in range(PUNCH_TARGETS + 50):
-        held.admit([tcp_addr(f"45.{number >> 8}.{number & 255}.1", 1)], 0.0)
-    assert len(held._targets) == PUNCH_TARGETS
+        held.admit(peer(number), [tcp_addr(f"45.{number >> 8}.{number & 255}.1", 1)], 60.0 * number)
+    assert len(held._targets) == len(held._askers) == PUNCH_TARGETS
 
 
 def test_pairs_are_remembered_up_to_a_bound() -> None:
