@@ -13,6 +13,7 @@ from peerd.core.protobuf.circuit import Limit
 from peerd.net.stream import Stream
 
 _VIEW_BYTES = 256 * 1024
+_BATCH_BYTES = 128 * 1024
 _WORN = 0.8  # of its bytes or its time, and it is time for the next
 
 
@@ -39,6 +40,11 @@ class CircuitLink:
         self._worn_bytes = math.inf if limit is None or not limit.data_bytes else _WORN * limit.data_bytes
         self.closed = False
         self.when_worn: Callable[[], None] | None = None  # told once, when its bytes are nearly used up
+
+    @property
+    def batch_bytes(self) -> int:
+        """Two frames: what waits in the stream can be overtaken by nothing of this circuit."""
+        return _BATCH_BYTES
 
     def is_worn(self, now: float) -> bool:
         """Whether the relay will soon cut it."""

@@ -24,7 +24,7 @@ from peerd.net.delimited import receive_message, send_message
 from peerd.net.host import HostConfig
 from peerd.net.links import LinkLimits, PeerDown
 from peerd.net.stream import Stream
-from peerd.net.transport import RawLink
+from peerd.net.transport import LendingLink, RawLink
 from peerd.sim.clock import EPOCH_S
 from tests.kit.circuits import Client, behind, start_client, start_relay
 from tests.kit.hosts import Hosts, ask, echo, keypair, running_hosts
@@ -85,6 +85,25 @@ class TestCircuits(TransportCompliance):
 
     async def settle(self) -> None:
         await trio.sleep(3.0)  # links ping for ever: nothing moves any more, yet they do
+
+
+async def test_a_circuit_lends_what_it_received_and_sends_without_waiting(
+    autojump_clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with running_hosts() as hosts:
+        relay, _ = await start_relay(hosts, "r")
+        b = await behind(hosts, "b", relay)
+        a = await start_client(hosts, "a")
+        listener = _Listener(b, monkeypatch)
+        near = await _Dialer(a.circuits, b.host.id).dial(listener.addrs[0])
+        far = await listener.accept()
+        assert isinstance(near, LendingLink)
+        assert isinstance(far, LendingLink)
+        assert near.send_nowait(memoryview(b"small")) == 5
+        assert bytes(await far.receive_view()) == b"small"
+        await near.aclose()
+        assert near.send_nowait(memoryview(b"late")) == 0
+        assert bytes(await far.receive_view()) == b""
 
 
 async def test_a_peer_behind_a_relay_is_reached_and_both_know_the_way(autojump_clock: trio.testing.MockClock) -> None:
