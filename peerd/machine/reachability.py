@@ -2,9 +2,9 @@
 
 Told: where this peer listens, how each connected peer sees it, and what came of dial-backs. Answers: whom to ask next,
 and a Finding with its reason. Peers lie, so each network (IPv4 /16, IPv6 /32) has one vote, shared by its addresses,
-and these by their peers: who has many identities in one place has one vote. A majority decides; where none is, the
-answer is the cautious one (not reachable, no candidate). Hostile input: addresses of others, made-up ports, false
-answers, answers that name what was never asked, floods of observers.
+and these by their peers: who has many identities in one place has one vote. A majority decides, for each IP version by
+itself; where none is, the answer is the cautious one (not reachable, no candidate). Hostile input: addresses of others,
+made-up ports, false answers, answers that name what was never asked, floods of observers.
 Invariants: an address is proven only after it was asked about; no private address is a candidate or proven; at most
 one question per peer is under way; tables are bounded (limits.OBSERVERS).
 """
@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
 
 from multiaddr import Multiaddr
@@ -22,7 +22,12 @@ from multiaddr import Multiaddr
 from peerd.core.addr import ip_of, reach, tcp_addr, tcp_place
 from peerd.core.ids import PeerId
 from peerd.core.limits import ADDRS_PER_PEER, OBSERVERS
-from peerd.machine.votes import majority, network_of, votes
+from peerd.machine.observers import Observers, Sight, version_of
+from peerd.machine.votes import network_of, votes
+
+__all__ = ["Ask", "Finding", "Kind", "Reachability", "ReachabilityConfig", "Sight", "advice"]
+
+_VERSIONS = (4, 6)
 
 
 class Kind(StrEnum):
@@ -45,19 +50,7 @@ class Finding:
     proven: tuple[Multiaddr, ...] = ()  # strangers got through there
     candidates: tuple[Multiaddr, ...] = ()  # where our listening port probably appears to the outside
     dead: tuple[Multiaddr, ...] = ()  # our own public addresses that strangers tried in vain
-    needs_relays: bool = False  # there is an outside, and no address of this machine itself is proven
-
-
-@dataclass(frozen=True, slots=True)
-class Sight:
-    """How one connected peer sees us. `seen`: None when it did not say."""
-
-    peer: PeerId
-    at: Multiaddr  # where the peer is, as we see it
-    seen: Multiaddr | None
-    mapped: bool  # `seen` belongs to our listening port: we dialed from it, or the peer dialed `seen`
-    accepted: bool  # the peer dialed
-    tests: bool  # it answers our questions
+    needs_relays: bool = False  # there is an outside, and no IPv4 address that is surely ours is proven
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,16 +92,6 @@ class _Server:
     pending: tuple[Multiaddr, ...] | None = None
 
 
-@dataclass(slots=True)
-class _View:
-    """What the observers agree on, for one IP version."""
-
-    ip: str | None = None
-    mapped: Multiaddr | None = None
-    split: bool = False  # several see the mapped port, and not the same
-    observers: int = 0
-
-
 class Reachability:
     """See the module's header. Feed it with `own`, `saw`, `lost`, `answered`, then do what `step` says."""
 
@@ -117,7 +100,7 @@ class Reachability:
         self._config = config or ReachabilityConfig()
         self._own: tuple[Multiaddr, ...] = ()
         self._given: tuple[Multiaddr, ...] = ()
-        self._sights: dict[PeerId, Sight] = {}
+        self._observers = Observers()
         self._servers: dict[PeerId, _Server] = {}
         self._answers: dict[PeerId, _Answer] = {}
         self._epoch: tuple[object, object, object] = (), (), ()
@@ -131,13 +114,11 @@ class Reachability:
 
     def saw(self, now: float, sight: Sight) -> None:
         """A connected peer has told how it sees us, or what it serves."""
-        if sight.seen is not None and (tcp_place(sight.seen) is None or ip_of(sight.seen) is None):
-            sight = replace(sight, seen=None)
-        known = self._sights.pop(sight.peer, None)
-        self._sights[sight.peer] = sight
-        if len(self._sights) > OBSERVERS:
-            self.lost(now, next(iter(self._sights)))
-        if not sight.tests or not _outside(sight):
+        known = self._observers.get(sight.peer)
+        gone = self._observers.put(sight)
+        if gone is not None:
+            self.lost(now, gone)
+        if not sight.tests or not sight.outside or gone == sight.peer:
             self._servers.pop(sight.peer, None)
         elif sight.peer not in self._servers:
             # Whoever comes back may see another address of ours than before.
@@ -148,17 +129,16 @@ class Reachability:
 
     def lost(self, now: float, peer: PeerId) -> None:
         """The peer is not connected any more."""
-        self._sights.pop(peer, None)
+        self._observers.drop(peer)
         self._servers.pop(peer, None)
 
     def answered(self, now: float, peer: PeerId, *, tried: bool, proven: Multiaddr | None = None) -> None:
         """What came of the question to `peer`; not `tried`: it would not, or we could not ask. `proven`: it got in."""
-        server = self._servers.get(peer)
+        server, sight = self._servers.get(peer), self._observers.get(peer)
         asked = server.pending if server is not None else None
-        if server is None or asked is None:
+        if server is None or sight is None or asked is None:
             return
         server.pending = None
-        sight = self._sights[peer]
         if not tried or (proven is not None and proven not in asked):
             server.not_before = now + self._config.refused_s
             return
@@ -170,7 +150,7 @@ class Reachability:
     def step(self, now: float) -> list[Ask]:
         """Look at everything again: `finding` is up to date afterwards. Returns the questions to ask now."""
         for peer, answer in list(self._answers.items()):
-            if peer not in self._sights and now - answer.at > self._config.forget_s:
+            if peer not in self._observers and now - answer.at > self._config.forget_s:
                 del self._answers[peer]
         self._notice_change()
         asks = self._ask(now)
@@ -179,12 +159,12 @@ class Reachability:
 
     def wake_at(self, now: float) -> float:
         """When `step` has something to do by the passing of time alone."""
-        times = [math.inf]
+        times, covered = [math.inf], self._covered(now)
         for peer, server in self._servers.items():
             if server.pending is not None:
                 overdue_at = server.asked_at + self._config.patience_s
                 times += [overdue_at] if overdue_at > now else []
-            elif self._own and ((ready_at := self._ready_at(server)) > now or self._is_useful(peer, now)):
+            elif self._own and ((ready_at := self._ready_at(server)) > now or self._is_useful(peer, covered)):
                 times.append(max(ready_at, now))
         return min(times)
 
@@ -196,7 +176,7 @@ class Reachability:
 
     def _notice_change(self) -> None:
         """Other addresses than before: whoever has answered is asked again, and who has left counts no longer."""
-        ips = tuple(self._view(version).ip for version in (4, 6))
+        ips = tuple(self._observers.view(version).ip for version in _VERSIONS)
         _, _, before = self._epoch
         epoch = (self._own, self._given, ips if any(ips) else before)
         if epoch == self._epoch:
@@ -210,47 +190,50 @@ class Reachability:
         asks: list[Ask] = []
         if not self._own:
             return asks
+        covered = self._covered(now)
+        busy = sum(server.pending is not None for server in self._servers.values())
         ready = [p for p, s in self._servers.items() if s.pending is None and self._ready_at(s) <= now]
         self._rng.shuffle(ready)
-        ready.sort(key=lambda peer: self._place(peer) in self._covered(now))  # first where nobody was asked yet
+        ready.sort(key=lambda peer: self._observers.place(peer) in covered)  # first where nobody was asked yet
         for peer in ready:
-            if sum(server.pending is not None for server in self._servers.values()) >= self._config.at_once:
+            sight, server = self._observers.get(peer), self._servers[peer]
+            if busy + len(asks) >= self._config.at_once:
                 break
-            if not self._is_useful(peer, now):
+            if sight is None or not self._is_useful(peer, covered):
                 continue
-            server, addrs = self._servers[peer], self._questionable(self._sights[peer])
+            addrs = self._questionable(sight)
             if not addrs:
                 server.not_before = now + self._config.again_s
                 continue
             server.asked_at, server.pending = now, addrs
+            covered.append(self._observers.place(peer))
             asks.append(Ask(peer, addrs))
         return asks
 
-    def _is_useful(self, peer: PeerId, now: float) -> bool:
+    def _is_useful(self, peer: PeerId, covered: list[str]) -> bool:
         """Whether one more answer, this peer's, would tell us more."""
-        covered = self._covered(now)
         wanted = self._config.networks
-        return len(covered) < wanted or (self._place(peer) not in covered and len(set(covered)) < wanted)
+        if len(covered) < wanted:
+            return True
+        return self._observers.place(peer) not in covered and len(set(covered)) < wanted
 
     def _covered(self, now: float) -> list[str]:
         """The networks of those who have answered of late, or are about to."""
-        fresh = [p for p, s in self._servers.items() if s.pending is not None or self._ready_at(s) > now]
-        asked = [p for p in fresh if self._servers[p].pending is not None or not self._servers[p].due]
-        return [self._place(peer) for peer in asked]
-
-    def _place(self, peer: PeerId) -> str:
-        return network_of(self._sights[peer].at)
+        return [
+            self._observers.place(peer)
+            for peer, server in self._servers.items()
+            if server.pending is not None or (not server.due and self._ready_at(server) > now)
+        ]
 
     def _questionable(self, sight: Sight) -> tuple[Multiaddr, ...]:
         """What to have this peer dial: our addresses as it may see them."""
         seen_ip = ip_of(sight.seen) if sight.seen is not None else None
-        found = [*self._given, *(addr for addr in self._own if reach(addr) == 2)]
+        found = self._surely_ours()
         if sight.seen is not None and reach(sight.seen) == 2:
             found += [sight.seen] if sight.mapped else []
             found += [tcp_addr(str(seen_ip), port) for port in self._ports()]
-        for version in (4, 6):
-            mapped = self._view(version).mapped
-            found += [mapped] if mapped is not None else []
+        mapped = [self._observers.view(version).mapped for version in _VERSIONS]
+        found += [addr for addr in mapped if addr is not None]
         if seen_ip is not None and seen_ip.is_global:
             found = [addr for addr in found if ip_of(addr) == seen_ip]
         return tuple(dict.fromkeys(found))[:ADDRS_PER_PEER]
@@ -259,31 +242,44 @@ class Reachability:
         places = [tcp_place(addr) for addr in self._own if reach(addr) > 0]
         return sorted({place.port for place in places if place is not None})
 
+    def _surely_ours(self) -> list[Multiaddr]:
+        """Public addresses of this machine itself, and those that a router promised."""
+        return [addr for addr in (*self._given, *self._own) if reach(addr) == 2]
+
     # --- the verdict -------------------------------------------------------------------------------------------
 
     def _judge(self, now: float) -> Finding:
-        outside = [sight for sight in self._sights.values() if _outside(sight)]
-        own_public = [*self._given, *(addr for addr in self._own if reach(addr) == 2)]
+        outside = list(self._observers.outside())
+        ours = self._surely_ours()
         candidates = tuple(self._candidates())
         if not self._own:
             return Finding(Kind.DEAF, "this peer does not listen", (), candidates, needs_relays=bool(outside))
-        came_in = self._came_in(outside, own_public)
         if self._answers and not self._may_turn(now):
-            proven = self._proven(came_in)
-            if proven:
-                certain = any(addr in own_public for addr in proven)
-                why = f"strangers get through to {proven[0]}"
-                return Finding(Kind.REACHABLE, why, tuple(proven), candidates, needs_relays=not certain)
-            kind, why = self._obstacle(own_public)
-            # One network alone does not make us hide an address of this machine, unless there is but one.
-            told = {network_of(answer.place) for answer in self._answers.values()}
-            sure = len(told) > 1 or {network_of(sight.at) for sight in outside} <= told
-            return Finding(kind, why, (), candidates, dead=tuple(own_public) if sure else (), needs_relays=True)
-        if not self._servers and (dialed := self._came_in(outside, self._presumed())):
+            return self._decide(outside, candidates)
+        if not self._servers and (dialed := _came_in(outside, self._presumed())):
             best = max(votes(dialed).items(), key=lambda pair: pair[1])[0]
             return Finding(Kind.REACHABLE, "peers from outside have connected", (best,), candidates)
-        needs_relays = bool(outside) and not own_public
+        needs_relays = bool(outside) and not _has_ip4(ours)
         return Finding(Kind.UNKNOWN, self._why_unknown(outside), (), candidates, needs_relays=needs_relays)
+
+    def _decide(self, outside: list[Sight], candidates: tuple[Multiaddr, ...]) -> Finding:
+        """From the answers there are, for each IP version by itself."""
+        ours, proven, dead = self._surely_ours(), list[Multiaddr](), list[Multiaddr]()
+        for version in _VERSIONS:
+            answers = [answer for answer in self._answers.values() if version_of(answer.place) == version]
+            came_in = [pair for pair in _came_in(outside, ours) if version_of(pair[1]) == version]
+            found = self._proven(answers, came_in)
+            proven += found
+            # One network alone does not make us hide an address of this machine, unless there is but one.
+            told = {network_of(answer.place) for answer in answers}
+            if not found and (len(told) > 1 or {network_of(sight.at) for sight in outside} <= told):
+                dead += [addr for addr in ours if any(addr in answer.asked for answer in answers)]
+        if proven:
+            sure = _has_ip4(addr for addr in proven if addr in ours)
+            why = f"strangers get through to {proven[0]}"
+            return Finding(Kind.REACHABLE, why, tuple(proven), candidates, tuple(dead), needs_relays=not sure)
+        kind, why = self._obstacle(ours)
+        return Finding(kind, why, (), candidates, tuple(dead), needs_relays=True)
 
     def _may_turn(self, now: float) -> bool:
         """There is no verdict yet, and those who were asked just now might make another one of it."""
@@ -291,9 +287,9 @@ class Reachability:
         young = [s for s in self._servers.values() if s.pending is not None and s.asked_at > since]
         return self.finding.kind == Kind.UNKNOWN and len(young) >= len(self._answers)
 
-    def _proven(self, came_in: list[tuple[Multiaddr, Multiaddr]]) -> list[Multiaddr]:
+    def _proven(self, answers: list[_Answer], came_in: list[tuple[Multiaddr, Multiaddr]]) -> list[Multiaddr]:
         """Addresses at which more networks got through than failed, if those that got through are the majority."""
-        answers = [a for a in self._answers.values() if a.proven is None or self._is_ours(a.proven)]
+        answers = [answer for answer in answers if answer.proven is None or self._is_ours(answer.proven)]
         entered = [(at, True) for at, _ in came_in]
         ok = votes([*((answer.place, answer.proven is not None) for answer in answers), *entered])
         if ok.get(True, 0.0) <= ok.get(False, 0.0):
@@ -308,18 +304,12 @@ class Reachability:
 
     def _is_ours(self, addr: Multiaddr) -> bool:
         """Whether a proven address still is one of ours: the network may have changed since."""
-        ip = self._view(_version(addr)).ip
+        ip = self._observers.view(version_of(addr)).ip
         return ip is None or addr in self._own or addr in self._given or str(ip_of(addr)) == ip
-
-    def _came_in(self, outside: list[Sight], own: Iterable[Multiaddr]) -> list[tuple[Multiaddr, Multiaddr]]:
-        """Peers of the internet that dialed one of these addresses of ours: where they are, and which."""
-        allowed = set(own)
-        dialed = [(s.at, s.seen) for s in outside if s.accepted and s.seen is not None]
-        return [(at, seen) for at, seen in dialed if seen in allowed and reach(seen) == 2]
 
     def _presumed(self) -> list[Multiaddr]:
         """Where we listen, and where a router that passes our ports on would make us appear."""
-        ips = [ip for version in (4, 6) if (ip := self._view(version).ip) is not None]
+        ips = [ip for version in _VERSIONS if (ip := self._observers.view(version).ip) is not None]
         return [*self._given, *self._own, *(tcp_addr(ip, port) for ip in ips for port in self._ports())]
 
     def _why_unknown(self, outside: list[Sight]) -> str:
@@ -332,11 +322,11 @@ class Reachability:
             return "no peer outside this network tests it"
         return "no peer has tested it yet"
 
-    def _obstacle(self, own_public: list[Multiaddr]) -> tuple[Kind, str]:
+    def _obstacle(self, ours: list[Multiaddr]) -> tuple[Kind, str]:
         failed = f"strangers did not get through ({len(self._answers)} asked)"
-        views = [view for view in map(self._view, (4, 6)) if view.observers]
+        views = [view for view in map(self._observers.view, _VERSIONS) if view.observers]
         seen = {view.ip for view in views if view.ip is not None}
-        if own_public and (not seen or seen & {str(ip_of(addr)) for addr in own_public}):
+        if ours and seen <= {str(ip_of(addr)) for addr in ours}:
             return Kind.FIREWALL, f"{failed}, though the address is this machine's own: a firewall"
         if any(view.split for view in views):
             return Kind.SYMMETRIC, f"{failed}; a router shows this peer under another port to each"
@@ -347,43 +337,32 @@ class Reachability:
 
     def _candidates(self) -> list[Multiaddr]:
         """Public addresses that are probably ours: what most observers see, and what this machine has itself."""
-        found = [addr for addr in (*self._given, *self._own) if reach(addr) == 2]
-        for version in (4, 6):
-            view = self._view(version)
+        found = self._surely_ours()
+        for version in _VERSIONS:
+            view = self._observers.view(version)
             if view.mapped is not None:
                 found.append(view.mapped)
             elif view.ip is not None and not view.split:
                 found += [tcp_addr(view.ip, port) for port in self._ports()]
         return list(dict.fromkeys(found))[:ADDRS_PER_PEER]
 
-    def _view(self, version: int) -> _View:
-        """What most observers of this IP version see; nothing where there is no majority."""
-        told = [
-            (s.at, s.seen, s.mapped)
-            for s in self._sights.values()
-            if s.seen is not None and _outside(s) and reach(s.seen) == 2 and _version(s.seen) == version
-        ]
-        ip = majority([(at, str(ip_of(seen))) for at, seen, _ in told])
-        ports = [(at, seen) for at, seen, mapped in told if mapped]
-        mapped = majority(ports)
-        return _View(ip, mapped, split=mapped is None and len({seen for _, seen in ports}) > 1, observers=len(told))
-
     def check(self) -> None:
         """Invariants, for tests."""
-        assert len(self._sights) <= OBSERVERS
-        assert set(self._servers) <= set(self._sights)
+        assert len(self._observers) <= OBSERVERS
+        assert all(peer in self._observers for peer in self._servers)
         assert all(reach(addr) == 2 for addr in (*self.finding.proven, *self.finding.candidates, *self.finding.dead))
         assert sum(server.pending is not None for server in self._servers.values()) <= self._config.at_once
 
 
-def _outside(sight: Sight) -> bool:
-    """Whether the peer is somewhere in the internet, so that what it sees is what strangers see."""
-    return reach(sight.at) == 2
+def _came_in(outside: list[Sight], own: Iterable[Multiaddr]) -> list[tuple[Multiaddr, Multiaddr]]:
+    """Peers of the internet that dialed one of these addresses of ours: where they are, and which."""
+    allowed = set(own)
+    dialed = [(s.at, s.seen) for s in outside if s.accepted and s.seen is not None]
+    return [(at, seen) for at, seen in dialed if seen in allowed and reach(seen) == 2]
 
 
-def _version(addr: Multiaddr) -> int:
-    ip = ip_of(addr)
-    return ip.version if ip is not None else 0
+def _has_ip4(addrs: Iterable[Multiaddr]) -> bool:
+    return any(version_of(addr) == 4 for addr in addrs)
 
 
 def advice(finding: Finding, port: int | None, relays: int) -> str:

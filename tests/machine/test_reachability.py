@@ -230,6 +230,46 @@ def test_a_flood_of_observers_is_bounded() -> None:
     assert len(judge.step(0.0)) == 3
 
 
+def test_a_crowd_of_observers_pushes_nobody_out_but_its_own() -> None:
+    judge = machine(INSIDE)
+    for number in (0, 1):
+        judge.saw(0.0, sight(number, MAPPED))
+    for number in range(OBSERVERS + 50):
+        peer = Keypair.from_seed((number + 1000).to_bytes(32, "big")).peer_id
+        judge.saw(1.0, Sight(peer, network(7, number % 250 + 1), LIE, True, False, False))
+    judge.step(1.0)
+    judge.check()
+    assert judge.finding.candidates == (MAPPED,)
+
+
+V6 = tcp_addr("2a01:4f8::7", PORT)
+
+
+@pytest.mark.parametrize(
+    ("got_in", "kind", "dead"),
+    [([], Kind.KEEPS_PORTS, (V6,)), ([V6], Kind.REACHABLE, ()), ([MAPPED], Kind.REACHABLE, (V6,))],
+    ids=["neither", "IPv6 only", "IPv4 only"],
+)
+def test_each_ip_version_is_judged_by_itself(got_in: list[Multiaddr], kind: Kind, dead: tuple[Multiaddr, ...]) -> None:
+    judge = machine(INSIDE, V6)
+    judge.saw(0.0, sight(0, MAPPED))
+    judge.saw(0.0, sight(1, MAPPED))
+    for number in (2, 3):
+        judge.saw(0.0, sight(number, V6, at=tcp_addr(f"2a0{number}:b00::1", 4001)))
+    found = settle(judge, 0.0, got_in)
+    found = settle(judge, 25.0, got_in)
+    assert (found.kind, found.proven, found.dead) == (kind, tuple(got_in), dead)
+    assert found.needs_relays  # an address of IPv6 alone does not serve everybody
+
+
+def test_an_address_that_nobody_was_asked_about_is_not_dead() -> None:
+    judge = machine(INSIDE, V6)
+    for number in range(3):
+        judge.saw(0.0, sight(number, MAPPED))
+    found = settle(judge, 0.0, [])
+    assert (found.kind, found.dead) == (Kind.KEEPS_PORTS, ())
+
+
 @given(
     st.sampled_from(["public", "firewall", "cone", "restricted", "symmetric"]),
     st.integers(3, 7),
