@@ -98,7 +98,6 @@ class Peers:
             time.sleep(POLL_S)  # no loop runs here, and what is waited for is in other processes' files
 
 
-
 def identify(data_dir: Path, name: str) -> None:
     """The same identity in every run: a trainer's order of samples follows from it."""
     keypair = Keypair.from_seed(hashlib.sha256(name.encode()).digest())
