@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.lab import Unexpected, why_not_wide
+from scripts.lab import Kind, Unexpected, why_not_wide
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 PUNCHED_S = 3.0
@@ -35,6 +35,22 @@ def test_each_pair_of_kinds_ends_on_the_best_way_there_is(unexpected: Unexpected
     punched = {pair: met.best_s for pair, met in found.items() if met.way == "punched"}
     assert len(punched) == 4
     assert all(at is not None and at <= PUNCHED_S for at in punched.values()), punched
+
+
+@pytest.mark.parametrize("kind", ["full-cone", "port-restricted", "symmetric"])
+def test_neighbours_behind_one_router_meet_on_their_lan(kind: Kind) -> None:
+    import lab
+    from benchmarks._matrix import Swarm
+
+    with lab.WideLab() as wide:
+        swarm = Swarm(wide)
+        home = wide.router("home", kind)
+        swarm.add({name: wide.host(name, home) for name in ("one", "other")})
+        swarm.settled()
+        (met,) = swarm.meet([("one", "other", "direct")])
+        remote = swarm.members["one"].where()["remotes"][swarm.members["other"].peer]
+    assert met.way == "direct", met.text
+    assert remote.startswith(f"/ip4/{swarm.members['other'].host.ip}/")
 
 
 @pytest.mark.parametrize(
