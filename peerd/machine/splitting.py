@@ -60,14 +60,17 @@ class Lines:
         self._said: dict[str, _Said] = {}
         self.changes = 0  # of what was said: the same number, the same splits
         self._tried: dict[int, str] = {}  # by stage, whose line is taken for more than was measured
+        self._splits: dict[tuple[str, ...], tuple[object, Split]] = {}  # by group, and what each was made from
 
     def tell(self, peer: str, stage: int, line: LineInfo, addrs: tuple[str, ...] = ()) -> bool:
         """`peer`, of `stage` or a helper for it, says this; True when it tells of a helper what was not known."""
         before = self._said.get(peer)
         if before is None and len(self._said) >= MAX_MEMBERS:
             return False
-        now = self._said[peer] = _Said(stage, line, addrs)
-        self.changes += now != before
+        now = _Said(stage, line, addrs)
+        if now != before:  # else the same object stays, which is soon found to be equal
+            self._said[peer] = now
+            self.changes += 1
         aux_before = before is not None and before.line.mode == "aux"
         if line.mode != "aux":
             return aux_before
@@ -134,6 +137,10 @@ class Lines:
         if all(line.mode == "node" and not line.up_bytes_per_s and not line.down_bytes_per_s for line in said.values()):
             return None
         tried = self._tried.get(stage)
+        made_from = (list(said.items()), tried if tried in said else None)
+        known_from, known = self._splits.get(group, (None, None))
+        if known is not None and known_from == made_from:  # of a grid's many groups few change at a time
+            return known
         lines = tuple(_as_taken(peer, line, TRY if peer == tried else 1.0) for peer, line in said.items())
         pairs = tuple(
             ((peer, pair.peer), min(pair.bytes_per_s, LINE_BYTES_PER_S))
@@ -141,7 +148,11 @@ class Lines:
             for pair in line.pairs
             if pair.peer in said and pair.bytes_per_s >= 0  # NaN is not
         )
-        return _split(lines, shares(lines), Split((), 0, elements, dtype, "", lines, pairs, further))
+        found = _split(lines, shares(lines), Split((), 0, elements, dtype, "", lines, pairs, further))
+        if len(self._splits) >= MAX_MEMBERS:
+            self._splits.clear()
+        self._splits[group] = made_from, found
+        return found
 
     def _line(self, peer: str) -> LineInfo:
         said = self._said.get(peer)

@@ -84,6 +84,17 @@ def test_what_was_found_is_kept_until_somebody_says_something_else() -> None:
     assert ordering.order(0, names(9)).rounds is not again.rounds
 
 
+def test_one_line_that_changes_has_its_own_groups_divided_anew_and_no_others() -> None:
+    ordering = grouping(200, mbyte_s=125)
+    first = ordering.order(0, names(200)).rounds
+    ordering._lines.tell("p000", 0, LineInfo("node", 9 * MB, 9 * MB, 1_000_000, "float32"))
+    again = ordering.order(0, names(200)).rounds
+    pairs = ((peer, *both) for peer in names(200) for both in zip(first[peer], again[peer], strict=True))
+    anew = {peer for peer, before, after in pairs if before.split is not after.split}
+    assert anew == {other for one in again["p000"] for other in one.meeting.peers}
+    assert len(anew) < 50
+
+
 def test_a_small_stage_and_one_on_slow_or_unknown_lines_are_flat() -> None:
     for count, mbyte_s in ((2, 125), (8, 125), (9, 0), (64, 0), (64, 12.5)):
         assert not grouping(count, mbyte_s=mbyte_s).order(0, names(count)).rounds

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 import random
+from fractions import Fraction
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from peerd.machine.shares import UNITS, Line, Mode, NoSplit, apportioned, bound_s_per_byte, shares
@@ -191,3 +192,15 @@ def test_whole_numbers_add_up_and_stay_near_what_is_due(total: int, scores: list
     for count, score in zip(counts, scores, strict=True):
         due = total * (score / max(scores)) / whole
         assert due * (1 - 1e-9) - 2 <= count <= due * (1 + 1e-9) + len(scores)
+
+
+@given(st.integers(1, 1 << 31), st.lists(st.floats(0, 1e12) | st.sampled_from([1.0, 1 / 3]), min_size=1, max_size=20))
+def test_what_is_divided_is_what_exact_fractions_divide(total: int, scores: list[float]) -> None:
+    assume(max(scores) > 0)
+    top = Fraction(max(scores))
+    weights = [int(Fraction(score) * (1 << 52) / top) for score in scores]
+    counts = [total * weight // sum(weights) for weight in weights]
+    for _ in range(total - sum(counts)):
+        i = max(range(len(scores)), key=lambda i: (Fraction(weights[i], counts[i] + 1), -i))
+        counts[i] += 1
+    assert apportioned(total, scores) == counts
