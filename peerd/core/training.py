@@ -188,6 +188,8 @@ class GridRound(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
     copies: Annotated[int, msgspec.Meta(ge=1, le=MAX_MEMBERS)]  # and how many of them there are
     split: Annotated[list[Party], msgspec.Meta(max_length=MAX_MEMBERS)]  # as in Prepare: senders and listeners
     part_bytes: Annotated[int, msgspec.Meta(ge=0, le=AVERAGE_PART_BYTES)]  # likewise
+    # What the rounds before it take in the line model, of whichever groups; 0: a line is not known.
+    earlier_s: Annotated[float, msgspec.Meta(ge=0, le=1e9)] = 0.0
 
 
 class Prepare(Message, frozen=True):

@@ -37,6 +37,7 @@ class OrderedRound:
 
     meeting: Meeting
     split: Split | None
+    earlier_s: float = 0.0  # what the rounds before it take in the line model; 0: not known
 
     def message(self) -> GridRound:
         """As a member is told."""
@@ -48,6 +49,7 @@ class OrderedRound:
             copies=meeting.copies,
             split=list(split.parties) if split is not None else [],
             part_bytes=split.part_bytes if split is not None else 0,
+            earlier_s=min(self.earlier_s, 1e9),
         )
 
 
@@ -118,12 +120,17 @@ class Grouping:
         """None where some group would have nobody who can sum."""
         rounds: dict[str, list[OrderedRound]] = {peer: [] for peer in group}
         weak = frozenset(filter(self._lines.is_client, group))
+        vector_bytes, earlier_s = self._lines.vector_bytes(group), 0.0
         try:
-            for groups in meetings(group, sides, weak):
+            for number, groups in enumerate(meetings(group, sides, weak)):
+                known, slowest_s = vector_bytes > 0 and (number == 0 or earlier_s > 0), 0.0
                 for meeting in groups:
                     split = self._lines.split(stage, meeting.peers, helped=False)
+                    known = known and (len(meeting.peers) < 2 or (split is not None and split.xi_s_per_byte > 0))
+                    slowest_s = max(slowest_s, _flat_s(len(meeting.peers), split, vector_bytes))
                     for peer in meeting.peers:
-                        rounds[peer].append(OrderedRound(meeting, split))
+                        rounds[peer].append(OrderedRound(meeting, split, earlier_s))
+                earlier_s = earlier_s + slowest_s if known else 0.0
         except NoSplit:
             return None
         shape, most = " x ".join(map(str, sides)), largest_group(len(group), sides)

@@ -13,6 +13,9 @@ from dataclasses import dataclass
 from peerd.core.training import GridRound, Prepare
 from peerd.machine.allreduce import AveragingPlan
 
+_SLACK = 4.0  # a line that is used by others, too, carries less than it says
+_AT_LEAST_S = 30.0  # of one round: machines compute, too, and other things beside it
+
 
 @dataclass(frozen=True, slots=True)
 class Terms:
@@ -56,8 +59,17 @@ def _plan(order: Prepare, number: int, own: str, terms: Terms) -> AveragingPlan:
         copies=round_.copies,
         align=terms.align,
         timeout_s=order.timeout_s,
-        coming_s=order.timeout_s * number / len(order.rounds),
+        coming_s=_coming_s(order, number, terms.patience_s),
     )
+
+
+def _coming_s(order: Prepare, number: int, patience_s: float) -> float:
+    """How long others may be in a round before this one: their part of the attempt's time, or less where lines are
+    known. Whoever claims it longer holds everyone up."""
+    share_s, earlier_s = order.timeout_s * number / len(order.rounds), order.rounds[number].earlier_s
+    if earlier_s <= 0:
+        return share_s
+    return min(share_s, _SLACK * earlier_s + number * (2 * patience_s + _AT_LEAST_S))
 
 
 def _check(round_: GridRound, own: str, group: set[str]) -> None:

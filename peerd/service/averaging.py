@@ -251,9 +251,12 @@ class Averaging:
                 if coming and not hung and now < waits_until:  # everybody waits for them
                     state.round.be_patient(now)
                     continue
+                why = "a member of the group fell silent"
+                if coming and not hung:
+                    why = f"a member says to be in an earlier round still, for more than {plan.coming_s:.0f} s"
                 hung = hung or coming
                 if late := state.round.late(trio.current_time()):
-                    state.fail("a member of the group fell silent", tuple(sorted(hung & {*late} or hung or late)))
+                    state.fail(why, tuple(sorted(hung & {*late} or hung or late)))
             elif state.doubt is not None and now - state.doubt[0] > _DOUBT_S and not state.done:
                 state.fail(state.doubt[2], (state.doubt[1],))
 

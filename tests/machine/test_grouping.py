@@ -95,6 +95,16 @@ def test_one_line_that_changes_has_its_own_groups_divided_anew_and_no_others() -
     assert len(anew) < 50
 
 
+def test_members_hear_how_long_earlier_rounds_take_where_all_lines_are_known() -> None:
+    known = grouping(150, mbyte_s=125).order(0, names(150)).rounds["p000"]
+    assert known[0].message().earlier_s == 0
+    assert 0.1 < known[1].message().earlier_s < 1  # 4 MB at 125 MB/s, and what mates cost
+    ordering = grouping(150, 20, mbyte_s=125)
+    ordering._lines.tell("p149", 0, LineInfo("node", 0, 0, 2_000_000, "float32"))  # another vector: no model
+    assert [one.earlier_s for one in ordering.order(0, names(150)).rounds["p000"]] == [0, 0]
+    assert [one.earlier_s for one in grouping(9, 3).order(0, names(9)).rounds["p000"]] == [0, 0]
+
+
 def test_a_small_stage_and_one_on_slow_or_unknown_lines_are_flat() -> None:
     for count, mbyte_s in ((2, 125), (8, 125), (9, 0), (64, 0), (64, 12.5)):
         assert not grouping(count, mbyte_s=mbyte_s).order(0, names(count)).rounds

@@ -222,6 +222,19 @@ async def test_who_says_for_ever_that_it_is_still_coming_is_named(autojump_clock
         assert TIMEOUT_S / 2 < trio.current_time() - began < TIMEOUT_S / 2 + 2 * PATIENCE_S
 
 
+async def test_where_lines_are_known_nobody_is_waited_for_longer_than_they_explain(autojump_clock: MockClock) -> None:
+    async with swarm(9, rates=[1e6] * 9) as s:
+        liar = s.nodes[4]
+        coming_s = s.of(liar)[1].coming_s
+        assert 30 < coming_s < TIMEOUT_S / 2
+        stop_before(liar, attempt_of(ATTEMPT, 1), trio.lowlevel.checkpoint)
+        began = trio.current_time()
+        await s.sum_all(vectors_of(9, 7001))
+        assert [error.lost for error in s.failed] == [(liar.id.text,)]
+        assert f"in an earlier round still, for more than {coming_s:.0f} s" in str(s.failed[0])
+        assert coming_s <= trio.current_time() - began < coming_s + 2 * PATIENCE_S
+
+
 async def test_those_ahead_wait_for_a_slow_group_as_long_as_it_gets_on(autojump_clock: MockClock) -> None:
     """Its sums take long, one after the other, and so does the whole round; the others have long made theirs."""
     async with swarm(9) as s:
