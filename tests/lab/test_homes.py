@@ -1,0 +1,132 @@
+"""`make run`'s swarm with every peer at home behind a router of its own: it trains, whatever happens to the routers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import yaml
+
+from scripts.lab import Kind, Unexpected, WideLab
+
+if TYPE_CHECKING:
+    from scripts.benchmarks._peers import Peer, Peers
+
+ROOT = Path(__file__).parents[2]
+HOMES: dict[str, tuple[Kind, Unexpected]] = {
+    "stage-0": ("port-restricted", "drop"),
+    "stage-1": ("port-restricted", "reset"),
+    "stage-2": ("symmetric", "drop"),
+    "stage-3": ("full-cone", "drop"),
+    "trainer": ("port-restricted", "drop"),
+}
+CONES = [name for name, (kind, _) in HOMES.items() if kind == "port-restricted"]
+PATIENCE_S = 120.0  # for what takes some seconds on a machine with nothing else to do
+
+pytestmark = [pytest.mark.lab, pytest.mark.socket, pytest.mark.slow, pytest.mark.timeout(600)]
+
+
+class Village:
+    """Two public backbones, which relay, and the homes."""
+
+    def __init__(self, lab: WideLab, peers: Peers, steps: int) -> None:
+        self.lab, self.peers = lab, peers
+        self.run: dict[str, Any] = yaml.safe_load((ROOT / "configs" / "tiny.yaml").read_text("utf-8"))
+        self.run["optimizer"]["total_steps"] = steps
+        self.run["bootstrap"] = []
+        for number in range(2):
+            self._backbone(f"backbone-{number}")
+        for number, (name, (kind, unexpected)) in enumerate(HOMES.items()):
+            run = self.run if name == "trainer" else {**self.run, "limits": {"stage": number % 2}}
+            file = peers.folder / f"{name}.yaml"
+            file.write_text(yaml.safe_dump(run))
+            role = name.partition("-")[0]
+            join = ("join", "--role", role, "--model", str(file), "--log-level", "debug")
+            peers.start_peer(lab.host(name, kind, unexpected), name, *join)
+
+    def _backbone(self, name: str) -> None:
+        host = self.lab.host(name)
+        entry = [word for addr in self.run["bootstrap"] for word in ("--bootstrap", addr)]
+        peer = self.peers.start_peer(host, name, "backbone", "--listen", "/ip4/0.0.0.0/tcp/4001", *entry)
+        self.peers.until(lambda: "peer" in peer.status(), f"{name} does not start", PATIENCE_S)
+        self.run["bootstrap"].append(f"/ip4/{host.ip}/tcp/4001/p2p/{peer.status()['peer']['id']}")
+
+    @property
+    def trainer(self) -> Peer:
+        return self.peers.peers[-1]
+
+    def steps(self) -> int:
+        return sum(event["name"] == "step" for event in self.trainer.events())
+
+    def wait_for_step(self, step: int) -> None:
+        self.peers.until(lambda: self.steps() >= step, f"step {step} was never done", PATIENCE_S)
+
+    def wait_for_all(self, step: int) -> None:
+        """Until every stage peer has done it: then each stage's state is held twice."""
+        stages = [peer for peer in self.peers.peers if peer.name.startswith("stage")]
+
+        def there() -> bool:
+            return all(role.get("step", 0) >= step for peer in stages for role in peer.status().get("roles", [{}]))
+
+        self.peers.until(there, f"step {step} was not done by all", PATIENCE_S)
+
+    def ways(self, name: str) -> dict[str, str]:
+        """How this peer reaches the others now, by their names."""
+        told = {peer.name: peer.status() for peer in self.peers.peers}
+        names = {status["peer"]["id"]: name for name, status in told.items() if status}
+        return {names[row["peer"]]: row["way"] for row in told[name]["network"]["peers"] if row["peer"] in names}
+
+    def kill(self, name: str) -> None:
+        peer = next(peer for peer in self.peers.peers if peer.name == name)
+        self.peers.peers.remove(peer)
+        peer.process.kill()
+        peer.process.wait()
+
+    def finish(self) -> dict[str, Any]:
+        """What the trainer says at its end."""
+        self.peers.until(lambda: self.trainer.process.poll() == 0, "the trainer never ended", PATIENCE_S)
+        return next(event for event in self.trainer.events() if event["name"] == "finished")
+
+
+@pytest.fixture
+def peers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Peers:
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    from benchmarks._peers import Peers
+
+    return Peers(tmp_path)
+
+
+def test_a_swarm_of_homes_trains_over_the_best_ways_and_survives_its_relay(wide: WideLab, peers: Peers) -> None:
+    village = Village(wide, peers, steps=40)
+    village.wait_for_step(10)
+    # Stage peers of one stage talk when they average, trainers with all; the two may not have met otherwise.
+    to_homes = village.ways("trainer")
+    assert {to_homes[name] for name in CONES if name != "trainer"} == {"punched"}, to_homes
+    assert (to_homes["stage-2"], to_homes["stage-3"]) == ("relayed", "direct")
+    relay = "backbone-1" if _relay_of(village) == 1 else "backbone-0"
+    village.kill(relay)
+    village.wait_for_step(20)
+    assert village.ways("trainer")["stage-2"] == "relayed"
+    told = village.finish()
+    assert (told["step"], told["counted"], told["lost"]) == (40, 320, 0)
+
+
+def test_a_swarm_of_homes_goes_on_when_routers_forget_and_when_a_line_is_dead_for_a_while(
+    wide: WideLab, peers: Peers
+) -> None:
+    village = Village(wide, peers, steps=40)
+    village.wait_for_step(5)
+    for router in wide.routers.values():
+        router.forget()
+    village.wait_for_all(12)
+    wide.routers["stage-1"].line.cut(20)
+    told = village.finish()
+    assert (told["step"], told["counted"], told["lost"]) == (40, 320, 0)
+
+
+def _relay_of(village: Village) -> int:
+    """Which backbone carries the trainer's connection to the one behind a symmetric router."""
+    rows = village.trainer.status()["network"]["peers"]
+    (relayed,) = [row["remote"] for row in rows if row["way"] == "relayed"]
+    return next(n for n, addr in enumerate(village.run["bootstrap"]) if addr.split("/")[2] == relayed.split("/")[2])
