@@ -14,7 +14,7 @@ from __future__ import annotations
 import ipaddress
 import math
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from peerd.core.ids import PeerId
@@ -32,7 +32,7 @@ class RelayConfig:
     reservations_per_place: int = 16  # one household or office; a place is an IPv4 address or an IPv6 /64
     reservations_per_region: int = 64  # IPv4 /24, IPv6 /48: what one renter of addresses can take
     reservation_s: float = 3600.0  # as Go's; refreshed long before
-    circuits: int = 256  # each holds up to 0.8 MB unread when both ends stop reading: 200 MB
+    circuits: int = 256  # each costs two streams and two tasks; what they may hold is bounded below
     circuits_per_source: int = 32
     circuits_per_place: int = 64
     circuits_per_destination: int = 64
@@ -43,6 +43,7 @@ class RelayConfig:
     circuit_bytes: int = 64 << 30  # in each direction: two hours at 70 Mb/s
     circuit_idle_s: float = 90.0  # nothing in either direction: links over it ping every 10 s, Go's every 30 s
     circuit_stall_s: float = 60.0  # one piece that the receiver does not take
+    held_bytes: int = 256 << 20  # unread, of all circuits: three round trips of 100 ms at 7 Gb/s, or someone who stalls
     circuit_bytes_per_s: float = math.inf  # one circuit, each direction
     bytes_per_s: float = math.inf  # all circuits, both directions; places that want more than there is share equally
 
@@ -225,6 +226,26 @@ class Switchboard:
         _within([one.destination for one in circuits], config.circuits_per_destination)
         _within([(one.place, one.destination) for one in circuits], config.circuits_per_place_and_destination)
         _within([(one.source, one.destination) for one in circuits], config.circuits_per_pair)
+
+
+def overfull(held: Sequence[tuple[str, int]], most_bytes: int) -> list[int]:
+    """Which circuits have to go, by their place and what they hold: the fullest of the place that holds most, until
+    the rest is within `most_bytes`. So who stalls many circuits loses them, and others none."""
+    total = sum(size for _, size in held)
+    by_place: dict[str, int] = {}
+    fullest: dict[str, list[int]] = {}  # circuits by place, the fullest last
+    for number in sorted(range(len(held)), key=lambda number: held[number][1]):
+        place, size = held[number]
+        by_place[place] = by_place.get(place, 0) + size
+        fullest.setdefault(place, []).append(number)
+    ended = []
+    while total > most_bytes:
+        place = max(by_place, key=by_place.__getitem__)
+        number = fullest[place].pop()
+        ended.append(number)
+        total -= held[number][1]
+        by_place[place] -= held[number][1]
+    return ended
 
 
 def _within(names: Iterable[object], bound: int) -> None:

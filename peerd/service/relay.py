@@ -6,7 +6,8 @@
 
 A circuit is two streams and a task for each direction: a piece is read, waits for its turn, is handed on, and only
 then the next one is read. So a slow reader slows its own writer and nobody else, the end of one direction is carried
-over, and what a circuit holds is bounded by the windows of its two streams. Whoever holds a reservation keeps its link.
+over; what a circuit holds is bounded by the windows of its two streams, and what all hold by ending the fullest.
+Whoever holds a reservation keeps its link.
 A hostile peer may ask without end (refused with a reason), open circuits and say nothing (a deadline), never read (a
 deadline for each piece), send as fast as it can (equal shares for places), or build chains of relays (refused).
 Source: libp2p specs `relay/circuit-v2.md`.
@@ -40,7 +41,7 @@ from peerd.core.protobuf.circuit import (
 )
 from peerd.core.protobuf.voucher import Voucher
 from peerd.machine.paths import Way
-from peerd.machine.relay import Refusal, RelayConfig, Switchboard, place_of
+from peerd.machine.relay import Refusal, RelayConfig, Switchboard, overfull, place_of
 from peerd.machine.turns import Pace, Shares
 from peerd.net.delimited import receive_message, send_message
 from peerd.net.host import Host
@@ -50,6 +51,7 @@ from peerd.net.stream import Stream
 _log = logging.getLogger("peerd.relay")
 _PIECE_BYTES = 64 * 1024  # about a frame: what one direction hands on in its turn
 _LOOK_S = 30.0  # between two looks for expired reservations and idle circuits
+_WEIGH_S = 1.0  # between two looks at how much circuits hold
 _ADDRS_BYTES = 3072  # of our addresses in one answer, so that it stays within a message
 
 
@@ -73,6 +75,11 @@ class _Circuit:
     carried_bytes: int = 0
     over: str | None = None  # why it was ended from here
 
+    @property
+    def held_bytes(self) -> int:
+        """What has come and has not left."""
+        return sum(stream.mux.inbox_bytes + stream.mux.out_bytes for stream in (self.source, self.destination))
+
 
 class Relay:
     """The service."""
@@ -95,6 +102,7 @@ class Relay:
             with self._host.watch() as events:
                 async with trio.open_nursery() as nursery:
                     nursery.start_soon(self._keep_turns)
+                    nursery.start_soon(self._keep_small)
                     task_status.started()
                     while True:
                         with trio.move_on_after(_LOOK_S):
@@ -124,6 +132,15 @@ class Relay:
         for circuit in self._circuits.values():
             if now - circuit.moved_at > self.config.circuit_idle_s:
                 self._end(circuit, f"nothing moved for {self.config.circuit_idle_s:g} s")
+
+    async def _keep_small(self) -> None:
+        """End circuits that make us hold too much."""
+        while True:
+            await trio.sleep(_WEIGH_S)
+            circuits = list(self._circuits.values())
+            for number in overfull([(c.place, c.held_bytes) for c in circuits], self.config.held_bytes):
+                _log.info("a circuit from %s holds too much unread", circuits[number].source.peer)
+                self._end(circuits[number], "too much of it waits here unread")
 
     # --- requests ------------------------------------------------------------------------------------------
 

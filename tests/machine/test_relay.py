@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from peerd.core.keys import Keypair
 from peerd.core.protobuf.circuit import Status
-from peerd.machine.relay import Admitted, Granted, Ip, Refusal, RelayConfig, Switchboard, place_of
+from peerd.machine.relay import Admitted, Granted, Ip, Refusal, RelayConfig, Switchboard, overfull, place_of
 
 PEERS = [Keypair.from_seed(bytes([number]) * 32).peer_id for number in range(40)]
 HERE = ipaddress.ip_address("198.51.100.1")
@@ -151,3 +151,23 @@ def test_the_bounds_hold_under_any_schedule(seed: int) -> None:
             board.reserve(now, peer, ip)
         board.check()
         assert board.circuits == len(running)
+
+
+def test_who_makes_the_relay_hold_most_loses_the_fullest_first() -> None:
+    held = [("a", 10), ("b", 40), ("b", 30), ("a", 20), ("c", 50)]
+    assert overfull(held, 150) == []
+    assert overfull(held, 149) == [1]
+    assert overfull(held, 100) == [1, 4]
+    assert sorted(overfull(held, 0)) == [0, 1, 2, 3, 4]
+
+
+@settings(max_examples=50)
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 100)), max_size=30), st.integers(0, 2000))
+def test_what_is_held_comes_within_its_bound_and_no_circuit_goes_for_nothing(
+    held: list[tuple[str, int]], most: int
+) -> None:
+    ended = overfull(held, most)
+    left = [size for number, (_, size) in enumerate(held) if number not in ended]
+    assert len(set(ended)) == len(ended)
+    assert sum(left) <= most
+    assert not ended or sum(left) + held[ended[-1]][1] > most

@@ -16,6 +16,7 @@ from peerd.machine.relay import RelayConfig
 from peerd.net.delimited import receive_message, send_message
 from peerd.net.host import Host
 from peerd.net.transport import RawLink
+from peerd.service.relay import Relay
 from tests.kit.circuits import Client, behind, start_client, start_relay
 from tests.kit.hosts import ask, echo, keypair, running_hosts
 
@@ -273,3 +274,44 @@ async def test_the_reservation_bound_is_told_to_who_asks(autojump_clock: trio.te
         await hosts.stop("b")
         await trio.sleep(1)
         await behind(hosts, "e", relay)
+
+
+async def test_circuits_that_stall_full_of_bytes_go_and_the_others_stay(
+    autojump_clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with running_hosts() as hosts:
+        relay, service = await start_relay(hosts, "r", RelayConfig(held_bytes=1_500_000, circuit_stall_s=1000))
+        b = await behind(hosts, "b", relay)
+        stalls, works = await start_client(hosts, "x"), await start_client(hosts, "a")
+        circuits = taking(b, monkeypatch)
+        good = await circuit_to(works, b, relay)
+        far = await circuits.receive()
+        async with trio.open_nursery() as nursery:
+            broken = 0
+
+            async def stall(raw: RawLink) -> None:
+                nonlocal broken
+                with pytest.raises(trio.BrokenResourceError):
+                    await write_on(raw)
+                broken += 1
+
+            for _ in range(4):
+                nursery.start_soon(stall, await circuit_to(stalls, b, relay))
+            for _ in range(30):
+                await good.send_all(bytes(100_000))
+                got = 0
+                while got < 100_000:
+                    got += len(await far.receive_some(100_000))
+                await trio.sleep(0.3)
+            held = sum(circuit.held_bytes for circuit in service._circuits.values())
+            assert 0 < broken < 4
+            assert held <= 1_500_000
+            await service_end(service)
+        assert broken == 4
+
+
+async def service_end(service: Relay) -> None:
+    """End all of its circuits."""
+    for circuit in list(service._circuits.values()):
+        service._end(circuit, "the test is over")
+    await trio.sleep(1)
