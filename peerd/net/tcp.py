@@ -280,9 +280,21 @@ class TcpTransport:
         for sock in self._listening:
             if sock.fileno() != -1 and sock.family == family:
                 own, port = sock.getsockname()[:2]
-                if not _is_loopback(own):
+                if not _is_loopback(own) and _leads_from(own, host, family):
                     return own, port
         return None
+
+
+def _leads_from(own: str, host: str, family: int) -> bool:
+    """Whether packets to `host` leave with the address `own`: those of another interface would not come back there."""
+    if ipaddress.ip_address(own).is_unspecified:
+        return True
+    try:
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect((host, 9))  # sends nothing
+            return str(probe.getsockname()[0]) == own
+    except OSError:
+        return False
 
 
 def _share_port(sock: trio.socket.SocketType) -> None:

@@ -79,6 +79,16 @@ async def test_who_does_not_listen_or_listens_on_loopback_only_dials_from_any_po
             await other.aclose()
 
 
+async def test_a_dial_to_where_the_listening_address_does_not_lead_leaves_from_any_port() -> None:
+    """Packets to 127.0.0.1 leave with that address, not with 127.0.0.2."""
+    async with listening(HERE) as (_, far, _), listening(THERE) as (near, _, port):
+        link = await near.dial(far.addrs[0])
+        other = await far.accept()
+        assert port_of(other.remote) != port
+        await link.aclose()
+        await other.aclose()
+
+
 async def test_a_port_that_another_program_listens_on_is_not_shared_with_it() -> None:
     async with listening("0.0.0.0") as (_, _, port):
         for host in ("0.0.0.0", HERE):
