@@ -3,14 +3,15 @@
 A line is measured by what passes it, and what passes a fast line among slow ones is what the slow ones allow: with
 equal shares all look alike. So now and then a peer's line is taken for TRY times what was seen. If it then carries
 more, the estimate has grown and it goes on; if not, its turn comes again after twice as many attempts as before, so
-that what this costs (a round that waits for a line with too much to do) becomes nothing, and shares stand still.
+that what this costs (a round that waits for a line with too much to do) becomes nothing, and shares stand still. Where
+the slowest sender alone sets the pace no other division is faster, and nothing is tried.
 Sans-IO, no randomness: the same reports, the same tries. Hostile input: a peer that says it is measured and grows
 without end gains the work that it asks for, as by any other lie about its line; a try ends by itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -34,14 +35,17 @@ class Exploring:
         self._known: dict[str, _Known] = {}
         self._trial: tuple[str, float, int] | None = None  # who, what its line was then, since which attempt
 
-    def next(self, measured: Mapping[str, float]) -> str | None:
-        """An attempt is ordered; these lines are measured. Whose is to be tried in it; None: nobody's."""
+    def next(self, measured: Mapping[str, float], worth: Callable[[], bool] = lambda: True) -> str | None:
+        """An attempt is ordered; these lines are measured. Whose is to be tried in it; None: nobody's.
+
+        `worth`: whether there is anything to gain; asked before a new try.
+        """
         self._attempt += 1
         self._known = {peer: self._known.get(peer) or _Known(self._attempt) for peer in sorted(measured)}
         if self._trial is not None and self._goes_on(*self._trial, measured):
             return self._trial[0]
         due = [(known.due, peer) for peer, known in self._known.items() if known.due <= self._attempt]
-        if not due or len(measured) < 2:
+        if not due or len(measured) < 2 or not worth():
             return None
         peer = min(due)[1]
         self._trial = (peer, measured[peer], self._attempt)

@@ -28,6 +28,7 @@ _UNKNOWN_BYTES_PER_S = 12.5e6  # a line of which nobody says anything
 _CALL_S = 0.001  # of computing: what each further peer of a group costs a member, `bench.py grids` measures it,
 _PART_S = 0.0005  # and each part of its share, if this is cut because lines are known
 _PARTS, _PART_BYTES = 8, 4096  # how many these are at most, and how small
+_WORTH_TRYING = 1.15  # times the slowest sender's own time: what a better division could gain at most
 _TURN_S = 0.1  # what a round takes beside that: parts go to their owners, and sums come back
 
 
@@ -80,7 +81,8 @@ class Grouping:
     def order(self, stage: int, group: tuple[str, ...]) -> Ordered:
         """How `group` of `stage` averages. Raises NoSplit when nobody may sum."""
         exploring = self._exploring.setdefault(stage, Exploring())
-        self._lines.take_for_more(stage, exploring.next(self._lines.measured(stage, group)))
+        tried = exploring.next(self._lines.measured(stage, group), lambda: self._worth_trying(stage, group))
+        self._lines.take_for_more(stage, tried)
         rule = group_size(len(group), self._failures.rate, _GROUP_MOST)
         made_from, (known_from, known) = (group, self._lines.changes, rule.rounds), self._last.get(stage, (None, None))
         if known is not None and made_from == known_from:  # many lines take long to divide
@@ -88,6 +90,10 @@ class Grouping:
         found = self._best(stage, group, rule.rounds)
         self._last[stage] = made_from, found
         return replace(found, news="") if known is not None and found.news == known.news else found
+
+    def _worth_trying(self, stage: int, group: tuple[str, ...]) -> bool:
+        """Whether another division could be much faster; of thousands of lines that takes long to say."""
+        return len(group) > _GROUP_MOST or self._lines.slack(stage, group) > _WORTH_TRYING
 
     def _best(self, stage: int, group: tuple[str, ...], rounds: int) -> Ordered:
         if self._size:

@@ -10,12 +10,13 @@ each time. Invariant: a client is never given a share.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from peerd.core.limits import AVERAGE_PART_BYTES, LINE_BYTES_PER_S, LINE_BYTES_PER_S_MIN
 from peerd.core.training import MAX_MEMBERS, LineInfo, MemberInfo, Party
 from peerd.machine.exploring import TRY
-from peerd.machine.shares import Line, Mode, Shares, proportional, shares
+from peerd.machine.shares import Line, Mode, NoSplit, Shares, proportional, shares, widths
 from peerd.machine.shares_lp import shares_within
 
 _PART_BYTES_LEAST = 16 << 10  # smaller ones cost more in calls than they save in waiting
@@ -107,6 +108,16 @@ class Lines:
                 found[peer] = min(known)[0]
         return found
 
+    def slack(self, stage: int, group: tuple[str, ...]) -> float:
+        """How many times longer a round takes, as the lines are known, than the slowest sender needs; 1: no better."""
+        said = {peer: self._line(peer) for peer in (*group, *(i.peer for i in self.helpers() if i.stage == stage))}
+        lines = _as_taken(said, None)
+        try:
+            found, rates = shares(lines), widths(lines)
+        except NoSplit:
+            return 1.0
+        return found.xi_s_per_byte * min(rates[line.peer] for line in lines if line.sends)
+
     def take_for_more(self, stage: int, peer: str | None) -> None:
         """From now on the line of `peer` counts as TRY times what was measured; None: nobody's."""
         if self._tried.get(stage) != peer:
@@ -141,7 +152,7 @@ class Lines:
         known_from, known = self._splits.get(group, (None, None))
         if known is not None and known_from == made_from:  # of a grid's many groups few change at a time
             return known
-        lines = tuple(_as_taken(peer, line, TRY if peer == tried else 1.0) for peer, line in said.items())
+        lines = _as_taken(said, tried)
         pairs = tuple(
             ((peer, pair.peer), min(pair.bytes_per_s, LINE_BYTES_PER_S))
             for peer, line in said.items()
@@ -159,13 +170,21 @@ class Lines:
         return said.line if said is not None else LineInfo()
 
 
-def _as_taken(peer: str, line: LineInfo, more: float) -> Line:
-    up, down = _rate(line.up_bytes_per_s), _rate(line.down_bytes_per_s)
-    if up is not None and line.up_measured:
-        up = min(up * more, LINE_BYTES_PER_S)
-    if down is not None and line.down_measured:
-        down = min(down * more, LINE_BYTES_PER_S)
-    return Line(peer, Mode(line.mode), up, down)
+def _as_taken(said: Mapping[str, LineInfo], tried: str | None) -> tuple[Line, ...]:
+    """The lines for the division; where `tried`'s was measured, it counts for more."""
+
+    def rate(peer: str, bytes_per_s: float, measured: bool) -> float | None:
+        return _rate(bytes_per_s * TRY if measured and peer == tried else bytes_per_s)
+
+    return tuple(
+        Line(
+            peer,
+            Mode(line.mode),
+            rate(peer, line.up_bytes_per_s, line.up_measured),
+            rate(peer, line.down_bytes_per_s, line.down_measured),
+        )
+        for peer, line in said.items()
+    )
 
 
 def _rate(bytes_per_s: float) -> float | None:

@@ -25,6 +25,7 @@ from peerd.core.work import Worker
 from peerd.machine.allreduce import AveragingPlan
 from peerd.net.clock import RealClock
 from peerd.net.host import Host
+from peerd.net.linemeter import LineMeter
 from peerd.service.averaging import Averaging
 from peerd.service.rpc import Answer, Incoming, Rpc
 
@@ -101,6 +102,9 @@ class Averager:
             assert self._gloo is not None
             answer, self._total = await trio.to_thread.run_sync(self._gloo.sum, order)
             return answer
+        if order["do"] == "line":
+            line = self._host.line
+            return {"up": line.up.told_bytes_per_s(), "down": line.down.told_bytes_per_s()}
         if order["do"] == "form":
             return await self.form(bytes.fromhex(order["attempt"]))
         if order["do"] == "check":
@@ -166,6 +170,7 @@ async def main(address: str, *place: str) -> None:
     async with trio.open_nursery() as nursery:
         await nursery.start(host.run, [parse_addr(address)])
         await nursery.start(rpc.run)
+        nursery.start_soon(LineMeter(host, lambda link: True).run)  # lines of a lab are in one network
         averager = Averager(host, rpc, gloo)
         say({"peer": host.id.text, "addr": str(host.addrs()[0])})
         while line := await trio.to_thread.run_sync(read):

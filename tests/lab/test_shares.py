@@ -5,9 +5,16 @@ A small version of the table that `scripts/bench.py averaging` prints: every pee
 
 from __future__ import annotations
 
+import os
+import statistics
+import time
 from pathlib import Path
 
 import pytest
+
+from peerd.core.training import LineInfo
+from peerd.machine.grouping import Grouping
+from peerd.machine.splitting import Lines
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 RATES = (40.0, 40.0, 40.0, 160.0)  # Mb/s: the fast one sums everything, each slow one moves one vector
@@ -34,6 +41,46 @@ def test_shares_by_bandwidth_beat_equal_ones_and_come_near_to_the_bound(monkeypa
         pytest.skip(f"this machine is busy with other things, seconds mean nothing: {found}")
     assert over < 1.5, found
     assert gain > 1.25, found
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+def test_lines_that_nobody_states_are_measured_and_shares_become_right_by_themselves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    from benchmarks import _table1
+    from benchmarks._group import ask, round_s
+
+    grouping = Grouping(lines := Lines(), 0)
+    seconds, fast = list[float](), list[float]()
+    with _table1.in_lab(RATES) as (peers, ids):
+        ask(peers, do="make", count=2 * VALUES)
+        before, began = _table1.Spent.now(peers), time.monotonic()
+        for _ in range(14):
+            for peer, found in zip(ids, ask(peers, do="line"), strict=True):
+                line = LineInfo("node", found["up"], found["down"], 2 * VALUES, "float32", [], 0, True, True)
+                lines.tell(peer, 0, line)
+            split = grouping.order(0, tuple(sorted(ids))).split
+            shares = dict.fromkeys(ids, 0.25)
+            if split is not None:
+                shares = dict.fromkeys(ids, 0.0) | {party.peer: party.share for party in split.parties}
+            fast.append(shares[ids[3]])
+            seconds.append(round_s(peers, "none", 0.2, shares=shares, part_bytes=_table1.PART_BYTES))
+        told = ask(peers, do="line")
+        others_s = _table1.Spent.now(peers).others_s - before.others_s
+        busy = others_s / (time.monotonic() - began) / (os.cpu_count() or 1)
+    story = f"{list(zip(fast, seconds, strict=True))}, {told}"
+    assert fast[0] == 0.25, story
+    assert seconds[0] > 0.95 * 1.5 * 2 * VALUES * 32 / 40e6, story
+    slow = [direction * 8e-6 for line in told[:3] for direction in line.values()]
+    assert all(0.7 * RATES[0] < mbit < 1.05 * RATES[0] for mbit in slow), story
+    assert min(fast[-4:]) > 0.6, story
+    assert max(fast[-4:]) - min(fast[-4:]) < 0.2, f"shares do not stand still: {story}"
+    gain = seconds[0] / statistics.median(seconds[-4:])
+    if gain <= 1.25 and busy > BUSY:
+        pytest.skip(f"this machine is busy with other things, seconds mean nothing: {story}")
+    assert gain > 1.25, story
 
 
 def test_where_there_can_be_no_lab_the_table_is_null_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -151,3 +151,12 @@ def test_little_traffic_says_nothing_and_a_first_look_neither() -> None:
     for number in range(1, 20):
         line.note(number * 0.25, Count(1000, 1000))
     assert line.up.most_bytes_per_s == line.down.most_bytes_per_s == 0
+
+
+def test_nothing_is_tried_where_the_slowest_sender_sets_the_pace() -> None:
+    swarm = Swarm(a=5.0, b=5.0, c=5.0, d=40.0)
+    swarm.seen = dict(swarm.true)
+    seconds = [swarm.round() for _ in range(50)]
+    assert max(seconds) == pytest.approx(swarm.best_s(), rel=1e-6)
+    exploring = Exploring()
+    assert all(exploring.next({"a": 1.0, "b": 2.0}, lambda: False) is None for _ in range(9))
