@@ -1,0 +1,59 @@
+"""How many microbatches a replica has open: enough for the time until it hears what comes next, and no more."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from peerd.core.runfile import BatchSection, LimitsSection, OptimizerSection, PipelineSection, RunFile
+from roles import trainer
+from roles.trainer import TrainerRole
+
+
+def role(
+    answer_s: float = 0.1, *, delayed: bool = True, target: int = 1024, wanted: int = 0, rate: float = 100.0
+) -> TrainerRole:
+    """A trainer of its own replica, by what `in_flight` looks at: microbatches of 4 samples, `rate` samples/s."""
+    found = TrainerRole.__new__(TrainerRole)
+    found._run = RunFile(
+        run="test",
+        pipeline=PipelineSection(microbatch=4),
+        optimizer=OptimizerSection(delayed=delayed),
+        batch=BatchSection(target_samples=target),
+        limits=LimitsSection(microbatches_in_flight=wanted),
+    )
+    found._pipeline = SimpleNamespace(peers=lambda: 1)  # type: ignore[assignment]
+    found._replica = SimpleNamespace(samples_per_s=rate)  # type: ignore[assignment]
+    found._contributor = SimpleNamespace(answer_s=answer_s)  # type: ignore[assignment]
+    return found
+
+
+def test_a_synchronous_replica_has_few_open_however_long_answers_take() -> None:
+    assert role(10.0, delayed=False).in_flight() == trainer._REPLICA_IN_FLIGHT
+
+
+@pytest.mark.parametrize(("answer_s", "count"), [(0.1, 6), (0.41, 22), (0.2, 11)])
+def test_a_delayed_replica_has_as_many_open_as_it_computes_in_two_answers_and_one_more(
+    answer_s: float, count: int
+) -> None:
+    assert role(answer_s).in_flight() == max(count, trainer._REPLICA_IN_FLIGHT)  # 40 ms each
+
+
+def test_it_is_never_more_than_half_of_the_batch_nor_than_may_be_open_at_all() -> None:
+    assert role(60.0, target=64).in_flight() == max(trainer._REPLICA_IN_FLIGHT, 64 // 4 // 2)
+    assert role(60.0, target=1 << 20).in_flight() == trainer._DELAYED_IN_FLIGHT
+
+
+def test_before_its_rate_is_known_a_replica_asks_for_little() -> None:
+    assert role(0.1, rate=0.0).in_flight() == trainer._REPLICA_IN_FLIGHT
+
+
+def test_what_the_run_file_says_counts() -> None:
+    assert role(60.0, wanted=3).in_flight() == 3
+
+
+def test_a_replica_that_takes_the_state_over_has_nothing_open() -> None:
+    newcomer = role()
+    newcomer._pipeline = SimpleNamespace(peers=lambda: 0)  # type: ignore[assignment]
+    assert newcomer.in_flight() == 0
