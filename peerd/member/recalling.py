@@ -8,6 +8,8 @@ stage do so at once, the others only when that leads nowhere. Not a role; serves
 A hostile keeper may announce what it cannot give (the next older position is tried), give what its digests do not say
 or another position (it is named and left alone), or a state of its own making: then it is believed only as far as no
 other keeper of that position contradicts it, and only if the state is finite, of the right shape and of its step.
+Where keepers contradict each other, what most of them give is taken; of two, nobody can say which lies: none is
+believed, the next older position is tried, and `problem` tells who says what.
 """
 
 from __future__ import annotations
@@ -35,6 +37,7 @@ class Recalling:
 
     def __init__(self, ctx: RoleContext, training: Training, saving: Saving, joiner: Joiner) -> None:
         self.waits_for: str | None = None
+        self.problem: str | None = None  # why the last position that was tried is not to be had
         self._ctx, self._training, self._saving, self._joiner = ctx, training, saving, joiner
         self._fetcher = training.kept_fetcher()
         self._fetcher.notes = lambda text: ctx.log.event("download", note=text)
@@ -51,7 +54,7 @@ class Recalling:
         if lost == (self._lost_since is not None):
             return
         self._lost_since = trio.current_time() if lost else None
-        self._patient_until, self._patience_s, self.waits_for = 0.0, _PATIENCE_S, None
+        self._patient_until, self._patience_s, self.waits_for, self.problem = 0.0, _PATIENCE_S, None, None
         self._news.set()
         self._news = trio.Event()
 
@@ -94,10 +97,12 @@ class Recalling:
             state = await self._files.run(partial(checked, found, items), name="check a kept checkpoint")
         except (RemoteError, ValueError) as error:
             self._failed[position] = trio.current_time() + _FAILED_S
+            self.problem = f"the checkpoint of step {position.step} cannot be had: {error}"
             self._ctx.log.event("not recalled", level="warning", stage=stage, step=position.step, reason=str(error))
             return False
         finally:
             self.waits_for = None
+        self.problem = None
         await self._saving.save(position, state, hold=True)
         self._patient_until = trio.current_time() + self._patience_s
         self._patience_s *= 2

@@ -205,7 +205,11 @@ class StageMember:
         }
 
     def _why_waiting(self) -> str | None:
-        return self._following.waits_for or self._catching_up.waits_for or self._recalling.waits_for or self._waits_for
+        waits = self._following.waits_for or self._catching_up.waits_for or self._recalling.waits_for
+        if waits or not self._waits_for:
+            return waits or None
+        problem = self._recalling.problem
+        return f"{self._waits_for}; {problem}" if problem else self._waits_for
 
     # --- joining ----------------------------------------------------------------------------------------------
 

@@ -1,0 +1,87 @@
+"""Members that fetch what backbones keep: whom they believe where these contradict each other, and what they say."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import trio.testing
+
+from peerd.core.errors import Unreachable
+from peerd.core.training import Position
+from peerd.machine.camps import Claim, Poll
+from peerd.member.recalling import Recalling
+
+NEW, OLD = Position(7, b"a" * 16), Position(5, b"b" * 16)
+
+
+def disagreement() -> str:
+    """What the poll says of two keepers, each with a state of its own."""
+    claims = {"12D3KooWaaaaaa": Claim(NEW, b"1" * 32), "12D3KooWbbbbbb": Claim(NEW, b"2" * 32)}
+    verdict = Poll(0.0).decide(0.0, claims, 0)
+    assert verdict.hopeless
+    return verdict.why
+
+
+def recalling(asked: list[Position], saved: list[Position]) -> Recalling:
+    """Two backbones keep two positions and agree on the older one only."""
+
+    async def nothing(*_: object, **__: object) -> Any:
+        return None
+
+    async def fetch(keepers: Any, request: Any, *_: object) -> Any:
+        asked.append(request.of)
+        if request.of == NEW:
+            raise Unreachable(disagreement())
+        return None, None
+
+    async def save(position: Position, *_: object, hold: bool) -> None:
+        saved.append(position)
+
+    ctx = SimpleNamespace(
+        host=SimpleNamespace(id=SimpleNamespace(text="own")),
+        log=SimpleNamespace(event=lambda *_, **__: None),
+        data_dir=None,
+        worker=lambda _: SimpleNamespace(run=nothing),
+    )
+    directory = SimpleNamespace(refresh=nothing, kept={"x": [OLD, NEW]}, keepers=lambda position: ["x", "y"])
+    training = SimpleNamespace(
+        kept_fetcher=lambda: SimpleNamespace(fetch=fetch), directory=directory, fingerprint=bytes(32)
+    )
+    model = SimpleNamespace(outline=None)
+    joiner = SimpleNamespace(members=[], work=nothing, model=model, say_where=lambda: None)
+    return Recalling(ctx, training, SimpleNamespace(positions=[], save=save), joiner)  # type: ignore[arg-type]
+
+
+async def test_where_two_keepers_contradict_each_other_the_older_position_is_taken_and_the_reason_told(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    asked: list[Position] = []
+    saved: list[Position] = []
+    mine = recalling(asked, saved)
+    mine.swarm_is_lost(True)
+    assert not await mine._recall(NEW, 0)
+    assert mine.problem is not None
+    for part in ("the checkpoint of step 7 cannot be had: no 2 donors agree", "aaaaaa at step 7", "bbbbbb at step 7"):
+        assert part in mine.problem
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(mine.run, 0)
+        await trio.sleep(5)
+        nursery.cancel_scope.cancel()
+    assert (asked, saved) == ([NEW, OLD], [OLD])
+    assert mine.problem is None
+
+
+async def test_the_reason_is_forgotten_when_the_swarm_has_a_way_on(autojump_clock: trio.testing.MockClock) -> None:
+    mine = recalling([], [])
+    mine.swarm_is_lost(True)
+    await mine._recall(NEW, 0)
+    mine.swarm_is_lost(False)
+    assert mine.problem is None
+
+
+def test_of_three_keepers_the_two_that_agree_are_believed() -> None:
+    claims = {"a": Claim(NEW, b"9" * 32), "b": Claim(NEW, b"1" * 32), "c": Claim(NEW, b"1" * 32)}
+    camp = Poll(0.0).decide(0.0, claims, 0).camp
+    assert camp is not None
+    assert camp.donors == ("b", "c")
