@@ -32,10 +32,14 @@ class Draught:
         self._taken_bytes = 0  # since then
         self._rested_at = 0.0
 
+    def begin_small(self) -> None:
+        """The connection carries a part of something larger, so what waits in it keeps the rest waiting."""
+        self.waiting_bytes = WAITING_BYTES_MIN  # it begins with ten packets a round trip
+
     @property
     def batch_bytes(self) -> int:
         """What is worth preparing for one send; two of them may wait."""
-        return self.waiting_bytes // 2 if self.bytes_per_s else WAITING_BYTES_MAX
+        return self.waiting_bytes // 2
 
     def begin(self, now: float) -> None:
         """A send begins."""

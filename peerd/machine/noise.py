@@ -160,6 +160,8 @@ class Session:
     opener: Opener
     muxer: str | None  # chosen early, or None: negotiate it
     rest: bytes  # bytes that came after the last hand-shake message
+    offers: tuple[str, ...]  # muxers of the other side
+    binding: bytes  # names this session: both sides know it and nobody else (Noise section 11.2)
 
 
 class _Symmetric:
@@ -367,5 +369,6 @@ class Handshake:
         mine, theirs = (keys[0], keys[1]) if self._initiator else (keys[1], keys[0])
         ours, others = (self._muxers, payload.muxers) if self._initiator else (payload.muxers, self._muxers)
         muxer = next((name for name in ours if name in others), None)
-        self.result = Session(payload.peer, Sealer(mine), Opener(theirs), muxer, bytes(self._buffer))
+        rest, binding = bytes(self._buffer), self._state.digest
+        self.result = Session(payload.peer, Sealer(mine), Opener(theirs), muxer, rest, payload.muxers, binding)
         self._buffer.clear()

@@ -2,9 +2,8 @@
 
 Sans-IO and pulled: the driver feeds plaintext with `receive`, asks `fill` for whole frames to seal and send, and calls
 `wake` at `wake_at`. What is sent first is `yamux_sending`'s to say: a bulk transfer never starves a small call, and a
-slow reader slows only its own writer. Received bytes lie in the stream's
-inbox; `consumed` returns credit in steps of half a window, and doubles a window that is used up within a round trip
-and a half, as long as the budget lasts.
+slow reader slows only its own writer. Received bytes lie in the stream's inbox; `consumed` returns credit as
+`yamux_credit` has it. Frames that come on other connections than the first are `striping`'s.
 
 Hostile input: more data than granted, windows beyond 2^32, streams of the wrong parity or opened twice, floods of
 streams, pings or tiny frames, rapid resets. Violations raise ProtocolViolation; a reset inbound stream keeps its place
@@ -19,6 +18,8 @@ from typing import Final
 from peerd.core.errors import LocalError, ProtocolViolation
 from peerd.core.limits import CONTROL_BYTES_PENDING, WINDOW_BYTES_LINK
 from peerd.machine.buffers import BufferPool
+from peerd.machine.striping import PLACE, PLACED, PLACED_HEADER, Held, Lane, check_place, release
+from peerd.machine.yamux_credit import Credit
 from peerd.machine.yamux_sending import SendQueue
 from peerd.machine.yamux_stream import INITIAL_WINDOW, WindowBudget, YamuxConfig, YamuxStream
 from peerd.machine.yamux_wire import (
@@ -42,7 +43,6 @@ from peerd.machine.yamux_wire import (
 
 _HEADER_BYTES: Final = HEADER.size
 _PLAIN_DATA: Final = (0, DATA, 0)
-_TUNE_RTT_FLOOR_S: Final = 0.002  # below it scheduling, not the path, limits the rate
 _WINDOW_WALL: Final = (1 << 32) - 1
 _LAST_ID: Final = (1 << 32) - 1
 
@@ -66,20 +66,20 @@ class Yamux:
         self.pinned = False  # the last `receive` left its buffer in an inbox
         self.streams: dict[int, YamuxStream] = {}
         self.rtt_s: float | None = None  # smoothed
+        self.rtt_min_s: float | None = None  # that of the idle path, as far as it was seen
         self.inbound = self.outbound = self.unacked = 0  # streams
         self.peer_gone = self.leaving = False
         self._queue = SendQueue()
+        self._credit = Credit(self.config, self.budget, self._queue)
         self.drained = self._queue.drained  # streams that reached their low water in `fill`; the driver empties this
         self._next_id = 1 if initiator else 2
-        self._head = bytearray()  # of a frame whose header is incomplete
-        self._body_left = 0  # payload bytes of the current data frame still to come
-        self._body_stream: YamuxStream | None = None  # None: the payload is thrown away
-        self._body_fin = False
+        self._lane = Lane(main=True)
+        self.place = self._lane.place
+        self.takes_placed = False  # the peer may stripe its streams
         self._ping_id = 0
         self._ping_at: float | None = None  # when the ping in flight was sent
         self._ping_due = now
         self._heard_at = now
-        self._usual_target = INITIAL_WINDOW  # what windows on this link grow to
         self._linger_at = float("inf")
 
     # --- what the driver asks for --------------------------------------------------------------------------
@@ -108,7 +108,7 @@ class Yamux:
         self.outbound += 1
         self.unacked += 1
         self.streams[stream.id] = stream
-        self._presume(stream)
+        self._credit.presume(stream)
         stream.flags_due = SYN
         self._queue.add(stream)
         return stream
@@ -147,8 +147,7 @@ class Yamux:
         """Our side is done with this stream: FIN, nothing will be read; its place is freed once it is closed."""
         self.close_write(stream)
         stream.abandoned = True
-        stream.inbox.clear()
-        stream.inbox_bytes = 0
+        stream.forget()
         self._linger_at = min(self._linger_at, 0.0)  # look at it at the next wake
         self._settle(stream)
 
@@ -158,26 +157,19 @@ class Yamux:
         if not stream.closed:
             # A stream that the peer never heard of needs no goodbye.
             if not stream.flags_due & SYN:
-                self._frame(WINDOW, RST, stream.id, 0)
+                self._queue.mark_reset(stream)
             self._end(stream)
-        stream.inbox.clear()
-        stream.inbox_bytes = 0
+        stream.forget()
         self._settle(stream)
 
     def consumed(self, stream: YamuxStream, now: float) -> None:
-        """Bytes were taken from the inbox: give the peer credit when half a window is free."""
+        """Bytes were taken from the inbox: the peer may get credit."""
         if stream.fin_received or stream.was_reset:
             self._settle(stream)
-            return
-        free = stream.target - stream.credit - stream.inbox_bytes
-        if free * 2 < stream.target:
-            return
-        grant = free + self._grow(stream, now)
-        stream.credit += grant
-        stream.granted_at = now
-        flags, owed = stream.flags_due, stream.owed
-        stream.flags_due = stream.owed = 0
-        self._frame(WINDOW, flags, stream.id, grant + owed)
+        elif stream.held is not None:
+            self._credit.flow(stream, stream.held, 0, now, self.rtt_min_s)
+        else:
+            self._credit.consumed(stream, now, self.rtt_s)
 
     def go_away(self, code: int = GONE_NORMAL) -> None:
         """Tell the peer that we leave: it opens no more streams, and neither do we."""
@@ -207,12 +199,28 @@ class Yamux:
 
     def fill(self, into: memoryview, spill_bytes: int = 0) -> int:
         """Write whole frames to `into`, as `SendQueue.fill` does; returns the bytes written."""
-        size = self._queue.fill(into, spill_bytes)
+        return self._filled(self._queue.fill(into, spill_bytes))
+
+    def fill_rail(self, into: memoryview, spill_bytes: int = 0) -> int:
+        """As `fill`, for a rail."""
+        return self._filled(self._queue.fill_rail(into, spill_bytes))
+
+    def _filled(self, size: int) -> int:
         if self._queue.finished:
             for stream in self._queue.finished:
                 self._settle(stream)
             self._queue.finished.clear()
         return size
+
+    @property
+    def has_bulk(self) -> bool:
+        """Whether there is something to send on rails."""
+        return self._queue.has_bulk
+
+    def set_rails(self, count: int, *, helping: bool) -> None:
+        """So many rails take from `fill_rail` from now on; `helping`: and `fill` still does."""
+        self._queue.helping = helping
+        self._queue.set_rails(count)
 
     @property
     def spill(self) -> memoryview | None:
@@ -224,63 +232,129 @@ class Yamux:
 
     # --- receiving -----------------------------------------------------------------------------------------
 
-    def receive(self, data: bytes | memoryview, now: float) -> list[Event]:
-        """Take plaintext in pieces of any size. `data` may be reused afterwards, unless `pinned` says otherwise."""
+    def receive(self, data: bytes | memoryview, now: float, lane: Lane | None = None) -> list[Event]:
+        """Take plaintext in pieces of any size. `data` may be reused afterwards, unless `pinned` says otherwise.
+
+        `lane`: the rail that it came on, if it was not the first connection.
+        """
         events: list[Event] = []
         self.pinned = False
         self._heard_at = now
+        lane = lane or self._lane
         view = memoryview(data)
         at, end = 0, len(view)
         while at < end:
-            if self._body_left:
-                size = min(self._body_left, end - at)
-                self._take_body(view[at : at + size], end, events)
+            if lane.left:
+                size = min(lane.left, end - at)
+                self._take_body(lane, view[at : at + size], end, events)
+                stream = lane.stream
+                if stream is not None and stream.held is not None and not (stream.abandoned or stream.fin_received):
+                    self._credit.flow(stream, stream.held, size, now, self.rtt_min_s)
                 at += size
                 continue
-            if self._head or end - at < _HEADER_BYTES:
-                size = min(_HEADER_BYTES - len(self._head), end - at)
-                self._head += view[at : at + size]
-                at += size
-                if len(self._head) < _HEADER_BYTES:
-                    break
-                header = HEADER.unpack(self._head)
-                self._head.clear()
+            if lane.head or end - at < _HEADER_BYTES:
+                at += self._take_head(lane, view[at:], now, events)
+                continue
+            header = HEADER.unpack_from(view, at)
+            if header[1] == PLACED and self.takes_placed:
+                at += self._take_head(lane, view[at:], now, events)
+                continue
+            at += _HEADER_BYTES
+            if header[:3] == _PLAIN_DATA and lane.main and (stream := self.streams.get(header[3])) is not None:
+                self._begin_body(lane, stream, 0, header[4])  # nearly every frame of a bulk transfer
             else:
-                header = HEADER.unpack_from(view, at)
-                at += _HEADER_BYTES
-            if header[:3] == _PLAIN_DATA and (stream := self.streams.get(header[3])) is not None:
-                self._begin_body(stream, 0, header[4])  # nearly every frame of a bulk transfer
-            else:
-                self._take_frame(header, now, events)
+                self._take_frame(lane, header, now, events)
         if len(self._queue.control) > CONTROL_BYTES_PENDING:
             raise ProtocolViolation("the peer asks for more answers than it reads")
         return events
 
-    def place(self, size: int) -> memoryview | None:
-        """Where a reader waits for the next `size` bytes of plaintext; None: nobody does. `receive` takes that view."""
-        stream = self._body_stream
-        return stream.place(size) if stream is not None and size <= self._body_left else None
+    def _take_head(self, lane: Lane, view: memoryview, now: float, events: list[Event]) -> int:
+        """Add to an incomplete header, and use it once it is whole; returns the bytes taken."""
+        head, at = lane.head, 0
+        for whole in (_HEADER_BYTES, PLACED_HEADER.size):
+            size = min(whole - len(head), len(view) - at) if len(head) < whole else 0
+            head += view[at : at + size]
+            at += size
+            if len(head) < whole:
+                return at
+            if head[1] != PLACED or not self.takes_placed:
+                break
+        header = HEADER.unpack_from(head)
+        if len(head) > _HEADER_BYTES:
+            place = PLACE.unpack_from(head, _HEADER_BYTES)[0]
+            head.clear()
+            self._take_placed(lane, header, place, events)
+        else:
+            head.clear()
+            self._take_frame(lane, header, now, events)
+        return at
 
-    def _take_body(self, piece: memoryview, buffer_bytes: int, events: list[Event]) -> None:
-        self._body_left -= len(piece)
-        stream = self._body_stream
+    def _take_body(self, lane: Lane, piece: memoryview, buffer_bytes: int, events: list[Event]) -> None:
+        size, at = len(piece), lane.at
+        lane.left -= size
+        if at >= 0:
+            lane.at = at + size
+        stream = lane.stream
         if stream is None or stream.was_reset:
             return
-        stream.credit -= len(piece)
-        if not stream.abandoned:
+        stream.credit -= size
+        if stream.credit < 0:  # several lanes bring what each alone might
+            raise ProtocolViolation(f"stream {stream.id} sends more than its window")
+        if stream.abandoned:
+            stream.received_bytes += size
+            if stream.fin_sent:  # the peer sends what nobody will read
+                self.reset(stream)
+                return
+        elif at < 0 or at == stream.received_bytes:
+            stream.received_bytes += size
             if stream.put(piece, buffer_bytes):
                 self.pinned = True
             events.append(Changed(stream))
-        elif stream.fin_sent:  # the peer sends what nobody will read
-            self.reset(stream)
-            return
-        if not self._body_left and self._body_fin:
+        elif stream.held is not None and stream.held.put(at, piece, buffer_bytes):
+            self.pinned = True
+        if stream.held is not None:
+            self._go_on(stream, stream.held, events)
+        if not lane.left and lane.fin:
             self._take_fin(stream, events)
 
-    def _take_frame(self, header: tuple[int, int, int, int, int], now: float, events: list[Event]) -> None:
+    def _take_placed(self, lane: Lane, header: tuple[int, int, int, int, int], at: int, events: list[Event]) -> None:
+        """A frame that names its place in its stream."""
+        version, _, flags, stream_id, length = header
+        if version or flags & ~(FIN | RST) or (flags and length):
+            raise ProtocolViolation(f"a striped frame of version {version} with flags {flags} and {length} bytes")
+        stream = self.streams.get(stream_id)
+        lane.left, lane.stream, lane.fin, lane.at = length, stream, False, at
+        if stream is None:
+            return
+        held = stream.held = stream.held or Held(self._heard_at)
+        if stream.fin_received and length:
+            raise ProtocolViolation(f"data after the end of stream {stream.id}")
+        check_place(stream, held, at, length)
+        if flags & FIN:
+            held.fin_at = at
+        if flags & RST:
+            held.reset_at = at
+        self._go_on(stream, held, events)
+
+    def _go_on(self, stream: YamuxStream, held: Held, events: list[Event]) -> None:
+        """Bytes or a mark of a striped stream have come: what is in order now?"""
+        if held.bytes:
+            before = stream.received_bytes
+            release(stream, held, self.pool)
+            if stream.received_bytes > before:
+                events.append(Changed(stream))
+        if 0 <= held.fin_at <= stream.received_bytes:
+            self._take_fin(stream, events)
+        if 0 <= held.reset_at <= stream.received_bytes and not stream.was_reset:
+            self._take_reset(stream, events)
+
+    def _take_frame(self, lane: Lane, header: tuple[int, int, int, int, int], now: float, events: list[Event]) -> None:
         version, kind, flags, stream_id, length = header
-        if version or kind > GO_AWAY:
+        if version or kind > GO_AWAY or not (lane.main or kind == GO_AWAY):
             raise ProtocolViolation(f"a yamux frame of version {version}, type {kind}")
+        if not lane.main:
+            lane.ended = True
+            return
         if kind == PING:
             self._take_ping(flags, length, now, events)
             return
@@ -290,7 +364,7 @@ class Yamux:
             return
         stream = self._find(stream_id, flags, now, events)
         if kind == DATA:
-            self._begin_body(stream, flags, length)
+            self._begin_body(lane, stream, flags, length)
         elif stream is not None:
             self._take_credit(stream, length)
         if stream is None:
@@ -300,7 +374,7 @@ class Yamux:
             self.unacked -= 1
         if flags & RST:
             self._take_reset(stream, events)
-        elif flags & FIN and not self._body_left:
+        elif flags & FIN and not lane.left:
             self._take_fin(stream, events)
 
     def _find(self, stream_id: int, flags: int, now: float, events: list[Event]) -> YamuxStream | None:
@@ -318,19 +392,19 @@ class Yamux:
         stream = YamuxStream(stream_id, inbound=True, now=now, pool=self.pool)
         self.inbound += 1
         self.streams[stream_id] = stream
-        self._presume(stream)
+        self._credit.presume(stream)
         stream.flags_due = ACK
         self._queue.add(stream)
         events.append(Opened(stream))
         return stream
 
-    def _begin_body(self, stream: YamuxStream | None, flags: int, length: int) -> None:
+    def _begin_body(self, lane: Lane, stream: YamuxStream | None, flags: int, length: int) -> None:
         if stream is not None:
             if stream.fin_received and length:
                 raise ProtocolViolation(f"data after the end of stream {stream.id}")
             if length > stream.credit:
                 raise ProtocolViolation(f"stream {stream.id} sends {length} bytes into a window of {stream.credit}")
-        self._body_left, self._body_stream, self._body_fin = length, stream, bool(flags & FIN)
+        lane.left, lane.stream, lane.fin, lane.at = length, stream, bool(flags & FIN), -1
 
     def _take_credit(self, stream: YamuxStream, length: int) -> None:
         stream.send_credit += length
@@ -344,6 +418,7 @@ class Yamux:
         elif flags & ACK and self._ping_at is not None and value == self._ping_id:
             sample = now - self._ping_at
             self._ping_at = None
+            self.rtt_min_s = min(sample, self.rtt_min_s or sample)
             self.rtt_s = sample if self.rtt_s is None else 0.75 * self.rtt_s + 0.25 * sample
             events.append(Pong(sample))
 
@@ -391,24 +466,3 @@ class Yamux:
                 self.reset(stream)
             else:
                 self._linger_at = min(self._linger_at, stream.linger_until)
-
-    # --- windows -------------------------------------------------------------------------------------------
-
-    def _presume(self, stream: YamuxStream) -> None:
-        """Start a new stream with the window that others on this link have needed, as far as that is cheap."""
-        extra = min(self._usual_target - INITIAL_WINDOW, (self.budget.limit_bytes - self.budget.used_bytes) // 4)
-        if extra > 0 and self.budget.take(extra):
-            stream.target += extra
-            stream.credit += extra
-            stream.owed = extra
-
-    def _grow(self, stream: YamuxStream, now: float) -> int:
-        """Double the window when half of it went by within a round trip and a half; returns the bytes added."""
-        if self.rtt_s is None or now - stream.granted_at > 1.5 * max(self.rtt_s, _TUNE_RTT_FLOOR_S):
-            return 0
-        more = min(stream.target, self.config.window_bytes_max - stream.target)
-        if more <= 0 or not self.budget.take(more):
-            return 0
-        stream.target += more
-        self._usual_target = max(self._usual_target, stream.target)
-        return more

@@ -3,6 +3,7 @@
 Control frames go first. Then streams with little queued, so that a small call passes a bulk transfer, each in turn with
 one frame; then those with much, in turn as well. Whoever sends little all the time cannot starve the others: after each
 `_FAIR_BYTES` of small frames one large one goes, if one waits. A stream that is alone may go on without a copy.
+Once the link has rails (see `striping`), they take what is large, and the first connection is left to all the rest.
 Invariants: a stream stands in one ring at most, and in one exactly while it `wants_out`; credit is never exceeded.
 """
 
@@ -11,10 +12,12 @@ from __future__ import annotations
 from collections import deque
 from typing import Final
 
+from peerd.machine.striping import PLACED, PLACED_HEADER
 from peerd.machine.yamux_stream import YamuxStream
-from peerd.machine.yamux_wire import DATA, FIN, HEADER, WINDOW
+from peerd.machine.yamux_wire import DATA, FIN, HEADER, RST, WINDOW
 
 _HEADER_BYTES: Final = HEADER.size
+_ROOM_BYTES: Final = HEADER.size + PLACED_HEADER.size + 4
 _CRUMB_BYTES: Final = 512  # no data frame smaller than this is cut from a large piece to fill up a batch
 _SMALL_BYTES: Final = 16 * 1024  # no more than this queued: the stream goes before those with more
 _FAIR_BYTES: Final = 64 * 1024  # of small frames, then a large one has its turn
@@ -23,20 +26,48 @@ _FAIR_BYTES: Final = 64 * 1024  # of small frames, then a large one has its turn
 class SendQueue:
     """Control frames, and the streams that have something to send."""
 
-    __slots__ = ("_bulk", "_passed_bytes", "_small", "control", "drained", "finished", "spill")
+    __slots__ = (
+        "_bulk",
+        "_passed_bytes",
+        "_railed",
+        "_rails",
+        "_small",
+        "control",
+        "drained",
+        "finished",
+        "helping",
+        "spill",
+    )
 
     def __init__(self) -> None:
-        self.control = bytearray()  # whole 12-byte frames
+        self.control = bytearray()  # whole frames
         self.spill: memoryview | None = None  # what the last frame of `fill` goes on with, where the writer has it
         self.drained: list[YamuxStream] = []  # reached their low water; the driver empties this list
         self.finished: list[YamuxStream] = []  # their FIN has gone out; the session empties this list
         self._small: deque[YamuxStream] = deque()
         self._bulk: deque[YamuxStream] = deque()
+        self.helping = False  # the first connection takes from what is left to the rails, too
+        self._railed: deque[YamuxStream] = deque()  # large, and left to the rails; empty without any
+        self._rails = 0
         self._passed_bytes = 0  # of small frames since a large one went, or none waited
 
     @property
     def has_output(self) -> bool:
-        return bool(self.control or self._small or self._bulk)
+        return bool(self.control or self._small or self._bulk or (self.helping and self._railed))
+
+    @property
+    def has_bulk(self) -> bool:
+        """Whether there is something to send on rails."""
+        return bool(self._railed)
+
+    def set_rails(self, count: int) -> None:
+        """So many rails take bulk from now on."""
+        self._rails = count
+        waiting = [*self._bulk, *self._railed]
+        self._bulk.clear()
+        self._railed.clear()
+        for stream in waiting:
+            self._ring_of(stream).append(stream)
 
     def add(self, stream: YamuxStream) -> None:
         """The stream has more to send, or more leave to."""
@@ -47,6 +78,13 @@ class SendQueue:
     def frame(self, kind: int, flags: int, stream_id: int, length: int) -> None:
         """Queue a control frame."""
         self.control += HEADER.pack(0, kind, flags, stream_id, length)
+
+    def mark_reset(self, stream: YamuxStream) -> None:
+        """Queue the reset of a stream that the peer knows."""
+        if stream.striped:  # what went before on rails still counts, as it would on one connection
+            self.control += PLACED_HEADER.pack(0, PLACED, RST, stream.id, 0, stream.sent_bytes)
+        else:
+            self.frame(WINDOW, RST, stream.id, 0)
 
     def fill(self, into: memoryview, spill_bytes: int = 0) -> int:
         """Write whole frames to `into` (65,519 bytes make one full Noise frame); returns the bytes written.
@@ -65,7 +103,7 @@ class SendQueue:
             stream = ring[0]
             room = len(into) - at
             # Two headers: the frame that opens or acknowledges may go before the data.
-            if room < 3 * _HEADER_BYTES or (room < _CRUMB_BYTES and stream.out_bytes > room):
+            if room < _ROOM_BYTES or (room < _CRUMB_BYTES and stream.out_bytes > room):
                 break
             ring.popleft()
             begin = at
@@ -78,18 +116,38 @@ class SendQueue:
                 stream.queued = False
         return at
 
+    def fill_rail(self, into: memoryview, spill_bytes: int = 0) -> int:
+        """As `fill`, for a rail: one frame of a large stream, which from now on is striped."""
+        self.spill = None
+        while self._railed:
+            stream = self._railed.popleft()
+            size = 0
+            if not stream.was_reset and self._ring_of(stream) is self._railed:
+                stream.striped = True
+                size = self._emit(stream, into, 0, 0 if self._railed else spill_bytes)
+            if stream.wants_out:
+                self._ring_of(stream).append(stream)
+            else:
+                stream.queued = False
+            if size:
+                return size
+        return 0
+
     def _next_ring(self) -> deque[YamuxStream] | None:
         """The ring whose first stream has the next turn."""
         small = self._small
         while small and self._ring_of(small[0]) is not small:  # more was queued meanwhile
-            self._bulk.append(small.popleft())
+            self._ring_of(small[0]).append(small.popleft())
         if small and not (self._bulk and self._passed_bytes >= _FAIR_BYTES):
             return small
-        return self._bulk or None
+        return self._bulk or (self._railed if self.helping else None) or None
 
     def _ring_of(self, stream: YamuxStream) -> deque[YamuxStream]:
         # What opens or acknowledges a stream is small, whatever comes behind it.
-        return self._small if stream.flags_due or stream.out_bytes <= _SMALL_BYTES else self._bulk
+        if stream.flags_due or stream.out_bytes <= _SMALL_BYTES:
+            return self._small
+        # What overtook the frame that opens its stream would belong to none.
+        return self._railed if self._rails and stream.acked else self._bulk
 
     def _emit(self, stream: YamuxStream, into: memoryview, at: int, spill_bytes: int) -> int:
         """One turn of one stream: its flags and one data frame."""
@@ -99,18 +157,22 @@ class SendQueue:
             at += _HEADER_BYTES
             flags = 0
         stream.flags_due = stream.owed = 0
-        size = min(stream.out_bytes, stream.send_credit, len(into) - at - _HEADER_BYTES)
+        head = PLACED_HEADER.size if stream.striped else _HEADER_BYTES
+        size = min(stream.out_bytes, stream.send_credit, len(into) - at - head)
         # Never with data: js-libp2p, having ended its own direction, looks at the FIN first and drops the data.
         if stream.fin_due and not stream.fin_sent and not stream.out_bytes:
             flags |= FIN
         if not size and not flags:
             return at
-        at += _HEADER_BYTES
-        end = at + size
-        self._copy_out(stream, into[at:end])
+        place = stream.sent_bytes
+        end = at + head + size
+        self._copy_out(stream, into[at + head : end])
         if spill_bytes and end == len(into):
             size += self._spill(stream, end, spill_bytes)
-        HEADER.pack_into(into, at - _HEADER_BYTES, 0, DATA, flags, stream.id, size)
+        if stream.striped:
+            PLACED_HEADER.pack_into(into, at, 0, PLACED, flags, stream.id, size, place)
+        else:
+            HEADER.pack_into(into, at, 0, DATA, flags, stream.id, size)
         if stream.out_bytes <= stream.low_water:
             stream.low_water = -1
             self.drained.append(stream)
@@ -134,6 +196,7 @@ class SendQueue:
                 out[0] = view[size:]
             stream.out_bytes -= size
             stream.send_credit -= size
+            stream.sent_bytes += size
         return size
 
     def _copy_out(self, stream: YamuxStream, into: memoryview) -> None:
@@ -153,3 +216,4 @@ class SendQueue:
                 at = size
         stream.out_bytes -= size
         stream.send_credit -= size
+        stream.sent_bytes += size

@@ -9,13 +9,16 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from peerd.core import limits
 from peerd.machine.buffers import BufferPool
 
+if TYPE_CHECKING:
+    from peerd.machine.striping import Held
+
 INITIAL_WINDOW: Final = limits.WINDOW_BYTES_INITIAL
-_MERGE_BYTES: Final = 16 * 1024  # small pieces are joined up to this size, so that a piece per byte costs nothing
+MERGE_BYTES: Final = 16 * 1024  # small pieces are joined up to this size, so that a piece per byte costs nothing
 
 Piece = bytes | bytearray | memoryview
 
@@ -67,6 +70,7 @@ class YamuxStream:
         "fin_sent",
         "flags_due",
         "granted_at",
+        "held",
         "id",
         "inbound",
         "inbox",
@@ -80,10 +84,14 @@ class YamuxStream:
         "out_bytes",
         "owed",
         "owner",
+        "passed_bytes",
         "placed",
         "pool",
         "queued",
+        "received_bytes",
         "send_credit",
+        "sent_bytes",
+        "striped",
         "target",
         "was_reset",
     )
@@ -95,6 +103,8 @@ class YamuxStream:
         self.out: deque[bytes | memoryview] = deque()
         self.out_bytes = 0
         self.send_credit = INITIAL_WINDOW
+        self.sent_bytes = 0
+        self.striped = False  # from now on frames name their place (see `striping`)
         self.flags_due = 0  # SYN or ACK, to go with the next frame
         self.fin_due = self.fin_sent = False
         self.queued = False  # stands in the ring of those with something to send
@@ -108,7 +118,10 @@ class YamuxStream:
         self.lent: tuple[memoryview, bool] | None = None  # what `lend` gave, and whether its buffer ended there
         self.credit = self.target = INITIAL_WINDOW
         self.owed = 0  # part of the credit that no frame has announced yet
-        self.granted_at = now
+        self.granted_at = now  # since then so much of the window has gone by:
+        self.passed_bytes = 0
+        self.received_bytes = 0  # in order
+        self.held: Held | None = None  # what came ahead of its turn
         self.fin_received = False
         # Life.
         self.acked = inbound
@@ -148,15 +161,34 @@ class YamuxStream:
                 return placed
         size = len(piece)
         self.inbox_bytes += size
-        if size * 2 > buffer_bytes and size > _MERGE_BYTES:
+        if size * 2 > buffer_bytes and size > MERGE_BYTES:
             self.inbox.append(piece)
             return True
         last = self.inbox[-1] if self.inbox else None
-        if isinstance(last, bytearray) and len(last) + size <= _MERGE_BYTES:
+        if isinstance(last, bytearray) and len(last) + size <= MERGE_BYTES:
             last += piece
         else:
             self.inbox.append(bytearray(piece))
         return False
+
+    def accept(self, piece: Piece, pool: BufferPool) -> None:
+        """Add a received piece whose memory is the stream's already."""
+        if self.landing is not None:
+            self.placed = False
+            rest = self._land(self.landing, memoryview(piece))
+            if not rest:
+                if isinstance(piece, memoryview):
+                    pool.give(piece.obj)
+                return
+            piece = rest
+        self.inbox_bytes += len(piece)
+        last = self.inbox[-1] if self.inbox else None
+        if isinstance(last, bytearray) and len(last) + len(piece) <= MERGE_BYTES:
+            last += piece
+            if isinstance(piece, memoryview):
+                pool.give(piece.obj)
+        else:
+            self.inbox.append(piece)
 
     def _land(self, into: memoryview, piece: memoryview) -> memoryview:
         """Move bytes to where a reader waits for them; returns what is too much."""
@@ -200,6 +232,13 @@ class YamuxStream:
         self.lent = view, len(view) == len(piece)
         self.inbox_bytes -= len(view)
         return view
+
+    def forget(self) -> None:
+        """Nobody will read what has come."""
+        self.inbox.clear()
+        self.inbox_bytes = 0
+        if self.held is not None:
+            self.received_bytes += self.held.drop()
 
     def end_loan(self) -> None:
         """Take back what was lent; whoever still holds the view gets a ValueError instead of another's bytes."""

@@ -35,6 +35,7 @@ from peerd.net.introductions import Introductions
 from peerd.net.link import Buffers, Link, LinkConfig, Stream
 from peerd.net.links import HostTraffic, LinkLimits, Links, PeerDown, PeerEvent, PeerTold, PeerUp
 from peerd.net.listening import open_listeners
+from peerd.net.rails import OFFERS, attach_rail, is_rail, secure_rail
 from peerd.net.transport import Listener, RawLink, RoamingTransport, Transport
 from peerd.net.upgrade import Secured, recognise, upgrade
 
@@ -361,6 +362,12 @@ class Host:
         self._nursery.start_soon(self._introductions.ask, link)
         return link
 
+    async def open_rail(self, link: Link) -> Secured:
+        with trio.move_on_after(self.config.dial_s):
+            raw = await self._raw_link(link.remote, link.peer, fresh=True)
+            return await secure_rail(raw, self._secrets.fresh(self._clock.secure_bytes(32)), link, self.links)
+        raise Unreachable("no answer in time", link.peer)
+
     async def _run_link(self, link: Link) -> None:
         try:
             await link.run()
@@ -439,10 +446,14 @@ class Host:
         try:
             with scope:
                 scope.deadline = trio.current_time() + self.config.handshake_s
-                secured = await upgrade(raw, self._secrets.fresh(self._clock.secure_bytes(32)), initiator=False)
+                fresh = self._secrets.fresh(self._clock.secure_bytes(32))
+                secured = await upgrade(raw, fresh, initiator=False, muxers=OFFERS)
                 way = way_to(raw.remote)
-                punched = way == Way.DIRECT and secured.session.peer in self.punching
-                self._adopt(secured, Way.PUNCHED if punched else way)
+                if is_rail(secured):
+                    await attach_rail(secured, self.links)
+                else:
+                    punched = way == Way.DIRECT and secured.session.peer in self.punching
+                    self._adopt(secured, Way.PUNCHED if punched else way)
                 adopted = True
         except ProtocolViolation as error:
             _log.info("hand-shake from %s: %s", raw.remote, error)

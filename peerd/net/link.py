@@ -23,9 +23,13 @@ from peerd.machine.buffers import BufferPool
 from peerd.machine.multistream import HEADER, Proposal, Selector, encode_line
 from peerd.machine.noise import PLAIN_BYTES, SEALED_BYTES
 from peerd.machine.paths import Way
+from peerd.machine.striping import PROTOCOL as RAIL
+from peerd.machine.striping import Lane
 from peerd.machine.yamux import Yamux
 from peerd.machine.yamux_stream import WindowBudget, YamuxConfig, YamuxStream
 from peerd.machine.yamux_wire import GONE_NORMAL, GONE_PROTOCOL, Changed, Dead, GoneAway, Opened
+from peerd.net.rails import Rails
+from peerd.net.sealing import BATCH_FRAMES, Sealing
 from peerd.net.stream import Stream
 from peerd.net.tcpinfo import TcpInfo
 from peerd.net.transport import CountedLink, LendingLink, LocatedLink
@@ -37,7 +41,6 @@ _log = logging.getLogger("peerd.net")
 _READ_BYTES = 256 * 1024
 _MALLOC_LESSON_BYTES = 16 << 20
 _TOGETHER_S = 0.0002  # small messages closer than this share a frame and a system call
-_BATCH_FRAMES = 8  # full Noise frames sealed and sent at once
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +65,10 @@ class LinkOwner(Protocol):
     def link_leaving(self, link: Link, reason: str) -> None:
         """The link is no longer to be used; called once."""
 
+    async def open_rail(self, link: Link) -> Secured:
+        """A further connection to where `link` leads, authenticated; raises RemoteError."""
+        ...
+
 
 class Buffers:
     """Buffers that links of one host share: sealing never waits, and only sending links hold a batch."""
@@ -69,7 +76,7 @@ class Buffers:
     def __init__(self) -> None:
         self.plain = memoryview(bytearray(PLAIN_BYTES))
         self.received = BufferPool(SEALED_BYTES, keep=256)  # 16 MiB
-        self.batches = BufferPool(_BATCH_FRAMES * SEALED_BYTES, keep=8)
+        self.batches = BufferPool(BATCH_FRAMES * SEALED_BYTES, keep=8)
         # glibc gives memory above twice the largest block ever freed back to the system, and then faults it in again
         # for the next megabyte received. Freeing one large untouched block teaches it to keep what bulk data needs.
         bytes(_MALLOC_LESSON_BYTES)
@@ -110,13 +117,19 @@ class Link:
             pool=buffers.received,
         )
         self.streams: dict[Stream, None] = {}  # in the order of their opening
-        self._raw, self._sealer, self._opener, self._early = secured.raw, session.sealer, session.opener, secured.early
-        self._owner, self._config, self._buffers = owner, config, buffers
+        # Rails lead where this connection does: not through routers that let in this one only, nor over third peers.
+        self._opens_rails = secured.initiator and way in (Way.LOCAL, Way.DIRECT) and RAIL in session.offers
+        self.rails = Rails(self, session.binding)
+        self.mux.takes_placed = self._opens_rails or not secured.initiator
+        self._raw, self._opener, self._early = secured.raw, session.opener, secured.early
+        self.owner, self._config, self.buffers = owner, config, buffers
         self._scope = trio.CancelScope()
         self._ended = trio.Event()
         self._work: trio.Event | None = None  # the writer waits on it
         self._quiet: trio.Event | None = None  # set when everything is handed to the raw link
         self._lending = secured.raw if isinstance(secured.raw, LendingLink) else None
+        self._sealing = Sealing(session.sealer, buffers.plain, self._lending)
+        self._nursery: trio.Nursery | None = None  # of its tasks, while it runs
         self._send_began: float | None = None
         self._sent_now_at = 0.0  # when `flush_now` last did so
         self._unsent = b""  # sealed, and not yet taken by the raw link
@@ -147,11 +160,15 @@ class Link:
         try:
             with self._scope:
                 async with trio.open_nursery() as nursery:
+                    self._nursery = nursery
                     nursery.start_soon(self._write_loop)
                     nursery.start_soon(self._tend_loop)
+                    if self._opens_rails:
+                        nursery.start_soon(self.rails.tend, nursery)
                     await self._read_loop()
                     nursery.cancel_scope.cancel()
         finally:
+            self._nursery = None
             self._leaving(self.reason or "this side closed the connection")
             for stream in list(self.streams):
                 stream.end(f"the connection ended: {self.reason}")
@@ -187,6 +204,12 @@ class Link:
         self.abort(reason)
         await self._ended.wait()
 
+    def attach(self, secured: Secured, early: list[bytes | memoryview]) -> None:
+        """Use a further connection that the peer opened for this link; Unreachable says why not."""
+        if self._nursery is None or self.initiator or self.way not in (Way.LOCAL, Way.DIRECT):
+            raise Unreachable("this link takes no further connections", self.peer)
+        self._nursery.start_soon(self.rails.add(secured, early).run)
+
     def abort(self, reason: str) -> None:
         """End now."""
         self.reason = self.reason or reason
@@ -199,6 +222,8 @@ class Link:
         if self._work is not None and self.mux.has_output:
             self._work.set()
             self._work = None
+        if self.rails and self.mux.has_bulk:
+            self.rails.wake()
         if self._openers and self.mux.can_open:
             self._openers.unpark()
 
@@ -213,13 +238,14 @@ class Link:
             self.flush()
             return
         self._sent_now_at = now
-        buffer = self._buffers.batches.take()
+        buffer = self.buffers.batches.take()
         with memoryview(buffer) as batch:
-            size = self._fill(batch)
+            size = self._sealing.batch(batch, self.mux.fill, self.mux)
+            self.sent_some()
             sent = raw.send_nowait(batch[:size])
             self.bytes_out += sent
             self._unsent = bytes(batch[sent:size])
-        self._buffers.batches.give(buffer)
+        self.buffers.batches.give(buffer)
         if self._unsent:
             self._work.set()
             self._work = None
@@ -232,7 +258,7 @@ class Link:
 
     def agreed(self, stream: Stream) -> None:
         """An incoming stream has named a protocol that we speak."""
-        self._owner.accept(stream)
+        self.owner.accept(stream)
 
     def release(self, stream: Stream) -> None:
         """The user of this stream is done with it."""
@@ -248,10 +274,10 @@ class Link:
 
     async def _read_loop(self) -> None:
         raw, opener = self._raw, self._opener
-        opener.pool = self._buffers.received
+        opener.pool = self.buffers.received
         lending = self._lending
         try:
-            self._take(self._early)
+            self.take(self._early)
             while not (self.mux.peer_gone and not self.streams):
                 if lending is not None:
                     data: bytes | memoryview = await lending.receive_view(opener.missing_bytes)
@@ -261,21 +287,33 @@ class Link:
                     self.reason = self.reason or "the peer closed the connection"
                     return
                 self.bytes_in += len(data)
-                self._take(opener.each(data, self.mux.place))
+                self.take(opener.each(data, self.mux.place))
+                self.rails.moved()
             await self._drain()
         except (trio.BrokenResourceError, trio.ClosedResourceError) as error:
             self.reason = self.reason or f"the connection broke: {error}"
         except ProtocolViolation as error:
-            self.reason = self.reason or f"protocol violation: {error}"
-            _log.warning("peer %s at %s broke the protocol: %s", self.peer, self.remote, error)
-            self.mux.go_away(GONE_PROTOCOL)
-            self.flush()
-            await self._drain()
+            await self.violated(error)
 
-    def _take(self, plains: Iterable[bytes | memoryview]) -> None:
+    async def violated(self, error: ProtocolViolation) -> None:
+        """Say so to the peer, and end."""
+        self.reason = self.reason or f"protocol violation: {error}"
+        _log.warning("peer %s at %s broke the protocol: %s", self.peer, self.remote, error)
+        self.mux.go_away(GONE_PROTOCOL)
+        self.flush()
+        await self._drain()
+        self.abort(self.reason)
+
+    async def broke(self, error: Exception) -> None:
+        """End, but what the peer said last may still be unread: the reader has a moment to find it."""
+        await trio.sleep(self._config.linger_s)
+        self.abort(f"the connection broke: {error}")
+
+    def take(self, plains: Iterable[bytes | memoryview], lane: Lane | None = None) -> None:
+        """Use what has come, on that lane of a rail or on the first connection."""
         now = trio.current_time()
         for plain in plains:
-            for event in self.mux.receive(plain, now):
+            for event in self.mux.receive(plain, now, lane):
                 if isinstance(event, Changed):
                     stream = event.stream.owner
                     if isinstance(stream, Stream):
@@ -285,12 +323,12 @@ class Link:
                 elif isinstance(event, GoneAway):
                     self._peer_leaves(event.code)
             if isinstance(plain, memoryview) and not self.mux.pinned:
-                self._buffers.received.give(plain.obj)
+                self.buffers.received.give(plain.obj)
         self.flush()
 
     def _greet(self, mux: YamuxStream) -> None:
         """An incoming stream: our header goes out at once, as foreign peers expect."""
-        stream = Stream(self, mux, "", Selector(self._owner.speaks))
+        stream = Stream(self, mux, "", Selector(self.owner.speaks))
         mux.owner = stream
         self.streams[stream] = None
         self.mux.write(mux, HEADER)
@@ -310,22 +348,22 @@ class Link:
                 if self._unsent:
                     data, self._unsent = self._unsent, b""
                     await self._send(data)
-                buffer = self._buffers.batches.take()
+                buffer = self.buffers.batches.take()
                 batch = memoryview(buffer)
-                while size := self._fill(batch):
+                while size := self._sealing.batch(batch, mux.fill, mux):
+                    self.sent_some()
                     await self._send(batch[:size])
-                self._buffers.batches.give(buffer)
+                self.buffers.batches.give(buffer)
         except (trio.BrokenResourceError, trio.ClosedResourceError) as error:
-            # What the peer said last may still be unread: the reader has a moment to find it.
             self.reason = self.reason or f"the connection broke: {error}"
-            await trio.sleep(self._config.linger_s)
-            self.abort(self.reason)
+            await self.broke(error)
 
     async def _send(self, data: bytes | memoryview) -> None:
         self._send_began = trio.current_time()
         await self._raw.send_all(data)
         self._send_began = None
         self.bytes_out += len(data)
+        self.rails.moved()
 
     async def _wait_for_work(self) -> None:
         if self._quiet is not None:
@@ -333,25 +371,16 @@ class Link:
         self._work = trio.Event()
         await self._work.wait()
 
-    def _fill(self, batch: memoryview) -> int:
-        """Seal what is ready, up to one batch; wake the streams whose data is on its way."""
-        mux, plain, sealer = self.mux, self._buffers.plain, self._sealer
-        at, left = 0, _BATCH_FRAMES
-        if self._lending is not None and (lot := self._lending.batch_bytes) < _BATCH_FRAMES * PLAIN_BYTES:
-            left, plain = max(1, lot // PLAIN_BYTES), plain[:lot]
-        while left and (size := mux.fill(plain, (left - 1) * PLAIN_BYTES)):
-            at += sealer.seal(plain[:size], batch[at:])
-            left -= 1
-            if (spill := mux.spill) is not None:
-                for begin in range(0, len(spill), PLAIN_BYTES):
-                    at += sealer.seal(spill[begin : begin + PLAIN_BYTES], batch[at:])
-                    left -= 1
+    def sent_some(self) -> None:
+        """A batch was filled: wake the streams whose data is on its way, and other writers to whom it fell."""
+        mux = self.mux
         if mux.drained:
             for drained in mux.drained:
                 if isinstance(drained.owner, Stream):
                     drained.owner.wake_writer()
             mux.drained.clear()
-        return at
+        if self.rails:
+            self.flush()
 
     async def _drain(self) -> None:
         """Wait, but not for long, until all that is queued is handed over."""
@@ -371,6 +400,8 @@ class Link:
                 self.abort("the peer left")
             if self._send_began is not None and now - self._send_began > self._config.stall_s:
                 self.abort(f"the peer took nothing for {self._config.stall_s:.0f} s")
+            if self.rails.stuck(now, self._config.stall_s):
+                self.abort(f"the peer took nothing on a rail for {self._config.stall_s:.0f} s")
             for stream in [s for s in self.streams if s.negotiating and s.mux.inbound]:
                 if now - stream.opened_at > self._config.negotiate_s:
                     stream.reset()
@@ -379,5 +410,5 @@ class Link:
     def _leaving(self, reason: str) -> None:
         if not self._told:
             self._told = True
-            self._owner.link_leaving(self, reason)
+            self.owner.link_leaving(self, reason)
             self._openers.unpark_all()

@@ -42,8 +42,6 @@ _WORTH_AWAITING_BYTES = 4 * 1024  # two packets or more; saying so is a system c
 # A receive queue that waits to be read keeps Linux from widening its window: with whole frames to wait for, a path of
 # 100 ms stayed at 64 KiB each round trip.
 _AWAITED_BYTES_MAX = 12 * 1024
-_RESOLVED_MAX = 4  # addresses of one name that are tried, each for at most _NAME_TRY_S
-_NAME_TRY_S = 3.0
 _LOOK_S = 2.0  # how often the machine's addresses are looked at: a fraction of a millisecond each time
 _NO_FAMILY = {errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL}  # of a wildcard
 
@@ -94,6 +92,10 @@ class TcpLink:
     def tcp_info(self) -> TcpInfo | None:
         """What the system has counted; None where it does not."""
         return tcp_info(self._socket)
+
+    def begin_small(self) -> None:
+        self._draught.begin_small()
+        self._limit_unsent()
 
     def _limit_unsent(self) -> None:
         """Have the system take no more than the line soon carries away: what waits there, nothing can overtake."""

@@ -63,6 +63,10 @@ class LendingLink(RawLink, Protocol):
         """About what one `send_all` should bring: more would only wait longer, where nothing can overtake it."""
         ...
 
+    def begin_small(self) -> None:
+        """Let little wait, until it is known how fast bytes leave: others are faster meanwhile."""
+        ...
+
     def send_nowait(self, data: memoryview) -> int:
         """Take what fits at once and say how much; 0 when nothing does, or when only `send_all` can say why not."""
         ...

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import trio
 
-from peerd.core.errors import Unreachable
+from peerd.core.errors import Refused, Unreachable
 from peerd.core.ids import PeerId
 from peerd.machine import noise
 from peerd.machine.multistream import HEADER, Proposal, Selector
@@ -31,15 +31,27 @@ class Secured:
     early: list[bytes | memoryview]
 
 
-async def upgrade(raw: RawLink, secrets: noise.Secrets, *, initiator: bool, expected: PeerId | None = None) -> Secured:
+async def upgrade(
+    raw: RawLink,
+    secrets: noise.Secrets,
+    *,
+    initiator: bool,
+    expected: PeerId | None = None,
+    muxers: tuple[str, ...] = (YAMUX,),
+) -> Secured:
     """Run the hand-shake on a fresh link; who goes first is a parameter, as hole punching needs.
+
+    `muxers`: what to offer; `session.muxer` says what was chosen. Without yamux among them there is no fallback.
 
     When both sides do, because both dialed and the network made one connection of that, one gives way (see
     noise.Handshake).
     """
     try:
-        session, initiator = await _handshake(raw, secrets, initiator, expected)
+        handshake = noise.Handshake(secrets, initiator=initiator, muxers=muxers, expected=expected)
+        session, initiator = await _handshake(raw, handshake)
         early = session.opener.feed(session.rest)
+        if session.muxer is None and YAMUX not in muxers:
+            raise Refused(f"the peer does not speak {muxers[0]}", session.peer)
         if session.muxer is None:
             early = await _negotiate_muxer(raw, session, initiator, early)
     except (trio.BrokenResourceError, trio.ClosedResourceError) as error:
@@ -66,12 +78,9 @@ async def recognise(raw: RawLink, secrets: noise.Secrets, expected: PeerId) -> N
         raise Unreachable(f"the connection broke during the hand-shake: {error}") from error
 
 
-async def _handshake(
-    raw: RawLink, secrets: noise.Secrets, initiator: bool, expected: PeerId | None
-) -> tuple[noise.Session, bool]:
+async def _handshake(raw: RawLink, handshake: noise.Handshake) -> tuple[noise.Session, bool]:
     """The session, and whether this side is its initiator."""
-    handshake = noise.Handshake(secrets, initiator=initiator, muxers=(YAMUX,), expected=expected)
-    if initiator:
+    if handshake.initiator:
         proposal = Proposal(noise.PROTOCOL)
         await raw.send_all(proposal.hello + handshake.start())
         rest = None

@@ -320,22 +320,22 @@ def _opener(data: bytes) -> None:
 YAMUX = YamuxConfig(streams_inbound=8, streams_outbound=8)
 
 
-def _frame(kind: int, flags: int, stream: int, length: int, body: bytes = b"") -> bytes:
+def yamux_frame(kind: int, flags: int, stream: int, length: int, body: bytes = b"") -> bytes:
     return yamux.HEADER.pack(0, kind, flags, stream, length) + body
 
 
 def _yamux_talks() -> Corpus:
-    opening = _frame(yamux.DATA, yamux.SYN, 1, 5, b"hello")
-    own = _frame(yamux.WINDOW, yamux.ACK, 2, 65536) + _frame(yamux.DATA, 0, 2, 5, b"reply")
+    opening = yamux_frame(yamux.DATA, yamux.SYN, 1, 5, b"hello")
+    own = yamux_frame(yamux.WINDOW, yamux.ACK, 2, 65536) + yamux_frame(yamux.DATA, 0, 2, 5, b"reply")
     return [
-        opening + _frame(yamux.DATA, yamux.FIN, 1, 0),
-        _frame(yamux.WINDOW, yamux.SYN, 1, 1000) + _frame(yamux.WINDOW, yamux.SYN, 3, 0) + own,
-        own + _frame(yamux.DATA, yamux.FIN, 2, 3, b"end") + _frame(yamux.WINDOW, yamux.RST, 4, 0),
-        opening + _frame(yamux.WINDOW, yamux.RST, 1, 0) + _frame(yamux.DATA, 0, 1, 4, b"late"),
-        _frame(yamux.PING, yamux.SYN, 0, 7) * 3 + _frame(yamux.PING, yamux.ACK, 0, 1),
-        b"".join(_frame(yamux.DATA, yamux.SYN, stream, 2, b"ab") for stream in range(1, 25, 2)),
-        own + _frame(yamux.GO_AWAY, 0, 0, 0) + opening,
-        opening + _frame(yamux.DATA, 0, 1, 300) + bytes(300) + _frame(yamux.WINDOW, 0, 1, 1 << 20),
+        opening + yamux_frame(yamux.DATA, yamux.FIN, 1, 0),
+        yamux_frame(yamux.WINDOW, yamux.SYN, 1, 1000) + yamux_frame(yamux.WINDOW, yamux.SYN, 3, 0) + own,
+        own + yamux_frame(yamux.DATA, yamux.FIN, 2, 3, b"end") + yamux_frame(yamux.WINDOW, yamux.RST, 4, 0),
+        opening + yamux_frame(yamux.WINDOW, yamux.RST, 1, 0) + yamux_frame(yamux.DATA, 0, 1, 4, b"late"),
+        yamux_frame(yamux.PING, yamux.SYN, 0, 7) * 3 + yamux_frame(yamux.PING, yamux.ACK, 0, 1),
+        b"".join(yamux_frame(yamux.DATA, yamux.SYN, stream, 2, b"ab") for stream in range(1, 25, 2)),
+        own + yamux_frame(yamux.GO_AWAY, 0, 0, 0) + opening,
+        opening + yamux_frame(yamux.DATA, 0, 1, 300) + bytes(300) + yamux_frame(yamux.WINDOW, 0, 1, 1 << 20),
     ]
 
 
@@ -350,13 +350,13 @@ def _yamux(data: bytes) -> None:
     for now, piece in enumerate(in_pieces(data)):
         for event in session.receive(piece, float(now)):
             if isinstance(event, yamux.Opened | yamux.Changed):
-                _serve(session, event.stream, float(now))
+                yamux_answers(session, event.stream, float(now))
         while session.fill(out):
             pass
-        _check_yamux(session)
+        yamux_check(session)
 
 
-def _serve(session: Yamux, stream: yamux.YamuxStream, now: float) -> None:
+def yamux_answers(session: Yamux, stream: yamux.YamuxStream, now: float) -> None:
     """A handler that reads, answers, and lets go."""
     if stream.inbox_bytes:
         taken = stream.take(1 << 16)
@@ -367,13 +367,14 @@ def _serve(session: Yamux, stream: yamux.YamuxStream, now: float) -> None:
         session.abandon(stream)
 
 
-def _check_yamux(session: Yamux) -> None:
+def yamux_check(session: Yamux) -> None:
     assert len(session.streams) <= YAMUX.streams_inbound + YAMUX.streams_outbound
     assert 0 <= session.inbound <= YAMUX.streams_inbound
     assert 0 <= session.outbound <= YAMUX.streams_outbound
     for stream in session.streams.values():
         assert stream.credit >= 0
-        assert stream.inbox_bytes + stream.credit <= stream.target
+        held = stream.held.bytes if stream.held is not None else 0
+        assert stream.inbox_bytes + held + stream.credit <= stream.target
         assert stream.inbox_bytes == sum(len(piece) for piece in stream.inbox)
 
 

@@ -1,0 +1,285 @@
+"""Rails: further connections of one link, which carry its bulk data side by side (see machine.striping).
+
+A rail is an encrypted connection of its own: the hand-shake proves the same peer, with `/peerd/rail/1` in the muxer's
+place, and its first frame names the link by the hash of the link's own hand-shake, which nobody else knows. The side
+that dialed the link opens them when `machine.railplan` says so; both send on them. Each has one task that reads and one
+that writes; the writer takes the next batch when its socket has room, so that rails share the load by themselves.
+Invariants: a rail that breaks ends its link, since what it carried is lost; one that both sides have declared over does
+not. Hostile input: rails for links of others or of none (closed at once), more than allowed, rails that carry nothing.
+"""
+
+from __future__ import annotations
+
+import hmac
+import logging
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+import trio
+
+from peerd.core.errors import ProtocolViolation, RemoteError, Unreachable
+from peerd.core.ids import PeerId
+from peerd.core.limits import RAILS, RAILS_PER_LINK
+from peerd.machine.noise import Secrets
+from peerd.machine.railplan import LOOK_BYTES, RailPlan
+from peerd.machine.striping import BINDING_BYTES, PROTOCOL, Lane
+from peerd.machine.yamux_wire import GO_AWAY, HEADER
+from peerd.machine.yamux_wire import PROTOCOL as YAMUX
+from peerd.net.sealing import Sealing
+from peerd.net.transport import LendingLink, RawLink
+from peerd.net.upgrade import Secured, upgrade
+
+if TYPE_CHECKING:
+    from peerd.net.link import Link
+
+_log = logging.getLogger("peerd.net")
+OFFERS = (YAMUX, PROTOCOL)  # of who is dialed
+_WARM_ROUND_TRIPS = 8  # until a connection has found its rate, more or less
+_WARM_S = 0.1  # a round trip, if none was measured
+_READ_BYTES = 256 * 1024
+
+
+class Rail:
+    """One further connection."""
+
+    def __init__(self, link: Link, secured: Secured, early: list[bytes | memoryview]) -> None:
+        self._link, self._raw, self._opener, self._early = link, secured.raw, secured.session.opener, early
+        self._lending = secured.raw if isinstance(secured.raw, LendingLink) else None
+        self._sealing = Sealing(secured.session.sealer, link.buffers.plain, self._lending)
+        if self._lending is not None:
+            self._lending.begin_small()
+        self._opener.pool = link.buffers.received
+        self._lane = Lane(main=False)
+        self._work: trio.Event | None = None
+        self._over = trio.Event()  # our goodbye is sent
+        self.leaving = False  # sends no more data
+        self.send_began: float | None = None
+
+    def wake(self) -> None:
+        if self._work is not None:
+            self._work.set()
+            self._work = None
+
+    def leave(self) -> None:
+        """Send nothing more; over once the other side has said the same."""
+        self.leaving = True
+        self._link.rails.changed()
+        self.wake()
+
+    async def run(self) -> None:
+        """Read and write until it is over, or the link is."""
+        try:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(self._write)
+                await self._read()
+                if not self._lane.ended:
+                    await trio.sleep_forever()  # the link is about to end
+                self.leave()
+                await self._over.wait()
+                nursery.cancel_scope.cancel()
+        finally:
+            self._link.rails.gone(self)
+            with trio.CancelScope(shield=True):
+                await self._raw.aclose()
+
+    async def _read(self) -> None:
+        link, opener, place = self._link, self._opener, self._lane.place
+        try:
+            link.take(self._early, self._lane)
+            while not self._lane.ended:
+                if self._lending is not None:
+                    data: bytes | memoryview = await self._lending.receive_view(opener.missing_bytes)
+                else:
+                    data = await self._raw.receive_some(_READ_BYTES)
+                if not data:
+                    raise trio.BrokenResourceError("the peer closed it")
+                link.bytes_in += len(data)
+                link.take(opener.each(data, place), self._lane)
+                link.rails.moved()
+        except (trio.BrokenResourceError, trio.ClosedResourceError) as error:
+            await link.broke(error)
+        except ProtocolViolation as error:
+            await link.violated(error)
+
+    async def _write(self) -> None:
+        link = self._link
+        buffers = link.buffers.batches
+        try:
+            while not self.leaving:
+                buffer = buffers.take()
+                batch = memoryview(buffer)
+                while not self.leaving and (size := self._sealing.batch(batch, link.mux.fill_rail, link.mux)):
+                    link.sent_some()
+                    await self._send(batch[:size])
+                buffers.give(buffer)
+                if not self.leaving:
+                    self._work = trio.Event()
+                    await self._work.wait()
+            await self._send(self._sealing.one(HEADER.pack(0, GO_AWAY, 0, 0, 0)))
+        except (trio.BrokenResourceError, trio.ClosedResourceError) as error:
+            await link.broke(error)
+        self._over.set()
+
+    async def _send(self, data: bytes | memoryview) -> None:
+        self.send_began = trio.current_time()
+        await self._raw.send_all(data)
+        self.send_began = None
+        self._link.bytes_out += len(data)
+        self._link.rails.moved()
+
+
+class Rails:
+    """The rails of one link, and when there are more or fewer."""
+
+    def __init__(self, link: Link, binding: bytes) -> None:
+        self._link, self.binding = link, binding
+        self._all: dict[Rail, None] = {}  # oldest first
+        self._total = 0.0  # bytes at which the plan looks again
+        self._enough: trio.Event | None = None  # the plan waits for that
+        self._warm_at = float("inf")  # until then the first connection still helps: its start is behind it
+
+    def __len__(self) -> int:
+        return len(self._all)
+
+    def is_of(self, binding: bytes) -> bool:
+        """Whether a rail that names this link means this one."""
+        return hmac.compare_digest(binding, self.binding)
+
+    def wake(self) -> None:
+        """There is something to send."""
+        for rail in self._all:
+            rail.wake()
+
+    def moved(self) -> None:
+        """Bytes have come or gone."""
+        if self._enough is not None and self._link.bytes_in + self._link.bytes_out >= self._total:
+            self._enough.set()
+        if self._all and trio.current_time() >= self._warm_at:
+            self._warm_at = float("inf")
+            self.changed()
+
+    def changed(self) -> None:
+        """A rail came, or is on its way out."""
+        count = sum(not rail.leaving for rail in self._all)
+        self._link.mux.set_rails(count, helping=trio.current_time() < self._warm_at < float("inf"))
+        self._link.flush()
+
+    def gone(self, rail: Rail) -> None:
+        rail.leaving = True
+        self._all.pop(rail, None)
+        self.changed()
+
+    def stuck(self, now: float, stall_s: float) -> bool:
+        """Whether the peer takes nothing on one of them."""
+        return any(rail.send_began is not None and now - rail.send_began > stall_s for rail in self._all)
+
+    def add(self, secured: Secured, early: list[bytes | memoryview]) -> Rail:
+        """A connection that stands, to be run; Unreachable when there are enough."""
+        if len(self._all) >= RAILS_PER_LINK or not self._link.usable:
+            raise Unreachable("no more connections for this link", self._link.peer)
+        rail = Rail(self._link, secured, early)
+        if not self._all:
+            rtt_s = self._link.mux.rtt_min_s or _WARM_S
+            self._warm_at = trio.current_time() + _WARM_ROUND_TRIPS * rtt_s
+        self._all[rail] = None
+        self.changed()
+        return rail
+
+    async def tend(self, nursery: trio.Nursery) -> None:
+        """Open rails in `nursery`, and close them, as the plan says."""
+        link = self._link
+        plan = RailPlan(trio.current_time())
+        while True:
+            self._total = link.bytes_in + link.bytes_out + LOOK_BYTES
+            self._enough = trio.Event()
+            with trio.move_on_after(plan.idle_s if self._all else float("inf")):
+                await self._enough.wait()
+            rtt_s = link.mux.rtt_min_s  # queues on the way are no distance
+            now = trio.current_time()
+            wanted, why = plan.look(now, rtt_s, (link.bytes_in, link.bytes_out), len(self._all))
+            if wanted > len(self._all):
+                _log.debug("%s gets %d connections more: %s", link, wanted - len(self._all), why)
+                if not await self._open(wanted - len(self._all), nursery):
+                    plan.failed(trio.current_time())
+            elif not wanted:
+                for rail in list(self._all):
+                    rail.leave()
+            await trio.sleep(plan.pause_s(rtt_s))
+
+    async def _open(self, count: int, nursery: trio.Nursery) -> bool:
+        """Dial so many at once; whether all stand."""
+        before = len(self._all)
+        async with trio.open_nursery() as dials:
+            for _ in range(count):
+                dials.start_soon(self._open_one, nursery)
+        return len(self._all) >= before + count
+
+    async def _open_one(self, nursery: trio.Nursery) -> None:
+        link = self._link
+        try:
+            secured = await link.owner.open_rail(link)
+            adopted = False
+            try:
+                sealing = Sealing(secured.session.sealer, link.buffers.plain, None)
+                await secured.raw.send_all(sealing.one(self.binding))
+                nursery.start_soon(self.add(secured, secured.early).run)
+                adopted = True
+            except (trio.BrokenResourceError, trio.ClosedResourceError) as error:
+                raise Unreachable(str(error), link.peer) from error
+            finally:
+                if not adopted:
+                    with trio.CancelScope(shield=True):
+                        await secured.raw.aclose()
+        except RemoteError as error:
+            _log.debug("no further connection for %s: %s", link, error)
+
+
+def _check_room(links: Iterable[Link], peer: PeerId) -> None:
+    if sum(len(link.rails) for link in links) >= RAILS:
+        raise Unreachable("this host has too many connections", peer)
+
+
+async def secure_rail(raw: RawLink, secrets: Secrets, link: Link, links: Iterable[Link]) -> Secured:
+    """Authenticate a raw link that is to be a rail of `link`; RemoteError says why not, and `raw` is closed."""
+    stands = False
+    try:
+        _check_room(links, link.peer)
+        secured = await upgrade(raw, secrets, initiator=True, expected=link.peer, muxers=(PROTOCOL,))
+        stands = True
+        return secured
+    finally:
+        if not stands:
+            with trio.CancelScope(shield=True):
+                await raw.aclose()
+
+
+def is_rail(secured: Secured) -> bool:
+    return secured.session.muxer == PROTOCOL
+
+
+async def attach_rail(secured: Secured, links: Iterable[Link]) -> None:
+    """Give a further connection that a peer opened to the link that it names; RemoteError says why not."""
+    binding, early = await _receive_binding(secured)
+    peer = secured.session.peer
+    _check_room(links, peer)
+    link = next((link for link in links if link.peer == peer and link.rails.is_of(binding)), None)
+    if link is None:
+        raise Unreachable("a further connection for no link of its peer", peer)
+    link.attach(secured, early)
+
+
+async def _receive_binding(secured: Secured) -> tuple[bytes, list[bytes | memoryview]]:
+    """What a rail's first frame says: which link it belongs to; and the plaintexts behind it."""
+    early = list(secured.early)
+    try:
+        while not early:
+            data = await secured.raw.receive_some(_READ_BYTES)
+            if not data:
+                raise Unreachable("the connection ended before it named its link", secured.session.peer)
+            early = secured.session.opener.feed(data)
+    except (trio.BrokenResourceError, trio.ClosedResourceError) as error:
+        raise Unreachable(f"the connection broke before it named its link: {error}", secured.session.peer) from error
+    binding = bytes(early.pop(0))
+    if len(binding) != BINDING_BYTES:
+        raise ProtocolViolation(f"a connection names its link with {len(binding)} bytes", secured.session.peer)
+    return binding, early

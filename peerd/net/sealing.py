@@ -1,0 +1,41 @@
+"""One connection's outgoing frames: what the muxer gives, sealed, as much at once as the connection likes to get."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final
+
+from peerd.machine.noise import PLAIN_BYTES, SEALED_BYTES, Sealer
+from peerd.machine.yamux import Yamux
+from peerd.net.transport import LendingLink
+
+BATCH_FRAMES: Final = 8  # full Noise frames sealed and sent at once
+
+
+class Sealing:
+    """Seals for one connection. `plain` may be shared: nothing is left in it."""
+
+    __slots__ = ("_lending", "_plain", "_sealer")
+
+    def __init__(self, sealer: Sealer, plain: memoryview, lending: LendingLink | None) -> None:
+        self._sealer, self._plain, self._lending = sealer, plain, lending
+
+    def batch(self, into: memoryview, fill: Callable[[memoryview, int], int], mux: Yamux) -> int:
+        """Seal what `fill` (of `mux`) gives, up to one batch; returns the bytes written to `into`."""
+        plain, sealer = self._plain, self._sealer
+        at, left = 0, BATCH_FRAMES
+        if self._lending is not None and (lot := self._lending.batch_bytes) < BATCH_FRAMES * PLAIN_BYTES:
+            left, plain = max(1, lot // PLAIN_BYTES), plain[:lot]
+        while left and (size := fill(plain, (left - 1) * PLAIN_BYTES)):
+            at += sealer.seal(plain[:size], into[at:])
+            left -= 1
+            if (spill := mux.spill) is not None:
+                for begin in range(0, len(spill), PLAIN_BYTES):
+                    at += sealer.seal(spill[begin : begin + PLAIN_BYTES], into[at:])
+                    left -= 1
+        return at
+
+    def one(self, text: bytes) -> bytes:
+        """One frame with this text."""
+        frame = memoryview(bytearray(SEALED_BYTES))
+        return bytes(frame[: self._sealer.seal(text, frame)])

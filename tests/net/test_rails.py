@@ -1,0 +1,259 @@
+"""Links with rails, over simulated long fat paths whose connections hold little: rate, calls, losses, intruders."""
+
+from __future__ import annotations
+
+import pytest
+import trio
+import trio.testing
+
+from peerd.core.errors import Refused, Unreachable
+from peerd.core.limits import RAILS_PER_LINK
+from peerd.machine.noise import Secrets
+from peerd.machine.striping import BINDING_BYTES
+from peerd.machine.striping import PROTOCOL as RAIL
+from peerd.net.host import Host
+from peerd.net.link import Link
+from peerd.net.sealing import Sealing
+from peerd.net.stream import Stream
+from peerd.net.upgrade import Secured, upgrade
+from peerd.sim.simnet import NetConfig
+from tests.kit.hosts import Hosts, ask, echo, keypair, running_hosts
+from tests.kit.virtual import transport
+
+Clock = trio.testing.MockClock
+ONE_WAY_S = 0.025  # of each access line: 100 ms there and back
+MBIT = 80.0  # 1 MB under way fills it
+WINDOW = NetConfig(window_bytes=400 << 10)  # of each connection: 32 Mb/s
+SINK, ECHO = "/sink/1", "/echo/1"
+
+
+class Sink:
+    """Takes all that comes, and counts it."""
+
+    def __init__(self) -> None:
+        self.bytes = 0
+
+    async def __call__(self, stream: Stream) -> None:
+        while view := await stream.receive_view(1 << 18):
+            self.bytes += len(view)
+
+
+async def pair(hosts: Hosts) -> tuple[Host, Host, Sink]:
+    line = {"latency_s": ONE_WAY_S, "up_mbit_s": MBIT, "down_mbit_s": MBIT}
+    a, b = [await hosts.start(name, **line) for name in "ab"]
+    sink = Sink()
+    for host in (a, b):
+        host.handle(SINK, sink)
+        host.handle(ECHO, echo)
+    a.learn(b.id, [hosts.addr("b")])
+    await a.connect(b.id)
+    await trio.sleep(1)  # until the other side knows it, too
+    return a, b, sink
+
+
+async def flood(host: Host, other: Host) -> None:
+    """Send for ever, on one stream."""
+    stream = await host.open_stream(other.id, SINK)
+    data = bytes(1 << 20)
+    while True:
+        await stream.send(data)
+
+
+def link_of(host: Host, other: Host) -> Link:
+    link = host.links.best(other.id)
+    assert link is not None
+    return link
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dialer_sends", [True, False])
+async def test_one_stream_fills_a_line_that_one_connection_cannot(dialer_sends: bool, autojump_clock: Clock) -> None:
+    async with running_hosts(WINDOW) as hosts:
+        a, b, sink = await pair(hosts)
+        hosts.nursery.start_soon(flood, *((a, b) if dialer_sends else (b, a)))
+        await trio.sleep(3)
+        before = sink.bytes
+        await trio.sleep(5)
+        assert (sink.bytes - before) * 8 / 5e6 >= 0.9 * MBIT
+        assert 2 <= len(link_of(a, b).rails) == len(link_of(b, a).rails) <= RAILS_PER_LINK
+
+
+@pytest.mark.slow
+async def test_a_small_call_beside_it_waits_for_little_more_than_its_round_trip(autojump_clock: Clock) -> None:
+    async with running_hosts(WINDOW) as hosts:
+        a, b, _ = await pair(hosts)
+        hosts.nursery.start_soon(flood, a, b)
+        await trio.sleep(3)
+        took = []
+        for _ in range(20):
+            begin = trio.current_time()
+            await ask(a, b, b"x" * 100)
+            took.append(trio.current_time() - begin)
+            await trio.sleep(0.05)
+        assert max(took) < 1.5 * 0.1 + 0.02
+
+
+@pytest.mark.slow
+async def test_what_travels_on_rails_arrives_unchanged_both_ways(autojump_clock: Clock) -> None:
+    async with running_hosts(WINDOW) as hosts:
+        a, b, _ = await pair(hosts)
+        data = bytes(range(256)) * (6 << 12)
+        for _ in range(3):
+            assert await ask(a, b, data) == data
+        assert len(link_of(a, b).rails) >= 2
+
+
+@pytest.mark.slow
+async def test_a_reader_that_stops_stops_nobody_else(autojump_clock: Clock) -> None:
+    async with running_hosts(WINDOW) as hosts:
+        a, b, sink = await pair(hosts)
+        hosts.nursery.start_soon(flood, a, b)
+        await trio.sleep(3)
+
+        async def deaf(stream: Stream) -> None:
+            await trio.sleep_forever()
+
+        async def flood_the_deaf() -> None:
+            stream = await a.open_stream(b.id, "/deaf/1")
+            while True:
+                await stream.send(bytes(1 << 20))
+
+        b.handle("/deaf/1", deaf)
+        for _ in range(3):
+            hosts.nursery.start_soon(flood_the_deaf)
+        await trio.sleep(6)
+        before = sink.bytes
+        await trio.sleep(3)
+        assert (sink.bytes - before) * 8 / 3e6 >= 0.8 * MBIT
+        assert await ask(a, b, b"still here") == b"still here"
+
+
+@pytest.mark.slow
+async def test_idle_rails_are_closed_by_both_sides_and_opened_anew(autojump_clock: Clock) -> None:
+    async with running_hosts(WINDOW) as hosts:
+        a, b, sink = await pair(hosts)
+        for _ in range(2):
+            with trio.move_on_after(4):
+                await flood(a, b)
+            assert len(link_of(a, b).rails) == len(link_of(b, a).rails) >= 2
+            before = sink.bytes
+            await trio.sleep(90)
+            assert len(link_of(a, b).rails) == len(link_of(b, a).rails) == 0
+            assert sink.bytes > before
+            assert await ask(a, b, b"the link lives on") == b"the link lives on"
+        assert len(a.links) == len(b.links) == 1
+
+
+@pytest.mark.slow
+async def test_a_rail_that_breaks_ends_its_link_and_peers_meet_again(autojump_clock: Clock) -> None:
+    async with running_hosts(WINDOW) as hosts:
+        a, b, _ = await pair(hosts)
+        link = link_of(a, b)
+        with trio.move_on_after(4):
+            await flood(a, b)
+        first, *others = hosts.net.nodes["a"].links
+        assert len(others) >= 2
+        others[0].fail("cut by the test")
+        await trio.sleep(5)
+        assert not link.usable
+        assert link.reason is not None
+        assert "broke" in link.reason
+        assert await ask(a, b, b"again") == b"again"
+        assert link_of(a, b) is not link
+        assert not [each for each in hosts.net.nodes["a"].links if each in (first, *others)]
+
+
+async def rail_of(hosts: Hosts, name: str) -> Secured:
+    """A connection to b that wants to be a rail, by a peer of that name."""
+    raw = await transport(hosts.net, f"{name}2", latency_s=ONE_WAY_S).dial(hosts.addr("b"))
+    secrets = Secrets(keypair(name), bytes(32), bytes(range(32)))
+    return await upgrade(raw, secrets, initiator=True, muxers=(RAIL,))
+
+
+async def is_closed(secured: Secured) -> bool:
+    with trio.move_on_after(60):
+        try:
+            return await secured.raw.receive_some(10) == b""
+        except trio.BrokenResourceError:
+            return True
+    return False
+
+
+@pytest.mark.parametrize("name", ["a", "stranger"])
+@pytest.mark.parametrize("what", [bytes(BINDING_BYTES), b"", b"x" * 31, b"x" * 33, None])
+async def test_who_does_not_name_a_link_of_its_own_is_turned_away(
+    name: str, what: bytes | None, autojump_clock: Clock
+) -> None:
+    async with running_hosts() as hosts:
+        a, b, _ = await pair(hosts)
+        secured = await rail_of(hosts, name)
+        if what is not None:
+            sealing = Sealing(secured.session.sealer, memoryview(b""), None)
+            await secured.raw.send_all(sealing.one(what))
+        assert await is_closed(secured)
+        assert len(link_of(b, a).rails) == 0
+        assert await ask(a, b, b"unharmed") == b"unharmed"
+
+
+async def test_even_the_right_name_helps_no_other_peer(autojump_clock: Clock) -> None:
+    async with running_hosts() as hosts:
+        a, b, _ = await pair(hosts)
+        secured = await rail_of(hosts, "stranger")
+        sealing = Sealing(secured.session.sealer, memoryview(b""), None)
+        await secured.raw.send_all(sealing.one(link_of(a, b).rails.binding))
+        assert await is_closed(secured)
+        assert len(link_of(b, a).rails) == 0
+
+
+async def test_rails_beyond_the_limit_are_turned_away(autojump_clock: Clock) -> None:
+    async with running_hosts() as hosts:
+        a, b, _ = await pair(hosts)
+        kept = []
+        for _ in range(RAILS_PER_LINK + 3):
+            secured = await a.open_rail(link_of(a, b))
+            sealing = Sealing(secured.session.sealer, memoryview(b""), None)
+            await secured.raw.send_all(sealing.one(link_of(a, b).rails.binding))
+            kept.append(secured)
+        await trio.sleep(1)
+        assert len(link_of(b, a).rails) == RAILS_PER_LINK
+        assert all([await is_closed(secured) for secured in kept[RAILS_PER_LINK:]])
+        assert await ask(a, b, b"unharmed") == b"unharmed"
+
+
+async def test_a_peer_that_knows_no_rails_is_left_alone(autojump_clock: Clock) -> None:
+    async with running_hosts() as hosts:
+        raw_a = transport(hosts.net, "x")
+        listener = await raw_a.listen(hosts.addr("x"))
+        near = await transport(hosts.net, "y").dial(listener.addrs[0])
+        far = await listener.accept()
+        secrets = [Secrets(keypair(name), bytes(32), name.encode() * 32) for name in "xy"]
+        failures = []
+
+        async def answer() -> None:
+            try:
+                await upgrade(far, secrets[0], initiator=False)
+            except Unreachable:
+                failures.append("the other side left")
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(answer)
+            with pytest.raises(Refused):
+                await upgrade(near, secrets[1], initiator=True, muxers=(RAIL,))
+            await near.aclose()
+        assert failures == ["the other side left"]
+
+
+async def test_garbage_on_a_rail_ends_the_link_and_names_the_peer(
+    autojump_clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with running_hosts() as hosts:
+        a, b, _ = await pair(hosts)
+        link = link_of(b, a)
+        secured = await a.open_rail(link_of(a, b))
+        sealing = Sealing(secured.session.sealer, memoryview(b""), None)
+        await secured.raw.send_all(sealing.one(link_of(a, b).rails.binding))
+        await secured.raw.send_all(sealing.one(b"\x00\x09 no such frame"))
+        await trio.sleep(3)
+        assert not link.usable
+        assert f"peer {a.id}" in caplog.text
+        assert "broke the protocol" in caplog.text
