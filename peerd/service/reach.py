@@ -8,6 +8,7 @@ Hostile input: bounded by the two machines; a peer that sends nothing, or no end
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 from collections.abc import Callable
@@ -28,6 +29,7 @@ from peerd.machine.reachability import Ask, Finding, Kind, Reachability, Reachab
 from peerd.net.delimited import receive_message, send_message
 from peerd.net.host import Host, PeerDown, PeerTold
 from peerd.net.link import Link
+from peerd.net.links import PeerEvent
 from peerd.net.stream import Stream
 
 _log = logging.getLogger("peerd.reach")
@@ -90,14 +92,20 @@ class Reach:
                     self._nursery.start_soon(self._follow_machine)
                     task_status.started()
                     async for event in events:
-                        if isinstance(event, PeerTold):
-                            self._told(event.link)
-                        elif isinstance(event, PeerDown):
-                            self._machine.lost(self._clock.now(), event.peer)
+                        self._hear(event)
+                        with contextlib.suppress(trio.WouldBlock):
+                            while True:  # many at once are weighed once
+                                self._hear(events.receive_nowait())
                         self.look()
         finally:
             self._nursery = None
             self._host.unhandle(AUTONAT)
+
+    def _hear(self, event: PeerEvent) -> None:
+        if isinstance(event, PeerTold):
+            self._told(event.link)
+        elif isinstance(event, PeerDown):
+            self._machine.lost(self._clock.now(), event.peer)
 
     def look(self) -> None:
         """Judge anew: something has changed, or time has passed."""

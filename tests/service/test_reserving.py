@@ -13,6 +13,7 @@ from peerd.core.ids import Key
 from peerd.core.protobuf.circuit import HOP
 from peerd.machine.paths import Way
 from peerd.machine.reachability import Kind
+from peerd.service.directory import Directory
 from tests.kit.hosts import ask, echo
 from tests.kit.internet import Peers, internet
 
@@ -135,3 +136,40 @@ async def test_a_peer_that_turns_out_to_be_unreachable_leaves_the_tables_of_othe
         await trio.sleep(120)
         assert [walled.id in peers.dhts[name].contacts() for name in relays] == [False, False]
         assert all(peers.hosts[name].speaks(HOP) for name in relays)
+
+
+async def test_whoever_publishes_our_addresses_hears_at_once_that_they_have_changed() -> None:
+    async with internet() as peers:
+        relays = await backbones(peers)
+        await peers.join_swarm("new", "port-restricted")
+        new, changed = peers.hosts["new"], list[list[str]]()
+        directory = Directory("run", 1, new, peers.dhts["new"])
+
+        async def note() -> None:
+            while True:
+                await directory.moved_or(trio.Event())
+                changed.append([addr for addr in directory.own_addrs() if "/p2p-circuit" in addr])
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(note)
+            await trio.testing.wait_all_tasks_blocked()
+            await peers.join("new", *relays)
+            await until(lambda: len(peers.ways["new"].reserving.relays) == 2, 5.0)
+            await trio.testing.wait_all_tasks_blocked()
+            assert [len(addrs) for addrs in changed] == [1, 2]
+            peers.stop(relays[0])
+            await until(lambda: len(peers.ways["new"].reserving.relays) == 1, 5.0)
+            await trio.testing.wait_all_tasks_blocked()
+            assert len(changed[-1]) == 1
+            nursery.cancel_scope.cancel()
+
+
+async def test_the_wait_for_new_addresses_ends_with_the_other_event_too() -> None:
+    async with internet() as peers:
+        await peers.join_swarm("one", "public")
+        event = trio.Event()
+        event.set()
+        directory = Directory("run", 1, peers.hosts["one"], peers.dhts["one"])
+        with trio.fail_after(1.0):
+            await directory.moved_or(event)
+        assert event.is_set()
