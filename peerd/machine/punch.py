@@ -101,6 +101,19 @@ def _same_network(ip: Ip, home: Ip) -> bool:
     return ipaddress.ip_address(ip) in ipaddress.ip_network(f"{home}/{24 if ip.version == 4 else 64}", strict=False)
 
 
+def place(candidates: Iterable[Multiaddr], seen: Iterable[Multiaddr], own: Iterable[Multiaddr]) -> list[Multiaddr]:
+    """Where we are: what is worth new attempts when it changes. One witness who says otherwise changes nothing."""
+    counts: dict[Ip, int] = {}
+    first: dict[Ip, Multiaddr] = {}
+    for addr in seen:
+        ip = ip_of(addr)
+        if ip is not None and reach(addr) == 2:
+            counts[ip] = counts.get(ip, 0) + 1
+            first.setdefault(ip, addr)
+    most = max(counts, key=lambda ip: counts[ip], default=None)
+    return [*candidates, *own, *([] if most is None else [first[most]])]
+
+
 def to_offer(candidates: Iterable[Multiaddr], seen: Iterable[Multiaddr], own: Iterable[Multiaddr]) -> list[Multiaddr]:
     """What we name as our addresses: those that are probably ours, those that others saw most often, those at home."""
     counts: dict[Multiaddr, int] = {}
@@ -181,14 +194,17 @@ class Memory:
     def __init__(self, rng: random.Random) -> None:
         self.pairs: dict[PeerId, Pair] = {}  # the one that failed longest ago first
         self._rng = rng
-        self._own: frozenset[Multiaddr] = frozenset()
+        self._own: frozenset[Ip] = frozenset()
         self._targets: dict[Ip, _Minute] = {}
         self._askers: dict[PeerId, _Minute] = {}
         self._all = _Minute(PUNCH_PER_MINUTE)
 
     def look(self, own: Iterable[Multiaddr], peer: PeerId, theirs: Iterable[Hashable], now: float) -> tuple[bool, str]:
-        """Whether to meet `peer` now, and why; `own`: our addresses, `theirs`: what the peer says of itself."""
-        mine = frozenset(own)
+        """Whether to meet `peer` now, and why; `own`: our addresses, `theirs`: what the peer says of itself.
+
+        Of our addresses the hosts count: many routers give each connection another port.
+        """
+        mine = frozenset(ip for addr in own if (ip := ip_of(addr)) is not None)
         if mine != self._own:
             self._own = mine
             self.pairs.clear()

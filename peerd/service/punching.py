@@ -97,7 +97,7 @@ class Punching:
                 info = await self._host.introduction(peer, _INTRODUCTION_S)
                 said = _said(info)
                 now = trio.current_time()
-                go, why = self._memory.look(self._offer(), peer, said, now)
+                go, why = self._memory.look(self._place(), peer, said, now)
                 self._meeting[peer] = why
                 if go:
                     await self._meet(link, info, said)
@@ -243,6 +243,13 @@ class Punching:
 
     def _offer(self) -> list[Multiaddr]:
         """Where we can probably be dialed, without /p2p."""
+        return punch.to_offer(self._host.candidates, self._seen(), self._host.listen_addrs())
+
+    def _place(self) -> list[Multiaddr]:
+        return punch.place(self._host.candidates, self._seen(), self._host.listen_addrs())
+
+    def _seen(self) -> list[Multiaddr]:
+        """How others see the port on which we listen, each as he says."""
         host = self._host
         ports = {_port(addr) for addr in host.listen_addrs()}
         seen = []
@@ -252,7 +259,7 @@ class Punching:
                 continue
             if not link.initiator or link.local is None or _port(link.local) in ports:
                 seen.append(info.observed)  # else it is the trace of some other port of ours
-        return punch.to_offer(host.candidates, seen, host.listen_addrs())
+        return seen
 
     def _targets(self, peer: PeerId, message: HolePunch) -> list[Multiaddr]:
         found = punch.to_dial(message.addrs, self._host.listen_addrs())

@@ -137,6 +137,17 @@ def test_new_addresses_of_either_side_and_success_clear_what_is_remembered() -> 
     assert held.look([PUBLIC], peer(1), [], 1.0)[0]
 
 
+def test_neither_another_port_nor_a_single_witness_makes_us_be_elsewhere() -> None:
+    held = memory()
+    seen = [tcp_addr("45.3.1.1", port) for port in (7, 8, 9)]
+    held.look(punch.place([], seen, HOME), peer(1), [], 0.0)
+    held.failed(peer(1), [], "nothing came through", 0.0)
+    for witnesses in ([*seen, tcp_addr("45.3.1.1", 10)], [*seen, tcp_addr("45.66.6.6", 1)], seen[1:]):
+        assert not held.look(punch.place([], witnesses, HOME), peer(1), [], 1.0)[0]
+    moved = [tcp_addr("45.8.1.1", port) for port in (7, 8, 9)]
+    assert held.look(punch.place([], moved, HOME), peer(1), [], 1.0)[0]
+
+
 def test_what_is_offered_begins_with_what_is_surely_ours_and_ends_at_home() -> None:
     seen = [tcp_addr("45.4.1.1", 7), PUBLIC, PUBLIC, tcp_addr("45.5.1.1", 7), HOME[1]]
     candidate = tcp_addr("45.6.1.1", 9)
