@@ -188,12 +188,11 @@ class MemoryListener:
 
 
 class MemoryTransport:
-    """How programs on `node` reach the network: a Transport. Dials leave from `port`, or each from another one."""
+    """How programs on `node` reach the network: a Transport."""
 
-    def __init__(self, net: SimNet, node: SimNode, port: int | None = None) -> None:
+    def __init__(self, net: SimNet, node: SimNode) -> None:
         self._net = net
         self._node = node
-        self._dial_port = port
 
     def can_dial(self, addr: Multiaddr) -> bool:
         place = tcp_place(addr)
@@ -211,7 +210,7 @@ class MemoryTransport:
             if net.passes(here, there) and net.passes(there, here):
                 await trio.sleep(net.delay(here, there, 1) + net.delay(there, here, 1))
                 if net.passes(here, there) and net.passes(there, here):
-                    return self._connect(addr, fresh)
+                    return self._connect(addr)
         raise Unreachable("timed out")
 
     def _node_of(self, addr: Multiaddr) -> SimNode:
@@ -225,7 +224,7 @@ class MemoryTransport:
             raise Unreachable("no route to host")
         return node
 
-    def _connect(self, addr: Multiaddr, fresh: bool) -> MemoryLink:
+    def _connect(self, addr: Multiaddr) -> MemoryLink:
         net, here, there = self._net, self._node, self._node_of(addr)
         listener = (net.memory_listeners if _is_memory(addr) else there.listeners).get(str(addr))
         if not here.alive or listener is None:
@@ -233,8 +232,7 @@ class MemoryTransport:
         if net.config.dial_failure > 0 and here.rng.random() < net.config.dial_failure:
             raise Unreachable("connection reset while dialling")
         to, back = Pipe(net, here, there), Pipe(net, there, here)
-        port = _port(here, 32768) if fresh or self._dial_port is None else self._dial_port
-        source = tcp_addr(here.ip, port)
+        source = tcp_addr(here.ip, _port(here, 32768))
         link = MemoryLink(net, here, (to, back), (source, addr))
         other = MemoryLink(net, there, (back, to), (addr, source))
         link.join(other)

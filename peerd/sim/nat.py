@@ -67,6 +67,11 @@ class Router:
         self._mapped: dict[tuple[int, Place | None], int] = {}  # port at home, and whom it is for -> port outside
         self._contacts: dict[int, set[Place]] = {}  # by port outside: whom packets went to
         self._next_port = _MAPPED
+        self._forwarded: set[int] = set()
+
+    def forward(self, port: int) -> None:
+        """Let everybody in to `port` at home, as its owner sets it up."""
+        self._forwarded.add(port)
 
     def out(self, port: int, target: Place) -> Place:
         """A packet leaves: the end that the world sees."""
@@ -82,7 +87,7 @@ class Router:
 
     def into(self, port: int, source: Place) -> int | None:
         """A packet comes to `port` of the router: the port at home that it is let in to."""
-        if self.kind == "public":
+        if self.kind == "public" or port in self._forwarded:
             return port
         contacts = self._contacts.get(port, set())
         if not contacts or (self.kind != "full-cone" and source not in contacts):

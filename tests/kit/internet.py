@@ -16,10 +16,12 @@ from peerd.service.dht import Dht
 from peerd.service.reach import Reach
 from peerd.service.rpc import Rpc
 from peerd.sim.clock import SimClock
-from peerd.sim.simnet import SimNet
+from peerd.sim.nat import Internet, Kind, Router
+from peerd.sim.simnet import Line, SimNet
 from tests.kit.hosts import keypair
-from tests.kit.routers import PORT, Routed
 from tests.kit.virtual import running_net
+
+PORT = 4001
 
 
 @dataclass
@@ -32,9 +34,12 @@ class Peers:
     ways: dict[str, Connectivity] = field(default_factory=dict)
     dhts: dict[str, Dht] = field(default_factory=dict)
     scopes: dict[str, trio.CancelScope] = field(default_factory=dict)
-    routers: dict[str, Routed] = field(default_factory=dict)
+    routers: dict[str, Router] = field(default_factory=dict)
 
-    async def start(self, name: str, kind: str = "public", *, tests: bool = True) -> Reach:
+    def __post_init__(self) -> None:
+        self._internet = Internet(self.net)
+
+    async def start(self, name: str, kind: Kind = "public", *, tests: bool = True) -> Reach:
         """A host that tests and is tested, and does nothing else; without `tests` not even that."""
         host, clock = await self._host(name, kind)
         reach = Reach(host, clock)
@@ -42,7 +47,7 @@ class Peers:
             await self.nursery.start(reach.run)
         return reach
 
-    async def join_swarm(self, name: str, kind: str = "public", *others: str, relay: bool = False) -> Connectivity:
+    async def join_swarm(self, name: str, kind: Kind = "public", *others: str, relay: bool = False) -> Connectivity:
         """A whole peer, with DHT and everything that makes ways, which joins through `others`."""
         host, clock = await self._host(name, kind)
         rpc = Rpc(host, clock)
@@ -54,11 +59,11 @@ class Peers:
         await self.nursery.start(dht.run, [self.addr(other) for other in others])
         return ways
 
-    async def _host(self, name: str, kind: str) -> tuple[Host, SimClock]:
-        number = len(self.hosts) + 1
-        self.routers[name] = Routed(self.net, name, f"{80 + number}.7.0.1", kind)
+    async def _host(self, name: str, kind: Kind) -> tuple[Host, SimClock]:
+        home = self._internet.home(name, kind, line=Line(latency_s=0.02))
+        self.routers[name] = home.router
         clock = SimClock(1, name)
-        host = self.hosts[name] = Host(keypair(name), clock, [self.routers[name]])
+        host = self.hosts[name] = Host(keypair(name), clock, [home])
         await self.nursery.start(self._run, name, host)
         return host, clock
 
@@ -74,7 +79,7 @@ class Peers:
         return with_peer(parse_addr(self.outside(name)), self.hosts[name].id)
 
     def outside(self, name: str) -> str:
-        return f"/ip4/{self.routers[name].ip}/tcp/{PORT}"
+        return f"/ip4/{self.routers[name].outside}/tcp/{PORT}"
 
     async def join(self, name: str, *others: str) -> None:
         for other in others:

@@ -14,6 +14,7 @@ from peerd.core.protobuf.circuit import HOP
 from peerd.machine.paths import Way
 from peerd.machine.reachability import Kind
 from peerd.service.directory import Directory
+from peerd.sim import nat as sim
 from tests.kit.hosts import ask, echo
 from tests.kit.internet import Peers, internet
 
@@ -41,18 +42,17 @@ async def backbones(peers: Peers, count: int = 2) -> list[str]:
 
 
 @pytest.mark.parametrize("kind", ["port-restricted", "symmetric", "firewall"])
-async def test_an_unreachable_peer_soon_holds_places_at_two_relays_and_is_reached_over_them(kind: str) -> None:
+async def test_an_unreachable_peer_soon_holds_places_at_two_relays_and_is_reached_over_them(kind: sim.Kind) -> None:
     async with internet() as peers:
         relays = await backbones(peers)
         ways = await peers.join_swarm("new", kind, *relays)
         assert await until(lambda: len(ways.reserving.relays) == 2, 5.0) < 5.0
         await until(lambda: ways.reach.finding.kind not in (Kind.UNKNOWN, Kind.REACHABLE), 5.0)
         new = peers.hosts["new"]
-        assert {addr.split("/")[2] for addr in circuits(peers, "new")} == {peers.routers[name].ip for name in relays}
+        places = {peers.routers[name].outside for name in relays}
+        assert {addr.split("/")[2] for addr in circuits(peers, "new")} == places
         assert new.takes_inbound
-        assert [str(peers.hosts[name].id) for name in relays] == sorted(
-            ways.status()["relays"], key=[str(peers.hosts[name].id) for name in relays].index
-        )
+        assert set(ways.status()["relays"]) == {str(peers.hosts[name].id) for name in relays}
         new.handle("/echo/1", echo)
         other = await peers.join_swarm("other", "symmetric", *relays)
         peers.hosts["other"].learn(new.id, new.addrs())
@@ -74,9 +74,10 @@ async def test_a_lost_relay_is_replaced_at_once_and_the_peer_stays_reachable() -
         await until(lambda: peers.hosts[lost].id not in new.connected(), 5.0)
         assert await until(lambda: len(ways.reserving.relays) == 2, 5.0) < 2.0
         assert new.takes_inbound
-        assert all(peers.routers[lost].ip not in addr for addr in circuits(peers, "new"))
+        assert all(peers.routers[lost].outside not in addr for addr in circuits(peers, "new"))
 
 
+@pytest.mark.slow
 async def test_without_any_relay_a_peer_only_dials_until_one_comes() -> None:
     async with internet() as peers:
         await peers.join_swarm("plain", "public")
@@ -91,6 +92,7 @@ async def test_without_any_relay_a_peer_only_dials_until_one_comes() -> None:
         assert [str(peers.hosts["relay"].id)] == ways.status()["relays"]
 
 
+@pytest.mark.slow
 async def test_places_are_renewed_for_as_long_as_they_are_needed() -> None:
     async with internet() as peers:
         relays = await backbones(peers)
@@ -109,6 +111,7 @@ async def test_reachable_peers_and_whole_networks_without_an_outside_need_no_rel
         assert all(peers.ways[name].reach.finding.kind == Kind.REACHABLE for name in relays)
 
 
+@pytest.mark.slow
 async def test_peers_behind_routers_use_the_directory_without_serving_it_also_when_a_backbone_dies() -> None:
     async with internet() as peers:
         relays = await backbones(peers)
@@ -138,6 +141,7 @@ async def test_a_peer_that_turns_out_to_be_unreachable_leaves_the_tables_of_othe
         assert all(peers.hosts[name].speaks(HOP) for name in relays)
 
 
+@pytest.mark.slow
 async def test_whoever_publishes_our_addresses_hears_at_once_that_they_have_changed() -> None:
     async with internet() as peers:
         relays = await backbones(peers)
