@@ -33,12 +33,11 @@ _DEBT_S: Final = 1.0  # more is forgiven: a figure of the system's that was wron
 class Flow:
     """One connection's place in the queue. Made by its owner, changed by the Limiter alone."""
 
-    __slots__ = ("finish", "waits", "wanted")
+    __slots__ = ("finish", "waits")
 
     def __init__(self) -> None:
         self.finish = -1.0  # virtual time up to which it has been served; below 0: it is new
         self.waits = 0  # the number of its entry in the queue; 0: none
-        self.wanted = 0
 
 
 class Limiter:
@@ -50,7 +49,6 @@ class Limiter:
         self.bytes_per_s = bytes_per_s
         self.quantum_bytes = int(min(max(bytes_per_s * QUANTUM_S, QUANTUM_BYTES_LEAST), QUANTUM_BYTES_MOST))
         self.burst_bytes = max(bytes_per_s * SLACK_S, BURST_BYTES_LEAST, self.quantum_bytes)
-        self.passed_bytes = 0  # granted and charged, less what came back
         self._tokens = self.burst_bytes
         self._at = -math.inf
         self._virtual = 0.0
@@ -65,7 +63,7 @@ class Limiter:
         if self.try_ask(now, flow, wanted):
             return wanted
         self._numbers += 1
-        flow.waits, flow.wanted = self._numbers, wanted
+        flow.waits = self._numbers
         small = wanted <= SMALL_BYTES and flow.finish <= self._virtual
         if not small and flow.finish < 0:
             flow.finish = self._virtual + self.quantum_bytes
@@ -114,13 +112,11 @@ class Limiter:
     def give_back(self, flow: Flow, count: int) -> None:
         """So much of a grant was not needed."""
         self._tokens = min(self._tokens + count, self.burst_bytes)
-        self.passed_bytes -= count
         flow.finish -= count
 
     def charge(self, count: int) -> None:
         """So much has passed that nobody asked for: headers, acknowledgements, repeats. Others wait the longer."""
         self._tokens = max(self._tokens - count, -_DEBT_S * self.bytes_per_s)
-        self.passed_bytes += count
 
     @property
     def waiting(self) -> bool:
@@ -152,7 +148,6 @@ class Limiter:
         self._virtual = max(self._virtual, start)
         flow.finish = start + count
         self._tokens -= count
-        self.passed_bytes += count
 
 
 _Queue = list[tuple[float, int, int, Flow]]  # (start, wanted, number, flow); a heap
