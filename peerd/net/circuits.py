@@ -150,20 +150,20 @@ class Circuits:
         return Reservation(relay, addrs, self._clock.now() + lasts_s, limit)
 
     def _relay_addrs(self, link: Link, promise: Promise) -> tuple[Multiaddr, ...]:
-        """Circuit addresses of ours: by what the relay says of itself, else by what leads us there."""
+        """Circuit addresses of ours: by what the relay says of itself, and by what led us there; else by hearsay."""
         said = []
         for raw in promise.relay_addrs:
             try:
                 bare, named = split_peer(decode_addr(raw))
             except ProtocolViolation:
                 continue  # a kind of address that is not known here
-            if named in (None, link.peer) and bare.to_bytes() and _is_direct(bare):
+            if named in (None, link.peer) and bare.to_bytes():
                 said.append(bare)
-        known = [link.remote] if link.initiator else []
-        known += self._host.known_addrs(link.peer)
+        if link.initiator:
+            said.append(link.remote)
         local = reach(link.remote) == 0  # nobody elsewhere has any use for a relay's loopback address
-        usable = [addr for addr in said or known if _is_direct(addr) and (local or reach(addr) > 0)]
-        unique = dict.fromkeys(usable)
+        told = said or self._host.known_addrs(link.peer)
+        unique = dict.fromkeys(addr for addr in told if _is_direct(addr) and (local or reach(addr) > 0))
         return tuple(circuit_addr(addr, link.peer) for addr in list(unique)[: limits.ADDRS_PER_PEER])
 
     # --- outgoing: the transport ---------------------------------------------------------------------------

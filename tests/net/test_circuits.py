@@ -11,7 +11,7 @@ import trio.testing
 from multiaddr import Multiaddr
 
 from peerd.core import limits
-from peerd.core.addr import circuit_addr, with_peer
+from peerd.core.addr import circuit_addr, parse_addr, with_peer
 from peerd.core.errors import ConfigError, ProtocolViolation, Refused, Unreachable
 from peerd.core.ids import PeerId
 from peerd.core.protobuf.circuit import HOP, STOP, HopKind, HopMessage, Promise, Status, StopKind, StopMessage
@@ -257,6 +257,30 @@ async def test_what_a_relay_may_answer_wrongly(
         with pytest.raises(error, match=words):
             await a.circuits.reserve(relay.id)
         assert a.circuits.reservations == {}
+
+
+async def test_the_way_that_led_to_the_relay_is_announced_whatever_it_says_of_itself(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    async with running_hosts() as hosts:
+        relay = await hosts.start("r")
+        other = keypair("x").peer_id
+        claims = ["/ip4/198.51.100.9/tcp/1", "/ip4/0.0.0.0/tcp/1", f"/ip4/198.51.100.9/tcp/2/p2p/{other}"]
+        nested = with_peer(circuit_addr(None, other), relay.id)
+        addrs = (*(parse_addr(claim).to_bytes() for claim in claims), nested.to_bytes(), b"nonsense")
+
+        async def hop(stream: Stream) -> None:
+            await receive_message(stream, limits.CIRCUIT_MESSAGE_BYTES)
+            promise = Promise(int(EPOCH_S) + 1000, addrs)
+            await send_message(stream, HopMessage(kind=HopKind.STATUS, status=Status.OK, promise=promise).encode())
+
+        relay.handle(HOP, hop)
+        a = await start_client(hosts, "a")
+        await a.host.connect(relay.id, relay.listen_addrs())
+        held = await a.circuits.reserve(relay.id)
+        ways = [parse_addr(claims[0]), *relay.listen_addrs()]
+        assert held.addrs == tuple(circuit_addr(way, relay.id) for way in ways)
+        assert (held.limit, held.expires_at) == (None, pytest.approx(1000, abs=2))
 
 
 async def test_a_silent_relay_costs_a_bounded_wait(autojump_clock: trio.testing.MockClock) -> None:
