@@ -48,7 +48,7 @@ class Credit:
         memory for it and for what a lost packet keeps from its turn."""
         held.flight.arrived(arrived, now, rtt_s or _TUNE_RTT_FLOOR_S)
         limit = held.flight.limit_bytes
-        more = min(_FLIGHTS * limit, self._config.window_bytes_max) - stream.target
+        more = min(_FLIGHTS * limit, self._config.window_bytes_max, stream.window_bytes_max) - stream.target
         if more > 0 and self._budget.take(more):
             stream.target += more
             self._usual_target = max(self._usual_target, limit)
@@ -75,7 +75,7 @@ class Credit:
         """Double the window when half of it went by within a round trip and a half; returns the bytes added."""
         if rtt_s is None or now - stream.granted_at > 1.5 * max(rtt_s, _TUNE_RTT_FLOOR_S):
             return 0
-        more = min(stream.target, self._config.window_bytes_max - stream.target)
+        more = min(stream.target, min(self._config.window_bytes_max, stream.window_bytes_max) - stream.target)
         if more <= 0 or not self._budget.take(more):
             return 0
         stream.target += more

@@ -94,6 +94,7 @@ class YamuxStream:
         "striped",
         "target",
         "was_reset",
+        "window_bytes_max",
     )
 
     def __init__(self, stream_id: int, *, inbound: bool, now: float, pool: BufferPool) -> None:
@@ -117,6 +118,7 @@ class YamuxStream:
         self.placed = False  # the next piece lies in `landing` already
         self.lent: tuple[memoryview, bool] | None = None  # what `lend` gave, and whether its buffer ended there
         self.credit = self.target = INITIAL_WINDOW
+        self.window_bytes_max = limits.WINDOW_BYTES_MAX  # the target never grows beyond; the driver may set it
         self.owed = 0  # part of the credit that no frame has announced yet
         self.granted_at = now  # since then so much of the window has gone by:
         self.passed_bytes = 0

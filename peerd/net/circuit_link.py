@@ -46,6 +46,9 @@ class CircuitLink:
         """Two frames: what waits in the stream can be overtaken by nothing of this circuit."""
         return _BATCH_BYTES
 
+    def begin_small(self) -> None:
+        """Little waits here anyway."""
+
     def is_worn(self, now: float) -> bool:
         """Whether the relay will soon cut it."""
         duration_s = self.limit.duration_s if self.limit is not None else 0

@@ -51,6 +51,7 @@ from peerd.net.stream import Stream
 _log = logging.getLogger("peerd.relay")
 _PIECE_BYTES = 64 * 1024  # about a frame: what one direction hands on in its turn
 _LOOK_S = 30.0  # between two looks for expired reservations and idle circuits
+_ROUND_TRIP_S = 0.1  # within which one circuit alone may have all that the relay carries under way
 _WEIGH_S = 1.0  # between two looks at how much circuits hold
 _ADDRS_BYTES = 3072  # of our addresses in one answer, so that it stays within a message
 
@@ -89,6 +90,10 @@ class Relay:
         self._host, self._clock, self._keypair = host, clock, keypair
         self._board = Switchboard(self.config)
         self._shares = Shares(self.config.bytes_per_s)
+        # With a rate of ours, what comes faster would wait here, or fill the line on its way: a crowded line's round
+        # trip grows, and windows that follow it would crowd it further.
+        under_way = min(self.config.bytes_per_s * _ROUND_TRIP_S, limits.WINDOW_BYTES_MAX)
+        self._window_bytes = max(limits.WINDOW_BYTES_INITIAL, int(under_way))
         self._asked = trio.Event()  # a piece waits for its turn
         self._passing: dict[int, trio.Event] = {}  # by ticket
         self._circuits: dict[int, _Circuit] = {}
@@ -259,6 +264,8 @@ class Relay:
         """Hand bytes on in both directions until both have ended (then True), or something ends the circuit."""
         circuit = _Circuit(near, far, self._clock.now(), place_of(ip_of(near.link.remote))[0])
         self._circuits[number] = circuit
+        for stream in (near, far):
+            stream.mux.window_bytes_max = self._window_bytes
         circuit.scope.deadline = trio.current_time() + self.config.circuit_s
         try:
             with circuit.scope:
