@@ -199,6 +199,7 @@ class Round:
         self._heard: dict[str, float] = {}
         self.began = 0.0
         self.waited_s: dict[str, float] = {}  # for the last version of our parts, once all others were there
+        self._waited_until: dict[str, float] = {}  # what `waited_s` holds, ended then
         self._newest: dict[int, float] = {}  # when the newest version of a part came
 
     def begin(self, now: float) -> None:
@@ -236,7 +237,9 @@ class Round:
         self._brought[index] += 1
         whole = self._brought[index] == len(self.senders)
         if whole and sender != self.own:
-            self.waited_s[sender] = self.waited_s.get(sender, 0.0) + now - before
+            since = max(before, self._waited_until.get(sender, before))  # many parts are waited for at once
+            self.waited_s[sender] = self.waited_s.get(sender, 0.0) + now - since
+            self._waited_until[sender] = now
         return whole
 
     def returned(self, now: float, index: int) -> None:

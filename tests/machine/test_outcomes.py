@@ -34,6 +34,17 @@ def test_who_comes_last_made_us_wait_from_the_last_but_one() -> None:
     }
 
 
+def test_one_who_is_late_with_many_parts_at_once_is_waited_for_once() -> None:
+    round_ = Round("b", GROUP, cut(90, GROUP, 3), 5.0)  # 30 parts, ten of them ours
+    round_.begin(0.0)
+    ours = [part.index for part in round_.parts if part.owner == "b"]
+    assert len(ours) == 10
+    for at, sender in ((0.1, "a"), (0.2, "b"), (3.0, "c")):
+        for number, index in enumerate(ours):
+            round_.arrived(at + number / 100, index, sender)
+    assert round_.waited_s == {"c": pytest.approx(3.09 - 0.2)}
+
+
 def test_nobody_is_waited_for_when_our_own_version_is_the_last() -> None:
     round_ = begun()
     round_.arrived(0.1, 1, "a")
