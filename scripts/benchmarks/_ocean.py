@@ -21,6 +21,7 @@ from benchmarks._told import Told, cpu_s
 RATE_MBIT = 500
 FOUND_S = 3.0  # until the rate counts
 LATE_S = 6.0
+QUEUE_MS = 100.0  # at each end of a line: what a home router has, and more
 PORT = 4001
 
 
@@ -46,8 +47,8 @@ class Ocean:
 
 
 def crossed(rtt_ms: float, seconds: float = 12.0, first_calls: int = 5) -> Ocean:
-    """Build the lab and measure; the queue at each end of a line holds 50 ms."""
-    with WideLab(up_mbit=RATE_MBIT, down_mbit=RATE_MBIT, delay_ms=rtt_ms / 4) as lab:
+    """Build the lab and measure; the queue at each end of a line holds QUEUE_MS."""
+    with WideLab(up_mbit=RATE_MBIT, down_mbit=RATE_MBIT, delay_ms=rtt_ms / 4, queue_ms=QUEUE_MS) as lab:
         near, far = (lab.host(name) for name in ("near", "far"))
         server = Told(far.popen, "_ocean_peer", f"/ip4/{far.ip}/tcp/{PORT}")
         client = Told(near.popen, "_ocean_peer", f"/ip4/{near.ip}/tcp/{PORT}")
