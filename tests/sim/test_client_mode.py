@@ -19,8 +19,9 @@ from peerd.sim.programs import swarm
 from peerd.sim.world import Node, World, WorldConfig
 from roles.stage import StageRole
 from roles.trainer import TrainerRole
+from tests.kit.virtualroles import Roles
 from tests.kit.world import home_line
-from tests.sim.test_training_swarm import Roles, run
+from tests.sim.test_training_swarm import run
 
 __all__ = ["run"]  # a fixture
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
@@ -11,15 +11,8 @@ import pytest
 import torch
 import trio
 
-from peerd.compute.worker import InlineWorker
 from peerd.core.runfile import (
-    BatchSection,
-    CheckpointSection,
-    DataSection,
-    EvaluateSection,
-    ModelSection,
     OptimizerSection,
-    PipelineSection,
     RunFile,
 )
 from peerd.service.averaging import Averaging
@@ -28,8 +21,8 @@ from peerd.sim.programs import swarm
 from peerd.sim.world import Node, World, WorldConfig
 from peerd.status import foretold_by, swarm_view
 from roles.trainer import TrainerRole
+from tests.kit.virtualroles import PacedDevice, Roles, start_replicas, virtual_run
 from tests.kit.world import home_line
-from tests.sim.test_training_swarm import Roles
 
 T = TypeVar("T")
 
@@ -37,28 +30,9 @@ MICROBATCH_S = 4.0
 STEPS = 4
 
 
-class Device(InlineWorker):
-    """One on which a microbatch takes its time."""
-
-    async def run(self, job: Callable[[], T], *, name: str, cost_s: float = 0.0, urgent: bool = False) -> T:
-        cost_s = MICROBATCH_S if name == "backward" else cost_s
-        return await super().run(job, name=name, cost_s=cost_s, urgent=urgent)
-
-
 @pytest.fixture
 def run(tmp_path: Path) -> RunFile:
-    (tmp_path / "text.txt").write_bytes(bytes((13 * j * j + j // 3) % 251 for j in range(8000)))
-    return RunFile(
-        run="virtual",
-        seed=5,
-        model=ModelSection(d_model=8, heads=1, layers=1, context=8),
-        pipeline=PipelineSection(stages=1, microbatch=1),
-        optimizer=OptimizerSection(name="sgd", lr=1e-3, total_steps=STEPS),
-        batch=BatchSection(target_samples=24),
-        data=DataSection(path=str(tmp_path / "*.txt"), holdout=0.1),
-        evaluate=EvaluateSection(every_steps=0),
-        checkpoint=CheckpointSection(every_steps=0),
-    )
+    return virtual_run(tmp_path, (8000,), optimizer=OptimizerSection(name="sgd", lr=1e-3, total_steps=STEPS))
 
 
 @pytest.fixture
@@ -108,19 +82,11 @@ async def train(seed: int, roles: Roles) -> tuple[list[float], Watcher]:
     """Three replicas make all steps; returns when each step was made, and what somebody saw meanwhile."""
     made: list[float] = []
     async with World(seed, swarm(), WorldConfig(line=home_line)).running() as world:
-        boot = await world.start("boot")
-        world.bootstrap.append(boot.full_addr)
-        for number in range(3):
-            await world.start(f"replica{number}", program=roles.program(TrainerRole))
-        watcher = Watcher(boot, roles.run)
-
-        def steps() -> int:
-            return max((role._replica.position.step for role in roles.of(TrainerRole)), default=0)
-
+        watcher = Watcher(await start_replicas(world, roles, 3), roles.run)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(watcher.watch)
             for step in range(1, STEPS + 1):
-                done = await world.until(lambda step=step: steps() >= step, within_s=200)  # type: ignore[misc]
+                done = await world.until(lambda step=step: roles.replica_step() >= step, within_s=200)  # type: ignore[misc]
                 assert done, roles.story()
                 made.append(trio.current_time())
                 if step < STEPS:
@@ -135,7 +101,7 @@ def test_steps_are_foretold_in_the_directory_and_rounds_begin_with_all_links(
     tmp_path: Path, run: RunFile, unlinked: list[tuple[float, list[str]]]
 ) -> None:
     torch.set_num_threads(1)
-    made, watcher = run_virtual(train, 1, Roles(run, tmp_path / "peers", Device), seed=1)
+    made, watcher = run_virtual(train, 1, Roles(run, tmp_path / "peers", partial(PacedDevice, MICROBATCH_S)), seed=1)
     assert made[-1] - made[-2] > 24 / 3 * MICROBATCH_S
     for began, ended in pairwise(made[1:]):
         errors = watcher.errors(began, ended)

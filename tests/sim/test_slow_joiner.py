@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
 import torch
 
-from peerd.compute.worker import InlineWorker
 from peerd.core.runfile import (
-    BatchSection,
-    CheckpointSection,
-    DataSection,
-    EvaluateSection,
     ModelSection,
-    OptimizerSection,
-    PipelineSection,
     RunFile,
 )
 from peerd.sim.clock import run_virtual
@@ -25,50 +18,25 @@ from peerd.sim.programs import swarm
 from peerd.sim.simnet import Line
 from peerd.sim.world import World, WorldConfig
 from roles.trainer import TrainerRole
+from tests.kit.virtualroles import PacedDevice, Roles, start_replicas, virtual_run
 from tests.kit.world import home_line
-from tests.sim.test_training_swarm import Roles
 
 T = TypeVar("T")
 
 SLOW = Line(latency_s=0.03, up_mbit_s=1, down_mbit_s=1)  # a gradient takes 3 s, a state 8, a step of the others 4
 
 
-class Device(InlineWorker):
-    """One on which a microbatch takes half a second."""
-
-    async def run(self, job: Callable[[], T], *, name: str, cost_s: float = 0.0, urgent: bool = False) -> T:
-        return await super().run(job, name=name, cost_s=0.5 if name == "backward" else cost_s, urgent=urgent)
-
-
 @pytest.fixture
 def run(tmp_path: Path) -> RunFile:
-    (tmp_path / "text.txt").write_bytes(bytes((13 * j * j + j // 3) % 251 for j in range(20000)))
-    return RunFile(
-        run="slow",
-        seed=5,
-        model=ModelSection(d_model=48, heads=2, layers=2, context=8),
-        pipeline=PipelineSection(stages=1, microbatch=1),
-        optimizer=OptimizerSection(name="adamw", lr=1e-3),
-        batch=BatchSection(target_samples=24),
-        data=DataSection(path=str(tmp_path / "*.txt"), holdout=0.1),
-        evaluate=EvaluateSection(every_steps=0),
-        checkpoint=CheckpointSection(every_steps=0),
-    )
+    return virtual_run(tmp_path, (20000,), run="slow", model=ModelSection(d_model=48, heads=2, layers=2, context=8))
 
 
 async def join(seed: int, roles: Roles) -> list[dict[str, Any]]:
     """What a newcomer logs until it holds what the others do."""
     async with World(seed, swarm(), WorldConfig(line=home_line)).running() as world:
-        boot = await world.start("boot")
-        world.bootstrap.append(boot.full_addr)
-        for number in range(3):
-            await world.start(f"replica{number}", program=roles.program(TrainerRole))
-
-        def step() -> int:
-            return max((role._replica.position.step for role in roles.of(TrainerRole)), default=0)
-
-        assert await world.until(lambda: step() >= 6, within_s=120), roles.story()
-        began = step()
+        await start_replicas(world, roles, 3)
+        assert await world.until(lambda: roles.replica_step() >= 6, within_s=120), roles.story()
+        began = roles.replica_step()
         await world.start("slow", line=SLOW, program=roles.program(TrainerRole))
 
         def there() -> bool:
@@ -78,7 +46,7 @@ async def join(seed: int, roles: Roles) -> list[dict[str, Any]]:
             return len(replicas) == 4 and len(places) == 1 and len({module.digest() for module in modules}) == 1
 
         assert await world.until(there, within_s=300), roles.story()
-        assert step() > began + 2  # they did not wait for it
+        assert roles.replica_step() > began + 2  # they did not wait for it
         return roles.logs["slow"].recent(500)
 
 
@@ -88,6 +56,6 @@ def test_whose_line_carries_a_gradient_a_step_arrives_though_a_state_takes_longe
     tmp_path: Path, run: RunFile, seed: int
 ) -> None:
     torch.set_num_threads(1)
-    log = run_virtual(join, seed, Roles(run, tmp_path / "peers", Device), seed=seed)
+    log = run_virtual(join, seed, Roles(run, tmp_path / "peers", partial(PacedDevice, 0.5)), seed=seed)
     assert [event["name"] for event in log].count("downloaded") == 1, log
     assert [event for event in log if event["name"] == "caught up"], log

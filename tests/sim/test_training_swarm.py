@@ -12,25 +12,20 @@ import pytest
 import torch
 import trio
 
-from peerd.compute.worker import InlineWorker
 from peerd.core.runfile import (
     BatchSection,
     CheckpointSection,
-    DataSection,
-    EvaluateSection,
     ModelSection,
     OptimizerSection,
     PipelineSection,
     RunFile,
 )
-from peerd.core.work import Worker
-from peerd.log import EventLog
-from peerd.role import RoleContext
 from peerd.sim.clock import run_virtual
 from peerd.sim.programs import swarm
-from peerd.sim.world import Node, World, WorldConfig
+from peerd.sim.world import World, WorldConfig
 from roles.stage import StageRole
 from roles.trainer import TrainerRole
+from tests.kit.virtualroles import Roles, virtual_run
 from tests.kit.world import home_line
 
 STEPS = 30
@@ -38,76 +33,15 @@ STEPS = 30
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunFile:
-    for i in range(10):
-        (tmp_path / f"text{i}.txt").write_bytes(bytes((7 * i + 13 * j * j + j // 3) % 251 for j in range(4000)))
-    return RunFile(
-        run="virtual",
-        seed=5,
+    return virtual_run(
+        tmp_path,
+        (4000,) * 10,
         model=ModelSection(d_model=8, heads=1, layers=2, context=8),
         pipeline=PipelineSection(stages=2, microbatch=1),
         optimizer=OptimizerSection(name="adamw", lr=1e-3, total_steps=STEPS),
         batch=BatchSection(target_samples=8),
-        data=DataSection(path=str(tmp_path / "*.txt"), holdout=0.1),
-        evaluate=EvaluateSection(every_steps=0),
         checkpoint=CheckpointSection(every_steps=10, keep=2),
     )
-
-
-class Roles:
-    """Programs that run one role, and the roles that they run, by node."""
-
-    def __init__(self, run: RunFile, directory: Path, worker: Callable[[], Worker] = InlineWorker) -> None:
-        self.run, self.directory, self.worker = run, directory, worker
-        self.live: dict[str, Any] = {}
-        self.logs: dict[str, EventLog] = {}
-
-    def program(self, role: Callable[[RoleContext], Any], network: Any = None) -> Any:
-        network = network or swarm()
-
-        async def program(node: Node, *, task_status: trio.TaskStatus[None]) -> None:
-            below = trio.CancelScope(shield=True)  # what a role stands on ends after it
-
-            async def stand(*, task_status: trio.TaskStatus[None]) -> None:
-                with below:
-                    await network(node, task_status=task_status)
-
-            async with trio.open_nursery() as nursery:
-                await nursery.start(stand)
-                directory = self.directory / node.name
-                directory.mkdir(parents=True, exist_ok=True)
-                workers = {name: self.worker() for name in ("cpu", "files", "data", "coding")}
-                self.logs[node.name] = log = EventLog(node.clock)
-                ctx = RoleContext(
-                    run=self.run,
-                    host=node.host,
-                    rpc=node.rpc,
-                    dht=node.dht,
-                    clock=node.clock,
-                    data_dir=directory,
-                    device="cpu",
-                    seed=1,
-                    log=log,
-                    worker=workers.__getitem__,
-                )
-                self.live[node.name] = built = role(ctx)
-                task_status.started()
-                try:
-                    await built.run()
-                    await trio.sleep_forever()
-                finally:
-                    del self.live[node.name]
-                    below.cancel()
-
-        return program
-
-    def of(self, kind: type) -> list[Any]:
-        return [role for _, role in sorted(self.live.items()) if isinstance(role, kind)]
-
-    def steps(self) -> list[int]:
-        return [role._position.step for role in self.of(StageRole)]
-
-    def story(self) -> str:
-        return "\n".join(f"{name}: {event}" for name, log in self.logs.items() for event in log.recent(12))
 
 
 Trouble = Callable[[World, Roles, random.Random], Any]

@@ -1,0 +1,131 @@
+"""Roles that run under virtual time: programs for a World's nodes, what they hold, a small run, a paced device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import trio
+
+from peerd.compute.worker import InlineWorker
+from peerd.core.runfile import (
+    BatchSection,
+    CheckpointSection,
+    DataSection,
+    EvaluateSection,
+    ModelSection,
+    OptimizerSection,
+    PipelineSection,
+    RunFile,
+)
+from peerd.core.work import Worker
+from peerd.log import EventLog
+from peerd.role import RoleContext
+from peerd.sim.programs import swarm
+from peerd.sim.world import Node, World
+from roles.stage import StageRole
+from roles.trainer import TrainerRole
+
+T = TypeVar("T")
+
+
+def virtual_run(folder: Path, text_bytes: tuple[int, ...], **sections: Any) -> RunFile:
+    """A run on texts of so many bytes each, made in `folder`; `sections` in place of those of a tiny model."""
+    for i, size in enumerate(text_bytes):
+        text = bytes((7 * i + 13 * j * j + j // 3) % 251 for j in range(size))
+        (folder / f"text{i}.txt").write_bytes(text)
+    settings: dict[str, Any] = {
+        "run": "virtual",
+        "seed": 5,
+        "model": ModelSection(d_model=8, heads=1, layers=1, context=8),
+        "pipeline": PipelineSection(stages=1, microbatch=1),
+        "optimizer": OptimizerSection(name="adamw", lr=1e-3),
+        "batch": BatchSection(target_samples=24),
+        "data": DataSection(path=str(folder / "*.txt"), holdout=0.1),
+        "evaluate": EvaluateSection(every_steps=0),
+        "checkpoint": CheckpointSection(every_steps=0),
+    }
+    return RunFile(**settings | sections)
+
+
+class PacedDevice(InlineWorker):
+    """One on which a microbatch takes its time."""
+
+    def __init__(self, microbatch_s: float) -> None:
+        super().__init__()
+        self._microbatch_s = microbatch_s
+
+    async def run(self, job: Callable[[], T], *, name: str, cost_s: float = 0.0, urgent: bool = False) -> T:
+        cost_s = self._microbatch_s if name == "backward" else cost_s
+        return await super().run(job, name=name, cost_s=cost_s, urgent=urgent)
+
+
+class Roles:
+    """Programs that run one role, and the roles that they run, by node."""
+
+    def __init__(self, run: RunFile, directory: Path, worker: Callable[[], Worker] = InlineWorker) -> None:
+        self.run, self.directory, self.worker = run, directory, worker
+        self.live: dict[str, Any] = {}
+        self.logs: dict[str, EventLog] = {}
+
+    def program(self, role: Callable[[RoleContext], Any], network: Any = None) -> Any:
+        network = network or swarm()
+
+        async def program(node: Node, *, task_status: trio.TaskStatus[None]) -> None:
+            below = trio.CancelScope(shield=True)  # what a role stands on ends after it
+
+            async def stand(*, task_status: trio.TaskStatus[None]) -> None:
+                with below:
+                    await network(node, task_status=task_status)
+
+            async with trio.open_nursery() as nursery:
+                await nursery.start(stand)
+                directory = self.directory / node.name
+                directory.mkdir(parents=True, exist_ok=True)
+                workers = {name: self.worker() for name in ("cpu", "files", "data", "coding")}
+                self.logs[node.name] = log = EventLog(node.clock)
+                ctx = RoleContext(
+                    run=self.run,
+                    host=node.host,
+                    rpc=node.rpc,
+                    dht=node.dht,
+                    clock=node.clock,
+                    data_dir=directory,
+                    device="cpu",
+                    seed=1,
+                    log=log,
+                    worker=workers.__getitem__,
+                )
+                self.live[node.name] = built = role(ctx)
+                task_status.started()
+                try:
+                    await built.run()
+                    await trio.sleep_forever()
+                finally:
+                    del self.live[node.name]
+                    below.cancel()
+
+        return program
+
+    def of(self, kind: type) -> list[Any]:
+        return [role for _, role in sorted(self.live.items()) if isinstance(role, kind)]
+
+    def steps(self) -> list[int]:
+        return [role._position.step for role in self.of(StageRole)]
+
+    def story(self) -> str:
+        return "\n".join(f"{name}: {event}" for name, log in self.logs.items() for event in log.recent(12))
+
+    def replica_step(self) -> int:
+        """The newest of the replicas' steps."""
+        return max((role._replica.position.step for role in self.of(TrainerRole)), default=0)
+
+
+async def start_replicas(world: World, roles: Roles, count: int) -> Node:
+    """A first node that others join through, which is returned, and so many trainers of whole replicas."""
+    boot = await world.start("boot")
+    world.bootstrap.append(boot.full_addr)
+    for number in range(count):
+        await world.start(f"replica{number}", program=roles.program(TrainerRole))
+    return boot
