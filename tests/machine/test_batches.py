@@ -10,7 +10,6 @@ from peerd.core.training import Done, Mb, Position, Redo
 from peerd.machine.conducting import (
     ConductorConfig,
     MemberGone,
-    MemberHello,
     MoveEnded,
     Output,
     PrepareEnded,
@@ -19,14 +18,7 @@ from peerd.machine.conducting import (
     TrainerReport,
 )
 from peerd.machine.conductor import Conductor, Phase
-from peerd.machine.reach import START
-
-NONE = frozenset[Mb]()
-
-
-def hello(peer: str, position: Position = START, **more: object) -> MemberHello:
-    fields: dict[str, object] = {"prepared": None, "saved": (), "held": NONE, "counted": NONE, "addrs": (), **more}
-    return MemberHello(peer, 0, 1, position, **fields)  # type: ignore[arg-type]
+from tests.kit.conducting import hello
 
 
 class Run:
@@ -140,7 +132,7 @@ def test_a_batch_that_lost_a_part_is_repaired_and_early_work_is_kept() -> None:
     run.report("b", (6,), done=(4,), early=(4,))
     run.tell(MemberGone("a"))
     assert run.conductor.redo("a") == [Redo(1, 0)]
-    run.tell(hello("a", held=NONE, early=NONE))
+    run.tell(hello("a", held=frozenset(), early=frozenset()))
     assert run.places("b") == ([2], [4])
     run.report("a", (3,), done=(1,), early=(3,))  # it did it again
     moves = run.averaged()

@@ -12,22 +12,20 @@ from hypothesis import strategies as st
 
 from peerd.core.errors import ProtocolViolation
 from peerd.core.messages import decode, encode
-from peerd.core.training import Done, GridRound, LineInfo, Party, Prepare
+from peerd.core.training import GridRound, LineInfo, Party, Prepare
 from peerd.machine.allreduce import AveragingPlan
 from peerd.machine.conducting import (
     CancelAttempt,
     MemberGone,
-    MemberHello,
     PrepareEnded,
     SendMove,
     SendPrepare,
-    TrainerReport,
 )
 from peerd.machine.conductor import Conductor, ConductorConfig
 from peerd.machine.grouping import Grouping, Ordered, foretold_mates
 from peerd.machine.plans import Terms, attempt_of, plans_of
-from peerd.machine.reach import START
 from peerd.machine.splitting import Lines
+from tests.kit.conducting import first_order
 
 MB = 1e6
 TERMS = Terms(1 << 20, 5.0)
@@ -262,12 +260,7 @@ def test_too_many_rounds_and_peers_are_refused_by_the_codec() -> None:
 def test_an_attempt_that_fails_in_any_group_is_ordered_anew_without_the_lost() -> None:
     """Nine members; one says that another was lost in the second round, while others have the whole sum."""
     conductor = Conductor(ConductorConfig(stages=1, microbatches=1, gather_s=1.0, group_size=3), random.Random(1), 0.0)
-    for peer in names(9):
-        conductor.handle(0.0, MemberHello(peer, 0, 1, START, None, (), frozenset(), frozenset(), ()))
-    conductor.wake(2.0)
-    conductor.handle(2.0, TrainerReport("t", 0, (1,), ()))
-    out = conductor.handle(2.0, TrainerReport("t", 0, (), (Done(1, ["p000"]),)))
-    orders = [order for order in out if isinstance(order, SendPrepare)]
+    orders = first_order(conductor, names(9), "p000")
     assert [len(order.rounds) for order in orders] == [2] * 9
     assert orders[4].meets == ("p001", "p003", "p004", "p005", "p007")
     for peer in ("p001", "p002"):

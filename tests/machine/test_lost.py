@@ -8,6 +8,7 @@ from peerd.core.training import Position
 from peerd.machine.conducting import ConductorConfig, MemberGone, MemberHello, MoveEnded, SendMove
 from peerd.machine.conductor import Conductor, Phase
 from peerd.machine.reach import START
+from tests.kit.conducting import hello
 
 KEPT = Position(50, b"kept")
 
@@ -18,23 +19,23 @@ def conductor(announced: int) -> Conductor:
     return made
 
 
-def hello(peer: str, position: Position = START, saved: tuple[Position, ...] = ()) -> MemberHello:
-    return MemberHello(peer, int(peer[0]), 1, position, None, saved, frozenset(), frozenset(), ())
+def at_stage(peer: str, position: Position = START, saved: tuple[Position, ...] = ()) -> MemberHello:
+    return hello(peer, position, stage=int(peer[0]), saved=saved)
 
 
 def test_fresh_members_of_a_run_that_somebody_keeps_are_lost_until_they_have_it() -> None:
     made = conductor(announced=50)
-    made.handle(0.0, hello("0a"))
+    made.handle(0.0, at_stage("0a"))
     made.wake(3.0)
     assert not made.lost  # of the other stage there is nobody yet, who may have what is missing
-    made.handle(3.0, hello("1a"))
+    made.handle(3.0, at_stage("1a"))
     assert not made.lost
     made.wake(5.0)
     assert made.lost
     assert made.current is None
     assert "no position that every stage can reach" in made.waits_for()
-    made.handle(6.0, hello("0a", saved=(KEPT,)))
-    made.handle(6.0, hello("1a", saved=(KEPT,)))
+    made.handle(6.0, at_stage("0a", saved=(KEPT,)))
+    made.handle(6.0, at_stage("1a", saved=(KEPT,)))
     moves = [order for order in made.wake(8.0) if isinstance(order, SendMove)]
     assert [(move.peer, move.target, move.commit) for move in moves] == [("0a", KEPT, False), ("1a", KEPT, False)]
     assert not made.lost
@@ -45,8 +46,8 @@ def test_fresh_members_of_a_run_that_somebody_keeps_are_lost_until_they_have_it(
 
 def test_without_anything_kept_fresh_members_begin_at_the_start() -> None:
     made = conductor(announced=9)
-    made.handle(0.0, hello("0a"))
-    made.handle(0.0, hello("1a"))
+    made.handle(0.0, at_stage("0a"))
+    made.handle(0.0, at_stage("1a"))
     made.wake(2.0)
     assert (made.current, made.lost) == (START, False)
 
@@ -54,19 +55,19 @@ def test_without_anything_kept_fresh_members_begin_at_the_start() -> None:
 def test_a_stage_that_comes_back_with_nothing_is_lost_after_a_while() -> None:
     made, here = conductor(announced=60), Position(60, b"now")
     for peer in ("0a", "1a"):
-        made.handle(0.0, hello(peer, here, saved=(here,)))
+        made.handle(0.0, at_stage(peer, here, saved=(here,)))
     made.wake(2.0)
     assert made.current == here
     made.handle(3.0, MemberGone("1a"))
-    made.handle(3.5, hello("1b"))
+    made.handle(3.5, at_stage("1b"))
     assert not made.lost
     made.wake(7.9)
     assert made.lost
     assert made.wake_at(7.9) > 8.0  # it does not look again and again meanwhile
     version = made.members_version
-    made.handle(9.0, hello("1b", saved=(KEPT,)))
+    made.handle(9.0, at_stage("1b", saved=(KEPT,)))
     assert made.lost
-    made.handle(9.0, hello("0a", here, saved=(here, KEPT)))
+    made.handle(9.0, at_stage("0a", here, saved=(here, KEPT)))
     assert made.phase is Phase.GATHERING
     assert made.members_version > version
     made.wake(11.0)

@@ -7,7 +7,6 @@ import random
 from peerd.core.training import Done, Forecast, Position
 from peerd.machine.conducting import (
     ConductorConfig,
-    MemberHello,
     MoveEnded,
     Output,
     PrepareEnded,
@@ -17,7 +16,7 @@ from peerd.machine.conducting import (
 )
 from peerd.machine.conductor import Conductor, Phase
 from peerd.machine.outlook import Outlook
-from peerd.machine.reach import START
+from tests.kit.conducting import hello
 
 BATCH = 4
 COMPUTING_S, AVERAGING_S = 5.0, 3.0
@@ -30,9 +29,7 @@ class One:
         self.now, self.seq = 0.0, 0
         self.conductor = Conductor(ConductorConfig(stages=1, microbatches=BATCH), random.Random(1), 0.0)
         self.outlook = Outlook()
-        none = frozenset[object]()
-        hello = MemberHello("m", 0, 1, START, None, (), none, none, ())  # type: ignore[arg-type]
-        self.conductor.handle(0.0, hello)
+        self.conductor.handle(0.0, hello("m"))
         self.now = 2.0
         self._carry_out(self.conductor.wake(self.now))
 

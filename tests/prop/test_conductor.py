@@ -29,6 +29,7 @@ from peerd.machine.conducting import (
 )
 from peerd.machine.conductor import Conductor, Phase
 from peerd.machine.reach import START
+from tests.kit.conducting import first_order
 
 STAGES, BATCH = 2, 6
 Bag = frozenset[tuple[Mb, int]]
@@ -396,12 +397,8 @@ def closing(modes: dict[str, str]) -> tuple[Conductor, list[SendPrepare]]:
     for peer, mode in modes.items():
         line = LineInfo(mode, 1e6, 2e6, 100_000, "float32")  # type: ignore[arg-type]
         conductor.said_of_line(0.0, peer, 0, line, ("/ip4/10.0.0.1/tcp/1",))
-        if mode != "aux":
-            conductor.handle(0.0, MemberHello(peer, 0, 1, START, None, (), frozenset(), frozenset(), ()))
-    conductor.wake(2.0)
-    conductor.handle(2.0, TrainerReport("t", 0, (1,), ()))
-    out = conductor.handle(2.0, TrainerReport("t", 0, (), (Done(1, [min(modes)]),)))
-    return conductor, [o for o in out if isinstance(o, SendPrepare)]
+    members = [peer for peer, mode in modes.items() if mode != "aux"]
+    return conductor, first_order(conductor, members, min(modes))
 
 
 def test_members_that_nobody_can_reach_wait_for_a_helper() -> None:

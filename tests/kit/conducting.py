@@ -1,0 +1,27 @@
+"""What a conductor hears from members and trainers, for tests of what it makes of that."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from peerd.core.training import Done, Mb, Position
+from peerd.machine.conducting import MemberHello, SendPrepare, TrainerReport
+from peerd.machine.conductor import Conductor
+from peerd.machine.reach import START
+
+
+def hello(peer: str, position: Position = START, *, stage: int = 0, **more: object) -> MemberHello:
+    """A member that holds nothing; `more`: fields that say otherwise."""
+    none = frozenset[Mb]()
+    fields: dict[str, object] = {"prepared": None, "saved": (), "held": none, "counted": none, "addrs": (), **more}
+    return MemberHello(peer, stage, 1, position, **fields)  # type: ignore[arg-type]
+
+
+def first_order(conductor: Conductor, members: Iterable[str], holder: str) -> list[SendPrepare]:
+    """Members of one stage come, one microbatch makes a batch, `holder` has it: what they are told to average."""
+    for peer in members:
+        conductor.handle(0.0, hello(peer))
+    conductor.wake(2.0)
+    conductor.handle(2.0, TrainerReport("t", 0, (1,), ()))
+    out = conductor.handle(2.0, TrainerReport("t", 0, (), (Done(1, [holder]),)))
+    return [order for order in out if isinstance(order, SendPrepare)]
