@@ -16,6 +16,14 @@ from lab import Lab, Traffic
 
 from benchmarks._peers import TICKS_PER_S, Peer, Peers
 
+# What measured runs share: the same start, text that is always there, and nothing beside training.
+BASE: dict[str, Any] = {
+    "seed": 3,
+    "data": {"kind": "text", "path": "stdlib", "shuffle_buffer": 10_000},
+    "evaluate": {"every_steps": 0},
+    "checkpoint": {"every_steps": 0},
+}
+
 
 @dataclass(frozen=True, slots=True)
 class Moment:

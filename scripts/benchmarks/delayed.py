@@ -26,22 +26,18 @@ from lab import Lab, why_not
 
 from benchmarks._report import Figure, Report
 from benchmarks._staleness import Losses, compared
-from benchmarks._swarm import Peer, Swarm
+from benchmarks._swarm import BASE, Peer, Swarm
 
 REPLICAS = 2
 CORES = os.cpu_count() or 1
 OVERHEAD = 1.1  # of Ethernet, IP, TCP and our own protocols, on a byte of gradient
-RUN: dict[str, Any] = {
+RUN: dict[str, Any] = BASE | {
     "run": "delayed",
-    "seed": 3,
     "model": {"d_model": 96, "heads": 2, "layers": 4, "context": 64},
     "pipeline": {"stages": 1, "microbatch": 8},
     "optimizer": {"name": "adamw", "lr": 2.0e-3, "warmup_steps": 4},
     "batch": {"target_samples": 512},
     "averaging": {"part_bytes": 65536},
-    "data": {"kind": "text", "path": "stdlib", "shuffle_buffer": 10_000},
-    "evaluate": {"every_steps": 0},
-    "checkpoint": {"every_steps": 0},
 }
 VALUES = 4 * (12 * 96**2 + 2 * 96) + 2 * 256 * 96  # of the gradient, about
 

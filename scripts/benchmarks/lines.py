@@ -23,20 +23,17 @@ from typing import Any
 from lab import Lab, why_not
 
 from benchmarks._report import Figure, Report
-from benchmarks._swarm import Swarm
+from benchmarks._swarm import BASE, Swarm
 
 RATE_MBIT = 100.0
 CORES = os.cpu_count() or 1
-RUN: dict[str, Any] = {
+RUN: dict[str, Any] = BASE | {
     "run": "lines",
-    "seed": 3,
     "model": {"d_model": 48, "heads": 1, "layers": 3, "context": 32},
     "pipeline": {"stages": 3, "microbatch": 128},
     "optimizer": {"name": "adamw", "lr": 5.0e-3, "warmup_steps": 4},
     "batch": {"target_samples": 1024},
-    "data": {"kind": "text", "path": "stdlib", "shuffle_buffer": 10_000},
     "evaluate": {"every_steps": 1000, "samples": 512},
-    "checkpoint": {"every_steps": 0},
     "limits": {"microbatches_in_flight": 10},
 }
 
