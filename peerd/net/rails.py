@@ -3,7 +3,8 @@
 A rail is an encrypted connection of its own: the hand-shake proves the same peer, with `/peerd/rail/1` in the muxer's
 place, and its first frame names the link by the hash of the link's own hand-shake, which nobody else knows. The side
 that dialed the link opens them when `machine.railplan` says so; both send on them. Each has one task that reads and one
-that writes; the writer takes the next batch when its socket has room, so that rails share the load by themselves.
+that writes; the writer takes the next batch when its socket has room, so that rails share the load by themselves. They
+send evenly: several connections that each send their window in bursts make short queues on the way overflow.
 Invariants: a rail that breaks ends its link, since what it carried is lost; one that both sides have declared over does
 not. Hostile input: rails for links of others or of none (closed at once), more than allowed, rails that carry nothing.
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import hmac
 import logging
+from collections import deque
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
@@ -36,6 +38,9 @@ _log = logging.getLogger("peerd.net")
 OFFERS = (YAMUX, PROTOCOL)  # of who is dialed
 _WARM_ROUND_TRIPS = 8  # until a connection has found its rate, more or less
 _WARM_S = 0.1  # a round trip, if none was measured
+_PACE_S = 0.1  # a rate over less says little
+_PACE_GAIN = 1.5  # so that the rate can grow, and a rail make up for another
+_PACE_BYTES_PER_S_MIN = 4e6  # of one rail: a start is not held up
 _READ_BYTES = 256 * 1024
 
 
@@ -53,6 +58,7 @@ class Rail:
         self._work: trio.Event | None = None
         self._over = trio.Event()  # our goodbye is sent
         self.leaving = False  # sends no more data
+        self._paced = 0.0  # bytes per second; 0: not yet
         self.send_began: float | None = None
 
     def wake(self) -> None:
@@ -65,6 +71,12 @@ class Rail:
         self.leaving = True
         self._link.rails.changed()
         self.wake()
+
+    def pace(self, bytes_per_s: float) -> None:
+        """Send no faster than this, for the sake of short queues on the way."""
+        if self._lending is not None and not 0.8 * self._paced < bytes_per_s < 1.25 * self._paced:
+            self._paced = bytes_per_s
+            self._lending.pace(bytes_per_s)
 
     async def run(self) -> None:
         """Read and write until it is over, or the link is."""
@@ -134,6 +146,8 @@ class Rails:
     def __init__(self, link: Link, binding: bytes) -> None:
         self._link, self.binding = link, binding
         self._all: dict[Rail, None] = {}  # oldest first
+        self._paced_at, self._paced_bytes = trio.current_time(), 0
+        self._rates: deque[float] = deque(maxlen=8)  # bytes per second that went out
         self._total = 0.0  # bytes at which the plan looks again
         self._enough: trio.Event | None = None  # the plan waits for that
         self._warm_at = float("inf")  # until then the first connection still helps: its start is behind it
@@ -154,9 +168,23 @@ class Rails:
         """Bytes have come or gone."""
         if self._enough is not None and self._link.bytes_in + self._link.bytes_out >= self._total:
             self._enough.set()
+        if self._all:
+            self._pace()
         if self._all and trio.current_time() >= self._warm_at:
             self._warm_at = float("inf")
             self.changed()
+
+    def _pace(self) -> None:
+        """Have the rails send evenly, at somewhat more than their share of the best rate of late."""
+        link, now = self._link, trio.current_time()
+        passed_s = now - self._paced_at
+        if passed_s < max(link.mux.rtt_min_s or 0.0, _PACE_S):
+            return
+        self._rates.append((link.bytes_out - self._paced_bytes) / passed_s)
+        self._paced_at, self._paced_bytes = now, link.bytes_out
+        rate = max(_PACE_GAIN * max(self._rates) / len(self._all), _PACE_BYTES_PER_S_MIN)
+        for rail in self._all:
+            rail.pace(rate)
 
     def changed(self) -> None:
         """A rail came, or is on its way out."""

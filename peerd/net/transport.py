@@ -67,6 +67,10 @@ class LendingLink(RawLink, Protocol):
         """Let little wait, until it is known how fast bytes leave: others are faster meanwhile."""
         ...
 
+    def pace(self, bytes_per_s: float) -> None:
+        """Let bytes leave evenly, at this rate at most, where the system can."""
+        ...
+
     def send_nowait(self, data: memoryview) -> int:
         """Take what fits at once and say how much; 0 when nothing does, or when only `send_all` can say why not."""
         ...

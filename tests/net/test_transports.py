@@ -14,7 +14,7 @@ from peerd.core.errors import ConfigError, Unreachable
 from peerd.net.tcp import TcpTransport
 from peerd.net.transport import LendingLink
 from tests.kit.virtual import addr_of, running_net, transport
-from tests.net.compliance import Ends, TransportCompliance
+from tests.net.compliance import Ends, TransportCompliance, read_exactly
 
 LOOPBACK = parse_addr("/ip4/127.0.0.1/tcp/0")
 
@@ -113,5 +113,25 @@ async def test_a_reader_is_not_woken_for_less_than_is_useful_and_asks_anew_each_
         await near.send_all(b"!")
         await read(1)
     assert found[-1] == 1
+    for end in (near, far, listener):
+        await end.aclose()
+
+
+async def test_a_link_that_begins_small_and_leaves_evenly_delivers_all_the_same() -> None:
+    tcp = TcpTransport()
+    listener = await tcp.listen(LOOPBACK)
+    near = await tcp.dial(listener.addrs[0])
+    far = await listener.accept()
+    assert isinstance(near, LendingLink)
+    usual_bytes = near.batch_bytes
+    near.begin_small()
+    assert near.batch_bytes < usual_bytes
+    data = bytes(range(256)) * 1000
+    with trio.fail_after(10):
+        for bytes_per_s in (1e8, 1e12):
+            near.pace(bytes_per_s)
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(near.send_all, data)
+                assert await read_exactly(far, len(data)) == data
     for end in (near, far, listener):
         await end.aclose()
