@@ -13,7 +13,7 @@ import inspect
 import os
 import sys
 from collections.abc import Awaitable, Callable, Generator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import hypothesis
 import pytest
@@ -22,6 +22,10 @@ import trio.testing
 
 from peerd.sim.clock import deterministic_scheduling
 from tests.kit.watchdog import LoopWatchdog
+
+if TYPE_CHECKING:
+    from tests.kit.exact import Batches
+
 
 DEFAULT_SEED = 17  # fixed: a run of the suite can be repeated as it is
 
@@ -128,3 +132,16 @@ def _only_verdict(group: BaseExceptionGroup[BaseException]) -> BaseException | N
     if isinstance(only, BaseExceptionGroup):
         return _only_verdict(only)
     return only if isinstance(only, verdicts) else None
+
+
+@pytest.fixture
+def batches(monkeypatch: pytest.MonkeyPatch) -> Batches:
+    """What every step of the test's swarm is made from."""
+    import torch
+
+    from tests.kit.exact import Batches
+
+    book = Batches()
+    book.watch(monkeypatch)
+    torch.set_num_threads(1)
+    return book

@@ -149,3 +149,17 @@ async def swarm(directory: Path) -> AsyncIterator[Swarm]:
 def events(peers: Iterable[Peer]) -> list[str]:
     """What the peers logged, for a failing test's message."""
     return [str(event) for peer in peers for event in peer.log.recent(30)]
+
+
+async def all_finished(s: Swarm, peers: Iterable[Peer], within_s: float = 60.0) -> None:
+    """Fails with what every peer told lately."""
+    with trio.move_on_after(within_s) as limit:
+        for peer in peers:
+            await peer.finished.wait()
+    assert not limit.cancelled_caught, "\n".join(events(s.peers.values()))
+
+
+def with_line(run: RunFile, mbit: float) -> RunFile:
+    """The run file of one whose line carries so much in each direction."""
+    limits = msgspec.structs.replace(run.limits, upload_mbit=mbit, download_mbit=mbit)
+    return msgspec.structs.replace(run, limits=limits)

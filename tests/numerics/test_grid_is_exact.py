@@ -11,7 +11,6 @@ from typing import Any
 
 import msgspec
 import pytest
-import torch
 import trio
 
 from peerd.core.runfile import AveragingSection, BatchSection, RunFile
@@ -20,7 +19,7 @@ from peerd.service.averaging import Averaging
 from roles.backbone import BackboneRole
 from roles.trainer import TrainerRole
 from tests.kit.exact import STEPS, Batches, differences, plain_torch, run_file, write_texts
-from tests.kit.training import Peer, Swarm, events, swarm
+from tests.kit.training import Peer, Swarm, all_finished, swarm
 
 PEERS = 9
 
@@ -30,14 +29,6 @@ pytestmark = [
     pytest.mark.no_watchdog("ten peers and the threads of their workers share one interpreter"),
     pytest.mark.timeout(180),
 ]
-
-
-@pytest.fixture
-def batches(monkeypatch: pytest.MonkeyPatch) -> Batches:
-    book = Batches()
-    book.watch(monkeypatch)
-    torch.set_num_threads(1)
-    return book
 
 
 class Sums:
@@ -78,13 +69,6 @@ async def replicas(s: Swarm, run: RunFile, sums: Sums) -> list[Peer]:
     return peers
 
 
-async def finished(s: Swarm, peers: list[Peer]) -> None:
-    with trio.move_on_after(120) as limit:
-        for peer in peers:
-            await peer.finished.wait()
-    assert not limit.cancelled_caught, "\n".join(events(s.peers.values()))
-
-
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 async def test_nine_replicas_in_a_grid_train_like_one_process(
     tmp_path: Path, batches: Batches, monkeypatch: pytest.MonkeyPatch, dtype: str
@@ -92,7 +76,7 @@ async def test_nine_replicas_in_a_grid_train_like_one_process(
     run, sums = grid_run(tmp_path, dtype), Sums(monkeypatch)
     async with swarm(tmp_path / "peers") as s:
         peers = await replicas(s, run, sums)
-        await finished(s, peers)
+        await all_finished(s, peers, within_s=120)
         modules = [peer.role._replica._served.module for peer in peers]
     assert sums.groups[3, 3] >= PEERS * (STEPS - 2)  # nine may not have been there for the first
     assert batches.faults(per_step=9) == []
@@ -110,7 +94,7 @@ async def test_replicas_in_a_grid_stay_equal_though_gradients_are_coded(
     run, sums = grid_run(tmp_path, "float32", code), Sums(monkeypatch)
     async with swarm(tmp_path / "peers") as s:
         peers = await replicas(s, run, sums)
-        await finished(s, peers)
+        await all_finished(s, peers, within_s=120)
     assert sums.groups[3, 3] >= PEERS * (STEPS - 2)
     assert len(batches.digests) == STEPS
     assert batches.faults(per_step=9) == []
@@ -126,7 +110,7 @@ async def test_a_replica_that_dies_in_the_second_round_is_left_out_and_the_other
         with trio.fail_after(60):
             await sums.somebody_died.wait()
         living = [peer for peer in peers if peer not in sums.killed]
-        await finished(s, living)
+        await all_finished(s, living, within_s=120)
         modules = [peer.role._replica._served.module for peer in living]
     assert len(sums.killed) == 1
     assert len(modules) == PEERS - 1

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import trio
 
 from peerd.compute.served import ServedStage
@@ -20,7 +19,7 @@ from peerd.core.training import Mb
 from roles.backbone import BackboneRole
 from roles.trainer import TrainerRole
 from tests.kit.exact import STEPS, Batches, differences, plain_torch, run_file, write_texts
-from tests.kit.training import Peer, Swarm, events, swarm
+from tests.kit.training import Peer, all_finished, events, swarm
 
 SLOWER = {"replica2": 2, "replica3": 5}  # times as much work
 
@@ -29,14 +28,6 @@ pytestmark = [
     pytest.mark.socket,
     pytest.mark.no_watchdog("several peers and the threads of their workers share one interpreter"),
 ]
-
-
-@pytest.fixture
-def batches(monkeypatch: pytest.MonkeyPatch) -> Batches:
-    book = Batches()
-    book.watch(monkeypatch)
-    torch.set_num_threads(1)
-    return book
 
 
 def slow_down(peers: dict[str, Peer], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -53,13 +44,6 @@ def slow_down(peers: dict[str, Peer], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ServedStage, "backward", backward)
 
 
-async def finished(s: Swarm, peers: list[Peer]) -> None:
-    with trio.move_on_after(60) as limit:
-        for peer in peers:
-            await peer.finished.wait()
-    assert not limit.cancelled_caught, "\n".join(events(s.peers.values()))
-
-
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw", "lamb"])
 async def test_unequal_replicas_train_like_one_process(
@@ -70,7 +54,7 @@ async def test_unequal_replicas_train_like_one_process(
         await s.start("backbone", BackboneRole, None)
         peers = [await s.start(f"replica{i}", TrainerRole, run) for i in range(4)]
         slow_down({peer.name: peer for peer in peers}, monkeypatch)
-        await finished(s, peers)
+        await all_finished(s, peers)
         replicas = [peer.role._replica._served.module for peer in peers]
     assert batches.faults(per_step=8) == []
     assert sum(len(mbs) for mbs in batches.inputs.values()) == 8 * STEPS
@@ -95,7 +79,7 @@ async def test_survivors_agree_bit_for_bit_though_a_peer_dies_in_every_step(
             assert not limit.cancelled_caught, "\n".join(events(s.peers.values()))
             victim.kill()
             living.remove(victim)
-        await finished(s, living)
+        await all_finished(s, living)
         modules = [peer.role._replica._served.module for peer in living]
     assert batches.faults(per_step=8) == []
     plain = await trio.to_thread.run_sync(plain_torch, run, batches)

@@ -27,13 +27,6 @@ from tests.kit.exact import TOLERANCE, Batches, differences, plain_torch, run_fi
 from tests.kit.training import events, swarm
 
 
-@pytest.fixture
-def batches(monkeypatch: pytest.MonkeyPatch) -> Batches:
-    book = Batches()
-    book.watch(monkeypatch)
-    return book
-
-
 async def train(directory: Path, run: RunFile, victim: str, monkeypatch: pytest.MonkeyPatch) -> list[StageModule]:
     """Ten steps; the `victim` dies when it holds part of step 4 or a later one. Returns the living stages."""
     async with swarm(directory) as s:

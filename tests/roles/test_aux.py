@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import msgspec
 import pytest
-import torch
 import trio
 
 from peerd.core.runfile import RunFile
@@ -14,26 +12,13 @@ from roles.aggregator import AuxRole
 from roles.backbone import BackboneRole
 from roles.trainer import TrainerRole
 from tests.kit.exact import STEPS, Batches, differences, plain_torch, run_file, write_texts
-from tests.kit.training import Peer, Swarm, events, swarm
+from tests.kit.training import Peer, Swarm, events, swarm, with_line
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.socket,
     pytest.mark.no_watchdog("several peers and the threads of their workers share one interpreter"),
 ]
-
-
-def with_line(run: RunFile, mbit: float) -> RunFile:
-    limits = msgspec.structs.replace(run.limits, upload_mbit=mbit, download_mbit=mbit)
-    return msgspec.structs.replace(run, limits=limits)
-
-
-@pytest.fixture
-def batches(monkeypatch: pytest.MonkeyPatch) -> Batches:
-    book = Batches()
-    book.watch(monkeypatch)
-    torch.set_num_threads(1)
-    return book
 
 
 async def within_a_minute(s: Swarm, what: trio.Event) -> None:

@@ -20,7 +20,7 @@ from roles.aggregator import AuxRole
 from roles.backbone import BackboneRole
 from roles.trainer import TrainerRole
 from tests.kit.exact import Batches, run_file, write_texts
-from tests.kit.training import Peer, Swarm, events, swarm
+from tests.kit.training import Peer, Swarm, all_finished, events, swarm, with_line
 
 STEPS = 24
 LOW_RANK = AveragingSection(code="powersgd", rank=2)
@@ -32,23 +32,10 @@ pytestmark = [
 ]
 
 
-@pytest.fixture
-def batches(monkeypatch: pytest.MonkeyPatch) -> Batches:
-    book = Batches()
-    book.watch(monkeypatch)
-    torch.set_num_threads(1)
-    return book
-
-
 def run_with(averaging: AveragingSection, text: Path) -> RunFile:
     run = run_file("adamw", "float32", text, stages=1)
     optimizer = OptimizerSection(name="adamw", lr=5e-3, total_steps=STEPS)
     return msgspec.structs.replace(run, averaging=averaging, optimizer=optimizer)
-
-
-def with_line(run: RunFile, mbit: float) -> RunFile:
-    limits = msgspec.structs.replace(run.limits, upload_mbit=mbit, download_mbit=mbit)
-    return msgspec.structs.replace(run, limits=limits)
 
 
 def write_sentences(folder: Path) -> Path:
@@ -58,13 +45,6 @@ def write_sentences(folder: Path) -> Path:
     for i in range(20):
         (folder / f"text{i}.txt").write_text(" ".join(rng.choice(words) for _ in range(800)))
     return folder / "*.txt"
-
-
-async def finished(s: Swarm, peers: list[Peer]) -> None:
-    with trio.move_on_after(60) as limit:
-        for peer in peers:
-            await peer.finished.wait()
-    assert not limit.cancelled_caught, "\n".join(events(s.peers.values()))
 
 
 async def reaches(s: Swarm, peer: Peer, step: int) -> None:
@@ -88,7 +68,7 @@ async def test_replicas_agree_and_learn_as_with_whole_gradients(tmp_path: Path, 
         async with swarm(tmp_path / averaging.code) as s:
             await s.start("backbone", BackboneRole, None)
             peers = [await s.start(f"replica{i}", TrainerRole, run) for i in range(3)]
-            await finished(s, peers)
+            await all_finished(s, peers)
             modules = [peer.role._replica._served.module for peer in peers]
         assert [place for place, found in batches.digests.items() if len(found) != 1] == []
         assert len(batches.digests) == STEPS
@@ -116,7 +96,7 @@ async def test_survivors_and_a_newcomer_have_the_same_bits(tmp_path: Path, batch
         peers[1].kill()
         await reaches(s, peers[0], peers[0].role._replica.position.step + 2)
         new = await s.start("newcomer", TrainerRole, run)
-        await finished(s, [peers[0], peers[2], new])
+        await all_finished(s, [peers[0], peers[2], new])
         downloads = [event for event in new.log.recent(1000) if event["name"] == "downloaded"]
         modules = [peer.role._replica._served.module for peer in (peers[0], peers[2], new)]
     assert [place for place, found in batches.digests.items() if len(found) != 1] == []
@@ -132,7 +112,7 @@ async def test_a_helper_takes_part_in_both_sums_and_changes_no_bit(tmp_path: Pat
         await s.start("backbone", BackboneRole, None)
         aux = await s.start("aux", AuxRole, with_line(run, 1000.0))
         replicas = [await s.start(f"replica{i}", TrainerRole, with_line(run, 10.0)) for i in range(3)]
-        await finished(s, replicas)
+        await all_finished(s, replicas)
         status = aux.role.status()
         code = replicas[0].role._replica._served.low_rank
         positions = [peer.role._replica.position for peer in replicas]
