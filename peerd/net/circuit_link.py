@@ -49,6 +49,9 @@ class CircuitLink:
     def begin_small(self) -> None:
         """Little waits here anyway."""
 
+    def pace(self, bytes_per_s: float) -> None:
+        """Only connections that carry nothing but bulk are paced, and a circuit has none."""
+
     def is_worn(self, now: float) -> bool:
         """Whether the relay will soon cut it."""
         duration_s = self.limit.duration_s if self.limit is not None else 0
