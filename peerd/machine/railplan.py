@@ -14,7 +14,7 @@ from typing import Final
 
 from peerd.core.limits import RAILS_PER_LINK
 
-LOOK_BYTES: Final = 128 * 1024  # before another look
+LOOK_BYTES: Final = 1 << 20  # before another look: what moves less needs none
 _LOOK_S: Final = 0.05  # no sooner than this, nor than a round trip: bursts of less say nothing of the rate
 _GAP_S: Final = 1.0  # a look after a longer time begins anew
 _RTT_S_MIN: Final = 0.012  # nearer peers are reached at 2 Gb/s with one connection

@@ -116,6 +116,7 @@ class Link:
             budget=budget,
             pool=buffers.received,
         )
+        self.mux.rtt_min_s = secured.rtt_s
         self.streams: dict[Stream, None] = {}  # in the order of their opening
         # Rails lead where this connection does: not through routers that let in this one only, nor over third peers.
         self._opens_rails = secured.initiator and way in (Way.LOCAL, Way.DIRECT) and RAIL in session.offers

@@ -23,12 +23,17 @@ _READ_BYTES = 16 * 1024  # a hand-shake's packets are below 1 KiB
 
 @dataclass(frozen=True, slots=True)
 class Secured:
-    """An authenticated, encrypted link that speaks yamux; `early` is plaintext that came along."""
+    """An authenticated, encrypted link that speaks yamux; `early` is plaintext that came along.
+
+    `rtt_s` is what the hand-shake took: a round trip, half another at most, and some arithmetic. Nothing else was on
+    the way yet, so it tells the distance better than what is measured beside bulk data.
+    """
 
     raw: RawLink
     session: noise.Session
     initiator: bool
     early: list[bytes | memoryview]
+    rtt_s: float
 
 
 async def upgrade(
@@ -48,7 +53,9 @@ async def upgrade(
     """
     try:
         handshake = noise.Handshake(secrets, initiator=initiator, muxers=muxers, expected=expected)
+        began = trio.current_time()
         session, initiator = await _handshake(raw, handshake)
+        rtt_s = trio.current_time() - began
         early = session.opener.feed(session.rest)
         if session.muxer is None and YAMUX not in muxers:
             raise Refused(f"the peer does not speak {muxers[0]}", session.peer)
@@ -56,7 +63,7 @@ async def upgrade(
             early = await _negotiate_muxer(raw, session, initiator, early)
     except (trio.BrokenResourceError, trio.ClosedResourceError) as error:
         raise Unreachable(f"the connection broke during the hand-shake: {error}") from error
-    return Secured(raw, session, initiator, early)
+    return Secured(raw, session, initiator, early, rtt_s)
 
 
 async def recognise(raw: RawLink, secrets: noise.Secrets, expected: PeerId) -> None:
