@@ -44,6 +44,7 @@ from peerd.machine.yamux_wire import (
 _HEADER_BYTES: Final = HEADER.size
 _PLAIN_DATA: Final = (0, DATA, 0)
 _WINDOW_WALL: Final = (1 << 32) - 1
+_DOUBT_RTTS: Final = 20  # a line full of bulk makes a ping wait
 _LAST_ID: Final = (1 << 32) - 1
 
 
@@ -80,6 +81,7 @@ class Yamux:
         self._ping_at: float | None = None  # when the ping in flight was sent
         self._ping_due = now
         self._heard_at = now
+        self._doubted_until = float("inf")
         self._linger_at = float("inf")
 
     # --- what the driver asks for --------------------------------------------------------------------------
@@ -179,21 +181,35 @@ class Yamux:
 
     def wake_at(self) -> float:
         """When `wake` is next needed."""
-        return min(self._ping_due, self._heard_at + self.config.dead_after_s, self._linger_at)
+        return min(self._ping_due, self._heard_at + self.config.dead_after_s, self._doubted_until, self._linger_at)
 
     def wake(self, now: float) -> list[Event]:
         """Pings, the verdict on a silent peer, and resets of streams that the peer does not close."""
-        if now >= self._heard_at + self.config.dead_after_s:  # summed as in `wake_at`: a rounding apart spins for ever
+        # Summed as in `wake_at`: a rounding apart spins for ever.
+        if now >= min(self._heard_at + self.config.dead_after_s, self._doubted_until):
             return [Dead(now - self._heard_at)]
         if now >= self._ping_due:
             self._ping_due = now + self.config.keepalive_s
-            if self._ping_at is None:
-                self._ping_at = now
-                self._ping_id = (self._ping_id + 1) & _WINDOW_WALL
-                self._frame(PING, SYN, 0, self._ping_id)
+            self._ping(now)
         if now >= self._linger_at:
             self._sweep(now)
         return []
+
+    def doubt(self, now: float) -> None:
+        """Somebody has waited in vain: a peer that was silent meanwhile is asked whether it is there at all.
+
+        A router that was switched off, or a line that went dead, answers nobody; so we need not wait `dead_after_s`.
+        """
+        patience_s = max(self.config.doubt_s, _DOUBT_RTTS * (self.rtt_s or 0.0))
+        if self._doubted_until == float("inf") and now - self._heard_at >= patience_s:
+            self._doubted_until = now + patience_s
+            self._ping(now)
+
+    def _ping(self, now: float) -> None:
+        if self._ping_at is None:
+            self._ping_at = now
+            self._ping_id = (self._ping_id + 1) & _WINDOW_WALL
+            self._frame(PING, SYN, 0, self._ping_id)
 
     # --- sending -------------------------------------------------------------------------------------------
 
@@ -240,6 +256,7 @@ class Yamux:
         events: list[Event] = []
         self.pinned = False
         self._heard_at = now
+        self._doubted_until = float("inf")
         lane = lane or self._lane
         view = memoryview(data)
         at, end = 0, len(view)

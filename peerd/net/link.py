@@ -125,6 +125,7 @@ class Link:
         self._raw, self._opener, self._early = secured.raw, session.opener, secured.early
         self.owner, self._config, self.buffers = owner, config, buffers
         self._scope = trio.CancelScope()
+        self._resting = trio.CancelScope()  # of the task that keeps time
         self._ended = trio.Event()
         self._work: trio.Event | None = None  # the writer waits on it
         self._quiet: trio.Event | None = None  # set when everything is handed to the raw link
@@ -261,6 +262,12 @@ class Link:
         """An incoming stream has named a protocol that we speak."""
         self.owner.accept(stream)
 
+    def doubt(self) -> None:
+        """A call on this link was not answered in time: if the peer says nothing at all, it is soon taken for lost."""
+        self.mux.doubt(trio.current_time())
+        self._resting.deadline = min(self._resting.deadline, self.mux.wake_at())
+        self.flush()
+
     def release(self, stream: Stream) -> None:
         """The user of this stream is done with it."""
         self.streams.pop(stream, None)
@@ -392,7 +399,8 @@ class Link:
 
     async def _tend_loop(self) -> None:
         while True:
-            await trio.sleep_until(min(self.mux.wake_at(), self._leave_at))
+            with trio.CancelScope(deadline=min(self.mux.wake_at(), self._leave_at)) as self._resting:
+                await trio.sleep_forever()
             now = trio.current_time()
             for event in self.mux.wake(now):
                 if isinstance(event, Dead):

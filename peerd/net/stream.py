@@ -259,6 +259,10 @@ class Stream:
         self.end("this side closed the stream")
         self._link.release(self)
 
+    def doubt(self) -> None:
+        """An answer on this stream is overdue: see whether the peer is still there."""
+        self._link.doubt()
+
     async def wait_gone(self) -> None:
         """Returns once the stream is over: reset by either side, closed by this one, or its link lost."""
         while self._ended is None:

@@ -235,6 +235,7 @@ class Rpc:
                 reply = await lane.request(request)
                 keep = True
                 return reply
+            lane.doubt()
             raise request.too_slow(peer)
         except (Refused, Overloaded):
             keep = True

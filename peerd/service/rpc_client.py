@@ -124,6 +124,12 @@ class Channel:
         for call_id, waiting in self.calls.overdue(now):
             waiting.fail(waiting.request.too_slow(self._peer))
             self._outbox.put(encode_message(wire.CANCEL, call_id))
+            self.doubt()
+
+    def doubt(self) -> None:
+        """A call took longer than its caller could wait."""
+        if self._stream is not None:
+            self._stream.doubt()
 
     @property
     def busy(self) -> bool:

@@ -32,6 +32,10 @@ class RpcStream(Protocol):
         """Whether a new stream to this peer would take a better way."""
         ...
 
+    def doubt(self) -> None:
+        """An answer is overdue: see whether the peer is still there."""
+        ...
+
     async def send(self, data: bytes | bytearray | memoryview) -> None: ...
 
     def send_nowait(self, data: bytes) -> bool:
