@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import hashlib
 import os
 import signal
@@ -392,6 +393,9 @@ async def main(plan: Plan) -> None:
     # First the signals: none may go astray.
     with trio.open_signal_receiver(*_stop_signals()) as signals, assembled(plan, sys.stderr) as daemon:
         daemon.adopt_logging()
+        # Modules stay for good, yet each full collection searches them: 0.1 s for torch's, in which no thread of this
+        # process runs, the loop's included. In a process that is not this peer's alone, that is for its owner to say.
+        gc.freeze()
         await daemon.run(signals)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import signal
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -27,6 +28,7 @@ from peerd.sim.simnet import SimNet
 from tests.kit.virtual import running_net, transport
 
 LISTEN = "/ip4/0.0.0.0/tcp/4001"
+LOOPBACK = "/ip4/127.0.0.1/tcp/0"
 
 
 class Quiet:
@@ -309,3 +311,23 @@ def test_backbones_carry_others_circuits_and_whoever_is_told_to(
     assert daemon._relays(plan) is carries
     assert relaying(run.limits).bytes_per_s == pytest.approx(0.9 * 40 * 125_000)
     assert fingerprint(run) == fingerprint(RunFile(run="r"))
+
+
+class Counts(Quiet):
+    """Has finished when it knows how many objects a full collection searches."""
+
+    name = "counts"
+    searched: ClassVar[int] = 0
+
+    async def work(self) -> None:
+        Counts.searched = len(gc.get_objects())
+
+
+@pytest.mark.socket
+def test_a_process_that_is_the_peers_own_never_searches_its_modules_for_garbage(tmp_path: Path) -> None:
+    held = len(gc.get_objects())
+    try:
+        trio.run(daemon.main, Plan(roles=(Counts,), run=None, bootstrap=(), listen=(LOOPBACK,), data_dir=tmp_path))
+    finally:
+        gc.unfreeze()
+    assert 0 < Counts.searched < held / 4, "a full collection would stop the loop and every worker for long"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 
 import pytest
@@ -57,6 +58,16 @@ async def test_a_loop_that_only_waits_does_not_wake_the_watchdog() -> None:
     await trio.sleep(0.01)
     trio.lowlevel.remove_instrument(watchdog)
     assert watchdog.complaint() is None
+
+
+async def test_a_watched_run_collects_only_its_own_garbage() -> None:
+    assert gc.get_freeze_count() > 10_000, "what the session holds would be searched in a step of the test's code"
+
+
+def test_the_session_collects_its_garbage_between_watched_runs() -> None:
+    watchdog = LoopWatchdog()
+    trio.run(trio.sleep, 0, instruments=[watchdog])
+    assert gc.get_freeze_count() == 0
 
 
 async def _race(order: list[int], number: int) -> None:
