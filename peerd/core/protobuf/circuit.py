@@ -7,9 +7,10 @@ relay may know more of them. Source: libp2p specs `relay/circuit-v2.md`.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Final, TypeVar
+from typing import Any, ClassVar, Final, NamedTuple, Self
 
 from peerd.core.errors import ProtocolViolation
 from peerd.core.ids import PeerId
@@ -19,8 +20,6 @@ from peerd.core.protobuf.wire import bytes_field, number_field, read_fields, wan
 HOP: Final = "/libp2p/circuit/relay/0.2.0/hop"
 STOP: Final = "/libp2p/circuit/relay/0.2.0/stop"
 _VOUCHER_BYTES: Final = 1024  # an envelope with an Ed25519 key takes about 250
-
-Kind = TypeVar("Kind", bound=IntEnum)
 
 
 class HopKind(IntEnum):
@@ -112,97 +111,54 @@ class Promise:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HopMessage:
-    """Between a client and its relay."""
+class _Message:
+    """What both protocols say; they number it differently."""
 
-    kind: HopKind
     peer: PeerId | None = None
-    promise: Promise | None = None
     limit: Limit | None = None
     status: int | None = None
 
+    NUMBERS: ClassVar[Mapping[int, str]]  # of fields, the kind's first
+    KINDS: ClassVar[type[IntEnum]]
+
     def encode(self) -> bytes:
-        parts = [number_field(1, self.kind)]
-        if self.peer is not None:
-            parts.append(bytes_field(2, _encode_peer(self.peer)))
-        if self.promise is not None:
-            parts.append(bytes_field(3, self.promise.encode()))
-        if self.limit is not None:
-            parts.append(bytes_field(4, self.limit.encode()))
-        if self.status is not None:
-            parts.append(number_field(5, self.status))
-        return b"".join(parts)
+        told = ((number, name, getattr(self, name)) for number, name in self.NUMBERS.items())
+        return b"".join(_PARTS[name].write(number, value) for number, name, value in told if value is not None)
 
     @classmethod
-    def decode(cls, data: bytes) -> HopMessage:
-        _check_size(data)
-        kind: HopKind | None = None
-        peer, promise, limit, status = None, None, None, None
+    def decode(cls, data: bytes) -> Self:
+        if len(data) > CIRCUIT_MESSAGE_BYTES:
+            raise ProtocolViolation(f"a message of {len(data)} bytes; allowed: {CIRCUIT_MESSAGE_BYTES}")
+        found: dict[str, Any] = {}
         for number, value in read_fields(data):
-            if number == 1:
-                kind = _kind(HopKind, value)
-            elif number == 2:
-                peer = _decode_peer(want_bytes(value, "the peer"))
-            elif number == 3:
-                promise = Promise.decode(want_bytes(value, "the reservation"))
-            elif number == 4:
-                limit = Limit.decode(want_bytes(value, "the limit"))
-            elif number == 5:
-                status = want_number(value, "the status")
-        if kind is None:
-            raise ProtocolViolation("a hop message does not say what it is")
-        return cls(kind=kind, peer=peer, promise=promise, limit=limit, status=status)
+            name = cls.NUMBERS.get(number)
+            if name is not None:
+                found[name] = _PARTS[name].read(value)
+        try:
+            return cls(**found | {"kind": cls.KINDS(found.get("kind", -1))})
+        except ValueError:
+            raise ProtocolViolation(f"a {cls.__name__} of kind {found.get('kind')} is not known here") from None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StopMessage:
+class HopMessage(_Message):
+    """Between a client and its relay."""
+
+    kind: HopKind
+    promise: Promise | None = None
+
+    NUMBERS: ClassVar = {1: "kind", 2: "peer", 3: "promise", 4: "limit", 5: "status"}
+    KINDS: ClassVar = HopKind
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StopMessage(_Message):
     """Between a relay and the peer that a circuit leads to."""
 
     kind: StopKind
-    peer: PeerId | None = None
-    limit: Limit | None = None
-    status: int | None = None
 
-    def encode(self) -> bytes:
-        parts = [number_field(1, self.kind)]
-        if self.peer is not None:
-            parts.append(bytes_field(2, _encode_peer(self.peer)))
-        if self.limit is not None:
-            parts.append(bytes_field(3, self.limit.encode()))
-        if self.status is not None:
-            parts.append(number_field(4, self.status))
-        return b"".join(parts)
-
-    @classmethod
-    def decode(cls, data: bytes) -> StopMessage:
-        _check_size(data)
-        kind: StopKind | None = None
-        peer, limit, status = None, None, None
-        for number, value in read_fields(data):
-            if number == 1:
-                kind = _kind(StopKind, value)
-            elif number == 2:
-                peer = _decode_peer(want_bytes(value, "the peer"))
-            elif number == 3:
-                limit = Limit.decode(want_bytes(value, "the limit"))
-            elif number == 4:
-                status = want_number(value, "the status")
-        if kind is None:
-            raise ProtocolViolation("a stop message does not say what it is")
-        return cls(kind=kind, peer=peer, limit=limit, status=status)
-
-
-def _check_size(data: bytes) -> None:
-    if len(data) > CIRCUIT_MESSAGE_BYTES:
-        raise ProtocolViolation(f"a message of {len(data)} bytes; allowed: {CIRCUIT_MESSAGE_BYTES}")
-
-
-def _kind(kinds: type[Kind], value: int | bytes) -> Kind:
-    number = want_number(value, "the kind")
-    try:
-        return kinds(number)
-    except ValueError:
-        raise ProtocolViolation(f"a message of kind {number} is not known here") from None
+    NUMBERS: ClassVar = {1: "kind", 2: "peer", 3: "limit", 4: "status"}
+    KINDS: ClassVar = StopKind
 
 
 def _encode_peer(peer: PeerId) -> bytes:
@@ -219,3 +175,28 @@ def _decode_peer(data: bytes) -> PeerId:
         return PeerId(raw)
     except ValueError:
         raise ProtocolViolation("the peer id is not that of an Ed25519 key") from None
+
+
+class _Part(NamedTuple):
+    """How one field is written under a number, and read."""
+
+    write: Callable[[int, Any], bytes]
+    read: Callable[[int | bytes], Any]
+
+
+_PARTS: Final = {
+    "kind": _Part(number_field, lambda value: want_number(value, "the kind")),
+    "peer": _Part(
+        lambda number, peer: bytes_field(number, _encode_peer(peer)),
+        lambda value: _decode_peer(want_bytes(value, "the peer")),
+    ),
+    "promise": _Part(
+        lambda number, promise: bytes_field(number, promise.encode()),
+        lambda value: Promise.decode(want_bytes(value, "the reservation")),
+    ),
+    "limit": _Part(
+        lambda number, limit: bytes_field(number, limit.encode()),
+        lambda value: Limit.decode(want_bytes(value, "the limit")),
+    ),
+    "status": _Part(number_field, lambda value: want_number(value, "the status")),
+}
