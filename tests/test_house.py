@@ -193,6 +193,15 @@ def test_nothing_is_left_for_later(file: Path) -> None:
     assert found is None, f"{name_of(file)}: {found}"
 
 
+def test_every_bound_has_its_reason_and_is_kept_somewhere() -> None:
+    """A bound that nothing refers to bounds nothing."""
+    text = (ROOT / "peerd/core/limits.py").read_text("utf-8")
+    bounds = dict(re.findall(r"^([A-Z_0-9]+): Final = .*?(#.*)?$", text, re.MULTILINE))
+    code = "\n".join(file.read_text("utf-8") for file in sources("peerd", "roles") if file.name != "limits.py")
+    assert [name for name, reason in bounds.items() if not reason] == []
+    assert [name for name in bounds if not re.search(rf"\b{name}\b", code)] == []
+
+
 def broad_excepts(file: Path) -> list[int]:
     """Lines that catch everything: bare, Exception or BaseException, in a tuple or by suppress()."""
     broad = {"Exception", "BaseException"}

@@ -19,10 +19,10 @@ FRAME_BYTES: Final = 256 << 20  # one tensor, coded or not: 8 x 2048 x 4096 acti
 
 # --- text fetched over http(s) -----------------------------------------------------------------------------------
 INDEX_BYTES: Final = 32 << 20  # a list of files takes about 150 bytes for each
-INDEX_FILES: Final = 200_000
-INDEX_NAME_CHARS: Final = 512
+INDEX_FILES: Final = 200_000  # as many as a list of that size can name
+INDEX_NAME_CHARS: Final = 512  # of a path below the address; file systems allow 255 for each of its parts
 DATA_FILE_BYTES: Final = 8 << 30  # one file: is fetched whole, so smaller ones start sooner
-HTTP_REDIRECTS: Final = 5
+HTTP_REDIRECTS: Final = 5  # a mirror, a region, a signed address; more is a circle
 HTTP_PAUSE_S: Final = 60.0  # longest that a server may ask us to wait
 
 # --- calls -----------------------------------------------------------------------------------------------------
@@ -84,7 +84,7 @@ PROTOBUF_FIELDS: Final = 4096  # an identify message of a large Go host has a fe
 AGENT_BYTES: Final = 256  # agent and protocol version text
 IDENTIFY_BYTES: Final = 64 * 1024  # all parts of one identify message; Go sends up to 8 KiB and a signed record
 IDENTIFY_ADDRS: Final = 64  # kept of one identify message before ADDRS_PER_PEER picks
-IDENTIFY_PROTOCOLS: Final = 512
+IDENTIFY_PROTOCOLS: Final = 512  # kept of one identify message; a large Go host serves some dozens
 IDENTIFY_PARTS: Final = 10  # Go splits the message; the same bound as there
 
 # --- transport: muxer and connections --------------------------------------------------------------------------
@@ -110,7 +110,7 @@ WATCH_EVENTS: Final = 4096  # PeerUp, PeerTold and PeerDown that one watcher may
 AUTONAT_BYTES: Final = 4096  # one message: 16 addresses and a sentence; the same bound as in Go
 AUTONAT_DIALS: Final = 4  # addresses tried for one question, all at the asker's own IP address
 AUTONAT_AT_ONCE: Final = 16  # questions under way: each is a dial, or a few, for some seconds
-AUTONAT_AT_ONCE_PER_IP: Final = 3
+AUTONAT_AT_ONCE_PER_IP: Final = 3  # so that no address takes all places
 AUTONAT_PER_MINUTE: Final = 240  # questions that are answered
 AUTONAT_PER_MINUTE_PER_IP: Final = 24  # several peers may share a router
 AUTONAT_PER_MINUTE_PER_PEER: Final = 6  # it asks again when something changed
@@ -146,7 +146,6 @@ DHT_KEYS_PER_CALL: Final = 32  # keys that one message may ask for
 DHT_CONTACTS_PER_REPLY: Final = 64  # peers that one reply may name
 DHT_RECORDS_PER_KEY: Final = 512  # sub-keys under one key
 DHT_BYTES_PER_KEY: Final = 256 << 10  # so that a key's records fit into one reply
-DHT_REPLY_BYTES: Final = 384 << 10  # a full key, and 64 contacts of ordinary size
 DHT_RECORDS_PER_STORE: Final = 64  # records that one message may bring
 DHT_STORE_BYTES: Final = 256 << 10  # the records of one such message, together
 DHT_STORED_RECORDS: Final = 1 << 16  # held for others, all keys together

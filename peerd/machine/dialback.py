@@ -42,10 +42,9 @@ class Asker:
 
 
 class DialBacks:
-    """The questions under way and those of the last minute. `private_too`: in networks that have no way out."""
+    """The questions under way and those of the last minute."""
 
-    def __init__(self, private_too: bool = False) -> None:
-        self._private_too = private_too
+    def __init__(self) -> None:
         self._busy: dict[int, str] = {}  # question -> IP address of the asker
         self._next = 0
         self._recent: OrderedDict[Hashable, deque[float]] = OrderedDict()  # times, by peer and by IP address
@@ -62,7 +61,7 @@ class DialBacks:
             return Refusal(DialStatus.BAD_REQUEST, "only the asker itself is dialed")
         if asker.way in (Way.RELAYED, Way.PUNCHED) or ip is None:
             return Refusal(DialStatus.DIAL_REFUSED, "this connection does not show from where you dial")
-        if reach(asker.remote) < 2 and not self._private_too:
+        if reach(asker.remote) < 2:
             return Refusal(DialStatus.DIAL_REFUSED, "only addresses of the internet are dialed")
         addrs = _allowed(asker, question.addrs)
         if not addrs:

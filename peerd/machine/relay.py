@@ -147,10 +147,6 @@ class Switchboard:
                 break
             del self._reservations[peer]
 
-    def wake_at(self) -> float:
-        """When `wake` is next of use."""
-        return next((held.expires for held in self._reservations.values()), math.inf)
-
     # --- circuits ------------------------------------------------------------------------------------------
 
     def connect(self, now: float, source: PeerId, ip: Ip | None, destination: PeerId) -> Admitted | Refusal:
