@@ -158,7 +158,7 @@ class BackboneRole:
     async def _announce_now_and_then(self, training: Training) -> None:
         while True:
             with trio.move_on_after(_ANNOUNCE_S):
-                await self._ctx.host.readdressed()
+                await self._ctx.host.whereabouts.readdressed()
                 await trio.sleep(1.0)  # addresses often change by several at once
             await self._announce(training)
             if self._keeping is not None:

@@ -1,7 +1,8 @@
 """Host: this peer on the network. Listens, dials, opens streams, hands incoming streams to handlers by protocol name.
 
 Composition only: transports carry bytes, `upgrade` authenticates, `Link` runs a connection, `Links` counts and tells,
-`Dialer` finds the way. One of the two places with a broad `except`: a failing handler costs its stream, not the host.
+`Dialer` finds the way, `Whereabouts` knows where we are, `Reception` takes who comes.
+One of the two places with a broad `except`: a failing handler costs its stream, not the host.
 Invariants: every task lives in `run`'s nursery; cancelling `run` says goodbye on every link and ends in bounded time;
 a stranger holds one of a bounded number of half-open places until it has proven an identity.
 """
@@ -18,13 +19,12 @@ from multiaddr import Multiaddr
 
 from peerd import __version__
 from peerd.core import limits
-from peerd.core.addr import ip_of, is_relayed, reach, split_peer, with_peer
+from peerd.core.addr import is_relayed, reach, split_peer, with_peer
 from peerd.core.clock import Clock
 from peerd.core.errors import LocalError, ProtocolViolation, RemoteError, Unreachable
 from peerd.core.ids import PeerId
 from peerd.core.keys import Keypair
 from peerd.machine.accessline import AccessLine
-from peerd.machine.dialing import IpNetwork, Surroundings
 from peerd.machine.noise import Secrets
 from peerd.machine.paths import Way
 from peerd.machine.yamux_stream import WindowBudget
@@ -34,10 +34,11 @@ from peerd.net.identify import PeerInfo
 from peerd.net.introductions import Introductions
 from peerd.net.link import Buffers, Link, LinkConfig, Stream
 from peerd.net.links import HostTraffic, LinkLimits, Links, PeerDown, PeerEvent, PeerTold, PeerUp
-from peerd.net.listening import open_listeners
 from peerd.net.rails import OFFERS, attach_rail, is_rail, secure_rail
-from peerd.net.transport import Listener, RawLink, RoamingTransport, Transport
+from peerd.net.reception import Reception
+from peerd.net.transport import RawLink, Transport, close_surely
 from peerd.net.upgrade import Secured, recognise, upgrade
+from peerd.net.whereabouts import Whereabouts
 
 __all__ = ["Host", "HostConfig", "HostTraffic", "PeerDown", "PeerInfo", "PeerTold", "PeerUp"]
 
@@ -72,19 +73,15 @@ class Host:
         self._secrets = Secrets(keypair, clock.secure_bytes(32))
         self._handlers: dict[str, Handler] = {}
         self._book = AddressBook()
-        self._dialer = Dialer(self._book, self._dial, self._surroundings)
         self._introductions = Introductions(self)
-        self._listeners: list[Listener] = []
-        self._announced: dict[str, list[Multiaddr]] = {}  # by source
-        self._withheld: frozenset[Multiaddr] = frozenset()
-        self.candidates: list[Multiaddr] = []  # public addresses that are probably ours, for those who dial at once
+        self.whereabouts = Whereabouts(self.id, self._transports, self._introductions.changed)
+        self._dialer = Dialer(self._book, self._dial, self.whereabouts.surroundings)
+        self._reception = Reception(self.config.half_open, self.config.handshake_s, self._welcome)
         self.line = AccessLine()  # what passes our line; known where a LineMeter runs
         self.takes_inbound = True  # whether others can come in, be it over a relay; False: this peer only dials
         self.punching: set[PeerId] = set()  # peers that are dialing us through their routers, as we are them
         self._buffers = Buffers()
         self._budget = WindowBudget(limits.WINDOW_BYTES_HOST)
-        self._relocations, self._readdressed = trio.lowlevel.ParkingLot(), trio.lowlevel.ParkingLot()
-        self._half_open: dict[RawLink, tuple[str, trio.CancelScope]] = {}  # oldest first
         self._nursery: trio.Nursery | None = None  # handlers, dials, hand-shakes
         self._link_nursery: trio.Nursery | None = None  # outlives the other, for the goodbye
         self.handle(identify.IDENTIFY, self._introductions.serve)
@@ -98,18 +95,16 @@ class Host:
     ) -> None:
         """Listen on `listen` and keep connections until cancelled; ConfigError when an address cannot be had."""
         try:
-            self._listeners = await open_listeners(listen, self._transports)
+            listeners = await self.whereabouts.listen(listen)
             async with trio.open_nursery() as nursery:
                 self._link_nursery = await nursery.start(self._keep_links)
                 self._nursery = nursery
                 try:
-                    for listener in self._listeners:
-                        nursery.start_soon(self._accept_loop, listener)
+                    for listener in listeners:
+                        nursery.start_soon(self._reception.serve, listener)
                     nursery.start_soon(self._introductions.run)
                     nursery.start_soon(self.links.run)
-                    for transport in self._transports:
-                        if isinstance(transport, RoamingTransport):
-                            nursery.start_soon(self._follow, transport)
+                    nursery.start_soon(self.whereabouts.follow, self._book.forget_failures)
                     task_status.started()
                     await trio.sleep_forever()
                 finally:
@@ -119,53 +114,15 @@ class Host:
                         await self._say_goodbye()
                     self._link_nursery.cancel_scope.cancel()
         finally:
-            with trio.CancelScope(shield=True):
-                await self._close_listeners()
+            await self.whereabouts.close()
 
     def addrs(self) -> list[Multiaddr]:
-        """Where this host can be reached, with /p2p/<id>: where it listens and what was announced, less what is known
-        to lead nowhere. Public addresses first, then those of this network, then ways over relays, then loopback."""
-        found = [*(addr for addrs in self._announced.values() for addr in addrs), *self.listen_addrs()]
-        kept = [addr for addr in dict.fromkeys(found) if addr not in self._withheld]
-        return [with_peer(addr, self.id) for addr in sorted(kept, key=_rank)]
+        """Where this host can be reached, with /p2p/<id>; the best first."""
+        return self.whereabouts.addrs()
 
     def listen_addrs(self) -> list[Multiaddr]:
         """Where this host listens, without /p2p; wildcard addresses are spelled out."""
-        return list(dict.fromkeys(addr for listener in self._listeners for addr in listener.addrs))
-
-    def networks(self) -> tuple[IpNetwork, ...]:
-        """That this machine is in; empty when that is not known."""
-        return tuple(net for way in self._transports if isinstance(way, RoamingTransport) for net in way.networks())
-
-    def announce(self, source: str, addrs: Sequence[Multiaddr]) -> None:
-        """Further addresses of this host, such as those that relays or routers give it, instead of those that `source`
-        announced before."""
-        if self._announced.get(source, []) != list(addrs):
-            self._announced[source] = list(addrs)
-            self._tell_addrs()
-
-    async def relocated(self) -> None:
-        """Wait for this machine's next change of addresses: another network, an interface that comes or goes."""
-        await self._relocations.park()
-
-    def announced(self, source: str) -> list[Multiaddr]:
-        """What `source` announced last."""
-        return list(self._announced.get(source, ()))
-
-    def withhold(self, addrs: Iterable[Multiaddr]) -> None:
-        """Name these addresses to nobody: others have tried them in vain. Replaces what was withheld before."""
-        withheld = frozenset(addrs)
-        if self._withheld != withheld:
-            self._withheld = withheld
-            self._tell_addrs()
-
-    async def readdressed(self) -> None:
-        """Wait for the next change of `addrs`, for whoever tells them to others."""
-        await self._readdressed.park()
-
-    def _tell_addrs(self) -> None:
-        self._introductions.changed()
-        self._readdressed.unpark_all()
+        return self.whereabouts.listen_addrs()
 
     def add_transport(self, transport: Transport) -> None:
         """One more way to dial; asked after those that were there before."""
@@ -238,7 +195,7 @@ class Host:
             raise Unreachable(error.args[0], expected) from error
         finally:
             if not adopted:
-                await _close(raw)
+                await close_surely(raw)
 
     async def probe(self, addr: Multiaddr, peer: PeerId) -> None:
         """Whether a stranger gets through to `peer` at `addr`: connect from a fresh port, have it prove itself, close.
@@ -254,7 +211,7 @@ class Host:
         except RemoteError as error:
             raise Unreachable(error.args[0], peer) from error
         finally:
-            await _close(raw)
+            await close_surely(raw)
 
     async def open_stream(self, peer: PeerId, protocol: str) -> Stream:
         """A stream that speaks `protocol`, over a new link if need be. Refused comes with the first receive."""
@@ -383,7 +340,7 @@ class Host:
                 await trio.sleep_forever()
 
     async def _say_goodbye(self) -> None:
-        await self._close_listeners()
+        await self.whereabouts.close()
         await trio.lowlevel.cancel_shielded_checkpoint()  # handlers see their cancellation first
         with trio.move_on_after(self.config.shutdown_s):
             for relayed in (True, False):  # those that go over another link say it while that one stands
@@ -399,70 +356,16 @@ class Host:
             raise Unreachable("this host is not running")
         return self._nursery
 
-    async def _follow(self, transport: RoamingTransport) -> None:
-        """Notice when this machine is elsewhere, and tell."""
-        while True:
-            await transport.relocated()
-            _log.info("this machine's addresses changed: %s", ", ".join(map(str, self.listen_addrs())) or "none")
-            self._book.forget_failures()
-            self._tell_addrs()
-            self._relocations.unpark_all()
-
-    def _surroundings(self) -> Surroundings:
-        own = self.listen_addrs()
-        announced = [addr for addrs in self._announced.values() for addr in addrs]
-        seen = [addr for addr in (*own, *announced, *self.candidates) if reach(addr) == 2 and not is_relayed(addr)]
-        public = frozenset(ip for addr in seen if (ip := ip_of(addr)) is not None)
-        return Surroundings(self.networks(), frozenset(own), public)
-
-    async def _close_listeners(self) -> None:
-        for listener in self._listeners:
-            await listener.aclose()
-        self._listeners.clear()
-
-    async def _accept_loop(self, listener: Listener) -> None:
-        while True:
-            try:
-                raw = await listener.accept()
-            except trio.ClosedResourceError:
-                return
-            self._make_half_open_room()
-            scope = trio.CancelScope()
-            self._half_open[raw] = (str(ip_of(raw.remote) or raw.remote), scope)
-            self._running().start_soon(self._welcome, raw, scope)
-
-    def _make_half_open_room(self) -> None:
-        """Too many strangers: the oldest of the place that sent most gives way, so that one address cannot lock us."""
-        if len(self._half_open) < self.config.half_open:
-            return
-        counts: dict[str, int] = {}
-        for place, _ in self._half_open.values():
-            counts[place] = counts.get(place, 0) + 1
-        most = max(counts, key=lambda place: counts[place])
-        next(scope for place, scope in self._half_open.values() if place == most).cancel()
-
-    async def _welcome(self, raw: RawLink, scope: trio.CancelScope) -> None:
-        adopted = False
-        try:
-            with scope:
-                scope.deadline = trio.current_time() + self.config.handshake_s
-                fresh = self._secrets.fresh(self._clock.secure_bytes(32))
-                secured = await upgrade(raw, fresh, initiator=False, muxers=OFFERS)
-                way = way_to(raw.remote)
-                if is_rail(secured):
-                    await attach_rail(secured, self.links)
-                else:
-                    punched = way == Way.DIRECT and secured.session.peer in self.punching
-                    self._adopt(secured, Way.PUNCHED if punched else way)
-                adopted = True
-        except ProtocolViolation as error:
-            _log.info("hand-shake from %s: %s", raw.remote, error)
-        except RemoteError as error:
-            _log.debug("hand-shake from %s: %s", raw.remote, error)
-        finally:
-            self._half_open.pop(raw, None)
-            if not adopted:
-                await _close(raw)
+    async def _welcome(self, raw: RawLink) -> None:
+        """Authenticate who has connected, and keep the connection as a link or as a part of one."""
+        fresh = self._secrets.fresh(self._clock.secure_bytes(32))
+        secured = await upgrade(raw, fresh, initiator=False, muxers=OFFERS)
+        way = way_to(raw.remote)
+        if is_rail(secured):
+            await attach_rail(secured, self.links)
+        else:
+            punched = way == Way.DIRECT and secured.session.peer in self.punching
+            self._adopt(secured, Way.PUNCHED if punched else way)
 
     async def _dial(self, addr: Multiaddr, peer: PeerId | None) -> Link:
         """Connect and authenticate; every failure is Unreachable with its reason."""
@@ -483,18 +386,8 @@ class Host:
         return await transport.dial(addr, fresh=fresh)
 
 
-def _rank(addr: Multiaddr) -> int:
-    """The order in which others should try our addresses."""
-    return (3, 1, 0)[reach(addr)] if not is_relayed(addr) else 2
-
-
 def way_to(addr: Multiaddr) -> Way:
     """The kind of way that leads to this address, or came from it."""
     if is_relayed(addr):
         return Way.RELAYED
     return Way.DIRECT if reach(addr) == 2 else Way.LOCAL
-
-
-async def _close(raw: RawLink) -> None:
-    with trio.CancelScope(shield=True):
-        await raw.aclose()

@@ -10,12 +10,11 @@ import logging
 from collections.abc import Sequence
 from typing import Final
 
-import trio
 from multiaddr import Multiaddr
 
 from peerd.core.addr import ip_of, tcp_addr, tcp_place
 from peerd.core.errors import ConfigError
-from peerd.net.transport import Listener, NoSuchFamily, Transport
+from peerd.net.transport import Listener, NoSuchFamily, Transport, close_surely
 
 _log = logging.getLogger("peerd.net")
 _TRIES: Final = 16  # for a port that is free in both families
@@ -40,7 +39,7 @@ async def open_listeners(listen: Sequence[Multiaddr], transports: Sequence[Trans
         return opened
     finally:
         if not complete:
-            await _close(opened)
+            await close_surely(*opened)
 
 
 async def _open_both(first: Multiaddr, second: Multiaddr, transports: Sequence[Transport]) -> list[Listener]:
@@ -59,7 +58,7 @@ async def _open_both(first: Multiaddr, second: Multiaddr, transports: Sequence[T
             _log.debug("%s", error)
             return [one]
         except ConfigError:
-            await _close([one])
+            await close_surely(one)
             if not any_port:
                 raise
     return [await _open(first, transports), await _open(second, transports)]
@@ -70,12 +69,6 @@ async def _open(addr: Multiaddr, transports: Sequence[Transport]) -> Listener:
         if transport.can_dial(addr):
             return await transport.listen(addr)
     raise NoSuchFamily(f"cannot listen on {addr}: no transport speaks that kind of address")
-
-
-async def _close(listeners: Sequence[Listener]) -> None:
-    with trio.CancelScope(shield=True):
-        for listener in listeners:
-            await listener.aclose()
 
 
 def _port(addr: Multiaddr) -> int:

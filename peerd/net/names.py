@@ -16,7 +16,7 @@ from peerd.core.addr import TcpPlace, tcp_addr
 from peerd.core.errors import Unreachable
 from peerd.machine.dialing import Past, Surroundings, order
 from peerd.net.race import RaceRun
-from peerd.net.transport import RawLink
+from peerd.net.transport import RawLink, close_surely
 
 RESOLUTION_DELAY_S: Final = 0.05  # RFC 8305: IPv4 waits so long for the answer about IPv6
 _RESOLVED_MAX: Final = 4  # addresses of one name and family that are tried
@@ -53,7 +53,7 @@ class _Lookup:
                 return self._link
         finally:
             if self._link is not None and not given:
-                await _close(self._link)
+                await close_surely(self._link)
         if self._race.reasons:
             raise Unreachable("; ".join(self._race.reasons))
         reason = self._failures[0] if self._failures else "it has no address"
@@ -65,7 +65,7 @@ class _Lookup:
             self._link = link
             self._race.stop()
         else:
-            await _close(link)
+            await close_surely(link)
 
     async def _resolve(self, family: socket.AddressFamily) -> None:
         found: list[str] = []
@@ -87,11 +87,6 @@ class _Lookup:
 async def connect_by_name(place: TcpPlace, connect: Callable[[Multiaddr], Awaitable[RawLink]]) -> RawLink:
     """A link to `place`, whose family is a name's; Unreachable tells what each address said."""
     return await _Lookup(place, connect).run()
-
-
-async def _close(link: RawLink) -> None:
-    with trio.CancelScope(shield=True):
-        await link.aclose()
 
 
 def _reason(error: OSError | UnicodeError) -> str:

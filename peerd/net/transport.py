@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from typing import Protocol, runtime_checkable
 
+import trio
 from multiaddr import Multiaddr
 
 from peerd.core.errors import ConfigError
@@ -144,3 +145,10 @@ class RoamingTransport(Transport, Protocol):
     async def relocated(self) -> None:
         """Wait until the machine's addresses are others than at the call; what listeners name is others then, too."""
         ...
+
+
+async def close_surely(*ends: RawLink | Listener) -> None:
+    """Close these, even while being cancelled."""
+    with trio.CancelScope(shield=True):
+        for end in ends:
+            await end.aclose()

@@ -289,7 +289,7 @@ class Dht:
     async def _follow_addrs(self) -> None:
         """Who has us in a table hears of our new addresses, or that we have none."""
         while True:
-            await self._host.readdressed()
+            await self._host.whereabouts.readdressed()
             await trio.sleep(_TOGETHER_S)
             self._tell_addrs()
             self.look_around()

@@ -192,7 +192,7 @@ class Directory:
                 await what()
                 nursery.cancel_scope.cancel()
 
-            nursery.start_soon(wait, self._host.readdressed)
+            nursery.start_soon(wait, self._host.whereabouts.readdressed)
             nursery.start_soon(wait, event.wait)
 
     @property

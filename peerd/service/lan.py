@@ -75,7 +75,7 @@ class LanDiscovery:
                 async with trio.open_nursery() as nursery:
                     nursery.start_soon(self._find, addrs)
                     while addrs == self._own_addrs():
-                        await self._host.readdressed()
+                        await self._host.whereabouts.readdressed()
                         await trio.sleep(self._config.settle_s)
                     nursery.cancel_scope.cancel()
 
@@ -95,7 +95,7 @@ class LanDiscovery:
 
     def _is_near(self, addr: Multiaddr) -> bool:
         """Whether it lies in a network of this machine, or in a private one where these are not known."""
-        ip, networks = ip_of(addr), self._host.networks()
+        ip, networks = ip_of(addr), self._host.whereabouts.networks()
         if ip is None or reach(addr) == 0:
             return False
         return any(ip in network for network in networks) or (not networks and reach(addr) == 1)

@@ -59,7 +59,7 @@ class PortMapping:
             while True:
                 await self._look()
                 with trio.move_on_after(self._pause_s()):
-                    await self._host.relocated()
+                    await self._host.whereabouts.relocated()
                     self._failures = 0
         finally:
             with trio.CancelScope(shield=True):
@@ -117,7 +117,7 @@ class PortMapping:
             self._tell("useless", by=router.kind, why=f"the router's own address, {mapped.ip}, is not public")
         else:
             self._tell("mapped", address=str(addr), by=router.kind)
-        self._host.announce(MAPPED, [addr] if reach(addr) == 2 else [])
+        self._host.whereabouts.announce(MAPPED, [addr] if reach(addr) == 2 else [])
         return None
 
     def _tell(self, state: str, *, address: str | None = None, by: str | None = None, why: str | None = None) -> None:
@@ -126,7 +126,7 @@ class PortMapping:
             self._status = told
             _log.info("port mapping: %s", ", ".join(str(each) for each in told.values() if each is not None))
         if address is None:
-            self._host.announce(MAPPED, [])
+            self._host.whereabouts.announce(MAPPED, [])
 
     async def _leave(self) -> None:
         held, self._held = self._held, None

@@ -243,10 +243,10 @@ class Punching:
 
     def _offer(self) -> list[Multiaddr]:
         """Where we can probably be dialed, without /p2p."""
-        return punch.to_offer(self._host.candidates, self._seen(), self._host.listen_addrs())
+        return punch.to_offer(self._host.whereabouts.candidates, self._seen(), self._host.listen_addrs())
 
     def _place(self) -> list[Multiaddr]:
-        return punch.place(self._host.candidates, self._seen(), self._host.listen_addrs())
+        return punch.place(self._host.whereabouts.candidates, self._seen(), self._host.listen_addrs())
 
     def _seen(self) -> list[Multiaddr]:
         """How others see the port on which we listen, each as he says."""

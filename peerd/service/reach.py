@@ -112,7 +112,7 @@ class Reach:
         if self._nursery is None:
             return
         now, before = self._clock.now(), self._machine.finding
-        self._machine.own(self._host.listen_addrs(), self._host.announced(MAPPED))
+        self._machine.own(self._host.listen_addrs(), self._host.whereabouts.announced(MAPPED))
         for ask in self._machine.step(now):
             self._nursery.start_soon(self._ask, ask)
         if self._machine.finding != before:
@@ -142,7 +142,7 @@ class Reach:
     async def _follow_machine(self) -> None:
         """Look again when this machine is elsewhere."""
         while True:
-            await self._host.relocated()
+            await self._host.whereabouts.relocated()
             self.look()
 
     def _told(self, link: Link | None) -> None:
@@ -176,9 +176,9 @@ class Reach:
             if self._first_s is None and finding.kind != Kind.UNKNOWN:
                 self._first_s = self.since - self._began
             _log.info("reachability: %s: %s", finding.kind, finding.why)
-        self._host.candidates = list(finding.candidates)
-        self._host.announce(PROVEN, finding.proven)
-        self._host.withhold(finding.dead)
+        self._host.whereabouts.candidates = list(finding.candidates)
+        self._host.whereabouts.announce(PROVEN, finding.proven)
+        self._host.whereabouts.withhold(finding.dead)
         serves = finding.kind in (Kind.UNKNOWN, Kind.REACHABLE)  # who is behind a router sees the inside of it
         if serves != self._host.speaks(AUTONAT):
             if serves:
@@ -287,5 +287,3 @@ def port_of(host: Host) -> int | None:
     """The TCP port on which others would come in, for advice."""
     places = [tcp_place(addr) for addr in host.listen_addrs()]
     return next((place.port for place in places if place is not None), None)
-
-

@@ -178,8 +178,8 @@ class Reserving:
     def _announce(self) -> None:
         held = self._circuits.reservations.values()
         addrs = [addr for place in held for addr in place.addrs[:RESERVATION_ADDRS]]
-        if addrs == self._host.announced(CIRCUITS):
+        if addrs == self._host.whereabouts.announced(CIRCUITS):
             return
-        self._host.announce(CIRCUITS, addrs)
+        self._host.whereabouts.announce(CIRCUITS, addrs)
         for hear in self._heard:
             hear()

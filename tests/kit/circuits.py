@@ -51,5 +51,5 @@ async def behind(hosts: Hosts, name: str, relay: Host, **line: float) -> Client:
     client = await start_client(hosts, name, **line)
     await client.host.connect(relay.id, relay.listen_addrs())
     held = await client.circuits.reserve(relay.id)
-    client.host.announce("relay", held.addrs)
+    client.host.whereabouts.announce("relay", held.addrs)
     return client

@@ -57,7 +57,7 @@ class Neighbourhood:
         relay = self.relay.host
         await peer.host.connect(relay.id, relay.listen_addrs())
         held = await peer.circuits.reserve(relay.id)
-        peer.host.announce("relay", held.addrs)
+        peer.host.whereabouts.announce("relay", held.addrs)
         await trio.sleep(1)
 
     async def meet(self, a: Peer, b: Peer) -> None:

@@ -155,9 +155,7 @@ def test_the_address_of_the_default_route_comes_first(
     machine: dict[str, list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     machine["a-vpn"], machine["br-wan"] = ["10.1.2.3/16"], ["192.168.7.1/24"]
-    monkeypatch.setattr(
-        interfaces, "_route_address", lambda version: interfaces.ipaddress.ip_address("192.168.7.1")
-    )
+    monkeypatch.setattr(interfaces, "_route_address", lambda version: interfaces.ipaddress.ip_address("192.168.7.1"))
     assert here().hosts(4) == ["192.168.7.1", "10.1.2.3", "192.168.1.5", "127.0.0.1"]
 
 
@@ -198,14 +196,14 @@ async def test_a_host_that_moves_tells_its_peers(autojump_clock: trio.testing.Mo
         moving = Moving(a.listen_addrs()[0])
         a.add_transport(moving)
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(a._follow, moving)
+            nursery.start_soon(a.whereabouts.follow, lambda: None)
             await b.connect(a.id, [hosts.addr("a")])
             await trio.sleep(1)
             moving.addr = tcp_addr("9.9.9.9", 4001)
-            a.announce("test", [moving.addr])
+            a.whereabouts.announce("test", [moving.addr])
             moving.happened.set()
             with trio.fail_after(3):
-                await a.relocated()
+                await a.whereabouts.relocated()
             await trio.sleep(1)
             nursery.cancel_scope.cancel()
         info = b.info(a.id)

@@ -88,7 +88,7 @@ async def test_changed_addresses_are_announced_anew(autojump_clock: trio.testing
     async with running_hosts() as hosts, trio.open_nursery() as nursery:
         a, _, _ = await start(hosts, "a", air, nursery)
         await trio.sleep(5)
-        a.announce("test", [more])
+        a.whereabouts.announce("test", [more])
         await trio.sleep(5)
         assert set(addrs_in(air.said[-1])) == {*addrs_in(air.said[0]), with_peer(more, a.id)}
         assert len(air.said) == 2
@@ -99,7 +99,7 @@ async def test_a_liar_has_us_dial_few_at_once_and_nobody_outside(autojump_clock:
     air, dialed = Air(), list[tuple[float, str]]()
     async with running_hosts() as hosts, trio.open_nursery() as nursery:
         a, lan, _ = await start(hosts, "a", air, nursery)
-        a.networks = lambda: (ipaddress.ip_network("10.0.0.0/8"),)  # type: ignore[method-assign]
+        a.whereabouts.networks = lambda: (ipaddress.ip_network("10.0.0.0/8"),)  # type: ignore[method-assign]
 
         async def connect(peer: PeerId, addrs: Sequence[Multiaddr] = ()) -> None:
             dialed.extend((trio.current_time(), str(addr)) for addr in addrs)

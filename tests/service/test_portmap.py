@@ -59,7 +59,7 @@ async def mapping(*routers: FakeRouter) -> AsyncIterator[tuple[Host, PortMapping
 
 
 def announced(host: Host) -> list[Multiaddr]:
-    return [addr for addrs in host._announced.values() for addr in addrs]
+    return [addr for addrs in host.whereabouts._announced.values() for addr in addrs]
 
 
 async def test_the_first_router_that_maps_is_renewed_and_told_when_we_leave(
@@ -117,7 +117,7 @@ async def test_a_host_that_moves_asks_the_new_router_at_once(autojump_clock: tri
     async with mapping(router) as (host, _):
         await trio.sleep(10)
         router.ip = "9.8.7.6"
-        host._relocations.unpark_all()
+        host.whereabouts._relocations.unpark_all()
         await trio.sleep(1)
         assert announced(host) == [PUBLIC]
 

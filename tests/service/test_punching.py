@@ -81,7 +81,7 @@ async def test_a_pair_that_cannot_be_punched_rests_and_tries_again_when_an_addre
         await trio.sleep(20)
         assert len(b.punching.status()) == 1
         dialed.clear()
-        a.host.announce("the user", [tcp_addr("45.9.9.9", 4001)])
+        a.host.whereabouts.announce("the user", [tcp_addr("45.9.9.9", 4001)])
         await trio.sleep(15)
         assert tcp_addr("45.9.9.9", 4001) in dialed
         assert await ask(a.host, b.host, b"still relayed") == b"still relayed"

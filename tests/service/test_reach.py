@@ -50,7 +50,7 @@ async def test_within_five_seconds_of_joining_the_verdict_is_right(kind: sim.Kin
         host, outside = peers.hosts["new"], peers.routers["new"].outside
         assert host.speaks(AUTONAT) == (expected == Kind.REACHABLE)
         assert any(str(ip_of(addr)) == outside for addr in host.addrs()) == (expected == Kind.REACHABLE)
-        assert [str(ip_of(addr)) for addr in host.candidates] == [outside] * (expected != Kind.SYMMETRIC)
+        assert [str(ip_of(addr)) for addr in host.whereabouts.candidates] == [outside] * (expected != Kind.SYMMETRIC)
 
 
 async def test_a_forwarded_port_is_found_though_dials_leave_from_others() -> None:

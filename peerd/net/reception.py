@@ -1,0 +1,67 @@
+"""Those who connect to us, up to the moment they have proven who they are.
+
+Accepts, and gives each connection a bounded time in one of a bounded number of places; what a proof is, and what comes
+of it, is the Host's (`prove`). Hostile input: strangers who connect and say nothing, from one address or many: when
+the places are full the oldest of the address that holds most gives way, so that one address cannot lock us.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Awaitable, Callable
+
+import trio
+
+from peerd.core.addr import ip_of
+from peerd.core.errors import ProtocolViolation, RemoteError
+from peerd.net.transport import Listener, RawLink, close_surely
+
+_log = logging.getLogger("peerd.net")
+
+
+class Reception:
+    """Of one host, for all its listeners."""
+
+    def __init__(self, places: int, within_s: float, prove: Callable[[RawLink], Awaitable[None]]) -> None:
+        """`prove` authenticates a connection and keeps it, or raises RemoteError; then, or late, it is closed."""
+        self._places, self._within_s, self._prove = places, within_s, prove
+        self._half_open: dict[RawLink, tuple[str, trio.CancelScope]] = {}  # oldest first; by place
+
+    async def serve(self, listener: Listener) -> None:
+        """Take who comes, until the listener is closed."""
+        async with trio.open_nursery() as nursery:
+            while True:
+                try:
+                    raw = await listener.accept()
+                except trio.ClosedResourceError:
+                    return
+                self._make_room()
+                scope = trio.CancelScope()
+                self._half_open[raw] = (_place(raw), scope)
+                nursery.start_soon(self._welcome, raw, scope)
+
+    def _make_room(self) -> None:
+        if len(self._half_open) >= self._places:
+            most = Counter(place for place, _ in self._half_open.values()).most_common(1)[0][0]
+            next(scope for place, scope in self._half_open.values() if place == most).cancel()
+
+    async def _welcome(self, raw: RawLink, scope: trio.CancelScope) -> None:
+        kept = False
+        try:
+            with scope:
+                scope.deadline = trio.current_time() + self._within_s
+                await self._prove(raw)
+                kept = True
+        except ProtocolViolation as error:
+            _log.info("hand-shake from %s: %s", raw.remote, error)
+        except RemoteError as error:
+            _log.debug("hand-shake from %s: %s", raw.remote, error)
+        finally:
+            self._half_open.pop(raw, None)
+            if not kept:
+                await close_surely(raw)
+
+
+def _place(raw: RawLink) -> str:
+    return str(ip_of(raw.remote) or raw.remote)
