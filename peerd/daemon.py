@@ -28,7 +28,7 @@ import trio
 
 from peerd import control
 from peerd.connectivity import Connectivity, ConnectivityConfig, own_surroundings, relaying
-from peerd.core.addr import parse_addr
+from peerd.core.addr import parse_addr, with_peer
 from peerd.core.clock import Clock
 from peerd.core.errors import ConfigError, LocalError, PeerdError
 from peerd.core.keys import Keypair
@@ -319,8 +319,8 @@ class Daemon:
         run = f" of run {plan.run.run}" if plan.run is not None else ""
         _say(f"peerd {names}{run}; data in {self._home}")
         _say(f"peer id {self.host.id}")
-        for addr in addrs:
-            _say(f"listening on {addr}")
+        for addr in self.host.listen_addrs():  # what relays and routers add comes and goes: `peerd status` has it
+            _say(f"listening on {with_peer(addr, self.host.id)}")
         if addrs and not plan.bootstrap:
             _say(f"others join with: peerd join --role stage --model {plan.run_file} --bootstrap {best_addr(addrs)}")
 

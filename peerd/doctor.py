@@ -152,7 +152,8 @@ async def _network(wish: Wish) -> list[Finding]:
     findings = [await _port(text, wish.listen) for text in wish.listen]
     findings += await _router(wish.listen)
     if not wish.bootstrap:
-        return [*findings, Finding("bootstrap", "ok", "none given, so none was tried", "give --bootstrap or --config")]
+        advice_ = "to try one, give --bootstrap or --config"
+        return [*findings, Finding("bootstrap", "ok", "none given, so none was tried", advice_)]
     clock = RealClock()
     host = Host(Keypair.generate(clock.secure_bytes), clock, [TcpTransport()])
     rpc, reach = Rpc(host, clock), Reach(host, clock)
@@ -186,7 +187,7 @@ async def _reachability(host: Host, reach: Reach, listen: Sequence[str]) -> Find
     relays = sum(HOP in info.protocols for peer in host.connected() if (info := host.info(peer)) is not None)
     words, _, advice_ = advice(found, port_of(host), relays).partition(": ")
     if found.kind == Kind.UNKNOWN:
-        return Finding("reachability", "warn" if outside else "ok", f"unknown: {found.why}")
+        return Finding("reachability", "warn" if outside else "ok", f"not known: {found.why}")
     if found.kind == Kind.REACHABLE:
         return Finding("reachability", "ok", f"reachable: {found.why}")
     if any((place := tcp_place(parse_addr(text))) is not None and place.port == 0 for text in listen):

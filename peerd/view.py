@@ -22,6 +22,8 @@ PERIOD_S: Final = 1.0
 EVENTS_SHOWN: Final = 8
 _TOLD_ELSEWHERE: Final = {"waits_for", "role", "state", "restarts", "failure"}
 
+_WAYS: Final = {"punched": "by hole punching", "relayed": "over relays"}  # the others' names say it
+
 Snapshot = dict[str, Any]
 
 
@@ -85,9 +87,17 @@ def _headline(snapshot: Snapshot) -> Text:
     text = Text(no_wrap=True, overflow="ignore")  # addresses are there to be copied
     text.append(f"peerd {snapshot.get('version', '?')}", "bold").append(f"  {peer.get('id', '?')}")
     text.append(f"\nup {duration(snapshot.get('uptime_s', 0.0))}, data in {snapshot.get('data_dir', '?')}", "dim")
+    reached = snapshot.get("reachability") or {}
     for addr in peer.get("addrs", []):
-        text.append(f"\nlistening on {addr}", "dim")
+        text.append(f"\n{_at(addr, reached.get('proven', ()))} {addr}", "dim")
     return text
+
+
+def _at(addr: str, proven: Iterable[str]) -> str:
+    """What this address is to those who want to connect."""
+    if "/p2p-circuit" in addr:
+        return "over a relay at"
+    return "reachable at" if any(addr.startswith(f"{one}/p2p/") for one in proven) else "listening on"
 
 
 def roles_table(roles: Iterable[Snapshot]) -> Table:
@@ -97,7 +107,9 @@ def roles_table(roles: Iterable[Snapshot]) -> Table:
     for role in roles:
         details = ", ".join(_details(role))
         why = role.get("waits_for") or role.get("failure") or "-"
-        state = str(role.get("state", "?")) + (f" ({role['restarts']} restarts)" if role.get("restarts") else "")
+        state = str(role.get("state", "?")) + (
+            f" ({counted(role['restarts'], 'restart')})" if role.get("restarts") else ""
+        )
         table.add_row(*map(Text, (str(role.get("role", "?")), state, str(why), details)))
     return table
 
@@ -121,7 +133,7 @@ def _details(role: Snapshot) -> Iterable[str]:
 def _network(snapshot: Snapshot) -> Text:
     net, dht = (snapshot.get(name) or {} for name in ("network", "dht"))
     line = (
-        f"{len(net.get('peers', []))} peers connected, {net.get('streams', 0)} streams; "
+        f"{counted(len(net.get('peers', [])), 'peer')} connected, {counted(net.get('streams', 0), 'stream')}; "
         f"in {size(net.get('bytes_in', 0))} ({size(net.get('in_per_s', 0))}/s), "
         f"out {size(net.get('bytes_out', 0))} ({size(net.get('out_per_s', 0))}/s)"
     )
@@ -131,7 +143,8 @@ def _network(snapshot: Snapshot) -> Text:
     if told:
         text.append(f"\nline: {told}", "dim")
     if dht:
-        text.append(f"\ndirectory: {dht.get('peers', 0)} peers known, {dht.get('records_held', 0)} records kept", "dim")
+        known, kept = counted(dht.get("peers", 0), "peer"), counted(dht.get("records_held", 0), "record")
+        text.append(f"\ndirectory: {known} known, {kept} kept for others", "dim")
         for entry in dht.get("bootstrap") or []:
             state = "connected" if entry.get("connected") else entry.get("problem") or "connecting"
             text.append(f"\nbootstrap {entry.get('addr')}: {state}", "dim" if entry.get("connected") else "yellow")
@@ -155,15 +168,19 @@ def _ways(reached: Snapshot, peers: Iterable[Snapshot]) -> Text:
     text = Text()
     kinds = Counter(str(peer["way"]) for peer in peers if peer.get("way"))
     if kinds:
-        text.append(f"\nways: {', '.join(f'{count} {kind}' for kind, count in sorted(kinds.items()))}", "dim")
+        told = ", ".join(f"{count} {_WAYS.get(kind, kind)}" for kind, count in sorted(kinds.items()))
+        text.append(f"\nconnections: {told}", "dim")
     if reached.get("advice"):
         since = f", for {duration(reached['for_s'])}" if reached.get("for_s") is not None else ""
         text.append(f"\n{reached['advice']}{since}", "dim" if reached.get("verdict") == "reachable" else "yellow")
     if reached.get("relays"):
-        text.append(f"\nreached over the relays {', '.join(short(str(peer)) for peer in reached['relays'])}", "dim")
+        relays = [short(str(peer)) for peer in reached["relays"]]
+        text.append(f"\nreached over the relay{'s' * (len(relays) > 1)} {', '.join(relays)}", "dim")
     relay = reached.get("carries")
     if relay:
-        places = f"{relay.get('circuits', 0)} circuits, {relay.get('reservations', 0)} reservations"
+        places = (
+            f"{counted(relay.get('circuits', 0), 'circuit')}, {counted(relay.get('reservations', 0), 'reservation')}"
+        )
         text.append(f"\nrelay for others: {places}, {size(relay.get('carried_bytes', 0))} carried", "dim")
     return text
 
@@ -180,7 +197,7 @@ def swarm_line(swarm: Snapshot) -> Text:
     ):
         if isinstance(swarm.get(key), int | float):
             facts.append(form.format(swarm[key]))
-    facts.append(f"{len(swarm.get('trainers', []))} trainers")
+    facts.append(counted(len(swarm.get("trainers", [])), "trainer"))
     if isinstance(swarm.get("next_step_in_s"), int | float):
         facts.append(f"next step {soon(swarm['next_step_in_s'])}")
     return Text.assemble((f"run {swarm.get('run', '?')}", "bold"), ": " + ", ".join(facts))
@@ -258,6 +275,10 @@ def soon(seconds: float) -> str:
     if seconds < 1:
         return "any moment"
     return f"in about {round(seconds)} s" if seconds < 100 else f"in about {duration(seconds)}"
+
+
+def counted(count: int, thing: str) -> str:
+    return f"{count} {thing}" if count == 1 else f"{count} {thing}s"
 
 
 def size(count: float) -> str:

@@ -61,9 +61,31 @@ def test_how_others_reach_this_peer_is_told_with_advice_and_ways() -> None:
     advice = "only through relays: forward TCP port 31337 for full speed"
     reached = {"verdict": "symmetric", "advice": advice, "for_s": 65.0, "relays": [PEER, "x"], "carries": None}
     text = " ".join(shown(snapshot(network=net, reachability=reached)).split())
-    assert "ways: 2 direct, 1 punched, 1 relayed" in text
+    assert "connections: 2 direct, 1 by hole punching, 1 over relays" in text
     assert f"{advice}, for 1 min 05 s" in text
     assert f"reached over the relays …{PEER[-8:]}, x" in text
+
+
+def test_one_of_a_kind_is_told_in_the_singular() -> None:
+    relay = {"circuits": 1, "reservations": 1, "carried_bytes": 0}
+    net = {"peers": [{"way": "relayed"}], "streams": 1}
+    reached = {"carries": relay, "relays": [PEER]}
+    text = " ".join(shown(snapshot(network=net, reachability=reached, dht={"peers": 1, "records_held": 1})).split())
+    for part in (
+        *("1 peer connected, 1 stream;", "1 circuit, 1 reservation, 0 B carried", "directory: 1 peer known"),
+        *("1 record kept", f"reached over the relay …{PEER[-8:]}", " 1 trainer "),
+    ):
+        assert part in text
+
+
+def test_each_address_is_called_what_it_is_to_those_who_connect() -> None:
+    inside, outside = "/ip4/192.168.1.7/tcp/31337", "/ip4/81.2.3.4/tcp/40000"
+    circuit = f"/ip4/45.0.0.1/tcp/4001/p2p/{PEER}/p2p-circuit"
+    addrs = [f"{addr}/p2p/{PEER}" for addr in (outside, inside, circuit)]
+    text = shown(snapshot(peer={"id": PEER, "addrs": addrs}, reachability={"proven": [outside]}))
+    assert f"reachable at {addrs[0]}" in text
+    assert f"listening on {addrs[1]}" in text
+    assert "over a relay at /ip4/45.0.0.1/tcp/4001" in text
 
 
 @pytest.mark.parametrize(
@@ -89,7 +111,7 @@ def test_the_line_is_shown_with_its_limits_and_what_it_was_seen_to_carry() -> No
 def test_a_snapshot_shows_this_daemon_and_the_swarm() -> None:
     text = shown(snapshot())
     for part in (
-        *("up 1 min 15 s", "the conductor", "running (1 restarts)", "stage 1", "2 peers connected, 3 streams"),
+        *("up 1 min 15 s", "the conductor", "running (1 restart)", "stage 1", "2 peers connected, 3 streams"),
         *("in 1.5 kB", "out 2.0 MB", "run tiny: step 7, loss 3.250, validation 3.500, 20.0 samples/s, 2,560 tokens/s"),
         *("…4kx6nXTN", "12.5", "no peer", "bootstrap /ip4/1.2.3.4/tcp/5: refused", "role.failed why=x"),
         f"listening on /ip4/192.0.2.1/tcp/31337/p2p/{PEER}",

@@ -381,4 +381,4 @@ def advice(finding: Finding, port: int | None, relays: int) -> str:
             return f"only through relays: {forward}"
         case Kind.SYMMETRIC | Kind.DEAF:
             return f"only by connecting to others: {forward}"
-    return f"unknown: {finding.why}"
+    return f"whether others can connect is not known yet: {finding.why}"

@@ -338,4 +338,4 @@ def test_advice_is_in_the_words_of_people() -> None:
     assert told(Kind.SYMMETRIC, 0).startswith("only by connecting to others")
     assert "open TCP port 31337" in told(Kind.FIREWALL, 1)
     assert "until a relay is found" in told(Kind.KEEPS_PORTS, 0)
-    assert told(Kind.UNKNOWN, 0) == "unknown: because"
+    assert told(Kind.UNKNOWN, 0) == "whether others can connect is not known yet: because"
