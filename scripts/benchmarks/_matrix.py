@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lab import Kind, Unexpected, WideHost, WideLab
+from waiting import eventually
 
 from benchmarks._told import Told
 
@@ -106,14 +107,16 @@ class Swarm:
     ) -> dict[str, float]:
         """Wait until each is reachable or has circuit addresses on two of `relays`: after how many seconds, by name."""
         among = {relay.peer for relay in self.relays} if relays is None else relays
-        began, waiting = time.monotonic(), list(names or self.members)
+        began, wanted = time.monotonic(), set(names or self.members)
         found: dict[str, float] = {}
-        while waiting and time.monotonic() - began < most_s:
-            for name in list(waiting):
+
+        def all_are() -> bool:
+            for name in wanted - set(found):
                 if is_settled(self.members[name].where(), among):
                     found[name] = time.monotonic() - began
-                    waiting.remove(name)
-            time.sleep(0.1)
+            return wanted == set(found)
+
+        eventually(all_are, most_s)
         return found
 
     def chat(self, caller: str, called: str, *, period_s: float, timeout_s: float) -> None:
@@ -130,12 +133,8 @@ class Swarm:
 
     def way_within(self, one: str, other: str, way: str, most_s: float) -> bool:
         """Whether the best link of one to the other is of this kind by then."""
-        began = time.monotonic()
-        while self.members[one].where()["ways"].get(self.members[other].peer) != way:
-            if time.monotonic() - began > most_s:
-                return False
-            time.sleep(0.1)
-        return True
+        there = self.members[other].peer
+        return eventually(lambda: self.members[one].where()["ways"].get(there) == way, most_s)
 
     def meet(self, pairs: Sequence[tuple[str, str, str]]) -> list[Meeting]:
         """These pairs (caller, called, best way) meet at once."""

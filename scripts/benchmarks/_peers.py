@@ -11,13 +11,13 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from lab import Space
+from waiting import eventually
 
 from peerd.control import fetch
 from peerd.core.keys import Keypair
@@ -25,7 +25,6 @@ from peerd.home import IDENTITY_FILE, socket_path, write_atomically
 
 ROOT = Path(__file__).resolve().parents[2]
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
-POLL_S = 0.05
 KEY_FORM = bytes([0x08, 0x01, 0x12, 0x40])  # libp2p's: Ed25519, 64 bytes
 
 
@@ -89,13 +88,13 @@ class Peers:
 
     def until(self, done: Callable[[], bool], complaint: str, patience_s: float = 60.0) -> None:
         """Wait until `done`; SwarmFailed with what all said last when a process ends before, or it takes too long."""
-        deadline = time.monotonic() + patience_s
-        while not done():
-            ended = [peer for peer in self.peers if peer.process.poll() not in (None, 0)]
-            if ended or time.monotonic() > deadline:
-                said = "".join(f"\n--- {p.name}\n{p.log.read_text('utf-8', 'replace')[-2000:]}" for p in self.peers)
-                raise SwarmFailed(f"{complaint}; ended: {[peer.name for peer in ended]}{said}")
-            time.sleep(POLL_S)  # no loop runs here, and what is waited for is in other processes' files
+        eventually(lambda: self._failed() or done(), patience_s)
+        if not done():
+            said = "".join(f"\n--- {p.name}\n{p.log.read_text('utf-8', 'replace')[-2000:]}" for p in self.peers)
+            raise SwarmFailed(f"{complaint}; ended: {self._failed()}{said}")
+
+    def _failed(self) -> list[str]:
+        return [peer.name for peer in self.peers if peer.process.poll() not in (None, 0)]
 
 
 def identify(data_dir: Path, name: str) -> None:

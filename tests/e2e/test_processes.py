@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from scripts.waiting import eventually
 from tests.kit.processes import Process, Processes, processes, run_file
 
 pytestmark = [pytest.mark.slow, pytest.mark.socket, pytest.mark.timeout(300)]
@@ -27,9 +28,7 @@ def swarm(started: Processes, file: Path, stages: int = 2) -> tuple[Process, lis
 def soon(done: Callable[[], bool], complaint: str, timeout_s: float = 30.0) -> float:
     """Wait until it holds; how long that took."""
     began = time.monotonic()
-    while not done():
-        assert time.monotonic() - began < timeout_s, complaint
-        time.sleep(0.05)
+    assert eventually(done, timeout_s), complaint
     return time.monotonic() - began
 
 

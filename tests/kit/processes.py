@@ -17,6 +17,7 @@ from typing import Any
 
 from peerd import control
 from peerd.home import socket_path
+from scripts.waiting import eventually
 
 LISTEN = "/ip4/127.0.0.1/tcp/0"
 TINY = """\
@@ -65,13 +66,11 @@ class Process:
         self.wait_until(lambda: text in self.said, f"it never said {text!r}", timeout_s)
 
     def wait_until(self, done: Callable[[], bool], complaint: str, timeout_s: float = 60.0) -> None:
-        deadline = time.monotonic() + timeout_s
-        while not done():
+        eventually(lambda: done() or self.popen.poll() is not None, timeout_s)
+        if not done():
             ended = self.popen.poll()
-            if ended is not None and not done():
-                raise AssertionError(f"{self.name} ended with {ended}; {complaint}:\n{self.said}")
-            assert time.monotonic() < deadline, f"{self.name}: {complaint} within {timeout_s} s:\n{self.said}"
-            time.sleep(0.05)
+            how = f" ended with {ended}; {complaint}" if ended is not None else f": {complaint} within {timeout_s} s"
+            raise AssertionError(f"{self.name}{how}:\n{self.said}")
 
     def status(self) -> dict[str, Any]:
         """Its snapshot; {} while it does not answer yet."""

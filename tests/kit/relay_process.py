@@ -30,6 +30,7 @@ from peerd.service.relay import Relay
 from tests.kit.attackers import Tally, flood, never_shake_hands, swallow
 
 IDENTITIES = 6  # of an attacker's place
+REPORT_S = 0.5  # between reports: the parent asks for the last and the highest figures
 CONFIG = RelayConfig(
     reservations_per_place=4,
     circuits_per_place=16,
@@ -64,7 +65,7 @@ async def serve(addr: str, nursery: trio.Nursery) -> None:
     print(json.dumps({"id": str(host.id), "addr": str(host.listen_addrs()[0])}), flush=True)
     while True:
         print(json.dumps(asdict(relay.traffic()) | {"resident_bytes": resident_bytes()}), flush=True)
-        await trio.sleep(0.5)
+        await trio.sleep(REPORT_S)
 
 
 async def attack(relay: str, ips: str, targets: str, nursery: trio.Nursery) -> None:
@@ -89,7 +90,7 @@ async def attack(relay: str, ips: str, targets: str, nursery: trio.Nursery) -> N
     for ip in ips.split(","):
         nursery.start_soon(never_shake_hands, functools.partial(FromPlace(ip).dial, addr), nursery)
     while True:
-        await trio.sleep(0.5)
+        await trio.sleep(REPORT_S)
         print(json.dumps(asdict(tally)), flush=True)
 
 

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import json
 import subprocess
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from scripts.lab import WideHost, WideLab, why_not_wide
+from scripts.waiting import eventually
 from tests.kit.foreign import command_line, require
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
@@ -60,12 +60,7 @@ class Js:
 
 def until(what: Callable[[], object]) -> bool:
     """Whether it becomes true while we can wait."""
-    began = time.monotonic()
-    while not what():
-        if time.monotonic() - began > PATIENCE_S:
-            return False
-        time.sleep(0.05)
-    return True
+    return bool(eventually(what, PATIENCE_S))
 
 
 def is_past_the_relay(way: str | None, seen: list[str]) -> bool:

@@ -7,7 +7,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,6 +14,7 @@ import pytest
 
 from scripts import lab as module
 from scripts.lab import Host, Lab, LabError, labels, why_not
+from scripts.waiting import eventually
 
 pytestmark = [pytest.mark.lab, pytest.mark.socket]
 
@@ -58,10 +58,7 @@ def rate_mbit(sender: Host, receiver: Host, megabits: float) -> float:
 
 def gone(condition: Callable[[], bool]) -> bool:
     """Whether it holds soon: the kernel ends processes in its own time."""
-    deadline = time.monotonic() + 10
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    return condition()
+    return eventually(condition, 10)
 
 
 @pytest.mark.slow

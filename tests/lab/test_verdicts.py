@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from scripts.lab import Unexpected, why_not_wide
+from scripts.waiting import eventually
 
 if TYPE_CHECKING:
     from scripts.benchmarks._matrix import Swarm
@@ -37,14 +37,15 @@ def _needs_a_wide_lab(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def judged(swarm: Swarm) -> dict[str, dict[str, Any]]:
     """What each peer knows, once all know or PATIENCE_S have passed."""
+    told: dict[str, dict[str, Any]] = {}
+
+    def all_know() -> bool:
+        told.update({name: member.where()["status"] for name, member in swarm.members.items()})
+        return all(status["found_after_s"] is not None for status in told.values())
+
     swarm.settled()
-    began = time.monotonic()
-    while True:
-        told = {name: member.where()["status"] for name, member in swarm.members.items()}
-        known = all(status["found_after_s"] is not None for status in told.values())
-        if known or time.monotonic() - began > PATIENCE_S:
-            return told
-        time.sleep(0.1)
+    eventually(all_know, PATIENCE_S)
+    return told
 
 
 @pytest.mark.parametrize("unexpected", ["drop", "reset"])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 import pytest
 
 from scripts.lab import Kind, Unexpected, WideHost, WideLab, why_not_wide
+from scripts.waiting import eventually
 from tests.kit.foreign import command_line, require
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
@@ -77,11 +77,14 @@ def test_go_libp2p_is_a_judge_for_our_peers(kind: Kind, unexpected: Unexpected, 
     with WideLab(delay_ms=5) as lab, go(lab.host("go"), "-autonat", "-forceReachabilityPublic") as judge:
         leaf = started(lab.host("leaf", kind, unexpected), [judge.addr])
         leaf.hear()
-        began, status = time.monotonic(), dict[str, Any]()
-        while status.get("verdict", "unknown") == "unknown" and time.monotonic() - began < 30:
-            time.sleep(0.1)
+        status: dict[str, Any] = {}
+
+        def is_known() -> bool:
             leaf.tell(do="where")
-            status = leaf.hear()["status"]
+            status.update(leaf.hear()["status"])
+            return status["verdict"] != "unknown"
+
+        eventually(is_known, 30)
         assert (status["verdict"], status["why"]) == (verdict, status["why"])
         leaf.end()
 
@@ -93,8 +96,4 @@ def test_go_libp2p_asks_our_peers_and_is_dialed_back() -> None:
         [ours] = (swarm := Swarm(lab, relays=1)).relays  # alone, so that nobody else asks it
         with go(lab.host("go"), "-autonat") as asker:
             asker.ask(do="dial", addr=swarm.known[0])
-            began, told = time.monotonic(), dict[str, int]()
-            while not told.get("through") and time.monotonic() - began < GO_WAITS_S:
-                time.sleep(0.5)
-                told = ours.where()["status"]["dialed_back"]
-            assert told["through"] > 0
+            assert eventually(lambda: ours.where()["status"]["dialed_back"]["through"], GO_WAITS_S) > 0

@@ -1,0 +1,21 @@
+"""Waiting for what other processes do. Nothing wakes a caller for that, so it looks again and again, here alone.
+
+Not for what happens in this process: that has events. Not in a trio loop: this blocks.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Final, TypeVar
+
+T = TypeVar("T")
+LOOK_S: Final = 0.05  # between looks
+
+
+def eventually(look: Callable[[], T], most_s: float) -> T:
+    """What `look` tells as soon as that is true, or what it tells when `most_s` seconds have passed."""
+    deadline = time.monotonic() + most_s
+    while not (found := look()) and time.monotonic() < deadline:
+        time.sleep(LOOK_S)
+    return found
