@@ -6,7 +6,8 @@ Not collected by itself. The same tests run over TCP and over the simulated netw
 from __future__ import annotations
 
 from abc import abstractmethod
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 
 import pytest
@@ -14,8 +15,11 @@ import trio
 import trio.testing
 from multiaddr import Multiaddr
 
+from peerd.core.addr import parse_addr
 from peerd.core.errors import ConfigError, Unreachable
 from peerd.net.transport import Listener, RawLink, Transport
+
+LOOPBACK = parse_addr("/ip4/127.0.0.1/tcp/0")
 
 
 @dataclass(frozen=True)
@@ -27,6 +31,20 @@ class Ends:
     listener: Listener
     near: RawLink  # the dialer's end
     far: RawLink
+
+
+@asynccontextmanager
+async def on_loopback(dialer: Transport, answerer: Transport) -> AsyncIterator[Ends]:
+    """A connection over real sockets, closed whatever happens."""
+    listener = await answerer.listen(LOOPBACK)
+    near = await dialer.dial(listener.addrs[0])
+    far = await listener.accept()
+    try:
+        yield Ends(dialer, answerer, listener, near, far)
+    finally:
+        with trio.CancelScope(shield=True):
+            for end in (near, far, listener):
+                await end.aclose()
 
 
 async def read_exactly(link: RawLink, count: int) -> bytes:

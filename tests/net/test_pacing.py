@@ -2,38 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager
 
 import pytest
 import trio
 import trio.testing
 
-from peerd.core.addr import parse_addr
 from peerd.core.runfile import LimitsSection
 from peerd.net import pacing, tcpinfo
 from peerd.net.pacing import Pace, PacedLink, Turn, tcp_within
 from peerd.net.tcp import TcpLink
 from peerd.net.transport import LendingLink
-from tests.net.compliance import Ends, TransportCompliance
+from tests.net.compliance import Ends, TransportCompliance, on_loopback
 
-LOOPBACK = parse_addr("/ip4/127.0.0.1/tcp/0")
 MBIT = 8e-6
 
 
-@asynccontextmanager
-async def two_ends(limits: LimitsSection) -> AsyncIterator[Ends]:
+def two_ends(limits: LimitsSection) -> AbstractAsyncContextManager[Ends]:
     """`near` is within the limits, `far` is not."""
-    tcp, plain = tcp_within(limits), tcp_within(LimitsSection())
-    listener = await plain.listen(LOOPBACK)
-    near = await tcp.dial(listener.addrs[0])
-    far = await listener.accept()
-    try:
-        yield Ends(tcp, plain, listener, near, far)
-    finally:
-        with trio.CancelScope(shield=True):
-            for end in (near, far, listener):
-                await end.aclose()
+    return on_loopback(tcp_within(limits), tcp_within(LimitsSection()))
 
 
 class _Paced(TransportCompliance):
@@ -43,10 +30,8 @@ class _Paced(TransportCompliance):
     def autojump_clock(self) -> None:
         """Sockets live in real time."""
 
-    @asynccontextmanager
-    async def ends(self) -> AsyncIterator[Ends]:
-        async with two_ends(self.limits) as ends:
-            yield ends
+    def ends(self) -> AbstractAsyncContextManager[Ends]:
+        return two_ends(self.limits)
 
 
 @pytest.mark.socket

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
 import pytest
 import trio
@@ -14,9 +14,7 @@ from peerd.core.errors import ConfigError, Unreachable
 from peerd.net.tcp import TcpTransport
 from peerd.net.transport import LendingLink
 from tests.kit.virtual import addr_of, running_net, transport
-from tests.net.compliance import Ends, TransportCompliance, read_exactly
-
-LOOPBACK = parse_addr("/ip4/127.0.0.1/tcp/0")
+from tests.net.compliance import LOOPBACK, Ends, TransportCompliance, on_loopback, read_exactly
 
 
 class TestMemory(TransportCompliance):
@@ -38,18 +36,9 @@ class TestTcp(TransportCompliance):
     def autojump_clock(self) -> None:
         """Sockets live in real time."""
 
-    @asynccontextmanager
-    async def ends(self) -> AsyncIterator[Ends]:
+    def ends(self) -> AbstractAsyncContextManager[Ends]:
         tcp = TcpTransport()
-        listener = await tcp.listen(LOOPBACK)
-        near = await tcp.dial(listener.addrs[0])
-        far = await listener.accept()
-        try:
-            yield Ends(tcp, tcp, listener, near, far)
-        finally:
-            with trio.CancelScope(shield=True):
-                for end in (near, far, listener):
-                    await end.aclose()
+        return on_loopback(tcp, tcp)
 
 
 @pytest.mark.socket

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
 import pytest
 import trio
 import trio.testing
@@ -36,6 +39,26 @@ def taking(client: Client, monkeypatch: pytest.MonkeyPatch) -> trio.MemoryReceiv
 
     monkeypatch.setattr(client.circuits, "welcome", welcome)
     return take
+
+
+Ends = tuple[RawLink, RawLink]
+
+
+@asynccontextmanager
+async def joined(
+    monkeypatch: pytest.MonkeyPatch, config: RelayConfig | None = None, **line: float
+) -> AsyncIterator[tuple[Relay, Callable[[], Awaitable[Ends]]]]:
+    """A relay, and what makes a bare circuit over it each time: the ends of who called and of who was called."""
+    async with running_hosts() as hosts:
+        relay, service = await start_relay(hosts, "r", config, **line)
+        b = await behind(hosts, "b", relay, **line)
+        a = await start_client(hosts, "a", **line)
+        circuits = taking(b, monkeypatch)
+
+        async def circuit() -> Ends:
+            return await circuit_to(a, b, relay), await circuits.receive()
+
+        yield service, circuit
 
 
 async def read_all(raw: RawLink) -> int:
@@ -131,14 +154,8 @@ async def test_a_destination_that_does_not_answer_costs_a_bounded_wait(autojump_
 async def test_the_end_of_one_direction_is_carried_over(
     autojump_clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with running_hosts() as hosts:
-        relay, service = await start_relay(hosts, "r", latency_s=0.02)
-        b = await behind(hosts, "b", relay, latency_s=0.02)
-        a = await start_client(hosts, "a", latency_s=0.02)
-
-        circuits = taking(b, monkeypatch)
-        near = await circuit_to(a, b, relay)
-        far = await circuits.receive()
+    async with joined(monkeypatch, latency_s=0.02) as (service, circuit):
+        near, far = await circuit()
         async with trio.open_nursery() as nursery:
 
             async def write() -> None:
@@ -155,13 +172,8 @@ async def test_the_end_of_one_direction_is_carried_over(
 async def test_a_circuit_ends_when_its_bytes_are_used_up(
     autojump_clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with running_hosts() as hosts:
-        relay, service = await start_relay(hosts, "r", RelayConfig(circuit_bytes=300_000))
-        b = await behind(hosts, "b", relay)
-        a = await start_client(hosts, "a")
-        circuits = taking(b, monkeypatch)
-        near = await circuit_to(a, b, relay)
-        far = await circuits.receive()
+    async with joined(monkeypatch, RelayConfig(circuit_bytes=300_000)) as (service, circuit):
+        near, far = await circuit()
         with pytest.raises(trio.BrokenResourceError):
             await write_on(near, pause_s=0.1)
         assert await read_all(far) <= 300_000
@@ -171,13 +183,8 @@ async def test_a_circuit_ends_when_its_bytes_are_used_up(
 async def test_a_circuit_ends_when_its_time_is_over_or_nothing_moves(
     autojump_clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with running_hosts() as hosts:
-        relay, service = await start_relay(hosts, "r", RelayConfig(circuit_s=500, circuit_idle_s=100))
-        b = await behind(hosts, "b", relay)
-        a = await start_client(hosts, "a")
-        circuits = taking(b, monkeypatch)
-        near = await circuit_to(a, b, relay)
-        far = await circuits.receive()
+    async with joined(monkeypatch, RelayConfig(circuit_s=500, circuit_idle_s=100)) as (service, circuit):
+        near, far = await circuit()
         for _ in range(10):
             await near.send_all(b"alive")
             assert await far.receive_some(10) == b"alive"
@@ -185,8 +192,7 @@ async def test_a_circuit_ends_when_its_time_is_over_or_nothing_moves(
         assert service.traffic().circuits == 1
         await trio.sleep(20)
         assert service.traffic().circuits == 0
-        await circuit_to(a, b, relay)
-        await circuits.receive()
+        await circuit()
         await trio.sleep(90)
         assert service.traffic().circuits == 1
         await trio.sleep(50)
@@ -196,13 +202,8 @@ async def test_a_circuit_ends_when_its_time_is_over_or_nothing_moves(
 async def test_a_slow_reader_slows_its_writer_and_holds_little(
     autojump_clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with running_hosts() as hosts:
-        relay, service = await start_relay(hosts, "r", RelayConfig(circuit_stall_s=1000))
-        b = await behind(hosts, "b", relay)
-        a = await start_client(hosts, "a")
-        circuits = taking(b, monkeypatch)
-        near = await circuit_to(a, b, relay)
-        far = await circuits.receive()
+    async with joined(monkeypatch, RelayConfig(circuit_stall_s=1000)) as (service, circuit):
+        near, far = await circuit()
         written = 0
 
         async def write() -> None:
@@ -226,12 +227,8 @@ async def test_a_slow_reader_slows_its_writer_and_holds_little(
 async def test_a_reader_that_never_reads_loses_its_circuit(
     autojump_clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with running_hosts() as hosts:
-        relay, service = await start_relay(hosts, "r", RelayConfig(circuit_stall_s=20, circuit_idle_s=1000))
-        b = await behind(hosts, "b", relay)
-        a = await start_client(hosts, "a")
-        taking(b, monkeypatch)
-        near = await circuit_to(a, b, relay)
+    async with joined(monkeypatch, RelayConfig(circuit_stall_s=20, circuit_idle_s=1000)) as (service, circuit):
+        near, _ = await circuit()
         with pytest.raises(trio.BrokenResourceError):
             await write_on(near)
         assert trio.current_time() < 25
