@@ -146,11 +146,16 @@ async def test_closing_waits_for_the_running_job_and_fails_those_that_wait() -> 
 
 
 async def test_the_loop_is_free_while_a_job_runs() -> None:
-    go_on = threading.Event()
+    go_on, heard = threading.Event(), []
+
+    async def wait_for_the_loop(worker: DeviceWorker) -> None:
+        heard.append(await worker.run(lambda: go_on.wait(5), name="wait for the loop"))
+
     async with DeviceWorker() as worker, trio.open_nursery() as nursery:
-        nursery.start_soon(lambda: worker.run(lambda: go_on.wait(5), name="wait for the loop"))
+        nursery.start_soon(wait_for_the_loop, worker)
         await trio.testing.wait_all_tasks_blocked()
         go_on.set()
+    assert heard == [True]
 
 
 async def test_a_worker_limits_torchs_threads_in_its_own_thread() -> None:

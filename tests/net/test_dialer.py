@@ -65,9 +65,10 @@ async def test_the_next_address_starts_a_little_later_or_when_one_fails(autojump
 
 
 async def test_an_address_learned_during_the_dial_is_tried_too(autojump_clock: trio.testing.MockClock) -> None:
-    book = AddressBook()
+    book, tried = AddressBook(), []
 
     async def attempt(addr: Multiaddr, peer: PeerId) -> None:
+        tried.append(addr)
         if addr == FAR:
             return
         await trio.sleep(0.1)
@@ -78,6 +79,7 @@ async def test_an_address_learned_during_the_dial_is_tried_too(autojump_clock: t
     dialer = Dialer(book, attempt)
     async with trio.open_nursery() as nursery:
         await dialer.reach(PEER, nursery)
+    assert tried == [NEAR, FAR]
 
 
 async def test_every_reason_is_told(autojump_clock: trio.testing.MockClock) -> None:

@@ -109,7 +109,9 @@ async def test_one_can_listen_again_where_connections_of_before_still_live() -> 
         other = await far.accept()
         await own.aclose()
         again = await near.listen(tcp_addr(HERE, port))
+        assert port_of(again.addrs[0]) == port
         await out.send_all(b"x")
+        assert await other.receive_some(10) == b"x"
         for end in (again, out, other):
             await end.aclose()
 

@@ -50,9 +50,10 @@ def test_answers_are_read_strictly() -> None:
 def test_whatever_answers_no_other_error_comes_of_it(raw: bytes) -> None:
     for head in (b"", b"\x00\x80\x00\x00", b"\x00\x82\x00\x00"):
         with contextlib.suppress(NoMapping):
-            parse_external(head + raw)
+            assert parse_external(head + raw).packed in raw
         with contextlib.suppress(NoMapping):
-            parse_mapped(head + raw, 5)
+            outside, lease_s = parse_mapped(head + raw, 5)
+            assert outside.to_bytes(2, "big") + lease_s.to_bytes(4, "big") in raw
 
 
 @pytest.mark.socket

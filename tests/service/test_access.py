@@ -127,8 +127,10 @@ def test_a_token_is_good_for_its_roles_only() -> None:
 def test_without_a_pipeline_a_trainer_is_the_one_stage_too() -> None:
     async def main(club: Club) -> None:
         a, b = [await club.member("trainer", number=n, run=run_file(stages=1)) for n in (1, 2)]
-        for method in ("stage/1/forward", "stage/1/commit", "swarm/1/member", "average/1/part"):
+        methods = ["stage/1/forward", "stage/1/commit", "swarm/1/member", "average/1/part"]
+        for method in methods:
             await a.ask(b, method)
+        assert b.called == [(a.id, method) for method in methods]
 
     in_club(main)
 
@@ -265,6 +267,8 @@ def test_a_clock_that_is_far_off_is_corrected_although_tokens_look_expired_to_it
         for member in members:
             await late.ask(member)
             await member.ask(late)
+        assert [caller for caller, _ in late.called] == [member.id for member in members]
+        assert all(len(member.called) == 1 for member in members)
 
     in_club(main)
 

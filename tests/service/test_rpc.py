@@ -119,7 +119,10 @@ async def test_a_long_call_keeps_its_stream_open(autojump_clock: Clock) -> None:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(ask_empty, pair, "t/1/held", RPC_IDLE_S * 5)
             await trio.sleep(RPC_IDLE_S * 4)
+            assert pair.a.status()["channels"] == 1
             held.let_go.set()
+        assert held.entries == 1
+        assert not held.cancelled.is_set()
 
 
 @pytest.mark.slow
