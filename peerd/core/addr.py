@@ -45,6 +45,7 @@ _DNS_NAME: Final = re.compile(rb"[A-Za-z0-9_]([A-Za-z0-9._-]{0,251}[A-Za-z0-9])?
 # A peer id is 38 bytes in every accepted address: /p2p is then always these three bytes and the id.
 _PEER_HEAD: Final = b"\xa5\x03\x26"
 _CIRCUIT_PART: Final = b"\xa2\x02"
+Ip = ipaddress.IPv4Address | ipaddress.IPv6Address
 EXAMPLE: Final = "/ip4/198.51.100.7/tcp/31337/p2p/12D3KooW..."
 
 
@@ -171,7 +172,7 @@ def tcp_place(addr: Multiaddr) -> TcpPlace | None:
     return None
 
 
-def ip_of(addr: Multiaddr) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+def ip_of(addr: Multiaddr) -> Ip | None:
     """The IP address that `addr` begins with, if it does."""
     raw = addr.to_bytes()
     if raw[:1] == b"\x04" and len(raw) >= 5:
@@ -231,3 +232,19 @@ def reach(addr: Multiaddr) -> int:
     if ip.is_loopback:
         return 0
     return 2 if ip.is_global else 1  # shared addresses of providers (100.64.0.0/10) are not global either
+
+
+def place_of(ip: Ip | None) -> tuple[str, str]:
+    """The place, and the region around it, that an address stands for: one household has an IPv4 address or an IPv6
+    /64, and whoever rents addresses has a /24 or a /48. Identities are free, places are not."""
+    if ip is None:
+        return "an unknown place", "an unknown region"
+    if isinstance(ip, ipaddress.IPv6Address):
+        if ip.ipv4_mapped is not None:
+            return place_of(ip.ipv4_mapped)
+        return _network(ip, 64), _network(ip, 48)
+    return str(ip), _network(ip, 24)
+
+
+def _network(ip: Ip, bits: int) -> str:
+    return str(ipaddress.ip_network((ip, bits), strict=False))

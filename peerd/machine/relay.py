@@ -11,16 +11,15 @@ Source: libp2p specs `relay/circuit-v2.md`; the bounds are ours.
 
 from __future__ import annotations
 
-import ipaddress
 import math
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from peerd.core.addr import Ip, place_of
 from peerd.core.ids import PeerId
 from peerd.core.protobuf.circuit import Status
 
-Ip = ipaddress.IPv4Address | ipaddress.IPv6Address
 _PLACES = 4096  # whose requests of the last minute are remembered
 
 
@@ -249,18 +248,3 @@ def _within(names: Iterable[object], bound: int) -> None:
     for name in names:
         counts[name] = counts.get(name, 0) + 1
     assert all(count <= bound for count in counts.values()), f"more than {bound}: {counts}"
-
-
-def place_of(ip: Ip | None) -> tuple[str, str]:
-    """The place, and the region around it, that an address stands for."""
-    if ip is None:
-        return "an unknown place", "an unknown region"
-    if isinstance(ip, ipaddress.IPv6Address):
-        if ip.ipv4_mapped is not None:
-            return place_of(ip.ipv4_mapped)
-        return _network(ip, 64), _network(ip, 48)
-    return str(ip), _network(ip, 24)
-
-
-def _network(ip: Ip, bits: int) -> str:
-    return str(ipaddress.ip_network((ip, bits), strict=False))

@@ -2,7 +2,7 @@
 
 Accepts, and gives each connection a bounded time in one of a bounded number of places; what a proof is, and what comes
 of it, is the Host's (`prove`). Hostile input: strangers who connect and say nothing, from one address or many: when
-the places are full the oldest of the address that holds most gives way, so that one address cannot lock us.
+all is full the oldest of the place that sent most (an IPv4 address, an IPv6 /64) gives way, so that none can lock us.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable
 
 import trio
 
-from peerd.core.addr import ip_of
+from peerd.core.addr import ip_of, place_of
 from peerd.core.errors import ProtocolViolation, RemoteError
 from peerd.net.transport import Listener, RawLink, close_surely
 
@@ -44,7 +44,8 @@ class Reception:
     def _make_room(self) -> None:
         if len(self._half_open) >= self._places:
             most = Counter(place for place, _ in self._half_open.values()).most_common(1)[0][0]
-            next(scope for place, scope in self._half_open.values() if place == most).cancel()
+            oldest = next(raw for raw, (place, _) in self._half_open.items() if place == most)
+            self._half_open.pop(oldest)[1].cancel()  # at once: the next may be here before that one has left
 
     async def _welcome(self, raw: RawLink, scope: trio.CancelScope) -> None:
         kept = False
@@ -64,4 +65,5 @@ class Reception:
 
 
 def _place(raw: RawLink) -> str:
-    return str(ip_of(raw.remote) or raw.remote)
+    ip = ip_of(raw.remote)
+    return str(raw.remote) if ip is None else place_of(ip)[0]

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 import trio
 
 from peerd.core import limits
-from peerd.core.addr import ip_of, is_relayed, reach
+from peerd.core.addr import ip_of, is_relayed, place_of, reach
 from peerd.core.clock import Clock
 from peerd.core.errors import ProtocolViolation, RemoteError, Unreachable
 from peerd.core.ids import PeerId
@@ -41,7 +41,7 @@ from peerd.core.protobuf.circuit import (
 )
 from peerd.core.protobuf.voucher import Voucher
 from peerd.machine.paths import Way
-from peerd.machine.relay import Refusal, RelayConfig, Switchboard, overfull, place_of
+from peerd.machine.relay import Refusal, RelayConfig, Switchboard, overfull
 from peerd.machine.turns import Pace, Shares
 from peerd.net.delimited import receive_message, send_message
 from peerd.net.host import Host

@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from peerd.core.addr import Ip, place_of
 from peerd.core.keys import Keypair
 from peerd.core.protobuf.circuit import Status
-from peerd.machine.relay import Admitted, Granted, Ip, Refusal, RelayConfig, Switchboard, overfull, place_of
+from peerd.machine.relay import Admitted, Granted, Refusal, RelayConfig, Switchboard, overfull
 
 PEERS = [Keypair.from_seed(bytes([number]) * 32).peer_id for number in range(40)]
 HERE = ipaddress.ip_address("198.51.100.1")
