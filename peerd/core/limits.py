@@ -110,11 +110,10 @@ WATCH_EVENTS: Final = 4096  # PeerUp, PeerTold and PeerDown that one watcher may
 AUTONAT_BYTES: Final = 4096  # one message: 16 addresses and a sentence; the same bound as in Go
 AUTONAT_DIALS: Final = 4  # addresses tried for one question, all at the asker's own IP address
 AUTONAT_AT_ONCE: Final = 16  # questions under way: each is a dial, or a few, for some seconds
-AUTONAT_AT_ONCE_PER_IP: Final = 3  # so that no address takes all places
+AUTONAT_AT_ONCE_PER_IP: Final = 3  # or IPv6 /64, so that none takes all places
 AUTONAT_PER_MINUTE: Final = 240  # questions that are answered
-AUTONAT_PER_MINUTE_PER_IP: Final = 24  # several peers may share a router
+AUTONAT_PER_MINUTE_PER_IP: Final = 24  # or IPv6 /64: several peers may share a router
 AUTONAT_PER_MINUTE_PER_PEER: Final = 6  # it asks again when something changed
-AUTONAT_ASKERS: Final = 1024  # remembered for these rates; the one heard of longest ago makes room
 OBSERVERS: Final = 256  # peers whose view of our addresses is kept; half the connections that we hold
 RESERVATION_ADDRS: Final = 3  # addresses of one relay that we announce ways over
 
@@ -132,10 +131,11 @@ PUNCH_ATTEMPTS: Final = 3  # of one meeting, as the specification says
 PUNCH_ATTEMPT_S: Final = 5.0  # for one of them, as in Go
 PUNCH_MEETINGS: Final = 32  # at once, with all peers
 PUNCH_PAIRS: Final = 1024  # failed pairs that are remembered: twice the connections that we hold
-PUNCH_TARGETS: Final = 1024  # hosts that others had us dial, and peers that had us do so, remembered for a minute
 PUNCH_PER_MINUTE: Final = 360  # addresses that all peers together may have us dial: nobody scans networks through us
 PUNCH_PER_PEER_MINUTE: Final = 24  # of these, one peer: two meetings with all that they may take
-PUNCH_TARGET_PER_MINUTE: Final = 30  # attempts at one host, whoever names it: nobody is to be bothered through us
+PUNCH_TARGET_PER_MINUTE: Final = (
+    30  # attempts at one host or IPv6 /64, whoever names it: nobody is bothered
+)
 
 # --- records and the DHT ---------------------------------------------------------------------------------------
 RECORD_VALUE_BYTES: Final = 16 << 10  # an announcement with addresses and figures takes well below 1 KiB

@@ -8,20 +8,20 @@ Invariants: the tables stay within limits.AUTONAT_*; every refusal has a reason.
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
-from collections.abc import Hashable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from multiaddr import Multiaddr
 
 from peerd.core import limits
-from peerd.core.addr import decode_addr, ip_of, reach, split_peer, tcp_place
+from peerd.core.addr import decode_addr, ip_of, place_of, reach, split_peer, tcp_place
 from peerd.core.errors import ProtocolViolation
 from peerd.core.ids import PeerId
 from peerd.core.protobuf.autonat import DialMe, DialStatus
 from peerd.machine.paths import Way
+from peerd.machine.quota import Quota
 
-_MINUTE_S = 60.0
+_TOO_OFTEN = ("too many questions in this minute", "you ask too often", "your address asks too often")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,10 +45,10 @@ class DialBacks:
     """The questions under way and those of the last minute."""
 
     def __init__(self) -> None:
-        self._busy: dict[int, str] = {}  # question -> IP address of the asker
+        self._busy: dict[int, str] = {}  # question -> place of the asker
         self._next = 0
-        self._recent: OrderedDict[Hashable, deque[float]] = OrderedDict()  # times, by peer and by IP address
-        self._all: deque[float] = deque()
+        bounds = limits.AUTONAT_PER_MINUTE, limits.AUTONAT_PER_MINUTE_PER_PEER, limits.AUTONAT_PER_MINUTE_PER_IP
+        self._quota = Quota(*bounds)
 
     @property
     def under_way(self) -> int:
@@ -66,49 +66,32 @@ class DialBacks:
         addrs = _allowed(asker, question.addrs)
         if not addrs:
             return Refusal(DialStatus.DIAL_REFUSED, f"no address to dial at {ip}, from where you are connected")
-        crowd = self._crowd(now, asker.peer, str(ip))
-        if crowd:
+        place = place_of(ip)[0]
+        names = "", asker.peer, place
+        if crowd := self._crowd(now, names):
             return Refusal(DialStatus.DIAL_REFUSED, crowd)
-        for times in (self._all, self._times(asker.peer), self._times(str(ip))):
-            times.append(now)
+        self._quota.count(now, names)
         self._next += 1
-        self._busy[self._next] = str(ip)
+        self._busy[self._next] = place
         return self._next, addrs
 
     def end(self, number: int) -> None:
         """The question has been answered."""
         del self._busy[number]
 
-    def _crowd(self, now: float, peer: PeerId, ip: str) -> str:
+    def _crowd(self, now: float, names: tuple[str, PeerId, str]) -> str:
         """Why this is one question too many; "" when it is not."""
         if len(self._busy) >= limits.AUTONAT_AT_ONCE:
             return "too many questions at once"
-        if list(self._busy.values()).count(ip) >= limits.AUTONAT_AT_ONCE_PER_IP:
+        if list(self._busy.values()).count(names[-1]) >= limits.AUTONAT_AT_ONCE_PER_IP:
             return "too many questions at once from your address"
-        bounds = (
-            (self._all, limits.AUTONAT_PER_MINUTE, "too many questions in this minute"),
-            (self._times(peer), limits.AUTONAT_PER_MINUTE_PER_PEER, "you ask too often"),
-            (self._times(ip), limits.AUTONAT_PER_MINUTE_PER_IP, "your address asks too often"),
-        )
-        for times, most, why in bounds:
-            while times and times[0] <= now - _MINUTE_S:
-                times.popleft()
-            if len(times) >= most:
-                return why
-        return ""
-
-    def _times(self, who: Hashable) -> deque[float]:
-        times = self._recent.setdefault(who, deque())
-        self._recent.move_to_end(who)
-        while len(self._recent) > limits.AUTONAT_ASKERS:
-            self._recent.popitem(last=False)
-        return times
+        over = self._quota.exceeded(now, names)
+        return "" if over is None else _TOO_OFTEN[over]
 
     def check(self) -> None:
         """Invariants, for tests."""
         assert len(self._busy) <= limits.AUTONAT_AT_ONCE
-        assert len(self._recent) <= limits.AUTONAT_ASKERS
-        assert len(self._all) <= limits.AUTONAT_PER_MINUTE
+        assert len(self._quota) <= 1 + 2 * limits.AUTONAT_PER_MINUTE
 
 
 def _allowed(asker: Asker, raw: Iterable[bytes]) -> list[Multiaddr]:

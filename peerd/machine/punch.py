@@ -14,14 +14,13 @@ from __future__ import annotations
 import ipaddress
 import math
 import random
-from collections import deque
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
-from typing import Final, TypeVar
+from typing import Final
 
 from multiaddr import Multiaddr
 
-from peerd.core.addr import decode_addr, ip_of, is_dialable, reach, split_peer, tcp_place
+from peerd.core.addr import Ip, decode_addr, ip_of, is_dialable, place_of, reach, split_peer, tcp_place
 from peerd.core.errors import ProtocolViolation
 from peerd.core.ids import PeerId
 from peerd.core.limits import (
@@ -30,8 +29,8 @@ from peerd.core.limits import (
     PUNCH_PER_MINUTE,
     PUNCH_PER_PEER_MINUTE,
     PUNCH_TARGET_PER_MINUTE,
-    PUNCH_TARGETS,
 )
+from peerd.machine.quota import Quota
 
 FIRST_PAUSE_S: Final = 30.0  # after a meeting that failed
 LONGEST_PAUSE_S: Final = 3600.0
@@ -46,8 +45,6 @@ _REVERSE_MIN_S: Final = 0.3
 _REVERSE_RTTS: Final = 3.0  # the connection, and its hand-shake
 _SILENCE_S: Final = 0.4
 _SILENCE_RTTS: Final = 2.5
-
-Ip = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
 def speaks_first(agent: str, *, proposed: bool) -> bool:
@@ -147,37 +144,6 @@ def reverse_s(rtt_s: float | None) -> float:
     return _REVERSE_MAX_S if rtt_s is None else min(_REVERSE_MAX_S, _REVERSE_MIN_S + _REVERSE_RTTS * rtt_s)
 
 
-class _Minute:
-    """How often something was done within the last minute, up to a bound."""
-
-    __slots__ = ("_most", "_times")
-
-    def __init__(self, most: int) -> None:
-        self._most, self._times = most, deque[float]()
-
-    def has_room(self, now: float) -> bool:
-        while self._times and self._times[0] <= now - 60:
-            self._times.popleft()
-        return len(self._times) < self._most
-
-    def count(self, now: float) -> None:
-        self._times.append(now)
-
-
-Named = TypeVar("Named", bound=Hashable)
-
-
-def _youngest(table: dict[Named, _Minute], name: Named, most: int) -> _Minute:
-    """The entry of `name`, now the youngest of a bounded table."""
-    entry = table.pop(name, None)
-    if entry is None:
-        entry = _Minute(most)
-    table[name] = entry
-    while len(table) > PUNCH_TARGETS:
-        del table[next(iter(table))]
-    return entry
-
-
 @dataclass(slots=True)
 class Pair:
     """A peer with which punching has failed."""
@@ -195,9 +161,7 @@ class Memory:
         self.pairs: dict[PeerId, Pair] = {}  # the one that failed longest ago first
         self._rng = rng
         self._own: frozenset[Ip] = frozenset()
-        self._targets: dict[Ip, _Minute] = {}
-        self._askers: dict[PeerId, _Minute] = {}
-        self._all = _Minute(PUNCH_PER_MINUTE)
+        self._quota = Quota(PUNCH_PER_PEER_MINUTE, PUNCH_TARGET_PER_MINUTE, PUNCH_PER_MINUTE)
 
     def look(self, own: Iterable[Multiaddr], peer: PeerId, theirs: Iterable[Hashable], now: float) -> tuple[bool, str]:
         """Whether to meet `peer` now, and why; `own`: our addresses, `theirs`: what the peer says of itself.
@@ -247,10 +211,8 @@ class Memory:
             ip = ip_of(addr)
             if ip is None:
                 continue
-            asker = _youngest(self._askers, peer, PUNCH_PER_PEER_MINUTE)
-            counts = (asker, _youngest(self._targets, ip, PUNCH_TARGET_PER_MINUTE), self._all)
-            if all(count.has_room(now) for count in counts):
+            names = peer, place_of(ip)[0], ""
+            if self._quota.exceeded(now, names) is None:
                 admitted.append(addr)
-                for count in counts:
-                    count.count(now)
+                self._quota.count(now, names)
         return admitted

@@ -17,7 +17,6 @@ from peerd.core.limits import (
     PUNCH_PER_MINUTE,
     PUNCH_PER_PEER_MINUTE,
     PUNCH_TARGET_PER_MINUTE,
-    PUNCH_TARGETS,
 )
 from peerd.machine import punch
 from peerd.machine.punch import LONGEST_PAUSE_S, Memory, refused_pause_s, silence_s, speaks_first, to_dial, to_offer
@@ -94,11 +93,21 @@ def test_nobody_scans_networks_through_us() -> None:
     assert held.admit(peer(1), [PUBLIC], 61.5) == [PUBLIC]
 
 
-def test_the_tables_stay_bounded() -> None:
+def test_who_is_refused_pushes_nobody_out_of_the_tables() -> None:
+    """Naming thousands of hosts does not make us forget how often the one before them was dialed."""
     held = memory()
-    for number in range(PUNCH_TARGETS + 50):
-        held.admit(peer(number), [tcp_addr(f"45.{number >> 8}.{number & 255}.1", 1)], 60.0 * number)
-    assert len(held._targets) == len(held._askers) == PUNCH_TARGETS
+    for number in range(PUNCH_TARGET_PER_MINUTE):
+        assert held.admit(peer(number), [PUBLIC], 1.0) == [PUBLIC]
+    for number in range(3000):
+        held.admit(peer(number), [tcp_addr(f"45.{number >> 8}.{number & 255}.1", 1)], 2.0)
+    assert held.admit(peer(4000), [PUBLIC], 3.0) == []
+
+
+def test_all_addresses_of_an_ipv6_network_are_one_target() -> None:
+    held = memory()
+    hosts = [tcp_addr(f"2a00:1:2:3::{number:x}", 22) for number in range(1, 200)]
+    admitted = [host for number, host in enumerate(hosts) if held.admit(peer(number), [host], 1.0)]
+    assert len(admitted) == PUNCH_TARGET_PER_MINUTE
 
 
 def test_pairs_are_remembered_up_to_a_bound() -> None:
