@@ -85,6 +85,8 @@ class NatPmp:
     async def map(self, port: int, lease_s: int) -> Mapped:
         ip = parse_external(await self._ask(external_request(), _EXTERNAL))
         outside, granted_s = parse_mapped(await self._ask(map_request(port, port, lease_s), _MAP_TCP), port)
+        if not outside or not granted_s:  # the form of an answer to `unmap`
+            raise NoMapping("the router's answer names no port, or no time for which it is ours")
         return Mapped(ip, outside, granted_s)
 
     async def unmap(self, port: int) -> None:

@@ -17,7 +17,8 @@ _DEVICES = ("InternetGatewayDevice", "WANDevice", "WANConnectionDevice")
 
 
 class FakeNatPmp:
-    """`mapped[inside] = outside`. `result`: what it answers; `silent`: how many requests it ignores."""
+    """`mapped[inside] = outside`. `result`: what it answers; `silent`: how many requests it ignores; `promise`: a port
+    and a lease that it names, whatever is asked."""
 
     def __init__(self) -> None:
         self.port = 0
@@ -25,6 +26,7 @@ class FakeNatPmp:
         self.mapped: dict[int, int] = {}
         self.taken: set[int] = set()
         self.result = self.silent = 0
+        self.promise: tuple[int, int] | None = None
         self.asked = 0
 
     def answer(self, request: bytes) -> bytes | None:
@@ -36,6 +38,8 @@ class FakeNatPmp:
         if request[1] == 0:
             return head + (b"" if self.result else socket.inet_aton(self.ip))
         _, inside, outside, lease_s = struct.unpack("!HHHI", request[2:])
+        if self.promise is not None:
+            return head + struct.pack("!HHI", inside, *self.promise)
         if lease_s == 0:
             self.mapped.pop(inside, None)
             return head + struct.pack("!HHI", inside, 0, 0)

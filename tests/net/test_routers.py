@@ -72,6 +72,15 @@ async def test_natpmp_maps_and_takes_back_though_packets_are_lost() -> None:
 
 
 @pytest.mark.socket
+@pytest.mark.parametrize(("port", "lease_s"), [(0, 1200), (4001, 0)], ids=["no port", "no time"])
+async def test_a_natpmp_router_that_promises_nothing_is_not_believed(port: int, lease_s: int) -> None:
+    async with natpmp_router() as router:
+        router.promise = port, lease_s
+        with trio.fail_after(30), pytest.raises(NoMapping, match="no port, or no time"):
+            await NatPmp(lambda: "127.0.0.1", router.port).map(4001, 3600)
+
+
+@pytest.mark.socket
 async def test_without_a_natpmp_router_it_says_so() -> None:
     with pytest.raises(NoMapping, match="no router is known"):
         await NatPmp(lambda: None).map(1, 1)
