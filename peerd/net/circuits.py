@@ -150,8 +150,10 @@ class Circuits:
         return Reservation(relay, addrs, self._clock.now() + lasts_s, limit)
 
     def _relay_addrs(self, link: Link, promise: Promise) -> tuple[Multiaddr, ...]:
-        """Circuit addresses of ours: by what the relay says of itself, and by what led us there; else by hearsay."""
-        said = []
+        """Circuit addresses of ours: by what led us there, which is known to be right, and by what the relay says of
+        itself; else by hearsay. A relay that names others' addresses has those who look for us dial them, so that few
+        are announced (see `service.reserving`)."""
+        said = [link.remote] if link.initiator else []
         for raw in promise.relay_addrs:
             try:
                 bare, named = split_peer(decode_addr(raw))
@@ -159,8 +161,6 @@ class Circuits:
                 continue  # a kind of address that is not known here
             if named in (None, link.peer) and bare.to_bytes():
                 said.append(bare)
-        if link.initiator:
-            said.append(link.remote)
         local = reach(link.remote) == 0  # nobody elsewhere has any use for a relay's loopback address
         told = said or self._host.known_addrs(link.peer)
         unique = dict.fromkeys(addr for addr in told if _is_direct(addr) and (local or reach(addr) > 0))
