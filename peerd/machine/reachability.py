@@ -102,7 +102,7 @@ class Reachability:
         self._given: tuple[Multiaddr, ...] = ()
         self._observers = Observers()
         self._servers: dict[PeerId, _Server] = {}
-        self._answers: dict[PeerId, _Answer] = {}
+        self._answers: dict[PeerId, _Answer] = {}  # the latest last
         self._epoch: tuple[object, object, object] = (), (), ()
         self.finding = Finding(Kind.UNKNOWN, "nobody has been asked yet")
 
@@ -143,7 +143,10 @@ class Reachability:
             server.not_before = now + self._config.refused_s
             return
         server.due = False
+        self._answers.pop(peer, None)
         self._answers[peer] = _Answer(now, sight.at, asked, proven)
+        if len(self._answers) > OBSERVERS:  # more than are connected: who left longest ago counts no longer
+            del self._answers[next(gone for gone in self._answers if gone not in self._observers)]
 
     # --- what to do --------------------------------------------------------------------------------------------
 
@@ -349,6 +352,7 @@ class Reachability:
     def check(self) -> None:
         """Invariants, for tests."""
         assert len(self._observers) <= OBSERVERS
+        assert len(self._answers) <= OBSERVERS
         assert all(peer in self._observers for peer in self._servers)
         assert all(reach(addr) == 2 for addr in (*self.finding.proven, *self.finding.candidates, *self.finding.dead))
         assert sum(server.pending is not None for server in self._servers.values()) <= self._config.at_once

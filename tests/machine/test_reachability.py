@@ -230,6 +230,19 @@ def test_a_flood_of_observers_is_bounded() -> None:
     assert len(judge.step(0.0)) == 3
 
 
+def test_peers_that_answer_and_leave_are_remembered_up_to_a_bound() -> None:
+    judge = machine(INSIDE)
+    for number in range(OBSERVERS + 50):
+        peer, now = Keypair.from_seed(number.to_bytes(32, "big")).peer_id, number / 10
+        judge.saw(now, Sight(peer, network(number % 30), MAPPED, True, False, True))
+        assert [ask.peer for ask in judge.step(now)] == [peer]
+        judge.answered(now, peer, tried=True)
+        judge.lost(now, peer)
+        judge.check()
+    judge.step(now + 1.0)
+    assert f"({OBSERVERS} asked)" in judge.finding.why
+
+
 def test_a_crowd_of_observers_pushes_nobody_out_but_its_own() -> None:
     judge = machine(INSIDE)
     for number in (0, 1):
