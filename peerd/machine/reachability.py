@@ -132,6 +132,11 @@ class Reachability:
         self._observers.drop(peer)
         self._servers.pop(peer, None)
 
+    def moved(self) -> None:
+        """This machine is elsewhere: whoever has answered is asked anew, and at once."""
+        for server in self._servers.values():
+            server.due, server.asked_at, server.not_before = True, -math.inf, -math.inf
+
     def answered(self, now: float, peer: PeerId, *, tried: bool, proven: Multiaddr | None = None) -> None:
         """What came of the question to `peer`; not `tried`: it would not, or we could not ask. `proven`: it got in."""
         server, sight = self._servers.get(peer), self._observers.get(peer)

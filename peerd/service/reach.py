@@ -140,9 +140,10 @@ class Reach:
             self.look()
 
     async def _follow_machine(self) -> None:
-        """Look again when this machine is elsewhere."""
+        """Ask again when this machine is elsewhere."""
         while True:
             await self._host.whereabouts.relocated()
+            self._machine.moved()
             self.look()
 
     def _told(self, link: Link | None) -> None:

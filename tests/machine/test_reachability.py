@@ -153,6 +153,20 @@ def test_answers_are_refreshed_and_another_address_is_asked_about_soon() -> None
     assert judge.wake_at(100.0) == 400.0
 
 
+def test_a_machine_that_has_moved_asks_everybody_at_once_and_keeps_its_verdict_until_they_say_otherwise() -> None:
+    judge = machine(INSIDE)
+    for number in range(3):
+        judge.saw(0.0, sight(number, MAPPED))
+    settle(judge, 0.0, [MAPPED])
+    judge.moved()
+    asks = judge.step(6.0)
+    assert (len(asks), judge.finding.kind) == (3, Kind.REACHABLE)
+    for ask in asks:
+        judge.answered(7.0, ask.peer, tried=True)
+    assert judge.step(7.0) == []
+    assert judge.finding.kind == Kind.KEEPS_PORTS
+
+
 def test_what_was_proven_under_an_address_that_is_gone_is_not_announced_any_longer() -> None:
     judge = machine(INSIDE)
     for number in range(3):

@@ -114,6 +114,19 @@ async def test_a_port_that_is_opened_later_is_noticed_at_the_next_look() -> None
         assert reach.finding.kind == Kind.REACHABLE
 
 
+async def test_a_machine_that_moves_asks_again_at_once() -> None:
+    async with internet() as peers:
+        for name in ("one", "two", "three"):
+            await peers.start(name)
+        reach = await peers.start("new", "port-restricted")
+        await peers.join("new", "one", "two", "three")
+        assert (await verdict(reach))[0] == Kind.KEEPS_PORTS
+        peers.routers["new"].forward(PORT)
+        peers.hosts["new"].whereabouts._relocations.unpark_all()
+        await trio.sleep(1)
+        assert reach.finding.kind == Kind.REACHABLE
+
+
 async def ask(host: Host, other: Host, question: DialMe) -> Dialed:
     stream = await host.open_stream(other.id, AUTONAT)
     await send_message(stream, question.encode())
