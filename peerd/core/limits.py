@@ -133,9 +133,7 @@ PUNCH_MEETINGS: Final = 32  # at once, with all peers
 PUNCH_PAIRS: Final = 1024  # failed pairs that are remembered: twice the connections that we hold
 PUNCH_PER_MINUTE: Final = 360  # addresses that all peers together may have us dial: nobody scans networks through us
 PUNCH_PER_PEER_MINUTE: Final = 24  # of these, one peer: two meetings with all that they may take
-PUNCH_TARGET_PER_MINUTE: Final = (
-    30  # attempts at one host or IPv6 /64, whoever names it: nobody is bothered
-)
+PUNCH_TARGET_PER_MINUTE: Final = 30  # attempts at one host or IPv6 /64, whoever names it: nobody is bothered
 
 # --- records and the DHT ---------------------------------------------------------------------------------------
 RECORD_VALUE_BYTES: Final = 16 << 10  # an announcement with addresses and figures takes well below 1 KiB
