@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Final, TypeVar
 
 T = TypeVar("T")
-LOOK_S: Final = 0.05  # between looks
+LOOK_S: Final = 0.1  # between looks
 
 
 def eventually(look: Callable[[], T], most_s: float) -> T:

@@ -1,40 +1,64 @@
-"""Peers behind every pair of routers reach each other, on the best way that there is between them."""
+"""Peers behind routers of every kind know how they are reached, and reach each other on the best way there is."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from scripts.lab import Kind, Unexpected, why_not_wide
+from scripts.lab import Kind, why_not_wide
+from scripts.waiting import eventually
+
+if TYPE_CHECKING:
+    from scripts.benchmarks._matrix import Swarm
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
+VERDICTS = {
+    "public": "reachable",
+    "full-cone": "reachable",
+    "port-restricted": "port-restricted",
+    "symmetric": "symmetric",
+    "firewall": "firewall",
+}
+VERDICT_S = 5.0
 PUNCHED_S = 3.0
+PATIENCE_S = 10.0
 
 pytestmark = [pytest.mark.lab, pytest.mark.socket, pytest.mark.slow, pytest.mark.timeout(300)]
 
 
-@pytest.fixture(autouse=True)
-def _needs_a_wide_lab(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(scope="module", autouse=True)
+def _needs_a_wide_lab() -> Iterator[None]:
     reason = why_not_wide()
     if reason is not None:
         pytest.skip(reason)
-    monkeypatch.syspath_prepend(str(SCRIPTS))
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.syspath_prepend(str(SCRIPTS))
+        yield
 
 
-@pytest.mark.parametrize("unexpected", ["drop", "reset"])
-def test_each_pair_of_kinds_ends_on_the_best_way_there_is(unexpected: Unexpected) -> None:
-    from benchmarks._matrix import KINDS, best, matrix, of_all_kinds
+@pytest.fixture(scope="module", params=["drop", "reset"])
+def of_all_kinds(request: pytest.FixtureRequest) -> Iterator[Swarm]:
+    """Two peers of each kind, behind routers that drop or refuse what they did not expect; none has met another."""
+    from benchmarks import _matrix
 
-    with of_all_kinds(unexpected) as swarm:
+    with _matrix.of_all_kinds(request.param) as swarm:
         swarm.settled()
-        found = matrix(swarm)
-    wanted = {f"{one}/{other}": best(one, other) for one in KINDS for other in KINDS}
-    said = {pair: met.text for pair, met in found.items() if met.way != wanted[pair]}
-    assert {pair: met.way for pair, met in found.items()} == wanted, said
-    punched = {pair: met.best_s for pair, met in found.items() if met.way == "punched"}
-    assert len(punched) == 4
-    assert all(at is not None and at <= PUNCHED_S for at in punched.values()), punched
+        yield swarm
+
+
+def judged(swarm: Swarm) -> dict[str, dict[str, Any]]:
+    """What each peer knows, once all know or PATIENCE_S have passed."""
+    told: dict[str, dict[str, Any]] = {}
+
+    def all_know() -> bool:
+        told.update({name: member.where()["status"] for name, member in swarm.members.items()})
+        return all(status["found_after_s"] is not None for status in told.values())
+
+    eventually(all_know, PATIENCE_S)
+    return told
 
 
 @pytest.mark.parametrize("kind", ["full-cone", "port-restricted", "symmetric"])
@@ -51,6 +75,34 @@ def test_neighbours_behind_one_router_meet_on_their_lan(kind: Kind) -> None:
         remote = swarm.members["one"].where()["remotes"][swarm.members["other"].peer]
     assert met.way == "direct", met.text
     assert remote.startswith(f"/ip4/{swarm.members['other'].host.ip}/")
+
+
+def test_the_verdict_is_right_within_five_seconds_whatever_the_router(of_all_kinds: Swarm) -> None:
+    from benchmarks._matrix import KINDS
+
+    told = judged(of_all_kinds)
+    relays = [relay.where()["status"]["verdict"] for relay in of_all_kinds.relays]
+    assert {name: status["verdict"] for name, status in told.items()} == {
+        f"{kind}{number}": VERDICTS[kind] for kind in KINDS for number in (1, 2)
+    }
+    late = {name: status["found_after_s"] for name, status in told.items() if status["found_after_s"] > VERDICT_S}
+    assert late == {}
+    assert relays == ["reachable"] * len(of_all_kinds.relays)
+    closed = {name: len(status["relays"]) for name, status in told.items() if status["verdict"] != "reachable"}
+    assert set(closed.values()) == {2}
+    print({name: (status["verdict"], round(status["found_after_s"], 2)) for name, status in told.items()})
+
+
+def test_each_pair_of_kinds_ends_on_the_best_way_there_is(of_all_kinds: Swarm) -> None:
+    from benchmarks._matrix import KINDS, best, matrix
+
+    found = matrix(of_all_kinds)
+    wanted = {f"{one}/{other}": best(one, other) for one in KINDS for other in KINDS}
+    said = {pair: met.text for pair, met in found.items() if met.way != wanted[pair]}
+    assert {pair: met.way for pair, met in found.items()} == wanted, said
+    punched = {pair: met.best_s for pair, met in found.items() if met.way == "punched"}
+    assert len(punched) == 4
+    assert all(at is not None and at <= PUNCHED_S for at in punched.values()), punched
 
 
 @pytest.mark.parametrize(

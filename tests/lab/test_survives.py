@@ -30,24 +30,31 @@ PAIRS = [("home", "flat"), ("home", "deep"), ("deep", "flat"), ("open", "home"),
 pytestmark = [pytest.mark.lab, pytest.mark.socket, pytest.mark.slow, pytest.mark.timeout(300)]
 
 
-@pytest.fixture
-def swarm(monkeypatch: pytest.MonkeyPatch) -> Iterator[Swarm]:
-    """Four peers that call each other; all calls have succeeded for a while."""
+@pytest.fixture(scope="module")
+def chatting() -> Iterator[Swarm]:
+    """Four peers that call each other, behind relays of which one is to spare: what one test breaks is whole again."""
     reason = why_not_wide()
     if reason is not None:
         pytest.skip(reason)
-    monkeypatch.syspath_prepend(str(SCRIPTS))
-    import lab
-    from benchmarks._matrix import Swarm
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.syspath_prepend(str(SCRIPTS))
+        import lab
+        from benchmarks._matrix import Swarm
 
-    with lab.WideLab(delay_ms=10) as wide:
-        made = Swarm(wide, dht=True)
-        made.add({name: wide.host(name, kind) for name, kind in KINDS.items()})
-        assert set(made.settled()) == set(KINDS)
-        for caller, called in PAIRS:
-            made.chat(caller, called, period_s=PERIOD_S, timeout_s=TIMEOUT_S)
-        assert calm(made, 20) is not None
-        yield made
+        with lab.WideLab(delay_ms=10) as wide:
+            made = Swarm(wide, dht=True)
+            made.add({name: wide.host(name, kind) for name, kind in KINDS.items()})
+            assert set(made.settled()) == set(KINDS)
+            for caller, called in PAIRS:
+                made.chat(caller, called, period_s=PERIOD_S, timeout_s=TIMEOUT_S)
+            yield made
+
+
+@pytest.fixture
+def swarm(chatting: Swarm) -> Swarm:
+    """All calls have succeeded for a while."""
+    assert calm(chatting, 20) is not None
+    return chatting
 
 
 def calm(swarm: Swarm, most_s: float) -> float | None:
@@ -71,19 +78,6 @@ def kept_deadlines(swarm: Swarm) -> bool:
     return all(took <= limit for _, took, _ in calls) and all(now - began - took <= limit for began, took, _ in last)
 
 
-def test_calls_and_places_on_relays_survive_a_relay_that_is_killed(swarm: Swarm) -> None:
-    before = swarm.members["home"].where()
-    deep = swarm.members["deep"].peer
-    assert before["ways"][deep] == "relayed"
-    (relay,) = [each for each in swarm.relays if each.peer in before["remotes"][deep]]
-    relay.host.kill()
-    swarm.relays.remove(relay)
-    assert calm(swarm, 60) is not None
-    assert kept_deadlines(swarm)
-    living = {each.peer for each in swarm.relays}
-    assert set(swarm.settled(["home", "flat", "deep"], 30, living)) == {"home", "flat", "deep"}
-
-
 def test_calls_go_on_when_a_router_has_forgotten_all_its_mappings(swarm: Swarm) -> None:
     router = swarm.members["home"].host.router
     assert router is not None
@@ -101,3 +95,16 @@ def test_calls_go_on_after_a_line_was_down_for_20_seconds(swarm: Swarm) -> None:
     assert all(error is not None for _, _, error in cut), cut
     assert calm(swarm, 90) is not None
     assert kept_deadlines(swarm)
+
+
+def test_calls_and_places_on_relays_survive_a_relay_that_is_killed(swarm: Swarm) -> None:
+    before = swarm.members["home"].where()
+    deep = swarm.members["deep"].peer
+    assert before["ways"][deep] == "relayed"
+    (relay,) = [each for each in swarm.relays if each.peer in before["remotes"][deep]]
+    relay.host.kill()
+    swarm.relays.remove(relay)
+    assert calm(swarm, 60) is not None
+    assert kept_deadlines(swarm)
+    living = {each.peer for each in swarm.relays}
+    assert set(swarm.settled(["home", "flat", "deep"], 30, living)) == {"home", "flat", "deep"}
