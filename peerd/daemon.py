@@ -40,7 +40,7 @@ from peerd.membership import PeerPapers, own_papers
 from peerd.net.clock import RealClock
 from peerd.net.host import Host
 from peerd.net.linemeter import LineMeter
-from peerd.net.pacing import tcp_within
+from peerd.net.pacing import LimitedLine
 from peerd.role import Role, RoleContext
 from peerd.service.access import Access
 from peerd.service.dht import Dht
@@ -82,6 +82,7 @@ class Ground:
     log: EventLog
     papers: PeerPapers | None = None  # in a run with tokens
     ways: ConnectivityConfig = field(default_factory=ConnectivityConfig)  # what the machine's network offers
+    line: LimitedLine = field(default_factory=LimitedLine)  # what passes it within the user's limits
 
 
 @dataclass(slots=True, eq=False)
@@ -109,7 +110,7 @@ class Daemon:
         self._plan = plan
         self._home = ground.home
         self._log = ground.log
-        self._clock = ground.clock
+        self._clock, self._line = ground.clock, ground.line
         self.host = host
         self.rpc = Rpc(host, ground.clock)
         self.access: Access | None = None
@@ -196,6 +197,7 @@ class Daemon:
             seed=seed,
             log=self._log.bind(role=cls.name),
             worker=devices.worker,
+            read_in_turn=self._line.reads(),
         )
 
     async def _supervise(self, held: _Held, ctx: RoleContext) -> None:
@@ -412,10 +414,9 @@ def assembled(plan: Plan, stream: TextIO | None) -> Iterator[Daemon]:
         stack.callback(log.close)
         names = [cls.name for cls in plan.roles]
         stack.enter_context(noted(Running(os.getpid(), str(home), str(socket_path(home)), run, names)))
-        ways = own_surroundings(clock)
-        ground = Ground(home=home, keypair=keypair, clock=clock, log=log, papers=papers, ways=ways)
-        limits = plan.run.limits if plan.run is not None else LimitsSection()
-        yield Daemon(plan, ground, Host(keypair, clock, [tcp_within(limits)]))
+        ways, line = own_surroundings(clock), LimitedLine(plan.run.limits if plan.run is not None else LimitsSection())
+        ground = Ground(home=home, keypair=keypair, clock=clock, log=log, papers=papers, ways=ways, line=line)
+        yield Daemon(plan, ground, Host(keypair, clock, [line.tcp()]))
 
 
 def _papers(plan: Plan, home: Path, keypair: Keypair) -> PeerPapers | None:

@@ -16,7 +16,7 @@ import trio
 
 from peerd.core.clock import Clock
 from peerd.core.runfile import RunFile
-from peerd.core.work import Worker
+from peerd.core.work import ReadInTurn, Worker, read_at_once
 from peerd.log import EventLog
 from peerd.machine.allreduce import AveragingPlan, RoundFailed
 from peerd.machine.contribution import Begun, Contribution, Drop, Order, Repeat, Start
@@ -72,6 +72,7 @@ class RoleContext:
     seed: int
     log: EventLog  # events carry the role's name
     worker: Callable[[str], Worker]  # one worker per device, shared by all roles; its thread starts with the first job
+    read_in_turn: ReadInTurn = read_at_once  # for jobs that read from the network themselves
 
 
 class Role(Protocol):

@@ -122,7 +122,7 @@ class TrainerRole:
         """The stream of samples; goes on where this peer's last one ended."""
         run, name = self._run, self._ctx.host.id.text
         self._token_dtype = _narrowest(load_vocabulary(run.model.vocab).size)
-        stream = samples_of(run, name)
+        stream = samples_of(run, name, in_turn=self._ctx.read_in_turn)
         self._resume(stream)
         return stream
 
@@ -254,7 +254,7 @@ class TrainerRole:
 
     def _take_held_out(self) -> list[Load]:
         run = self._run
-        samples = samples_of(run, "all", "valid").take(run.evaluate.samples)
+        samples = samples_of(run, "all", "valid", self._ctx.read_in_turn).take(run.evaluate.samples)
         return [self._load(samples[i : i + _EVALUATION_BATCH]) for i in range(0, len(samples), _EVALUATION_BATCH)]
 
     def _load(self, samples: Tensor) -> Load:

@@ -22,6 +22,7 @@ from peerd.daemon import Daemon, Ground, Plan
 from peerd.home import socket_path
 from peerd.log import EventLog
 from peerd.net.host import Host
+from peerd.net.pacing import LimitedLine
 from peerd.role import RoleContext
 from peerd.sim.clock import SimClock
 from peerd.sim.simnet import SimNet
@@ -72,7 +73,8 @@ class Peer:
         self.home = home
         home.mkdir()
         plan = Plan(roles=roles, run=None, bootstrap=(), listen=(listen,), data_dir=home)
-        ground = Ground(home=home, keypair=keypair, clock=clock, log=self.log)
+        line = LimitedLine(LimitsSection(download_mbit=8))
+        ground = Ground(home=home, keypair=keypair, clock=clock, log=self.log, line=line)
         self.daemon = Daemon(plan, ground, Host(keypair, clock, [transport(net, name)]))
         self.press, self._signals = trio.open_memory_channel[int](4)
         self.ended = trio.Event()
@@ -123,6 +125,23 @@ async def test_a_signal_lets_roles_leave_before_they_are_cancelled(
     assert one.error is None
     assert one.names()[-2:] == ["stopping", "stopped"]
     assert not socket_path(one.home).exists()
+
+
+async def test_what_a_role_fetches_by_itself_keeps_to_the_limits(
+    tmp_path: Path, autojump_clock: trio.testing.MockClock
+) -> None:
+    class Fetching(Quiet):
+        name = "fetching"
+        took_s = 0.0
+
+        async def work(self) -> None:
+            began = trio.current_time()
+            await trio.to_thread.run_sync(lambda: [self.ctx.read_in_turn(bytes, 4000) for _ in range(500)])
+            Fetching.took_s = trio.current_time() - began
+
+    async with peer(tmp_path, Fetching) as one:
+        await one.ended.wait()
+    assert Fetching.took_s > 1.8  # two megabytes, at one in a second
 
 
 async def test_the_daemon_ends_when_all_roles_have_finished(

@@ -23,13 +23,14 @@ import torch
 from torch import Tensor
 
 from peerd.compute.corpus import Split
-from peerd.compute.download import DataUnavailable
+from peerd.compute.download import DataUnavailable, Downloader
 from peerd.compute.mixture import Mixture
 from peerd.compute.remote_files import Cache, default_folder
 from peerd.compute.source import Cutting, Position, SourceStream
 from peerd.compute.tokens import Vocabulary, load_vocabulary
 from peerd.core.errors import ConfigError
 from peerd.core.runfile import DataSection, RunFile, sources_of
+from peerd.core.work import ReadInTurn, read_at_once
 
 FIRST_BLOCK_S: Final = 0.25  # what reading the first blocks may take; a short first block is from few files
 FIRST_BLOCK_SAMPLES: Final = 256  # at least, over all sources
@@ -141,9 +142,9 @@ class SampleStream:
         return found.drawn, found.sources
 
 
-def samples_of(run: RunFile, peer: str, split: Split = "train") -> SampleStream:
-    """The stream of a peer in a run."""
-    cache = Cache(default_folder(), run.limits.data_cache_mb << 20)
+def samples_of(run: RunFile, peer: str, split: Split = "train", in_turn: ReadInTurn = read_at_once) -> SampleStream:
+    """The stream of a peer in a run; what has to be fetched is read `in_turn`."""
+    cache = Cache(default_folder(), run.limits.data_cache_mb << 20, Downloader(in_turn=in_turn))
     vocab = load_vocabulary(run.model.vocab)
     return SampleStream(run.data, vocab, run.model.context, run.seed, peer, split, cache=cache)
 

@@ -23,6 +23,7 @@ from urllib.parse import urlsplit
 
 from peerd.core.errors import ConfigError, PeerdError
 from peerd.core.limits import HTTP_PAUSE_S, HTTP_REDIRECTS
+from peerd.core.work import ReadInTurn, read_at_once
 
 READ_TIMEOUT_S: Final = 30.0  # for one read, and for the whole besides what its bytes may take
 SLOWEST_BYTES_PER_S: Final = 16 << 10
@@ -60,17 +61,19 @@ class _Passing(Exception):
 
 
 class Downloader:
-    """Fetches addresses. The arguments are for tests: another opener, clock and pause."""
+    """Fetches addresses. `in_turn`: how it reads; the other arguments are for tests: an opener, a clock, a pause."""
 
     def __init__(
         self,
         opener: Opener | None = None,
         clock: Callable[[], float] = time.monotonic,
         pause: Callable[[float], None] = time.sleep,
+        in_turn: ReadInTurn = read_at_once,
     ) -> None:
         self._opener = opener  # ours is made when first used: it reads all certificates
         self._clock = clock
         self._pause = pause
+        self._in_turn = in_turn
 
     def fetch(self, url: str, wanted: Wanted, sink: IO[bytes]) -> None:
         """Write what is at `url` into `sink`, which is empty; ConfigError or DataUnavailable when it cannot be had."""
@@ -115,14 +118,21 @@ class Downloader:
             raise _reason(url, error) from error
 
     def _copy(self, url: str, answer: Any, wanted: Wanted, sink: IO[bytes]) -> None:
-        started = self._clock()
+        took_s = 0.0  # of the server's; waiting for our turn is no fault of its
         begin = sink.tell()
         _check_length(url, answer, wanted, begin)
-        while chunk := answer.read1(CHUNK_BYTES):
+
+        def read(most: int) -> bytes:
+            nonlocal took_s
+            started = self._clock()
+            chunk: bytes = answer.read1(most)
+            took_s += self._clock() - started
+            return chunk
+
+        while chunk := self._in_turn(read, CHUNK_BYTES):
             if sink.tell() + len(chunk) > (wanted.most if wanted.size is None else wanted.size):
                 raise ConfigError(f"{url}: {_too_large(wanted)}")
             _write(sink, chunk)
-            took_s = self._clock() - started
             if took_s > READ_TIMEOUT_S + (sink.tell() - begin) / SLOWEST_BYTES_PER_S:
                 raise _Passing(f"slower than {SLOWEST_BYTES_PER_S >> 10} KiB/s")
         whole = _content_length(answer)

@@ -1,7 +1,7 @@
 """The Worker contract: where anything that takes longer than a millisecond runs.
 
 Services and roles are given a worker; real ones use a thread, the simulator's computes at once and then lets
-the virtual cost pass.
+the virtual cost pass. What a job reads from the network itself takes turns with the daemon's other traffic.
 """
 
 from __future__ import annotations
@@ -10,6 +10,14 @@ from collections.abc import Callable
 from typing import Protocol, TypeVar
 
 T = TypeVar("T")
+
+# Reads from the network in a thread: calls its first argument with how many bytes it may bring, at most the second.
+ReadInTurn = Callable[[Callable[[int], bytes], int], bytes]
+
+
+def read_at_once(read: Callable[[int], bytes], most: int) -> bytes:
+    """A ReadInTurn where nothing is limited."""
+    return read(most)
 
 
 class Worker(Protocol):

@@ -13,12 +13,14 @@ from __future__ import annotations
 import contextlib
 import math
 import socket
+from collections.abc import Callable
 from typing import Final
 
 import trio
 from multiaddr import Multiaddr
 
 from peerd.core.runfile import BYTES_PER_MBIT, LimitsSection
+from peerd.core.work import ReadInTurn, read_at_once
 from peerd.machine.limiter import SLACK_S, Flow, Limiter
 from peerd.net.tcp import TcpLink, TcpTransport
 from peerd.net.tcpinfo import TcpInfo, header_bytes, tcp_info
@@ -30,13 +32,50 @@ _WINDOW_BYTES_LEAST: Final = 64 << 10
 _WINDOW_RTT_MOST_S: Final = 0.5
 
 
-def tcp_within(limits: LimitsSection) -> TcpTransport:
-    """TCP that obeys `limits.upload_mbit` and `limits.download_mbit` with all its connections together."""
-    up = Pace(limits.upload_mbit) if limits.upload_mbit else None
-    down = Pace(limits.download_mbit) if limits.download_mbit else None
-    if up is None and down is None:
-        return TcpTransport()
-    return TcpTransport(lambda sock, remote, lent: PacedLink(sock, remote, lent, up, down))
+class LimitedLine:
+    """What obeys `limits.upload_mbit` and `limits.download_mbit` together: connections, and what else is read."""
+
+    def __init__(self, limits: LimitsSection | None = None) -> None:
+        limits = limits or LimitsSection()
+        self._up = Pace(limits.upload_mbit) if limits.upload_mbit else None
+        self._down = Pace(limits.download_mbit) if limits.download_mbit else None
+
+    def tcp(self) -> TcpTransport:
+        """A transport; its links are plain where there is no limit."""
+        up, down = self._up, self._down
+        if up is None and down is None:
+            return TcpTransport()
+        return TcpTransport(lambda sock, remote, lent: PacedLink(sock, remote, lent, up, down))
+
+    def reads(self) -> ReadInTurn:
+        """For other threads, which read connections that are not ours, such as those of a library; called in the loop.
+
+        What such a read costs beside its payload is estimated. The sender is held back as by any reader that is slow.
+        """
+        up, down = self._up, self._down
+        if down is None:
+            return read_at_once
+        token = trio.lowlevel.current_trio_token()
+
+        def settle(turn: Turn, granted: int, came: int) -> None:
+            down.limiter.give_back(turn, granted - came)
+            out, into = _estimated(0, came, socket.AF_INET)
+            down.limiter.charge(into)
+            if up is not None:
+                up.limiter.charge(out)
+
+        def read_in_turn(read: Callable[[int], bytes], most: int) -> bytes:
+            turn, came = Turn(), 0
+            granted = trio.from_thread.run(down.take, turn, most, trio_token=token)
+            try:
+                data = read(granted)
+                came = len(data)
+                return data
+            finally:
+                with contextlib.suppress(trio.RunFinishedError):
+                    trio.from_thread.run_sync(settle, turn, granted, came, trio_token=token)
+
+        return read_in_turn
 
 
 class Turn(Flow):
@@ -213,10 +252,7 @@ class PacedLink(TcpLink):
             return
         info = tcp_info(self._socket)
         if info is None:
-            header = header_bytes(self._socket.family, timestamps=True)
-            out = math.ceil(sent / _PACKET_BYTES) + received // (_PACKET_BYTES * _PER_ACK)
-            into = math.ceil(received / _PACKET_BYTES) + sent // (_PACKET_BYTES * _PER_ACK)
-            self._charge(out * header, into * header)
+            self._charge(*_estimated(sent, received, self._socket.family))
             return
         self._settled_at = now
         self._charge(*info.overhead_since(self._info))
@@ -240,3 +276,11 @@ class PacedLink(TcpLink):
             self._window_bytes = window
             with contextlib.suppress(OSError, AttributeError):  # not every system can
                 self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_WINDOW_CLAMP, window)
+
+
+def _estimated(sent: int, received: int, family: int) -> tuple[int, int]:
+    """Bytes out and in beside so much payload, where the system does not count them."""
+    header = header_bytes(family, timestamps=True)
+    out = math.ceil(sent / _PACKET_BYTES) + received // (_PACKET_BYTES * _PER_ACK)
+    into = math.ceil(received / _PACKET_BYTES) + sent // (_PACKET_BYTES * _PER_ACK)
+    return out * header, into * header

@@ -7,6 +7,7 @@ import io
 import itertools
 import ssl
 import urllib.request
+from collections.abc import Callable
 from email.message import Message
 from http.client import IncompleteRead
 from typing import Any
@@ -17,6 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from peerd.compute.download import (
+    CHUNK_BYTES,
     PAUSES_S,
     READ_TIMEOUT_S,
     SLOWEST_BYTES_PER_S,
@@ -91,6 +93,22 @@ def test_a_file_is_asked_for_once_with_a_time_out() -> None:
     assert server.fetch() == BODY
     assert server.timeouts == {READ_TIMEOUT_S}
     assert (server.closed, server.waited) == (1, [])
+
+
+def test_it_reads_in_turn_and_no_more_than_it_may() -> None:
+    asked: list[int] = []
+
+    def in_turn(read: Callable[[int], bytes], most: int) -> bytes:
+        asked.append(most)
+        server.now += 100.0  # others go first
+        return read(512)
+
+    server = Server([BODY[at : at + 512] for at in range(0, len(BODY), 512)])
+    sink = io.BytesIO()
+    Downloader(server, lambda: server.now, server.waited.append, in_turn).fetch(URL, WANTED, sink)
+    assert sink.getvalue() == BODY
+    assert asked == [CHUNK_BYTES] * (len(BODY) // 512 + 1)
+    assert server.waited == []  # a turn that comes late is not the server's fault
 
 
 @given(cuts=st.lists(st.integers(0, len(BODY)), max_size=5))

@@ -19,7 +19,7 @@ from peerd.core.keys import Keypair
 from peerd.core.runfile import LimitsSection
 from peerd.net.clock import RealClock
 from peerd.net.host import Host
-from peerd.net.pacing import tcp_within
+from peerd.net.pacing import LimitedLine
 from peerd.net.stream import Stream
 
 BULK, SINK = "/bulk/1", "/sink/1"
@@ -43,7 +43,7 @@ async def exchange(stream: Stream) -> None:
 
 
 async def main(seed: int, up_mbit: float, down_mbit: float, listen: str, protocol: str, *targets: str) -> None:
-    tcp = tcp_within(LimitsSection(upload_mbit=up_mbit, download_mbit=down_mbit))
+    tcp = LimitedLine(LimitsSection(upload_mbit=up_mbit, download_mbit=down_mbit)).tcp()
     host = Host(Keypair.from_seed(bytes([seed]) * 32), RealClock(seed), [tcp])
     host.handle(BULK, exchange)
     host.handle(SINK, read)

@@ -15,7 +15,7 @@ from peerd.net import linemeter
 from peerd.net.clock import RealClock
 from peerd.net.host import Host
 from peerd.net.linemeter import LineMeter
-from peerd.net.pacing import tcp_within
+from peerd.net.pacing import LimitedLine
 from peerd.net.stream import Stream
 from peerd.net.tcpinfo import tcp_info
 
@@ -35,7 +35,8 @@ async def test_both_ends_measure_what_passes_and_not_what_stays_in_the_machine()
         pytest.skip("this system does not say what was acknowledged")
     limits = LimitsSection(upload_mbit=MBIT)
     hosts = [
-        Host(Keypair.from_seed(bytes([number]) * 32), RealClock(number), [tcp_within(limits)]) for number in (1, 2)
+        Host(Keypair.from_seed(bytes([number]) * 32), RealClock(number), [LimitedLine(limits).tcp()])
+        for number in (1, 2)
     ]
 
     async def read(stream: Stream) -> None:

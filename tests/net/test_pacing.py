@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 
 import pytest
@@ -9,8 +10,10 @@ import trio
 import trio.testing
 
 from peerd.core.runfile import LimitsSection
+from peerd.core.work import ReadInTurn, read_at_once
+from peerd.machine.limiter import SLACK_S
 from peerd.net import pacing, tcpinfo
-from peerd.net.pacing import Pace, PacedLink, Turn, tcp_within
+from peerd.net.pacing import LimitedLine, Pace, PacedLink, Turn
 from peerd.net.tcp import TcpLink
 from peerd.net.transport import LendingLink
 from tests.net.compliance import Ends, TransportCompliance, on_loopback
@@ -20,7 +23,7 @@ MBIT = 8e-6
 
 def two_ends(limits: LimitsSection) -> AbstractAsyncContextManager[Ends]:
     """`near` is within the limits, `far` is not."""
-    return on_loopback(tcp_within(limits), tcp_within(LimitsSection()))
+    return on_loopback(LimitedLine(limits).tcp(), LimitedLine(LimitsSection()).tcp())
 
 
 class _Paced(TransportCompliance):
@@ -179,3 +182,42 @@ async def test_the_system_counts_what_a_connection_costs() -> None:
         assert after.bytes_received - before.bytes_received == 1
         assert after.header_bytes <= out <= 3 * after.header_bytes
         assert after.header_bytes <= into <= 3 * after.header_bytes
+
+
+async def seconds_to_read(reads: ReadInTurn, total: int, most: int, given: Callable[[int], int]) -> float:
+    """Until a thread has read so many bytes; `given`: how many of those that it may bring have come."""
+    began, came = trio.current_time(), 0
+
+    def read(allowed: int) -> bytes:
+        return bytes(min(given(allowed), total - came))
+
+    def job() -> None:
+        nonlocal came
+        while came < total:
+            came += len(reads(read, most))
+
+    await trio.to_thread.run_sync(job)
+    return trio.current_time() - began
+
+
+@pytest.mark.parametrize("share", [1.0, 0.25], ids=["whole", "in part"])
+async def test_what_a_thread_reads_keeps_to_the_limit_however_little_has_come(
+    autojump_clock: trio.testing.MockClock, share: float
+) -> None:
+    reads = LimitedLine(LimitsSection(download_mbit=80, upload_mbit=1)).reads()
+    took_s = await seconds_to_read(reads, 2_000_000, 1 << 20, lambda allowed: max(1, int(allowed * share)))
+    assert took_s == pytest.approx(2_000_000 * (1 + 52 / 1448) / 10e6 - SLACK_S, rel=0.05)
+
+
+async def test_what_a_thread_has_read_connections_cannot_have_too(autojump_clock: trio.testing.MockClock) -> None:
+    line = LimitedLine(LimitsSection(download_mbit=80))
+    pace = line._down
+    assert pace is not None
+    quantum_bytes = pace.limiter.quantum_bytes
+    assert pace.try_take(Turn(), quantum_bytes)
+    await seconds_to_read(line.reads(), int(pace.limiter.burst_bytes), quantum_bytes, lambda allowed: allowed)
+    assert not pace.try_take(Turn(), quantum_bytes)
+
+
+def test_without_a_limit_a_thread_reads_at_once() -> None:
+    assert LimitedLine(LimitsSection(upload_mbit=1)).reads() is read_at_once
