@@ -2,7 +2,8 @@
 
 A relay cuts a circuit when its bytes or its time are over. Shortly before, another one is opened; the host then uses
 the newer connection for new streams, and the older one drains. Where that fails the circuit ends by itself and whoever
-needs the peer dials again. Invariant: per peer the youngest circuit alone is renewed, one try at a time.
+needs the peer dials again. Invariant: per peer the youngest circuit alone is renewed, one try at a time, and no two
+within _PAUSE_S: a relay that allows next to nothing would have both ends shake hands without end.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from peerd.net.circuit_link import CircuitLink
 
 _log = logging.getLogger("peerd.net")
 _LOOK_S = 5.0
+_PAUSE_S = 1.0
 
 
 class Renewal:
@@ -56,6 +58,7 @@ class Renewal:
     async def _try(self, peer: PeerId, circuit: CircuitLink) -> None:
         try:
             await self._renew(peer, circuit)
+            await trio.sleep(_PAUSE_S)
         except Unreachable as error:
             _log.info("no fresh circuit to %s: %s", peer, error.args[0])
             await trio.sleep(_LOOK_S)
