@@ -17,9 +17,8 @@ from typing import Final
 
 from multiaddr import Multiaddr
 
-from peerd.core.addr import ip_of, is_relayed, reach
+from peerd.core.addr import Ip, ip_of, is_relayed, reach
 
-IpAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
 IpNetwork = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 STAGGER_S: Final = 0.25  # RFC 8305's connection attempt delay
@@ -44,7 +43,7 @@ class Surroundings:
 
     networks: tuple[IpNetwork, ...] = ()  # that its interfaces are in
     listening: frozenset[Multiaddr] = frozenset()  # its own addresses: another peer named there is somewhere else
-    public: frozenset[IpAddress] = frozenset()  # as others see it
+    public: frozenset[Ip] = frozenset()  # as others see it
 
 
 class _Kind(IntEnum):

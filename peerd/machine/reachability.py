@@ -325,7 +325,7 @@ class Reachability:
         if not outside:
             return "no peer outside this network has been met"
         if pending:
-            return f"{len(pending)} peers are trying to connect"
+            return "a peer is trying to connect" if len(pending) == 1 else f"{len(pending)} peers are trying to connect"
         if not self._servers:
             return "no peer outside this network tests it"
         return "no peer has tested it yet"

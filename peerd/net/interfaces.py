@@ -16,7 +16,8 @@ from typing import Final
 
 import psutil
 
-from peerd.machine.dialing import IpAddress, IpNetwork
+from peerd.core.addr import Ip
+from peerd.machine.dialing import IpNetwork
 
 IpInterface = ipaddress.IPv4Interface | ipaddress.IPv6Interface
 
@@ -32,7 +33,7 @@ class Place:
     """Where this machine is in the network at one moment; the addresses that it uses itself come first."""
 
     interfaces: tuple[IpInterface, ...] = ()  # without loopback
-    loopback: tuple[IpAddress, ...] = ()
+    loopback: tuple[Ip, ...] = ()
 
     def hosts(self, version: int) -> list[str]:
         """Addresses of one IP version to tell others, loopback last."""
@@ -49,7 +50,7 @@ def here() -> Place:
     up = {name for name, state in psutil.net_if_stats().items() if state.isup}
     routed = [_route_address(version) for version in (4, 6)]
     found: list[IpInterface] = []
-    loopback: set[IpAddress] = set()
+    loopback: set[Ip] = set()
     for name, entries in sorted(psutil.net_if_addrs().items()):
         for entry in entries if name in up else ():
             own = _interface(entry.family, entry.address, entry.netmask)
@@ -86,7 +87,7 @@ def _interface(family: int, address: str, netmask: str | None) -> IpInterface | 
         return None
 
 
-def _route_address(version: int) -> IpAddress | None:
+def _route_address(version: int) -> Ip | None:
     """This machine's address on its default route; no packet is sent."""
     family, far = _FAR[version]
     try:

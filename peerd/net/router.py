@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+from peerd.core.addr import Ip
 from peerd.core.errors import PeerdError
-from peerd.machine.dialing import IpAddress
 
 
 class NoMapping(PeerdError):
@@ -20,7 +20,7 @@ class NoMapping(PeerdError):
 class Mapped:
     """What the router promised: its own address and port, and for how long (0: until it is told otherwise)."""
 
-    ip: IpAddress
+    ip: Ip
     port: int
     lease_s: int
 
