@@ -17,7 +17,7 @@ from peerd.core.errors import ProtocolViolation
 from peerd.core.ids import PeerId
 from peerd.core.limits import IDENTIFY_BYTES, IDENTIFY_PARTS
 from peerd.core.protobuf.messages import Identify
-from peerd.core.varint import decode_varint, encode_varint
+from peerd.net.delimited import next_message, send_message
 from peerd.net.stream import Stream
 
 IDENTIFY = "/ipfs/id/1.0.0"
@@ -40,45 +40,21 @@ class PeerInfo:
 
 async def send_identify(stream: Stream, message: Identify) -> None:
     """Answer identify, or push."""
-    raw = message.encode()
-    await stream.send(encode_varint(len(raw)) + raw)
+    await send_message(stream, message.encode())
     await stream.aclose()
 
 
 async def receive_identify(stream: Stream) -> PeerInfo:
     """Read all parts of the peer's message, joined as protobuf joins: lists add up, later single values win."""
-    data = bytearray()
     joined = b""
     for _ in range(IDENTIFY_PARTS):
         part = None
         with trio.move_on_after(_MORE_S if joined else float("inf")):
-            part = await _receive_part(stream, data)
+            part = await next_message(stream, IDENTIFY_BYTES - len(joined))
         if part is None:
             break
         joined += part
-        if len(joined) > IDENTIFY_BYTES:
-            raise ProtocolViolation(f"an identify message exceeds {IDENTIFY_BYTES} bytes", stream.peer)
     return _info(Identify.decode(joined), stream.peer)
-
-
-async def _receive_part(stream: Stream, data: bytearray) -> bytes | None:
-    """The next length-prefixed message; None at the end of the stream."""
-    while True:
-        found = decode_varint(data)
-        if found is not None:
-            size, start = found
-            if size > IDENTIFY_BYTES:
-                raise ProtocolViolation(f"an identify message of {size} bytes", stream.peer)
-            if len(data) >= start + size:
-                part = bytes(data[start : start + size])
-                del data[: start + size]
-                return part
-        more = await stream.receive_some(16 * 1024)
-        if not more:
-            if data:
-                raise ProtocolViolation("an identify message ends early", stream.peer)
-            return None
-        data += more
 
 
 def _info(message: Identify, peer: PeerId) -> PeerInfo:
