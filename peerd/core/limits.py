@@ -72,6 +72,7 @@ AVERAGE_PART_BYTES: Final = 4 << 20  # of one part, before it is coded: what a r
 LINE_PAIRS: Final = 64  # limited pairs that one peer may tell of
 CALLED_TRAINERS: Final = 64  # whom a stage peer dials that nobody can dial
 LINE_BYTES_PER_S: Final = 125e9  # 1 Tb/s: what anyone says beyond is taken as this
+LINE_S_PER_BYTE: Final = 1e-3  # of a round, over its vector: slower ones are not sent evenly
 LINE_BYTES_PER_S_MIN: Final = 1e3  # a line that trains nothing; what anyone says below is taken as this
 
 # --- transport: hand-shake and negotiation ---------------------------------------------------------------------

@@ -15,7 +15,14 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from peerd.core.limits import AVERAGE_PART_BYTES, AVERAGE_ROUNDS, FORESEEABLE_S, FRAME_ELEMENTS, LINE_PAIRS
+from peerd.core.limits import (
+    AVERAGE_PART_BYTES,
+    AVERAGE_ROUNDS,
+    FORESEEABLE_S,
+    FRAME_ELEMENTS,
+    LINE_PAIRS,
+    LINE_S_PER_BYTE,
+)
 from peerd.core.messages import Message
 
 PeerText = Annotated[str, msgspec.Meta(max_length=64)]
@@ -25,6 +32,7 @@ StepNumber = Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
 StageNumber = Annotated[int, msgspec.Meta(ge=0, lt=10_000)]
 Term = Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
 Rate = Annotated[float, msgspec.Meta(ge=0)]
+SecondsPerByte = Annotated[float, msgspec.Meta(ge=0, le=LINE_S_PER_BYTE)]
 Foreseen = Annotated[float, msgspec.Meta(ge=0, le=FORESEEABLE_S)]  # seconds from now; neither NaN nor infinite
 Lineage = Annotated[bytes, msgspec.Meta(max_length=16)]
 MAX_MICROBATCHES = 16_384  # of one step; bounds every list below
@@ -190,6 +198,7 @@ class GridRound(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
     part_bytes: Annotated[int, msgspec.Meta(ge=0, le=AVERAGE_PART_BYTES)]  # likewise
     # What the rounds before it take in the line model, of whichever groups; 0: a line is not known.
     earlier_s: Annotated[float, msgspec.Meta(ge=0, le=1e9)] = 0.0
+    s_per_byte: SecondsPerByte = 0.0  # as in Prepare
 
 
 class Prepare(Message, frozen=True):
@@ -212,6 +221,7 @@ class Prepare(Message, frozen=True):
     further: Annotated[int, msgspec.Meta(ge=0, le=FRAME_ELEMENTS)] = 0  # of a second sum; 0: there is none
     # One after the other, each with what the one before it gave; empty: one round, of the group, by `split`.
     rounds: Annotated[list[GridRound], msgspec.Meta(max_length=AVERAGE_ROUNDS)] = msgspec.field(default_factory=list)
+    s_per_byte: SecondsPerByte = 0.0  # a round's time over the vector's bytes; 0: a line is not stated
 
 
 class Prepared(Message, frozen=True):

@@ -69,6 +69,7 @@ class AveragingPlan:
     align: int = 1
     timeout_s: float = 0.0  # of the attempt
     coming_s: float = 0.0  # from the attempt's beginning: how long others may be in a round before this one
+    s_per_byte: float = 0.0  # a round's time over the vector's bytes, as all lines state; 0: not known
 
     def __post_init__(self) -> None:
         if not self.senders:
@@ -102,7 +103,23 @@ class AveragingPlan:
             dtype=order.dtype,
             further=order.further,
             timeout_s=order.timeout_s,
+            s_per_byte=order.s_per_byte,
         )
+
+    def pair_bytes_per_s(self, own: str) -> dict[str, float]:
+        """How fast bytes leave `own` for each other peer when all lines are used evenly to the end; empty: not known.
+
+        A small share travels somewhat faster: it is soon over, and calls share its connection.
+        """
+        if self.shares is None or self.s_per_byte <= 0:
+            return {}
+        share = dict(zip(self.group, self.shares, strict=True))
+        takes = {*self.senders, *self.listeners}
+        loads = {
+            peer: share[peer] * (own in self.senders) + share[own] * (peer in takes) for peer in share if peer != own
+        }
+        least = sum(loads.values()) / (2 * max(1, len(loads)))
+        return {peer: max(load, least) / self.s_per_byte for peer, load in loads.items() if load > 0}
 
     def second(self) -> AveragingPlan:
         """The sum that follows in the same round, under an attempt id of its own: no part of one fits the other."""

@@ -51,6 +51,7 @@ class OrderedRound:
             split=list(split.parties) if split is not None else [],
             part_bytes=split.part_bytes if split is not None else 0,
             earlier_s=min(self.earlier_s, 1e9),
+            s_per_byte=split.s_per_byte if split is not None else 0.0,
         )
 
 

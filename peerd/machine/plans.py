@@ -60,6 +60,7 @@ def _plan(order: Prepare, number: int, own: str, terms: Terms) -> AveragingPlan:
         align=terms.align,
         timeout_s=order.timeout_s,
         coming_s=_coming_s(order, number, terms.patience_s),
+        s_per_byte=round_.s_per_byte,
     )
 
 

@@ -13,7 +13,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from peerd.core.limits import AVERAGE_PART_BYTES, LINE_BYTES_PER_S, LINE_BYTES_PER_S_MIN
+from peerd.core.limits import AVERAGE_PART_BYTES, LINE_BYTES_PER_S, LINE_BYTES_PER_S_MIN, LINE_S_PER_BYTE
 from peerd.core.training import MAX_MEMBERS, LineInfo, MemberInfo, Party
 from peerd.machine.exploring import TRY
 from peerd.machine.shares import Line, Mode, NoSplit, Shares, proportional, shares, widths
@@ -41,6 +41,12 @@ class Split:
     pairs: tuple[tuple[tuple[str, str], float], ...] = ()  # (from, to), bytes/s
     further: int = 0  # elements of a second sum
     xi_s_per_byte: float = 0.0  # a round's time over the vector's bytes, in the model; 0: nothing is known of a line
+    stated: bool = False  # all lines are known, and none by what passed it: it may carry more
+
+    @property
+    def s_per_byte(self) -> float:
+        """What `AveragingPlan.s_per_byte` says: whoever kept to less than a line carries would never learn of more."""
+        return self.xi_s_per_byte if self.stated and self.xi_s_per_byte <= LINE_S_PER_BYTE else 0.0
 
     def within_pairs(self) -> Split:
         """The division when `pairs` count, too. Takes long: for a worker. Raises NoSplit."""
@@ -159,7 +165,9 @@ class Lines:
             for pair in line.pairs
             if pair.peer in said and pair.bytes_per_s >= 0  # NaN is not
         )
-        found = _split(lines, shares(lines), Split((), 0, elements, dtype, "", lines, pairs, further))
+        stated = all(map(_stated, said.values()))
+        frame = Split((), 0, elements, dtype, "", lines, pairs, further, stated=stated)
+        found = _split(lines, shares(lines), frame)
         if len(self._splits) >= MAX_MEMBERS:
             self._splits.clear()
         self._splits[group] = made_from, found
@@ -185,6 +193,12 @@ def _as_taken(said: Mapping[str, LineInfo], tried: str | None) -> tuple[Line, ..
         )
         for peer, line in said.items()
     )
+
+
+def _stated(line: LineInfo) -> bool:
+    """Whether the peer says what both directions of its line carry."""
+    rates = ((line.up_bytes_per_s, line.up_measured), (line.down_bytes_per_s, line.down_measured))
+    return all(_rate(rate) is not None and not measured for rate, measured in rates)
 
 
 def _rate(bytes_per_s: float) -> float | None:

@@ -223,6 +223,12 @@ class Host:
                 raise Unreachable("the connection was lost as soon as it stood", peer)
         return await link.open(protocol)
 
+    def pace(self, peer: PeerId, bytes_per_s: float) -> None:
+        """Let what goes to this peer leave evenly, at this rate at most, where the system can; inf: no more."""
+        link = self.links.best(peer)
+        if link is not None:
+            link.pace(bytes_per_s)
+
     async def ping(self, peer: PeerId) -> float:
         """Round trip in seconds, through libp2p's ping protocol."""
         stream = await self.open_stream(peer, identify.PING)

@@ -212,6 +212,11 @@ class Link:
             raise Unreachable("this link takes no further connections", self.peer)
         self._nursery.start_soon(self.rails.add(secured, early).run)
 
+    def pace(self, bytes_per_s: float) -> None:
+        """Let bytes leave evenly, at this rate at most; inf: no more. Rails find their own."""
+        if self._lending is not None and not self.rails:
+            self._lending.pace(bytes_per_s)
+
     def abort(self, reason: str) -> None:
         """End now."""
         self.reason = self.reason or reason

@@ -39,6 +39,7 @@ _CAN_SHARE_PORT = sys.platform != "win32" and hasattr(socket, "SO_REUSEPORT")
 _READ_BYTES = 512 * 1024
 _UNSENT_LIMIT = getattr(socket, "TCP_NOTSENT_LOWAT", None)  # not every system has it
 _SO_MAX_PACING_RATE = 47  # of Linux, which Python does not name
+_UNPACED_BYTES_PER_S = (1 << 31) - 1  # as an option's value: faster than any one connection of ours
 _WORTH_AWAITING_BYTES = 4 * 1024  # two packets or more; saying so is a system call
 # A receive queue that waits to be read keeps Linux from widening its window: with whole frames to wait for, a path of
 # 100 ms stayed at 64 KiB each round trip.
@@ -100,8 +101,9 @@ class TcpLink:
 
     def pace(self, bytes_per_s: float) -> None:
         if sys.platform == "linux":
+            rate = int(min(bytes_per_s, _UNPACED_BYTES_PER_S))
             with contextlib.suppress(OSError):
-                self._socket.setsockopt(socket.SOL_SOCKET, _SO_MAX_PACING_RATE, int(min(bytes_per_s, 1e9)))
+                self._socket.setsockopt(socket.SOL_SOCKET, _SO_MAX_PACING_RATE, rate)
 
     def _limit_unsent(self) -> None:
         """Have the system take no more than the line soon carries away: what waits there, nothing can overtake."""

@@ -34,6 +34,7 @@ from peerd.core.training import AverageAlive, AverageKey
 from peerd.core.work import Worker
 from peerd.machine.allreduce import AveragingPlan, Pace, Part, Round, RoundFailed
 from peerd.machine.outcomes import Outcomes
+from peerd.service.evenly import Evenly, Pacer
 from peerd.service.part_sums import (
     Fault,
     Memory,
@@ -71,6 +72,7 @@ class _Open:
     result: Vector  # empty for a helper
     worker: Worker
     coder: PartCoder
+    evenly: Evenly
     scope: trio.CancelScope = field(default_factory=trio.CancelScope)
     failure: RoundFailed | None = None
     versions: dict[int, dict[str, Version]] = field(default_factory=dict)
@@ -124,8 +126,8 @@ _Way = tuple[list[Part], Pace, CallStream]  # one owner's share, when its parts 
 class Averaging:
     """Serves the parts of rounds that this peer takes part in."""
 
-    def __init__(self, rpc: Rpc, own: PeerId) -> None:
-        self._rpc = rpc
+    def __init__(self, rpc: Rpc, own: PeerId, pacer: Pacer | None = None) -> None:
+        self._rpc, self._pacer = rpc, pacer
         self._own = own.text
         self.aggregated_bytes = 0  # of others' vectors, summed here so far
         self.outcomes = Outcomes()
@@ -182,7 +184,8 @@ class Averaging:
             raise LocalError("the plan of this round gives us another part in it")
         if len(plan.group) == 1 and vector is not None:
             return await worker.run(vector.copy, name="copy the only vector")
-        state = _Open(plan, *self._laid_out(plan, vector), worker, coder or PlainParts())
+        evenly = Evenly(self._pacer, plan, self._own)
+        state = _Open(plan, *self._laid_out(plan, vector), worker, coder or PlainParts(), evenly)
         with self._registered(plan.attempt, state), state.scope:
             state.round.begin(trio.current_time())
             async with trio.open_nursery() as nursery:
@@ -236,6 +239,7 @@ class Averaging:
             yield
         finally:
             del self._rounds[attempt]
+            state.evenly.end()
             if not state.done:
                 state.fail("the round was called off", ())
 
@@ -295,6 +299,7 @@ class Averaging:
         with self._blaming(state, owner):
             stream = self._rpc.stream(PeerId.parse(owner), METHOD, first, timeout_s=RPC_DEADLINE_S)
             async with stream as call, trio.open_nursery() as nursery:
+                state.evenly.begin(owner)
                 nursery.start_soon(self._send_share, plan, state, (share, pace, call))
                 nursery.start_soon(self._receive_sums, state, (share, pace, call))
 
@@ -320,6 +325,7 @@ class Averaging:
                 frames = () if source is None else (await _encode(state, part, source[part.begin : part.end]),)
                 await call.send(AverageKey(plan.attempt, part.index), frames)
             call.finish()
+            state.evenly.left(share[0].owner)
 
     async def _receive_sums(self, state: _Open, way: _Way) -> None:
         share, pace, call = way
@@ -354,6 +360,7 @@ class Averaging:
         state, sender = await self._round(call.body.attempt), call.peer.text
         came, due = trio.open_memory_channel[Part](_PARTS_UNDER_WAY_MOST)
         parts.place = _anew
+        state.evenly.begin(sender)
         try:
             async with trio.open_nursery() as nursery, came:
                 nursery.start_soon(self._return_sums, state, due, parts)

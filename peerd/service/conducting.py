@@ -326,6 +326,7 @@ class Conducting:
                 elements=split.elements,
                 dtype=split.dtype,
                 further=split.further,
+                s_per_byte=split.s_per_byte,
             )
         try:
             peer = PeerId.parse(order.peer)

@@ -85,7 +85,7 @@ class Averager:
     def __init__(self, host: Host, rpc: Rpc, gloo: Gloo | None) -> None:
         self._host, self._rpc, self._gloo = host, rpc, gloo
         rpc.serve(ORDER, Prepare, self.prepare)
-        self._averaging = Averaging(rpc, host.id)
+        self._averaging = Averaging(rpc, host.id, host.pace)
         self._worker: Worker = ThreadWorker()
         self._group: tuple[str, ...] = ()
         self._vector = self._total = np.empty(0, dtype=np.float32)
@@ -141,12 +141,17 @@ class Averager:
     async def sum(self, order: dict[str, Any]) -> dict[str, Any]:
         """One round with everybody; begins at the time that the parent names. `shares` by peer; else equal ones.
 
+        `s_per_byte` as a conductor says it where all lines are stated.
+
         A coded round begins and ends with the residual, as in training. What that leaves of a vector of ones is as
         good as new.
         """
         shares, size = order.get("shares"), order.get("part_bytes", PART_BYTES)
         split = tuple(shares[peer] for peer in self._group) if shares else None
-        plan = AveragingPlan(bytes.fromhex(order["attempt"]), self._group, size, PATIENCE_S, shares=split)
+        s_per_byte = order.get("s_per_byte", 0.0)
+        plan = AveragingPlan(
+            bytes.fromhex(order["attempt"]), self._group, size, PATIENCE_S, shares=split, s_per_byte=s_per_byte
+        )
         feedback = self._feedback(order["code"])
         await trio.sleep(max(0.0, order["at"] - time.monotonic()))
         if feedback is not None:

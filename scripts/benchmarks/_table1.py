@@ -110,7 +110,7 @@ def row(rates: Rates, rounds: Mapping[str, int], values: int = VALUES) -> Row:
         ask(peers, do="make", count=values)
         for way, split in divisions(lines).items():
             before, began = Spent.now(peers), time.monotonic()
-            order = {"shares": split, "part_bytes": PART_BYTES}
+            order = {"shares": split, "part_bytes": PART_BYTES, "s_per_byte": bound_s_per_byte(lines, split)}
             taken = [round_s(peers, "none", LEAD_S, **order) for _ in range(rounds[way])]
             after, all_s = Spent.now(peers), (time.monotonic() - began) * (os.cpu_count() or 1)
             found[way] = Cell(

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 import random
+from dataclasses import replace
 
 import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from peerd.core.errors import PeerdError
 from peerd.core.messages import decode, encode
 from peerd.core.training import Party, Prepare
 from peerd.machine.allreduce import AveragingPlan, Pace, Round, cut
@@ -143,6 +145,19 @@ def order(**changes: object) -> Prepare:
         dtype="float32",
     )
     return msgspec.structs.replace(whole, **changes)
+
+
+def test_bytes_leave_for_each_peer_at_the_rate_at_which_all_end_together() -> None:
+    plan = AveragingPlan.of(decode(Prepare, encode(order(s_per_byte=1e-6))), 1 << 20, 3.0)
+    sender, client, helper = (plan.pair_bytes_per_s(peer) for peer in ("a", "b", "h"))
+    assert sender == {"b": pytest.approx(0.25e6), "h": pytest.approx(0.75e6)}
+    assert client == {"a": pytest.approx(0.25e6), "h": pytest.approx(0.75e6)}
+    assert helper == {"a": pytest.approx(0.75e6), "b": pytest.approx(0.75e6)}
+    tiny = replace(plan, shares=(0.01, 0.0, 0.99)).pair_bytes_per_s("a")
+    assert tiny == {"b": pytest.approx(0.25e6), "h": pytest.approx(0.99e6)}, "at half of the mean, at least"
+    assert AveragingPlan.of(order(), 1 << 20, 3.0).pair_bytes_per_s("a") == {}
+    with pytest.raises(PeerdError):
+        decode(Prepare, encode(order(s_per_byte=0.5)))
 
 
 def test_an_order_becomes_a_plan() -> None:

@@ -102,6 +102,19 @@ def test_parts_are_small_where_lines_are_slow_and_where_the_vector_is_small() ->
     assert part_bytes(1e4, 1_000_000_000) == 16 << 10
 
 
+def test_a_round_is_sent_evenly_only_where_all_lines_are_stated() -> None:
+    def pace(**changed: object) -> float:
+        split = lines(a=node(MB), b=node(MB), c=node(MB, **changed)).split(0, GROUP)
+        assert split is not None
+        return split.s_per_byte
+
+    assert pace() == pytest.approx(4 / 3 / MB)
+    assert pace(up_measured=True) == pace(down_measured=True) == pace(up_bytes_per_s=0.0) == 0
+    slow = lines(a=node(900.0), b=node(900.0), c=node(900.0)).split(0, GROUP)
+    assert slow is not None
+    assert slow.s_per_byte == 0, "nobody measures milliseconds of a line that takes so long"
+
+
 def test_limits_between_pairs_are_collected_and_solved() -> None:
     slow = node(MB, pairs=[PairLimit("b", 1e4), PairLimit("stranger", 1.0), PairLimit("c", math.nan)])
     split = lines(a=slow, b=node(MB), c=node(MB)).split(0, GROUP)
