@@ -278,13 +278,8 @@ def _clock(skew_s: float | None, rtt_s: float) -> Finding:
 
 async def _introduction(host: Host, peer: PeerId) -> tuple[str, tuple[str, ...]]:
     """The agent and protocols that the peer names, once it does."""
-    with trio.move_on_after(IDENTIFY_S):
-        while True:
-            info = host.info(peer)
-            if info is not None:
-                return info.agent, tuple(info.protocols)
-            await trio.sleep(0.02)
-    return "a peer that does not introduce itself", ()
+    info = await host.introduction(peer, IDENTIFY_S)
+    return ("a peer that does not introduce itself", ()) if info is None else (info.agent, info.protocols)
 
 
 _ADVICE: Final = {

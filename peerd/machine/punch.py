@@ -95,7 +95,7 @@ def _literal(claim: bytes | Multiaddr) -> Multiaddr | None:
 def _same_network(ip: Ip, home: Ip) -> bool:
     if ip.version != home.version:
         return False
-    return ipaddress.ip_address(ip) in ipaddress.ip_network(f"{home}/{24 if ip.version == 4 else 64}", strict=False)
+    return ip in ipaddress.ip_network(f"{home}/{24 if ip.version == 4 else 64}", strict=False)
 
 
 def place(candidates: Iterable[Multiaddr], seen: Iterable[Multiaddr], own: Iterable[Multiaddr]) -> list[Multiaddr]:
