@@ -171,7 +171,8 @@ def _ways(reached: Snapshot, peers: Iterable[Snapshot]) -> Text:
         told = ", ".join(f"{count} {_WAYS.get(kind, kind)}" for kind, count in sorted(kinds.items()))
         text.append(f"\nconnections: {told}", "dim")
     if reached.get("advice"):
-        since = f", for {duration(reached['for_s'])}" if reached.get("for_s") is not None else ""
+        known = reached.get("for_s") is not None and reached.get("verdict") != "unknown"
+        since = f", for {duration(reached['for_s'])}" if known else ""
         text.append(f"\n{reached['advice']}{since}", "dim" if reached.get("verdict") == "reachable" else "yellow")
     if reached.get("relays"):
         relays = [short(str(peer)) for peer in reached["relays"]]

@@ -66,6 +66,11 @@ def test_how_others_reach_this_peer_is_told_with_advice_and_ways() -> None:
     assert f"reached over the relays …{PEER[-8:]}, x" in text
 
 
+def test_what_is_not_known_yet_is_told_without_since_when() -> None:
+    reached = {"verdict": "unknown", "advice": "whether others can connect is not known yet: why", "for_s": 5.0}
+    assert "not known yet: why\n" in shown(snapshot(reachability=reached)).replace(" \n", "\n")
+
+
 def test_one_of_a_kind_is_told_in_the_singular() -> None:
     relay = {"circuits": 1, "reservations": 1, "carried_bytes": 0}
     net = {"peers": [{"way": "relayed"}], "streams": 1}

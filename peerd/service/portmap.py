@@ -28,6 +28,13 @@ _log = logging.getLogger("peerd.portmap")
 MAPPED: Final = "mapped"  # the source under which the address is announced
 _SHORTEST_LEASE_S: Final = 60.0  # a router that grants less is not asked more often than twice in that time
 
+_WORDS: Final = {  # by state, for people
+    "mapped": "the router passes {address} on to this peer ({by})",
+    "useless": "the router opens a port, which leads nowhere: {why} ({by})",
+    "none": "no router opens a port for this peer: {why}",
+    "not needed": "no router is asked for a port: {why}",
+}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PortMapConfig:
@@ -124,7 +131,7 @@ class PortMapping:
         told = {"state": state, "address": address, "by": by, "why": why}
         if told != self._status:
             self._status = told
-            _log.info("port mapping: %s", ", ".join(str(each) for each in told.values() if each is not None))
+            _log.info("%s", _WORDS[state].format(**told))
         if address is None:
             self._host.whereabouts.announce(MAPPED, [])
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -91,6 +92,24 @@ async def test_a_router_behind_another_one_promises_nothing_worth_telling(
         assert announced(host) == []
         assert ports.status()["state"] == "useless"
         assert "100.64.3.2, is not public" in ports.status()["why"]
+
+
+@pytest.mark.parametrize(
+    ("ip", "words"),
+    [
+        ("9.8.7.6", "the router passes /ip4/9.8.7.6/tcp/"),
+        ("192.168.7.7", "leads nowhere: the router's own address, 192.168.7.7, is not public (NAT-PMP)"),
+        ("", "no router opens a port for this peer: no NAT-PMP here"),
+    ],
+    ids=["mapped", "useless", "none"],
+)
+async def test_the_log_says_what_came_of_it(
+    ip: str, words: str, autojump_clock: trio.testing.MockClock, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, "peerd.portmap"):
+        async with mapping(FakeRouter("NAT-PMP", ip)):
+            await trio.sleep(10)
+    assert words in caplog.text
 
 
 async def test_where_nobody_maps_it_asks_ever_more_rarely_and_says_why(autojump_clock: trio.testing.MockClock) -> None:
