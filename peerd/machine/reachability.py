@@ -90,6 +90,7 @@ class _Server:
     not_before: float = -math.inf
     due: bool = True  # its answer is missing, or from before the last change
     pending: tuple[Multiaddr, ...] | None = None
+    asked_in: object = None  # the epoch of the last question: an answer to an older one leaves the next one due
 
 
 class Reachability:
@@ -135,7 +136,7 @@ class Reachability:
     def moved(self) -> None:
         """This machine is elsewhere: whoever has answered is asked anew, and at once."""
         for server in self._servers.values():
-            server.due, server.asked_at, server.not_before = True, -math.inf, -math.inf
+            server.due, server.asked_at, server.not_before, server.asked_in = True, -math.inf, -math.inf, None
 
     def answered(self, now: float, peer: PeerId, *, tried: bool, proven: Multiaddr | None = None) -> None:
         """What came of the question to `peer`; not `tried`: it would not, or we could not ask. `proven`: it got in."""
@@ -147,7 +148,7 @@ class Reachability:
         if not tried or (proven is not None and proven not in asked):
             server.not_before = now + self._config.refused_s
             return
-        server.due = False
+        server.due = server.asked_in is not self._epoch
         self._answers.pop(peer, None)
         self._answers[peer] = _Answer(now, sight.at, asked, proven)
         if len(self._answers) > OBSERVERS:  # more than are connected: who left longest ago counts no longer
@@ -213,7 +214,7 @@ class Reachability:
             if not addrs:
                 server.not_before = now + self._config.again_s
                 continue
-            server.asked_at, server.pending = now, addrs
+            server.asked_at, server.pending, server.asked_in = now, addrs, self._epoch
             covered.append(self._observers.place(peer))
             asks.append(Ask(peer, addrs))
         return asks

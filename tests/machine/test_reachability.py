@@ -153,6 +153,23 @@ def test_answers_are_refreshed_and_another_address_is_asked_about_soon() -> None
     assert judge.wake_at(100.0) == 400.0
 
 
+def test_an_address_that_a_router_promises_meanwhile_is_asked_about_soon() -> None:
+    """The router often answers after the first peers were asked, and before they have answered."""
+    judge = machine(INSIDE)
+    judge.saw(0.0, sight(0, MAPPED))
+    [ask] = judge.step(0.0)
+    judge.own([INSIDE], [OUTSIDE])
+    assert judge.step(1.0) == []
+    judge.answered(2.0, ask.peer, tried=True)
+    judge.step(2.0)
+    assert judge.wake_at(2.0) == 20.0
+    [again] = judge.step(20.0)
+    assert OUTSIDE in again.addrs
+    judge.answered(21.0, again.peer, tried=True, proven=OUTSIDE)
+    judge.step(21.0)
+    assert (judge.finding.kind, judge.wake_at(21.0)) == (Kind.REACHABLE, 320.0)
+
+
 def test_a_machine_that_has_moved_asks_everybody_at_once_and_keeps_its_verdict_until_they_say_otherwise() -> None:
     judge = machine(INSIDE)
     for number in range(3):
