@@ -20,6 +20,7 @@ from peerd.core.limits import CONTROL_BYTES_PENDING, WINDOW_BYTES_LINK
 from peerd.machine.buffers import BufferPool
 from peerd.machine.striping import PLACE, PLACED, PLACED_HEADER, Held, Lane, check_place, release
 from peerd.machine.yamux_credit import Credit
+from peerd.machine.yamux_pings import Pings
 from peerd.machine.yamux_sending import SendQueue
 from peerd.machine.yamux_stream import INITIAL_WINDOW, WindowBudget, YamuxConfig, YamuxStream
 from peerd.machine.yamux_wire import (
@@ -77,8 +78,7 @@ class Yamux:
         self._lane = Lane(main=True)
         self.place = self._lane.place
         self.takes_placed = False  # the peer may stripe its streams
-        self._ping_id = 0
-        self._ping_at: float | None = None  # when the ping in flight was sent
+        self._pings = Pings()
         self._ping_due = now
         self._heard_at = now
         self._doubted_until = float("inf")
@@ -169,7 +169,7 @@ class Yamux:
         if stream.fin_received or stream.was_reset:
             self._settle(stream)
         elif stream.held is not None:
-            self._credit.flow(stream, stream.held, 0, now, self.rtt_min_s)
+            self._flow(stream, stream.held, 0, now)
         else:
             self._credit.consumed(stream, now, self.rtt_s)
 
@@ -206,10 +206,8 @@ class Yamux:
             self._ping(now)
 
     def _ping(self, now: float) -> None:
-        if self._ping_at is None:
-            self._ping_at = now
-            self._ping_id = (self._ping_id + 1) & _WINDOW_WALL
-            self._frame(PING, SYN, 0, self._ping_id)
+        if self._pings.idle:
+            self._frame(PING, SYN, 0, self._pings.send(now))
 
     # --- sending -------------------------------------------------------------------------------------------
 
@@ -232,6 +230,11 @@ class Yamux:
     def has_bulk(self) -> bool:
         """Whether there is something to send on rails."""
         return self._queue.has_bulk
+
+    @property
+    def waiting_bytes(self) -> int:
+        """What all streams still have to send."""
+        return sum(stream.out_bytes for stream in self.streams.values())
 
     def set_rails(self, count: int, *, helping: bool) -> None:
         """So many rails take from `fill_rail` from now on; `helping`: and `fill` still does."""
@@ -266,7 +269,7 @@ class Yamux:
                 self._take_body(lane, view[at : at + size], end, events)
                 stream = lane.stream
                 if stream is not None and stream.held is not None and not (stream.abandoned or stream.fin_received):
-                    self._credit.flow(stream, stream.held, size, now, self.rtt_min_s)
+                    self._flow(stream, stream.held, size, now)
                 at += size
                 continue
             if lane.head or end - at < _HEADER_BYTES:
@@ -333,6 +336,12 @@ class Yamux:
             self._go_on(stream, stream.held, events)
         if not lane.left and lane.fin:
             self._take_fin(stream, events)
+
+    def _flow(self, stream: YamuxStream, held: Held, size: int, now: float) -> None:
+        """Bytes of a striped stream have come or were read."""
+        self._credit.flow(stream, held, size, now, self.rtt_min_s, self._pings.queue_s(now, self.rtt_min_s))
+        if size and self._pings.due(now, self.rtt_min_s or 0.0):
+            self._frame(PING, SYN, 0, self._pings.send(now))
 
     def _take_placed(self, lane: Lane, header: tuple[int, int, int, int, int], at: int, events: list[Event]) -> None:
         """A frame that names its place in its stream."""
@@ -432,9 +441,7 @@ class Yamux:
     def _take_ping(self, flags: int, value: int, now: float, events: list[Event]) -> None:
         if flags & SYN:
             self._frame(PING, ACK, 0, value)
-        elif flags & ACK and self._ping_at is not None and value == self._ping_id:
-            sample = now - self._ping_at
-            self._ping_at = None
+        elif flags & ACK and (sample := self._pings.answered(value, now)) is not None:
             self.rtt_min_s = min(sample, self.rtt_min_s or sample)
             self.rtt_s = sample if self.rtt_s is None else 0.75 * self.rtt_s + 0.25 * sample
             events.append(Pong(sample))

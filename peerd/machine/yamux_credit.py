@@ -43,10 +43,12 @@ class Credit:
         stream.credit += grant
         self._tell_credit(stream, grant)
 
-    def flow(self, stream: YamuxStream, held: Held, arrived: int, now: float, rtt_s: float | None) -> None:
+    def flow(
+        self, stream: YamuxStream, held: Held, arrived: int, now: float, rtt_s: float | None, queue_s: float | None
+    ) -> None:
         """Credit for a striped stream, as its bytes come or are read: as much as should be under way, if there is
         memory for it and for what a lost packet keeps from its turn."""
-        held.flight.arrived(arrived, now, rtt_s or _TUNE_RTT_FLOOR_S)
+        held.flight.arrived(arrived, now, rtt_s or _TUNE_RTT_FLOOR_S, queue_s)
         limit = held.flight.limit_bytes
         more = min(_FLIGHTS * limit, self._config.window_bytes_max, stream.window_bytes_max) - stream.target
         if more > 0 and self._budget.take(more):

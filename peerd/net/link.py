@@ -392,6 +392,7 @@ class Link:
                 if isinstance(drained.owner, Stream):
                     drained.owner.wake_writer()
             mux.drained.clear()
+        self.rails.filled()
         if self.rails:
             self.flush()
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hmac
 import logging
-from collections import deque
+import math
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
@@ -23,7 +23,7 @@ from peerd.core.errors import ProtocolViolation, RemoteError, Unreachable
 from peerd.core.ids import PeerId
 from peerd.core.limits import RAILS, RAILS_PER_LINK
 from peerd.machine.noise import Secrets
-from peerd.machine.railplan import LOOK_BYTES, RailPlan
+from peerd.machine.railplan import RailPlan
 from peerd.machine.striping import BINDING_BYTES, PROTOCOL, Lane
 from peerd.machine.yamux_wire import GO_AWAY, HEADER
 from peerd.machine.yamux_wire import PROTOCOL as YAMUX
@@ -38,9 +38,7 @@ _log = logging.getLogger("peerd.net")
 OFFERS = (YAMUX, PROTOCOL)  # of who is dialed
 _WARM_ROUND_TRIPS = 8  # until a connection has found its rate, more or less
 _WARM_S = 0.1  # a round trip, if none was measured
-_PACE_S = 0.1  # a rate over less says little
-_PACE_GAIN = 1.5  # so that the rate can grow, and a rail make up for another
-_PACE_BYTES_PER_S_MIN = 4e6  # of one rail: a start is not held up
+_PACE_BYTES_PER_S = 1e9  # more than any: the system sends evenly at the rate that it finds for itself
 _READ_BYTES = 256 * 1024
 
 
@@ -53,12 +51,12 @@ class Rail:
         self._sealing = Sealing(secured.session.sealer, link.buffers.plain, self._lending)
         if self._lending is not None:
             self._lending.begin_small()
+            self._lending.pace(_PACE_BYTES_PER_S)
         self._opener.pool = link.buffers.received
         self._lane = Lane(main=False)
         self._work: trio.Event | None = None
         self._over = trio.Event()  # our goodbye is sent
         self.leaving = False  # sends no more data
-        self._paced = 0.0  # bytes per second; 0: not yet
         self.send_began: float | None = None
 
     def wake(self) -> None:
@@ -71,12 +69,6 @@ class Rail:
         self.leaving = True
         self._link.rails.changed()
         self.wake()
-
-    def pace(self, bytes_per_s: float) -> None:
-        """Send no faster than this, for the sake of short queues on the way."""
-        if self._lending is not None and not 0.8 * self._paced < bytes_per_s < 1.25 * self._paced:
-            self._paced = bytes_per_s
-            self._lending.pace(bytes_per_s)
 
     async def run(self) -> None:
         """Read and write until it is over, or the link is."""
@@ -146,9 +138,8 @@ class Rails:
     def __init__(self, link: Link, binding: bytes) -> None:
         self._link, self.binding = link, binding
         self._all: dict[Rail, None] = {}  # oldest first
-        self._paced_at, self._paced_bytes = trio.current_time(), 0
-        self._rates: deque[float] = deque(maxlen=8)  # bytes per second that went out
         self._total = 0.0  # bytes at which the plan looks again
+        self._much = math.inf  # bytes that wait at which it does, too
         self._enough: trio.Event | None = None  # the plan waits for that
         self._warm_at = float("inf")  # until then the first connection still helps: its start is behind it
 
@@ -168,23 +159,14 @@ class Rails:
         """Bytes have come or gone."""
         if self._enough is not None and self._link.bytes_in + self._link.bytes_out >= self._total:
             self._enough.set()
-        if self._all:
-            self._pace()
         if self._all and trio.current_time() >= self._warm_at:
             self._warm_at = float("inf")
             self.changed()
 
-    def _pace(self) -> None:
-        """Have the rails send evenly, at somewhat more than their share of the best rate of late."""
-        link, now = self._link, trio.current_time()
-        passed_s = now - self._paced_at
-        if passed_s < max(link.mux.rtt_min_s or 0.0, _PACE_S):
-            return
-        self._rates.append((link.bytes_out - self._paced_bytes) / passed_s)
-        self._paced_at, self._paced_bytes = now, link.bytes_out
-        rate = max(_PACE_GAIN * max(self._rates) / len(self._all), _PACE_BYTES_PER_S_MIN)
-        for rail in self._all:
-            rail.pace(rate)
+    def filled(self) -> None:
+        """Of what waits, a batch is about to go."""
+        if self._enough is not None and self._much < math.inf and self._link.mux.waiting_bytes >= self._much:
+            self._enough.set()
 
     def changed(self) -> None:
         """A rail came, or is on its way out."""
@@ -218,13 +200,14 @@ class Rails:
         link = self._link
         plan = RailPlan(trio.current_time())
         while True:
-            self._total = link.bytes_in + link.bytes_out + LOOK_BYTES
+            self._total = link.bytes_in + link.bytes_out + plan.look_bytes(link.mux.rtt_min_s)
+            self._much = plan.trial_bytes(trio.current_time(), link.mux.rtt_min_s, len(self._all))
             self._enough = trio.Event()
             with trio.move_on_after(plan.idle_s if self._all else float("inf")):
                 await self._enough.wait()
             rtt_s = link.mux.rtt_min_s  # queues on the way are no distance
             now = trio.current_time()
-            wanted, why = plan.look(now, rtt_s, (link.bytes_in, link.bytes_out), len(self._all))
+            wanted, why = plan.look(now, rtt_s, (link.bytes_in, link.bytes_out), len(self._all), link.mux.waiting_bytes)
             if wanted > len(self._all):
                 _log.debug("%s gets %d connections more: %s", link, wanted - len(self._all), why)
                 if not await self._open(wanted - len(self._all), nursery):

@@ -21,12 +21,12 @@ class Line:
         self.plan, self.rtt_s = RailPlan(0.0), rtt_s
         self.now, self.bytes, self.rails, self.why = 0.0, 0, 0, ""
 
-    def at(self, mbit_s: float, seconds: float | None = None) -> int:
-        """Go on at that rate for so long (one pause) and look."""
+    def at(self, mbit_s: float, seconds: float | None = None, waiting_bytes: int = 0) -> int:
+        """Go on at that rate for so long (one pause) and look, while so much waits."""
         pause_s = self.plan.pause_s(self.rtt_s) if seconds is None else seconds
         self.now += pause_s
         self.bytes += int(mbit_s * MBIT * pause_s)
-        self.rails, self.why = self.plan.look(self.now, self.rtt_s, (self.bytes, 0), self.rails)
+        self.rails, self.why = self.plan.look(self.now, self.rtt_s, (self.bytes, 0), self.rails, waiting_bytes)
         return self.rails
 
 
@@ -54,6 +54,34 @@ def test_a_line_that_one_connection_fills_keeps_one() -> None:
 def test_a_flow_near_what_a_connection_holds_gets_more_though_it_no_longer_grows() -> None:
     line = Line(0.02)
     assert [line.at(600) for _ in range(3)][-1] == 2
+
+
+def test_a_far_peer_gets_several_as_soon_as_much_waits() -> None:
+    line = Line(0.3)
+    assert line.at(0.1, waiting_bytes=100_000) == 0
+    assert line.at(0.1, waiting_bytes=1 << 20) == RAILS_PER_LINK
+    assert line.why == "much waits for a far peer"
+    assert [line.at(rate, waiting_bytes=1 << 20) for rate in [1 << step for step in range(10)]] == [RAILS_PER_LINK] * 10
+    assert [line.at(500, waiting_bytes=1 << 20) for _ in range(100)] == [RAILS_PER_LINK] * 100
+
+
+def test_however_much_waits_nearer_lines_are_looked_at_first() -> None:
+    line = Line(0.1)
+    assert [line.at(20, waiting_bytes=1 << 24) for _ in range(100)] == [0] * 100
+    assert line.plan.trial_bytes(line.now, 0.1, 0) == float("inf")
+
+
+def test_a_far_line_that_one_connection_fills_keeps_one_after_a_trial_and_is_not_tried_again_and_again() -> None:
+    line = Line(0.3)
+    rails = [line.at(10, waiting_bytes=1 << 20) for _ in range(200)]  # a minute
+    assert rails[0] == RAILS_PER_LINK
+    assert rails[20:] == [0] * 180
+    assert line.plan.trial_bytes(line.now, 0.3, 0) == float("inf")
+    assert line.plan.trial_bytes(line.now + 60, 0.3, 0) < float("inf")
+
+
+def test_far_peers_are_looked_at_sooner() -> None:
+    assert RailPlan(0.0).look_bytes(0.3) < RailPlan(0.0).look_bytes(0.1) == RailPlan(0.0).look_bytes(None)
 
 
 @pytest.mark.parametrize("rtt_s", [0.0001, 0.01])
@@ -93,11 +121,14 @@ def test_after_a_failure_it_is_tried_again_later_and_ever_later() -> None:
     assert [round(after - before) for before, after in pairwise(tries)][:4] == [60, 120, 240, 480]
 
 
-@given(st.lists(st.tuples(st.floats(0.001, 100), st.integers(0, 1 << 32)), max_size=50), st.floats(0.001, 2))
-def test_there_are_never_more_than_allowed(looks: list[tuple[float, int]], rtt_s: float) -> None:
+@given(
+    st.lists(st.tuples(st.floats(0.001, 100), st.integers(0, 1 << 32), st.integers(0, 1 << 24)), max_size=50),
+    st.floats(0.001, 2),
+)
+def test_there_are_never_more_than_allowed(looks: list[tuple[float, int, int]], rtt_s: float) -> None:
     plan, now, total, rails = RailPlan(0.0), 0.0, 0, 0
-    for passed_s, count in looks:
+    for passed_s, count, waiting in looks:
         now, total = now + passed_s, total + count
-        rails, why = plan.look(now, rtt_s, (0, total), rails)
+        rails, why = plan.look(now, rtt_s, (0, total), rails, waiting)
         assert 0 <= rails <= RAILS_PER_LINK
         assert why

@@ -1,0 +1,65 @@
+"""Pings of one session: whether the peer is there, how far away it is, and how much waits on the way to us.
+
+A link's first connection carries small frames only once rails take the bulk, so that an answer waits nowhere but in the
+queues of the path: what it takes beyond the round trip of the idle path is what a call would wait, too. While bulk is
+received several pings are under way at once, since a queue on a long path should be known sooner than a round trip
+later.
+Sans-IO. Hostile input: answers to nothing, which are ignored, and answers that do not come, which say nothing; early
+ones make the peer's own stream faster than is good for it, within its window.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Final
+
+_MOST: Final = 8  # under way at once
+_PER_RTT: Final = 4
+_PAUSE_S_MIN: Final = 0.02
+_SAMPLES: Final = 2  # the least of the last ones counts: a late answer may be the processor's fault
+_ID_WALL: Final = 1 << 32
+
+
+class Pings:
+    """Times in seconds."""
+
+    __slots__ = ("_id", "_recent", "_sent_at", "_waiting")
+
+    def __init__(self) -> None:
+        self._id = 0
+        self._waiting: deque[tuple[int, float]] = deque()
+        self._sent_at = float("-inf")
+        self._recent: deque[float] = deque(maxlen=_SAMPLES)
+
+    @property
+    def idle(self) -> bool:
+        """No answer is awaited."""
+        return not self._waiting
+
+    def due(self, now: float, rtt_s: float) -> bool:
+        """Whether another is worth sending while bulk comes in."""
+        return len(self._waiting) < _MOST and now - self._sent_at >= max(rtt_s / _PER_RTT, _PAUSE_S_MIN)
+
+    def send(self, now: float) -> int:
+        """One is sent; its value."""
+        self._id = (self._id + 1) % _ID_WALL
+        self._waiting.append((self._id, now))
+        self._sent_at = now
+        return self._id
+
+    def queue_s(self, now: float, rtt_min_s: float | None) -> float | None:
+        """What bytes wait on their way to us; None while that is not known."""
+        if rtt_min_s is None or not self._recent:
+            return None
+        late_s = now - self._waiting[0][1] if self._waiting else 0.0
+        return max(min(self._recent) - rtt_min_s, late_s - rtt_min_s, 0.0)
+
+    def answered(self, value: int, now: float) -> float | None:
+        """The round trip, when one that is awaited was answered."""
+        if all(each != value for each, _ in self._waiting):
+            return None
+        while (first := self._waiting.popleft())[0] != value:
+            pass  # answers come in order: the peer has skipped these
+        sample_s = now - first[1]
+        self._recent.append(sample_s)
+        return sample_s
