@@ -247,8 +247,7 @@ class Link:
         self._sent_now_at = now
         buffer = self.buffers.batches.take()
         with memoryview(buffer) as batch:
-            size = self._sealing.batch(batch, self.mux.fill, self.mux)
-            self.sent_some()
+            size = self.filled(self._sealing.batch(batch, self.mux.fill, self.mux))
             sent = raw.send_nowait(batch[:size])
             self.bytes_out += sent
             self._unsent = bytes(batch[sent:size])
@@ -363,8 +362,7 @@ class Link:
                     await self._send(data)
                 buffer = self.buffers.batches.take()
                 batch = memoryview(buffer)
-                while size := self._sealing.batch(batch, mux.fill, mux):
-                    self.sent_some()
+                while size := self.filled(self._sealing.batch(batch, mux.fill, mux)):
                     await self._send(batch[:size])
                 self.buffers.batches.give(buffer)
         except (trio.BrokenResourceError, trio.ClosedResourceError) as error:
@@ -384,8 +382,11 @@ class Link:
         self._work = trio.Event()
         await self._work.wait()
 
-    def sent_some(self) -> None:
-        """A batch was filled: wake the streams whose data is on its way, and other writers to whom it fell."""
+    def filled(self, size: int) -> int:
+        """A batch of so many bytes was filled: wake the streams whose data is on its way, and other writers.
+
+        After an empty one, too: a stream whose data has grown meanwhile was left to them. Returns `size`.
+        """
         mux = self.mux
         if mux.drained:
             for drained in mux.drained:
@@ -395,6 +396,7 @@ class Link:
         self.rails.filled()
         if self.rails:
             self.flush()
+        return size
 
     async def _drain(self) -> None:
         """Wait, but not for long, until all that is queued is handed over."""

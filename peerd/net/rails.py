@@ -112,8 +112,7 @@ class Rail:
             while not self.leaving:
                 buffer = buffers.take()
                 batch = memoryview(buffer)
-                while not self.leaving and (size := self._sealing.batch(batch, link.mux.fill_rail, link.mux)):
-                    link.sent_some()
+                while not self.leaving and (size := self._fill(batch)):
                     await self._send(batch[:size])
                 buffers.give(buffer)
                 if not self.leaving:
@@ -123,6 +122,10 @@ class Rail:
         except (trio.BrokenResourceError, trio.ClosedResourceError) as error:
             await link.broke(error)
         self._over.set()
+
+    def _fill(self, batch: memoryview) -> int:
+        mux = self._link.mux
+        return self._link.filled(self._sealing.batch(batch, mux.fill_rail, mux))
 
     async def _send(self, data: bytes | memoryview) -> None:
         self.send_began = trio.current_time()

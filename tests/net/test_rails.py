@@ -104,6 +104,25 @@ async def test_what_travels_on_rails_arrives_unchanged_both_ways(autojump_clock:
 
 
 @pytest.mark.slow
+async def test_a_small_message_that_grows_before_it_has_left_goes_on_rails_at_once(autojump_clock: Clock) -> None:
+    """It was in the line of the first connection, which leaves it to rails that rest."""
+    async with running_hosts(WINDOW) as hosts:
+        a, b, sink = await pair(hosts)
+        with trio.move_on_after(4):
+            await flood(a, b)
+        stream = await a.open_stream(b.id, SINK)
+        await stream.send(b"heard of")
+        await trio.sleep(1)
+        assert len(link_of(a, b).rails) >= 2
+        before = sink.bytes
+        with trio.fail_after(2):
+            await stream.send(b"head")
+            await stream.send(bytes(1 << 20))
+        await trio.sleep(2)
+        assert sink.bytes - before == 4 + (1 << 20)
+
+
+@pytest.mark.slow
 async def test_a_reader_that_stops_stops_nobody_else(autojump_clock: Clock) -> None:
     async with running_hosts(WINDOW) as hosts:
         a, b, sink = await pair(hosts)
