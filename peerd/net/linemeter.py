@@ -1,8 +1,8 @@
 """Counts what passes this machine's line, for `machine.accessline`: looks at every TCP connection a few times a second.
 
-Bytes count when the other side has acknowledged them, or when they have come; connections within the machine or its
-own networks do not use the line and are left out, and circuits are counted on the connection to their relay. Where the
-system does not say what was acknowledged nothing is measured.
+Bytes count when the other side has acknowledged them, or when they have come; a link's rails are connections like its
+first one. Connections within the machine or its own networks do not use the line and are left out, and circuits are
+counted on the connection to their relay. Where the system does not say what was acknowledged nothing is measured.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from peerd.machine.paths import Way
 from peerd.net.host import Host
 from peerd.net.link import Link
 from peerd.net.tcpinfo import TcpInfo
+from peerd.net.transport import CountedLink
 
 PERIOD_S: Final = 0.25
 
@@ -31,7 +32,7 @@ class LineMeter:
 
     def __init__(self, host: Host, counts: Callable[[Link], bool] = over_the_line) -> None:
         self._host, self._counts = host, counts
-        self._before: dict[Link, TcpInfo] = {}
+        self._before: dict[CountedLink, TcpInfo] = {}
 
     async def run(self) -> None:
         """Measure until cancelled."""
@@ -42,13 +43,12 @@ class LineMeter:
     def _look(self) -> Count:
         """What has passed since the last look; a connection's first one says where it begins."""
         sent = received = 0
-        seen: dict[Link, TcpInfo] = {}
+        seen: dict[CountedLink, TcpInfo] = {}
         for link in self._host.links:
-            info = link.tcp_info() if self._counts(link) else None
-            if info is None:
-                continue
-            seen[link] = info
-            before = self._before.get(link)
+            if self._counts(link):
+                seen |= link.tcp_infos()
+        for connection, info in seen.items():
+            before = self._before.get(connection)
             if before is not None:
                 sent += info.bytes_acked - before.bytes_acked
                 received += info.bytes_received - before.bytes_received

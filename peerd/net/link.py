@@ -151,9 +151,10 @@ class Link:
         """Smoothed round trip, once one was measured."""
         return self.mux.rtt_s
 
-    def tcp_info(self) -> TcpInfo | None:
-        """What the system has counted on the connection; None where it does not, and for circuits."""
-        return self._raw.tcp_info() if isinstance(self._raw, CountedLink) else None
+    def tcp_infos(self) -> dict[CountedLink, TcpInfo]:
+        """What the system has counted on each of its connections; nothing where it does not, and for circuits."""
+        counted = [raw for raw in (self._raw, *self.rails.raws()) if isinstance(raw, CountedLink)]
+        return {raw: info for raw in counted if (info := raw.tcp_info()) is not None}
 
     # --- for the host --------------------------------------------------------------------------------------
 

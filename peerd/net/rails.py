@@ -46,7 +46,7 @@ class Rail:
     """One further connection."""
 
     def __init__(self, link: Link, secured: Secured, early: list[bytes | memoryview]) -> None:
-        self._link, self._raw, self._opener, self._early = link, secured.raw, secured.session.opener, early
+        self._link, self.raw, self._opener, self._early = link, secured.raw, secured.session.opener, early
         self._lending = secured.raw if isinstance(secured.raw, LendingLink) else None
         self._sealing = Sealing(secured.session.sealer, link.buffers.plain, self._lending)
         if self._lending is not None:
@@ -84,7 +84,7 @@ class Rail:
         finally:
             self._link.rails.gone(self)
             with trio.CancelScope(shield=True):
-                await self._raw.aclose()
+                await self.raw.aclose()
 
     async def _read(self) -> None:
         link, opener, place = self._link, self._opener, self._lane.place
@@ -94,7 +94,7 @@ class Rail:
                 if self._lending is not None:
                     data: bytes | memoryview = await self._lending.receive_view(opener.missing_bytes)
                 else:
-                    data = await self._raw.receive_some(_READ_BYTES)
+                    data = await self.raw.receive_some(_READ_BYTES)
                 if not data:
                     raise trio.BrokenResourceError("the peer closed it")
                 link.bytes_in += len(data)
@@ -129,7 +129,7 @@ class Rail:
 
     async def _send(self, data: bytes | memoryview) -> None:
         self.send_began = trio.current_time()
-        await self._raw.send_all(data)
+        await self.raw.send_all(data)
         self.send_began = None
         self._link.bytes_out += len(data)
         self._link.rails.moved()
@@ -148,6 +148,10 @@ class Rails:
 
     def __len__(self) -> int:
         return len(self._all)
+
+    def raws(self) -> list[RawLink]:
+        """The connections."""
+        return [rail.raw for rail in self._all]
 
     def is_of(self, binding: bytes) -> bool:
         """Whether a rail that names this link means this one."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+
 import pytest
 import trio
 import trio.testing
@@ -15,7 +17,9 @@ from peerd.net.host import Host
 from peerd.net.link import Link
 from peerd.net.sealing import Sealing
 from peerd.net.stream import Stream
+from peerd.net.tcpinfo import TcpInfo
 from peerd.net.upgrade import Secured, upgrade
+from peerd.sim.memory import MemoryLink
 from peerd.sim.simnet import NetConfig
 from tests.kit.hosts import Hosts, ask, echo, keypair, running_hosts
 from tests.kit.virtual import transport
@@ -63,6 +67,22 @@ def link_of(host: Host, other: Host) -> Link:
     link = host.links.best(other.id)
     assert link is not None
     return link
+
+
+@pytest.mark.slow
+async def test_what_passes_the_line_is_counted_on_all_connections_of_a_link(
+    autojump_clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    info = TcpInfo(**dict.fromkeys((field.name for field in fields(TcpInfo)), 0))
+    monkeypatch.setattr(MemoryLink, "tcp_info", lambda self: info, raising=False)
+    async with running_hosts(WINDOW) as hosts:
+        a, b, _ = await pair(hosts)
+        link = link_of(a, b)
+        assert len(link.tcp_infos()) == 1
+        hosts.nursery.start_soon(flood, a, b)
+        await trio.sleep(3)
+        assert len(link.rails) > 0
+        assert len(link.tcp_infos()) == 1 + len(link.rails)
 
 
 @pytest.mark.slow
