@@ -42,6 +42,7 @@ _NONCE: Final = struct.Struct("<4xQ")
 _LENGTH: Final = struct.Struct(">H")
 
 Place = Callable[[int], memoryview | None]  # where a plaintext of so many bytes belongs, if that is known
+Row = Callable[[], int]  # how many bytes of plaintext belong there one behind the other
 
 
 class Sealer:
@@ -68,6 +69,7 @@ class Opener:
     With a pool (of SEALED_BYTES buffers), large plaintexts come as views of its buffers, which the caller then owns;
     small ones, and all without a pool, come as bytes. `place` may name other memory for a large one of so many bytes:
     it is asked when all before it was taken from the iterator, and holds nothing of worth if the tag proves wrong.
+    With `row`, full frames that belong behind one another come as one plaintext.
     """
 
     __slots__ = ("_cipher", "_count", "_part", "_part_bytes", "pool")
@@ -91,7 +93,9 @@ class Opener:
             return 1
         return 2 + (part[0] << 8 | part[1]) - self._part_bytes
 
-    def each(self, data: bytes | memoryview, place: Place | None = None) -> Iterator[bytes | memoryview]:
+    def each(
+        self, data: bytes | memoryview, place: Place | None = None, row: Row | None = None
+    ) -> Iterator[bytes | memoryview]:
         """As `feed`, one after the other; `data` may be reused when the last one was taken."""
         view = memoryview(data)
         at = 0
@@ -104,6 +108,13 @@ class Opener:
             size = view[at] << 8 | view[at + 1]
             if end - at - 2 < size:
                 break
+            if size == FRAME_BYTES and end - at >= 2 * SEALED_BYTES and place is not None and row is not None:
+                frames = min(row() // PLAIN_BYTES, (end - at) // SEALED_BYTES)
+                into = place(frames * PLAIN_BYTES) if frames > 1 else None
+                if into is not None and (opened := self._open_row(view[at:], into)):
+                    yield into[: opened * PLAIN_BYTES]
+                    at += opened * SEALED_BYTES
+                    continue
             yield self._open(view[at + 2 : at + 2 + size], place)
             at += 2 + size
         if at < end:
@@ -132,6 +143,21 @@ class Opener:
         if self.pool is not None:
             self.pool.give(part)
         return plain
+
+    def _open_row(self, view: memoryview, into: memoryview) -> int:
+        """Open as many full frames as `into` has room for, or up to one that is no such frame; returns how many."""
+        decrypt, count = self._cipher.decrypt_into, self._count
+        try:
+            for at, to in zip(range(0, len(view), SEALED_BYTES), range(0, len(into), PLAIN_BYTES), strict=False):
+                if view[at] != 0xFF or view[at + 1] != 0xFF:
+                    break
+                sealed = view[at + 2 : at + SEALED_BYTES]
+                decrypt(_NONCE.pack(count), sealed, None, into[to : to + PLAIN_BYTES])
+                count += 1
+        except InvalidTag:
+            pass  # those before it count; it is opened again, by itself, and refused
+        opened, self._count = count - self._count, count
+        return opened
 
     def _open(self, sealed: memoryview, place: Place | None) -> bytes | memoryview:
         size = len(sealed) - TAG_BYTES

@@ -53,6 +53,13 @@ class Lane:
             return None
         return stream.place(size)
 
+    def row(self) -> int:
+        """How many bytes of plaintext `place` has room for, all data of one frame."""
+        stream = self.stream
+        if stream is None or stream.landing is None or self.at not in (_NOWHERE, stream.received_bytes):
+            return 0
+        return min(self.left, len(stream.landing))
+
 
 class Held:
     """Pieces of one stream that came before their turn, and where it ends if that is known."""

@@ -76,7 +76,7 @@ class Yamux:
         self.drained = self._queue.drained  # streams that reached their low water in `fill`; the driver empties this
         self._next_id = 1 if initiator else 2
         self._lane = Lane(main=True)
-        self.place = self._lane.place
+        self.place, self.row = self._lane.place, self._lane.row
         self.takes_placed = False  # the peer may stripe its streams
         self._pings = Pings()
         self._ping_due = now

@@ -2,7 +2,7 @@
 
 Control frames go first. Then streams with little queued, so that a small call passes a bulk transfer, each in turn with
 one frame; then those with much, in turn as well. Whoever sends little all the time cannot starve the others: after each
-`_FAIR_BYTES` of small frames one large one goes, if one waits. A stream that is alone may go on without a copy.
+`_FAIR_BYTES` of small frames one large one goes, if one waits. While none is small, one may go on without a copy.
 Once the link has rails (see `striping`), they take what is large, and the first connection is left to all the rest.
 Invariants: a stream stands in one ring at most, and in one exactly while it `wants_out`; credit is never exceeded.
 """
@@ -89,8 +89,8 @@ class SendQueue:
     def fill(self, into: memoryview, spill_bytes: int = 0) -> int:
         """Write whole frames to `into` (65,519 bytes make one full Noise frame); returns the bytes written.
 
-        With `spill_bytes`, a stream that is alone may go on with at most so many: they are not copied to `into`, but
-        left in `spill`, a multiple of its size, and have to be sent right behind it.
+        With `spill_bytes`, a stream may go on with at most so many while none is small: they are not copied to `into`,
+        but left in `spill`, a multiple of its size, and have to be sent right behind it.
         """
         at = 0
         self.spill = None
@@ -108,7 +108,7 @@ class SendQueue:
             ring.popleft()
             begin = at
             if not stream.was_reset:
-                at = self._emit(stream, into, at, 0 if self._small or self._bulk else spill_bytes)
+                at = self._emit(stream, into, at, 0 if self._small else spill_bytes)
             self._passed_bytes = self._passed_bytes + at - begin if ring is self._small and self._bulk else 0
             if stream.wants_out:
                 self._ring_of(stream).append(stream)

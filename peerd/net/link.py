@@ -300,7 +300,7 @@ class Link:
                     self.reason = self.reason or "the peer closed the connection"
                     return
                 self.bytes_in += len(data)
-                self.take(opener.each(data, self.mux.place))
+                self.take(opener.each(data, self.mux.place, self.mux.row))
                 self.rails.moved()
             await self._drain()
         except (trio.BrokenResourceError, trio.ClosedResourceError) as error:

@@ -85,3 +85,41 @@ def test_a_frame_that_was_changed_is_a_violation_wherever_it_was_opened() -> Non
     opener = Opener(b"k" * 32, BufferPool(SEALED_BYTES, keep=1))
     with pytest.raises(ProtocolViolation):
         list(opener.each(wire, lambda size: memoryview(bytearray(size))))
+
+
+@pytest.mark.parametrize("piece_bytes", [70_000, 200_000, 1 << 20])
+@pytest.mark.parametrize("room_bytes", [0, PLAIN_BYTES + 5, 3 * PLAIN_BYTES])
+def test_full_frames_that_belong_in_a_row_come_as_one_and_the_rest_as_before(piece_bytes: int, room_bytes: int) -> None:
+    sealer, opener = Sealer(b"k" * 32), Opener(b"k" * 32, BufferPool(SEALED_BYTES, keep=1))
+    plains = [*(bytes([i]) * PLAIN_BYTES for i in range(4)), b"shorter" * 1000, b"end"]
+    wire = b"".join(sealed(sealer, plain) for plain in plains)
+    home = memoryview(bytearray(room_bytes))
+    taken = 0
+
+    def place(size: int) -> memoryview | None:
+        return home[taken : taken + size] if size <= row() else None
+
+    def row() -> int:
+        return len(home) - taken
+
+    got = []
+    for at in range(0, len(wire), piece_bytes):
+        for plain in opener.each(wire[at : at + piece_bytes], place, row):
+            if isinstance(plain, memoryview) and plain.obj is home.obj:
+                taken += len(plain)
+            got.append(bytes(plain))
+    assert b"".join(got) == b"".join(plains)
+    assert taken == room_bytes // PLAIN_BYTES * PLAIN_BYTES
+    in_rows = room_bytes >= 2 * PLAIN_BYTES and piece_bytes > 2 * SEALED_BYTES
+    assert (max(map(len, got)) > PLAIN_BYTES) == in_rows
+
+
+def test_what_comes_before_a_forged_frame_in_a_row_still_counts_and_it_is_refused() -> None:
+    sealer, opener = Sealer(b"k" * 32), Opener(b"k" * 32, BufferPool(SEALED_BYTES, keep=1))
+    wire = bytearray(b"".join(sealed(sealer, bytes([i]) * PLAIN_BYTES) for i in range(4)))
+    wire[2 * SEALED_BYTES + 100] ^= 1
+    home = memoryview(bytearray(4 * PLAIN_BYTES))
+    got = opener.each(wire, lambda size: home[:size], lambda: len(home))
+    assert bytes(next(got)) == bytes(PLAIN_BYTES) + b"\x01" * PLAIN_BYTES
+    with pytest.raises(ProtocolViolation):
+        next(got)
