@@ -87,7 +87,7 @@ class Rail:
                 await self.raw.aclose()
 
     async def _read(self) -> None:
-        link, opener, place = self._link, self._opener, self._lane.place
+        link, opener, lane = self._link, self._opener, self._lane
         try:
             link.take(self._early, self._lane)
             while not self._lane.ended:
@@ -98,7 +98,7 @@ class Rail:
                 if not data:
                     raise trio.BrokenResourceError("the peer closed it")
                 link.bytes_in += len(data)
-                link.take(opener.each(data, place), self._lane)
+                link.take(opener.each(data, lane.place, lane.row), lane)
                 link.rails.moved()
         except (trio.BrokenResourceError, trio.ClosedResourceError) as error:
             await link.broke(error)
@@ -212,7 +212,7 @@ class Rails:
             self._enough = trio.Event()
             with trio.move_on_after(plan.idle_s if self._all else float("inf")):
                 await self._enough.wait()
-            rtt_s = link.mux.rtt_min_s  # queues on the way are no distance
+            rtt_s = self._distance_s()
             now = trio.current_time()
             wanted, why = plan.look(now, rtt_s, (link.bytes_in, link.bytes_out), len(self._all), link.mux.waiting_bytes)
             if wanted > len(self._all):
@@ -223,6 +223,14 @@ class Rails:
                 for rail in list(self._all):
                     rail.leave()
             await trio.sleep(plan.pause_s(rtt_s))
+
+    def _distance_s(self) -> float | None:
+        """The round trip of the idle path: queues are no distance, and neither is a busy machine, here or there.
+
+        Which is why the system, whose own answers wait for nobody, is asked as well.
+        """
+        own, info = self._link.mux.rtt_min_s, self._link.tcp_info()
+        return min(own, info.min_rtt_s) if own is not None and info is not None and info.min_rtt_s else own
 
     async def _open(self, count: int, nursery: trio.Nursery) -> bool:
         """Dial so many at once; whether all stand."""

@@ -99,6 +99,19 @@ async def test_one_stream_fills_a_line_that_one_connection_cannot(dialer_sends: 
 
 
 @pytest.mark.slow
+async def test_a_busy_machine_is_not_far_away(autojump_clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its answers take long, those of its system do not."""
+    near = TcpInfo(52, 1448, 1e-4, 1e-4, 0, 0, 0, 0, 0, 0.0, 0.0, 0.0, 0)
+    monkeypatch.setattr(Link, "tcp_info", lambda link: near)
+    async with running_hosts(WINDOW) as hosts:
+        a, b, sink = await pair(hosts)
+        hosts.nursery.start_soon(flood, a, b)
+        await trio.sleep(3)
+        assert sink.bytes > 4 << 20
+        assert len(link_of(a, b).rails) == 0
+
+
+@pytest.mark.slow
 async def test_a_small_call_beside_it_waits_for_little_more_than_its_round_trip(autojump_clock: Clock) -> None:
     async with running_hosts(WINDOW) as hosts:
         a, b, _ = await pair(hosts)
