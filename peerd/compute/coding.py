@@ -124,13 +124,7 @@ def decode(
     infinity are refused in every coding (blockwise codes have none). On the CPU, the tensor shares memory with a
     writable, aligned payload that is neither coded nor packed.
     """
-    found = TORCH_DTYPES.get(frame.dtype)
-    if found is None or (dtype is not None and found != dtype):
-        wanted = f"; expected {dtype_name(dtype)}" if dtype is not None else ""
-        raise ProtocolViolation(f"{name} is of {frame.dtype}{wanted}")
-    if shape is not None and not fits(frame.shape, shape):
-        dims = ", ".join("any" if dim is None else str(dim) for dim in shape)
-        raise ProtocolViolation(f"{name} has shape {list(frame.shape)}; expected [{dims}]")
+    found = _expected(frame, shape, dtype, name)
     payload, device = _raw_payload(frame, name), torch.device(device)
     make = partial(_dequantized if frame.coding in CODES else _values, frame, payload, found, name)
     if device.type == "cuda":
@@ -139,9 +133,17 @@ def decode(
         tensor = device_coding.decoded(make, device, staging.lane_of(device))
     else:
         tensor = make(lambda source: source.to(device))
-    if finite and not all_finite(tensor):
+    if finite and frame.coding not in CODES and not all_finite(tensor):
         raise ProtocolViolation(f"{name} has values that are not finite")
     return tensor
+
+
+def decode_blockwise(frame: TensorFrame, into: Tensor, *, name: str = "a tensor") -> None:
+    """Decode a frame in a blockwise code into a tensor of the CPU, whose shape and dtype the frame must have."""
+    _expected(frame, into.shape, into.dtype, name)
+    if codes_and_scales := _codes_and_scales(frame, _raw_payload(frame, name), into.dtype, name):
+        codes, scales = codes_and_scales
+        torch.ops.peerd.dequantize_blockwise.out(codes, scales, frame.coding, frame.block, out=into)
 
 
 def sample_of(tensor: Tensor) -> Sample:
@@ -243,6 +245,20 @@ def seal_scales(payload: memoryview, scale_bytes: int, name: str) -> None:
 # --- receiving -----------------------------------------------------------------------------------------------------
 
 
+def _expected(
+    frame: TensorFrame, shape: Sequence[int | None] | None, dtype: torch.dtype | None, name: str
+) -> torch.dtype:
+    """The frame's dtype, once it and the shape are what the caller expects."""
+    found = TORCH_DTYPES.get(frame.dtype)
+    if found is None or (dtype is not None and found != dtype):
+        wanted = f"; expected {dtype_name(dtype)}" if dtype is not None else ""
+        raise ProtocolViolation(f"{name} is of {frame.dtype}{wanted}")
+    if shape is not None and not fits(frame.shape, shape):
+        dims = ", ".join("any" if dim is None else str(dim) for dim in shape)
+        raise ProtocolViolation(f"{name} has shape {list(frame.shape)}; expected [{dims}]")
+    return found
+
+
 def _raw_payload(frame: TensorFrame, name: str) -> memoryview:
     """The payload, unpacked, once its length is what the frame says."""
     try:
@@ -269,8 +285,20 @@ def _values(frame: TensorFrame, payload: memoryview, dtype: torch.dtype, name: s
 
 def _dequantized(frame: TensorFrame, payload: memoryview, dtype: torch.dtype, name: str, put: Put) -> Tensor:
     """The tensor of a blockwise payload whose length was checked."""
-    if not payload.nbytes:
+    parts = _codes_and_scales(frame, payload, dtype, name)
+    if parts is None:
         return put(torch.empty(0, dtype=dtype)).view(frame.shape)
+    codes, scales = map(put, parts)
+    tensor: Tensor = torch.ops.peerd.dequantize_blockwise(codes, scales, frame.coding, frame.block, frame.shape, dtype)
+    return tensor
+
+
+def _codes_and_scales(
+    frame: TensorFrame, payload: memoryview, dtype: torch.dtype, name: str
+) -> tuple[Tensor, Tensor] | None:
+    """What a blockwise payload whose length was checked consists of, the scales looked at; None: of nothing."""
+    if not payload.nbytes:
+        return None
     scale_bytes = SCALE_BYTES * scale_count(math.prod(frame.shape), frame.block)
     head = payload[:scale_bytes]
     given = int.from_bytes(payload[scale_bytes : scale_bytes + CRC_BYTES], "little")
@@ -280,8 +308,4 @@ def _dequantized(frame: TensorFrame, payload: memoryview, dtype: torch.dtype, na
     largest = tables.FLOAT16_LARGEST_BITS if dtype is torch.float16 else tables.LARGEST_BITS
     if not ((bits == 0) | ((bits > tables.SMALLEST_BITS) & (bits <= largest))).all():
         raise ProtocolViolation(f"{name} has scales that no tensor of {frame.dtype} has")
-    scales, codes = values_of(head, torch.float32), values_of(payload[scale_bytes + CRC_BYTES :], torch.uint8)
-    tensor: Tensor = torch.ops.peerd.dequantize_blockwise(
-        put(codes), put(scales), frame.coding, frame.block, frame.shape, dtype
-    )
-    return tensor
+    return values_of(payload[scale_bytes + CRC_BYTES :], torch.uint8), values_of(head, torch.float32)

@@ -12,16 +12,57 @@ gradient coded again has the same bits. A peer that dies takes its residual with
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from typing import Any
 
 import numpy as np
 import torch
 
-from peerd.compute.coding import Plan, decode, encode
+from peerd.compute.coding import Plan, decode, decode_blockwise, encode
+from peerd.core.blockwise import CODES
 from peerd.core.frame import TensorFrame
 from peerd.core.runfile import AveragingSection
 
 Vector = np.ndarray[Any, np.dtype[Any]]
+
+
+class Missed:
+    """What a round misses, while it is made. It begins uncleared: that would cost as much as filling it."""
+
+    __slots__ = ("_begun", "values")
+
+    def __init__(self, values: Vector) -> None:
+        self.values = values
+        self._begun: list[tuple[int, int]] = []  # where something was added: sorted and apart
+
+    def add(self, begin: int, meant: Vector, seen: Vector) -> None:
+        """From element `begin` on, `seen` arrives instead of what was `meant`."""
+        end = begin + len(meant)
+        if self._begin(begin, end):  # a part may be coded in several rounds
+            self.values[begin:end] += meant - seen
+        else:
+            np.subtract(meant, seen, out=self.values[begin:end])
+
+    def whole(self) -> Vector:
+        """All of it; nothing was missed where nothing was added."""
+        if not self._begin(0, len(self.values)):
+            self.values.fill(0)
+        return self.values
+
+    def _begin(self, begin: int, end: int) -> bool:
+        """Count these as begun; where some of them were before, which is the answer, the others are cleared."""
+        begun = self._begun
+        first, last = bisect_right(begun, begin, key=lambda span: span[1]), bisect_left(begun, (end,))
+        old = begun[first:last]
+        if not old:
+            begun.insert(first, (begin, end))
+            return False
+        at = begin
+        for span in (*old, (end, end)):
+            self.values[at : max(at, span[0])] = 0
+            at = max(at, span[1])
+        begun[first:last] = [(min(begin, old[0][0]), at)]
+        return True
 
 
 class ErrorFeedback:
@@ -33,26 +74,25 @@ class ErrorFeedback:
     def __init__(self, plan: Plan) -> None:
         self.residual: Vector | None = None  # None: all zeros
         self._plan = plan
-        self._new: Vector | None = None  # of the round under way
+        self._new: Missed | None = None  # of the round under way
         self._spare: Vector | None = None
 
-    def begin(self, gradient: Vector) -> Vector:
-        """A round begins: the residual is added to `gradient`, in place. Gives the new residual, for `settle`."""
+    def begin(self, gradient: Vector) -> Missed:
+        """A round begins: the residual is added to `gradient`, in place. Gives the new one to be, for `settle`."""
         if self.residual is not None:
             np.add(gradient, self.residual, out=gradient)
         buffer = self._spare
         if buffer is None or (buffer.shape, buffer.dtype) != (gradient.shape, gradient.dtype):
             buffer = np.empty_like(gradient)
-        buffer.fill(0)
-        self._new, self._spare = buffer, None
-        return buffer
+        self._new, self._spare = Missed(buffer), None
+        return self._new
 
     def encode(self, begin: int, values: Vector) -> tuple[TensorFrame, Vector]:
         """Code the part that begins at element `begin`; also gives it as it will be decoded. Raises NotFinite."""
         frame = encode(torch.from_numpy(values), self._plan, name="a part of the gradient")
         seen: Vector = decode(frame).numpy()
         if self._new is not None:
-            self._new[begin : begin + len(values)] += values - seen  # a part may be coded in several rounds
+            self._new.add(begin, values, seen)
         return frame, seen
 
     def decode(self, frame: TensorFrame, like: Vector) -> Vector:
@@ -61,9 +101,17 @@ class ErrorFeedback:
         values: Vector = decode(frame, like.shape, dtype, name="a part of a gradient", finite=True).numpy()
         return values
 
-    def settle(self, new: Vector | None = None) -> None:
+    def decode_into(self, frame: TensorFrame, target: Vector) -> None:
+        """As `decode`, into `target`, whose shape and dtype the part must have."""
+        if frame.coding in CODES and not frame.lossless:
+            decode_blockwise(frame, torch.from_numpy(target), name="a part of a gradient")
+        else:
+            np.copyto(target, self.decode(frame, target))
+
+    def settle(self, new: Missed | None = None) -> None:
         """The round that began with `new`, or the last one, counts: what it missed is added to the next one."""
-        self._spare, self.residual, self._new = self.residual, self._new if new is None else new, None
+        new = new or self._new
+        self._spare, self.residual, self._new = self.residual, new.whole() if new is not None else None, None
 
     def forget(self) -> None:
         """Begin anew: the parameters are no longer those that the residual was meant for."""

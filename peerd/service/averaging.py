@@ -54,6 +54,7 @@ __all__ = ["METHOD", "Averaging", "PartCoder", "PlainParts", "Vector"]
 METHOD = "average/1/parts"
 _ALIVE = "average/1/alive"
 _PARTS_UNDER_WAY = 3  # to one owner of an equal share: enough to fill the line while sums are made
+_PARTS_KEPT = 16  # so much memory of parts that were summed waits for the next ones
 _PARTS_UNDER_WAY_MOST = 256  # of one sender: its next ones wait on the way
 _DTYPES = {"float32", "float64"}  # of a vector that a helper is told to sum
 _JOIN_WAIT_S = 30.0  # a member may hear of the round a little later than the others
@@ -132,7 +133,7 @@ class Averaging:
         self.aggregated_bytes = 0  # of others' vectors, summed here so far
         self.outcomes = Outcomes()
         self._rounds: dict[bytes, _Open] = {}
-        self._memory = Memory()
+        self._memory, self._parts_memory = Memory(), Memory(_PARTS_KEPT)
         self._expected: dict[bytes, bool] = {}  # rounds of our attempts, and which have begun
         self._opened = trio.Event()  # set and replaced whenever a round opens
         limits = MethodLimits(frames=1, frame_bytes=8 << 20, calls_per_peer=8)  # rounds that were called off end slowly
@@ -329,7 +330,7 @@ class Averaging:
 
     async def _receive_sums(self, state: _Open, way: _Way) -> None:
         share, pace, call = way
-        call.place = _Places(state, share)
+        call.place = _Places(state, share, self._parts_memory)
         with self._blaming(state, share[0].owner):
             for part in share:
                 answer = await call.receive(Empty)
@@ -359,7 +360,7 @@ class Averaging:
         """A sender's version of our share; the sums go back in the order in which its parts come."""
         state, sender = await self._round(call.body.attempt), call.peer.text
         came, due = trio.open_memory_channel[Part](_PARTS_UNDER_WAY_MOST)
-        parts.place = _anew
+        parts.place = self._parts_memory.rooms
         state.evenly.begin(sender)
         try:
             async with trio.open_nursery() as nursery, came:
@@ -455,14 +456,14 @@ class Averaging:
 class _Places:
     """Where the sums of a share go: uncoded ones are received where they belong."""
 
-    def __init__(self, state: _Open, share: list[Part]) -> None:
-        self._state, self._left = state, deque(share)
+    def __init__(self, state: _Open, share: list[Part], memory: Memory) -> None:
+        self._state, self._left, self._memory = state, deque(share), memory
 
     def __call__(self, headers: tuple[FrameHeader, ...]) -> list[memoryview] | None:
         if not self._left or len(headers) != 1:
             return None
         target = self._state.target(self._left.popleft())
-        return [target.data.cast("B")] if is_plain(headers[0], target) else _anew(headers)
+        return [target.data.cast("B")] if is_plain(headers[0], target) else self._memory.rooms(headers)
 
 
 async def _encode(state: _Open, part: Part, values: Vector) -> TensorFrame:
@@ -491,8 +492,3 @@ def _version(state: _Open, part: Part, frame: TensorFrame) -> Version:
         return state.coder.decode(frame, like)
     check_form(frame, like)
     return frame
-
-
-def _anew(headers: tuple[FrameHeader, ...]) -> list[memoryview]:
-    """Memory for versions, not cleared: they fill it."""
-    return [np.empty(header.payload_bytes, np.uint8).data for header in headers]

@@ -10,6 +10,7 @@ large values that are finite each but not together: `Fault` says whose they are.
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -22,6 +23,7 @@ from peerd.core.frame import FrameHeader, TensorFrame
 Vector = np.ndarray[Any, np.dtype[Any]]
 Version = Vector | TensorFrame  # a frame where it is still to be decoded
 
+_BYTE = np.dtype(np.uint8)
 _KEPT_BYTES_LEAST = 1 << 20  # smaller vectors are cheap to allocate
 
 
@@ -36,6 +38,10 @@ class PartCoder(Protocol):
         """The part, in the shape and dtype of `like`; raises RemoteError for anything else."""
         ...
 
+    def decode_into(self, frame: TensorFrame, target: Vector) -> None:
+        """As `decode`, into `target`; what is not plain is finite, or RemoteError is raised."""
+        ...
+
 
 class PlainParts:
     """Parts as they are, bit for bit."""
@@ -48,6 +54,9 @@ class PlainParts:
         if frame.coding != "none" or frame.lossless:
             raise Refused("parts travel uncoded")
         return np.frombuffer(frame.payload, dtype=like.dtype)
+
+    def decode_into(self, frame: TensorFrame, target: Vector) -> None:
+        np.copyto(target, self.decode(frame, target))
 
 
 def check_form(frame: TensorFrame | FrameHeader, like: Vector) -> None:
@@ -75,10 +84,11 @@ def sum_up(coder: PartCoder, begin: int, versions: Sequence[Version], target: Ve
     Raises PeerdError when the coder cannot code the sum.
     """
     total: Vector | None = None
+    spare = np.empty_like(target)  # for one after the other; never touched where versions are plain
     with np.errstate(over="ignore", invalid="ignore"):
         for i, version in enumerate(versions):
             try:
-                values = _decoded(coder, version, target)
+                values = _placed(coder, version, spare if i else target)
             except RemoteError as error:
                 return Fault([i], f"a member sent what it may not: {error}")
             total = values if total is None else np.add(total, values, out=target)
@@ -97,6 +107,14 @@ def _decoded(coder: PartCoder, version: Version, like: Vector) -> Vector:
     return coder.decode(version, like) if isinstance(version, TensorFrame) else version
 
 
+def _placed(coder: PartCoder, version: Version, room: Vector) -> Vector:
+    """A version's values: where they lie, or decoded into `room`."""
+    if not isinstance(version, TensorFrame) or is_plain(version, room):
+        return _decoded(coder, version, room)
+    coder.decode_into(version, room)
+    return room
+
+
 def _not_finite(coder: PartCoder, versions: Sequence[Version], total: Vector) -> list[int]:
     """Whose versions are to blame for this sum."""
     each = [_decoded(coder, version, total) for version in versions]
@@ -109,10 +127,10 @@ def _not_finite(coder: PartCoder, versions: Sequence[Version], total: Vector) ->
 def take_sum(coder: PartCoder, frame: TensorFrame, target: Vector) -> None:
     """What an owner answers, into `target`, where it may lie already. What is wrong about it is the owner's doing."""
     try:
-        total = coder.decode(frame, target)
+        total = _placed(coder, frame, target)
     except Refused as error:
         raise ProtocolViolation(str(error)) from None
-    if not finite(total):
+    if is_plain(frame, target) and not finite(total):
         raise ProtocolViolation("the sum is not finite")
     if not np.may_share_memory(total, target):
         np.copyto(target, total)
@@ -126,23 +144,31 @@ def finite(values: Vector) -> bool:
 class Memory:
     """Vectors in memory that is already there: faulting in new pages costs a large part of a round.
 
-    A vector's memory comes back when nobody holds it, or any view of it, any more; one is kept.
+    A vector's memory comes back when nobody holds it, or any view of it, any more, in whichever thread that is; the
+    last `keep` are kept.
     """
 
-    def __init__(self) -> None:
-        self._kept: list[Vector] = []
+    def __init__(self, keep: int = 1) -> None:
+        self._kept: deque[Vector] = deque(maxlen=keep)
 
     def vector(self, length: int, dtype: np.dtype[Any]) -> Vector:
         """With any content."""
         size = length * dtype.itemsize
         if size < _KEPT_BYTES_LEAST:
             return np.empty(length, dtype)
-        pages = self._kept.pop() if self._kept else None
-        if pages is None or len(pages) != size:
-            pages = np.empty(size, np.uint8)
+        pages = self._pages(size)
         vector = np.frombuffer(pages.data, dtype)  # its base is no array: views of it hold on to itself
-        weakref.finalize(vector, self._give, pages).atexit = False
+        weakref.finalize(vector, self._kept.append, pages).atexit = False
         return vector
 
-    def _give(self, pages: Vector) -> None:
-        self._kept[:] = [pages]
+    def rooms(self, headers: Sequence[FrameHeader]) -> list[memoryview]:
+        """Room for the payloads of these frames, not cleared: they fill it."""
+        return [self.vector(header.payload_bytes, _BYTE).data for header in headers]
+
+    def _pages(self, size: int) -> Vector:
+        for _ in range(len(self._kept)):
+            pages = self._kept.popleft()
+            if len(pages) == size:
+                return pages
+            self._kept.append(pages)
+        return np.empty(size, np.uint8)

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from peerd.compute.coding import NotFinite, Plan, decode, encode
-from peerd.compute.feedback import ErrorFeedback, Vector
+from peerd.compute.feedback import ErrorFeedback, Missed, Vector
 from peerd.core.errors import ProtocolViolation
 from peerd.core.frame import TensorFrame
 
@@ -144,3 +144,26 @@ def test_what_cannot_be_coded_or_does_not_fit_is_named() -> None:
         feedback.decode(good, gradient.astype("float64"))
     with pytest.raises(ProtocolViolation, match="not finite"):
         feedback.decode(TensorFrame("float32", (1,), np.array([np.inf], "float32").data.cast("B")), gradient[:1])
+
+
+@given(
+    spans=st.lists(st.tuples(st.integers(0, SIZE - 1), st.integers(1, SIZE)).filter(lambda s: s[0] < s[1]), max_size=9)
+)
+def test_what_a_round_misses_adds_up_wherever_its_parts_overlap(spans: list[tuple[int, int]]) -> None:
+    missed, expected = Missed(np.full(SIZE, np.nan, dtype="float32")), np.zeros(SIZE, dtype="float32")
+    for i, (begin, end) in enumerate(spans):
+        meant, seen = np.full(end - begin, 2.0**i, dtype="float32"), np.ones(end - begin, dtype="float32")
+        missed.add(begin, meant, seen)
+        expected[begin:end] += meant - seen
+    assert np.array_equal(missed.whole(), expected)
+
+
+@pytest.mark.parametrize("code", CODES)
+def test_a_part_is_the_same_decoded_into_memory_that_is_there(code: str) -> None:
+    (values,) = gradients(8, 1)
+    frame, seen = ErrorFeedback(Plan(code)).encode(0, values)
+    target = np.full(SIZE, np.nan, dtype="float32")
+    ErrorFeedback(Plan(code)).decode_into(frame, target)
+    assert target.tobytes() == seen.tobytes()
+    with pytest.raises(ProtocolViolation):
+        ErrorFeedback(Plan(code)).decode_into(frame, target[:7])

@@ -79,3 +79,13 @@ def test_memory_is_used_again_once_nobody_looks_at_any_part_of_it() -> None:
     assert third.ctypes.data == place
     assert (third[10:20] == 7).all()
     assert memory.vector(1 << 19, dtype).shape == (1 << 19,)
+
+
+def test_memory_of_several_sizes_waits_for_its_like() -> None:
+    memory, dtype = Memory(keep=2), np.dtype("float32")
+    large, small = memory.vector(1 << 20, dtype), memory.vector(1 << 19, dtype)
+    places = large.ctypes.data, small.ctypes.data
+    del large, small
+    gc.collect()
+    small, large = memory.vector(1 << 19, dtype), memory.vector(1 << 20, dtype)
+    assert (large.ctypes.data, small.ctypes.data) == places
