@@ -229,8 +229,9 @@ class Rails:
 
         Which is why the system, whose own answers wait for nobody, is asked as well.
         """
-        own, info = self._link.mux.rtt_min_s, self._link.tcp_info()
-        return min(own, info.min_rtt_s) if own is not None and info is not None and info.min_rtt_s else own
+        own = self._link.mux.rtt_min_s
+        told = [info.min_rtt_s for info in self._link.tcp_infos().values() if info.min_rtt_s > 0]
+        return min(own, *told) if own is not None and told else own
 
     async def _open(self, count: int, nursery: trio.Nursery) -> bool:
         """Dial so many at once; whether all stand."""
