@@ -44,6 +44,10 @@ _WORTH_AWAITING_BYTES = 4 * 1024  # two packets or more; saying so is a system c
 # A receive queue that waits to be read keeps Linux from widening its window: with whole frames to wait for, a path of
 # 100 ms stayed at 64 KiB each round trip.
 _AWAITED_BYTES_MAX = 12 * 1024
+# Near by, no rate fills a window within a round trip; whoever shares a line with many others hears of a frame in a
+# few pieces then, each of which costs a turn of the loop.
+_AWAITED_BYTES_MAX_NEAR = 32 * 1024
+_NEAR_S = 0.005  # the round trip without what waits on the way
 _LOOK_S = 2.0  # how often the machine's addresses are looked at: a fraction of a millisecond each time
 _NO_FAMILY = {errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL}  # of a wildcard
 
@@ -51,7 +55,7 @@ _NO_FAMILY = {errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL}  # of a wildcard
 class TcpLink:
     """One TCP connection as a LendingLink. Tries the system first only when that is likely to succeed at once."""
 
-    __slots__ = ("_awaited_bytes", "_draught", "_lent", "_more", "_socket", "local", "remote")
+    __slots__ = ("_awaited_bytes", "_awaited_bytes_max", "_draught", "_lent", "_more", "_socket", "local", "remote")
 
     def __init__(self, sock: trio.socket.SocketType, remote: Multiaddr, lent: memoryview) -> None:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -63,6 +67,7 @@ class TcpLink:
         self._draught = Draught()
         self._limit_unsent()
         self._awaited_bytes = 1  # the system says nothing of fewer
+        self._awaited_bytes_max = 0  # 0: not known yet
         self._more = False  # the last read was large, so that there is probably more
         self.remote = remote
 
@@ -142,12 +147,19 @@ class TcpLink:
 
     async def _wait_readable(self, useful_bytes: int) -> None:
         """Sleep until so many have come, or eight packets, or the end: not each of them should wake us for nothing."""
-        count = min(useful_bytes, _AWAITED_BYTES_MAX) if useful_bytes >= _WORTH_AWAITING_BYTES else 1
+        count = min(useful_bytes, self._most_awaited()) if useful_bytes >= _WORTH_AWAITING_BYTES else 1
         if count != self._awaited_bytes:
             self._awaited_bytes = count
             with contextlib.suppress(OSError):  # not every system can
                 self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, count)
         await trio.lowlevel.wait_readable(self._socket)
+
+    def _most_awaited(self) -> int:
+        if not self._awaited_bytes_max:
+            info = self.tcp_info()
+            near = info is not None and info.min_rtt_s < _NEAR_S
+            self._awaited_bytes_max = _AWAITED_BYTES_MAX_NEAR if near else _AWAITED_BYTES_MAX
+        return self._awaited_bytes_max
 
     async def aclose(self) -> None:
         if self._socket.fileno() != -1:
