@@ -22,6 +22,8 @@ from peerd.machine.shares_lp import shares_within
 _PART_BYTES_LEAST = 16 << 10  # smaller ones cost more in calls than they save in waiting
 _PARTS_UNDER_WAY = 4  # for one owner of an equal share: what averaging has in flight
 _UNDER_WAY_SHARE = 1 / 8  # of the vector: the end of a round waits for what is under way
+_FEW_BYTES = 64 << 10  # of a part for few owners, where one for each of them
+_FEW_SHARE = 1 / 16  # is no more of the vector than this: each part costs both ends a millisecond of computing
 _UNDER_WAY_S = 2.0  # and so long it takes at most; patience with a member must be longer
 _OWNERS_LEAST = 8  # parts for fewer are no larger: a stream's window is full before a large one has gone
 _CRUMB = 1e-3  # of the largest share: less is not worth a call from every sender
@@ -217,12 +219,14 @@ def _split(lines: tuple[Line, ...], found: Shares, frame: Split) -> Split:
         for line in lines
         if line.sends or line.peer in fractions
     )
-    owners = max(_OWNERS_LEAST, sum(party.share > 0 for party in parties))
+    working = sum(party.share > 0 for party in parties)
+    owners = max(_OWNERS_LEAST, working)
     limits = [AVERAGE_PART_BYTES]
     if found.xi_s_per_byte > 0:
         limits.append(int(_UNDER_WAY_S / found.xi_s_per_byte / (_PARTS_UNDER_WAY * owners)))
     if frame.dtype in _ITEM_BYTES:
         vector_bytes = frame.elements * _ITEM_BYTES[frame.dtype]
-        limits.append(int(_UNDER_WAY_SHARE * vector_bytes / (_PARTS_UNDER_WAY * owners)))
+        few = min(_FEW_BYTES, int(_FEW_SHARE * vector_bytes / working)) if working < _OWNERS_LEAST else 0
+        limits.append(max(int(_UNDER_WAY_SHARE * vector_bytes / (_PARTS_UNDER_WAY * owners)), few))
     part_bytes = max(_PART_BYTES_LEAST, min(limits))
     return replace(frame, parties=parties, part_bytes=part_bytes, why=found.why, xi_s_per_byte=found.xi_s_per_byte)

@@ -100,6 +100,8 @@ def test_parts_are_small_where_lines_are_slow_and_where_the_vector_is_small() ->
     assert part_bytes(1e9, 12_000_000) == 187_500  # an eighth of 48 MB for eight owners with four parts each
     assert part_bytes(1 * MB, 1_000_000_000) == 46_875  # two seconds of 1 MB/s, with 4/3 of the vector on each line
     assert part_bytes(1e4, 1_000_000_000) == 16 << 10
+    assert part_bytes(10 * MB, 500_000) == 41_666, "three owners: one part for each is a sixteenth"
+    assert part_bytes(10 * MB, 1_000_000) == 64 << 10
 
 
 def test_a_round_is_sent_evenly_only_where_all_lines_are_stated() -> None:
