@@ -9,6 +9,9 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 TORCH_INDEX ?=
 INSTALL := $(PIP) install --quiet -c constraints.txt $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 FAST := -m "not slow and not interop and not socket"
+# Virtual time does not mind who else computes. Real time does: what opens sockets has the machine for itself, afterwards.
+SIDE_BY_SIDE := -n logical --maxprocesses 8 --dist worksteal -m "not socket"
+NONE_CHOSEN := 5
 KERNELS := $(wildcard peerd/compute/kernels/*.cpp peerd/compute/kernels/*.h)
 ARGS ?=
 
@@ -40,7 +43,8 @@ run: $(VENV)/.installed  ## train a swarm on this machine and watch it (options:
 
 test: $(VENV)/.installed-dev  ## the whole test suite; foreign libp2p peers where they can be had
 	-@$(BIN)/python scripts/foreign/setup.py
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest $(SIDE_BY_SIDE) $(ARGS) || [ $$? = $(NONE_CHOSEN) ]
+	$(BIN)/python -m pytest -m socket $(ARGS) || [ $$? = $(NONE_CHOSEN) ]
 
 check: lint types fast  ## what to run before a commit: lint, types, fast tests
 
