@@ -36,6 +36,7 @@ class Ocean:
     calls_ms: Sequence[float]  # during the transfer
     first_call_rtts: float  # median
     others_share: float  # of all cores during the transfer, by what is no part of this; the kernel's network is
+    congestion_control: str  # of the lab's TCP
 
     @property
     def call_ms(self) -> float:
@@ -57,6 +58,7 @@ def crossed(rtt_ms: float, seconds: float = 12.0, first_calls: int = 5) -> Ocean
         calls = [asked(client, do="call", addr=addr)["seconds"] for _ in range(first_calls)]
         before, began = others_s(server, client, lab), time.monotonic()
         found = asked(client, do="bulk", addr=addr, seconds=seconds)
+        rule = near.congestion_control
         others = (others_s(server, client, lab) - before) / (time.monotonic() - began) / (os.cpu_count() or 1)
     marks = [(at, total) for at, total in found["marks"] if at <= seconds]
     shares = [share(marks, at, at + 1.0) for at in whole_seconds(marks)]
@@ -68,6 +70,7 @@ def crossed(rtt_ms: float, seconds: float = 12.0, first_calls: int = 5) -> Ocean
         [1000 * each for each in found["calls"]],
         1000 * statistics.median(calls) / rtt_ms,
         others,
+        rule,
     )
 
 

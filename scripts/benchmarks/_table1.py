@@ -151,6 +151,8 @@ def table1(rounds: Mapping[str, int]) -> tuple[list[list[Figure]], dict[str, Any
     reason = why_not()
     if reason is not None:
         return [], {"table1": None, "table1_why": reason}, f"no Table 1: {reason}"
+    with Lab() as lab:
+        rule = lab.host("probe").congestion_control
     sections, keys, busiest = [], {}, 0.0
     for name, setup in SETUPS.items():
         found = row(setup.rates, rounds)
@@ -159,4 +161,4 @@ def table1(rounds: Mapping[str, int]) -> tuple[list[list[Figure]], dict[str, Any
         busiest = max(busiest, found["ours"].others_share)
     about = f"Table 1: {VALUES:,} float32 values, rounds of ours: {rounds['ours']}"
     busy = f"others and the kernel took up to {busiest:.0%} of the processor in rounds of ours"
-    return sections, {"table1": keys}, f"{about}, {busy}"
+    return sections, {"table1": keys, "congestion_control": rule}, f"{about}, TCP's {rule}, {busy}"

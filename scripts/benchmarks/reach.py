@@ -78,4 +78,5 @@ def extra(oceans: Sequence[Ocean], found: Mapping[str, Matrix], settled: Mapping
             pair: None if met.best_s is None else round(met.best_s, 3) for pair, met in each.items()
         }
         matrices[f"{key}_settled_s"] = {name: round(at, 1) for name, at in settled[key].items()}
-    return {**matrices, "best": {f"{a}/{b}": best(a, b) for a in KINDS for b in KINDS}, **first, **late, **worst}
+    ways = {f"{a}/{b}": best(a, b) for a in KINDS for b in KINDS}
+    return {**matrices, "best": ways, **first, **late, **worst, "congestion_control": oceans[0].congestion_control}

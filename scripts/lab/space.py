@@ -41,7 +41,8 @@ class Space:
         self._started: list[subprocess.Popen[Any]] = []
         ip("netns", "add", label)
         self.links("link set lo up")
-        # Without IPv6 nobody finds addresses that lead nowhere. A network without delay needs no clever sender.
+        # Without IPv6 nobody finds addresses that lead nowhere. Most machines send by cubic; where the system lets only
+        # its own namespace have that, this one has what the machine has.
         self.set("net/ipv6/conf/all/disable_ipv6", "1")
         self.set("net/ipv4/tcp_congestion_control", "cubic")
 
@@ -105,6 +106,12 @@ class Space:
     def set(self, key: str, value: str) -> None:
         """A kernel setting of this namespace, where the kernel has it."""
         self.run(["sh", "-c", f"test ! -w /proc/sys/{key} || echo {value} 2>/dev/null > /proc/sys/{key}"], check=False)
+
+    @property
+    def congestion_control(self) -> str:
+        """By which rule TCP sends in here: figures of a slow or a far line depend on it."""
+        shown = self.run(["cat", "/proc/sys/net/ipv4/tcp_congestion_control"], stdout=subprocess.PIPE, text=True)
+        return str(shown.stdout).strip()
 
 
 S = TypeVar("S", bound=Space)

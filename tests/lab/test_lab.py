@@ -148,3 +148,10 @@ def test_why_there_can_be_no_lab_is_said_in_words(monkeypatch: pytest.MonkeyPatc
         assert why_not() == "a network lab needs ip and tc of iproute2"
     finally:
         why_not.cache_clear()
+
+
+def test_a_host_says_by_which_rule_its_tcp_sends(lab: Lab) -> None:
+    host = lab.host("sender")
+    with host.socket() as sender:
+        rule = sender.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16)
+    assert host.congestion_control == rule.split(b"\0")[0].decode()
