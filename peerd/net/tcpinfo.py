@@ -16,9 +16,8 @@ _OPTION: Final = getattr(socket, "TCP_INFO", None) if sys.platform == "linux" el
 _TIMESTAMPS: Final = 1
 _SEGS: Final = 1 << 32
 _BYTES: Final = 216  # up to tcpi_bytes_retrans; kernels since 4.19 have it
-# options; snd_mss, rcv_mss; rtt; bytes_acked, bytes_received, segs_out, segs_in, notsent_bytes, min_rtt; data segments
-# in and out, delivery rate, busy time, rwnd limited, sndbuf limited; then delivered, bytes sent, bytes repeated.
-_FIELDS: Final = struct.Struct("=5xB10xII44xI48xQQIIII8xQQQQ8xQQ")
+# options; rtt; bytes_acked, bytes_received, segs_out, segs_in; min_rtt; bytes_retrans.
+_FIELDS: Final = struct.Struct("=5xB62xI48xQQII4xI56xQ")
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,17 +25,11 @@ class TcpInfo:
     """Since the connection was made; bytes are payload, segments are packets, empty ones included."""
 
     header_bytes: int  # of one packet: IP and TCP
-    mss: int
-    rtt_s: float
     min_rtt_s: float  # of the last minutes
     bytes_acked: int
     bytes_received: int
     segs_out: int  # this and the next start again after 2^32
     segs_in: int
-    unsent_bytes: int  # taken by the system and not on its way yet
-    busy_s: float  # time in which there was something on its way
-    rwnd_limited_s: float  # of this, waiting for the other side to read
-    sndbuf_limited_s: float  # of this, waiting for us to write
     bytes_repeated: int
 
     def overhead_since(self, before: TcpInfo | None) -> tuple[int, int]:
@@ -65,21 +58,13 @@ def tcp_info(sock: socket.socket) -> TcpInfo | None:
         return None
     if len(data) < _FIELDS.size:
         return None
-    options, mss, _, rtt, acked, received, out, into, unsent, min_rtt, _, busy, rwnd, sndbuf, _, again = _FIELDS.unpack(
-        data[: _FIELDS.size]
-    )
+    options, rtt, acked, received, out, into, min_rtt, again = _FIELDS.unpack(data[: _FIELDS.size])
     return TcpInfo(
         header_bytes=header_bytes(sock.family, timestamps=bool(options & _TIMESTAMPS)),
-        mss=mss,
-        rtt_s=rtt / 1e6,
         min_rtt_s=min(min_rtt, rtt) / 1e6,
         bytes_acked=acked,
         bytes_received=received,
         segs_out=out,
         segs_in=into,
-        unsent_bytes=unsent,
-        busy_s=busy / 1e6,
-        rwnd_limited_s=rwnd / 1e6,
-        sndbuf_limited_s=sndbuf / 1e6,
         bytes_repeated=again,
     )
