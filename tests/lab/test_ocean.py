@@ -13,7 +13,8 @@ from scripts.lab import why_not_wide
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 BUSY = 0.25  # of the processor, by others: then it is not the line that is waited for
-SHARES = {100: 0.85, 300: 0.7}  # of 500 Mb/s, from 6 s on
+# Of 500 Mb/s, from 6 s on: as far below what is measured (0.87 to 0.92, 0.76 to 0.88) as runs are apart, and more.
+SHARES = {100: 0.8, 300: 0.65}
 
 pytestmark = [pytest.mark.lab, pytest.mark.socket, pytest.mark.slow, pytest.mark.timeout(120)]
 
