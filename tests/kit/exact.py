@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
@@ -46,12 +47,20 @@ def write_texts(folder: Path) -> Path:
 
 
 def run_file(optimizer: str, dtype: Any, text: Path, stages: int = 2) -> RunFile:
+    """A small run. AdamW's eps is larger in fp32, so that rounding is small beside it.
+
+    With 1e-8 a gradient that is nearly zero moves its parameter by its sign, hence by its rounding: two plain
+    processes that sum the same samples in another order then differ by more than 1e-5 in one run of twelve.
+    """
+    section = OPTIMIZERS[optimizer]
+    if optimizer == "adamw" and dtype == "float32":
+        section = msgspec.structs.replace(section, eps=1e-6)
     return RunFile(
         run=f"exact-{optimizer}-{dtype}",
         seed=5,
         model=ModelSection(d_model=32, heads=2, layers=2, context=32, dtype=dtype),
         pipeline=PipelineSection(stages=stages, microbatch=2),
-        optimizer=OPTIMIZERS[optimizer],
+        optimizer=section,
         batch=BatchSection(target_samples=16),
         data=DataSection(path=str(text), holdout=0.1),
         evaluate=EvaluateSection(every_steps=0),
@@ -127,6 +136,11 @@ def plain_torch(run: RunFile, batches: Batches) -> torch.nn.Module:
     return model
 
 
+def distance(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """Relative, over the whole tensor."""
+    return float((found - expected).norm() / expected.norm().clamp_min(1e-30))
+
+
 def differences(run: RunFile, model: torch.nn.Module, stages: list[StageModule]) -> list[str]:
     """Empty when the stages together have the model's parameters, to the tolerance of the run's dtype."""
     expected = dict(model.named_parameters())
@@ -137,7 +151,7 @@ def differences(run: RunFile, model: torch.nn.Module, stages: list[StageModule])
             if name.startswith("param/"):
                 seen.add(name.removeprefix("param/"))
                 plain = expected[name.removeprefix("param/")].detach()
-                difference = float((value - plain).norm() / plain.norm().clamp_min(1e-30))
+                difference = distance(value, plain)
                 if not difference <= TOLERANCE[run.model.dtype]:
                     found.append(f"{name} differs by {difference:.2e}")
     return found + [f"no stage has {name}" for name in sorted(expected.keys() - seen)]
