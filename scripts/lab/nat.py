@@ -9,10 +9,10 @@
 | symmetric       | another one for each destination            | the same                                         |
 | firewall        | no translation, hosts have public addresses | answers                                          |
 
-A cone keeps its outside port because the kernel gives connections from one source the same translation as long as one
-of them is known and the inside port lies outside of PORTS. Two kinds let in who was not sent to: they learn from what
-leaves who is behind a port. An unexpected packet to a NAT ends at the router itself, and is dropped or refused; no
-kind sends back what a LAN sends to its own outside address (no hairpin).
+A cone's outside port is a hash of the inside address and port, and of a key, so that it is one port however many
+connections begin at once (the kernel alone would give each of these its own). Two kinds let in who was not sent to:
+they learn from what leaves who is behind a port. An unexpected packet to a NAT ends at the router itself, and is
+dropped or refused; no kind sends back what a LAN sends to its own outside address (no hairpin).
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ Unexpected = Literal["drop", "reset"]  # what is done with a SYN that nobody wai
 KINDS: tuple[Kind, ...] = get_args(Kind)
 ROUTED: tuple[Kind, ...] = ("none", "firewall")
 LEARNING: tuple[Kind, ...] = ("full-cone", "addr-restricted")
-PORTS = "10000-29999"  # below those that the kernel gives to sockets
+PORTS = range(10000, 30000)  # below those that the kernel gives to sockets
 MAPPING_S = 7200
 TABLE = "lab"
 
 
-def rules(kind: Kind, unexpected: Unexpected) -> str:
-    """The ruleset of a router whose devices are wan0 and lan0."""
-    parts = [] if kind in ROUTED else [_learnt(kind), _inward(kind), _outward(kind)]
+def rules(kind: Kind, unexpected: Unexpected, key: int) -> str:
+    """The ruleset of a router whose devices are wan0 and lan0. Another `key` of 32 bits gives a cone other ports."""
+    parts = [] if kind in ROUTED else [_learnt(kind), _inward(kind), _outward(kind, key)]
     return f"table ip {TABLE} {{\n" + "\n".join([*parts, _forward(kind, unexpected), _to_router(unexpected)]) + "\n}\n"
 
 
@@ -40,6 +40,11 @@ def forwarded(kind: Kind, protocol: str, port: int, inside: str) -> str:
     if kind in ROUTED:
         return f'insert rule ip {TABLE} forward iifname "wan0" ip daddr {inside} {protocol} dport {port} accept\n'
     return f"add rule ip {TABLE} forwards {protocol} dport {port} dnat to {inside}\n"
+
+
+def renumbered(kind: Kind, key: int) -> str:
+    """Commands that give connections from now on other outside ports."""
+    return "" if kind in ROUTED else f"flush chain ip {TABLE} outward\ntable ip {TABLE} {{\n{_outward(kind, key)}\n}}\n"
 
 
 def forgotten(kind: Kind) -> str:
@@ -79,11 +84,14 @@ def _inward(kind: Kind) -> str:
     return "\n".join([*lines, "}"])
 
 
-def _outward(kind: Kind) -> str:
-    how = " fully-random" if kind == "symmetric" else ""
+def _outward(kind: Kind, key: int) -> str:
+    if kind == "symmetric":
+        port = f"{PORTS[0]}-{PORTS[-1]} fully-random"
+    else:
+        port = f"jhash ip saddr . th sport mod {len(PORTS)} seed {key} offset {PORTS[0]}"
     return f"""chain outward {{
 type nat hook postrouting priority srcnat; policy accept;
-oifname "wan0" meta l4proto {{ tcp, udp }} masquerade to :{PORTS}{how}
+oifname "wan0" meta l4proto {{ tcp, udp }} masquerade to :{port}
 oifname "wan0" masquerade
 }}"""
 

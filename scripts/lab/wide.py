@@ -19,7 +19,7 @@ import socket
 import struct
 from typing import Any
 
-from .nat import KINDS, ROUTED, Kind, Unexpected, forgotten, forwarded, rules
+from .nat import KINDS, ROUTED, Kind, Unexpected, forgotten, forwarded, renumbered, rules
 from .space import Ground, Space, cable
 from .wan import Line, Quality, Wan
 
@@ -47,6 +47,7 @@ class Router(Space):
         self.kind, self.unexpected = kind, unexpected
         self.ip = f"45.{FIRST_NETWORK + number}.1.1"
         self._lan, self._inside = f"192.168.{number + 1}", 0
+        self._key = number << 16  # of the outside ports; one more each time that it forgets
         self.line: Line
 
     def open(self, line: Line) -> None:
@@ -55,7 +56,7 @@ class Router(Space):
         address = f"{self.ip}/32" if self.kind in ROUTED else f"{self._lan}.1/24"
         self.links("link add lan0 type bridge", f"addr add {address} dev lan0", "link set lan0 up")
         self.set("net/ipv4/ip_forward", "1")
-        self.rule(rules(self.kind, self.unexpected))
+        self.rule(rules(self.kind, self.unexpected, self._key))
 
     def rule(self, commands: str) -> None:
         self.run(["nft", "-f", "-"], input=commands, text=True)
@@ -83,6 +84,8 @@ class Router(Space):
 
     def forget(self) -> None:
         """Lose all mappings and connections, as a router that is switched off and on. New ones get other ports."""
+        self._key += 1
+        self.rule(renumbered(self.kind, self._key))
         with self.socket(socket.AF_NETLINK, socket.SOCK_RAW, NETFILTER) as kernel:
             kernel.settimeout(10)
             kernel.send(FORGET_CONNECTIONS)

@@ -23,6 +23,7 @@ CLOSED: list[Kind] = ["port-restricted", "symmetric", "firewall"]
 PORT = 31337
 ANSWERED_S = 1.0  # two that call each other over a fifth of a second have had the kernels' first answers
 ESTABLISHED = 1  # of Linux's TCP states
+ROUNDS = 20  # of forgetting
 SOON_S = 0.3  # what does not come through a network without delay by then was dropped
 Address = tuple[str, int]
 
@@ -197,6 +198,38 @@ def test_a_router_that_forgot_its_mappings_gives_other_ports_and_ends_old_connec
     with pytest.raises(TimeoutError):
         served.recv(4)
     assert outside(sockets, host, other)[1] != before[1]
+
+
+def test_a_cone_that_forgot_gives_one_outside_port_to_calls_that_are_all_made_again_at_once(
+    wide: WideLab, sockets: contextlib.ExitStack
+) -> None:
+    host, servers = wide.host("host", "port-restricted"), [wide.host(f"s{i}") for i in range(6)]
+    listeners = [listening(sockets, server) for server in servers]
+    places = [(server.ip, PORT) for server in servers]
+    calls = [connected(sockets, host, place, PORT) for place in places]
+    before = [accepted(sockets, listener)[1] for listener in listeners]
+    assert host.router is not None
+    together = threading.Barrier(len(servers))
+
+    def again(number: int) -> None:
+        together.wait()
+        with contextlib.suppress(OSError):
+            calls[number].sendall(b"lost")
+            calls[number].recv(4)
+        calls[number].close()
+        calls[number] = connected(sockets, host, places[number], PORT)
+
+    for _ in range(ROUNDS):
+        host.router.forget()
+        threads = [threading.Thread(target=again, args=(number,)) for number in range(len(servers))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        seen = [accepted(sockets, listener)[1] for listener in listeners]
+        assert len(set(seen)) == 1
+        assert seen != before
+        before = seen
 
 
 @pytest.mark.parametrize("kind", ["port-restricted", "symmetric", "firewall"])
