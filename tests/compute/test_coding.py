@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import struct
 import zlib
 from collections.abc import Callable
 
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from peerd.compute import coding
 from peerd.compute.coding import NotFinite, Plan, begin, decode, encode, sample_of
-from peerd.compute.kernels import reference
+from peerd.compute.kernels import reference, tables
 from peerd.core.blockwise import CODES
 from peerd.core.errors import LocalError, ProtocolViolation
 from peerd.core.frame import CODINGS, DTYPES, TensorFrame, encode_header
@@ -277,6 +278,22 @@ def test_any_codes_at_all_decode_to_finite_values() -> None:
         payload[start:] = noise.numpy().tobytes()
         back = decode(dataclasses.replace(frame, payload=payload))
         assert back.abs().max() <= 1.000001
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("code", CODES)
+def test_every_code_under_the_largest_scale_that_is_let_in_is_finite(code: str, dtype: torch.dtype) -> None:
+    """What was read from a peer is not looked through again for infinities."""
+    largest = tables.FLOAT16_LARGEST_BITS if dtype is torch.float16 else tables.LARGEST_BITS
+    name, count = str(dtype).removeprefix("torch."), 256 * 8 // CODES[code].bits
+
+    def frame(bits: int) -> TensorFrame:
+        scales = struct.pack("<I", bits) * (count // 64)
+        return TensorFrame(name, (count,), scales + struct.pack("<I", zlib.crc32(scales)) + bytes(range(256)), code, 64)
+
+    assert decode(frame(largest)).isfinite().all()
+    with pytest.raises(ProtocolViolation, match="scale"):
+        decode(frame(largest + 1))
 
 
 # --- samples -------------------------------------------------------------------------------------------------------
