@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -61,13 +62,16 @@ def test_several_sources_are_read_with_their_weights(file: Path) -> None:
 @pytest.mark.parametrize("path", ["https://h/a/", "http://localhost:8000", "http://127.0.0.1/x", "http://[::1]:80/"])
 def test_data_may_come_over_https_and_from_this_machine(file: Path, path: str) -> None:
     file.write_text(f"run: x\ndata: {{path: '{path}'}}\n")
-    load_run(file)
+    assert load_run(file).run.data.path == path
 
 
-@pytest.mark.parametrize("boundary", ["code: auto, block: 4096", "code: nf4", "code: fp8-e4m3", "lossless: never"])
-def test_codes_blocks_and_packing_of_boundaries_can_be_chosen(file: Path, boundary: str) -> None:
-    file.write_text(f"run: x\npipeline: {{boundary: {{{boundary}}}}}\n")
-    load_run(file)
+@pytest.mark.parametrize(
+    "boundary", [{"code": "auto", "block": 4096}, {"code": "nf4"}, {"code": "fp8-e4m3"}, {"lossless": "never"}]
+)
+def test_codes_blocks_and_packing_of_boundaries_can_be_chosen(file: Path, boundary: dict[str, Any]) -> None:
+    file.write_text(yaml.safe_dump({"run": "x", "pipeline": {"boundary": boundary}}))
+    loaded = load_run(file).run.pipeline.boundary
+    assert {key: getattr(loaded, key) for key in boundary} == boundary
 
 
 def test_an_empty_section_means_its_defaults(file: Path) -> None:

@@ -84,6 +84,7 @@ def test_an_installed_role_whose_file_is_recorded_is_accepted(folder: Path, monk
 def test_an_editable_install_owns_what_lies_in_its_source_tree(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(folder))
     registry.refuse_foreign(installed(folder, record="", editable=True))
+    assert registry.load("quiet").name == "quiet"
 
 
 def test_a_role_whose_module_another_package_provides_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

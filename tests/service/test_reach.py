@@ -102,7 +102,10 @@ async def test_a_peer_that_stays_silent_or_talks_nonsense_does_not_hold_the_verd
         assert (found, after_s < 5.0) == (Kind.KEEPS_PORTS, True)
 
 
-async def test_a_port_that_is_opened_later_is_noticed_at_the_next_look() -> None:
+@pytest.mark.parametrize(("moves", "within_s"), [(False, 310), (True, 1)])
+async def test_a_port_that_is_opened_is_noticed_at_the_next_look_or_when_the_machine_moves(
+    moves: bool, within_s: float
+) -> None:
     async with internet() as peers:
         for name in ("one", "two", "three"):
             await peers.start(name)
@@ -110,20 +113,9 @@ async def test_a_port_that_is_opened_later_is_noticed_at_the_next_look() -> None
         await peers.join("new", "one", "two", "three")
         assert (await verdict(reach))[0] == Kind.KEEPS_PORTS
         peers.routers["new"].forward(PORT)
-        await trio.sleep(310)
-        assert reach.finding.kind == Kind.REACHABLE
-
-
-async def test_a_machine_that_moves_asks_again_at_once() -> None:
-    async with internet() as peers:
-        for name in ("one", "two", "three"):
-            await peers.start(name)
-        reach = await peers.start("new", "port-restricted")
-        await peers.join("new", "one", "two", "three")
-        assert (await verdict(reach))[0] == Kind.KEEPS_PORTS
-        peers.routers["new"].forward(PORT)
-        peers.hosts["new"].whereabouts._relocations.unpark_all()
-        await trio.sleep(1)
+        if moves:
+            peers.hosts["new"].whereabouts._relocations.unpark_all()
+        await trio.sleep(within_s)
         assert reach.finding.kind == Kind.REACHABLE
 
 

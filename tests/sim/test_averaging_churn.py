@@ -31,7 +31,7 @@ def check(sim: AveragingSim) -> RoundReport:
     return report
 
 
-def agrees(samples: list[float], theory: float, within: float) -> None:
+def assert_mean_is(samples: list[float], theory: float, within: float) -> None:
     """The mean of independent samples equals theory to 4 standard errors, and these are small enough to tell."""
     error = float(np.std(samples, ddof=1)) / math.sqrt(len(samples))
     print(f"measured {np.mean(samples):.5f} +- {error:.5f}, theory {theory:.5f}")
@@ -105,7 +105,7 @@ def test_random_groups_mix_as_theory_says(fail: float) -> None:
         reports = sim.run()
         assert not any(report.explained.any() for report in reports)
         ratios += [report.spread_after / report.spread_before for report in reports]
-    agrees(ratios, random_spread([4] * 4, fail), within=0.02)
+    assert_mean_is(ratios, random_spread([4] * 4, fail), within=0.02)
 
 
 @pytest.mark.slow
@@ -120,7 +120,7 @@ def test_a_grid_mixes_as_theory_says(axes: int, shape: tuple[int, ...]) -> None:
         for t, report in enumerate(reports):
             ratios[t].append(report.spread_after / first)
     for t, samples in enumerate(ratios):
-        agrees(samples, grid_spread(shape, fail, t + 1), within=0.1)
+        assert_mean_is(samples, grid_spread(shape, fail, t + 1), within=0.1)
 
 
 @pytest.mark.slow
@@ -130,7 +130,7 @@ def test_with_new_noise_in_each_round_the_variance_stays_where_theory_puts_it() 
         sim = AveragingSim(seed, AveragingPlan(fail_within_s=EARLY_S, noise=1.0))
         spreads = [report.spread_after for report in sim.run()]
         batches += [float(np.mean(spreads[at : at + 20])) for at in range(20, 200, 20)]
-    agrees(batches, steady(0.1), within=0.02)
+    assert_mean_is(batches, steady(0.1), within=0.02)
 
 
 @pytest.mark.slow
