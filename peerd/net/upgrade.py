@@ -16,6 +16,7 @@ from peerd.core.ids import PeerId
 from peerd.machine import noise
 from peerd.machine.multistream import HEADER, Proposal, Selector
 from peerd.machine.yamux_wire import PROTOCOL as YAMUX
+from peerd.net.processor import has_aes
 from peerd.net.transport import RawLink
 
 _READ_BYTES = 16 * 1024  # a hand-shake's packets are below 1 KiB
@@ -52,7 +53,7 @@ async def upgrade(
     noise.Handshake).
     """
     try:
-        handshake = noise.Handshake(secrets, initiator=initiator, muxers=muxers, expected=expected)
+        handshake = noise.Handshake(secrets, initiator=initiator, muxers=muxers, expected=expected, aes=has_aes())
         began = trio.current_time()
         session, initiator = await _handshake(raw, handshake)
         rtt_s = trio.current_time() - began

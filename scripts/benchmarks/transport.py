@@ -21,9 +21,21 @@ from pathlib import Path
 from typing import Any
 
 import trio
-from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
 
-from benchmarks._far import CALL_BYTES, ECHO, FRAME_BYTES, KEY, NONCE, SINK, SPENT, TAG_BYTES, TOTAL, Blob, new_host
+from benchmarks._far import (
+    CALL_BYTES,
+    CIPHER,
+    ECHO,
+    FRAME_BYTES,
+    KEY,
+    NONCE,
+    SINK,
+    SPENT,
+    TAG_BYTES,
+    TOTAL,
+    Blob,
+    new_host,
+)
 from benchmarks._report import Figure, Report
 from peerd.core.addr import parse_addr
 from peerd.core.ids import PeerId
@@ -91,7 +103,7 @@ async def raw_transfer(port: int, data: memoryview, writes: int) -> float:
 
 async def frame_transfer(port: int, data: memoryview, writes: int) -> float:
     """Noise frames without muxer: encrypted into one buffer, which is sent whole."""
-    cipher, count = ChaCha20Poly1305(KEY), 0
+    cipher, count = CIPHER(KEY), 0
     out = memoryview(bytearray(BATCH_FRAMES * (2 + FRAME_BYTES)))
     most = FRAME_BYTES - TAG_BYTES
     async with await trio.open_tcp_stream("127.0.0.1", port) as stream:

@@ -29,7 +29,7 @@ from peerd.machine import queries as q
 from peerd.machine import rpc, yamux
 from peerd.machine.buffers import BufferPool
 from peerd.machine.multistream import HEADER, NOT_AVAILABLE, Proposal, Selector, encode_line
-from peerd.machine.noise import SEALED_BYTES, Handshake, Opener, Sealer, Secrets
+from peerd.machine.noise import AES, CHACHA, SEALED_BYTES, Handshake, Opener, Sealer, Secrets
 from peerd.machine.punch import to_dial
 from peerd.machine.store import Verdict
 from peerd.machine.table import Contact
@@ -309,7 +309,7 @@ def _sealed() -> Corpus:
 @parser("noise frames", _sealed)
 def _opener(data: bytes) -> None:
     pool = BufferPool(SEALED_BYTES, keep=4)
-    opener = Opener(bytes(32), pool if len(data) % 2 else None)
+    opener = Opener(bytes(32), pool if len(data) % 2 else None, AES if len(data) % 3 == 0 else CHACHA)
     for piece in in_pieces(data):
         for plain in opener.feed(piece):
             if isinstance(plain, memoryview):

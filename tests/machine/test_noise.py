@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -12,17 +15,32 @@ from peerd.core.keys import Keypair
 from peerd.core.limits import NOISE_HANDSHAKE_BYTES
 from peerd.core.protobuf.messages import NoisePayload
 from peerd.machine.buffers import BufferPool
-from peerd.machine.noise import PLAIN_BYTES, SEALED_BYTES, TAG_BYTES, Handshake, Opener, Sealer, Secrets
+from peerd.machine.noise import (
+    AES,
+    PLAIN_BYTES,
+    SEALED_BYTES,
+    TAG_BYTES,
+    Handshake,
+    Opener,
+    Sealer,
+    Secrets,
+    Session,
+)
 
 ALICE, BOB, MALLORY = (Keypair.from_seed(name * 32) for name in (b"a", b"b", b"m"))
 MUXERS = ("/yamux/1.0.0",)
 
 
 def side(
-    who: Keypair, *, initiator: bool, expected: PeerId | None = None, muxers: tuple[str, ...] = MUXERS
+    who: Keypair,
+    *,
+    initiator: bool,
+    expected: PeerId | None = None,
+    muxers: tuple[str, ...] = MUXERS,
+    aes: bool = False,
 ) -> Handshake:
     secrets = Secrets(who, b"s" * 31 + who.seed[:1]).fresh(b"e" * 31 + who.seed[:1])
-    return Handshake(secrets, initiator=initiator, muxers=muxers, expected=expected)
+    return Handshake(secrets, initiator=initiator, muxers=muxers, expected=expected, aes=aes)
 
 
 def in_pieces(to: Handshake, data: bytes, piece_bytes: int) -> bytes:
@@ -188,6 +206,68 @@ def test_frames_that_are_changed_repeated_reordered_or_too_short_are_violations(
         for pool in (None, BufferPool(SEALED_BYTES, keep=1)):
             with pytest.raises(ProtocolViolation):
                 Opener(b"k" * 32, pool).feed(stream)
+
+
+# --- AES, where both sides have it -----------------------------------------------------------------------------------
+
+
+def sessions(alice_aes: bool, bob_aes: bool) -> tuple[Session, Session]:
+    alice, bob = side(ALICE, initiator=True, aes=alice_aes), side(BOB, initiator=False, aes=bob_aes)
+    shake(alice, bob)
+    assert alice.result is not None
+    assert bob.result is not None
+    return alice.result, bob.result
+
+
+@pytest.mark.parametrize("bob_aes", [False, True])
+@pytest.mark.parametrize("alice_aes", [False, True])
+def test_frames_are_sealed_with_aes_if_both_sides_offer_it(alice_aes: bool, bob_aes: bool) -> None:
+    alice, bob = sessions(alice_aes, bob_aes)
+    assert alice.muxer == bob.muxer == MUXERS[0]
+    sealed = seal(alice.sealer, b"there")
+    assert bob.opener.feed(sealed) == [b"there"]
+    assert alice.opener.feed(seal(bob.sealer, b"back")) == [b"back"]
+    plain = sessions(False, False)[1].opener  # of the same secrets, hence with the keys that Noise derives
+    if alice_aes and bob_aes:
+        with pytest.raises(ProtocolViolation):
+            plain.feed(sealed)
+    else:
+        assert plain.feed(sealed) == [b"there"]
+
+
+def test_aes_frames_are_aes_256_gcm_with_nonces_as_noise_writes_them() -> None:
+    sealer = Sealer(b"k" * 32, AES)
+    for number, text in enumerate((b"one", b"two")):
+        nonce = bytes(4) + number.to_bytes(8, "big")
+        assert seal(sealer, text)[2:] == AESGCM(b"k" * 32).encrypt(nonce, text, None)
+
+
+def test_a_key_is_replaced_on_both_sides_by_what_noise_derives_of_it() -> None:
+    often = dataclasses.replace(AES, key_frames=3)
+    sealer = Sealer(b"k" * 32, often)
+    plains = [bytes([number]) * (PLAIN_BYTES if number % 5 else 100) for number in range(14)]
+    frames = [seal(sealer, plain) for plain in plains]
+    assert [
+        bytes(got) for got in Opener(b"k" * 32, BufferPool(SEALED_BYTES, keep=4), often).feed(b"".join(frames))
+    ] == plains
+    second = AESGCM(b"k" * 32).encrypt(bytes(4) + b"\xff" * 8, bytes(32), None)[:32]
+    assert AESGCM(second).decrypt(bytes(4) + (3).to_bytes(8, "big"), frames[3][2:], None) == plains[3]
+    with pytest.raises(ProtocolViolation):
+        Opener(b"k" * 32, suite=AES).feed(b"".join(frames[:4]))
+
+
+def test_a_row_of_frames_may_reach_over_the_replacement_of_a_key() -> None:
+    often = dataclasses.replace(AES, key_frames=3)
+    sealer, opener = Sealer(b"k" * 32, often), Opener(b"k" * 32, BufferPool(SEALED_BYTES, keep=4), often)
+    text = bytes(range(256)) * 256
+    sent = (text * 8)[: 8 * PLAIN_BYTES]
+    wire = b"".join(seal(sealer, sent[at : at + PLAIN_BYTES]) for at in range(0, len(sent), PLAIN_BYTES))
+    left = [memoryview(bytearray(len(sent)))]
+    rows = []
+    for plain in opener.each(wire, lambda size: left[0][:size], lambda: len(left[0])):
+        rows.append(len(plain) // PLAIN_BYTES)
+        left[0] = left[0][len(plain) :]
+    assert (bytes(left[0].obj), rows) == (sent, [3, 1, 2, 1, 1])
 
 
 @given(st.binary(max_size=300))

@@ -10,6 +10,7 @@ import trio
 
 from peerd.core.addr import parse_addr
 from peerd.core.errors import ConfigError, Unreachable
+from peerd.net import upgrade
 from peerd.net.clock import RealClock
 from peerd.net.host import Host, PeerDown
 from peerd.net.tcp import TcpTransport
@@ -45,6 +46,16 @@ async def test_megabytes_come_back_unchanged_over_tcp() -> None:
         assert await ask(a, b, data) == data
         assert await ask(a, b, b"small") == b"small"
         assert a.traffic().bytes_out > len(data)
+
+
+@pytest.mark.parametrize("having", [0, 1, 2])
+async def test_hosts_with_and_without_aes_understand_each_other(having: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = [True] * having + [False] * (2 - having)
+    monkeypatch.setattr(upgrade, "has_aes", lambda: answers.pop())
+    data = bytes(range(256)) * 4096
+    async with two_hosts() as (a, b, _):
+        assert answers == []
+        assert await ask(a, b, data) == data
 
 
 async def test_many_streams_at_once_over_tcp() -> None:
