@@ -46,6 +46,7 @@ _HEADER_BYTES: Final = HEADER.size
 _PLAIN_DATA: Final = (0, DATA, 0)
 _WINDOW_WALL: Final = (1 << 32) - 1
 _DOUBT_RTTS: Final = 20  # a line full of bulk makes a ping wait
+_CALM_RTT_S: Final = 1.0  # pings for a window are as few as on a path of such a round trip
 _LAST_ID: Final = (1 << 32) - 1
 
 
@@ -170,8 +171,8 @@ class Yamux:
             self._settle(stream)
         elif stream.held is not None:
             self._flow(stream, stream.held, 0, now)
-        else:
-            self._credit.consumed(stream, now, self.rtt_s)
+        elif self._credit.consumed(stream, now, self._pings.latest_s(self.rtt_s)):
+            self._measure(now, _CALM_RTT_S)
 
     def go_away(self, code: int = GONE_NORMAL) -> None:
         """Tell the peer that we leave: it opens no more streams, and neither do we."""
@@ -340,7 +341,12 @@ class Yamux:
     def _flow(self, stream: YamuxStream, held: Held, size: int, now: float) -> None:
         """Bytes of a striped stream have come or were read."""
         self._credit.flow(stream, held, size, now, self.rtt_min_s, self._pings.queue_s(now, self.rtt_min_s))
-        if size and self._pings.due(now, self.rtt_min_s or 0.0):
+        if size:
+            self._measure(now, self.rtt_min_s or 0.0)
+
+    def _measure(self, now: float, rtt_s: float) -> None:
+        """Send a ping if it is time for one, on a path of such a round trip."""
+        if self._pings.due(now, rtt_s):
             self._frame(PING, SYN, 0, self._pings.send(now))
 
     def _take_placed(self, lane: Lane, header: tuple[int, int, int, int, int], at: int, events: list[Event]) -> None:

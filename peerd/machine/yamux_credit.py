@@ -30,18 +30,22 @@ class Credit:
         self._config, self._budget, self._queue = config, budget, queue
         self._usual_target = INITIAL_WINDOW  # what windows on this link grow to
 
-    def consumed(self, stream: YamuxStream, now: float, rtt_s: float | None) -> None:
-        """Bytes were taken from the inbox: give the peer credit when half a window is free."""
+    def consumed(self, stream: YamuxStream, now: float, rtt_s: float | None) -> bool:
+        """Bytes were taken from the inbox: give the peer credit when half a window is free.
+
+        True when half a window has gone by and was not found to be too small for such a round trip.
+        """
         free = stream.target - stream.credit - stream.inbox_bytes
         if free < min(stream.target // 2, _GRANT_BYTES):
-            return
+            return False
         stream.passed_bytes += free
-        grant = free
-        if stream.passed_bytes * 2 >= stream.target:
-            grant += self._grow(stream, now, rtt_s)
+        more, half = 0, stream.passed_bytes * 2 >= stream.target
+        if half:
+            more = self._grow(stream, now, rtt_s)
             stream.granted_at, stream.passed_bytes = now, 0
-        stream.credit += grant
-        self._tell_credit(stream, grant)
+        stream.credit += free + more
+        self._tell_credit(stream, free + more)
+        return half and not more
 
     def flow(
         self, stream: YamuxStream, held: Held, arrived: int, now: float, rtt_s: float | None, queue_s: float | None

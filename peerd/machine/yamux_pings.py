@@ -3,7 +3,7 @@
 A link's first connection carries small frames only once rails take the bulk, so that an answer waits nowhere but in the
 queues of the path: what it takes beyond the round trip of the idle path is what a call would wait, too. While bulk is
 received several pings are under way at once, since a queue on a long path should be known sooner than a round trip
-later.
+later. A stream on one connection asks less often: its window should fit a round trip as it is, queues and all.
 Sans-IO. Hostile input: answers to nothing, which are ignored, and answers that do not come, which say nothing; early
 ones make the peer's own stream faster than is good for it, within its window.
 """
@@ -46,6 +46,10 @@ class Pings:
         self._waiting.append((self._id, now))
         self._sent_at = now
         return self._id
+
+    def latest_s(self, smoothed_s: float | None) -> float | None:
+        """A round trip as it is now, with what waits on the way; no less than the smoothed one."""
+        return max(smoothed_s or 0.0, self._recent[-1]) if self._recent else smoothed_s
 
     def queue_s(self, now: float, rtt_min_s: float | None) -> float | None:
         """What bytes wait on their way to us; None while that is not known."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import deque
+
 import pytest
 
 from peerd.core import limits
@@ -283,6 +285,28 @@ def test_a_window_grows_with_the_path_up_to_its_bound_and_the_budget() -> None:
     assert budget.used_bytes == 0
     assert budget.parent is not None
     assert budget.parent.used_bytes == 0
+
+
+def test_a_window_grows_where_round_trips_are_longer_than_they_were() -> None:
+    """A path was measured when it was idle. Now bytes wait on it, and the window is used up once a round trip."""
+    pair = MuxPair()
+    ours, theirs = opened(pair)
+    pair.b.mux.rtt_s = 0.02
+    under_way: deque[int] = deque()  # batches of what `b` sends, each later by a step
+    for step in range(1, 31):
+        pair.now = step * 0.07
+        pair.a.mux.write(ours, whole(bytes(INITIAL_WINDOW // 2)))
+        pair.send(pair.a)
+        pair.hear(pair.b)
+        pair.read(pair.b, theirs)
+        under_way.append(pair.send(pair.b))
+        if len(under_way) > 2:
+            pair.hear(pair.a, limit=under_way.popleft())
+        pair.check()
+    assert theirs.target > INITIAL_WINDOW
+    assert 0.02 < (pair.b.mux.rtt_s or 0.0) < 0.14
+    pongs = sum(isinstance(event, Pong) for event in pair.b.events)
+    assert 1 <= pongs <= 4 * pair.now  # a few a second
 
 
 def test_a_window_does_not_grow_for_a_slow_reader() -> None:
