@@ -44,9 +44,9 @@ _WORTH_AWAITING_BYTES = 4 * 1024  # two packets or more; saying so is a system c
 # A receive queue that waits to be read keeps Linux from widening its window: with whole frames to wait for, a path of
 # 100 ms stayed at 64 KiB each round trip.
 _AWAITED_BYTES_MAX = 12 * 1024
-# Near by, no rate fills a window within a round trip; whoever shares a line with many others hears of a frame in a
-# few pieces then, each of which costs a turn of the loop.
-_AWAITED_BYTES_MAX_NEAR = 32 * 1024
+# Near by, no rate fills a window within a round trip; and where many share a line each frame comes in many pieces, each
+# of which would cost a turn of the loop.
+_AWAITED_BYTES_MAX_NEAR = 64 * 1024
 _NEAR_S = 0.005  # the round trip without what waits on the way
 _LOOK_S = 2.0  # how often the machine's addresses are looked at: a fraction of a millisecond each time
 _NO_FAMILY = {errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL}  # of a wildcard
