@@ -38,7 +38,7 @@ class Sizes:
     table1: Mapping[str, int]  # rounds by way; none: no table
 
 
-QUICK = Sizes((2, 4, 8), (1_000_000, 10_000_000, 30_000_000), 3, {"allreduce": 1, "ps": 1, "ours": 1})
+QUICK = Sizes((2, 4, 8), (1_000_000, 10_000_000, 30_000_000), 3, {"allreduce": 1, "ps": 1, "ours": 3})
 FULL = Sizes((2, 4, 8), (1_000_000, 10_000_000, 30_000_000), 15, {"allreduce": 5, "ps": 2, "ours": 9})
 
 
