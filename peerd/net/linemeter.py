@@ -20,7 +20,6 @@ from peerd.net.tcpinfo import TcpInfo
 from peerd.net.transport import CountedLink
 
 PERIOD_S: Final = 0.25
-_LOOK_S_MOST: Final = 0.02 * PERIOD_S
 
 
 def over_the_line(link: Link) -> bool:
@@ -38,12 +37,7 @@ class LineMeter:
     async def run(self) -> None:
         """Measure until cancelled."""
         while True:
-            began, before = trio.current_time(), self._before
-            count = self._look()
-            if trio.current_time() - began <= _LOOK_S_MOST:
-                self._host.line.note(began, count)
-            else:  # what came while we were kept from looking would count as if it had come before
-                self._before = before
+            self._host.line.note(trio.current_time(), self._look())
             await trio.sleep(PERIOD_S)
 
     def _look(self) -> Count:
