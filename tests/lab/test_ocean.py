@@ -13,12 +13,9 @@ from scripts.lab import why_not_wide
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 BUSY = 0.25  # of the processor, by others: then it is not the line that is waited for
-# Of 500 Mb/s, from 6 s on; measured were 0.87 to 0.92 and 0.76 to 0.88, and 0.55 to 0.84 at 300 ms in a slow hour of a
-# shared machine. Such an hour is no matter of the stream's, so one crossing of a few has to be fast.
-TRIES = 3
-SHARES = {100: 0.8, 300: 0.65}
+SHARES = {100: 0.85, 300: 0.7}  # of 500 Mb/s, from 6 s on
 
-pytestmark = [pytest.mark.lab, pytest.mark.socket, pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.lab, pytest.mark.socket, pytest.mark.slow, pytest.mark.timeout(120)]
 
 
 @pytest.mark.parametrize("rtt_ms", SHARES)
@@ -29,11 +26,8 @@ def test_one_stream_takes_most_of_500_megabits_and_calls_pass_it(rtt_ms: int, mo
     monkeypatch.syspath_prepend(str(SCRIPTS))
     from benchmarks._ocean import crossed
 
-    for _ in range(TRIES):
-        found = crossed(rtt_ms)
-        fast, quick = found.late_share >= SHARES[rtt_ms], found.call_ms <= 1.5 * rtt_ms + 20
-        if fast and quick:
-            break
+    found = crossed(rtt_ms)
+    fast, quick = found.late_share >= SHARES[rtt_ms], found.call_ms <= 1.5 * rtt_ms + 20
     if not (fast and quick) and found.others_share > BUSY:
         pytest.skip(f"this machine is busy with other things, speeds mean nothing: {found}")
     assert fast, found
