@@ -70,7 +70,7 @@ class _Direction:
 
     __slots__ = ("_cipher", "_count", "_nonce", "_renew_at", "_suite")
 
-    def __init__(self, key: bytes, suite: Suite) -> None:
+    def __init__(self, key: bytes, suite: Suite = CHACHA) -> None:
         self._suite, self._nonce = suite, suite.nonce.pack
         self._cipher = suite.cipher(key)
         self._count, self._renew_at = 0, suite.key_frames
@@ -86,9 +86,6 @@ class Sealer(_Direction):
     """Encrypts one direction into length-prefixed frames."""
 
     __slots__ = ()
-
-    def __init__(self, key: bytes, suite: Suite = CHACHA) -> None:
-        super().__init__(key, suite)
 
     def seal(self, plain: bytes | memoryview, into: memoryview) -> int:
         """Write one frame with `plain` (at most PLAIN_BYTES) to `into`; returns the bytes written."""
