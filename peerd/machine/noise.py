@@ -2,7 +2,7 @@
 
 `Handshake` is the three messages seen from either side; `Sealer` and `Opener` are one direction each of what follows.
 Nothing here reads or writes a socket or draws randomness: secrets are given. Input may come byte by byte.
-Two sides that both have AES in hardware seal with it instead of ChaCha20, at a third of the cost: an agreement of
+Two sides that both have AES in hardware seal with it instead of ChaCha20, which costs more: an agreement of
 this program's own, made where muxers are chosen, with keys of its own and Noise's REKEY.
 Invariants: a nonce is used once; no plaintext leaves before its tag is checked; the identity is proven by its signature
 over the static key before `result` is set. Hostile input: frames of any length, points of low order, signatures of
