@@ -23,12 +23,13 @@ from peerd.core.errors import ProtocolViolation, RemoteError, Unreachable
 from peerd.core.ids import PeerId
 from peerd.core.limits import RAILS, RAILS_PER_LINK
 from peerd.machine.noise import Secrets
+from peerd.machine.railpace import RailPace
 from peerd.machine.railplan import RailPlan
 from peerd.machine.striping import BINDING_BYTES, PROTOCOL, Lane
 from peerd.machine.yamux_wire import GO_AWAY, HEADER
 from peerd.machine.yamux_wire import PROTOCOL as YAMUX
 from peerd.net.sealing import Sealing
-from peerd.net.transport import LendingLink, RawLink
+from peerd.net.transport import CountedLink, LendingLink, RawLink
 from peerd.net.upgrade import Secured, upgrade
 
 if TYPE_CHECKING:
@@ -52,6 +53,7 @@ class Rail:
         if self._lending is not None:
             self._lending.begin_small()
             self._lending.pace(_PACE_BYTES_PER_S)
+        self._pace_bytes_per_s = _PACE_BYTES_PER_S
         self._opener.pool = link.buffers.received
         self._lane = Lane(main=False)
         self._work: trio.Event | None = None
@@ -63,6 +65,13 @@ class Rail:
         if self._work is not None:
             self._work.set()
             self._work = None
+
+    def pace(self, bytes_per_s: float) -> None:
+        """Send evenly, at this rate at most."""
+        wanted = min(bytes_per_s, _PACE_BYTES_PER_S)
+        if self._lending is not None and wanted != self._pace_bytes_per_s:
+            self._pace_bytes_per_s = wanted
+            self._lending.pace(wanted)
 
     def leave(self) -> None:
         """Send nothing more; over once the other side has said the same."""
@@ -144,6 +153,7 @@ class Rails:
         self._total = 0.0  # bytes at which the plan looks again
         self._much = math.inf  # bytes that wait at which it does, too
         self._enough: trio.Event | None = None  # the plan waits for that
+        self._evenness, self._even_at = RailPace(), 0.0  # when it looks next
         self._warm_at = float("inf")  # until then the first connection still helps: its start is behind it
 
     def __len__(self) -> int:
@@ -166,9 +176,14 @@ class Rails:
         """Bytes have come or gone."""
         if self._enough is not None and self._link.bytes_in + self._link.bytes_out >= self._total:
             self._enough.set()
-        if self._all and trio.current_time() >= self._warm_at:
+        if not self._all:
+            return
+        now = trio.current_time()
+        if now >= self._warm_at:
             self._warm_at = float("inf")
             self.changed()
+        if now >= self._even_at:
+            self._even(now)
 
     def filled(self) -> None:
         """Of what waits, a batch is about to go."""
@@ -223,6 +238,17 @@ class Rails:
                 for rail in list(self._all):
                     rail.leave()
             await trio.sleep(plan.pause_s(rtt_s))
+
+    def _even(self, now: float) -> None:
+        """Let no rail send much faster than its share of what the path carries; not where the system counts nothing."""
+        infos = [rail.raw.tcp_info() for rail in self._all if isinstance(rail.raw, CountedLink)]
+        rtt_s = self._distance_s()
+        self._even_at = now + self._evenness.pause_s(rtt_s)
+        if rtt_s is not None and infos and None not in infos:
+            acked = sum(info.bytes_acked for info in infos if info is not None)
+            rate = self._evenness.look(now, rtt_s, acked, len(infos))
+            for rail in self._all:
+                rail.pace(rate)
 
     def _distance_s(self) -> float | None:
         """The round trip of the idle path: queues are no distance, and neither is a busy machine, here or there.

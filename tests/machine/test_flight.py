@@ -63,6 +63,17 @@ def test_a_slow_path_is_not_flooded_once_its_rate_is_known(pinged: bool) -> None
 
 
 @pytest.mark.parametrize("pinged", [False, True])
+@pytest.mark.parametrize("rtt_s", [0.1, 0.3])
+def test_the_start_puts_no_more_in_a_queue_than_a_router_at_home_has(rtt_s: float, pinged: bool) -> None:
+    path = Path(62.5e6, rtt_s, pinged=pinged)
+    longest_s = 0.0
+    for _ in range(500):
+        path.run(0.01)
+        longest_s = max(longest_s, path.queue_s)
+    assert longest_s <= 0.08
+
+
+@pytest.mark.parametrize("pinged", [False, True])
 def test_noise_is_not_taken_for_more_room(pinged: bool) -> None:
     path = Path(62.5e6, 0.1, jitter=0.3, pinged=pinged)
     path.run(3.0)

@@ -93,7 +93,7 @@ def test_near_peers_get_none_however_fast(rtt_s: float) -> None:
 
 def test_a_faster_line_gets_more_later_and_never_too_many() -> None:
     line = Line(0.1)
-    assert [line.at(rate) for rate in (20, 40, 400, 800, 900, 4000, 4000)] == [0, 4, 4, 4, 5, 6, 8]
+    assert [line.at(rate) for rate in (20, 40, 400, 800, 900, 4000, 4000)] == [0, 4, 4, 4, 5, 6, RAILS_PER_LINK]
 
 
 def test_idle_rails_are_closed_and_busy_ones_are_not() -> None:

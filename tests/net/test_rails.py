@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import fields
 
 import pytest
@@ -15,6 +16,7 @@ from peerd.machine.striping import BINDING_BYTES
 from peerd.machine.striping import PROTOCOL as RAIL
 from peerd.net.host import Host
 from peerd.net.link import Link
+from peerd.net.rails import Rail
 from peerd.net.sealing import Sealing
 from peerd.net.stream import Stream
 from peerd.net.tcpinfo import TcpInfo
@@ -83,6 +85,36 @@ async def test_what_passes_the_line_is_counted_on_all_connections_of_a_link(
         await trio.sleep(3)
         assert len(link.rails) > 0
         assert len(link.tcp_infos()) == 1 + len(link.rails)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dialer_sends", [True, False])
+async def test_whoever_sends_none_of_its_rails_sends_much_faster_than_its_share(
+    dialer_sends: bool, autojump_clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent, paces = defaultdict[MemoryLink, int](int), dict[Rail, float]()
+    send_all = MemoryLink.send_all
+
+    async def counted(self: MemoryLink, data: bytes | bytearray | memoryview) -> None:
+        await send_all(self, data)
+        sent[self] += len(data)
+
+    def info(self: MemoryLink) -> TcpInfo:
+        zeros = dict.fromkeys((field.name for field in fields(TcpInfo)), 0)
+        return TcpInfo(**zeros | {"bytes_acked": sent[self]})
+
+    monkeypatch.setattr(MemoryLink, "send_all", counted)
+    monkeypatch.setattr(MemoryLink, "tcp_info", info, raising=False)
+    monkeypatch.setattr(Rail, "pace", lambda self, bytes_per_s: paces.update({self: bytes_per_s}))
+    async with running_hosts(WINDOW) as hosts:
+        a, b, _ = await pair(hosts)
+        sender, taker = (a, b) if dialer_sends else (b, a)
+        hosts.nursery.start_soon(flood, sender, taker)
+        await trio.sleep(5)
+        rails = link_of(sender, taker).rails
+        assert len(rails) >= 2
+        together = sum(pace for rail, pace in paces.items() if rail.raw in rails.raws())
+        assert together == pytest.approx(4 / 3 * 40e6), "a line of 10 MB/s is a slow one"
 
 
 @pytest.mark.slow
