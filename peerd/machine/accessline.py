@@ -1,8 +1,9 @@
 """What this machine's own line carries, from what really passed: the most in each direction over short windows.
 
 Sums over all connections, since they share the line, of bytes that have crossed it: acknowledged by the other side, or
-come in here; what waits in buffers is not counted. So the estimate is a lower bound that was proven, never more than
-the line did carry for half a second. Windows in which little passed say nothing. Age is counted in minutes in which
+come in here; what waits in buffers is not counted. Looking takes time, much on a busy machine, so a window lasts from
+before its first look to after its last: the estimate is a lower bound that was proven, never more than the line did
+carry for half a second. Windows in which little passed say nothing. Age is counted in minutes in which
 there was traffic to judge by: an idle line keeps its estimate, one that became slower is believed slower after
 ACTIVE_MINUTES. No clock here: times are arguments. A peer can not raise our estimate but by sending or taking bytes.
 """
@@ -66,16 +67,16 @@ class AccessLine:
 
     def __init__(self) -> None:
         self.up, self.down = Direction(), Direction()
-        self._looks: deque[tuple[float, int, int]] = deque()  # (time, sent, received), the last window's
+        self._looks: deque[tuple[float, int, int]] = deque()  # (begun at, sent, received), the last window's
         self._sent = self._received = 0
 
-    def note(self, now: float, passed: Count) -> None:
-        """So much has passed since the last note."""
+    def note(self, begun: float, now: float, passed: Count) -> None:
+        """A look that began then and ends now found that so much has passed since the one before."""
         self._sent += passed.sent
         self._received += passed.received
         looks = self._looks
-        looks.append((now, self._sent, self._received))
-        while len(looks) > 2 and now - looks[1][0] >= WINDOW_S * 0.9:
+        looks.append((begun, self._sent, self._received))
+        while len(looks) > 2 and begun - looks[1][0] >= WINDOW_S * 0.9:
             looks.popleft()
         at, sent, received = looks[0]
         seconds = now - at

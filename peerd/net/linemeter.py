@@ -37,7 +37,9 @@ class LineMeter:
     async def run(self) -> None:
         """Measure until cancelled."""
         while True:
-            self._host.line.note(trio.current_time(), self._look())
+            begun = trio.current_time()
+            passed = self._look()
+            self._host.line.note(begun, trio.current_time(), passed)
             await trio.sleep(PERIOD_S)
 
     def _look(self) -> Count:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from peerd.core.training import LineInfo
 from peerd.machine.accessline import AccessLine, Count
@@ -119,7 +121,7 @@ def test_an_idle_line_keeps_its_estimate_and_one_that_became_slower_is_believed_
         nonlocal now
         for _ in range(int(count * 240)):
             now += 0.25
-            line.note(now, Count(int(mbyte_s * MB / 4), int(mbyte_s * MB / 8)))
+            line.note(now, now, Count(int(mbyte_s * MB / 4), int(mbyte_s * MB / 8)))
 
     minutes(1, 10.0)
     assert line.up.most_bytes_per_s == pytest.approx(10 * MB)
@@ -138,7 +140,7 @@ def test_what_is_told_changes_in_steps() -> None:
     assert line.up.told_bytes_per_s() == 0
     for number in range(400):
         rate = MB * (1 + number / 4000)
-        line.note(number * 0.25, Count(int(rate / 4), 0))
+        line.note(number * 0.25, number * 0.25, Count(int(rate / 4), 0))
         told.add(line.up.told_bytes_per_s())
     assert len(told - {0.0}) <= 2
     assert line.down.told_bytes_per_s() == 0
@@ -146,10 +148,10 @@ def test_what_is_told_changes_in_steps() -> None:
 
 def test_little_traffic_says_nothing_and_a_first_look_neither() -> None:
     line = AccessLine()
-    line.note(0.0, Count(10**9, 10**9))
+    line.note(0.0, 0.0, Count(10**9, 10**9))
     assert line.up.most_bytes_per_s == 0
     for number in range(1, 20):
-        line.note(number * 0.25, Count(1000, 1000))
+        line.note(number * 0.25, number * 0.25, Count(1000, 1000))
     assert line.up.most_bytes_per_s == line.down.most_bytes_per_s == 0
 
 
@@ -160,3 +162,22 @@ def test_nothing_is_tried_where_the_slowest_sender_sets_the_pace() -> None:
     assert max(seconds) == pytest.approx(swarm.best_s(), rel=1e-6)
     exploring = Exploring()
     assert all(exploring.next({"a": 1.0, "b": 2.0}, lambda: False) is None for _ in range(9))
+
+
+@given(st.lists(st.tuples(st.floats(0.05, 0.6), st.floats(0, 0.3), st.floats(0, 1)), min_size=3, max_size=60))
+def test_a_look_that_takes_long_never_finds_more_than_the_line_carried(looks: list[tuple[float, float, float]]) -> None:
+    line, now, counted = AccessLine(), 0.0, 0
+    for pause_s, takes_s, part in looks:
+        begun = now + pause_s
+        now = begun + takes_s
+        passed = int(10 * MB * (begun + part * takes_s))  # until the moment at which it is really read
+        line.note(begun, now, Count(passed - counted, 0))
+        counted = passed
+    assert line.up.most_bytes_per_s <= 10 * MB + 10
+
+
+def test_a_look_that_always_takes_long_finds_nearly_all() -> None:
+    line = AccessLine()
+    for number in range(100):
+        line.note(number * 0.3, number * 0.3 + 0.05, Count(int(0.3 * 10 * MB), 0))
+    assert 0.9 * 10 * MB <= line.up.most_bytes_per_s <= 10 * MB

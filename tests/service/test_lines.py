@@ -21,7 +21,7 @@ async def carries(limits: LimitsSection, takes_inbound: bool = True, *, busy: bo
     rpc = Rpc(host, clock)
     host.takes_inbound = takes_inbound
     for number in range(8):
-        host.line.note(number * 0.25, Count(250_000, 500_000) if busy else Count(0, 0))
+        host.line.note(number * 0.25, number * 0.25, Count(250_000, 500_000) if busy else Count(0, 0))
     return Training(RunFile(run="x", limits=limits), host, rpc, Dht(host, rpc, clock, keypair), clock).carries()
 
 
