@@ -24,7 +24,7 @@ _GREW: Final = 1.1  # two rates in a row over the best before: there is more to 
 _GROWS_EPOCHS: Final = 2  # so long after that
 _GROWTH: Final = 0.5  # of a round trip is added in one then, and where nothing waits,
 _GROWTH_S_MAX: Final = 0.06  # and no more than this: it is what queues when the end is reached
-_AHEAD: Final = 2.0  # times what was under way in the last _RECENT epochs: more was not asked for
+_AHEAD_S_MAX: Final = 0.15  # of what came in the last _RECENT epochs, or a round trip of it: more was not asked for
 _RECENT: Final = 3
 _QUEUED: Final = 0.25  # of a round trip, that may wait on the way,
 _QUEUED_S_MAX: Final = 0.03  # and no more than this where it is seen
@@ -60,7 +60,7 @@ class Flight:
     def _seek(self, size: int, rtt_s: float, wait_s: float) -> None:
         """So many bytes have come and nothing waits: allow some more."""
         recent = list(self._rates)[-_RECENT:]
-        most = _AHEAD * sum(recent) / len(recent) * rtt_s
+        most = sum(recent) / len(recent) * (rtt_s + min(rtt_s, _AHEAD_S_MAX))
         if self.limit_bytes < most:
             more_s = _GROWTH_S_MAX if self._full_ago >= _KNOWN_EPOCHS else wait_s
             self.limit_bytes += int(size * min(_GROWTH, more_s / rtt_s))

@@ -13,23 +13,26 @@ from __future__ import annotations
 from collections import deque
 from typing import Final
 
-_MOST: Final = 8  # under way at once
-_PER_RTT: Final = 4
-_PAUSE_S_MIN: Final = 0.02
-_SAMPLES: Final = 2  # the least of the last ones counts: a late answer may be the processor's fault
+_MOST: Final = 16  # under way at once
+_PER_RTT: Final = 8
+_PAUSE_S_MIN: Final = 0.01
+_SAMPLES: Final = 4  # the least of the last ones counts: late answers may be the fault of a processor, here or there
+_AWAKE_S: Final = 0.01  # between two looks while bulk comes in; after a longer time answers may lie here unread
 _ID_WALL: Final = 1 << 32
 
 
 class Pings:
     """Times in seconds."""
 
-    __slots__ = ("_id", "_recent", "_sent_at", "_waiting")
+    __slots__ = ("_id", "_looked_at", "_recent", "_sent_at", "_slept_s", "_waiting")
 
     def __init__(self) -> None:
         self._id = 0
-        self._waiting: deque[tuple[int, float]] = deque()
+        self._waiting: deque[tuple[int, float, float]] = deque()  # (value, sent at, the same less what was slept)
         self._sent_at = float("-inf")
         self._recent: deque[float] = deque(maxlen=_SAMPLES)
+        self._slept_s = 0.0  # since the beginning, as far as it was bulk that was waited for
+        self._looked_at = float("inf")
 
     @property
     def idle(self) -> bool:
@@ -43,7 +46,7 @@ class Pings:
     def send(self, now: float) -> int:
         """One is sent; its value."""
         self._id = (self._id + 1) % _ID_WALL
-        self._waiting.append((self._id, now))
+        self._waiting.append((self._id, now, now - self._slept_s))
         self._sent_at = now
         return self._id
 
@@ -52,15 +55,18 @@ class Pings:
         return max(smoothed_s or 0.0, self._recent[-1]) if self._recent else smoothed_s
 
     def queue_s(self, now: float, rtt_min_s: float | None) -> float | None:
-        """What bytes wait on their way to us; None while that is not known."""
+        """What bytes wait on their way to us, asked whenever some come; None while that is not known."""
         if rtt_min_s is None or not self._recent:
             return None
-        late_s = now - self._waiting[0][1] if self._waiting else 0.0
+        self._slept_s += max(now - self._looked_at - _AWAKE_S, 0.0)
+        self._looked_at = now
+        overdue = len(self._waiting) >= _SAMPLES  # the least of those that come next is at least this:
+        late_s = now - self._slept_s - self._waiting[_SAMPLES - 1][2] if overdue else 0.0
         return max(min(self._recent) - rtt_min_s, late_s - rtt_min_s, 0.0)
 
     def answered(self, value: int, now: float) -> float | None:
         """The round trip, when one that is awaited was answered."""
-        if all(each != value for each, _ in self._waiting):
+        if all(each != value for each, *_ in self._waiting):
             return None
         while (first := self._waiting.popleft())[0] != value:
             pass  # answers come in order: the peer has skipped these
