@@ -53,6 +53,6 @@ class LineMeter:
             before = self._before.get(connection)
             if before is not None:
                 sent += info.bytes_acked - before.bytes_acked
-                received += info.bytes_received - before.bytes_received
+                received += info.received_since(before)
         self._before = seen
         return Count(sent, received)

@@ -16,8 +16,9 @@ _OPTION: Final = getattr(socket, "TCP_INFO", None) if sys.platform == "linux" el
 _TIMESTAMPS: Final = 1
 _SEGS: Final = 1 << 32
 _BYTES: Final = 216  # up to tcpi_bytes_retrans; kernels since 4.19 have it
-# options; rtt; bytes_acked, bytes_received, segs_out, segs_in; min_rtt; bytes_retrans.
-_FIELDS: Final = struct.Struct("=5xB62xI48xQQII4xI56xQ")
+# options; snd_mss, rcv_mss, sacked; rtt; bytes_acked, bytes_received, segs_out, segs_in; min_rtt, data_segs_in;
+# bytes_retrans.
+_FIELDS: Final = struct.Struct("=5xB10xII4xI36xI48xQQII4xII52xQ")
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,11 +27,18 @@ class TcpInfo:
 
     header_bytes: int  # of one packet: IP and TCP
     min_rtt_s: float  # of the last minutes
-    bytes_acked: int
-    bytes_received: int
+    bytes_acked: int  # that the other side has, though some before them may have been lost
+    bytes_received: int  # without what came ahead of its turn
     segs_out: int  # this and the next start again after 2^32
     segs_in: int
     bytes_repeated: int
+    data_segs_in: int  # packets that were not empty; starts again as well
+    segment_bytes: int  # payload of a full packet that comes in
+
+    def received_since(self, before: TcpInfo) -> int:
+        """Bytes that came in: what waited for a lost packet counts when it came, or not at all."""
+        most = (self.data_segs_in - before.data_segs_in) % _SEGS * self.segment_bytes
+        return min(self.bytes_received - before.bytes_received, most)
 
     def overhead_since(self, before: TcpInfo | None) -> tuple[int, int]:
         """Bytes sent and received beyond payload: headers, acknowledgements, and what had to be sent again.
@@ -58,13 +66,15 @@ def tcp_info(sock: socket.socket) -> TcpInfo | None:
         return None
     if len(data) < _FIELDS.size:
         return None
-    options, rtt, acked, received, out, into, min_rtt, again = _FIELDS.unpack(data[: _FIELDS.size])
+    options, mss_out, mss_in, sacked, rtt, acked, received, out, into, min_rtt, data_in, again = _FIELDS.unpack(data[: _FIELDS.size])
     return TcpInfo(
         header_bytes=header_bytes(sock.family, timestamps=bool(options & _TIMESTAMPS)),
         min_rtt_s=min(min_rtt, rtt) / 1e6,
-        bytes_acked=acked,
+        bytes_acked=acked + sacked * mss_out,
         bytes_received=received,
         segs_out=out,
         segs_in=into,
         bytes_repeated=again,
+        data_segs_in=data_in,
+        segment_bytes=mss_in,
     )

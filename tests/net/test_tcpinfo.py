@@ -1,0 +1,34 @@
+"""What the system counts on a connection: bytes count when they come, also while a packet before them is missing."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+import pytest
+
+from peerd.net.tcpinfo import TcpInfo
+
+
+def info(**counts: int) -> TcpInfo:
+    return TcpInfo(**dict.fromkeys((field.name for field in fields(TcpInfo)), 0) | counts)
+
+
+@pytest.mark.parametrize(
+    ("came", "data_segs_in", "counted"),
+    [
+        (14_480, 10, 14_480),
+        (14_480, 11, 14_480),  # one of them was the repeat that was waited for
+        (500_000, 10, 14_480),  # it let go what had come before
+        (0, 10, 0),
+        (300, 3, 300),  # small ones
+    ],
+)
+def test_what_waited_for_a_lost_packet_does_not_count_as_come_now(came: int, data_segs_in: int, counted: int) -> None:
+    before = info(bytes_received=70_000, data_segs_in=90, segment_bytes=1448)
+    now = info(bytes_received=70_000 + came, data_segs_in=90 + data_segs_in, segment_bytes=1448)
+    assert now.received_since(before) == counted
+
+
+def test_the_count_of_packets_may_start_again() -> None:
+    before = info(data_segs_in=(1 << 32) - 4, segment_bytes=1448)
+    assert info(bytes_received=14_480, data_segs_in=6, segment_bytes=1448).received_since(before) == 14_480
