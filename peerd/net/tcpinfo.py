@@ -66,7 +66,9 @@ def tcp_info(sock: socket.socket) -> TcpInfo | None:
         return None
     if len(data) < _FIELDS.size:
         return None
-    options, mss_out, mss_in, sacked, rtt, acked, received, out, into, min_rtt, data_in, again = _FIELDS.unpack(data[: _FIELDS.size])
+    options, mss_out, mss_in, sacked, rtt, acked, received, out, into, min_rtt, data_in, again = _FIELDS.unpack(
+        data[: _FIELDS.size]
+    )
     return TcpInfo(
         header_bytes=header_bytes(sock.family, timestamps=bool(options & _TIMESTAMPS)),
         min_rtt_s=min(min_rtt, rtt) / 1e6,

@@ -100,6 +100,8 @@ class Swarm(Peers):
 
 
 def busy_s() -> float:
-    """Processor time that this machine has spent on anything at all since it was started."""
-    user, nice, system, _idle, _wait, irq, softirq, *_ = Path("/proc/stat").read_text().splitlines()[0].split()[1:]
-    return sum(map(int, (user, nice, system, irq, softirq))) / TICKS_PER_S
+    """Processor time that this machine has spent on anything at all since it was started, or its host on others."""
+    user, nice, system, _idle, _wait, irq, softirq, stolen, *_ = (
+        Path("/proc/stat").read_text().splitlines()[0].split()[1:]
+    )
+    return sum(map(int, (user, nice, system, irq, softirq, stolen))) / TICKS_PER_S
