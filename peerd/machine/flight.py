@@ -60,7 +60,7 @@ class Flight:
     def _seek(self, size: int, rtt_s: float, wait_s: float) -> None:
         """So many bytes have come and nothing waits: allow some more."""
         recent = list(self._rates)[-_RECENT:]
-        most = sum(recent) / len(recent) * (rtt_s + min(rtt_s, _AHEAD_S_MAX))
+        most = min(sum(recent) / len(recent), recent[-1]) * (rtt_s + min(rtt_s, _AHEAD_S_MAX))
         if self.limit_bytes < most:
             more_s = _GROWTH_S_MAX if self._full_ago >= _KNOWN_EPOCHS else wait_s
             self.limit_bytes += int(size * min(_GROWTH, more_s / rtt_s))

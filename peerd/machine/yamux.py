@@ -79,7 +79,7 @@ class Yamux:
         self._lane = Lane(main=True)
         self.place, self.row = self._lane.place, self._lane.row
         self.takes_placed = False  # the peer may stripe its streams
-        self._pings = Pings()
+        self.pings = Pings()
         self._ping_due = now
         self._heard_at = now
         self._doubted_until = float("inf")
@@ -171,7 +171,7 @@ class Yamux:
             self._settle(stream)
         elif stream.held is not None:
             self._flow(stream, stream.held, 0, now)
-        elif self._credit.consumed(stream, now, self._pings.latest_s(self.rtt_s)):
+        elif self._credit.consumed(stream, now, self.pings.latest_s(self.rtt_s)):
             self._measure(now, _CALM_RTT_S)
 
     def go_away(self, code: int = GONE_NORMAL) -> None:
@@ -207,8 +207,8 @@ class Yamux:
             self._ping(now)
 
     def _ping(self, now: float) -> None:
-        if self._pings.idle:
-            self._frame(PING, SYN, 0, self._pings.send(now))
+        if self.pings.idle:
+            self._frame(PING, SYN, 0, self.pings.send(now))
 
     # --- sending -------------------------------------------------------------------------------------------
 
@@ -340,14 +340,14 @@ class Yamux:
 
     def _flow(self, stream: YamuxStream, held: Held, size: int, now: float) -> None:
         """Bytes of a striped stream have come or were read."""
-        self._credit.flow(stream, held, size, now, self.rtt_min_s, self._pings.queue_s(now, self.rtt_min_s))
+        self._credit.flow(stream, held, size, now, self.rtt_min_s, self.pings.queue_s(now, self.rtt_min_s))
         if size:
             self._measure(now, self.rtt_min_s or 0.0)
 
     def _measure(self, now: float, rtt_s: float) -> None:
         """Send a ping if it is time for one, on a path of such a round trip."""
-        if self._pings.due(now, rtt_s):
-            self._frame(PING, SYN, 0, self._pings.send(now))
+        if self.pings.due(now, rtt_s):
+            self._frame(PING, SYN, 0, self.pings.send(now))
 
     def _take_placed(self, lane: Lane, header: tuple[int, int, int, int, int], at: int, events: list[Event]) -> None:
         """A frame that names its place in its stream."""
@@ -447,7 +447,7 @@ class Yamux:
     def _take_ping(self, flags: int, value: int, now: float, events: list[Event]) -> None:
         if flags & SYN:
             self._frame(PING, ACK, 0, value)
-        elif flags & ACK and (sample := self._pings.answered(value, now)) is not None:
+        elif flags & ACK and (sample := self.pings.answered(value, now)) is not None:
             self.rtt_min_s = min(sample, self.rtt_min_s or sample)
             self.rtt_s = sample if self.rtt_s is None else 0.75 * self.rtt_s + 0.25 * sample
             events.append(Pong(sample))

@@ -3,7 +3,9 @@
 A link's first connection carries small frames only once rails take the bulk, so that an answer waits nowhere but in the
 queues of the path: what it takes beyond the round trip of the idle path is what a call would wait, too. While bulk is
 received several pings are under way at once, since a queue on a long path should be known sooner than a round trip
-later. A stream on one connection asks less often: its window should fit a round trip as it is, queues and all.
+later. Where the system tells the round trip of what comes in, which no busy processor makes longer, that is better, and
+no pings are needed. A stream on one connection asks less often: its window should fit a round trip as it is, queues
+and all.
 Sans-IO. Hostile input: answers to nothing, which are ignored, and answers that do not come, which say nothing; early
 ones make the peer's own stream faster than is good for it, within its window.
 """
@@ -17,6 +19,7 @@ _MOST: Final = 16  # under way at once
 _PER_RTT: Final = 8
 _PAUSE_S_MIN: Final = 0.01
 _SAMPLES: Final = 4  # the least of the last ones counts: late answers may be the fault of a processor, here or there
+_TOLD_S: Final = 0.5  # so long what the system told is news
 _AWAKE_S: Final = 0.01  # between two looks while bulk comes in; after a longer time answers may lie here unread
 _ID_WALL: Final = 1 << 32
 
@@ -24,7 +27,7 @@ _ID_WALL: Final = 1 << 32
 class Pings:
     """Times in seconds."""
 
-    __slots__ = ("_id", "_looked_at", "_recent", "_sent_at", "_slept_s", "_waiting")
+    __slots__ = ("_id", "_looked_at", "_recent", "_sent_at", "_slept_s", "_told", "_waiting")
 
     def __init__(self) -> None:
         self._id = 0
@@ -33,14 +36,25 @@ class Pings:
         self._recent: deque[float] = deque(maxlen=_SAMPLES)
         self._slept_s = 0.0  # since the beginning, as far as it was bulk that was waited for
         self._looked_at = float("inf")
+        self._told: tuple[float, float] | None = None  # (when, the round trip)
 
     @property
     def idle(self) -> bool:
         """No answer is awaited."""
         return not self._waiting
 
+    def told(self, now: float, rtt_s: float) -> None:
+        """The system measures that round trip of bulk that comes in, with what waits on the way."""
+        self._told = now, rtt_s
+
+    def _news(self, now: float) -> float | None:
+        """What the system told of late."""
+        return self._told[1] if self._told is not None and now - self._told[0] <= _TOLD_S else None
+
     def due(self, now: float, rtt_s: float) -> bool:
         """Whether another is worth sending while bulk comes in."""
+        if self._news(now) is not None:
+            return False
         return len(self._waiting) < _MOST and now - self._sent_at >= max(rtt_s / _PER_RTT, _PAUSE_S_MIN)
 
     def send(self, now: float) -> int:
@@ -56,6 +70,9 @@ class Pings:
 
     def queue_s(self, now: float, rtt_min_s: float | None) -> float | None:
         """What bytes wait on their way to us, asked whenever some come; None while that is not known."""
+        told_s = self._news(now)
+        if rtt_min_s is not None and told_s is not None:
+            return max(told_s - rtt_min_s, 0.0)
         if rtt_min_s is None or not self._recent:
             return None
         self._slept_s += max(now - self._looked_at - _AWAKE_S, 0.0)

@@ -49,6 +49,9 @@ class CircuitLink:
     def begin_small(self) -> None:
         """Little waits here anyway."""
 
+    def never_rest(self, always: bool) -> None:
+        """The connection to the relay is not this circuit's alone."""
+
     def pace(self, bytes_per_s: float) -> None:
         """Only connections that carry nothing but bulk are paced, and a circuit has none."""
 

@@ -218,6 +218,11 @@ class Link:
         if self._lending is not None and not self.rails:
             self._lending.pace(bytes_per_s)
 
+    def left_to_small(self, alone: bool) -> None:
+        """Whether the first connection carries small frames only: none of them waits for its measurements then."""
+        if self._lending is not None:
+            self._lending.never_rest(alone)
+
     def abort(self, reason: str) -> None:
         """End now."""
         self.reason = self.reason or reason

@@ -14,6 +14,7 @@ from __future__ import annotations
 import hmac
 import logging
 import math
+import statistics
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
@@ -29,6 +30,7 @@ from peerd.machine.striping import BINDING_BYTES, PROTOCOL, Lane
 from peerd.machine.yamux_wire import GO_AWAY, HEADER
 from peerd.machine.yamux_wire import PROTOCOL as YAMUX
 from peerd.net.sealing import Sealing
+from peerd.net.tcpinfo import TcpInfo
 from peerd.net.transport import CountedLink, LendingLink, RawLink
 from peerd.net.upgrade import Secured, upgrade
 
@@ -41,6 +43,7 @@ _WARM_ROUND_TRIPS = 8  # until a connection has found its rate, more or less
 _WARM_S = 0.1  # a round trip, if none was measured
 _PACE_BYTES_PER_S = 1e9  # more than any: the system sends evenly at the rate that it finds for itself
 _READ_BYTES = 256 * 1024
+_ASK_S = 0.01  # between two looks at the round trip: asking a dozen connections takes a hundredth of that
 
 
 class Rail:
@@ -154,6 +157,7 @@ class Rails:
         self._much = math.inf  # bytes that wait at which it does, too
         self._enough: trio.Event | None = None  # the plan waits for that
         self._evenness, self._even_at = RailPace(), 0.0  # when it looks next
+        self._ask_at = 0.0  # when the system is asked for the round trip next
         self._warm_at = float("inf")  # until then the first connection still helps: its start is behind it
 
     def __len__(self) -> int:
@@ -184,6 +188,8 @@ class Rails:
             self.changed()
         if now >= self._even_at:
             self._even(now)
+        if now >= self._ask_at:
+            self._ask_rtt(now)
 
     def filled(self) -> None:
         """Of what waits, a batch is about to go."""
@@ -193,7 +199,9 @@ class Rails:
     def changed(self) -> None:
         """A rail came, or is on its way out."""
         count = sum(not rail.leaving for rail in self._all)
-        self._link.mux.set_rails(count, helping=trio.current_time() < self._warm_at < float("inf"))
+        helping = trio.current_time() < self._warm_at < float("inf")
+        self._link.mux.set_rails(count, helping=helping)
+        self._link.left_to_small(count > 0 and not helping)
         self._link.flush()
 
     def gone(self, rail: Rail) -> None:
@@ -239,14 +247,24 @@ class Rails:
                     rail.leave()
             await trio.sleep(plan.pause_s(rtt_s))
 
+    def _infos(self) -> list[TcpInfo]:
+        """What the system has counted on each rail; none where it does not."""
+        infos = (rail.raw.tcp_info() for rail in self._all if isinstance(rail.raw, CountedLink))
+        return [info for info in infos if info is not None]
+
+    def _ask_rtt(self, now: float) -> None:
+        """Tell the muxer the round trip of what comes in, by most rails: one that rests says how it was before."""
+        self._ask_at = now + _ASK_S
+        times = [info.receive_rtt_s for info in self._infos()]
+        if times and (middle := statistics.median_low(times)) > 0:
+            self._link.mux.pings.told(now, middle)
+
     def _even(self, now: float) -> None:
         """Let no rail send much faster than its share of what the path carries; not where the system counts nothing."""
-        infos = [rail.raw.tcp_info() for rail in self._all if isinstance(rail.raw, CountedLink)]
-        rtt_s = self._distance_s()
+        infos, rtt_s = self._infos(), self._distance_s()
         self._even_at = now + self._evenness.pause_s(rtt_s)
-        if rtt_s is not None and infos and None not in infos:
-            acked = sum(info.bytes_acked for info in infos if info is not None)
-            rate = self._evenness.look(now, rtt_s, acked, len(infos))
+        if rtt_s is not None and infos:
+            rate = self._evenness.look(now, rtt_s, sum(info.bytes_acked for info in infos), len(infos))
             for rail in self._all:
                 rail.pace(rate)
 

@@ -38,6 +38,8 @@ _BACKLOG = 256
 _CAN_SHARE_PORT = sys.platform != "win32" and hasattr(socket, "SO_REUSEPORT")
 _READ_BYTES = 512 * 1024
 _UNSENT_LIMIT = getattr(socket, "TCP_NOTSENT_LOWAT", None)  # not every system has it
+_CONGESTION = getattr(socket, "TCP_CONGESTION", None)  # Linux
+_RESTING, _RESTLESS = b"bbr", b"reno"  # one rests to measure the path, one is everywhere
 _SO_MAX_PACING_RATE = 47  # of Linux, which Python does not name
 _UNPACED_BYTES_PER_S = (1 << 31) - 1  # as an option's value: faster than any one connection of ours
 _WORTH_AWAITING_BYTES = 4 * 1024  # two packets or more; saying so is a system call
@@ -55,7 +57,17 @@ _NO_FAMILY = {errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL}  # of a wildcard
 class TcpLink:
     """One TCP connection as a LendingLink. Tries the system first only when that is likely to succeed at once."""
 
-    __slots__ = ("_awaited_bytes", "_awaited_bytes_max", "_draught", "_lent", "_more", "_socket", "local", "remote")
+    __slots__ = (
+        "_awaited_bytes",
+        "_awaited_bytes_max",
+        "_draught",
+        "_lent",
+        "_more",
+        "_rule",
+        "_socket",
+        "local",
+        "remote",
+    )
 
     def __init__(self, sock: trio.socket.SocketType, remote: Multiaddr, lent: memoryview) -> None:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -68,6 +80,7 @@ class TcpLink:
         self._limit_unsent()
         self._awaited_bytes = 1  # the system says nothing of fewer
         self._awaited_bytes_max = 0  # 0: not known yet
+        self._rule = b""  # of congestion, that another has replaced
         self._more = False  # the last read was large, so that there is probably more
         self.remote = remote
 
@@ -103,6 +116,18 @@ class TcpLink:
     def begin_small(self) -> None:
         self._draught.begin_small()
         self._limit_unsent()
+
+    def never_rest(self, always: bool) -> None:
+        if _CONGESTION is None:
+            return
+        with contextlib.suppress(OSError):  # not every system lets us choose
+            rule = self._socket.getsockopt(socket.IPPROTO_TCP, _CONGESTION, 16).rstrip(b"\0")
+            if always and rule.startswith(_RESTING):
+                self._socket.setsockopt(socket.IPPROTO_TCP, _CONGESTION, _RESTLESS)
+                self._rule = rule
+            elif not always and self._rule:
+                self._socket.setsockopt(socket.IPPROTO_TCP, _CONGESTION, self._rule)
+                self._rule = b""
 
     def pace(self, bytes_per_s: float) -> None:
         if sys.platform == "linux":

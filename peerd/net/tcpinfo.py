@@ -16,9 +16,9 @@ _OPTION: Final = getattr(socket, "TCP_INFO", None) if sys.platform == "linux" el
 _TIMESTAMPS: Final = 1
 _SEGS: Final = 1 << 32
 _BYTES: Final = 216  # up to tcpi_bytes_retrans; kernels since 4.19 have it
-# options; snd_mss, rcv_mss, sacked; rtt; bytes_acked, bytes_received, segs_out, segs_in; min_rtt, data_segs_in;
-# bytes_retrans.
-_FIELDS: Final = struct.Struct("=5xB10xII4xI36xI48xQQII4xII52xQ")
+# options; snd_mss, rcv_mss, sacked; rtt; rcv_rtt; bytes_acked, bytes_received, segs_out, segs_in; min_rtt,
+# data_segs_in; bytes_retrans.
+_FIELDS: Final = struct.Struct("=5xB10xII4xI36xI20xI24xQQII4xII52xQ")
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +34,7 @@ class TcpInfo:
     bytes_repeated: int
     data_segs_in: int  # packets that were not empty; starts again as well
     segment_bytes: int  # payload of a full packet that comes in
+    receive_rtt_s: float  # as it is now, by what comes in: also where nothing is sent but acknowledgements; 0: unknown
 
     def received_since(self, before: TcpInfo) -> int:
         """Bytes that came in: what waited for a lost packet counts when it came, or not at all."""
@@ -66,7 +67,7 @@ def tcp_info(sock: socket.socket) -> TcpInfo | None:
         return None
     if len(data) < _FIELDS.size:
         return None
-    options, mss_out, mss_in, sacked, rtt, acked, received, out, into, min_rtt, data_in, again = _FIELDS.unpack(
+    options, mss_out, mss_in, sacked, rtt, rtt_in, acked, received, out, into, min_rtt, data_in, again = _FIELDS.unpack(
         data[: _FIELDS.size]
     )
     return TcpInfo(
@@ -79,4 +80,5 @@ def tcp_info(sock: socket.socket) -> TcpInfo | None:
         bytes_repeated=again,
         data_segs_in=data_in,
         segment_bytes=mss_in,
+        receive_rtt_s=rtt_in / 1e6,
     )

@@ -68,6 +68,11 @@ class LendingLink(RawLink, Protocol):
         """Let little wait, until it is known how fast bytes leave: others are faster meanwhile."""
         ...
 
+    def never_rest(self, always: bool) -> None:
+        """Let nothing wait for a measurement of the path (BBR lets four packets a round trip go, for 0.2 s of each
+        10): for a connection that carries small frames only. False: as the system does it."""
+        ...
+
     def pace(self, bytes_per_s: float) -> None:
         """Let bytes leave evenly, at this rate at most, where the system can."""
         ...

@@ -49,6 +49,17 @@ def test_who_slept_does_not_blame_the_path_for_answers_that_it_has_not_read() ->
     assert pings.queue_s(1.5, RTT_S) == 0.0
 
 
+def test_what_the_system_measures_is_believed_and_nothing_is_asked_while_it_is_new() -> None:
+    pings = overdue()
+    assert pings.due(2.0, RTT_S)
+    pings.told(2.0, 0.13)
+    assert not pings.due(2.4, RTT_S)
+    assert pings.queue_s(2.4, RTT_S) == pytest.approx(0.03)
+    pings.told(2.4, 0.09)
+    assert pings.queue_s(2.5, RTT_S) == 0.0
+    assert pings.due(3.0, RTT_S)
+
+
 def test_several_are_under_way_and_never_too_many() -> None:
     pings, sent = Pings(), 0
     for tick in range(1000):

@@ -133,7 +133,7 @@ async def test_one_stream_fills_a_line_that_one_connection_cannot(dialer_sends: 
 @pytest.mark.slow
 async def test_a_busy_machine_is_not_far_away(autojump_clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its answers take long, those of its system do not."""
-    near = TcpInfo(52, 1e-4, 0, 0, 0, 0, 0, 0, 0)
+    near = TcpInfo(52, 1e-4, 0, 0, 0, 0, 0, 0, 0, 0)
     monkeypatch.setattr(MemoryLink, "tcp_info", lambda link: near, raising=False)
     async with running_hosts(WINDOW) as hosts:
         a, b, sink = await pair(hosts)
@@ -141,6 +141,20 @@ async def test_a_busy_machine_is_not_far_away(autojump_clock: Clock, monkeypatch
         await trio.sleep(3)
         assert sink.bytes > 4 << 20
         assert len(link_of(a, b).rails) == 0
+
+
+@pytest.mark.slow
+async def test_what_the_system_says_of_the_round_trip_is_what_waits(
+    autojump_clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    zeros = dict.fromkeys((field.name for field in fields(TcpInfo)), 0)
+    info = TcpInfo(**zeros | {"min_rtt_s": 0.1, "receive_rtt_s": 0.13})
+    monkeypatch.setattr(MemoryLink, "tcp_info", lambda link: info, raising=False)
+    async with running_hosts(WINDOW) as hosts:
+        a, b, _ = await pair(hosts)
+        hosts.nursery.start_soon(flood, a, b)
+        await trio.sleep(5)
+        assert link_of(b, a).mux.pings.queue_s(trio.current_time(), 0.1) == pytest.approx(0.03)
 
 
 @pytest.mark.slow
@@ -210,6 +224,24 @@ async def test_a_reader_that_stops_stops_nobody_else(autojump_clock: Clock) -> N
         await trio.sleep(3)
         assert (sink.bytes - before) * 8 / 3e6 >= 0.8 * MBIT
         assert await ask(a, b, b"still here") == b"still here"
+
+
+@pytest.mark.slow
+async def test_the_first_connection_never_rests_while_rails_take_the_bulk(
+    autojump_clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alone: dict[Link, list[bool]] = {}
+    monkeypatch.setattr(Link, "left_to_small", lambda link, small: alone.setdefault(link, []).append(small))
+    async with running_hosts(WINDOW) as hosts:
+        a, b, _ = await pair(hosts)
+        with trio.move_on_after(5):
+            await flood(a, b)
+        links = [link_of(a, b), link_of(b, a)]
+        assert [alone[link][0] for link in links] == [False, False], "its start would be lost"
+        assert [alone[link][-1] for link in links] == [True, True]
+        await trio.sleep(60)
+        assert [len(link.rails) for link in links] == [0, 0]
+        assert [alone[link][-1] for link in links] == [False, False]
 
 
 @pytest.mark.slow

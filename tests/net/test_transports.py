@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
@@ -11,7 +12,7 @@ import trio.testing
 
 from peerd.core.addr import parse_addr, tcp_place
 from peerd.core.errors import ConfigError, Unreachable
-from peerd.net.tcp import TcpTransport
+from peerd.net.tcp import TcpLink, TcpTransport
 from peerd.net.transport import LendingLink
 from tests.kit.virtual import addr_of, running_net, transport
 from tests.net.compliance import LOOPBACK, Ends, TransportCompliance, on_loopback, read_exactly
@@ -104,6 +105,35 @@ async def test_a_reader_is_not_woken_for_less_than_is_useful_and_asks_anew_each_
     assert found[-1] == 1
     for end in (near, far, listener):
         await end.aclose()
+
+
+@pytest.mark.parametrize("rule", ["bbr", "cubic", "reno"])
+async def test_a_connection_for_small_frames_does_not_rest_until_it_may(rule: str) -> None:
+    option = getattr(socket, "TCP_CONGESTION", None)
+    if option is None:
+        pytest.skip("this system lets nobody choose")
+    tcp = TcpTransport()
+    listener = await tcp.listen(LOOPBACK)
+    near = await tcp.dial(listener.addrs[0])
+    assert isinstance(near, TcpLink)
+
+    def found() -> str:
+        return near._socket.getsockopt(socket.IPPROTO_TCP, option, 16).rstrip(b"\0").decode()
+
+    try:
+        near._socket.setsockopt(socket.IPPROTO_TCP, option, rule.encode())
+    except OSError:
+        pytest.skip(f"this system has no {rule}, or does not let us choose it")
+    else:
+        rules = []
+        for always in (False, True, True, False, False):
+            near.never_rest(always)
+            rules.append(found())
+        quick = "reno" if rule == "bbr" else rule
+        assert rules == [rule, quick, quick, rule, rule]
+    finally:
+        for end in (near, listener):
+            await end.aclose()
 
 
 async def test_a_link_that_begins_small_and_leaves_evenly_delivers_all_the_same() -> None:
