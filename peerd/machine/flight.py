@@ -30,7 +30,7 @@ _QUEUED: Final = 0.25  # of a round trip, that may wait on the way,
 _QUEUED_S_MAX: Final = 0.03  # and no more than this where it is seen
 _EMPTY: Final = 0.5  # of that: nothing waits that is worth the name,
 _EMPTY_S_MIN: Final = 0.004  # nor if it may be for want of a processor
-_FULL: Final = 1.5  # of that: more waits than should
+_FULL: Final = 1.2  # of that: more waits than should
 _KNOWN_EPOCHS: Final = 16  # after a queue was seen: there is little more to be had, so it is sought slowly
 
 
