@@ -253,10 +253,13 @@ class Rails:
         return [info for info in infos if info is not None]
 
     def _ask_rtt(self, now: float) -> None:
-        """Tell the muxer the round trip of what comes in, by most rails: one that rests says how it was before."""
+        """Tell the muxer the round trip of what comes in, by most rails: one that rests says how it was before.
+
+        Not if it is much shorter than that of the link: a proxy between ends the connections that the system knows.
+        """
         self._ask_at = now + _ASK_S
-        times = [info.receive_rtt_s for info in self._infos()]
-        if times and (middle := statistics.median_low(times)) > 0:
+        times, least_s = [info.receive_rtt_s for info in self._infos()], self._link.mux.rtt_min_s
+        if times and least_s is not None and (middle := statistics.median_low(times)) > least_s / 2:
             self._link.mux.pings.told(now, middle)
 
     def _even(self, now: float) -> None:

@@ -144,17 +144,22 @@ async def test_a_busy_machine_is_not_far_away(autojump_clock: Clock, monkeypatch
 
 
 @pytest.mark.slow
-async def test_what_the_system_says_of_the_round_trip_is_what_waits(
-    autojump_clock: Clock, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("told_s", "waits_s"), [(0.13, 0.03), (0.09, 0.0), (0.02, None)])
+async def test_what_the_system_says_of_the_round_trip_is_what_waits_unless_it_is_of_another_path(
+    told_s: float, waits_s: float | None, autojump_clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     zeros = dict.fromkeys((field.name for field in fields(TcpInfo)), 0)
-    info = TcpInfo(**zeros | {"min_rtt_s": 0.1, "receive_rtt_s": 0.13})
+    info = TcpInfo(**zeros | {"min_rtt_s": 0.1, "receive_rtt_s": told_s})
     monkeypatch.setattr(MemoryLink, "tcp_info", lambda link: info, raising=False)
     async with running_hosts(WINDOW) as hosts:
         a, b, _ = await pair(hosts)
         hosts.nursery.start_soon(flood, a, b)
         await trio.sleep(5)
-        assert link_of(b, a).mux.pings.queue_s(trio.current_time(), 0.1) == pytest.approx(0.03)
+        now, pings = trio.current_time(), link_of(b, a).mux.pings
+        if waits_s is None:
+            assert pings._news(now) is None, "a proxy is near, the peer is not"
+        else:
+            assert pings.queue_s(now, 0.1) == pytest.approx(waits_s)
 
 
 @pytest.mark.slow
