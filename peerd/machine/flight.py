@@ -11,18 +11,17 @@ Sans-IO. A sender can lower its own stream's rate; or have its window made large
 
 from __future__ import annotations
 
-from collections import deque
 from typing import Final
+
+from peerd.machine.pathrate import PathRate
 
 FLOOR_BYTES: Final = 512 * 1024  # whatever the rate
 _START_BYTES: Final = 1 << 20  # as long as the rate grows, and at least
 _START_BYTES_PER_S: Final = 40e6  # what this makes: a start that no path of interest minds
 _EPOCH_S_MIN: Final = 0.02
-_EPOCHS: Final = 8  # whose third best rate counts: neither a lost packet nor two bursts are another path
+_EPOCHS: Final = 8  # whose rates count
 _PAUSE_EPOCHS: Final = 3
-_GREW: Final = 1.1  # two rates in a row over the best before: there is more to be had,
-_GROWS_EPOCHS: Final = 2  # so long after that
-_GROWTH: Final = 0.5  # of a round trip is added in one then, and where nothing waits,
+_GROWTH: Final = 0.5  # of a round trip is added in one while the rate grows, and where nothing waits,
 _GROWTH_S_MAX: Final = 0.06  # and no more than this: it is what queues when the end is reached
 _AHEAD_S_MAX: Final = 0.15  # of what came in the last _RECENT epochs, or a round trip of it: more was not asked for
 _RECENT: Final = 3
@@ -37,12 +36,11 @@ _KNOWN_EPOCHS: Final = 16  # after a queue was seen: there is little more to be 
 class Flight:
     """Of one stream that is received; times in seconds."""
 
-    __slots__ = ("_begun_at", "_bytes", "_full_ago", "_grew_ago", "_rates", "limit_bytes")
+    __slots__ = ("_begun_at", "_bytes", "_full_ago", "_path", "limit_bytes")
 
     def __init__(self, now: float) -> None:
         self._begun_at, self._bytes = now, 0
-        self._rates: deque[float] = deque(maxlen=_EPOCHS)
-        self._grew_ago = 0  # epochs
+        self._path = PathRate(_EPOCHS)
         self._full_ago = _KNOWN_EPOCHS  # epochs since too much waited
         self.limit_bytes = _START_BYTES
 
@@ -51,7 +49,7 @@ class Flight:
         self._bytes += size
         wait_s = _QUEUED * rtt_s if queue_s is None else min(_QUEUED * rtt_s, _QUEUED_S_MAX)
         free = queue_s is not None and queue_s <= max(_EMPTY * wait_s, _EMPTY_S_MIN)
-        if free and self._rates:
+        if free and self._path.rates:
             self._seek(size, rtt_s, wait_s)
         if now - self._begun_at >= max(rtt_s, _EPOCH_S_MIN):
             full = queue_s is None or queue_s > max(_FULL * wait_s, _EMPTY_S_MIN)
@@ -59,7 +57,7 @@ class Flight:
 
     def _seek(self, size: int, rtt_s: float, wait_s: float) -> None:
         """So many bytes have come and nothing waits: allow some more."""
-        recent = list(self._rates)[-_RECENT:]
+        recent = list(self._path.rates)[-_RECENT:]
         most = min(sum(recent) / len(recent), recent[-1]) * (rtt_s + min(rtt_s, _AHEAD_S_MAX))
         if self.limit_bytes < most:
             more_s = _GROWTH_S_MAX if self._full_ago >= _KNOWN_EPOCHS else wait_s
@@ -70,15 +68,13 @@ class Flight:
         self._begun_at, self._bytes = now, 0
         if passed_s > _PAUSE_EPOCHS * max(rtt_s, _EPOCH_S_MIN):
             return  # nothing was sent for a while: that says nothing of the path
-        self._rates.append(size / passed_s)
-        *older, last, newest = (0.0, 0.0, *self._rates)
-        grew = min(last, newest) > _GREW * max(older, default=0.0)
-        self._grew_ago = 0 if grew else self._grew_ago + 1
-        if self._grew_ago < _GROWS_EPOCHS:
-            limit = max(self._rates) * (rtt_s + min(_GROWTH * rtt_s, _GROWTH_S_MAX))
+        path = self._path
+        path.add(size / passed_s)
+        if path.grows:
+            limit = max(path.rates) * (rtt_s + min(_GROWTH * rtt_s, _GROWTH_S_MAX))
             least = max(_START_BYTES, _START_BYTES_PER_S * rtt_s, self.limit_bytes if free else 0)
             self.limit_bytes = int(max(limit, least))
         elif full:
-            limit = sorted(self._rates)[-3:][0] * (rtt_s + wait_s)
+            limit = path.carried * (rtt_s + wait_s)
             self.limit_bytes = int(max(limit, FLOOR_BYTES))
-        self._full_ago = 0 if full and self._grew_ago else self._full_ago + 1
+        self._full_ago = 0 if full and path.grew_ago else self._full_ago + 1

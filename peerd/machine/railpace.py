@@ -12,14 +12,13 @@ Sans-IO; the rate is what the other side has acknowledged. A peer can slow down 
 from __future__ import annotations
 
 import math
-from collections import deque
 from typing import Final
 
-_LOOKS: Final = 16  # whose third best counts: what was acknowledged late, all at once, is not another path
+from peerd.machine.pathrate import PathRate
+
+_LOOKS: Final = 16  # whose rates count
 _LOOK_S_MIN: Final = 0.05
 _GAP_LOOKS: Final = 3  # times the pause between them: after more a look says nothing
-_GREW: Final = 1.1  # the last two over the best before: there is more to be had,
-_GROWS_LOOKS: Final = 2  # so long after that
 _GAIN: Final = 4 / 3
 _LEAST_BYTES_PER_S: Final = 40e6  # together, whatever was seen: a start that no path of interest minds
 
@@ -27,12 +26,11 @@ _LEAST_BYTES_PER_S: Final = 40e6  # together, whatever was seen: a start that no
 class RailPace:
     """Of one link; times in seconds."""
 
-    __slots__ = ("_acked_bytes", "_begun_at", "_grew_ago", "_rates")
+    __slots__ = ("_acked_bytes", "_begun_at", "_path")
 
     def __init__(self) -> None:
         self._begun_at, self._acked_bytes = -math.inf, 0
-        self._rates: deque[float] = deque(maxlen=_LOOKS)
-        self._grew_ago = 0  # looks
+        self._path = PathRate(_LOOKS)
 
     def look(self, now: float, rtt_s: float, acked_bytes: int, rails: int) -> float:
         """Bytes/s that each of so many rails may send, once `acked_bytes` of all have been acknowledged; inf: any."""
@@ -40,18 +38,11 @@ class RailPace:
         self._begun_at, self._acked_bytes = now, acked_bytes
         # Fewer than before: a rail has gone, with what it had counted.
         if carried >= 0 and 0 < passed_s <= _GAP_LOOKS * self.pause_s(rtt_s):
-            self._seen(carried / passed_s)
-        if not rails or self._grew_ago < _GROWS_LOOKS:
+            self._path.add(carried / passed_s)
+        if not rails or self._path.grows:
             return math.inf
-        third = sorted(self._rates)[-3:][0]
-        return _GAIN * max(third, _LEAST_BYTES_PER_S) / rails
+        return _GAIN * max(self._path.carried, _LEAST_BYTES_PER_S) / rails
 
     def pause_s(self, rtt_s: float | None) -> float:
         """How long to wait before the next look."""
         return max(rtt_s or 0.0, _LOOK_S_MIN)
-
-    def _seen(self, rate: float) -> None:
-        self._rates.append(rate)
-        *older, last, newest = (0.0, 0.0, *self._rates)
-        grew = min(last, newest) > _GREW * max(older, default=0.0)
-        self._grew_ago = 0 if grew else self._grew_ago + 1
