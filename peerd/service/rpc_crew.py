@@ -1,6 +1,6 @@
 """The crew: tasks that run handlers of calls, kept for the next call when they are done.
 
-A worker keeps its task and cancel scope from call to call, which costs a third of what a new task and scope cost.
+A worker keeps its task and cancel scope from call to call, which costs less than new ones.
 A worker whose scope was cancelled, or whose handler crashed, ends; the next call gets a new one. Workers are
 started on demand: how many calls run at once is bounded by whoever starts them.
 """
