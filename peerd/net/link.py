@@ -32,7 +32,7 @@ from peerd.net.rails import Rails
 from peerd.net.sealing import BATCH_FRAMES, Sealing
 from peerd.net.stream import Stream
 from peerd.net.tcpinfo import TcpInfo
-from peerd.net.transport import CountedLink, LendingLink, LocatedLink
+from peerd.net.transport import CountedLink, LendingLink, LocatedLink, counted
 from peerd.net.upgrade import Secured
 
 __all__ = ["Buffers", "Link", "LinkConfig", "LinkOwner", "Stream"]
@@ -153,8 +153,7 @@ class Link:
 
     def tcp_infos(self) -> dict[CountedLink, TcpInfo]:
         """What the system has counted on each of its connections; nothing where it does not, and for circuits."""
-        counted = [raw for raw in (self._raw, *self.rails.raws()) if isinstance(raw, CountedLink)]
-        return {raw: info for raw in counted if (info := raw.tcp_info()) is not None}
+        return counted((self._raw, *self.rails.raws()))
 
     # --- for the host --------------------------------------------------------------------------------------
 

@@ -31,7 +31,7 @@ from peerd.machine.yamux_wire import GO_AWAY, HEADER
 from peerd.machine.yamux_wire import PROTOCOL as YAMUX
 from peerd.net.sealing import Sealing
 from peerd.net.tcpinfo import TcpInfo
-from peerd.net.transport import CountedLink, LendingLink, RawLink
+from peerd.net.transport import LendingLink, RawLink, counted
 from peerd.net.upgrade import Secured, upgrade
 
 if TYPE_CHECKING:
@@ -41,9 +41,8 @@ _log = logging.getLogger("peerd.net")
 OFFERS = (YAMUX, PROTOCOL)  # of who is dialed
 _WARM_ROUND_TRIPS = 8  # until a connection has found its rate, more or less
 _WARM_S = 0.1  # a round trip, if none was measured
-_PACE_BYTES_PER_S = 1e9  # more than any: the system sends evenly at the rate that it finds for itself
 _READ_BYTES = 256 * 1024
-_ASK_S = 0.01  # between two looks at the round trip: asking a dozen connections takes a hundredth of that
+_ASK_S = 0.01  # between two looks at the round trip: a queue should be seen before calls wait in it
 
 
 class Rail:
@@ -55,8 +54,7 @@ class Rail:
         self._sealing = Sealing(secured.session.sealer, link.buffers.plain, self._lending)
         if self._lending is not None:
             self._lending.begin_small()
-            self._lending.pace(_PACE_BYTES_PER_S)
-        self._pace_bytes_per_s = _PACE_BYTES_PER_S
+            self._lending.pace(math.inf)  # evenly, at the rate that the system finds for itself
         self._opener.pool = link.buffers.received
         self._lane = Lane(main=False)
         self._work: trio.Event | None = None
@@ -71,10 +69,8 @@ class Rail:
 
     def pace(self, bytes_per_s: float) -> None:
         """Send evenly, at this rate at most."""
-        wanted = min(bytes_per_s, _PACE_BYTES_PER_S)
-        if self._lending is not None and wanted != self._pace_bytes_per_s:
-            self._pace_bytes_per_s = wanted
-            self._lending.pace(wanted)
+        if self._lending is not None:
+            self._lending.pace(bytes_per_s)
 
     def leave(self) -> None:
         """Send nothing more; over once the other side has said the same."""
@@ -235,7 +231,7 @@ class Rails:
             self._enough = trio.Event()
             with trio.move_on_after(plan.idle_s if self._all else float("inf")):
                 await self._enough.wait()
-            rtt_s = self._distance_s()
+            rtt_s = self._distance_s(link.tcp_infos().values())
             now = trio.current_time()
             wanted, why = plan.look(now, rtt_s, (link.bytes_in, link.bytes_out), len(self._all), link.mux.waiting_bytes)
             if wanted > len(self._all):
@@ -247,37 +243,34 @@ class Rails:
                     rail.leave()
             await trio.sleep(plan.pause_s(rtt_s))
 
-    def _infos(self) -> list[TcpInfo]:
-        """What the system has counted on each rail; none where it does not."""
-        infos = (rail.raw.tcp_info() for rail in self._all if isinstance(rail.raw, CountedLink))
-        return [info for info in infos if info is not None]
-
     def _ask_rtt(self, now: float) -> None:
         """Tell the muxer the round trip of what comes in, by most rails: one that rests says how it was before.
 
         Not if it is much shorter than that of the link: a proxy between ends the connections that the system knows.
         """
         self._ask_at = now + _ASK_S
-        times, least_s = [info.receive_rtt_s for info in self._infos()], self._link.mux.rtt_min_s
+        times = [info.receive_rtt_s for info in counted(self.raws()).values()]
+        least_s = self._link.mux.rtt_min_s
         if times and least_s is not None and (middle := statistics.median_low(times)) > least_s / 2:
             self._link.mux.pings.told(now, middle)
 
     def _even(self, now: float) -> None:
         """Let no rail send much faster than its share of what the path carries; not where the system counts nothing."""
-        infos, rtt_s = self._infos(), self._distance_s()
+        infos = self._link.tcp_infos().values()
+        rtt_s = self._distance_s(infos)
         self._even_at = now + self._evenness.pause_s(rtt_s)
         if rtt_s is not None and infos:
-            rate = self._evenness.look(now, rtt_s, sum(info.bytes_acked for info in infos), len(infos))
+            rate = self._evenness.look(now, rtt_s, sum(info.bytes_acked for info in infos), len(self._all))
             for rail in self._all:
                 rail.pace(rate)
 
-    def _distance_s(self) -> float | None:
+    def _distance_s(self, infos: Iterable[TcpInfo]) -> float | None:
         """The round trip of the idle path: queues are no distance, and neither is a busy machine, here or there.
 
         Which is why the system, whose own answers wait for nobody, is asked as well.
         """
         own = self._link.mux.rtt_min_s
-        told = [info.min_rtt_s for info in self._link.tcp_infos().values() if info.min_rtt_s > 0]
+        told = [info.min_rtt_s for info in infos if info.min_rtt_s > 0]
         return min(own, *told) if own is not None and told else own
 
     async def _open(self, count: int, nursery: trio.Nursery) -> bool:

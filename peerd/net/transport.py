@@ -11,6 +11,7 @@ cancelling `send_all` leaves the link unusable.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Protocol, runtime_checkable
 
 import trio
@@ -96,6 +97,12 @@ class CountedLink(RawLink, Protocol):
     def tcp_info(self) -> TcpInfo | None:
         """What was counted; None where this system does not."""
         ...
+
+
+def counted(raws: Iterable[RawLink]) -> dict[CountedLink, TcpInfo]:
+    """What the system has counted on each of these; nothing where it does not."""
+    links = (raw for raw in raws if isinstance(raw, CountedLink))
+    return {raw: info for raw in links if (info := raw.tcp_info()) is not None}
 
 
 class Listener(Protocol):
