@@ -319,12 +319,14 @@ class StateRequest(Message, frozen=True):
     """Ask a donor what its state is at its current position: it freezes a copy and vouches for it.
 
     With a position, `state/1` gives the total that led on from it (one tensor, at the next position), and `kept/1` the
-    checkpoint of that position.
+    checkpoint of that position. Without one, `meet` is the step before which it shall not copy its state: several
+    donors that wait for one step vouch for the same bits.
     """
 
     run: Fingerprint
     stage: StageNumber
     of: Position | None = None
+    meet: StepNumber = 0
 
 
 class StateManifest(Message, frozen=True):
@@ -337,6 +339,13 @@ class StateManifest(Message, frozen=True):
 
 class StateDigests(Message, frozen=True):
     """Ask for the digests of a copy's pieces; the answer's frame has them all, uint8 [pieces, 32]."""
+
+    run: Fingerprint
+    root: Root
+
+
+class StateRelease(Message, frozen=True):
+    """The caller has what it wanted of a copy: the donor need not keep it for the caller's sake."""
 
     run: Fingerprint
     root: Root

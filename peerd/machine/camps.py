@@ -12,6 +12,7 @@ GATHER_S once a camp stands, and PATIENCE_S in all).
 from __future__ import annotations
 
 from collections.abc import Iterable
+from statistics import median_low
 from typing import Final, NamedTuple
 
 from peerd.core.training import Position
@@ -19,6 +20,7 @@ from peerd.core.training import Position
 VOUCHERS: Final = 2  # donors that have to agree, where so many answer
 GATHER_S: Final = 10.0  # how long to wait for more answers once such a camp stands
 PATIENCE_S: Final = 60.0  # how long to wait for such a camp, before one is taken that nobody contradicts
+_FURTHEST: Final = 64  # steps that donors may be asked to make before they answer
 
 
 class Claim(NamedTuple):
@@ -52,6 +54,16 @@ def camps(claims: Iterable[tuple[str, Claim]]) -> list[Camp]:
         by_claim.setdefault(claim, []).append(donor)
     found = [Camp(len(donors), claim, tuple(sorted(donors))) for claim, donors in by_claim.items()]
     return sorted(found, reverse=True)
+
+
+def meeting_step(claims: Iterable[Claim], rounds: int) -> int:
+    """The step at which donors that do not agree should copy their states, after so many rounds; 0: at once.
+
+    Where steps are slow, asking all once more is enough, and quicker. After that, ahead of most of them, further with
+    each round: a step that is over when they are asked brings nothing. The median, so that one who names a step
+    far ahead does not make the others wait for it.
+    """
+    return median_low(claim.position.step for claim in claims) + min(2**rounds, _FURTHEST) if rounds >= 2 else 0
 
 
 class Poll:

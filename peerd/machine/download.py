@@ -21,7 +21,7 @@ from random import Random
 
 from peerd.core.limits import STATE_DONORS, STATE_PIECES_IN_FLIGHT, STATE_PIECES_PER_DONOR
 from peerd.machine import downloading as dl
-from peerd.machine.camps import VOUCHERS, Claim, Poll, camps
+from peerd.machine.camps import VOUCHERS, Claim, Poll, camps, meeting_step
 from peerd.machine.donors import LEAST_PIECE_S, UNKNOWN_PIECE_S, Donor, Flight, Standing
 
 _MANIFEST_TIMEOUT_S = 120.0  # a donor copies and hashes its state first
@@ -45,6 +45,8 @@ class Download:
         self._kept = kept or dl.Kept()
         self._donors = {name: self._donor(name) for name in donors}
         self._poll = Poll(now)
+        self._meet = 0  # the step for which donors wait before they say what they vouch for
+        self.undecided = ""  # why no state is chosen yet
         self._now = now
         self._moved_at = now  # last progress
         self._asks: dict[int, tuple[Donor, int, Flight | None]] = {}
@@ -106,6 +108,10 @@ class Download:
         """How long a piece takes of each donor of whom that is known."""
         return {name: donor.piece_s for name, donor in self._donors.items() if donor.piece_s is not None}
 
+    def claims(self) -> dict[str, Claim]:
+        """What donors vouch for that were not caught lying."""
+        return {d.name: d.claim for d in self._donors.values() if d.claim and d.standing is not Standing.LIAR}
+
     def _donor(self, name: str) -> Donor:
         return Donor(name, piece_s=self._kept.piece_s.get(name))
 
@@ -132,9 +138,10 @@ class Download:
             donor.standing, donor.claim, donor.strikes = Standing.CLAIMS, claim, 0
 
     def _choose(self, now: float, out: list[dl.Output]) -> None:
-        claims = {d.name: d.claim for d in self._donors.values() if d.claim and d.standing is not Standing.LIAR}
+        claims = self.claims()
         if self.chosen is None:
             verdict = self._poll.decide(now, claims, self._pending)
+            self.undecided = verdict.why
             self._wakes.append(self._poll.due)
             if verdict.camp is not None:
                 self._begin(verdict.camp.claim, verdict.camp.donors, verdict.why, out)
@@ -147,9 +154,11 @@ class Download:
             self._begin(rivals[0].claim, rivals[0].donors, "more donors vouch for it than for the first choice", out)
 
     def _ask_again(self, now: float, names: Iterable[str], out: list[dl.Output]) -> bool:
-        """All at the same moment, so that they are likely to be at the same step; False when there is nobody."""
+        """All at the same moment, or for the same step; False when there is nobody."""
         again = [self._donors[name] for name in names if self._donors[name].standing is Standing.CLAIMS]
         rounds = min((donor.asked for donor in again), default=1)
+        if again and self.chosen is None:
+            self._meet = meeting_step((donor.claim for donor in again if donor.claim), rounds)
         pause_s = min(_AGAIN_S * 2 ** (rounds - 1), _MOST_PAUSE_S)
         for donor in again:
             donor.standing, donor.not_before = Standing.NEW, now + pause_s
@@ -160,7 +169,7 @@ class Download:
         for ask, (_, piece, _) in list(self._asks.items()):
             if piece != dl.MANIFEST:
                 self._call_off(ask, out)
-        self.chosen = claim
+        self.chosen, self._meet = claim, claim.position.step
         kept = self._kept if self._kept.root == claim.root else None
         self.knows_digests = kept is not None
         self.have = set(kept.have) if kept is not None else set()
@@ -326,7 +335,7 @@ class Download:
     ) -> None:
         ask, self._next_ask = self._next_ask, self._next_ask + 1
         self._asks[ask] = (donor, piece, flight)
-        out.append(dl.Ask(ask, donor.name, piece, timeout_s))
+        out.append(dl.Ask(ask, donor.name, piece, timeout_s, self._meet if piece == dl.MANIFEST else 0))
 
     def _may_ask(self, now: float, donor: Donor) -> bool:
         if now < donor.not_before:

@@ -73,6 +73,7 @@ class Ask:
     donor: str
     piece: int
     timeout_s: float
+    meet: int = 0  # of a MANIFEST: the step to wait for
 
 
 @dataclass(frozen=True, slots=True)

@@ -70,6 +70,10 @@ class Joiner(Protocol):
         """Make the optimizer step that leads on from `before`; errors as in `take_over`."""
         ...
 
+    async def reached(self, step: int) -> None:
+        """Wait until the parameters stand at that step, or further."""
+        ...
+
     def say_where(self) -> None:
         """Tell the conductor at once where the parameters stand now."""
         ...
@@ -102,7 +106,7 @@ class CatchingUp:
         """From now on give our state, and the totals of our last steps, to others of our stage."""
         self._stage = stage
         joiner, run, snapshots = self._joiner, self._training.fingerprint, self._snapshots
-        snapshots.offer(run, stage, self.freeze, self._coding, lambda: joiner.position)
+        snapshots.offer(run, stage, self.freeze, self._coding, lambda: joiner.position, joiner.reached)
         snapshots.giving.offer_named(run, stage, self._total_after, self._coding)
 
     def keep(self, before: Position, leap: Leap) -> None:

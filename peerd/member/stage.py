@@ -264,6 +264,11 @@ class StageMember:
             await self.work(job, name)
             self._arrive_anew(position)
 
+    async def reached(self, step: int) -> None:
+        """Wait until the parameters stand at that step, or further."""
+        while self._position.step < step:
+            await self._stepped.wait()
+
     def say_where(self) -> None:
         """Tell the conductor at once where the parameters stand now."""
         self._news += 1

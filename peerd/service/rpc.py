@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any, TypeVar
 
 import msgspec
@@ -25,7 +25,7 @@ from peerd.core.errors import LocalError, Overloaded, Refused, RemoteError
 from peerd.core.frame import TensorFrame
 from peerd.core.ids import PeerId
 from peerd.core.limits import RPC_IDLE_S, RPC_LANES, RPC_MESSAGE_FRAME_BYTES
-from peerd.core.messages import decode, encode
+from peerd.core.messages import Empty, decode, encode
 from peerd.machine.linkrate import LineRates
 from peerd.machine.rpc_calls import ByteBudget, Counters, MethodLimits, MethodLoad, MethodName, method_name
 from peerd.service.rpc_client import Channel, Reply, Request
@@ -149,6 +149,16 @@ class Rpc:
             counters.failed += 1
             error.blame(peer)
             raise
+
+    def tell(self, peer: PeerId, method: str, body: msgspec.Struct, *, timeout_s: float) -> None:
+        """A call whose answer nobody waits for, and which may fail: for what saves the peer some trouble."""
+
+        async def call() -> None:
+            await trio.lowlevel.checkpoint()  # all may have ended before this begins
+            with suppress(RemoteError):
+                await self.call(peer, method, body, Empty, timeout_s=timeout_s)
+
+        self._tasks().start_soon(call)
 
     @asynccontextmanager
     async def stream(

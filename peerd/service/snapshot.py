@@ -23,7 +23,7 @@ from peerd.core.training import Position, StateRequest
 from peerd.core.work import Worker
 from peerd.service.rpc import Rpc
 from peerd.service.snapshot_fetching import Begun, Donors, Fetching, FetchPlan, FetchReport
-from peerd.service.snapshot_giving import KEPT, STATE, Freeze, Giving, Methods
+from peerd.service.snapshot_giving import KEPT, STATE, Freeze, Giving, Methods, Reached
 
 __all__ = ["KEPT", "Donors", "FetchReport", "Fetcher", "Freeze", "Giving", "Snapshots", "StateItem"]
 
@@ -105,6 +105,7 @@ class Snapshots(Fetcher):
         freeze: Freeze,
         worker: Worker,
         standing: Callable[[], Position],
+        reached: Reached,
     ) -> None:
         """As `Giving.offer`."""
-        self.giving.offer(fingerprint, stage, freeze, worker, standing)
+        self.giving.offer(fingerprint, stage, freeze, worker, standing, reached)

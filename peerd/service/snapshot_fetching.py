@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from random import Random
 
+import msgspec
 import trio
 
 from peerd.core.errors import Overloaded, ProtocolViolation, Refused, RemoteError, TooSlow, Unreachable
@@ -25,7 +26,7 @@ from peerd.core.ids import PeerId
 from peerd.core.limits import LINKS
 from peerd.core.messages import Empty
 from peerd.core.state import DIGEST_BYTES, StateLayout, piece_digest
-from peerd.core.training import Position, StateDigests, StateManifest, StatePiece, StateRequest
+from peerd.core.training import Position, StateDigests, StateManifest, StatePiece, StateRelease, StateRequest
 from peerd.core.work import Worker
 from peerd.machine import downloading as dl
 from peerd.machine.camps import Claim
@@ -35,6 +36,7 @@ from peerd.service.snapshot_giving import Methods
 
 Donors = Sequence[PeerId] | Callable[[], Sequence[PeerId]]
 _LOOK_S = 3.0  # how often to ask for more donors
+_RELEASE_S = 10.0  # later it would not help much: a copy that nobody asks for is let go then
 _TELL_S = 10.0  # how often to say how far it is
 
 
@@ -146,7 +148,15 @@ class Fetching:
         if isinstance(self._last, dl.GaveUp):
             raise self._failure(self._last)
         assert self.begun is not None
+        self._release()
         return self.begun
+
+    def _release(self) -> None:
+        """Let donors go of the copies that they made for us: others may wait for the room."""
+        run = self._plan.request.run
+        for name, claim in self._machine.claims().items():
+            body = StateRelease(run, claim.root)
+            self._rpc.tell(PeerId.parse(name), self._plan.methods.release, body, timeout_s=_RELEASE_S)
 
     def _remember_paces(self) -> None:
         """So that the next download does not take a slow line for a donor that fails, and ask twice."""
@@ -166,7 +176,8 @@ class Fetching:
         while True:
             await trio.sleep(_TELL_S)
             if self.begun is None or self._machine.chosen is None:
-                self._plan.notes("asking donors what they have")
+                why = self._machine.undecided
+                self._plan.notes("asking donors what they have" + (f": {why}" if why else ""))
                 continue
             share, size = len(self.begun.have) / max(1, report.pieces), f"{report.total_bytes / 1e6:.1f} MB"
             self._plan.notes(f"{share:.0%} of {size} of step {report.step}, from {len(report.by_donor)} donors")
@@ -219,7 +230,7 @@ class Fetching:
         donor = PeerId.parse(ask.donor)
         try:
             if ask.piece == dl.MANIFEST:
-                return dl.Vouched(ask.ask, await self._claim(donor, ask.timeout_s))
+                return dl.Vouched(ask.ask, await self._claim(donor, ask))
             if ask.piece == dl.DIGESTS:
                 await self._fetch_digests(donor, ask.timeout_s)
             else:
@@ -237,10 +248,12 @@ class Fetching:
 
     # --- calls ------------------------------------------------------------------------------------------------
 
-    async def _claim(self, donor: PeerId, timeout_s: float) -> Claim:
+    async def _claim(self, donor: PeerId, ask: dl.Ask) -> Claim:
         request, methods = self._plan.request, self._plan.methods
+        if request.of is None:
+            request = msgspec.structs.replace(request, meet=ask.meet)
         answer = await self._rpc.call(
-            donor, methods.manifest, request, StateManifest, timeout_s=timeout_s, reply_frame_bytes=0
+            donor, methods.manifest, request, StateManifest, timeout_s=ask.timeout_s, reply_frame_bytes=0
         )
         if answer.body.layout != self._plan.layout.digest:
             raise ProtocolViolation("the state offered does not fit this stage: other names, dtypes or shapes", donor)

@@ -33,14 +33,15 @@ from peerd.core.limits import (
 )
 from peerd.core.messages import Empty
 from peerd.core.state import DIGEST_BYTES, StateItem, StateLayout, piece_digest
-from peerd.core.training import Position, StateDigests, StateManifest, StatePiece, StateRequest
+from peerd.core.training import Position, StateDigests, StateManifest, StatePiece, StateRelease, StateRequest
 from peerd.core.work import Worker
 from peerd.service.rpc import Answer, Incoming, MethodLimits, Rpc
 
-# A copy that somebody has used within this time, and did not ask for a newer one, is in use: longer than a piece may
-# take, so that a joiner on a slow line does not lose its copy between two pieces.
+# A copy that somebody has used within this time, and has not let go of, is in use: longer than a piece may take, so
+# that a joiner on a slow line does not lose its copy between two pieces.
 _BUSY_S = 35.0
 _IDLE_LIFE_S = 300.0  # one that nobody has asked for so long is let go
+_MEET_S = 20.0  # how long to wait for the step that a joiner names
 _HASHED_AT_ONCE = 16  # pieces, of a MiB each
 
 
@@ -50,11 +51,13 @@ class Methods(NamedTuple):
     manifest: str
     digests: str
     piece: str
+    release: str
     ahead: int
 
 
-STATE = Methods("state/1/manifest", "state/1/digests", "state/1/piece", ahead=1)
-KEPT = Methods("kept/1/manifest", "kept/1/digests", "kept/1/piece", ahead=0)
+STATE = Methods("state/1/manifest", "state/1/digests", "state/1/piece", "state/1/release", ahead=1)
+KEPT = Methods("kept/1/manifest", "kept/1/digests", "kept/1/piece", "kept/1/release", ahead=0)
+Reached = Callable[[int], Awaitable[None]]
 Freeze = Callable[[], Awaitable[tuple[Position, list[StateItem]]]]
 Named = Callable[[Position], Awaitable[tuple[Position, list[StateItem]] | None]]
 
@@ -117,6 +120,7 @@ class _Offer:
     worker: Worker
     freeze: Freeze | None = None
     standing: Callable[[], Position] | None = None
+    reached: Reached | None = None
     named: Named | None = None
     frozen: _Shelf = field(default_factory=lambda: _Shelf(STATE_COPIES))
     by_name: _Shelf = field(default_factory=lambda: _Shelf(STATE_NAMED_COPIES))
@@ -136,6 +140,7 @@ class Giving:
         rpc.serve(methods.manifest, StateRequest, self._give_manifest, limits=small)
         rpc.serve(methods.digests, StateDigests, self._give_digests, limits=small)
         rpc.serve(methods.piece, StatePiece, self._give_piece, limits=pieces)
+        rpc.serve(methods.release, StateRelease, self._release, limits=small)
 
     def offer(
         self,
@@ -144,14 +149,15 @@ class Giving:
         freeze: Freeze,
         worker: Worker,
         standing: Callable[[], Position],
+        reached: Reached,
     ) -> None:
         """From now on give the state that `freeze` returns.
 
-        It is called once for each position that `standing` tells and somebody asks for. `worker` hashes: best one
-        that computes nothing else.
+        It is called once for each position that `standing` tells and somebody asks for. `reached` waits for a step.
+        `worker` hashes: best one that computes nothing else.
         """
         offer = self._offers.setdefault(stage, _Offer(fingerprint, worker))
-        offer.freeze, offer.standing = freeze, standing
+        offer.freeze, offer.standing, offer.reached = freeze, standing, reached
 
     def offer_named(self, fingerprint: bytes, stage: int, named: Named, worker: Worker) -> None:
         """From now on give also what `named` has for a position; what it returns must never change."""
@@ -173,6 +179,9 @@ class Giving:
         if offer is None or offer.fingerprint != body.run:
             raise Refused("this peer does not give the state of that stage")
         shelf = offer.frozen if body.of is None else offer.by_name
+        if body.of is None and body.meet and offer.reached is not None:
+            with trio.move_on_after(_MEET_S):
+                await offer.reached(body.meet)
         async with shelf.lock:
             for other in shelf.copies.values():
                 other.used.pop(call.peer, None)  # it wants another one, or will say so
@@ -180,10 +189,17 @@ class Giving:
             copy.touch(call.peer, trio.current_time())
         return Answer(copy.manifest)
 
+    def _find(self, run: bytes, root: bytes) -> _Copy | None:
+        shelves = [shelf for o in self._offers.values() if o.fingerprint == run for shelf in o.shelves]
+        return next((shelf.copies[root] for shelf in shelves if root in shelf.copies), None)
+
+    async def _release(self, call: Incoming[StateRelease]) -> Answer[Empty]:
+        if copy := self._find(call.body.run, call.body.root):
+            copy.used.pop(call.peer, None)
+        return Answer(Empty())
+
     def _copy(self, call: Incoming[StateDigests] | Incoming[StatePiece]) -> _Copy:
-        body = call.body
-        shelves = [shelf for o in self._offers.values() if o.fingerprint == body.run for shelf in o.shelves]
-        copy = next((shelf.copies[body.root] for shelf in shelves if body.root in shelf.copies), None)
+        copy = self._find(call.body.run, call.body.root)
         if copy is None:
             raise Refused("this copy of the state is gone: ask for a new manifest")
         copy.touch(call.peer, trio.current_time())

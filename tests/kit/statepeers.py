@@ -158,6 +158,12 @@ def _host(name: str) -> tuple[Host, Rpc]:
     return host, Rpc(host, clock)
 
 
+async def stand_still(step: int) -> None:
+    """`reached` of a donor that makes no steps."""
+    await trio.lowlevel.checkpoint()
+    assert step <= POSITION.step, "a joiner waits for a step that nobody makes"
+
+
 async def _donor(
     name: str, items: list[StateItem], worker: Worker, lies_from: int, *, task_status: trio.TaskStatus[Known]
 ) -> None:
@@ -168,7 +174,7 @@ async def _donor(
     with trio.CancelScope() as scope:
         async with trio.open_nursery() as nursery:
             host, rpc = await nursery.start(_peer, name)
-            Liar(rpc, lies_from).offer(RUN, 0, freeze, worker, lambda: POSITION)
+            Liar(rpc, lies_from).offer(RUN, 0, freeze, worker, lambda: POSITION, stand_still)
             task_status.started(Known(host.id, host.addrs(), scope.cancel))
             await trio.sleep_forever()
 

@@ -36,6 +36,11 @@ class Behaviour:
     gone_at: float = 1e9  # it has let go of the copy
     busy: float = 0.0  # probability of being busy
     catches_up: bool = False  # asked for its claim a second time, it tells the truth
+    step_s: float = 0.0  # it makes steps, one in so many seconds; its claim is that of the step it stands at
+    copies_in_s: float = 0.0  # at most; how long it takes until it comes to copy its state
+
+    def stands_at(self, now: float) -> int:
+        return int(now / self.step_s)
 
 
 class World:
@@ -126,6 +131,8 @@ class World:
         if ask.piece == dl.MANIFEST:
             self.claims[ask.donor] += 1
             claim = TRUTH if told.catches_up and self.claims[ask.donor] > 1 else told.claim
+            if told.step_s:
+                return self.stepping(ask, told)
             return dl.Vouched(ask.ask, claim), self.now + told.manifest_s
         if self.now >= told.gone_at:
             return dl.Failed(ask.ask, "no such copy", gone=True), self.now + 0.01
@@ -137,6 +144,17 @@ class World:
         if self.given[ask.donor] > told.lies_from:
             return dl.Wrong(ask.ask, "a wrong piece"), at
         return dl.Arrived(ask.ask), at
+
+
+    def stepping(self, ask: dl.Ask, told: Behaviour) -> tuple[dl.Event, float]:
+        """A claim of the step that it waits for; else of the one at which it comes to copy its state."""
+        at = self.now + told.manifest_s
+        if ask.meet > told.stands_at(at):
+            at = ask.meet * told.step_s + 1e-6
+        else:
+            at += self.rng.uniform(0.0, told.copies_in_s)
+        step = told.stands_at(at)
+        return dl.Vouched(ask.ask, Claim(Position(step, b"x"), step.to_bytes(32, "big"))), at + told.manifest_s
 
 
 def world(pieces: int = 40, **behaviours: Behaviour) -> World:
@@ -201,6 +219,22 @@ def test_a_liar_that_claims_to_be_far_ahead_is_outvoted() -> None:
     assert w.chosen is not None
     assert w.chosen.claim == TRUTH
     assert w.came["c"] == 0
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_donors_whose_steps_are_shorter_than_a_look_at_them_meet_at_a_step(seed: int) -> None:
+    w = World({name: Behaviour(step_s=0.3, copies_in_s=2.0) for name in "ab"}, 4, seed)
+    w.run()
+    assert w.last == dl.Done()
+    assert w.now < 15
+
+
+def test_who_names_a_step_far_ahead_does_not_make_others_wait_for_it() -> None:
+    far = Claim(Position(1 << 40, b"x"), b"f" * 32)
+    w = World({"a": Behaviour(step_s=0.3, copies_in_s=2.0), "b": Behaviour(step_s=0.3), "c": Behaviour(far)}, 4, 1)
+    w.run()
+    assert w.last == dl.Done()
+    assert w.now < 15
 
 
 def test_a_larger_camp_that_answers_late_takes_over() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import random
 import weakref
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -56,13 +57,24 @@ class Donor(Snapshots):
         self.stopped = trio.Event()
         self.go_on = trio.Event()
         self.piece_s = 0.01
+        self.stepped = trio.Event()
         self._items = items or state(step, sizes)
         self._rpc.unserve("state/1")
         self.giving = Counting(self)
         self.give()
 
     def give(self) -> None:
-        self.offer(RUN, 1, self.freeze, InlineWorker(), lambda: Position(self.step, b"x"))
+        self.offer(RUN, 1, self.freeze, InlineWorker(), lambda: Position(self.step, b"x"), self.reached)
+
+    def move(self) -> None:
+        """Make a step."""
+        self.step, self._items = self.step + 1, state(self.step + 1)
+        self.stepped.set()
+        self.stepped = trio.Event()
+
+    async def reached(self, step: int) -> None:
+        while self.step < step:
+            await self.stepped.wait()
 
     async def freeze(self) -> tuple[Position, list[StateItem]]:
         await trio.lowlevel.checkpoint()
@@ -294,7 +306,7 @@ async def test_digests_that_do_not_make_up_the_root_are_a_lie(autojump_clock: Mo
 
     async with peers(2) as (_, [(donor, rpc), (_, joiner)]):
         giver = Liar(rpc)
-        giver.offer(RUN, 1, lambda: freeze_of(7), InlineWorker(), lambda: Position(7, b"x"))
+        giver.offer(RUN, 1, lambda: freeze_of(7), InlineWorker(), lambda: Position(7, b"x"), trio.sleep)
         with pytest.raises(ProtocolViolation, match="digests"):
             await fetch(joiner, [donor])
 
@@ -363,6 +375,16 @@ async def test_a_copy_in_use_is_not_let_go_for_a_new_one(autojump_clock: MockClo
         assert giver.giving.copies == [Position(0, b"x"), Position(STATE_COPIES, b"x")]
 
 
+async def test_who_has_fetched_a_state_does_not_keep_the_next_from_a_newer_one(autojump_clock: MockClock) -> None:
+    async with peers(3 + STATE_COPIES) as (_, [(donor, rpc), *joiners]):
+        giver = Donor(rpc, 0)
+        begun = trio.current_time()
+        for _, joiner in joiners:
+            assert await fetch(joiner, [donor]) == (Position(giver.step, b"x"), values(state(giver.step)))
+            giver.move()
+        assert trio.current_time() - begun < 3
+
+
 async def test_a_copy_that_nobody_has_asked_for_in_a_while_is_let_go(autojump_clock: MockClock) -> None:
     async with peers(2) as (_, [(donor, rpc), (_, joiner)]):
         giver = Donor(rpc, 7)
@@ -391,7 +413,7 @@ async def test_donors_that_step_all_the_time_are_caught_at_the_same_step(autojum
         async def move(giver: Donor, begin_s: float) -> None:
             await trio.sleep(begin_s)
             while True:
-                giver.step, giver._items = giver.step + 1, state(giver.step + 1)
+                giver.move()
                 await trio.sleep(0.05)
 
         async with trio.open_nursery() as nursery:
@@ -405,11 +427,42 @@ async def test_donors_that_step_all_the_time_are_caught_at_the_same_step(autojum
         assert data == values(state(position.step))
 
 
+@pytest.mark.parametrize("seed", range(8))
+async def test_donors_that_come_to_answer_at_different_moments_meet_at_a_step(
+    autojump_clock: MockClock, seed: int
+) -> None:
+    """As in a swarm of busy computers whose steps are short."""
+    async with peers(3) as (_, [(a, rpc_a), (b, rpc_b), (_, joiner)]):
+        givers = [Donor(rpc_a, 0), Donor(rpc_b, 0)]
+        for giver in givers:
+            giver._rpc.unserve("state/1")
+            giver.giving = Slow(giver, 2.0, random.Random(f"{seed} {giver._rpc is rpc_a}"))
+            giver.give()
+
+        async def move() -> None:
+            while True:
+                await trio.sleep(0.2)
+                for giver in givers:
+                    giver.move()
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(move)
+            begun = trio.current_time()
+            position, data = await fetch(joiner, [a, b])
+            nursery.cancel_scope.cancel()
+        assert data == values(state(position.step))
+        assert trio.current_time() - begun < 15, "in the time of some seven rounds"
+
+
 class Slow(Counting):
-    """Takes a while to say what it has."""
+    """Takes a while, so long at most, to say what it has."""
+
+    def __init__(self, donor: Donor, late_s: float = 0.01, rng: random.Random | None = None) -> None:
+        self._late_s, self._rng = late_s, rng
+        super().__init__(donor)
 
     async def _give_manifest(self, call: Incoming[StateRequest]) -> Answer[StateManifest]:
-        await trio.sleep(0.01)
+        await trio.sleep(self._late_s * (self._rng.random() if self._rng else 1.0))
         return await super()._give_manifest(call)
 
 

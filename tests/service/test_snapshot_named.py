@@ -18,7 +18,7 @@ from tests.kit.workers import InlineWorker
 from tests.service.test_snapshot import RUN, peers, state
 
 TOTAL = [TensorSpec("total", "float32", (600_000,))]
-KEPT = Methods("kept/1/manifest", "kept/1/digests", "kept/1/piece", ahead=0)
+KEPT = Methods("kept/1/manifest", "kept/1/digests", "kept/1/piece", "kept/1/release", ahead=0)
 WORKER = InlineWorker()
 
 
