@@ -16,11 +16,10 @@ from peerd.core.ids import Key
 from peerd.core.limits import FORESEEABLE_S, KEPT_SETS
 from peerd.core.messages import Message, decode, encode
 from peerd.core.token import TokenData
-from peerd.core.training import AddrText, PeerText, Position
+from peerd.core.training import AddrText, Moment, PeerText, Position
 
 OVERDUE_S: Final = 15.0  # so long a forecast that was wrong still says that the step may end at any moment
 ShortText = Annotated[str, msgspec.Meta(max_length=200)]
-Moment = Annotated[float, msgspec.Meta(ge=0, le=1 << 40)]  # Unix time; neither NaN nor infinite
 
 
 def stage_key(run: str, stage: int) -> Key:
@@ -52,7 +51,7 @@ class StageProgress(Message, frozen=True):
     """One stage peer, as it announces itself."""
 
     stage: int
-    since: float  # Unix time
+    since: Moment  # when it joined the stage
     step: int
     held: int  # samples accumulated for the step under way
     samples_per_s: float
@@ -68,7 +67,7 @@ class StageProgress(Message, frozen=True):
 class Joiner(Message, frozen=True):
     """A peer that is about to choose its stage; `since`: when it arrived, Unix time."""
 
-    since: float
+    since: Moment
     token: TokenData = b""  # as in StageProgress
 
 

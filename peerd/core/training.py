@@ -34,6 +34,7 @@ Term = Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
 Rate = Annotated[float, msgspec.Meta(ge=0)]
 SecondsPerByte = Annotated[float, msgspec.Meta(ge=0, le=LINE_S_PER_BYTE)]
 Foreseen = Annotated[float, msgspec.Meta(ge=0, le=FORESEEABLE_S)]  # seconds from now; neither NaN nor infinite
+Moment = Annotated[float, msgspec.Meta(ge=0, le=1 << 40)]  # Unix time; neither NaN nor infinite
 Lineage = Annotated[bytes, msgspec.Meta(max_length=16)]
 MAX_MICROBATCHES = 16_384  # of one step; bounds every list below
 MAX_MEMBERS = 4_096
@@ -67,6 +68,7 @@ class MemberInfo(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
     addrs: Annotated[list[AddrText], msgspec.Meta(max_length=16)]
     ready: bool  # holds the parameters of the current step and serves
     client: bool = False  # it can dial, and not be dialed
+    since: Moment = 0.0  # when it joined its stage; 0 of a helper
 
 
 Mode = Literal["node", "client", "aux"]  # sends a vector and sums a share; only sends; only sums
@@ -105,7 +107,7 @@ class MemberSync(Message, frozen=True):
     held: MbList | None  # None: as reported before
     counted: MbList  # what it contributed to the last mean it has; only together with `held`
     addrs: Annotated[list[AddrText], msgspec.Meta(max_length=16)]
-    since: float  # Unix time at which it joined the stage
+    since: Moment  # when it joined the stage
     term: Term  # the highest it has seen
     seen: Annotated[int, msgspec.Meta(ge=0)]  # version of the membership it knows
     wait_s: Annotated[float, msgspec.Meta(ge=0, le=60)]

@@ -41,6 +41,7 @@ class MemberHello:
     counted: frozenset[Mb]  # what it contributed to the last mean it has
     addrs: tuple[str, ...]
     early: frozenset[Mb] = frozenset()  # what it holds for the step after its own
+    since: float = 0.0  # when it joined its stage, Unix time
 
 
 @dataclass(frozen=True, slots=True)

@@ -148,7 +148,7 @@ class Conductor:
     def members(self) -> list[MemberInfo]:
         """Every living member, sorted by peer, and then the helpers."""
         members = [
-            MemberInfo(peer, m.stage, list(m.addrs), self._serves(peer, m.stage), self.lines.is_client(peer))
+            MemberInfo(peer, m.stage, list(m.addrs), self._serves(peer, m.stage), self.lines.is_client(peer), m.since)
             for peer, m in sorted(self._members.items())
         ]
         return members + self.lines.helpers()
@@ -219,6 +219,7 @@ class Conductor:
             hello.counted,
             hello.addrs,
             hello.early if self._config.delayed else frozenset(),
+            hello.since,
         )
         due, early = frozenset[Mb](), frozenset[Mb]()
         if hello.position == self.current:

@@ -24,6 +24,7 @@ class Member:
     counted: frozenset[Mb]
     addrs: tuple[str, ...]
     early: frozenset[Mb] = frozenset()
+    since: float = 0.0
 
 
 def best_position(stages: int, members: Collection[Member], first_save: int, announced: int) -> Position | None:

@@ -80,6 +80,7 @@ class Contributor(Generic[T]):
         self._idle: trio.CancelScope | None = None  # of a report without news: cancelled when there is some
         self._dirty = False
         self._said: list[Done] = []
+        self._refused = False  # the conductor cannot take news now, and has nothing new to tell
         self._heard = trio.Event()  # set, and replaced, with each answer
         self._changes = -1
         self._seen = self._seen_members = 0
@@ -129,6 +130,7 @@ class Contributor(Generic[T]):
                     self._idle = None
                     if self._said:
                         self.answer_s = max(trio.current_time() - asked, self.answer_s * _FADING)
+                    self._refused = bool(self._said) and not answer.taken and answer.version == self._seen
                     self._take(answer, nursery)
                 self._idle = None
                 self._heard.set()
@@ -138,6 +140,7 @@ class Contributor(Generic[T]):
     def _report(self) -> TrainerSync:
         if self._following.changes != self._changes:
             self._changes, self._seen, self._seen_members = self._following.changes, 0, 0
+            self._refused = False
             self.books.repeat_all()
         self._said = self.books.news()
         return TrainerSync(
@@ -148,7 +151,7 @@ class Contributor(Generic[T]):
             done=self._said,
             seen=self._seen,
             seen_members=self._seen_members,
-            wait_s=0.0 if self._said or self._dirty else _SYNC_WAIT_S,
+            wait_s=0.0 if self._dirty or (self._said and not self._refused) else _SYNC_WAIT_S,
             early=self.books.early(),
         )
 

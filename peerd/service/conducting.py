@@ -65,6 +65,7 @@ _LOOK_S = 2.0
 _FIRST_LOOK_S = 0.5
 _CONNECT_S = 3.0
 _TAKE_OVER_GATHER_S = 0.3
+_PUT_ASIDE_S = 1.0  # between two reports of a member that is not heard
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,8 +137,7 @@ class Conducting:
             if self.term > 1:  # a run that is on its way: its members are known, and all but here
                 sizes = replace(sizes, gather_s=_TAKE_OVER_GATHER_S)
             self._machine, self._outlook = Conductor(sizes, rng, now), Outlook()
-            known = self._following.directory.announced.values()
-            expected = [entry.peer for entry in known if not self._following.suspected(entry.peer)]
+            expected = [peer for peer in self._following.known() if not self._following.suspected(peer)]
             self._hear_of_steps()
             self._machine.expect(peer.text for peer in expected)
             for peer in expected:
@@ -366,8 +366,6 @@ class Conducting:
         gate = self._rpc.gate
         if gate is not None and not helps and not gate.allows(call.peer, "stage"):
             raise Refused("your token does not allow stage")
-        if body.stage == 0 and not helps:
-            self._following.note_stage0(call.peer, body.since)
         if helps and machine.is_member(name, body.session):
             self._feed(MemberGone(name))
         if body.line is not None:
@@ -375,6 +373,8 @@ class Conducting:
             machine.said_of_line(trio.current_time(), name, body.stage, body.line, tuple(body.addrs))
             if machine.members_version != version:
                 self._wake_waiting()
+        if body.stage == 0 and not helps:
+            self._following.note_stage0(call.peer, body.since, machine.lines.is_client(name))
         if body.held is not None and not helps:
             hello = MemberHello(
                 peer=name,
@@ -387,14 +387,16 @@ class Conducting:
                 counted=frozenset(body.counted),
                 addrs=tuple(body.addrs),
                 early=frozenset(body.early),
+                since=body.since,
             )
             self._feed(hello)
         machine.saved(name, body.saved)
         resend = not helps and not (machine.is_member(name, body.session) and machine.knows(name, body.position))
-        if not resend:
-            await self._wait_for_news(lambda: machine.members_version != body.seen, machine, body.wait_s)
+        # Who has just said all, and is put aside, would say it again at once, and again.
+        wait_s = body.wait_s if not resend else _PUT_ASIDE_S if body.held is not None else 0.0
+        await self._wait_for_news(lambda: machine.members_version != body.seen, machine, wait_s)
         self._still(machine)
-        self._heard[name] = trio.current_time()
+        self._still_there(name)
         news = machine.members_version != body.seen
         return Answer(
             MemberAnswer(
@@ -419,7 +421,7 @@ class Conducting:
         self._feed(TrainerReport(name, body.step, tuple(body.open), tuple(body.done), tuple(body.early)))
         await self._wait_for_news(lambda: machine.version != body.seen, machine, body.wait_s)
         self._still(machine)
-        self._heard[name] = trio.current_time()
+        self._still_there(name)
         step = machine.current.step if machine.current is not None else body.step
         news = machine.members_version != body.seen_members
         return Answer(
@@ -446,6 +448,11 @@ class Conducting:
         with trio.move_on_after(wait_s):
             while self._machine is machine and not news():
                 await self._changed.wait()
+
+    def _still_there(self, name: str) -> None:
+        """It has waited here; who was lost meanwhile is not heard of again by that."""
+        if name in self._heard:
+            self._heard[name] = trio.current_time()
 
     def _still(self, machine: Conductor) -> None:
         if self._machine is not machine:

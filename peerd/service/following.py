@@ -46,12 +46,13 @@ class Following:
     told: trio.Event = field(default_factory=trio.Event)  # set, and replaced, with each such list
     _forecast: tuple[float, Forecast] | None = None  # when it was told
     _suspects: dict[PeerId, float] = field(default_factory=dict)
-    _seen: dict[PeerId, float] = field(default_factory=dict)  # stage-0 peers heard of, and since when they serve
+    # Stage-0 peers heard of otherwise than from the directory: can they not be dialed, and since when do they serve?
+    _seen: dict[PeerId, tuple[bool, float]] = field(default_factory=dict)
     _refreshed: float = float("-inf")
 
     def order(self) -> list[PeerId]:
         """Stage-0 peers by the order in which they conduct; those that cannot be dialed come last."""
-        known = {peer: (False, since) for peer, since in self._seen.items()}
+        known = dict(self._seen)
         for entry in self.directory.announced.values():
             if entry.progress.stage == 0:
                 known[entry.peer] = (entry.progress.client, entry.progress.since)
@@ -63,18 +64,27 @@ class Following:
         return [peer for _, peer in sorted((rank, peer) for peer, rank in known.items())]
 
     def note_members(self, members: Iterable[MemberInfo]) -> list[MemberInfo]:
-        """The conductor's list of members: their addresses, and who else may conduct. Returns who can be a peer."""
+        """The conductor's list of members: their addresses, and who else may conduct. Returns who can be a peer.
+
+        It has whoever joined just now, of whom the directory may not know yet: all have the same order when the
+        conductor is lost a moment later.
+        """
         self.members = known = self.directory.learn_members(members)
         self.told.set()
         self.told = trio.Event()
         alive = {m.peer for m in known}
         for peer in [p for p in self._seen if p.text not in alive and p != self.conductor]:
             del self._seen[peer]
+        self._seen |= {PeerId.parse(m.peer): (m.client, m.since) for m in known if m.stage == 0 and m.since}
         return known
 
-    def note_stage0(self, peer: PeerId, since: float) -> None:
-        """A peer of stage 0 says since when it serves."""
-        self._seen[peer] = since
+    def known(self) -> set[PeerId]:
+        """Members of any stage that should live, by the directory and by the conductor's last word."""
+        return {*self.directory.announced, *(PeerId.parse(m.peer) for m in self.members if m.since)}
+
+    def note_stage0(self, peer: PeerId, since: float, client: bool) -> None:
+        """A peer of stage 0 says since when it serves; a client can dial, and not be dialed."""
+        self._seen[peer] = client, since
 
     def note_forecast(self, forecast: Forecast | None) -> None:
         """What the conductor foretells of the step under way."""

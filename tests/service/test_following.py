@@ -13,7 +13,7 @@ from peerd.core.errors import Refused
 from peerd.core.ids import PeerId
 from peerd.core.messages import Empty
 from peerd.core.progress import StageProgress
-from peerd.core.training import Leave
+from peerd.core.training import Leave, MemberInfo
 from peerd.service.directory import StagePeer
 from peerd.service.following import Following
 from peerd.service.rpc import Answer, Incoming, Rpc
@@ -30,6 +30,9 @@ class Announced:
     def add(self, peer: PeerId, since: float, stage: int = 0, *, client: bool = False) -> None:
         progress = StageProgress(stage, since, 0, 0, 0.0, "cpu", "", "", [], client=client)
         self.announced[peer] = StagePeer(peer, progress)
+
+    def learn_members(self, members: list[MemberInfo]) -> list[MemberInfo]:
+        return members
 
     async def refresh(self) -> dict[PeerId, StagePeer]:
         await trio.lowlevel.checkpoint()
@@ -77,6 +80,30 @@ async def test_who_served_longest_comes_first_and_other_stages_never(autojump_cl
         assert me.duty() == ids[0]
         await trio.sleep(10)
         assert me.duty() == ids[2]
+
+
+async def test_the_conductors_list_has_whom_the_directory_does_not_know_yet(autojump_clock: MockClock) -> None:
+    """Two join, and the conductor is lost a moment later: each must know that the other was there first, or not."""
+    async with peers(4) as (_, ids, rpcs, directory):
+        conductor, first, second, helper = ids
+        orders = []
+        for own, since in ((first, 10.0), (second, 20.0)):
+            me = following(rpcs[ids.index(own)], own, directory)
+            me.joined_since = since
+            me.note_members(
+                [
+                    MemberInfo(conductor.text, 0, [], True, since=1.0),
+                    MemberInfo(first.text, 0, [], True, since=10.0),
+                    MemberInfo(second.text, 0, [], False, since=20.0),
+                    MemberInfo(helper.text, 0, [], False),
+                ]
+            )
+            me.suspect(conductor)
+            assert me.known() == {conductor, first, second}
+            orders.append((me.order(), me.duty()))
+        assert orders == [([conductor, first, second], first)] * 2
+        me.note_members([MemberInfo(second.text, 0, [], True, client=True, since=5.0)])
+        assert me.order() == [second]
 
 
 async def test_who_cannot_be_dialed_conducts_last_however_long_it_serves(autojump_clock: MockClock) -> None:

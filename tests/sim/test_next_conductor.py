@@ -1,0 +1,56 @@
+"""The conductor is killed right after replicas have joined: the rest end under one conductor, and no work is lost."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from peerd.core.runfile import AveragingSection, OptimizerSection
+from peerd.sim.clock import run_virtual
+from peerd.sim.programs import swarm
+from peerd.sim.world import World, WorldConfig
+from roles.trainer import TrainerRole
+from tests.kit.virtualroles import PacedDevice, Roles, start_replicas, virtual_run
+from tests.kit.world import home_line
+
+STEPS = 24
+
+
+async def lose_the_first(roles: Roles, seed: int) -> None:
+    async with World(seed, swarm(), WorldConfig(line=home_line)).running() as world:
+        await start_replicas(world, roles, 1)
+        assert await world.until(lambda: roles.replica_step() >= 4, within_s=120)
+        first = next(node for node in world.living() if node.name == "replica0")
+        for name in ("replica1", "replica2"):
+            await world.start(name, program=roles.program(TrainerRole))
+
+        def joined() -> bool:
+            replicas = [role._replica for role in roles.of(TrainerRole)]
+            return len(replicas) == 3 and len({r.position for r in replicas}) == 1 and all(r.members for r in replicas)
+
+        assert await world.until(joined, within_s=60, step_s=0.02), roles.story()
+        await world.kill(first)
+        left = roles.of(TrainerRole)
+        first_order, second_order = (role._contributor._following.order() for role in left)
+        assert first_order == second_order, "they would not ask the same peer"
+        done = await world.until(lambda: all(r._replica.position.step >= STEPS for r in left), within_s=300)
+        assert done, roles.story()
+        assert [role._contributor.books.tally.lost for role in left] == [0, 0]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_two_new_replicas_whose_conductor_is_killed_go_on_as_one_swarm(tmp_path: Path, seed: int) -> None:
+    """A conductor that gathers takes no news: who reports to it must wait, or no time would pass here."""
+    run = virtual_run(
+        tmp_path,
+        (40_000,),
+        optimizer=OptimizerSection(name="adamw", lr=1e-3, total_steps=STEPS),
+        averaging=AveragingSection(sender_timeout_s=2.0),
+    )
+    roles = Roles(run, tmp_path / "peers", partial(PacedDevice, 0.03))
+    run_virtual(lose_the_first, roles, seed, seed=seed)
+    notes = [event for log in roles.logs.values() for event in log.recent(200) if event["name"] == "conductor"]
+    taken = [note for note in notes if "conducts the run" in str(note["note"])]
+    assert len(taken) == 2, f"one for each life of a conductor: {notes}"
