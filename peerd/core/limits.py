@@ -55,6 +55,7 @@ STATE_PIECES_PER_DONOR: Final = 8  # asked of one donor at once, as many as ther
 STATE_PIECES_IN_FLIGHT: Final = 32  # asked of all donors together: what a download holds beside the state itself
 STATE_GIVEN_PER_PEER: Final = 16  # pieces on their way to one peer; twice what it asks for, for calls just called off
 STATE_GIVEN: Final = 64  # pieces on their way to all peers together
+STATE_MEETING: Final = 32  # who may wait for a step of ours: half of those who may ask at once
 STATE_COPIES: Final = 2  # frozen copies that a donor keeps: the newest, and one that somebody is still fetching
 STATE_TOTALS: Final = 64  # summed gradients of the last steps that a member keeps for those who come after it
 STATE_NAMED_COPIES: Final = 4  # totals, or kept checkpoints of one stage, hashed and ready to be fetched

@@ -321,8 +321,8 @@ class StateRequest(Message, frozen=True):
     """Ask a donor what its state is at its current position: it freezes a copy and vouches for it.
 
     With a position, `state/1` gives the total that led on from it (one tensor, at the next position), and `kept/1` the
-    checkpoint of that position. Without one, `meet` is the step before which it shall not copy its state: several
-    donors that wait for one step vouch for the same bits.
+    checkpoint of that position. Without one, `meet` is the step before which it shall not copy its state, if it
+    comes soon: donors that wait for the same step vouch for the same bits.
     """
 
     run: Fingerprint

@@ -249,9 +249,8 @@ class Fetching:
     # --- calls ------------------------------------------------------------------------------------------------
 
     async def _claim(self, donor: PeerId, ask: dl.Ask) -> Claim:
-        request, methods = self._plan.request, self._plan.methods
-        if request.of is None:
-            request = msgspec.structs.replace(request, meet=ask.meet)
+        methods = self._plan.methods
+        request = msgspec.structs.replace(self._plan.request, meet=ask.meet)
         answer = await self._rpc.call(
             donor, methods.manifest, request, StateManifest, timeout_s=ask.timeout_s, reply_frame_bytes=0
         )

@@ -4,7 +4,8 @@ A copy is frozen when somebody asks for a position of which there is none, and s
 position; it is hashed a few pieces at a time, so that the worker gets to other things in between. What is asked for by
 name (the total of a step, a kept checkpoint) is there already and only hashed. Limits: a few copies of either kind, of
 which one in use is not let go for a new one; a number of pieces on their way to one peer and to all (the calls'
-limits). Beyond each, the caller hears Overloaded and when to come back.
+limits). Beyond each, the caller hears Overloaded and when to come back. Whoever names a step that we shall reach is
+answered then, or after _MEET_S; beyond STATE_MEETING such callers, at once.
 
 A hostile caller may ask for copies at every step (each takes the place of its last one), for pieces that do not exist
 (Refused), or take its answers slowly (it holds its own share of pieces, and a copy for STATE_COPY_LIFE_S at most).
@@ -28,6 +29,7 @@ from peerd.core.limits import (
     STATE_COPY_LIFE_S,
     STATE_GIVEN,
     STATE_GIVEN_PER_PEER,
+    STATE_MEETING,
     STATE_NAMED_COPIES,
     STATE_PIECES,
 )
@@ -135,6 +137,7 @@ class Giving:
 
     def __init__(self, rpc: Rpc, methods: Methods = STATE) -> None:
         self._offers: dict[int, _Offer] = {}  # by stage
+        self._meeting: set[PeerId] = set()  # who waits for a step
         small = MethodLimits(calls_per_peer=4, calls=STATE_GIVEN)  # a state and a total may be asked for at once
         pieces = MethodLimits(calls_per_peer=STATE_GIVEN_PER_PEER, calls=STATE_GIVEN)
         rpc.serve(methods.manifest, StateRequest, self._give_manifest, limits=small)
@@ -179,15 +182,25 @@ class Giving:
         if offer is None or offer.fingerprint != body.run:
             raise Refused("this peer does not give the state of that stage")
         shelf = offer.frozen if body.of is None else offer.by_name
-        if body.of is None and body.meet and offer.reached is not None:
-            with trio.move_on_after(_MEET_S):
-                await offer.reached(body.meet)
+        if body.of is None and body.meet:
+            await self._meet(offer, call.peer, body.meet)
         async with shelf.lock:
             for other in shelf.copies.values():
                 other.used.pop(call.peer, None)  # it wants another one, or will say so
             copy = await (_newest(offer) if body.of is None else _of_name(offer, body.of))
             copy.touch(call.peer, trio.current_time())
         return Answer(copy.manifest)
+
+    async def _meet(self, offer: _Offer, caller: PeerId, step: int) -> None:
+        """Wait until we stand at `step`; not for ever, and not where those who wait would keep others out."""
+        if offer.reached is None or caller in self._meeting or len(self._meeting) >= STATE_MEETING:
+            return
+        self._meeting.add(caller)
+        try:
+            with trio.move_on_after(_MEET_S):
+                await offer.reached(step)
+        finally:
+            self._meeting.discard(caller)
 
     def _find(self, run: bytes, root: bytes) -> _Copy | None:
         shelves = [shelf for o in self._offers.values() if o.fingerprint == run for shelf in o.shelves]

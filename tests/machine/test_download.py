@@ -145,7 +145,6 @@ class World:
             return dl.Wrong(ask.ask, "a wrong piece"), at
         return dl.Arrived(ask.ask), at
 
-
     def stepping(self, ask: dl.Ask, told: Behaviour) -> tuple[dl.Event, float]:
         """A claim of the step that it waits for; else of the one at which it comes to copy its state."""
         at = self.now + told.manifest_s
