@@ -395,8 +395,7 @@ class Conducting:
         # Who has just said all, and is put aside, would say it again at once, and again.
         wait_s = body.wait_s if not resend else _PUT_ASIDE_S if body.held is not None else 0.0
         await self._wait_for_news(lambda: machine.members_version != body.seen, machine, wait_s)
-        self._still(machine)
-        self._still_there(name)
+        self._still(machine, name)
         news = machine.members_version != body.seen
         return Answer(
             MemberAnswer(
@@ -420,8 +419,7 @@ class Conducting:
         taken = machine.takes(body.step)
         self._feed(TrainerReport(name, body.step, tuple(body.open), tuple(body.done), tuple(body.early)))
         await self._wait_for_news(lambda: machine.version != body.seen, machine, body.wait_s)
-        self._still(machine)
-        self._still_there(name)
+        self._still(machine, name)
         step = machine.current.step if machine.current is not None else body.step
         news = machine.members_version != body.seen_members
         return Answer(
@@ -449,14 +447,12 @@ class Conducting:
             while self._machine is machine and not news():
                 await self._changed.wait()
 
-    def _still_there(self, name: str) -> None:
-        """It has waited here; who was lost meanwhile is not heard of again by that."""
-        if name in self._heard:
-            self._heard[name] = trio.current_time()
-
-    def _still(self, machine: Conductor) -> None:
+    def _still(self, machine: Conductor, name: str) -> None:
+        """A report has waited: Refused where we conduct no more; who was lost meanwhile is not heard of by this."""
         if self._machine is not machine:
             raise Refused("this peer has handed the conductor's duty on")
+        if name in self._heard:
+            self._heard[name] = trio.current_time()
 
     async def _leave(self, call: Incoming[Leave]) -> Answer[Empty]:
         self._check_run(call.body.run)
