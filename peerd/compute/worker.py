@@ -83,8 +83,11 @@ class _Turn:
         try:
             await place[2].wait()
         except trio.Cancelled:
-            self._line.remove(place)
-            heapq.heapify(self._line)
+            if place[2].is_set():  # our turn came when we had been cancelled, and not run since
+                self._pass_on()
+            else:
+                self._line.remove(place)
+                heapq.heapify(self._line)
             raise
 
     def _pass_on(self) -> None:

@@ -189,3 +189,24 @@ async def test_a_cancelled_caller_leaves_the_virtual_device_busy(autojump_clock:
     assert done == [True]
     await worker.run(lambda: None, name="second", cost_s=1.0)
     assert trio.current_time() - start == pytest.approx(4.0)
+
+
+async def test_a_caller_cancelled_as_its_turn_comes_leaves_the_virtual_device_to_others(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    worker = InlineWorker()
+
+    async def job(scope: trio.CancelScope) -> None:
+        with scope:
+            await worker.run(lambda: None, name="job", cost_s=1.0)
+
+    for count in range(1, 21):  # who of those that are cancelled together runs first is trio's choice
+        scopes = [trio.CancelScope() for _ in range(4)]
+        with trio.fail_after(60):
+            async with trio.open_nursery() as nursery:
+                for scope in scopes:
+                    nursery.start_soon(job, scope)
+                    await trio.testing.wait_all_tasks_blocked()
+                scopes[1].cancel()  # its turn has come, but the device is busy
+                scopes[2].cancel()  # the next in line
+        assert worker.jobs_done == 2 * count
