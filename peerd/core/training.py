@@ -153,6 +153,7 @@ class TrainerSync(Message, frozen=True):
     seen_members: Annotated[int, msgspec.Meta(ge=0)]  # version of the membership it has
     wait_s: Annotated[float, msgspec.Meta(ge=0, le=60)]
     early: SeqList = msgspec.field(default_factory=list)  # of `open` and `done`, those begun for the step after
+    unknown: SeqList = msgspec.field(default_factory=list)  # it was told to repeat these, and has them no more
 
 
 class Redo(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):

@@ -80,13 +80,19 @@ class Batches:
                     self._take_done(now, self.early, mb, done, View(view.serves, self._nothing))
             else:
                 self._take_done(now, self.due, mb, done, view)
-        begun = {*report.open, *(done.seq for done in report.done)}
+        begun, unknown = {*report.open, *(done.seq for done in report.done)}, frozenset(report.unknown)
 
-        def given_up(mb: Mb, entry: Entry) -> bool:
-            """The trainer no longer names it and never finished it."""
-            return mb.trainer == report.peer and not entry.done and mb.seq not in begun
+        def given_up(ledger: Ledger, ready: Sequence[bool]) -> Unwanted:
+            """What the trainer no longer names and never finished, or cannot do again."""
 
-        return self._drop(given_up, given_up, settled=view.settled)
+            def is_given_up(mb: Mb, entry: Entry) -> bool:
+                if mb.trainer != report.peer:
+                    return False
+                return mb.seq not in begun if not entry.done else mb.seq in unknown and ledger.is_missing(mb, ready)
+
+            return is_given_up
+
+        return self._drop(given_up(self.due, view.settled), given_up(self.early, self._nothing), settled=view.settled)
 
     def _take_done(self, now: float, ledger: Ledger, mb: Mb, done: Done, view: View) -> None:
         if len(done.holders) != len(self._stages) or mb in self.counted or not ledger.admit(mb, now):

@@ -56,6 +56,7 @@ class TrainerReport:
     open: tuple[int, ...]
     done: tuple[Done, ...]
     early: tuple[int, ...] = ()  # of `open` and `done`, those begun for the step after `step`
+    unknown: tuple[int, ...] = ()  # to be done again, and it has them no more
 
 
 @dataclass(frozen=True, slots=True)

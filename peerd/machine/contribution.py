@@ -79,6 +79,7 @@ class Contribution(Generic[T]):
         self.tally = Tally()
         self.waiting: list[T] = []  # samples that no number has yet
         self.items: dict[int, Begun[T]] = {}
+        self.unknown: list[int] = []  # the conductor has them done again, and they are not here any more
         self._next = session << 31
         self._joined = False
 
@@ -167,6 +168,7 @@ class Contribution(Generic[T]):
                 orders.append(Drop(item))
         for redo in answer.redo:
             orders += self._redo(redo)
+        self.unknown = [redo.seq for redo in answer.redo if redo.seq not in self.items]
         return orders
 
     def _redo(self, redo: Redo) -> list[Order[T]]:

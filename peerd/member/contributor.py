@@ -80,6 +80,7 @@ class Contributor(Generic[T]):
         self._idle: trio.CancelScope | None = None  # of a report without news: cancelled when there is some
         self._dirty = False
         self._said: list[Done] = []
+        self._said_unknown: list[int] = []
         self._refused = False  # the conductor cannot take news now, and has nothing new to tell
         self._heard = trio.Event()  # set, and replaced, with each answer
         self._changes = -1
@@ -143,6 +144,8 @@ class Contributor(Generic[T]):
             self._refused = False
             self.books.repeat_all()
         self._said = self.books.news()
+        news = bool(self._said and not self._refused) or self.books.unknown != self._said_unknown
+        self._said_unknown = self.books.unknown
         return TrainerSync(
             run=self._training.fingerprint,
             term=self.answer.term if self.answer else 0,
@@ -151,8 +154,9 @@ class Contributor(Generic[T]):
             done=self._said,
             seen=self._seen,
             seen_members=self._seen_members,
-            wait_s=0.0 if self._dirty or (self._said and not self._refused) else _SYNC_WAIT_S,
+            wait_s=0.0 if self._dirty or news else _SYNC_WAIT_S,
             early=self.books.early(),
+            unknown=self.books.unknown,
         )
 
     def _take(self, answer: TrainerAnswer, nursery: trio.Nursery) -> None:

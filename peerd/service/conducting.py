@@ -417,7 +417,8 @@ class Conducting:
         machine = self._act(body.term)
         self._heard[name] = trio.current_time()
         taken = machine.takes(body.step)
-        self._feed(TrainerReport(name, body.step, tuple(body.open), tuple(body.done), tuple(body.early)))
+        lists = (tuple(body.open), tuple(body.done), tuple(body.early), tuple(body.unknown))
+        self._feed(TrainerReport(name, body.step, *lists))
         await self._wait_for_news(lambda: machine.version != body.seen, machine, body.wait_s)
         self._still(machine, name)
         step = machine.current.step if machine.current is not None else body.step

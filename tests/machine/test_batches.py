@@ -183,3 +183,27 @@ def test_who_missed_the_average_does_no_early_work_that_counts() -> None:
     assert [m.peer for m in run.conductor.members() if m.ready] == ["a", "b"]
     run.tell(TrainerReport("b", 0, (), (Done(4, ["late"]),), (4,)))
     assert run.conductor.redo("b") == [Redo(4, 0)]
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_what_nobody_can_do_again_leaves_its_place_to_others_at_once(early: bool) -> None:
+    """After a change of conductors: its trainer began the same samples anew under another number."""
+    run = closing() if early else Run()
+    seq = 4 if early else 2
+    news = (Done(seq, ["late"]),)  # nobody who serves: to be done again
+    run.report("b", (seq,))
+    run.tell(TrainerReport("b", run.step, (), news, (seq,) if early else ()))
+    assert run.conductor.redo("b") == [Redo(seq, 0)]
+    run.tell(TrainerReport("a", run.step, (), (), unknown=(seq,)))  # not its own
+    assert run.conductor.redo("b") == [Redo(seq, 0)]
+    run.tell(TrainerReport("b", run.step, (9,), (), unknown=(seq,)))
+    assert run.conductor.redo("b") == []
+    assert run.places("b")[early] == [9]
+
+
+def test_what_is_held_by_a_member_keeps_its_place_whatever_its_trainer_has_forgotten() -> None:
+    run = Run()
+    run.report("a", (1,))
+    run.report("a", (), done=(1,))
+    run.tell(TrainerReport("a", 0, (), (), unknown=(1,)))
+    assert run.places("a") == ([1], [])

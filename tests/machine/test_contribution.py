@@ -80,6 +80,24 @@ def test_a_lost_gradient_is_repeated_once_on_its_stage(books: Contribution[str])
     assert books.tally.redone == 1
 
 
+def test_what_is_to_be_repeated_and_is_here_no_more_is_named_while_the_conductor_asks_for_it(
+    books: Contribution[str],
+) -> None:
+    item = started(books)[0]
+    gone = item.seq - 1
+    assert books.answered(answer(0, list(books.items), redo=[Redo(gone, 0)]), []) == []
+    assert books.unknown == [gone]
+    assert books.answered(answer(0, list(books.items)), []) == []
+    assert books.unknown == []
+
+
+def test_what_was_counted_by_the_step_that_the_same_answer_closes_is_named_too(books: Contribution[str]) -> None:
+    item = started(books)[0]
+    books.finish(item, ["p"])
+    books.answered(answer(1, [], counted=[item.seq], redo=[Redo(item.seq, 0)]), books.news())
+    assert books.unknown == [item.seq]
+
+
 def test_a_conductor_that_names_what_is_not_there_is_not_heard(books: Contribution[str]) -> None:
     item = started(books)[0]
     books.finish(item, ["p", "q"])

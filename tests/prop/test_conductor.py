@@ -225,14 +225,16 @@ class Swarm:
                 del t.open[seq], t.steps[seq]  # begun for another step: its samples get another number
             elif self.rng.random() < 0.5:
                 self.advance(t, seq)
-        for redo in self.conductor.redo(t.name):
+        orders = self.conductor.redo(t.name)
+        unknown = tuple(redo.seq for redo in orders if redo.seq not in t.done and redo.seq not in t.open)
+        for redo in orders:
             if redo.seq in t.done and self.rng.random() < 0.5:
                 self.accumulate(t, redo.seq, redo.stage, t.done[redo.seq])
                 t.unsaid.add(redo.seq)
         taken = self.conductor.takes(t.step)
         done = tuple(Done(seq, list(t.done[seq])) for seq in sorted(t.unsaid))
         early = tuple(seq for seq, step in t.steps.items() if step == t.step + 1)
-        self.tell(TrainerReport(t.name, t.step, tuple(t.open), done, early))
+        self.tell(TrainerReport(t.name, t.step, tuple(t.open), done, early, unknown))
         if taken:
             t.unsaid.clear()
 

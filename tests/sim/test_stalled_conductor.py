@@ -1,0 +1,45 @@
+"""A conductor that stands still for a while, as a closed laptop does: others take over, and hand the duty back."""
+
+from __future__ import annotations
+
+import random
+from functools import partial
+from pathlib import Path
+
+import pytest
+import trio
+
+from peerd.core.runfile import AveragingSection, OptimizerSection
+from peerd.sim.clock import run_virtual
+from peerd.sim.faults import inject, stall
+from peerd.sim.programs import swarm
+from peerd.sim.world import World, WorldConfig
+from tests.kit.virtualroles import PacedDevice, Roles, start_replicas, virtual_run
+from tests.kit.world import home_line
+
+STALLS, STALL_S = 6, 10.5  # a report is given up after ten seconds
+PATIENCE_S = 45.0  # for two steps; a microbatch that nobody finishes would hold them up for 120
+
+
+async def stall_again_and_again(roles: Roles, seed: int) -> None:
+    rng = random.Random(seed)
+    async with World(seed, swarm(), WorldConfig(line=home_line)).running() as world:
+        await start_replicas(world, roles, 2)
+        for _ in range(STALLS):
+            wanted = roles.replica_step() + 2
+            goes_on = partial(lambda step: roles.replica_step() >= step, wanted)
+            assert await world.until(goes_on, within_s=PATIENCE_S), roles.story()
+            await trio.sleep(rng.random() * 3)
+            conductors = [name for name, role in sorted(roles.live.items()) if role._replica._conducting.acting]
+            await inject(world, [stall(conductors[0], 0.0, STALL_S)] if conductors else [])
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_a_delayed_run_goes_on_after_its_conductor_stood_still(tmp_path: Path, seed: int) -> None:
+    run = virtual_run(
+        tmp_path,
+        (40_000,),
+        optimizer=OptimizerSection(name="adamw", lr=1e-3, delayed=True),
+        averaging=AveragingSection(sender_timeout_s=4.0),
+    )
+    run_virtual(stall_again_and_again, Roles(run, tmp_path / "peers", partial(PacedDevice, 0.25)), seed, seed=seed)
