@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from peerd.core.training import Done, Mb, Redo
 from peerd.machine.admission import Admission
@@ -18,7 +19,7 @@ from peerd.machine.conducting import TrainerReport
 from peerd.machine.ledger import Counted, Entry, Ledger
 from peerd.machine.reach import Member
 
-Unwanted = Callable[[Mb, Entry], bool]
+Unwanted = Callable[[Mb, Entry, Callable[[Mb], bool]], bool]  # the last tells whether a stage still needs it
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,17 +83,13 @@ class Batches:
                 self._take_done(now, self.due, mb, done, view)
         begun, unknown = {*report.open, *(done.seq for done in report.done)}, frozenset(report.unknown)
 
-        def given_up(ledger: Ledger, ready: Sequence[bool]) -> Unwanted:
-            """What the trainer no longer names and never finished, or cannot do again."""
+        def given_up(mb: Mb, entry: Entry, needed: Callable[[Mb], bool]) -> bool:
+            """The trainer no longer names it and never finished it, or cannot do it again."""
+            if mb.trainer != report.peer:
+                return False
+            return mb.seq in unknown and needed(mb) if entry.done else mb.seq not in begun
 
-            def is_given_up(mb: Mb, entry: Entry) -> bool:
-                if mb.trainer != report.peer:
-                    return False
-                return mb.seq not in begun if not entry.done else mb.seq in unknown and ledger.is_missing(mb, ready)
-
-            return is_given_up
-
-        return self._drop(given_up(self.due, view.settled), given_up(self.early, self._nothing), settled=view.settled)
+        return self._drop(given_up, view.settled)
 
     def _take_done(self, now: float, ledger: Ledger, mb: Mb, done: Done, view: View) -> None:
         if len(done.holders) != len(self._stages) or mb in self.counted or not ledger.admit(mb, now):
@@ -113,18 +110,20 @@ class Batches:
     def drop_dead(self, now: float, settled: Sequence[bool], lease_s: float) -> bool:
         """Let go of what nobody can finish: its trainer is gone, or it took far too long. True: `due` shrank."""
 
-        def dead(ledger: Ledger, ready: Sequence[bool]) -> Unwanted:
-            def is_dead(mb: Mb, entry: Entry) -> bool:
-                late = now - entry.since > lease_s
-                return ledger.is_missing(mb, ready) and (mb.trainer not in self.trainers or late)
+        def dead(mb: Mb, entry: Entry, needed: Callable[[Mb], bool]) -> bool:
+            return needed(mb) and (mb.trainer not in self.trainers or now - entry.since > lease_s)
 
-            return is_dead
+        return self._drop(dead, settled)
 
-        return self._drop(dead(self.due, settled), dead(self.early, self._nothing), settled=settled)
+    def _drop(self, unwanted: Unwanted, settled: Sequence[bool]) -> bool:
+        """From both batches; True: `due` shrank."""
 
-    def _drop(self, of_due: Unwanted, of_early: Unwanted, settled: Sequence[bool]) -> bool:
-        shrank = not all(settled) and bool(self.due.drop_where(of_due))
-        self.version += bool(self.early.drop_where(of_early)) or shrank
+        def dropped(ledger: Ledger, ready: Sequence[bool]) -> bool:
+            needed = partial(ledger.is_missing, settled=ready)
+            return bool(ledger.drop_where(lambda mb, entry: unwanted(mb, entry, needed)))
+
+        shrank = not all(settled) and dropped(self.due, settled)
+        self.version += dropped(self.early, self._nothing) or shrank
         return shrank
 
     def fill(self, now: float, step: int, early: bool) -> None:
