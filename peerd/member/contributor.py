@@ -80,7 +80,6 @@ class Contributor(Generic[T]):
         self._idle: trio.CancelScope | None = None  # of a report without news: cancelled when there is some
         self._dirty = False
         self._said: list[Done] = []
-        self._said_unknown: list[int] = []
         self._refused = False  # the conductor cannot take news now, and has nothing new to tell
         self._heard = trio.Event()  # set, and replaced, with each answer
         self._changes = -1
@@ -131,12 +130,17 @@ class Contributor(Generic[T]):
                     self._idle = None
                     if self._said:
                         self.answer_s = max(trio.current_time() - asked, self.answer_s * _FADING)
-                    self._refused = bool(self._said) and not answer.taken and answer.version == self._seen
+                    self._refused = self._has_news and not answer.taken and answer.version == self._seen
                     self._take(answer, nursery)
                 self._idle = None
                 self._heard.set()
                 self._heard = trio.Event()
             nursery.cancel_scope.cancel()
+
+    @property
+    def _has_news(self) -> bool:
+        """Does the report under way say something that the conductor must take?"""
+        return bool(self._said or self.books.unknown)
 
     def _report(self) -> TrainerSync:
         if self._following.changes != self._changes:
@@ -144,8 +148,6 @@ class Contributor(Generic[T]):
             self._refused = False
             self.books.repeat_all()
         self._said = self.books.news()
-        news = bool(self._said and not self._refused) or self.books.unknown != self._said_unknown
-        self._said_unknown = self.books.unknown
         return TrainerSync(
             run=self._training.fingerprint,
             term=self.answer.term if self.answer else 0,
@@ -154,7 +156,7 @@ class Contributor(Generic[T]):
             done=self._said,
             seen=self._seen,
             seen_members=self._seen_members,
-            wait_s=0.0 if self._dirty or news else _SYNC_WAIT_S,
+            wait_s=0.0 if self._dirty or (self._has_news and not self._refused) else _SYNC_WAIT_S,
             early=self.books.early(),
             unknown=self.books.unknown,
         )

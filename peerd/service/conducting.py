@@ -417,8 +417,8 @@ class Conducting:
         machine = self._act(body.term)
         self._heard[name] = trio.current_time()
         taken = machine.takes(body.step)
-        lists = (tuple(body.open), tuple(body.done), tuple(body.early), tuple(body.unknown))
-        self._feed(TrainerReport(name, body.step, *lists))
+        begun, done = tuple(body.open), tuple(body.done)
+        self._feed(TrainerReport(name, body.step, begun, done, tuple(body.early), tuple(body.unknown)))
         await self._wait_for_news(lambda: machine.version != body.seen, machine, body.wait_s)
         self._still(machine, name)
         step = machine.current.step if machine.current is not None else body.step
