@@ -117,6 +117,11 @@ class Roles:
     def story(self) -> str:
         return "\n".join(f"{name}: {event}" for name, log in self.logs.items() for event in log.recent(12))
 
+    def conductor_notes(self) -> list[str]:
+        """What all said of the conductor's duty."""
+        events = [event for log in self.logs.values() for event in log.recent(200)]
+        return [str(event["note"]) for event in events if event["name"] == "conductor"]
+
     def replica_step(self) -> int:
         """The newest of the replicas' steps."""
         return max((role._replica.position.step for role in self.of(TrainerRole)), default=0)
