@@ -12,6 +12,7 @@ there; who owns a part stays until all have asked for it.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
@@ -213,7 +214,10 @@ class Round:
         self._missing = len(self._came) * len(self._everyone)  # versions of our parts, and listeners' calls for them
         due = parts if self.takes else ()
         self._due = {part.index: part.owner for part in due if part.owner != own}
+        self._asked: dict[int, str] = {}  # of `_due`, those that may have been sent to their owner
         self._heard: dict[str, float] = {}
+        self._last: dict[str, int] = {}  # the number of what we heard last, for what came at one time
+        self._numbers = itertools.count(1)
         self.began = 0.0
         self.waited_s: dict[str, float] = {}  # for the last version of our parts, once all others were there
         self._waited_until: dict[str, float] = {}  # what `waited_s` holds, ended then
@@ -247,7 +251,7 @@ class Round:
         came = self._came[index]
         came.add(sender)
         self._missing -= 1
-        self._heard[sender] = now
+        self._hear(sender, now)
         if sender in self.listeners:
             return False
         before, self._newest[index] = self._newest.get(index, self.began), now
@@ -259,14 +263,23 @@ class Round:
             self._waited_until[sender] = now
         return whole
 
+    def asked(self, index: int) -> None:
+        """Our version of this part, or our call for it, goes to its owner, who owes us the sum from now on."""
+        if index in self._due:  # it may have sent one before it was asked
+            self._asked[index] = self._due[index]
+
     def returned(self, now: float, index: int) -> None:
         """The owner sent us the sum of a part."""
-        self._heard[self._due.pop(index)] = now
+        self._hear(self._due.pop(index), now)
+        self._asked.pop(index, None)
 
     @property
     def finished(self) -> bool:
         """Have we every sum that is due to us, and every version that is due from others?"""
         return not self._due and not self._missing
+
+    def _hear(self, peer: str, now: float) -> None:
+        self._heard[peer], self._last[peer] = now, next(self._numbers)
 
     def missing_share(self) -> float:
         """How much of what this member should have, from 0 to 1, has no sum yet."""
@@ -287,17 +300,19 @@ class Round:
         """Members we have waited for longer than our patience, sorted.
 
         One that hangs soon holds up everybody, who then seem to hang as well: named is who fell silent first of those
-        we wait for. An owner may only be waiting for a late sender, and gets a little more patience.
+        we wait for. An owner may only be waiting for a late sender, and gets a little more patience; one that has
+        nothing of ours yet, because somebody else's sums hold up our parts, owes us nothing.
         """
         silent = self.silent(now)
         if not silent:
             return ()
-        blocking, owners = self._blocking() & silent, silent & set(self._due.values())
+        blocking, owners = self._blocking() & silent, silent & set(self._asked.values())
         margin_s = min(_OWNER_MARGIN_S, self._patience_s)
         if not blocking and not any(now - self._heard[peer] > self._patience_s + margin_s for peer in owners):
             return ()
-        first = min(self._heard[peer] for peer in blocking | owners)
-        lost = {peer for peer in blocking | owners if self._heard[peer] == first}
+        heard = {peer: (self._heard[peer], self._last.get(peer, 0)) for peer in blocking | owners}
+        first = min(heard.values())
+        lost = {peer for peer in heard if heard[peer] == first}
         return tuple(sorted(lost & blocking or lost))
 
     def _blocking(self) -> set[str]:

@@ -16,17 +16,15 @@ In a coded run a plain part is as good as a coded one; in a plain run a coded on
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
 import trio
 
 from peerd.core.errors import LocalError, Overloaded, PeerdError, ProtocolViolation, Refused, RemoteError, TooSlow
-from peerd.core.frame import FrameHeader, TensorFrame
 from peerd.core.ids import PeerId
 from peerd.core.limits import FRAME_ELEMENTS, RPC_DEADLINE_S
 from peerd.core.messages import Empty
@@ -34,19 +32,9 @@ from peerd.core.training import AverageAlive, AverageKey
 from peerd.core.work import Worker
 from peerd.machine.allreduce import AveragingPlan, Pace, Part, Round, RoundFailed
 from peerd.machine.outcomes import Outcomes
+from peerd.service.averaging_round import Gate, OpenRound, Places, as_others_see_it, computed, encoded, version_of
 from peerd.service.evenly import Evenly, Pacer
-from peerd.service.part_sums import (
-    Fault,
-    Memory,
-    PartCoder,
-    PlainParts,
-    Vector,
-    Version,
-    check_form,
-    is_plain,
-    sum_up,
-    take_sum,
-)
+from peerd.service.part_sums import Fault, Memory, PartCoder, PlainParts, Vector, Version, sum_up, take_sum
 from peerd.service.rpc import Answer, CallStream, Incoming, MethodLimits, Rpc
 
 __all__ = ["METHOD", "Averaging", "PartCoder", "PlainParts", "Vector"]
@@ -63,65 +51,7 @@ _ANSWER_S = 0.6  # for a silent member to say that it only waits
 _DOUBT_S = 0.8  # for the conductor, or the loss of a link, to say why a member ended its round
 
 
-@dataclass(slots=True)
-class _Open:
-    """A round that is under way here. `scope` ends its tasks; `failure` says why, when it was not success."""
-
-    plan: AveragingPlan
-    round: Round
-    source: Vector | None  # None: a helper, or a listener
-    result: Vector  # empty for a helper
-    worker: Worker
-    coder: PartCoder
-    evenly: Evenly
-    scope: trio.CancelScope = field(default_factory=trio.CancelScope)
-    failure: RoundFailed | None = None
-    versions: dict[int, dict[str, Version]] = field(default_factory=dict)
-    summed: dict[int, trio.Event] = field(init=False)  # of each of our own parts; set, too, when it never will be
-    unsummed: int = field(init=False)
-    answers: dict[int, TensorFrame] = field(default_factory=dict)  # sums of our own parts, as they travel
-    owed: dict[int, int] = field(default_factory=dict)  # how many have not taken such an answer
-    over: trio.Event = field(default_factory=trio.Event)  # done or failed
-    came_back: trio.Event = field(default_factory=trio.Event)  # set, and replaced, when more parts may leave
-    doubt: tuple[float, str, str] | None = None  # since when, of whom, why
-
-    def __post_init__(self) -> None:
-        own = [part.index for part in self.round.parts if part.owner == self.round.own]
-        self.summed, self.unsummed = {index: trio.Event() for index in own}, len(own)
-
-    def fail(self, reason: str, lost: tuple[str, ...]) -> None:
-        self.failure = self.failure or RoundFailed(reason, lost)
-        self.scope.cancel()
-        self.over.set()
-        for summed in self.summed.values():
-            summed.set()
-
-    def doubts(self, reason: str, peer: str) -> None:
-        """The round has ended at `peer`, perhaps by a fault of somebody else."""
-        self.doubt = self.doubt or (trio.current_time(), peer, reason)
-
-    @property
-    def done(self) -> bool:
-        return self.round.finished and not self.unsummed
-
-    def get_on(self) -> None:
-        if self.done:
-            self.over.set()
-
-    def target(self, part: Part) -> Vector:
-        """Where the sum of a part goes. A helper holds no vector, only the sums that somebody still needs."""
-        if not self.round.takes:
-            return np.empty(part.end - part.begin, self.result.dtype)
-        return self.result[part.begin : part.end]
-
-    def taken(self, index: int) -> None:
-        """One more sender has the sum of this part; with the last one it is let go."""
-        self.owed[index] -= 1
-        if not self.owed[index]:
-            del self.answers[index]
-
-
-_Way = tuple[list[Part], Pace, CallStream]  # one owner's share, when its parts may leave, and the call they take
+_Way = tuple[list[Part], Gate, CallStream]  # one owner's share, when its parts may leave, and the call they take
 
 
 class Averaging:
@@ -132,7 +62,7 @@ class Averaging:
         self._own = own.text
         self.aggregated_bytes = 0  # of others' vectors, summed here so far
         self.outcomes = Outcomes()
-        self._rounds: dict[bytes, _Open] = {}
+        self._rounds: dict[bytes, OpenRound] = {}
         self._memory, self._parts_memory = Memory(), Memory(_PARTS_KEPT)
         self._expected: dict[bytes, bool] = {}  # rounds of our attempts, and which have begun
         self._opened = trio.Event()  # set and replaced whenever a round opens
@@ -186,7 +116,7 @@ class Averaging:
         if len(plan.group) == 1 and vector is not None:
             return await worker.run(vector.copy, name="copy the only vector")
         evenly = Evenly(self._pacer, plan, self._own)
-        state = _Open(plan, *self._laid_out(plan, vector), worker, coder or PlainParts(), evenly)
+        state = OpenRound(plan, *self._laid_out(plan, vector), worker, coder or PlainParts(), evenly)
         with self._registered(plan.attempt, state), state.scope:
             state.round.begin(trio.current_time())
             async with trio.open_nursery() as nursery:
@@ -216,7 +146,7 @@ class Averaging:
         round_ = Round(self._own, plan.senders, parts, plan.patience_s, plan.listeners)
         return round_, vector if self._own in plan.senders else None, result
 
-    def _start_sending(self, nursery: trio.Nursery, plan: AveragingPlan, state: _Open) -> None:
+    def _start_sending(self, nursery: trio.Nursery, plan: AveragingPlan, state: OpenRound) -> None:
         """Our version of every part to its owner, and the sums back; each sender begins with another owner."""
         parts = state.round.parts
         shares: dict[str, list[Part]] = {}
@@ -224,14 +154,14 @@ class Averaging:
             shares.setdefault(part.owner, []).append(part)
         own = shares.pop(self._own, [])
         nursery.start_soon(self._give_own, state, own)
-        pace = Pace([part for share in shares.values() for part in share], _PARTS_UNDER_WAY)
+        gate = Gate(Pace([part for share in shares.values() for part in share], _PARTS_UNDER_WAY))
         turn = (*plan.senders, *plan.listeners).index(self._own) % max(1, len(shares))
         owners = list(shares)
         for owner in owners[turn:] + owners[:turn]:
-            nursery.start_soon(self._exchange, plan, state, shares[owner], pace)
+            nursery.start_soon(self._exchange, plan, state, shares[owner], gate)
 
     @contextmanager
-    def _registered(self, attempt: bytes, state: _Open) -> Iterator[None]:
+    def _registered(self, attempt: bytes, state: OpenRound) -> Iterator[None]:
         self._rounds[attempt] = state
         self._expected |= {attempt: True} if attempt in self._expected else {}
         self._opened.set()
@@ -244,7 +174,7 @@ class Averaging:
             if not state.done:
                 state.fail("the round was called off", ())
 
-    async def _watch(self, plan: AveragingPlan, state: _Open) -> None:
+    async def _watch(self, plan: AveragingPlan, state: OpenRound) -> None:
         """Returns when the round is done; fails it when somebody is late."""
         waits_until = trio.current_time() + plan.coming_s
         while not state.done:
@@ -293,7 +223,7 @@ class Averaging:
             raise Refused("no such averaging round here")
         return Answer(AverageAlive(coming=not self._expected.get(attempt, True)))
 
-    async def _exchange(self, plan: AveragingPlan, state: _Open, share: list[Part], pace: Pace) -> None:
+    async def _exchange(self, plan: AveragingPlan, state: OpenRound, share: list[Part], gate: Gate) -> None:
         """Our version of one owner's share, and the sums of it."""
         owner = share[0].owner
         first = AverageKey(plan.attempt, share[0].index)
@@ -301,11 +231,11 @@ class Averaging:
             stream = self._rpc.stream(PeerId.parse(owner), METHOD, first, timeout_s=RPC_DEADLINE_S)
             async with stream as call, trio.open_nursery() as nursery:
                 state.evenly.begin(owner)
-                nursery.start_soon(self._send_share, plan, state, (share, pace, call))
-                nursery.start_soon(self._receive_sums, state, (share, pace, call))
+                nursery.start_soon(self._send_share, plan, state, (share, gate, call))
+                nursery.start_soon(self._receive_sums, state, (share, gate, call))
 
     @contextmanager
-    def _blaming(self, state: _Open, owner: str) -> Iterator[None]:
+    def _blaming(self, state: OpenRound, owner: str) -> Iterator[None]:
         """What goes wrong between us and an owner ends the round."""
         try:
             yield
@@ -316,21 +246,21 @@ class Averaging:
         except PeerdError as error:
             state.fail(str(error), (self._own,))  # our own gradient cannot be coded
 
-    async def _send_share(self, plan: AveragingPlan, state: _Open, way: _Way) -> None:
-        share, pace, call = way
+    async def _send_share(self, plan: AveragingPlan, state: OpenRound, way: _Way) -> None:
+        share, gate, call = way
         source = state.source
         with self._blaming(state, share[0].owner):
             for part in share:
-                while not pace.may_leave(part):
-                    await state.came_back.wait()
-                frames = () if source is None else (await _encode(state, part, source[part.begin : part.end]),)
+                await gate.passed(part)
+                state.round.asked(part.index)
+                frames = () if source is None else (await encoded(state, part, source[part.begin : part.end]),)
                 await call.send(AverageKey(plan.attempt, part.index), frames)
             call.finish()
             state.evenly.left(share[0].owner)
 
-    async def _receive_sums(self, state: _Open, way: _Way) -> None:
-        share, pace, call = way
-        call.place = _Places(state, share, self._parts_memory)
+    async def _receive_sums(self, state: OpenRound, way: _Way) -> None:
+        share, gate, call = way
+        call.place = Places(state, share, self._parts_memory)
         with self._blaming(state, share[0].owner):
             for part in share:
                 answer = await call.receive(Empty)
@@ -339,20 +269,18 @@ class Averaging:
                 if len(answer.frames) != 1:
                     raise ProtocolViolation(f"a sum is one frame, not {len(answer.frames)}")
                 job = partial(take_sum, state.coder, answer.frames[0], state.target(part))
-                await state.worker.run(job, name="take a sum")
+                await computed(state.worker, job, part.end - part.begin, "take a sum")
                 state.round.returned(trio.current_time(), part.index)
                 state.get_on()
-                if pace.returned(part.owner):
-                    state.came_back.set()
-                    state.came_back = trio.Event()
+                gate.returned(part.owner)
             if await call.receive(Empty) is not None:
                 raise ProtocolViolation("it sent more sums than parts it has")
 
-    async def _give_own(self, state: _Open, share: list[Part]) -> None:
+    async def _give_own(self, state: OpenRound, share: list[Part]) -> None:
         """Our own version of the parts that we sum."""
         with self._blaming(state, self._own):
             for part in share:
-                version = await _as_others_see_it(state, part)
+                version = await as_others_see_it(state, part)
                 with suppress(Refused):  # the round has failed, and says why itself
                     await self._arrive(state, part, self._own, version)
 
@@ -377,7 +305,7 @@ class Averaging:
                 state.doubts("a member ended its call early", sender)
 
     @contextmanager
-    def _accusing(self, state: _Open, sender: str) -> Iterator[None]:
+    def _accusing(self, state: OpenRound, sender: str) -> Iterator[None]:
         """A part that cannot be taken ends the round if it comes from a member of the attempt; a stranger is refused.
 
         So is a helper.
@@ -389,7 +317,7 @@ class Averaging:
                 state.fail(f"a member sent what it may not: {error}", (sender,))
             raise Refused(str(error)) from None
 
-    async def _take(self, state: _Open, sender: str, message: Answer[AverageKey]) -> Part:
+    async def _take(self, state: OpenRound, sender: str, message: Answer[AverageKey]) -> Part:
         if state.failure is not None:
             raise Refused("the round has failed")
         if not message.body.part < len(state.round.parts):
@@ -399,11 +327,11 @@ class Averaging:
         listens = sender in state.round.listeners
         if len(message.frames) != (not listens):
             raise Refused(f"a part is one frame, and none of a listener, not {len(message.frames)}")
-        version = _version(state, part, message.frames[0]) if not listens else None
+        version = version_of(state, part, message.frames[0]) if not listens else None
         await self._arrive(state, part, sender, version)
         return part
 
-    async def _return_sums(self, state: _Open, due: trio.MemoryReceiveChannel[Part], parts: CallStream) -> None:
+    async def _return_sums(self, state: OpenRound, due: trio.MemoryReceiveChannel[Part], parts: CallStream) -> None:
         async for part in due:
             await state.summed[part.index].wait()
             answer = state.answers.get(part.index)
@@ -412,7 +340,7 @@ class Averaging:
             state.taken(part.index)
             await parts.send(Empty(), (answer,))
 
-    async def _round(self, attempt: bytes) -> _Open:
+    async def _round(self, attempt: bytes) -> OpenRound:
         """The round, when this peer has heard of it; TooSlow by the call's own deadline otherwise."""
         until = trio.current_time() + _JOIN_WAIT_S
         while attempt not in self._rounds:
@@ -424,7 +352,7 @@ class Averaging:
             until += _JOIN_WAIT_S
         return self._rounds[attempt]
 
-    async def _arrive(self, state: _Open, part: Part, sender: str, version: Version | None) -> None:
+    async def _arrive(self, state: OpenRound, part: Part, sender: str, version: Version | None) -> None:
         due = state.round.arrived(trio.current_time(), part.index, sender)
         if version is None:  # a listener, who may come before or after the sum
             state.get_on()
@@ -436,7 +364,8 @@ class Averaging:
         ordered = [versions[peer] for peer in state.round.senders]
         job = partial(sum_up, state.coder, part.begin, ordered, state.target(part))
         try:
-            found = await state.worker.run(job, name="sum a part")
+            values = (part.end - part.begin) * len(ordered)
+            found = await computed(state.worker, job, values, "sum a part")
         except PeerdError as error:
             state.fail(f"a sum cannot be made: {error}", ())
             raise Refused("the sum cannot be made") from None
@@ -451,44 +380,3 @@ class Averaging:
         state.unsummed -= 1
         state.summed[part.index].set()
         state.get_on()
-
-
-class _Places:
-    """Where the sums of a share go: uncoded ones are received where they belong."""
-
-    def __init__(self, state: _Open, share: list[Part], memory: Memory) -> None:
-        self._state, self._left, self._memory = state, deque(share), memory
-
-    def __call__(self, headers: tuple[FrameHeader, ...]) -> list[memoryview] | None:
-        if not self._left or len(headers) != 1:
-            return None
-        target = self._state.target(self._left.popleft())
-        return [target.data.cast("B")] if is_plain(headers[0], target) else self._memory.rooms(headers)
-
-
-async def _encode(state: _Open, part: Part, values: Vector) -> TensorFrame:
-    if isinstance(state.coder, PlainParts):  # nothing to compute
-        return state.coder.encode(part.begin, values)[0]
-    frame, _ = await state.worker.run(lambda: state.coder.encode(part.begin, values), name="code a part")
-    return frame
-
-
-async def _as_others_see_it(state: _Open, part: Part) -> Version | None:
-    """Our version of a part that we sum ourselves; None: we bring none.
-
-    Where other groups make the same sum, each with another owner, it must be what those get who are sent it.
-    """
-    if state.source is None:
-        return None
-    values = state.source[part.begin : part.end]
-    coded = state.plan.copies > 1 and not isinstance(state.coder, PlainParts)
-    return await _encode(state, part, values) if coded else values
-
-
-def _version(state: _Open, part: Part, frame: TensorFrame) -> Version:
-    """What a member sent, if it has the right form; a coded one is decoded with the others."""
-    like = np.empty(part.end - part.begin, state.result.dtype)  # never touched: costs no memory
-    if isinstance(state.coder, PlainParts):
-        return state.coder.decode(frame, like)
-    check_form(frame, like)
-    return frame

@@ -179,6 +179,7 @@ class SimGroup:
             if part.owner == name:
                 arrive()
             else:
+                round_.asked(part.index)
                 self._net.post(name, part.owner, arrive)
         for early in self._early.pop((name, number), []):
             early()

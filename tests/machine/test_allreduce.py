@@ -52,6 +52,7 @@ def test_strangers_repeats_and_others_parts_are_refused() -> None:
 def test_a_silent_sender_is_late_before_the_owner_that_waits_for_it() -> None:
     round_ = Round("b", GROUP, cut(9, GROUP, 3), 5.0)
     round_.begin(0.0)
+    round_.asked(0)
     round_.arrived(4.0, 1, "a")
     assert round_.late(4.9) == ()
     assert round_.late(5.1) == ("c",)
@@ -64,12 +65,37 @@ def test_who_fell_silent_first_is_named_not_who_waits_for_it() -> None:
     """`c` hangs as an owner; `a` sends no more because of that, and has sent less than `c` had."""
     round_ = Round("b", GROUP, cut(18, GROUP, 3), 5.0)
     round_.begin(0.0)
+    for index in (0, 1, 4):
+        round_.asked(index)
     for now, sender in ((1.0, "c"), (1.1, "b"), (1.2, "a"), (2.0, "c")):
         round_.arrived(now, 2 if now < 2 else 3, sender)
     round_.arrived(2.0, 3, "b")
     round_.returned(2.1, 0)
     assert round_.late(6.9) == ()
     assert round_.late(7.5) == ("c",)
+
+
+def test_what_came_last_at_one_and_the_same_time_was_heard_last() -> None:
+    round_ = Round("b", GROUP, cut(9, GROUP, 3), 5.0)
+    round_.begin(0.0)
+    round_.asked(0)
+    round_.asked(2)
+    for sender in ("c", "b", "a"):
+        round_.arrived(1.0, 1, sender)
+    assert round_.late(7.0) == ("c",)
+
+
+def test_an_owner_that_nothing_was_sent_to_owes_nothing() -> None:
+    """The sums of `c` hold up the part that `a` shall have."""
+    round_ = Round("b", GROUP, cut(9, GROUP, 3), 5.0)
+    round_.begin(0.0)
+    round_.asked(2)
+    for sender in ("a", "b", "c"):
+        round_.arrived(1.0, 1, sender)
+    assert round_.late(7.0) == ("c",)
+    round_.returned(7.0, 2)
+    round_.asked(0)
+    assert round_.late(14.0) == ("a",)
 
 
 def test_a_round_of_one_needs_only_its_own_versions() -> None:
@@ -113,6 +139,8 @@ def test_a_client_waits_for_its_sums_and_for_nobodys_version() -> None:
     parts = cut(4, ("a", "b", "helper"), 4, (0.5, 0.0, 0.5))
     round_ = Round("b", ("a", "b"), parts, 5.0)
     round_.begin(0.0)
+    round_.asked(0)
+    round_.asked(1)
     round_.returned(1.0, 0)
     assert round_.late(5.4) == ()
     assert round_.late(5.6) == ("helper",)

@@ -1,0 +1,152 @@
+"""A round of averaging that is under way here: what has come, what is owed, and when our own parts may leave.
+
+`service.averaging` drives it. What is small is computed at once, where it is needed: to have a worker's thread do it
+costs more than most of it takes, and the loop is held up for less than by a turn of its own tasks.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Final, TypeVar
+
+import numpy as np
+import trio
+
+from peerd.core.frame import FrameHeader, TensorFrame
+from peerd.core.work import Worker
+from peerd.machine.allreduce import AveragingPlan, Pace, Part, Round, RoundFailed
+from peerd.service.evenly import Evenly
+from peerd.service.part_sums import Memory, PartCoder, PlainParts, Vector, Version, check_form, is_plain
+
+T = TypeVar("T")
+
+SMALL_VALUES: Final = 1 << 18  # of all versions together: added in a fraction of a millisecond
+
+
+@dataclass(slots=True)
+class OpenRound:
+    """A round that is under way here. `scope` ends its tasks; `failure` says why, when it was not success."""
+
+    plan: AveragingPlan
+    round: Round
+    source: Vector | None  # None: a helper, or a listener
+    result: Vector  # empty for a helper
+    worker: Worker
+    coder: PartCoder
+    evenly: Evenly
+    scope: trio.CancelScope = field(default_factory=trio.CancelScope)
+    failure: RoundFailed | None = None
+    versions: dict[int, dict[str, Version]] = field(default_factory=dict)
+    summed: dict[int, trio.Event] = field(init=False)  # of each of our own parts; set, too, when it never will be
+    unsummed: int = field(init=False)
+    answers: dict[int, TensorFrame] = field(default_factory=dict)  # sums of our own parts, as they travel
+    owed: dict[int, int] = field(default_factory=dict)  # how many have not taken such an answer
+    over: trio.Event = field(default_factory=trio.Event)  # done or failed
+    doubt: tuple[float, str, str] | None = None  # since when, of whom, why
+
+    def __post_init__(self) -> None:
+        own = [part.index for part in self.round.parts if part.owner == self.round.own]
+        self.summed, self.unsummed = {index: trio.Event() for index in own}, len(own)
+
+    def fail(self, reason: str, lost: tuple[str, ...]) -> None:
+        self.failure = self.failure or RoundFailed(reason, lost)
+        self.scope.cancel()
+        self.over.set()
+        for summed in self.summed.values():
+            summed.set()
+
+    def doubts(self, reason: str, peer: str) -> None:
+        """The round has ended at `peer`, perhaps by a fault of somebody else."""
+        self.doubt = self.doubt or (trio.current_time(), peer, reason)
+
+    @property
+    def done(self) -> bool:
+        return self.round.finished and not self.unsummed
+
+    def get_on(self) -> None:
+        if self.done:
+            self.over.set()
+
+    def target(self, part: Part) -> Vector:
+        """Where the sum of a part goes. A helper holds no vector, only the sums that somebody still needs."""
+        if not self.round.takes:
+            return np.empty(part.end - part.begin, self.result.dtype)
+        return self.result[part.begin : part.end]
+
+    def taken(self, index: int) -> None:
+        """One more sender has the sum of this part; with the last one it is let go."""
+        self.owed[index] -= 1
+        if not self.owed[index]:
+            del self.answers[index]
+
+
+class Gate:
+    """Where parts wait until the pace of the round lets them leave: one of each owner, its next one."""
+
+    def __init__(self, pace: Pace) -> None:
+        self._pace = pace
+        self._waiting: dict[str, tuple[Part, trio.Event]] = {}
+
+    async def passed(self, part: Part) -> None:
+        """Wait until this part may leave."""
+        while not self._pace.may_leave(part):
+            _, opened = self._waiting[part.owner] = part, trio.Event()
+            await opened.wait()
+
+    def returned(self, owner: str) -> None:
+        """The sum of the next part of `owner` is here."""
+        if self._pace.returned(owner):
+            for part, opened in [*self._waiting.values()]:
+                if self._pace.may_leave(part):
+                    del self._waiting[part.owner]
+                    opened.set()
+
+
+class Places:
+    """Where the sums of a share go: uncoded ones are received where they belong."""
+
+    def __init__(self, state: OpenRound, share: list[Part], memory: Memory) -> None:
+        self._state, self._left, self._memory = state, deque(share), memory
+
+    def __call__(self, headers: tuple[FrameHeader, ...]) -> list[memoryview] | None:
+        if not self._left or len(headers) != 1:
+            return None
+        target = self._state.target(self._left.popleft())
+        return [target.data.cast("B")] if is_plain(headers[0], target) else self._memory.rooms(headers)
+
+
+async def computed(worker: Worker, job: Callable[[], T], values: int, name: str) -> T:
+    """What `job` makes of so many values: at once where they are few, else by the worker."""
+    return job() if values <= SMALL_VALUES else await worker.run(job, name=name)
+
+
+async def encoded(state: OpenRound, part: Part, values: Vector) -> TensorFrame:
+    if isinstance(state.coder, PlainParts):  # nothing to compute
+        return state.coder.encode(part.begin, values)[0]
+    code = partial(state.coder.encode, part.begin, values)
+    frame, _ = await computed(state.worker, code, len(values), "code a part")
+    return frame
+
+
+async def as_others_see_it(state: OpenRound, part: Part) -> Version | None:
+    """Our version of a part that we sum ourselves; None: we bring none.
+
+    Where other groups make the same sum, each with another owner, it must be what those get who are sent it.
+    """
+    if state.source is None:
+        return None
+    values = state.source[part.begin : part.end]
+    coded = state.plan.copies > 1 and not isinstance(state.coder, PlainParts)
+    return await encoded(state, part, values) if coded else values
+
+
+def version_of(state: OpenRound, part: Part, frame: TensorFrame) -> Version:
+    """What a member sent, if it has the right form; a coded one is decoded with the others."""
+    like = np.empty(part.end - part.begin, state.result.dtype)  # never touched: costs no memory
+    if isinstance(state.coder, PlainParts):
+        return state.coder.decode(frame, like)
+    check_form(frame, like)
+    return frame
