@@ -156,16 +156,21 @@ class Outbox:
         """Whether anything put was not yet taken by the stream."""
         return self._sent_bytes < self._put_bytes
 
-    async def room(self) -> None:
-        """Wait until little enough is queued; returns at once after `close`."""
+    async def room(self) -> bool:
+        """Wait until little enough is queued; returns at once after `close`. Whether it had to wait."""
+        waited = False
         while self.full and not self.closed:
             await self._waiting.park()
+            waited = True
+        return waited
 
-    async def flushed(self) -> None:
-        """Wait until everything put so far was taken by the stream; returns at once after `close`."""
-        goal = self._put_bytes
+    async def flushed(self) -> bool:
+        """Wait until everything put so far was taken by the stream; returns at once after `close`. As `room`."""
+        goal, waited = self._put_bytes, False
         while self._sent_bytes < goal and not self.closed:
             await self._waiting.park()
+            waited = True
+        return waited
 
     async def ended(self) -> None:
         """Wait until the writer has stopped."""

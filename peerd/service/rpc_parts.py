@@ -52,9 +52,10 @@ class CallStream:
         headers, payloads = outgoing(frames) if frames else (b"", [])
         self._outbox.put(encode_message(PART, self._id, encode(body), headers, len(frames)), *payloads)
         await self._outbox.feed(payloads)
-        await (self._outbox.flushed() if frames else self._outbox.room())
+        waited = await (self._outbox.flushed() if frames else self._outbox.room())
         self._check()
-        await trio.lowlevel.checkpoint()
+        if not waited:
+            await trio.lowlevel.checkpoint()
 
     def finish(self) -> None:
         """Send no more parts: the other side's `receive` returns None after the last one."""
@@ -67,6 +68,7 @@ class CallStream:
 
         Raises what ended the call, after the parts that came before it.
         """
+        waited = False
         while not self._parts:
             if self._failure is not None:
                 raise self._failure
@@ -74,10 +76,12 @@ class CallStream:
                 await trio.lowlevel.checkpoint()
                 return None
             await self._changed.park()
+            waited = True
         message, frames = self._parts.popleft()
         self._budget.give(self.peer, message.frame_bytes)
         self._changed.unpark_all()
-        await trio.lowlevel.checkpoint()
+        if not waited:
+            await trio.lowlevel.checkpoint()
         try:
             return Answer(decode(kind, message.body), frames)
         except RemoteError as error:
