@@ -13,6 +13,7 @@ import weakref
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Protocol
 
 import numpy as np
@@ -25,6 +26,12 @@ Version = Vector | TensorFrame  # a frame where it is still to be decoded
 
 _BYTE = np.dtype(np.uint8)
 _KEPT_BYTES_LEAST = 1 << 20  # smaller vectors are cheap to allocate
+
+
+@lru_cache(maxsize=8)
+def name_of(dtype: np.dtype[Any]) -> str:
+    """As numpy says it, which takes longer than all else that a look at a part's form does."""
+    return dtype.name
 
 
 class PartCoder(Protocol):
@@ -47,7 +54,7 @@ class PlainParts:
     """Parts as they are, bit for bit."""
 
     def encode(self, begin: int, values: Vector) -> tuple[TensorFrame, Vector]:
-        return TensorFrame(values.dtype.name, values.shape, values.data.cast("B")), values
+        return TensorFrame(name_of(values.dtype), values.shape, values.data.cast("B")), values
 
     def decode(self, frame: TensorFrame, like: Vector) -> Vector:
         check_form(frame, like)
@@ -61,13 +68,14 @@ class PlainParts:
 
 def check_form(frame: TensorFrame | FrameHeader, like: Vector) -> None:
     """Raises Refused unless the frame says that it is a vector of this length and dtype."""
-    if frame.dtype != like.dtype.name or frame.shape != like.shape:
+    if frame.dtype != name_of(like.dtype) or frame.shape != like.shape:
         raise Refused(f"a part must be one {like.dtype.name} vector of {like.shape[0]} elements")
 
 
 def is_plain(frame: TensorFrame | FrameHeader, like: Vector) -> bool:
     """Is the frame's payload what lies in memory of such a vector?"""
-    return (frame.dtype, frame.shape) == (like.dtype.name, like.shape) and frame.coding == "none" and not frame.lossless
+    uncoded = frame.coding == "none" and not frame.lossless
+    return uncoded and (frame.dtype, frame.shape) == (name_of(like.dtype), like.shape)
 
 
 @dataclass(frozen=True, slots=True)
