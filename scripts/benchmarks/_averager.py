@@ -108,7 +108,9 @@ class Averager:
         if order["do"] == "form":
             return await self.form(bytes.fromhex(order["attempt"]))
         if order["do"] == "check":
-            return {"right": bool(np.abs(self._total - order["sum"]).max() < 0.05 * order["sum"])}
+            # Without arrays in between: the next round would pay for the memory that they take and give back.
+            furthest = max(order["sum"] - self._total.min(), self._total.max() - order["sum"])
+            return {"right": bool(furthest < 0.05 * order["sum"])}
         return await self.sum(order)
 
     async def meet(self, order: dict[str, Any]) -> dict[str, Any]:
