@@ -32,7 +32,7 @@ from peerd.core.blockwise import BLOCKS, CODES, SCALE_BYTES, scale_count
 from peerd.core.errors import LocalError, PeerdError, ProtocolViolation
 from peerd.core.frame import CODINGS, CRC_BYTES, DTYPES, Ready, TensorFrame, expected_bytes, lossless_bounds
 
-__all__ = ["Encoding", "NotFinite", "Plan", "Sample", "begin", "decode", "encode", "sample_of"]
+__all__ = ["Encoding", "NotFinite", "Plan", "Sample", "begin", "decode", "decoded_pieces", "encode", "sample_of"]
 
 CHUNK_BYTES: Final = 1 << 20  # of codes or rounded values, made in one go
 SAMPLE_VALUES: Final = 1 << 16
@@ -144,6 +144,29 @@ def decode_blockwise(frame: TensorFrame, into: Tensor, *, name: str = "a tensor"
     if codes_and_scales := _codes_and_scales(frame, _raw_payload(frame, name), into.dtype, name):
         codes, scales = codes_and_scales
         torch.ops.peerd.dequantize_blockwise.out(codes, scales, frame.coding, frame.block, out=into)
+
+
+def decoded_pieces(frame: TensorFrame, values: int) -> Iterator[tuple[int, Tensor]]:
+    """A frame that was made here, flat and on the CPU, so many `values` at a time (a multiple of all block sizes).
+
+    Each comes with the number of its first value, and is overwritten by the next. A packed frame, and one in a code
+    that is not blockwise, comes as one piece.
+    """
+    count, dtype = math.prod(frame.shape), TORCH_DTYPES[frame.dtype]
+    if frame.coding not in CODES or frame.lossless or not count:
+        yield 0, decode(frame).view(-1)
+        return
+    payload, bits = memoryview(frame.payload).cast("B"), CODES[frame.coding].bits
+    scale_bytes = SCALE_BYTES * scale_count(count, frame.block)
+    scales = values_of(payload[:scale_bytes], torch.float32)
+    codes = values_of(payload[scale_bytes + CRC_BYTES :], torch.uint8)
+    room = torch.empty(min(values, count), dtype=dtype)
+    for at in range(0, count, values):
+        piece = room[: min(values, count - at)]
+        own_codes = codes[at * bits // 8 :][: -(-len(piece) * bits // 8)]
+        own_scales = scales[at // frame.block :][: scale_count(len(piece), frame.block)]
+        torch.ops.peerd.dequantize_blockwise.out(own_codes, own_scales, frame.coding, frame.block, out=piece)
+        yield at, piece
 
 
 def sample_of(tensor: Tensor) -> Sample:

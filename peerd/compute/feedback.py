@@ -13,17 +13,21 @@ gradient coded again has the same bits. A peer that dies takes its residual with
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from typing import Any
+from collections import deque
+from collections.abc import Iterable, Iterator
+from typing import Any, Final
 
 import numpy as np
 import torch
 
-from peerd.compute.coding import Plan, decode, decode_blockwise, encode
+from peerd.compute.coding import Plan, decode, decode_blockwise, decoded_pieces, encode
 from peerd.core.blockwise import CODES
 from peerd.core.frame import TensorFrame
 from peerd.core.runfile import AveragingSection
 
 Vector = np.ndarray[Any, np.dtype[Any]]
+
+_PIECE_VALUES: Final = 1 << 16  # used while they lie in the processor's cache
 
 
 class Missed:
@@ -35,13 +39,19 @@ class Missed:
         self.values = values
         self._begun: list[tuple[int, int]] = []  # where something was added: sorted and apart
 
-    def add(self, begin: int, meant: Vector, seen: Vector) -> None:
-        """From element `begin` on, `seen` arrives instead of what was `meant`."""
-        end = begin + len(meant)
-        if self._begin(begin, end):  # a part may be coded in several rounds
-            self.values[begin:end] += meant - seen
-        else:
-            np.subtract(meant, seen, out=self.values[begin:end])
+    def add(self, begin: int, meant: Vector, seen: Iterable[tuple[int, Vector]]) -> None:
+        """From element `begin` on, `seen` arrives instead of what was `meant`: pieces, each with where it begins.
+
+        The pieces make up all of it; each may be overwritten before the next one comes.
+        """
+        values = self.values[begin : begin + len(meant)]
+        again = self._begin(begin, begin + len(meant))  # a part may be coded in several rounds
+        for at, piece in seen:
+            span = slice(at, at + len(piece))
+            if again:
+                values[span] += meant[span] - piece
+            else:
+                np.subtract(meant[span], piece, out=values[span])
 
     def whole(self) -> Vector:
         """All of it; nothing was missed where nothing was added."""
@@ -87,13 +97,23 @@ class ErrorFeedback:
         self._new, self._spare = Missed(buffer), None
         return self._new
 
-    def encode(self, begin: int, values: Vector) -> tuple[TensorFrame, Vector]:
-        """Code the part that begins at element `begin`; also gives it as it will be decoded. Raises NotFinite."""
+    def encode(self, begin: int, values: Vector, seen: Vector | None = None) -> TensorFrame:
+        """Code the part that begins at element `begin`; `seen`, perhaps `values`, gets it as decoded. NotFinite."""
         frame = encode(torch.from_numpy(values), self._plan, name="a part of the gradient")
-        seen: Vector = decode(frame).numpy()
+        pieces = self._pieces(frame, seen)
         if self._new is not None:
-            self._new.add(begin, values, seen)
-        return frame, seen
+            self._new.add(begin, values, pieces)
+        elif seen is not None:
+            deque(pieces, maxlen=0)
+        return frame
+
+    def _pieces(self, frame: TensorFrame, seen: Vector | None) -> Iterator[tuple[int, Vector]]:
+        """The frame's values; each piece goes to `seen` once it was used."""
+        for at, tensor in decoded_pieces(frame, _PIECE_VALUES):
+            piece: Vector = tensor.numpy()
+            yield at, piece
+            if seen is not None:
+                np.copyto(seen[at : at + len(piece)], piece)
 
     def decode(self, frame: TensorFrame, like: Vector) -> Vector:
         """A part in the shape and dtype of `like`; ProtocolViolation for anything else."""

@@ -125,10 +125,9 @@ async def computed(worker: Worker, job: Callable[[], T], values: int, name: str)
 
 async def encoded(state: OpenRound, part: Part, values: Vector) -> TensorFrame:
     if isinstance(state.coder, PlainParts):  # nothing to compute
-        return state.coder.encode(part.begin, values)[0]
+        return state.coder.encode(part.begin, values)
     code = partial(state.coder.encode, part.begin, values)
-    frame, _ = await computed(state.worker, code, len(values), "code a part")
-    return frame
+    return await computed(state.worker, code, len(values), "code a part")
 
 
 async def as_others_see_it(state: OpenRound, part: Part) -> Version | None:

@@ -25,7 +25,7 @@ Vector = np.ndarray[Any, np.dtype[Any]]
 Version = Vector | TensorFrame  # a frame where it is still to be decoded
 
 _BYTE = np.dtype(np.uint8)
-_KEPT_BYTES_LEAST = 1 << 20  # smaller vectors are cheap to allocate
+_KEPT_BYTES_LEAST = 1 << 18  # smaller vectors are cheap to allocate
 
 
 @lru_cache(maxsize=8)
@@ -37,8 +37,11 @@ def name_of(dtype: np.dtype[Any]) -> str:
 class PartCoder(Protocol):
     """How the parts of a vector travel. Synchronous: runs on the worker."""
 
-    def encode(self, begin: int, values: Vector) -> tuple[TensorFrame, Vector]:
-        """The part that begins at element `begin` as a frame, and as whoever decodes that will see it."""
+    def encode(self, begin: int, values: Vector, seen: Vector | None = None) -> TensorFrame:
+        """The part that begins at element `begin` as a frame.
+
+        `seen` gets it as whoever decodes that will see it; it may be `values` themselves.
+        """
         ...
 
     def decode(self, frame: TensorFrame, like: Vector) -> Vector:
@@ -53,8 +56,10 @@ class PartCoder(Protocol):
 class PlainParts:
     """Parts as they are, bit for bit."""
 
-    def encode(self, begin: int, values: Vector) -> tuple[TensorFrame, Vector]:
-        return TensorFrame(name_of(values.dtype), values.shape, values.data.cast("B")), values
+    def encode(self, begin: int, values: Vector, seen: Vector | None = None) -> TensorFrame:
+        if seen is not None and seen is not values:
+            np.copyto(seen, values)
+        return TensorFrame(name_of(values.dtype), values.shape, values.data.cast("B"))
 
     def decode(self, frame: TensorFrame, like: Vector) -> Vector:
         check_form(frame, like)
@@ -105,10 +110,7 @@ def sum_up(coder: PartCoder, begin: int, versions: Sequence[Version], target: Ve
         np.copyto(target, total)
     if not finite(target):
         return Fault(_not_finite(coder, versions, target), "a member sent values that are not finite")
-    frame, seen = coder.encode(begin, target)
-    if seen is not target:  # we go on with what the others can decode
-        np.copyto(target, seen)
-    return frame
+    return coder.encode(begin, target, target)  # we go on with what the others can decode
 
 
 def _decoded(coder: PartCoder, version: Version, like: Vector) -> Vector:

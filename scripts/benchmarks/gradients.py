@@ -78,7 +78,7 @@ def cost(module: StageModule, averaging: AveragingSection, rounds: int) -> tuple
             sent_bytes = first.nbytes + second.nbytes
         elif feedback is not None:
             feedback.begin(vector)
-            frame, _ = feedback.encode(0, vector)
+            frame = feedback.encode(0, vector)
             feedback.decode(frame, vector)
             feedback.settle()
             sent_bytes = frame.payload.nbytes

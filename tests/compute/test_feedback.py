@@ -22,6 +22,12 @@ def gradients(seed: int, rounds: int) -> list[Vector]:
     return [rng.standard_normal(SIZE).astype("float32") for _ in range(rounds)]
 
 
+def coded(feedback: ErrorFeedback, begin: int, values: Vector) -> tuple[TensorFrame, Vector]:
+    """The part that begins there, and as others decode it."""
+    seen = np.full_like(values, np.nan)
+    return feedback.encode(begin, values, seen), seen
+
+
 @settings(max_examples=25)
 @given(
     code=st.sampled_from(CODES),
@@ -38,7 +44,7 @@ def test_the_sum_of_what_arrives_differs_from_the_true_sum_by_the_last_residual(
     for gradient, success, cut in zip(gradients(seed, len(rounds)), rounds, cuts, strict=False):
         vector = gradient.copy()
         feedback.begin(vector)
-        parts = [feedback.encode(0, vector[:cut]), feedback.encode(cut, vector[cut:])]
+        parts = [coded(feedback, 0, vector[:cut]), coded(feedback, cut, vector[cut:])]
         seen = np.concatenate([feedback.decode(frame, part) for frame, part in parts])
         assert all(np.array_equal(feedback.decode(frame, part), part) for frame, part in parts)
         if success:
@@ -65,7 +71,7 @@ def descend(feedback: ErrorFeedback | None) -> float:
             seen = decode(encode(torch.from_numpy(gradient), Plan("int4"))).numpy()
         else:
             feedback.begin(gradient)
-            _, seen = feedback.encode(0, gradient)
+            _, seen = coded(feedback, 0, gradient)
             feedback.settle()
         x -= 0.02 * seen
     return float(np.abs((x - target)[1:]).max())
@@ -81,12 +87,12 @@ def test_a_round_that_failed_leaves_the_same_bits_to_be_sent_again() -> None:
     for gradient in gradients(3, 3):
         vector = gradient.copy()
         straight.begin(vector)
-        expected, _ = straight.encode(0, vector)
+        expected = straight.encode(0, vector)
         straight.settle()
         for attempt in range(3):
             vector = gradient.copy()
             stumbling.begin(vector)
-            frame, _ = stumbling.encode(0, vector[: SIZE if attempt == 2 else 50])
+            frame = stumbling.encode(0, vector[: SIZE if attempt == 2 else 50])
         assert bytes(frame.payload) == bytes(expected.payload)
         stumbling.settle()
     assert np.array_equal(straight.residual, stumbling.residual)  # type: ignore[arg-type]
@@ -137,7 +143,7 @@ def test_what_cannot_be_coded_or_does_not_fit_is_named() -> None:
     (gradient,) = gradients(6, 1)
     with pytest.raises(NotFinite, match="a part of the gradient has NaN"):
         feedback.encode(0, gradient * np.float32("nan"))
-    good, _ = feedback.encode(0, gradient)
+    good = feedback.encode(0, gradient)
     with pytest.raises(ProtocolViolation, match="a part of a gradient has shape"):
         feedback.decode(good, gradient[:7])
     with pytest.raises(ProtocolViolation, match="a part of a gradient is of float32"):
@@ -153,15 +159,27 @@ def test_what_a_round_misses_adds_up_wherever_its_parts_overlap(spans: list[tupl
     missed, expected = Missed(np.full(SIZE, np.nan, dtype="float32")), np.zeros(SIZE, dtype="float32")
     for i, (begin, end) in enumerate(spans):
         meant, seen = np.full(end - begin, 2.0**i, dtype="float32"), np.ones(end - begin, dtype="float32")
-        missed.add(begin, meant, seen)
+        missed.add(begin, meant, [(0, seen[:1]), (1, seen[1:])])
         expected[begin:end] += meant - seen
     assert np.array_equal(missed.whole(), expected)
 
 
 @pytest.mark.parametrize("code", CODES)
+def test_a_large_part_becomes_what_others_decode_and_misses_the_rest(code: str) -> None:
+    """Larger than what is looked at at a time, coded where it lies."""
+    meant = np.random.default_rng(9).standard_normal(150_001).astype("float32")
+    feedback, values = ErrorFeedback(Plan(code)), np.concatenate([meant, meant])
+    missed = feedback.begin(values)
+    frame = feedback.encode(len(meant), values[len(meant) :], values[len(meant) :])
+    seen = decode(frame).numpy()
+    assert np.array_equal(values[len(meant) :], seen)
+    assert np.array_equal(missed.whole(), np.concatenate([np.zeros_like(meant), meant - seen]))
+
+
+@pytest.mark.parametrize("code", CODES)
 def test_a_part_is_the_same_decoded_into_memory_that_is_there(code: str) -> None:
     (values,) = gradients(8, 1)
-    frame, seen = ErrorFeedback(Plan(code)).encode(0, values)
+    frame, seen = coded(ErrorFeedback(Plan(code)), 0, values)
     target = np.full(SIZE, np.nan, dtype="float32")
     ErrorFeedback(Plan(code)).decode_into(frame, target)
     assert target.tobytes() == seen.tobytes()

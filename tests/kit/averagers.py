@@ -68,9 +68,9 @@ class Parts(PlainParts):
     def __init__(self, halt: Halt, own: range) -> None:
         self._halt, self._own = halt, own
 
-    def encode(self, begin: int, values: Vector) -> tuple[TensorFrame, Vector]:
+    def encode(self, begin: int, values: Vector, seen: Vector | None = None) -> TensorFrame:
         self._halt.passes("answer" if begin in self._own else "sending")
-        return super().encode(begin, values)
+        return super().encode(begin, values, seen)
 
 
 class ThreadWorker:

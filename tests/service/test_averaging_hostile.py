@@ -34,7 +34,7 @@ Message = tuple[AverageKey, tuple[TensorFrame, ...]]
 
 
 def plain(values: Vector) -> TensorFrame:
-    return PlainParts().encode(0, values)[0]
+    return PlainParts().encode(0, values)
 
 
 def as_it_is(part: Part, attempt: bytes) -> Message:
@@ -116,7 +116,7 @@ def part_of(count: int, value: float = 1.0, dtype: str = "float32") -> tuple[Ten
 
 
 def coded(count: int) -> tuple[TensorFrame, ...]:
-    return (ErrorFeedback(Plan("int8", 64)).encode(0, np.ones(count, dtype="float32"))[0],)
+    return (ErrorFeedback(Plan("int8", 64)).encode(0, np.ones(count, dtype="float32")),)
 
 
 SENT: dict[str, Callable[[AverageKey, int], Message]] = {

@@ -15,7 +15,7 @@ CODER = PlainParts()
 
 
 def frame(values: Vector) -> TensorFrame:
-    return CODER.encode(0, values)[0]
+    return CODER.encode(0, values)
 
 
 def test_a_sum_has_the_same_bits_however_its_versions_came() -> None:
