@@ -26,11 +26,11 @@ from peerd.machine.shares import apportioned
 _SHARES_TOLERANCE = 1e-6
 _OWNER_MARGIN_S = 0.5  # beyond the patience: an owner that waits for a late sender has named it by then
 _PARTS_OF_A_SHARE = 8  # at least,
-_PARTS_OF_AN_EQUAL_SHARE = 5  # likewise, of lines that nobody knows,
+_PARTS_OF_AN_EQUAL_SHARE = 3  # likewise, of lines that nobody knows,
 _LEAST_ELEMENTS_OF_AN_EQUAL_SHARE = 1 << 18  # unless they would be smaller than this: on a fast line each costs calls
 _LEAST_UNDER_WAY = 1.25  # parts of any share: it would stand still between two of its parts otherwise
 _SECOND = b"peerd second sum\0"
-_LEAST_ELEMENTS = 1024  # unless they would be smaller than this
+_LEAST_ELEMENTS = 8192  # unless they would be smaller than this
 
 
 class RoundFailed(PeerdError):
@@ -119,7 +119,7 @@ class AveragingPlan:
         loads = {
             peer: share[peer] * (own in self.senders) + share[own] * (peer in takes) for peer in share if peer != own
         }
-        least = sum(loads.values()) / (2 * max(1, len(loads)))
+        least = sum(loads.values()) / (3 * max(1, len(loads)))
         return {peer: max(load, least) / self.s_per_byte for peer, load in loads.items() if load > 0}
 
     def second(self) -> AveragingPlan:
@@ -175,8 +175,10 @@ def cut(
         count, least = _PARTS_OF_AN_EQUAL_SHARE, _LEAST_ELEMENTS_OF_AN_EQUAL_SHARE
     for owner, span in zip(group, _spans(-(-length // align), len(group), shares), strict=True):
         begin, share_end = (min(length, at * align) for at in span)
-        most = min(part_elements, max(least, -(-(share_end - begin) // count)))
-        most = -(-most // align) * align
+        share = share_end - begin
+        most = min(part_elements, max(least, -(-share // count)))
+        most = -(-share // max(1, -(-share // most)))  # all alike
+        most = max(1, -(-most // align)) * align
         while begin < share_end:
             end = min(begin + most, share_end)
             parts.append(Part(len(parts), owner, begin, end))

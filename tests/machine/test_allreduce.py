@@ -182,7 +182,7 @@ def test_bytes_leave_for_each_peer_at_the_rate_at_which_all_end_together() -> No
     assert client == {"a": pytest.approx(0.25e6), "h": pytest.approx(0.75e6)}
     assert helper == {"a": pytest.approx(0.75e6), "b": pytest.approx(0.75e6)}
     tiny = replace(plan, shares=(0.01, 0.0, 0.99)).pair_bytes_per_s("a")
-    assert tiny == {"b": pytest.approx(0.25e6), "h": pytest.approx(0.99e6)}, "at half of the mean, at least"
+    assert tiny == {"b": pytest.approx(0.5e6 / 3), "h": pytest.approx(0.99e6)}, "at a third of the mean, at least"
     assert AveragingPlan.of(order(), 1 << 20, 3.0).pair_bytes_per_s("a") == {}
     with pytest.raises(PeerdError):
         decode(Prepare, encode(order(s_per_byte=0.5)))
@@ -280,5 +280,6 @@ def test_a_small_share_keeps_step_with_a_large_one() -> None:
 
 
 def test_equal_shares_are_cut_as_ever_and_small_ones_into_some_parts() -> None:
-    assert [p.end for p in cut(10, ("a", "b"), 4)] == [4, 5, 9, 10]
-    assert len([p for p in cut(1_000_000, ("a", "b"), 262_144, (0.99, 0.01)) if p.owner == "b"]) == 8
+    assert [p.end for p in cut(10, ("a", "b"), 4)] == [3, 5, 8, 10]
+    assert len([p for p in cut(10_000_000, ("a", "b"), 262_144, (0.99, 0.01)) if p.owner == "b"]) == 8
+    assert len([p for p in cut(1_000_000, ("a", "b"), 262_144, (0.99, 0.01)) if p.owner == "b"]) == 2, "none is tiny"
