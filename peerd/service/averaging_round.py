@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Final, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import trio
@@ -23,7 +23,7 @@ from peerd.service.part_sums import Memory, PartCoder, PlainParts, Vector, Versi
 
 T = TypeVar("T")
 
-SMALL_VALUES: Final = 1 << 18  # of all versions together: added in a fraction of a millisecond
+SMALL_VALUES = 1 << 18  # of all versions together: added in a fraction of a millisecond
 
 
 @dataclass(slots=True)
