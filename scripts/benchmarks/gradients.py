@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -115,7 +116,8 @@ def sums_of(run: RunFile, module: StageModule) -> Callable[[Sequence[Vector]], V
         if coding is None:
             return vector
         coding.begin(vector)
-        _, seen = coding.encode(0, vector)
+        seen = np.empty_like(vector)
+        coding.encode(0, vector, seen)
         coding.settle()
         return seen
 
