@@ -4,8 +4,8 @@ Drives `machine/allreduce`: one call to each owner carries its parts one after t
 in the same order, while later parts are still on their way; back-pressure is the transport's. All shares are sent
 evenly, so that they end together and every line is busy to the end. A helper sums what it owns and brings nothing; a
 client brings a vector and sums nothing; a listener calls for each part with an empty message and takes its sum. Parts
-travel as their `PartCoder` makes them; coding and sums run on the worker, sums in the order of the senders. With a
-lossy code the owner, too, goes on with what the others can decode.
+travel as their `PartCoder` makes them; coding and all but small sums run on the worker, sums in the order of the
+senders. With a lossy code the owner, too, goes on with what the others can decode.
 A round ends whole or raises `RoundFailed` with the members at fault; nothing is applied here. Vectors are numpy, 1-D.
 A hostile member may send wrong shapes, wrong dtypes, NaN, parts of others, strangers' attempts: each is refused, what
 needs no look at the values before they are decoded, and the round ends and names it. That a call was refused or left
@@ -32,7 +32,7 @@ from peerd.core.training import AverageAlive, AverageKey
 from peerd.core.work import Worker
 from peerd.machine.allreduce import AveragingPlan, Pace, Part, Round, RoundFailed
 from peerd.machine.outcomes import Outcomes
-from peerd.service.averaging_round import Gate, OpenRound, Places, as_others_see_it, computed, encoded, version_of
+from peerd.service.averaging_round import Gate, OpenRound, Places, as_others_see_it, encoded, version_of
 from peerd.service.evenly import Evenly, Pacer
 from peerd.service.part_sums import Fault, Memory, PartCoder, PlainParts, Vector, Version, sum_up, take_sum
 from peerd.service.rpc import Answer, CallStream, Incoming, MethodLimits, Rpc
@@ -269,7 +269,7 @@ class Averaging:
                 if len(answer.frames) != 1:
                     raise ProtocolViolation(f"a sum is one frame, not {len(answer.frames)}")
                 job = partial(take_sum, state.coder, answer.frames[0], state.target(part))
-                await computed(state.worker, job, part.end - part.begin, "take a sum")
+                await state.computed(job, part.end - part.begin, "take a sum")
                 state.round.returned(trio.current_time(), part.index)
                 state.get_on()
                 gate.returned(part.owner)
@@ -365,7 +365,7 @@ class Averaging:
         job = partial(sum_up, state.coder, part.begin, ordered, state.target(part))
         try:
             values = (part.end - part.begin) * len(ordered)
-            found = await computed(state.worker, job, values, "sum a part")
+            found = await state.computed(job, values, "sum a part")
         except PeerdError as error:
             state.fail(f"a sum cannot be made: {error}", ())
             raise Refused("the sum cannot be made") from None

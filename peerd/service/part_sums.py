@@ -1,10 +1,10 @@
 """What is computed of the parts of an averaging round: coding, sums in the order of the senders, looks for NaN.
 
-Synchronous and without a round's books: `service.averaging` runs it on a worker. Versions that came coded are decoded
-only when the sum is due, one after the other in the same visit to the worker: that is a fraction of the visits, and
-nobody's decoded version waits in memory for somebody late. Invariants: a sum has the same bits whatever came coded and
-in which order it came; what is not finite is never passed on. Hostile: parts that do not decode, NaN, infinities, and
-large values that are finite each but not together: `Fault` says whose they are.
+Synchronous and without a round's books: `OpenRound.computed` says what runs on a worker. Versions that came coded are
+decoded only when the sum is due, one after the other in the same visit to the worker: that is a fraction of the visits,
+and nobody's decoded version waits in memory for somebody late. Invariants: a sum has the same bits whatever came coded
+and in which order it came; what is not finite is never passed on. Hostile: parts that do not decode, NaN, infinities,
+and large values that are finite each but not together: `Fault` says whose they are.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def name_of(dtype: np.dtype[Any]) -> str:
 
 
 class PartCoder(Protocol):
-    """How the parts of a vector travel. Synchronous: runs on the worker."""
+    """How the parts of a vector travel. Synchronous: runs on the worker, but for small plain parts."""
 
     def encode(self, begin: int, values: Vector, seen: Vector | None = None) -> TensorFrame:
         """The part that begins at element `begin` as a frame.

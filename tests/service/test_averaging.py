@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import pytest
 import trio
 from trio.testing import MockClock
 
+from peerd.compute.choice import Plan
+from peerd.compute.feedback import ErrorFeedback
 from peerd.core.errors import Refused
 from peerd.core.frame import TensorFrame
 from peerd.core.ids import PeerId
 from peerd.core.messages import Empty
 from peerd.core.training import AverageKey
 from peerd.machine.allreduce import AveragingPlan, RoundFailed
-from peerd.service.averaging import METHOD, Averaging, Vector
+from peerd.service.averaging import METHOD, Averaging, PartCoder, PlainParts, Vector
 from peerd.service.rpc import Rpc
 from tests.kit.fakehost import FakeNet, TrioClock, fake_net
 from tests.kit.workers import InlineWorker
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -88,6 +93,27 @@ async def test_all_get_the_same_bits_of_the_sum(autojump_clock: MockClock, count
         for result in results:
             assert isinstance(result, np.ndarray)
             assert result.tobytes() == expected.tobytes()
+
+
+@pytest.mark.parametrize("code", ["none", "int8"])
+async def test_small_plain_parts_are_summed_at_once_and_coded_ones_by_the_worker(
+    autojump_clock: MockClock, code: str
+) -> None:
+    """Coding costs milliseconds that the loop does not have, however small the parts are."""
+    jobs: list[str] = []
+
+    class Listed(InlineWorker):
+        async def run(self, job: Callable[[], T], *, name: str, cost_s: float = 0.0) -> T:
+            jobs.append(name)
+            return job()
+
+    def coder() -> PartCoder:
+        return PlainParts() if code == "none" else ErrorFeedback(Plan(code))
+
+    async with group(3) as (_, nodes), trio.open_nursery() as nursery:
+        for node in nodes:
+            nursery.start_soon(node.averaging.sum, plan(nodes), np.ones(3000, dtype="float32"), Listed(), coder())
+    assert set(jobs) == (set() if code == "none" else {"code a part", "sum a part", "take a sum"})
 
 
 async def test_a_silent_member_ends_the_round_and_is_named(autojump_clock: MockClock) -> None:
