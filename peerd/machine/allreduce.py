@@ -12,7 +12,6 @@ there; who owns a part stays until all have asked for it.
 from __future__ import annotations
 
 import hashlib
-import itertools
 import math
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
@@ -176,16 +175,22 @@ def cut(
         count, least = _PARTS_OF_AN_EQUAL_SHARE, _LEAST_ELEMENTS_OF_AN_EQUAL_SHARE
     for owner, span in zip(group, _spans(-(-length // align), len(group), shares), strict=True):
         begin, share_end = (min(length, at * align) for at in span)
-        share = share_end - begin
-        most = min(part_elements, max(least, -(-share // count)))
-        alike = -(-share // max(1, -(-share // most)))
-        most = min(most, -(-alike // _EVEN_ELEMENTS) * _EVEN_ELEMENTS)
-        most = max(1, -(-most // align)) * align
-        while begin < share_end:
-            end = min(begin + most, share_end)
-            parts.append(Part(len(parts), owner, begin, end))
-            begin = end
+        most = min(part_elements, max(least, -(-(share_end - begin) // count)))
+        step = _raised(_alike(share_end - begin, most), align)
+        for at in range(begin, share_end, step):
+            parts.append(Part(len(parts), owner, at, min(at + step, share_end)))
     return tuple(parts)
+
+
+def _alike(share: int, most: int) -> int:
+    """How long the parts of a share are so that none is longer than `most`, and none much shorter than the others."""
+    if not share:
+        return most
+    return min(most, _raised(-(-share // -(-share // most)), _EVEN_ELEMENTS))
+
+
+def _raised(number: int, unit: int) -> int:
+    return -(-number // unit) * unit
 
 
 def _spans(length: int, count: int, shares: Sequence[float] | None) -> Iterator[tuple[int, int]]:
@@ -218,10 +223,9 @@ class Round:
         self._missing = len(self._came) * len(self._everyone)  # versions of our parts, and listeners' calls for them
         due = parts if self.takes else ()
         self._due = {part.index: part.owner for part in due if part.owner != own}
-        self._asked: dict[int, str] = {}  # of `_due`, those that may have been sent to their owner
-        self._heard: dict[str, float] = {}
-        self._last: dict[str, int] = {}  # the number of what we heard last, for what came at one time
-        self._numbers = itertools.count(1)
+        self._asked: set[int] = set()  # parts that may have been sent to their owner
+        self._heard: dict[str, tuple[float, int]] = {}  # of whom, when, and as how manyth: much comes at one time
+        self._times_heard = 0
         self.began = 0.0
         self.waited_s: dict[str, float] = {}  # for the last version of our parts, once all others were there
         self._waited_until: dict[str, float] = {}  # what `waited_s` holds, ended then
@@ -234,7 +238,7 @@ class Round:
 
     def be_patient(self, now: float) -> None:
         """Everybody waits for those who are in an earlier round: patience starts anew."""
-        self._heard = dict.fromkeys({*self._everyone, *self._due.values()}, now)
+        self._heard = dict.fromkeys({*self._everyone, *self._due.values()}, (now, 0))
 
     def check(self, index: int, sender: str) -> None:
         """Raises ValueError unless `sender`'s version of this part, or call for it, is one that we wait for."""
@@ -269,13 +273,11 @@ class Round:
 
     def asked(self, index: int) -> None:
         """Our version of this part, or our call for it, goes to its owner, who owes us the sum from now on."""
-        if index in self._due:  # it may have sent one before it was asked
-            self._asked[index] = self._due[index]
+        self._asked.add(index)
 
     def returned(self, now: float, index: int) -> None:
         """The owner sent us the sum of a part."""
         self._hear(self._due.pop(index), now)
-        self._asked.pop(index, None)
 
     @property
     def finished(self) -> bool:
@@ -283,7 +285,8 @@ class Round:
         return not self._due and not self._missing
 
     def _hear(self, peer: str, now: float) -> None:
-        self._heard[peer], self._last[peer] = now, next(self._numbers)
+        self._times_heard += 1
+        self._heard[peer] = now, self._times_heard
 
     def missing_share(self) -> float:
         """How much of what this member should have, from 0 to 1, has no sum yet."""
@@ -298,7 +301,7 @@ class Round:
 
     def silent(self, now: float) -> set[str]:
         """Whom we have not heard of for longer than our patience, whether or not it is their turn."""
-        return {peer for peer, heard in self._heard.items() if now - heard > self._patience_s} - {self.own}
+        return {peer for peer, (heard, _) in self._heard.items() if now - heard > self._patience_s} - {self.own}
 
     def late(self, now: float) -> tuple[str, ...]:
         """Members we have waited for longer than our patience, sorted.
@@ -310,11 +313,12 @@ class Round:
         silent = self.silent(now)
         if not silent:
             return ()
-        blocking, owners = self._blocking() & silent, silent & set(self._asked.values())
+        owing = {owner for index, owner in self._due.items() if index in self._asked}
+        blocking, owners = self._blocking() & silent, owing & silent
         margin_s = min(_OWNER_MARGIN_S, self._patience_s)
-        if not blocking and not any(now - self._heard[peer] > self._patience_s + margin_s for peer in owners):
+        if not blocking and not any(now - self._heard[peer][0] > self._patience_s + margin_s for peer in owners):
             return ()
-        heard = {peer: (self._heard[peer], self._last.get(peer, 0)) for peer in blocking | owners}
+        heard = {peer: self._heard[peer] for peer in blocking | owners}
         first = min(heard.values())
         lost = {peer for peer in heard if heard[peer] == first}
         return tuple(sorted(lost & blocking or lost))
