@@ -32,7 +32,7 @@ from peerd.core.blockwise import BLOCKS, CODES, SCALE_BYTES, scale_count
 from peerd.core.errors import LocalError, PeerdError, ProtocolViolation
 from peerd.core.frame import CODINGS, CRC_BYTES, DTYPES, Ready, TensorFrame, expected_bytes, lossless_bounds
 
-__all__ = ["Encoding", "NotFinite", "Plan", "Sample", "begin", "decode", "decoded_pieces", "encode", "sample_of"]
+__all__ = ["Encoding", "NotFinite", "Plan", "Sample", "begin", "decode", "encode", "sample_of"]
 
 CHUNK_BYTES: Final = 1 << 20  # of codes or rounded values, made in one go
 SAMPLE_VALUES: Final = 1 << 16
@@ -138,35 +138,50 @@ def decode(
     return tensor
 
 
-def decode_blockwise(frame: TensorFrame, into: Tensor, *, name: str = "a tensor") -> None:
-    """Decode a frame in a blockwise code into a tensor of the CPU, whose shape and dtype the frame must have."""
-    _expected(frame, into.shape, into.dtype, name)
-    if codes_and_scales := _codes_and_scales(frame, _raw_payload(frame, name), into.dtype, name):
-        codes, scales = codes_and_scales
-        torch.ops.peerd.dequantize_blockwise.out(codes, scales, frame.coding, frame.block, out=into)
+def encode_missing(
+    values: Tensor, plan: Plan, missed: Tensor | None, more: bool, seen: Tensor | None, *, name: str = "a tensor"
+) -> TensorFrame:
+    """As `encode`, of a flat tensor of the CPU, and what that costs it, with fewer passes where the code is blockwise.
 
-
-def decoded_pieces(frame: TensorFrame, values: int) -> Iterator[tuple[int, Tensor]]:
-    """A frame that was made here, flat and on the CPU, so many `values` at a time (a multiple of all block sizes).
-
-    Each comes with the number of its first value, and is overwritten by the next. A packed frame, and one in a code
-    that is not blockwise, comes as one piece.
+    `missed` gets the values minus what others decode, added to what stands there if `more`; `seen`, perhaps `values`,
+    gets what others decode. Both hold nothing of use when NotFinite is raised.
     """
-    count, dtype = math.prod(frame.shape), TORCH_DTYPES[frame.dtype]
-    if frame.coding not in CODES or frame.lossless or not count:
-        yield 0, decode(frame).view(-1)
+    dtype, count = dtype_name(values.dtype), values.numel()
+    plan = _settled(plan, dtype, name)
+    if plan.coding in CODES and not plan.lossless and count and values.dtype == torch.float32:
+        payload = raw_bytes(torch.empty(expected_bytes(dtype, (count,), plan.coding, plan.block), dtype=torch.uint8))
+        scales, codes = _laid_out(payload, count, plan.block)
+        ops.quantize_missing(
+            values, plan.coding, plan.block, codes=codes, scales=scales, missed=missed, more=more, seen=seen
+        )
+        seal_scales(payload, scales.nbytes, name)
+        return TensorFrame(dtype, (count,), payload, plan.coding, plan.block)
+    frame = encode(values, plan, name=name)
+    decoded = decode(frame, name=name)
+    if missed is not None:
+        missed.copy_(missed + (values - decoded) if more else values - decoded)
+    if seen is not None:
+        seen.copy_(decoded)
+    return frame
+
+
+def decode_onto(frame: TensorFrame, into: Tensor, base: Tensor | None = None, *, name: str = "a tensor") -> None:
+    """Decode a frame into a flat tensor of the CPU, whose shape and dtype it must have, with `base`, if given, added.
+
+    `base` may be `into`. NaN and infinity are refused, as with `decode`; then nothing is changed.
+    """
+    blockwise = frame.coding in CODES and not frame.lossless and into.dtype == torch.float32 and into.numel()
+    if not blockwise:
+        decoded = decode(frame, into.shape, into.dtype, name=name, finite=True)
+        into.copy_(decoded if base is None else base + decoded)
         return
-    payload, bits = memoryview(frame.payload).cast("B"), CODES[frame.coding].bits
-    scale_bytes = SCALE_BYTES * scale_count(count, frame.block)
-    scales = values_of(payload[:scale_bytes], torch.float32)
-    codes = values_of(payload[scale_bytes + CRC_BYTES :], torch.uint8)
-    room = torch.empty(min(values, count), dtype=dtype)
-    for at in range(0, count, values):
-        piece = room[: min(values, count - at)]
-        own_codes = codes[at * bits // 8 :][: -(-len(piece) * bits // 8)]
-        own_scales = scales[at // frame.block :][: scale_count(len(piece), frame.block)]
-        torch.ops.peerd.dequantize_blockwise.out(own_codes, own_scales, frame.coding, frame.block, out=piece)
-        yield at, piece
+    _expected(frame, into.shape, into.dtype, name)
+    codes_and_scales = _codes_and_scales(frame, _raw_payload(frame, name), into.dtype, name)
+    assert codes_and_scales is not None  # there are values
+    if base is None:
+        torch.ops.peerd.dequantize_blockwise.out(*codes_and_scales, frame.coding, frame.block, out=into)
+    else:
+        ops.dequantize_onto(*codes_and_scales, frame.coding, frame.block, base=base, out=into)
 
 
 def sample_of(tensor: Tensor) -> Sample:
@@ -230,9 +245,9 @@ def _rounded(flat: Tensor, plan: Plan, payload: memoryview) -> Iterator[int]:
 
 def _quantized(flat: Tensor, plan: Plan, payload: memoryview, name: str) -> Iterator[int]:
     """Scales, their checksum, codes. With several chunks all scales are made first, in a pass of their own."""
-    count, scale_bytes = flat.numel(), SCALE_BYTES * scale_count(flat.numel(), plan.block)
-    scales = values_of(payload[:scale_bytes], torch.float32)
-    codes = values_of(payload[scale_bytes + CRC_BYTES :], torch.uint8)
+    count = flat.numel()
+    scales, codes = _laid_out(payload, count, plan.block)
+    scale_bytes = scales.nbytes
     step = CHUNK_BYTES * 8 // CODES[plan.coding].bits  # values: whole blocks, whole bytes
     if count > step:
         scales.copy_(torch.ops.peerd.block_scales(flat, plan.block))
@@ -251,6 +266,12 @@ def _quantized(flat: Tensor, plan: Plan, payload: memoryview, name: str) -> Iter
         torch.ops.peerd.quantize_blockwise.out(chunk, plan.coding, plan.block, codes=part, scales=own)
         code_bytes += part.numel()
         yield scale_bytes + CRC_BYTES + code_bytes
+
+
+def _laid_out(payload: memoryview, count: int, block: int) -> tuple[Tensor, Tensor]:
+    """Where scales and codes of `count` values lie in a blockwise payload; a checksum is between them."""
+    scale_bytes = SCALE_BYTES * scale_count(count, block)
+    return values_of(payload[:scale_bytes], torch.float32), values_of(payload[scale_bytes + CRC_BYTES :], torch.uint8)
 
 
 def seal_scales(payload: memoryview, scale_bytes: int, name: str) -> None:
@@ -322,7 +343,8 @@ def _codes_and_scales(
     """What a blockwise payload whose length was checked consists of, the scales looked at; None: of nothing."""
     if not payload.nbytes:
         return None
-    scale_bytes = SCALE_BYTES * scale_count(math.prod(frame.shape), frame.block)
+    scales, codes = _laid_out(payload, math.prod(frame.shape), frame.block)
+    scale_bytes = scales.nbytes
     head = payload[:scale_bytes]
     given = int.from_bytes(payload[scale_bytes : scale_bytes + CRC_BYTES], "little")
     if zlib.crc32(head) != given:
@@ -331,4 +353,4 @@ def _codes_and_scales(
     largest = tables.FLOAT16_LARGEST_BITS if dtype is torch.float16 else tables.LARGEST_BITS
     if not ((bits == 0) | ((bits > tables.SMALLEST_BITS) & (bits <= largest))).all():
         raise ProtocolViolation(f"{name} has scales that no tensor of {frame.dtype} has")
-    return values_of(payload[scale_bytes + CRC_BYTES :], torch.uint8), values_of(head, torch.float32)
+    return codes, scales

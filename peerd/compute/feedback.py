@@ -13,21 +13,16 @@ gradient coded again has the same bits. A peer that dies takes its residual with
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections import deque
-from collections.abc import Iterable, Iterator
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 import torch
 
-from peerd.compute.coding import Plan, decode, decode_blockwise, decoded_pieces, encode
-from peerd.core.blockwise import CODES
+from peerd.compute.coding import Plan, decode, decode_onto, encode_missing
 from peerd.core.frame import TensorFrame
 from peerd.core.runfile import AveragingSection
 
 Vector = np.ndarray[Any, np.dtype[Any]]
-
-_PIECE_VALUES: Final = 1 << 16  # used while they lie in the processor's cache
 
 
 class Missed:
@@ -39,19 +34,12 @@ class Missed:
         self.values = values
         self._begun: list[tuple[int, int]] = []  # where something was added: sorted and apart
 
-    def add(self, begin: int, meant: Vector, seen: Iterable[tuple[int, Vector]]) -> None:
-        """From element `begin` on, `seen` arrives instead of what was `meant`: pieces, each with where it begins.
+    def room(self, begin: int, length: int) -> tuple[Vector, bool]:
+        """Where to write what is missed of the `length` elements from `begin` on.
 
-        The pieces make up all of it; each may be overwritten before the next one comes.
+        True: something stands there that it must be added to, as a part may be coded in several rounds.
         """
-        values = self.values[begin : begin + len(meant)]
-        again = self._begin(begin, begin + len(meant))  # a part may be coded in several rounds
-        for at, piece in seen:
-            span = slice(at, at + len(piece))
-            if again:
-                values[span] += meant[span] - piece
-            else:
-                np.subtract(meant[span], piece, out=values[span])
+        return self.values[begin : begin + length], self._begin(begin, begin + length)
 
     def whole(self) -> Vector:
         """All of it; nothing was missed where nothing was added."""
@@ -99,21 +87,9 @@ class ErrorFeedback:
 
     def encode(self, begin: int, values: Vector, seen: Vector | None = None) -> TensorFrame:
         """Code the part that begins at element `begin`; `seen`, perhaps `values`, gets it as decoded. NotFinite."""
-        frame = encode(torch.from_numpy(values), self._plan, name="a part of the gradient")
-        pieces = self._pieces(frame, seen)
-        if self._new is not None:
-            self._new.add(begin, values, pieces)
-        elif seen is not None:
-            deque(pieces, maxlen=0)
-        return frame
-
-    def _pieces(self, frame: TensorFrame, seen: Vector | None) -> Iterator[tuple[int, Vector]]:
-        """The frame's values; each piece goes to `seen` once it was used."""
-        for at, tensor in decoded_pieces(frame, _PIECE_VALUES):
-            piece: Vector = tensor.numpy()
-            yield at, piece
-            if seen is not None:
-                np.copyto(seen[at : at + len(piece)], piece)
+        missed, more = self._new.room(begin, len(values)) if self._new is not None else (None, False)
+        places = _tensor(missed), more, _tensor(seen)
+        return encode_missing(torch.from_numpy(values), self._plan, *places, name="a part of the gradient")
 
     def decode(self, frame: TensorFrame, like: Vector) -> Vector:
         """A part in the shape and dtype of `like`; ProtocolViolation for anything else."""
@@ -121,12 +97,9 @@ class ErrorFeedback:
         values: Vector = decode(frame, like.shape, dtype, name="a part of a gradient", finite=True).numpy()
         return values
 
-    def decode_into(self, frame: TensorFrame, target: Vector) -> None:
-        """As `decode`, into `target`, whose shape and dtype the part must have."""
-        if frame.coding in CODES and not frame.lossless:
-            decode_blockwise(frame, torch.from_numpy(target), name="a part of a gradient")
-        else:
-            np.copyto(target, self.decode(frame, target))
+    def decode_into(self, frame: TensorFrame, target: Vector, onto: Vector | None = None) -> None:
+        """As `decode`, into `target`, whose shape and dtype the part must have; with `onto` added, if given."""
+        decode_onto(frame, torch.from_numpy(target), _tensor(onto), name="a part of a gradient")
 
     def settle(self, new: Missed | None = None) -> None:
         """The round that began with `new`, or the last one, counts: what it missed is added to the next one."""
@@ -136,6 +109,10 @@ class ErrorFeedback:
     def forget(self) -> None:
         """Begin anew: the parameters are no longer those that the residual was meant for."""
         self._spare, self.residual, self._new = self.residual, None, None
+
+
+def _tensor(vector: Vector | None) -> torch.Tensor | None:
+    return None if vector is None else torch.from_numpy(vector)
 
 
 def feedback_of(averaging: AveragingSection) -> ErrorFeedback | None:

@@ -48,8 +48,11 @@ class PartCoder(Protocol):
         """The part, in the shape and dtype of `like`; raises RemoteError for anything else."""
         ...
 
-    def decode_into(self, frame: TensorFrame, target: Vector) -> None:
-        """As `decode`, into `target`; what is not plain is finite, or RemoteError is raised."""
+    def decode_into(self, frame: TensorFrame, target: Vector, onto: Vector | None = None) -> None:
+        """As `decode`, into `target`, with `onto`, which may be `target`, added.
+
+        RemoteError for what is coded and not finite.
+        """
         ...
 
 
@@ -67,8 +70,11 @@ class PlainParts:
             raise Refused("parts travel uncoded")
         return np.frombuffer(frame.payload, dtype=like.dtype)
 
-    def decode_into(self, frame: TensorFrame, target: Vector) -> None:
-        np.copyto(target, self.decode(frame, target))
+    def decode_into(self, frame: TensorFrame, target: Vector, onto: Vector | None = None) -> None:
+        if onto is None:
+            np.copyto(target, self.decode(frame, target))
+        else:
+            np.add(onto, self.decode(frame, target), out=target)
 
 
 def check_form(frame: TensorFrame | FrameHeader, like: Vector) -> None:
@@ -97,14 +103,12 @@ def sum_up(coder: PartCoder, begin: int, versions: Sequence[Version], target: Ve
     Raises PeerdError when the coder cannot code the sum.
     """
     total: Vector | None = None
-    spare = np.empty_like(target)  # for one after the other; never touched where versions are plain
     with np.errstate(over="ignore", invalid="ignore"):
         for i, version in enumerate(versions):
             try:
-                values = _placed(coder, version, spare if i else target)
+                total = _added(coder, total, version, target)
             except RemoteError as error:
                 return Fault([i], f"a member sent what it may not: {error}")
-            total = values if total is None else np.add(total, values, out=target)
     assert total is not None
     if total is not target:
         np.copyto(target, total)
@@ -117,12 +121,13 @@ def _decoded(coder: PartCoder, version: Version, like: Vector) -> Vector:
     return coder.decode(version, like) if isinstance(version, TensorFrame) else version
 
 
-def _placed(coder: PartCoder, version: Version, room: Vector) -> Vector:
-    """A version's values: where they lie, or decoded into `room`."""
-    if not isinstance(version, TensorFrame) or is_plain(version, room):
-        return _decoded(coder, version, room)
-    coder.decode_into(version, room)
-    return room
+def _added(coder: PartCoder, total: Vector | None, version: Version, target: Vector) -> Vector:
+    """The sum of what there is, if anything, and one more version: in `target`, or, of one alone, where it lies."""
+    if isinstance(version, TensorFrame) and not is_plain(version, target):
+        coder.decode_into(version, target, total)
+        return target
+    values = _decoded(coder, version, target)
+    return values if total is None else np.add(total, values, out=target)
 
 
 def _not_finite(coder: PartCoder, versions: Sequence[Version], total: Vector) -> list[int]:
@@ -137,7 +142,7 @@ def _not_finite(coder: PartCoder, versions: Sequence[Version], total: Vector) ->
 def take_sum(coder: PartCoder, frame: TensorFrame, target: Vector) -> None:
     """What an owner answers, into `target`, where it may lie already. What is wrong about it is the owner's doing."""
     try:
-        total = _placed(coder, frame, target)
+        total = _added(coder, None, frame, target)
     except Refused as error:
         raise ProtocolViolation(str(error)) from None
     if is_plain(frame, target) and not finite(total):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import pytest
@@ -240,6 +241,52 @@ def test_a_wrong_argument_is_refused_in_words(wrong: str) -> None:
     words, call = REFUSED[wrong]
     with pytest.raises(ValueError, match=words):
         call()
+
+
+SINGLES = {
+    "half precision": ("needed is contiguous float32 of shape .* not .* of torch.float16", X.half()),
+    "two dimensions": (r"of shape \[100\] on the CPU, not \[10, 10\]", X.view(10, 10)),
+    "gaps": ("needed is contiguous", torch.zeros(200)[::2]),
+    "another length": (r"of shape \[\d+\] on the CPU, not \[\d+\]", torch.zeros(99)),
+    "another device": ("on the CPU, not .* on meta", X.to("meta")),
+}
+
+
+@both
+@pytest.mark.parametrize("wrong", SINGLES)
+@pytest.mark.parametrize("place", ["missed", "seen", "base"])
+def test_what_is_summed_in_one_pass_must_be_plain(wrong: str, place: str) -> None:
+    words, tensor = SINGLES[wrong]
+    if place == "base":
+        call = partial(ops.dequantize_onto, CODES_100, SCALES_2, "int8", 64, base=tensor, out=X.clone())
+    else:
+        places = {"missed": X.clone(), "seen": X.clone(), place: tensor}
+        call = partial(ops.quantize_missing, X, "int8", 64, codes=CODES_100, scales=SCALES_2, **places)
+    with pytest.raises(ValueError, match=words):
+        call()
+
+
+@both
+@pytest.mark.parametrize("wrong", ["half precision", "two dimensions"])
+def test_only_plain_values_are_summed_in_one_pass(wrong: str) -> None:
+    tensor = SINGLES[wrong][1]
+    with pytest.raises(ValueError, match="needed is contiguous float32"):
+        ops.quantize_missing(tensor, "int8", 64, codes=CODES_100, scales=SCALES_2)
+    with pytest.raises(ValueError, match="needed is contiguous float32"):
+        ops.dequantize_onto(CODES_100, SCALES_2, "int8", 64, base=X, out=tensor)
+
+
+@both
+@pytest.mark.parametrize("code", NAMES)
+def test_one_pass_gives_what_three_give(code: str) -> None:
+    x, before = normal(5001, 1), normal(5001, 2)
+    (codes, scales), expected = coded(x, code), decoded(x, code)
+    found, missed = (torch.empty_like(codes), torch.empty_like(scales)), before.clone()
+    ops.quantize_missing(x, code, 64, codes=found[0], scales=found[1], missed=missed, more=True, seen=x)
+    assert all(map(same_bits, (*found, x), (codes, scales, expected)))
+    ops.dequantize_onto(codes, scales, code, 64, base=before, out=before)
+    assert same_bits(before, normal(5001, 2) + expected)
+    assert same_bits(missed, normal(5001, 2) + (normal(5001, 1) - expected))
 
 
 # --- as operators of torch ------------------------------------------------------------------------------------------

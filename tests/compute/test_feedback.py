@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -159,14 +161,15 @@ def test_what_a_round_misses_adds_up_wherever_its_parts_overlap(spans: list[tupl
     missed, expected = Missed(np.full(SIZE, np.nan, dtype="float32")), np.zeros(SIZE, dtype="float32")
     for i, (begin, end) in enumerate(spans):
         meant, seen = np.full(end - begin, 2.0**i, dtype="float32"), np.ones(end - begin, dtype="float32")
-        missed.add(begin, meant, [(0, seen[:1]), (1, seen[1:])])
+        room, more = missed.room(begin, end - begin)
+        room[:] = room + (meant - seen) if more else meant - seen
         expected[begin:end] += meant - seen
     assert np.array_equal(missed.whole(), expected)
 
 
 @pytest.mark.parametrize("code", CODES)
 def test_a_large_part_becomes_what_others_decode_and_misses_the_rest(code: str) -> None:
-    """Larger than what is looked at at a time, coded where it lies."""
+    """Of several runs of blocks, coded where it lies."""
     meant = np.random.default_rng(9).standard_normal(150_001).astype("float32")
     feedback, values = ErrorFeedback(Plan(code)), np.concatenate([meant, meant])
     missed = feedback.begin(values)
@@ -183,5 +186,22 @@ def test_a_part_is_the_same_decoded_into_memory_that_is_there(code: str) -> None
     target = np.full(SIZE, np.nan, dtype="float32")
     ErrorFeedback(Plan(code)).decode_into(frame, target)
     assert target.tobytes() == seen.tobytes()
+    ErrorFeedback(Plan(code)).decode_into(frame, target, onto=values)
+    assert target.tobytes() == (values + seen).tobytes()
+    ErrorFeedback(Plan(code)).decode_into(frame, target, onto=target)
+    assert target.tobytes() == (values + seen + seen).tobytes()
     with pytest.raises(ProtocolViolation):
         ErrorFeedback(Plan(code)).decode_into(frame, target[:7])
+
+
+@pytest.mark.parametrize("code", CODES)
+@pytest.mark.parametrize("added", [False, True])
+def test_a_part_that_is_refused_leaves_the_sum_as_it_was(code: str, added: bool) -> None:
+    (values,) = gradients(8, 1)
+    payload = bytearray(ErrorFeedback(Plan(code)).encode(0, values).payload)
+    payload[:4] = b"\xff\xff\xff\xff"  # of a scale, or of values that become NaN
+    frame = replace(ErrorFeedback(Plan(code)).encode(0, values), payload=memoryview(payload))
+    total = values.copy()
+    with pytest.raises(ProtocolViolation):
+        ErrorFeedback(Plan(code)).decode_into(frame, total, onto=total if added else None)
+    assert total.tobytes() == values.tobytes()

@@ -146,6 +146,35 @@ def test_large_tensors_whose_results_go_past_the_caches_are_no_different(isa: st
 
 
 @pytest.mark.parametrize("code", NAMES)
+@pytest.mark.parametrize("block", [64, 1024, 4096])
+@pytest.mark.parametrize("more", [False, True])
+def test_what_coding_misses_is_what_decoding_it_again_says(
+    isa: str, code: str, block: int, more: bool, seed: int
+) -> None:
+    for count in (0, 1, 63, 64, 1023, 1024, 1025, 4097, 9001):
+        x, before = normal(count, seed) ** 5, normal(count, seed + 1)
+        codes, scales = reference.quantize(x, code, block)
+        decoded = reference.dequantize(codes, scales, code, block, torch.empty_like(x))
+        missed = before + (x - decoded) if more else x - decoded
+        for seen in (None, torch.empty_like(x), x):  # x is overwritten by the last one
+            found = torch.empty_like(codes), torch.empty_like(scales), before.clone()
+            native.quantize_missing(x, code, block, *found, more, seen)
+            assert all(map(same_bits, found, (codes, scales, missed)))
+            assert seen is None or same_bits(seen, decoded)
+
+
+@pytest.mark.parametrize("code", NAMES)
+@pytest.mark.parametrize("block", [64, 1024, 4096])
+def test_decoding_onto_a_sum_is_decoding_and_adding(isa: str, code: str, block: int, seed: int) -> None:
+    for count in (0, 1, 63, 64, 1023, 1024, 1025, 4097, 9001):
+        base, (codes, scales) = normal(count, seed), hard_codes(code, count, block, seed)
+        expected = base + reference.dequantize(codes, scales, code, block, torch.empty(count))
+        for out in (torch.empty(count), base):
+            native.dequantize_onto(codes, scales, code, block, base, out)
+            assert same(out, expected)
+
+
+@pytest.mark.parametrize("code", NAMES)
 def test_a_program_that_flushes_denormals_to_zero_gets_the_same_bits(isa: str, code: str, seed: int) -> None:
     x = torch.cat((normal(640, seed, 5e37), normal(640, seed, 1e-37), normal(640, seed, 1e-5)))
     codes, scales = reference.quantize(x, code, 64)

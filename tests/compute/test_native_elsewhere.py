@@ -29,6 +29,13 @@ def calls_of(isa: str, seed: int) -> Iterator[Call]:
     """Each function with each code and dtype, on all kinds of values and on lengths that leave any rest."""
     cases = [values for name, values in hard_cases(seed).items() if "at" not in name]
     cases += [normal(count, seed + count) for count in range(1, 140, 3)]
+    for number, values in enumerate(cases):
+        block, count = (64, 256, 4096)[number % 3], values.numel()
+        for code in NAMES:
+            before = (normal(count, seed),) if number % 2 else ()
+            yield Call("quantize_missing", isa, code, block, torch.float32, count, (values, *before))
+            onto = (*hard_codes(code, count, block, seed), normal(count, seed))
+            yield Call("dequantize_onto", isa, code, block, torch.float32, count, onto)
     for dtype in DTYPES:
         for number, values in enumerate(cases):
             x, block = values.to(dtype), (64, 256, 4096)[number % 3]
@@ -48,6 +55,17 @@ def expected(call: Call) -> tuple[torch.Tensor, ...]:
         return reference.quantize(call.inputs[0], call.code, call.block)
     if call.function == "scales":
         return (reference.block_scales(call.inputs[0], call.block),)
+    if call.function == "quantize_missing":
+        x, *before = call.inputs
+        codes, scales, missed, seen = call.outputs()
+        missed = before[0].clone() if before else missed
+        reference.quantize_missing(x, call.code, call.block, codes, scales, missed, bool(before), seen)
+        return codes, scales, missed, seen
+    if call.function == "dequantize_onto":
+        codes, scales, base = call.inputs
+        (out,) = call.outputs()
+        reference.dequantize_onto(codes, scales, call.code, call.block, base, out)
+        return (out,)
     codes, scales = call.inputs
     return (reference.dequantize(codes, scales, call.code, call.block, call.outputs()[0]),)
 

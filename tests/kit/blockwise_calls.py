@@ -20,13 +20,18 @@ from peerd.core.blockwise import CODES, code_bytes, scale_count
 ROOT = Path(__file__).resolve().parent.parent.parent
 SOURCES = [ROOT / "tests/kit/blockwise_calls.cpp", ROOT / "peerd/compute/kernels/blockwise.cpp"]
 FLAGS = ["-std=c++17", "-ffp-contract=off", "-fno-fast-math"]
-FUNCTIONS = ("quantize", "dequantize", "scales")
+FUNCTIONS = ("quantize", "dequantize", "scales", "quantize_missing", "dequantize_onto")
+INPUTS, OUTPUTS = 3, 4
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A call of one function; `inputs` are the values, or the codes and their scales."""
+    """A call of one function.
+
+    `inputs` are the values, and what was missed before if that counts; or the codes, their scales, and what they are
+    decoded onto.
+    """
 
     function: str
     isa: str
@@ -39,11 +44,13 @@ class Call:
     def outputs(self) -> tuple[Tensor, ...]:
         """Empty tensors as the function fills them."""
         scales = torch.empty(scale_count(self.count, self.block))
-        if self.function == "dequantize":
-            return (torch.empty(self.count, dtype=self.dtype),)
+        values, codes = torch.empty(self.count, dtype=self.dtype), code_bytes(self.count, self.code)
+        if self.function in ("dequantize", "dequantize_onto"):
+            return (values,)
         if self.function == "scales":
             return (scales,)
-        return torch.empty(code_bytes(self.count, self.code), dtype=torch.uint8), scales
+        further = (values, values.clone()) if self.function == "quantize_missing" else ()
+        return torch.empty(codes, dtype=torch.uint8), scales, *further
 
 
 def build(compiler: str, options: Sequence[str], folder: Path) -> Path:
@@ -76,11 +83,11 @@ def carry_out(command: Sequence[str | Path], calls: Sequence[Call], folder: Path
 
 def _packed(call: Call) -> bytes:
     inputs = [_bytes(values) for values in call.inputs]
-    sizes = [len(raw) for raw in inputs] + [0] * (2 - len(inputs))
-    sizes += [empty.nbytes for empty in call.outputs()] + [0] * (2 - len(call.outputs()))
+    sizes = [len(raw) for raw in inputs] + [0] * (INPUTS - len(inputs))
+    sizes += [empty.nbytes for empty in call.outputs()] + [0] * (OUTPUTS - len(call.outputs()))
     numbers = (FUNCTIONS.index(call.function), native.ISAS.index(call.isa), DTYPES[call.dtype])
     code = (CODES[call.code].number, call.block.bit_length() - 1, call.count)
-    return struct.pack("<10q", *numbers, *code, *sizes) + b"".join(inputs)
+    return struct.pack(f"<{6 + INPUTS + OUTPUTS}q", *numbers, *code, *sizes) + b"".join(inputs)
 
 
 def _bytes(values: Tensor) -> bytes:

@@ -1,7 +1,8 @@
 /* Blockwise quantization for CPUs: the C interface that native.py loads, and the choice of instruction set.
 
 A shared library with nothing but this interface, without Python's or torch's headers, so that one build serves every
-version of both. All functions may be called from any thread; pointers need no alignment. */
+version of both. All functions may be called from any thread. Pointers need no alignment, but for
+singles that are more than coded and decoded. */
 #include "blockwise_common.h"
 
 #if defined(__GNUC__) && defined(__x86_64__)
@@ -43,9 +44,10 @@ version of both. All functions may be called from any thread; pointers need no a
 namespace peerd {
 namespace {
 
-constexpr int ABI = 1;
+constexpr int ABI = 2;
 enum Isa { PLAIN, AVX2, AVX512, AVX512_VBMI, NEON };
 enum Refusal { BAD_DTYPE = -1, BAD_CODE = -2, BAD_BLOCK = -3, BAD_COUNT = -4, BAD_ISA = -5 };
+constexpr int64_t LONGEST_BLOCK = 4096;
 constexpr int64_t STREAM_BYTES = 16 << 20;  // of values, from which on results go past the caches
 
 #if defined(PEERD_X86)
@@ -90,7 +92,7 @@ Chosen chosen = best();
 int refusal(int dtype, int64_t n, int code, int block_log2) {
     if (dtype < 0 || dtype >= DTYPES) return BAD_DTYPE;
     if (code < FIRST_CODE || code >= FIRST_CODE + CODES) return BAD_CODE;
-    if (block_log2 < 6 || block_log2 > 12) return BAD_BLOCK;
+    if (block_log2 < 6 || int64_t{1} << block_log2 > LONGEST_BLOCK) return BAD_BLOCK;
     return n < 0 ? BAD_COUNT : 0;
 }
 
@@ -105,6 +107,15 @@ void end_streaming(bool stream) {
 #else
     static_cast<void>(stream);
 #endif
+}
+
+/* What decoding misses of x, in place of what stands there or added to it. */
+void miss(const float* x, const float* decoded, int64_t count, float* missed, bool more) {
+    if (more) {
+        for (int64_t i = 0; i < count; ++i) missed[i] += x[i] - decoded[i];
+    } else {
+        for (int64_t i = 0; i < count; ++i) missed[i] = x[i] - decoded[i];
+    }
 }
 
 /* Sets the usual rounding, subnormals included, for as long as it lives: a host program may have chosen otherwise. */
@@ -176,6 +187,48 @@ PEERD_EXPORT int peerd_scales(const void* x, int dtype, int64_t n, int block_log
     const UsualArithmetic usual;
     chosen.kernels->scales[dtype](static_cast<const char*>(x), n, int64_t{1} << block_log2,
                                   reinterpret_cast<char*>(scales));
+    return 0;
+}
+
+/* As peerd_quantize, of singles. `missed` gets what was meant minus what will be decoded; it is added to what stands
+there if `more`. `seen`, which may be x, gets what will be decoded. Either may be null. Run by run, so that all but the
+codes stays in the first cache. */
+PEERD_EXPORT int peerd_quantize_missing(const float* x, int64_t n, int code, int block_log2, float* scales,
+                                        uint8_t* codes, float* missed, int more, float* seen) {
+    if (const int why = refusal(FLOAT32, n, code, block_log2)) return why;
+    const UsualArithmetic usual;
+    const int kind = code - FIRST_CODE;
+    const auto quantize = chosen.kernels->quantize[FLOAT32][kind];
+    const auto dequantize = chosen.kernels->dequantize[FLOAT32][kind];
+    const int64_t block = int64_t{1} << block_log2, length = block < RUN ? RUN : block;
+    alignas(64) float decoded[LONGEST_BLOCK];
+    for (int64_t run = 0; run < n; run += length) {
+        const int64_t count = n - run < length ? n - run : length;
+        uint8_t* to = codes + code_bytes(kind, run);
+        char* run_scales = reinterpret_cast<char*>(scales + run / block);
+        quantize(reinterpret_cast<const char*>(x + run), count, block, run_scales, to, false);
+        dequantize(to, run_scales, count, block, reinterpret_cast<char*>(decoded), false);
+        if (missed != nullptr) miss(x + run, decoded, count, missed + run, more != 0);
+        if (seen != nullptr) memcpy(seen + run, decoded, static_cast<size_t>(count) * sizeof(float));
+    }
+    return 0;
+}
+
+/* out = base + the decoded values, all singles; base may be out. */
+PEERD_EXPORT int peerd_dequantize_onto(const uint8_t* codes, const float* scales, int64_t n, int code, int block_log2,
+                                       const float* base, float* out) {
+    if (const int why = refusal(FLOAT32, n, code, block_log2)) return why;
+    const UsualArithmetic usual;
+    const int kind = code - FIRST_CODE;
+    const auto dequantize = chosen.kernels->dequantize[FLOAT32][kind];
+    const int64_t block = int64_t{1} << block_log2, length = block < RUN ? RUN : block;
+    alignas(64) float decoded[LONGEST_BLOCK];
+    for (int64_t run = 0; run < n; run += length) {
+        const int64_t count = n - run < length ? n - run : length;
+        const char* run_scales = reinterpret_cast<const char*>(scales + run / block);
+        dequantize(codes + code_bytes(kind, run), run_scales, count, block, reinterpret_cast<char*>(decoded), false);
+        for (int64_t i = 0; i < count; ++i) out[run + i] = base[run + i] + decoded[i];
+    }
     return 0;
 }
 

@@ -21,7 +21,7 @@ from peerd.core.blockwise import CODES, scale_count
 
 ISAS: Final = ("plain", "avx2", "avx512", "avx512-vbmi", "neon")  # by the library's numbers
 
-_ABI: Final = 1
+_ABI: Final = 2
 _FOLDER = Path(__file__).parent
 _MEND: Final = "CPU tensors are coded by plain torch, many times slower; reinstall peerd with a C++ compiler to mend it"
 _DTYPES: Final = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -38,10 +38,14 @@ class _Library:
         self.use_isa = library.peerd_use_isa
         self.quantize = library.peerd_quantize
         self.dequantize = library.peerd_dequantize
+        self.quantize_missing = library.peerd_quantize_missing
+        self.dequantize_onto = library.peerd_dequantize_onto
         self.scales = library.peerd_scales
         self.use_isa.argtypes = (_INT,)
         self.quantize.argtypes = (_POINTER, _INT, _INT64, _INT, _INT, _POINTER, _POINTER)
         self.dequantize.argtypes = (_POINTER, _POINTER, _INT64, _INT, _INT, _POINTER, _INT)
+        self.quantize_missing.argtypes = (_POINTER, _INT64, _INT, _INT, *(_POINTER,) * 3, _INT, _POINTER)
+        self.dequantize_onto.argtypes = (_POINTER, _POINTER, _INT64, _INT, _INT, _POINTER, _POINTER)
         self.scales.argtypes = (_POINTER, _INT, _INT64, _INT, _POINTER)
 
 
@@ -102,6 +106,30 @@ def dequantize(codes: Tensor, scales: Tensor, code: str, block: int, out: Tensor
     return out
 
 
+def quantize_missing(
+    x: Tensor,
+    code: str,
+    block: int,
+    codes: Tensor,
+    scales: Tensor,
+    missed: Tensor | None,
+    more: bool,
+    seen: Tensor | None,
+) -> None:
+    """As `quantize`, of float32. `missed` gets what was meant minus what will be decoded, added to it if `more`.
+
+    `seen`, perhaps x, gets what will be decoded.
+    """
+    places = scales.data_ptr(), codes.data_ptr(), _address(missed), more, _address(seen)
+    _done(_library().quantize_missing(x.data_ptr(), x.numel(), CODES[code].number, _log2(block), *places))
+
+
+def dequantize_onto(codes: Tensor, scales: Tensor, code: str, block: int, base: Tensor, out: Tensor) -> None:
+    """`out`, perhaps `base`, becomes base plus what is decoded, all float32."""
+    places, kind = (codes.data_ptr(), scales.data_ptr()), (CODES[code].number, _log2(block))
+    _done(_library().dequantize_onto(*places, out.numel(), *kind, base.data_ptr(), out.data_ptr()))
+
+
 def block_scales(x: Tensor, block: int) -> Tensor:
     """The scales alone: enough to see whether `x` can be coded."""
     x = contiguous(x)
@@ -137,8 +165,8 @@ def _candidates(folder: Path) -> list[Path]:
     return [folder / f"_blockwise{suffix}" for suffix in importlib.machinery.EXTENSION_SUFFIXES]
 
 
-def _contiguous(values: Tensor) -> Tensor:
-    return values if values.is_contiguous() else values.detach().contiguous()
+def _address(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
 
 
 def _log2(block: int) -> int:

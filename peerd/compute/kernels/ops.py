@@ -5,6 +5,9 @@ tensors and returns nothing) and `block_scales`. They have fakes, so they can be
 differentiable. On the CPU the C++ kernels serve, on CUDA the ones compiled at run time, and the plain torch reference
 wherever those are missing: the bits are the same.
 
+For sums on the CPU, whose every pass through memory counts, `quantize_missing` and `dequantize_onto` do in one what
+would be two or three. Plain functions: nobody traces them.
+
 Codes are flat uint8, scales flat float32 (see `core/blockwise`). A block that cannot be coded (NaN, infinity, beyond
 3e38) has a scale that `all_coded` sees.
 """
@@ -59,16 +62,40 @@ class Kernels(Protocol):
     def block_scales(self, x: Tensor, block: int) -> Tensor: ...
 
 
+class CpuKernels(Kernels, Protocol):
+    """What they offer on the CPU, for flat float32 that lies in one piece."""
+
+    def quantize_missing(
+        self,
+        x: Tensor,
+        code: str,
+        block: int,
+        codes: Tensor,
+        scales: Tensor,
+        missed: Tensor | None,
+        more: bool,
+        seen: Tensor | None,
+    ) -> None: ...
+
+    def dequantize_onto(
+        self, codes: Tensor, scales: Tensor, code: str, block: int, base: Tensor, out: Tensor
+    ) -> None: ...
+
+
 def best(device: torch.device) -> Kernels:
     """The fastest implementation that works for tensors on `device`."""
-    if device.type == "cpu" and native.available():
-        return native
+    if device.type == "cpu":
+        return best_on_cpu()
     if device.type == "cuda":
         from peerd.compute.kernels import cuda  # not needed where there is no GPU
 
         if cuda.available(device):
             return cuda
     return reference
+
+
+def best_on_cpu() -> CpuKernels:
+    return native if native.available() else reference
 
 
 def described(device: torch.device | str) -> tuple[str, str]:
@@ -86,6 +113,35 @@ def described(device: torch.device | str) -> tuple[str, str]:
 def all_coded(scales: Tensor) -> bool:
     """Whether every block could be coded: false when a value was NaN, infinite or beyond 3e38."""
     return not bool((scales.view(torch.int32) > tables.LARGEST_BITS).any())
+
+
+def quantize_missing(
+    x: Tensor,
+    code: str,
+    block: int,
+    *,
+    codes: Tensor,
+    scales: Tensor,
+    missed: Tensor | None = None,
+    more: bool = False,
+    seen: Tensor | None = None,
+) -> None:
+    """Code flat float32 of the CPU. `missed` gets x minus what will be decoded, added to what stands there if `more`.
+
+    `seen`, which may be x, gets what will be decoded. ValueError for tensors that do not fit.
+    """
+    _check(x, code, block)
+    _check_coded(codes, scales, x, code, block)
+    _check_singles(x, *(each for each in (missed, seen) if each is not None))
+    best_on_cpu().quantize_missing(x, code, block, codes, scales, missed, more, seen)
+
+
+def dequantize_onto(codes: Tensor, scales: Tensor, code: str, block: int, *, base: Tensor, out: Tensor) -> None:
+    """`out`, which may be `base`, becomes base plus what is decoded: flat float32 of the CPU. ValueError as above."""
+    _check(out, code, block)
+    _check_coded(codes, scales, out, code, block)
+    _check_singles(out, base)
+    best_on_cpu().dequantize_onto(codes, scales, code, block, base, out)
 
 
 @torch.library.impl("peerd::quantize_blockwise", _DEVICES)
@@ -188,3 +244,12 @@ def _check_coded(codes: Tensor, scales: Tensor, values: Tensor, code: str, block
             )
         if tensor.device != values.device:
             raise ValueError(f"{name} are on {tensor.device}, the values on {values.device}")
+
+
+def _check_singles(values: Tensor, *others: Tensor) -> None:
+    """ValueError unless these are flat float32 of the CPU, each in one piece, and equally long."""
+    for tensor in (values, *others):
+        fits = tensor.dtype == torch.float32 and tensor.device.type == "cpu" and tensor.is_contiguous()
+        if not fits or tensor.shape != (values.numel(),):
+            found = f"{list(tensor.shape)} of {tensor.dtype} on {tensor.device}"
+            raise ValueError(f"needed is contiguous float32 of shape [{values.numel()}] on the CPU, not {found}")

@@ -68,6 +68,35 @@ def dequantize(codes: Tensor, scales: Tensor, code: str, block: int, out: Tensor
     return out
 
 
+def quantize_missing(
+    x: Tensor,
+    code: str,
+    block: int,
+    codes: Tensor,
+    scales: Tensor,
+    missed: Tensor | None,
+    more: bool,
+    seen: Tensor | None,
+) -> None:
+    """As `quantize`, of float32. `missed` gets what was meant minus what will be decoded, added to it if `more`.
+
+    `seen`, perhaps x, gets what will be decoded.
+    """
+    quantize(x, code, block, codes, scales)
+    decoded = dequantize(codes, scales, code, block, torch.empty_like(x))
+    if missed is not None and more:
+        missed.add_(x - decoded)
+    elif missed is not None:
+        torch.sub(x, decoded, out=missed)
+    if seen is not None:
+        seen.copy_(decoded)
+
+
+def dequantize_onto(codes: Tensor, scales: Tensor, code: str, block: int, base: Tensor, out: Tensor) -> None:
+    """`out`, perhaps `base`, becomes base plus what is decoded, all float32."""
+    torch.add(base, dequantize(codes, scales, code, block, torch.empty_like(out)), out=out)
+
+
 def block_scales(x: Tensor, block: int) -> Tensor:
     """The scales alone: enough to see whether `x` can be coded."""
     flat = x.detach().reshape(-1)
