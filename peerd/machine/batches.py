@@ -65,7 +65,7 @@ class Batches:
         for mb in [mb for held in stages[0].values() for mb in sorted(held)]:
             holders = [next((peer for peer, held in stage.items() if mb in held), None) for stage in stages]
             if all(holders) and not self._has_place(mb) and ledger.admit(mb, now):
-                ledger.entries[mb].done = True
+                ledger.finish(mb)
                 for stage, peer in enumerate(holders):
                     ledger.hold(mb, stage, peer or "")
 
@@ -98,7 +98,7 @@ class Batches:
         entry = ledger.entries[mb]
         if not entry.done:
             self.trainers.finished(now, mb.trainer, entry.since)
-        entry.done = True
+        ledger.finish(mb)
         for stage, holder in enumerate(done.holders):
             if view.settled[stage]:
                 continue
@@ -120,7 +120,7 @@ class Batches:
 
         def dropped(ledger: Ledger, ready: Sequence[bool]) -> bool:
             needed = partial(ledger.is_missing, settled=ready)
-            return bool(ledger.drop_where(lambda mb, entry: unwanted(mb, entry, needed)))
+            return bool(ledger.drop_open(lambda mb, entry: unwanted(mb, entry, needed)))
 
         shrank = not all(settled) and dropped(self.due, settled)
         self.version += dropped(self.early, self._nothing) or shrank

@@ -23,7 +23,7 @@ class Entry:
 
     holders: list[str]
     since: float  # when it was admitted, or last lost a gradient
-    done: bool = False  # its trainer has finished all its stages at least once
+    done: bool = False  # its trainer has finished all its stages at least once; see `Ledger.finish`
 
 
 @dataclass(slots=True)
@@ -34,12 +34,14 @@ class Ledger:
     capacity: int
     entries: dict[Mb, Entry] = field(default_factory=dict)
     missing: list[set[Mb]] = field(default_factory=list)
+    undone: set[Mb] = field(default_factory=set)  # not `done`
 
     def __post_init__(self) -> None:
         self.missing = [set() for _ in range(self.stages)]
 
     def clear(self) -> None:
         self.entries.clear()
+        self.undone.clear()
         for lacking in self.missing:
             lacking.clear()
 
@@ -54,9 +56,15 @@ class Ledger:
         if self.full:
             return False
         self.entries[mb] = Entry([NOBODY] * self.stages, now)
+        self.undone.add(mb)
         for lacking in self.missing:
             lacking.add(mb)
         return True
+
+    def finish(self, mb: Mb) -> None:
+        """Its trainer says that `mb` is done in all stages."""
+        self.entries[mb].done = True
+        self.undone.discard(mb)
 
     def hold(self, mb: Mb, stage: int, holder: str) -> None:
         """`holder` has accumulated `mb` in `stage`; a later report replaces an earlier one."""
@@ -94,12 +102,16 @@ class Ledger:
     def drop(self, mb: Mb) -> None:
         """`mb` does not count any more; its place in the batch is free."""
         if self.entries.pop(mb, None) is not None:
+            self.undone.discard(mb)
             for lacking in self.missing:
                 lacking.discard(mb)
 
-    def drop_where(self, unwanted: Callable[[Mb, Entry], bool]) -> list[Mb]:
-        """Drop every entry that `unwanted` picks; returns them in order of admission."""
-        gone = [mb for mb, entry in self.entries.items() if unwanted(mb, entry)]
+    def drop_open(self, unwanted: Callable[[Mb, Entry], bool]) -> list[Mb]:
+        """Drop every entry that is not done, or needed by some stage, and that `unwanted` picks; returns them sorted.
+
+        The others, most of a batch, are not looked at: this is asked with every report.
+        """
+        gone = sorted(mb for mb in self.undone.union(*self.missing) if unwanted(mb, self.entries[mb]))
         for mb in gone:
             self.drop(mb)
         return gone
@@ -118,7 +130,7 @@ class Ledger:
 
     def unfinished(self) -> Counter[str]:
         """How many microbatches each trainer has under way."""
-        return Counter(mb.trainer for mb, entry in self.entries.items() if not entry.done)
+        return Counter(mb.trainer for mb in self.undone)
 
     def begun(self) -> dict[str, tuple[int, float]]:
         """How many microbatches each trainer has to do still, or to do again, and since when the oldest of them."""
@@ -149,6 +161,7 @@ class Ledger:
     def check(self) -> None:
         """Raise AssertionError when an invariant is broken."""
         assert len(self.entries) <= self.capacity
+        assert self.undone == {mb for mb, entry in self.entries.items() if not entry.done}
         for stage, lacking in enumerate(self.missing):
             assert lacking == {mb for mb, entry in self.entries.items() if entry.holders[stage] == NOBODY}
 

@@ -47,7 +47,7 @@ def run_steps(seconds: dict[str, float], batch: int, steps: int, own_pace: bool)
             assert due, "nobody computes and the batch is not full"
             now, name, mb, since = heapq.heappop(due)
             busy[name] = False
-            ledger.entries[mb].done = True
+            ledger.finish(mb)
             ledger.hold(mb, 0, name)
             admission.finished(now, name, since)
             open_[name].remove(mb.seq)
@@ -94,7 +94,7 @@ def test_a_trainer_that_is_gone_is_not_waited_for(own_pace: bool) -> None:
     assert admission.first() == "b"
     admission.finished(2.0, "a", 0.0)  # a late word of it changes nothing
     admission.report("b", (5, 6, 7, 8))
-    ledger.drop_where(lambda mb, _: mb.trainer == "a")
+    ledger.drop_open(lambda mb, _: mb.trainer == "a")
     assert [mb.trainer for mb in fill(admission, ledger, 3.0)] == ["b", "b"]
 
 

@@ -37,7 +37,7 @@ class Swarm:
     def go(self, name: str) -> None:
         del self.seconds[name], self._begun[name]
         self.admission.gone(name)
-        self.ledger.drop_where(lambda mb, entry: mb.trainer == name and not entry.done)
+        self.ledger.drop_open(lambda mb, entry: mb.trainer == name and not entry.done)
 
     def step(self) -> list[tuple[float, float | None]]:
         """A whole step: when each microbatch was done, and the forecast just after it."""
@@ -55,7 +55,7 @@ class Swarm:
         told = self.forecast()
         self.now, mb = min(begun[0] for begun in self._begun.values() if begun)
         since = self.ledger.entries[mb].since
-        self.ledger.entries[mb].done = True
+        self.ledger.finish(mb)
         self.ledger.hold(mb, 0, mb.trainer)
         self.admission.finished(self.now, mb.trainer, since)
         queue = self._begun[mb.trainer]
