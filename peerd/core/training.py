@@ -11,6 +11,7 @@ authenticated connection says.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from typing import Annotated, Literal
 
 import msgspec
@@ -50,7 +51,38 @@ class Mb(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=Tru
 
 
 MbList = Annotated[list[Mb], msgspec.Meta(max_length=MAX_MICROBATCHES)]
-SeqList = Annotated[list[Seq], msgspec.Meta(max_length=MAX_MICROBATCHES)]
+
+
+class Seqs(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Numbers of one trainer's microbatches, in order, at most MAX_MICROBATCHES.
+
+    As spans of numbers that follow each other, which most do: reports come with each microbatch, and number by number
+    they would fill a slow line when a batch has many.
+    """
+
+    spans: Annotated[
+        list[tuple[Seq, Annotated[int, msgspec.Meta(ge=1, le=MAX_MICROBATCHES)]]],  # the first, and how many
+        msgspec.Meta(max_length=MAX_MICROBATCHES),
+    ] = msgspec.field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if sum(count for _, count in self.spans) > MAX_MICROBATCHES:
+            raise ValueError(f"more than {MAX_MICROBATCHES} microbatches")
+
+    @classmethod
+    def of(cls, numbers: Iterable[int]) -> Seqs:
+        """ValueError if they are too many."""
+        spans: list[tuple[int, int]] = []
+        for number in numbers:
+            if spans and number == spans[-1][0] + spans[-1][1]:
+                spans[-1] = spans[-1][0], spans[-1][1] + 1
+            else:
+                spans.append((number, 1))
+        return cls(spans)
+
+    def __iter__(self) -> Iterator[int]:
+        for first, count in self.spans:
+            yield from range(first, first + count)
 
 
 class Position(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, order=True):
@@ -147,13 +179,13 @@ class TrainerSync(Message, frozen=True):
     run: Fingerprint
     term: Term  # the highest it has seen
     step: StepNumber  # the step these microbatches belong to
-    open: SeqList  # begun or wished for, in the trainer's order of preference
+    open: Seqs  # begun or wished for, in the trainer's order of preference
     done: Annotated[list[Done], msgspec.Meta(max_length=MAX_MICROBATCHES)]  # news since the last answer
     seen: Annotated[int, msgspec.Meta(ge=0)]  # version of the view it has
     seen_members: Annotated[int, msgspec.Meta(ge=0)]  # version of the membership it has
     wait_s: Annotated[float, msgspec.Meta(ge=0, le=60)]
-    early: SeqList = msgspec.field(default_factory=list)  # of `open` and `done`, those begun for the step after
-    unknown: SeqList = msgspec.field(default_factory=list)  # it was told to repeat these, and has them no more
+    early: Seqs = msgspec.field(default_factory=Seqs)  # of `open` and `done`, those begun for the step after
+    unknown: Seqs = msgspec.field(default_factory=Seqs)  # it was told to repeat these, and has them no more
 
 
 class Redo(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -167,9 +199,9 @@ class TrainerAnswer(Message, frozen=True):
     term: Term
     step: StepNumber
     taken: bool  # False: report `done` again later
-    admitted: SeqList  # all of this trainer's microbatches that count towards `step`
+    admitted: Seqs  # all of this trainer's microbatches that count towards `step`
     redo: Annotated[list[Redo], msgspec.Meta(max_length=MAX_MICROBATCHES)]
-    counted: SeqList | None  # those of this trainer in the batch of the step it reported on; None: not known
+    counted: Seqs | None  # those of this trainer in the batch of the step it reported on; None: not known
     evaluate: bool  # this trainer is the one to evaluate
     complete: bool  # the run has made all its steps
     waits_for: Annotated[str, msgspec.Meta(max_length=400)]
@@ -177,8 +209,8 @@ class TrainerAnswer(Message, frozen=True):
     members_version: int
     members: Annotated[list[MemberInfo], msgspec.Meta(max_length=MAX_MEMBERS)] | None
     forecast: Forecast | None = None  # as in MemberAnswer
-    early: SeqList = msgspec.field(default_factory=list)  # as `admitted`, for the step after; only in a delayed run
-    counted_early: SeqList | None = msgspec.field(default_factory=list)  # as `counted`, of the step after that one
+    early: Seqs = msgspec.field(default_factory=Seqs)  # as `admitted`, for the step after; only in a delayed run
+    counted_early: Seqs | None = msgspec.field(default_factory=Seqs)  # as `counted`, of the step after that one
 
 
 class Party(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):

@@ -134,13 +134,14 @@ class Contribution(Generic[T]):
     def _close_step(self, answer: TrainerAnswer) -> list[Order[T]]:
         """The swarm is at another step: count what it counted, go on with what was early, begin the rest again."""
         orders: list[Order[T]] = []
+        of_step, of_early = (None if said is None else {*said} for said in (answer.counted, answer.counted_early))
         for item in list(self.items.values()):
             if item.step is None:
                 continue  # a wish: may be admitted to the new step under the same number
             if item.step == self.step + 1 == answer.step:
                 continue  # it was early and no longer is
             del self.items[item.seq]
-            counted = answer.counted if item.step == self.step else answer.counted_early
+            counted = of_step if item.step == self.step else of_early
             if counted is not None and item.seq in counted:
                 self.tally.counted += 1
             elif counted is None and item.finished:

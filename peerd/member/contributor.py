@@ -14,7 +14,7 @@ import trio
 
 from peerd.core.errors import RemoteError
 from peerd.core.progress import TrainerProgress, encode_progress, pause_s, progress_key
-from peerd.core.training import Done, MemberInfo, TrainerAnswer, TrainerSync
+from peerd.core.training import Done, MemberInfo, Seqs, TrainerAnswer, TrainerSync
 from peerd.role import Begun, Contribution, Drop, Order, Repeat, RoleContext, Start, Training
 
 T = TypeVar("T")  # what a microbatch carries
@@ -152,13 +152,13 @@ class Contributor(Generic[T]):
             run=self._training.fingerprint,
             term=self.answer.term if self.answer else 0,
             step=self.books.step,
-            open=self.books.open(),
+            open=Seqs.of(self.books.open()),
             done=self._said,
             seen=self._seen,
             seen_members=self._seen_members,
             wait_s=0.0 if self._dirty or (self._has_news and not self._refused) else _SYNC_WAIT_S,
-            early=self.books.early(),
-            unknown=self.books.unknown,
+            early=Seqs.of(self.books.early()),
+            unknown=Seqs.of(self.books.unknown),
         )
 
     def _take(self, answer: TrainerAnswer, nursery: trio.Nursery) -> None:

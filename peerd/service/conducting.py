@@ -29,6 +29,7 @@ from peerd.core.training import (
     Prepare,
     Prepared,
     Restore,
+    Seqs,
     TrainerAnswer,
     TrainerSync,
 )
@@ -428,9 +429,9 @@ class Conducting:
                 term=self.term,
                 step=step,
                 taken=taken,
-                admitted=machine.admitted(name),
+                admitted=Seqs.of(machine.admitted(name)),
                 redo=machine.redo(name),
-                counted=machine.counted(name, body.step),
+                counted=_seqs(machine.counted(name, body.step)),
                 evaluate=machine.evaluates(name),
                 complete=machine.phase is Phase.COMPLETE,
                 waits_for=machine.waits_for(),
@@ -438,8 +439,8 @@ class Conducting:
                 members_version=machine.members_version,
                 members=machine.members() if news else None,
                 forecast=self._outlook.look(trio.current_time(), machine),
-                early=machine.admitted(name, early=True),
-                counted_early=machine.counted(name, body.step + 1),
+                early=Seqs.of(machine.admitted(name, early=True)),
+                counted_early=_seqs(machine.counted(name, body.step + 1)),
             )
         )
 
@@ -466,3 +467,7 @@ class Conducting:
         if self._machine is None:
             raise Refused("this peer does not conduct")
         return Answer(Conducts(self.term))
+
+
+def _seqs(numbers: list[int] | None) -> Seqs | None:
+    return None if numbers is None else Seqs.of(numbers)

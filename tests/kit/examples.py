@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import pkgutil
 import random
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -66,12 +67,20 @@ def _value(info: mi.Type, rng: random.Random, depth: int) -> Any:
         case mi.LiteralType():
             return rng.choice(info.values)
         case mi.StructType():
-            return info.cls(*(_value(field.type, rng, depth + 1) for field in info.fields))
+            return _struct(info, rng, depth)
         case mi.AnyType():
             return rng.choice([None, 1, "any", [1, 2]])
         case mi.RawType() | mi.Metadata():
             raise TypeError(f"a message should not hold {info}")
     raise TypeError(f"no examples are made of {info} yet: add it here")
+
+
+def _struct(info: mi.StructType, rng: random.Random, depth: int) -> Any:
+    """Some types refuse what each of their fields allows."""
+    for _ in range(100):
+        with suppress(ValueError):
+            return info.cls(*(_value(field.type, rng, depth + 1) for field in info.fields))
+    raise TypeError(f"no example of {info.cls} was accepted")
 
 
 def _int(info: mi.IntType, rng: random.Random) -> int:

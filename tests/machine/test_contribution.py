@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from peerd.core.training import Redo, TrainerAnswer
+from peerd.core.training import Redo, Seqs, TrainerAnswer
 from peerd.machine.contribution import Begun, Contribution, Drop, Repeat, Start
 
 
@@ -26,6 +26,9 @@ def answer(step: int, admitted: list[int], **more: object) -> TrainerAnswer:
         "members": None,
         **more,
     }
+    for name in ("admitted", "early", "counted", "counted_early"):
+        if isinstance(numbers := fields.get(name), list):
+            fields[name] = Seqs.of(numbers)
     return TrainerAnswer(**fields)  # type: ignore[arg-type]
 
 
