@@ -30,7 +30,7 @@ from peerd.member.contributor import Contributor
 from peerd.member.stage import StageMember
 from peerd.role import Load, RoleContext, Training
 
-_AHEAD = 4  # microbatches of samples that lie ready
+_AHEAD = 4  # microbatches of samples that lie ready, at least: as many as the next report may wish for
 _EVALUATION_BATCH = 16  # samples
 _DATA_RETRY_S = 10.0  # when a server of data cannot be reached
 _REPLICA_IN_FLIGHT = 2  # one that is computed and the next: others may be faster with what would wait here
@@ -156,7 +156,7 @@ class TrainerRole:
             return self._load(stream.take(count)), stream.position()
 
         while True:
-            while len(self._books.waiting) < _AHEAD:
+            while len(self._books.waiting) < max(_AHEAD, self._contributor.in_flight()):
                 try:
                     load, self._position = await self._worker.run(take, name="take samples")
                 except DataUnavailable as error:

@@ -24,7 +24,6 @@ _PUBLISH_S = 3.0
 _PUBLISH_RARELY_S = 15.0  # a quarter of a record's life
 _RECORD_TTL_S = 60.0
 _LEAVE_PATIENCE_S = 4.0
-_FADING = 0.97  # of a long answer, with each one after it: lines are full at times, and news are few then
 
 
 class Work(Protocol[T]):
@@ -74,7 +73,7 @@ class Contributor(Generic[T]):
         self.answer: TrainerAnswer | None = None
         self.complete = False
         self.leaving = False
-        self.answer_s = 0.0  # the longest that it took lately until news were answered
+        self._longest_s = [0.0, 0.0]  # until news were answered, in the step before and since
         self._waits_for: str | None = None
         self._scopes: dict[int, list[trio.CancelScope]] = {}
         self._idle: trio.CancelScope | None = None  # of a report without news: cancelled when there is some
@@ -101,6 +100,11 @@ class Contributor(Generic[T]):
             "requeued": tally.requeued,
             "lost": tally.lost,
         }
+
+    @property
+    def answer_s(self) -> float:
+        """The longest that it took lately until news were answered: in each step, lines are full for a while."""
+        return max(self._longest_s)
 
     # --- following the conductor ------------------------------------------------------------------------------
 
@@ -129,7 +133,7 @@ class Contributor(Generic[T]):
                     )
                     self._idle = None
                     if self._said:
-                        self.answer_s = max(trio.current_time() - asked, self.answer_s * _FADING)
+                        self._longest_s[1] = max(self._longest_s[1], trio.current_time() - asked)
                     self._refused = self._has_news and not answer.taken and answer.version == self._seen
                     self._take(answer, nursery)
                 self._idle = None
@@ -171,6 +175,7 @@ class Contributor(Generic[T]):
         before = self.books.step
         orders = self.books.answered(answer, self._said)
         if self.books.step != before:
+            self._longest_s = [self._longest_s[1], 0.0]
             self._work.stepped(before)
         for order in orders:
             self._carry_out(order, nursery)

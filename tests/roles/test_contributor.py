@@ -1,0 +1,118 @@
+"""What a contributor remembers of the conductor's answers, and how many samples a trainer keeps ready for it."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import trio
+from trio.testing import MockClock
+
+from peerd.core.training import MemberInfo, Seqs, TrainerAnswer, TrainerSync
+from peerd.member.contributor import Contributor
+from peerd.role import Load
+from roles import trainer
+from roles.trainer import TrainerRole
+
+
+class Conductor:
+    """Admits whatever it is asked for. News are answered in the time that it is told, and may end the step."""
+
+    def __init__(self, answers: list[tuple[float, bool]]) -> None:
+        self.waits_for, self.changes = None, 0
+        self._answers = answers
+        self.step = 0
+
+    async def ask(self, method: str, report: Callable[[], TrainerSync], answer: object, timeout_s: float) -> Any:
+        body = report()
+        took_s, stepped = self._answers.pop(0) if body.done else (9.0, False) if self.step else (0.0, False)
+        await trio.sleep(took_s)
+        self.step += stepped
+        return TrainerAnswer(
+            term=1,
+            step=self.step,
+            taken=not stepped,
+            admitted=Seqs() if stepped else Seqs.of([*body.open, *(done.seq for done in body.done)]),
+            redo=[],
+            counted=Seqs(),
+            evaluate=False,
+            complete=not self._answers,
+            waits_for="",
+            version=1,
+            members_version=1,
+            members=None,
+        )
+
+    def note_forecast(self, forecast: object) -> None: ...
+
+    def note_members(self, members: list[MemberInfo]) -> list[MemberInfo]:
+        return members
+
+
+class Work:
+    """Done as soon as it is begun."""
+
+    def __init__(self) -> None:
+        self.longest: list[float] = []  # whenever it changed
+        self.contributor: Contributor[str] | None = None
+
+    def in_flight(self) -> int:
+        return 2
+
+    def refill(self, waiting: list[str]) -> None:
+        waiting += ["samples"] * (2 - len(waiting))
+
+    async def train(self, step: int, seq: int, load: str) -> list[str]:
+        return ["us"]
+
+    async def repeat(self, step: int, seq: int, stage: int, load: str) -> str:
+        return "us"
+
+    def note_members(self, members: list[MemberInfo]) -> None: ...
+
+    def stepped(self, before: int) -> None: ...
+
+    def answered(self, answer: TrainerAnswer) -> None:
+        assert self.contributor is not None
+        if not self.longest or self.longest[-1] != self.contributor.answer_s:
+            self.longest.append(self.contributor.answer_s)
+
+    def progress(self) -> Any: ...
+
+
+async def test_the_longest_answer_to_news_of_this_step_and_the_one_before_counts(autojump_clock: MockClock) -> None:
+    said = [(0.1, False), (0.4, False), (0.2, True), (0.1, False), (0.2, False), (0.1, True), (0.1, False), (0.1, True)]
+    said += [(0.1, False)]
+    ctx: Any = SimpleNamespace(clock=SimpleNamespace(secure_bytes=bytes))
+    training: Any = SimpleNamespace(following=Conductor(said), fingerprint=bytes(16))
+    work = Work()
+    contributor: Contributor[str] = Contributor(ctx, training, work)
+    work.contributor = contributor
+    await contributor.follow()
+    # Reports without news wait for some, however long that is. 0.4 is forgotten when the step after its own ends.
+    assert work.longest == pytest.approx([0.0, 0.1, 0.4, 0.2, 0.1])
+
+
+@pytest.mark.parametrize("in_flight", [1, 4, 23])
+async def test_as_many_samples_lie_ready_as_the_next_report_may_wish_for(in_flight: int) -> None:
+    """While gradients fill the line, few reports pass: each wishes for all that is computed until the next one."""
+    role: Any = TrainerRole.__new__(TrainerRole)
+    role._run = SimpleNamespace(pipeline=SimpleNamespace(microbatch=2))
+    role._books = SimpleNamespace(waiting=list[Load](), open=lambda: range(in_flight))
+    role._contributor = SimpleNamespace(in_flight=lambda: in_flight)
+    role._data_problem = None
+    role._load = lambda samples: samples
+
+    async def run(job: Callable[[], Any], *, name: str) -> Any:
+        return job()
+
+    role._worker = SimpleNamespace(run=run)
+    stream: Any = SimpleNamespace(take=lambda count: ["text"] * count, position=dict)
+    feed: Callable[[Any], Awaitable[None]] = role._feed
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(feed, stream)
+        await trio.testing.wait_all_tasks_blocked()
+        nursery.cancel_scope.cancel()
+    assert len(role._books.waiting) == max(trainer._AHEAD, in_flight)
