@@ -20,7 +20,7 @@ from peerd.machine.allreduce import AveragingPlan
 Pacer = Callable[[PeerId, float], None]  # bytes/s to a peer; inf: as fast as the system can
 
 _CATCH_UP: Final = 1.5  # times the even rate, when only sums are left
-_LEAST_BYTES_PER_S: Final = 40e3  # calls share the connection
+_LEAST_BYTES_PER_S: Final = 64e3  # calls share the connection
 
 
 class Evenly:

@@ -43,7 +43,7 @@ def test_calls_on_the_same_connection_keep_a_rate_of_their_own() -> None:
     evenly._rates = dict.fromkeys(evenly._rates, 1.0)
     owner = min(evenly._owners)
     evenly.begin(owner)
-    assert rates == {owner: [40e3]}
+    assert rates == {owner: [64e3]}
 
 
 @pytest.mark.parametrize("s_per_byte", [0.0, 1e-6])
