@@ -1,8 +1,9 @@
 """The tensor coder: makes frames of tensors and tensors of frames in a thread of its own.
 
-Neither the trio loop nor the device's thread codes anything. A large tensor is coded in chunks of about 1 MiB: its
-frame is there as soon as the first chunk is, and travels while the others are made (`TensorFrame.ready`).
-How a tensor travels, its sender decides (`choice`); what arrives is checked here, whatever its code.
+Neither the trio loop nor the device's thread codes anything; what came uncoded is a tensor as it is. A large tensor is
+coded in chunks of about 1 MiB: its frame is there as soon as the first chunk is, and travels while the others are made
+(`TensorFrame.ready`). How a tensor travels, its sender decides (`choice`); what arrives is checked here, whatever its
+code.
 """
 
 from __future__ import annotations
@@ -96,6 +97,9 @@ class Coder:
         def job() -> list[Tensor]:
             return [decode(f, name=n, device=self._device) for f, n in zip(frames, names, strict=True)]
 
+        if self._device == "cpu" and all(map(_is_plain, frames)):
+            await trio.lowlevel.checkpoint()
+            return job()
         return await self._work(job, f"decode {', '.join(names)}")
 
     def _begin(self, tensor: Tensor, name: str, rate_bytes_per_s: float | None) -> tuple[Encoding, str]:
@@ -118,3 +122,8 @@ class Coder:
 
     async def _work(self, job: Callable[[], T], name: str) -> T:
         return await self._worker.run(job, name=name)
+
+
+def _is_plain(frame: TensorFrame) -> bool:
+    """Does its tensor share its memory, so that there is nothing to compute?"""
+    return frame.coding == "none" and not frame.lossless and frame.dtype != "bool"

@@ -14,7 +14,8 @@ import trio
 
 from peerd.compute import coder as module
 from peerd.compute.coder import Coder
-from peerd.compute.coding import NotFinite
+from peerd.compute.coding import NotFinite, Plan, encode
+from peerd.compute.tensors import to_frame
 from peerd.compute.worker import DeviceWorker
 from peerd.core.errors import LocalError, ProtocolViolation
 from peerd.core.frame import TensorFrame
@@ -34,6 +35,10 @@ class StepWorker:
 
     def step(self) -> None:
         self._steps.release()
+
+    @property
+    def waits(self) -> bool:
+        return bool(self._steps.statistics().tasks_waiting)
 
     async def run(self, job: Callable[[], T], *, name: str, cost_s: float = 0.0) -> T:
         await self._steps.acquire()
@@ -145,3 +150,29 @@ async def test_the_loop_and_the_device_code_nothing(monkeypatch: pytest.MonkeyPa
         frame = await whole(await c.encode(torch.randn(LARGE), name="large"))
         await c.decode([frame], ["large"])
     assert threads == {"peerd coding"}
+
+
+TOKENS = to_frame(torch.arange(24).view(2, 12))
+FOR_THE_WORKER = {
+    "coded": encode(torch.randn(256), Plan("int8")),
+    "packed": encode(torch.zeros(4096), Plan("none", lossless=True)),
+    "bits to be made of bytes": to_frame(torch.ones(4, dtype=torch.bool)),
+}
+
+
+async def test_what_is_a_tensor_as_it_is_needs_no_thread() -> None:
+    async with coder(StepWorker()) as c:  # which takes no step
+        (tokens,) = await c.decode([TOKENS], ["tokens"])
+        assert torch.equal(tokens, torch.arange(24).view(2, 12))
+        with pytest.raises(ProtocolViolation, match="the targets has"):
+            await c.decode([TOKENS, replace(TOKENS, payload=bytes(3))], ["the input", "the targets"])
+
+
+@pytest.mark.parametrize("kind", FOR_THE_WORKER)
+async def test_what_takes_computing_is_left_to_the_thread(kind: str) -> None:
+    worker = StepWorker()
+    async with coder(worker) as c, trio.open_nursery() as nursery:
+        nursery.start_soon(c.decode, [TOKENS, FOR_THE_WORKER[kind]], ["the input", "the targets"])
+        await trio.testing.wait_all_tasks_blocked()
+        assert worker.waits
+        worker.step()
