@@ -4,8 +4,9 @@ Two `peerd` processes, one thread each, hold a replica on a host of their own in
 run of its own with half the batch, both at once, as fast as they can: what computing alone would do. Then both train
 one run behind lines on which the whole gradient takes as long to cross as a batch takes to be computed: `synchronous`,
 where a step computes and then averages, and `delayed`, where it averages while the next one is computed. Same seed,
-same start. Other programs on the machine slow computing down in one run and not in another: `others` says how much they
-took, and `busy` the share of the time in which the replicas computed: low where the line is what is waited for.
+same start. The machine's own speed changes within minutes: alone is measured before the other two and after them, and
+the mean counts. `others` says how much of the processor everything else took, and `busy` the share of the time in which
+the replicas computed: low where the line is what is waited for.
 
 The loss is measured apart (`_staleness`), with every gradient one step old: more than a run can have. Needs Linux, root
 and iproute2.
@@ -17,7 +18,8 @@ import copy
 import os
 import statistics
 import tempfile
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -106,6 +108,11 @@ def measured(runs: list[dict[str, Any]], rate_mbit: float | None, steps: int) ->
     )
 
 
+def mean(found: Sequence[Measured]) -> Measured:
+    """Of the same run, made several times."""
+    return Measured(*(statistics.mean(values) for values in zip(*map(astuple, found), strict=True)))
+
+
 def line_mbit(alone: Measured) -> float:
     """The line on which a gradient crosses in the time of a step's computing."""
     return VALUES * 32e-6 * OVERHEAD / alone.step_s
@@ -127,6 +134,7 @@ def measure(full: bool) -> Report:
     rate_mbit = line_mbit(alone)
     delayed = measured([run_file(True)] * REPLICAS, rate_mbit, sizes.delayed)
     synchronous = measured([run_file(False)] * REPLICAS, rate_mbit, sizes.synchronous)
+    alone = mean([alone, measured(halves(), None, sizes.alone)])
     losses = compared(sizes.loss_steps, sizes.orders)
     sections = [
         section("alone", alone, alone),
