@@ -1,16 +1,16 @@
 """The tensor coder: makes frames of tensors and tensors of frames in a thread of its own.
 
-Neither the trio loop nor the device's thread codes anything; what came uncoded is a tensor as it is. A large tensor is
-coded in chunks of about 1 MiB: its frame is there as soon as the first chunk is, and travels while the others are made
-(`TensorFrame.ready`). How a tensor travels, its sender decides (`choice`); what arrives is checked here, whatever its
-code.
+Neither the trio loop nor the device's thread codes anything; what is small and came uncoded is a tensor as it is. A
+large tensor is coded in chunks of about 1 MiB: its frame is there as soon as the first chunk is, and travels while the
+others are made (`TensorFrame.ready`). How a tensor travels, its sender decides (`choice`); what arrives is checked
+here, whatever its code.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TypeVar
+from typing import Final, TypeVar
 
 import trio
 from torch import Tensor
@@ -24,6 +24,9 @@ from peerd.core.runfile import BoundarySection
 from peerd.core.work import Worker
 
 T = TypeVar("T")
+
+_SMALL_BYTES: Final = 1 << 18
+_AT_ONCE: Final = 4  # small frames of a message
 
 
 class Progress:
@@ -97,7 +100,7 @@ class Coder:
         def job() -> list[Tensor]:
             return [decode(f, name=n, device=self._device) for f, n in zip(frames, names, strict=True)]
 
-        if self._device == "cpu" and all(map(_is_plain, frames)):
+        if self._device == "cpu" and len(frames) <= _AT_ONCE and all(map(_is_small_and_plain, frames)):
             await trio.lowlevel.checkpoint()
             return job()
         return await self._work(job, f"decode {', '.join(names)}")
@@ -124,6 +127,7 @@ class Coder:
         return await self._worker.run(job, name=name)
 
 
-def _is_plain(frame: TensorFrame) -> bool:
-    """Does its tensor share its memory, so that there is nothing to compute?"""
-    return frame.coding == "none" and not frame.lossless and frame.dtype != "bool"
+def _is_small_and_plain(frame: TensorFrame) -> bool:
+    """Does its tensor share its memory, or is it copied in no time where that is not aligned?"""
+    plain = frame.coding == "none" and not frame.lossless and frame.dtype != "bool"
+    return plain and memoryview(frame.payload).nbytes <= _SMALL_BYTES

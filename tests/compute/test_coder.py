@@ -156,6 +156,7 @@ TOKENS = to_frame(torch.arange(24).view(2, 12))
 FOR_THE_WORKER = {
     "coded": encode(torch.randn(256), Plan("int8")),
     "packed": encode(torch.zeros(4096), Plan("none", lossless=True)),
+    "large: it may not be aligned": to_frame(torch.zeros((1 << 16) + 1)),
     "bits to be made of bytes": to_frame(torch.ones(4, dtype=torch.bool)),
 }
 
