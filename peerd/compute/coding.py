@@ -27,6 +27,7 @@ from torch import Tensor
 from peerd.compute import lossless
 from peerd.compute.choice import Plan, Sample
 from peerd.compute.kernels import ops, tables
+from peerd.compute.kernels.reference import Beside
 from peerd.compute.tensors import TORCH_DTYPES, all_finite, dtype_name, fits, raw_bytes, values_of
 from peerd.core.blockwise import BLOCKS, CODES, SCALE_BYTES, scale_count
 from peerd.core.errors import LocalError, PeerdError, ProtocolViolation
@@ -138,30 +139,21 @@ def decode(
     return tensor
 
 
-def encode_missing(
-    values: Tensor, plan: Plan, missed: Tensor | None, more: bool, seen: Tensor | None, *, name: str = "a tensor"
-) -> TensorFrame:
-    """As `encode`, of a flat tensor of the CPU, and what that costs it, with fewer passes where the code is blockwise.
+def encode_missing(values: Tensor, plan: Plan, beside: Beside, *, name: str = "a tensor") -> TensorFrame:
+    """As `encode`, of a flat tensor of the CPU, with what it makes `beside`: in one pass where the code is blockwise.
 
-    `missed` gets the values minus what others decode, added to what stands there if `more`; `seen`, perhaps `values`,
-    gets what others decode. Both hold nothing of use when NotFinite is raised.
+    That holds nothing of use when NotFinite is raised.
     """
     dtype, count = dtype_name(values.dtype), values.numel()
     plan = _settled(plan, dtype, name)
     if plan.coding in CODES and not plan.lossless and count and values.dtype == torch.float32:
         payload = raw_bytes(torch.empty(expected_bytes(dtype, (count,), plan.coding, plan.block), dtype=torch.uint8))
         scales, codes = _laid_out(payload, count, plan.block)
-        ops.quantize_missing(
-            values, plan.coding, plan.block, codes=codes, scales=scales, missed=missed, more=more, seen=seen
-        )
+        ops.quantize_missing(values, plan.coding, plan.block, codes=codes, scales=scales, beside=beside)
         seal_scales(payload, scales.nbytes, name)
         return TensorFrame(dtype, (count,), payload, plan.coding, plan.block)
     frame = encode(values, plan, name=name)
-    decoded = decode(frame, name=name)
-    if missed is not None:
-        missed.copy_(missed + (values - decoded) if more else values - decoded)
-    if seen is not None:
-        seen.copy_(decoded)
+    beside.take(values, decode(frame, name=name))
     return frame
 
 

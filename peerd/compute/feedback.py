@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from peerd.compute.coding import Plan, decode, decode_onto, encode_missing
+from peerd.compute.kernels.reference import Beside
 from peerd.core.frame import TensorFrame
 from peerd.core.runfile import AveragingSection
 
@@ -88,8 +89,8 @@ class ErrorFeedback:
     def encode(self, begin: int, values: Vector, seen: Vector | None = None) -> TensorFrame:
         """Code the part that begins at element `begin`; `seen`, perhaps `values`, gets it as decoded. NotFinite."""
         missed, more = self._new.room(begin, len(values)) if self._new is not None else (None, False)
-        places = _tensor(missed), more, _tensor(seen)
-        return encode_missing(torch.from_numpy(values), self._plan, *places, name="a part of the gradient")
+        beside = Beside(_tensor(missed), more, _tensor(seen))
+        return encode_missing(torch.from_numpy(values), self._plan, beside, name="a part of the gradient")
 
     def decode(self, frame: TensorFrame, like: Vector) -> Vector:
         """A part in the shape and dtype of `like`; ProtocolViolation for anything else."""

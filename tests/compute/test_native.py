@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from peerd.compute.kernels import native, reference
+from peerd.compute.kernels.reference import Beside
 from peerd.core.blockwise import BLOCKS, code_bytes, scale_count
 from tests.kit.blockwise_cases import (
     DTYPES,
@@ -158,7 +159,7 @@ def test_what_coding_misses_is_what_decoding_it_again_says(
         missed = before + (x - decoded) if more else x - decoded
         for seen in (None, torch.empty_like(x), x):  # x is overwritten by the last one
             found = torch.empty_like(codes), torch.empty_like(scales), before.clone()
-            native.quantize_missing(x, code, block, *found, more, seen)
+            native.quantize_missing(x, code, block, *found[:2], Beside(found[2], more, seen))
             assert all(map(same_bits, found, (codes, scales, missed)))
             assert seen is None or same_bits(seen, decoded)
 

@@ -59,7 +59,9 @@ def expected(call: Call) -> tuple[torch.Tensor, ...]:
         x, *before = call.inputs
         codes, scales, missed, seen = call.outputs()
         missed = before[0].clone() if before else missed
-        reference.quantize_missing(x, call.code, call.block, codes, scales, missed, bool(before), seen)
+        reference.quantize_missing(
+            x, call.code, call.block, codes, scales, reference.Beside(missed, bool(before), seen)
+        )
         return codes, scales, missed, seen
     if call.function == "dequantize_onto":
         codes, scales, base = call.inputs

@@ -16,7 +16,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from peerd.compute.kernels.reference import contiguous, room_for
+from peerd.compute.kernels.reference import Beside, contiguous, room_for
 from peerd.core.blockwise import CODES, scale_count
 
 ISAS: Final = ("plain", "avx2", "avx512", "avx512-vbmi", "neon")  # by the library's numbers
@@ -106,21 +106,10 @@ def dequantize(codes: Tensor, scales: Tensor, code: str, block: int, out: Tensor
     return out
 
 
-def quantize_missing(
-    x: Tensor,
-    code: str,
-    block: int,
-    codes: Tensor,
-    scales: Tensor,
-    missed: Tensor | None,
-    more: bool,
-    seen: Tensor | None,
-) -> None:
-    """As `quantize`, of float32. `missed` gets what was meant minus what will be decoded, added to it if `more`.
-
-    `seen`, perhaps x, gets what will be decoded.
-    """
-    places = scales.data_ptr(), codes.data_ptr(), _address(missed), more, _address(seen)
+def quantize_missing(x: Tensor, code: str, block: int, codes: Tensor, scales: Tensor, beside: Beside) -> None:
+    """As `quantize`, of float32, with what it makes `beside`."""
+    kept = _address(beside.missed), beside.more, _address(beside.seen)
+    places = scales.data_ptr(), codes.data_ptr(), *kept
     _done(_library().quantize_missing(x.data_ptr(), x.numel(), CODES[code].number, _log2(block), *places))
 
 

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from peerd.compute.kernels import native, reference, tables
+from peerd.compute.kernels.reference import Beside
 from peerd.core.blockwise import BLOCKS, CODES, code_bytes, scale_count
 
 DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
@@ -66,15 +67,7 @@ class CpuKernels(Kernels, Protocol):
     """What they offer on the CPU, for flat float32 that lies in one piece."""
 
     def quantize_missing(
-        self,
-        x: Tensor,
-        code: str,
-        block: int,
-        codes: Tensor,
-        scales: Tensor,
-        missed: Tensor | None,
-        more: bool,
-        seen: Tensor | None,
+        self, x: Tensor, code: str, block: int, codes: Tensor, scales: Tensor, beside: Beside
     ) -> None: ...
 
     def dequantize_onto(
@@ -115,25 +108,12 @@ def all_coded(scales: Tensor) -> bool:
     return not bool((scales.view(torch.int32) > tables.LARGEST_BITS).any())
 
 
-def quantize_missing(
-    x: Tensor,
-    code: str,
-    block: int,
-    *,
-    codes: Tensor,
-    scales: Tensor,
-    missed: Tensor | None = None,
-    more: bool = False,
-    seen: Tensor | None = None,
-) -> None:
-    """Code flat float32 of the CPU. `missed` gets x minus what will be decoded, added to what stands there if `more`.
-
-    `seen`, which may be x, gets what will be decoded. ValueError for tensors that do not fit.
-    """
+def quantize_missing(x: Tensor, code: str, block: int, *, codes: Tensor, scales: Tensor, beside: Beside) -> None:
+    """Code flat float32 of the CPU, with what it makes `beside`. ValueError for tensors that do not fit."""
     _check(x, code, block)
     _check_coded(codes, scales, x, code, block)
-    _check_singles(x, *(each for each in (missed, seen) if each is not None))
-    best_on_cpu().quantize_missing(x, code, block, codes, scales, missed, more, seen)
+    _check_singles(x, *(each for each in (beside.missed, beside.seen) if each is not None))
+    best_on_cpu().quantize_missing(x, code, block, codes, scales, beside)
 
 
 def dequantize_onto(codes: Tensor, scales: Tensor, code: str, block: int, *, base: Tensor, out: Tensor) -> None:

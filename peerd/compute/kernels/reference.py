@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import Final
 
@@ -21,6 +22,28 @@ from peerd.core.blockwise import CODES, code_bytes, scale_count
 
 _SLICE_VALUES: Final = 1 << 18
 _E4M3_MAX: Final = 448.0
+
+
+@dataclass(frozen=True, slots=True)
+class Beside:
+    """What coding flat values makes beside their codes.
+
+    `missed` gets the values minus what will be decoded, added to what stands there if `more`; `seen`, which may be the
+    values themselves, gets what will be decoded.
+    """
+
+    missed: Tensor | None = None
+    more: bool = False
+    seen: Tensor | None = None
+
+    def take(self, values: Tensor, decoded: Tensor) -> None:
+        """In passes of their own, where no kernel does it with the coding."""
+        if self.missed is not None and self.more:
+            self.missed.add_(values - decoded)
+        elif self.missed is not None:
+            torch.sub(values, decoded, out=self.missed)
+        if self.seen is not None:
+            self.seen.copy_(decoded)
 
 
 def quantize(
@@ -68,28 +91,11 @@ def dequantize(codes: Tensor, scales: Tensor, code: str, block: int, out: Tensor
     return out
 
 
-def quantize_missing(
-    x: Tensor,
-    code: str,
-    block: int,
-    codes: Tensor,
-    scales: Tensor,
-    missed: Tensor | None,
-    more: bool,
-    seen: Tensor | None,
-) -> None:
-    """As `quantize`, of float32. `missed` gets what was meant minus what will be decoded, added to it if `more`.
-
-    `seen`, perhaps x, gets what will be decoded.
-    """
+def quantize_missing(x: Tensor, code: str, block: int, codes: Tensor, scales: Tensor, beside: Beside) -> None:
+    """As `quantize`, of float32, with what it makes `beside`."""
     quantize(x, code, block, codes, scales)
     decoded = dequantize(codes, scales, code, block, torch.empty_like(x))
-    if missed is not None and more:
-        missed.add_(x - decoded)
-    elif missed is not None:
-        torch.sub(x, decoded, out=missed)
-    if seen is not None:
-        seen.copy_(decoded)
+    beside.take(x, decoded)
 
 
 def dequantize_onto(codes: Tensor, scales: Tensor, code: str, block: int, base: Tensor, out: Tensor) -> None:
