@@ -18,6 +18,7 @@ from peerd.machine.admission import Admission
 from peerd.machine.conducting import TrainerReport
 from peerd.machine.ledger import Counted, Entry, Ledger
 from peerd.machine.reach import Member
+from peerd.machine.versions import Versions
 
 Unwanted = Callable[[Mb, Entry, Callable[[Mb], bool]], bool]  # the last tells whether a stage still needs it
 
@@ -33,12 +34,12 @@ class View:
 class Batches:
     """`microbatches` make a batch, each with a gradient in every one of `stages`."""
 
-    def __init__(self, stages: int, microbatches: int) -> None:
+    def __init__(self, stages: int, microbatches: int, versions: Versions) -> None:
         self._stages = range(stages)
         self._nothing = [False] * stages  # of the early batch is settled
         self.due, self.early = Ledger(stages, microbatches), Ledger(stages, microbatches)
         self.counted = Counted()
-        self.version = 0  # of what trainers see here
+        self._versions = versions  # of what trainers see
         self.trainers = Admission(own_pace=stages == 1)
 
     # --- members ----------------------------------------------------------------------------------------------
@@ -94,7 +95,6 @@ class Batches:
     def _take_done(self, now: float, ledger: Ledger, mb: Mb, done: Done, view: View) -> None:
         if len(done.holders) != len(self._stages) or mb in self.counted or not ledger.admit(mb, now):
             return
-        self.version += 1
         entry = ledger.entries[mb]
         if not entry.done:
             self.trainers.finished(now, mb.trainer, entry.since)
@@ -120,10 +120,13 @@ class Batches:
 
         def dropped(ledger: Ledger, ready: Sequence[bool]) -> bool:
             needed = partial(ledger.is_missing, settled=ready)
-            return bool(ledger.drop_open(lambda mb, entry: unwanted(mb, entry, needed)))
+            gone = ledger.drop_open(lambda mb, entry: unwanted(mb, entry, needed))
+            for mb in gone:
+                self._versions.change(mb.trainer)
+            return bool(gone)
 
         shrank = not all(settled) and dropped(self.due, settled)
-        self.version += dropped(self.early, self._nothing) or shrank
+        dropped(self.early, self._nothing)
         return shrank
 
     def fill(self, now: float, step: int, early: bool) -> None:
@@ -131,7 +134,7 @@ class Batches:
         ledger, beside = (self.early, self.due) if early else (self.due, self.early)
         for mb in self.trainers.wishes(now, ledger, self.counted, beside, step + early):
             ledger.admit(mb, now)
-            self.version += 1
+            self._versions.change(mb.trainer)
 
     def whole_in_s(self, now: float) -> float | None:
         """Seconds until the batch is whole; None: nobody knows."""
@@ -158,6 +161,7 @@ class Batches:
         self.due.clear()
         self.early.clear()
         self.counted.restart(step - 1, batch_before)
+        self._versions.change_all()
 
     def check(self) -> None:
         """Raise AssertionError when an invariant is broken."""

@@ -36,6 +36,7 @@ from peerd.machine.grouping import Grouping
 from peerd.machine.reach import START, Member, best_position
 from peerd.machine.shares import NoSplit
 from peerd.machine.splitting import Lines
+from peerd.machine.versions import Versions
 
 
 class Phase(Enum):
@@ -54,8 +55,8 @@ class Conductor:
         self._rng = rng
         self.phase = Phase.GATHERING
         self.current: Position | None = None
-        self.batches = Batches(config.stages, config.microbatches)
-        self._version = 1
+        self._versions = Versions()  # of what trainers see
+        self.batches = Batches(config.stages, config.microbatches, self._versions)
         self.members_version = 1  # of what members see
         self.lines = Lines()
         self._members: dict[str, Member] = {}
@@ -127,10 +128,14 @@ class Conductor:
 
     # --- what others may see ----------------------------------------------------------------------------------
 
+    def version(self, trainer: str) -> int:
+        """Of what this trainer sees."""
+        return self._versions.of(trainer)
+
     @property
-    def version(self) -> int:
-        """Of what trainers see."""
-        return self._version + self.batches.version
+    def newest(self) -> tuple[int, int]:
+        """Versions of all that trainers and members see: nobody has news while these stay."""
+        return self._versions.newest, self.members_version
 
     @property
     def settled(self) -> Position | None:
@@ -229,7 +234,7 @@ class Conductor:
         self.batches.told(now, hello.peer, hello.stage, due, early)
         self._quiet_since = now
         self.members_version += 1
-        self._version += 1
+        self._versions.change_all()
 
     def _member_gone(self, now: float, peer: str) -> None:
         for close in self._closing:
@@ -247,7 +252,7 @@ class Conductor:
             self._closing[member.stage] = StageClose()
         self._moving.discard(peer)
         self.members_version += 1
-        self._version += 1
+        self._versions.change_all()
 
     def _of_stage(self, stage: int) -> list[str]:
         return sorted(peer for peer, m in self._members.items() if m.stage == stage)
@@ -274,7 +279,7 @@ class Conductor:
 
     def _trainer_gone(self, peer: str) -> None:
         self.batches.trainers.gone(peer)
-        self._version += 1
+        self._versions.change_all()
 
     def _note_shrinking(self, shrank: bool) -> None:
         if shrank:
@@ -381,7 +386,7 @@ class Conductor:
         total = self._config.total_steps
         self.phase = Phase.COMPLETE if total and self.current.step >= total else Phase.OPEN
         self._broken_since = None
-        self._version += 1
+        self._versions.change_all()
         self.members_version += 1
 
     def _batch_before(self, target: Position) -> set[Mb]:
@@ -409,7 +414,7 @@ class Conductor:
             self._closing = [StageClose() for _ in range(self._config.stages)]
             self._target = None
             self.phase = Phase.OPEN
-            self._version += 1
+            self._versions.change_all()
 
     def _cancel(self, close: StageClose) -> None:
         if close.attempt:
@@ -431,7 +436,8 @@ class Conductor:
         try:
             how, close.problem = self._grouping.order(stage, group), ""
         except NoSplit as error:
-            self._version += close.problem != str(error)
+            if close.problem != str(error):
+                self._versions.change_all()
             close.problem, close.not_before = str(error), now + self._config.retry_s
             return
         close.begin(self._rng.randbytes(16), group, how.helpers)
@@ -457,7 +463,7 @@ class Conductor:
         self._cancel(close)
         close.not_before = now + min(5.0, self._config.retry_s * 2**close.failures)
         close.failures += 1
-        self._version += 1
+        self._versions.change_all()
         self._accuse(now, end, len(close.group))
 
     def _accuse(self, now: float, end: PrepareEnded, members: int) -> None:

@@ -89,7 +89,9 @@ class Conducting:
         self.term = 0
         self.notes: Callable[[str], None] = log.info
         self._nursery: trio.Nursery | None = None
-        self._changed = trio.Event()
+        self._changed = trio.Event()  # set, and replaced, with whatever somebody who waits may see
+        self._changed_to: tuple[Conductor | None, tuple[int, int]] = None, (0, 0)
+        self._fed = trio.Event()  # set, and replaced, with all that may move the next deadline
         self._heard: dict[str, float] = {}
         self._outlook = Outlook()
         self.solver: Worker | None = None  # without one, limits between pairs of peers are not counted
@@ -258,16 +260,20 @@ class Conducting:
             scope.cancel()
 
     def _wake_waiting(self) -> None:
-        self._changed.set()
-        self._changed = trio.Event()
+        self._fed.set()
+        self._fed = trio.Event()
+        news = self._machine, self._machine.newest if self._machine is not None else (0, 0)
+        if news != self._changed_to:
+            self._changed_to = news
+            self._changed.set()
+            self._changed = trio.Event()
 
     async def _keep_time(self) -> None:
         while True:
             machine, now = self._machine, trio.current_time()
             due = machine.wake_at(now) if machine is not None else now + 5.0
-            changed = self._changed
             with trio.move_on_at(due):
-                await changed.wait()
+                await self._fed.wait()
                 continue
             if self._machine is not None:
                 self._carry_out(self._machine.wake(trio.current_time()))
@@ -420,7 +426,7 @@ class Conducting:
         taken = machine.takes(body.step)
         begun, done = tuple(body.open), tuple(body.done)
         self._feed(TrainerReport(name, body.step, begun, done, tuple(body.early), tuple(body.unknown)))
-        await self._wait_for_news(lambda: machine.version != body.seen, machine, body.wait_s)
+        await self._wait_for_news(lambda: machine.version(name) != body.seen, machine, body.wait_s)
         self._still(machine, name)
         step = machine.current.step if machine.current is not None else body.step
         news = machine.members_version != body.seen_members
@@ -435,7 +441,7 @@ class Conducting:
                 evaluate=machine.evaluates(name),
                 complete=machine.phase is Phase.COMPLETE,
                 waits_for=machine.waits_for(),
-                version=machine.version,
+                version=machine.version(name),
                 members_version=machine.members_version,
                 members=machine.members() if news else None,
                 forecast=self._outlook.look(trio.current_time(), machine),

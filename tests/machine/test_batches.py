@@ -207,3 +207,17 @@ def test_what_is_held_by_a_member_keeps_its_place_whatever_its_trainer_has_forgo
     run.report("a", (), done=(1,))
     run.tell(TrainerReport("a", 0, (), (), unknown=(1,)))
     assert run.places("a") == ([1], [])
+
+
+def test_a_trainer_that_waits_is_woken_by_what_it_can_see_and_not_by_what_others_have_done() -> None:
+    run = Run()
+    run.report("a", (1,))
+    seen = run.conductor.version("a")
+    run.report("b", (2,))
+    run.report("b", (4, 6), done=(2,))
+    assert run.places("b") == ([2], [4, 6])
+    assert run.conductor.version("a") == seen
+    run.report("a", (3,), done=(1,))  # the batch is whole, and the next one full
+    run.report("b", (6,))  # 4 is given up, and 3 takes its place
+    assert run.places("a") == ([1], [3])
+    assert run.conductor.version("a") > seen

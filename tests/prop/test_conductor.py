@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from peerd.core.training import Done, LineInfo, Mb, Position
+from peerd.core.training import Done, LineInfo, Mb, Position, Redo
 from peerd.machine.conducting import (
     CancelAttempt,
     ConductorConfig,
@@ -117,7 +117,9 @@ class Swarm:
         elif choice < 0.9 and self.calls:
             self.deliver(self.calls.pop(self.rng.randrange(len(self.calls))))
         else:
+            before = {name: self.seen_by(name) for name in self.trainers}
             self.take(self.conductor.wake(self.now))
+            self.check_news(before, "")
         self.conductor.batches.check()
 
     def say_line(self, name: str, stage: int, mode: str) -> None:
@@ -137,7 +139,24 @@ class Swarm:
         self.helped += any(p.mode == "aux" for p in parties)
 
     def tell(self, event: object) -> None:
+        before = {name: self.seen_by(name) for name in self.trainers}
         self.take(self.conductor.handle(self.now, event))  # type: ignore[arg-type]
+        self.check_news(before, event.peer if isinstance(event, TrainerReport) else "")
+
+    def seen_by(self, trainer: str) -> tuple[int, object, set[Redo]]:
+        """The version of what a trainer sees, that, and what it has to repeat."""
+        told = self.conductor
+        places = told.admitted(trainer), told.admitted(trainer, early=True)
+        seen = told.current, told.phase is Phase.COMPLETE, *places
+        return told.version(trainer), seen, set(told.redo(trainer))
+
+    def check_news(self, before: dict[str, tuple[int, object, set[Redo]]], reporter: str) -> None:
+        """Who waits is woken by all that concerns it; whoever has just reported hears of it by the answer."""
+        for name, (version, seen, redo) in before.items():
+            now_version, now_seen, now_redo = self.seen_by(name)
+            assert now_version >= version
+            if name != reporter and (now_seen != seen or now_redo - redo):
+                assert now_version > version, f"{name} would wait on at {seen}, {redo}, and now is {now_seen}"
 
     def take(self, outputs: list[Output]) -> None:
         for output in outputs:

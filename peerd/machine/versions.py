@@ -1,0 +1,30 @@
+"""Version numbers of what each reader sees: who has the newest waits, without being woken by what concerns others.
+
+One counter numbers all changes; a reader's version is the number of the last change that it can see. Invariant: it is
+never smaller than before, and greater after each such change, also for a reader that was forgotten and is back.
+"""
+
+from __future__ import annotations
+
+
+class Versions:
+    """`of` a reader, by name; nobody needs to be known beforehand."""
+
+    def __init__(self) -> None:
+        self.newest = self._of_all = 1  # of anybody
+        self._of: dict[str, int] = {}
+
+    def of(self, reader: str) -> int:
+        """What this reader should have seen."""
+        return max(self._of_all, self._of.get(reader, 0))
+
+    def change(self, reader: str) -> None:
+        """Something that only this reader sees is different now."""
+        self.newest += 1
+        self._of[reader] = self.newest
+
+    def change_all(self) -> None:
+        """Something that all see is different now."""
+        self.newest += 1
+        self._of_all = self.newest
+        self._of.clear()
