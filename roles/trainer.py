@@ -34,6 +34,7 @@ _AHEAD = 4  # microbatches of samples that lie ready, at least: as many as the n
 _EVALUATION_BATCH = 16  # samples
 _DATA_RETRY_S = 10.0  # when a server of data cannot be reached
 _REPLICA_IN_FLIGHT = 2  # one that is computed and the next: others may be faster with what would wait here
+_TELL_S = 0.15  # of a delayed replica's work may be told together: each report costs all who are concerned
 _DELAYED_IN_FLIGHT = 32  # at most, where news travel beside the gradients and take their time
 
 
@@ -180,18 +181,33 @@ class TrainerRole:
             return wanted or 2 + 2 * max(1, peers)
         if not peers:
             return 0  # it still takes the state over: whatever had a place in the batch would hold everyone up
-        return wanted or max(_REPLICA_IN_FLIGHT, self._done_unheard(self._replica.samples_per_s))
+        return wanted or max(_REPLICA_IN_FLIGHT, self._done_unheard())
 
-    def _done_unheard(self, samples_per_s: float) -> int:
+    def told_together(self) -> int:
+        """See `_done_unheard`: of a delayed replica, what it does in _TELL_S."""
+        if self._replica is None or not self._run.optimizer.delayed or self._run.limits.microbatches_in_flight:
+            return 1
+        return max(1, min(int(_TELL_S / self._microbatch_s), self._most_unheard // 2))
+
+    def _done_unheard(self) -> int:
         """How many microbatches a replica has under way or done until it hears what comes next.
 
         In a delayed run gradients fill the line meanwhile. News that just miss a report wait for two answers.
         """
         if not self._run.optimizer.delayed:
             return 0
-        microbatch_s = self._run.pipeline.microbatch / max(samples_per_s, 1e-3)
-        most = min(_DELAYED_IN_FLIGHT, self._run.batch.target_samples // self._run.pipeline.microbatch // 2)
-        return min(most, 1 + math.ceil(2 * self._contributor.answer_s / microbatch_s))
+        unheard = self.told_together() + math.ceil(2 * self._contributor.answer_s / self._microbatch_s)
+        return min(self._most_unheard, unheard)
+
+    @property
+    def _microbatch_s(self) -> float:
+        """What one takes a replica."""
+        assert self._replica is not None
+        return self._run.pipeline.microbatch / max(self._replica.samples_per_s, 1e-3)
+
+    @property
+    def _most_unheard(self) -> int:
+        return min(_DELAYED_IN_FLIGHT, self._run.batch.target_samples // self._run.pipeline.microbatch // 2)
 
     def refill(self, waiting: list[Load]) -> None:
         """See `_feed`."""

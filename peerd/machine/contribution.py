@@ -101,6 +101,15 @@ class Contribution(Generic[T]):
         """What the conductor has not heard."""
         return [Done(i.seq, list(i.holders)) for i in self.items.values() if i.finished and i.unsaid]
 
+    def pressing(self, together: int) -> bool:
+        """Should the conductor hear now? So many may be told together, but nobody shall wait for news.
+
+        Not the step: what we have done may be the last that its batch lacks. Not we: for something to begin.
+        """
+        steps = {item.step for item in self.items.values() if item.finished and item.unsaid}
+        begun = {item.step for item in self.items.values() if item.admitted and not item.finished}
+        return len(self.news()) >= together or not begun or (self.step in steps and self.step not in begun)
+
     def finish(self, item: Begun[T], holders: Iterable[str]) -> None:
         """All stages of `item` are done; `holders` by stage."""
         item.holders = list(holders)

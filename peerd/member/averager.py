@@ -133,6 +133,10 @@ class AveragerRole:
         here = 0 <= ahead <= delay
         return 1 + delay if self._begun and self._own_ready and self._desk.useful and here else 0
 
+    def told_together(self) -> int:
+        """Each by itself: a user's own microbatches are few."""
+        return 1
+
     def refill(self, waiting: list[Turn]) -> None:
         """There is always a next one."""
         if not waiting:

@@ -33,6 +33,10 @@ class Work(Protocol[T]):
         """How many microbatches to have open now; 0: begin nothing new."""
         ...
 
+    def told_together(self) -> int:
+        """How many microbatches that are done may be told in one report, where nobody waits for them; at least 1."""
+        ...
+
     def refill(self, waiting: list[T]) -> None:
         """Before each report: see to it that something waits for a number."""
         ...
@@ -197,7 +201,8 @@ class Contributor(Generic[T]):
         with self._scope(item):
             holders = await self._work.train(item.step, item.seq, item.load)
             self.books.finish(item, holders)
-            self.tell()
+            if self.books.pressing(self._work.told_together()):
+                self.tell()
 
     async def _repeat(self, item: Begun[T], stage: int) -> None:
         assert item.step is not None

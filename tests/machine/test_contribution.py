@@ -253,3 +253,44 @@ def test_samples_are_in_exactly_one_place(seed: int) -> None:
         assert set(places) | counted == set(range(40))
         assert not set(places) & counted
         assert books.tally.counted == len(counted)
+
+
+def begun(early: int, due: int) -> Contribution[str]:
+    """With so many microbatches of the next step's batch and of this one's under way."""
+    books: Contribution[str] = Contribution(session=1)
+    books.waiting = ["text"] * (early + due)
+    books.wish(early + due)
+    numbers = books.open()
+    books.answered(answer(0, numbers[:due], early=numbers[due:]), [])
+    return books
+
+
+def test_so_many_are_told_together_where_nobody_waits_for_them() -> None:
+    books = begun(due=5, early=0)
+    told = []
+    for item in books.items.values():
+        books.finish(item, ["us"])
+        told.append(books.pressing(3))
+        if told[-1]:
+            books.answered(answer(0, list(books.items)), books.news())
+    assert told == [False, False, True, False, True]  # the last: nothing is left to begin with
+
+
+def test_the_last_of_this_step_s_batch_is_told_at_once() -> None:
+    books = begun(due=2, early=3)
+    items = list(books.items.values())
+    books.finish(items[2], ["us"])
+    assert not books.pressing(9)
+    books.finish(items[0], ["us"])
+    assert not books.pressing(9)
+    books.finish(items[1], ["us"])
+    assert books.pressing(9)
+    books.answered(answer(0, [i.seq for i in items[:2]], early=[i.seq for i in items[2:]]), books.news())
+    books.finish(items[3], ["us"])
+    assert not books.pressing(9)  # others may still have something to do for this step: it does not wait for us
+
+
+def test_where_one_is_told_at_a_time_each_is_told_at_once() -> None:
+    books = begun(due=3, early=0)
+    books.finish(next(iter(books.items.values())), ["us"])
+    assert books.pressing(1)

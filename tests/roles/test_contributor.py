@@ -61,6 +61,9 @@ class Work:
     def in_flight(self) -> int:
         return 2
 
+    def told_together(self) -> int:
+        return 1
+
     def refill(self, waiting: list[str]) -> None:
         waiting += ["samples"] * (2 - len(waiting))
 
@@ -93,6 +96,64 @@ async def test_the_longest_answer_to_news_of_this_step_and_the_one_before_counts
     await contributor.follow()
     # Reports without news wait for some, however long that is. 0.4 is forgotten when the step after its own ends.
     assert work.longest == pytest.approx([0.0, 0.1, 0.4, 0.2, 0.1])
+
+
+class OneByOne(Work):
+    """One after the other, a second each; what is done is told `together`."""
+
+    def __init__(self, together: int) -> None:
+        super().__init__()
+        self._together, self._lock = together, trio.Lock()
+
+    def in_flight(self) -> int:
+        return 6
+
+    def told_together(self) -> int:
+        return self._together
+
+    def refill(self, waiting: list[str]) -> None:
+        waiting += ["samples"] * (6 - len(waiting))
+
+    async def train(self, step: int, seq: int, load: str) -> list[str]:
+        async with self._lock:
+            await trio.sleep(1.0)
+        return ["us"]
+
+
+class Listener(Conductor):
+    """Notes when it hears of how many; who has no news waits. The run ends with the twelfth."""
+
+    def __init__(self) -> None:
+        super().__init__([(0.0, False), (0.0, False)])
+        self.heard: list[tuple[int, int]] = []
+        self._met = False
+
+    async def ask(self, method: str, report: Callable[[], TrainerSync], answer: object, timeout_s: float) -> Any:
+        body = report()
+        if not body.done and self._met:
+            await trio.sleep_forever()  # until there are news
+        self._met = True
+        if body.done:
+            self.heard.append((round(trio.current_time()), len(body.done)))
+            self._answers = [(0.0, False), (0.0, False)] if trio.current_time() < 11.5 else [(0.0, False)]
+        return await super().ask(method, lambda: body, answer, timeout_s)
+
+
+@pytest.mark.parametrize(
+    ("together", "heard"),
+    [(1, [(n, 1) for n in range(1, 13)]), (3, [(3, 3), (6, 3), (9, 3), (12, 3)])],
+)
+async def test_what_is_done_is_told_at_once_or_so_many_together(
+    autojump_clock: MockClock, together: int, heard: list[tuple[int, int]]
+) -> None:
+    conductor = Listener()
+    ctx: Any = SimpleNamespace(clock=SimpleNamespace(secure_bytes=bytes))
+    training: Any = SimpleNamespace(following=conductor, fingerprint=bytes(16))
+    work = OneByOne(together)
+    contributor: Contributor[str] = Contributor(ctx, training, work)
+    work.contributor = contributor
+    await contributor.follow()
+    assert conductor.heard == heard
 
 
 @pytest.mark.parametrize("in_flight", [1, 4, 23])

@@ -33,11 +33,31 @@ def test_a_synchronous_replica_has_few_open_however_long_answers_take() -> None:
     assert role(10.0, delayed=False).in_flight() == trainer._REPLICA_IN_FLIGHT
 
 
-@pytest.mark.parametrize(("answer_s", "count"), [(0.1, 6), (0.41, 22), (0.2, 11)])
-def test_a_delayed_replica_has_as_many_open_as_it_computes_in_two_answers_and_one_more(
+@pytest.mark.parametrize(("answer_s", "count"), [(0.1, 8), (0.41, 24), (0.2, 13)])
+def test_a_delayed_replica_has_as_many_open_as_it_computes_in_two_answers_and_tells_together(
     answer_s: float, count: int
 ) -> None:
-    assert role(answer_s).in_flight() == max(count, trainer._REPLICA_IN_FLIGHT)  # 40 ms each
+    assert role(answer_s).told_together() == 3  # 40 ms each
+    assert role(answer_s).in_flight() == count
+
+
+def test_what_takes_long_is_told_by_itself() -> None:
+    assert role(rate=10.0).told_together() == 1
+    assert role(0.1, rate=10.0).in_flight() == 2
+
+
+def test_whoever_has_others_wait_for_it_tells_each_by_itself() -> None:
+    assert role(delayed=False).told_together() == 1
+    assert role(wanted=8).told_together() == 1
+    of_a_pipeline = role()
+    of_a_pipeline._replica = None
+    assert of_a_pipeline.told_together() == 1
+
+
+def test_a_small_batch_is_not_told_half_at_a_time() -> None:
+    assert role(rate=1e6).told_together() == trainer._DELAYED_IN_FLIGHT // 2
+    assert role(rate=1e6, target=32).told_together() == 2
+    assert role(rate=1e6, target=8).told_together() == 1
 
 
 def test_it_is_never_more_than_half_of_the_batch_nor_than_may_be_open_at_all() -> None:
