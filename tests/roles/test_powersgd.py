@@ -23,6 +23,7 @@ from tests.kit.exact import Batches, run_file, write_texts
 from tests.kit.training import Peer, Swarm, all_finished, events, swarm, with_line
 
 STEPS = 24
+STEPS_FOR_A_NEWCOMER = 120  # a step takes milliseconds, and whoever joins a second or two
 LOW_RANK = AveragingSection(code="powersgd", rank=2)
 
 pytestmark = [
@@ -32,9 +33,9 @@ pytestmark = [
 ]
 
 
-def run_with(averaging: AveragingSection, text: Path) -> RunFile:
+def run_with(averaging: AveragingSection, text: Path, steps: int = STEPS) -> RunFile:
     run = run_file("adamw", "float32", text, stages=1)
-    optimizer = OptimizerSection(name="adamw", lr=5e-3, total_steps=STEPS)
+    optimizer = OptimizerSection(name="adamw", lr=5e-3, total_steps=steps)
     return msgspec.structs.replace(run, averaging=averaging, optimizer=optimizer)
 
 
@@ -87,7 +88,7 @@ async def test_replicas_agree_and_learn_as_with_whole_gradients(tmp_path: Path, 
 @pytest.mark.parametrize("delayed", [False, True], ids=["at once", "delayed"])
 async def test_survivors_and_a_newcomer_have_the_same_bits(tmp_path: Path, batches: Batches, delayed: bool) -> None:
     """Parameters, moments and Q: `StageModule.digest` is of them all."""
-    run = run_with(LOW_RANK, write_texts(tmp_path))
+    run = run_with(LOW_RANK, write_texts(tmp_path), STEPS_FOR_A_NEWCOMER)
     run = msgspec.structs.replace(run, optimizer=msgspec.structs.replace(run.optimizer, delayed=delayed))
     async with swarm(tmp_path / "peers") as s:
         await s.start("backbone", BackboneRole, None)
@@ -100,10 +101,10 @@ async def test_survivors_and_a_newcomer_have_the_same_bits(tmp_path: Path, batch
         downloads = [event for event in new.log.recent(1000) if event["name"] == "downloaded"]
         modules = [peer.role._replica._served.module for peer in (peers[0], peers[2], new)]
     assert [place for place, found in batches.digests.items() if len(found) != 1] == []
-    assert len(batches.digests) == STEPS
+    assert len(batches.digests) == STEPS_FOR_A_NEWCOMER
     assert downloads
-    assert 0 < downloads[0]["step"] < STEPS
-    assert any(module.step == STEPS for module in modules)
+    assert 0 < downloads[0]["step"] < STEPS_FOR_A_NEWCOMER
+    assert any(module.step == STEPS_FOR_A_NEWCOMER for module in modules)
 
 
 async def test_a_helper_takes_part_in_both_sums_and_changes_no_bit(tmp_path: Path, batches: Batches) -> None:
