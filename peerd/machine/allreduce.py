@@ -24,7 +24,7 @@ from peerd.machine.shares import apportioned
 
 _SHARES_TOLERANCE = 1e-6
 _OWNER_MARGIN_S = 0.5  # beyond the patience: an owner that waits for a late sender has named it by then
-_PARTS_OF_A_SHARE = 8  # at least,
+_PARTS_OF_A_SHARE = 16  # at least,
 _PARTS_OF_AN_EQUAL_SHARE = 3  # likewise, of lines that nobody knows,
 _LEAST_ELEMENTS_OF_AN_EQUAL_SHARE = 1 << 18  # unless they would be smaller than this: on a fast line each costs calls
 _LEAST_UNDER_WAY = 1.25  # parts of any share: it would stand still between two of its parts otherwise

@@ -281,5 +281,5 @@ def test_a_small_share_keeps_step_with_a_large_one() -> None:
 
 def test_equal_shares_are_cut_as_ever_and_small_ones_into_some_parts() -> None:
     assert [p.end for p in cut(10, ("a", "b"), 4)] == [4, 5, 9, 10]
-    assert len([p for p in cut(10_000_000, ("a", "b"), 262_144, (0.99, 0.01)) if p.owner == "b"]) == 8
+    assert len([p for p in cut(20_000_000, ("a", "b"), 262_144, (0.99, 0.01)) if p.owner == "b"]) == 16
     assert len([p for p in cut(1_000_000, ("a", "b"), 262_144, (0.99, 0.01)) if p.owner == "b"]) == 2, "none is tiny"
