@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Final
 
-WAITING_S: Final = 0.015  # of sending, that may wait in the system's buffer: a busy loop comes round sooner
+WAITING_S: Final = 0.03  # of sending, that may wait in the system's buffer: a busy loop comes round sooner
 WAITING_BYTES_MIN: Final = 32 * 1024
 WAITING_BYTES_MAX: Final = 4 << 20  # of lines beyond 2 Gb/s, where it is soon gone
 _FIRST_BYTES: Final = 256 * 1024  # before anything is known
