@@ -2,11 +2,13 @@
 
 Two `peerd` processes, one thread each, hold a replica on a host of their own in a network lab. `alone`: each trains a
 run of its own with half the batch, both at once, as fast as they can: what computing alone would do. Then both train
-one run behind lines on which the whole gradient takes as long to cross as a batch takes to be computed: `synchronous`,
-where a step computes and then averages, and `delayed`, where it averages while the next one is computed. Same seed,
-same start. The machine's own speed changes within minutes: alone is measured before the other two and after them, and
-the mean counts. `others` says how much of the processor everything else took, and `busy` the share of the time in which
-the replicas computed: low where the line is what is waited for.
+one run behind lines of a rate at which averaging takes as long as computing: `synchronous`, where a step computes and
+then averages, and so takes twice as long as alone, and `delayed`, where it averages while the next one is computed.
+The rate is found in two tries: first the gradient takes as long to cross the line as a batch to be computed; what
+averaging takes there beyond that, a faster line takes away. `averaging over computing` says how well that went. Same
+seed, same start. The machine's own speed changes within minutes: alone is measured before the others and after them,
+and the mean counts. `others` says how much of the processor everything else took, and `busy` the share of the time in
+which the replicas computed: low where the line is what is waited for.
 
 The loss is measured apart (`_staleness`), with every gradient one step old: more than a run can have. Needs Linux, root
 and iproute2.
@@ -32,7 +34,7 @@ from benchmarks._swarm import BASE, Peer, Swarm
 
 REPLICAS = 2
 CORES = os.cpu_count() or 1
-OVERHEAD = 1.1  # of Ethernet, IP, TCP and our own protocols, on a byte of gradient
+OVERHEAD = 1.05  # of Ethernet, IP, TCP and our own protocols, on a byte of gradient
 RUN: dict[str, Any] = BASE | {
     "run": "delayed",
     "model": {"d_model": 96, "heads": 2, "layers": 4, "context": 64},
@@ -55,7 +57,7 @@ class Sizes:
     orders: int  # of samples, for the loss
 
 
-QUICK = Sizes(alone=4, synchronous=4, delayed=8, loss_steps=400, orders=3)
+QUICK = Sizes(alone=8, synchronous=6, delayed=16, loss_steps=400, orders=3)
 FULL = Sizes(alone=12, synchronous=12, delayed=24, loss_steps=800, orders=4)
 WARM = 2
 
@@ -118,6 +120,11 @@ def line_mbit(alone: Measured) -> float:
     return VALUES * 32e-6 * OVERHEAD / alone.step_s
 
 
+def averaging_over_computing(synchronous: Measured, alone: Measured) -> float:
+    """How long a step of the synchronous run averages, over how long it computes."""
+    return synchronous.step_s / alone.step_s - 1
+
+
 def computed(peer: Peer) -> tuple[float, float]:
     """For how many seconds a replica has computed so far, and the time."""
     status = peer.status()
@@ -131,14 +138,18 @@ def measure(full: bool) -> Report:
         raise SystemExit(reason)
     sizes = FULL if full else QUICK
     alone = measured(halves(), None, sizes.alone)
-    rate_mbit = line_mbit(alone)
-    delayed = measured([run_file(True)] * REPLICAS, rate_mbit, sizes.delayed)
+    tried_mbit = line_mbit(alone)
+    tried = measured([run_file(False)] * REPLICAS, tried_mbit, sizes.synchronous)
+    rate_mbit = tried_mbit * averaging_over_computing(tried, alone)
     synchronous = measured([run_file(False)] * REPLICAS, rate_mbit, sizes.synchronous)
+    delayed = measured([run_file(True)] * REPLICAS, rate_mbit, sizes.delayed)
     alone = mean([alone, measured(halves(), None, sizes.alone)])
     losses = compared(sizes.loss_steps, sizes.orders)
+    share = averaging_over_computing(synchronous, alone)
+    averaging = Figure("averaging_over_computing", "averaging over computing", share)
     sections = [
         section("alone", alone, alone),
-        section("synchronous", synchronous, alone),
+        [*section("synchronous", synchronous, alone), averaging],
         section("delayed", delayed, alone),
         of_losses(losses),
     ]
