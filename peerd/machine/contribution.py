@@ -106,9 +106,10 @@ class Contribution(Generic[T]):
 
         Not the step: what we have done may be the last that its batch lacks. Not we: for something to begin.
         """
-        steps = {item.step for item in self.items.values() if item.finished and item.unsaid}
+        unsaid = [item for item in self.items.values() if item.finished and item.unsaid]
         begun = {item.step for item in self.items.values() if item.admitted and not item.finished}
-        return len(self.news()) >= together or not begun or (self.step in steps and self.step not in begun)
+        last = self.step not in begun and any(item.step == self.step for item in unsaid)
+        return len(unsaid) >= together or not begun or last
 
     def finish(self, item: Begun[T], holders: Iterable[str]) -> None:
         """All stages of `item` are done; `holders` by stage."""
