@@ -166,8 +166,9 @@ class TrainerRole:
                     await trio.sleep(_DATA_RETRY_S)
                     continue
                 self._data_problem = None
+                short = not self._books.waiting  # the last report wished for less than it might have
                 self._books.waiting.append(load)
-                if len(self._books.open()) < self._contributor.in_flight():
+                if short and len(self._books.open()) < self._contributor.in_flight():
                     self._contributor.tell()
             self._wanted = trio.Event()
             await self._wanted.wait()

@@ -12,7 +12,6 @@ from trio.testing import MockClock
 
 from peerd.core.training import MemberInfo, Seqs, TrainerAnswer, TrainerSync
 from peerd.member.contributor import Contributor
-from peerd.role import Load
 from roles import trainer
 from roles.trainer import TrainerRole
 
@@ -156,13 +155,13 @@ async def test_what_is_done_is_told_at_once_or_so_many_together(
     assert conductor.heard == heard
 
 
-@pytest.mark.parametrize("in_flight", [1, 4, 23])
-async def test_as_many_samples_lie_ready_as_the_next_report_may_wish_for(in_flight: int) -> None:
-    """While gradients fill the line, few reports pass: each wishes for all that is computed until the next one."""
+async def fed(waiting: int, open_: int, in_flight: int) -> tuple[int, int]:
+    """How many samples lie ready in the end, and how often the conductor was told while they were loaded."""
     role: Any = TrainerRole.__new__(TrainerRole)
     role._run = SimpleNamespace(pipeline=SimpleNamespace(microbatch=2))
-    role._books = SimpleNamespace(waiting=list[Load](), open=lambda: range(in_flight))
-    role._contributor = SimpleNamespace(in_flight=lambda: in_flight)
+    role._books = SimpleNamespace(waiting=["samples"] * waiting, open=lambda: range(open_))
+    tells: list[None] = []
+    role._contributor = SimpleNamespace(in_flight=lambda: in_flight, tell=lambda: tells.append(None))
     role._data_problem = None
     role._load = lambda samples: samples
 
@@ -176,4 +175,16 @@ async def test_as_many_samples_lie_ready_as_the_next_report_may_wish_for(in_flig
         nursery.start_soon(feed, stream)
         await trio.testing.wait_all_tasks_blocked()
         nursery.cancel_scope.cancel()
-    assert len(role._books.waiting) == max(trainer._AHEAD, in_flight)
+    return len(role._books.waiting), len(tells)
+
+
+@pytest.mark.parametrize("in_flight", [1, 4, 23])
+async def test_as_many_samples_lie_ready_as_the_next_report_may_wish_for(in_flight: int) -> None:
+    """While gradients fill the line, few reports pass: each wishes for all that is computed until the next one."""
+    assert await fed(0, in_flight, in_flight) == (max(trainer._AHEAD, in_flight), 0)
+
+
+@pytest.mark.parametrize(("waiting", "told"), [(0, 1), (1, 0)])
+async def test_samples_are_news_only_where_the_last_report_lacked_some(waiting: int, told: int) -> None:
+    """What was done since then is told with others, and the wish for more with it."""
+    assert await fed(waiting, 5, 6) == (6, told)
