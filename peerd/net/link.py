@@ -76,10 +76,14 @@ class Buffers:
     def __init__(self) -> None:
         self.plain = memoryview(bytearray(PLAIN_BYTES))
         self.received = BufferPool(SEALED_BYTES, keep=256)  # 16 MiB
-        self.batches = BufferPool(BATCH_FRAMES * SEALED_BYTES, keep=8)
+        self._batches = BufferPool(BATCH_FRAMES * SEALED_BYTES, keep=8)
         # glibc gives memory above twice the largest block ever freed back to the system, and then faults it in again
         # for the next megabyte received. Freeing one large untouched block teaches it to keep what bulk data needs.
         bytes(_MALLOC_LESSON_BYTES)
+
+    def batches(self, alone: bool) -> BufferPool:
+        """For batches to be sent, or for such as are one frame: many slow links hold one each for long."""
+        return self.received if alone else self._batches
 
 
 @lru_cache(maxsize=256)
@@ -250,13 +254,14 @@ class Link:
             self.flush()
             return
         self._sent_now_at = now
-        buffer = self.buffers.batches.take()
+        pool = self.buffers.batches(self._sealing.alone)
+        buffer = pool.take()
         with memoryview(buffer) as batch:
             size = self.filled(self._sealing.batch(batch, self.mux.fill, self.mux))
             sent = raw.send_nowait(batch[:size])
             self.bytes_out += sent
             self._unsent = bytes(batch[sent:size])
-        self.buffers.batches.give(buffer)
+        pool.give(buffer)
         if self._unsent:
             self._work.set()
             self._work = None
@@ -365,14 +370,21 @@ class Link:
                 if self._unsent:
                     data, self._unsent = self._unsent, b""
                     await self._send(data)
-                buffer = self.buffers.batches.take()
-                batch = memoryview(buffer)
-                while size := self.filled(self._sealing.batch(batch, mux.fill, mux)):
-                    await self._send(batch[:size])
-                self.buffers.batches.give(buffer)
+                while await self._send_batch():
+                    pass
         except (trio.BrokenResourceError, trio.ClosedResourceError) as error:
             self.reason = self.reason or f"the connection broke: {error}"
             await self.broke(error)
+
+    async def _send_batch(self) -> bool:
+        """Whether there was anything to send."""
+        pool = self.buffers.batches(self._sealing.alone)
+        buffer = pool.take()
+        batch = memoryview(buffer)
+        if size := self.filled(self._sealing.batch(batch, self.mux.fill, self.mux)):
+            await self._send(batch[:size])
+        pool.give(buffer)
+        return size > 0
 
     async def _send(self, data: bytes | memoryview) -> None:
         self._send_began = trio.current_time()

@@ -115,14 +115,10 @@ class Rail:
 
     async def _write(self) -> None:
         link = self._link
-        buffers = link.buffers.batches
         try:
             while not self.leaving:
-                buffer = buffers.take()
-                batch = memoryview(buffer)
-                while not self.leaving and (size := self._fill(batch)):
-                    await self._send(batch[:size])
-                buffers.give(buffer)
+                while not self.leaving and await self._send_batch():
+                    pass
                 if not self.leaving:
                     self._work = trio.Event()
                     await self._work.wait()
@@ -131,9 +127,16 @@ class Rail:
             await link.broke(error)
         self._over.set()
 
-    def _fill(self, batch: memoryview) -> int:
-        mux = self._link.mux
-        return self._link.filled(self._sealing.batch(batch, mux.fill_rail, mux))
+    async def _send_batch(self) -> bool:
+        """Whether there was anything to send."""
+        link, mux = self._link, self._link.mux
+        pool = link.buffers.batches(self._sealing.alone)
+        buffer = pool.take()
+        batch = memoryview(buffer)
+        if size := link.filled(self._sealing.batch(batch, mux.fill_rail, mux)):
+            await self._send(batch[:size])
+        pool.give(buffer)
+        return size > 0
 
     async def _send(self, data: bytes | memoryview) -> None:
         self.send_began = trio.current_time()

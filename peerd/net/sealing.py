@@ -20,11 +20,16 @@ class Sealing:
     def __init__(self, sealer: Sealer, plain: memoryview, lending: LendingLink | None) -> None:
         self._sealer, self._plain, self._lending = sealer, plain, lending
 
+    @property
+    def alone(self) -> bool:
+        """Whether a batch is one frame at most, for now."""
+        return self._lending is not None and self._lending.batch_bytes < 2 * PLAIN_BYTES
+
     def batch(self, into: memoryview, fill: Callable[[memoryview, int], int], mux: Yamux) -> int:
-        """Seal what `fill` (of `mux`) gives, up to one batch; returns the bytes written to `into`."""
+        """Seal what `fill` (of `mux`) gives, up to one batch that fits; returns the bytes written to `into`."""
         plain, sealer = self._plain, self._sealer
-        at, left = 0, BATCH_FRAMES
-        if self._lending is not None and (lot := self._lending.batch_bytes) < BATCH_FRAMES * PLAIN_BYTES:
+        at, left = 0, min(BATCH_FRAMES, len(into) // SEALED_BYTES)
+        if self._lending is not None and (lot := self._lending.batch_bytes) < left * PLAIN_BYTES:
             left, plain = max(1, lot // PLAIN_BYTES), plain[:lot]
         while left and (size := fill(plain, (left - 1) * PLAIN_BYTES)):
             at += sealer.seal(plain[:size], into[at:])
