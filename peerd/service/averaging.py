@@ -32,7 +32,7 @@ from peerd.core.training import AverageAlive, AverageKey
 from peerd.core.work import Worker
 from peerd.machine.allreduce import AveragingPlan, Pace, Part, Round, RoundFailed
 from peerd.machine.outcomes import Outcomes
-from peerd.service.averaging_round import Gate, OpenRound, Places, as_others_see_it, encoded, version_of
+from peerd.service.averaging_round import Gate, OpenRound, Places, Returns, as_others_see_it, encoded, version_of
 from peerd.service.evenly import Evenly, Pacer
 from peerd.service.part_sums import Fault, Memory, PartCoder, PlainParts, Vector, Version, sum_up, take_sum
 from peerd.service.rpc import Answer, CallStream, Incoming, MethodLimits, Rpc
@@ -43,7 +43,6 @@ METHOD = "average/1/parts"
 _ALIVE = "average/1/alive"
 _PARTS_UNDER_WAY = 3  # to one owner of an equal share: enough to fill the line while sums are made
 _PARTS_KEPT = 16  # so much memory of parts that were summed waits for the next ones
-_PARTS_UNDER_WAY_MOST = 256  # of one sender: its next ones wait on the way
 _DTYPES = {"float32", "float64"}  # of a vector that a helper is told to sum
 _JOIN_WAIT_S = 30.0  # a member may hear of the round a little later than the others
 _LOOK_S = 0.5  # how often lateness is looked for
@@ -256,7 +255,6 @@ class Averaging:
                 frames = () if source is None else (await encoded(state, part, source[part.begin : part.end]),)
                 await call.send(AverageKey(plan.attempt, part.index), frames)
             call.finish()
-            state.evenly.left(share[0].owner)
 
     async def _receive_sums(self, state: OpenRound, way: _Way) -> None:
         share, gate, call = way
@@ -287,19 +285,20 @@ class Averaging:
     async def _take_parts(self, call: Incoming[AverageKey], parts: CallStream) -> None:
         """A sender's version of our share; the sums go back in the order in which its parts come."""
         state, sender = await self._round(call.body.attempt), call.peer.text
-        came, due = trio.open_memory_channel[Part](_PARTS_UNDER_WAY_MOST)
         parts.place = self._parts_memory.rooms
         state.evenly.begin(sender)
         try:
-            async with trio.open_nursery() as nursery, came:
-                nursery.start_soon(self._return_sums, state, due, parts)
+            with Returns(state, parts) as returns, returns.scope:
                 with self._accusing(state, sender):
                     while (message := await parts.receive(AverageKey)) is not None:
                         if message.body.attempt != call.body.attempt:
                             raise Refused("a part of another round")
-                        await came.send(await self._take(state, sender, message))
+                        returns.owe(await self._take(state, sender, message))
                     if state.round.owes(sender):
                         raise Refused("it sent fewer parts than it has to")
+                await returns.left()
+            if returns.scope.cancelled_caught:
+                raise Refused("the round has failed")
         finally:
             if state.round.owes(sender):
                 state.doubts("a member ended its call early", sender)
@@ -330,15 +329,6 @@ class Averaging:
         version = version_of(state, part, message.frames[0]) if not listens else None
         await self._arrive(state, part, sender, version)
         return part
-
-    async def _return_sums(self, state: OpenRound, due: trio.MemoryReceiveChannel[Part], parts: CallStream) -> None:
-        async for part in due:
-            await state.summed[part.index].wait()
-            answer = state.answers.get(part.index)
-            if answer is None:
-                raise Refused("the round has failed")
-            state.taken(part.index)
-            await parts.send(Empty(), (answer,))
 
     async def _round(self, attempt: bytes) -> OpenRound:
         """The round, when this peer has heard of it; TooSlow by the call's own deadline otherwise."""
@@ -378,5 +368,5 @@ class Averaging:
         if state.owed[part.index]:
             state.answers[part.index] = found
         state.unsummed -= 1
-        state.summed[part.index].set()
+        state.let_go()
         state.get_on()

@@ -16,14 +16,16 @@ import numpy as np
 import trio
 
 from peerd.core.frame import FrameHeader, TensorFrame
+from peerd.core.messages import Empty
 from peerd.core.work import Worker
 from peerd.machine.allreduce import AveragingPlan, Pace, Part, Round, RoundFailed
 from peerd.service.evenly import Evenly
 from peerd.service.part_sums import Memory, PartCoder, PlainParts, Vector, Version, check_form, is_plain
+from peerd.service.rpc import CallStream
 
 T = TypeVar("T")
 
-SMALL_VALUES = 1 << 18  # of all versions together: added in 0.1 ms, in 0.3 if they are 250 of 1,024
+SMALL_VALUES = 1 << 19  # of all versions together: added in 0.2 ms, in 0.5 if they are 500 of 1,024
 
 
 @dataclass(slots=True)
@@ -40,23 +42,21 @@ class OpenRound:
     scope: trio.CancelScope = field(default_factory=trio.CancelScope)
     failure: RoundFailed | None = None
     versions: dict[int, dict[str, Version]] = field(default_factory=dict)
-    summed: dict[int, trio.Event] = field(init=False)  # of each of our own parts; set, too, when it never will be
-    unsummed: int = field(init=False)
+    unsummed: int = field(init=False)  # of our own parts
     answers: dict[int, TensorFrame] = field(default_factory=dict)  # sums of our own parts, as they travel
     owed: dict[int, int] = field(default_factory=dict)  # how many have not taken such an answer
+    returns: list[Returns] = field(default_factory=list)  # of each who asks for sums
     over: trio.Event = field(default_factory=trio.Event)  # done or failed
     doubt: tuple[float, str, str] | None = None  # since when, of whom, why
 
     def __post_init__(self) -> None:
-        own = [part.index for part in self.round.parts if part.owner == self.round.own]
-        self.summed, self.unsummed = {index: trio.Event() for index in own}, len(own)
+        self.unsummed = sum(part.owner == self.round.own for part in self.round.parts)
 
     def fail(self, reason: str, lost: tuple[str, ...]) -> None:
         self.failure = self.failure or RoundFailed(reason, lost)
         self.scope.cancel()
         self.over.set()
-        for summed in self.summed.values():
-            summed.set()
+        self.let_go()
 
     def doubts(self, reason: str, peer: str) -> None:
         """The round has ended at `peer`, perhaps by a fault of somebody else."""
@@ -82,11 +82,58 @@ class OpenRound:
             return job()
         return await self.worker.run(job, name=name)
 
+    def let_go(self) -> None:
+        """There are sums that may leave, or that never will."""
+        for one in self.returns:
+            one.let_go()
+
     def taken(self, index: int) -> None:
         """One more sender has the sum of this part; with the last one it is let go."""
         self.owed[index] -= 1
         if not self.owed[index]:
             del self.answers[index]
+
+
+class Returns:
+    """The sums that one member asks for; they leave in the order in which it asked, each as soon as it is there.
+
+    Nobody waits in between: who makes a sum puts it on every call. What a member does not take waits as a view of the
+    sum that all of them share.
+    """
+
+    def __init__(self, state: OpenRound, parts: CallStream) -> None:
+        self._state, self._parts = state, parts
+        self._due = deque[int]()
+        self._left = trio.Event()
+        self.scope = trio.CancelScope()  # cancelled when something due will never be there
+
+    def __enter__(self) -> Returns:
+        self._state.returns.append(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._state.returns.remove(self)
+
+    def owe(self, part: Part) -> None:
+        self._due.append(part.index)
+        self.let_go()
+
+    def let_go(self) -> None:
+        """Put what is there."""
+        state, due = self._state, self._due
+        while due and (answer := state.answers.get(due[0])) is not None:
+            state.taken(due.popleft())
+            self._parts.put(Empty(), (answer,))
+        if not due:
+            self._left.set()
+        elif state.failure is not None:
+            self.scope.cancel()
+
+    async def left(self) -> None:
+        """Wait until all that is due has been put."""
+        while self._due:
+            self._left = trio.Event()
+            await self._left.wait()
 
 
 class Gate:

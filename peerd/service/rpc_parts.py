@@ -57,6 +57,16 @@ class CallStream:
         if not waited:
             await trio.lowlevel.checkpoint()
 
+    def put(self, body: msgspec.Struct, frames: Sequence[TensorFrame] = ()) -> None:
+        """Send one part soon, frames that are whole and never change; dropped when the call is over.
+
+        What waits is bounded by those who put.
+        """
+        if not self.sending:
+            raise LocalError("a part after finish")
+        headers, payloads = outgoing(frames) if frames else (b"", [])
+        self._outbox.put(encode_message(PART, self._id, encode(body), headers, len(frames)), *payloads)
+
     def finish(self) -> None:
         """Send no more parts: the other side's `receive` returns None after the last one."""
         if self.sending:
@@ -98,13 +108,17 @@ class CallStream:
     async def take(self, part: Message, inbound: Inbound, deadline: float) -> None:
         """Receive a part's frames and hand it in; waits while enough parts wait. Raises Overloaded or TooSlow."""
         frames = await inbound.frames(part, self._budget, deadline, self.place) if part.headers else ()
-        while len(self._parts) >= RPC_PARTS_AHEAD and self.receiving:
-            await self._changed.park()
-        if self.receiving:
+        wanted = False
+        try:
+            while len(self._parts) >= RPC_PARTS_AHEAD and self.receiving:
+                await self._changed.park()
+            wanted = self.receiving
+        finally:
+            if not wanted:
+                self._budget.give(self.peer, part.frame_bytes)
+        if wanted:
             self._parts.append((part, frames))
             self._changed.unpark_all()
-        else:
-            self._budget.give(self.peer, part.frame_bytes)  # nobody wants it any more
 
     def no_more_parts(self) -> None:
         """The other side has said END."""

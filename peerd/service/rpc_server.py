@@ -25,6 +25,8 @@ from peerd.service.rpc_parts import CallStream
 from peerd.service.rpc_served import Method, ServedCall
 from peerd.service.rpc_types import Gate, RpcStream
 
+_BATCHES_A_TURN = 16  # of messages, read before others have their turn
+
 
 class Server:
     """All methods that this peer serves, and what their callers share."""
@@ -71,11 +73,14 @@ class ServedStream:
         """Read requests until the caller closes its side, then let what runs end."""
         self._nursery.start_soon(self.outbox.run, self._stream)
         try:
+            handled = 0
             while messages := await self._inbound.batch():
                 for message in messages:
                     if message.headers or not self._quick(message):
                         await self._handle(message)
-                await trio.lowlevel.checkpoint()
+                handled += 1
+                if handled % _BATCHES_A_TURN == 0:  # it waits for most of them, but need not
+                    await trio.lowlevel.checkpoint()
             await self._finish()
         except ProtocolViolation as error:
             raise error.blame(self.peer) from None

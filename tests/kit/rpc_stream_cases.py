@@ -129,6 +129,23 @@ async def a_reset_reaches_a_handler_that_neither_sends_nor_receives(pair: Pair) 
 
 
 @case
+async def a_caller_that_leaves_lets_go_of_all_that_came(pair: Pair) -> None:
+    """More parts than are read ahead: one is in the reader's hands."""
+
+    async def many(call: Incoming[Text], parts: CallStream) -> None:
+        for _ in range(8):
+            parts.put(Text(""), (BIG,))
+
+    pair.b.serve_stream("t/1/many", Text, many, limits=FRAMES)
+    async with pair.a.stream(pair.b_host.id, "t/1/many", Text(""), timeout_s=30) as call:
+        assert await call.receive(Text) is not None
+        while pair.a.status()["held_bytes"] < 3 << 20:
+            await trio.testing.wait_all_tasks_blocked(0.01)
+    while pair.a.status()["held_bytes"]:
+        await trio.testing.wait_all_tasks_blocked(0.01)
+
+
+@case
 async def a_streaming_call_has_a_deadline(pair: Pair) -> None:
     async def wait(call: Incoming[Text], parts: CallStream) -> None:
         await trio.sleep_forever()

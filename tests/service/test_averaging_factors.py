@@ -101,13 +101,13 @@ def succeeded(results: list[Total | RoundFailed]) -> list[Total]:
 def payload_bytes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Of every message of averaging that is sent."""
     sent: list[int] = []
-    original = CallStream.send
+    original = CallStream.put
 
-    async def send(self: Any, body: Any, frames: Any = ()) -> None:
+    def put(self: Any, body: Any, frames: Any = ()) -> None:
         sent.append(sum(frame.payload.nbytes for frame in frames))
-        await original(self, body, frames)
+        original(self, body, frames)
 
-    monkeypatch.setattr(CallStream, "send", send)
+    monkeypatch.setattr(CallStream, "put", put)
     return sent
 
 
