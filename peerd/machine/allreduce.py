@@ -24,12 +24,14 @@ from peerd.machine.shares import apportioned
 
 _SHARES_TOLERANCE = 1e-6
 _OWNER_MARGIN_S = 0.5  # beyond the patience: an owner that waits for a late sender has named it by then
-_PARTS_OF_A_SHARE = 16  # at least,
+_PARTS_OF_A_SHARE = 20  # at most, unless they would be larger than asked for,
+_PART_S = 0.0075  # of a round's time, that cutting each share into one part more costs
 _PARTS_OF_AN_EQUAL_SHARE = 3  # likewise, of lines that nobody knows,
 _LEAST_ELEMENTS_OF_AN_EQUAL_SHARE = 1 << 18  # unless they would be smaller than this: on a fast line each costs calls
 _LEAST_UNDER_WAY = 1.25  # parts of any share: it would stand still between two of its parts otherwise
 _SECOND = b"peerd second sum\0"
-_LEAST_ELEMENTS = 8192  # unless they would be smaller than this
+_LEAST_ELEMENTS = 2048  # unless they would be smaller than this
+_LINE_SHARE = 0.95  # of a line, for payload: headers and acknowledgements take the rest
 _EVEN_ELEMENTS = 1024  # processors are slower on vectors that begin within a line of their cache
 
 
@@ -110,7 +112,7 @@ class AveragingPlan:
     def pair_bytes_per_s(self, own: str) -> dict[str, float]:
         """How fast bytes leave `own` for each other peer when all lines are used evenly to the end; empty: not known.
 
-        A small share travels somewhat faster: it is soon over, and calls share its connection.
+        What headers take of a line is left to them: else its queue grows, round by round, until it loses packets.
         """
         if self.shares is None or self.s_per_byte <= 0:
             return {}
@@ -119,8 +121,7 @@ class AveragingPlan:
         loads = {
             peer: share[peer] * (own in self.senders) + share[own] * (peer in takes) for peer in share if peer != own
         }
-        least = sum(loads.values()) / (3 * max(1, len(loads)))
-        return {peer: max(load, least) / self.s_per_byte for peer, load in loads.items() if load > 0}
+        return {peer: _LINE_SHARE * load / self.s_per_byte for peer, load in loads.items() if load > 0}
 
     def second(self) -> AveragingPlan:
         """The sum that follows in the same round, under an attempt id of its own: no part of one fits the other."""
@@ -133,7 +134,16 @@ class AveragingPlan:
         part_elements = max(1, self.part_bytes // itemsize)
         if length // part_elements + _PARTS_OF_A_SHARE * len(self.group) > AVERAGE_PARTS:
             raise ValueError(f"a vector of {length} elements has too many parts of {part_elements}")
-        return cut(length, self.group, part_elements, self.shares, self.align if self.copies > 1 else 1)
+        count = parts_of_a_share(self.s_per_byte * length * itemsize)
+        return cut(length, self.group, part_elements, self.shares, self.align if self.copies > 1 else 1, count)
+
+
+def parts_of_a_share(round_s: float) -> int:
+    """Into how many parts a round of so many seconds cuts each share; 0: its time is not known.
+
+    Sums come back one part's time after the parts leave, and the round ends later by it; but each part costs time.
+    """
+    return min(max(2, round(math.sqrt(round_s / _PART_S))), _PARTS_OF_A_SHARE) if round_s else _PARTS_OF_A_SHARE
 
 
 def check_shares(shares: Sequence[float], count: int) -> None:
@@ -162,15 +172,16 @@ def cut(
     part_elements: int,
     shares: Sequence[float] | None = None,
     align: int = 1,
+    count: int = _PARTS_OF_A_SHARE,
 ) -> tuple[Part, ...]:
     """The parts of a vector, one contiguous share for each of the group; every member computes the same ones.
 
-    Without `shares` these differ by `align` elements at most. A small share is cut, too, so that it can be sent evenly
-    beside the large ones, and so that sums come back while other parts are on their way. Every part begins at a
-    multiple of `align`.
+    Without `shares` these differ by `align` elements at most. Each is cut into `count` parts, or into more of
+    `part_elements` at most: a small share, too, so that it can be sent evenly beside the large ones, and so that sums
+    come back while other parts are on their way. Every part begins at a multiple of `align`.
     """
     parts: list[Part] = []
-    count, least = _PARTS_OF_A_SHARE, _LEAST_ELEMENTS
+    least = _LEAST_ELEMENTS
     if shares is None:
         count, least = _PARTS_OF_AN_EQUAL_SHARE, _LEAST_ELEMENTS_OF_AN_EQUAL_SHARE
     for owner, span in zip(group, _spans(-(-length // align), len(group), shares), strict=True):

@@ -8,10 +8,14 @@ Sans-IO; bounded by constants alone; a peer can lower the rate of its own connec
 
 from __future__ import annotations
 
+import math
 from typing import Final
 
 WAITING_S: Final = 0.03  # of sending, that may wait in the system's buffer: a busy loop comes round sooner
 WAITING_BYTES_MIN: Final = 32 * 1024
+KEPT_S: Final = 0.2  # likewise, where the rate is given
+KEPT_BYTES_MIN: Final = 16 * 1024
+KEPT_BYTES_MAX: Final = 64 * 1024  # a frame
 WAITING_BYTES_MAX: Final = 4 << 20  # of lines beyond 2 Gb/s, where it is soon gone
 _FIRST_BYTES: Final = 256 * 1024  # before anything is known
 _SAMPLE_S: Final = 0.01  # times between full moments that are shorter say little
@@ -22,7 +26,7 @@ _WEIGHT: Final = 0.5  # of a new sample; slow start doubles the rate with every 
 class Draught:
     """Of one connection; times in seconds on any clock that does not go back."""
 
-    __slots__ = ("_begun_at", "_rested_at", "_taken_bytes", "_was_full", "bytes_per_s", "waiting_bytes")
+    __slots__ = ("_begun_at", "_kept", "_rested_at", "_taken_bytes", "_was_full", "bytes_per_s", "waiting_bytes")
 
     def __init__(self) -> None:
         self.waiting_bytes = _FIRST_BYTES  # unsent bytes that the system should hold at most
@@ -31,15 +35,27 @@ class Draught:
         self._was_full = False  # then
         self._taken_bytes = 0  # since then
         self._rested_at = 0.0
+        self._kept = False  # the rate is given, not measured
 
     def begin_small(self) -> None:
         """The connection carries a part of something larger, so what waits in it keeps the rest waiting."""
         self.waiting_bytes = WAITING_BYTES_MIN  # it begins with ten packets a round trip
 
+    def keep(self, bytes_per_s: float) -> None:
+        """From now on bytes leave at this rate; inf: nobody knows.
+
+        More may wait then, up to a frame, if it is soon gone: each send costs a turn of the loop, here and there.
+        """
+        self._kept = math.isfinite(bytes_per_s)
+        self._begun_at = None
+        if self._kept:
+            frame_bytes = min(int(bytes_per_s * KEPT_S), KEPT_BYTES_MAX)
+            self.waiting_bytes = _bounded(max(int(bytes_per_s * WAITING_S), frame_bytes), KEPT_BYTES_MIN)
+
     @property
     def batch_bytes(self) -> int:
-        """What is worth preparing for one send; two of them may wait."""
-        return self.waiting_bytes // 2
+        """What is worth preparing for one send: half of what may wait, or a frame where the rate is given."""
+        return KEPT_BYTES_MAX if self._kept else self.waiting_bytes // 2
 
     def begin(self, now: float) -> None:
         """A send begins."""
@@ -65,7 +81,7 @@ class Draught:
 
     def _sample(self, now: float, *, was_full: bool) -> bool:
         passed_s = now - self._begun_at if self._begun_at is not None else 0.0
-        if passed_s < _SAMPLE_S:
+        if passed_s < _SAMPLE_S or self._kept:
             return False
         rate = self._taken_bytes / passed_s
         self._begun_at, self._was_full, self._taken_bytes = now, was_full, 0
@@ -73,8 +89,12 @@ class Draught:
             self.bytes_per_s += (_WEIGHT if self.bytes_per_s else 1.0) * (rate - self.bytes_per_s)
         else:
             self.bytes_per_s = max(rate, self.bytes_per_s)
-        wanted = min(max(int(self.bytes_per_s * WAITING_S), WAITING_BYTES_MIN), WAITING_BYTES_MAX)
+        wanted = _bounded(int(self.bytes_per_s * WAITING_S), WAITING_BYTES_MIN)
         if 0.8 * self.waiting_bytes < wanted < 1.25 * self.waiting_bytes:
             return False
         self.waiting_bytes = wanted
         return True
+
+
+def _bounded(count: int, least: int) -> int:
+    return min(max(count, least), WAITING_BYTES_MAX)

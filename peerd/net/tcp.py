@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import ipaddress
+import math
 import os
 import socket
 import sys
@@ -41,7 +42,10 @@ _UNSENT_LIMIT = getattr(socket, "TCP_NOTSENT_LOWAT", None)  # not every system h
 _CONGESTION = getattr(socket, "TCP_CONGESTION", None)  # Linux
 _RESTING, _RESTLESS = b"bbr", b"reno"  # one rests to measure the path, one is everywhere
 _SO_MAX_PACING_RATE = 47  # of Linux, which Python does not name
+_SO_BUF_LOCK = 72  # likewise, since Linux 5.14
+_PACED_BUFFER_BYTES = 128 * 1024  # the system counts twice as much: its own books of the packets are in it
 _UNPACED_BYTES_PER_S = (1 << 31) - 1  # as an option's value: faster than any one connection of ours
+_TURN_BYTES = 256 * 1024  # taken at once, one send after the other: then others have their turn
 _WORTH_AWAITING_BYTES = 4 * 1024  # two packets or more; saying so is a system call
 # A receive queue that waits to be read keeps Linux from widening its window: with whole frames to wait for, a path of
 # 100 ms stayed at 64 KiB each round trip.
@@ -61,6 +65,7 @@ class TcpLink:
         "_awaited_bytes",
         "_awaited_bytes_max",
         "_draught",
+        "_in_turn",
         "_lent",
         "_more",
         "_rule",
@@ -80,11 +85,14 @@ class TcpLink:
         self._limit_unsent()
         self._awaited_bytes = 1  # the system says nothing of fewer
         self._awaited_bytes_max = 0  # 0: not known yet
+        self._in_turn = 0  # bytes sent since others had their turn
         self._rule = b""  # of congestion, that another has replaced
         self._more = False  # the last read was large, so that there is probably more
         self.remote = remote
 
     async def send_all(self, data: bytes | bytearray | memoryview) -> None:
+        """As a LendingLink's; often without a turn of the loop, though never for much."""
+        waited = False
         with memoryview(data) as view:
             at, end = 0, len(view)
             draught = self._draught
@@ -99,9 +107,13 @@ class TcpLink:
                         if draught.full(trio.current_time()):
                             self._limit_unsent()
                         await trio.lowlevel.wait_writable(self._socket)
+                        waited = True
             except (OSError, ValueError) as error:
                 raise self._lost(error) from error
-        await trio.lowlevel.checkpoint()
+        self._in_turn = 0 if waited else self._in_turn + end
+        if self._in_turn > _TURN_BYTES:
+            self._in_turn = 0
+            await trio.lowlevel.checkpoint()
         if draught.end(trio.current_time()):
             self._limit_unsent()
 
@@ -130,10 +142,31 @@ class TcpLink:
                 self._rule = b""
 
     def pace(self, bytes_per_s: float) -> None:
-        if sys.platform == "linux":
-            rate = int(min(bytes_per_s, _UNPACED_BYTES_PER_S))
-            with contextlib.suppress(OSError):
-                self._socket.setsockopt(socket.SOL_SOCKET, _SO_MAX_PACING_RATE, rate)
+        if sys.platform != "linux":
+            return
+        rate = int(min(bytes_per_s, _UNPACED_BYTES_PER_S))
+        with contextlib.suppress(OSError):
+            self._socket.setsockopt(socket.SOL_SOCKET, _SO_MAX_PACING_RATE, rate)
+        if self._is_near():
+            self._keep_rate(bytes_per_s)
+
+    def _keep_rate(self, bytes_per_s: float) -> None:
+        """Have the system always send so much to a peer near by; inf: what it likes.
+
+        A rule that measures the path allows a few packets under way where an empty path holds none, and others in the
+        queue then take the line. The connection stays with the other rule, which has to find its window anew each
+        time. And the buffer should hold what may wait, so that one send is enough.
+        """
+        paced = math.isfinite(bytes_per_s)
+        if paced:
+            self.never_rest(True)
+        self._draught.keep(bytes_per_s)
+        self._limit_unsent()
+        with contextlib.suppress(OSError):
+            if not paced:
+                self._socket.setsockopt(socket.SOL_SOCKET, _SO_BUF_LOCK, 0)  # it grows by itself again
+            elif self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) < 2 * _PACED_BUFFER_BYTES:
+                self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _PACED_BUFFER_BYTES)
 
     def _limit_unsent(self) -> None:
         """Have the system take no more than the line soon carries away: what waits there, nothing can overtake."""
@@ -181,10 +214,12 @@ class TcpLink:
 
     def _most_awaited(self) -> int:
         if not self._awaited_bytes_max:
-            info = self.tcp_info()
-            near = info is not None and info.min_rtt_s < _NEAR_S
-            self._awaited_bytes_max = _AWAITED_BYTES_MAX_NEAR if near else _AWAITED_BYTES_MAX
+            self._awaited_bytes_max = _AWAITED_BYTES_MAX_NEAR if self._is_near() else _AWAITED_BYTES_MAX
         return self._awaited_bytes_max
+
+    def _is_near(self) -> bool:
+        info = self.tcp_info()
+        return info is not None and info.min_rtt_s < _NEAR_S
 
     async def aclose(self) -> None:
         if self._socket.fileno() != -1:

@@ -2,10 +2,10 @@
 
 Where twenty connections share a line of 20 Mb/s, each has a window of a few packets; they fill the queue of the line
 in bursts, and one that loses its packets there waits for a timer of TCP's, and the whole round for it. So each
-connection leaves at the rate that it needs for everyone to end together (`AveragingPlan.pair_bytes_per_s`); once our
-own parts have left, what is late may catch up. Nothing here is of use, nor of harm, where the system cannot pace.
-Invariant: whoever was held back is let go when the round ends. A conductor that says too low a rate slows its round
-down as it could by any other division; the least rate is bounded.
+connection leaves at the rate that it needs for everyone to end together (`AveragingPlan.pair_bytes_per_s`), to the end
+of the round: who hurries then only pushes others aside. Nothing here is of use, nor of harm, where the system cannot
+pace. Invariant: whoever was held back is let go when the round ends. A conductor that says too low a rate slows its
+round down as it could by any other division; the least rate is bounded.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ from peerd.machine.allreduce import AveragingPlan
 
 Pacer = Callable[[PeerId, float], None]  # bytes/s to a peer; inf: as fast as the system can
 
-_CATCH_UP: Final = 1.5  # times the even rate, when only sums are left
-_LEAST_BYTES_PER_S: Final = 64e3  # calls share the connection
+_LEAST_BYTES_PER_S: Final = 20e3  # calls share the connection
 
 
 class Evenly:
@@ -30,24 +29,13 @@ class Evenly:
         """Without a `pacer`, and where the plan says nothing of lines, all of it does nothing."""
         self._pacer = pacer
         self._rates = plan.pair_bytes_per_s(own) if pacer is not None else {}
-        shares = zip(plan.group, plan.shares or (), strict=False)
-        self._owners = {peer for peer, share in shares if share > 0 and peer != own}  # who has not all our parts
         self._begun: set[str] = set()
-        self._gain = 1.0
 
     def begin(self, peer: str) -> None:
         """There is a connection to this peer."""
-        if peer in self._rates:
-            self._begun |= {peer}
-            self._set(peer, max(self._rates[peer] * self._gain, _LEAST_BYTES_PER_S))
-
-    def left(self, owner: str) -> None:
-        """All our parts for this owner are on their way; after the last such only sums are left."""
-        self._owners.discard(owner)
-        if not self._owners and self._gain == 1.0:
-            self._gain = _CATCH_UP
-            for peer in self._begun:
-                self.begin(peer)
+        if peer in self._rates and peer not in self._begun:
+            self._begun.add(peer)
+            self._set(peer, max(self._rates[peer], _LEAST_BYTES_PER_S))
 
     def end(self) -> None:
         """The round is over."""

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from peerd.machine.draught import WAITING_BYTES_MAX, WAITING_BYTES_MIN, WAITING_S, Draught
+from peerd.machine.draught import (
+    KEPT_BYTES_MAX,
+    KEPT_BYTES_MIN,
+    KEPT_S,
+    WAITING_BYTES_MAX,
+    WAITING_BYTES_MIN,
+    WAITING_S,
+    Draught,
+)
 
 
 def drained(draught: Draught, bytes_per_s: float, seconds: float, start_s: float = 0.0) -> int:
@@ -61,6 +71,27 @@ def test_who_never_meets_a_full_buffer_is_known_to_be_at_least_as_fast_as_it_sen
         now += 0.001
         draught.end(now)
     assert draught.waiting_bytes == WAITING_BYTES_MAX
+
+
+@pytest.mark.parametrize(
+    ("bytes_per_s", "waiting"),
+    [
+        (2e4, KEPT_BYTES_MIN),
+        (2e5, int(KEPT_S * 2e5)),
+        (1e6, KEPT_BYTES_MAX),
+        (1e7, int(WAITING_S * 1e7)),
+        (1e10, WAITING_BYTES_MAX),
+    ],
+)
+def test_where_the_rate_is_given_a_frame_may_wait_and_nothing_is_measured(bytes_per_s: float, waiting: int) -> None:
+    draught = Draught()
+    draught.keep(bytes_per_s)
+    assert draught.waiting_bytes == waiting
+    assert drained(draught, 3 * bytes_per_s, 1.0) == 0
+    assert (draught.waiting_bytes, draught.batch_bytes) == (waiting, KEPT_BYTES_MAX)
+    draught.keep(math.inf)
+    drained(draught, 62.5e6, 1.0, 2.0)
+    assert draught.waiting_bytes == pytest.approx(WAITING_S * 62.5e6, rel=0.3), "measured again"
 
 
 @given(st.lists(st.tuples(st.sampled_from(["begin", "took", "full", "end"]), st.floats(0, 5)), max_size=60))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import socket
+import sys
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
@@ -134,6 +136,32 @@ async def test_a_connection_for_small_frames_does_not_rest_until_it_may(rule: st
     finally:
         for end in (near, listener):
             await end.aclose()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere nothing is paced")
+async def test_a_paced_link_near_by_keeps_its_rate_and_room_for_what_waits() -> None:
+    tcp = TcpTransport()
+    listener = await tcp.listen(LOOPBACK)
+    near = await tcp.dial(listener.addrs[0])
+    assert isinstance(near, TcpLink)
+
+    def room_bytes() -> int:
+        return near._socket.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
+
+    near._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 16 << 10)
+    near.pace(1e5)
+    rule = near._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16)
+    assert not rule.startswith(b"bbr")
+    assert near._socket.getsockopt(socket.SOL_SOCKET, 47) == 100_000, "SO_MAX_PACING_RATE"
+    assert room_bytes() >= 4 * near._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT) > 0
+    near._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 400_000)
+    larger = room_bytes()
+    near.pace(2e5)
+    assert room_bytes() == larger, "nothing is taken away"
+    near.pace(math.inf)
+    assert near._socket.getsockopt(socket.SOL_SOCKET, 47) > 2e9
+    for end in (near, listener):
+        await end.aclose()
 
 
 async def test_a_link_that_begins_small_and_leaves_evenly_delivers_all_the_same() -> None:

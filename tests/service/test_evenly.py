@@ -26,24 +26,22 @@ def recorded() -> tuple[Rates, Evenly]:
     return rates, Evenly(lambda peer, rate: rates.setdefault(peer.text, []).append(rate), plan, names[0])
 
 
-def test_what_is_late_may_catch_up_once_all_parts_have_left_and_in_the_end_nothing_is_held_back() -> None:
+def test_each_peer_is_told_once_and_in_the_end_nothing_is_held_back() -> None:
     rates, evenly = recorded()
-    owners = sorted(evenly._owners)
-    for owner in owners:
+    owners = sorted(evenly._rates)
+    for owner in (*owners, *owners):  # we call it, and it calls us
         evenly.begin(owner)
-    assert rates == {owner: [0.5e6] for owner in owners}
-    for owner in owners:
-        evenly.left(owner)
+    assert rates == {owner: [0.95 * 0.5e6] for owner in owners}
     evenly.end()
-    assert rates == {owner: [0.5e6, 0.75e6, math.inf] for owner in owners}
+    assert rates == {owner: [0.95 * 0.5e6, math.inf] for owner in owners}
 
 
 def test_calls_on_the_same_connection_keep_a_rate_of_their_own() -> None:
     rates, evenly = recorded()
     evenly._rates = dict.fromkeys(evenly._rates, 1.0)
-    owner = min(evenly._owners)
+    owner = min(evenly._rates)
     evenly.begin(owner)
-    assert rates == {owner: [64e3]}
+    assert rates == {owner: [20e3]}
 
 
 @pytest.mark.parametrize("s_per_byte", [0.0, 1e-6])
