@@ -97,8 +97,7 @@ class OpenRound:
 class Returns:
     """The sums that one member asks for; they leave in the order in which it asked, each as soon as it is there.
 
-    Nobody waits in between: who makes a sum puts it on every call. What a member does not take waits as a view of the
-    sum that all of them share.
+    Nobody waits in between: who makes a sum puts it on every call. What a member does not take waits here.
     """
 
     def __init__(self, state: OpenRound, parts: CallStream) -> None:
@@ -109,9 +108,11 @@ class Returns:
 
     def __enter__(self) -> Returns:
         self._state.returns.append(self)
+        self._parts.on_room(self.let_go)
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._parts.on_room(None)
         self._state.returns.remove(self)
 
     def owe(self, part: Part) -> None:
@@ -119,9 +120,9 @@ class Returns:
         self.let_go()
 
     def let_go(self) -> None:
-        """Put what is there."""
+        """Put what is there, as far as the call takes it."""
         state, due = self._state, self._due
-        while due and (answer := state.answers.get(due[0])) is not None:
+        while due and not self._parts.full and (answer := state.answers.get(due[0])) is not None:
             state.taken(due.popleft())
             self._parts.put(Empty(), (answer,))
         if not due:

@@ -9,7 +9,7 @@ rest of a payload never comes, the stream is reset.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import trio
 
@@ -92,6 +92,7 @@ class Outbox:
         self._ending = False
         self._broken = False
         self.closed = False
+        self.on_room: Callable[[], None] | None = None  # called in the writer's task whenever there is room
         self.failure: PeerdError | None = None  # of the maker of a payload, which cost us the stream
 
     def put(self, *buffers: Outgoing) -> None:
@@ -203,6 +204,8 @@ class Outbox:
                     self._sent_bytes += len(batch)
                     if self._waiting:
                         self._waiting.unpark_all()
+                    if self.on_room is not None and not self.full:
+                        self.on_room()
                 elif self._queue:
                     await self._wait_for_more(stream)
                 elif self._ending:

@@ -7,7 +7,7 @@ delivers parts here; this file neither reads streams nor starts tasks.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import msgspec
@@ -60,12 +60,21 @@ class CallStream:
     def put(self, body: msgspec.Struct, frames: Sequence[TensorFrame] = ()) -> None:
         """Send one part soon, frames that are whole and never change; dropped when the call is over.
 
-        What waits is bounded by those who put.
+        Who puts looks first whether the call is `full`, and puts more `on_room`.
         """
         if not self.sending:
             raise LocalError("a part after finish")
         headers, payloads = outgoing(frames) if frames else (b"", [])
         self._outbox.put(encode_message(PART, self._id, encode(body), headers, len(frames)), *payloads)
+
+    @property
+    def full(self) -> bool:
+        """Whether enough waits to be sent."""
+        return self._outbox.full
+
+    def on_room(self, then: Callable[[], None] | None) -> None:
+        """Call `then`, which is quick and raises nothing, whenever the call is not full any more."""
+        self._outbox.on_room = then
 
     def finish(self) -> None:
         """Send no more parts: the other side's `receive` returns None after the last one."""

@@ -10,6 +10,7 @@ from typing import TypeVar
 import numpy as np
 import pytest
 import trio
+import trio.testing
 from trio.testing import MockClock
 
 from peerd.compute.choice import Plan
@@ -17,6 +18,7 @@ from peerd.compute.feedback import ErrorFeedback
 from peerd.core.errors import Refused
 from peerd.core.frame import TensorFrame
 from peerd.core.ids import PeerId
+from peerd.core.limits import RPC_OUTBOX_BYTES
 from peerd.core.messages import Empty
 from peerd.core.training import AverageKey
 from peerd.machine.allreduce import AveragingPlan, RoundFailed
@@ -174,3 +176,31 @@ async def test_parts_of_wrong_shape_and_of_strangers_are_refused(autojump_clock:
                 with pytest.raises(Refused):
                     await send_part(nodes[2], nodes[0], how.attempt, part, frame)
             nursery.start_soon(nodes[1].averaging.sum, how, vector, InlineWorker())
+
+
+async def test_a_member_that_does_not_take_its_sums_fills_no_queue(autojump_clock: MockClock) -> None:
+    """What it is owed beyond a call's measure waits as what it is: one sum for all."""
+    async with group(2) as (_, (lazy, honest)):
+        how = AveragingPlan(b"a" * 16, (lazy.id.text, honest.id.text), 64 << 10, 30.0, shares=(0.0, 1.0))
+        vector = np.ones(1 << 20, dtype="float32")
+        parts = how.parts(len(vector), 4)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(honest.averaging.sum, how, vector, InlineWorker())
+            await trio.testing.wait_all_tasks_blocked()
+            (state,) = honest.averaging._rounds.values()
+            stream = lazy.rpc.stream(honest.id, METHOD, AverageKey(how.attempt, 0), timeout_s=60.0)
+            async with stream as call:
+                for part in parts:
+                    values = vector[part.begin : part.end]
+                    frame = TensorFrame("float32", values.shape, values.data.cast("B"))
+                    await call.send(AverageKey(how.attempt, part.index), (frame,))
+                await trio.testing.wait_all_tasks_blocked()
+                (returns,) = state.returns
+                assert returns._due, "it is owed more than its call takes"
+                assert returns._parts.full
+                outbox = returns._parts._outbox
+                assert outbox._put_bytes - outbox._sent_bytes <= RPC_OUTBOX_BYTES + (65 << 10)
+                call.finish()
+                for _ in parts:
+                    assert await call.receive(Empty) is not None
+                assert await call.receive(Empty) is None

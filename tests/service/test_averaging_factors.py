@@ -101,12 +101,17 @@ def succeeded(results: list[Total | RoundFailed]) -> list[Total]:
 def payload_bytes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Of every message of averaging that is sent."""
     sent: list[int] = []
-    original = CallStream.put
+    whole, soon = CallStream.send, CallStream.put
+
+    async def send(self: Any, body: Any, frames: Any = ()) -> None:
+        sent.append(sum(frame.payload.nbytes for frame in frames))
+        await whole(self, body, frames)
 
     def put(self: Any, body: Any, frames: Any = ()) -> None:
         sent.append(sum(frame.payload.nbytes for frame in frames))
-        original(self, body, frames)
+        soon(self, body, frames)
 
+    monkeypatch.setattr(CallStream, "send", send)
     monkeypatch.setattr(CallStream, "put", put)
     return sent
 
