@@ -25,7 +25,7 @@ from peerd.service.rpc import CallStream
 
 T = TypeVar("T")
 
-SMALL_VALUES = 1 << 19  # of all versions together: added in 0.2 ms, in 0.5 if they are 500 of 1,024
+SMALL_VALUES = 1 << 19  # of all versions together: added in 0.09 ms, in 0.25 if they are 512 of 1,024
 
 
 @dataclass(slots=True)
