@@ -10,7 +10,7 @@ stream learns of the link's end; `run` returns only after the raw link is closed
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Protocol
@@ -29,7 +29,7 @@ from peerd.machine.yamux import Yamux
 from peerd.machine.yamux_stream import WindowBudget, YamuxConfig, YamuxStream
 from peerd.machine.yamux_wire import GONE_NORMAL, GONE_PROTOCOL, Changed, Dead, GoneAway, Opened
 from peerd.net.rails import Rails
-from peerd.net.sealing import BATCH_FRAMES, Sealing
+from peerd.net.sealing import BATCH_FRAMES, Fill, Sealing
 from peerd.net.stream import Stream
 from peerd.net.tcpinfo import TcpInfo
 from peerd.net.transport import CountedLink, LendingLink, LocatedLink, counted
@@ -370,19 +370,19 @@ class Link:
                 if self._unsent:
                     data, self._unsent = self._unsent, b""
                     await self._send(data)
-                while await self._send_batch():
+                while await self.send_batch(self._sealing, mux.fill, self._send):
                     pass
         except (trio.BrokenResourceError, trio.ClosedResourceError) as error:
             self.reason = self.reason or f"the connection broke: {error}"
             await self.broke(error)
 
-    async def _send_batch(self) -> bool:
-        """Whether there was anything to send."""
-        pool = self.buffers.batches(self._sealing.alone)
+    async def send_batch(self, sealing: Sealing, fill: Fill, send: Callable[[memoryview], Awaitable[None]]) -> bool:
+        """One batch on the first connection, or on a rail; whether there was anything to send."""
+        pool = self.buffers.batches(sealing.alone)
         buffer = pool.take()
         batch = memoryview(buffer)
-        if size := self.filled(self._sealing.batch(batch, self.mux.fill, self.mux)):
-            await self._send(batch[:size])
+        if size := self.filled(sealing.batch(batch, fill, self.mux)):
+            await send(batch[:size])
         pool.give(buffer)
         return size > 0
 

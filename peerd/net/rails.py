@@ -117,7 +117,7 @@ class Rail:
         link = self._link
         try:
             while not self.leaving:
-                while not self.leaving and await self._send_batch():
+                while not self.leaving and await link.send_batch(self._sealing, link.mux.fill_rail, self._send):
                     pass
                 if not self.leaving:
                     self._work = trio.Event()
@@ -126,17 +126,6 @@ class Rail:
         except (trio.BrokenResourceError, trio.ClosedResourceError) as error:
             await link.broke(error)
         self._over.set()
-
-    async def _send_batch(self) -> bool:
-        """Whether there was anything to send."""
-        link, mux = self._link, self._link.mux
-        pool = link.buffers.batches(self._sealing.alone)
-        buffer = pool.take()
-        batch = memoryview(buffer)
-        if size := link.filled(self._sealing.batch(batch, mux.fill_rail, mux)):
-            await self._send(batch[:size])
-        pool.give(buffer)
-        return size > 0
 
     async def _send(self, data: bytes | memoryview) -> None:
         self.send_began = trio.current_time()

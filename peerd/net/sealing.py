@@ -9,6 +9,8 @@ from peerd.machine.noise import PLAIN_BYTES, SEALED_BYTES, Sealer
 from peerd.machine.yamux import Yamux
 from peerd.net.transport import LendingLink
 
+Fill = Callable[[memoryview, int], int]  # of a Yamux: frames into a buffer; returns the bytes
+
 BATCH_FRAMES: Final = 8  # full Noise frames sealed and sent at once
 
 
@@ -25,7 +27,7 @@ class Sealing:
         """Whether a batch is one frame at most, for now."""
         return self._lending is not None and self._lending.batch_bytes < 2 * PLAIN_BYTES
 
-    def batch(self, into: memoryview, fill: Callable[[memoryview, int], int], mux: Yamux) -> int:
+    def batch(self, into: memoryview, fill: Fill, mux: Yamux) -> int:
         """Seal what `fill` (of `mux`) gives, up to one batch that fits; returns the bytes written to `into`."""
         plain, sealer = self._plain, self._sealer
         at, left = 0, min(BATCH_FRAMES, len(into) // SEALED_BYTES)

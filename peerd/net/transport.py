@@ -75,7 +75,10 @@ class LendingLink(RawLink, Protocol):
         ...
 
     def pace(self, bytes_per_s: float) -> None:
-        """Let bytes leave evenly, at this rate at most, where the system can."""
+        """Let bytes leave evenly, at this rate at most, where the system can; inf: no more.
+
+        A connection to a peer near by never rests from then on.
+        """
         ...
 
     def send_nowait(self, data: memoryview) -> int:
