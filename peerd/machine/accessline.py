@@ -2,21 +2,26 @@
 
 Sums over all connections, since they share the line, of bytes that have crossed it: acknowledged by the other side, or
 come in here; what waits in buffers is not counted. Looking takes time, much on a busy machine, so a window lasts from
-before its first look to after its last: the estimate is a lower bound that was proven, never more than the line did
-carry for half a second. Windows in which little passed say nothing. Age is counted in minutes in which
-there was traffic to judge by: an idle line keeps its estimate, one that became slower is believed slower after
-ACTIVE_MINUTES. No clock here: times are arguments. A peer can not raise our estimate but by sending or taking bytes.
+before its first look to after its last: the estimate is a lower bound that was proven, not more than the line did
+carry for a second. Acknowledgements that had waited in a queue on their way back, and then come at once, look like a
+faster line: what is acknowledged now was sent a round trip ago, so a window whose round trips became shorter is taken
+to be longer by as much. (Of the rates of acknowledgements and of sending BBR takes the lower one, too:
+draft-cheng-iccrg-delivery-rate-estimation, section 3.1.) A short wait remains in them, which a second makes small.
+
+Windows in which little passed say nothing. Age is counted in minutes in which there was traffic to judge by: an idle
+line keeps its estimate, one that became slower is believed slower after ACTIVE_MINUTES. No clock here: times are
+arguments. A peer can not raise our estimate but by sending or taking bytes.
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
-WINDOW_S: Final = 0.5
-WINDOW_BYTES: Final = 64 * 1024  # fewer in a window are not judged by: 1 Mb/s
+WINDOW_S: Final = 1.0
+WINDOW_BYTES: Final = 128 * 1024  # fewer in a window are not judged by: 1 Mb/s
 ACTIVE_MINUTES: Final = 60
 STEP: Final = 1.1  # what is told changes by so much or not at all: shares need not follow every tremor
 _MINUTE_S: Final = 60.0
@@ -28,6 +33,7 @@ class Count:
 
     sent: int
     received: int
+    round_trip_s: float = 0.0  # of what was sent, as it was in the end; a mean over bytes
 
 
 class Direction:
@@ -67,19 +73,21 @@ class AccessLine:
 
     def __init__(self) -> None:
         self.up, self.down = Direction(), Direction()
-        self._looks: deque[tuple[float, int, int]] = deque()  # (begun at, sent, received), the last window's
-        self._sent = self._received = 0
+        self._looks: deque[tuple[float, Count]] = deque()  # when it began, what had passed; the last window's
+        self._passed = Count(0, 0)
 
     def note(self, begun: float, now: float, passed: Count) -> None:
         """A look that began then and ends now found that so much has passed since the one before."""
-        self._sent += passed.sent
-        self._received += passed.received
+        before = self._passed
+        passed = replace(passed, sent=before.sent + passed.sent, received=before.received + passed.received)
+        self._passed = passed
         looks = self._looks
-        looks.append((begun, self._sent, self._received))
+        looks.append((begun, passed))
         while len(looks) > 2 and begun - looks[1][0] >= WINDOW_S * 0.9:
             looks.popleft()
-        at, sent, received = looks[0]
+        at, first = looks[0]
         seconds = now - at
         if seconds >= WINDOW_S * 0.9 and math.isfinite(seconds):
-            self.up.note(now, self._sent - sent, seconds)
-            self.down.note(now, self._received - received, seconds)
+            sooner_s = max(0.0, first.round_trip_s - passed.round_trip_s)
+            self.up.note(now, passed.sent - first.sent, seconds + sooner_s)
+            self.down.note(now, passed.received - first.received, seconds)

@@ -45,6 +45,7 @@ class LineMeter:
     def _look(self) -> Count:
         """What has passed since the last look; a connection's first one says where it begins."""
         sent = received = 0
+        waited = 0.0
         seen: dict[CountedLink, TcpInfo] = {}
         for link in self._host.links:
             if self._counts(link):
@@ -52,7 +53,9 @@ class LineMeter:
         for connection, info in seen.items():
             before = self._before.get(connection)
             if before is not None:
-                sent += info.bytes_acked - before.bytes_acked
+                acked = info.bytes_acked - before.bytes_acked
+                sent += acked
+                waited += acked * info.rtt_s
                 received += info.received_since(before)
         self._before = seen
-        return Count(sent, received)
+        return Count(sent, received, waited / sent if sent > 0 else 0.0)

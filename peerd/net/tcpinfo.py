@@ -34,6 +34,7 @@ class TcpInfo:
     bytes_repeated: int
     data_segs_in: int  # packets that were not empty; starts again as well
     segment_bytes: int  # payload of a full packet that comes in
+    rtt_s: float  # as it is now, by acknowledgements
     receive_rtt_s: float  # as it is now, by what comes in: also where nothing is sent but acknowledgements; 0: unknown
 
     def received_since(self, before: TcpInfo) -> int:
@@ -85,5 +86,6 @@ def tcp_info(sock: socket.socket) -> TcpInfo | None:
         bytes_repeated=again,
         data_segs_in=data_in,
         segment_bytes=mss_in,
+        rtt_s=rtt / 1e6,
         receive_rtt_s=rtt_in / 1e6,
     )

@@ -176,6 +176,23 @@ def test_a_look_that_takes_long_never_finds_more_than_the_line_carried(looks: li
     assert line.up.most_bytes_per_s <= 10 * MB + 10
 
 
+@given(st.lists(st.floats(0, 0.24), min_size=3, max_size=60))
+def test_acknowledgements_that_had_waited_are_no_faster_line(delays_s: list[float]) -> None:
+    line, counted = AccessLine(), 0
+    for number, delay_s in enumerate(delays_s):
+        now = (number + 1) * 0.25
+        acknowledged = int(10 * MB * (now - delay_s))  # of a full line
+        line.note(now, now, Count(acknowledged - counted, 0, delay_s))
+        counted = acknowledged
+    assert line.up.most_bytes_per_s <= 10 * MB + 10
+
+
+def test_round_trips_that_stay_as_they_are_take_nothing_from_a_line() -> None:
+    line = AccessLine()
+    for number in range(100):
+        line.note(number * 0.25, number * 0.25, Count(int(0.25 * 10 * MB), 0, 0.2))
+    assert line.up.most_bytes_per_s == pytest.approx(10 * MB)
+
 def test_a_look_that_always_takes_long_finds_nearly_all() -> None:
     line = AccessLine()
     for number in range(100):
