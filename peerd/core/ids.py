@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import base58
 
@@ -38,7 +38,7 @@ class PeerId:
         """From base58 text; raises ValueError when it is not an Ed25519 peer id."""
         if len(text) > 64:
             raise ValueError("peer id text is too long")
-        return cls(base58.b58decode(text))
+        return _parsed(text)
 
     @property
     def public_key(self) -> bytes:
@@ -67,6 +67,12 @@ class PeerId:
 
     def __repr__(self) -> str:
         return f"PeerId({self.short})"
+
+
+@lru_cache(maxsize=4096)
+def _parsed(text: str) -> PeerId:
+    """Members are named by text in every round, and decoding one takes as long as a message does."""
+    return PeerId(base58.b58decode(text))
 
 
 def is_peer_text(text: str) -> bool:

@@ -69,16 +69,12 @@ class Message(NamedTuple):
     headers: tuple[FrameHeader, ...] = ()
     name: bytes = b""
     timeout_ms: int = 0
+    frame_bytes: int = 0  # what limits and budgets count: payloads, and those that are packed as what they unpack to
 
     @property
     def payload_bytes(self) -> int:
         """Bytes that follow the block."""
         return sum(header.payload_bytes for header in self.headers)
-
-    @property
-    def frame_bytes(self) -> int:
-        """What limits and budgets count: the payloads, and those that are packed as what they unpack to."""
-        return sum(header.raw_bytes for header in self.headers)
 
 
 class Failure(Body, frozen=True):
@@ -261,10 +257,11 @@ def _check_head(size: int, kind: int, frames: int) -> None:
 
 def _read_block(data: bytes, at: int, stop: int, kind: int, frames: int, call_id: int) -> Message:
     headers: tuple[FrameHeader, ...] = ()
+    total = 0
     if frames:
-        headers, at = _read_headers(data[:stop], at, frames)
+        headers, total, at = _read_headers(data[:stop], at, frames)
     if kind > OPEN:
-        return Message(kind, call_id, data[at:stop], headers)
+        return Message(kind, call_id, data[at:stop], headers, frame_bytes=total)
     if stop - at < _CALL.size:
         raise ProtocolViolation("a request is cut short")
     timeout_ms, name_bytes = _CALL.unpack_from(data, at)
@@ -272,10 +269,11 @@ def _read_block(data: bytes, at: int, stop: int, kind: int, frames: int, call_id
     body_at = at + name_bytes
     if name_bytes > RPC_NAME_BYTES or body_at > stop or stop - body_at > RPC_BODY_BYTES:
         raise ProtocolViolation("a request whose name or body does not fit")
-    return Message(kind, call_id, data[body_at:stop], headers, data[at:body_at], timeout_ms)
+    return Message(kind, call_id, data[body_at:stop], headers, data[at:body_at], timeout_ms, total)
 
 
-def _read_headers(data: bytes, at: int, frames: int) -> tuple[tuple[FrameHeader, ...], int]:
+def _read_headers(data: bytes, at: int, frames: int) -> tuple[tuple[FrameHeader, ...], int, int]:
+    """The headers, the bytes of their frames, and where they end."""
     headers, total = [], 0
     for _ in range(frames):
         header, at = decode_header(data, at)
@@ -283,4 +281,4 @@ def _read_headers(data: bytes, at: int, frames: int) -> tuple[tuple[FrameHeader,
         total += header.raw_bytes
     if total > RPC_MESSAGE_FRAME_BYTES:
         raise ProtocolViolation(f"frames of {total} bytes in one message; allowed: {RPC_MESSAGE_FRAME_BYTES}")
-    return tuple(headers), at
+    return tuple(headers), total, at

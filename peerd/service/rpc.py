@@ -24,18 +24,19 @@ from peerd.core.clock import Clock
 from peerd.core.errors import LocalError, Overloaded, Refused, RemoteError
 from peerd.core.frame import TensorFrame
 from peerd.core.ids import PeerId
-from peerd.core.limits import RPC_IDLE_S, RPC_LANES, RPC_MESSAGE_FRAME_BYTES
+from peerd.core.limits import RPC_IDLE_S, RPC_MESSAGE_FRAME_BYTES
 from peerd.core.messages import Empty, decode, encode
 from peerd.machine.linkrate import LineRates
 from peerd.machine.rpc_calls import ByteBudget, Counters, MethodLimits, MethodLoad, MethodName, method_name
 from peerd.service.rpc_client import Channel, Reply, Request
 from peerd.service.rpc_crew import Crew
 from peerd.service.rpc_io import SharedBudget
+from peerd.service.rpc_lanes import Lanes
 from peerd.service.rpc_local import local_pair
 from peerd.service.rpc_parts import CallStream
 from peerd.service.rpc_served import Method
 from peerd.service.rpc_server import Server
-from peerd.service.rpc_streaming import StreamingCall
+from peerd.service.rpc_streaming import StreamLane
 from peerd.service.rpc_types import Answer, Gate, Incoming, RpcHost, RpcStream
 
 __all__ = ["Answer", "CallStream", "Incoming", "MethodLimits", "Rpc"]
@@ -55,7 +56,7 @@ class Rpc:
         self._names: dict[str, MethodName] = {}
         self._channels: dict[tuple[PeerId, str], Channel] = {}  # shared by small calls
         self._retired: list[Channel] = []  # superseded ones on which calls are still under way
-        self._lanes: dict[tuple[PeerId, str], list[Channel]] = {}  # idle, for large calls
+        self._lanes, self._stream_lanes = Lanes[Channel](), Lanes[StreamLane]()  # for large calls, for streaming ones
         self._counters: dict[str, Counters] = {}  # of calls made, by service
         self._calls_alone = 0
         self._received = SharedBudget(ByteBudget())  # requests, until their handlers are done
@@ -234,10 +235,7 @@ class Rpc:
 
     async def _call_alone(self, peer: PeerId, name: MethodName, request: Request) -> Reply:
         """A call with a channel of its own, which is kept for the next such call if the peer has answered."""
-        lanes = self._lanes.get((peer, name.protocol), [])
-        while lanes and lanes[-1].over:
-            lanes.pop()
-        lane = lanes.pop() if lanes else self._start_channel(peer, name.protocol)
+        lane = self._lanes.take(peer, name.protocol) or self._start_channel(peer, name.protocol)
         self._calls_alone += 1
         keep = False
         try:
@@ -252,23 +250,26 @@ class Rpc:
             raise
         finally:
             self._calls_alone -= 1
-            lanes = self._lanes.setdefault((peer, name.protocol), [])
-            if keep and not lane.busy and not lane.superseded and len(lanes) < RPC_LANES:
-                lanes.append(lane)
-            else:
+            if not keep or lane.busy or not self._lanes.keep(peer, name.protocol, lane):
                 lane.drop()
+            self._wake_at(self._now() + RPC_IDLE_S)
 
     @asynccontextmanager
     async def _streaming_call(self, peer: PeerId, name: MethodName, request: Request) -> AsyncIterator[CallStream]:
+        """A call with a stream of its own, which is kept for the next such call if this one came to its end."""
         self._calls_alone += 1
         try:
-            stream = await self._open_stream(peer, name.protocol)
-            call = StreamingCall(stream, self._replies, self._rates, request)
+            lane = self._stream_lanes.take(peer, name.protocol)
+            if lane is None:
+                stream = await self._open_stream(peer, name.protocol)
+                lane = StreamLane(stream, self._replies, self._rates, self._tasks())
             try:
-                await call.start(self._tasks())
-                yield call.parts
+                yield await lane.call(request)
             finally:
-                call.close()
+                lane.leave()
+                if not self._stream_lanes.keep(peer, name.protocol, lane):
+                    lane.close()
+                self._wake_at(self._now() + RPC_IDLE_S)
         finally:
             self._calls_alone -= 1
 
@@ -299,11 +300,8 @@ class Rpc:
             if key[0] == peer and channel.superseded:
                 del self._channels[key]
                 self._retire(channel)
-        for key, lanes in self._lanes.items():
-            if key[0] == peer:
-                for lane in [lane for lane in lanes if lane.superseded]:
-                    lanes.remove(lane)
-                    lane.close()
+        self._lanes.move(peer)
+        self._stream_lanes.move(peer)
 
     def _retire(self, channel: Channel) -> None:
         channel.retire()
@@ -342,7 +340,7 @@ class Rpc:
             self._retired = [channel for channel in self._retired if not channel.over]
             waiting = (*self._channels.values(), *self._retired)
             self._due = min((channel.calls.due for channel in waiting), default=math.inf)
-            if self._channels or self._lanes:
+            if self._channels or self._lanes or self._stream_lanes:
                 self._due = min(self._due, now + RPC_IDLE_S)
 
     def _close_idle(self, since: float) -> None:
@@ -352,13 +350,8 @@ class Rpc:
                 channel.close()
             if channel.over:
                 del self._channels[key]
-        for key, lanes in list(self._lanes.items()):
-            for lane in lanes:
-                if lane.used <= since:
-                    lane.close()
-            lanes[:] = [lane for lane in lanes if not lane.over]
-            if not lanes:
-                del self._lanes[key]
+        self._lanes.close_idle(since)
+        self._stream_lanes.close_idle(since)
 
     def arrival_rate(self, peer: PeerId) -> float | None:
         """Bytes per second at which payloads arrive from `peer`, asked for or not; None before a large one has."""
@@ -377,7 +370,7 @@ class Rpc:
         return {
             "waiting": waiting,
             "running": running,
-            "channels": len(channels) + sum(map(len, self._lanes.values())),
+            "channels": len(channels) + len(self._lanes) + len(self._stream_lanes),
             "held_bytes": self._received.books.held + self._replies.books.held,
             "made": {
                 service: {"calls": counters.calls, "failed": counters.failed}

@@ -20,6 +20,7 @@ from peerd.machine.rpc import Buffer, encode_frames
 from peerd.service.rpc_types import RpcStream
 
 _JOIN_BYTES = 8 << 10  # a message up to this size is copied together, payloads and all
+_AT_ONCE_BYTES = 60 << 10  # up to this size, if it can leave at once: streams copy it anyway, and take it whole
 _BATCH_BYTES = 32 << 10  # buffers below this are joined before they are sent; larger ones are not copied
 _PIECE_BYTES = 1 << 20  # of a growing payload, handed to the stream at once
 
@@ -102,7 +103,8 @@ class Outbox:
         """
         if self.closed:
             return
-        if len(buffers) > 1 and sum(map(len, buffers)) <= _JOIN_BYTES:
+        most_bytes = _JOIN_BYTES if self._writer is None else _AT_ONCE_BYTES
+        if len(buffers) > 1 and sum(map(len, buffers)) <= most_bytes:
             final = [buffer for buffer in buffers if not isinstance(buffer, Growing)]
             buffers = (b"".join(final),) if len(final) == len(buffers) else buffers
         if len(buffers) == 1 and self._writer is not None and self._send_now(buffers[0]):
@@ -222,7 +224,7 @@ class Outbox:
             self.close()
 
     def _send_now(self, message: Outgoing) -> bool:
-        """While the writer rests, a small message need not wait for it: that is half the latency of a call."""
+        """While the writer rests, a message need not wait for it: that is half the latency of a small call."""
         return self._stream is not None and isinstance(message, bytes) and self._stream.send_nowait(message)
 
     def _take(self) -> Buffer:

@@ -1,7 +1,7 @@
-"""Making streaming calls: each has a stream of its own, so that its parts wait for nobody else's.
+"""Making streaming calls: each has a stream to itself while it lasts, so that its parts wait for nobody else's.
 
-Reads what the handler sends and delivers it to the CallStream that the caller holds. A call that the caller leaves
-before its end is reset, which cancels the handler.
+Reads what the handler sends and delivers it to the CallStream that the caller holds. A stream on which a call has come
+to its end carries the next one; a call that the caller leaves before its end is reset, which cancels the handler.
 """
 
 from __future__ import annotations
@@ -18,41 +18,69 @@ from peerd.service.rpc_outbox import Outbox
 from peerd.service.rpc_parts import CallStream
 from peerd.service.rpc_types import RpcStream
 
-_ID = 1  # the only call on its stream
 
+class StreamLane:
+    """The caller's end of a stream for streaming calls, one after the other."""
 
-class StreamingCall:
-    """The caller's end of one streaming call."""
-
-    def __init__(self, stream: RpcStream, budget: SharedBudget, rates: LineRates, request: Request) -> None:
+    def __init__(self, stream: RpcStream, budget: SharedBudget, rates: LineRates, nursery: trio.Nursery) -> None:
+        """Writes and reads in tasks of `nursery` until it is over."""
+        self.used = trio.current_time()
         self._stream = stream
+        self._budget = budget
         self._rates = rates
-        self._request = request
         self._outbox = Outbox()
         self._running = trio.CancelScope()
-        self._complete = False  # the other side has said all
-        self.parts = CallStream(stream.peer, _ID, self._outbox, budget)
-
-    async def start(self, nursery: trio.Nursery) -> None:
-        """Send the request, and read what comes, in tasks of `nursery` that `close` ends.
-
-        Returns once the payloads of the request are made; raises what their maker does.
-        """
-        message = encode_request(wire.OPEN, _ID, self._request)
-        self._outbox.put(*message)
-        nursery.start_soon(self._outbox.run, self._stream)
+        self._over = False
+        self._id = 0  # of the newest call
+        self._request: Request | None = None  # its; None once the other side has said all
+        self._parts: CallStream | None = None  # its; None once the caller has left it
+        nursery.start_soon(self._outbox.run, stream)
         nursery.start_soon(self._read)
+
+    @property
+    def over(self) -> bool:
+        return self._over or self._outbox.closed
+
+    @property
+    def superseded(self) -> bool:
+        return self._stream.superseded
+
+    async def call(self, request: Request) -> CallStream:
+        """Send a request; the call before was left.
+
+        Returns once the payloads of the request are made; raises what their maker does. In any case `leave` comes next.
+        """
+        self._id += 1
+        self._request = request
+        self._parts = parts = CallStream(self._stream.peer, self._id, self._outbox, self._budget)
+        message = encode_request(wire.OPEN, self._id, request)
+        self._outbox.put(*message)
         await self._outbox.feed(message)
+        return parts
+
+    def leave(self) -> None:
+        """The caller wants nothing more: a call that is not complete is cancelled on the other side."""
+        self.used = trio.current_time()
+        parts, self._parts = self._parts, None
+        if self._request is not None or self._outbox.pending:
+            self._end()
+        if parts is not None:
+            parts.finish()  # a handler that has said all may still listen
+            parts.discard()
 
     def close(self) -> None:
-        """The caller wants nothing more: a call that is not complete is cancelled on the other side."""
-        self._running.cancel()
-        if self._complete and not self._outbox.pending and not self._outbox.closed:
+        """Close the stream, while no call is under way."""
+        if not self.over:
+            self._over = True
+            self._running.cancel()
             self._outbox.end()
-        else:
-            self._outbox.close()
-            self._stream.reset()
-        self.parts.discard()
+
+    def _end(self) -> None:
+        self._over = True
+        self._request = None
+        self._running.cancel()
+        self._outbox.close()  # wakes a sender, who then sees the failure
+        self._stream.reset()
 
     async def _read(self) -> None:
         inbound = Inbound(self._stream, self._settle, self._rates)
@@ -62,33 +90,38 @@ class StreamingCall:
                     for message in messages:
                         if message.headers or not self._settle(message):
                             await self._take(message, inbound)
-                if not self._complete:
-                    raise Unreachable("the stream was closed before the call had ended")
+                raise Unreachable("the stream was closed before the call had ended")
         except RemoteError as error:
-            if not self._complete:
-                self._fail(error.blame(self._stream.peer))
+            self._fail(error.blame(self._stream.peer))
 
     def _settle(self, message: Message) -> bool:
         """What ends the call; False for a part."""
-        if message.id != _ID or self._complete:
-            raise ProtocolViolation("an answer that nobody asked for")
+        _, parts = self._current(message)
         if message.kind == wire.ERROR:
             self._fail(decode_failure(message.body, self._stream.peer))
         elif message.kind == wire.END:
-            self.parts.no_more_parts()
+            self._request = None
+            parts.no_more_parts()
         elif message.kind == wire.PART:
             return False
         else:
             raise ProtocolViolation(f"a message of kind {message.kind} for a streaming call")
-        self._complete = True
         return True
 
     async def _take(self, message: Message, inbound: Inbound) -> None:
-        if message.id != _ID or self._complete or message.kind != wire.PART:
-            raise ProtocolViolation("a message with frames that nobody asked for")
-        self._request.check(message)
-        await self.parts.take(message, inbound, self._request.deadline)
+        request, parts = self._current(message)
+        if message.kind != wire.PART:
+            raise ProtocolViolation(f"a message of kind {message.kind} with frames for a streaming call")
+        request.check(message)
+        await parts.take(message, inbound, request.deadline)
+
+    def _current(self, message: Message) -> tuple[Request, CallStream]:
+        if self._request is None or self._parts is None or message.id != self._id:
+            raise ProtocolViolation("an answer that nobody asked for")
+        return self._request, self._parts
 
     def _fail(self, error: RemoteError) -> None:
-        self.parts.fail(error)
-        self._outbox.close()  # wakes a sender, who then sees the failure
+        """The call has failed, and the stream with it; without a call, the stream alone."""
+        if self._request is not None and self._parts is not None:
+            self._parts.fail(error)
+        self._end()

@@ -36,12 +36,20 @@ async def relayed_pair() -> AsyncIterator[tuple[Hosts, Pair, Host, Host, Link]]:
         yield hosts, pair, a, b, relayed
 
 
+async def repeated(pair: Pair) -> None:
+    async with pair.a.stream(pair.b_host.id, "t/1/repeat", Text("x"), timeout_s=60) as parts:
+        parts.finish()
+        assert await parts.receive(Text) is not None
+        assert await parts.receive(Text) is None
+
+
 async def test_calls_after_the_better_link_stands_travel_on_it(autojump_clock: Clock) -> None:
     async with relayed_pair() as (hosts, pair, a, b, relayed):
         held = Held()
         pair.b.serve("t/1/held", Text, held)
         await ask(pair)
         await pair.a.call(b.id, "t/1/echo", Text("x"), Text, frames=(BIG,), timeout_s=60)  # leaves an idle lane
+        await repeated(pair)  # and another
         async with trio.open_nursery() as nursery:
 
             async def under_way() -> None:
@@ -55,12 +63,13 @@ async def test_calls_after_the_better_link_stands_travel_on_it(autojump_clock: C
             began = trio.current_time()
             await ask(pair)
             await pair.a.call(b.id, "t/1/echo", Text("x"), Text, frames=(BIG,), timeout_s=60)
+            await repeated(pair)
             assert trio.current_time() - began < 0.05  # nothing of them took the slow way
             assert relayed.bytes_out == sent
             held.let_go.set()
         await trio.sleep(30)
         assert list(a.links) == [punched]
-        assert pair.a.status()["channels"] == 2
+        assert pair.a.status()["channels"] == 3
         await ask(pair)
 
 

@@ -1,0 +1,157 @@
+"""Streaming calls use the streams of those before them again, and none that may not be: over fake hosts."""
+
+from __future__ import annotations
+
+from contextlib import AsyncExitStack
+
+import pytest
+import trio
+import trio.testing
+
+from peerd.core.errors import Refused
+from peerd.core.limits import RPC_IDLE_S, RPC_LANES
+from peerd.machine import rpc as wire
+from peerd.service.rpc import CallStream, Incoming
+from tests.kit.rpc_cases import BIG, FRAMES, Pair, Text, repeat
+from tests.kit.rpc_fake import fake_pair
+
+Clock = trio.testing.MockClock
+METHOD = "t/1/talk"
+
+
+async def talk(pair: Pair, text: str = "hi") -> None:
+    """One call that comes to its end."""
+    async with pair.a.stream(pair.b_host.id, METHOD, Text(text), frames=(BIG,), timeout_s=5) as call:
+        call.finish()
+        part = await call.receive(Text)
+        assert part is not None
+        assert (part.body.text, bytes(part.frames[0].payload)) == (text, BIG.payload)
+        assert await call.receive(Text) is None
+
+
+async def test_calls_one_after_the_other_share_a_stream_until_nobody_needs_it(autojump_clock: Clock) -> None:
+    async with fake_pair() as (pair, net, a_host, _):
+        pair.b.serve_stream(METHOD, Text, repeat, limits=FRAMES)
+        for number in range(5):
+            await talk(pair, str(number))
+        assert len(a_host.opened) == 1
+        await trio.sleep(RPC_IDLE_S * 0.9)
+        await talk(pair)
+        assert len(a_host.opened) == 1
+        assert pair.a.status()["channels"] == 1
+        await trio.sleep(RPC_IDLE_S * 2.5)
+        assert pair.a.status()["channels"] == 0
+        assert all(stream.closed for _, stream in net.streams)
+        await talk(pair)
+        assert len(a_host.opened) == 2
+
+
+async def test_calls_at_one_time_never_share_a_stream_and_few_are_kept(autojump_clock: Clock) -> None:
+    async with fake_pair() as (pair, _, a_host, b_host):
+        pair.b.serve_stream(METHOD, Text, repeat, limits=FRAMES)
+        async with AsyncExitStack() as stack:
+            many = RPC_LANES + 3
+            for _ in range(many):
+                call = await stack.enter_async_context(pair.a.stream(b_host.id, METHOD, Text("x"), timeout_s=5))
+                assert await call.receive(Text) is not None
+                call.finish()
+                assert await call.receive(Text) is None
+        assert len(a_host.opened) == many
+        await trio.testing.wait_all_tasks_blocked()
+        assert pair.a.status()["channels"] == RPC_LANES
+        await talk(pair)
+        assert len(a_host.opened) == many
+
+
+async def test_a_call_that_was_left_or_failed_takes_its_stream_with_it(autojump_clock: Clock) -> None:
+    async with fake_pair() as (pair, net, a_host, b_host):
+        pair.b.serve_stream(METHOD, Text, repeat, limits=FRAMES)
+        await talk(pair)
+        async with pair.a.stream(b_host.id, METHOD, Text("left"), timeout_s=5) as call:
+            assert await call.receive(Text) is not None
+        await talk(pair)
+        assert len(a_host.opened) == 2
+        with pytest.raises(Refused):
+            async with pair.a.stream(b_host.id, "t/1/none", Text(""), timeout_s=5) as call:
+                await call.receive(Text)
+        await talk(pair)
+        assert len(a_host.opened) == 3
+        net.cut(a_host.id, b_host.id)
+        net.heal(a_host.id, b_host.id)
+        await trio.testing.wait_all_tasks_blocked()
+        await talk(pair)
+        assert len(a_host.opened) == 4
+        await trio.testing.wait_all_tasks_blocked()
+        assert pair.b.status()["running"] == pair.b.status()["held_bytes"] == 0
+
+
+async def test_a_handler_that_has_said_all_hears_that_its_caller_has_left(autojump_clock: Clock) -> None:
+    heard: list[list[str]] = []
+
+    async def early(call: Incoming[Text], parts: CallStream) -> None:
+        parts.finish()
+        texts = []
+        while part := await parts.receive(Text):
+            texts.append(part.body.text)
+        heard.append(texts)
+
+    async with fake_pair() as (pair, _, a_host, b_host):
+        pair.b.serve_stream(METHOD, Text, early)
+        for number in range(2):
+            async with pair.a.stream(b_host.id, METHOD, Text(""), timeout_s=5) as call:
+                await call.send(Text(str(number)))
+                assert await call.receive(Text) is None
+        await trio.testing.wait_all_tasks_blocked()
+        assert heard == [["0"], ["1"]]
+        assert len(a_host.opened) == 1
+
+
+LATE = {
+    "a further end": wire.encode_message(wire.END, 1),
+    "a part": wire.encode_message(wire.PART, 1),
+    "an answer to the next call": wire.encode_message(wire.END, 2),
+    "rubbish": b"\xaa" * 20,
+    "nothing": b"",
+}
+
+
+@pytest.mark.parametrize("late", LATE.values(), ids=LATE.keys())
+async def test_who_speaks_or_ends_while_no_call_is_under_way_loses_its_stream(
+    late: bytes, autojump_clock: Clock
+) -> None:
+    async with fake_pair() as (pair, _, a_host, b_host):
+
+        async def answer(stream: object) -> None:
+            await stream.receive_some(1 << 20)
+            await stream.send(wire.encode_message(wire.END, 1))
+            await trio.sleep(1)
+            await stream.send(late)
+            await stream.close_write()
+
+        b_host.handle("/peerd/t/1", answer)
+        for opened in (1, 2):
+            async with pair.a.stream(b_host.id, METHOD, Text(""), timeout_s=5) as call:
+                call.finish()
+                assert await call.receive(Text) is None
+            assert len(a_host.opened) == opened
+            await trio.sleep(2)
+            assert pair.a.status()["held_bytes"] == 0
+        await trio.sleep(RPC_IDLE_S * 2.5)
+        assert pair.a.status()["channels"] == 0
+
+
+async def test_a_part_right_behind_the_end_costs_the_stream_and_not_the_call(autojump_clock: Clock) -> None:
+    async with fake_pair() as (pair, _, a_host, b_host):
+
+        async def answer(stream: object) -> None:
+            await stream.receive_some(1 << 20)
+            await stream.send(wire.encode_message(wire.END, 1) + wire.encode_message(wire.PART, 1))
+            await trio.sleep_forever()
+
+        b_host.handle("/peerd/t/1", answer)
+        for opened in (1, 2):
+            async with pair.a.stream(b_host.id, METHOD, Text(""), timeout_s=5) as call:
+                assert await call.receive(Text) is None
+                assert await call.receive(Text) is None
+            assert len(a_host.opened) == opened
+        assert pair.a.status()["channels"] == 0
