@@ -24,13 +24,13 @@ from peerd.machine.shares import apportioned
 
 _SHARES_TOLERANCE = 1e-6
 _OWNER_MARGIN_S = 0.5  # beyond the patience: an owner that waits for a late sender has named it by then
-_PART_S = 0.0075  # that one part more of each share is taken to cost a round, where it takes seconds
-_PARTS_OF_A_SHARE = 20  # at most, unless they would be larger than asked for
+_PART_S = 0.005  # that one part more of each share is taken to cost a round, where it takes seconds
+_PARTS_OF_A_SHARE = 24  # at most, unless they would be larger than asked for
 _PARTS_OF_AN_EQUAL_SHARE = 3  # at least, of lines that nobody knows,
 _LEAST_ELEMENTS_OF_AN_EQUAL_SHARE = 1 << 18  # unless they would be smaller than this: on a fast line each costs calls
 _LEAST_UNDER_WAY = 1.25  # parts of any share: it would stand still between two of its parts otherwise
 _SECOND = b"peerd second sum\0"
-_LEAST_ELEMENTS = 2048  # of a part where the lines are known, unless its share has fewer
+_LEAST_ELEMENTS = 1024  # of a part where the lines are known, unless its share has fewer
 _LINE_SHARE = 0.95  # of a line, for payload: headers and acknowledgements take the rest
 _EVEN_ELEMENTS = 1024  # processors are slower on vectors that begin within a line of their cache
 

@@ -279,13 +279,13 @@ def test_a_small_share_keeps_step_with_a_large_one() -> None:
 
 
 def test_the_longer_a_round_takes_the_more_parts_a_share_has() -> None:
-    assert [parts_of_a_share(seconds) for seconds in (1e-6, 0.05, 0.5, 2.0, 3.0, 1e6)] == [2, 3, 8, 16, 20, 20]
-    assert parts_of_a_share(0.0) == 20, "not known"
+    assert [parts_of_a_share(seconds) for seconds in (1e-6, 0.05, 0.5, 2.0, 3.0, 1e6)] == [2, 3, 10, 20, 24, 24]
+    assert parts_of_a_share(0.0) == 24, "not known"
     plan = AveragingPlan(b"a" * 16, ("a", "b"), 1 << 20, 3.0, shares=(0.5, 0.5), s_per_byte=1e-7)
-    assert Counter(part.owner for part in plan.parts(1_250_000, 4)) == {"a": 8, "b": 8}, "0.5 s"
+    assert Counter(part.owner for part in plan.parts(1_250_000, 4)) == {"a": 10, "b": 10}, "0.5 s"
 
 
 def test_equal_shares_are_cut_as_ever_and_small_ones_into_some_parts() -> None:
     assert [p.end for p in cut(10, ("a", "b"), 4)] == [4, 5, 9, 10]
-    assert len([p for p in cut(20_000_000, ("a", "b"), 262_144, (0.99, 0.01)) if p.owner == "b"]) == 20
-    assert len([p for p in cut(1_000_000, ("a", "b"), 262_144, (0.99, 0.01)) if p.owner == "b"]) == 5, "none is tiny"
+    assert len([p for p in cut(20_000_000, ("a", "b"), 262_144, (0.99, 0.01)) if p.owner == "b"]) == 24
+    assert len([p for p in cut(1_000_000, ("a", "b"), 262_144, (0.99, 0.01)) if p.owner == "b"]) == 10, "none is tiny"
