@@ -25,9 +25,9 @@ from peerd.machine.splitting import Lines, Split
 _FLAT = 8  # members: a grid of so few saves nothing
 _GROUP_MOST = LINKS_INBOUND // 2  # peers of one group: everyone has a connection to each of the others
 _UNKNOWN_BYTES_PER_S = 12.5e6  # a line of which nobody says anything
-_CALL_S = 0.001  # of computing: what each further peer of a group costs a member, `bench.py grids` measures it,
-_PART_S = 0.0005  # and each part of its share, if this is cut because lines are known
-_PARTS, _PART_BYTES = 8, 4096  # how many these are at most, and how small
+_CALL_S = 0.001  # of computing, on a slow machine: what each further peer of a group costs a member,
+_PART_S = 0.0005  # and each part of its share, if known lines cut it; `bench.py grids` measures half of both
+_PARTS, _PART_BYTES = 8, 4096  # how many of these count at most, and how small they are
 _WORTH_TRYING = 1.15  # times the slowest sender's own time: what a better division could gain at most
 _TURN_S = 0.1  # what a round takes beside that: parts go to their owners, and sums come back
 
