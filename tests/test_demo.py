@@ -18,6 +18,7 @@ from rich.console import Console
 from peerd.config import load_run
 from peerd.core.errors import ConfigError
 from peerd.demo import children as children_module
+from peerd.demo import tether
 from peerd.demo.chart import chart
 from peerd.demo.children import Child, Children
 from peerd.demo.scene import Scene
@@ -168,6 +169,24 @@ def test_leaving_the_block_stops_every_process_and_its_group(tmp_path: Path, sle
         assert children.failed() is None
     assert [child.running for child in started] == [False, False]
     assert all(child.process.returncode < 0 for child in started)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform == "win32", reason="process groups")
+def test_a_short_program_of_a_killed_process_is_waited_for_and_a_long_one_is_named() -> None:
+    script = "exec 3<&0; cat <&3 & echo $!; wait"  # it ends with our end of its input
+    reader, writer = os.pipe()
+    with subprocess.Popen(["sh", "-c", script], stdin=reader, stdout=subprocess.PIPE, process_group=0) as process:
+        assert process.stdout is not None
+        program = int(process.stdout.readline())
+        os.close(reader)
+        process.kill()
+        process.wait()
+        os.kill(program, 0)
+        assert not tether.group_is_gone(process.pid)
+        assert not tether.group_is_gone(process.pid, 0.1)
+        os.close(writer)
+        assert tether.group_is_gone(process.pid, 60.0)
 
 
 @pytest.mark.slow

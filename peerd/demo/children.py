@@ -23,6 +23,7 @@ from peerd.demo import tether
 from peerd.home import socket_path
 
 STOP_S: Final = 10.0  # between asking and killing
+LEFT_S: Final = 5.0  # for what the killed have started
 THREADS: Final = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
 TAIL_LINES: Final = 12
 
@@ -128,7 +129,7 @@ class Children:
                 child.process.wait()
                 if child.process.stdin is not None:
                     child.process.stdin.close()
-        left = [child.name for child in self.by_name.values() if not tether.group_is_gone(child.process.pid)]
+        left = [child.name for child in self.by_name.values() if not tether.group_is_gone(child.process.pid, LEFT_S)]
         if left:
             raise PeerdError(f"processes of {', '.join(left)} are still there; end them by hand")
 

@@ -12,11 +12,15 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Final
 
+import psutil
+
 PARENT_VARIABLE: Final = "PEERD_PARENT"
 _PR_SET_PDEATHSIG: Final = 1
+_LOOK_S: Final = 0.02
 
 
 def start(arguments: list[str], log: Path, environment: dict[str, str]) -> subprocess.Popen[bytes]:
@@ -56,14 +60,33 @@ def _watch_input() -> None:
     os._exit(1)
 
 
-def group_is_gone(process_id: int) -> bool:
-    """Whether no process of the child's group is left."""
+def group_is_gone(process_id: int, patience_s: float = 0.0) -> bool:
+    """Whether no process of the child's group is left, or none is before patience ends.
+
+    A child that is killed may just have had a short program run for it, as torch does when it starts.
+    """
     if sys.platform == "win32":
         return True
+    until = time.monotonic() + patience_s
+    while _lives(process_id):
+        if time.monotonic() > until:
+            return False
+        time.sleep(_LOOK_S)
+    return True
+
+
+def _lives(group: int) -> bool:
+    """Whether any process of the group does; what has ended and waits to be noticed by whoever adopted it does not."""
     try:
-        os.killpg(process_id, 0)
+        os.killpg(group, 0)
     except ProcessLookupError:
-        return True
-    except PermissionError:
         return False
+    except PermissionError:
+        return True
+    for process in psutil.process_iter():
+        try:
+            if os.getpgid(process.pid) == group and process.status() != psutil.STATUS_ZOMBIE:
+                return True
+        except (psutil.Error, ProcessLookupError):
+            continue
     return False
