@@ -259,10 +259,10 @@ class Rpc:
         """A call with a stream of its own, which is kept for the next such call if this one came to its end."""
         self._calls_alone += 1
         try:
-            lane = self._stream_lanes.take(peer, name.protocol)
+            tasks, lane = self._tasks(), self._stream_lanes.take(peer, name.protocol)
             if lane is None:
                 stream = await self._open_stream(peer, name.protocol)
-                lane = StreamLane(stream, self._replies, self._rates, self._tasks())
+                lane = StreamLane(stream, self._replies, self._rates, tasks)
             try:
                 yield await lane.call(request)
             finally:
