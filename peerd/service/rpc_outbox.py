@@ -93,7 +93,7 @@ class Outbox:
         self._ending = False
         self._broken = False
         self.closed = False
-        self.on_room: Callable[[], None] | None = None  # called in the writer's task whenever there is room
+        self.on_room: dict[int, Callable[[], None]] = {}  # by call; the writer's task calls them whenever there is room
         self.failure: PeerdError | None = None  # of the maker of a payload, which cost us the stream
 
     def put(self, *buffers: Outgoing) -> None:
@@ -206,8 +206,8 @@ class Outbox:
                     self._sent_bytes += len(batch)
                     if self._waiting:
                         self._waiting.unpark_all()
-                    if self.on_room is not None and not self.full:
-                        self.on_room()
+                    for then in [*self.on_room.values()] if self.on_room and not self.full else ():
+                        then()
                 elif self._queue:
                     await self._wait_for_more(stream)
                 elif self._ending:

@@ -73,8 +73,11 @@ class CallStream:
         return self._outbox.full
 
     def on_room(self, then: Callable[[], None] | None) -> None:
-        """Call `then`, which is quick and raises nothing, whenever the call is not full any more."""
-        self._outbox.on_room = then
+        """Call `then`, which is quick and raises nothing, whenever the call is not full any more; None: nobody."""
+        if then is None:
+            self._outbox.on_room.pop(self._id, None)
+        else:
+            self._outbox.on_room[self._id] = then
 
     def finish(self) -> None:
         """Send no more parts: the other side's `receive` returns None after the last one."""

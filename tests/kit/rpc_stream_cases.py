@@ -18,6 +18,22 @@ def case(function: Case) -> Case:
     return function
 
 
+class Early:
+    """A handler that says all, and then listens."""
+
+    def __init__(self) -> None:
+        self.heard: list[list[str]] = []  # by call
+        self.finished = trio.Event()  # of the first call
+
+    async def __call__(self, call: Incoming[Text], parts: CallStream) -> None:
+        parts.finish()
+        texts = []
+        while part := await parts.receive(Text):
+            texts.append(part.body.text)
+        self.heard.append(texts)
+        self.finished.set()
+
+
 @case
 async def a_streaming_call_carries_parts_both_ways(pair: Pair) -> None:
     pair.b.serve_stream("t/1/talk", Text, repeat, limits=FRAMES)
@@ -40,24 +56,15 @@ async def a_streaming_call_carries_parts_both_ways(pair: Pair) -> None:
 
 @case
 async def each_side_of_a_streaming_call_may_finish_first(pair: Pair) -> None:
-    async def early(call: Incoming[Text], parts: CallStream) -> None:
-        parts.finish()
-        texts = []
-        while part := await parts.receive(Text):
-            texts.append(part.body.text)
-        done.append(texts)
-        finished.set()
-
-    done: list[list[str]] = []
-    finished = trio.Event()
+    early = Early()
     pair.b.serve_stream("t/1/early", Text, early)
     async with pair.a.stream(pair.b_host.id, "t/1/early", Text(""), timeout_s=5) as call:
         await call.send(Text("a"))
         await call.send(Text("b"))
         call.finish()
-        await finished.wait()
+        await early.finished.wait()
         assert await call.receive(Text) is None
-    assert done == [["a", "b"]]
+    assert early.heard == [["a", "b"]]
     with pytest.raises(LocalError):
         await call.send(Text("c"))
 

@@ -11,9 +11,11 @@ import trio.testing
 from peerd.core.errors import Refused
 from peerd.core.limits import RPC_IDLE_S, RPC_LANES
 from peerd.machine import rpc as wire
-from peerd.service.rpc import CallStream, Incoming
+from peerd.service.rpc import CallStream
+from peerd.service.rpc_outbox import Outbox
 from tests.kit.rpc_cases import BIG, FRAMES, Pair, Text, repeat
 from tests.kit.rpc_fake import fake_pair
+from tests.kit.rpc_stream_cases import Early
 
 Clock = trio.testing.MockClock
 METHOD = "t/1/talk"
@@ -86,15 +88,7 @@ async def test_a_call_that_was_left_or_failed_takes_its_stream_with_it(autojump_
 
 
 async def test_a_handler_that_has_said_all_hears_that_its_caller_has_left(autojump_clock: Clock) -> None:
-    heard: list[list[str]] = []
-
-    async def early(call: Incoming[Text], parts: CallStream) -> None:
-        parts.finish()
-        texts = []
-        while part := await parts.receive(Text):
-            texts.append(part.body.text)
-        heard.append(texts)
-
+    early = Early()
     async with fake_pair() as (pair, _, a_host, b_host):
         pair.b.serve_stream(METHOD, Text, early)
         for number in range(2):
@@ -102,8 +96,35 @@ async def test_a_handler_that_has_said_all_hears_that_its_caller_has_left(autoju
                 await call.send(Text(str(number)))
                 assert await call.receive(Text) is None
         await trio.testing.wait_all_tasks_blocked()
-        assert heard == [["0"], ["1"]]
+        assert early.heard == [["0"], ["1"]]
         assert len(a_host.opened) == 1
+
+
+async def test_calls_on_one_stream_each_hear_of_room(autojump_clock: Clock) -> None:
+    """The handler of a call that is over for its caller may still run beside that of the next."""
+    told: list[str] = []
+
+    async def read(stream: object) -> None:
+        while await stream.receive_some(1 << 20):
+            pass
+
+    async with fake_pair() as (pair, _, a_host, b_host), trio.open_nursery() as nursery:
+        b_host.handle("/peerd/t/1", read)
+        stream = await a_host.open_stream(b_host.id, "/peerd/t/1")
+        outbox = Outbox()
+        first, second = (CallStream(b_host.id, number, outbox, pair.a._replies) for number in (1, 2))
+        first.on_room(lambda: told.append("first"))
+        second.on_room(lambda: told.append("second"))
+        first.put(Text("x"))
+        nursery.start_soon(outbox.run, stream)
+        await trio.testing.wait_all_tasks_blocked()
+        assert told == ["first", "second"]
+        first.on_room(None)
+        told.clear()
+        outbox.put(b"more than leaves", b"at once" * (30 << 10))
+        await trio.testing.wait_all_tasks_blocked()
+        assert set(told) == {"second"}
+        nursery.cancel_scope.cancel()
 
 
 LATE = {
