@@ -72,7 +72,7 @@ class Lanes(Generic[L]):
         """Close those that nobody has used after `since`, and forget those that were lost."""
         for key, lanes in list(self._idle.items()):
             for lane in lanes:
-                if lane.used <= since and not lane.over:
+                if lane.used <= since:
                     lane.close()
             lanes[:] = [lane for lane in lanes if not lane.over]
             if not lanes:
