@@ -71,7 +71,7 @@ def group_is_gone(process_id: int, patience_s: float = 0.0) -> bool:
     while _lives(process_id):
         if time.monotonic() > until:
             return False
-        time.sleep(_LOOK_S)
+        time.sleep(_LOOK_S)  # no loop runs any more, and nobody tells when a process that is not our child ends
     return True
 
 

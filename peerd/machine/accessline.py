@@ -6,7 +6,8 @@ before its first look to after its last: the estimate is a lower bound that was 
 carry for a second. Acknowledgements that had waited in a queue on their way back, and then come at once, look like a
 faster line: what is acknowledged now was sent a round trip ago, so a window whose round trips became shorter is taken
 to be longer by as much. (Of the rates of acknowledgements and of sending BBR takes the lower one, too:
-draft-cheng-iccrg-delivery-rate-estimation, section 3.1.) A short wait remains in them, which a second makes small.
+draft-cheng-iccrg-delivery-rate-estimation.) What a queue holds for less than a round trip shows remains; a second
+makes it small.
 
 Windows in which little passed say nothing. Age is counted in minutes in which there was traffic to judge by: an idle
 line keeps its estimate, one that became slower is believed slower after ACTIVE_MINUTES. No clock here: times are
