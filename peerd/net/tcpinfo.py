@@ -19,6 +19,8 @@ _BYTES: Final = 216  # up to tcpi_bytes_retrans; kernels since 4.19 have it
 # options; snd_mss, rcv_mss, sacked; rtt; rcv_rtt; bytes_acked, bytes_received, segs_out, segs_in; min_rtt,
 # data_segs_in; bytes_retrans.
 _FIELDS: Final = struct.Struct("=5xB10xII4xI36xI20xI24xQQII4xII52xQ")
+_MEMORY: Final = 55  # SO_MEMINFO of linux/socket.h; kernels since 4.12 have it
+_DROPS: Final = struct.Struct("=32xI")  # SK_MEMINFO_DROPS of linux/sock_diag.h
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +35,7 @@ class TcpInfo:
     segs_in: int
     bytes_repeated: int
     data_segs_in: int  # packets that were not empty; starts again as well
+    segs_refused: int  # packets that came for nothing: they had come before, or had no room; starts again as well
     segment_bytes: int  # payload of a full packet that comes in
     rtt_s: float  # as it is now, by acknowledgements
     receive_rtt_s: float  # as it is now, by what comes in: also where nothing is sent but acknowledgements; 0: unknown
@@ -48,14 +51,18 @@ class TcpInfo:
         return min(came, (self.data_segs_in - before.data_segs_in) % _SEGS * self.segment_bytes)
 
     def overhead_since(self, before: TcpInfo | None) -> tuple[int, int]:
-        """Bytes sent and received beyond payload: headers, acknowledgements, and what had to be sent again.
+        """Bytes sent and received beyond payload: headers, acknowledgements, and what was sent again.
 
-        Repeats of what had come already are not known to the receiver.
+        What came again counts as full packets: its own sizes are not known.
         """
-        out, into, repeated = self.segs_out, self.segs_in, self.bytes_repeated
+        out, into, repeated, refused = self.segs_out, self.segs_in, self.bytes_repeated, self.segs_refused
         if before is not None:
-            out, into, repeated = out - before.segs_out, into - before.segs_in, repeated - before.bytes_repeated
-        return out % _SEGS * self.header_bytes + repeated, into % _SEGS * self.header_bytes
+            out, into = out - before.segs_out, into - before.segs_in
+            repeated, refused = repeated - before.bytes_repeated, refused - before.segs_refused
+        return (
+            out % _SEGS * self.header_bytes + repeated,
+            into % _SEGS * self.header_bytes + refused % _SEGS * self.segment_bytes,
+        )
 
 
 def header_bytes(family: int, *, timestamps: bool) -> int:
@@ -85,7 +92,17 @@ def tcp_info(sock: socket.socket) -> TcpInfo | None:
         segs_in=into,
         bytes_repeated=again,
         data_segs_in=data_in,
+        segs_refused=_segs_refused(sock),
         segment_bytes=mss_in,
         rtt_s=rtt / 1e6,
         receive_rtt_s=rtt_in / 1e6,
     )
+
+
+def _segs_refused(sock: socket.socket) -> int:
+    """0 where the system does not say."""
+    try:
+        data = sock.getsockopt(socket.SOL_SOCKET, _MEMORY, _DROPS.size)
+    except OSError:
+        return 0
+    return int(_DROPS.unpack(data)[0]) if len(data) == _DROPS.size else 0

@@ -11,6 +11,7 @@
  *   line PATH                                          attach the namespace at PATH; the answer names its number
  *   own NUMBER ADDRESS                                 packets to ADDRESS go there
  *   lane NUMBER up|down BITS_PER_S DELAY_NS LOSS QUEUE_NS     (no rate: 0)
+ *   twice NUMBER SHARE                                 of the frames that arrive there, so many arrive twice
  *   cut NUMBER MS                                      lose all for so long; 0: no more; negative: until told
  *   count NUMBER                                       bytes up, bytes down, frames lost, overflown, cut off, astray
  *
@@ -55,6 +56,7 @@ struct lane {
 struct line {
     int tun;
     int64_t cut_until;
+    double twice;
     struct lane up, down;
     uint64_t sent, received, lost, overflown, cut, astray;
 };
@@ -186,8 +188,11 @@ static int64_t pass(struct lane *lane, struct line *counts, const struct packet 
 static void arrive(struct packet *packet)
 {
     struct line *line = &lines[packet->to];
-    if (write(line->tun, packet->data, packet->size) == (ssize_t)packet->size) line->received += packet->wire_bytes;
-    else line->overflown++;
+    int times = line->twice > 0 && erand48(dice) < line->twice ? 2 : 1;
+    while (times-- > 0) {
+        if (write(line->tun, packet->data, packet->size) == (ssize_t)packet->size) line->received += packet->wire_bytes;
+        else line->overflown++;
+    }
     forget(packet);
 }
 
@@ -249,13 +254,14 @@ static void collect(int number)
 }
 
 /* --- commands ------------------------------------------------------------------------------------------------ */
-/* Where packets are lost one by one, the kernel has to hand them over one by one. */
+/* Where packets are lost or doubled one by one, the kernel has to hand them over one by one. */
 static void choose_sizes(void)
 {
-    int lossy = 0;
-    for (int i = 0; i < line_count; i++) lossy |= lines[i].up.loss > 0 || lines[i].down.loss > 0;
+    int single = 0;
     for (int i = 0; i < line_count; i++)
-        if (ioctl(lines[i].tun, TUNSETOFFLOAD, lossy ? TUN_F_CSUM : TUN_F_CSUM | TUN_F_TSO4) != 0)
+        single |= lines[i].up.loss > 0 || lines[i].down.loss > 0 || lines[i].twice > 0;
+    for (int i = 0; i < line_count; i++)
+        if (ioctl(lines[i].tun, TUNSETOFFLOAD, single ? TUN_F_CSUM : TUN_F_CSUM | TUN_F_TSO4) != 0)
             fprintf(stderr, "offloads: %s\n", strerror(errno));
 }
 
@@ -294,6 +300,7 @@ static void obey(char *command)
 {
     char word[256], which[8];
     int number, ms;
+    double share;
     struct lane lane = { 0 };
     if (sscanf(command, "line %255s", word) == 1) {
         attach(word);
@@ -312,6 +319,10 @@ static void obey(char *command)
         lane.free_at = changed->free_at;
         lane.latest = changed->latest;
         *changed = lane;
+        choose_sizes();
+        printf("ok\n");
+    } else if (sscanf(command, "twice %d %lf", &number, &share) == 2) {
+        line->twice = share;
         choose_sizes();
         printf("ok\n");
     } else if (sscanf(command, "cut %d %d", &number, &ms) == 2) {

@@ -21,12 +21,14 @@ TUN_PACKETS = 10_000  # that wait for the WAN's process when it is late
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quality:
     """One access line. Rates in 10^6 bits of Ethernet frames per second, None: as fast as the machine can; delays one
-    way, so that two hosts are both delays twice apart; loss of single frames, in each direction, 0 to 1."""
+    way, so that two hosts are both delays twice apart; loss of single frames, in each direction, 0 to 1; `twice`: the
+    share of the frames that come in which come in twice."""
 
     up_mbit: float | None = None
     down_mbit: float | None = None
     delay_ms: float = 0.0
     loss: float = 0.0
+    twice: float = 0.0
     queue_ms: float = QUEUE_MS  # at a rate: what would wait longer is dropped
 
     def lanes(self) -> list[str]:
@@ -80,6 +82,7 @@ class Line:
         self.quality = replace(self.quality, **quality)  # type: ignore[arg-type]
         for lane in self.quality.lanes():
             self._wan.ask(f"lane {self._number} {lane}")
+        self._wan.ask(f"twice {self._number} {self.quality.twice:g}")
 
     def cut(self, seconds: float | None = None) -> None:
         """Lose every packet, silently and at once, for so long; None: until `mend`."""

@@ -295,6 +295,20 @@ def test_losses_are_as_frequent_as_was_chosen(wide: WideLab, sockets: contextlib
     assert abs(arrived - 1600) < 5 * 18  # five times the spread of 2000 throws
 
 
+def test_frames_come_twice_as_often_as_was_chosen(wide: WideLab, sockets: contextlib.ExitStack) -> None:
+    a, b = wide.host("a"), wide.host("b", twice=0.2)
+    sender, receiver = bound(sockets, a, 0, socket.SOCK_DGRAM), bound(sockets, b, PORT, socket.SOCK_DGRAM)
+    receiver.settimeout(0.05)
+    arrived = 0
+    for _ in range(20):
+        for _ in range(100):
+            sender.sendto(b"?", (b.ip, PORT))
+        with contextlib.suppress(TimeoutError):
+            while receiver.recv(10):
+                arrived += 1
+    assert abs(arrived - 2400) < 5 * 18
+
+
 @pytest.mark.parametrize(("rate_mbit", "delay_ms", "loss"), [(20, 0, 0), (100, 10, 0), (100, 1, 0.0005)])
 def test_a_transfer_takes_nearly_all_of_a_line(
     wide: WideLab, sockets: contextlib.ExitStack, rate_mbit: float, delay_ms: float, loss: float

@@ -133,7 +133,7 @@ async def test_one_stream_fills_a_line_that_one_connection_cannot(dialer_sends: 
 @pytest.mark.slow
 async def test_a_busy_machine_is_not_far_away(autojump_clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its answers take long, those of its system do not."""
-    near = TcpInfo(52, 1e-4, 0, 0, 0, 0, 0, 0, 0, 0, 0)
+    near = TcpInfo(52, 1e-4, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0)
     monkeypatch.setattr(MemoryLink, "tcp_info", lambda link: near, raising=False)
     async with running_hosts(WINDOW) as hosts:
         a, b, sink = await pair(hosts)

@@ -37,3 +37,10 @@ def test_where_packets_are_handed_over_as_one_the_bytes_in_order_are_all_that_is
 def test_the_count_of_packets_may_start_again() -> None:
     before = info(data_segs_in=(1 << 32) - 4, segment_bytes=1448)
     assert info(bytes_received=8_000, data_segs_in=6, segment_bytes=1448).received_since(before) == 8_000
+
+
+def test_packets_that_came_for_nothing_took_the_line_like_others() -> None:
+    counts = {"header_bytes": 52, "segment_bytes": 1448}
+    before = info(segs_in=100, segs_refused=(1 << 32) - 2, segs_out=50, bytes_repeated=1448, **counts)
+    now = info(segs_in=110, segs_refused=1, segs_out=55, bytes_repeated=4344, **counts)
+    assert now.overhead_since(before) == (5 * 52 + 2896, 10 * 52 + 3 * 1448)
