@@ -54,6 +54,8 @@ def group(count: int) -> Iterator[list[Peer]]:
             yield peers
         finally:
             for peer in peers:
+                peer.dismiss()
+            for peer in peers:
                 peer.end()
 
 
