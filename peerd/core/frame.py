@@ -19,6 +19,7 @@ unpacked is bounded here, and counted as if it had been sent in machine/rpc). Ea
 
 from __future__ import annotations
 
+import functools
 import struct
 import zlib
 from collections.abc import Callable
@@ -140,6 +141,7 @@ class TensorFrame:
     ready: Ready | None = field(default=None, compare=False, repr=False)
 
 
+@functools.lru_cache(maxsize=1024)  # most tensors of a run are alike
 def expected_bytes(dtype: str, shape: tuple[int, ...], coding: str, block: int = 0) -> int:
     """Bytes that the payload of such a frame has before it is packed; ValueError says what is not allowed."""
     known_dtype, known_coding = DTYPES.get(dtype), CODINGS.get(coding)

@@ -35,7 +35,7 @@ from peerd.machine.outcomes import Outcomes
 from peerd.service.averaging_round import Gate, OpenRound, Places, Returns, as_others_see_it, encoded, version_of
 from peerd.service.evenly import Evenly, Pacer
 from peerd.service.part_sums import Fault, Memory, PartCoder, PlainParts, Vector, Version, sum_up, take_sum
-from peerd.service.rpc import Answer, CallStream, Incoming, MethodLimits, Rpc
+from peerd.service.rpc import Answer, CallStream, Encoded, Incoming, MethodLimits, Rpc
 
 __all__ = ["METHOD", "Averaging", "PartCoder", "PlainParts", "Vector"]
 
@@ -366,7 +366,7 @@ class Averaging:
         state.owed[part.index] = len(ordered) + len(state.round.listeners) - state.round.takes
         self.aggregated_bytes += (part.end - part.begin) * state.result.itemsize * state.owed[part.index]
         if state.owed[part.index]:
-            state.answers[part.index] = found
+            state.answers[part.index] = Encoded(Empty(), (found,))
         state.unsummed -= 1
         state.let_go()
         state.get_on()

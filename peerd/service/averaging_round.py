@@ -16,12 +16,11 @@ import numpy as np
 import trio
 
 from peerd.core.frame import FrameHeader, TensorFrame
-from peerd.core.messages import Empty
 from peerd.core.work import Worker
 from peerd.machine.allreduce import AveragingPlan, Pace, Part, Round, RoundFailed
 from peerd.service.evenly import Evenly
 from peerd.service.part_sums import Memory, PartCoder, PlainParts, Vector, Version, check_form, is_plain
-from peerd.service.rpc import CallStream
+from peerd.service.rpc import CallStream, Encoded
 
 T = TypeVar("T")
 
@@ -43,7 +42,7 @@ class OpenRound:
     failure: RoundFailed | None = None
     versions: dict[int, dict[str, Version]] = field(default_factory=dict)
     unsummed: int = field(init=False)  # of our own parts
-    answers: dict[int, TensorFrame] = field(default_factory=dict)  # sums of our own parts, as they travel
+    answers: dict[int, Encoded] = field(default_factory=dict)  # sums of our own parts, as they travel
     owed: dict[int, int] = field(default_factory=dict)  # how many have not taken such an answer
     returns: list[Returns] = field(default_factory=list)  # of each who asks for sums
     over: trio.Event = field(default_factory=trio.Event)  # done or failed
@@ -124,7 +123,7 @@ class Returns:
         state, due = self._state, self._due
         while due and not self._parts.full and (answer := state.answers.get(due[0])) is not None:
             state.taken(due.popleft())
-            self._parts.put(Empty(), (answer,))
+            self._parts.put(answer)
         if not due:
             self._left.set()
         elif state.failure is not None:

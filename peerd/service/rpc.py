@@ -33,13 +33,13 @@ from peerd.service.rpc_crew import Crew
 from peerd.service.rpc_io import SharedBudget
 from peerd.service.rpc_lanes import Lanes
 from peerd.service.rpc_local import local_pair
-from peerd.service.rpc_parts import CallStream
+from peerd.service.rpc_parts import CallStream, Encoded
 from peerd.service.rpc_served import Method
 from peerd.service.rpc_server import Server
 from peerd.service.rpc_streaming import StreamLane
 from peerd.service.rpc_types import Answer, Gate, Incoming, RpcHost, RpcStream
 
-__all__ = ["Answer", "CallStream", "Incoming", "MethodLimits", "Rpc"]
+__all__ = ["Answer", "CallStream", "Encoded", "Incoming", "MethodLimits", "Rpc"]
 
 B = TypeVar("B", bound=msgspec.Struct)
 R = TypeVar("R", bound=msgspec.Struct)

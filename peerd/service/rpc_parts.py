@@ -20,10 +20,22 @@ from peerd.core.limits import RPC_PARTS_AHEAD
 from peerd.core.messages import decode, encode
 from peerd.machine.rpc import END, PART, Message, encode_message
 from peerd.service.rpc_io import Inbound, Place, SharedBudget
-from peerd.service.rpc_outbox import Outbox, outgoing
+from peerd.service.rpc_outbox import Growing, Outbox, outgoing
 from peerd.service.rpc_types import Answer
 
 B = TypeVar("B", bound=msgspec.Struct)
+
+
+class Encoded:
+    """One part for many calls, encoded once. Its frames are whole and never change."""
+
+    __slots__ = ("body", "count", "headers", "payloads")
+
+    def __init__(self, body: msgspec.Struct, frames: Sequence[TensorFrame] = ()) -> None:
+        self.body, self.count = encode(body), len(frames)
+        self.headers, self.payloads = outgoing(frames) if frames else (b"", [])
+        if any(isinstance(payload, Growing) for payload in self.payloads):
+            raise LocalError("a part for many calls that is not whole yet")
 
 
 class CallStream:
@@ -57,15 +69,14 @@ class CallStream:
         if not waited:
             await trio.lowlevel.checkpoint()
 
-    def put(self, body: msgspec.Struct, frames: Sequence[TensorFrame] = ()) -> None:
-        """Send one part soon, frames that are whole and never change; dropped when the call is over.
+    def put(self, part: Encoded) -> None:
+        """Send one part soon; dropped when the call is over.
 
         Who puts looks first whether the call is `full`, and puts more `on_room`.
         """
         if not self.sending:
             raise LocalError("a part after finish")
-        headers, payloads = outgoing(frames) if frames else (b"", [])
-        self._outbox.put(encode_message(PART, self._id, encode(body), headers, len(frames)), *payloads)
+        self._outbox.put(encode_message(PART, self._id, part.body, part.headers, part.count), *part.payloads)
 
     @property
     def full(self) -> bool:

@@ -107,9 +107,9 @@ def payload_bytes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         sent.append(sum(frame.payload.nbytes for frame in frames))
         await whole(self, body, frames)
 
-    def put(self: Any, body: Any, frames: Any = ()) -> None:
-        sent.append(sum(frame.payload.nbytes for frame in frames))
-        soon(self, body, frames)
+    def put(self: Any, part: Any) -> None:
+        sent.append(sum(map(len, part.payloads)))
+        soon(self, part)
 
     monkeypatch.setattr(CallStream, "send", send)
     monkeypatch.setattr(CallStream, "put", put)

@@ -10,7 +10,7 @@ from peerd.core.errors import LocalError, PeerdError, Unreachable
 from peerd.core.ids import PeerId
 from peerd.core.messages import encode
 from peerd.machine import rpc as wire
-from peerd.service.rpc import Answer, Incoming, Rpc
+from peerd.service.rpc import Answer, Encoded, Incoming, Rpc
 from peerd.service.rpc_local import LocalStream, local_pair
 from peerd.service.rpc_outbox import Growing, Outbox
 from tests.kit.fakehost import TrioClock
@@ -271,3 +271,9 @@ async def test_any_schedule_of_makers_and_readers_delivers_the_same_bytes(seed: 
         assert got == sent, f"seed {seed}"
         assert not outbox.pending
         outbox.end()
+
+
+async def test_a_part_for_many_calls_is_whole() -> None:
+    with pytest.raises(LocalError, match="not whole"):
+        Encoded(Text("x"), (Making(ready=1000).frame,))
+    assert Encoded(Text("x"), (Making(ready=3 << 20).frame,)).count == 1

@@ -11,7 +11,7 @@ import trio.testing
 from peerd.core.errors import Refused
 from peerd.core.limits import RPC_IDLE_S, RPC_LANES
 from peerd.machine import rpc as wire
-from peerd.service.rpc import CallStream
+from peerd.service.rpc import CallStream, Encoded
 from peerd.service.rpc_outbox import Outbox
 from tests.kit.rpc_cases import BIG, FRAMES, Pair, Text, repeat
 from tests.kit.rpc_fake import fake_pair
@@ -115,7 +115,7 @@ async def test_calls_on_one_stream_each_hear_of_room(autojump_clock: Clock) -> N
         first, second = (CallStream(b_host.id, number, outbox, pair.a._replies) for number in (1, 2))
         first.on_room(lambda: told.append("first"))
         second.on_room(lambda: told.append("second"))
-        first.put(Text("x"))
+        first.put(Encoded(Text("x")))
         nursery.start_soon(outbox.run, stream)
         await trio.testing.wait_all_tasks_blocked()
         assert told == ["first", "second"]
