@@ -31,8 +31,8 @@ WARM_VALUES = 100_000
 LEAD_S = 0.5  # from an order to its common beginning: many processes read it
 BYTES_PER_S = 125_000  # of 1 Mb/s
 WAYS = {"allreduce": "all-reduce", "ps": "parameter server", "ours": "ours"}
-WARMED = {"allreduce": 4, "ours": 1}  # by a round that does not count, of a vector so many times shorter: TCP still
-# knows the lines by the way before
+# By a round that does not count, of a vector so many times shorter: TCP still knows the lines by the way before.
+WARMED = {"allreduce": 4, "ours": 1}
 WITHIN = 1.15  # of the bound, for ours
 
 Rates = tuple[float, ...]  # of each peer's line, up and down, Mb/s
