@@ -40,6 +40,8 @@ Lineage = Annotated[bytes, msgspec.Meta(max_length=16)]
 MAX_MICROBATCHES = 16_384  # of one step; bounds every list below
 MAX_MEMBERS = 4_096
 
+Signature = Annotated[bytes, msgspec.Meta(max_length=64)]
+Digest = Annotated[bytes, msgspec.Meta(max_length=32)]
 Fingerprint = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
 
 
@@ -83,6 +85,42 @@ class Seqs(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
     def __iter__(self) -> Iterator[int]:
         for first, count in self.spans:
             yield from range(first, first + count)
+
+
+class Grant(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """The conductor's signed word that it has admitted these microbatches of one trainer; see core/proof."""
+
+    term: Term
+    step: StepNumber
+    seqs: Seqs
+    signature: Signature
+
+
+class GrantStatement(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """What a grant signs."""
+
+    run: Fingerprint
+    term: Term
+    step: StepNumber
+    trainer: PeerText
+    seqs: Seqs
+
+
+class Receipt(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A stage peer's signed word that it holds a microbatch's gradient, as long as this session of its lasts."""
+
+    session: Seq
+    signature: Signature
+
+
+class ReceiptStatement(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """What a receipt signs."""
+
+    run: Fingerprint
+    session: Seq
+    stage: StageNumber
+    step: StepNumber
+    mb: Mb
 
 
 class Position(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, order=True):
@@ -171,6 +209,8 @@ class Done(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
 
     seq: Seq
     holders: Annotated[list[PeerText], msgspec.Meta(max_length=10_000)]
+    # What the holders signed, in the same order; shorter, or None at a place: nothing to show.
+    receipts: Annotated[list[Receipt | None], msgspec.Meta(max_length=10_000)] = msgspec.field(default_factory=list)
 
 
 class TrainerSync(Message, frozen=True):
@@ -211,6 +251,8 @@ class TrainerAnswer(Message, frozen=True):
     forecast: Forecast | None = None  # as in MemberAnswer
     early: Seqs = msgspec.field(default_factory=Seqs)  # as `admitted`, for the step after; only in a delayed run
     counted_early: Seqs | None = msgspec.field(default_factory=Seqs)  # as `counted`, of the step after that one
+    grant: Grant | None = None  # of `admitted`, to be shown to stage peers; None: nothing is admitted
+    grant_early: Grant | None = None  # of `early`
 
 
 class Party(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -263,6 +305,8 @@ class Prepared(Message, frozen=True):
     ok: bool
     missing: MbList  # assigned, but not held here
     lost: Annotated[list[PeerText], msgspec.Meta(max_length=MAX_MEMBERS)]  # members that failed this one
+    digest: Digest = b""  # SHA-256 of the mean that lies ready, as bytes in the order of the vector; "" of a helper
+    refused: MbList = msgspec.field(default_factory=list)  # assigned, held, and of values that cannot be summed
 
 
 class Commit(Message, frozen=True):
@@ -324,6 +368,7 @@ class StageBackward(Message, frozen=True):
     step: StepNumber
     seq: Seq
     line_bytes_per_s: Rate = 0.0  # as in StageForward
+    grant: Grant | None = None  # by which the conductor admitted `seq` to `step`
 
 
 class StageAnswer(Message, frozen=True):
@@ -332,6 +377,7 @@ class StageAnswer(Message, frozen=True):
     loss_sum: float = 0.0  # over samples; the last stage's backward and loss
     service_s: float = 0.0  # seconds of computing, for routing
     arrival_bytes_per_s: Rate = 0.0  # how fast the caller's frames arrive here; 0: unknown
+    receipt: Receipt | None = None  # of a backward: for the caller to show to the conductor
 
 
 class AverageAlive(Message, frozen=True):

@@ -67,6 +67,7 @@ class Host:
         self, keypair: Keypair, clock: Clock, transports: Sequence[Transport], config: HostConfig | None = None
     ) -> None:
         self.id: PeerId = keypair.peer_id
+        self.sign = keypair.sign  # for statements that others may show on our behalf: see core/proof
         self.config = config or HostConfig()
         self.links = Links(self.config.links, self.id)
         self._clock, self._transports = clock, list(transports)
