@@ -42,6 +42,9 @@ RPC_OUTBOX_BYTES: Final = 256 << 10  # unsent replies above which we stop readin
 RPC_PARTS_AHEAD: Final = 2  # parts of a streaming call read before someone wants them
 RPC_RECEIVING_BYTES: Final = 1 << 30  # payload that all peers together may have us hold
 RPC_RECEIVING_BYTES_PER_PEER: Final = 512 << 20  # of these, one peer: two whole messages
+ANSWER_BYTES: Final = 256 << 20  # answers and parts that nobody has read yet, all peers together
+ANSWER_BYTES_PER_PEER: Final = 64 << 20  # of these, one peer: sixty-four parts of an average of a megabyte each
+CALLS_HOST: Final = 8192  # that run at once, of all methods and peers
 RPC_BUDGET_WAIT_S: Final = 2.0  # then it is honest to say that we are overloaded
 RPC_LANES: Final = 8  # idle streams kept for large calls to one service of one peer
 LINE_RATE_PEERS: Final = 1024  # whose rate is remembered: twice the connections that we hold
@@ -92,6 +95,7 @@ IDENTIFY_PARTS: Final = 10  # Go splits the message; the same bound as there
 # --- transport: muxer and connections --------------------------------------------------------------------------
 STREAMS_INBOUND: Final = 512  # open at once on one connection, by the peer; each may hold 256 KiB unread
 STREAMS_OUTBOUND: Final = 512  # open at once on one connection, by us: what a peerd peer accepts
+STREAMS_HOST: Final = 16_384  # open at once, by all peers: 32 for each connection that we may hold
 STREAM_ACK_BACKLOG: Final = 256  # streams opened by us and not yet acknowledged; Go accepts 256
 WINDOW_BYTES_INITIAL: Final = 256 * 1024  # yamux: what each stream may send unasked
 WINDOW_BYTES_MAX: Final = 64 << 20  # one stream: 500 Mb/s x 300 ms, and what comes while one of its connections rests
@@ -136,6 +140,9 @@ PUNCH_PAIRS: Final = 1024  # failed pairs that are remembered: twice the connect
 PUNCH_PER_MINUTE: Final = 360  # addresses that all peers together may have us dial: nobody scans networks through us
 PUNCH_PER_PEER_MINUTE: Final = 24  # of these, one peer: two meetings with all that they may take
 PUNCH_TARGET_PER_MINUTE: Final = 30  # attempts at one host or IPv6 /64, whoever names it: nobody is bothered
+
+# --- dials for others ------------------------------------------------------------------------------------------------
+HEARSAY_PER_MINUTE: Final = 480  # dials of addresses that we only heard of: a full table refreshed in some minutes
 
 # --- records and the DHT ---------------------------------------------------------------------------------------
 RECORD_VALUE_BYTES: Final = 16 << 10  # an announcement with addresses and figures takes well below 1 KiB

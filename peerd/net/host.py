@@ -25,6 +25,7 @@ from peerd.core.errors import LocalError, ProtocolViolation, RemoteError, Unreac
 from peerd.core.ids import PeerId
 from peerd.core.keys import Keypair
 from peerd.machine.accessline import AccessLine
+from peerd.machine.book import Book
 from peerd.machine.noise import Secrets
 from peerd.machine.paths import Way
 from peerd.machine.yamux_stream import WindowBudget
@@ -67,6 +68,7 @@ class Host:
         self, keypair: Keypair, clock: Clock, transports: Sequence[Transport], config: HostConfig | None = None
     ) -> None:
         self.id: PeerId = keypair.peer_id
+        self.book = Book()  # what each peer, place and region has of this host's means
         self.sign = keypair.sign  # for statements that others may show on our behalf: see core/proof
         self.config = config or HostConfig()
         self.links = Links(self.config.links, self.id)

@@ -1,0 +1,242 @@
+"""The book: what each peer, address and network has of this host's means, and what each may have.
+
+Identities are free, addresses cost something, networks more: so every means is bounded by peer, by place (an IPv4
+address, an IPv6 /64) and by region (a /24, a /48), and a part of it is kept for members of the run. Members are bounded
+by peer alone, since a household or a laboratory may bring many; whoever is no member, by all three. Sans-IO: the caller
+says who uses what, and gives it back. Invariants (`check`): no bound is exceeded; what is given back was taken; nobody
+who has nothing is remembered. Hostile input: any number of identities at any number of places; the table of each means
+is as long as its users are many, and each has at least one unit of what is bounded in all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Final, NamedTuple, TypeVar
+
+from multiaddr import Multiaddr
+
+from peerd.core import limits
+from peerd.core.addr import ip_of, is_relayed, place_of
+from peerd.core.errors import LocalError
+
+K = TypeVar("K")
+
+
+class Means(StrEnum):
+    """What a host has to share out; the values are how people read it."""
+
+    RECEIVING = "bytes being received"
+    ANSWERS = "bytes of unread answers"
+    STREAMS = "streams"
+    CALLS = "calls"
+    LINKS = "connections"
+    DIRECTORY = "bytes in the directory"
+    DIALS = "dials for others in a minute"
+
+
+class User(NamedTuple):
+    """One who uses something: the peer (text of its id; "" before it has proven one), and where it connects from."""
+
+    peer: str
+    place: str
+    region: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bounds:
+    """How much of one means there is, and how much one peer, place and region may have; the last two: of strangers."""
+
+    total: int
+    peer: int
+    place: int
+    region: int
+    reserved: int = 0  # of the total, for members alone
+
+
+BOUNDS: Final[Mapping[Means, Bounds]] = {
+    Means.RECEIVING: Bounds(
+        total=limits.RPC_RECEIVING_BYTES,
+        peer=limits.RPC_RECEIVING_BYTES_PER_PEER,
+        place=limits.RPC_RECEIVING_BYTES // 4,
+        region=limits.RPC_RECEIVING_BYTES // 2,
+        reserved=limits.RPC_RECEIVING_BYTES // 4,
+    ),
+    Means.ANSWERS: Bounds(
+        total=limits.ANSWER_BYTES,
+        peer=limits.ANSWER_BYTES_PER_PEER,
+        place=limits.ANSWER_BYTES // 4,
+        region=limits.ANSWER_BYTES // 2,
+        reserved=limits.ANSWER_BYTES // 4,
+    ),
+    Means.STREAMS: Bounds(
+        total=limits.STREAMS_HOST,
+        peer=limits.STREAMS_INBOUND,
+        place=limits.STREAMS_HOST // 4,
+        region=limits.STREAMS_HOST // 2,
+        reserved=limits.STREAMS_HOST // 4,
+    ),
+    Means.CALLS: Bounds(
+        total=limits.CALLS_HOST,
+        peer=limits.CALLS_HOST // 8,
+        place=limits.CALLS_HOST // 4,
+        region=limits.CALLS_HOST // 2,
+        reserved=limits.CALLS_HOST // 4,
+    ),
+    Means.LINKS: Bounds(
+        total=limits.LINKS_INBOUND,
+        peer=limits.LINKS_PER_PEER,
+        place=limits.LINKS_INBOUND // 4,
+        region=limits.LINKS_INBOUND // 2,
+        reserved=limits.LINKS_INBOUND // 4,
+    ),
+    Means.DIRECTORY: Bounds(
+        total=limits.DHT_STORED_BYTES,
+        peer=limits.DHT_BYTES_PER_PUBLISHER,
+        place=limits.DHT_STORED_BYTES // 4,
+        region=limits.DHT_STORED_BYTES // 2,
+    ),
+    Means.DIALS: Bounds(
+        total=limits.HEARSAY_PER_MINUTE,
+        peer=limits.HEARSAY_PER_MINUTE // 8,
+        place=limits.HEARSAY_PER_MINUTE // 4,
+        region=limits.HEARSAY_PER_MINUTE // 2,
+        reserved=limits.HEARSAY_PER_MINUTE // 4,
+    ),
+}
+
+
+def user_at(peer: str, remote: Multiaddr) -> User:
+    """Who `peer`, connected from `remote`, is in the book.
+
+    Over a relay nobody knows where it is: all who come over one relay share the relay's place and region, under a name
+    of their own, so that they do not use up what peers beside the relay may have.
+    """
+    ip = ip_of(remote)
+    if ip is None:
+        return User(peer, str(remote), str(remote))
+    place, region = place_of(ip)
+    return User(peer, f"over {place}", f"over {region}") if is_relayed(remote) else User(peer, place, region)
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """What the largest users of one means have."""
+
+    means: Means
+    used: int
+    total: int
+    peer: tuple[str, int]  # "" and 0: nobody has any
+    place: tuple[str, int]
+    region: tuple[str, int]
+
+
+class _Account:
+    """One means: who has how much."""
+
+    def __init__(self, bounds: Bounds) -> None:
+        self.bounds = bounds
+        self.used = 0
+        self.by: dict[User, int] = {}
+        self.sums: tuple[dict[str, int], dict[str, int], dict[str, int]] = {}, {}, {}  # by peer, place, region
+
+    def objection(self, user: User, amount: int, member: bool) -> str | None:
+        bounds, (peer, place, region) = self.bounds, (self.sums[n].get(name, 0) for n, name in enumerate(user))
+        if user.peer and peer + amount > bounds.peer:
+            return f"this peer has {peer}"
+        if not member and place + amount > bounds.place:
+            return f"{user.place} has {place}"
+        if not member and region + amount > bounds.region:
+            return f"{user.region} has {region}"
+        if self.used + amount > bounds.total - (0 if member else bounds.reserved):
+            return f"all together have {self.used}"
+        return None
+
+    def add(self, user: User, amount: int) -> None:
+        self.used += amount
+        _add(self.by, user, amount)
+        for table, name in zip(self.sums, user, strict=True):
+            _add(table, name, amount)
+
+
+def _add(table: dict[K, int], name: K, amount: int) -> None:
+    left = table.get(name, 0) + amount
+    if left < 0:
+        raise LocalError("more was given back than was taken")
+    if left:
+        table[name] = left
+    else:
+        table.pop(name, None)
+
+
+class Book:
+    """See the module's header. One for a host; all that share something out ask it."""
+
+    def __init__(self, bounds: Mapping[Means, Bounds] | None = None) -> None:
+        self._accounts = {means: _Account(bound) for means, bound in (bounds or BOUNDS).items()}
+        self._members: list[Callable[[str], bool]] = []
+
+    def members_by(self, knows: Callable[[str], bool]) -> None:
+        """Ask `knows` too whether a peer is a member of the run: on evidence, not on the peer's own word."""
+        self._members.append(knows)
+
+    def is_member(self, peer: str) -> bool:
+        """Whether somebody who knows says so."""
+        return any(knows(peer) for knows in self._members)
+
+    def objection(self, means: Means, user: User, amount: int = 1) -> str | None:
+        """Why `user` cannot have so much more; None: there is room."""
+        return self._accounts[means].objection(user, amount, self.is_member(user.peer))
+
+    def take(self, means: Means, user: User, amount: int = 1) -> str | None:
+        """Write down that `user` has so much more, if there is room; else say why there is none."""
+        account = self._accounts[means]
+        # Most takes are far below every bound of a stranger, and then nobody needs to know who is a member.
+        closed = account.objection(user, amount, member=False)
+        if closed and self.is_member(user.peer):
+            closed = account.objection(user, amount, member=True)
+        if closed is None:
+            account.add(user, amount)
+        return closed
+
+    def give(self, means: Means, user: User, amount: int = 1) -> None:
+        """`user` has so much less; LocalError when it never had it."""
+        self._accounts[means].add(user, -amount)
+
+    def used(self, means: Means, user: User | None = None) -> int:
+        """What `user` has, or all together."""
+        account = self._accounts[means]
+        return account.used if user is None else account.by.get(user, 0)
+
+    def fullest(self, means: Means, among: Iterable[User]) -> User | None:
+        """Of these, the one to lose something first: of the fullest region the fullest place, of that the fullest peer.
+
+        Strangers go before members; the first in order of those that are equal. None: nobody of them has any.
+        """
+        account = self._accounts[means]
+        peers, places, regions = account.sums
+
+        def fullness(user: User) -> tuple[bool, int, int, int]:
+            strange = not self.is_member(user.peer)
+            return strange, regions.get(user.region, 0), places.get(user.place, 0), peers.get(user.peer, 0)
+
+        return max((user for user in among if user in account.by), key=fullness, default=None)
+
+    def told(self) -> list[Use]:
+        """For people: of each means, how much is in use, and who has most."""
+        found = []
+        for means, account in self._accounts.items():
+            most = [max(table.items(), key=lambda item: (item[1], item[0]), default=("", 0)) for table in account.sums]
+            found.append(Use(means, account.used, account.bounds.total, most[0], most[1], most[2]))
+        return found
+
+    def check(self) -> None:
+        """Raise AssertionError when an invariant is broken."""
+        for account in self._accounts.values():
+            assert account.used == sum(account.by.values()) <= account.bounds.total
+            assert all(amount > 0 for amount in account.by.values())
+            for number, table in enumerate(account.sums):
+                assert sum(table.values()) == account.used
+                for name, amount in table.items():
+                    assert amount == sum(has for user, has in account.by.items() if user[number] == name) > 0
