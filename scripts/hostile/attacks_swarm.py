@@ -1,0 +1,306 @@
+"""Attacks at a run: claims without evidence, work that nobody admitted, records and addresses to lead others astray."""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Awaitable, Callable
+
+import msgspec
+import trio
+
+from peerd.core.errors import RemoteError
+from peerd.core.frame import TensorFrame
+from peerd.core.ids import PeerId
+from peerd.core.messages import Message
+from peerd.core.progress import StageProgress, encode_progress, stage_key
+from peerd.core.training import (
+    Conducts,
+    Done,
+    Leave,
+    LineInfo,
+    Mb,
+    MemberAnswer,
+    MemberSync,
+    Moved,
+    Position,
+    Prepare,
+    Prepared,
+    Seqs,
+    StageAnswer,
+    StageBackward,
+    StageForward,
+    StateManifest,
+    StateRequest,
+    TrainerAnswer,
+    TrainerSync,
+)
+from peerd.service.rpc import Answer, Incoming
+from scripts.hostile.field import FAR, Field, Peer, each
+
+_MOST = (1 << 53) - 1
+_START = Position(0, b"")
+
+
+def hello(there: Field, session: int, stage: int, position: Position, **other: object) -> MemberSync:
+    """A member's first report, in which it says where it stands."""
+    told = MemberSync(
+        run=there.fingerprint,
+        session=session,
+        stage=stage,
+        position=position,
+        prepared=None,
+        saved=[],
+        held=[],
+        counted=[],
+        addrs=[f"/ip4/{there.address}/tcp/9"],
+        since=1.0,
+        term=0,
+        seen=0,
+        wait_s=0.0,
+    )
+    return msgspec.structs.replace(told, **other)
+
+
+def wishes(there: Field, **other: object) -> TrainerSync:
+    """A trainer's report."""
+    told = TrainerSync(run=there.fingerprint, term=0, step=0, open=Seqs(), done=[], seen=0, seen_members=0, wait_s=0.0)
+    return msgspec.structs.replace(told, **other)
+
+
+async def tell_all(there: Field, peer: Peer, method: str, body: Message, reply: type[msgspec.Struct]) -> None:
+    """One call to every honest peer; most refuse."""
+    await each([lambda to=to: peer.rpc.call(to, method, body, reply, timeout_s=4.0) for to in there.peers()])
+
+
+async def announce(there: Field, peer: Peer, stage: int, step: int, since: float = 1.0, addrs: int = 1) -> None:
+    """A record of a stage peer that serves since long ago."""
+    at = [f"/ip4/10.1.2.{number + 1}/tcp/6379" for number in range(addrs)]
+    told = StageProgress(stage, since, step, 0, 1e9, "cpu", "", "", at)
+    await peer.dht.put(stage_key(there.run.run, stage), encode_progress(told), ttl_s=60.0, timeout_s=5.0)
+
+
+async def c3_a_term(there: Field) -> None:
+    """Reports of the highest term there is, and a stage 0 peer that says it conducts in it."""
+    async with there.peer(listen=True) as peer:
+
+        async def conducts(_: Incoming[Leave]) -> Answer[Conducts]:
+            return Answer(Conducts(_MOST))
+
+        peer.rpc.serve("swarm/1/who", Leave, conducts)
+        await announce(there, peer, 0, 10)
+        for term in (_MOST, _MOST - 1, there.rng.randint(2, 10_000), 1 << 40):
+            await tell_all(there, peer, "swarm/1/trainer", wishes(there, term=term), TrainerAnswer)
+            report = hello(there, 7, 0, _START, term=term)
+            await tell_all(there, peer, "swarm/1/member", report, MemberAnswer)
+        await trio.sleep(there.rng.uniform(1, 4))
+
+
+async def c4_a_position(there: Field) -> None:
+    """Hellos from far ahead, again and again under new sessions, and records that say the same."""
+    async with there.peer() as peer:
+        for session in range(there.rng.randint(4, 12)):
+            stage = there.rng.randrange(there.run.pipeline.stages)
+            far = there.rng.choice([FAR, Position(_MOST, b"x" * 16), Position(there.rng.randint(1, 5000), b"near.now")])
+            report = hello(there, session, stage, far, saved=[far], prepared=far)
+            await tell_all(there, peer, "swarm/1/member", report, MemberAnswer)
+            await announce(there, peer, stage, there.rng.choice([10**9, _MOST]))
+            await trio.sleep(0.3)
+
+
+async def h1_accuses(there: Field) -> None:
+    """A member that stands where it is told to, computes nothing, and accuses others when it shall average."""
+    async with there.peer(listen=True) as peer:
+        stage, at = there.rng.randrange(there.run.pipeline.stages), _START
+
+        async def prepare(call: Incoming[Prepare]) -> Answer[Prepared]:
+            there.done("h1 was asked to average")
+            others = [name for name in call.body.group if name != peer.name]
+            made_up = [Mb(there.rng.choice([peer.name, *others]), there.rng.getrandbits(60)) for _ in range(5)]
+            return Answer(Prepared(False, there.rng.choice([[], made_up]), there.rng.choice([[], others])))
+
+        async def move(_: Incoming[Leave]) -> Answer[Moved]:
+            return Answer(Moved(at))
+
+        peer.rpc.serve("stage/1/prepare", Prepare, prepare)
+        peer.rpc.serve("stage/1/commit", Leave, move)
+        addrs = [str(addr) for addr in peer.host.addrs()]
+        with trio.move_on_after(there.rng.uniform(6, 12)):
+            while True:
+                for to in there.peers():
+                    report = hello(there, 3, stage, at, addrs=addrs, since=peer.clock.wall())
+                    with trio.move_on_after(2.0):
+                        try:
+                            found = await peer.rpc.call(to, "swarm/1/member", report, MemberAnswer, timeout_s=2.0)
+                            at = found.body.current or at
+                        except RemoteError:
+                            continue
+                await trio.sleep(0.2)
+
+
+async def h1_helper_accuses(there: Field) -> None:
+    """A helper with a very good line that accuses everybody."""
+    async with there.peer(listen=True) as peer:
+        stage = there.rng.randrange(there.run.pipeline.stages)
+
+        async def prepare(call: Incoming[Prepare]) -> Answer[Prepared]:
+            there.done("h1 helper was asked to sum")
+            return Answer(Prepared(False, [], [*call.body.group, *there_names(there)]))
+
+        peer.rpc.serve("stage/1/prepare", Prepare, prepare)
+        line = LineInfo("aux", 1e9, 1e9)
+        addrs = [str(addr) for addr in peer.host.addrs()]
+        report = hello(there, 5, stage, _START, line=line, addrs=addrs, held=None)
+        for _ in range(8):
+            await tell_all(there, peer, "swarm/1/member", report, MemberAnswer)
+            await trio.sleep(0.5)
+
+
+async def h1_wishes(there: Field) -> None:
+    """A trainer that takes every place it can get in the batch, and does nothing."""
+    async with there.peer() as peer:
+        step = 0
+        with trio.move_on_after(there.rng.uniform(6, 15)):
+            while True:
+                for to in there.peers():
+                    report = wishes(there, step=step, open=Seqs.of(range(64)))
+                    try:
+                        found = await peer.rpc.call(to, "swarm/1/trainer", report, TrainerAnswer, timeout_s=2.0)
+                    except RemoteError:
+                        continue
+                    step = found.body.step
+                    there.done("h1 was given places") if list(found.body.admitted) else None
+                await trio.sleep(0.1)
+
+
+async def h1_credits(there: Field) -> None:
+    """A trainer that says at once that all is done, and held by those who have nothing of it."""
+    async with there.peer() as peer:
+        step, admitted = 0, list[int]()
+        with trio.move_on_after(there.rng.uniform(6, 12)):
+            while True:
+                holders = [there.rng.choice(there_names(there)) for _ in range(there.run.pipeline.stages)]
+                done = [Done(seq, holders) for seq in admitted]
+                report = wishes(there, step=step, open=Seqs.of(range(16)), done=done)
+                for to in there.peers():
+                    try:
+                        found = await peer.rpc.call(to, "swarm/1/trainer", report, TrainerAnswer, timeout_s=2.0)
+                    except RemoteError:
+                        continue
+                    step, admitted = found.body.step, list(found.body.admitted)
+                    there.done("h1 credited") if done else None
+                await trio.sleep(0.1)
+
+
+async def h2_unadmitted_work(there: Field) -> None:
+    """Gradients that nobody admitted: huge, larger still, not finite, many."""
+    async with there.peer() as peer:
+        where = await there.positions(peer.dht)
+        model, rows = there.run.model, there.run.pipeline.microbatch
+        for _ in range(12):
+            for to, (stage, step, _) in where.items():
+                value = there.rng.choice([1e12, 1e36, math.inf, math.nan, 1e-3])
+                frames = work(stage, rows, model.context, model.d_model, model.dtype, value)
+                for ahead in (0, 1):
+                    body = StageBackward(there.fingerprint, stage, step + ahead, there.rng.getrandbits(60))
+                    try:
+                        await peer.rpc.call(to, "stage/1/backward", body, StageAnswer, frames=frames, timeout_s=3.0)
+                        there.done("h2 WAS TAKEN")
+                    except RemoteError:
+                        there.done("h2 refused")
+            where = await there.positions(peer.dht)
+
+
+def work(stage: int, rows: int, length: int, width: int, dtype: str, value: float) -> list[TensorFrame]:
+    """The frames of a backward call: inputs, and gradients of that value (targets in the last stage)."""
+    tokens = TensorFrame("uint8", (rows, length), bytes(rows * length))
+    packed = struct.pack("<d" if dtype == "float64" else "<f", value) * (rows * length * width)
+    values = TensorFrame(dtype, (rows, length, width), packed)
+    return [tokens, values] if stage == 0 else [values, tokens]
+
+
+async def h6_fill_keys(there: Field) -> None:
+    """Records of the largest size under the keys that a run lives by."""
+    async with there.peer() as peer:
+        for suffix in range(70):
+            for stage in range(there.run.pipeline.stages):
+                try:
+                    key = stage_key(there.run.run, stage)
+                    name = suffix.to_bytes(2, "big")
+                    await peer.dht.put(key, bytes(16_000), ttl_s=600, suffix=name, timeout_s=3.0)
+                    there.done("h6 put")
+                except RemoteError:
+                    there.done("h6 refused")
+
+
+async def h7_clocks(there: Field) -> None:
+    """Six identities at one address whose clocks are off together."""
+    off_s = there.rng.choice([1e12, -1e12, 86_400.0 * 400, -3600.0])
+
+    async def one() -> None:
+        async with there.peer(clock_off_s=off_s):
+            await trio.sleep(there.rng.uniform(3, 6))
+
+    await each([one] * 6)
+
+
+async def h8_addresses(there: Field) -> None:
+    """A stage peer, under many names, that says it is where others are: databases, metadata services, routers."""
+    lures = ("/ip4/127.0.0.1/tcp/6379", "/ip4/169.254.169.254/tcp/80", "/ip4/192.168.1.1/tcp/80", "/dns4/a.test/tcp/80")
+
+    async def one() -> None:
+        async with there.peer() as peer:
+            report = hello(there, 1, 0, _START, addrs=[there.rng.choice(lures) for _ in range(16)])
+            await tell_all(there, peer, "swarm/1/member", report, MemberAnswer)
+            await announce(there, peer, 0, 5, addrs=16)
+            await trio.sleep(2)
+
+    await each([one] * 4)
+
+
+async def m3_unreachable_peers(there: Field) -> None:
+    """Records of stage 0 peers that do not exist, all of them first in order."""
+
+    async def one() -> None:
+        async with there.peer() as peer:
+            await announce(there, peer, 0, 5, since=there.rng.uniform(0, 10), addrs=8)
+
+    for _ in range(5):
+        await each([one] * 4)
+
+
+async def m5_hold_copies(there: Field) -> None:
+    """Ask every stage peer for its state, again and again, and fetch nothing."""
+    async with there.peer() as peer:
+        where = await there.positions(peer.dht)
+        with trio.move_on_after(there.rng.uniform(5, 10)):
+            while True:
+                await each([ask_state(there, peer, to, stage) for to, (stage, _, _) in where.items()])
+                await trio.sleep(1.0)
+
+
+def ask_state(there: Field, peer: Peer, to: PeerId, stage: int) -> Callable[[], Awaitable[object]]:
+    """A call for what a newcomer asks first."""
+    body = StateRequest(there.fingerprint, stage)
+    return lambda: peer.rpc.call(to, "state/1/manifest", body, StateManifest, timeout_s=4.0)
+
+
+async def forwards(there: Field) -> None:
+    """Forward calls without end: they cost computing, and nobody admits them."""
+    async with there.peer() as peer:
+        where = await there.positions(peer.dht)
+        model, rows = there.run.model, there.run.pipeline.microbatch
+        with trio.move_on_after(there.rng.uniform(2, 4)):
+            while where:
+                for to, (stage, _, _) in where.items():
+                    frames = work(stage, rows, model.context, model.d_model, model.dtype, 0.1)[:1]
+                    body = StageForward(there.fingerprint, stage, None)
+                    try:
+                        await peer.rpc.call(to, "stage/1/forward", body, StageAnswer, frames=frames, timeout_s=2.0)
+                    except RemoteError:
+                        await trio.sleep(0.1)
+
+
+def there_names(there: Field) -> list[str]:
+    """The honest peers' ids as text."""
+    return [peer.text for peer in there.peers()]

@@ -1,0 +1,317 @@
+"""A swarm of real processes trains while hostile ones do all they can, and is compared with a calm run and plain torch.
+
+    python scripts/soak.py --minutes 30             2 stages x 3 peers and 2 trainers, 5 hostile processes at a time
+    python scripts/soak.py --minutes 2 --calm 1 --only c1_syn_and_reset,h4_declared_sizes
+    python scripts/soak.py --json                   the report as one JSON object on the last line
+
+All samples are alike, so that every batch has one gradient, whoever brought its microbatches: plain torch can make the
+same steps without being told what was in them, while anything counted twice, left out or slipped in shows. Lines are
+limited, so that processor time is left for the attackers; these have the lowest priority, since real ones compute
+elsewhere.
+Linux only: memory is read from /proc, and every address in 127/8 is this machine's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+if __package__ in (None, ""):  # run as a script: this repository is beside it, not installed
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+
+from peerd import control
+from peerd.compute.model import whole_model
+from peerd.compute.whole import load_whole_model
+from peerd.config import load_run
+from peerd.core.runfile import RunFile
+from peerd.home import socket_path
+from scripts.waiting import eventually
+
+STAGES: Final = 2
+PER_STAGE: Final = 3
+TRAINERS: Final = 2
+CONTEXT: Final = 32
+PERIOD: Final = bytes(range(97, 97 + 26)) + b"ABCDEF"  # as long as a sample's step: all samples are alike
+GROWTH_MB: Final = 300
+SHARE: Final = 0.8
+TOLERANCE: Final = 1e-10
+RUN = """\
+run: soak
+seed: 11
+model: {{d_model: 64, heads: 2, layers: 2, context: 32, dtype: float64}}
+pipeline: {{stages: 2, microbatch: 4}}
+optimizer: {{name: sgd, lr: 0.02}}
+batch: {{target_samples: 32}}
+averaging: {{sender_timeout_s: 5}}
+data: {{path: "{text}", holdout: 0, shuffle_buffer: 100}}
+evaluate: {{every_steps: 0}}
+checkpoint: {{every_steps: 50, keep: 4}}
+limits: {{upload_mbit: 20, download_mbit: 20{stage}}}
+"""
+
+
+@dataclass
+class Honest:
+    """One honest process."""
+
+    name: str
+    data_dir: Path
+    popen: subprocess.Popen[bytes]
+    start_mb: float = 0.0
+    most_mb: float = 0.0
+    address: str = ""
+
+    def status(self) -> dict[str, Any]:
+        """Its snapshot; {} while it does not answer."""
+        with contextlib.suppress(OSError, ValueError):
+            return control.fetch(str(socket_path(self.data_dir)))
+        return {}
+
+    def step(self) -> int:
+        """How far its first role is; -1: it does not say."""
+        return int((self.status().get("roles") or [{}])[0].get("step", -1))
+
+    def memory_mb(self) -> float:
+        """Resident; 0 once it has ended."""
+        try:
+            pages = int(Path(f"/proc/{self.popen.pid}/statm").read_text().split()[1])
+        except (OSError, IndexError):
+            return 0.0
+        return pages * os.sysconf("SC_PAGE_SIZE") / (1 << 20)
+
+
+@dataclass
+class Soak:
+    """The processes of one soak, and what is seen of them."""
+
+    folder: Path
+    honest: list[Honest] = field(default_factory=list)
+    hostile: list[subprocess.Popen[bytes]] = field(default_factory=list)
+    ended: list[str] = field(default_factory=list)
+
+    def run_file(self, stage: int | None = None) -> Path:
+        """The run as a peer of that stage has it."""
+        text = self.folder / "text.txt"
+        if not text.exists():
+            text.write_bytes(PERIOD * 500_000)
+        file = self.folder / ("run.yaml" if stage is None else f"run-{stage}.yaml")
+        file.write_text(RUN.format(text=text, stage="" if stage is None else f", stage: {stage}"))
+        return file
+
+    def start(self, name: str, *arguments: str) -> Honest:
+        data_dir = self.folder / name
+        with (self.folder / f"{name}.log").open("ab") as output:
+            popen = subprocess.Popen(
+                [sys.executable, "-m", "peerd", *arguments, "--data-dir", str(data_dir)],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, "OMP_NUM_THREADS": "1", "XDG_RUNTIME_DIR": str(self.folder / "runtime")},
+            )
+        found = Honest(name, data_dir, popen)
+        self.honest.append(found)
+        return found
+
+    def start_all(self) -> None:
+        """The backbone, all stage peers, the trainers; returns when the first steps are made."""
+        listen = ("--listen", "/ip4/127.0.0.1/tcp/0")
+        backbone = self.start("backbone", "backbone", *listen)
+        bootstrap = str(eventually(lambda: (backbone.status().get("peer", {}).get("addrs") or [""])[0], 60))
+        if not bootstrap:
+            raise SystemExit(f"the backbone never listened: see {self.folder}/backbone.log")
+        join = ("--bootstrap", bootstrap, *listen)
+        for number in range(STAGES * PER_STAGE):
+            file = str(self.run_file(number % STAGES))
+            self.start(f"stage{number}", "join", "--role", "stage", "--model", file, *join)
+        for number in range(TRAINERS):
+            self.start(f"trainer{number}", "join", "--role", "trainer", "--model", str(self.run_file()), *join)
+        if not eventually(lambda: self.step() >= 20, 180):
+            raise SystemExit(f"training did not begin: see the logs in {self.folder}")
+        for each in self.honest:
+            each.address = (each.status().get("peer", {}).get("addrs") or [""])[0]
+            each.start_mb = each.most_mb = each.memory_mb()
+
+    def step(self) -> int:
+        """The newest step that any stage peer is at."""
+        return max(each.step() for each in self.honest[1:])
+
+    def attack(self, number: int, seed: int, only: str) -> None:
+        """One more hostile process, at an address of its own."""
+        targets = ",".join(each.address for each in self.honest if each.address)
+        with (self.folder / f"hostile{number}.log").open("ab") as output:
+            arguments = ["--run", str(self.run_file()), "--targets", targets, "--address", f"127.0.{number + 1}.1"]
+            self.hostile.append(
+                subprocess.Popen(
+                    ["nice", "-n", "19", sys.executable, "-m", "scripts.hostile.process", *arguments]
+                    + ["--seed", str(seed)]
+                    + (["--only", only] if only else []),
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    cwd=Path(__file__).resolve().parents[1],
+                    env={**os.environ, "OMP_NUM_THREADS": "1"},
+                )
+            )
+
+    def watch(self, seconds: float) -> float:
+        """Let it go on; returns steps a second. Who has ended, and memory, are noted."""
+        began, first = time.monotonic(), self.step()
+        while time.monotonic() - began < seconds:
+            time.sleep(2.0)
+            for each in self.honest:
+                each.most_mb = max(each.most_mb, each.memory_mb())
+                if each.popen.poll() is not None and each.name not in self.ended:
+                    self.ended.append(each.name)
+            print(f"{time.monotonic() - began:6.0f} s  step {self.step()}  ended {self.ended}", file=sys.stderr)
+        return (self.step() - first) / (time.monotonic() - began)
+
+    def calm_down(self) -> dict[str, int]:
+        """End the hostile processes; returns how often they did what."""
+        for each in self.hostile:
+            each.terminate()
+        for each in self.hostile:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                each.wait(20)
+            each.kill()
+        counts: dict[str, int] = {}
+        for log in self.folder.glob("hostile*.log"):
+            for line in log.read_text("utf-8", "replace").splitlines():
+                with contextlib.suppress(ValueError):
+                    did = json.loads(line).get("did")
+                    if did:
+                        counts[did] = counts.get(did, 0) + 1
+        return dict(sorted(counts.items()))
+
+    def faults(self) -> dict[str, Any]:
+        """What each honest process says of faults of its own."""
+        found = {each.name: each.status().get("faults") for each in self.honest}
+        return {name: told for name, told in found.items() if told and told.get("count", 1)}
+
+    def stop(self) -> None:
+        """Leave well; who does not is killed."""
+        for each in reversed(self.honest):
+            if each.popen.poll() is None:
+                each.popen.send_signal(signal.SIGINT)
+        for each in self.honest:
+            try:
+                each.popen.wait(20)
+            except subprocess.TimeoutExpired:
+                self.ended.append(f"{each.name} did not leave")
+                each.popen.kill()
+
+    def difference(self, run: RunFile) -> tuple[float, list[int]]:
+        """The largest relative difference of any tensor of any pair of peers from plain torch's, and at which steps."""
+        folders = {each.name: each.data_dir for each in self.honest}
+        found = []
+        for number in range(PER_STAGE):
+            names = [f"stage{STAGES * number + stage}" for stage in range(STAGES)]
+            found.append(load_whole_model(run, [next(folders[n].rglob(f"stage-{s}")) for s, n in enumerate(names)]))
+        plain, most, at = Plain(run), 0.0, []
+        for model, step in sorted(found, key=lambda pair: pair[1]):
+            expected = plain.at(step)
+            at.append(step)
+            for name, value in model.named_parameters():
+                apart = (value.detach() - expected[name]).norm() / expected[name].norm().clamp_min(1e-30)
+                most = max(most, float(apart))
+        return most, at
+
+
+class Plain:
+    """The same training in one process."""
+
+    def __init__(self, run: RunFile) -> None:
+        self._model = whole_model(run)
+        self._optimizer = torch.optim.SGD(self._model.parameters(), lr=run.optimizer.lr)
+        self._steps = 0
+        tokens = torch.tensor(list(PERIOD + PERIOD[:1]), dtype=torch.int64)
+        self._rows = torch.stack([tokens] * run.batch.target_samples)
+
+    def at(self, step: int) -> dict[str, torch.Tensor]:
+        """Parameters after so many steps; steps asked for rise."""
+        torch.set_num_threads(1)
+        while self._steps < step:
+            logits = self._model(self._rows[:, :-1])
+            loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), self._rows[:, 1:].flatten())
+            self._optimizer.zero_grad()
+            loss.backward()
+            self._optimizer.step()
+            self._steps += 1
+        return {name: value.detach().clone() for name, value in self._model.named_parameters()}
+
+
+def measure(soak: Soak, options: argparse.Namespace) -> dict[str, Any]:
+    """Calm, hostile, calm; then leave, and compare."""
+    rng = random.Random(options.seed)
+    soak.start_all()
+    before = soak.watch(options.calm * 60 / 2)
+    for number in range(options.attackers):
+        soak.attack(number, rng.getrandbits(32), options.only)
+    hostile = soak.watch(options.minutes * 60)
+    attacks = soak.calm_down()
+    after = soak.watch(options.calm * 60 / 2)
+    calm, faults = (before + after) / 2, soak.faults()
+    soak.stop()
+    difference, steps = soak.difference(load_run(soak.run_file()).run)
+    growth = {each.name: round(each.most_mb - each.start_mb) for each in soak.honest}
+    return {
+        "minutes": options.minutes,
+        "seed": options.seed,
+        "steps": steps,
+        "calm_steps_per_s": calm,
+        "hostile_steps_per_s": hostile,
+        "share": hostile / calm if calm else 0.0,
+        "ended": soak.ended,
+        "memory_growth_mb": growth,
+        "largest_difference": difference,
+        "faults": faults,
+        "attacks": attacks,
+        "met": not soak.ended
+        and hostile >= SHARE * calm
+        and max(growth.values()) <= GROWTH_MB
+        and difference <= TOLERANCE,
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Train among hostile peers.")
+    parser.add_argument("--minutes", type=float, default=30.0, help="of attacks")
+    parser.add_argument("--calm", type=float, default=4.0, help="minutes without, half before and half after")
+    parser.add_argument("--attackers", type=int, default=5)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--only", default="", help="names of attacks, with commas between")
+    parser.add_argument("--keep", type=Path, help="folder for logs and data, which stays")
+    parser.add_argument("--json", action="store_true", help="one JSON object as the last line")
+    options = parser.parse_args()
+    folder = options.keep or Path(tempfile.mkdtemp(prefix="peerd-soak-"))
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "runtime").mkdir(mode=0o700, exist_ok=True)
+    soak = Soak(folder)
+    try:
+        report = measure(soak, options)
+    finally:
+        for each in [*soak.hostile, *(one.popen for one in soak.honest)]:
+            if each.poll() is None:
+                each.kill()
+            each.wait()
+        if options.keep is None:
+            shutil.rmtree(folder, ignore_errors=True)
+    print(json.dumps(report) if options.json else "\n".join(f"{name}: {value}" for name, value in report.items()))
+    return 0 if report["met"] else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
