@@ -4,7 +4,7 @@ Start: lock and identity, host, calls, DHT, control socket, roles. Stop: roles l
 is finished), records are withdrawn, links are closed with a goodbye; all within `DRAIN_S`. The first signal asks
 for that, the second stops at once. A role that fails is built anew after a pause, a few times; then the daemon
 gives up and says why. This is the only file that sees all layers, and the role supervisor below is one of the
-two places where any exception is caught: a plug-in's bug must not take the other roles with it.
+places where any exception is caught: a plug-in's bug must not take the other roles with it.
 """
 
 from __future__ import annotations

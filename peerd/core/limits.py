@@ -12,6 +12,10 @@ LAN_TEXT_BYTES: Final = 4096  # read of what one of them says of itself: sixteen
 LAN_PEERS: Final = 64  # neighbours that are remembered
 LAN_DIALS: Final = 4  # to neighbours, at once
 
+# --- faults of ours ---------------------------------------------------------------------------------------------
+FAULT_PLACES: Final = 64  # lines of code that are counted by themselves; a healthy program has none
+FAULT_CHARS: Final = 300  # kept of what an error says: a peer may have written parts of it
+
 # --- tensor frames ---------------------------------------------------------------------------------------------
 FRAME_DIMS: Final = 8  # more axes than any tensor that a model sends
 FRAME_ELEMENTS: Final = 1 << 31  # of one tensor; keeps every product far from overflow in foreign code

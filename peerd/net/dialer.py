@@ -20,6 +20,7 @@ from peerd.core.errors import Unreachable
 from peerd.core.ids import PeerId
 from peerd.core.limits import ADDRS_PER_PEER, PEERS_KNOWN
 from peerd.machine.dialing import STAGGER_S, Past, Surroundings, order
+from peerd.net.faults import Faults
 from peerd.net.race import RaceRun
 
 __all__ = ["STAGGER_S", "AddressBook", "Dialer"]
@@ -90,9 +91,11 @@ class Dialer:
         book: AddressBook,
         attempt: Callable[[Multiaddr, PeerId], Awaitable[object]],
         surroundings: Callable[[], Surroundings] = Surroundings,
+        faults: Faults | None = None,
     ) -> None:
         """`attempt(address, peer)` returns once an authenticated link stands, or raises Unreachable."""
         self._book, self._attempt, self._surroundings = book, attempt, surroundings
+        self._faults = faults or Faults()
         self._flights: dict[PeerId, _Flight] = {}
 
     def learn(self, peer: PeerId, addrs: Iterable[Multiaddr]) -> None:
@@ -149,7 +152,7 @@ class Dialer:
     async def _fly(self, peer: PeerId, flight: _Flight) -> None:
         try:
             with flight.scope:
-                await flight.race.run()
+                await self._faults.contain(flight.race.run, lambda: f"the dial to {peer}")
         finally:
             self._forget(peer, flight)
             flight.done.set()

@@ -2,7 +2,7 @@
 
 Composition only: transports carry bytes, `upgrade` authenticates, `Link` runs a connection, `Links` counts and tells,
 `Dialer` finds the way, `Whereabouts` knows where we are, `Reception` takes who comes.
-One of the two places with a broad `except`: a failing handler costs its stream, not the host.
+A fault of ours costs the stream, the link or the connection that met it, not the host (see `faults`).
 Invariants: every task lives in `run`'s nursery; cancelling `run` says goodbye on every link and ends in bounded time;
 a stranger holds one of a bounded number of half-open places until it has proven an identity.
 """
@@ -31,6 +31,7 @@ from peerd.machine.paths import Way
 from peerd.machine.yamux_stream import WindowBudget
 from peerd.net import identify
 from peerd.net.dialer import AddressBook, Dialer
+from peerd.net.faults import Faults, first_of
 from peerd.net.identify import PeerInfo
 from peerd.net.introductions import Introductions
 from peerd.net.link import Buffers, Link, LinkConfig, Stream
@@ -71,6 +72,7 @@ class Host:
         self.book = Book()  # what each peer, place and region has of this host's means
         self.sign = keypair.sign  # for statements that others may show on our behalf: see core/proof
         self.config = config or HostConfig()
+        self.faults = Faults()  # of this whole process: other layers note theirs here, too
         self.links = Links(self.config.links, self.id)
         self._clock, self._transports = clock, list(transports)
         self._secrets = Secrets(keypair, clock.secure_bytes(32))
@@ -78,8 +80,8 @@ class Host:
         self._book = AddressBook()
         self._introductions = Introductions(self)
         self.whereabouts = Whereabouts(self.id, self._transports, self._introductions.changed)
-        self._dialer = Dialer(self._book, self._dial, self.whereabouts.surroundings)
-        self._reception = Reception(self.config.half_open, self.config.handshake_s, self._welcome)
+        self._dialer = Dialer(self._book, self._dial, self.whereabouts.surroundings, self.faults)
+        self._reception = Reception(self.config.half_open, self.config.handshake_s, self._welcome, self.faults)
         self.line = AccessLine()  # what passes our line; known where a LineMeter runs
         self.takes_inbound = True  # whether others can come in, be it over a relay; False: this peer only dials
         self.punching: set[PeerId] = set()  # peers that are dialing us through their routers, as we are them
@@ -281,13 +283,8 @@ class Host:
             self._introductions.forget(link.peer)
 
     async def supervise(self, work: Callable[[], Awaitable[None]], about: Callable[[], str]) -> bool:
-        """Run `work` for a peer: what it raises is logged, with `about()`, and goes no further. True: it returned."""
-        try:
-            await work()
-        except Exception:
-            _log.exception("%s failed", about())
-            return False
-        return True
+        """Run `work` for a peer: what it raises is noted in `faults`, and goes no further. True: it returned."""
+        return await self.faults.contain(work, about)
 
     async def _supervise(self, stream: Stream, handler: Handler) -> None:
         """One incoming stream: whatever the handler does, the stream ends and the host goes on."""
@@ -298,10 +295,10 @@ class Host:
             try:
                 await handler(stream)
                 served = True
-            except ProtocolViolation as error:
-                _log.warning("peer %s broke %s: %s", stream.peer, stream.protocol, error)
-            except RemoteError as error:
-                _log.debug("%s ended: %s", stream, error)
+            except* ProtocolViolation as group:
+                _log.warning("peer %s broke %s: %s", stream.peer, stream.protocol, first_of(group))
+            except* RemoteError as group:
+                _log.debug("%s ended: %s", stream, first_of(group))
 
         try:
             await self.supervise(serve, lambda: f"the handler of {stream.protocol}")
@@ -325,7 +322,7 @@ class Host:
         self.links.add(link)
         self._link_nursery.start_soon(self._run_link, link)
         self._dialer.connected(peer, relayed=way == Way.RELAYED)
-        self._nursery.start_soon(self._introductions.ask, link)
+        self._nursery.start_soon(self.supervise, lambda: self._introductions.ask(link), lambda: f"identify with {peer}")
         return link
 
     async def open_rail(self, link: Link) -> Secured:
@@ -336,7 +333,7 @@ class Host:
 
     async def _run_link(self, link: Link) -> None:
         try:
-            await link.run()
+            await self.supervise(link.run, lambda: f"the end of {link}")
         finally:
             self.links.remove(link)
             _log.debug("%s ended: %s", link, link.reason)

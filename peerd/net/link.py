@@ -4,7 +4,8 @@ One task reads (socket -> Noise -> yamux -> inboxes), one writes (yamux -> Noise
 one send), one keeps time. No task or lock per frame: a stream that waits is woken by an event. The protocol is
 `machine.yamux`'s; what the link's ending means is the Host's.
 Invariants: the socket is written by the writer alone, so that a cancelled caller never cuts a frame in two; every
-stream learns of the link's end; `run` returns only after the raw link is closed.
+stream learns of the link's end; `run` returns only after the raw link is closed. A fault of ours in what runs here for
+one stream (a taker, a handler's start) resets that stream; any other ends the link, and nothing else (see `faults`).
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from peerd.machine.striping import Lane
 from peerd.machine.yamux import Yamux
 from peerd.machine.yamux_stream import WindowBudget, YamuxConfig, YamuxStream
 from peerd.machine.yamux_wire import GONE_NORMAL, GONE_PROTOCOL, Changed, Dead, GoneAway, Opened
+from peerd.net.faults import Faults
 from peerd.net.rails import Rails
 from peerd.net.sealing import BATCH_FRAMES, Fill, Sealing
 from peerd.net.stream import Stream
@@ -56,6 +58,8 @@ class LinkConfig:
 
 class LinkOwner(Protocol):
     """What a link needs of its host."""
+
+    faults: Faults
 
     def speaks(self, protocol: str) -> bool: ...
 
@@ -164,24 +168,30 @@ class Link:
     async def run(self) -> None:
         """Drive the connection until it ends; never raises for what the peer or the network does."""
         try:
-            with self._scope:
-                async with trio.open_nursery() as nursery:
-                    self._nursery = nursery
-                    nursery.start_soon(self._write_loop)
-                    nursery.start_soon(self._tend_loop)
-                    if self._opens_rails:
-                        nursery.start_soon(self.rails.tend, nursery)
-                    await self._read_loop()
-                    nursery.cancel_scope.cancel()
+            if not await self.owner.faults.contain(self._run, lambda: repr(self)):
+                self.reason = self.reason or "this side failed"
         finally:
             self._nursery = None
-            self._leaving(self.reason or "this side closed the connection")
-            for stream in list(self.streams):
-                stream.end(f"the connection ended: {self.reason}")
-            self._openers.unpark_all()
-            with trio.CancelScope(shield=True):
-                await self._raw.aclose()
-            self._ended.set()
+            try:
+                self._leaving(self.reason or "this side closed the connection")
+                for stream in list(self.streams):
+                    stream.end(f"the connection ended: {self.reason}")
+                self._openers.unpark_all()
+            finally:
+                with trio.CancelScope(shield=True):
+                    await self._raw.aclose()
+                self._ended.set()
+
+    async def _run(self) -> None:
+        with self._scope:
+            async with trio.open_nursery() as nursery:
+                self._nursery = nursery
+                nursery.start_soon(self._write_loop)
+                nursery.start_soon(self._tend_loop)
+                if self._opens_rails:
+                    nursery.start_soon(self.rails.tend, nursery)
+                await self._read_loop()
+                nursery.cancel_scope.cancel()
 
     async def open(self, protocol: str) -> Stream:
         """A new stream; the proposal travels with its first data. Waits while too many are open."""
@@ -335,11 +345,10 @@ class Link:
         """Use what has come, on that lane of a rail or on the first connection."""
         now = trio.current_time()
         for plain in plains:
-            for event in self.mux.receive(plain, now, lane):
+            events = self.mux.receive(plain, now, lane)
+            for event in events:
                 if isinstance(event, Changed):
-                    stream = event.stream.owner
-                    if isinstance(stream, Stream):
-                        stream.changed()
+                    self._tell(event.stream.owner)
                 elif isinstance(event, Opened):
                     self._greet(event.stream)
                 elif isinstance(event, GoneAway):
@@ -347,6 +356,17 @@ class Link:
             if isinstance(plain, memoryview) and not self.mux.pinned:
                 self.buffers.received.give(plain.obj)
         self.flush()
+
+    def _tell(self, stream: object) -> None:
+        """Bytes or an end have come: what waits for them often runs here, in the link's own task."""
+        if isinstance(stream, Stream):
+            try:
+                stream.changed()
+            except ProtocolViolation:
+                raise
+            except Exception as error:
+                self.owner.faults.note(repr(stream), error)
+                stream.reset()
 
     def _greet(self, mux: YamuxStream) -> None:
         """An incoming stream: our header goes out at once, as foreign peers expect."""

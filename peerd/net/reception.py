@@ -15,6 +15,7 @@ import trio
 
 from peerd.core.addr import ip_of, place_of
 from peerd.core.errors import ProtocolViolation, RemoteError
+from peerd.net.faults import Faults
 from peerd.net.transport import Listener, RawLink, close_surely
 
 _log = logging.getLogger("peerd.net")
@@ -23,9 +24,16 @@ _log = logging.getLogger("peerd.net")
 class Reception:
     """Of one host, for all its listeners."""
 
-    def __init__(self, places: int, within_s: float, prove: Callable[[RawLink], Awaitable[None]]) -> None:
+    def __init__(
+        self,
+        places: int,
+        within_s: float,
+        prove: Callable[[RawLink], Awaitable[None]],
+        faults: Faults | None = None,
+    ) -> None:
         """`prove` authenticates a connection and keeps it, or raises RemoteError; then, or late, it is closed."""
         self._places, self._within_s, self._prove = places, within_s, prove
+        self._faults = faults or Faults()
         self._half_open: dict[RawLink, tuple[str, trio.CancelScope]] = {}  # oldest first; by place
 
     async def serve(self, listener: Listener) -> None:
@@ -39,13 +47,16 @@ class Reception:
                 self._make_room()
                 scope = trio.CancelScope()
                 self._half_open[raw] = (_place(raw), scope)
-                nursery.start_soon(self._welcome, raw, scope)
+                nursery.start_soon(self._supervise, raw, scope)
 
     def _make_room(self) -> None:
         if len(self._half_open) >= self._places:
             most = Counter(place for place, _ in self._half_open.values()).most_common(1)[0][0]
             oldest = next(raw for raw, (place, _) in self._half_open.items() if place == most)
             self._half_open.pop(oldest)[1].cancel()  # at once: the next may be here before that one has left
+
+    async def _supervise(self, raw: RawLink, scope: trio.CancelScope) -> None:
+        await self._faults.contain(lambda: self._welcome(raw, scope), lambda: f"the connection from {raw.remote}")
 
     async def _welcome(self, raw: RawLink, scope: trio.CancelScope) -> None:
         kept = False
