@@ -5,9 +5,10 @@ its data frames say at which byte of the stream they belong, and go out on which
 name their place, too. Each connection is parsed by itself, and only streams that use it wait for it: a lost packet of
 bulk data delays no small call.
 
-Invariants: what is held ahead of its turn counts as received against the stream's window, so that the window bounds it;
-pieces neither overlap nor lie beyond the window. Hostile input: overlapping, far-off or countless tiny pieces, places
-behind what was read, marks before the data, frames of another kind on a rail: all raise ProtocolViolation.
+Invariants: what is held ahead of its turn counts as received against the stream's window, so that the window bounds it,
+and what keeping the pieces costs is bounded by it, too; pieces neither overlap nor lie beyond the window.
+Hostile input: overlapping, far-off or countless tiny pieces, places behind what was read, marks before the data, frames
+of another kind on a rail: all raise ProtocolViolation.
 Wire: a frame of yamux's form with type PLACED, whose 12 bytes are followed by the place (u64, big-endian) and `length`
 bytes. Flags: FIN, RST, or none.
 """
@@ -19,7 +20,7 @@ from bisect import bisect_left
 from typing import Final
 
 from peerd.core.errors import ProtocolViolation
-from peerd.core.limits import HELD_PIECES
+from peerd.core.limits import HELD_PIECE_BYTES, HELD_PIECES
 from peerd.machine.buffers import BufferPool
 from peerd.machine.flight import Flight
 from peerd.machine.yamux_stream import MERGE_BYTES, Piece, YamuxStream
@@ -73,7 +74,7 @@ class Held:
         self.bytes = 0
         self.fin_at = self.reset_at = _NOWHERE
 
-    def put(self, at: int, piece: memoryview, buffer_bytes: int) -> bool:
+    def put(self, at: int, piece: memoryview, buffer_bytes: int, window_bytes: int) -> bool:
         """Keep a slice of a buffer of so many bytes; whether that buffer is ours now."""
         starts, size = self._starts, len(piece)
         index = bisect_left(starts, at)
@@ -85,8 +86,9 @@ class Held:
         if not gap and isinstance(before, bytearray) and len(before) + size <= MERGE_BYTES:
             before += piece
             return False
-        if len(starts) >= HELD_PIECES:
-            raise ProtocolViolation(f"a stream comes in more than {HELD_PIECES} scattered pieces")
+        most = min(HELD_PIECES, window_bytes // 4 // HELD_PIECE_BYTES)
+        if len(starts) >= most:
+            raise ProtocolViolation(f"a stream comes in more than {most} scattered pieces")
         ours = size * 2 > buffer_bytes and size > MERGE_BYTES
         starts.insert(index, at)
         self._pieces[at] = piece if ours else bytearray(piece)

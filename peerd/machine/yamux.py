@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from peerd.core.errors import LocalError, ProtocolViolation
+from peerd.core.errors import LocalError, ProtocolViolation, Unreachable
 from peerd.core.limits import CONTROL_BYTES_PENDING, WINDOW_BYTES_LINK
 from peerd.machine.buffers import BufferPool
 from peerd.machine.striping import PLACE, PLACED, PLACED_HEADER, Held, Lane, check_place, release
@@ -118,27 +118,13 @@ class Yamux:
 
     def write(self, stream: YamuxStream, data: bytes | memoryview) -> None:
         """Queue `data`, which must not change until it is sent."""
-        if stream.fin_due or stream.was_reset:
+        if stream.was_reset:
+            raise Unreachable("the stream was reset")
+        if stream.fin_due:
             raise LocalError("a stream was written to after its end")
         stream.out.append(data)
         stream.out_bytes += len(data)
         self._queue.add(stream)
-
-    def retract(self, stream: YamuxStream, data: bytes | memoryview) -> bool:
-        """Take `data` back out of the queue; False when a part of it is already sent."""
-        for at, piece in enumerate(stream.out):
-            if piece is data:
-                del stream.out[at]
-                stream.out_bytes -= len(data)
-                return True
-        return False
-
-    def own(self, stream: YamuxStream) -> None:
-        """Copy what is still queued: from now on the writers' memory may change."""
-        out = stream.out
-        for at, piece in enumerate(out):
-            if isinstance(piece, memoryview):
-                out[at] = bytes(piece)
 
     def close_write(self, stream: YamuxStream) -> None:
         """FIN after what is queued."""
@@ -252,12 +238,15 @@ class Yamux:
 
     # --- receiving -----------------------------------------------------------------------------------------
 
-    def receive(self, data: bytes | memoryview, now: float, lane: Lane | None = None) -> list[Event]:
+    def receive(
+        self, data: bytes | memoryview, now: float, lane: Lane | None = None, events: list[Event] | None = None
+    ) -> list[Event]:
         """Take plaintext in pieces of any size. `data` may be reused afterwards, unless `pinned` says otherwise.
 
-        `lane`: the rail that it came on, if it was not the first connection.
+        `lane`: the rail that it came on, if it was not the first connection. What happens is added to `events`, also
+        what came before a violation. A stream in there may have been reset since, even one that has just opened.
         """
-        events: list[Event] = []
+        events = [] if events is None else events
         self.pinned = False
         self._heard_at = now
         self._doubted_until = float("inf")
@@ -331,7 +320,7 @@ class Yamux:
             if stream.put(piece, buffer_bytes):
                 self.pinned = True
             events.append(Changed(stream))
-        elif stream.held is not None and stream.held.put(at, piece, buffer_bytes):
+        elif stream.held is not None and stream.held.put(at, piece, buffer_bytes, stream.target):
             self.pinned = True
         if stream.held is not None:
             self._go_on(stream, stream.held, events)
@@ -467,7 +456,9 @@ class Yamux:
     # --- the life of a stream ------------------------------------------------------------------------------
 
     def _end(self, stream: YamuxStream) -> None:
-        stream.was_reset = True
+        if not stream.was_reset:
+            stream.was_reset = True
+            self._queue.forget(stream)
         stream.out.clear()
         stream.out_bytes = stream.flags_due = 0
 

@@ -4,7 +4,8 @@ Control frames go first. Then streams with little queued, so that a small call p
 one frame; then those with much, in turn as well. Whoever sends little all the time cannot starve the others: after each
 `_FAIR_BYTES` of small frames one large one goes, if one waits. While none is small, one may go on without a copy.
 Once the link has rails (see `striping`), they take what is large, and the first connection is left to all the rest.
-Invariants: a stream stands in one ring at most, and in one exactly while it `wants_out`; credit is never exceeded.
+Invariants: a stream stands in one ring at most, and in one exactly while it `wants_out`; credit is never exceeded; of
+streams that were reset few stay in the rings, so that who opens and resets them while we cannot send gains nothing.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 from collections import deque
 from typing import Final
 
+from peerd.core.limits import RINGED_RESETS
 from peerd.machine.striping import PLACED, PLACED_HEADER
 from peerd.machine.yamux_stream import YamuxStream
 from peerd.machine.yamux_wire import DATA, FIN, HEADER, RST, WINDOW
@@ -28,6 +30,7 @@ class SendQueue:
 
     __slots__ = (
         "_bulk",
+        "_gone",
         "_passed_bytes",
         "_railed",
         "_rails",
@@ -49,6 +52,7 @@ class SendQueue:
         self.helping = False  # the first connection takes from what is left to the rails, too
         self._railed: deque[YamuxStream] = deque()  # large, and left to the rails; empty without any
         self._rails = 0
+        self._gone = 0  # streams in the rings that were reset meanwhile
         self._passed_bytes = 0  # of small frames since a large one went, or none waited
 
     @property
@@ -74,6 +78,20 @@ class SendQueue:
         if not stream.queued and stream.wants_out:
             stream.queued = True
             self._ring_of(stream).append(stream)
+
+    def forget(self, stream: YamuxStream) -> None:
+        """The stream was reset: it leaves its ring now and then, be the writer stuck or not."""
+        if stream.queued:
+            self._gone += 1
+            if self._gone > RINGED_RESETS:
+                self._sweep()
+
+    def _sweep(self) -> None:
+        self._gone = 0
+        for ring in (self._small, self._bulk, self._railed):
+            waiting = [stream for stream in ring if not stream.was_reset]
+            ring.clear()
+            ring.extend(waiting)
 
     def frame(self, kind: int, flags: int, stream_id: int, length: int) -> None:
         """Queue a control frame."""

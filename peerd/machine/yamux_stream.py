@@ -148,6 +148,21 @@ class YamuxStream:
             return self.send_credit > 0
         return self.fin_due and not self.fin_sent
 
+    def retract(self, data: bytes | memoryview) -> bool:
+        """Take `data` back out of what waits to be sent; False when a part of it is already gone."""
+        for at, piece in enumerate(self.out):
+            if piece is data:
+                del self.out[at]
+                self.out_bytes -= len(data)
+                return True
+        return False
+
+    def own(self) -> None:
+        """Copy what still waits to be sent: from now on the writers' memory may change."""
+        for at, piece in enumerate(self.out):
+            if isinstance(piece, memoryview):
+                self.out[at] = bytes(piece)
+
     def place(self, size: int) -> memoryview | None:
         """Where a reader waits for the next `size` bytes; then they must be put there before they are `put`."""
         into = self.landing

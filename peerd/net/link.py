@@ -28,7 +28,7 @@ from peerd.machine.striping import PROTOCOL as RAIL
 from peerd.machine.striping import Lane
 from peerd.machine.yamux import Yamux
 from peerd.machine.yamux_stream import WindowBudget, YamuxConfig, YamuxStream
-from peerd.machine.yamux_wire import GONE_NORMAL, GONE_PROTOCOL, Changed, Dead, GoneAway, Opened
+from peerd.machine.yamux_wire import GONE_NORMAL, GONE_PROTOCOL, Changed, Dead, Event, GoneAway, Opened
 from peerd.net.faults import Faults
 from peerd.net.rails import Rails
 from peerd.net.sealing import BATCH_FRAMES, Fill, Sealing
@@ -144,6 +144,7 @@ class Link:
         self._sent_now_at = 0.0  # when `flush_now` last did so
         self._unsent = b""  # sealed, and not yet taken by the raw link
         self._openers = trio.lowlevel.ParkingLot()
+        self._violated = False  # the peer broke the protocol
         self._told = False  # the owner knows that the link is not to be used
         self._leave_at = float("inf")
 
@@ -174,8 +175,7 @@ class Link:
             self._nursery = None
             try:
                 self._leaving(self.reason or "this side closed the connection")
-                for stream in list(self.streams):
-                    stream.end(f"the connection ended: {self.reason}")
+                self._end_streams()
                 self._openers.unpark_all()
             finally:
                 with trio.CancelScope(shield=True):
@@ -192,6 +192,10 @@ class Link:
                     nursery.start_soon(self.rails.tend, nursery)
                 await self._read_loop()
                 nursery.cancel_scope.cancel()
+
+    def _end_streams(self) -> None:
+        for stream in list(self.streams):
+            stream.end(f"the connection ended: {self.reason}")
 
     async def open(self, protocol: str) -> Stream:
         """A new stream; the proposal travels with its first data. Waits while too many are open."""
@@ -328,10 +332,13 @@ class Link:
             await self.violated(error)
 
     async def violated(self, error: ProtocolViolation) -> None:
-        """Say so to the peer, and end."""
+        """Say so to the peer, and end: its streams at once, and nothing that still comes counts."""
         self.reason = self.reason or f"protocol violation: {error}"
         _log.warning("peer %s at %s broke the protocol: %s", self.peer, self.remote, error)
+        self._violated = True
         self.mux.go_away(GONE_PROTOCOL)
+        self._leaving(self.reason)
+        self._end_streams()
         self.flush()
         await self._drain()
         self.abort(self.reason)
@@ -345,17 +352,25 @@ class Link:
         """Use what has come, on that lane of a rail or on the first connection."""
         now = trio.current_time()
         for plain in plains:
-            events = self.mux.receive(plain, now, lane)
-            for event in events:
-                if isinstance(event, Changed):
-                    self._tell(event.stream.owner)
-                elif isinstance(event, Opened):
-                    self._greet(event.stream)
-                elif isinstance(event, GoneAway):
-                    self._peer_leaves(event.code)
+            if self._violated:
+                return
+            events: list[Event] = []
+            try:
+                self.mux.receive(plain, now, lane, events)
+            finally:  # what came before a violation has come
+                self._act(events)
             if isinstance(plain, memoryview) and not self.mux.pinned:
                 self.buffers.received.give(plain.obj)
         self.flush()
+
+    def _act(self, events: list[Event]) -> None:
+        for event in events:
+            if isinstance(event, Changed):
+                self._tell(event.stream.owner)
+            elif isinstance(event, Opened):
+                self._greet(event.stream)
+            elif isinstance(event, GoneAway):
+                self._peer_leaves(event.code)
 
     def _tell(self, stream: object) -> None:
         """Bytes or an end have come: what waits for them often runs here, in the link's own task."""
@@ -370,6 +385,9 @@ class Link:
 
     def _greet(self, mux: YamuxStream) -> None:
         """An incoming stream: our header goes out at once, as foreign peers expect."""
+        if mux.was_reset:  # in the same breath: nobody will ever hear of it
+            self.mux.reset(mux)
+            return
         stream = Stream(self, mux, "", Selector(self.owner.speaks))
         mux.owner = stream
         self.streams[stream] = None

@@ -105,9 +105,9 @@ class Stream:
             while self._ended is None and mux.low_water >= 0:
                 await self._wait_writable()
             # The rest is copied, so that the caller goes on and its next bytes fill up the last frame of these.
-            session.own(mux)
+            mux.own()
         except trio.Cancelled:
-            if not session.retract(mux, piece):
+            if not mux.retract(piece):
                 self.reset()
             raise
         finally:
@@ -120,7 +120,7 @@ class Stream:
     def send_nowait(self, data: bytes) -> bool:
         """Take small `data` at once and whole; False, and nothing taken, where `send` would wait or raise."""
         mux = self._mux
-        if self._sending or self._ended is not None or mux.fin_due:
+        if self._sending or self._ended is not None or mux.fin_due or mux.was_reset:
             return False
         if len(data) > _COPY_BYTES or mux.out_bytes > _SEND_BUFFER_BYTES:
             return False
@@ -137,6 +137,8 @@ class Stream:
     def _check_writable(self) -> None:
         if self._ended is not None:
             raise self._error(self._ended)
+        if self._mux.was_reset:  # and the link is about to say so
+            raise self._error("the peer reset the stream")
         if self._mux.fin_due:
             raise LocalError("send after close_write")
 
@@ -287,9 +289,10 @@ class Stream:
         """Bytes, an end or a reset have come."""
         mux = self._mux
         if self._negotiation is not None:
-            self._negotiate(self._negotiation)
-            if self._negotiation is not None and mux.was_reset and mux.inbound:
-                self.reset()  # no handler will ever do it
+            if mux.was_reset and mux.inbound:
+                self.reset()  # no handler will ever do it, and none is to begin
+            else:
+                self._negotiate(self._negotiation)
         if mux.was_reset and self._ended is None:
             if not mux.fin_received:  # what came before a FIN stays readable: the peer finished saying it
                 mux.inbox.clear()
@@ -345,16 +348,19 @@ class Stream:
                 return
         else:
             answer, chosen, rest = negotiation.feed(data)
-            if answer and not mux.was_reset:
+            if answer:
                 self._link.mux.write(mux, answer)
             rest = rest if chosen is not None else None
             self.protocol = chosen or ""
         if rest is not None:
             self._negotiation = None
             mux.give_back(rest)
-            if isinstance(negotiation, Selector) and not mux.was_reset:
+            if isinstance(negotiation, Selector):
                 self._link.agreed(self)
         elif mux.fin_received and not mux.was_reset:
             self.end("the peer closed the stream before a protocol was agreed")
-            self._link.mux.reset(mux)
+            if mux.inbound:
+                self.reset()  # nobody else will
+            else:
+                self._link.mux.reset(mux)
         self._link.consumed(mux)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import tracemalloc
 from collections import deque
 from pathlib import Path
 
@@ -246,13 +247,25 @@ def test_frames_with_a_place_are_a_violation_where_no_rails_were_agreed() -> Non
         pair.b.receive(placed(1, 1, b"a"), 0.0)
 
 
-def test_scattered_crumbs_cost_bounded_memory() -> None:
+@pytest.mark.parametrize("budget_bytes", [0, 1 << 22])
+def test_what_scattered_crumbs_cost_is_a_quarter_of_the_window_at_most(budget_bytes: int) -> None:
     pair = Striped()
-    pair.opened()
-    crumbs = [placed(1, 3 + 2 * number, b"x") for number in range(limits.HELD_PIECES + 1)]
-    hear_all(pair, crumbs[:-1])
-    with pytest.raises(ProtocolViolation):
-        hear_all(pair, crumbs[-1:])
+    pair.b.budget.limit_bytes = budget_bytes
+    _, theirs = pair.opened()
+    lane, most = Lane(main=False), theirs.target // 4 // limits.HELD_PIECE_BYTES
+    if budget_bytes:
+        most = 3 * (1 << 20) // 4 // limits.HELD_PIECE_BYTES  # it grows with the first piece
+    tracemalloc.start()
+    try:
+        before = tracemalloc.get_traced_memory()[0]
+        for number in range(most):
+            pair.b.receive(placed(1, 3 + 2 * number, b"x"), 0.0, lane)
+        taken = tracemalloc.get_traced_memory()[0] - before
+    finally:
+        tracemalloc.stop()
+    assert taken < theirs.target // 4
+    with pytest.raises(ProtocolViolation, match="scattered"):
+        pair.b.receive(placed(1, 3 + 2 * most, b"x"), 0.0, lane)
 
 
 def test_crumbs_side_by_side_are_joined() -> None:
