@@ -60,8 +60,8 @@ fast: $(VENV)/.installed-dev  ## tests that take less than a quarter of a second
 sim: $(VENV)/.installed-dev  ## simulated swarms: churn, loss, partitions
 	$(BIN)/python -m pytest tests/sim $(ARGS)
 
-fuzz: $(VENV)/.installed-dev  ## every decoder against 100,000 mutated inputs
-	$(BIN)/python -m pytest tests/fuzz $(ARGS)
+fuzz: $(VENV)/.installed-dev  ## every decoder against 100,000 mutated inputs; a host against 20,000 hostile sessions
+	PEERD_FUZZ_SESSIONS=20000 $(BIN)/python -m pytest tests/fuzz $(ARGS)
 
 e2e: $(VENV)/.installed-dev  ## real processes on loopback: kill one, training goes on; bad input; Ctrl+C
 	$(BIN)/python -m pytest tests/e2e $(ARGS)

@@ -57,6 +57,12 @@ class WindowBudget:
         if self.parent is not None:
             self.parent.give(count)
 
+    def close(self) -> None:
+        """The session is over, whatever becomes of its streams: what it drew goes back, and it draws no more."""
+        if self.parent is not None:
+            self.parent.give(self.used_bytes)
+            self.parent = None
+
 
 class YamuxStream:
     """Both directions of one stream. Drivers read the fields; only the session writes them."""

@@ -262,6 +262,11 @@ class Host:
         """Call `told` when new streams to a peer begin to take another link, the first one included."""
         self.links.when_moved(told)
 
+    @property
+    def window_bytes_lent(self) -> int:
+        """What all links together let their peers send beyond the windows that streams begin with."""
+        return self._budget.used_bytes
+
     def traffic(self) -> HostTraffic:
         return self.links.traffic()
 

@@ -173,6 +173,7 @@ class Link:
                 self.reason = self.reason or "this side failed"
         finally:
             self._nursery = None
+            self.mux.budget.close()
             try:
                 self._leaving(self.reason or "this side closed the connection")
                 self._end_streams()

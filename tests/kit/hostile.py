@@ -38,11 +38,11 @@ def secrets(name: str) -> Secrets:
 
 
 class Hostile:
-    """One end of an authenticated connection."""
+    """One end of a connection; without `secured` nothing was said yet, and nothing is sealed."""
 
-    def __init__(self, secured: Secured) -> None:
-        self.secured, self.raw = secured, secured.raw
-        self.mux = Yamux(initiator=secured.initiator, now=0.0)
+    def __init__(self, raw: RawLink, secured: Secured | None = None) -> None:
+        self.raw, self.secured = raw, secured
+        self.mux = Yamux(initiator=secured is None or secured.initiator, now=0.0)
         self._batch = memoryview(bytearray(PLAIN_BYTES))
         self._sealed = bytearray(SEALED_BYTES)
         self.ended = False  # the other side has closed
@@ -73,7 +73,7 @@ class Hostile:
                 self.ended = not data
             except (trio.BrokenResourceError, trio.ClosedResourceError):
                 self.ended = True
-        for plain in self.secured.session.opener.each(data):
+        for plain in self.secured.session.opener.each(data) if self.secured is not None else ():
             self.mux.receive(plain, 0.0)
         return bool(data)
 
@@ -91,6 +91,9 @@ class Hostile:
         """Seal each of these, and send them together."""
         sealed, into = b"", memoryview(self._sealed)
         for plain in plains:
+            if self.secured is None:
+                sealed += plain
+                continue
             for at in range(0, max(len(plain), 1), PLAIN_BYTES):
                 size = self.secured.session.sealer.seal(plain[at : at + PLAIN_BYTES], into)
                 sealed += into[:size]
@@ -121,4 +124,4 @@ async def enter(
 ) -> Hostile:
     """Dial a host and shake hands with it."""
     raw: RawLink = await network.dial(addr)
-    return Hostile(await upgrade(raw, who.fresh(ephemeral), initiator=True, muxers=muxers))
+    return Hostile(raw, await upgrade(raw, who.fresh(ephemeral), initiator=True, muxers=muxers))

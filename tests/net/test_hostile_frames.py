@@ -194,3 +194,24 @@ async def test_one_byte_pieces_far_apart_end_the_link_before_they_cost_much(auto
             tracemalloc.stop()
         assert "scattered pieces" in str(link.reason)
         assert taken < limits.WINDOW_BYTES_LINK // 4 + (stream // 2 + 1) * limits.WINDOW_BYTES_INITIAL // 4
+
+
+async def test_windows_lent_to_a_link_are_free_again_when_it_ends(autojump_clock: Clock) -> None:
+    """Also those of streams that nobody holds: they never named a protocol, or we are done with them."""
+
+    async def done(stream: Stream) -> None:
+        await stream.receive_some(1)
+
+    async with attacked() as (_, host, hostile):
+        host.handle("/done/1", done)
+        for stream, protocol in ((1, "/done/1"), (3, "/none/1")):
+            body = hello(protocol)[: None if stream == 1 else -1]
+            await hostile.say(frame(DATA, SYN, stream, len(body), body))
+            await hostile.say(PLACED_HEADER.pack(0, PLACED, 0, stream, 1, 1000) + b"x")
+        await trio.sleep(0.1)
+        assert host.window_bytes_lent > 0
+        await hostile.say(PLACED_HEADER.pack(0, PLACED, 0, 1, 1, len(hello("/done/1"))) + b"x")
+        await trio.sleep(0.1)
+        await hostile.raw.aclose()
+        await trio.sleep(0.1)
+        assert host.window_bytes_lent == 0
