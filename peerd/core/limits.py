@@ -107,7 +107,8 @@ WINDOW_BYTES_LINK: Final = 96 << 20  # beyond the initial windows, all streams o
 WINDOW_BYTES_HOST: Final = 512 << 20  # beyond the initial windows, all connections together
 CONTROL_BYTES_PENDING: Final = 64 * 1024  # muxer answers waiting for a peer that asks and does not read
 RAILS_PER_LINK: Final = 12  # further connections of one link: on Linux some 3 MB are under way on each, usually
-RAILS: Final = 128  # of all links; with the links themselves below the usual 1024 open files
+RAILS: Final = 128  # of all links; with the links themselves below the usual 1024 open files. One peer, or place, has
+#   no more of them than are left: half of them when it is alone, and whoever comes later finds some.
 HELD_PIECES: Final = 8192  # of one striped stream, ahead of their turn: a whole window in the smallest useful pieces
 HELD_PIECE_BYTES: Final = 256  # what one such piece takes beside its data; all of them a quarter of the window
 RINGED_RESETS: Final = 256  # streams that were reset and still wait for their turn to be sent: then they are swept out

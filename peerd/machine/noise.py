@@ -223,7 +223,7 @@ class Session:
     muxer: str | None  # chosen early, or None: negotiate it
     rest: bytes  # bytes that came after the last hand-shake message
     offers: tuple[str, ...]  # muxers of the other side, and what else it has
-    binding: bytes  # names this session: both sides know it and nobody else (Noise section 11.2)
+    binding: bytes  # names this session and no other (Noise section 11.2); no secret: who saw the hand-shake knows it
 
 
 class _Symmetric:
@@ -297,11 +297,13 @@ class Handshake:
     """One hand-shake, as initiator (who speaks first) or responder.
 
     Send what `start` and `feed` return; once `result` is set, what `feed` returned last is the last message. Raises
-    Unreachable when the other side proves to be somebody other than `expected`, before it learns who we are.
+    Unreachable when the other side proves to be somebody other than `expected`: an initiator knows that before it says
+    who it is. A responder says it to whoever asks, as every peer does that can be dialed.
 
     Two sides that dialed each other at once, on one connection, are both initiators and find a first message where
     they wait for a second one. Then the one whose ephemeral key is smaller becomes the responder, with the same key:
-    no secret was derived from it before. Peers other than peerd's give up instead.
+    no secret was derived from it before. Peers other than peerd's give up instead. Somebody else who answers that way
+    so learns who dials there, and no more: one of the two has to speak first, and neither can know the other yet.
     """
 
     def __init__(

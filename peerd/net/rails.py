@@ -1,12 +1,15 @@
 """Rails: further connections of one link, which carry its bulk data side by side (see machine.striping).
 
 A rail is an encrypted connection of its own: the hand-shake proves the same peer, with `/peerd/rail/1` in the muxer's
-place, and its first frame names the link by the hash of the link's own hand-shake, which nobody else knows. The side
-that dialed the link opens them when `machine.railplan` says so; both send on them. Each has one task that reads and one
-that writes; the writer takes the next batch when its socket has room, so that rails share the load by themselves. They
-send evenly: several connections that each send their window in bursts make short queues on the way overflow.
+place, and its first frame names the link by the hash of the link's own hand-shake: a name and no secret, since only the
+link's own peer may use it. The side that dialed the link opens them when `machine.railplan` says so; both send on them.
+Each has one task that reads and one that writes; the writer takes the next batch when its socket has room, so that
+rails share the load by themselves. They send evenly: several connections that each send their window in bursts make
+short queues on the way overflow.
 Invariants: a rail that breaks ends its link, since what it carried is lost; one that both sides have declared over does
 not. Hostile input: rails for links of others or of none (closed at once), more than allowed, rails that carry nothing.
+All rails of a host are shared: neither a peer nor a place has more of them than are left to all others, so that nobody
+takes the last ones.
 """
 
 from __future__ import annotations
@@ -19,7 +22,9 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import trio
+from multiaddr import Multiaddr
 
+from peerd.core.addr import ip_of, place_of
 from peerd.core.errors import ProtocolViolation, RemoteError, Unreachable
 from peerd.core.ids import PeerId
 from peerd.core.limits import RAILS, RAILS_PER_LINK
@@ -293,16 +298,26 @@ class Rails:
             _log.debug("no further connection for %s: %s", link, error)
 
 
-def _check_room(links: Iterable[Link], peer: PeerId) -> None:
-    if sum(len(link.rails) for link in links) >= RAILS:
-        raise Unreachable("this host has too many connections", peer)
+def _check_room(links: Iterable[Link], peer: PeerId, remote: Multiaddr) -> None:
+    place, used, own = _place(remote), 0, 0
+    for link in links:
+        if count := len(link.rails):
+            used += count
+            own += count if link.peer == peer or _place(link.remote) == place else 0
+    if own >= RAILS - used:
+        raise Unreachable("this host has too many connections, or too many from there", peer)
+
+
+def _place(remote: Multiaddr) -> str:
+    ip = ip_of(remote)
+    return str(remote) if ip is None else place_of(ip)[0]
 
 
 async def secure_rail(raw: RawLink, secrets: Secrets, link: Link, links: Iterable[Link]) -> Secured:
     """Authenticate a raw link that is to be a rail of `link`; RemoteError says why not, and `raw` is closed."""
     stands = False
     try:
-        _check_room(links, link.peer)
+        _check_room(links, link.peer, link.remote)
         secured = await upgrade(raw, secrets, initiator=True, expected=link.peer, muxers=(PROTOCOL,))
         stands = True
         return secured
@@ -320,7 +335,7 @@ async def attach_rail(secured: Secured, links: Iterable[Link]) -> None:
     """Give a further connection that a peer opened to the link that it names; RemoteError says why not."""
     binding, early = await _receive_binding(secured)
     peer = secured.session.peer
-    _check_room(links, peer)
+    _check_room(links, peer, secured.raw.remote)
     link = next((link for link in links if link.peer == peer and link.rails.is_of(binding)), None)
     if link is None:
         raise Unreachable("a further connection for no link of its peer", peer)

@@ -10,7 +10,7 @@ import trio
 import trio.testing
 
 from peerd.core.errors import Refused, Unreachable
-from peerd.core.limits import RAILS_PER_LINK
+from peerd.core.limits import RAILS, RAILS_PER_LINK
 from peerd.machine.noise import Secrets
 from peerd.machine.striping import BINDING_BYTES
 from peerd.machine.striping import PROTOCOL as RAIL
@@ -23,6 +23,8 @@ from peerd.net.tcpinfo import TcpInfo
 from peerd.net.upgrade import Secured, upgrade
 from peerd.sim.memory import MemoryLink
 from peerd.sim.simnet import NetConfig
+from tests.kit.hostile import enter
+from tests.kit.hostile import secrets as hostile_secrets
 from tests.kit.hosts import Hosts, ask, echo, keypair, running_hosts
 from tests.kit.virtual import transport
 
@@ -378,3 +380,35 @@ async def test_garbage_on_a_rail_ends_the_link_and_names_the_peer(
         assert not link.usable
         assert f"peer {a.id}" in caplog.text
         assert "broke the protocol" in caplog.text
+
+
+async def crowd(hosts: Hosts, place: str, count: int) -> None:
+    """So many identities at one address, each with a link and as many rails as it can get."""
+    network = transport(hosts.net, place)
+    for number in range(count):
+        who = hostile_secrets(f"{place} {number}")
+        first = await enter(network, hosts.addr("b"), who)
+        await trio.sleep(0.1)
+        assert first.secured is not None
+        for rail in range(RAILS_PER_LINK):
+            more = await enter(network, hosts.addr("b"), who, bytes([rail + 1] * 32), (RAIL,))
+            await more.say(first.secured.session.binding)
+    await trio.sleep(0.1)
+
+
+@pytest.mark.slow
+async def test_neither_one_peer_nor_one_place_takes_all_rails(autojump_clock: Clock) -> None:
+    async with running_hosts() as hosts:
+        a, b, _ = await pair(hosts)
+        taken = []
+        for place, count in (("first", 6), ("second", 4), ("third", 2)):
+            before = sum(len(link.rails) for link in b.links)
+            await crowd(hosts, place, count)
+            taken.append(sum(len(link.rails) for link in b.links) - before)
+        assert taken == [RAILS // 2, RAILS // 4, RAILS // 8]
+        secured = await a.open_rail(link_of(a, b))
+        sealing = Sealing(secured.session.sealer, memoryview(b""), None)
+        await secured.raw.send_all(sealing.one(link_of(a, b).rails.binding))
+        await trio.sleep(1)
+        assert len(link_of(b, a).rails) == 1
+        assert await ask(a, b, b"unharmed") == b"unharmed"
