@@ -39,6 +39,7 @@ from peerd.net.links import HostTraffic, LinkLimits, Links, PeerDown, PeerEvent,
 from peerd.net.rails import OFFERS, attach_rail, is_rail, secure_rail
 from peerd.net.reception import Reception
 from peerd.net.transport import RawLink, Transport, close_surely
+from peerd.net.unread import Unread
 from peerd.net.upgrade import Secured, recognise, upgrade
 from peerd.net.whereabouts import Whereabouts
 
@@ -50,11 +51,13 @@ Handler = Callable[[Stream], Awaitable[None]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostConfig:
-    """Limits and times of one host, in seconds."""
+    """Limits and times of one host, in bytes and seconds."""
 
     links: LinkLimits = field(default_factory=LinkLimits)
     link: LinkConfig = field(default_factory=LinkConfig)
     half_open: int = limits.HALF_OPEN  # inbound hand-shakes at once
+    unread_link_bytes: int = limits.UNREAD_BYTES_LINK
+    unread_host_bytes: int = limits.UNREAD_BYTES_HOST
     handshake_s: float = 10.0
     dial_s: float = 15.0  # one address, hand-shake included
     identify_s: float = 20.0
@@ -87,6 +90,7 @@ class Host:
         self.punching: set[PeerId] = set()  # peers that are dialing us through their routers, as we are them
         self._buffers = Buffers()
         self._budget = WindowBudget(limits.WINDOW_BYTES_HOST)
+        self.unread = Unread(self.config.unread_link_bytes, self.config.unread_host_bytes)
         self._nursery: trio.Nursery | None = None  # handlers, dials, hand-shakes
         self._link_nursery: trio.Nursery | None = None  # outlives the other, for the goodbye
         self.handle(identify.IDENTIFY, self._introductions.serve)
@@ -341,6 +345,7 @@ class Host:
             await self.supervise(link.run, lambda: f"the end of {link}")
         finally:
             self.links.remove(link)
+            self.unread.gone(link)
             _log.debug("%s ended: %s", link, link.reason)
 
     async def _keep_links(self, *, task_status: trio.TaskStatus[trio.Nursery]) -> None:

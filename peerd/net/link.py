@@ -35,6 +35,7 @@ from peerd.net.sealing import BATCH_FRAMES, Fill, Sealing
 from peerd.net.stream import Stream
 from peerd.net.tcpinfo import TcpInfo
 from peerd.net.transport import CountedLink, LendingLink, LocatedLink, counted
+from peerd.net.unread import Unread
 from peerd.net.upgrade import Secured
 
 __all__ = ["Buffers", "Link", "LinkConfig", "LinkOwner", "Stream"]
@@ -60,6 +61,7 @@ class LinkOwner(Protocol):
     """What a link needs of its host."""
 
     faults: Faults
+    unread: Unread
 
     def speaks(self, protocol: str) -> bool: ...
 
@@ -144,6 +146,7 @@ class Link:
         self._sent_now_at = 0.0  # when `flush_now` last did so
         self._unsent = b""  # sealed, and not yet taken by the raw link
         self._openers = trio.lowlevel.ParkingLot()
+        self._look_at = 0  # received bytes at which the unread ones are counted next
         self._violated = False  # the peer broke the protocol
         self._told = False  # the owner knows that the link is not to be used
         self._leave_at = float("inf")
@@ -362,6 +365,8 @@ class Link:
                 self._act(events)
             if isinstance(plain, memoryview) and not self.mux.pinned:
                 self.buffers.received.give(plain.obj)
+        if self.bytes_in >= self._look_at:
+            self._look_at = self.bytes_in + self.owner.unread.look(self)
         self.flush()
 
     def _act(self, events: list[Event]) -> None:

@@ -24,7 +24,6 @@ from typing import TYPE_CHECKING
 import trio
 from multiaddr import Multiaddr
 
-from peerd.core.addr import ip_of, place_of
 from peerd.core.errors import ProtocolViolation, RemoteError, Unreachable
 from peerd.core.ids import PeerId
 from peerd.core.limits import RAILS, RAILS_PER_LINK
@@ -37,6 +36,7 @@ from peerd.machine.yamux_wire import PROTOCOL as YAMUX
 from peerd.net.sealing import Sealing
 from peerd.net.tcpinfo import TcpInfo
 from peerd.net.transport import LendingLink, RawLink, counted
+from peerd.net.unread import place
 from peerd.net.upgrade import Secured, upgrade
 
 if TYPE_CHECKING:
@@ -299,18 +299,13 @@ class Rails:
 
 
 def _check_room(links: Iterable[Link], peer: PeerId, remote: Multiaddr) -> None:
-    place, used, own = _place(remote), 0, 0
+    there, used, own = place(remote), 0, 0
     for link in links:
         if count := len(link.rails):
             used += count
-            own += count if link.peer == peer or _place(link.remote) == place else 0
+            own += count if link.peer == peer or place(link.remote) == there else 0
     if own >= RAILS - used:
         raise Unreachable("this host has too many connections, or too many from there", peer)
-
-
-def _place(remote: Multiaddr) -> str:
-    ip = ip_of(remote)
-    return str(remote) if ip is None else place_of(ip)[0]
 
 
 async def secure_rail(raw: RawLink, secrets: Secrets, link: Link, links: Iterable[Link]) -> Secured:

@@ -13,10 +13,10 @@ from collections.abc import Awaitable, Callable
 
 import trio
 
-from peerd.core.addr import ip_of, place_of
 from peerd.core.errors import ProtocolViolation, RemoteError
 from peerd.net.faults import Faults
 from peerd.net.transport import Listener, RawLink, close_surely
+from peerd.net.unread import place
 
 _log = logging.getLogger("peerd.net")
 
@@ -46,13 +46,13 @@ class Reception:
                     return
                 self._make_room()
                 scope = trio.CancelScope()
-                self._half_open[raw] = (_place(raw), scope)
+                self._half_open[raw] = (place(raw.remote), scope)
                 nursery.start_soon(self._supervise, raw, scope)
 
     def _make_room(self) -> None:
         if len(self._half_open) >= self._places:
-            most = Counter(place for place, _ in self._half_open.values()).most_common(1)[0][0]
-            oldest = next(raw for raw, (place, _) in self._half_open.items() if place == most)
+            most = Counter(at for at, _ in self._half_open.values()).most_common(1)[0][0]
+            oldest = next(raw for raw, (at, _) in self._half_open.items() if at == most)
             self._half_open.pop(oldest)[1].cancel()  # at once: the next may be here before that one has left
 
     async def _supervise(self, raw: RawLink, scope: trio.CancelScope) -> None:
@@ -73,8 +73,3 @@ class Reception:
             self._half_open.pop(raw, None)
             if not kept:
                 await close_surely(raw)
-
-
-def _place(raw: RawLink) -> str:
-    ip = ip_of(raw.remote)
-    return str(raw.remote) if ip is None else place_of(ip)[0]

@@ -15,6 +15,7 @@ from peerd.machine.yamux_stream import WindowBudget
 from peerd.net.faults import Faults
 from peerd.net.link import Buffers, Link, LinkConfig
 from peerd.net.stream import Stream
+from peerd.net.unread import Unread
 from peerd.net.upgrade import Secured
 from tests.fuzz.parsers import ADDRS, OTHER, PARSERS, YAMUX, Corpus, in_pieces, parser, yamux_check, yamux_frame
 from tests.kit.hostile import hello
@@ -44,6 +45,7 @@ class _Owner:
 
     def __init__(self) -> None:
         self.faults = Faults()
+        self.unread = Unread(1 << 20, 1 << 20)
         self.accepted: list[Stream] = []
 
     def speaks(self, protocol: str) -> bool:

@@ -38,6 +38,7 @@ COUNT = int(os.environ.get("PEERD_FUZZ_SESSIONS", "500"))  # of all points toget
 STEPS_MAX = 12
 PER_HOST = 500  # sessions that one host takes
 WITHIN_S = 60.0  # virtual: until a link that is broken, or left by its peer, is gone
+UNREAD_BYTES = 1 << 16  # that the honest peer's questions may have made
 SLOWEST_CPU_S = 2.0  # one session; a busy machine does not count
 NETWORK = NetConfig(window_bytes=64 << 10)  # who does not read makes the host's writer wait
 HOST = HostConfig(link=LinkConfig(linger_s=0.5, leave_s=2.0))
@@ -133,6 +134,8 @@ class Stage:
             return "; ".join(f"{place}: {fault.error} in {fault.where}" for place, fault in host.faults.places.items())
         if lent := host.window_bytes_lent:
             return f"{lent} bytes of windows are still lent"
+        if host.unread.total_bytes > UNREAD_BYTES:
+            return f"{host.unread.total_bytes} bytes still count as unread"
         try:
             with trio.move_on_after(WITHIN_S):
                 await ask(self.honest, host, b"still there?")
