@@ -33,6 +33,24 @@ class Fault:
     error: str
 
 
+class _Guard:
+    """Notes what is raised inside, and lets it go no further."""
+
+    __slots__ = ("_faults", "_where")
+
+    def __init__(self, faults: Faults, where: str) -> None:
+        self._faults, self._where = faults, where
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
+        if not isinstance(error, Exception):  # a group with Cancelled in it is none
+            return False
+        self._faults.note(self._where, error)
+        return True
+
+
 class Faults:
     """All faults of one process, by the file and line that raised."""
 
@@ -54,6 +72,10 @@ class Faults:
             if count & (count - 1) == 0:
                 times = f" ({count} times by now)" if count > 1 else ""
                 _log.error("%s failed by a fault of ours at %s%s", where, place, times, exc_info=each)
+
+    def guard(self, where: str) -> _Guard:
+        """As `contain`, for what is called in somebody else's task: `with faults.guard("..."): told(peer)`."""
+        return _Guard(self, where)
 
     async def contain(self, work: Callable[[], Awaitable[object]], about: Callable[[], str]) -> bool:
         """Run `work`: what it raises is noted, with `about()`, and goes no further. True: it returned."""

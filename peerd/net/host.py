@@ -76,7 +76,7 @@ class Host:
         self.sign = keypair.sign  # for statements that others may show on our behalf: see core/proof
         self.config = config or HostConfig()
         self.faults = Faults()  # of this whole process: other layers note theirs here, too
-        self.links = Links(self.config.links, self.id)
+        self.links = Links(self.config.links, self.id, self.faults)
         self._clock, self._transports = clock, list(transports)
         self._secrets = Secrets(keypair, clock.secure_bytes(32))
         self._handlers: dict[str, Handler] = {}

@@ -89,7 +89,10 @@ class Introductions:
                 for peer, info in list(self.infos.items()):
                     link = self._host.links.best(peer)
                     if link is not None and IDENTIFY_PUSH in info.protocols:
-                        nursery.start_soon(self._push, link)
+                        nursery.start_soon(self._push_surely, link)
+
+    async def _push_surely(self, link: Link) -> None:
+        await self._host.supervise(lambda: self._push(link), lambda: f"identify push to {link.peer}")
 
     async def _push(self, link: Link) -> None:
         with trio.move_on_after(self._host.config.identify_s):

@@ -218,11 +218,12 @@ class Link:
     async def close(self, reason: str) -> None:
         """Reset what is open, say goodbye, close within `linger_s`."""
         self.reason = self.reason or reason
-        for stream in list(self.streams):
-            stream.reset()
-        self.mux.go_away()
-        self.flush()
-        self._leaving(reason)
+        with self.owner.faults.guard(f"the goodbye of {self}"):
+            for stream in list(self.streams):
+                stream.reset()
+            self.mux.go_away()
+            self.flush()
+            self._leaving(reason)
         with trio.move_on_after(self._config.linger_s):
             await self._ended.wait()
         self.abort(reason)

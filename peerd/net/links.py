@@ -20,6 +20,7 @@ import trio
 from peerd.core import limits
 from peerd.core.ids import PeerId
 from peerd.machine.paths import Path, Way, choose
+from peerd.net.faults import Faults
 from peerd.net.link import Link
 
 _log = logging.getLogger("peerd.net")
@@ -92,8 +93,8 @@ class HostTraffic:
 class Links:
     """All links of one host."""
 
-    def __init__(self, bounds: LinkLimits, own: PeerId) -> None:
-        self._bounds, self._own = bounds, own
+    def __init__(self, bounds: LinkLimits, own: PeerId, faults: Faults | None = None) -> None:
+        self._bounds, self._own, self._faults = bounds, own, faults or Faults()
         self._usable: dict[PeerId, list[Link]] = {}  # newest last
         self._best: dict[PeerId, tuple[Link, str]] = {}  # the one in use, and why
         self._moved: list[Callable[[PeerId], None]] = []
@@ -143,7 +144,8 @@ class Links:
         if before is None or before[0] is not best:
             _log.debug("new streams to %s take %s (%s)", peer, best, why)
             for told in self._moved:
-                told(peer)
+                with self._faults.guard(f"news of a link to {peer}"):
+                    told(peer)
 
     async def run(self) -> None:
         """Close superseded links that are idle.

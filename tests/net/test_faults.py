@@ -113,6 +113,17 @@ async def test_a_fault_in_what_is_told_of_a_links_end_ends_nothing_else(
         assert b.faults.total == 1
 
 
+async def test_a_fault_in_what_is_told_of_better_links_ends_nothing(autojump_clock: Clock) -> None:
+    async with running_hosts() as hosts:
+        a, b = await hosts.start("a"), await hosts.start("b")
+        for host in (a, b):
+            host.when_moved(broken)
+        await a.connect(b.id, [hosts.addr("b")])
+        await trio.sleep(1)
+        assert await a.ping(b.id) >= 0
+        assert a.faults.total == b.faults.total == 1
+
+
 async def test_what_is_cancelled_beside_a_fault_stays_cancelled() -> None:
     faults = Faults()
 
