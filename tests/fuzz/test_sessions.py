@@ -10,8 +10,9 @@ import trio
 
 from peerd.net.host import Host
 from peerd.net.stream import Stream
+from peerd.sim.clock import run_virtual
 from tests.fuzz import session_points
-from tests.fuzz.sessions import COUNT, POINTS, SERVING, Point, Stage, draw, first_failure
+from tests.fuzz.sessions import COUNT, POINTS, SERVING, Point, Stage, draw, first_failure, stage
 from tests.kit.hostile import Hostile, enter
 
 SHARDS = 5  # for as many processes
@@ -29,6 +30,29 @@ def test_a_session_follows_from_its_seed_and_number_alone() -> None:
     assert scripts == [draw(5, number, POINTS) for number in range(100)]
     assert scripts != [draw(6, number, POINTS) for number in range(100)]
     assert {script.point.name for script in scripts} == {point.name for point in POINTS}
+
+
+@pytest.mark.parametrize("point", [pytest.param(one, id=one.name) for one in POINTS])
+def test_a_session_reaches_its_point(point: Point) -> None:
+    """And is still welcome there."""
+
+    async def reach() -> None:
+        async with stage() as made:
+            made.ephemeral = bytes(range(32))
+            lanes = await point.reach(made)
+            await trio.sleep(0.1)
+            links = [link for link in made.host.links if link not in made.links]
+            if lanes[0].secured is not None:
+                assert len(links) == 1
+                assert len(links[0].rails) == len(lanes) - 1
+            for lane in lanes:
+                with trio.move_on_after(0.1):
+                    await lane.gone()
+                assert not lane.ended
+            for lane in lanes:
+                await lane.raw.aclose()
+
+    run_virtual(reach, seed=1)
 
 
 async def _broken(stream: Stream) -> None:
