@@ -42,7 +42,7 @@ async def attacked() -> AsyncIterator[tuple[Hosts, Host, Hostile]]:
 
 def kept_streams() -> int:
     gc.collect()
-    return sum(isinstance(each, YamuxStream) for each in gc.get_objects())
+    return sum(type(each) is YamuxStream for each in gc.get_objects())
 
 
 def link_of(host: Host, hostile: Hostile) -> object:
