@@ -179,3 +179,6 @@ REVOKED_TOKENS: Final = 1024  # taken back and not yet expired; a list must fit 
 REVOKED_BYTES: Final = 12 << 10  # the signed list: ten bytes for each
 ACCESS_MET: Final = 1024  # peers with whom we remember to have exchanged tokens: twice the connections that we hold
 ACCESS_TOLD: Final = 20  # lines a minute in the log about callers without a token
+
+# --- conducting ------------------------------------------------------------------------------------------------
+GRANTED_TRAINERS: Final = 1024  # trainers' grants, due and early, that are not signed anew: twice LINKS

@@ -10,9 +10,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-import msgspec
 import trio
 
 from peerd.core.clock import Clock
@@ -20,15 +19,10 @@ from peerd.core.errors import Refused, RemoteError
 from peerd.core.ids import PeerId
 from peerd.core.messages import Empty
 from peerd.core.training import (
-    Commit,
     Conducts,
     Leave,
     MemberAnswer,
     MemberSync,
-    Moved,
-    Prepare,
-    Prepared,
-    Restore,
     Seqs,
     TrainerAnswer,
     TrainerSync,
@@ -36,47 +30,32 @@ from peerd.core.training import (
 from peerd.core.work import Worker
 from peerd.machine.conducting import (
     CancelAttempt,
-    ConductorConfig,
     Event,
     MemberGone,
     MemberHello,
-    MoveEnded,
     Note,
     Output,
-    PrepareEnded,
     SendMove,
     SendPrepare,
     TrainerGone,
     TrainerReport,
 )
 from peerd.machine.conductor import Conductor, Phase
-from peerd.machine.grouping import OrderedRound
 from peerd.machine.outlook import Outlook
-from peerd.machine.shares import NoSplit
-from peerd.machine.splitting import Split
 from peerd.net.host import Host, PeerDown
 from peerd.service.following import Following
+from peerd.service.granting import Granting
+from peerd.service.orders import ConductingConfig, Orders, Reign
 from peerd.service.rpc import Answer, Incoming, MethodLimits, Rpc
 
 log = logging.getLogger("peerd.service.conducting")
 
 _SILENT_S = 12.0  # a report comes at least every few seconds
-_MOVE_TIMEOUT_S = 60.0  # an optimizer step, or reading a checkpoint
 _LOOK_S = 2.0
 _FIRST_LOOK_S = 0.5
 _CONNECT_S = 3.0
 _TAKE_OVER_GATHER_S = 0.3
 _PUT_ASIDE_S = 1.0  # between two reports of a member that is not heard
-
-
-@dataclass(frozen=True, slots=True)
-class ConductingConfig:
-    """One run's fingerprint and sizes; `prepare_timeout_s` for one averaging attempt."""
-
-    fingerprint: bytes
-    conductor: ConductorConfig
-    samples: int  # of the batch
-    prepare_timeout_s: float
 
 
 class Conducting:
@@ -94,8 +73,18 @@ class Conducting:
         self._fed = trio.Event()  # set, and replaced, with all that may move the next deadline
         self._heard: dict[str, float] = {}
         self._outlook = Outlook()
-        self.solver: Worker | None = None  # without one, limits between pairs of peers are not counted
-        self._attempts: dict[bytes, trio.CancelScope] = {}
+        self.orders = Orders(config, rpc)
+        self.orders.notes = lambda text: self.notes(text)
+        self._granting = Granting(config.fingerprint, host.sign)
+
+    @property
+    def solver(self) -> Worker | None:
+        """Divides rounds where there are limits between pairs of peers."""
+        return self.orders.solver
+
+    @solver.setter
+    def solver(self, solver: Worker | None) -> None:
+        self.orders.solver = solver
 
     @property
     def acting(self) -> bool:
@@ -160,8 +149,8 @@ class Conducting:
     def _resign(self, why: str) -> None:
         self.notes(f"hands the conductor's duty on: {why}")
         self._machine = None
-        for attempt in list(self._attempts):
-            self._cancel(attempt)
+        self.orders.cancel_all()
+        self._granting.forget()
         self._heard.clear()
         self._wake_waiting()
 
@@ -239,25 +228,22 @@ class Conducting:
 
     def _carry_out(self, outputs: list[Output]) -> None:
         assert self._nursery is not None
-        attempts: dict[bytes, list[SendPrepare]] = {}
+        assert self._machine is not None
+        machine, step = self._machine, self._machine.current.step if self._machine.current is not None else 0
+        reign = Reign(self.term, step, lambda event: self._feed(event) if self._machine is machine else None)
+        prepares: list[SendPrepare] = []
         for output in outputs:
             match output:
-                case SendPrepare(attempt=attempt):
-                    attempts.setdefault(attempt, []).append(output)
+                case SendPrepare():
+                    prepares.append(output)
                 case SendMove():
-                    self._nursery.start_soon(self._move, self._machine, output)
+                    self._nursery.start_soon(self.orders.move, output, reign)
                 case CancelAttempt(attempt):
-                    self._cancel(attempt)
+                    self.orders.cancel(attempt)
                 case Note(text):
                     self.notes(text)
-        for attempt, orders in attempts.items():
-            self._attempts[attempt] = trio.CancelScope()
-            self._nursery.start_soon(self._run_attempt, self._machine, orders, self._attempts[attempt])
+        self.orders.begin(self._nursery, prepares, reign)
         self._wake_waiting()
-
-    def _cancel(self, attempt: bytes) -> None:
-        if scope := self._attempts.pop(attempt, None):
-            scope.cancel()
 
     def _wake_waiting(self) -> None:
         self._fed.set()
@@ -277,86 +263,6 @@ class Conducting:
                 continue
             if self._machine is not None:
                 self._carry_out(self._machine.wake(trio.current_time()))
-
-    async def _run_attempt(self, machine: Conductor | None, orders: list[SendPrepare], scope: trio.CancelScope) -> None:
-        """Have everyone average who takes part in this attempt."""
-        with scope:
-            orders = [order for order in await self._all_divided(orders) if order.takes_part]
-            async with trio.open_nursery() as nursery:
-                for order in orders:
-                    nursery.start_soon(self._prepare, machine, order)
-        if self._attempts.get(orders[0].attempt) is scope:
-            del self._attempts[orders[0].attempt]
-
-    async def _all_divided(self, orders: list[SendPrepare]) -> list[SendPrepare]:
-        """The orders with limits between pairs counted in every round."""
-        split = await self._divided(orders[0].split)
-        rounds: dict[OrderedRound, OrderedRound] = {}  # many members have the same
-        for one in (one for order in orders for one in order.rounds if one not in rounds):
-            rounds[one] = replace(one, split=await self._divided(one.split))
-        return [replace(order, split=split, rounds=tuple(rounds[one] for one in order.rounds)) for order in orders]
-
-    async def _divided(self, split: Split | None) -> Split | None:
-        """The split, with limits between pairs counted if there are any."""
-        if split is None or not split.pairs or self.solver is None:
-            return split
-        try:
-            solved = await self.solver.run(split.within_pairs, name="divide a round")
-        except NoSplit as error:  # what a pair cannot pass will show, and somebody is put aside
-            self.notes(f"the lines between some pairs were not counted: {error}")
-            return split
-        # Whom the conductor has not chosen, it would not ask.
-        return solved if {p.peer for p in solved.parties} <= {p.peer for p in split.parties} else split
-
-    async def _prepare(self, machine: Conductor | None, order: SendPrepare) -> None:
-        """Ask one member to average."""
-        config, split = self._config, order.split
-        if machine is None or machine.current is None:
-            return
-        body = Prepare(
-            config.fingerprint,
-            self.term,
-            machine.current.step,
-            order.attempt,
-            order.lineage,
-            list(order.meets),
-            list(order.assigned),
-            config.samples,
-            min(3600.0, config.prepare_timeout_s * max(1, len(order.rounds))),
-            rounds=[one.message() for one in order.rounds],
-        )
-        if split is not None:
-            body = msgspec.structs.replace(
-                body,
-                split=list(split.parties),
-                part_bytes=split.part_bytes,
-                elements=split.elements,
-                dtype=split.dtype,
-                further=split.further,
-                s_per_byte=split.s_per_byte,
-            )
-        try:
-            peer = PeerId.parse(order.peer)
-            found = (await self._rpc.call(peer, "stage/1/prepare", body, Prepared, timeout_s=body.timeout_s)).body
-            end = PrepareEnded(order.peer, order.attempt, found.ok, tuple(found.missing), tuple(found.lost))
-        except RemoteError as error:
-            log.info("an averaging attempt failed: %s", error)
-            end = PrepareEnded(order.peer, order.attempt, False)
-        if machine is self._machine:
-            self._feed(end)
-
-    async def _move(self, machine: Conductor | None, order: SendMove) -> None:
-        """Have one member commit or restore."""
-        run, position = self._config.fingerprint, None
-        body = Commit(run, self.term, order.target) if order.commit else Restore(run, self.term, order.target)
-        method = "stage/1/commit" if order.commit else "stage/1/restore"
-        try:
-            peer = PeerId.parse(order.peer)
-            position = (await self._rpc.call(peer, method, body, Moved, timeout_s=_MOVE_TIMEOUT_S)).body.position
-        except RemoteError as error:
-            log.warning("a member did not reach step %d: %s", order.target.step, error)
-        if machine is self._machine:
-            self._feed(MoveEnded(order.peer, position))
 
     # --- reports ------------------------------------------------------------------------------------------------
 
@@ -430,12 +336,13 @@ class Conducting:
         self._still(machine, name)
         step = machine.current.step if machine.current is not None else body.step
         news = machine.members_version != body.seen_members
+        admitted, early = machine.admitted(name), machine.admitted(name, early=True)
         return Answer(
             TrainerAnswer(
                 term=self.term,
                 step=step,
                 taken=taken,
-                admitted=Seqs.of(machine.admitted(name)),
+                admitted=Seqs.of(admitted),
                 redo=machine.redo(name),
                 counted=_seqs(machine.counted(name, body.step)),
                 evaluate=machine.evaluates(name),
@@ -445,8 +352,10 @@ class Conducting:
                 members_version=machine.members_version,
                 members=machine.members() if news else None,
                 forecast=self._outlook.look(trio.current_time(), machine),
-                early=Seqs.of(machine.admitted(name, early=True)),
+                early=Seqs.of(early),
                 counted_early=_seqs(machine.counted(name, body.step + 1)),
+                grant=self._granting.grant(self.term, step, name, admitted),
+                grant_early=self._granting.grant(self.term, step + 1, name, early, early=True),
             )
         )
 

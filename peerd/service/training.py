@@ -15,11 +15,12 @@ from peerd.machine.conducting import ConductorConfig
 from peerd.net.host import Host
 from peerd.service.assembling import Assembling
 from peerd.service.calling_in import CallingIn
-from peerd.service.conducting import Conducting, ConductingConfig
+from peerd.service.conducting import Conducting
 from peerd.service.contributions import Tally, TallyOf
 from peerd.service.dht import Dht
 from peerd.service.directory import Directory
 from peerd.service.following import Following
+from peerd.service.orders import ConductingConfig
 from peerd.service.pipeline import Pipeline
 from peerd.service.rpc import Rpc
 from peerd.service.snapshot import KEPT, Fetcher, Giving, Snapshots

@@ -13,7 +13,7 @@ from peerd.machine.conducting import SendPrepare
 from peerd.machine.conductor import ConductorConfig
 from peerd.machine.grouping import Grouping
 from peerd.machine.splitting import Lines
-from peerd.service.conducting import Conducting, ConductingConfig
+from peerd.service.orders import ConductingConfig, Orders
 
 T = TypeVar("T")
 NAMES = tuple(f"p{i}" for i in range(9))
@@ -39,9 +39,9 @@ def orders(pairs: dict[str, list[PairLimit]]) -> list[SendPrepare]:
 
 async def divided(given: list[SendPrepare]) -> tuple[list[SendPrepare], int]:
     config = ConductingConfig(bytes(16), ConductorConfig(stages=1, microbatches=1), 8, 60.0)
-    conducting = Conducting(config, *cast(Any, (None, None, None, None)))
-    conducting.solver = solver = Counting()
-    return await conducting._all_divided(given), solver.jobs
+    orders = Orders(config, cast(Any, None))
+    orders.solver = solver = Counting()
+    return await orders._all_divided(given), solver.jobs
 
 
 @pytest.mark.slow
