@@ -182,3 +182,6 @@ ACCESS_TOLD: Final = 20  # lines a minute in the log about callers without a tok
 
 # --- conducting ------------------------------------------------------------------------------------------------
 GRANTED_TRAINERS: Final = 1024  # trainers' grants, due and early, that are not signed anew: twice LINKS
+ESTABLISHED_MEMBERS: Final = 4096  # of one stage, remembered as part of the run: as many as it may have
+RECEIPTS_LOOKED_AT: Final = 16  # of one trainer's, when a member denies many: two thousandths of a second
+LEASHED_TRAINERS: Final = 1024  # that are remembered for what they did not finish, here or gone: twice LINKS

@@ -4,18 +4,27 @@ Where trainers compute for themselves (a model of one stage) they are as fast as
 last admitted microbatch is done, so near its end a slow trainer gets no further one: it would still compute when the
 others have long been able to do it too. In pipelines the stages set the pace, and every wish is taken. Times are
 measured here from reports; what a trainer says of its speed counts for nothing. Invariant: the fastest trainer that
-wishes and has nothing under way is never passed over, so a batch is filled whoever is slow.
+wishes and has nothing under way is never passed over, so a batch is filled whoever is slow; but one that did not
+finish what it had is given less (`Leash`), and its place goes to others when the step has long waited for nobody else.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import zip_longest
+from statistics import median
 
+from peerd.core.limits import LEASHED_TRAINERS
 from peerd.core.training import Mb
 from peerd.machine.forecast import Pace, Worker, shared_in_s, whole_in_s
+from peerd.machine.leash import Leash
 from peerd.machine.ledger import Ledger
+
+_TURN_KEEP = 0.7  # of how long a microbatch took from admission to its end, at each new one
+_LATE_FACTOR = 4.0  # times as long as it usually takes others
+_PATIENCE_MOST = 6  # doublings of patience while nobody finishes anything
 
 
 @dataclass(slots=True)
@@ -24,6 +33,7 @@ class _Trainer:
     bound: frozenset[int] = frozenset()  # of these, begun for step `bound_to` and good for no other
     bound_to: int = 0
     pace: Pace = field(default_factory=Pace)
+    turn_s: float = 0.0  # from admission to its end, of late; 0: none yet
 
     @property
     def seconds(self) -> float:
@@ -37,6 +47,14 @@ class Admission:
     def __init__(self, own_pace: bool) -> None:
         self._own_pace = own_pace
         self._trainers: dict[str, _Trainer] = {}
+        self._leashes: dict[str, Leash] = {}
+        self._under_way: dict[str, int] = {}  # when `wishes` was asked last
+        self._patience = 0  # how often leases ran out since anybody finished anything
+        self._ran_out_at = 0.0
+
+    def count(self) -> int:
+        """How many trainers there are."""
+        return len(self._trainers)
 
     def __contains__(self, trainer: str) -> bool:
         return trainer in self._trainers
@@ -56,7 +74,56 @@ class Admission:
     def finished(self, now: float, trainer: str, began: float) -> None:
         """The trainer has finished a microbatch that was admitted at `began`."""
         if trainer in self._trainers:
-            self._trainers[trainer].pace.finished(now, began)
+            known, turn_s = self._trainers[trainer], now - began
+            known.pace.finished(now, began)
+            known.turn_s = known.turn_s * _TURN_KEEP + turn_s * (1 - _TURN_KEEP) if known.turn_s else turn_s
+            self._patience = 0
+            if trainer in self._leashes:
+                self._leashes[trainer].helped()
+
+    # --- who does not finish ----------------------------------------------------------------------------------
+
+    def overdue(self, now: float, trainer: str, since: float, lease_s: tuple[float, float], alone: bool) -> bool:
+        """Has the trainer had its microbatch, admitted at `since`, for far too long?
+
+        `lease_s`: where the others show what is usual, and else; `alone`: the batch has no room for anything else.
+        """
+        lease, first = lease_s
+        patience = 2.0 ** min(self._patience, _PATIENCE_MOST)
+        others = [t for name, t in self._trainers.items() if name != trainer and t.turn_s]
+        if not alone or not others:
+            own = self._trainers.get(trainer)
+            return now - max(since, own.pace.at if own is not None else since) > first * patience
+        usual = median(t.turn_s for t in others)
+        waited_s = now - max(since, *(t.pace.at for t in others))
+        return waited_s > max(lease, _LATE_FACTOR * usual) * patience
+
+    def ran_out(self, now: float) -> None:
+        """Leases have run out: if nobody finishes anything before the next, all are slow, and not these."""
+        self._patience += now > self._ran_out_at
+        self._ran_out_at = now
+
+    def strike(self, now: float, trainer: str) -> int:
+        """The trainer stood in the way of the step: it gets less; how often by now."""
+        leash = self._leashes.setdefault(trainer, Leash())
+        if len(self._leashes) > LEASHED_TRAINERS:
+            del self._leashes[next(iter(self._leashes))]
+        return leash.strike(now, self._under_way.get(trainer, 0))
+
+    def step_made(self) -> None:
+        """Who helped recovers."""
+        self._leashes = {trainer: leash for trainer, leash in self._leashes.items() if leash.step_made()}
+
+    def _given(self, now: float) -> dict[str, int | None]:
+        """How many microbatches each trainer may have under way; None: any number."""
+        rested = [name for name in self._trainers if name not in self._leashes or self._leashes[name].until <= now]
+        found: dict[str, int | None] = {}
+        for name in self._trainers:
+            leash = self._leashes.get(name)
+            found[name] = None if leash is None else 0 if rested and leash.until > now else leash.most
+        return found
+
+    # --- filling ----------------------------------------------------------------------------------------------
 
     def whole_in_s(self, now: float, ledger: Ledger) -> float | None:
         """Seconds until the batch is whole, from what is not done of it and who does it; None: nobody knows."""
@@ -77,15 +144,22 @@ class Admission:
         order = sorted(self._trainers.items(), key=lambda item: (item[1].seconds > 0 and self._own_pace, item[0]))
         turns = ([Mb(name, seq) for seq in t.open if t.bound_to == step or seq not in t.bound] for name, t in order)
         workers = self._at_work(now, _begun(ledgers)) if self._own_pace and not ledger.full else {}
+        given, under_way = self._given(now), sum((one.unfinished() for one in ledgers), Counter[str]())
+        self._under_way = under_way
         for wishes in zip_longest(*turns):
             for mb in wishes:
                 if ledger.full:
                     return
                 if mb is None or mb in counted or any(mb in one.entries for one in ledgers):
                     continue
+                most = given[mb.trainer]
+                if most is not None and under_way[mb.trainer] >= most:
+                    continue
                 if not self._own_pace:
+                    under_way[mb.trainer] += 1
                     yield mb
                 elif _in_time(mb.trainer, ledger.capacity - len(ledger.entries), workers):
+                    under_way[mb.trainer] += 1
                     yield mb
                     before = workers[mb.trainer]
                     waited_s = before.waited_s if before.begun else 0.0

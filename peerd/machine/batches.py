@@ -9,9 +9,11 @@ counted gets another. A hostile trainer can name what it likes: only its own mic
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import zip_longest
 
 from peerd.core.training import Done, Mb, Redo
 from peerd.machine.admission import Admission
@@ -41,6 +43,7 @@ class Batches:
         self.counted = Counted()
         self._versions = versions  # of what trainers see
         self.trainers = Admission(own_pace=stages == 1)
+        self._void: set[Mb] = set()  # dropped for good: they do not count in the batches under way, whoever says so
 
     # --- members ----------------------------------------------------------------------------------------------
 
@@ -49,26 +52,33 @@ class Batches:
         self.due.lose(peer, now)
         self.early.lose(peer, now)
 
-    def told(self, now: float, peer: str, stage: int, due: frozenset[Mb], early: frozenset[Mb]) -> None:
-        """What a member says it holds: the rest that was credited to it is lost; only its connection had broken."""
+    def told(self, now: float, who: tuple[str, int, int], due: frozenset[Mb], early: frozenset[Mb]) -> None:
+        """What a member (peer, stage, session) says it holds: the rest that was credited to it is lost.
+
+        Only its connection had broken.
+        """
+        peer, stage, session = who
         for ledger, held in ((self.due, due), (self.early, early)):
             ledger.keep_only(peer, stage, held, now)
             for mb in sorted(held & ledger.missing[stage]):
-                ledger.hold(mb, stage, peer)
+                ledger.hold(mb, stage, peer, session)
 
     def adopt(self, now: float, members: Mapping[str, Member]) -> None:
         """Count what members, all of them at the step under way, hold in every stage already."""
         stages = [{peer: m for peer, m in members.items() if m.stage == stage} for stage in self._stages]
-        self._adopt(now, self.due, [{peer: m.held for peer, m in stage.items()} for stage in stages])
-        self._adopt(now, self.early, [{peer: m.early for peer, m in stage.items()} for stage in stages])
+        sessions = {peer: m.session for peer, m in members.items()}
+        self._adopt(now, self.due, [{peer: m.held for peer, m in stage.items()} for stage in stages], sessions)
+        self._adopt(now, self.early, [{peer: m.early for peer, m in stage.items()} for stage in stages], sessions)
 
-    def _adopt(self, now: float, ledger: Ledger, stages: list[dict[str, frozenset[Mb]]]) -> None:
+    def _adopt(
+        self, now: float, ledger: Ledger, stages: list[dict[str, frozenset[Mb]]], sessions: Mapping[str, int]
+    ) -> None:
         for mb in [mb for held in stages[0].values() for mb in sorted(held)]:
             holders = [next((peer for peer, held in stage.items() if mb in held), None) for stage in stages]
             if all(holders) and not self._has_place(mb) and ledger.admit(mb, now):
                 ledger.finish(mb)
                 for stage, peer in enumerate(holders):
-                    ledger.hold(mb, stage, peer or "")
+                    ledger.hold(mb, stage, peer or "", sessions[peer or ""])
 
     # --- trainers ---------------------------------------------------------------------------------------------
 
@@ -90,44 +100,80 @@ class Batches:
                 return False
             return mb.seq in unknown and needed(mb) if entry.done else mb.seq not in begun
 
-        return self._drop(given_up, view.settled)
+        return bool(self._drop(given_up, view.settled)[0])
 
     def _take_done(self, now: float, ledger: Ledger, mb: Mb, done: Done, view: View) -> None:
-        if len(done.holders) != len(self._stages) or mb in self.counted or not ledger.admit(mb, now):
+        if len(done.holders) != len(self._stages) or mb in self.counted or mb in self._void:
+            return
+        if not ledger.admit(mb, now):
             return
         entry = ledger.entries[mb]
         if not entry.done:
             self.trainers.finished(now, mb.trainer, entry.since)
         ledger.finish(mb)
-        for stage, holder in enumerate(done.holders):
+        for stage, (holder, receipt) in enumerate(zip_longest(done.holders, done.receipts[: len(done.holders)])):
             if view.settled[stage]:
                 continue
             if view.serves(holder, stage):
-                ledger.hold(mb, stage, holder)
+                ledger.hold(mb, stage, holder, receipt)
             else:
                 ledger.unhold(mb, stage, now)
 
-    def drop_dead(self, now: float, settled: Sequence[bool], lease_s: float) -> bool:
-        """Let go of what nobody can finish: its trainer is gone, or it took far too long. True: `due` shrank."""
+    def drop_dead(
+        self, now: float, settled: Sequence[bool], lease_s: tuple[float, float]
+    ) -> tuple[bool, dict[str, int]]:
+        """Let go of what nobody can finish: its trainer is gone, or it took far too long.
+
+        Tells whether `due` shrank, and which trainers that are here did not finish how many: they are given less.
+        """
 
         def dead(mb: Mb, entry: Entry, needed: Callable[[Mb], bool]) -> bool:
-            return needed(mb) and (mb.trainer not in self.trainers or now - entry.since > lease_s)
+            if not needed(mb):
+                return False
+            return mb.trainer not in self.trainers or self._overdue(now, mb, entry, lease_s)
 
-        return self._drop(dead, settled)
+        due, early = self._drop(dead, settled)
+        late = Counter(mb.trainer for mb in (*due, *early) if mb.trainer in self.trainers)
+        if late:
+            self.trainers.ran_out(now)
+        for trainer in sorted(late):
+            self.trainers.strike(now, trainer)
+        return bool(due), dict(late)
 
-    def _drop(self, unwanted: Unwanted, settled: Sequence[bool]) -> bool:
-        """From both batches; True: `due` shrank."""
+    def late(self, now: float, settled: Sequence[bool], lease_s: tuple[float, float]) -> dict[str, int]:
+        """For which trainers the step waits, for longer than for others, and for how many microbatches of each."""
+        if not self.due.full:
+            return {}
+        waits = {mb for mb in set[Mb]().union(*self.due.missing) if self.due.is_missing(mb, settled)}
+        late = [mb for mb in waits if self._overdue(now, mb, self.due.entries[mb], lease_s)]
+        return dict(sorted(Counter(mb.trainer for mb in late).items()))
 
-        def dropped(ledger: Ledger, ready: Sequence[bool]) -> bool:
+    def _overdue(self, now: float, mb: Mb, entry: Entry, lease_s: tuple[float, float]) -> bool:
+        return self.trainers.overdue(now, mb.trainer, entry.since, lease_s, alone=self.due.full)
+
+    def void(self, mbs: Iterable[Mb]) -> bool:
+        """These do not count, whatever is said of them later; True: `due` shrank."""
+        shrank = False
+        for mb in mbs:
+            shrank |= mb in self.due.entries
+            self.due.drop(mb)
+            self.early.drop(mb)
+            self._void.add(mb)
+            self._versions.change(mb.trainer)
+        return shrank
+
+    def _drop(self, unwanted: Unwanted, settled: Sequence[bool]) -> tuple[list[Mb], list[Mb]]:
+        """From both batches; returns what was in which."""
+
+        def dropped(ledger: Ledger, ready: Sequence[bool]) -> list[Mb]:
             needed = partial(ledger.is_missing, settled=ready)
             gone = ledger.drop_open(lambda mb, entry: unwanted(mb, entry, needed))
             for mb in gone:
                 self._versions.change(mb.trainer)
-            return bool(gone)
+            return gone
 
-        shrank = not all(settled) and dropped(self.due, settled)
-        dropped(self.early, self._nothing)
-        return shrank
+        due = [] if all(settled) else dropped(self.due, settled)
+        return due, dropped(self.early, self._nothing)
 
     def fill(self, now: float, step: int, early: bool) -> None:
         """Admit what trainers wish for while there is room, to `due`, which is `step`'s, or to the batch after it."""
@@ -154,12 +200,15 @@ class Batches:
         if self.due.entries:
             self.counted.add(step, self.due.entries)
         self.due.clear()
+        self._void.clear()
+        self.trainers.step_made()
         self.due, self.early = self.early, self.due
 
     def go_to(self, step: int, batch_before: Iterable[Mb]) -> None:
         """The swarm stands at `step` now, by another way than a step from here; this batch led there."""
         self.due.clear()
         self.early.clear()
+        self._void.clear()
         self.counted.restart(step - 1, batch_before)
         self._versions.change_all()
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 
 from peerd.core.training import Done, Mb, Position
+from peerd.machine.credit import Verify
 from peerd.machine.grouping import OrderedRound
 from peerd.machine.splitting import Split
 
@@ -19,12 +21,25 @@ class ConductorConfig:
     total_steps: int = 0
     first_save: int = 1 << 53  # the first step after which peers write checkpoints
     gather_s: float = 1.5  # quiet time after the last new member before a new conductor decides
+    gather_most_s: float = 10.0  # and when it decides, however many come
     expect_s: float = 6.0  # how long it waits for members that are known to exist
+    hearsay_s: float = 60.0  # how long a new run waits because of what those say who do not come: a record's life
     broken_s: float = 4.0  # how long a stage may be empty before an older common position is looked for
-    lease_s: float = 120.0  # how long a microbatch may stay unfinished
+    lease_s: float = 30.0  # how long a whole batch waits for one that its trainer does not finish, others being quicker
+    first_lease_s: float = 120.0  # how long a microbatch may stay unfinished where nobody else shows what is usual
     retry_s: float = 0.2  # before a failed attempt is repeated; doubles up to 5 s
     group_size: int = 0  # of an averaging group, at most; 0: chosen
-    ban_s: float = 15.0  # how long a member stays out that its stage-mates could not reach three times
+    late_s: float = 10.0  # how long half of a stage, its sum ready, waits for the others at least
+    ban_s: float = 15.0  # how long a member that stood in the way stays out, the first time
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Origin:
+    """Whom a conductor can rely on: its own peer, the members that the one before it named as ready, by stage."""
+
+    own: str = ""
+    established: Mapping[str, int] = field(default_factory=dict)
+    verify: Verify | None = None  # looks at a receipt; None: none counts
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,13 +81,15 @@ class TrainerGone:
 
 @dataclass(frozen=True, slots=True)
 class PrepareEnded:
-    """A member's answer to SendPrepare; `ok` False with neither list: it could not be reached."""
+    """A member's answer to SendPrepare; `ok` False with no list: it could not be reached."""
 
     peer: str
     attempt: bytes
     ok: bool
     missing: tuple[Mb, ...] = ()
     lost: tuple[str, ...] = ()
+    digest: bytes = b""  # of its sum
+    refused: tuple[Mb, ...] = ()  # it holds these, and they cannot be summed
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +125,13 @@ class SendPrepare:
             return self.group
         return tuple(sorted({peer for one in self.rounds for peer in one.meeting.peers}))
 
+    @property
+    def summers(self) -> frozenset[str]:
+        """Who sums a share in the rounds that the peer makes."""
+        if not self.rounds:
+            return _summers(self.split, self.group)
+        return frozenset[str]().union(*(_summers(one.split, one.meeting.peers) for one in self.rounds))
+
 
 @dataclass(frozen=True, slots=True)
 class CancelAttempt:
@@ -124,10 +148,22 @@ class SendMove:
 
 
 @dataclass(frozen=True, slots=True)
+class Probe:
+    """Somebody says that this member cannot be reached: can we? If not, it is gone."""
+
+    peer: str
+
+
+@dataclass(frozen=True, slots=True)
 class Note:
     """Something a person may want to know."""
 
     text: str
 
 
-Output = SendPrepare | CancelAttempt | SendMove | Note
+Output = SendPrepare | CancelAttempt | SendMove | Probe | Note
+
+
+def _summers(split: Split | None, peers: Iterable[str]) -> frozenset[str]:
+    return frozenset(p.peer for p in split.parties if p.share > 0) if split is not None else frozenset(peers)
+

@@ -3,9 +3,10 @@
 A step goes OPEN (microbatches are admitted and reported) -> CLOSING (each stage averages; a stage whose attempt
 fails tries again with the peers that are left) -> MOVING (every member commits) -> OPEN. A new conductor starts
 in GATHERING: it waits for the members, adopts what they hold, and moves them to the newest position that every
-stage can reach. All stages commit the same batch or none does. In a delayed run the next batch is filled while this
-one closes and moves; it closes when this step is made. Decides only: no tensors, no sockets, no clock.
-A hostile member can stall a step by false reports until `ban_s` puts it aside; it cannot make a batch count twice.
+stage can reach, as far as enough members stand behind it (`reach`). All stages commit the same batch or none does. In a
+delayed run the next batch is filled while this one closes and moves; it closes when this step is made. Decides only: no
+tensors, no sockets, no clock. A hostile member can stall a step by false reports until it is put aside (`closing`), a
+hostile trainer until others get its place (`admission`); neither can make a batch count twice.
 """
 
 from __future__ import annotations
@@ -14,27 +15,25 @@ import random
 from collections.abc import Iterable
 from enum import Enum, auto
 
-from peerd.core.training import LineInfo, Mb, MemberInfo, Position, Redo
+from peerd.core.training import MAX_MEMBERS, LineInfo, Mb, MemberInfo, Position, Redo
 from peerd.machine.batches import Batches, View
-from peerd.machine.closing import StageClose, Standing
+from peerd.machine.closing import Closing
 from peerd.machine.conducting import (
-    CancelAttempt,
     ConductorConfig,
     Event,
     MemberGone,
     MemberHello,
     MoveEnded,
     Note,
+    Origin,
     Output,
     PrepareEnded,
     SendMove,
-    SendPrepare,
     TrainerGone,
     TrainerReport,
 )
-from peerd.machine.grouping import Grouping
-from peerd.machine.reach import START, Member, best_position
-from peerd.machine.shares import NoSplit
+from peerd.machine.gathering import Gathering
+from peerd.machine.reach import START, Established, Knowledge, Member, best_position, furthest
 from peerd.machine.splitting import Lines
 from peerd.machine.versions import Versions
 
@@ -50,8 +49,8 @@ class Phase(Enum):
 class Conductor:
     """See the module's header. Feed events with `handle`, time with `wake`; read answers from the views."""
 
-    def __init__(self, config: ConductorConfig, rng: random.Random, now: float) -> None:
-        self._config = config
+    def __init__(self, config: ConductorConfig, rng: random.Random, now: float, origin: Origin | None = None) -> None:
+        self._config, self._origin = config, origin or Origin()
         self._rng = rng
         self.phase = Phase.GATHERING
         self.current: Position | None = None
@@ -60,18 +59,20 @@ class Conductor:
         self.members_version = 1  # of what members see
         self.lines = Lines()
         self._members: dict[str, Member] = {}
-        self._closing = [StageClose() for _ in range(config.stages)]
+        self._established = Established(self._origin.own, self._origin.established)
+        self._closing = Closing(config, self.batches, self.lines, rng, self._origin.verify)
+        self._closing.session = lambda peer: m.session if (m := self._members.get(peer)) else None
+        self._closing.since = lambda peer: m.since if (m := self._members.get(peer)) else 0.0
         self._target: Position | None = None  # where a close or a move leads
         self._committing = False  # is this move a step?
         self._moving: set[str] = set()
-        self._quiet_since = now
-        self.announced_step = 0  # the newest step that anyone, in reach or not, is said to be at, or to keep
+        self._gathering = Gathering(config, now)
+        self.announced_step = 0  # the newest step that anyone out of reach is said to be at: counts for a while
+        self.kept_step = 0  # the newest that somebody keeps who can be reached
+        self._believes_hearsay = True
         self.lost = False  # every stage has members, and they cannot go on with what they have
-        self._expected: frozenset[str] = frozenset()
-        self._expect_until = now + config.expect_s
         self._broken_since: float | None = None
-        self._standing = Standing(config.ban_s)
-        self._grouping = Grouping(self.lines, config.group_size)
+        self._late: dict[str, int] = {}  # for which trainers the step waits, and for how many microbatches of each
         self._out: list[Output] = []
 
     # --- what drives it ---------------------------------------------------------------------------------------
@@ -88,18 +89,18 @@ class Conductor:
             case TrainerGone(peer):
                 self._trainer_gone(peer)
             case PrepareEnded():
-                self._prepare_ended(now, event)
+                self._closing.ended(now, event)
             case MoveEnded(peer, position):
                 self._move_ended(now, peer, position)
         return self._advance(now)
 
     def expect(self, peers: Iterable[str]) -> None:
         """Members that are said to live: a new conductor does not decide at once without them."""
-        self._expected = frozenset(peers)
+        self._gathering.expect(peers)
 
     def unexpect(self, peer: str) -> None:
         """This one cannot be reached."""
-        self._expected -= {peer}
+        self._gathering.unexpect(peer)
 
     def saved(self, peer: str, positions: Iterable[Position]) -> None:
         """The checkpoints a member has now."""
@@ -108,7 +109,7 @@ class Conductor:
 
     def said_of_line(self, now: float, peer: str, stage: int, line: LineInfo, addrs: tuple[str, ...] = ()) -> None:
         """What a member, or a helper of `stage`, says of its line; a helper that is put aside is not heard."""
-        if not self._standing.banned(peer, now):
+        if not self._closing.standing.banned(peer, now):
             self.members_version += self.lines.tell(peer, stage, line, addrs)
 
     def wake(self, now: float) -> list[Output]:
@@ -119,11 +120,13 @@ class Conductor:
         """When `wake` is due at the latest."""
         due = now + 5.0
         if self.phase is Phase.GATHERING:
-            due = min(due, self._quiet_since + self._config.gather_s)
+            due = min(due, self._gathering.due if self._gathering.due > now else due)
         if self._broken_since is not None and (decided := self._broken_since + self._config.broken_s) > now:
             due = min(due, decided)
-        if self.phase is Phase.CLOSING:
-            due = min([due, *(c.not_before for c in self._closing if not c.settled and not c.attempt)])
+        if self.phase is Phase.CLOSING and (close_due := self._closing.due()) is not None:
+            due = min(due, close_due)
+        if self.phase is Phase.OPEN and self.batches.due.full:
+            due = min(due, now + 1.0)  # somebody may be late
         return max(due, now + 0.01)
 
     # --- what others may see ----------------------------------------------------------------------------------
@@ -163,7 +166,7 @@ class Conductor:
         return (self.batches.early if early else self.batches.due).of_trainer(trainer)
 
     def redo(self, trainer: str) -> list[Redo]:
-        return self.batches.redo(trainer, self._settled())
+        return self.batches.redo(trainer, self._closing.settled)
 
     def counted(self, trainer: str, step: int) -> list[int] | None:
         """The trainer's microbatches in the batch of `step`; None: nobody knows any more."""
@@ -177,40 +180,54 @@ class Conductor:
     def _working(self) -> bool:
         return self.phase in (Phase.OPEN, Phase.CLOSING) or (self._config.delayed and self._committing)
 
+    @property
+    def is_established(self) -> bool:
+        """Has the swarm made steps in which this conductor believes?"""
+        return self._origin.own in self._established
+
     def evaluates(self, trainer: str) -> bool:
         """One trainer evaluates: the first by name."""
         return trainer == self.batches.trainers.first()
 
     def waits_for(self) -> str:
+        """Why no microbatch is admitted, or for whom the step waits; "" when nobody is in the way."""
+        if blocked := self._blocked():
+            return blocked
+        late = [f"…{trainer[-8:]}, which has not finished {count}" for trainer, count in list(self._late.items())[:3]]
+        return f"trainer {', '.join(late)}" if late and self.phase is Phase.OPEN else ""
+
+    def _blocked(self) -> str:
         """Why no microbatch is admitted, or "" when the step is open."""
         empty = [str(s) for s in range(self._config.stages) if not self._of_stage(s)]
         if empty:
             return f"stage {', '.join(empty)} has no peers"
         if self.phase is Phase.GATHERING:
-            if self._best_position() is None:
-                return "no position that every stage can reach: a peer or a checkpoint with newer state is missing"
-            return "the conductor gathers the members"
+            if self._best_position() is not None:
+                return "the conductor gathers the members"
+            ahead = furthest(self._members)
+            told = f"; peer …{ahead[0][-8:]} says that it has step {ahead[1]}" if ahead else ""
+            return f"no position that every stage can reach: a peer or a checkpoint with newer state is missing{told}"
         lagging = [str(s) for s in range(self._config.stages) if not self._ready(s)]
         if lagging and self.phase is Phase.OPEN:
             return f"stage {', '.join(lagging)} has no peer with the current state"
-        for stage, close in enumerate(self._closing):
+        for stage, close in enumerate(self._closing.stages):
             if close.problem:
                 return f"stage {stage} cannot average: {close.problem}"
         return "the run is complete" if self.phase is Phase.COMPLETE else ""
 
     def whole_in_s(self, now: float) -> float | None:
         """Seconds until the batch is whole; None: nobody knows, or something else is waited for."""
-        if self.phase is Phase.OPEN and not self.waits_for():
+        if self.phase is Phase.OPEN and not self._blocked():
             return self.batches.whole_in_s(now)
         return 0.0 if self.phase in (Phase.CLOSING, Phase.MOVING) else None
 
     # --- members ----------------------------------------------------------------------------------------------
 
     def _hello(self, now: float, hello: MemberHello) -> None:
-        if not 0 <= hello.stage < self._config.stages or self._standing.banned(hello.peer, now):
+        if not 0 <= hello.stage < self._config.stages or self._closing.standing.banned(hello.peer, now):
             return
-        if self.current is not None and hello.position.step > (self._target or self.current).step:
-            self._gather_anew(now, "a member is further than the conductor knew")
+        if len(self._members) >= MAX_MEMBERS and hello.peer not in self._members:
+            return
         known = self._members.get(hello.peer)
         if known is not None and (known.session != hello.session or known.stage != hello.stage):
             self._member_gone(now, hello.peer)
@@ -231,28 +248,35 @@ class Conductor:
             due, early = hello.held, self._members[hello.peer].early
         elif self._committing and hello.position == self._target:
             early = hello.held
-        self.batches.told(now, hello.peer, hello.stage, due, early)
-        self._quiet_since = now
+        self.batches.told(now, (hello.peer, hello.stage, hello.session), due, early)
+        if self.phase is Phase.GATHERING:
+            self._gathering.heard(now, hello.peer)
+        elif self._is_ahead(hello.peer):
+            self._gather_anew(now, "members are further than the conductor knew")
         self.members_version += 1
         self._versions.change_all()
 
     def _member_gone(self, now: float, peer: str) -> None:
-        for close in self._closing:
-            if close.involves(peer):
-                self._grouping.observe(len(close.group), (peer,))
-                self._cancel(close)
-        self.members_version += self.lines.forget(peer)
         member = self._members.pop(peer, None)
+        self._closing.lost(peer, member.stage if member is not None else None)
+        self.members_version += self.lines.forget(peer)
         if member is None:
             return
         self.batches.lose(peer, now)
-        close = self._closing[member.stage]
-        close.prepared.discard(peer)
-        if close.settled and not close.prepared:
-            self._closing[member.stage] = StageClose()
         self._moving.discard(peer)
         self.members_version += 1
         self._versions.change_all()
+
+    def _is_ahead(self, peer: str) -> bool:
+        """Says the member that it is further than the conductor knew, and has it enough others behind it?"""
+        known, position = self._known, self._members[peer].position
+        return known is not None and position.step > known.step and self._best_position() == position
+
+    @property
+    def _known(self) -> Position | None:
+        """Where the swarm stands, as far as the conductor knows itself: by its own peer, when it is new."""
+        own = self._members.get(self._origin.own)
+        return self._target or self.current or (own.position if own is not None else None)
 
     def _of_stage(self, stage: int) -> list[str]:
         return sorted(peer for peer, m in self._members.items() if m.stage == stage)
@@ -274,43 +298,63 @@ class Conductor:
     def _report(self, now: float, report: TrainerReport) -> None:
         self.batches.trainers.report(report.peer, report.open, report.early, report.step + 1)
         if self.takes(report.step):
-            view = View(self._serves, self._settled())
-            self._note_shrinking(self.batches.take(now, report, view, self._config.delayed))
+            view = View(self._serves, self._closing.settled)
+            if self.batches.take(now, report, view, self._config.delayed):
+                self._reopen()
 
     def _trainer_gone(self, peer: str) -> None:
         self.batches.trainers.gone(peer)
         self._versions.change_all()
 
-    def _note_shrinking(self, shrank: bool) -> None:
-        if shrank:
-            self._reopen()
-
-    def _settled(self) -> list[bool]:
-        return [close.settled for close in self._closing]
-
     # --- phases -----------------------------------------------------------------------------------------------
 
     def _advance(self, now: float) -> list[Output]:
-        if self.phase is Phase.GATHERING and self._gathered(now):
-            self._decide_position()
+        self._believes_hearsay = self._gathering.believes_hearsay(now)
+        if self.phase is Phase.GATHERING and self._gathering.over(now, self._members):
+            self._decide_position(now)
         if self.phase is Phase.MOVING and not self._moving:
             self._arrive(now)
         if self.phase in (Phase.OPEN, Phase.CLOSING):
             self._watch_for_empty_stages(now)
         if self.phase in (Phase.OPEN, Phase.CLOSING):
-            self._note_shrinking(self.batches.drop_dead(now, self._settled(), self._config.lease_s))
+            self._drop_dead(now)
         if self.phase is Phase.OPEN and all(self._ready(s) for s in range(self._config.stages)):
             self.batches.fill(now, self._step, early=False)
             if self.batches.due.complete([False] * self._config.stages):
                 self._begin_close()
         if self.phase is Phase.CLOSING:
             self._run_close(now)
+        self._let_go(now)
         self._fill_early(now)
         lost = self._is_lost(now)
         self.members_version += lost != self.lost
         self.lost = lost
-        out, self._out = self._out, []
+        if self._closing.changed:
+            self._closing.changed = False
+            self._versions.change_all()
+        out, self._out, self._closing.out = self._closing.out + self._out, [], []
         return out
+
+    def _let_go(self, now: float) -> None:
+        """Of whom closing has put aside, and of what it took out of the batch."""
+        while self._closing.aside or self._closing.shrank:
+            aside, self._closing.aside = self._closing.aside, []
+            for found in aside:
+                self._member_gone(now, found.peer)
+            if self._closing.shrank:
+                self._closing.shrank = False
+                self._reopen()
+
+    def _drop_dead(self, now: float) -> None:
+        """What nobody finishes goes to others."""
+        config, settled = self._config, self._closing.settled
+        self._late = self.batches.late(now, settled, (config.lease_s / 3, config.first_lease_s / 3))
+        shrank, late = self.batches.drop_dead(now, settled, (config.lease_s, config.first_lease_s))
+        for trainer, count in late.items():
+            told = f"trainer …{trainer[-8:]} does not finish {count} microbatches that it was given"
+            self._out.append(Note(f"{told}: others do them, and it is given less"))
+        if shrank:
+            self._reopen()
 
     @property
     def _step(self) -> int:
@@ -327,7 +371,7 @@ class Conductor:
     def _is_lost(self, now: float) -> bool:
         """Has it waited long enough to know that nothing here leads on?"""
         broken = self._broken_since is not None and now - self._broken_since >= self._config.broken_s
-        waits = broken or (self.phase is Phase.GATHERING and self._gathered(now))
+        waits = broken or (self.phase is Phase.GATHERING and self._gathering.over(now, self._members))
         return waits and all(map(self._of_stage, range(self._config.stages))) and self._best_position() is None
 
     def _watch_for_empty_stages(self, now: float) -> None:
@@ -345,18 +389,18 @@ class Conductor:
         self._reopen()
         self._moving.clear()
         self._committing = False
-        self.phase, self._quiet_since = Phase.GATHERING, now
+        self.phase = Phase.GATHERING
+        self._gathering.begin(now)
 
     def _best_position(self) -> Position | None:
-        return best_position(self._config.stages, self._members.values(), self._config.first_save, self.announced_step)
+        config, announced = self._config, self.announced_step if self._believes_hearsay else 0
+        announced = max(announced, self.kept_step)
+        knowledge = Knowledge(config.stages, config.first_save, self._established, self._known, announced)
+        return best_position(knowledge, self._members)
 
-    def _gathered(self, now: float) -> bool:
-        quiet = now >= self._quiet_since + self._config.gather_s
-        return quiet and (self._expected <= self._members.keys() or now >= self._expect_until)
-
-    def _decide_position(self) -> None:
+    def _decide_position(self, now: float) -> None:
         target = self._best_position()
-        if target is None:
+        if self._gathering.begins_anew(now, target is not None) or target is None:
             return
         if target != self.current:
             self.batches.go_to(target.step, self._batch_before(target))
@@ -375,8 +419,9 @@ class Conductor:
         if self.current != self._target:
             self.batches.step_made(self._target.step - 1)
         self.current, self._target = self._target, None
-        self._closing = [StageClose() for _ in range(self._config.stages)]
-        self._standing.forgive()
+        self._closing.renew()
+        if self._committing:
+            self._closing.step_made(self.current.step)
         for peer, member in self._members.items():
             if member.position != self.current:
                 self.batches.lose(peer, now)
@@ -402,85 +447,36 @@ class Conductor:
     def _begin_close(self) -> None:
         assert self.current is not None
         self._target = Position(self.current.step + 1, self._rng.randbytes(8))
-        self._closing = [StageClose() for _ in range(self._config.stages)]
+        self._closing.renew()
+        self._closing.step = self.current.step
         self.phase = Phase.CLOSING
         self.members_version += 1
 
     def _reopen(self) -> None:
         """The batch is not whole any more: forget every mean."""
         if self.phase is Phase.CLOSING:
-            for close in self._closing:
-                self._cancel(close)
-            self._closing = [StageClose() for _ in range(self._config.stages)]
+            self._closing.renew()
             self._target = None
             self.phase = Phase.OPEN
             self._versions.change_all()
 
-    def _cancel(self, close: StageClose) -> None:
-        if close.attempt:
-            self._out.append(CancelAttempt(close.attempt))
-            close.attempt = b""
-
     def _run_close(self, now: float) -> None:
-        for stage, close in enumerate(self._closing):
-            if close.settled or close.attempt or now < close.not_before or self.batches.due.missing[stage]:
-                continue
-            group = self._ready(stage)
-            if group and self.batches.due.full:
-                self._start_attempt(now, stage, close, tuple(group))
-        if all(close.settled for close in self._closing) and self.batches.due.full:
-            self._commit()
-
-    def _start_attempt(self, now: float, stage: int, close: StageClose, group: tuple[str, ...]) -> None:
         assert self._target is not None
-        try:
-            how, close.problem = self._grouping.order(stage, group), ""
-        except NoSplit as error:
-            if close.problem != str(error):
-                self._versions.change_all()
-            close.problem, close.not_before = str(error), now + self._config.retry_s
-            return
-        close.begin(self._rng.randbytes(16), group, how.helpers)
-        self._out += [Note(how.news)] if how.news else []
-        assigned = self.batches.due.assigned(stage, group)
-        for peer in (*group, *sorted(close.helpers)):
-            part, rounds = tuple(assigned.get(peer, ())), how.rounds.get(peer, ())
-            self._out.append(SendPrepare(peer, close.attempt, self._target.lineage, group, part, how.split, rounds))
-
-    def _prepare_ended(self, now: float, end: PrepareEnded) -> None:
-        close = next((c for c in self._closing if c.attempt and c.attempt == end.attempt), None)
-        if close is None or (end.peer not in close.waiting and (end.ok or end.peer not in close.helpers)):
-            return
-        close.waiting.discard(end.peer)
-        if end.ok:
-            close.prepared.add(end.peer)
-            if not close.waiting:
-                close.settled, close.attempt = True, b""
-                self._grouping.observe(len(close.group))
-            return
-        stage = self._closing.index(close)
-        self.batches.due.unhold_of(end.peer, end.missing, stage, now)
-        self._cancel(close)
-        close.not_before = now + min(5.0, self._config.retry_s * 2**close.failures)
-        close.failures += 1
-        self._versions.change_all()
-        self._accuse(now, end, len(close.group))
-
-    def _accuse(self, now: float, end: PrepareEnded, members: int) -> None:
-        lost = end.lost or (() if end.missing else (end.peer,))
-        self._grouping.observe(members, lost)
-        for peer in lost:
-            helper = self.lines.is_helper(peer)
-            if (peer in self._members or helper) and (ban_s := self._standing.accuse(now, peer, helper=helper)):
-                self._out.append(Note(f"peer …{peer[-8:]} failed averaging and is put aside for {ban_s:.0f} s"))
-                self._member_gone(now, peer)
+        self._closing.look(now)
+        self._let_go(now)
+        for stage in range(self._config.stages):
+            group = self._ready(stage)
+            if self.phase is Phase.CLOSING and group and self.batches.due.full and not self.batches.due.missing[stage]:
+                self._closing.begin(now, stage, tuple(group), self._target.lineage)
+        if self.phase is Phase.CLOSING and all(self._closing.settled) and self.batches.due.full:
+            self._commit()
 
     def _commit(self) -> None:
         assert self._target is not None
         self.phase = Phase.MOVING
         self._committing = True
         self._moving = set()
-        for close in self._closing:
+        for close in self._closing.stages:
             for peer in sorted(close.prepared):
                 self._moving.add(peer)
                 self._out.append(SendMove(peer, self._target, commit=True))
@@ -493,6 +489,8 @@ class Conductor:
         if position is None or position != self._target:
             self._member_gone(now, peer)
             return
+        if self._committing:
+            self._established.add(peer, member.stage)
         goes_on = position == member.prepared and not self._committing  # as it was told: what was early is held now
         member.held, member.early = member.early if goes_on else frozenset(), frozenset()
         member.position, member.prepared, member.counted = position, None, frozenset()

@@ -11,9 +11,10 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from peerd.core.training import Mb, Redo
+from peerd.core.training import Mb, Receipt, Redo
 
 NOBODY = ""
+Proof = Receipt | int | None  # the holder's receipt, the session in which it said so itself, or a trainer's word alone
 _STEPS_REMEMBERED = 32  # a trainer that hears nothing for so long does not learn what became of its last batch
 
 
@@ -22,6 +23,7 @@ class Entry:
     """One admitted microbatch."""
 
     holders: list[str]
+    proofs: list[Proof]  # that they hold it; looked at only when one says that it does not
     since: float  # when it was admitted, or last lost a gradient
     done: bool = False  # its trainer has finished all its stages at least once; see `Ledger.finish`
 
@@ -55,7 +57,7 @@ class Ledger:
             return True
         if self.full:
             return False
-        self.entries[mb] = Entry([NOBODY] * self.stages, now)
+        self.entries[mb] = Entry([NOBODY] * self.stages, [None] * self.stages, now)
         self.undone.add(mb)
         for lacking in self.missing:
             lacking.add(mb)
@@ -66,16 +68,19 @@ class Ledger:
         self.entries[mb].done = True
         self.undone.discard(mb)
 
-    def hold(self, mb: Mb, stage: int, holder: str) -> None:
+    def hold(self, mb: Mb, stage: int, holder: str, proof: Proof = None) -> None:
         """`holder` has accumulated `mb` in `stage`; a later report replaces an earlier one."""
-        self.entries[mb].holders[stage] = holder
+        entry = self.entries[mb]
+        if entry.holders[stage] != holder or proof is not None:
+            entry.proofs[stage] = proof
+        entry.holders[stage] = holder
         self.missing[stage].discard(mb)
 
     def unhold(self, mb: Mb, stage: int, now: float) -> None:
         """Nobody holds `mb` in `stage` any more."""
         entry = self.entries.get(mb)
         if entry is not None and entry.holders[stage] != NOBODY:
-            entry.holders[stage] = NOBODY
+            entry.holders[stage], entry.proofs[stage] = NOBODY, None
             entry.since = now
             self.missing[stage].add(mb)
 

@@ -13,6 +13,8 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+import msgspec
+
 from peerd.core.limits import AVERAGE_PART_BYTES, LINE_BYTES_PER_S, LINE_BYTES_PER_S_MIN, LINE_S_PER_BYTE
 from peerd.core.training import MAX_MEMBERS, LineInfo, MemberInfo, Party
 from peerd.machine.exploring import TRY
@@ -69,6 +71,7 @@ class Lines:
         self._said: dict[str, _Said] = {}
         self.changes = 0  # of what was said: the same number, the same splits
         self._tried: dict[int, str] = {}  # by stage, whose line is taken for more than was measured
+        self._resting: dict[int, frozenset[str]] = {}  # by stage, who gets no share for now
         self._splits: dict[tuple[str, ...], tuple[object, Split]] = {}  # by group, and what each was made from
 
     def tell(self, peer: str, stage: int, line: LineInfo, addrs: tuple[str, ...] = ()) -> bool:
@@ -134,6 +137,16 @@ class Lines:
             if peer is not None:
                 self._tried[stage] = peer
 
+    def rest(self, stage: int, peers: frozenset[str]) -> None:
+        """From now on these of the stage take part like clients: they send their vector, and sum nothing."""
+        if self._resting.get(stage, frozenset()) != peers:
+            self._resting[stage] = peers
+            self.changes += 1
+
+    def sums(self, stage: int, peer: str) -> bool:
+        """May the member be given a share?"""
+        return not self.is_client(peer) and peer not in self._resting.get(stage, ())
+
     def vector_bytes(self, group: tuple[str, ...]) -> int:
         """Of the vectors that the group brings; 0: not known, or they are not alike."""
         vectors = {(line.elements + line.further, line.dtype) for line in map(self._line, group)}
@@ -147,7 +160,9 @@ class Lines:
         """
         if len(group) < 2:
             return None
+        resting = self._resting.get(stage, frozenset())
         said = {peer: self._line(peer) for peer in group}
+        said |= {peer: msgspec.structs.replace(said[peer], mode="client") for peer in resting & said.keys()}
         vectors = {(line.elements, line.dtype, line.further) for line in said.values()}
         elements, dtype, further = vectors.pop() if len(vectors) == 1 else (0, "", 0)
         if helped and elements and dtype in _ITEM_BYTES:
