@@ -166,4 +166,3 @@ Output = SendPrepare | CancelAttempt | SendMove | Probe | Note
 
 def _summers(split: Split | None, peers: Iterable[str]) -> frozenset[str]:
     return frozenset(p.peer for p in split.parties if p.share > 0) if split is not None else frozenset(peers)
-

@@ -70,6 +70,7 @@ class Conductor:
         self.announced_step = 0  # the newest step that anyone out of reach is said to be at: counts for a while
         self.kept_step = 0  # the newest that somebody keeps who can be reached
         self._believes_hearsay = True
+        self.has_stepped = False  # in this conductor's reign
         self.lost = False  # every stage has members, and they cannot go on with what they have
         self._broken_since: float | None = None
         self._late: dict[str, int] = {}  # for which trainers the step waits, and for how many microbatches of each
@@ -179,11 +180,6 @@ class Conductor:
     @property
     def _working(self) -> bool:
         return self.phase in (Phase.OPEN, Phase.CLOSING) or (self._config.delayed and self._committing)
-
-    @property
-    def is_established(self) -> bool:
-        """Has the swarm made steps in which this conductor believes?"""
-        return self._origin.own in self._established
 
     def evaluates(self, trainer: str) -> bool:
         """One trainer evaluates: the first by name."""
@@ -421,6 +417,7 @@ class Conductor:
         self.current, self._target = self._target, None
         self._closing.renew()
         if self._committing:
+            self.has_stepped = True
             self._closing.step_made(self.current.step)
         for peer, member in self._members.items():
             if member.position != self.current:

@@ -1,15 +1,15 @@
 """The conductor's duty on a stage-0 peer: takes everyone's reports, drives `machine/conductor`, makes its calls.
 
-Inactive until somebody reports to it and it is its turn (`Following.duty`); it gives the duty back when a peer
-before it in order conducts as well. A report that has nothing new waits here until something changed. Who lets go
-of its connection, or is silent for too long, is gone at once. Every call that is awaited has a deadline.
+Inactive until somebody reports to it and it is its turn (`Following.duty`); it gives the duty back when a peer conducts
+as well that has the better claim (`Rivals`): a term that a report names only makes it look. A report that has nothing
+new waits here until something changed. Who lets go of its connection, or is silent for too long, is gone at once. Every
+call that is awaited has a deadline.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import replace
 
 import trio
@@ -18,11 +18,14 @@ from peerd.core.clock import Clock
 from peerd.core.errors import Refused, RemoteError
 from peerd.core.ids import PeerId
 from peerd.core.messages import Empty
+from peerd.core.proof import has_received
 from peerd.core.training import (
     Conducts,
     Leave,
+    Mb,
     MemberAnswer,
     MemberSync,
+    Receipt,
     Seqs,
     TrainerAnswer,
     TrainerSync,
@@ -34,7 +37,9 @@ from peerd.machine.conducting import (
     MemberGone,
     MemberHello,
     Note,
+    Origin,
     Output,
+    Probe,
     SendMove,
     SendPrepare,
     TrainerGone,
@@ -46,14 +51,15 @@ from peerd.net.host import Host, PeerDown
 from peerd.service.following import Following
 from peerd.service.granting import Granting
 from peerd.service.orders import ConductingConfig, Orders, Reign
+from peerd.service.rivals import Reigning, Rivals, believed, next_term
 from peerd.service.rpc import Answer, Incoming, MethodLimits, Rpc
 
 log = logging.getLogger("peerd.service.conducting")
 
 _SILENT_S = 12.0  # a report comes at least every few seconds
 _LOOK_S = 2.0
+_REFRESH_S = 10.0  # for the directory, which asks many
 _FIRST_LOOK_S = 0.5
-_CONNECT_S = 3.0
 _TAKE_OVER_GATHER_S = 0.3
 _PUT_ASIDE_S = 1.0  # between two reports of a member that is not heard
 
@@ -65,7 +71,7 @@ class Conducting:
         self._config = config
         self._rpc, self._host, self._clock, self._following = rpc, host, clock, following
         self._machine: Conductor | None = None
-        self.term = 0
+        self._term = 0
         self.notes: Callable[[str], None] = log.info
         self._nursery: trio.Nursery | None = None
         self._changed = trio.Event()  # set, and replaced, with whatever somebody who waits may see
@@ -76,6 +82,8 @@ class Conducting:
         self.orders = Orders(config, rpc)
         self.orders.notes = lambda text: self.notes(text)
         self._granting = Granting(config.fingerprint, host.sign)
+        self._rivals = Rivals(config.fingerprint, rpc, host, following)
+        self._doubt = trio.Event()  # set, and replaced, when somebody names a later term than ours
 
     @property
     def solver(self) -> Worker | None:
@@ -85,6 +93,16 @@ class Conducting:
     @solver.setter
     def solver(self, solver: Worker | None) -> None:
         self.orders.solver = solver
+
+    @property
+    def term(self) -> int:
+        """The latest term that is believed: the one it acts in, if it acts."""
+        return self._term
+
+    @term.setter
+    def term(self, heard: int) -> None:
+        if self._machine is None:
+            self._term = believed(self._term, heard)
 
     @property
     def acting(self) -> bool:
@@ -104,6 +122,7 @@ class Conducting:
                     self._nursery = nursery
                     nursery.start_soon(self._keep_time)
                     nursery.start_soon(self._look_around)
+                    nursery.start_soon(self._watch_silence)
                     task_status.started()
                     async for event in events:
                         if isinstance(event, PeerDown):
@@ -116,26 +135,34 @@ class Conducting:
 
     def _act(self, seen_term: int) -> Conductor:
         """Take the duty on if it is ours; Refused tells whom to ask instead."""
-        if self._machine is not None and seen_term > self.term:
-            self._resign("the run has gone on under another conductor")
+        if self._machine is not None and seen_term > self._term:
+            self._doubt.set()
         if self._machine is None:
-            duty = self._following.duty()
-            if duty != self._following.own or self._following.joined_since is None or self._nursery is None:
+            own, duty = self._following.own, self._following.duty()
+            if duty != own or self._following.joined_since is None or self._nursery is None:
                 raise Refused(f"the conductor is {duty.short}")
-            self.term = max(self.term, seen_term) + 1
+            self._term = next_term(self._term, seen_term)
             now = trio.current_time()
-            rng = self._clock.rng(f"conductor {self._following.own} {self.term} {now}")
+            rng = self._clock.rng(f"conductor {own} {self._term} {now}")
             sizes = self._config.conductor
-            if self.term > 1:  # a run that is on its way: its members are known, and all but here
+            if self._term > 1:  # a run that is on its way: its members are known, and all but here
                 sizes = replace(sizes, gather_s=_TAKE_OVER_GATHER_S)
-            self._machine, self._outlook = Conductor(sizes, rng, now), Outlook()
+            origin = Origin(own=own.text, established=self._following.established, verify=self._is_receipt)
+            self._machine, self._outlook = Conductor(sizes, rng, now, origin), Outlook()
             expected = [peer for peer in self._following.known() if not self._following.suspected(peer)]
-            self._hear_of_steps()
+            self._machine.announced_step = self._following.announced_step()
             self._machine.expect(peer.text for peer in expected)
             for peer in expected:
                 self._nursery.start_soon(self._probe, self._machine, peer)
-            self.notes(f"conducts the run from now on (term {self.term})")
+            self.notes(f"conducts the run from now on (term {self._term})")
         return self._machine
+
+    def _is_receipt(self, holder: str, stage: int, step: int, mb: Mb, shown: Receipt) -> bool:
+        """Has the holder signed this?"""
+        try:
+            return has_received(PeerId.parse(holder), self._config.fingerprint, stage, step, mb, shown)
+        except ValueError:
+            return False
 
     async def _probe(self, machine: Conductor, peer: PeerId) -> None:
         """A member that is announced, but cannot be reached, is not waited for."""
@@ -166,48 +193,44 @@ class Conducting:
         while each believes that it is alone.
         """
         while True:
-            await trio.sleep(_FIRST_LOOK_S if self._gathering else _LOOK_S)
+            with trio.move_on_after(_FIRST_LOOK_S if self._gathering else _LOOK_S):
+                await self._doubt.wait()
+                await trio.sleep(_FIRST_LOOK_S)  # who names one term after another makes us look no more often
+            self._doubt = trio.Event()
             if self._machine is None:
                 continue
             if self._following.directory.only_dials and self._following.duty() != self._following.own:
                 self._following.conductor = None
                 self._resign("others can be dialed, and this peer cannot")
                 continue
-            self._drop_silent()
-            await (self._following.directory.refresh() if self._gathering else self._following.refresh())
-            self._hear_of_steps()
-            own, order = self._following.own, self._following.order()
-            for peer in [p for p in order if p != own]:
-                term = await self._conducts(peer)
-                if self._machine is None or term is None:
-                    continue
-                if term > self.term or (term == self.term and order.index(peer) < order.index(own)):
+            with trio.move_on_after(_REFRESH_S):
+                await (self._following.directory.refresh() if self._gathering else self._following.refresh())
+            await self._hear_of_steps()
+            for peer, term in (await self._rivals.conducting()).items():
+                if self._machine is not None and self._rivals.better(self._reigning(self._machine), peer, term):
                     self._following.trust(peer)
                     self._following.conductor = peer
                     self._resign(f"{peer.short} conducts, too, and has the better claim")
 
-    def _hear_of_steps(self) -> None:
-        if self._machine is not None:
-            directory = self._following.directory
-            steps = [entry.progress.step for entry in directory.announced.values()]
-            steps += [position.step for positions in directory.kept.values() for position in positions]
-            self._machine.announced_step = max(steps, default=0)
+    def _reigning(self, machine: Conductor) -> Reigning:
+        followers = [member.peer for member in machine.members() if member.since and member.peer in self._heard]
+        return Reigning(self._term, followers, machine.has_stepped)
 
-    async def _conducts(self, peer: PeerId) -> int | None:
-        """The term that `peer` conducts in, if it does."""
-        if peer not in self._host.connected():
-            if self._following.suspected(peer):
-                return None
-            with trio.move_on_after(_CONNECT_S), suppress(RemoteError):
-                await self._host.connect(peer)
-            if peer not in self._host.connected():
-                self._following.suspect(peer)
-                return None
-        body = Leave(self._config.fingerprint)
-        try:
-            return (await self._rpc.call(peer, "swarm/1/who", body, Conducts, timeout_s=3.0)).body.term
-        except RemoteError:
-            return None
+    async def _hear_of_steps(self) -> None:
+        """What is said of steps elsewhere: that of keepers who can be reached counts for longer."""
+        machine, directory = self._machine, self._following.directory
+        if machine is None:
+            return
+        machine.announced_step = self._following.announced_step()
+        kept = {peer: max(position.step for position in kept) for peer, kept in directory.kept.items()}
+        if machine.current is None and kept:
+            there = await self._rivals.reachable(kept)
+            machine.kept_step = max((kept[peer] for peer in there), default=0)
+
+    async def _watch_silence(self) -> None:
+        while True:
+            await trio.sleep(_LOOK_S)
+            self._drop_silent()
 
     def _drop_silent(self) -> None:
         now = trio.current_time()
@@ -220,6 +243,16 @@ class Conducting:
             self._feed(MemberGone(name))
             self._feed(TrainerGone(name))
 
+    async def _probe_member(self, machine: Conductor, name: str) -> None:
+        """A member that others cannot reach, and we neither, is gone."""
+        try:
+            answers = await self._rivals.answers(PeerId.parse(name))
+        except ValueError:
+            return
+        if not answers and machine is self._machine:
+            self.notes(f"peer …{name[-8:]} does not answer")
+            self._gone(name)
+
     # --- driving the machine ------------------------------------------------------------------------------------
 
     def _feed(self, event: Event) -> None:
@@ -230,7 +263,7 @@ class Conducting:
         assert self._nursery is not None
         assert self._machine is not None
         machine, step = self._machine, self._machine.current.step if self._machine.current is not None else 0
-        reign = Reign(self.term, step, lambda event: self._feed(event) if self._machine is machine else None)
+        reign = Reign(self._term, step, lambda event: self._feed(event) if self._machine is machine else None)
         prepares: list[SendPrepare] = []
         for output in outputs:
             match output:
@@ -240,6 +273,8 @@ class Conducting:
                     self._nursery.start_soon(self.orders.move, output, reign)
                 case CancelAttempt(attempt):
                     self.orders.cancel(attempt)
+                case Probe(peer):
+                    self._nursery.start_soon(self._probe_member, machine, peer)
                 case Note(text):
                     self.notes(text)
         self.orders.begin(self._nursery, prepares, reign)
@@ -312,7 +347,7 @@ class Conducting:
         news = machine.members_version != body.seen
         return Answer(
             MemberAnswer(
-                term=self.term,
+                term=self._term,
                 current=machine.settled,
                 complete=machine.phase is Phase.COMPLETE,
                 waits_for=machine.waits_for(),
@@ -339,7 +374,7 @@ class Conducting:
         admitted, early = machine.admitted(name), machine.admitted(name, early=True)
         return Answer(
             TrainerAnswer(
-                term=self.term,
+                term=self._term,
                 step=step,
                 taken=taken,
                 admitted=Seqs.of(admitted),
@@ -354,8 +389,8 @@ class Conducting:
                 forecast=self._outlook.look(trio.current_time(), machine),
                 early=Seqs.of(early),
                 counted_early=_seqs(machine.counted(name, body.step + 1)),
-                grant=self._granting.grant(self.term, step, name, admitted),
-                grant_early=self._granting.grant(self.term, step + 1, name, early, early=True),
+                grant=self._granting.grant(self._term, step, name, admitted),
+                grant_early=self._granting.grant(self._term, step + 1, name, early, early=True),
             )
         )
 
@@ -381,7 +416,7 @@ class Conducting:
         self._check_run(call.body.run)
         if self._machine is None:
             raise Refused("this peer does not conduct")
-        return Answer(Conducts(self.term))
+        return Answer(Conducts(self._term))
 
 
 def _seqs(numbers: list[int] | None) -> Seqs | None:

@@ -18,6 +18,7 @@ import trio
 
 from peerd.core.errors import Refused, RemoteError
 from peerd.core.ids import PeerId
+from peerd.core.limits import SUSPECTS
 from peerd.core.messages import Empty
 from peerd.core.training import Forecast, Leave, MemberInfo
 from peerd.service.directory import Directory
@@ -26,6 +27,8 @@ from peerd.service.rpc import Rpc
 A = TypeVar("A", bound=msgspec.Struct)
 
 _SUSPECT_S = 6.0
+_SUSPECT_MOST_S = 600.0
+_PATIENT_TIMES = 3  # that a peer may fail in a row before it is suspected for longer each time
 _RETRY_S = 0.3
 _REFRESH_S = 3.0
 _GOODBYE_S = 1.0
@@ -43,9 +46,11 @@ class Following:
     changes: int = 0
     waits_for: str | None = None
     members: list[MemberInfo] = field(default_factory=list)  # by the conductor's last word
+    established: dict[str, int] = field(default_factory=dict)  # the stage of each whom it named as ready last
     told: trio.Event = field(default_factory=trio.Event)  # set, and replaced, with each such list
     _forecast: tuple[float, Forecast] | None = None  # when it was told
     _suspects: dict[PeerId, float] = field(default_factory=dict)
+    _failures: dict[PeerId, tuple[int, float]] = field(default_factory=dict)  # how many in a row, and the last one
     # Stage-0 peers heard of otherwise than from the directory: can they not be dialed, and since when do they serve?
     _seen: dict[PeerId, tuple[bool, float]] = field(default_factory=dict)
     _refreshed: float = float("-inf")
@@ -70,6 +75,9 @@ class Following:
         conductor is lost a moment later.
         """
         self.members = known = self.directory.learn_members(members)
+        ready = {m.peer: m.stage for m in known if m.ready}
+        stages = set(ready.values())  # of the others, and while a new conductor gathers, the list before counts
+        self.established = {p: s for p, s in self.established.items() if s not in stages and p not in ready} | ready
         self.told.set()
         self.told = trio.Event()
         alive = {m.peer for m in known}
@@ -81,6 +89,17 @@ class Following:
     def known(self) -> set[PeerId]:
         """Members of any stage that should live, by the directory and by the conductor's last word."""
         return {*self.directory.announced, *(PeerId.parse(m.peer) for m in self.members if m.since)}
+
+    def announced_step(self) -> int:
+        """The newest step that any record tells of, of one who stands there or keeps its checkpoints."""
+        steps = [entry.progress.step for entry in self.directory.announced.values()]
+        steps += [position.step for positions in self.directory.kept.values() for position in positions]
+        return max(steps, default=0)
+
+    def followers_of(self, conductor: PeerId) -> set[str]:
+        """Whose records say that they follow this peer."""
+        announced = self.directory.announced.values()
+        return {entry.peer.text for entry in announced if entry.progress.conductor == conductor.text}
 
     def note_stage0(self, peer: PeerId, since: float, client: bool) -> None:
         """A peer of stage 0 says since when it serves; a client can dial, and not be dialed."""
@@ -113,8 +132,18 @@ class Following:
         return self.own
 
     def suspect(self, peer: PeerId) -> None:
-        """`peer` could not be reached: the next in order is asked for a while."""
-        self._suspects[peer] = trio.current_time() + _SUSPECT_S
+        """`peer` could not be reached: the next in order is asked for a while.
+
+        For longer each time, when it fails again and again: of many records that lead nowhere, few are tried.
+        """
+        now, times = trio.current_time(), self._failures.pop(peer, (0, 0.0))[0] + 1
+        self._failures[peer] = times, now
+        if len(self._failures) > SUSPECTS:
+            first = next(iter(self._failures))
+            del self._failures[first]
+            self._suspects.pop(first, None)
+        longer = min(2.0 ** max(0, times - _PATIENT_TIMES), _SUSPECT_MOST_S / _SUSPECT_S)
+        self._suspects[peer] = now + _SUSPECT_S * longer
         if self.conductor == peer:
             self.conductor = None
 
@@ -124,6 +153,7 @@ class Following:
 
     def trust(self, peer: PeerId) -> None:
         self._suspects.pop(peer, None)
+        self._failures.pop(peer, None)
 
     async def refresh(self) -> None:
         """Read the stage records again, if that was not done just now; more often while nobody is known."""
@@ -143,7 +173,8 @@ class Following:
                 answer = await self.rpc.call(peer, method, make(), reply, timeout_s=timeout_s)
             except Refused as error:
                 self.waits_for = f"the conductor: {error}"
-                self.conductor = None
+                if self.conductor == peer:  # else another one is known already
+                    self.conductor = None
                 await self.refresh()
                 await trio.sleep(_RETRY_S)
             except RemoteError as error:
@@ -173,5 +204,9 @@ class Following:
             awake = [peer for peer in order if self._suspects.get(peer, now) <= now]
             if awake:
                 return awake[0]
+            # It may have been our own line: the one that failed the least is asked again, before its time is over.
+            tried = [(*self._failures.get(p, (0, 0.0)), place) for place, p in enumerate(order)]
+            if rested := [(times, place) for times, at, place in tried if now - at >= _SUSPECT_S]:
+                return order[min(rested)[1]]
             self.waits_for = "stage 0 has no peers" if not order else "no peer of stage 0 can be reached"
             await trio.sleep(_RETRY_S)

@@ -132,7 +132,8 @@ class Orders:
         try:
             peer = PeerId.parse(order.peer)
             found = (await self._rpc.call(peer, "stage/1/prepare", body, Prepared, timeout_s=body.timeout_s)).body
-            end = PrepareEnded(order.peer, order.attempt, found.ok, tuple(found.missing), tuple(found.lost))
+            told = tuple(found.missing), tuple(found.lost), found.digest, tuple(found.refused)
+            end = PrepareEnded(order.peer, order.attempt, found.ok, *told)
         except RemoteError as error:
             log.info("an averaging attempt failed: %s", error)
             end = PrepareEnded(order.peer, order.attempt, False)
