@@ -183,6 +183,7 @@ class MemberSync(Message, frozen=True):
     wait_s: Annotated[float, msgspec.Meta(ge=0, le=60)]
     line: LineInfo | None = None  # None: as said before, or nothing known; mode "aux": a helper, not a member
     early: MbList = msgspec.field(default_factory=list)  # held for the step after; only together with `held`
+    digest: Digest = b""  # of the last mean it has, as in Prepared; only together with `held`
 
 
 class Forecast(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):

@@ -57,6 +57,7 @@ class MemberHello:
     addrs: tuple[str, ...]
     early: frozenset[Mb] = frozenset()  # what it holds for the step after its own
     since: float = 0.0  # when it joined its stage, Unix time
+    digest: bytes = b""  # of the last mean it has, be it prepared or stepped with
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,7 +33,7 @@ from peerd.machine.conducting import (
     TrainerReport,
 )
 from peerd.machine.gathering import Gathering
-from peerd.machine.reach import START, Established, Knowledge, Member, best_position, furthest
+from peerd.machine.reach import START, Established, Knowledge, Member, agreeing_on, best_position, furthest
 from peerd.machine.splitting import Lines
 from peerd.machine.versions import Versions
 
@@ -238,6 +238,7 @@ class Conductor:
             hello.addrs,
             hello.early if self._config.delayed else frozenset(),
             hello.since,
+            hello.digest,
         )
         due, early = frozenset[Mb](), frozenset[Mb]()
         if hello.position == self.current:
@@ -402,10 +403,12 @@ class Conductor:
             self.batches.go_to(target.step, self._batch_before(target))
         self._target = target
         self._moving = set()
+        agreeing = set[str]().union(*(agreeing_on(s, target, self._members) for s in range(self._config.stages)))
         for peer, member in sorted(self._members.items()):
-            if member.position != target and (target == member.prepared or target in (START, *member.saved)):
+            commit = target == member.prepared and peer in agreeing
+            if member.position != target and (commit or target in (START, *member.saved)):
                 self._moving.add(peer)
-                self._out.append(SendMove(peer, target, commit=target == member.prepared))
+                self._out.append(SendMove(peer, target, commit=commit))
         self.phase = Phase.MOVING
         self._out.append(Note(f"the swarm stands at step {target.step}"))
 

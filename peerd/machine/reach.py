@@ -34,6 +34,7 @@ class Member:
     addrs: tuple[str, ...]
     early: frozenset[Mb] = frozenset()
     since: float = 0.0
+    digest: bytes = b""  # of the last mean it has
 
     @property
     def reach(self) -> set[Position]:
@@ -119,6 +120,16 @@ def best_position(knowledge: Knowledge, members: Mapping[str, Member]) -> Positi
     if all(claims) and max(newest, knowledge.announced) < knowledge.first_save:
         common.add(START)
     return max(common, key=lambda p: (p.step, holders[p], p.lineage), default=None)
+
+
+def agreeing_on(stage: int, target: Position, members: Mapping[str, Member]) -> set[str]:
+    """Those of a stage whose last mean led, or leads, to `target`, and is the same as that of most of them.
+
+    A conductor that died may not have compared all of them: who was sent another sum must not step with it.
+    """
+    means = {p: m.digest for p, m in sorted(members.items()) if m.stage == stage and target in (m.position, m.prepared)}
+    most = Counter(means.values()).most_common(1)
+    return {peer for peer, digest in means.items() if digest == most[0][0]}
 
 
 def furthest(members: Mapping[str, Member]) -> tuple[str, int] | None:

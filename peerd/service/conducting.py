@@ -336,6 +336,7 @@ class Conducting:
                 addrs=tuple(body.addrs),
                 early=frozenset(body.early),
                 since=body.since,
+                digest=body.digest,
             )
             self._feed(hello)
         machine.saved(name, body.saved)

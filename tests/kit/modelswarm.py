@@ -1,0 +1,376 @@
+"""A model of a swarm under one conductor after another, for tests with random happenings.
+
+The model keeps what matters: a member's accumulator is a bag of microbatches, a mean is the sum of its group's
+bags, a position's history is the list of means that led to it. In a delayed run a member has a second bag, for the
+step after its own, and nothing that is averaged was computed with parameters older than one step.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections import Counter
+from dataclasses import dataclass, field
+
+from peerd.core.training import Done, LineInfo, Mb, Position, Redo
+from peerd.machine.conducting import (
+    CancelAttempt,
+    ConductorConfig,
+    MemberGone,
+    MemberHello,
+    MoveEnded,
+    Output,
+    PrepareEnded,
+    SendMove,
+    SendPrepare,
+    TrainerGone,
+    TrainerReport,
+)
+from peerd.machine.conductor import Conductor, Phase
+from peerd.machine.reach import START
+
+STAGES, BATCH = 2, 6
+Bag = frozenset[tuple[Mb, int]]
+
+
+@dataclass
+class Member:
+    name: str
+    stage: int
+    session: int
+    position: Position = START
+    bag: Counter[Mb] = field(default_factory=Counter)
+    early: Counter[Mb] = field(default_factory=Counter)
+    at: dict[Mb, int] = field(default_factory=dict)  # the step of the parameters that each was computed with
+    mean: Counter[Mb] | None = None
+    prepared: Position | None = None
+    counted: frozenset[Mb] = frozenset()
+    digest: bytes = b""  # of the last mean
+    saved: list[Position] = field(default_factory=list)
+    known: bool = False
+
+
+@dataclass
+class Trainer:
+    name: str
+    step: int = 0
+    next_seq: int = 0
+    steps: dict[int, int] = field(default_factory=dict)  # whose batch each was begun for
+    open: dict[int, list[str]] = field(default_factory=dict)  # holders so far
+    done: dict[int, list[str]] = field(default_factory=dict)
+    unsaid: set[int] = field(default_factory=set)
+
+
+class Swarm:
+    def __init__(self, seed: int, delayed: bool = False) -> None:
+        self.delayed = delayed
+        self.stale = 0  # microbatches averaged that were computed with the parameters before the last step
+        self.rng = random.Random(seed)
+        self.now = 0.0
+        self.members: dict[str, Member] = {}
+        self.trainers = {name: Trainer(name) for name in ("t1", "t2")}
+        self.histories: dict[tuple[int, Position], tuple[Bag, ...]] = {}
+        self.serial = 0
+        self.conductor = self.new_conductor()
+        self.calls: list[SendPrepare | SendMove] = []
+        self.rounds: dict[bytes, dict[str, Counter[Mb]]] = {}
+        self.clients = True  # some members cannot be reached by others
+        self.helped = 0
+        self.faulty = False
+        self.asleep = ""
+        self.overslept = 0
+        for stage in range(STAGES):
+            self.histories[stage, START] = ()
+            for _ in range(2):
+                self.join(stage)
+
+    def new_conductor(self) -> Conductor:
+        config = ConductorConfig(
+            stages=STAGES, microbatches=BATCH, delayed=self.delayed, first_save=2, gather_s=1.0, broken_s=3.0
+        )
+        return Conductor(config, random.Random(self.rng.random()), self.now)
+
+    def join(self, stage: int) -> None:
+        self.serial += 1
+        name = f"m{self.serial}"
+        self.members[name] = Member(name, stage, self.serial)
+
+    # --- one random happening -------------------------------------------------------------------------------
+
+    def happen(self, faults: bool) -> None:
+        self.now += self.rng.choice([0.0, 0.05, 0.3])
+        choice = self.rng.random()
+        self.faulty = self.faulty or faults
+        if faults and choice < 0.02:
+            self.kill(self.rng.choice(sorted(self.members)))
+        elif faults and choice < 0.03:
+            self.replace_conductor()
+        elif faults and choice < 0.04:
+            trainer = self.rng.choice(sorted(self.trainers))
+            self.trainers[trainer] = Trainer(trainer, next_seq=self.trainers[trainer].next_seq + 1000)
+            self.tell(TrainerGone(trainer))
+        elif choice < 0.3:
+            self.sync_member(self.rng.choice(sorted(self.members)))
+        elif choice < 0.6:
+            self.work(self.trainers[self.rng.choice(sorted(self.trainers))])
+        elif choice < 0.9 and self.calls:
+            self.deliver(self.calls.pop(self.rng.randrange(len(self.calls))))
+        else:
+            before = {name: self.seen_by(name) for name in self.trainers}
+            self.take(self.conductor.wake(self.now))
+            self.check_news(before, "")
+        self.conductor.batches.check()
+
+    def say_line(self, name: str, stage: int, mode: str) -> None:
+        """What a member or a helper says of its line; never the same twice."""
+        rate = self.rng.choice([0.0, 1e6, 2e7, float("nan"), float("inf")])
+        line = LineInfo(mode, rate, rate, 1000, "float32")  # type: ignore[arg-type]
+        self.conductor.said_of_line(self.now, name, stage, line)
+
+    def check_split(self, call: SendPrepare) -> None:
+        if call.split is None:
+            return
+        parties = call.split.parties
+        assert [p.peer for p in parties if p.mode != "aux"] == list(call.group)
+        assert abs(sum(p.share for p in parties) - 1) < 1e-9
+        assert all(p.share == 0 for p in parties if p.mode == "client")
+        assert call.peer in {p.peer for p in parties}
+        self.helped += any(p.mode == "aux" for p in parties)
+
+    def tell(self, event: object) -> None:
+        before = {name: self.seen_by(name) for name in self.trainers}
+        self.take(self.conductor.handle(self.now, event))  # type: ignore[arg-type]
+        self.check_news(before, event.peer if isinstance(event, TrainerReport) else "")
+
+    def seen_by(self, trainer: str) -> tuple[int, object, set[Redo]]:
+        """The version of what a trainer sees, that, and what it has to repeat."""
+        told = self.conductor
+        places = told.admitted(trainer), told.admitted(trainer, early=True)
+        seen = told.current, told.phase is Phase.COMPLETE, *places
+        return told.version(trainer), seen, set(told.redo(trainer))
+
+    def check_news(self, before: dict[str, tuple[int, object, set[Redo]]], reporter: str) -> None:
+        """Who waits is woken by all that concerns it; whoever has just reported hears of it by the answer."""
+        for name, (version, seen, redo) in before.items():
+            now_version, now_seen, now_redo = self.seen_by(name)
+            assert now_version >= version
+            if name != reporter and (now_seen != seen or now_redo - redo):
+                assert now_version > version, f"{name} would wait on at {seen}, {redo}, and now is {now_seen}"
+
+    def take(self, outputs: list[Output]) -> None:
+        for output in outputs:
+            if isinstance(output, SendPrepare | SendMove):
+                self.calls.append(output)
+                if isinstance(output, SendPrepare):
+                    self.check_split(output)
+            elif isinstance(output, CancelAttempt):
+                self.calls = [c for c in self.calls if not (isinstance(c, SendPrepare) and c.attempt == output.attempt)]
+
+    def kill(self, name: str) -> None:
+        """Never so that no position is left that all stages hold: nobody could go on from there."""
+        member = self.members.pop(name)
+        reach = [
+            {p for m in self.members.values() if m.stage == s for p in (m.position, *m.saved)} for s in range(STAGES)
+        ]
+        if not set.intersection(*reach) - {START} and any(p.step > 0 for r in reach for p in r):
+            self.members[name] = member
+            return
+        self.tell(MemberGone(name))
+        if self.rng.random() < 0.1:
+            self.tell(MemberGone(f"helper {member.stage}"))
+        self.join(member.stage)
+
+    def replace_conductor(self) -> None:
+        self.conductor, self.calls = self.new_conductor(), []
+        self.conductor.expect(self.members)
+        for member in self.members.values():
+            member.known = False
+        for trainer in self.trainers.values():
+            trainer.unsaid = set(trainer.done)
+
+    def sync_member(self, name: str) -> None:
+        m, current = self.members[name], self.conductor.settled
+        m.known = m.known and self.conductor.is_member(name, m.session)
+        if m.known and current is not None and m.position != current:
+            self.download(m, current)
+        self.conductor.saved(name, m.saved)
+        self.say_line(name, m.stage, "client" if self.clients and m.session % 4 == 0 else "node")
+        self.say_line(f"helper {m.stage}", m.stage, "aux")
+        if not m.known:
+            m.known = True
+            hello = MemberHello(
+                name,
+                m.stage,
+                m.session,
+                m.position,
+                m.prepared,
+                tuple(m.saved),
+                frozenset(m.bag),
+                m.counted,
+                (),
+                frozenset(m.early),
+                digest=m.digest,
+            )
+            self.tell(hello)
+
+    def download(self, m: Member, current: Position) -> None:
+        donors = [d for d in self.members.values() if d.stage == m.stage and d.position == current]
+        if donors:
+            m.position, m.bag, m.mean, m.prepared, m.counted = current, Counter(), None, None, frozenset()
+            m.early = Counter()
+            m.known = False
+
+    # --- trainers -------------------------------------------------------------------------------------------
+
+    def work(self, t: Trainer) -> None:
+        current = self.conductor.current
+        if current is None or t.name == self.asleep:
+            return
+        if current.step != t.step:
+            self.check_counted(t, current)
+            kept = {seq for seq, step in t.steps.items() if step == t.step + 1 == current.step}
+            t.step, t.steps = current.step, dict.fromkeys(kept, current.step)
+            t.open = {seq: holders for seq, holders in t.open.items() if seq in kept}
+            t.done = {seq: holders for seq, holders in t.done.items() if seq in kept}
+            t.unsaid &= kept
+        while len(t.open) < 3:
+            t.open[t.next_seq] = [""] * STAGES
+            t.next_seq += 1
+        places = dict.fromkeys(self.conductor.admitted(t.name), t.step)
+        places |= dict.fromkeys(self.conductor.admitted(t.name, early=True), t.step + 1)
+        assert self.delayed or t.step + 1 not in places.values()
+        for seq in [s for s in t.open if s in places]:
+            if t.steps.setdefault(seq, places[seq]) != places[seq]:
+                del t.open[seq], t.steps[seq]  # begun for another step: its samples get another number
+            elif self.rng.random() < 0.5:
+                self.advance(t, seq)
+        orders = self.conductor.redo(t.name)
+        unknown = tuple(redo.seq for redo in orders if redo.seq not in t.done and redo.seq not in t.open)
+        for redo in orders:
+            if redo.seq in t.done and self.rng.random() < 0.5:
+                self.accumulate(t, redo.seq, redo.stage, t.done[redo.seq])
+                t.unsaid.add(redo.seq)
+        taken = self.conductor.takes(t.step)
+        done = tuple(self.done(t, seq) for seq in sorted(t.unsaid))
+        early = tuple(seq for seq, step in t.steps.items() if step == t.step + 1)
+        self.tell(TrainerReport(t.name, t.step, tuple(t.open), done, early, unknown))
+        if taken:
+            t.unsaid.clear()
+
+    def done(self, t: Trainer, seq: int) -> Done:
+        """What a trainer says of one that it has finished."""
+        return Done(seq, list(t.done[seq]))
+
+    def check_counted(self, t: Trainer, current: Position) -> None:
+        """What a trainer hears that did not hear how its step ended."""
+        told = self.conductor.counted(t.name, t.step)
+        if current.step <= t.step:
+            assert told == []
+            return
+        history = next((h for s in range(STAGES) if (h := self.histories.get((s, current))) is not None), None)
+        if history is None:  # no stage has taken the commit: there is no way to this position any more
+            return
+        counted = sorted(mb.seq for mb, _ in history[t.step] if mb.trainer == t.name)
+        assert told is None or set(told) <= set(counted)
+        if not self.faulty:
+            assert told == counted
+            self.overslept += t.step + 1 < current.step
+
+    def advance(self, t: Trainer, seq: int) -> None:
+        holders = t.open[seq]
+        stage = max(s for s in range(STAGES) if not holders[s])
+        self.accumulate(t, seq, stage, holders)
+        if all(holders):
+            t.done[seq] = t.open.pop(seq)
+            t.unsaid.add(seq)
+
+    def accumulate(self, t: Trainer, seq: int, stage: int, holders: list[str]) -> None:
+        step = t.steps[seq]
+        ready = [m for m in self.members.values() if m.stage == stage and 0 <= step - m.position.step <= self.delayed]
+        if not ready:
+            return
+        if len(ready) > 1 and self.rng.random() < 0.1:  # the answer is lost: a second peer will do it again
+            self.compute(ready.pop(0), Mb(t.name, seq), step)
+        member = self.rng.choice(ready)
+        self.compute(member, Mb(t.name, seq), step)
+        holders[stage] = member.name
+
+    def compute(self, m: Member, mb: Mb, step: int) -> None:
+        book = m.bag if step == m.position.step else m.early
+        if mb not in book:  # a repeat finds what was kept
+            book[mb], m.at[mb] = 1, m.position.step
+
+    # --- calls to members -----------------------------------------------------------------------------------
+
+    def deliver(self, call: SendPrepare | SendMove) -> None:
+        m = self.members.get(call.peer)
+        lost = self.rng.random() < 0.05
+        if isinstance(call, SendPrepare):
+            if call.peer.startswith("helper"):
+                self.tell(PrepareEnded(call.peer, call.attempt, not lost))
+            elif m is None or lost:
+                self.tell(PrepareEnded(call.peer, call.attempt, False))
+            else:
+                self.prepare(m, call)
+            return
+        if m is not None and not (lost and self.rng.random() < 0.5):
+            self.move(m, call)
+        if lost and m is not None:
+            m.known = False
+        self.tell(MoveEnded(call.peer, m.position if m and not lost else None))
+
+    def prepare(self, m: Member, call: SendPrepare) -> None:
+        """The mean lies ready when the whole group has sent its bags; the last answers may still be lost."""
+        missing = tuple(mb for mb in call.assigned if mb not in m.bag)
+        if missing:
+            self.tell(PrepareEnded(m.name, call.attempt, False, missing))
+            return
+        m.bag = Counter(dict.fromkeys(call.assigned, 1))
+        for mb in call.assigned:
+            age = m.position.step - m.at[mb]
+            assert 0 <= age <= self.delayed, "a gradient of parameters that are too old"
+            self.stale += age
+        group = self.rounds.setdefault(call.attempt, {})
+        group[m.name] = m.bag.copy()
+        if set(group) < set(call.group):
+            return
+        for name in call.group:
+            if (other := self.members.get(name)) is None or self.rng.random() < 0.05:
+                self.tell(PrepareEnded(name, call.attempt, False))
+                continue
+            other.mean = self.sum_for(name, call, sum(group.values(), Counter[Mb]()))
+            other.counted = frozenset(group[name])
+            other.prepared = Position(other.position.step + 1, call.lineage)
+            other.digest = self.digest(name, other.mean)
+            self.tell(PrepareEnded(name, call.attempt, True, digest=other.digest))
+
+    def sum_for(self, name: str, call: SendPrepare, total: Counter[Mb]) -> Counter[Mb]:
+        """What a member ends the round with."""
+        return total
+
+    def digest(self, name: str, mean: Counter[Mb]) -> bytes:
+        """What a member says that its sum's digest is."""
+        return hashlib.sha256(repr(sorted(mean.items())).encode()).digest()
+
+    def move(self, m: Member, call: SendMove) -> None:
+        if not call.commit and call.target in (START, *m.saved):
+            m.position, m.counted = call.target, frozenset()
+            m.bag, m.early, m.mean, m.prepared = Counter(), Counter(), None, None
+        if m.prepared != call.target or m.mean is None:
+            return
+        history = (*self.histories[m.stage, m.position], frozenset(m.mean.items()))
+        assert self.histories.setdefault((m.stage, call.target), history) == history, "two pasts of one position"
+        m.saved = [p for p in [*m.saved[-2:], m.position] if p != START]
+        m.position, m.bag, m.early, m.mean, m.prepared = call.target, m.early, Counter(), None, None
+
+    def check(self) -> None:
+        for (stage, position), history in self.histories.items():
+            assert len(history) == position.step
+            for bag in history:
+                assert len(bag) == BATCH, "a batch is not whole"
+                assert all(times == 1 for _, times in bag), "a microbatch counted twice"
+            others = [self.histories.get((s, position)) for s in range(STAGES) if s != stage]
+            assert all(o is None or o == history for o in others), "stages stepped with different batches"
+        for history in self.histories.values():
+            seen = [mb for bag in history for mb, _ in bag]
+            assert len(seen) == len(set(seen)), "a microbatch counted in two steps"
