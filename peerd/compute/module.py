@@ -2,18 +2,20 @@
 
 All methods are synchronous; callers run them on a Worker, one at a time. Sums are over samples: the gradient of the
 sum over samples of each sample's mean loss, so what peers hold can be added up and divided by the number of samples
-once. `take_out` subtracts a microbatch by computing it again, with the parameters that it was added with: a delayed
-run adds to the next step's sum before this step's update, so it keeps a copy of the parameters before the last one.
+once. A sum is made anew by computing its microbatches again, with the parameters that they were added with (`as_of`):
+a delayed run adds to the next step's sum before this step's update, so it keeps a copy of the parameters before that.
 
 Invariants: inputs are checked before anything is changed, and nothing is added to a sum unless the whole backward
-pass came out finite, so a bad microbatch leaves the stage as it was. ValueError says in words what is wrong
-(the caller makes a refusal of it). On the CPU equal inputs give equal bits: inputs that do not start at a whole cache
-line are copied, since a matrix product may sum in another order there.
+pass came out finite, and no value of it larger than `largest`: a bad microbatch leaves the stage as it was. ValueError
+says in words what is wrong (the caller makes a refusal of it). On the CPU equal inputs give equal bits: inputs that do
+not start at a whole cache line are copied, since a matrix product may sum in another order there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Final
 
 import torch
@@ -41,6 +43,7 @@ class StageModule:
         self.stage = stage
         self.device = torch.device(device)
         self.dtype = DTYPES[run.model.dtype]
+        self.largest = math.inf  # of one microbatch's gradient
         self._precision = Precision(run.model.precision, self.device)
         self.first = stage == 0
         self.last = stage == run.pipeline.stages - 1
@@ -92,22 +95,32 @@ class StageModule:
             1.0 / x.shape[1],  # of the loss by a logit
         )
         _need_finite("the gradient of this microbatch", *gradients)
+        _need_at_most(self.largest, "the gradient of this microbatch", gradients[: len(self._parameters)])
         self._sums.add(gradients, sign, ahead)
         return (None if self.first else gradients[-1]), (float(output.detach()) if self.last else 0.0)
 
-    def take_out(self, x: Tensor, grad_or_targets: Tensor, at: int) -> None:
-        """Subtract from the sum of the step under way what `backward` added when `at` global steps had been made."""
+    @contextmanager
+    def as_of(self, at: int) -> Iterator[None]:
+        """Inside, compute with the parameters of when `at` global steps had been made: the last step's, or these."""
         if at == self.step:
-            self.backward(x, grad_or_targets, -1.0)
+            yield
             return
         assert at == self.step - 1, "what is in a sum is one step old at most"
         assert self._before is not None
         now = self._flat.clone()
         self._flat.copy_(self._before)
         try:
-            self.backward(x, grad_or_targets, -1.0)
+            yield
         finally:
             self._flat.copy_(now)
+
+    def empty_sum(self) -> None:
+        """Forget the sum of the step under way."""
+        self._sums.clear(0)
+
+    def sum_is_finite(self) -> bool:
+        """Of the step under way: have all its values stayed within the range of numbers?"""
+        return all_finite(self._sums.due)
 
     def gradient(self) -> Tensor:
         """A copy of the sum of the step under way, flat [layout.count]."""
@@ -218,6 +231,14 @@ def _need(what: str, tensor: Tensor, shape: torch.Size, dtype: torch.dtype) -> N
 def _need_finite(what: str, *tensors: Tensor) -> None:
     if not all(all_finite(tensor.detach()) for tensor in tensors):
         raise ValueError(f"{what} has values that are not finite")
+
+
+def _need_at_most(largest: float, what: str, gradients: Iterable[Tensor]) -> None:
+    if largest == math.inf:
+        return
+    found = max((float(torch.linalg.vector_norm(g.detach(), math.inf)) for g in gradients if g.numel()), default=0.0)
+    if found > largest:
+        raise ValueError(f"{what} has values up to {found:.1e}; what is larger than {largest:.1e} cannot be summed")
 
 
 def _need_same_names(mine: Iterable[str], theirs: Iterable[str]) -> None:

@@ -1,8 +1,9 @@
 """A stage as it is served: microbatches that count once, and one step at a time.
 
 Wraps a StageModule. For each microbatch of the step under way it keeps the inputs and the output gradient as they
-came, coded, and the answer: a repeat gets the kept answer, and a microbatch that must not count is taken out again by
-computing it a second time with the opposite sign. All methods are synchronous and run on the device's worker, one at
+came, coded, and the answer: a repeat gets the kept answer, and when a microbatch in the sum must not count, the sum is
+made anew of those that do, in the order in which they came: it is the sum that had been if the other never had. What is
+kept is bounded, also for each trainer. All methods are synchronous and run on the device's worker, one at
 a time; every method that belongs to a step says so and is refused at any other (`Stale`). In a delayed run microbatches
 of the step after it are taken as well, `early` ones: they are computed with the parameters of now, which are one step
 old when they count, and kept apart until then. Hostile input: tensors of wrong shape, dtype or value raise ValueError
@@ -15,6 +16,7 @@ import math
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any, Protocol
 
 import numpy as np
@@ -27,9 +29,10 @@ from peerd.compute.powersgd import LowRank
 from peerd.compute.tensors import TORCH_DTYPES, dtype_name, raw_bytes, values_of
 from peerd.core.errors import PeerdError
 from peerd.core.frame import TensorFrame
+from peerd.core.limits import HELD_BATCHES, HELD_BATCHES_PER_TRAINER, HELD_PADDING_BYTES
 from peerd.core.runfile import RunFile
 from peerd.core.state import TensorSpec
-from peerd.core.training import Mb
+from peerd.core.training import MAX_MICROBATCHES, Mb
 
 Vector = np.ndarray[Any, np.dtype[Any]]
 
@@ -56,6 +59,12 @@ class _Kept:
     at: int  # the step of the parameters that it was computed with
 
 
+class _Book(dict[Mb, _Kept]):
+    """The microbatches of one step, in the order in which they came. `tainted`: the sum has others in it, too."""
+
+    tainted = False
+
+
 class Model(Protocol):
     """What a member of a run holds, its own stage or a user's: gradients go in, averages step it, newcomers copy it."""
 
@@ -76,6 +85,10 @@ class Model(Protocol):
 
     def keep_only(self, step: int, wanted: Iterable[Mb]) -> list[Mb]:
         """See to it that nothing but `wanted` is in the sum of `step`; returns what of it is missing."""
+        ...
+
+    def unusable(self, step: int) -> list[Mb]:
+        """The microbatches that bring the sum of `step` out of the range of numbers; they are in it no longer."""
         ...
 
     def vector(self) -> Vector:
@@ -116,8 +129,12 @@ class ServedStage:
     def __init__(self, run: RunFile, stage: int, device: str) -> None:
         self.run = run
         self.module = StageModule(run, stage, device)
-        self._held: dict[Mb, _Kept] = {}
-        self._early: dict[Mb, _Kept] = {}
+        # A batch of such gradients can be summed, and the sum be squared by an optimizer.
+        self.module.largest = math.sqrt(torch.finfo(self.module.dtype).max) / MAX_MICROBATCHES
+        self._held, self._early = _Book(), _Book()
+        self._batch = max(1, run.batch.target_samples // run.pipeline.microbatch)
+        self._called: dict[str, None] = {}  # trainers, whoever called last at the end
+        self._unusable: list[Mb] = []  # found while the sum was made anew
 
     @property
     def held(self) -> list[Mb]:
@@ -159,10 +176,36 @@ class ServedStage:
         if kept is not None:
             return kept.outcome
         x, target = map(_whole_numbers_as_int64, tensors)
+        _need_no_padding(frames, x, target)
         gradient, loss_sum = self.module.backward(x, target, ahead=ahead)
         outcome = Outcome(gradient, loss_sum, time.perf_counter() - began)
         book[mb] = _Kept(frames, outcome, self.module.step)
         return outcome
+
+    def make_room(self, step: int, mb: Mb, admitted: Iterable[int]) -> None:
+        """Let go of what keeps `mb` out, before it comes: first of its own trainer's, what is `admitted` no longer.
+
+        Then of whoever has not called for longest: what is left behind by trainers that came and went.
+        """
+        book = self._early if self._at(step) else self._held
+        self._called.pop(mb.trainer, None)
+        self._called[mb.trainer] = None
+        if mb in book:
+            return
+        own = [other for other in book if other.trainer == mb.trainer]
+        if len(own) >= HELD_BATCHES_PER_TRAINER * self._batch:
+            numbers = set(admitted)
+            left = [other for other in own if other.seq not in numbers] or own
+            self._let_go(book, left[0])
+        if len(book) >= HELD_BATCHES * self._batch:
+            silent = list(self._called)
+            self._let_go(book, min(book, key=lambda other: silent.index(other.trainer)))
+
+    def _let_go(self, book: _Book, mb: Mb) -> None:
+        del book[mb]
+        book.tainted = True
+        held = {other.trainer for other in (*self._held, *self._early)}
+        self._called = {trainer: None for trainer in self._called if trainer in held}
 
     def keep_only(self, step: int, wanted: Iterable[Mb]) -> list[Mb]:
         """Take out what is not wanted; returns what is wanted but not held (then nothing was changed)."""
@@ -171,11 +214,41 @@ class ServedStage:
         missing = sorted(wanted - self._held.keys())
         if missing:
             return missing
-        for mb in sorted(self._held.keys() - wanted):
-            kept = self._held.pop(mb)
-            x, target = (_whole_numbers_as_int64(decode(frame, name="a kept tensor")) for frame in kept.frames)
-            self.module.take_out(x, target, kept.at)
+        for mb in self._held.keys() - wanted:
+            del self._held[mb]
+            self._held.tainted = True
+        if self._held.tainted:
+            self._sum_anew()
         return []
+
+    def unusable(self, step: int) -> list[Mb]:
+        """The microbatches that bring the sum out of the range of numbers; they are in it no longer.
+
+        Each alone was within it when it came, and a batch of such cannot leave it: only a machine's fault does.
+        """
+        self._under_way(step)
+        if not self.module.sum_is_finite():
+            self._sum_anew()
+        if not self.module.sum_is_finite():
+            self._unusable += self._held
+            self._held.clear()
+            self.module.empty_sum()
+        found, self._unusable = sorted(self._unusable), []
+        return found
+
+    def _sum_anew(self) -> None:
+        """Of what is held; what cannot be computed any more is unusable."""
+        self.module.empty_sum()
+        self._held.tainted = False
+        for at, group in groupby(list(self._held.items()), key=lambda item: item[1].at):
+            with self.module.as_of(at):
+                for mb, kept in group:
+                    x, target = (_whole_numbers_as_int64(decode(frame, name="a kept tensor")) for frame in kept.frames)
+                    try:
+                        self.module.backward(x, target)
+                    except ValueError:
+                        self._unusable.append(mb)
+                        del self._held[mb]
 
     def vector(self) -> Vector:
         """A copy of the gradient sum of the step under way, flat."""
@@ -191,7 +264,7 @@ class ServedStage:
         self._under_way(step)
         mean = torch.from_numpy(total) / samples
         self.module.apply(mean)
-        self._held, self._early = self._early, {}
+        self._held, self._early = self._early, _Book()
 
     def state(self) -> dict[str, torch.Tensor]:
         """A copy of all that is needed to go on bit for bit from here, on the CPU."""
@@ -200,8 +273,7 @@ class ServedStage:
     def load(self, state: dict[str, torch.Tensor]) -> None:
         """Take over a whole state; ValueError (and no change) when it does not fit."""
         self.module.load_state(state)
-        self._held.clear()
-        self._early.clear()
+        self._held, self._early = _Book(), _Book()
 
     def describe(self) -> list[tuple[str, str, tuple[int, ...], memoryview]]:
         """A frozen copy of the state as (name, dtype, shape, bytes), sorted by name."""
@@ -222,6 +294,13 @@ class ServedStage:
     def _under_way(self, step: int) -> None:
         if self._at(step):
             raise Stale(f"step {step} is not under way yet: the stage is at step {self.module.step}")
+
+
+def _need_no_padding(frames: Sequence[TensorFrame], *tensors: Tensor) -> None:
+    """What is kept is what came: no code of a tensor needs much more room than the tensor."""
+    held, needed = sum(len(frame.payload) for frame in frames), sum(tensor.nbytes for tensor in tensors)
+    if held > needed + HELD_PADDING_BYTES:
+        raise ValueError(f"the frames have {held} bytes, for tensors of {needed}")
 
 
 def _whole_numbers_as_int64(values: Tensor) -> Tensor:

@@ -181,6 +181,16 @@ class UserModel:
             return sorted(wanted)
         return missing
 
+    def unusable(self, step: int) -> list[Mb]:
+        """All that is held, when the sum of `step` has left the range of numbers: it is forgotten."""
+        self._at(step)
+        if all_finite(self._sums.due):
+            return []
+        lost = sorted(self._held)
+        self._held.clear()
+        self._sums.clear(0)
+        return lost
+
     def vector(self) -> Vector:
         """A copy of the sum of the step under way, flat."""
         vector: Vector = self._sums.due.to("cpu", copy=True).numpy()

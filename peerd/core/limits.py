@@ -70,6 +70,13 @@ KEPT_SETS: Final = 32  # sets of checkpoints that one keeper announces
 STATE_TRAIL: Final = 256  # totals that a newcomer holds, in a file, until the state comes that they lead on from
 STATE_COPY_LIFE_S: Final = 1800.0  # the longest that a copy in use stands in the way of a new one
 
+# --- what a stage peer keeps of microbatches ---------------------------------------------------------------------
+HELD_BATCHES: Final = 4  # worth of microbatches for one step: one is counted, others were begun and dropped meanwhile
+HELD_BATCHES_PER_TRAINER: Final = 2  # of these, one trainer
+HELD_PADDING_BYTES: Final = 4096  # by which coded frames may be larger than the tensors in them
+HELD_CONDUCTORS: Final = 4  # whose admissions count at one position: this one's, and of those that were lost meanwhile
+GRANTS_VERIFIED: Final = 1024  # admissions whose signature was looked at and need not be again
+
 # --- progress ----------------------------------------------------------------------------------------------------
 FORESEEABLE_S: Final = 86_400.0  # how far ahead a step's end is foretold: what is farther off, nobody can know
 
