@@ -19,7 +19,7 @@ from peerd.core.runfile import RunFile
 from peerd.core.work import ReadInTurn, Worker, read_at_once
 from peerd.log import EventLog
 from peerd.machine.allreduce import AveragingPlan, RoundFailed
-from peerd.machine.contribution import Begun, Contribution, Drop, Order, Repeat, Start
+from peerd.machine.contribution import Begun, Contribution, Drop, Holding, Order, Repeat, Start
 from peerd.machine.outcomes import explained
 from peerd.machine.plans import Terms, plans_of
 from peerd.net.host import Host
@@ -40,6 +40,7 @@ __all__ = [
     "Drop",
     "EventLog",
     "Giving",
+    "Holding",
     "Incoming",
     "Load",
     "MethodLimits",

@@ -28,7 +28,7 @@ from peerd.core.runfile import RunFile
 from peerd.core.training import MemberInfo, TrainerAnswer
 from peerd.member.contributor import Contributor
 from peerd.member.stage import StageMember
-from peerd.role import Load, RoleContext, Training
+from peerd.role import Holding, Load, RoleContext, Training
 
 _AHEAD = 4  # microbatches of samples that lie ready, at least: as many as the next report may wish for
 _EVALUATION_BATCH = 16  # samples
@@ -52,7 +52,7 @@ class TrainerRole:
         self._contributor: Contributor[Load] = Contributor(ctx, self._training, self)
         self._books = self._contributor.books
         self._replica = StageMember(ctx, self._training) if ctx.run.pipeline.stages == 1 else None
-        self._pipeline = self._training.pipeline()
+        self._pipeline = self._training.pipeline(self._books.grant_of)
         self._worker = ctx.worker("data")
         self._wanted = trio.Event()  # set when the books have too few samples waiting
         self._position: dict[str, Any] = {}
@@ -214,13 +214,13 @@ class TrainerRole:
         """See `_feed`."""
         self._wanted.set()
 
-    async def train(self, step: int, seq: int, load: Load) -> list[str]:
+    async def train(self, step: int, seq: int, load: Load) -> list[Holding]:
         """Through all stages and back."""
-        holders = await self._pipeline.train(step, seq, load)
+        holdings = await self._pipeline.train(step, seq, load)
         self._losses.setdefault(step, []).append(load.loss_sum / self._run.pipeline.microbatch)
-        return holders
+        return holdings
 
-    async def repeat(self, step: int, seq: int, stage: int, load: Load) -> str:
+    async def repeat(self, step: int, seq: int, stage: int, load: Load) -> Holding:
         """From what was kept of it."""
         return await self._pipeline.repeat(step, seq, stage, load)
 

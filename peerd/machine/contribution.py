@@ -3,7 +3,8 @@
 Decides from the conductor's answers what to start, to drop and to repeat; computes nothing. In a delayed run the books
 hold microbatches of two steps, the one under way and the next. Invariants: every batch of samples that was taken from
 the data is in exactly one place: waiting, begun, finished, counted, or lost, and it is lost only when nobody can say
-any more how its step ended; what was begun for a step counts in that one, or begins again under another number.
+any more how its step ended; what was begun for a step counts in that one, or begins again under another number. With
+each goes what others must see of it: the conductor's newest grant, and the receipts of those who hold it.
 Hostile input: a conductor that names microbatches or stages that are not there is not heard.
 """
 
@@ -11,11 +12,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
-from peerd.core.training import Done, Redo, TrainerAnswer
+from peerd.core.training import Done, Grant, Receipt, Redo, TrainerAnswer
 
 T = TypeVar("T")  # what a microbatch carries: its samples, and what its stages gave
+
+
+class Holding(NamedTuple):
+    """Who holds a microbatch's gradient in one stage, and what it has signed for that."""
+
+    peer: str
+    receipt: Receipt | None
 
 
 @dataclass(slots=True)
@@ -29,6 +37,8 @@ class Begun(Generic[T]):
     unsaid: bool = False  # finished, or repeated, and the conductor has not taken the news
     redoing: set[int] = field(default_factory=set)
     holders: list[str] = field(default_factory=list)
+    receipts: list[Receipt | None] = field(default_factory=list)
+    grant: Grant | None = None  # the newest that names it
 
     @property
     def admitted(self) -> bool:
@@ -99,7 +109,13 @@ class Contribution(Generic[T]):
 
     def news(self) -> list[Done]:
         """What the conductor has not heard."""
-        return [Done(i.seq, list(i.holders)) for i in self.items.values() if i.finished and i.unsaid]
+        unsaid = [item for item in self.items.values() if item.finished and item.unsaid]
+        return [Done(item.seq, list(item.holders), list(item.receipts)) for item in unsaid]
+
+    def grant_of(self, seq: int) -> Grant | None:
+        """What shows to stage peers that this microbatch is admitted; the newest there is."""
+        item = self.items.get(seq)
+        return item.grant if item is not None else None
 
     def pressing(self, together: int) -> bool:
         """Should the conductor hear now? So many may be told together, but nobody shall wait for news.
@@ -111,14 +127,16 @@ class Contribution(Generic[T]):
         last = self.step not in begun and any(item.step == self.step for item in unsaid)
         return len(unsaid) >= together or not begun or last
 
-    def finish(self, item: Begun[T], holders: Iterable[str]) -> None:
-        """All stages of `item` are done; `holders` by stage."""
-        item.holders = list(holders)
+    def finish(self, item: Begun[T], holders: Iterable[str], receipts: Iterable[Receipt | None] = ()) -> None:
+        """All stages of `item` are done; `holders`, and what they have signed, by stage."""
+        item.holders, item.receipts = list(holders), list(receipts)
         item.finished = item.unsaid = True
 
-    def repeated(self, item: Begun[T], stage: int, holder: str) -> None:
+    def repeated(self, item: Begun[T], stage: int, holder: str, receipt: Receipt | None = None) -> None:
         """One stage was done again."""
         item.holders[stage] = holder
+        if item.receipts:
+            item.receipts[stage] = receipt
         item.redoing.discard(stage)
         item.unsaid = True
         self.tally.redone += 1
@@ -136,9 +154,10 @@ class Contribution(Generic[T]):
         elif answer.taken:
             for done in said:
                 item = self.items.get(done.seq)
-                if item is not None and item.holders == done.holders:
+                if item is not None and (item.holders, item.receipts) == (done.holders, done.receipts):
                     item.unsaid = False
         orders += self._match(answer)
+        self._take_grants(answer)
         return orders
 
     def _close_step(self, answer: TrainerAnswer) -> list[Order[T]]:
@@ -181,6 +200,13 @@ class Contribution(Generic[T]):
             orders += self._redo(redo)
         self.unknown = [redo.seq for redo in answer.redo if redo.seq not in self.items]
         return orders
+
+    def _take_grants(self, answer: TrainerAnswer) -> None:
+        for grant in filter(None, (answer.grant, answer.grant_early)):
+            for seq in grant.seqs:
+                item = self.items.get(seq)
+                if item is not None and item.step == grant.step:
+                    item.grant = grant
 
     def _redo(self, redo: Redo) -> list[Order[T]]:
         item = self.items.get(redo.seq)

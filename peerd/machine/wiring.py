@@ -87,6 +87,12 @@ class Wiring:
             return peer.failures
         return peer.failures + 1
 
+    def rest(self, name: str, until: float) -> None:
+        """`name` asked not to be called before then: that is no failure."""
+        peer = self._peers.get(name)
+        if peer is not None:
+            peer.rests_until = max(peer.rests_until, until)
+
     def seconds_per_unit(self, name: str) -> float:
         """Measured seconds per unit of cost; 0 when `name` has not answered yet."""
         peer = self._peers.get(name)

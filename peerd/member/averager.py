@@ -23,7 +23,7 @@ from peerd.member.contributor import Contributor
 from peerd.member.desk import Desk, Gradients
 from peerd.member.own import Own
 from peerd.member.stage import StageMember
-from peerd.role import RoleContext, Training
+from peerd.role import Holding, RoleContext, Training
 
 _SETTINGS_S: Final = 3.0  # between two looks at others' settings before the first step
 _NOT_FINITE: Final = 10  # microbatches in a row: the model is broken, more of it would change nothing
@@ -142,7 +142,7 @@ class AveragerRole:
         if not waiting:
             waiting.append(Turn())
 
-    async def train(self, step: int, seq: int, load: Turn) -> list[str]:
+    async def train(self, step: int, seq: int, load: Turn) -> list[Holding]:
         """Let the user compute a gradient for microbatch `seq`, and count it."""
         mb = Mb(self._ctx.host.id.text, seq)
         while True:
@@ -150,9 +150,9 @@ class AveragerRole:
                 with trio.CancelScope(shield=True):  # the user must stay inside while his tensors are read
                     added = await self._add(step, mb, gradients)
             if added:
-                return [mb.trainer]
+                return [Holding(mb.trainer, self._member.receipt(step, mb))]
 
-    async def repeat(self, step: int, seq: int, stage: int, load: Turn) -> str:
+    async def repeat(self, step: int, seq: int, stage: int, load: Turn) -> Holding:
         """The sum it was in is lost: another microbatch under the same number is as good."""
         return (await self.train(step, seq, load))[0]
 

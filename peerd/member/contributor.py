@@ -15,7 +15,7 @@ import trio
 from peerd.core.errors import RemoteError
 from peerd.core.progress import TrainerProgress, encode_progress, pause_s, progress_key
 from peerd.core.training import Done, MemberInfo, Seqs, TrainerAnswer, TrainerSync
-from peerd.role import Begun, Contribution, Drop, Order, Repeat, RoleContext, Start, Training
+from peerd.role import Begun, Contribution, Drop, Holding, Order, Repeat, RoleContext, Start, Training
 
 T = TypeVar("T")  # what a microbatch carries
 
@@ -41,11 +41,11 @@ class Work(Protocol[T]):
         """Before each report: see to it that something waits for a number."""
         ...
 
-    async def train(self, step: int, seq: int, load: T) -> list[str]:
+    async def train(self, step: int, seq: int, load: T) -> list[Holding]:
         """Do microbatch `seq` of `step` in every stage; returns who holds its gradient, by stage."""
         ...
 
-    async def repeat(self, step: int, seq: int, stage: int, load: T) -> str:
+    async def repeat(self, step: int, seq: int, stage: int, load: T) -> Holding:
         """Do it again in one stage whose peer is gone; returns who holds it now."""
         ...
 
@@ -199,8 +199,8 @@ class Contributor(Generic[T]):
     async def _train(self, item: Begun[T]) -> None:
         assert item.step is not None
         with self._scope(item):
-            holders = await self._work.train(item.step, item.seq, item.load)
-            self.books.finish(item, holders)
+            holdings = await self._work.train(item.step, item.seq, item.load)
+            self.books.finish(item, [one.peer for one in holdings], [one.receipt for one in holdings])
             if self.books.pressing(self._work.told_together()):
                 self.tell()
 
@@ -208,8 +208,8 @@ class Contributor(Generic[T]):
         assert item.step is not None
         self._ctx.log.event("redo", step=item.step, stage=stage, reason="the peer that held this gradient is gone")
         with self._scope(item):
-            holder = await self._work.repeat(item.step, item.seq, stage, item.load)
-            self.books.repeated(item, stage, holder)
+            holder, receipt = await self._work.repeat(item.step, item.seq, stage, item.load)
+            self.books.repeated(item, stage, holder, receipt)
             self.tell()
 
     def _scope(self, item: Begun[T]) -> trio.CancelScope:

@@ -2,9 +2,10 @@
 
 Only computes what is asked: what a step counts, and when parameters change, the member decides. Invariants: every call
 names its run, stage and step, and is refused at any other, but for the next one in a delayed run; a step that is being
-averaged takes nothing new, nor does who leaves; at most one call's tensors are computed with at a time. A hostile
-trainer may send wrong frames, shapes and values, steps that are not, and any number of calls: each is refused, and
-named where it broke the protocol.
+averaged takes nothing new, nor does who leaves; a sum takes nothing that no conductor has admitted; at most one
+call's tensors are computed with at a time. A hostile trainer may send wrong frames, shapes and values, steps that are
+not, microbatches that were not admitted, and any number of calls: each is refused, the last before its frames are
+received, and named where it broke the protocol.
 """
 
 from __future__ import annotations
@@ -12,11 +13,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final, Protocol
 
+from msgspec import structs
+
 from peerd.compute.served import Outcome, ServedStage, Stale
-from peerd.core.errors import ProtocolViolation, Refused
+from peerd.core.errors import PeerdError, ProtocolViolation, Refused
 from peerd.core.ids import PeerId
 from peerd.core.runfile import RunFile
-from peerd.core.training import Mb, StageAnswer, StageBackward, StageForward, StageLoss
+from peerd.core.training import Mb, Receipt, StageAnswer, StageBackward, StageForward, StageLoss
+from peerd.member.admissions import Admissions
 from peerd.member.boundary import Boundary
 from peerd.role import Answer, Incoming, MethodLimits, RoleContext
 
@@ -33,6 +37,13 @@ class Place(Protocol):
     def step(self) -> int:
         """Of the parameters."""
         ...
+
+    def receipt(self, step: int, mb: Mb) -> Receipt:
+        """That this peer holds a microbatch's gradient."""
+        ...
+
+    @property
+    def admissions(self) -> Admissions: ...
 
     @property
     def served(self) -> ServedStage: ...
@@ -62,7 +73,7 @@ class Serving:
         rpc = self._ctx.rpc
         rpc.serve("stage/1/forward", StageForward, self._forward, limits=_LIMITS)
         rpc.serve("stage/1/loss", StageLoss, self._loss, limits=_LIMITS)
-        rpc.serve("stage/1/backward", StageBackward, self._backward, limits=_LIMITS)
+        rpc.serve("stage/1/backward", StageBackward, self._backward, limits=_LIMITS, objection=self._objection)
 
     def rate(self) -> float:
         """Samples per second of computing: what this device can do when it is never idle."""
@@ -104,20 +115,39 @@ class Serving:
             outcome = await self._compute(call.peer, lambda: served.loss(x, targets), "loss")
             return await self.boundary.answer(call, outcome, "")
 
+    def _objection(self, peer: PeerId, body: StageBackward) -> PeerdError | None:
+        """Why a microbatch is not taken, by what its trainer says of it and shows."""
+        try:
+            self._check(body.run, body.stage, body.step)
+            self._refuse_when_closing(body.step)
+            self._refuse_when_leaving()
+        except Refused as error:
+            return error
+        return self._place.admissions.objection(peer, body.step, body.seq, body.grant)
+
     async def _backward(self, call: Incoming[StageBackward]) -> Answer[StageAnswer]:
         body, served = call.body, self._check(call.body.run, call.body.stage, call.body.step)
-        self._refuse_when_closing(body.step)
-        self._refuse_when_leaving()
         mb = Mb(call.peer.text, body.seq)
+        self._need_a_microbatch(call)
         async with self.boundary.room:
             x, target = await self.boundary.tensors(call, "the input", "the output's gradient or the targets")
             self._refuse_when_closing(body.step)  # once more: nothing may come in between now and the device's queue
-            outcome = await self._compute(
-                call.peer, lambda: served.backward(body.step, mb, (x, target), call.frames), "backward"
-            )
+
+            def backward() -> Outcome:
+                served.make_room(body.step, mb, body.grant.seqs if body.grant is not None else ())
+                return served.backward(body.step, mb, (x, target), call.frames)
+
+            outcome = await self._compute(call.peer, backward, "backward")
             self.samples += self._run.pipeline.microbatch
             name = f"the input gradient of stage {body.stage}"
-            return await self.boundary.answer(call, outcome, name, body.line_bytes_per_s)
+            answer = await self.boundary.answer(call, outcome, name, body.line_bytes_per_s)
+        return Answer(structs.replace(answer.body, receipt=self._place.receipt(body.step, mb)), answer.frames)
+
+    def _need_a_microbatch(self, call: Incoming[StageBackward]) -> None:
+        """A step divides by the samples that the run file says."""
+        due = self._run.pipeline.microbatch
+        if any(frame.shape[:1] != (due,) for frame in call.frames):
+            raise ProtocolViolation(f"a microbatch has {due} samples, these frames another number", call.peer)
 
     def _refuse_when_closing(self, step: int) -> None:
         if self.closing and step <= self._place.step:

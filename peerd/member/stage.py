@@ -23,6 +23,7 @@ from peerd.compute.user_model import UserModel
 from peerd.core.errors import ProtocolViolation, Refused, RemoteError
 from peerd.core.ids import PeerId, is_peer_text
 from peerd.core.progress import StageProgress, pause_s
+from peerd.core.proof import receipt
 from peerd.core.runfile import RunFile
 from peerd.core.training import (
     Commit,
@@ -35,8 +36,10 @@ from peerd.core.training import (
     Position,
     Prepare,
     Prepared,
+    Receipt,
     Restore,
 )
+from peerd.member.admissions import Admissions
 from peerd.member.catching_up import CatchingUp, Elsewhere
 from peerd.member.own import Own
 from peerd.member.recalling import Recalling
@@ -71,12 +74,13 @@ class StageMember:
         self._saving = Saving(ctx, self._training.fingerprint)
         self._worker = ctx.worker(ctx.device)
         self._coding = ctx.worker("coding")
+        self._session = int.from_bytes(ctx.clock.secure_bytes(6), "big")
+        self._admissions = Admissions(self._training.fingerprint, lambda: self._following.conductor)
         self._serving = Serving(ctx, ctx.run, self._training.fingerprint, self)
         self._rounds = Rounds(ctx.run, self._training, self._coding, ctx.host.id)
         self._catching_up = CatchingUp(ctx, self._training, self._coding, self)
         self._recalling = Recalling(ctx, self._training, self._saving, self)
         self._tally = self._training.tally("stage", ctx.data_dir / "contributed.json", ctx.worker("files"))
-        self._session = int.from_bytes(ctx.clock.secure_bytes(6), "big")
         self._since = ctx.clock.wall()
         self._stage = -1
         self._served: ServedStage | UserModel | None = None
@@ -172,6 +176,15 @@ class StageMember:
         served = self._need()
         assert isinstance(served, ServedStage)
         return served
+
+    def receipt(self, step: int, mb: Mb) -> Receipt:
+        """For a trainer to show: this peer holds that microbatch's gradient."""
+        return receipt(self._ctx.host.sign, self._training.fingerprint, self._session, self._stage, step, mb)
+
+    @property
+    def admissions(self) -> Admissions:
+        """What trainers were let in with."""
+        return self._admissions
 
     @property
     def samples_per_s(self) -> float:
@@ -286,6 +299,7 @@ class StageMember:
     def _arrive(self, position: Position) -> None:
         self._before, self._position = self._position, position
         self._averaged, self._total = None, None
+        self._admissions.arrive()
         self._stepped.set()
         self._stepped = trio.Event()
 
@@ -311,6 +325,7 @@ class StageMember:
             if self._asking.cancelled_caught:
                 continue
             self._seen, self._resend, self._told = answer.version, answer.resend, told
+            self._admissions.follow(self._following.conductor)
             self._take(answer)
             if answer.current is not None:
                 self._catching_up.swarm_at(answer.current, self._stated)

@@ -3,7 +3,8 @@
 Works on frames as they travel: an output of one stage is checked for its header and sent on, never decoded here.
 For each microbatch the inputs and output gradients of every stage are kept until the step is averaged, so that a
 stage whose peer died can be done again alone. Calls are repeated until they succeed or the caller cancels:
-a repeat counts once, since the stage knows the microbatch's number. A peer may answer with a wrong shape: refused.
+a repeat counts once, since the stage knows the microbatch's number. With a backward goes the conductor's newest grant,
+and what comes back is a receipt. A peer may answer with a wrong shape or receipt: refused.
 """
 
 from __future__ import annotations
@@ -17,11 +18,13 @@ import msgspec
 import trio
 
 from peerd.core.clock import Clock
-from peerd.core.errors import ProtocolViolation, RemoteError, Unreachable
+from peerd.core.errors import Overloaded, ProtocolViolation, RemoteError, Unreachable
 from peerd.core.frame import TensorFrame
 from peerd.core.ids import PeerId
+from peerd.core.proof import has_received
 from peerd.core.runfile import RunFile, fingerprint
-from peerd.core.training import MemberInfo, StageAnswer, StageBackward, StageForward, StageLoss
+from peerd.core.training import Grant, Mb, MemberInfo, StageAnswer, StageBackward, StageForward, StageLoss
+from peerd.machine.contribution import Holding
 from peerd.machine.wiring import BACKWARD_COST, Wiring
 from peerd.service.rpc import Answer, Rpc
 
@@ -29,6 +32,7 @@ log = logging.getLogger("peerd.service.pipeline")
 
 FORWARD_TIMEOUT_S = 30.0
 BACKWARD_TIMEOUT_S = 75.0
+_SOON_S, _NOT_SO_SOON_S = 0.05, 5.0  # before a peer is asked again that says it cannot take a call now
 _AWAY_S = 0.5  # between looks whether one of those that can only dial is connected
 
 
@@ -48,11 +52,21 @@ class Load:
         self.gradients.clear()
 
 
+@dataclass(frozen=True, slots=True)
+class Papers:
+    """Who the trainer is, and what shows that the conductor has admitted a microbatch of its."""
+
+    own: str
+    grant_of: Callable[[int], Grant | None]
+
+
 class Pipeline:
     """Calls to the stages of one run."""
 
-    def __init__(self, run: RunFile, rpc: Rpc, clock: Clock, linked: Callable[[PeerId], bool]) -> None:
-        self._rpc, self._linked = rpc, linked
+    def __init__(
+        self, run: RunFile, rpc: Rpc, clock: Clock, linked: Callable[[PeerId], bool], papers: Papers
+    ) -> None:
+        self._rpc, self._linked, self._papers = rpc, linked, papers
         self._clients: set[str] = set()  # stage peers that only dial: called while they are connected
         self._fingerprint = fingerprint(run)
         self._stages = run.pipeline.stages
@@ -84,7 +98,7 @@ class Pipeline:
         """Stage peers that may be called."""
         return sum(len(wiring) for wiring in self._wirings)
 
-    async def train(self, step: int, seq: int, load: Load) -> list[str]:
+    async def train(self, step: int, seq: int, load: Load) -> list[Holding]:
         """Send a microbatch through all stages and back; returns who holds its gradient, by stage."""
         load.forget()
         last = self._stages - 1
@@ -94,19 +108,19 @@ class Pipeline:
             _, answer = await self._call(stage, "forward", body, [load.inputs[stage]])
             load.inputs[stage + 1] = answer.frames[0]
         load.gradients[last] = load.targets
-        holders = [""] * self._stages
+        holdings = [Holding("", None)] * self._stages
         for stage in range(last, -1, -1):
-            holders[stage], answer = await self._backward(step, seq, stage, load)
+            holdings[stage], answer = await self._backward(step, seq, stage, load)
             if stage == last:
                 load.loss_sum = answer.body.loss_sum
             if stage > 0:
                 load.gradients[stage - 1] = answer.frames[0]
-        return holders
+        return holdings
 
-    async def repeat(self, step: int, seq: int, stage: int, load: Load) -> str:
+    async def repeat(self, step: int, seq: int, stage: int, load: Load) -> Holding:
         """Do one stage's backward again, from what was kept; returns who holds it now."""
-        holder, _ = await self._backward(step, seq, stage, load)
-        return holder
+        holding, _ = await self._backward(step, seq, stage, load)
+        return holding
 
     async def evaluate(self, tokens: TensorFrame, targets: TensorFrame) -> float:
         """The loss sum over the samples, with whatever parameters the stages have now."""
@@ -118,9 +132,10 @@ class Pipeline:
         _, answer = await self._call(self._stages - 1, "loss", body, [x, targets])
         return answer.body.loss_sum
 
-    async def _backward(self, step: int, seq: int, stage: int, load: Load) -> tuple[str, Answer[StageAnswer]]:
+    async def _backward(self, step: int, seq: int, stage: int, load: Load) -> tuple[Holding, Answer[StageAnswer]]:
         body = StageBackward(self._fingerprint, stage, step, seq)
-        return await self._call(stage, "backward", body, [load.inputs[stage], load.gradients[stage]])
+        name, answer = await self._call(stage, "backward", body, [load.inputs[stage], load.gradients[stage]])
+        return Holding(name, answer.body.receipt), answer
 
     async def _call(
         self, stage: int, verb: str, body: StageForward | StageBackward | StageLoss, frames: Sequence[TensorFrame]
@@ -134,12 +149,22 @@ class Pipeline:
             peer, started = PeerId.parse(name), trio.current_time()
             if not isinstance(body, StageLoss):
                 body = msgspec.structs.replace(body, line_bytes_per_s=self._line(stage, verb, peer))
+            if isinstance(body, StageBackward):
+                body = msgspec.structs.replace(body, grant=self._papers.grant_of(body.seq))
             try:
                 with self._call_to(name):
                     answer = await self._rpc.call(
                         peer, f"stage/1/{verb}", body, StageAnswer, frames=frames, timeout_s=timeout_s
                     )
                     self._check(stage, verb, answer, frames[0].shape)
+                    if isinstance(body, StageBackward):
+                        self._check_receipt(peer, body, answer.body)
+            except Overloaded as error:  # not yet, it says: it has not failed
+                wiring.rest(name, trio.current_time() + min(max(_SOON_S, error.retry_after_s), _NOT_SO_SOON_S))
+                log.debug("stage %d %s, another peer is asked: %s", stage, verb, error)
+                failed.add(name)
+                self.retries += 1
+                continue
             except RemoteError as error:
                 times = wiring.failed(name, trio.current_time())
                 level = logging.INFO if times == 1 else logging.DEBUG  # the first failure tells it all
@@ -193,6 +218,12 @@ class Pipeline:
                 self.waits_for, due = f"the peers of stage {stage} can only dial, and are not connected", now + _AWAY_S
             with trio.move_on_at(due + 0.01 if due is not None else now + 5.0):
                 await self._changed.wait()
+
+    def _check_receipt(self, peer: PeerId, body: StageBackward, answer: StageAnswer) -> None:
+        """Raise ProtocolViolation unless the peer has signed that it holds the microbatch: nobody would believe us."""
+        mb, shown = Mb(self._papers.own, body.seq), answer.receipt
+        if shown is None or not has_received(peer, body.run, body.stage, body.step, mb, shown):
+            raise ProtocolViolation("backward was answered without a receipt that is good", peer)
 
     def _check(self, stage: int, verb: str, answer: Answer[StageAnswer], input_shape: tuple[int, ...]) -> None:
         """Raise ProtocolViolation unless the answer's frames are what the next stage takes."""

@@ -21,7 +21,7 @@ import msgspec
 import trio
 
 from peerd.core.clock import Clock
-from peerd.core.errors import LocalError, Overloaded, Refused, RemoteError
+from peerd.core.errors import LocalError, Overloaded, PeerdError, Refused, RemoteError
 from peerd.core.frame import TensorFrame
 from peerd.core.ids import PeerId
 from peerd.core.limits import RPC_IDLE_S, RPC_MESSAGE_FRAME_BYTES
@@ -95,9 +95,13 @@ class Rpc:
         handler: Callable[[Incoming[B]], Awaitable[Answer[Any]]],
         *,
         limits: MethodLimits = DEFAULT_LIMITS,
+        objection: Callable[[PeerId, B], PeerdError | None] | None = None,
     ) -> None:
-        """Answer calls of `method`. The handler runs until the caller's deadline; what it raises travels."""
-        self._serve(Method(method_name(method), request, MethodLoad(limits), unary=handler))
+        """Answer calls of `method`. The handler runs until the caller's deadline; what it raises travels.
+
+        `objection` sees a call's body before its frames are received: what it returns, the caller gets.
+        """
+        self._serve(Method(method_name(method), request, MethodLoad(limits), unary=handler, objection=objection))
 
     def serve_stream(
         self,

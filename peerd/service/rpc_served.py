@@ -26,18 +26,23 @@ from peerd.service.rpc_parts import CallStream
 from peerd.service.rpc_types import Answer, Incoming
 
 UnaryHandler = Callable[[Incoming[Any]], Awaitable[Answer[Any]]]
+Objection = Callable[[PeerId, Any], PeerdError | None]
 StreamHandler = Callable[[Incoming[Any], CallStream], Awaitable[None]]
 
 
 @dataclass(slots=True)
 class Method:
-    """A method that is served: how it is called, what it may cost, how loaded it is. One of the handlers is set."""
+    """A method that is served: how it is called, what it may cost, how loaded it is. One of the handlers is set.
+
+    `objection` tells, by the request's body alone, why a call is refused before its frames are received.
+    """
 
     name: MethodName
     request: type[msgspec.Struct]
     load: MethodLoad
     unary: UnaryHandler | None = None
     streaming: StreamHandler | None = None
+    objection: Objection | None = None
 
 
 class Caller(Protocol):

@@ -186,6 +186,11 @@ class ServedStream:
         except ProtocolViolation:
             method.load.leave(self.peer, 0.0)
             raise
+        if method.objection is not None and (error := method.objection(self.peer, body)) is not None:
+            method.load.leave(self.peer, 0.0)
+            method.load.counters.refused += 1
+            self.outbox.put(encode_failure(message.id, error))
+            return None
         deadline = trio.current_time() + min(message.timeout_ms / 1000, method.load.limits.deadline_s)
         call = self._calls[message.id] = ServedCall(self, message.id, method, body, deadline)
         if method.streaming is not None:

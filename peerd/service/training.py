@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,6 +11,7 @@ from peerd.core.clock import Clock
 from peerd.core.errors import ConfigError, RemoteError
 from peerd.core.ids import PeerId
 from peerd.core.runfile import BYTES_PER_MBIT, RunFile, fingerprint, first_difference, shared_text
+from peerd.core.training import Grant
 from peerd.core.work import Worker
 from peerd.machine.conducting import ConductorConfig
 from peerd.net.host import Host
@@ -21,7 +23,7 @@ from peerd.service.dht import Dht
 from peerd.service.directory import Directory
 from peerd.service.following import Following
 from peerd.service.orders import ConductingConfig
-from peerd.service.pipeline import Pipeline
+from peerd.service.pipeline import Papers, Pipeline
 from peerd.service.rpc import Rpc
 from peerd.service.snapshot import KEPT, Fetcher, Giving, Snapshots
 
@@ -78,9 +80,9 @@ class Training:
             takes_inbound=self._host.takes_inbound,
         )
 
-    def pipeline(self) -> Pipeline:
-        """For a trainer: calls to the stages."""
-        return Pipeline(self.run, self._rpc, self._clock, self._linked)
+    def pipeline(self, grant_of: Callable[[int], Grant | None]) -> Pipeline:
+        """For a trainer: calls to the stages. `grant_of`: what shows that a microbatch of ours is admitted."""
+        return Pipeline(self.run, self._rpc, self._clock, self._linked, Papers(self._host.id.text, grant_of))
 
     def _linked(self, peer: PeerId) -> bool:
         """Whether calls get through to `peer` though it cannot be dialed; a replica is called by its own trainer."""

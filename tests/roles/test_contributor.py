@@ -12,6 +12,7 @@ from trio.testing import MockClock
 
 from peerd.core.training import MemberInfo, Seqs, TrainerAnswer, TrainerSync
 from peerd.member.contributor import Contributor
+from peerd.role import Holding
 from roles import trainer
 from roles.trainer import TrainerRole
 
@@ -66,11 +67,11 @@ class Work:
     def refill(self, waiting: list[str]) -> None:
         waiting += ["samples"] * (2 - len(waiting))
 
-    async def train(self, step: int, seq: int, load: str) -> list[str]:
-        return ["us"]
+    async def train(self, step: int, seq: int, load: str) -> list[Holding]:
+        return [Holding("us", None)]
 
-    async def repeat(self, step: int, seq: int, stage: int, load: str) -> str:
-        return "us"
+    async def repeat(self, step: int, seq: int, stage: int, load: str) -> Holding:
+        return Holding("us", None)
 
     def note_members(self, members: list[MemberInfo]) -> None: ...
 
@@ -113,10 +114,10 @@ class OneByOne(Work):
     def refill(self, waiting: list[str]) -> None:
         waiting += ["samples"] * (6 - len(waiting))
 
-    async def train(self, step: int, seq: int, load: str) -> list[str]:
+    async def train(self, step: int, seq: int, load: str) -> list[Holding]:
         async with self._lock:
             await trio.sleep(1.0)
-        return ["us"]
+        return [Holding("us", None)]
 
 
 class Listener(Conductor):
