@@ -12,6 +12,7 @@ import contextlib
 import hashlib
 import os
 import re
+import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -28,6 +29,7 @@ FORMAT: Final = 1
 _MANIFEST: Final = re.compile(r"step-(\d{8,})\.json")
 _TENSORS: Final = re.compile(r"step-(\d{8,})\.[0-9a-f]{16}\.safetensors")
 _WRITTEN: Final = re.compile(r"step-(\d{8,})\.([0-9a-f]{16}\.safetensors(\.new)?|json\.new)")
+_SYSTEM_SAYS: Final = re.compile(r'message: "([^"]+)"')  # inside what safetensors says of it
 
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -71,15 +73,16 @@ class Checkpoints:
 
     def save(self, step: int, state: Mapping[str, Tensor], extra: Mapping[str, Any] | None = None) -> Path:
         """Write a checkpoint, replacing one of the same step, and prune; gives the manifest's path."""
-        with _disk(self.folder):
+        with _disk(self.folder, writes=True):
             self.folder.mkdir(parents=True, exist_ok=True)
             digest = state_digest(state)
             tensors = self.folder / f"step-{step:08d}.{digest.hex()[:16]}.safetensors"
             aside = tensors.with_name(tensors.name + ".new")
-            safetensors.torch.save_file({name: tensor.contiguous() for name, tensor in state.items()}, aside)
-            _sync(aside)
-            sha256, size = _sha256(aside), aside.stat().st_size
-            os.replace(aside, tensors)
+            with _whole_or_gone(aside):
+                safetensors.torch.save_file({name: tensor.contiguous() for name, tensor in state.items()}, aside)
+                _sync(aside)
+                sha256, size = _sha256(aside), aside.stat().st_size
+                os.replace(aside, tensors)
             manifest = Manifest(
                 FORMAT,
                 step,
@@ -93,9 +96,10 @@ class Checkpoints:
             )
             path = self._manifest_path(step)
             aside = path.with_name(path.name + ".new")
-            aside.write_bytes(msgspec.json.format(msgspec.json.encode(manifest), indent=2) + b"\n")
-            _sync(aside)
-            os.replace(aside, path)
+            with _whole_or_gone(aside):
+                aside.write_bytes(msgspec.json.format(msgspec.json.encode(manifest), indent=2) + b"\n")
+                _sync(aside)
+                os.replace(aside, path)
             _sync(self.folder)
         self._prune()
         return path
@@ -198,9 +202,31 @@ def _sync(path: Path) -> None:
 
 
 @contextlib.contextmanager
-def _disk(path: Path) -> Iterator[None]:
-    """Errors of the file system as ConfigErrors that name the path."""
+def _whole_or_gone(path: Path) -> Iterator[None]:
+    """What was not written to its end takes no room on a disk that has none."""
+    with contextlib.ExitStack() as failed:
+        failed.callback(_forget, path)
+        yield
+        failed.pop_all()
+
+
+def _forget(path: Path) -> None:
+    with contextlib.suppress(OSError):
+        path.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _disk(path: Path, writes: bool = False) -> Iterator[None]:
+    """Errors of the file system as ConfigErrors that name the path; of a disk that is written to, also its room."""
     try:
         yield
     except OSError as error:
-        raise ConfigError(f"{error.filename or path}: {error.strerror or error}") from error
+        raise ConfigError(f"{error.filename or path}: {error.strerror or error}{_room(path, writes)}") from error
+    except safetensors.SafetensorError as error:
+        found = _SYSTEM_SAYS.search(str(error))
+        raise ConfigError(f"{path}: {found[1] if found else error}{_room(path, writes)}") from error
+
+
+def _room(path: Path, writes: bool) -> str:
+    there = next((folder for folder in (path, *path.parents) if folder.is_dir()), None)
+    return f" ({shutil.disk_usage(there).free / 1e6:.1f} MB free)" if writes and there is not None else ""

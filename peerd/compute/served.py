@@ -37,6 +37,14 @@ from peerd.core.training import MAX_MICROBATCHES, Mb
 Vector = np.ndarray[Any, np.dtype[Any]]
 
 
+class Unusable(PeerdError):
+    """These microbatches bring the sum out of the range of numbers."""
+
+    def __init__(self, mbs: list[Mb]) -> None:
+        super().__init__(f"{len(mbs)} microbatches cannot be summed")
+        self.mbs = mbs
+
+
 class Stale(PeerdError):
     """The call belongs to another step than the stage's."""
 

@@ -19,7 +19,7 @@ from typing import Final
 
 import trio
 
-from peerd.core.errors import RemoteError
+from peerd.core.errors import ConfigError, RemoteError
 from peerd.core.training import Position, StateRequest
 from peerd.member.catching_up import Joiner
 from peerd.member.saving import Saving
@@ -102,8 +102,14 @@ class Recalling:
             return False
         finally:
             self.waits_for = None
+        try:
+            await self._saving.save(position, state, hold=True)
+        except ConfigError as error:
+            self._failed[position] = trio.current_time() + _FAILED_S
+            self.problem = f"the checkpoint of step {position.step} cannot be kept: {error}"
+            self._ctx.log.event("not saved", level="warning", stage=stage, step=position.step, reason=str(error))
+            return False
         self.problem = None
-        await self._saving.save(position, state, hold=True)
         self._patient_until = trio.current_time() + self._patience_s
         self._patience_s *= 2
         self._ctx.log.event("recalled", stage=stage, step=position.step)

@@ -5,8 +5,11 @@ What a round leaves behind counts once the step with its total is made (`Total.s
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 from peerd.compute.feedback import ErrorFeedback, feedback_of
 from peerd.compute.powersgd import LowRank
@@ -27,6 +30,19 @@ class Total:
 
     vector: Vector
     settle: Callable[[], None]
+    also: Sequence[Vector] = ()  # what all members keep of the round beside the sum
+
+    def digest(self) -> bytes:
+        """SHA-256 of what all members of the stage must have got alike; RoundFailed when no step can be made with it.
+
+        For the coding worker.
+        """
+        if not np.isfinite(self.vector).all():
+            raise RoundFailed("the sum is not finite", ())
+        found = hashlib.sha256()
+        for vector in (self.vector, *self.also):
+            found.update(np.ascontiguousarray(vector).data.cast("B"))
+        return found.digest()
 
     def commit(self, model: Model, step: int, samples: int) -> None:
         """Make the step: a job for the model's worker, so that nobody sees one without the other."""
@@ -95,7 +111,11 @@ class Rounds:
                 if further:
                     second = await self._sum(after, second)
             ready = await work.run(lambda: code.finish(second), name="multiply the factors")
-        return Total(ready.total, lambda: code.settle(ready))
+        return Total(ready.total, lambda: code.settle(ready), ready.rights or ())
+
+    async def digest(self, total: Total) -> bytes:
+        """See `Total.digest`."""
+        return await self._worker.run(total.digest, name="digest the sum")
 
     def forget(self) -> None:
         """The parameters are no longer those that the residual was meant for."""

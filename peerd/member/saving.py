@@ -1,7 +1,9 @@
 """Checkpoints of a stage peer: when they are due, where they lie, which positions it can return to.
 
 A thin layer over `peerd.compute.checkpoint` that knows positions (step and lineage) and keeps files off the
-device's worker. Not a role.
+device's worker. Not a role. Training never waits for the disk: what is handed in is written beside it, one checkpoint
+at a time, and a newer one takes the place of one that waits. A disk that is full, or hangs, costs checkpoints and
+nothing else: `problem` says so, and the next that is due is tried again.
 """
 
 from __future__ import annotations
@@ -9,12 +11,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import trio
 from torch import Tensor
 
 from peerd.compute.checkpoint import Checkpoints, Manifest
 from peerd.core.errors import ConfigError
 from peerd.core.training import Position
 from peerd.role import RoleContext
+
+_HANGS_S = 30.0  # that a checkpoint takes to be written before one says so
 
 
 class Saving:
@@ -28,10 +33,61 @@ class Saving:
         self._total_steps = ctx.run.optimizer.total_steps
         self._fingerprint = fingerprint
         self._root = ctx.data_dir / "checkpoints" / ctx.run.run
-        self._files = ctx.worker("files")
+        self._ctx, self._files = ctx, ctx.worker("files")
         self._checkpoints: Checkpoints | None = None
+        self._waiting: tuple[Position, Mapping[str, Tensor]] | None = None
+        self._writing: tuple[Position, float] | None = None  # and since when
+        self._failed: str | None = None
+        self._news = trio.Event()
         self.directory: Path = self._root
+        self._stage = -1
         self.positions: list[Position] = []  # oldest first
+
+    @property
+    def problem(self) -> str | None:
+        """Why the newest checkpoint is not on the disk, if there is something to be done about it."""
+        if self._writing is not None and trio.current_time() - self._writing[1] > _HANGS_S:
+            for_s = trio.current_time() - self._writing[1]
+            return f"{self.directory} has not taken the checkpoint of step {self._writing[0].step} for {for_s:.0f} s"
+        return self._failed
+
+    def has(self, position: Position) -> bool:
+        """Is it saved, or about to be?"""
+        coming = [one[0] for one in (self._waiting, self._writing) if one is not None]
+        return position in self.positions or position in coming
+
+    def hand_in(self, position: Position, state: Mapping[str, Tensor]) -> None:
+        """Write a checkpoint, soon. `state` must not change any more."""
+        self._waiting = position, state
+        self._tell()
+
+    async def written(self) -> None:
+        """Wait until nothing is to be written any more."""
+        while self._waiting is not None or self._writing is not None:
+            await self._news.wait()
+
+    async def run(self) -> None:
+        """Write what is handed in."""
+        while True:
+            while self._waiting is None:
+                await self._news.wait()
+            (position, state), self._waiting = self._waiting, None
+            self._writing = position, trio.current_time()
+            try:
+                await self.save(position, state)
+            except ConfigError as error:
+                self._failed = f"no checkpoint of step {position.step}: {error}"
+                self._ctx.log.event("not saved", level="warning", step=position.step, reason=str(error))
+            else:
+                self._failed = None
+                self._ctx.log.event("saved", stage=self._stage, step=position.step)
+            del state
+            self._writing = None
+            self._tell()
+
+    def _tell(self) -> None:
+        self._news.set()
+        self._news = trio.Event()
 
     async def newest_stage(self, stages: int) -> int | None:
         """The stage of which we have the newest checkpoint, if any."""
@@ -45,7 +101,7 @@ class Saving:
 
     async def open(self, stage: int) -> None:
         """Find what is saved of `stage`; ConfigError names a checkpoint that cannot be read."""
-        self.directory = self._of_stage(stage)
+        self.directory, self._stage = self._of_stage(stage), stage
 
         def look() -> tuple[Checkpoints, list[Position]]:
             checkpoints = self._open(stage)

@@ -18,11 +18,11 @@ from typing import TypeVar
 import trio
 from torch import Tensor
 
-from peerd.compute.served import Model, ServedStage, Stale, Vector
+from peerd.compute.served import Model, ServedStage, Stale, Unusable, Vector
 from peerd.compute.user_model import UserModel
-from peerd.core.errors import ProtocolViolation, Refused, RemoteError
+from peerd.core.errors import ProtocolViolation, Refused
 from peerd.core.ids import PeerId, is_peer_text
-from peerd.core.progress import StageProgress, pause_s
+from peerd.core.progress import StageProgress
 from peerd.core.proof import receipt
 from peerd.core.runfile import RunFile
 from peerd.core.training import (
@@ -40,6 +40,7 @@ from peerd.core.training import (
     Restore,
 )
 from peerd.member.admissions import Admissions
+from peerd.member.announcing import announce_now_and_then
 from peerd.member.catching_up import CatchingUp, Elsewhere
 from peerd.member.own import Own
 from peerd.member.recalling import Recalling
@@ -54,8 +55,6 @@ T = TypeVar("T")
 _START = Position(0, b"")
 _SERVICES = ("stage/1", "average/1", "state/1")
 _SYNC_WAIT_S = 2.0
-_ANNOUNCE_S = 5.0
-_ANNOUNCE_RARELY_S = 20.0  # a third of a record's life
 _LEAVE_PATIENCE_S = 4.0
 
 
@@ -123,7 +122,10 @@ class StageMember:
                 self._serve()
                 self._waits_for = "the conductor"
                 self._ctx.log.event("stage", stage=self._stage, step=self._position.step)
-                nursery.start_soon(self._announce_now_and_then)
+                nursery.start_soon(
+                    announce_now_and_then, self._ctx, self._training, self._progress, lambda: self._stepped
+                )
+                nursery.start_soon(self._saving.run)
                 nursery.start_soon(self._tally.run)
                 nursery.start_soon(self._catching_up.run)
                 nursery.start_soon(self._training.assembling().run, self._stage)
@@ -146,6 +148,8 @@ class StageMember:
             while (self._served.held or self._served.early) and not self._complete:
                 await self._stepped.wait()
         await self._save()
+        with trio.move_on_after(_LEAVE_PATIENCE_S):
+            await self._saving.written()
         await self._following.say_goodbye(self._training.fingerprint)
         await self._training.directory.withdraw(self._stage)
 
@@ -214,6 +218,7 @@ class StageMember:
             "complete": self._complete,
             "saved_steps": [p.step for p in self._saving.positions],
             "checkpoint": str(self._saving.directory) if self._stage >= 0 else None,
+            "not_saved": self._saving.problem,
             "waits_for": self._why_waiting(),
         }
 
@@ -382,17 +387,6 @@ class StageMember:
             client=self._training.directory.only_dials,
         )
 
-    async def _announce_now_and_then(self) -> None:
-        while True:
-            try:
-                await self._training.directory.announce(self._progress())
-                await self._training.publish_settings()
-            except RemoteError as error:
-                self._ctx.log.event("announce failed", level="warning", reason=str(error))
-            with trio.move_on_after(pause_s(self._following.step_in_s, _ANNOUNCE_S, _ANNOUNCE_RARELY_S)):
-                await self._training.directory.moved_or(self._stepped)
-                await trio.sleep(1.0)  # steps may be shorter than anyone wants to read about
-
     # --- serving ----------------------------------------------------------------------------------------------
 
     def _serve(self) -> None:
@@ -428,6 +422,10 @@ class StageMember:
                 if isinstance(vector, list):
                     return Answer(Prepared(False, vector, []))
                 total = await self._rounds.total(plans, vector, self._need().low_rank)
+                digest = await self._rounds.digest(total)
+            except Unusable as error:
+                self._ctx.log.event("not summed", level="warning", step=body.step, reason=str(error))
+                return Answer(Prepared(False, [], [], refused=error.mbs))
             except RoundFailed as error:
                 self._ctx.log.event("averaging failed", level="warning", step=body.step, reason=explained(error))
                 return Answer(Prepared(False, [], list(error.lost)))
@@ -437,12 +435,16 @@ class StageMember:
                 self._serving.closing = False
             self._total, self._averaged = total, Position(body.step + 1, body.lineage)
             self._counted = list(body.assigned)
-        return Answer(Prepared(True, [], []))
+        return Answer(Prepared(True, [], [], digest))
 
     def _part_of(self, order: Prepare) -> Vector | list[Mb]:
         """On the device: what we bring to the average, or what is missing for it. One job: nothing comes between."""
         served = self._need()
-        return served.keep_only(order.step, order.assigned) or served.vector()
+        if missing := served.keep_only(order.step, order.assigned):
+            return missing
+        if refused := served.unusable(order.step):
+            raise Unusable(refused)
+        return served.vector()
 
     async def _commit(self, call: Incoming[Commit]) -> Answer[Moved]:
         self._obey(call.peer, call.body.run)
@@ -475,12 +477,11 @@ class StageMember:
             await self._save()
 
     async def _save(self) -> None:
+        """Copy the state; how long the disk takes to hold it, nobody waits for."""
         if self._own and not self._own.saves:
             return
-        if self._position.step and self._position not in self._saving.positions:
-            state = await self.work(self._need().state, "copy the state")
-            await self._saving.save(self._position, state)
-            self._ctx.log.event("saved", stage=self._stage, step=self._position.step)
+        if self._position.step and not self._saving.has(self._position):
+            self._saving.hand_in(self._position, await self.work(self._need().state, "copy the state"))
 
 
 def _stepped(model: Model, total: Total, target: Position, samples: int) -> Leap:
