@@ -8,6 +8,7 @@ reaches the terminal; a bug leaves its details in a file.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import re
@@ -305,6 +306,12 @@ def invoke(argv: list[str]) -> int:
     except PeerdError as error:
         sys.stderr.write(f"peerd: {error}\n")
         return 2 if isinstance(error, ConfigError) else 1
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        where = f" at {error.filename}" if error.filename else ""
+        sys.stderr.write(f"peerd: the disk is full{where}; make room in the data directory, or give another --data-dir\n")
+        return 1
     return 0
 
 

@@ -147,7 +147,10 @@ class TrainerRole:
             spare.replace(path)
 
         if self._position:
-            await self._worker.run(write, name="save the data position")
+            try:
+                await self._worker.run(write, name="save the data position")
+            except OSError as error:
+                self._ctx.log.event("data position not saved", level="warning", reason=f"{path}: {error.strerror}")
 
     async def _feed(self, stream: SampleStream) -> None:
         """Keep a few microbatches of samples ready."""

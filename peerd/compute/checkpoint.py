@@ -29,7 +29,7 @@ FORMAT: Final = 1
 _MANIFEST: Final = re.compile(r"step-(\d{8,})\.json")
 _TENSORS: Final = re.compile(r"step-(\d{8,})\.[0-9a-f]{16}\.safetensors")
 _WRITTEN: Final = re.compile(r"step-(\d{8,})\.([0-9a-f]{16}\.safetensors(\.new)?|json\.new)")
-_SYSTEM_SAYS: Final = re.compile(r'message: "([^"]+)"')  # inside what safetensors says of it
+_SYSTEM_SAYS: Final = re.compile(r'(?:message: "|I/O error: )([^"(]+\w)')  # inside what safetensors says of it
 
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -76,8 +76,9 @@ class Saving:
             try:
                 await self.save(position, state)
             except ConfigError as error:
+                level = "debug" if self._failed else "warning"  # said once
                 self._failed = f"no checkpoint of step {position.step}: {error}"
-                self._ctx.log.event("not saved", level="warning", step=position.step, reason=str(error))
+                self._ctx.log.event("not saved", level=level, step=position.step, reason=str(error))
             else:
                 self._failed = None
                 self._ctx.log.event("saved", stage=self._stage, step=position.step)
