@@ -151,6 +151,10 @@ def test_an_empty_section_means_its_defaults(file: Path) -> None:
         ("run: x\ndata: {shuffle_buffer: 0}", ["data.shuffle_buffer is 0; allowed: 1 to 10000000"]),
         ("run: x\naveraging: {sender_timeout_s: 0}", ["averaging.sender_timeout_s is 0.0; must be above 0"]),
         (f"run: {'x' * 65}", ["run has 65 characters; allowed: 1 to 64"]),
+        ("run: ../../x", ["run is '../../x'; allowed: letters, digits, _ and -, and between"]),
+        ("run: .hidden", ["run is '.hidden'; allowed: letters"]),
+        ("run: a/b", ["run is 'a/b'; allowed: letters"]),
+        ("run: été", ["run is 'été'; allowed: letters"]),
         (
             "run: x\nmodel: {dtype: float64, precision: bf16}",
             ["model.precision is bf16, which is for float32, but model.dtype is float64; allowed: full"],
@@ -236,3 +240,8 @@ def test_the_shipped_run_files_are_right() -> None:
     assert files
     for file in files:
         load_run(file)
+
+
+def test_a_model_of_ones_own_has_no_heads_to_be_checked(file: Path) -> None:
+    file.write_text("run: x\nmodel: {kind: 'mine:make', heads: 5}\n")
+    assert load_run(file).run.model.heads == 5

@@ -211,12 +211,16 @@ def check(run: RunFile) -> list[tuple[str, str]]:
 
     m, p = run.model, run.pipeline
     need(0 < len(run.run) <= 64, "run", f"has {len(run.run)} characters; allowed: 1 to 64")
+    named = not run.run or re.fullmatch(r"[A-Za-z0-9_-]([A-Za-z0-9 ._-]*[A-Za-z0-9_-])?", run.run) is not None
+    allowed = "letters, digits, _ and -, and between them dots and spaces"  # it is a part of paths
+    need(named, "run", f"is {_shown(run.run)}; allowed: {allowed}")
     need(m.kind == "gpt" or ":" in m.kind, "model.kind", f"is {m.kind!r}; allowed: gpt, or module:function")
     need(1 <= m.d_model <= 65536, "model.d_model", f"is {m.d_model}; allowed: 1 to 65536")
-    divides = m.heads >= 1 and m.d_model % max(m.heads, 1) == 0
-    need(divides, "model.heads", f"is {m.heads}; must divide d_model ({m.d_model})")
-    even = m.heads < 1 or (m.d_model // m.heads) % 2 == 0
-    need(even, "model.heads", "rotary positions need an even d_model / heads")
+    if m.kind == "gpt":  # a model of one's own has heads of its own, or none
+        divides = m.heads >= 1 and m.d_model % max(m.heads, 1) == 0
+        need(divides, "model.heads", f"is {m.heads}; must divide d_model ({m.d_model})")
+        even = m.heads < 1 or (m.d_model // m.heads) % 2 == 0
+        need(even, "model.heads", "rotary positions need an even d_model / heads")
     need(1 <= m.layers <= 10_000, "model.layers", f"is {m.layers}; allowed: 1 to 10000")
     mixed = f"is {m.precision}, which is for float32, but model.dtype is {m.dtype}; allowed: full"
     need(m.precision == "full" or m.dtype == "float32", "model.precision", mixed)
