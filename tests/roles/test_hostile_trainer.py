@@ -1,0 +1,257 @@
+"""A hostile trainer at a stage peer: work that nobody admitted, gradients that ruin a sum, more than its share.
+
+Over TCP, by the messages that trainers send. The conductor is the stage peer itself; what it admits, the test signs
+with its key, and orders to average come from its own address.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import trio
+
+from peerd.compute.served import ServedStage
+from peerd.compute.tensors import from_frame
+from peerd.core.errors import Overloaded, ProtocolViolation, Refused, RemoteError
+from peerd.core.frame import TensorFrame
+from peerd.core.keys import Keypair
+from peerd.core.limits import HELD_BATCHES, HELD_BATCHES_PER_TRAINER
+from peerd.core.proof import grant, has_received
+from peerd.core.runfile import CheckpointSection, EvaluateSection, RunFile, fingerprint
+from peerd.core.training import (
+    Commit,
+    Grant,
+    GrantStatement,
+    Mb,
+    Moved,
+    Position,
+    Prepare,
+    Prepared,
+    Seqs,
+    StageAnswer,
+    StageBackward,
+)
+from peerd.service.rpc_io import Inbound
+from roles.backbone import BackboneRole
+from roles.stage import StageRole
+from tests.kit.exact import write_texts
+from tests.kit.training import Peer, Swarm, pinned, small_run, swarm
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.socket,
+    pytest.mark.no_watchdog("several peers and the threads of their workers share one interpreter"),
+]
+BATCH = 4  # microbatches
+STRANGER = Keypair.from_seed(b"not the conductor".ljust(32, b"."))
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunFile:
+    return small_run(
+        "hostile", write_texts(tmp_path), evaluate=EvaluateSection(every_steps=0), checkpoint=CheckpointSection()
+    )
+
+
+class Scene:
+    """A peer of stage 0 that conducts, and others that call it."""
+
+    def __init__(self, s: Swarm, run: RunFile) -> None:
+        self.s, self.run, self.mark = s, run, fingerprint(run)
+
+    async def start(self, *trainers: str) -> None:
+        for name in trainers:
+            await self.s.start(name, BackboneRole, None)
+        self.stage = await self.s.start("stage0", StageRole, pinned(self.run, 0))
+        await self.stage.ready.wait()
+        with trio.fail_after(20):
+            following = self.stage.role._following
+            while following.conductor != self.stage.host.id:  # it takes on the duty by itself
+                await following.told.wait()
+        for name in trainers:
+            self.s.peers[name].host.learn(self.stage.host.id, self.stage.host.addrs())
+
+    def admitted(self, trainer: Peer, *seqs: int, step: int = 0, by: Any = None) -> Grant:
+        statement = GrantStatement(self.mark, 1, step, trainer.host.id.text, Seqs.of(seqs))
+        return grant(by or self.stage.host.sign, statement)
+
+    async def backward(
+        self, trainer: Peer, seq: int, shown: Grant | None, frames: Sequence[TensorFrame] | None = None, step: int = 0
+    ) -> StageAnswer:
+        body = StageBackward(self.mark, 0, step, seq, grant=shown)
+        answer = await trainer.role._ctx.rpc.call(
+            self.stage.host.id, "stage/1/backward", body, StageAnswer, frames=frames or microbatch(seq), timeout_s=10
+        )
+        return answer.body
+
+    async def prepare(self, *assigned: Mb) -> Prepared:
+        own = self.stage.host.id
+        order = Prepare(self.mark, 1, 0, b"a" * 16, b"next", [own.text], sorted(assigned), 2 * BATCH, 30.0)
+        answer = await self.stage.role._ctx.rpc.call(own, "stage/1/prepare", order, Prepared, timeout_s=30)
+        return answer.body
+
+    def honest(self, *seqs: int) -> ServedStage:
+        """The stage as it were with these alone, in this order."""
+        torch.set_num_threads(1)
+        alone = ServedStage(self.run, 0, "cpu")
+        for seq in seqs:
+            frames = microbatch(seq)
+            x, gradient = (from_frame(frame) for frame in frames)
+            alone.backward(0, Mb("t", seq), (x, gradient), frames)
+        return alone
+
+
+def microbatch(number: int, size: float = 1.0) -> list[TensorFrame]:
+    """Tokens, and the gradient of what stage 0 gives."""
+    rng = np.random.default_rng(number)
+    tokens = rng.integers(0, 256, (2, 16)).astype("uint8")
+    gradient = (rng.standard_normal((2, 16, 16)) * size).astype("float32")
+    return [TensorFrame(a.dtype.name, a.shape, a.data.cast("B")) for a in (tokens, gradient)]
+
+
+def digest(served: ServedStage) -> bytes:
+    return hashlib.sha256(served.vector().tobytes()).digest()
+
+
+async def test_what_no_conductor_admitted_is_refused_before_its_frames_are_received(
+    tmp_path: Path, run: RunFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    received: list[int] = []
+    frames = Inbound.frames
+
+    async def noting(self: Inbound, message: Any, *rest: Any) -> Any:
+        received.append(message.frame_bytes)
+        return await frames(self, message, *rest)
+
+    async with swarm(tmp_path / "peers") as s:
+        scene = Scene(s, run)
+        await scene.start("trainer", "other")
+        trainer, other = s.peers["trainer"], s.peers["other"]
+        monkeypatch.setattr(Inbound, "frames", noting)
+        good = scene.admitted(trainer, 7, 8)
+        for seq, shown, why in [
+            (7, None, "shows no grant"),
+            (9, good, "does not name microbatch 9"),
+            (7, scene.admitted(trainer, 7, step=1), "for step 1"),
+        ]:
+            with pytest.raises(Refused, match=why):
+                await scene.backward(trainer, seq, shown)
+        for shown in (scene.admitted(other, 7), scene.admitted(trainer, 7, by=STRANGER.sign)):
+            with pytest.raises(Overloaded, match="not of a conductor that this peer follows") as caught:
+                await scene.backward(trainer, 7, shown)
+            assert caught.value.retry_after_s < 1.0  # who follows another conductor hears of the right one soon
+        assert received == []
+        assert scene.stage.role._served.held == []
+        answer = await scene.backward(trainer, 7, good)
+        assert scene.stage.role._served.held == [Mb(trainer.host.id.text, 7)]
+        assert received
+        shown_receipt = answer.receipt
+        assert shown_receipt is not None
+        assert shown_receipt.session == scene.stage.role._session
+        mb = Mb(trainer.host.id.text, 7)
+        assert has_received(scene.stage.host.id, scene.mark, 0, 0, mb, shown_receipt)
+        assert not has_received(scene.stage.host.id, scene.mark, 0, 0, Mb(mb.trainer, 8), shown_receipt)
+
+
+async def test_a_gradient_of_1e12_that_is_taken_out_leaves_the_sum_as_if_it_had_never_come(
+    tmp_path: Path, run: RunFile
+) -> None:
+    async with swarm(tmp_path / "peers") as s:
+        scene = Scene(s, run)
+        await scene.start("honest", "liar")
+        honest, liar = s.peers["honest"], s.peers["liar"]
+        ours, theirs = scene.admitted(honest, *range(BATCH)), scene.admitted(liar, 50)
+        await scene.backward(honest, 0, ours)
+        await scene.backward(liar, 50, theirs, microbatch(50, 1e12))
+        for seq in range(1, BATCH):
+            await scene.backward(honest, seq, ours)
+        prepared = await scene.prepare(*(Mb(honest.host.id.text, seq) for seq in range(BATCH)))
+        assert prepared.ok
+        assert prepared.digest == digest(scene.honest(*range(BATCH)))
+
+
+@pytest.mark.parametrize("size", [1e20, 1e36])
+async def test_a_gradient_that_no_batch_can_bear_is_refused_and_what_lies_ready_can_be_committed(
+    tmp_path: Path, run: RunFile, size: float
+) -> None:
+    async with swarm(tmp_path / "peers") as s:
+        scene = Scene(s, run)
+        await scene.start("honest", "liar")
+        honest, liar = s.peers["honest"], s.peers["liar"]
+        ours, theirs = scene.admitted(honest, *range(BATCH)), scene.admitted(liar, 50)
+        await scene.backward(honest, 0, ours)
+        with pytest.raises(RemoteError, match="cannot be summed|not finite"):
+            await scene.backward(liar, 50, theirs, microbatch(50, size))
+        for seq in range(1, BATCH):
+            await scene.backward(honest, seq, ours)
+        prepared = await scene.prepare(*(Mb(honest.host.id.text, seq) for seq in range(BATCH)))
+        assert prepared.ok
+        assert prepared.digest == digest(scene.honest(*range(BATCH)))
+        own, target = scene.stage.host.id, Position(1, b"next")
+        moved = await scene.stage.role._ctx.rpc.call(
+            own, "stage/1/commit", Commit(scene.mark, 1, target), Moved, timeout_s=10
+        )
+        assert moved.body.position == target
+        assert all(bool(t.isfinite().all()) for t in scene.stage.role._served.state().values())
+
+
+async def test_a_sum_that_a_machine_has_spoilt_is_made_anew_or_its_microbatches_are_named(
+    tmp_path: Path, run: RunFile
+) -> None:
+    async with swarm(tmp_path / "peers") as s:
+        scene = Scene(s, run)
+        await scene.start("honest")
+        honest = s.peers["honest"]
+        ours = scene.admitted(honest, *range(BATCH))
+        for seq in range(BATCH):
+            await scene.backward(honest, seq, ours)
+        module = scene.stage.role._served.module
+        module._sums.due[3] = float("inf")  # bad memory
+        mbs = [Mb(honest.host.id.text, seq) for seq in range(BATCH)]
+        prepared = await scene.prepare(*mbs)
+        assert prepared.ok
+        assert prepared.digest == digest(scene.honest(*range(BATCH)))
+        module._sums.due[3] = float("inf")
+        module.sum_is_finite = lambda: False  # and it stays bad
+        prepared = await scene.prepare(*mbs)
+        assert (prepared.ok, prepared.refused, prepared.missing) == (False, mbs, [])
+
+
+async def test_a_microbatch_has_as_many_samples_as_the_run_says(tmp_path: Path, run: RunFile) -> None:
+    async with swarm(tmp_path / "peers") as s:
+        scene = Scene(s, run)
+        await scene.start("liar")
+        liar = s.peers["liar"]
+        tokens, gradient = np.zeros((4, 16), "uint8"), np.zeros((4, 16, 16), "float32")
+        frames = [TensorFrame(a.dtype.name, a.shape, a.data.cast("B")) for a in (tokens, gradient)]
+        with pytest.raises((ProtocolViolation, RemoteError), match="2 samples"):
+            await scene.backward(liar, 1, scene.admitted(liar, 1), frames)
+        assert scene.stage.role._served.held == []
+
+
+async def test_nobody_fills_a_stage_peer_with_what_it_does_not_finish(tmp_path: Path, run: RunFile) -> None:
+    """Trainers are admitted, compute, and vanish, each under one name after the other: the honest one's place stays."""
+    async with swarm(tmp_path / "peers") as s:
+        scene = Scene(s, run)
+        names = [f"liar{i}" for i in range(HELD_BATCHES)]
+        await scene.start("honest", *names)
+        honest, served = s.peers["honest"], scene.stage.role._served
+        for number, name in enumerate(names):
+            liar = s.peers[name]
+            for seq in range(3 * BATCH):
+                await scene.backward(liar, seq, scene.admitted(liar, seq))
+                held = [mb for mb in served.held if mb.trainer == liar.host.id.text]
+                assert len(held) <= HELD_BATCHES_PER_TRAINER * BATCH
+            await scene.backward(honest, number, scene.admitted(honest, *range(BATCH)))
+            assert len(served.held) <= HELD_BATCHES * BATCH
+        mbs = [Mb(honest.host.id.text, seq) for seq in range(BATCH)]
+        assert set(mbs) <= set(served.held)
+        prepared = await scene.prepare(*mbs)
+        assert prepared.ok
+        assert prepared.digest == digest(scene.honest(*range(BATCH)))
