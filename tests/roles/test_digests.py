@@ -1,0 +1,64 @@
+"""Members of one stage say equal digests of the sum that lies ready, however their gradients travelled."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from peerd.core.runfile import AveragingSection, OptimizerSection
+from peerd.core.training import Prepare
+from peerd.member.stage import StageMember
+from peerd.role import Answer, Incoming
+from roles.backbone import BackboneRole
+from roles.trainer import TrainerRole
+from tests.kit.exact import run_file, write_texts
+from tests.kit.training import all_finished, swarm
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.socket,
+    pytest.mark.no_watchdog("several peers and the threads of their workers share one interpreter"),
+]
+
+
+@pytest.mark.parametrize(
+    "averaging",
+    [
+        AveragingSection(),
+        AveragingSection(code="int8"),
+        AveragingSection(code="powersgd", rank=2),
+        AveragingSection(group_size=3),  # four make a grid of two by two
+    ],
+    ids=["lossless", "int8", "powersgd", "grid"],
+)
+async def test_all_members_say_one_digest_of_one_attempt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, averaging: AveragingSection
+) -> None:
+    said: dict[tuple[int, bytes], dict[str, bytes]] = defaultdict(dict)
+    prepare = StageMember._prepare
+
+    async def noting(member: StageMember, call: Incoming[Prepare]) -> Answer[Any]:
+        answer = await prepare(member, call)
+        if answer.body.ok:
+            said[call.body.step, call.body.attempt][member._ctx.host.id.text] = answer.body.digest
+        return answer
+
+    monkeypatch.setattr(StageMember, "_prepare", noting)
+    run = run_file("adamw", "float32", write_texts(tmp_path), stages=1)
+    optimizer: OptimizerSection = msgspec.structs.replace(run.optimizer, total_steps=4)
+    run = msgspec.structs.replace(run, averaging=averaging, optimizer=optimizer)
+    async with swarm(tmp_path / "peers") as s:
+        await s.start("backbone", BackboneRole, None)
+        peers = [await s.start(f"replica{i}", TrainerRole, run) for i in range(4)]
+        await all_finished(s, peers)
+    shared = [found for found in said.values() if len(found) > 1]
+    assert shared
+    for found in shared:
+        (one,) = set(found.values())
+        assert len(one) == 32
+    by_step = {step: next(iter(found.values())) for (step, _), found in said.items()}
+    assert len(set(by_step.values())) == len(by_step) == 4  # each step has a sum of its own
