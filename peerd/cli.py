@@ -310,7 +310,8 @@ def invoke(argv: list[str]) -> int:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
         where = f" at {error.filename}" if error.filename else ""
-        sys.stderr.write(f"peerd: the disk is full{where}; make room in the data directory, or give another --data-dir\n")
+        remedy = "make room in the data directory, or give another --data-dir"
+        sys.stderr.write(f"peerd: the disk is full{where}; {remedy}\n")
         return 1
     return 0
 

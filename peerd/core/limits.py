@@ -69,6 +69,8 @@ STATE_NAMED_COPIES: Final = 4  # totals, or kept checkpoints of one stage, hashe
 KEPT_SETS: Final = 32  # sets of checkpoints that one keeper announces
 STATE_TRAIL: Final = 256  # totals that a newcomer holds, in a file, until the state comes that they lead on from
 STATE_COPY_LIFE_S: Final = 1800.0  # the longest that a copy in use stands in the way of a new one
+STATE_LEAST_BYTES_PER_S: Final = 16 << 10  # whoever fetches slower from us keeps no copy from others: half a slow line
+STATE_USERS: Final = 512  # of one copy, whose progress is remembered: as many as there are connections
 
 # --- what a stage peer keeps of microbatches ---------------------------------------------------------------------
 HELD_BATCHES: Final = 4  # worth of microbatches for one step: one is counted, others were begun and dropped meanwhile

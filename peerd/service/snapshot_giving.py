@@ -8,7 +8,9 @@ limits). Beyond each, the caller hears Overloaded and when to come back. Whoever
 answered then, or after _MEET_S; beyond STATE_MEETING such callers, at once.
 
 A hostile caller may ask for copies at every step (each takes the place of its last one), for pieces that do not exist
-(Refused), or take its answers slowly (it holds its own share of pieces, and a copy for STATE_COPY_LIFE_S at most).
+(Refused), or take its answers slowly (it holds its own share of pieces). A copy is in use for those alone who get on
+with it: after _START_S, by pieces that they had not had before, at a least rate, for STATE_COPY_LIFE_S at most. And no
+stranger's use keeps a member of the run from a copy.
 """
 
 from __future__ import annotations
@@ -24,14 +26,16 @@ from peerd.core.errors import Overloaded, Refused
 from peerd.core.frame import TensorFrame
 from peerd.core.ids import PeerId
 from peerd.core.limits import (
-    LINKS,
     STATE_COPIES,
     STATE_COPY_LIFE_S,
+    STATE_DONORS,
     STATE_GIVEN,
     STATE_GIVEN_PER_PEER,
+    STATE_LEAST_BYTES_PER_S,
     STATE_MEETING,
     STATE_NAMED_COPIES,
     STATE_PIECES,
+    STATE_USERS,
 )
 from peerd.core.messages import Empty
 from peerd.core.state import DIGEST_BYTES, StateItem, StateLayout, piece_digest
@@ -42,6 +46,7 @@ from peerd.service.rpc import Answer, Incoming, MethodLimits, Rpc
 # A copy that somebody has used within this time, and has not let go of, is in use: longer than a piece may take, so
 # that a joiner on a slow line does not lose its copy between two pieces.
 _BUSY_S = 35.0
+_START_S = 60.0  # in which a caller need not have got anywhere: others give digests and the first pieces, too
 _IDLE_LIFE_S = 300.0  # one that nobody has asked for so long is let go
 _MEET_S = 20.0  # how long to wait for the step that a joiner names
 _HASHED_AT_ONCE = 16  # pieces, of a MiB each
@@ -65,6 +70,22 @@ Named = Callable[[Position], Awaitable[tuple[Position, list[StateItem]] | None]]
 
 
 @dataclass(slots=True)
+class _Use:
+    """What one caller has had of a copy."""
+
+    since: float
+    at: float  # of its last call
+    had: bytearray  # of each piece, a bit
+    had_bytes: int = 0
+    wanted: bool = True  # it has not let go
+
+    def gets_on(self, now: float, least_bytes_per_s: float) -> bool:
+        """Does it fetch, and not only hold?"""
+        due = (now - self.since - _START_S) * least_bytes_per_s
+        return self.wanted and now - self.at < _BUSY_S and self.had_bytes >= due
+
+
+@dataclass(slots=True)
 class _Copy:
     """A frozen state with its digests."""
 
@@ -74,18 +95,35 @@ class _Copy:
     digests: bytearray
     made: float
     name: Position | None = None  # under which it is asked for
-    used: dict[PeerId, float] = field(default_factory=dict)  # by whom, and when last
+    used: dict[PeerId, _Use] = field(default_factory=dict)  # by whom; who let go and comes again begins where it was
 
     def touch(self, peer: PeerId, now: float) -> None:
-        self.used[peer] = now
-        if len(self.used) > LINKS:
-            self.used = {peer: at for peer, at in self.used.items() if now - at < _BUSY_S}
+        use = self.used.pop(peer, None) or _Use(now, now, bytearray(-(-self.layout.pieces // 8)))
+        use.at, use.wanted = now, True
+        self.used[peer] = use
+        if len(self.used) > STATE_USERS:
+            del self.used[next(iter(self.used))]
+
+    def gave(self, peer: PeerId, piece: int, count: int) -> None:
+        """`peer` has got a piece: what it has had before is no progress."""
+        use, bit = self.used.get(peer), 1 << piece % 8
+        if use is not None and not use.had[piece // 8] & bit:
+            use.had[piece // 8] |= bit
+            use.had_bytes += count
+
+    def let_go(self, peer: PeerId) -> None:
+        if use := self.used.get(peer):
+            use.wanted = False
 
     def used_at(self) -> float:
-        return max(self.used.values(), default=self.made)
+        return max((use.at for use in self.used.values() if use.wanted), default=self.made)
 
-    def in_use(self, now: float) -> bool:
-        return bool(self.used) and now - self.used_at() < _BUSY_S and now - self.made < STATE_COPY_LIFE_S
+    def in_use(self, now: float, by: Callable[[PeerId], bool]) -> bool:
+        """Does anyone get on with it, of those that `by` names?"""
+        whole_in_time = self.layout.total_bytes / (STATE_DONORS * STATE_COPY_LIFE_S)
+        rate = max(STATE_LEAST_BYTES_PER_S, whole_in_time)
+        used = any(use.gets_on(now, rate) for peer, use in self.used.items() if by(peer))
+        return used and now - self.made < STATE_COPY_LIFE_S
 
 
 @dataclass(slots=True)
@@ -104,12 +142,19 @@ class _Shelf:
             if now - copy.used_at() > _IDLE_LIFE_S:
                 del self.copies[root]
 
-    def make_room(self, now: float) -> None:
-        """Bound the memory, before a new copy is made: the least used goes; Overloaded when all are in use."""
+    def make_room(self, now: float, respected: Callable[[PeerId], bool]) -> None:
+        """Bound the memory, before a new copy is made: the least used goes; Overloaded when all are in use.
+
+        By those who are `respected`: of the others' copies, one is given up.
+        """
         self.drop_unused(now)
         if len(self.copies) >= self.most:
-            root, oldest = min(self.copies.items(), key=lambda item: (item[1].in_use(now), item[1].used_at()))
-            if oldest.in_use(now):
+
+            def value(item: tuple[bytes, _Copy]) -> tuple[bool, bool, float]:
+                return item[1].in_use(now, respected), item[1].in_use(now, _anybody), item[1].used_at()
+
+            root, least = min(self.copies.items(), key=value)
+            if least.in_use(now, respected):
                 raise Overloaded("others are fetching older states", 2.0)
             del self.copies[root]
 
@@ -136,6 +181,7 @@ class Giving:
     """Answers calls for the state of this peer; nothing is given before `offer` or `offer_named`."""
 
     def __init__(self, rpc: Rpc, methods: Methods = STATE) -> None:
+        self.is_member: Callable[[PeerId], bool] = lambda _: False  # of the run, as far as we know
         self._offers: dict[int, _Offer] = {}  # by stage
         self._meeting: set[PeerId] = set()  # who waits for a step
         small = MethodLimits(calls_per_peer=4, calls=STATE_GIVEN)  # a state and a total may be asked for at once
@@ -186,8 +232,9 @@ class Giving:
             await self._meet(offer, call.peer, body.meet)
         async with shelf.lock:
             for other in shelf.copies.values():
-                other.used.pop(call.peer, None)  # it wants another one, or will say so
-            copy = await (_newest(offer) if body.of is None else _of_name(offer, body.of))
+                other.let_go(call.peer)  # it wants another one, or will say so
+            respected = self.is_member if self.is_member(call.peer) else _anybody
+            copy = await (_newest(offer, respected) if body.of is None else _of_name(offer, body.of, respected))
             copy.touch(call.peer, trio.current_time())
         return Answer(copy.manifest)
 
@@ -208,7 +255,7 @@ class Giving:
 
     async def _release(self, call: Incoming[StateRelease]) -> Answer[Empty]:
         if copy := self._find(call.body.run, call.body.root):
-            copy.used.pop(call.peer, None)
+            copy.let_go(call.peer)
         return Answer(Empty())
 
     def _copy(self, call: Incoming[StateDigests] | Incoming[StatePiece]) -> _Copy:
@@ -227,29 +274,34 @@ class Giving:
         if call.body.piece >= copy.layout.pieces:
             raise Refused("no such piece")
         data = copy.layout.cut_out(call.body.piece, copy.payloads)
+        copy.gave(call.peer, call.body.piece, data.nbytes)
         return Answer(Empty(), (TensorFrame("uint8", (data.nbytes,), data),))
 
 
-async def _newest(offer: _Offer) -> _Copy:
+def _anybody(_: PeerId) -> bool:
+    return True
+
+
+async def _newest(offer: _Offer, respected: Callable[[PeerId], bool]) -> _Copy:
     """A copy of the present state; the one there is, when there is one."""
     if offer.freeze is None or offer.standing is None:
         raise Refused("this peer has no state of its own to give")
     copy = offer.frozen.of(offer.standing())
     if copy is None:
-        offer.frozen.make_room(trio.current_time())
+        offer.frozen.make_room(trio.current_time(), respected)
         position, items = await offer.freeze()
         copy = offer.frozen.of(position) or await _hashed(offer.frozen, position, items, offer.worker)
     return copy
 
 
-async def _of_name(offer: _Offer, name: Position) -> _Copy:
+async def _of_name(offer: _Offer, name: Position, respected: Callable[[PeerId], bool]) -> _Copy:
     shelf = offer.by_name
     copy = next((copy for copy in shelf.copies.values() if copy.name == name), None)
     if copy is None:
         found = await offer.named(name) if offer.named is not None else None
         if found is None:
             raise Refused(f"what was asked for of step {name.step} is not kept here")
-        shelf.make_room(trio.current_time())
+        shelf.make_room(trio.current_time(), respected)
         copy = await _hashed(shelf, *found, offer.worker)
         copy.name = name
     return copy

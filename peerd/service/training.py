@@ -100,7 +100,12 @@ class Training:
 
     def snapshots(self) -> Snapshots:
         """For a stage peer: give and fetch state."""
-        return Snapshots(self._rpc, self._clock.rng("state"))
+        snapshots = Snapshots(self._rpc, self._clock.rng("state"))
+        snapshots.giving.is_member = self._is_member
+        return snapshots
+
+    def _is_member(self, peer: PeerId) -> bool:
+        return peer in self.following.known()
 
     def assembling(self) -> Assembling:
         """For who takes part in averaging: links to all others, before they are needed."""
@@ -120,7 +125,9 @@ class Training:
 
     def kept_giving(self) -> Giving:
         """For a backbone: give what it keeps; serves `kept/1` from now on."""
-        return Giving(self._rpc, KEPT)
+        giving = Giving(self._rpc, KEPT)
+        giving.is_member = self._is_member
+        return giving
 
     def conducting(self) -> Conducting:
         """For a peer of stage 0: the conductor's duty, when it comes."""

@@ -1,4 +1,4 @@
-"""What a trainer makes of stage peers' answers: who is not ready is asked again soon, who signs nothing is passed by."""
+"""A trainer and stage peers' answers: who is not ready is asked again soon, and who signs nothing is passed by."""
 
 from __future__ import annotations
 

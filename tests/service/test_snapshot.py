@@ -19,7 +19,7 @@ from peerd.core.ids import PeerId
 from peerd.core.limits import STATE_COPIES, STATE_PIECE_BYTES
 from peerd.core.messages import Empty
 from peerd.core.state import TensorSpec
-from peerd.core.training import Position, StateManifest, StatePiece, StateRequest
+from peerd.core.training import Position, StateDigests, StateManifest, StatePiece, StateRequest
 from peerd.service.rpc import Answer, Incoming, Rpc
 from peerd.service.snapshot import Donors, Snapshots, StateItem
 from peerd.service.snapshot_giving import Giving
@@ -377,6 +377,63 @@ async def test_a_copy_in_use_is_not_let_go_for_a_new_one(autojump_clock: MockClo
         await first.call(donor, "state/1/piece", StatePiece(RUN, roots[0], 0), Empty, timeout_s=5)
         await ask(STATE_COPIES, last)  # in place of the one that nobody uses
         assert giver.giving.copies == [Position(0, b"x"), Position(STATE_COPIES, b"x")]
+
+
+async def test_who_only_asks_now_and_then_keeps_no_copy_from_others(autojump_clock: MockClock) -> None:
+    """A cheap call each half minute, of the manifest, the digests, or the same piece again, is no download."""
+    async with peers(2 + STATE_COPIES) as (_, [(donor, rpc), *callers]):
+        giver = Donor(rpc, 0, LARGE, state(0, LARGE))
+        honest = callers[-1][1]
+        request = StateRequest(RUN, 1)
+        roots = []
+        for giver.step, (_, holder) in enumerate(callers[:-1]):
+            answer = await holder.call(donor, "state/1/manifest", request, StateManifest, timeout_s=5)
+            roots.append(answer.body.root)
+        giver.step += 1
+        for _ in range(3):
+            with pytest.raises(Overloaded):
+                await honest.call(donor, "state/1/manifest", request, StateManifest, timeout_s=5)
+            for (_, holder), root in zip(callers[:-1], roots, strict=True):
+                await holder.call(donor, "state/1/digests", StateDigests(RUN, root), Empty, timeout_s=5)
+                await holder.call(donor, "state/1/piece", StatePiece(RUN, root, 0), Empty, timeout_s=5)
+            await trio.sleep(30)
+        await trio.sleep(34)
+        for (_, holder), root in zip(callers[:-1], roots, strict=True):
+            await holder.call(donor, "state/1/piece", StatePiece(RUN, root, 0), Empty, timeout_s=5)
+        answer = await honest.call(donor, "state/1/manifest", request, StateManifest, timeout_s=5)
+        assert answer.body.position == Position(giver.step, b"x")
+
+
+async def test_who_gets_on_slowly_keeps_its_copy(autojump_clock: MockClock) -> None:
+    async with peers(2 + STATE_COPIES) as (_, [(donor, rpc), *callers]):
+        giver = Donor(rpc, 0, LARGE, state(0, LARGE))
+        request = StateRequest(RUN, 1)
+        roots = []
+        for giver.step, (_, holder) in enumerate(callers[:-1]):
+            answer = await holder.call(donor, "state/1/manifest", request, StateManifest, timeout_s=5)
+            roots.append(answer.body.root)
+        giver.step += 1
+        for piece in range(PIECES):
+            for (_, holder), root in zip(callers[:-1], roots, strict=True):
+                await holder.call(donor, "state/1/piece", StatePiece(RUN, root, piece), Empty, timeout_s=5)
+            with pytest.raises(Overloaded):
+                await callers[-1][1].call(donor, "state/1/manifest", request, StateManifest, timeout_s=5)
+            await trio.sleep(30)
+
+
+async def test_no_strangers_keep_a_member_from_a_copy(autojump_clock: MockClock) -> None:
+    async with peers(3 + STATE_COPIES) as (_, [(donor, rpc), *callers]):
+        giver = Donor(rpc, 0)
+        *strangers, (member, honest), (_, other) = callers
+        giver.giving.is_member = lambda peer: peer == member
+        request = StateRequest(RUN, 1)
+        for giver.step, (_, stranger) in enumerate(strangers):
+            await stranger.call(donor, "state/1/manifest", request, StateManifest, timeout_s=5)
+        giver.step += 1
+        with pytest.raises(Overloaded):
+            await other.call(donor, "state/1/manifest", request, StateManifest, timeout_s=5)
+        answer = await honest.call(donor, "state/1/manifest", request, StateManifest, timeout_s=5)
+        assert answer.body.position == Position(giver.step, b"x")
 
 
 async def test_who_has_fetched_a_state_does_not_keep_the_next_from_a_newer_one(autojump_clock: MockClock) -> None:
