@@ -1,21 +1,25 @@
 """A member's part in its stage's averaging rounds: plan, residual, sums, and what it says of its line meanwhile.
 
-What a round leaves behind counts once the step with its total is made (`Total.settle`), and not before.
+What a round leaves behind counts once the step with its total is made (`Total.settle`), and not before. An attempt ends
+when it is made, its conductor hangs up, a later one is ordered, or another conductor is followed: who ordered it and
+hangs, or is gone without a word, keeps the member from nothing.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
+import trio
 
 from peerd.compute.feedback import ErrorFeedback, feedback_of
 from peerd.compute.powersgd import LowRank
 from peerd.compute.served import Model, Vector
 from peerd.core.blockwise import BLOCKS, CODES
-from peerd.core.errors import ProtocolViolation
+from peerd.core.errors import ProtocolViolation, Refused
 from peerd.core.ids import PeerId
 from peerd.core.runfile import RunFile
 from peerd.core.training import LineInfo, Prepare
@@ -50,6 +54,19 @@ class Total:
         self.settle()
 
 
+_LONG_S = 10.0  # a round that takes longer is something that one waits for
+
+
+@dataclass(frozen=True, slots=True)
+class _Attempt:
+    """One that is under way."""
+
+    name: bytes
+    conductor: PeerId
+    since: float
+    scope: trio.CancelScope
+
+
 class Rounds:
     """Coding and sums run on `worker`; one round at a time."""
 
@@ -63,6 +80,35 @@ class Rounds:
         self._terms = Terms(run.averaging.part_bytes, run.averaging.sender_timeout_s, align)
         self._vector_is = (0, "", 0)  # elements and dtype of what we bring, once we did: helpers must know
         self._told = 0
+        self._attempt: _Attempt | None = None
+
+    @property
+    def waits_for(self) -> str | None:
+        """Whom a round that takes long waits for."""
+        long = self._attempt is not None and trio.current_time() - self._attempt.since > _LONG_S
+        return "the gradients of its stage-mates" if long else None
+
+    @contextmanager
+    def under_way(self, attempt: bytes, conductor: PeerId) -> Iterator[None]:
+        """Inside, rounds are made; Refused when the attempt is called off."""
+        with trio.CancelScope() as scope:
+            self._attempt = _Attempt(attempt, conductor, trio.current_time(), scope)
+            try:
+                yield
+            finally:
+                self._attempt = None
+        if scope.cancelled_caught:
+            raise Refused("the attempt was called off: another one was ordered, or this peer follows another conductor")
+
+    def call_off_for(self, attempt: bytes) -> None:
+        """A new one is ordered: its conductor has given up whatever else is under way."""
+        if self._attempt is not None and self._attempt.name != attempt:
+            self._attempt.scope.cancel()
+
+    def call_off_unless_of(self, conductor: PeerId | None) -> None:
+        """Nobody will commit what another conductor than this one has ordered."""
+        if self._attempt is not None and self._attempt.conductor != conductor:
+            self._attempt.scope.cancel()
 
     def line(self) -> LineInfo:
         """What the conductor should know of our line and of what we bring."""

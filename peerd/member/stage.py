@@ -10,7 +10,7 @@ with parameters of two steps.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from functools import partial
 from typing import TypeVar
@@ -48,7 +48,7 @@ from peerd.member.rounds import Rounds, Total
 from peerd.member.saving import Saving
 from peerd.member.serving import Serving
 from peerd.member.totals import Leap
-from peerd.role import Answer, Incoming, MethodLimits, RoleContext, RoundFailed, Training, explained
+from peerd.role import Answer, AveragingPlan, Incoming, MethodLimits, RoleContext, RoundFailed, Training, explained
 
 T = TypeVar("T")
 
@@ -225,7 +225,7 @@ class StageMember:
     def _why_waiting(self) -> str | None:
         waits = self._following.waits_for or self._catching_up.waits_for or self._recalling.waits_for
         if waits or not self._waits_for:
-            return waits or None
+            return waits or self._rounds.waits_for
         problem = self._recalling.problem
         return f"{self._waits_for}; {problem}" if problem else self._waits_for
 
@@ -331,6 +331,7 @@ class StageMember:
                 continue
             self._seen, self._resend, self._told = answer.version, answer.resend, told
             self._admissions.follow(self._following.conductor)
+            self._rounds.call_off_unless_of(self._following.conductor)
             self._take(answer)
             if answer.current is not None:
                 self._catching_up.swarm_at(answer.current, self._stated)
@@ -415,27 +416,33 @@ class StageMember:
         if body.step != self._position.step or self._ctx.host.id.text not in body.group:
             return Answer(Prepared(False, body.assigned, []))
         plans = self._rounds.plans(body, call.peer)
+        self._rounds.call_off_for(body.attempt)
         async with self.moving:
-            self._serving.closing = True
-            try:
-                vector = await self.work(lambda: self._part_of(body), "copy the gradient", urgent=True)
-                if isinstance(vector, list):
-                    return Answer(Prepared(False, vector, []))
-                total = await self._rounds.total(plans, vector, self._need().low_rank)
-                digest = await self._rounds.digest(total)
-            except Unusable as error:
-                self._ctx.log.event("not summed", level="warning", step=body.step, reason=str(error))
-                return Answer(Prepared(False, [], [], refused=error.mbs))
-            except RoundFailed as error:
-                self._ctx.log.event("averaging failed", level="warning", step=body.step, reason=explained(error))
-                return Answer(Prepared(False, [], list(error.lost)))
-            except Stale as error:
-                raise Refused(str(error)) from None
-            finally:
-                self._serving.closing = False
-            self._total, self._averaged = total, Position(body.step + 1, body.lineage)
-            self._counted = list(body.assigned)
-        return Answer(Prepared(True, [], [], digest))
+            with self._rounds.under_way(body.attempt, call.peer):
+                return Answer(await self._average(body, plans))
+
+    async def _average(self, order: Prepare, plans: Sequence[AveragingPlan]) -> Prepared:
+        """Bring our part, take the sum."""
+        self._serving.closing = True
+        try:
+            vector = await self.work(lambda: self._part_of(order), "copy the gradient", urgent=True)
+            if isinstance(vector, list):
+                return Prepared(False, vector, [])
+            total = await self._rounds.total(plans, vector, self._need().low_rank)
+            digest = await self._rounds.digest(total)
+        except Unusable as error:
+            self._ctx.log.event("not summed", level="warning", step=order.step, reason=str(error))
+            return Prepared(False, [], [], refused=error.mbs)
+        except RoundFailed as error:
+            self._ctx.log.event("averaging failed", level="warning", step=order.step, reason=explained(error))
+            return Prepared(False, [], list(error.lost))
+        except Stale as error:
+            raise Refused(str(error)) from None
+        finally:
+            self._serving.closing = False
+        self._total, self._averaged = total, Position(order.step + 1, order.lineage)
+        self._counted = list(order.assigned)
+        return Prepared(True, [], [], digest)
 
     def _part_of(self, order: Prepare) -> Vector | list[Mb]:
         """On the device: what we bring to the average, or what is missing for it. One job: nothing comes between."""

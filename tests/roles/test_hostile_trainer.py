@@ -6,49 +6,34 @@ with its key, and orders to average come from its own address.
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
-import trio
 
-from peerd.compute.served import ServedStage
-from peerd.compute.tensors import from_frame
 from peerd.core.errors import Overloaded, ProtocolViolation, Refused, RemoteError
 from peerd.core.frame import TensorFrame
 from peerd.core.keys import Keypair
 from peerd.core.limits import HELD_BATCHES, HELD_BATCHES_PER_TRAINER
-from peerd.core.proof import grant, has_received
-from peerd.core.runfile import CheckpointSection, EvaluateSection, RunFile, fingerprint
+from peerd.core.proof import has_received
+from peerd.core.runfile import CheckpointSection, EvaluateSection, RunFile
 from peerd.core.training import (
     Commit,
-    Grant,
-    GrantStatement,
     Mb,
     Moved,
     Position,
-    Prepare,
-    Prepared,
-    Seqs,
-    StageAnswer,
-    StageBackward,
 )
 from peerd.service.rpc_io import Inbound
-from roles.backbone import BackboneRole
-from roles.stage import StageRole
 from tests.kit.exact import write_texts
-from tests.kit.training import Peer, Swarm, pinned, small_run, swarm
+from tests.kit.stagescene import BATCH, Scene, digest, microbatch
+from tests.kit.training import small_run, swarm
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.socket,
     pytest.mark.no_watchdog("several peers and the threads of their workers share one interpreter"),
 ]
-BATCH = 4  # microbatches
 STRANGER = Keypair.from_seed(b"not the conductor".ljust(32, b"."))
 
 
@@ -57,66 +42,6 @@ def run(tmp_path: Path) -> RunFile:
     return small_run(
         "hostile", write_texts(tmp_path), evaluate=EvaluateSection(every_steps=0), checkpoint=CheckpointSection()
     )
-
-
-class Scene:
-    """A peer of stage 0 that conducts, and others that call it."""
-
-    def __init__(self, s: Swarm, run: RunFile) -> None:
-        self.s, self.run, self.mark = s, run, fingerprint(run)
-
-    async def start(self, *trainers: str) -> None:
-        for name in trainers:
-            await self.s.start(name, BackboneRole, None)
-        self.stage = await self.s.start("stage0", StageRole, pinned(self.run, 0))
-        await self.stage.ready.wait()
-        with trio.fail_after(20):
-            following = self.stage.role._following
-            while following.conductor != self.stage.host.id:  # it takes on the duty by itself
-                await following.told.wait()
-        for name in trainers:
-            self.s.peers[name].host.learn(self.stage.host.id, self.stage.host.addrs())
-
-    def admitted(self, trainer: Peer, *seqs: int, step: int = 0, by: Any = None) -> Grant:
-        statement = GrantStatement(self.mark, 1, step, trainer.host.id.text, Seqs.of(seqs))
-        return grant(by or self.stage.host.sign, statement)
-
-    async def backward(
-        self, trainer: Peer, seq: int, shown: Grant | None, frames: Sequence[TensorFrame] | None = None, step: int = 0
-    ) -> StageAnswer:
-        body = StageBackward(self.mark, 0, step, seq, grant=shown)
-        answer = await trainer.role._ctx.rpc.call(
-            self.stage.host.id, "stage/1/backward", body, StageAnswer, frames=frames or microbatch(seq), timeout_s=10
-        )
-        return answer.body
-
-    async def prepare(self, *assigned: Mb) -> Prepared:
-        own = self.stage.host.id
-        order = Prepare(self.mark, 1, 0, b"a" * 16, b"next", [own.text], sorted(assigned), 2 * BATCH, 30.0)
-        answer = await self.stage.role._ctx.rpc.call(own, "stage/1/prepare", order, Prepared, timeout_s=30)
-        return answer.body
-
-    def honest(self, *seqs: int) -> ServedStage:
-        """The stage as it were with these alone, in this order."""
-        torch.set_num_threads(1)
-        alone = ServedStage(self.run, 0, "cpu")
-        for seq in seqs:
-            frames = microbatch(seq)
-            x, gradient = (from_frame(frame) for frame in frames)
-            alone.backward(0, Mb("t", seq), (x, gradient), frames)
-        return alone
-
-
-def microbatch(number: int, size: float = 1.0) -> list[TensorFrame]:
-    """Tokens, and the gradient of what stage 0 gives."""
-    rng = np.random.default_rng(number)
-    tokens = rng.integers(0, 256, (2, 16)).astype("uint8")
-    gradient = (rng.standard_normal((2, 16, 16)) * size).astype("float32")
-    return [TensorFrame(a.dtype.name, a.shape, a.data.cast("B")) for a in (tokens, gradient)]
-
-
-def digest(served: ServedStage) -> bytes:
-    return hashlib.sha256(served.vector().tobytes()).digest()
 
 
 async def test_what_no_conductor_admitted_is_refused_before_its_frames_are_received(

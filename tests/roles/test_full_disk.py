@@ -1,0 +1,144 @@
+"""Disks that are full, or that hang: training goes on, what is missing is said, and the next checkpoint is tried."""
+
+from __future__ import annotations
+
+import errno
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import trio
+
+from peerd.cli import invoke
+from peerd.core.runfile import CheckpointSection, EvaluateSection, RunFile
+from peerd.member import saving
+from roles.backbone import BackboneRole
+from roles.stage import StageRole
+from roles.trainer import TrainerRole
+from tests.kit.exact import write_texts
+from tests.kit.processes import run_file
+from tests.kit.training import Peer, events, pinned, small_run, swarm
+
+FULL = "Error while serializing: I/O error: No space left on device (os error 28)"
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunFile:
+    return small_run(
+        "disk",
+        write_texts(tmp_path),
+        evaluate=EvaluateSection(every_steps=0),
+        checkpoint=CheckpointSection(every_steps=2, keep=2),
+    )
+
+
+class Disk:
+    """What happens to checkpoints below `folder`."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.full, self.hangs, self.lets_go = False, False, threading.Event()
+        self.tried: list[str] = []
+        self._folder = folder
+        original = safetensors.torch.save_file
+
+        def save_file(state: Any, path: Path, *rest: Any) -> None:
+            if path.is_relative_to(self._folder):
+                self.tried.append(path.name)
+                if self.hangs:
+                    self.lets_go.wait(60)
+                if self.full:
+                    path.write_bytes(b"as much as there was room for")
+                    raise safetensors.SafetensorError(FULL)
+            original(state, path, *rest)
+
+        monkeypatch.setattr(safetensors.torch, "save_file", save_file)
+
+
+async def steps(peer: Peer, further: int) -> None:
+    target = peer.role.step + further
+    with trio.move_on_after(60) as limit:
+        while peer.role.step < target:
+            await peer.role._stepped.wait()
+    assert not limit.cancelled_caught, "\n".join(events([peer]))
+
+
+async def saved(peer: Peer) -> None:
+    with trio.fail_after(30):
+        await peer.role._saving.written()
+
+
+@pytest.mark.slow
+@pytest.mark.socket
+@pytest.mark.no_watchdog("several peers and the threads of their workers share one interpreter")
+async def test_a_full_disk_costs_checkpoints_and_nothing_else(
+    tmp_path: Path, run: RunFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = Disk(tmp_path / "peers" / "stage0", monkeypatch)
+    disk.full = True
+    async with swarm(tmp_path / "peers") as s:
+        await s.start("backbone", BackboneRole, None)
+        peer, _ = [await s.start(f"stage{i}", StageRole, pinned(run, i)) for i in range(2)]
+        trainer = await s.start("trainer", TrainerRole, run)
+        await peer.ready.wait()
+        await steps(peer, 5)
+        await saved(peer)
+        said = peer.role.status()["not_saved"]
+        folder = tmp_path / "peers" / "stage0" / "checkpoints" / "disk" / "stage-0"
+        assert f"{folder}: No space left on device (" in said
+        assert said.endswith(" MB free)")
+        warnings = [event for event in peer.log.recent(1000) if event["name"] == "not saved"]
+        assert [event["level"] for event in warnings].count("warn") == 1
+        assert str(folder) in str(warnings[0])
+        assert [file.name for file in folder.iterdir()] == []  # nor does it leave anything that takes room
+        assert len(disk.tried) >= 2
+        disk.full = False
+        await steps(peer, 3)
+        await saved(peer)
+        assert peer.role.status()["not_saved"] is None
+        assert peer.role.status()["saved_steps"]
+        assert trainer.role.status()["microbatches"]["redone"] == 0
+
+
+@pytest.mark.slow
+@pytest.mark.socket
+@pytest.mark.no_watchdog("several peers and the threads of their workers share one interpreter")
+async def test_steps_go_on_while_a_disk_hangs_and_the_newest_state_is_the_next_to_be_written(
+    tmp_path: Path, run: RunFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = Disk(tmp_path / "peers" / "stage0", monkeypatch)
+    disk.hangs = True
+    monkeypatch.setattr(saving, "_HANGS_S", 0.0)
+    async with swarm(tmp_path / "peers") as s:
+        await s.start("backbone", BackboneRole, None)
+        peer, _ = [await s.start(f"stage{i}", StageRole, pinned(run, i)) for i in range(2)]
+        await s.start("trainer", TrainerRole, run)
+        await peer.ready.wait()
+        try:
+            await steps(peer, 9)
+            assert len(disk.tried) == 1
+            assert "has not taken the checkpoint of step 2 for" in peer.role.status()["not_saved"]
+            waiting = peer.role._saving._waiting[0].step
+            assert waiting >= 8
+        finally:
+            disk.hangs = False
+            disk.lets_go.set()
+        await saved(peer)
+        steps_tried = [int(name[5:13]) for name in disk.tried]
+        assert steps_tried[0] == 2
+        assert steps_tried[1] >= waiting
+        assert peer.role.status()["not_saved"] is None
+
+
+def test_a_full_disk_at_the_start_is_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*_: Any) -> bool:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("peerd.home._try_lock", full)
+    line = f"join --role stage --model {run_file(tmp_path)} --data-dir {tmp_path / 'data'}"
+    assert invoke(line.split()) == 1
+    said = capsys.readouterr().err
+    assert said == "peerd: the disk is full; make room in the data directory, or give another --data-dir\n"

@@ -1,0 +1,107 @@
+"""A stage peer and orders to average that come to nothing: it goes on at once with those that come after."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trio
+
+from peerd.core.errors import Refused
+from peerd.core.ids import PeerId
+from peerd.core.runfile import CheckpointSection, EvaluateSection, RunFile
+from peerd.core.training import AverageAlive, AverageKey, Mb, Prepared
+from peerd.role import Answer, MethodLimits
+from tests.kit.exact import write_texts
+from tests.kit.stagescene import BATCH, Scene, digest
+from tests.kit.training import Peer, small_run, swarm
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.socket,
+    pytest.mark.no_watchdog("several peers and the threads of their workers share one interpreter"),
+]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunFile:
+    return small_run(
+        "orders", write_texts(tmp_path), evaluate=EvaluateSection(every_steps=0), checkpoint=CheckpointSection()
+    )
+
+
+def hangs(peer: Peer) -> trio.Event:
+    """A stage-mate that lives, takes parts and never gives any; set once it was sent some."""
+    met = trio.Event()
+
+    async def alive(call: Any) -> Answer[AverageAlive]:
+        await trio.lowlevel.checkpoint()
+        return Answer(AverageAlive(coming=True))
+
+    async def parts(call: Any, stream: Any) -> None:
+        met.set()
+        await trio.sleep_forever()
+
+    rpc = peer.role._ctx.rpc
+    rpc.serve("average/1/alive", AverageKey, alive)
+    limits = MethodLimits(frames=1, frame_bytes=8 << 20)
+    rpc.serve_stream("average/1/parts", AverageKey, parts, limits=limits)
+    return met
+
+
+async def held_up(scene: Scene, nursery: trio.Nursery) -> tuple[list[Mb], list[str], trio.Event]:
+    """The stage peer averages with a stage-mate that hangs; what became of that order, once it ends."""
+    trainer, mate = scene.s.peers["trainer"], scene.s.peers["mate"]
+    shown, said, over = scene.admitted(trainer, *range(BATCH)), list[str](), trio.Event()
+    for seq in range(BATCH):
+        await scene.backward(trainer, seq, shown)
+    mbs = [Mb(trainer.host.id.text, seq) for seq in range(BATCH)]
+    scene.stage.host.learn(mate.host.id, mate.host.addrs())
+    met = hangs(mate)
+
+    async def order() -> None:
+        try:
+            said.append(str(await scene.prepare(*mbs, attempt=b"1" * 16, beside=[mate])))
+        except Refused as error:
+            said.append(str(error))
+        over.set()
+
+    nursery.start_soon(order)
+    with trio.fail_after(20):
+        await met.wait()
+    assert scene.stage.role._serving.closing
+    return mbs, said, over
+
+
+async def test_a_later_order_takes_the_place_of_one_that_hangs(tmp_path: Path, run: RunFile) -> None:
+    async with swarm(tmp_path / "peers") as s, trio.open_nursery() as nursery:
+        scene = Scene(s, run)
+        await scene.start("trainer", "mate")
+        mbs, said, over = await held_up(scene, nursery)
+        with trio.fail_after(5):
+            prepared: Prepared = await scene.prepare(*mbs, attempt=b"2" * 16)
+            await over.wait()
+        assert prepared.ok
+        assert prepared.digest == digest(scene.honest(*range(BATCH)))
+        (why,) = said
+        assert "called off" in why
+
+
+async def test_an_order_of_a_conductor_that_is_followed_no_more_is_called_off(tmp_path: Path, run: RunFile) -> None:
+    async with swarm(tmp_path / "peers") as s, trio.open_nursery() as nursery:
+        scene = Scene(s, run)
+        await scene.start("trainer", "mate")
+        _, said, over = await held_up(scene, nursery)
+        following, own = scene.stage.role._following, scene.stage.host.id
+        ask = following.rpc.call
+
+        async def answered_by_another(peer: PeerId, method: str, *rest: Any, **more: Any) -> Any:
+            return await ask(own if method == "swarm/1/member" else peer, method, *rest, **more)
+
+        following.rpc.call = answered_by_another
+        following.conductor = s.peers["mate"].host.id  # the one before is gone without a word
+        with trio.fail_after(20):
+            await over.wait()
+        assert not scene.stage.role._serving.closing
+        assert "called off" in said[0]
