@@ -63,9 +63,7 @@ class Papers:
 class Pipeline:
     """Calls to the stages of one run."""
 
-    def __init__(
-        self, run: RunFile, rpc: Rpc, clock: Clock, linked: Callable[[PeerId], bool], papers: Papers
-    ) -> None:
+    def __init__(self, run: RunFile, rpc: Rpc, clock: Clock, linked: Callable[[PeerId], bool], papers: Papers) -> None:
         self._rpc, self._linked, self._papers = rpc, linked, papers
         self._clients: set[str] = set()  # stage peers that only dial: called while they are connected
         self._fingerprint = fingerprint(run)
