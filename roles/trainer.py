@@ -251,7 +251,8 @@ class TrainerRole:
     # --- evaluation and progress ------------------------------------------------------------------------------
 
     def answered(self, answer: TrainerAnswer) -> None:
-        """Evaluate when it is our turn."""
+        """Look after what is on its way; evaluate when it is our turn."""
+        self._pipeline.look()
         if answer.evaluate and not answer.complete:
             self._evaluate_if_due(answer.step)
 

@@ -13,6 +13,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import msgspec
 import trio
@@ -33,6 +34,7 @@ log = logging.getLogger("peerd.service.pipeline")
 FORWARD_TIMEOUT_S = 30.0
 BACKWARD_TIMEOUT_S = 75.0
 _SOON_S, _NOT_SO_SOON_S = 0.05, 5.0  # before a peer is asked again that says it cannot take a call now
+_OVERDUE_S = 5.0  # that an answer takes before one looks whether its peer lives
 _AWAY_S = 0.5  # between looks whether one of those that can only dial is connected
 
 
@@ -52,6 +54,18 @@ class Load:
         self.gradients.clear()
 
 
+class Ways(Protocol):
+    """What the pipeline knows of the ways to stage peers."""
+
+    def linked(self, peer: PeerId) -> bool:
+        """Whether calls get through to `peer` though it cannot be dialed."""
+        ...
+
+    def doubt(self, peer: PeerId) -> None:
+        """An answer is overdue: see whether the peer is still there."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Papers:
     """Who the trainer is, and what shows that the conductor has admitted a microbatch of its."""
@@ -63,14 +77,14 @@ class Papers:
 class Pipeline:
     """Calls to the stages of one run."""
 
-    def __init__(self, run: RunFile, rpc: Rpc, clock: Clock, linked: Callable[[PeerId], bool], papers: Papers) -> None:
-        self._rpc, self._linked, self._papers = rpc, linked, papers
+    def __init__(self, run: RunFile, rpc: Rpc, clock: Clock, ways: Ways, papers: Papers) -> None:
+        self._rpc, self._ways, self._papers = rpc, ways, papers
         self._clients: set[str] = set()  # stage peers that only dial: called while they are connected
         self._fingerprint = fingerprint(run)
         self._stages = run.pipeline.stages
         self._dtype, self._width = run.model.dtype, run.model.d_model
         self._wirings = [Wiring(clock.rng(f"wiring {stage}")) for stage in range(self._stages)]
-        self._calls: dict[str, set[trio.CancelScope]] = {}
+        self._calls: dict[str, dict[trio.CancelScope, float]] = {}  # by peer, and since when
         self._uplinks: list[dict[str, float]] = [{} for _ in range(self._stages)]  # bytes/s to each peer, as it says
         self._changed = trio.Event()
         self.waits_for: str | None = None
@@ -91,6 +105,16 @@ class Pipeline:
                 scope.cancel()
         self._changed.set()
         self._changed = trio.Event()
+
+    def look(self) -> None:
+        """To be called now and then: of whom an answer is overdue, we see whether it is still there.
+
+        Otherwise one whose answers do not come through would cost us what it may take to compute.
+        """
+        now = trio.current_time()
+        for name, since in self._calls.items():
+            if now - min(since.values()) > _OVERDUE_S:
+                self._ways.doubt(PeerId.parse(name))
 
     def peers(self) -> int:
         """Stage peers that may be called."""
@@ -186,13 +210,13 @@ class Pipeline:
     @contextmanager
     def _call_to(self, name: str) -> Iterator[None]:
         """Raises Unreachable when the peer leaves the swarm meanwhile."""
-        scopes = self._calls.setdefault(name, set())
+        scopes = self._calls.setdefault(name, {})
         with trio.CancelScope() as scope:
-            scopes.add(scope)
+            scopes[scope] = trio.current_time()
             try:
                 yield
             finally:
-                scopes.discard(scope)
+                del scopes[scope]
                 if not scopes:
                     self._calls.pop(name, None)
         if scope.cancelled_caught:
@@ -203,7 +227,7 @@ class Pipeline:
         wiring = self._wirings[stage]
         while True:
             now = trio.current_time()
-            away = {name for name in self._clients if not self._linked(PeerId.parse(name))}
+            away = {name for name in self._clients if not self._ways.linked(PeerId.parse(name))}
             name = wiring.pick(now, cost, avoid, away)
             if name is not None:
                 self.waits_for = None

@@ -82,11 +82,17 @@ class Training:
 
     def pipeline(self, grant_of: Callable[[int], Grant | None]) -> Pipeline:
         """For a trainer: calls to the stages. `grant_of`: what shows that a microbatch of ours is admitted."""
-        return Pipeline(self.run, self._rpc, self._clock, self._linked, Papers(self._host.id.text, grant_of))
+        return Pipeline(self.run, self._rpc, self._clock, self, Papers(self._host.id.text, grant_of))
 
-    def _linked(self, peer: PeerId) -> bool:
+    def linked(self, peer: PeerId) -> bool:
         """Whether calls get through to `peer` though it cannot be dialed; a replica is called by its own trainer."""
         return peer == self._host.id or self._host.links.best(peer) is not None
+
+    def doubt(self, peer: PeerId) -> None:
+        """An answer is overdue: see whether the peer is still there."""
+        link = self._host.links.best(peer)
+        if link is not None:
+            link.doubt()
 
     def averaging(self) -> Averaging:
         """For a stage peer: all-reduce inside its stage."""

@@ -46,6 +46,13 @@ class Stages:
         return Answer(StageAnswer(loss_sum=1.0, receipt=found))
 
 
+class Ways:
+    def linked(self, peer: PeerId) -> bool:
+        return True
+
+    def doubt(self, peer: PeerId) -> None: ...
+
+
 def signed(by: Keypair, stage: int = 0) -> Any:
     def sign(body: StageBackward) -> Receipt:
         return receipt(by.sign, MARK, 5, stage, body.step, Mb(OWN, body.seq))
@@ -58,7 +65,7 @@ def admitted(term: int) -> Grant:
 
 
 def pipeline(stages: Any, grants: Any, *peers: Keypair) -> Pipeline:
-    made = Pipeline(RUN, stages, SimClock(1, "t"), lambda peer: True, Papers(OWN, grants))
+    made = Pipeline(RUN, stages, SimClock(1, "t"), Ways(), Papers(OWN, grants))
     made.update(MemberInfo(peer.peer_id.text, 0, [], True) for peer in peers)
     return made
 
