@@ -45,6 +45,7 @@ REQUEST, OPEN, REPLY, PART, END, ERROR, CANCEL = 1, 2, 3, 4, 5, 6, 7
 
 _HEAD = struct.Struct(">IBBQ")
 _CALL = struct.Struct(">IB")
+HEAD_BYTES = _HEAD.size
 _HEAD_AND_CALL = struct.Struct(">IBBQIB")
 _MOST_BLOCK_BYTES = {
     REQUEST: RPC_BODY_BYTES + _CALL.size + RPC_NAME_BYTES,
@@ -151,6 +152,11 @@ class MessageParser:
         self._targets: list[memoryview] = []  # where payload bytes go, first one first; none while skipping
 
     @property
+    def partial(self) -> tuple[int, int]:
+        """Bytes held of a message that is not complete, and how many it needs before its payloads; 0: of none."""
+        return (0, 0) if self._pending is not None or self.wanted else (len(self._rest), self._need)
+
+    @property
     def clean(self) -> bool:
         """Whether the stream may end here."""
         return not self._rest and not self.wanted and self._pending is None
@@ -243,6 +249,13 @@ class MessageParser:
         have, self._rest = self._rest[: self.wanted], self._rest[self.wanted :]
         self._need = _HEAD.size
         self.fill(bytes(have))
+
+
+def read_head(data: bytes) -> tuple[int, int, int, int]:
+    """Of a message's head (HEAD_BYTES): the block's size, the kind, the number of frames, the call's id."""
+    size, kind, frames, call_id = _HEAD.unpack(data)
+    _check_head(size, kind, frames)
+    return size, kind, frames, call_id
 
 
 def _check_head(size: int, kind: int, frames: int) -> None:

@@ -1,7 +1,7 @@
-"""The books of calls, sans-IO: what a method may cost, how loaded it is, which calls wait, how many bytes are held.
+"""The books of calls, sans-IO: what a method may cost, how loaded it is, which calls wait.
 
 Nothing here reads a clock or a stream: `now` and `peer` are arguments. Everything is bounded by core/limits.
-A hostile peer may: call too often, answer calls that were never made, ask us to hold more bytes than is its share.
+A hostile peer may: call too often, answer calls that were never made. What it has us hold is in `machine/book`.
 """
 
 from __future__ import annotations
@@ -20,8 +20,6 @@ from peerd.core.limits import (
     RPC_DEFAULT_BODY_BYTES,
     RPC_NAME_BYTES,
     RPC_PENDING,
-    RPC_RECEIVING_BYTES,
-    RPC_RECEIVING_BYTES_PER_PEER,
 )
 
 _METHOD = re.compile(r"([a-z][a-z0-9_-]{0,31})/([1-9][0-9]{0,3})/([a-z][a-z0-9_-]*)")
@@ -174,33 +172,3 @@ class PendingCalls(Generic[E]):
         self._entries.clear()
         self.due = math.inf
         return entries
-
-
-class ByteBudget:
-    """Payload bytes held for peers: so many in all, so many for one peer."""
-
-    def __init__(self, total: int = RPC_RECEIVING_BYTES, per_peer: int = RPC_RECEIVING_BYTES_PER_PEER) -> None:
-        self.held = 0
-        self._total = total
-        self._per_peer = per_peer
-        self._by_peer: dict[PeerId, int] = {}
-
-    def take(self, peer: PeerId, count: int) -> bool:
-        """Hold `count` more bytes for `peer`, if there is room."""
-        mine = self._by_peer.get(peer, 0) + count
-        if mine > self._per_peer or self.held + count > self._total:
-            return False
-        self.held += count
-        self._by_peer[peer] = mine
-        return True
-
-    def give(self, peer: PeerId, count: int) -> None:
-        """Hold `count` bytes less."""
-        mine = self._by_peer[peer] - count
-        self.held -= count
-        if mine < 0 or self.held < 0:
-            raise LocalError("more bytes given back than were taken")
-        if mine:
-            self._by_peer[peer] = mine
-        else:
-            del self._by_peer[peer]

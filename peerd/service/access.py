@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Annotated, Any, Final, Protocol
 
@@ -108,6 +109,7 @@ class Access:
         self._met: dict[PeerId, _Met] = {}  # connected peers
         self._exchanges: dict[PeerId, _Exchange] = {}
         self._told = _Told()
+        host.book.members_by(self._knows_member)
 
     @property
     def token(self) -> bytes:
@@ -181,6 +183,15 @@ class Access:
             self._tell(caller, "call", f"its call of {method.full} was refused: {why}")
         return why
 
+    def closed(self, caller: PeerId, methods: Iterable[MethodName]) -> bool:
+        """Whether none of a service's `methods` is for this caller; not where the service has none."""
+        now, whys = self._clock.wall(), []
+        for method in methods:
+            if method.service == FREE or caller == self._host.id:
+                return False
+            whys.append(self.roll.may_call(caller, method.service, method.full, now))
+        return bool(whys) and None not in whys
+
     def knows(self, peer: PeerId, method: MethodName) -> bool:
         """Whether `method` of `peer` may be called without more ado."""
         if method.service == FREE or peer == self._host.id:
@@ -246,6 +257,9 @@ class Access:
             "revoked_list": max(self.roll.revoked_number, 0),
             "waits_for": self.waits_for(),
         }
+
+    def _knows_member(self, peer: str) -> bool:
+        return self.roll.member(PeerId.parse(peer), self._clock.wall()) is not None
 
     # --- showing -----------------------------------------------------------------------------------------------
 

@@ -15,6 +15,7 @@ import dataclasses
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
@@ -27,13 +28,13 @@ from peerd.core.ids import PeerId
 from peerd.core.limits import RPC_IDLE_S, RPC_MESSAGE_FRAME_BYTES
 from peerd.core.messages import Empty, decode, encode
 from peerd.machine.linkrate import LineRates
-from peerd.machine.rpc_calls import ByteBudget, Counters, MethodLimits, MethodLoad, MethodName, method_name
+from peerd.machine.rpc_calls import Counters, MethodLimits, MethodLoad, MethodName, method_name
 from peerd.service.rpc_client import Channel, Reply, Request
-from peerd.service.rpc_crew import Crew
-from peerd.service.rpc_io import SharedBudget
+from peerd.service.rpc_crew import Crew, Tasks
 from peerd.service.rpc_lanes import Lanes
 from peerd.service.rpc_local import local_pair
 from peerd.service.rpc_parts import CallStream, Encoded
+from peerd.service.rpc_room import Room
 from peerd.service.rpc_served import Method
 from peerd.service.rpc_server import Server
 from peerd.service.rpc_streaming import StreamLane
@@ -52,30 +53,30 @@ class Rpc:
     def __init__(self, host: RpcHost, clock: Clock) -> None:
         self._host = host
         self._now = clock.now
-        self._nursery: trio.Nursery | None = None
         self._names: dict[str, MethodName] = {}
         self._channels: dict[tuple[PeerId, str], Channel] = {}  # shared by small calls
         self._retired: list[Channel] = []  # superseded ones on which calls are still under way
         self._lanes, self._stream_lanes = Lanes[Channel](), Lanes[StreamLane]()  # for large calls, for streaming ones
         self._counters: dict[str, Counters] = {}  # of calls made, by service
         self._calls_alone = 0
-        self._received = SharedBudget(ByteBudget())  # requests, until their handlers are done
-        self._replies = SharedBudget(ByteBudget())  # replies, while they arrive
+        self._room = Room(host.book)  # requests, until their handlers are done, and replies, while they arrive
         self._rates = LineRates()
-        self._server = Server(Crew(host.supervise), self._received, self._rates)
+        self._crew = Crew(host.supervise)
+        self._server = Server(self._crew, self._room, self._rates)
         self._due = math.inf  # when the timer looks next
         self._timer = trio.CancelScope()
         host.when_moved(self._move)
+        host.book.members_by(lambda peer: peer == host.id.text)  # what we call ourselves for
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Carry calls until cancelled."""
         async with trio.open_nursery() as nursery:
-            self._nursery = self._server.crew.nursery = nursery
+            self._crew.open(nursery)
             try:
                 task_status.started()
                 await self._keep_time()
             finally:
-                self._nursery = self._server.crew.nursery = None
+                self._crew.close()
 
     @property
     def gate(self) -> Gate | None:
@@ -163,7 +164,7 @@ class Rpc:
             with suppress(RemoteError):
                 await self.call(peer, method, body, Empty, timeout_s=timeout_s)
 
-        self._tasks().start_soon(call)
+        self._tasks().start(call, lambda: f"telling {peer.short} {method}")
 
     @asynccontextmanager
     async def stream(
@@ -266,7 +267,7 @@ class Rpc:
             tasks, lane = self._tasks(), self._stream_lanes.take(peer, name.protocol)
             if lane is None:
                 stream = await self._open_stream(peer, name.protocol)
-                lane = StreamLane(stream, self._replies, self._rates, tasks)
+                lane = StreamLane(stream, self._room, self._rates, tasks)
             try:
                 yield await lane.call(request)
             finally:
@@ -277,10 +278,10 @@ class Rpc:
         finally:
             self._calls_alone -= 1
 
-    def _tasks(self) -> trio.Nursery:
-        if self._nursery is None:
+    def _tasks(self) -> Tasks:
+        if self._crew.tasks is None:
             raise LocalError("no call can be made before Rpc.run has started, nor after it has ended")
-        return self._nursery
+        return self._crew.tasks
 
     def _shared_channel(self, peer: PeerId, protocol: str) -> Channel:
         channel = self._channels.get((peer, protocol))
@@ -293,9 +294,10 @@ class Rpc:
 
     def _start_channel(self, peer: PeerId, protocol: str) -> Channel:
         tasks = self._tasks()
-        channel = Channel(peer, self._replies, self._rates)
+        channel = Channel(peer, self._room, self._rates)
         self._wake_at(self._now() + RPC_IDLE_S)
-        tasks.start_soon(channel.run, lambda: self._open_stream(peer, protocol), tasks)
+        run = partial(channel.run, partial(self._open_stream, peer, protocol), tasks)
+        tasks.start(run, lambda: f"calls of {protocol} to {peer.short}")
         return channel
 
     def _move(self, peer: PeerId) -> None:
@@ -319,12 +321,8 @@ class Rpc:
                 error.blame(peer)
                 raise
         ours, theirs = local_pair(peer, peer, protocol)
-        self._tasks().start_soon(self._serve_myself, theirs)
+        self._tasks().start(lambda: self._server.serve(theirs), lambda: f"{protocol} to myself", theirs.reset)
         return ours
-
-    async def _serve_myself(self, stream: RpcStream) -> None:
-        if not await self._host.supervise(lambda: self._server.serve(stream), lambda: f"{stream.protocol} to myself"):
-            stream.reset()
 
     # Deadlines of calls on shared streams: one timer for all, so that a call answered in time costs none.
 
@@ -336,16 +334,20 @@ class Rpc:
         while True:
             with trio.CancelScope(deadline=self._due) as self._timer:
                 await trio.sleep_forever()
-            now = self._now()
-            for channel in (*self._channels.values(), *self._retired):
-                if channel.calls.due <= now:
-                    channel.expire(now)
-            self._close_idle(now - RPC_IDLE_S)
-            self._retired = [channel for channel in self._retired if not channel.over]
-            waiting = (*self._channels.values(), *self._retired)
-            self._due = min((channel.calls.due for channel in waiting), default=math.inf)
-            if self._channels or self._lanes or self._stream_lanes:
-                self._due = min(self._due, now + RPC_IDLE_S)
+            self._due = self._now() + 1.0  # where looking fails
+            await self._host.supervise(self._look, lambda: "the deadlines of calls")
+
+    async def _look(self) -> None:
+        now = self._now()
+        for channel in (*self._channels.values(), *self._retired):
+            if channel.calls.due <= now:
+                channel.expire(now)
+        self._close_idle(now - RPC_IDLE_S)
+        self._retired = [channel for channel in self._retired if not channel.over]
+        waiting = (*self._channels.values(), *self._retired)
+        self._due = min((channel.calls.due for channel in waiting), default=math.inf)
+        if self._channels or self._lanes or self._stream_lanes:
+            self._due = min(self._due, now + RPC_IDLE_S)
 
     def _close_idle(self, since: float) -> None:
         """Close channels that nobody has used after `since`, and forget those that were lost."""
@@ -375,7 +377,7 @@ class Rpc:
             "waiting": waiting,
             "running": running,
             "channels": len(channels) + len(self._lanes) + len(self._stream_lanes),
-            "held_bytes": self._received.books.held + self._replies.books.held,
+            "held_bytes": self._room.held,
             "made": {
                 service: {"calls": counters.calls, "failed": counters.failed}
                 for service, counters in self._counters.items()

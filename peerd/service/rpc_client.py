@@ -25,8 +25,10 @@ from peerd.machine import rpc as wire
 from peerd.machine.linkrate import LineRates
 from peerd.machine.rpc import Message, decode_failure, encode_call, encode_message
 from peerd.machine.rpc_calls import PendingCalls
-from peerd.service.rpc_io import Inbound, SharedBudget, Slot, renewed
+from peerd.service.rpc_crew import Tasks
+from peerd.service.rpc_io import Inbound, Slot, renewed
 from peerd.service.rpc_outbox import Outbox, Outgoing, outgoing
+from peerd.service.rpc_room import Room, Share, asked, user_of
 from peerd.service.rpc_types import RpcStream
 
 Reply = tuple[bytes, tuple[TensorFrame, ...]]  # the body, still encoded, and the frames
@@ -80,13 +82,13 @@ class _Waiting(Slot[Reply]):
 class Channel:
     """One stream, and the calls on it."""
 
-    def __init__(self, peer: PeerId, budget: SharedBudget, rates: LineRates) -> None:
+    def __init__(self, peer: PeerId, room: Room, rates: LineRates) -> None:
         self.calls: PendingCalls[_Waiting] = PendingCalls()
         self.answers_with_frames: set[bytes] = set()  # names of methods
         self.used = trio.current_time()
         self.over = False  # nothing can be asked any more
         self._peer = peer
-        self._budget = budget
+        self._room = room
         self._rates = rates
         self._outbox = Outbox()
         self._running = trio.CancelScope()
@@ -160,15 +162,15 @@ class Channel:
         self._dropped = True
         self.close()
 
-    async def run(self, open_stream: OpenStream, nursery: trio.Nursery) -> None:
+    async def run(self, open_stream: OpenStream, tasks: Tasks) -> None:
         """Open the stream, read answers until it ends, then fail whoever still waits."""
         failure: RemoteError = Unreachable("the stream was closed", self._peer)
         stream: RpcStream | None = None
         try:
             with self._running:
-                stream = self._stream = await open_stream()
-                nursery.start_soon(self._outbox.run, stream)
-                await self._read(stream)
+                stream = self._stream = opened = await open_stream()
+                tasks.start(lambda: self._outbox.run(opened), lambda: f"calls to {self._peer.short}", opened.reset)
+                await self._read(opened)
         except RemoteError as error:
             failure = error.blame(self._peer)
         finally:
@@ -183,14 +185,18 @@ class Channel:
                 waiting.fail(renewed(failure))
 
     async def _read(self, stream: RpcStream) -> None:
-        inbound = Inbound(stream, self._settle, self._rates)
-        while messages := await inbound.batch():
-            for message in messages:
-                if message.headers:
-                    await self._reply_with_frames(message, inbound)
-                else:
-                    self._settle(message)
-            await trio.lowlevel.checkpoint()
+        share = Share(self._room, asked(user_of(stream)), demanding=False)
+        inbound = Inbound(stream, self._settle, self._rates, share)
+        try:
+            while messages := await inbound.batch():
+                for message in messages:
+                    if message.headers:
+                        await self._reply_with_frames(message, inbound)
+                    else:
+                        self._settle(message)
+                await trio.lowlevel.checkpoint()
+        finally:
+            inbound.close()
 
     def _settle(self, message: Message) -> bool:
         """An answer without frames."""
@@ -218,12 +224,12 @@ class Channel:
         waiting.request.check(message)
         self.answers_with_frames.add(waiting.request.name)
         try:
-            frames = await inbound.frames(message, self._budget, waiting.request.deadline)
+            frames = await inbound.frames(message, waiting.request.deadline)
         except (Overloaded, TooSlow) as error:
             self.calls.pop(message.id)
             waiting.fail(error.blame(self._peer))
             await inbound.skip()
             return
-        self._budget.give(self._peer, message.frame_bytes)
+        inbound.share.give(message.frame_bytes)
         self.calls.pop(message.id)
         waiting.set((message.body, frames))

@@ -1,8 +1,9 @@
-"""The crew: tasks that run handlers of calls, kept for the next call when they are done.
+"""The crew: tasks that run handlers of calls, kept for the next call when they are done. And tasks beside the calls.
 
 A worker keeps its task and cancel scope from call to call, which costs less than new ones.
 A worker whose scope was cancelled, or whose handler crashed, ends; the next call gets a new one. Workers are
 started on demand: how many calls run at once is bounded by whoever starts them.
+Whatever runs here, an error of ours ends the call or stream that it works for, and no other.
 """
 
 from __future__ import annotations
@@ -34,9 +35,40 @@ class Job(Protocol):
         """Called when `run` was cancelled or raised."""
         ...
 
+    def abandon(self) -> None:
+        """Called when `cut` raised: nothing more can be said to the caller."""
+        ...
+
     def about(self) -> str:
         """For the log, when it crashes."""
         ...
+
+
+def _task(work: Callable[[], None]) -> Callable[[], Awaitable[None]]:
+    async def run() -> None:
+        work()
+
+    return run
+
+
+class Tasks:
+    """Tasks beside the calls, which write to streams or watch them."""
+
+    def __init__(self, supervise: Supervise, nursery: trio.Nursery) -> None:
+        self._supervise = supervise
+        self._nursery = nursery
+
+    def start(
+        self, work: Callable[[], Awaitable[None]], about: Callable[[], str], end: Callable[[], None] | None = None
+    ) -> None:
+        """Do `work`, soon; after an error of ours `end` what it works for."""
+        self._nursery.start_soon(self._do, work, about, end)
+
+    async def _do(
+        self, work: Callable[[], Awaitable[None]], about: Callable[[], str], end: Callable[[], None] | None
+    ) -> None:
+        if not await self._supervise(work, about) and end is not None:
+            await self._supervise(_task(end), about)
 
 
 class Worker:
@@ -65,8 +97,8 @@ class Worker:
         """Run jobs until one is cancelled, one crashes, or enough workers are idle."""
         fine = await self._crew.supervise(self._work, self._about)
         job, self._job = self._job, None
-        if job is not None:
-            job.cut(crashed=not fine)
+        if job is not None and not await self._crew.supervise(_task(lambda: job.cut(not fine)), job.about):
+            await self._crew.supervise(_task(job.abandon), job.about)
 
     def _about(self) -> str:
         return self._job.about() if self._job is not None else "no call"
@@ -89,12 +121,22 @@ class Worker:
 
 
 class Crew:
-    """Runs jobs in tasks of the nursery that `nursery` is set to."""
+    """Runs jobs in tasks of the nursery that `nursery` is set to; `tasks` are what runs beside them there."""
 
     def __init__(self, supervise: Supervise) -> None:
         self.supervise = supervise
         self.nursery: trio.Nursery | None = None
+        self.tasks: Tasks | None = None
         self._idle: list[Worker] = []
+
+    def open(self, nursery: trio.Nursery) -> Tasks:
+        """Run jobs in `nursery` from now on."""
+        self.nursery, self.tasks = nursery, Tasks(self.supervise, nursery)
+        return self.tasks
+
+    def close(self) -> None:
+        """Start nothing more."""
+        self.nursery = self.tasks = None
 
     def start(self, job: Job) -> None:
         """Run `job` soon."""

@@ -22,6 +22,7 @@ class LocalStream:
     """One end of a pair made by `local_pair`."""
 
     superseded = False  # there is no better way to oneself
+    link = None
 
     def __init__(self, peer: PeerId, protocol: str) -> None:
         self.peer = peer

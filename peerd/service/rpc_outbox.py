@@ -17,6 +17,7 @@ from peerd.core.errors import LocalError, PeerdError, RemoteError
 from peerd.core.frame import Ready, TensorFrame
 from peerd.core.limits import RPC_OUTBOX_BYTES
 from peerd.machine.rpc import Buffer, encode_frames
+from peerd.machine.tab import Tab
 from peerd.service.rpc_types import RpcStream
 
 _JOIN_BYTES = 8 << 10  # a message up to this size is copied together, payloads and all
@@ -65,6 +66,11 @@ class Growing:
 Outgoing = Buffer | Growing
 
 
+def _own_bytes(buffer: Outgoing) -> int:
+    """What is queued in memory that nobody else has."""
+    return len(buffer) if isinstance(buffer, bytes) else 0
+
+
 def outgoing(frames: Sequence[TensorFrame]) -> tuple[bytes, list[Outgoing]]:
     """The frames' headers, joined, and their payloads, which are not copied. LocalError: too many, or too big."""
     headers, views = encode_frames(frames)
@@ -78,13 +84,16 @@ def outgoing(frames: Sequence[TensorFrame]) -> tuple[bytes, list[Outgoing]]:
 class Outbox:
     """Messages that wait to be written to one stream. Anyone puts, `run` alone writes.
 
-    Bounded by those who put: they wait for `room` (or `flushed`) before the next message.
+    Bounded by those who put: they wait for `room` (or `flushed`) before the next message. What is queued is written
+    down in `unread`, if there is such a tab, but for payloads: they lie in memory of those who put them.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, unread: Tab | None = None) -> None:
         self._queue: deque[Outgoing] = deque()
+        self._unread = unread
         self._put_bytes = 0
         self._sent_bytes = 0
+        self._own_bytes = 0  # on the tab, of what the stream was given last
         self._stream: RpcStream | None = None
         self._writer: trio.lowlevel.Task | None = None  # set while it has nothing to write
         self._lull: trio.CancelScope | None = None  # set while what it would write is still being made
@@ -96,24 +105,28 @@ class Outbox:
         self.on_room: dict[int, Callable[[], None]] = {}  # by call; the writer's task calls them whenever there is room
         self.failure: PeerdError | None = None  # of the maker of a payload, which cost us the stream
 
-    def put(self, *buffers: Outgoing) -> None:
+    def put(self, *buffers: Outgoing) -> str | None:
         """Send one whole message now or soon; dropped when the stream is over, which its reader will notice.
 
-        Who puts payloads that grow calls `feed` next.
+        Who puts payloads that grow calls `feed` next. When the other side has too much unread, here and elsewhere,
+        nothing is put, and this says so.
         """
         if self.closed:
-            return
+            return None
         most_bytes = _JOIN_BYTES if self._writer is None else _AT_ONCE_BYTES
         if len(buffers) > 1 and sum(map(len, buffers)) <= most_bytes:
             final = [buffer for buffer in buffers if not isinstance(buffer, Growing)]
             buffers = (b"".join(final),) if len(final) == len(buffers) else buffers
         if len(buffers) == 1 and self._writer is not None and self._send_now(buffers[0]):
-            return
+            return None
+        if self._unread is not None and (full := self._unread.take(sum(map(_own_bytes, buffers)))) is not None:
+            return full
         for buffer in buffers:
             if buffer:
                 self._put_bytes += len(buffer)
                 self._queue.append(buffer)
         self._wake()
+        return None
 
     async def feed(self, buffers: Sequence[Outgoing]) -> None:
         """Wait until all of a message that was put is final, and let it be sent meanwhile.
@@ -189,6 +202,8 @@ class Outbox:
         """Write nothing more."""
         self.closed = True
         self._queue.clear()
+        if self._unread is not None:
+            self._unread.clear()
         self._wake()
         for feeding in self._feeds:
             feeding.cancel()
@@ -204,6 +219,8 @@ class Outbox:
                 if batch := self._take():
                     await stream.send(batch)
                     self._sent_bytes += len(batch)
+                    if self._own_bytes and self._unread is not None and not self.closed:
+                        self._unread.give(self._own_bytes)
                     if self._waiting:
                         self._waiting.unpark_all()
                     for then in [*self.on_room.values()] if self.on_room and not self.full else ():
@@ -229,6 +246,7 @@ class Outbox:
 
     def _take(self) -> Buffer:
         """The next large buffer, or as many small ones as make up a batch; empty when nothing can be sent yet."""
+        self._own_bytes = 0
         if not self._queue:
             return b""
         first = self._queue[0]
@@ -238,6 +256,7 @@ class Outbox:
                 self._queue.popleft()
             return piece
         self._queue.popleft()
+        self._own_bytes = _own_bytes(first)
         if not self._queue or len(first) >= _BATCH_BYTES:
             return first
         batch, size = [first], len(first)
@@ -246,6 +265,7 @@ class Outbox:
             if isinstance(following, Growing):
                 break
             size += len(following)
+            self._own_bytes += _own_bytes(following)
             batch.append(following)
             self._queue.popleft()
         return b"".join(batch)

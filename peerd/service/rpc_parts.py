@@ -13,14 +13,15 @@ from typing import TypeVar
 import msgspec
 import trio
 
-from peerd.core.errors import LocalError, RemoteError, Unreachable
+from peerd.core.errors import LocalError, Overloaded, RemoteError, Unreachable
 from peerd.core.frame import TensorFrame
 from peerd.core.ids import PeerId
-from peerd.core.limits import RPC_PARTS_AHEAD
+from peerd.core.limits import RPC_BUDGET_WAIT_S, RPC_PARTS_AHEAD
 from peerd.core.messages import decode, encode
 from peerd.machine.rpc import END, PART, Message, encode_message
-from peerd.service.rpc_io import Inbound, Place, SharedBudget
-from peerd.service.rpc_outbox import Growing, Outbox, outgoing
+from peerd.service.rpc_io import Inbound, Place
+from peerd.service.rpc_outbox import Growing, Outbox, Outgoing, outgoing
+from peerd.service.rpc_room import Share
 from peerd.service.rpc_types import Answer
 
 B = TypeVar("B", bound=msgspec.Struct)
@@ -41,14 +42,14 @@ class Encoded:
 class CallStream:
     """One side of a streaming call: `send` parts, `finish` sending, `receive` parts until None."""
 
-    def __init__(self, peer: PeerId, call_id: int, outbox: Outbox, budget: SharedBudget) -> None:
+    def __init__(self, peer: PeerId, call_id: int, outbox: Outbox, share: Share) -> None:
         self.peer = peer
         self.sending = True  # until we have said END
         self.receiving = True  # until the other side has said END, or the call is over
         self.place: Place | None = None  # asked, for each part with frames, where they go; it raises nothing
         self._id = call_id
         self._outbox = outbox
-        self._budget = budget
+        self._share = share
         self._parts: deque[tuple[Message, tuple[TensorFrame, ...]]] = deque()
         self._failure: RemoteError | None = None
         self._changed = trio.lowlevel.ParkingLot()
@@ -56,13 +57,14 @@ class CallStream:
     async def send(self, body: msgspec.Struct, frames: Sequence[TensorFrame] = ()) -> None:
         """Send one part; waits while the other side is not keeping up. With frames: until they may be changed again.
 
+        Overloaded: its peer leaves too much unread, on other streams too.
         Raises what the maker of a payload does, too. That, or cancelling while one is being made, ends the call.
         """
         if not self.sending:
             raise LocalError("a part after finish")
         self._check()
         headers, payloads = outgoing(frames) if frames else (b"", [])
-        self._outbox.put(encode_message(PART, self._id, encode(body), headers, len(frames)), *payloads)
+        self._put(encode_message(PART, self._id, encode(body), headers, len(frames)), *payloads)
         await self._outbox.feed(payloads)
         waited = await (self._outbox.flushed() if frames else self._outbox.room())
         self._check()
@@ -70,13 +72,15 @@ class CallStream:
             await trio.lowlevel.checkpoint()
 
     def put(self, part: Encoded) -> None:
-        """Send one part soon; dropped when the call is over.
+        """Send one part soon; dropped when the call is over, or fails because too much is unread.
 
         Who puts looks first whether the call is `full`, and puts more `on_room`.
         """
         if not self.sending:
             raise LocalError("a part after finish")
-        self._outbox.put(encode_message(PART, self._id, part.body, part.headers, part.count), *part.payloads)
+        message = encode_message(PART, self._id, part.body, part.headers, part.count)
+        if (full := self._outbox.put(message, *part.payloads)) is not None:
+            self.fail(_unread(full, self.peer))
 
     @property
     def full(self) -> bool:
@@ -94,7 +98,7 @@ class CallStream:
         """Send no more parts: the other side's `receive` returns None after the last one."""
         if self.sending:
             self.sending = False
-            self._outbox.put(encode_message(END, self._id))
+            self._put(encode_message(END, self._id))
 
     async def receive(self, kind: type[B]) -> Answer[B] | None:
         """The next part; None when the other side sends no more, which for a caller means that the handler is done.
@@ -111,7 +115,7 @@ class CallStream:
             await self._changed.park()
             waited = True
         message, frames = self._parts.popleft()
-        self._budget.give(self.peer, message.frame_bytes)
+        self._share.give(message.frame_bytes)
         self._changed.unpark_all()
         if not waited:
             await trio.lowlevel.checkpoint()
@@ -119,6 +123,10 @@ class CallStream:
             return Answer(decode(kind, message.body), frames)
         except RemoteError as error:
             raise error.blame(self.peer) from None
+
+    def _put(self, *message: Outgoing) -> None:
+        if (full := self._outbox.put(*message)) is not None:
+            raise _unread(full, self.peer)
 
     def _check(self) -> None:
         if self._failure is not None:
@@ -130,7 +138,7 @@ class CallStream:
 
     async def take(self, part: Message, inbound: Inbound, deadline: float) -> None:
         """Receive a part's frames and hand it in; waits while enough parts wait. Raises Overloaded or TooSlow."""
-        frames = await inbound.frames(part, self._budget, deadline, self.place) if part.headers else ()
+        frames = await inbound.frames(part, deadline, self.place) if part.headers else ()
         wanted = False
         try:
             while len(self._parts) >= RPC_PARTS_AHEAD and self.receiving:
@@ -138,7 +146,7 @@ class CallStream:
             wanted = self.receiving
         finally:
             if not wanted:
-                self._budget.give(self.peer, part.frame_bytes)
+                self._share.give(part.frame_bytes)
         if wanted:
             self._parts.append((part, frames))
             self._changed.unpark_all()
@@ -158,4 +166,8 @@ class CallStream:
         """Nobody will receive any more."""
         self.no_more_parts()
         while self._parts:
-            self._budget.give(self.peer, self._parts.popleft()[0].frame_bytes)
+            self._share.give(self._parts.popleft()[0].frame_bytes)
+
+
+def _unread(full: str, peer: PeerId) -> Overloaded:
+    return Overloaded(f"too much of what was sent is unread: {full}", RPC_BUDGET_WAIT_S, peer)

@@ -1,8 +1,9 @@
 """One call that is being served: runs the handler, answers once, and gives back what the call held.
 
 For its caller, a call ends in exactly one way: answered, failed (its error travels), or cancelled (nothing travels).
-Its place in the method's load and its bytes in the budget are given back once, when the handler has really ended and
-the answer's frames are on their way: so neither cancelling nor not reading lets a caller have more than its share.
+Its places in the method's load and in the book, and the bytes that it holds, are given back once, when the handler has
+really ended and the answer's frames are on their way: so neither cancelling nor not reading lets a caller have more
+than its share. An answer that finds no room, as its caller has too much unread, is not kept: it becomes Overloaded.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any, Protocol
 import msgspec
 import trio
 
-from peerd.core.errors import LocalError, PeerdError, Refused, TooSlow
+from peerd.core.errors import LocalError, Overloaded, PeerdError, Refused, TooSlow
 from peerd.core.frame import TensorFrame
 from peerd.core.ids import PeerId
 from peerd.core.messages import encode
@@ -56,7 +57,7 @@ class Caller(Protocol):
         ...
 
     def give_back(self, held_bytes: int) -> None:
-        """A call has ended, and lets go of so many payload bytes."""
+        """A call has ended, and lets go of so many bytes."""
         ...
 
     def reset(self) -> None:
@@ -86,7 +87,7 @@ class ServedCall:
     def __init__(self, caller: Caller, call_id: int, method: Method, body: msgspec.Struct, deadline: float) -> None:
         self.deadline = deadline
         self.frames: tuple[TensorFrame, ...] = ()
-        self.held_bytes = 0  # payload of `frames`, in the budget
+        self.held_bytes = 0  # of the book: payload of `frames`, and the body
         self.parts: CallStream | None = None  # of a streaming call
         self.worker: Worker | None = None
         self._caller = caller
@@ -127,10 +128,17 @@ class ServedCall:
 
     def cut(self, crashed: bool) -> None:
         """The handler was ended from outside, or crashed."""
-        if self._sending:
-            self._caller.reset()
-        self._fail(Refused("the handler failed") if crashed else TooSlow("the deadline passed"))
-        self._release()
+        try:
+            if self._sending:
+                self._caller.reset()
+            self._fail(Refused("the handler failed") if crashed else TooSlow("the deadline passed"))
+        finally:
+            self._release()
+
+    def abandon(self) -> None:
+        """Not even that could be said."""
+        self._settle()
+        self._caller.reset()
 
     def cancel(self, error: PeerdError | None = None) -> None:
         """End the handler: the caller no longer waits, or is told `error`."""
@@ -151,7 +159,8 @@ class ServedCall:
     def _fail(self, error: PeerdError) -> None:
         if not self._over:
             self._method.load.counters.failed += 1
-            self._caller.outbox.put(encode_failure(self._id, error))
+            if self._caller.outbox.put(encode_failure(self._id, error)) is not None:
+                self._caller.reset()  # it does not even read what failed
             self._settle()
 
     async def _answer(self, answer: Answer[Any]) -> None:
@@ -159,7 +168,9 @@ class ServedCall:
         headers, payloads = outgoing(answer.frames) if answer.frames else (b"", [])
         if self._over:
             return
-        self._caller.outbox.put(encode_message(REPLY, self._id, body, headers, len(payloads)), *payloads)
+        full = self._caller.outbox.put(encode_message(REPLY, self._id, body, headers, len(payloads)), *payloads)
+        if full is not None:
+            raise Overloaded(f"too many answers are unread: {full}", self._method.load.retry_after_s())
         self._settle()
         if payloads:
             self._sending = True

@@ -13,20 +13,22 @@ from peerd.machine import rpc as wire
 from peerd.machine.linkrate import LineRates
 from peerd.machine.rpc import Message, decode_failure
 from peerd.service.rpc_client import Request, encode_request
-from peerd.service.rpc_io import Inbound, SharedBudget
+from peerd.service.rpc_crew import Tasks
+from peerd.service.rpc_io import Inbound
 from peerd.service.rpc_outbox import Outbox
 from peerd.service.rpc_parts import CallStream
+from peerd.service.rpc_room import Room, Share, asked, user_of
 from peerd.service.rpc_types import RpcStream
 
 
 class StreamLane:
     """The caller's end of a stream for streaming calls, one after the other."""
 
-    def __init__(self, stream: RpcStream, budget: SharedBudget, rates: LineRates, nursery: trio.Nursery) -> None:
-        """Writes and reads in tasks of `nursery` until it is over."""
+    def __init__(self, stream: RpcStream, room: Room, rates: LineRates, tasks: Tasks) -> None:
+        """Writes and reads in two of `tasks` until it is over."""
         self.used = trio.current_time()
         self._stream = stream
-        self._budget = budget
+        self._share = Share(room, asked(user_of(stream)), demanding=False)
         self._rates = rates
         self._outbox = Outbox()
         self._running = trio.CancelScope()
@@ -34,8 +36,11 @@ class StreamLane:
         self._id = 0  # of the newest call
         self._request: Request | None = None  # its; None once the other side has said all
         self._parts: CallStream | None = None  # its; None once the caller has left it
-        nursery.start_soon(self._outbox.run, stream)
-        nursery.start_soon(self._read)
+        tasks.start(lambda: self._outbox.run(stream), self._about, stream.reset)
+        tasks.start(self._read, self._about, lambda: self._fail(Unreachable("a fault of this side", stream.peer)))
+
+    def _about(self) -> str:
+        return f"a streaming call to {self._stream.peer.short}"
 
     @property
     def over(self) -> bool:
@@ -52,7 +57,7 @@ class StreamLane:
         """
         self._id += 1
         self._request = request
-        self._parts = parts = CallStream(self._stream.peer, self._id, self._outbox, self._budget)
+        self._parts = parts = CallStream(self._stream.peer, self._id, self._outbox, self._share)
         message = encode_request(wire.OPEN, self._id, request)
         self._outbox.put(*message)
         await self._outbox.feed(message)
@@ -83,7 +88,7 @@ class StreamLane:
         self._stream.reset()
 
     async def _read(self) -> None:
-        inbound = Inbound(self._stream, self._settle, self._rates)
+        inbound = Inbound(self._stream, self._settle, self._rates, self._share)
         try:
             with self._running:
                 while messages := await inbound.batch():
@@ -93,6 +98,8 @@ class StreamLane:
                 raise Unreachable("the stream was closed before the call had ended")
         except RemoteError as error:
             self._fail(error.blame(self._stream.peer))
+        finally:
+            inbound.close()
 
     def _settle(self, message: Message) -> bool:
         """What ends the call; False for a part."""

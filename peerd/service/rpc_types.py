@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
@@ -12,10 +12,20 @@ from peerd.core.frame import TensorFrame
 from peerd.core.ids import PeerId
 
 if TYPE_CHECKING:
+    from multiaddr import Multiaddr
+
     from peerd.core.errors import Refused
+    from peerd.machine.book import Book
     from peerd.machine.rpc_calls import MethodName
 
 B = TypeVar("B", bound=msgspec.Struct, covariant=True)
+
+
+class Located(Protocol):
+    """A connection, as far as calls want to know of it."""
+
+    @property
+    def remote(self) -> Multiaddr: ...
 
 
 class RpcStream(Protocol):
@@ -26,6 +36,11 @@ class RpcStream(Protocol):
 
     @property
     def protocol(self) -> str: ...
+
+    @property
+    def link(self) -> Located | None:
+        """What it runs on; None: it does not leave this machine's memory."""
+        ...
 
     @property
     def superseded(self) -> bool:
@@ -77,6 +92,11 @@ class RpcHost(Protocol):
     @property
     def id(self) -> PeerId: ...
 
+    @property
+    def book(self) -> Book:
+        """What each peer, place and region has of this host's means."""
+        ...
+
     async def open_stream(self, peer: PeerId, protocol: str) -> RpcStream: ...
 
     def when_moved(self, told: Callable[[PeerId], None]) -> None:
@@ -86,7 +106,7 @@ class RpcHost(Protocol):
     def handle(self, protocol: str, handler: Callable[[RpcStream], Awaitable[None]]) -> None: ...
 
     async def supervise(self, work: Callable[[], Awaitable[None]], about: Callable[[], str]) -> bool:
-        """Run `work`; an exception ends it, is logged with `about()`, and goes no further. True: it returned."""
+        """Run `work`; an exception ends it, is noted with `about()`, and goes no further. True: it returned."""
         ...
 
 
@@ -100,6 +120,10 @@ class Gate(Protocol):
 
     def objection(self, caller: PeerId, method: MethodName) -> str | None:
         """Why a call is refused before anything of it is received; None when it is not."""
+        ...
+
+    def closed(self, caller: PeerId, methods: Iterable[MethodName]) -> bool:
+        """Whether none of a service's `methods` is for this caller; not where the service has none."""
         ...
 
     def knows(self, peer: PeerId, method: MethodName) -> bool:

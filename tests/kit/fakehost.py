@@ -16,6 +16,7 @@ import trio
 
 from peerd.core.errors import Refused, Unreachable
 from peerd.core.ids import PeerId
+from peerd.machine.book import Book
 from peerd.service.rpc_local import LocalStream, local_pair
 from peerd.service.rpc_types import RpcStream
 
@@ -43,8 +44,9 @@ class FakeHost:
 
     def __init__(self, net: FakeNet, name: str) -> None:
         self.id = PeerId.from_public_key(hashlib.sha256(name.encode()).digest())
-        self.crashes: list[tuple[str, Exception]] = []  # what the supervisor caught, and about what
+        self.crashes: list[tuple[str, BaseException]] = []  # what the supervisor caught, and about what
         self.opened: list[str] = []  # protocols of the streams that this host opened
+        self.book = Book()
         self._net = net
         self._handlers: dict[str, Handler] = {}
 
@@ -74,9 +76,16 @@ class FakeHost:
         try:
             await work()
         except Exception as error:
-            self.crashes.append((about(), error))
+            self.crashes += [(about(), each) for each in leaves(error)]
             return False
         return True
+
+
+def leaves(error: BaseException) -> list[BaseException]:
+    """The errors of a group of groups, each by itself, as real hosts note them."""
+    if isinstance(error, BaseExceptionGroup):
+        return [each for member in error.exceptions for each in leaves(member)]
+    return [error]
 
 
 class FakeNet:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from peerd.core.errors import LocalError, ProtocolViolation
 from peerd.core.ids import PeerId
-from peerd.machine.rpc_calls import ByteBudget, MethodLimits, MethodLoad, PendingCalls, method_name
+from peerd.machine.rpc_calls import MethodLimits, MethodLoad, PendingCalls, method_name
 
 A, B = (PeerId.from_public_key(bytes([n]) * 32) for n in (1, 2))
 
@@ -88,17 +88,3 @@ def test_no_call_outlives_its_deadline_when_woken_at_due(steps: list[float | str
                 assert waiting.pop(call_id) == deadline <= now
         assert calls.due <= min(waiting.values(), default=math.inf)
         assert len(calls) == len(waiting)
-
-
-def test_a_budget_is_shared_and_no_peer_takes_it_all() -> None:
-    budget = ByteBudget(total=10, per_peer=6)
-    assert budget.take(A, 6)
-    assert not budget.take(A, 1)
-    assert not budget.take(B, 5)
-    assert budget.take(B, 4)
-    budget.give(A, 6)
-    assert budget.held == 4
-    with pytest.raises(KeyError):
-        budget.give(A, 1)
-    with pytest.raises(LocalError):
-        budget.give(B, 5)

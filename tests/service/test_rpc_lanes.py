@@ -11,8 +11,10 @@ import trio.testing
 from peerd.core.errors import Refused
 from peerd.core.limits import RPC_IDLE_S, RPC_LANES
 from peerd.machine import rpc as wire
+from peerd.machine.book import Book, User
 from peerd.service.rpc import CallStream, Encoded
 from peerd.service.rpc_outbox import Outbox
+from peerd.service.rpc_room import Room, Share
 from tests.kit.rpc_cases import BIG, FRAMES, Pair, Text, repeat
 from tests.kit.rpc_fake import fake_pair
 from tests.kit.rpc_stream_cases import Early
@@ -108,11 +110,12 @@ async def test_calls_on_one_stream_each_hear_of_room(autojump_clock: Clock) -> N
         while await stream.receive_some(1 << 20):
             pass
 
-    async with fake_pair() as (pair, _, a_host, b_host), trio.open_nursery() as nursery:
+    async with fake_pair() as (_, _, a_host, b_host), trio.open_nursery() as nursery:
         b_host.handle("/peerd/t/1", read)
         stream = await a_host.open_stream(b_host.id, "/peerd/t/1")
         outbox = Outbox()
-        first, second = (CallStream(b_host.id, number, outbox, pair.a._replies) for number in (1, 2))
+        share = Share(Room(Book()), User("b", "", ""), demanding=False)
+        first, second = (CallStream(b_host.id, number, outbox, share) for number in (1, 2))
         first.on_room(lambda: told.append("first"))
         second.on_room(lambda: told.append("second"))
         first.put(Encoded(Text("x")))

@@ -12,9 +12,11 @@ import trio
 from peerd.core.addr import parse_addr
 from peerd.core.keys import Keypair
 from peerd.net.clock import RealClock
+from peerd.net.faults import Faults
 from peerd.net.host import Host
 from peerd.net.tcp import TcpTransport
 from peerd.service.rpc import Rpc
+from tests.kit.fakehost import leaves
 from tests.kit.rpc_cases import CASES, NEEDS_CUT, Case, Pair, Text, ask, echo
 from tests.kit.rpc_growing_cases import GROWING_CASES, GROWING_NEEDS_CUT
 from tests.kit.rpc_stream_cases import STREAM_CASES
@@ -24,18 +26,28 @@ EVERY_CASE = CASES + STREAM_CASES + GROWING_CASES + NEEDS_CUT + GROWING_NEEDS_CU
 
 
 class Crashes(logging.Handler):
-    """What the hosts' supervisors log, as (text, exception)."""
+    """What the hosts log of peers that broke a protocol, and what their supervisors note, as (text, exception)."""
 
     def __init__(self) -> None:
         super().__init__()
         self.seen: list[tuple[str, BaseException | None]] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        error = record.exc_info[1] if record.exc_info else None
-        if error is None and record.args:
+        if record.levelno == logging.WARNING and isinstance(record.args, tuple):
             error = next((arg for arg in record.args if isinstance(arg, BaseException)), None)
-        if record.levelno >= logging.WARNING:
             self.seen.append((record.getMessage(), error))
+
+
+class Noted(Faults):
+    """Faults that are told each time; the log tells what repeats itself more and more rarely."""
+
+    def __init__(self, crashes: Crashes) -> None:
+        super().__init__()
+        self._crashes = crashes
+
+    def note(self, where: str, error: BaseException) -> None:
+        super().note(where, error)
+        self._crashes.seen += [(where, each) for each in leaves(error)]
 
 
 @asynccontextmanager
@@ -45,6 +57,8 @@ async def tcp_pair() -> AsyncIterator[Pair]:
     log.propagate = False
     clock = RealClock(1)
     hosts = [Host(Keypair.generate(clock.secure_bytes), clock, [TcpTransport()]) for _ in range(2)]
+    for host in hosts:
+        host.faults = Noted(crashes)
     a, b = (Rpc(host, clock) for host in hosts)
     try:
         async with trio.open_nursery() as nursery:
