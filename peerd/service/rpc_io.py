@@ -6,11 +6,11 @@ for a trickle of payloads. `Slot` hands one value from the reader to the task th
 
 from __future__ import annotations
 
+import ctypes
 import math
 from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
-import numpy as np
 import outcome
 import trio
 
@@ -29,6 +29,10 @@ from peerd.service.rpc_room import Share
 from peerd.service.rpc_types import RpcStream
 
 _QUICK_MESSAGES = 64  # handled in one go; the loop turns before the next
+
+# A bytearray that is not filled with zeros: of what is large, the system has given no memory until bytes are put there.
+_untouched = ctypes.pythonapi.PyByteArray_FromStringAndSize
+_untouched.argtypes, _untouched.restype = (ctypes.c_char_p, ctypes.c_ssize_t), ctypes.py_object
 
 T = TypeVar("T")
 # Where the payloads of a message go, one buffer of the right size for each frame; None: wherever there is room.
@@ -301,7 +305,7 @@ class Payment:
 
 def _memory(size: int) -> memoryview:
     """For a payload of so many bytes that have not come yet; what is large costs nothing before they are put there."""
-    return memoryview(bytearray(size)) if size <= RPC_FREE_STREAM_BYTES else np.empty(size, np.uint8).data
+    return memoryview(bytearray(size) if size <= RPC_FREE_STREAM_BYTES else _untouched(None, size))
 
 
 def _frame(header: FrameHeader, payload: bytearray | memoryview) -> TensorFrame:

@@ -9,13 +9,13 @@ rest of a payload never comes, the stream is reset.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import trio
 
 from peerd.core.errors import LocalError, PeerdError, RemoteError
 from peerd.core.frame import Ready, TensorFrame
-from peerd.core.limits import RPC_OUTBOX_BYTES
+from peerd.core.limits import RPC_FREE_STREAM_BYTES, RPC_OUTBOX_BYTES
 from peerd.machine.rpc import Buffer, encode_frames
 from peerd.machine.tab import Tab
 from peerd.service.rpc_types import RpcStream
@@ -66,9 +66,9 @@ class Growing:
 Outgoing = Buffer | Growing
 
 
-def _own_bytes(buffer: Outgoing) -> int:
-    """What is queued in memory that nobody else has."""
-    return len(buffer) if isinstance(buffer, bytes) else 0
+def _own_bytes(buffers: Iterable[Outgoing]) -> int:
+    """What of these lies in memory that nobody else has."""
+    return sum(len(buffer) for buffer in buffers if isinstance(buffer, bytes))
 
 
 def outgoing(frames: Sequence[TensorFrame]) -> tuple[bytes, list[Outgoing]]:
@@ -93,7 +93,8 @@ class Outbox:
         self._unread = unread
         self._put_bytes = 0
         self._sent_bytes = 0
-        self._own_bytes = 0  # on the tab, of what the stream was given last
+        self._leaving: Buffer = b""  # what the stream is taking
+        self._own_bytes = 0  # queued in memory that nobody else has; more than there is, until somebody must know
         self._stream: RpcStream | None = None
         self._writer: trio.lowlevel.Task | None = None  # set while it has nothing to write
         self._lull: trio.CancelScope | None = None  # set while what it would write is still being made
@@ -119,7 +120,7 @@ class Outbox:
             buffers = (b"".join(final),) if len(final) == len(buffers) else buffers
         if len(buffers) == 1 and self._writer is not None and self._send_now(buffers[0]):
             return None
-        if self._unread is not None and (full := self._unread.take(sum(map(_own_bytes, buffers)))) is not None:
+        if self._unread is not None and (full := self._write_down(self._unread, buffers)) is not None:
             return full
         for buffer in buffers:
             if buffer:
@@ -203,7 +204,7 @@ class Outbox:
         self.closed = True
         self._queue.clear()
         if self._unread is not None:
-            self._unread.clear()
+            self._unread.hold(0)
         self._wake()
         for feeding in self._feeds:
             feeding.cancel()
@@ -217,10 +218,12 @@ class Outbox:
         try:
             while not self.closed:
                 if batch := self._take():
+                    self._leaving = batch
                     await stream.send(batch)
+                    self._leaving = b""
                     self._sent_bytes += len(batch)
-                    if self._own_bytes and self._unread is not None and not self.closed:
-                        self._unread.give(self._own_bytes)
+                    if self._unread is not None and self._unread.used:
+                        self._write_down(self._unread)
                     if self._waiting:
                         self._waiting.unpark_all()
                     for then in [*self.on_room.values()] if self.on_room and not self.full else ():
@@ -240,13 +243,23 @@ class Outbox:
         finally:
             self.close()
 
+    def _write_down(self, unread: Tab, more: Sequence[Outgoing] = ()) -> str | None:
+        """Bring the tab up to what is queued, and `more`. Little is counted with the stream, and costs nothing here."""
+        own = self._own_bytes + (len(more[0]) if len(more) == 1 else _own_bytes(more))
+        if unread.used or own > RPC_FREE_STREAM_BYTES:
+            own = _own_bytes((self._leaving, *self._queue, *more))
+            full = unread.hold(own if own > RPC_FREE_STREAM_BYTES else 0)
+            if full is not None:
+                return full
+        self._own_bytes = own
+        return None
+
     def _send_now(self, message: Outgoing) -> bool:
         """While the writer rests, a message need not wait for it: that is half the latency of a small call."""
         return self._stream is not None and isinstance(message, bytes) and self._stream.send_nowait(message)
 
     def _take(self) -> Buffer:
         """The next large buffer, or as many small ones as make up a batch; empty when nothing can be sent yet."""
-        self._own_bytes = 0
         if not self._queue:
             return b""
         first = self._queue[0]
@@ -256,7 +269,6 @@ class Outbox:
                 self._queue.popleft()
             return piece
         self._queue.popleft()
-        self._own_bytes = _own_bytes(first)
         if not self._queue or len(first) >= _BATCH_BYTES:
             return first
         batch, size = [first], len(first)
@@ -265,7 +277,6 @@ class Outbox:
             if isinstance(following, Growing):
                 break
             size += len(following)
-            self._own_bytes += _own_bytes(following)
             batch.append(following)
             self._queue.popleft()
         return b"".join(batch)

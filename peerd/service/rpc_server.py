@@ -18,7 +18,6 @@ from peerd.core.errors import LocalError, Overloaded, PeerdError, ProtocolViolat
 from peerd.core.limits import (
     RPC_CALLS_PER_STREAM,
     RPC_FREE_BODY_BYTES,
-    RPC_FREE_STREAM_BYTES,
     RPC_LEAST_BYTES_PER_S,
     RPC_MESSAGE_S,
 )
@@ -71,7 +70,7 @@ class ServedStream:
 
     def __init__(self, server: Server, stream: RpcStream, tasks: Tasks) -> None:
         book, user = server.room.book, user_of(stream)
-        unread = Tab(book, Means.ANSWERS, user, step=_UNREAD_STEP_BYTES, free=RPC_FREE_STREAM_BYTES)
+        unread = Tab(book, Means.ANSWERS, user, step=_UNREAD_STEP_BYTES)
         self.peer = stream.peer
         self.outbox = Outbox(unread)
         self._server, self._user = server, user
@@ -190,7 +189,8 @@ class ServedStream:
     def give_back(self, held_bytes: int) -> None:
         """A call has ended, and lets go of so many bytes."""
         self._running.give()
-        self._share.give(held_bytes)
+        if held_bytes:
+            self._share.give(held_bytes)
 
     def reset(self) -> None:
         """The caller does not take its answers: the stream ends."""
