@@ -18,12 +18,14 @@ import trio
 from peerd.core.errors import LocalError, Overloaded, PeerdError, Refused, TooSlow
 from peerd.core.frame import TensorFrame
 from peerd.core.ids import PeerId
+from peerd.core.limits import RPC_LEAST_BYTES_PER_S, RPC_MESSAGE_S
 from peerd.core.messages import encode
 from peerd.machine.rpc import REPLY, Message, encode_failure, encode_message
 from peerd.machine.rpc_calls import MethodLoad, MethodName
 from peerd.service.rpc_crew import Worker
 from peerd.service.rpc_outbox import Outbox, outgoing
 from peerd.service.rpc_parts import CallStream
+from peerd.service.rpc_room import Share
 from peerd.service.rpc_types import Answer, Incoming
 
 UnaryHandler = Callable[[Incoming[Any]], Awaitable[Answer[Any]]]
@@ -51,6 +53,7 @@ class Caller(Protocol):
 
     peer: PeerId
     outbox: Outbox
+    share: Share
 
     def call_over(self, call_id: int) -> None:
         """Nothing more will be sent for this call."""
@@ -175,8 +178,19 @@ class ServedCall:
         if payloads:
             self._sending = True
             await self._caller.outbox.feed(payloads)
-            await self._caller.outbox.flushed()
+            await self._taken(sum(map(len, payloads)))
             self._sending = False
+
+    async def _taken(self, size: int) -> None:
+        """Wait until the answer's frames are on their way; a stranger that does not read them loses its stream."""
+        while True:
+            with trio.move_on_after(RPC_MESSAGE_S + size / RPC_LEAST_BYTES_PER_S) as waiting:
+                await self._caller.outbox.flushed()
+            if not waiting.cancelled_caught:
+                return
+            if not self._caller.share.patient:
+                self._caller.reset()
+                return
 
     def _settle(self) -> None:
         if not self._over:

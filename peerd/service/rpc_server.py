@@ -17,6 +17,7 @@ import trio
 from peerd.core.errors import LocalError, Overloaded, PeerdError, ProtocolViolation, Refused, TooSlow, Unreachable
 from peerd.core.limits import (
     RPC_CALLS_PER_STREAM,
+    RPC_DEFAULT_BODY_BYTES,
     RPC_FREE_BODY_BYTES,
     RPC_LEAST_BYTES_PER_S,
     RPC_MESSAGE_S,
@@ -36,6 +37,7 @@ from peerd.service.rpc_served import Method, ServedCall
 from peerd.service.rpc_types import Gate, RpcStream
 
 _BATCHES_A_TURN = 16  # of messages, read before others have their turn
+_ANSWER_BYTES = RPC_DEFAULT_BODY_BYTES  # a call begins where that much of an answer would find room
 _CALLS_STEP = 16  # calls that a stream takes of the book at once
 _UNREAD_STEP_BYTES = 64 << 10  # likewise, of unread answers
 
@@ -77,8 +79,8 @@ class ServedStream:
         self._stream = stream
         self._tasks = tasks
         self._methods = server.protocols.get(stream.protocol, {})
-        self._share = Share(server.room, user, demanding=True)
-        self._inbound = Inbound(stream, self._quick, server.rates, self._share)
+        self.share = Share(server.room, user, demanding=True)
+        self._inbound = Inbound(stream, self._quick, server.rates, self.share)
         self._running = Tab(book, Means.CALLS, user, step=_CALLS_STEP)
         self._calls: dict[int, ServedCall] = {}
         self._last_id = 0
@@ -190,7 +192,7 @@ class ServedStream:
         """A call has ended, and lets go of so many bytes."""
         self._running.give()
         if held_bytes:
-            self._share.give(held_bytes)
+            self.share.give(held_bytes)
 
     def reset(self) -> None:
         """The caller does not take its answers: the stream ends."""
@@ -263,7 +265,7 @@ class ServedStream:
         call = self._calls[message.id] = ServedCall(self, message.id, method, body, deadline)
         call.held_bytes = held_bytes
         if method.streaming is not None:
-            call.parts = CallStream(self.peer, message.id, self.outbox, self._share)
+            call.parts = CallStream(self.peer, message.id, self.outbox, self.share)
             self._watch_for_loss()
         return call
 
@@ -285,11 +287,11 @@ class ServedStream:
     def _crowd(self, method: Method, held_bytes: int) -> Overloaded | None:
         """Why there is no room for a call; None: it is counted in the method's load and in the book now."""
         book, load = self._server.room.book, method.load
-        if book.used(Means.ANSWERS) and (full := book.objection(Means.ANSWERS, self._user)) is not None:
+        if book.used(Means.ANSWERS) and (full := book.objection(Means.ANSWERS, self._user, _ANSWER_BYTES)) is not None:
             return Overloaded(f"too many answers are unread: {full}", load.retry_after_s())
         if (full := self._running.take()) is not None:
             return Overloaded(f"too many calls are running: {full}", load.retry_after_s())
-        if held_bytes and (full := self._share.take(held_bytes)) is not None:
+        if held_bytes and (full := self.share.take(held_bytes)) is not None:
             self._running.give()
             return Overloaded(f"too many bytes are being received: {full}", load.retry_after_s())
         if (full := load.enter(self.peer)) is not None:
