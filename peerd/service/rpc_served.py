@@ -106,6 +106,11 @@ class ServedCall:
         """Why this part is not taken; None when it is within the method's limits."""
         return self._method.load.limits.objection(len(part.body), len(part.headers), part.frame_bytes)
 
+    @property
+    def over(self) -> bool:
+        """Whether its caller was answered, or waits no more."""
+        return self._over
+
     def about(self) -> str:
         return f"{self._method.name.full} called by {self._caller.peer.short}"
 

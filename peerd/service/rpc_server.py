@@ -219,7 +219,8 @@ class ServedStream:
             await self.outbox.room()
             call = self._begin(message)
             if call is None:
-                await self._inbound.skip()
+                if message.headers:  # else the payloads that wait are a later message's
+                    await self._inbound.skip()
             elif await self._receive(call, message):
                 self._server.crew.start(call)
         elif message.kind in (wire.PART, wire.END):
@@ -308,11 +309,15 @@ class ServedStream:
         if not message.headers:
             return True
         try:
-            call.frames = await self._inbound.frames(message, call.deadline)
+            frames = await self._inbound.frames(message, call.deadline)
         except (Overloaded, TooSlow) as error:
             call.cancel(error)
             await self._inbound.skip()
             return False
+        if call.over:  # its caller went while they came: it holds nothing any more
+            self.share.give(message.frame_bytes)
+            return False
+        call.frames = frames
         call.held_bytes += message.frame_bytes
         return True
 

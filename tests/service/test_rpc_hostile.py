@@ -468,3 +468,26 @@ async def silent(stream: RpcStream) -> None:
     """Take everything, and answer nothing."""
     while await stream.receive_some(1000):
         pass
+
+
+async def test_a_refused_call_before_one_with_frames_takes_nothing_of_these(autojump_clock: Clock) -> None:
+    """Both come in one piece, while so much is unread that neither begins at once."""
+    async with scene() as s:
+
+        async def large(incoming: Incoming[Text]) -> Answer[Text]:
+            return Answer(Text("x" * (128 << 10)))
+
+        s.rpc.serve("t/1/large", Text, large)
+        headers, payloads = wire.encode_frames([TensorFrame("uint8", (1000,), bytes(1000))])
+        last = wire.encode_call(wire.REQUEST, 9, b"echo", 50.0, encode(Text("")), headers, 1)
+        stream, parser = await s.stream("a"), wire.MessageParser()
+        await stream.send(b"".join(call(number, "large") for number in range(1, 8)))
+        await trio.testing.wait_all_tasks_blocked()
+        await stream.send(b"".join((call(8, "none"), last, *payloads)))
+        kinds: list[tuple[int, int]] = []
+        with trio.fail_after(100):
+            while len(kinds) < 9:
+                messages = parser.feed(await stream.receive_some(1 << 20))
+                kinds += [(message.id, message.kind) for message in messages]
+        assert sorted(kinds)[-2:] == [(8, wire.ERROR), (9, wire.REPLY)]
+        assert not s.host.crashes
