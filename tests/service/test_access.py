@@ -124,6 +124,17 @@ def test_a_token_is_good_for_its_roles_only() -> None:
     in_club(main)
 
 
+def test_the_book_knows_who_has_shown_a_token_that_counts() -> None:
+    async def main(club: Club) -> None:
+        a, b = await club.member(number=1), await club.member(number=2)
+        outsider = await club.start(lambda peer: Papers())
+        await refused(outsider, a, "other/1/ask")
+        await b.ask(a)
+        assert [a.host.book.is_member(each.id.text) for each in (b, outsider, a)] == [True, False, True]
+
+    in_club(main)
+
+
 def test_without_a_pipeline_a_trainer_is_the_one_stage_too() -> None:
     async def main(club: Club) -> None:
         a, b = [await club.member("trainer", number=n, run=run_file(stages=1)) for n in (1, 2)]
