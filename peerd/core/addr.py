@@ -46,6 +46,19 @@ _DNS_NAME: Final = re.compile(rb"[A-Za-z0-9_]([A-Za-z0-9._-]{0,251}[A-Za-z0-9])?
 _PEER_HEAD: Final = b"\xa5\x03\x26"
 _CIRCUIT_PART: Final = b"\xa2\x02"
 Ip = ipaddress.IPv4Address | ipaddress.IPv6Address
+LOOPBACK: Final = "127.0.0.0/8"
+_PRIVATE: Final = [
+    (name, ipaddress.ip_network(block))
+    for name, block in (
+        (LOOPBACK, LOOPBACK),
+        (LOOPBACK, "::1/128"),
+        ("10.0.0.0/8", "10.0.0.0/8"),
+        ("172.16.0.0/12", "172.16.0.0/12"),
+        ("192.168.0.0/16", "192.168.0.0/16"),
+        ("100.64.0.0/10", "100.64.0.0/10"),  # shared by providers' customers; virtual private networks use it, too
+        ("fc00::/7", "fc00::/7"),
+    )
+]
 EXAMPLE: Final = "/ip4/198.51.100.7/tcp/31337/p2p/12D3KooW..."
 
 
@@ -232,6 +245,11 @@ def reach(addr: Multiaddr) -> int:
     if ip.is_loopback:
         return 0
     return 2 if ip.is_global else 1  # shared addresses of providers (100.64.0.0/10) are not global either
+
+
+def block_of(ip: Ip) -> str | None:
+    """The block of addresses for private use that `ip` is of: everybody may have the same ones at home. Else None."""
+    return next((name for name, block in _PRIVATE if ip.version == block.version and ip in block), None)
 
 
 def place_of(ip: Ip | None) -> tuple[str, str]:

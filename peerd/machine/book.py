@@ -18,10 +18,13 @@ from typing import Final, NamedTuple, TypeVar
 from multiaddr import Multiaddr
 
 from peerd.core import limits
-from peerd.core.addr import ip_of, is_relayed, place_of
+from peerd.core.addr import block_of, ip_of, is_relayed, place_of
 from peerd.core.errors import LocalError
 
 K = TypeVar("K")
+NEAR: Final = "near "  # begins the region of private and loopback addresses
+REGION: Final = 2  # the number of a user's region in what `Book.scope` and `Book.fullness` say
+EVERYBODY: Final = 3
 
 
 class Means(StrEnum):
@@ -111,13 +114,17 @@ def user_at(peer: str, remote: Multiaddr) -> User:
     """Who `peer`, connected from `remote`, is in the book.
 
     Over a relay nobody knows where it is: all who come over one relay share the relay's place and region, under a name
-    of their own, so that they do not use up what peers beside the relay may have.
+    of their own, so that they do not use up what peers beside the relay may have. A private or loopback address is one
+    of many honest peers (a laboratory, a test on one machine) more often than one of an attacker, who would have to be
+    there: such a place may have what a region has elsewhere, and such a region all that strangers may have.
     """
     ip = ip_of(remote)
     if ip is None:
         return User(peer, str(remote), str(remote))
     place, region = place_of(ip)
-    return User(peer, f"over {place}", f"over {region}") if is_relayed(remote) else User(peer, place, region)
+    if is_relayed(remote):
+        return User(peer, f"over {place}", f"over {region}")
+    return User(peer, place, region if block_of(ip) is None else NEAR + region)
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,16 +148,19 @@ class _Account:
         self.by: dict[User, int] = {}
         self.sums: tuple[dict[str, int], dict[str, int], dict[str, int]] = {}, {}, {}  # by peer, place, region
 
-    def objection(self, user: User, amount: int, member: bool) -> str | None:
+    def objection(self, user: User, amount: int, member: bool) -> tuple[int, str] | None:
+        """The first bound that leaves no room (peer, place, region, everybody), and what is in use within it."""
         bounds, (peer, place, region) = self.bounds, (self.sums[n].get(name, 0) for n, name in enumerate(user))
         if user.peer and peer + amount > bounds.peer:
-            return f"this peer has {peer}"
-        if not member and place + amount > bounds.place:
-            return f"{user.place} has {place}"
-        if not member and region + amount > bounds.region:
-            return f"{user.region} has {region}"
+            return 0, f"this peer has {peer}"
+        if not member:
+            near = user.region.startswith(NEAR)
+            if place + amount > (bounds.region if near else bounds.place):
+                return 1, f"{user.place} has {place}"
+            if region + amount > bounds.region and not near:
+                return REGION, f"{user.region} has {region}"
         if self.used + amount > bounds.total - (0 if member else bounds.reserved):
-            return f"all together have {self.used}"
+            return EVERYBODY, f"all together have {self.used}"
         return None
 
     def add(self, user: User, amount: int) -> None:
@@ -187,7 +197,13 @@ class Book:
 
     def objection(self, means: Means, user: User, amount: int = 1) -> str | None:
         """Why `user` cannot have so much more; None: there is room."""
-        return self._accounts[means].objection(user, amount, self.is_member(user.peer))
+        closed = self._accounts[means].objection(user, amount, self.is_member(user.peer))
+        return None if closed is None else closed[1]
+
+    def scope(self, means: Means, user: User, amount: int = 1) -> int | None:
+        """Within what too much is in use for that: 0 the peer, 1 its place, REGION, EVERYBODY; None: there is room."""
+        closed = self._accounts[means].objection(user, amount, self.is_member(user.peer))
+        return None if closed is None else closed[0]
 
     def take(self, means: Means, user: User, amount: int = 1) -> str | None:
         """Write down that `user` has so much more, if there is room; else say why there is none."""
@@ -198,7 +214,8 @@ class Book:
             closed = account.objection(user, amount, member=True)
         if closed is None:
             account.add(user, amount)
-        return closed
+            return None
+        return closed[1]
 
     def give(self, means: Means, user: User, amount: int = 1) -> None:
         """`user` has so much less; LocalError when it never had it."""
@@ -214,14 +231,14 @@ class Book:
 
         Strangers go before members; the first in order of those that are equal. None: nobody of them has any.
         """
-        account = self._accounts[means]
-        peers, places, regions = account.sums
+        by = self._accounts[means].by
+        return max((user for user in among if user in by), key=lambda user: self.fullness(means, user), default=None)
 
-        def fullness(user: User) -> tuple[bool, int, int, int]:
-            strange = not self.is_member(user.peer)
-            return strange, regions.get(user.region, 0), places.get(user.place, 0), peers.get(user.peer, 0)
-
-        return max((user for user in among if user in account.by), key=fullness, default=None)
+    def fullness(self, means: Means, user: User) -> tuple[bool, int, int, int]:
+        """What `fullest` compares: whether it is a stranger, what its region has, its place, the peer itself."""
+        peers, places, regions = self._accounts[means].sums
+        strange = not self.is_member(user.peer)
+        return strange, regions.get(user.region, 0), places.get(user.place, 0), peers.get(user.peer, 0)
 
     def told(self) -> list[Use]:
         """For people: of each means, how much is in use, and who has most."""

@@ -25,7 +25,7 @@ from peerd.core.errors import LocalError, ProtocolViolation, RemoteError, Unreac
 from peerd.core.ids import PeerId
 from peerd.core.keys import Keypair
 from peerd.machine.accessline import AccessLine
-from peerd.machine.book import Book
+from peerd.machine.book import Book, user_at
 from peerd.machine.noise import Secrets
 from peerd.machine.paths import Way
 from peerd.machine.yamux_stream import WindowBudget
@@ -76,7 +76,7 @@ class Host:
         self.sign = keypair.sign  # for statements that others may show on our behalf: see core/proof
         self.config = config or HostConfig()
         self.faults = Faults()  # of this whole process: other layers note theirs here, too
-        self.links = Links(self.config.links, self.id, self.faults)
+        self.links = Links(self.config.links, self.id, self.book, self.faults)
         self._clock, self._transports = clock, list(transports)
         self._secrets = Secrets(keypair, clock.secure_bytes(32))
         self._handlers: dict[str, Handler] = {}
@@ -324,8 +324,9 @@ class Host:
             raise Unreachable("that is this peer itself", peer)
         if self._nursery is None or self._link_nursery is None:
             raise Unreachable("this host is shutting down", peer)
-        if not self.links.has_room(inbound=not secured.initiator):
-            raise Unreachable("this host has too many connections", peer)
+        full = self.links.make_room(user_at(peer.text, secured.raw.remote), inbound=not secured.initiator)
+        if full is not None:
+            raise Unreachable(f"this host has too many connections: {full}", peer)
         budget = WindowBudget(limits.WINDOW_BYTES_LINK, self._budget)
         link = Link(secured, self, self.config.link, self._buffers, budget, way)
         self.links.add(link)

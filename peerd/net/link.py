@@ -20,6 +20,7 @@ import trio
 
 from peerd.core.errors import ProtocolViolation, Unreachable
 from peerd.core.ids import PeerId
+from peerd.machine.book import Book, Means, user_at
 from peerd.machine.buffers import BufferPool
 from peerd.machine.multistream import HEADER, Proposal, Selector, encode_line
 from peerd.machine.noise import PLAIN_BYTES, SEALED_BYTES
@@ -60,6 +61,7 @@ class LinkConfig:
 class LinkOwner(Protocol):
     """What a link needs of its host."""
 
+    book: Book  # for the streams that the peer opens
     faults: Faults
     unread: Unread
 
@@ -114,6 +116,7 @@ class Link:
         self.peer: PeerId = session.peer
         self.initiator = secured.initiator
         self.remote = secured.raw.remote
+        self.user = user_at(self.peer.text, self.remote)  # who it is in the host's book
         self.local = secured.raw.local if isinstance(secured.raw, LocatedLink) else None  # this end, where it is known
         self.opened_at = self.idle_since = trio.current_time()
         self.bytes_in = self.bytes_out = 0
@@ -200,6 +203,7 @@ class Link:
     def _end_streams(self) -> None:
         for stream in list(self.streams):
             stream.end(f"the connection ended: {self.reason}")
+            self._forget(stream)
 
     async def open(self, protocol: str) -> Stream:
         """A new stream; the proposal travels with its first data. Waits while too many are open."""
@@ -303,13 +307,19 @@ class Link:
 
     def release(self, stream: Stream) -> None:
         """The user of this stream is done with it."""
-        self.streams.pop(stream, None)
+        self._forget(stream)
         if not self.streams:
             self.idle_since = trio.current_time()
             if self.mux.peer_gone:
                 self._leave_at = min(self._leave_at, trio.current_time())
                 self.abort("the peer left")
         self.flush()
+
+    def _forget(self, stream: Stream) -> None:
+        if stream in self.streams:
+            del self.streams[stream]
+            if stream.mux.inbound:
+                self.owner.book.give(Means.STREAMS, self.user)
 
     # --- tasks ---------------------------------------------------------------------------------------------
 
@@ -392,7 +402,8 @@ class Link:
 
     def _greet(self, mux: YamuxStream) -> None:
         """An incoming stream: our header goes out at once, as foreign peers expect."""
-        if mux.was_reset:  # in the same breath: nobody will ever hear of it
+        # Reset in the same breath: nobody will ever hear of it. Else it has to be in the book.
+        if mux.was_reset or self.owner.book.take(Means.STREAMS, self.user) is not None:
             self.mux.reset(mux)
             return
         stream = Stream(self, mux, "", Selector(self.owner.speaks))

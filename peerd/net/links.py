@@ -3,8 +3,9 @@
 Does not dial or accept. Of several links to a peer new streams take the best (`machine.paths`); the others are
 superseded, stand by for its end, and are closed once they have been idle for some seconds. Invariants: a peer is up
 exactly while it has a usable link, and every change is told to watchers at once and in order; limits hold for every
-link; a full table makes room by closing the link that was idle longest, never one with open streams or one that is
-kept for a purpose of its own.
+link; those that came in are in the book, and where that, or the table, is full, the fullest place there makes room
+(see `make_room`): no number of identities, open streams or idle hours lets one place keep out the others. Links that
+we dialed end for nobody who comes in.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import trio
 
 from peerd.core import limits
 from peerd.core.ids import PeerId
+from peerd.machine.book import EVERYBODY, REGION, Book, Means, User
 from peerd.machine.paths import Path, Way, choose
 from peerd.net.faults import Faults
 from peerd.net.link import Link
@@ -93,13 +95,15 @@ class HostTraffic:
 class Links:
     """All links of one host."""
 
-    def __init__(self, bounds: LinkLimits, own: PeerId, faults: Faults | None = None) -> None:
-        self._bounds, self._own, self._faults = bounds, own, faults or Faults()
+    def __init__(self, bounds: LinkLimits, own: PeerId, book: Book, faults: Faults | None = None) -> None:
+        self._bounds, self._own, self._book, self._faults = bounds, own, book, faults or Faults()
         self._usable: dict[PeerId, list[Link]] = {}  # newest last
         self._best: dict[PeerId, tuple[Link, str]] = {}  # the one in use, and why
         self._moved: list[Callable[[PeerId], None]] = []
         self._news = trio.Event()  # a link was superseded
         self._all: dict[Link, None] = {}  # oldest first, with those that are on their way out
+        self._booked: dict[Link, User] = {}  # those that came in, less those that made room
+        self._cut: set[Link] = set()  # those that made room, until they have ended
         self._kept: dict[PeerId, int] = {}  # peers whose links are needed though nothing moves on them
         self._past_in = self._past_out = 0  # bytes of links that are gone
         self._watchers: dict[int, tuple[trio.MemorySendChannel[PeerEvent], bool]] = {}  # and whether for PeerTold, too
@@ -189,33 +193,83 @@ class Links:
         if count > 0:
             self._kept[peer] = count
 
-    def has_room(self, *, inbound: bool) -> bool:
-        """Whether one more link is within the limits; closes an idle one when that makes room."""
-        bounds = self._bounds
-        count = sum(not link.initiator for link in self._all) if inbound else 0
-        if len(self._all) < bounds.total and count < bounds.inbound:
-            return True
-        overdue = trio.current_time() - bounds.idle_s
-        unused = [link for link in self._all if not link.streams and link.peer not in self._kept]
-        idle = [link for link in unused if link.idle_since <= overdue]
-        if inbound:
-            idle = [link for link in idle if not link.initiator]
-        if not idle:
-            return False
-        min(idle, key=lambda link: link.idle_since).abort("closed to make room")
-        return True
+    def make_room(self, user: User, *, inbound: bool) -> str | None:
+        """Have room for one more link of `user`; the reason, if there is none.
+
+        For one that comes in, where a peer, place or region has all that it may have, one of its own gives way; where
+        the table is full, one of the fullest region's fullest place: strangers before members, of that place the one
+        that was idle longest, else the one that came last. A link in use gives way only to a place that has less, so
+        that nobody gains by replacing others, and members' links only to members'.
+        """
+        if not inbound:
+            if len(self._all) - len(self._cut) < self._bounds.total:
+                return None
+            idle = [link for link in self._all if link not in self._cut and self._is_idle(link)]
+            if not idle:
+                return f"there are {len(self._all)}"
+            self._end_for_room(min(idle, key=lambda link: link.idle_since))
+            return None
+        while (scope := self._full_scope(user)) is not None:
+            link = self._to_give_way(user, scope)
+            if link is None:
+                why = self._book.objection(Means.LINKS, user)
+                return why or f"all together have {len(self._booked)}"
+            self._end_for_room(link)
+        return None
+
+    def _full_scope(self, user: User) -> int | None:
+        full = len(self._booked) >= self._bounds.inbound or len(self._all) - len(self._cut) >= self._bounds.total
+        return EVERYBODY if full else self._book.scope(Means.LINKS, user)
+
+    def _to_give_way(self, user: User, scope: int) -> Link | None:
+        own = self._book.fullness(Means.LINKS, user)
+
+        def worth(link: Link) -> tuple[bool, int, int, bool, int, float]:
+            strange, region, place, peer = self._book.fullness(Means.LINKS, link.user)
+            idle = self._is_idle(link)
+            return strange, region, place, idle, peer, -link.idle_since if idle else link.opened_at
+
+        def may(link: Link) -> bool:
+            strange, region, place, _ = self._book.fullness(Means.LINKS, link.user)
+            if strange < own[0]:
+                return False
+            if scope < REGION or self._is_idle(link) or strange > own[0]:
+                return True
+            same = link.user.region == user.region
+            return (region, place) > (own[1] + (not same), own[2] + 1)
+
+        among = [link for link in self._booked if scope == EVERYBODY or link.user[scope] == user[scope]]
+        if scope == 0:
+            return next((link for link in among if link is not self.best(link.peer)), None)
+        return max(filter(may, among), key=worth, default=None)
+
+    def _is_idle(self, link: Link) -> bool:
+        overdue = trio.current_time() - self._bounds.idle_s
+        return not link.streams and link.peer not in self._kept and link.idle_since <= overdue
+
+    def _end_for_room(self, link: Link) -> None:
+        self._cut.add(link)
+        self._give_back(link)
+        link.abort("closed to make room")
+
+    def _give_back(self, link: Link) -> None:
+        user = self._booked.pop(link, None)
+        if user is not None:
+            self._book.give(Means.LINKS, user)
 
     def add(self, link: Link) -> None:
-        """Take a link that stands. A peer with too many loses the oldest that is not in use."""
+        """Take a link that stands, after `make_room`. A peer with too many loses the oldest that is not in use."""
+        if not link.initiator and self._book.take(Means.LINKS, link.user) is None:
+            self._booked[link] = link.user
         mine = self._usable.setdefault(link.peer, [])
         mine.append(link)
         self._all[link] = None
         self._choose(link.peer)
         if len(mine) == 1:
             self._tell(PeerUp(link.peer))
-        elif len(mine) > self._bounds.per_peer:
+        elif len(staying := [other for other in mine if other not in self._cut]) > self._bounds.per_peer:
             best = self.best(link.peer)
-            next(other for other in mine if other is not best).abort("this peer has too many connections")
+            next(other for other in staying if other is not best).abort("this peer has too many connections")
 
     def leaving(self, link: Link, reason: str) -> None:
         """The link takes no new streams."""
@@ -230,6 +284,8 @@ class Links:
     def remove(self, link: Link) -> None:
         """The link has ended."""
         self.leaving(link, link.reason or "closed")
+        self._give_back(link)
+        self._cut.discard(link)
         if link in self._all:
             del self._all[link]
             self._past_in += link.bytes_in

@@ -2,7 +2,8 @@
 
 Accepts, and gives each connection a bounded time in one of a bounded number of places; what a proof is, and what comes
 of it, is the Host's (`prove`). Hostile input: strangers who connect and say nothing, from one address or many: when
-all is full the oldest of the place that sent most (an IPv4 address, an IPv6 /64) gives way, so that none can lock us.
+all is full the oldest of that region (a /24, a /48) and in it of that place (an address, an IPv6 /64) that sent most
+gives way, so that none can lock us.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ from collections.abc import Awaitable, Callable
 import trio
 
 from peerd.core.errors import ProtocolViolation, RemoteError
+from peerd.machine.book import User, user_at
 from peerd.net.faults import Faults
 from peerd.net.transport import Listener, RawLink, close_surely
-from peerd.net.unread import place
 
 _log = logging.getLogger("peerd.net")
 
@@ -34,7 +35,7 @@ class Reception:
         """`prove` authenticates a connection and keeps it, or raises RemoteError; then, or late, it is closed."""
         self._places, self._within_s, self._prove = places, within_s, prove
         self._faults = faults or Faults()
-        self._half_open: dict[RawLink, tuple[str, trio.CancelScope]] = {}  # oldest first; by place
+        self._half_open: dict[RawLink, tuple[User, trio.CancelScope]] = {}  # oldest first
 
     async def serve(self, listener: Listener) -> None:
         """Take who comes, until the listener is closed."""
@@ -46,13 +47,15 @@ class Reception:
                     return
                 self._make_room()
                 scope = trio.CancelScope()
-                self._half_open[raw] = (place(raw.remote), scope)
+                self._half_open[raw] = (user_at("", raw.remote), scope)
                 nursery.start_soon(self._supervise, raw, scope)
 
     def _make_room(self) -> None:
         if len(self._half_open) >= self._places:
-            most = Counter(at for at, _ in self._half_open.values()).most_common(1)[0][0]
-            oldest = next(raw for raw, (at, _) in self._half_open.items() if at == most)
+            users = [user for user, _ in self._half_open.values()]
+            regions, places = Counter(user.region for user in users), Counter(user.place for user in users)
+            most = max(users, key=lambda user: (regions[user.region], places[user.place]))
+            oldest = next(raw for raw, (user, _) in self._half_open.items() if user == most)
             self._half_open.pop(oldest)[1].cancel()  # at once: the next may be here before that one has left
 
     async def _supervise(self, raw: RawLink, scope: trio.CancelScope) -> None:

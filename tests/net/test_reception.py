@@ -66,7 +66,11 @@ async def reception(within_s: float) -> AsyncIterator[Door]:
         nursery.cancel_scope.cancel()
 
 
-@pytest.mark.parametrize("crowd", ["45.6.7.8", "2a00:1:2:3::{:x}"], ids=["one address", "one IPv6 network"])
+@pytest.mark.parametrize(
+    "crowd",
+    ["45.6.7.8", "2a00:1:2:3::{:x}", "45.6.7.{}", "2a00:1:2:{:x}::1"],
+    ids=["one address", "one IPv6 network", "many addresses of one region", "many IPv6 networks of one region"],
+)
 async def test_a_crowd_from_one_household_pushes_out_its_own(crowd: str) -> None:
     async with reception(60.0) as door:
         guest = Silent("81.2.3.4")
