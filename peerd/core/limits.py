@@ -174,6 +174,7 @@ RECORD_VALUE_BYTES: Final = 16 << 10  # an announcement with addresses and figur
 RECORD_SUFFIX_BYTES: Final = 64  # a short name or a hash
 RECORD_TTL_S: Final = 3600.0  # a lease; who stays renews it, and whatever else remains is gone within the hour
 CLOCK_TOLERANCE_S: Final = 3.0  # how far two corrected clocks may differ before records are refused
+CLOCK_CORRECTION_S: Final = 86_400.0  # a wrong time zone is hours; what is off by more is broken, or lied about
 DHT_KEYS_PER_CALL: Final = 32  # keys that one message may ask for
 DHT_CONTACTS_PER_REPLY: Final = 64  # peers that one reply may name
 DHT_RECORDS_PER_KEY: Final = 512  # sub-keys under one key

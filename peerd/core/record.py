@@ -32,6 +32,7 @@ _FORMAT: Final = 1
 _TOMBSTONE: Final = 1
 _SIGNATURE_BYTES: Final = 64
 _MAX_MS: Final = 1 << 48  # the year 10889; keeps milliseconds exact in floats
+LATEST_S: Final = (_MAX_MS >> 1) / 1000  # no clock that works shows a later time; leaves room for every lease
 _MAX_VERSION: Final = 1 << 63  # fits a signed 64-bit integer wherever it is shown
 MAX_RECORD_BYTES: Final = _HEAD.size + RECORD_SUFFIX_BYTES + RECORD_VALUE_BYTES + _SIGNATURE_BYTES
 

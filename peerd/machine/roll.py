@@ -19,6 +19,7 @@ from typing import Final
 
 from peerd.core.errors import ProtocolViolation
 from peerd.core.ids import PeerId
+from peerd.core.limits import CLOCK_CORRECTION_S
 from peerd.core.token import NO_TOKEN, Revoked, Token, fault, signed_by, unseal
 
 # Who may call a method or a whole service: roles, as tokens name them. What is not listed, every member may call.
@@ -71,6 +72,7 @@ class Roll:
         self._revoked: frozenset[bytes] = frozenset()
         self._one_stage = stages == 1
         self._members: dict[PeerId, Member] = {organizer: Member("organizer", None, None)}
+        self._expired: set[PeerId] = set()  # with a token that counts but for our clock, which may be wrong
         self._genuine: OrderedDict[bytes, None] = OrderedDict()  # SHA-256 of sealed tokens
 
     def __len__(self) -> int:
@@ -97,15 +99,23 @@ class Roll:
         """Put `peer` on the roll if `data` is its token; else take it off, and say why."""
         found = self.judge(peer, data, now)
         if isinstance(found, str):
-            self._members.pop(peer, None)
+            self.forget(peer)
+            if isinstance(self.judge(peer, data, now - CLOCK_CORRECTION_S), Member):
+                self._expired.add(peer)
             return found
         self._members[peer] = found
+        self._expired.discard(peer)
         return None
+
+    def may_vote(self, peer: PeerId) -> bool:
+        """Whether its clock counts: a member's does, even if the token has expired by ours, which may be off."""
+        return peer in self._members or peer in self._expired
 
     def forget(self, peer: PeerId) -> None:
         """It has gone; it will show its token again."""
         if peer != self.organizer:
             self._members.pop(peer, None)
+            self._expired.discard(peer)
 
     def member(self, peer: PeerId, now: float) -> Member | None:
         """Who `peer` is, if its token counts still."""

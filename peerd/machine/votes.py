@@ -26,9 +26,14 @@ def network_of(addr: Multiaddr) -> str:
 
 def votes(told: Iterable[tuple[Multiaddr, T]]) -> dict[T, float]:
     """What is said by peers at these addresses, weighted: one vote per network, shared by addresses, then by peers."""
+    return shared((network_of(at), str(ip_of(at) or at), what) for at, what in told)
+
+
+def shared(told: Iterable[tuple[str, str, T]]) -> dict[T, float]:
+    """As `votes`, of what is told by (network, address)."""
     networks: dict[str, dict[str, list[T]]] = {}
-    for at, what in told:
-        networks.setdefault(network_of(at), {}).setdefault(str(ip_of(at) or at), []).append(what)
+    for network, address, what in told:
+        networks.setdefault(network, {}).setdefault(address, []).append(what)
     found: dict[T, float] = {}
     for hosts in networks.values():
         for said in hosts.values():

@@ -221,6 +221,10 @@ class Access:
         met = self._met.pop(peer, None)
         return met is not None and not met.refused
 
+    def may_vote(self, peer: PeerId) -> bool:
+        """Whether the peer's clock counts: strangers neither let tokens expire nor bring them back to life."""
+        return self.roll.may_vote(peer)
+
     def allows(self, peer: PeerId, role: str) -> bool:
         """Whether a peer that calls us is a member with `role`."""
         found = self.roll.member(peer, self._clock.wall())

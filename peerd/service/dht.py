@@ -26,7 +26,7 @@ from peerd.core.errors import LocalError, ProtocolViolation, Refused, RemoteErro
 from peerd.core.ids import Key, PeerId
 from peerd.core.keys import Keypair, verify
 from peerd.core.limits import DHT_STORE_BYTES
-from peerd.core.record import Record, Verifier
+from peerd.core.record import LATEST_S, Record, Verifier
 from peerd.machine import queries as q
 from peerd.machine.kademlia import Kademlia
 from peerd.machine.nodestate import KademliaConfig
@@ -81,7 +81,7 @@ class Dht:
         self._config = config or DhtConfig()
         verifier = Verifier(verify)
         self._kad = Kademlia(keypair, verifier, clock.rng("dht"), self._config.node)
-        self._peer_clock = PeerClock(clock)
+        self._peer_clock = PeerClock(clock, self._may_vote)
         self._calls = DhtCalls(host, rpc, self._peer_clock, verifier, self._config.calls)
         self._entries = EntryPoints(host, self._met, self._config.retry_s, self._config.longest_retry_s)
         self._nursery: trio.Nursery | None = None
@@ -208,6 +208,7 @@ class Dht:
             "bootstrap": self._entries.status(),
             "clock_offset_s": skew.correction_s(),
             "clock_votes": skew.votes,
+            "clock_networks": skew.networks,
             "clock_warning": skew.warning(),
             "messages": {"sent": counts.asks, "failed": counts.failed, "answered": counts.served},
             "lookups": counts.searches,
@@ -257,7 +258,8 @@ class Dht:
     def _handle(self, event: q.Input | None) -> None:
         """Pass in an event (None: time has passed) and do what comes of it."""
         now = self._clock.now()
-        self._kad.node.clock_ahead_s = self._clock.wall() - now
+        # A clock that is off by centuries keeps nobody from publishing: others refuse the records, and status says why.
+        self._kad.node.clock_ahead_s = min(max(self._clock.wall(), 0.0), LATEST_S) - now
         outputs = self._kad.wake(now) if event is None else self._kad.handle(now, event)
         for output in outputs:
             match output:
@@ -365,6 +367,10 @@ class Dht:
         self._named[peer] = now
         publisher, count = outdated[0].publisher, len(outdated)
         _log.info("peer %s offered %d outdated records, the first of them of %s: refused", peer, count, publisher)
+
+    def _may_vote(self, peer: PeerId) -> bool:
+        """Whether its clock counts: in a run with tokens, only that of a member."""
+        return self._rpc.gate is None or self._rpc.gate.may_vote(peer)
 
     def _is_dialable(self, peer: PeerId, hello: q.Hello) -> bool:
         """Whether others can probably dial the peer where it says, without a relay.

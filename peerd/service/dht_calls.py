@@ -8,13 +8,13 @@ answer does not block it; what does not pass is left to the machine to judge.
 from __future__ import annotations
 
 import math
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
-from typing import Protocol, runtime_checkable
 
 import trio
+from multiaddr import Multiaddr
 
-from peerd.core.clock import Clock
+from peerd.core.clock import AdjustableClock, Clock, uncorrected
 from peerd.core.ids import PeerId
 from peerd.core.record import Record, Verifier
 from peerd.machine import queries as q
@@ -28,30 +28,24 @@ _VERIFIED_PER_TURN = 4  # signatures, about 0.1 ms each
 _CLOCK_STEP_S = 0.1  # a smaller correction is not worth a clock that jumps
 
 
-@runtime_checkable
-class AdjustableClock(Protocol):
-    """A clock whose wall time can be corrected, as `net.clock.RealClock`."""
-
-    offset_s: float
-
-
 class PeerClock:
     """Our clock among those of our peers: shows it uncorrected, and corrects it by what they show."""
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: Clock, may_vote: Callable[[PeerId], bool]) -> None:
+        """`may_vote`: whose clocks count."""
         self.skew = ClockSkew()
-        self._clock = clock
+        self._clock, self._may_vote = clock, may_vote
         self._adjustable = clock if isinstance(clock, AdjustableClock) else None
 
     def raw_wall(self) -> float:
         """Unix seconds without the correction by peers: that is what peers compare."""
-        return self._clock.wall() - (self._adjustable.offset_s if self._adjustable is not None else 0.0)
+        return uncorrected(self._clock)
 
-    def compare(self, peer: PeerId, sent: float, theirs: float) -> None:
-        """The peer's clock showed `theirs` between `sent` and now."""
-        if not math.isfinite(theirs):
+    def compare(self, peer: PeerId, at: Multiaddr, sent: float, theirs: float) -> None:
+        """The peer's clock, at that address, showed `theirs` between `sent` and now."""
+        if not (math.isfinite(theirs) and self._may_vote(peer)):
             return
-        self.skew.sample(peer, sent, self.raw_wall(), theirs)
+        self.skew.sample(peer, at, sent, self.raw_wall(), theirs)
         correction_s = self.skew.correction_s()
         if self._adjustable is not None and abs(correction_s - self._adjustable.offset_s) > _CLOCK_STEP_S:
             self._adjustable.offset_s = correction_s
@@ -77,8 +71,9 @@ class DhtCalls:
             sent = self._clock.raw_wall()
             method, body, kind = wire.request_to_wire(request, sent)
             answer = (await self._rpc.call(peer, method, body, kind, timeout_s=timeout_s)).body
-        if answer.hello is not None:
-            self._clock.compare(peer, sent, answer.hello.wall)
+        link = self._host.links.best(peer)
+        if answer.hello is not None and link is not None:
+            self._clock.compare(peer, link.remote, sent, answer.hello.wall)
         reply = wire.reply_from_wire(answer, len(request.keys) if isinstance(request, q.Find) else 0)
         if isinstance(reply, q.Found):
             await self.verify(record for records in reply.records for record in records)

@@ -138,6 +138,10 @@ class Gate(Protocol):
         """Whether a call was refused only because `peer` has forgotten us: another `introduce` shows our token anew."""
         ...
 
+    def may_vote(self, peer: PeerId) -> bool:
+        """Whether the peer's clock counts among those by which ours is corrected."""
+        ...
+
     def allows(self, peer: PeerId, role: str) -> bool:
         """Whether a peer that calls us is a member with `role`."""
         ...

@@ -145,11 +145,17 @@ class World:
     # --- life ---
 
     async def start(
-        self, name: str | None = None, *, line: Line | None = None, skew_s: float = 0.0, program: Program | None = None
+        self,
+        name: str | None = None,
+        *,
+        line: Line | None = None,
+        skew_s: float = 0.0,
+        program: Program | None = None,
+        ip: str = "",
     ) -> Node:
-        """A new node; returns when its program is of use, or when it was killed before."""
+        """A new node; returns when its program is of use, or when it was killed before. `ip`: else a private one."""
         name = name or f"n{len(self.nodes):02d}"
-        machine = self._machine(name, line)
+        machine = self._machine(name, line, ip)
         node = self.nodes[name] = Node(self, machine, program or self.program, skew_s)
         await self._launch(node)
         return node
@@ -189,8 +195,8 @@ class World:
         self.net.revive(node.name)
         await self._launch(node)
 
-    def _machine(self, name: str, line: Line | None) -> SimNode:
-        return self.net.add_node(name, line or self.config.line(self.rng(f"line of {name}")))
+    def _machine(self, name: str, line: Line | None, ip: str = "") -> SimNode:
+        return self.net.add_node(name, line or self.config.line(self.rng(f"line of {name}")), ip)
 
     async def _launch(self, node: Node) -> None:
         if self._nursery is None:

@@ -4,18 +4,24 @@ from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
+from multiaddr import Multiaddr
 
+from peerd.core.addr import tcp_addr
 from peerd.core.ids import PeerId
 from peerd.machine.skew import VOTES, ClockSkew
 
 PEERS = [PeerId.from_public_key(bytes([n]) * 32) for n in range(100)]
 
 
-def seen_by(own: float, others: list[float]) -> ClockSkew:
+# Each in a network of its own.
+ADDRS = [tcp_addr(f"45.{n}.0.1", 4001) for n in range(100)]
+
+
+def seen_by(own: float, others: list[float], addrs: list[Multiaddr] = ADDRS) -> ClockSkew:
     """A peer whose clock is off by `own` looks at clocks that are off by these."""
     skew = ClockSkew()
-    for peer, other in zip(PEERS, others, strict=False):
-        skew.sample(peer, own, own + 0.1, other + 0.05)
+    for peer, addr, other in zip(PEERS, addrs, others, strict=False):
+        skew.sample(peer, addr, own, own + 0.1, other + 0.05)
     return skew
 
 
@@ -43,22 +49,22 @@ def test_two_peers_cannot_say_who_is_wrong_but_say_that_they_differ() -> None:
 
 def test_samples_with_long_or_negative_round_trips_do_not_count() -> None:
     skew = ClockSkew()
-    skew.sample(PEERS[0], 0.0, 10.0, 99.0)
-    skew.sample(PEERS[1], 0.0, -1.0, 99.0)
+    skew.sample(PEERS[0], ADDRS[0], 0.0, 10.0, 99.0)
+    skew.sample(PEERS[1], ADDRS[1], 0.0, -1.0, 99.0)
     assert skew.votes == 0
 
 
 def test_the_shortest_round_trip_is_believed_until_it_is_contradicted() -> None:
     skew = ClockSkew()
-    skew.sample(PEERS[1], 0.0, 0.0, 0.0)
-    skew.sample(PEERS[0], 0.0, 0.1, 5.05)
-    skew.sample(PEERS[0], 10.0, 11.0, 15.9)  # within its own error of the better sample
+    skew.sample(PEERS[1], ADDRS[1], 0.0, 0.0, 0.0)
+    skew.sample(PEERS[0], ADDRS[0], 0.0, 0.1, 5.05)
+    skew.sample(PEERS[0], ADDRS[0], 10.0, 11.0, 15.9)  # within its own error of the better sample
     assert abs(skew.measured_s() - 0.0) < 1e-9
-    skew.sample(PEERS[2], 0.0, 0.1, 5.05)
+    skew.sample(PEERS[2], ADDRS[2], 0.0, 0.1, 5.05)
     assert abs(skew.measured_s() - 2.5) < 1e-9  # median of 0, 0, 5, 5
-    skew.sample(PEERS[0], 20.0, 21.0, 120.5)  # its clock was set
+    skew.sample(PEERS[0], ADDRS[0], 20.0, 21.0, 120.5)  # its clock was set
     assert abs(skew.measured_s() - 2.5) < 1e-9
-    skew.sample(PEERS[2], 20.0, 20.1, 120.05)
+    skew.sample(PEERS[2], ADDRS[2], 20.0, 20.1, 120.05)
     assert abs(skew.measured_s() - 50.0) < 1e-6
 
 
@@ -80,3 +86,33 @@ def test_a_lying_minority_cannot_move_time_beyond_honest_clocks(honest: list[flo
     lies = data.draw(st.lists(st.floats(-1e9, 1e9), max_size=len(honest) - 1))
     correction = seen_by(honest[0], honest[1:] + lies).correction_s()
     assert min(honest) - 1e-6 <= honest[0] + correction <= max(honest) + 1e-6
+
+
+def test_identities_of_one_network_have_one_vote() -> None:
+    crowd = [tcp_addr(f"46.0.{n}.1", 4001) for n in range(50)]
+    skew = seen_by(0.0, [0.1, 0.2, *[1e12] * 50], [*ADDRS[:2], *crowd])
+    assert 0.0 <= skew.correction_s() <= 0.2
+    assert seen_by(0.0, [50.0] * 20, crowd).correction_s() == 0.0
+
+
+def test_a_crowd_does_not_push_out_what_other_networks_said() -> None:
+    crowd = [tcp_addr(f"46.0.{n}.1", 4001) for n in range(VOTES + 20)]
+    skew = seen_by(0.0, [*[60.0] * 3, *[0.0] * 80], [*ADDRS[:3], *crowd])
+    assert skew.networks == 4
+    assert skew.correction_s() == 60.0
+
+
+def test_what_no_time_zone_explains_is_shown_and_not_applied() -> None:
+    skew = seen_by(0.0, [1e12] * 6)
+    assert skew.correction_s() == 0.0
+    warning = skew.warning()
+    assert warning is not None
+    assert "too far to correct: set it" in warning
+    assert seen_by(0.0, [14 * 3600.0] * 6).correction_s() == 14 * 3600.0
+
+
+def test_each_machine_of_a_laboratory_has_a_vote_and_this_one_has_one() -> None:
+    lab = [tcp_addr(f"192.168.1.{n}", 4001) for n in range(1, 4)]
+    assert abs(seen_by(60.0, [0.0] * 3, lab).correction_s() + 60.0) < 0.2
+    here = [tcp_addr("127.0.0.1", 4001 + n) for n in range(6)]
+    assert seen_by(60.0, [0.0] * 6, here).correction_s() == 0.0

@@ -216,3 +216,49 @@ def test_a_store_call_with_a_broken_record_names_its_sender() -> None:
         assert await values(a) == []  # all of a message or nothing
 
     against(main)
+
+
+async def fast_clocks(world: World, count: int, fast_s: float, network: str) -> list[Node]:
+    """Identities at addresses of one network whose clocks are ahead."""
+    liars = []
+    for number in range(count):
+        machine = f"{network}.{number + 1}"
+        liars.append(await world.start(machine, program=honest, skew_s=fast_s, ip=machine))
+    return liars
+
+
+@pytest.mark.parametrize("fast_s", [3600.0, 1e12], ids=["an hour", "thirty thousand years"])
+def test_identities_of_one_network_do_not_set_a_newcomers_clock(fast_s: float) -> None:
+    async def main() -> None:
+        async with World(1, honest).running() as world:
+            first = await world.start("81.1.0.1", ip="81.1.0.1")
+            world.bootstrap.append(first.full_addr)
+            await world.start("81.2.0.1", ip="81.2.0.1")
+            await fast_clocks(world, 6, fast_s, "81.3.0")
+            late = await world.start("81.4.0.1", ip="81.4.0.1")
+            await trio.sleep(30)
+            status = late.dht.status()
+            assert status["clock_votes"] >= 7
+            assert abs(status["clock_offset_s"]) < 1
+            assert await late.dht.put(KEY, b"v", ttl_s=60) > 0
+
+    run_virtual(main, seed=1)
+
+
+@pytest.mark.parametrize("fast_s", [1e12, -3e9, 1e300])
+def test_clocks_that_nothing_explains_keep_nobody_from_publishing(fast_s: float) -> None:
+    async def main() -> None:
+        async with World(1, honest).running() as world:
+            first = await world.start("81.1.0.1", ip="81.1.0.1", skew_s=fast_s)
+            world.bootstrap.append(first.full_addr)
+            for number in range(2, 6):
+                await world.start(f"81.{number}.0.1", ip=f"81.{number}.0.1", skew_s=fast_s)
+            late = await world.start("81.9.0.1", ip="81.9.0.1")
+            await trio.sleep(30)
+            assert late.dht.status()["clock_offset_s"] == 0.0
+            assert "set it" in late.dht.status()["clock_warning"]
+            await late.dht.put(KEY, b"v", ttl_s=60)  # others may refuse it; it stays published here
+            await first.dht.put(KEY, b"v", ttl_s=60)
+            assert late.dht.status()["records_published"] == 1
+
+    run_virtual(main, seed=1)
