@@ -185,6 +185,7 @@ DHT_STORED_RECORDS: Final = 1 << 16  # held for others, all keys together
 DHT_STORED_BYTES: Final = 64 << 20  # of these, in memory
 DHT_RECORDS_PER_PUBLISHER: Final = 1024  # held for one publisher, all keys together
 DHT_BYTES_PER_PUBLISHER: Final = 1 << 20  # likewise
+DHT_BYTES_PER_KEY_AND_PUBLISHER: Final = 32 << 10  # the largest record twice, or 64 of half a kibibyte
 DHT_SUFFIXES_PER_KEY: Final = 64  # sub-keys of one publisher under one key
 
 # --- access to a run -------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from peerd.core.ids import Key, PeerId
 from peerd.core.record import Record, Signer, Verifier
 from peerd.machine import queries as q
+from peerd.machine.book import Book
 from peerd.machine.dispatch import Dispatch
 from peerd.machine.handover import Handover
 from peerd.machine.nodestate import KademliaConfig, NodeState
@@ -29,9 +30,15 @@ class Kademlia:
     """One node. Tell it whom it `Met`; it does the rest."""
 
     def __init__(
-        self, signer: Signer, verifier: Verifier, rng: random.Random, config: KademliaConfig | None = None
+        self,
+        signer: Signer,
+        verifier: Verifier,
+        rng: random.Random,
+        config: KademliaConfig | None = None,
+        book: Book | None = None,
     ) -> None:
-        self.node = NodeState(signer, verifier, config or KademliaConfig())
+        """`book`: of the host, for what is held for others."""
+        self.node = NodeState(signer, verifier, config or KademliaConfig(), book)
         self._rng = rng
         self._out: list[q.Output] = []
         self._dispatch = Dispatch(self.node.id, self.node.neighbours, verifier)
@@ -130,7 +137,7 @@ class Kademlia:
             case q.Find():
                 reply = responder.find(now, wall, asked.peer, request, hello)
             case q.Store():
-                reply = responder.store(now, wall, asked.peer, request, hello)
+                reply = responder.store(now, wall, asked, request, hello)
                 if any(verdict is Verdict.FORGED for verdict, _ in reply.verdicts):
                     self._blame(now, asked.peer, "it offered a record that its publisher did not sign")
             case q.Ping():

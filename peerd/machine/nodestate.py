@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from peerd.core.ids import PeerId
 from peerd.core.record import Record, Signer, Verifier
+from peerd.machine.book import Book
 from peerd.machine.neighbours import Neighbours
 from peerd.machine.publisher import Publisher
 from peerd.machine.queries import Hello
@@ -49,7 +50,7 @@ class Counts:
 class NodeState:
     """One node's state; the parts that act on it are Workbench and Kademlia."""
 
-    def __init__(self, signer: Signer, verifier: Verifier, config: KademliaConfig) -> None:
+    def __init__(self, signer: Signer, verifier: Verifier, config: KademliaConfig, book: Book | None = None) -> None:
         self.config = config
         self.id: PeerId = signer.peer_id
         self.contact = Contact(signer.peer_id)  # without addresses: a client
@@ -59,7 +60,7 @@ class NodeState:
         self.neighbours = Neighbours(
             self.id, config.k, greet_again_s=config.greet_again_s, near_s=config.near_s, stale_s=config.stale_s
         )
-        self.store = Store(self.id, verifier, config.store)
+        self.store = Store(self.id, verifier, config.store, book)
         self.publisher = Publisher(signer, config.repeat_s)
         self.responder = Responder(self.id, config.k, self.neighbours, self.store)
         self.verifier = verifier

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Final
 
 from peerd.core.ids import Key, PeerId
 from peerd.core.record import Record
@@ -78,6 +79,9 @@ Reply = Found | Stored | Pong
 # --- into Kademlia ---------------------------------------------------------------------------------------------
 
 
+NOWHERE: Final = ("", "")  # not known; all who are there share what one place may have
+
+
 @dataclass(frozen=True, slots=True)
 class Asked:
     """A peer asks us; answered by `Respond` with the same token, at once."""
@@ -85,6 +89,7 @@ class Asked:
     token: int
     peer: PeerId
     request: Request
+    where: tuple[str, str] = NOWHERE  # the place and the region that it connects from
 
 
 @dataclass(frozen=True, slots=True)

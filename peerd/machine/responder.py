@@ -10,8 +10,9 @@ from __future__ import annotations
 from peerd.core.ids import Key, PeerId
 from peerd.core.limits import DHT_BYTES_PER_KEY, DHT_CONTACTS_PER_REPLY
 from peerd.core.record import Record
+from peerd.machine.book import User
 from peerd.machine.neighbours import Neighbours
-from peerd.machine.queries import Find, Found, Hello, Store, Stored
+from peerd.machine.queries import Asked, Find, Found, Hello, Store, Stored
 from peerd.machine.store import Store as RecordStore
 from peerd.machine.store import Verdict
 from peerd.machine.table import Contact, place
@@ -46,21 +47,22 @@ class Responder:
             contacts |= {contact.peer.raw: contact for contact in others[:per_key]}
         return Found(tuple(records), tuple(contacts.values())[:DHT_CONTACTS_PER_REPLY], hello)
 
-    def store(self, now: float, wall: float, sender: PeerId, request: Store, hello: Hello | None) -> Stored:
+    def store(self, now: float, wall: float, asked: Asked, request: Store, hello: Hello | None) -> Stored:
         """A verdict for each record; after the first forged one, the rest is not looked at."""
         verdicts: list[tuple[Verdict, int]] = []
-        forged = self._neighbours.is_liar(now, sender)
+        forged = self._neighbours.is_liar(now, asked.peer)
+        sender = User(asked.peer.text, *asked.where)
         for record in request.records:
-            verdict = (Verdict.FORGED, 0) if forged else self.keep(now, wall, record)
+            verdict = (Verdict.FORGED, 0) if forged else self.keep(now, wall, record, sender)
             forged = verdict[0] is Verdict.FORGED
             verdicts.append(verdict)
         return Stored(tuple(verdicts), hello)
 
-    def keep(self, now: float, wall: float, record: Record) -> tuple[Verdict, int]:
+    def keep(self, now: float, wall: float, record: Record, sender: User) -> tuple[Verdict, int]:
         """Offer `record` to our own store, unless it belongs to others."""
         if self.is_far(now, record.key):
             return Verdict.FAR, 0
-        return self._store.offer(wall, record)
+        return self._store.offer(wall, record, sender)
 
     def is_far(self, now: float, key: Key) -> bool:
         """Whether k known peers are nearer to `key` than we are."""

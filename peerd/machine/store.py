@@ -2,12 +2,15 @@
 
 Every record is checked here whatever its way here: signature, expiry, version, quotas. Tombstones are kept like other
 records until they expire, so that what they withdrew cannot come back. When the store is full, the key farthest from
-us makes room for a nearer one: those records have their proper homes elsewhere.
+us makes room for a nearer one: those records have their proper homes elsewhere. When a key is full, what came from the
+region that has most there makes room, in it from the place, of that from the publisher (see `_to_give_way`), and a
+member's record only for a member's. A record comes from where its publisher offered it itself; while only others did,
+from where they are, who may have made up its publisher.
 
 Invariants (`check`): per sub-key the record that beats all others offered; no quota exceeded; the counts are exact.
 A hostile peer may offer: forged, replayed, expired or far-future records, records of others, floods. Each record gets
-its own verdict, and none costs more than one signature check. Not stopped here: an attacker with very many
-identities can fill a key with valid records of theirs.
+its own verdict, and none costs more than one signature check. Not stopped here: an attacker with addresses in as many
+regions as honest publishers of a key have.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from __future__ import annotations
 import enum
 import heapq
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from peerd.core.errors import LocalError
@@ -22,6 +26,7 @@ from peerd.core.ids import Key, PeerId
 from peerd.core.limits import (
     CLOCK_TOLERANCE_S,
     DHT_BYTES_PER_KEY,
+    DHT_BYTES_PER_KEY_AND_PUBLISHER,
     DHT_BYTES_PER_PUBLISHER,
     DHT_RECORDS_PER_KEY,
     DHT_RECORDS_PER_PUBLISHER,
@@ -30,9 +35,11 @@ from peerd.core.limits import (
     DHT_SUFFIXES_PER_KEY,
 )
 from peerd.core.record import Record, Verifier
+from peerd.machine.book import NEAR, Book, Bounds, Means, User
 from peerd.machine.table import place
 
 _OVERHEAD_BYTES = 256  # of one record in memory, beyond its parts
+_HERE = User("", "this peer", NEAR + "this peer")
 
 
 class Verdict(enum.IntEnum):
@@ -58,6 +65,7 @@ class StoreLimits:
     records_per_publisher: int = DHT_RECORDS_PER_PUBLISHER
     bytes_per_publisher: int = DHT_BYTES_PER_PUBLISHER
     suffixes_per_key: int = DHT_SUFFIXES_PER_KEY  # of one publisher
+    bytes_per_key_and_publisher: int = DHT_BYTES_PER_KEY_AND_PUBLISHER
 
 
 @dataclass(slots=True)
@@ -65,8 +73,10 @@ class _Shelf:
     """The records under one key, by sub-key."""
 
     records: dict[bytes, Record] = field(default_factory=dict)
+    users: dict[bytes, User] = field(default_factory=dict)  # each record's publisher, and where it came from
     bytes: int = 0
     publishers: Counter[PeerId] = field(default_factory=Counter)
+    bytes_by: Counter[PeerId] = field(default_factory=Counter)
 
 
 @dataclass(slots=True)
@@ -78,10 +88,15 @@ class _Account:
 class Store:
     """Records near `own`. `wall` is corrected Unix time throughout."""
 
-    def __init__(self, own: PeerId, verifier: Verifier, limits: StoreLimits | None = None) -> None:
+    def __init__(
+        self, own: PeerId, verifier: Verifier, limits: StoreLimits | None = None, book: Book | None = None
+    ) -> None:
+        """`book`: where who has how much is written down; without one, places are not bounded."""
         self._place = place(own.key)
         self._verifier = verifier
         self._limits = limits or StoreLimits()
+        whole = self._limits.bytes
+        self._book = book or Book({Means.DIRECTORY: Bounds(total=whole, peer=whole, place=whole, region=whole)})
         self._shelves: dict[Key, _Shelf] = {}
         self._accounts: dict[PeerId, _Account] = {}
         self._bytes = 0
@@ -100,11 +115,17 @@ class Store:
         """Every key with records."""
         return list(self._shelves)
 
-    def offer(self, wall: float, record: Record) -> tuple[Verdict, int]:
-        """Take the record if it may be taken; returns the verdict and the version that is held afterwards, or 0."""
+    def offer(self, wall: float, record: Record, sender: User = _HERE) -> tuple[Verdict, int]:
+        """Take the record if it may be taken; returns the verdict and the version that is held afterwards, or 0.
+
+        `sender`: who brought it, publisher or not.
+        """
         held = self._held(record)
         version = held.version if held is not None else 0
+        user = User(record.publisher.text, sender.place, sender.region)
         if held == record:
+            if sender.peer == user.peer:
+                self._settle(record, user)
             return Verdict.STORED, version
         if not record.is_timely(wall):
             return Verdict.UNTIMELY, version
@@ -114,13 +135,21 @@ class Store:
             return Verdict.FORGED, version
         self.purge(wall)
         held = self._held(record)
-        refusal = self._make_room(record, held)
+        refusal = self._make_room(record, held, user)
         if refusal is not None:
             return refusal, version
         if held is not None:
             self._drop(held)
-        self._put(record)
+        self._put(record, user)
         return Verdict.STORED, record.version
+
+    def _settle(self, record: Record, user: User) -> None:
+        """A record that somebody else brought before is now known to come from there."""
+        users, size = self._shelves[record.key].users, _size(record)
+        before = users[record.sub_key]
+        if before != user and self._book.take(Means.DIRECTORY, user, size) is None:
+            self._book.give(Means.DIRECTORY, before, size)
+            users[record.sub_key] = user
 
     def get(self, wall: float, key: Key) -> list[Record]:
         """What is held under `key` and has not expired, tombstones included, by sub-key."""
@@ -157,6 +186,15 @@ class Store:
                 raise LocalError("a shelf's bytes are wrong or too many")
             if len(shelf.records) > limits.records_per_key or shelf.publishers.total() != len(shelf.records):
                 raise LocalError("a shelf's records are miscounted or too many")
+            if (
+                max(shelf.bytes_by.values()) > limits.bytes_per_key_and_publisher
+                or shelf.bytes_by.total() != shelf.bytes
+            ):
+                raise LocalError("a publisher's share of a shelf is miscounted or too much")
+            if shelf.users.keys() != shelf.records.keys():
+                raise LocalError("a shelf does not know where its records came from")
+        if self._book.used(Means.DIRECTORY) != self._bytes:
+            raise LocalError("the book and the store differ")
         for publisher, account in self._accounts.items():
             theirs = [record for record in records if record.publisher == publisher]
             if (len(theirs), sum(map(_size, theirs))) != (account.records, account.bytes):
@@ -168,25 +206,66 @@ class Store:
         shelf = self._shelves.get(record.key)
         return shelf.records.get(record.sub_key) if shelf is not None else None
 
-    def _make_room(self, record: Record, held: Record | None) -> Verdict | None:
+    def _make_room(self, record: Record, held: Record | None, user: User) -> Verdict | None:
         """None when the record, in place of `held`, keeps all quotas."""
         limits, new = self._limits, 0 if held is not None else 1
         size = _size(record) - (_size(held) if held is not None else 0)
         shelf = self._shelves.get(record.key) or _Shelf()
         account = self._accounts.get(record.publisher) or _Account()
         if (
-            len(shelf.records) + new > limits.records_per_key
-            or shelf.bytes + size > limits.bytes_per_key
-            or shelf.publishers[record.publisher] + new > limits.suffixes_per_key
+            shelf.publishers[record.publisher] + new > limits.suffixes_per_key
+            or shelf.bytes_by[record.publisher] + size > limits.bytes_per_key_and_publisher
             or account.records + new > limits.records_per_publisher
             or account.bytes + size > limits.bytes_per_publisher
         ):
+            return Verdict.OVER_QUOTA
+        leaving = self._to_give_way(shelf, record, size, new, user)
+        if leaving is None:
             return Verdict.OVER_QUOTA
         distance = place(record.key) ^ self._place
         while self._records + new > limits.records or self._bytes + size > limits.bytes:
             if not self._evict_beyond(distance):
                 return Verdict.FULL
+        moves = held is not None and shelf.users[held.sub_key] != user
+        if self._book.objection(Means.DIRECTORY, user, _size(record) if moves else max(size, 0)) is not None:
+            return Verdict.OVER_QUOTA
+        for other in leaving:
+            self._drop(other)
         return None
+
+    def _to_give_way(self, shelf: _Shelf, record: Record, size: int, new: int, user: User) -> list[Record] | None:
+        """Records under this key whose leaving lets `size` more bytes of `user` in; None: it has as much as others.
+
+        Nothing leaves for a user whose region would then have more than the one that loses; within a region its places
+        are compared, within a place its publishers. So the same records, offered again and again, settle.
+        """
+        limits, leaving = self._limits, list[Record]()
+        if len(shelf.records) + new <= limits.records_per_key and shelf.bytes + size <= limits.bytes_per_key:
+            return leaving
+        has: Counter[tuple[int, str]] = Counter()
+        for sub_key, one in shelf.records.items():
+            for scope, name in enumerate(shelf.users[sub_key]):
+                has[scope, name] += _size(one)
+        strange = {
+            peer: not self._book.is_member(peer) for peer in {user.peer, *(u.peer for u in shelf.users.values())}
+        }
+
+        def fullness(of: User) -> tuple[bool, int, int, int]:
+            return strange[of.peer], has[2, of.region], has[1, of.place], has[0, of.peer]
+
+        rest = {sub_key: one for sub_key, one in shelf.records.items() if sub_key != record.sub_key}
+        count, total = len(shelf.records) + new, shelf.bytes + size
+        while count > limits.records_per_key or total > limits.bytes_per_key:
+            # Of one publisher, the largest: fewest leave.
+            most = max(rest, key=lambda sub_key: (*fullness(shelf.users[sub_key]), _size(rest[sub_key])), default=None)
+            if most is None or not _outweighs(shelf.users[most], user, fullness, size):
+                return None
+            other = rest.pop(most)
+            leaving.append(other)
+            count, total = count - 1, total - _size(other)
+            for scope, name in enumerate(shelf.users[most]):
+                has[scope, name] -= _size(other)
+        return leaving
 
     def _evict_beyond(self, distance: int) -> bool:
         """Give up the farthest key, if it is farther than `distance`."""
@@ -201,15 +280,19 @@ class Store:
                 return True
         return False
 
-    def _put(self, record: Record) -> None:
+    def _put(self, record: Record, user: User) -> None:
         shelf = self._shelves.get(record.key)
         if shelf is None:
             shelf = self._shelves[record.key] = _Shelf()
             heapq.heappush(self._farthest, (-(place(record.key) ^ self._place), record.key))
         account = self._accounts.setdefault(record.publisher, _Account())
         size = _size(record)
+        if self._book.take(Means.DIRECTORY, user, size) is not None:
+            raise LocalError("a record was put where there is no room")
         shelf.records[record.sub_key] = record
+        shelf.users[record.sub_key] = user
         shelf.publishers[record.publisher] += 1
+        shelf.bytes_by[record.publisher] += size
         shelf.bytes += size
         account.records += 1
         account.bytes += size
@@ -220,9 +303,11 @@ class Store:
     def _drop(self, record: Record) -> None:
         shelf, account, size = self._shelves[record.key], self._accounts[record.publisher], _size(record)
         del shelf.records[record.sub_key]
+        self._book.give(Means.DIRECTORY, shelf.users.pop(record.sub_key), size)
         shelf.publishers[record.publisher] -= 1
+        shelf.bytes_by[record.publisher] -= size
         if not shelf.publishers[record.publisher]:
-            del shelf.publishers[record.publisher]
+            del shelf.publishers[record.publisher], shelf.bytes_by[record.publisher]
         shelf.bytes -= size
         account.records -= 1
         account.bytes -= size
@@ -247,3 +332,18 @@ class Store:
 
 def _size(record: Record) -> int:
     return len(record.value) + len(record.suffix) + _OVERHEAD_BYTES
+
+
+def _outweighs(one: User, other: User, fullness: Callable[[User], tuple[bool, int, int, int]], size: int) -> bool:
+    """Whether `one` has more than `other` would have with `size` more, in the widest scope that they do not share."""
+    (strange, region, place_, peer), (others_strange, others_region, others_place, others) = (
+        fullness(one),
+        fullness(other),
+    )
+    if strange != others_strange:
+        return strange
+    if one.region != other.region:
+        return region > others_region + size
+    if one.place != other.place:
+        return place_ > others_place + size
+    return one.peer != other.peer and peer > others + size

@@ -80,7 +80,7 @@ class Dht:
         self._host, self._rpc, self._clock = host, rpc, clock
         self._config = config or DhtConfig()
         verifier = Verifier(verify)
-        self._kad = Kademlia(keypair, verifier, clock.rng("dht"), self._config.node)
+        self._kad = Kademlia(keypair, verifier, clock.rng("dht"), self._config.node, host.book)
         self._peer_clock = PeerClock(clock, self._may_vote)
         self._calls = DhtCalls(host, rpc, self._peer_clock, verifier, self._config.calls)
         self._entries = EntryPoints(host, self._met, self._config.retry_s, self._config.longest_retry_s)
@@ -346,7 +346,8 @@ class Dht:
         if request.hello is not None and not self._is_dialable(peer, request.hello):
             request = _without_addrs(request)
         token = next(self._numbers)
-        self._handle(q.Asked(token, peer, request))
+        link = self._host.links.best(peer)
+        self._handle(q.Asked(token, peer, request, q.NOWHERE if link is None else (link.user.place, link.user.region)))
         reply = self._responses.pop(token)
         if isinstance(request, q.Store) and isinstance(reply, q.Stored):
             self._name_replays(peer, request, reply)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from peerd.core.ids import Key, PeerId
 from peerd.core.limits import CLOCK_TOLERANCE_S, RECORD_TTL_S
 from peerd.core.record import Record, Verifier
+from peerd.machine.book import Book, Bounds, Means, User
 from peerd.machine.store import Store, StoreLimits, Verdict
 from peerd.machine.table import place
 from peerd.sim.heapsim import StandInSigner, stand_in_verify
@@ -193,3 +194,86 @@ def test_any_flood_keeps_counts_and_quotas_and_the_winning_versions(seed: int) -
         elif verdict is not Verdict.FULL:  # on the way to FULL nothing nearer may be lost, but farther keys may
             assert after == before
         kept.check()
+
+
+def signer(number: int) -> StandInSigner:
+    return StandInSigner(number.to_bytes(32, "big"))
+
+
+def sender(one: StandInSigner, place: str, region: str = "") -> User:
+    return User(one.peer_id.text, place, region or f"around {place}")
+
+
+def test_one_publisher_has_a_bounded_part_of_a_key() -> None:
+    kept = store(bytes_per_key_and_publisher=2000)
+    assert kept.offer(WALL, record(suffix=b"1", value=b"v" * 1500))[0] is Verdict.STORED
+    assert kept.offer(WALL, record(suffix=b"2", value=b"v" * 100))[0] is Verdict.OVER_QUOTA
+    assert kept.offer(WALL, record(BOB, value=b"v" * 1500))[0] is Verdict.STORED
+    kept.check()
+
+
+def test_a_full_key_takes_what_comes_from_elsewhere_and_drops_what_one_place_has_most_of() -> None:
+    kept = store(records_per_key=10)
+    for number in range(10):
+        assert kept.offer(WALL, record(signer(number)), sender(signer(number), "a"))[0] is Verdict.STORED
+    assert kept.offer(WALL, record(signer(10)), sender(signer(10), "a"))[0] is Verdict.OVER_QUOTA
+    for number in range(11, 14):
+        assert kept.offer(WALL, record(signer(number)), sender(signer(number), f"b{number}"))[0] is Verdict.STORED
+    publishers = {found.publisher for found in kept.get(WALL, KEY)}
+    assert {signer(number).peer_id for number in range(11, 14)} <= publishers
+    kept.check()
+
+
+def test_records_of_others_count_where_they_were_brought_from_until_their_publisher_comes() -> None:
+    kept = store(records_per_key=4)
+    for number in range(4):  # one peer brings them all
+        assert kept.offer(WALL, record(signer(number)), sender(BOB, "a"))[0] is Verdict.STORED
+    assert kept.offer(WALL, record(signer(0)), sender(signer(0), "honest"))[0] is Verdict.STORED
+    for number in range(4, 6):
+        assert kept.offer(WALL, record(signer(number)), sender(signer(number), f"b{number}"))[0] is Verdict.STORED
+    assert record(signer(0)) in kept.get(WALL, KEY)
+    kept.check()
+
+
+def test_members_records_give_way_to_no_strangers() -> None:
+    book = Book()
+    members = {signer(number).peer_id.text for number in range(6)}
+    book.members_by(members.__contains__)
+    kept = Store(OWN, Verifier(stand_in_verify), StoreLimits(records_per_key=4), book)
+    for number in range(3):
+        assert kept.offer(WALL, record(signer(number)), sender(signer(number), "home"))[0] is Verdict.STORED
+    for number in range(10, 20):
+        kept.offer(WALL, record(signer(number)), sender(signer(number), f"b{number}"))
+    assert kept.offer(WALL, record(signer(4)), sender(signer(4), "home"))[0] is Verdict.STORED
+    publishers = {found.publisher.text for found in kept.get(WALL, KEY)}
+    assert publishers == {signer(number).peer_id.text for number in (0, 1, 2, 4)}
+    kept.check()
+
+
+def test_one_place_has_a_quarter_of_the_whole_store() -> None:
+    bounds = Bounds(total=40_000, peer=40_000, place=10_000, region=20_000)
+    kept = Store(OWN, Verifier(stand_in_verify), StoreLimits(bytes=40_000), Book({Means.DIRECTORY: bounds}))
+    for number in range(50):
+        key = Key.of(f"key {number}")
+        kept.offer(WALL, record(signer(number), key=key, value=bytes(1000)), sender(signer(number), "a"))
+    assert 8_000 < kept.held_bytes <= 10_000
+    assert kept.offer(WALL, record(BOB, value=bytes(1000)), sender(BOB, "b"))[0] is Verdict.STORED
+    kept.check()
+
+
+@given(st.data())
+def test_whatever_is_offered_from_wherever_counts_and_quotas_hold(data: st.DataObject) -> None:
+    bounds = Bounds(total=20_000, peer=6_000, place=8_000, region=12_000)
+    limits = StoreLimits(bytes=20_000, bytes_per_key=5_000, records_per_key=6, bytes_per_key_and_publisher=2_500)
+    book = Book({Means.DIRECTORY: bounds})
+    book.members_by(lambda peer: peer == signer(0).peer_id.text)
+    kept = Store(OWN, Verifier(stand_in_verify), limits, book)
+    small = st.integers(0, 4)
+    for version in range(1, 25):
+        who, place_, bringer, size = data.draw(st.tuples(small, small, small, st.sampled_from([0, 300, 1200])))
+        one = record(signer(who), key=Key.of(str(data.draw(st.integers(0, 2)))), value=bytes(size), version=version)
+        at = User(signer(bringer).peer_id.text, f"p{place_}", f"r{place_ % 2}")
+        verdict, _ = kept.offer(WALL, one, at)
+        assert (one in kept.get(WALL, one.key)) is (verdict is Verdict.STORED)
+        kept.check()
+        book.check()

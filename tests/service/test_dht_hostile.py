@@ -13,7 +13,7 @@ import trio
 from peerd.core.errors import ProtocolViolation, Refused, RemoteError
 from peerd.core.ids import Key
 from peerd.core.keys import Keypair
-from peerd.core.limits import DHT_RECORDS_PER_PUBLISHER, DHT_SUFFIXES_PER_KEY, RECORD_TTL_S
+from peerd.core.limits import DHT_BYTES_PER_KEY, DHT_RECORDS_PER_PUBLISHER, DHT_SUFFIXES_PER_KEY, RECORD_TTL_S
 from peerd.core.record import Record
 from peerd.machine.store import Verdict
 from peerd.net.host import Host
@@ -260,5 +260,27 @@ def test_clocks_that_nothing_explains_keep_nobody_from_publishing(fast_s: float)
             await late.dht.put(KEY, b"v", ttl_s=60)  # others may refuse it; it stays published here
             await first.dht.put(KEY, b"v", ttl_s=60)
             assert late.dht.status()["records_published"] == 1
+
+    run_virtual(main, seed=1)
+
+
+@pytest.mark.slow
+def test_identities_of_one_address_fill_no_key_for_those_of_others() -> None:
+    async def main() -> None:
+        async with World(1, honest).running() as world:
+            a = await world.start("81.1.0.1", ip="81.1.0.1")
+            world.bootstrap.append(a.full_addr)
+            mallory = await world.start("81.3.0.1", ip="81.3.0.1", program=stranger)
+            await mallory.host.connect_addr(a.full_addr)
+            wall = mallory.clock.wall()
+            for number in range(20):
+                own = Keypair.from_seed(number.to_bytes(32, "big"))
+                for suffix in (b"1", b"2", b"3"):
+                    await offer(mallory, a, record(own, wall, suffix=suffix, value=bytes(15 << 10)))
+            assert a.dht.status()["bytes_held"] > DHT_BYTES_PER_KEY - (16 << 10)
+            for number in range(2, 6):
+                b = await world.start(f"82.{number}.0.1", ip=f"82.{number}.0.1")
+                assert await b.dht.put(KEY, b"honest", ttl_s=600) > 0
+            assert (await values(a)).count(b"honest") == 4
 
     run_virtual(main, seed=1)
