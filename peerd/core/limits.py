@@ -168,6 +168,7 @@ PUNCH_TARGET_PER_MINUTE: Final = 30  # attempts at one host or IPv6 /64, whoever
 
 # --- dials for others ------------------------------------------------------------------------------------------------
 HEARSAY_PER_MINUTE: Final = 480  # dials of addresses that we only heard of: a full table refreshed in some minutes
+HEARSAY_TARGET_PER_MINUTE: Final = 30  # of these, to one host or IPv6 /64 that has not answered as the right peer
 
 # --- records and the DHT ---------------------------------------------------------------------------------------
 RECORD_VALUE_BYTES: Final = 16 << 10  # an announcement with addresses and figures takes well below 1 KiB

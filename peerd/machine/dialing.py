@@ -18,6 +18,7 @@ from typing import Final
 from multiaddr import Multiaddr
 
 from peerd.core.addr import Ip, ip_of, is_relayed, reach
+from peerd.machine.book import User
 
 IpNetwork = ipaddress.IPv4Network | ipaddress.IPv6Network
 
@@ -35,6 +36,7 @@ class Past:
 
     worked: int = 0  # 0: never; else the larger, the later
     failed_s: float = -math.inf  # when it last failed, unless it has worked since
+    heard: User | None = None  # from whom; None: it is from our own configuration
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,3 +42,9 @@ class Quota:
             self._done.move_to_end(key)
         while not (times := next(iter(self._done.values()))) or times[-1] <= now - _MINUTE_S:
             self._done.popitem(last=False)  # ends at the latest with what was just counted
+
+    def take_back(self, names: Sequence[Hashable]) -> None:
+        """The latest time does not count after all; nothing happens if it is forgotten."""
+        for key in enumerate(names):
+            if times := self._done.get(key):
+                times.pop()

@@ -204,7 +204,7 @@ class Circuits:
         self._reaching[relay] += 1
         try:
             if links.direct(relay) is None:
-                await self._host.connect(relay, [] if addr is None else [addr])
+                await self._host.connect(relay, [] if addr is None else [addr], checked=True)
         finally:
             self._reaching[relay] -= 1
             self._reaching += Counter()  # drops the zeros

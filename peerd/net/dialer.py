@@ -2,8 +2,8 @@
 
 The order and the pace of the attempts are decided in `machine/dialing.py`; the first authenticated link wins and the
 other attempts are dropped, except that a relayed link lets direct attempts end. Knows nothing of sockets: `attempt`
-is given. Invariants: a dial lives while somebody waits for it; callers get each address's reason; the book is bounded
-per peer and in peers.
+is given. Addresses that were only heard of are dialed within the bounds of `machine/hearsay.py`. Invariants: a dial
+lives while somebody waits for it; callers get each address's reason; the book is bounded per peer and in peers.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ from peerd.core.addr import is_dialable, is_relayed, normal, split_peer
 from peerd.core.errors import Unreachable
 from peerd.core.ids import PeerId
 from peerd.core.limits import ADDRS_PER_PEER, PEERS_KNOWN
+from peerd.machine.book import Book, User
 from peerd.machine.dialing import STAGGER_S, Past, Surroundings, order
+from peerd.machine.hearsay import Restraint
 from peerd.net.faults import Faults
 from peerd.net.race import RaceRun
 
@@ -33,14 +35,19 @@ class AddressBook:
         self._book: dict[PeerId, dict[Multiaddr, Past]] = {}
         self._successes = 0
 
-    def learn(self, peer: PeerId, addrs: Iterable[Multiaddr]) -> None:
-        """Add addresses; those that name another peer or cannot be dialed are left out."""
+    def learn(self, peer: PeerId, addrs: Iterable[Multiaddr], heard: User | None = None) -> None:
+        """Add addresses; those that name another peer or cannot be dialed are left out.
+
+        `heard`: from whom; None: they are from our own configuration.
+        """
         known = self._book.pop(peer, {})
         for addr in addrs:
             bare, named = split_peer(normal(addr))
             if named not in (None, peer) or not is_dialable(bare):
                 continue
-            known[bare] = known.pop(bare, Past())
+            past = known.pop(bare, None) or Past(heard=heard)
+            past.heard = past.heard and heard
+            known[bare] = past
             while len(known) > ADDRS_PER_PEER:
                 # The oldest that never worked, else the oldest.
                 del known[next((a for a, past in known.items() if not past.worked), next(iter(known)))]
@@ -52,16 +59,22 @@ class AddressBook:
     def worked(self, peer: PeerId, addr: Multiaddr) -> None:
         """`addr` led to `peer`."""
         bare = split_peer(normal(addr))[0]
-        self.learn(peer, [bare])
+        if bare not in self._book.get(peer, {}):
+            self.learn(peer, [bare])
         if bare in self._book.get(peer, {}):
             self._successes += 1
-            self._book[peer][bare] = Past(self._successes)
+            self._book[peer][bare] = Past(self._successes, heard=self._book[peer][bare].heard)
 
     def failed(self, peer: PeerId, addr: Multiaddr, now: float) -> None:
         """`addr` did not lead to `peer`."""
         past = self._book.get(peer, {}).get(addr)
         if past is not None:
             past.failed_s = now
+
+    def unproven(self, peer: PeerId, addr: Multiaddr) -> User | None:
+        """Who told that `addr` leads to `peer`, unless it ever did, or our configuration says so."""
+        past = self._book.get(peer, {}).get(addr)
+        return None if past is None or past.worked else past.heard
 
     def forget_failures(self) -> None:
         """This machine is elsewhere now: what failed before says nothing."""
@@ -91,16 +104,17 @@ class Dialer:
         book: AddressBook,
         attempt: Callable[[Multiaddr, PeerId], Awaitable[object]],
         surroundings: Callable[[], Surroundings] = Surroundings,
+        restraint: Restraint | None = None,
         faults: Faults | None = None,
     ) -> None:
         """`attempt(address, peer)` returns once an authenticated link stands, or raises Unreachable."""
         self._book, self._attempt, self._surroundings = book, attempt, surroundings
-        self._faults = faults or Faults()
+        self._restraint, self._faults = restraint or Restraint(Book()), faults or Faults()
         self._flights: dict[PeerId, _Flight] = {}
 
-    def learn(self, peer: PeerId, addrs: Iterable[Multiaddr]) -> None:
+    def learn(self, peer: PeerId, addrs: Iterable[Multiaddr], heard: User | None = None) -> None:
         """Add to the book; a dial that is under way uses it, too."""
-        self._book.learn(peer, addrs)
+        self._book.learn(peer, addrs, heard)
         if peer in self._flights:
             self._flights[peer].race.learned()
 
@@ -139,7 +153,12 @@ class Dialer:
         around = self._surroundings()
 
         async def attempt(addr: Multiaddr) -> None:
+            heard = self._book.unproven(peer, addr)
+            if heard is not None and (why := self._restraint.begin(trio.current_time(), addr, heard)) is not None:
+                raise Unreachable(why, peer)
             await self._attempt(addr, peer)
+            if heard is not None:
+                self._restraint.worked(addr, heard)
             self._book.worked(peer, addr)
             self.connected(peer, relayed=is_relayed(addr))
 

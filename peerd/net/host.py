@@ -19,13 +19,14 @@ from multiaddr import Multiaddr
 
 from peerd import __version__
 from peerd.core import limits
-from peerd.core.addr import is_relayed, reach, split_peer, with_peer
+from peerd.core.addr import circuit_place, is_relayed, reach, split_peer, with_peer
 from peerd.core.clock import Clock
 from peerd.core.errors import LocalError, ProtocolViolation, RemoteError, Unreachable
 from peerd.core.ids import PeerId
 from peerd.core.keys import Keypair
 from peerd.machine.accessline import AccessLine
 from peerd.machine.book import Book, user_at
+from peerd.machine.hearsay import NOBODY, Restraint, blocks_of, common, may_dial
 from peerd.machine.noise import Secrets
 from peerd.machine.paths import Way
 from peerd.machine.yamux_stream import WindowBudget
@@ -83,7 +84,8 @@ class Host:
         self._book = AddressBook()
         self._introductions = Introductions(self)
         self.whereabouts = Whereabouts(self.id, self._transports, self._introductions.changed)
-        self._dialer = Dialer(self._book, self._dial, self.whereabouts.surroundings, self.faults)
+        restraint = Restraint(self.book)
+        self._dialer = Dialer(self._book, self._dial, self.whereabouts.surroundings, restraint, self.faults)
         self._reception = Reception(self.config.half_open, self.config.handshake_s, self._welcome, self.faults)
         self.line = AccessLine()  # what passes our line; known where a LineMeter runs
         self.takes_inbound = True  # whether others can come in, be it over a relay; False: this peer only dials
@@ -153,31 +155,65 @@ class Host:
         self._handlers.pop(protocol, None)
         self._introductions.changed()
 
-    def learn(self, peer: PeerId, addrs: Iterable[Multiaddr]) -> None:
-        """Add to the address book."""
+    def learn(
+        self, peer: PeerId, addrs: Iterable[Multiaddr], *, by: PeerId | None = None, checked: bool = False
+    ) -> None:
+        """Add to the address book what `by` says (None: nobody knows who), as far as it may be dialed.
+
+        `checked`: all of it was `believed` before.
+        """
         if peer != self.id:
-            self._dialer.learn(peer, addrs)
+            told = list(addrs) if checked else self.believed(addrs, by)
+            links = self.links.to(by) if by is not None else ()
+            self._dialer.learn(peer, told, links[-1].user if links else NOBODY)
+
+    def believed(self, addrs: Iterable[Multiaddr], by: PeerId | None = None) -> list[Multiaddr]:
+        """Those addresses that may be dialed although we only heard of them, from `by`: see `machine.hearsay`."""
+        may = self.hearing(by)
+        return [addr for addr in addrs if may(addr.to_bytes())]
+
+    def hearing(self, by: PeerId | None) -> Callable[[bytes], bool]:
+        """As `believed`, for many addresses in their binary form that are told at one moment."""
+        links = self.links.to(by) if by is not None else []
+        if not links and not self.links.blocks:
+            return lambda raw: True  # nobody was ever here to tell us anything: the user did
+        blocks = blocks_of(link.remote for link in links) if links else common(self.links.blocks)
+        around = self.whereabouts.surroundings()
+        return lambda raw: may_dial(raw, around, blocks)
+
+    def trust(self, peer: PeerId, addrs: Iterable[Multiaddr]) -> None:
+        """Add to the address book what our own configuration says: it is dialed wherever it leads."""
+        for addr in addrs:
+            circuit = circuit_place(addr)
+            if circuit is not None and circuit.addr is not None:
+                self._dialer.learn(circuit.relay, [circuit.addr])
+            if peer != self.id:
+                self._dialer.learn(peer, [addr])
 
     def known_addrs(self, peer: PeerId) -> list[Multiaddr]:
         """Addresses of `peer`, best first, without /p2p."""
         return self._book.addrs(peer)
 
-    async def connect(self, peer: PeerId, addrs: Iterable[Multiaddr] = ()) -> None:
-        """Have a link to `peer`; Unreachable with each address's reason."""
+    async def connect(self, peer: PeerId, addrs: Iterable[Multiaddr] = (), *, checked: bool = False) -> None:
+        """Have a link to `peer`; Unreachable with each address's reason. Of `addrs` we only heard: see `learn`."""
         if peer == self.id:
             raise Unreachable("that is this peer itself", peer)
-        self.learn(peer, addrs)
+        self.learn(peer, addrs, checked=checked)
         if self.links.best(peer) is None:
             await self._dialer.reach(peer, self._running())
 
     async def connect_addr(self, addr: Multiaddr) -> PeerId:
-        """Have a link to whoever is at `addr`; with /p2p it must be that peer, else Unreachable names both."""
+        """Have a link to whoever is at `addr`; with /p2p it must be that peer, else Unreachable names both.
+
+        For addresses from our own configuration, which may lead anywhere.
+        """
         bare, peer = split_peer(addr)
         if peer is None:
             link = await self._dial(bare, None)
             self._book.worked(link.peer, bare)
             return link.peer
-        await self.connect(peer, [bare])
+        self.trust(peer, [bare])
+        await self.connect(peer)
         return peer
 
     async def dial_at(self, addr: Multiaddr, peer: PeerId) -> Link:

@@ -118,5 +118,5 @@ class Introductions:
         if self._host.links.best(link.peer) is not None:
             self.infos[link.peer] = info
             self._arrived.unpark_all()
-            self._host.learn(link.peer, info.addrs)
+            self._host.learn(link.peer, info.addrs, by=link.peer)
             self._host.links.told(link)

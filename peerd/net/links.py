@@ -21,6 +21,7 @@ import trio
 from peerd.core import limits
 from peerd.core.ids import PeerId
 from peerd.machine.book import EVERYBODY, REGION, Book, Means, User
+from peerd.machine.hearsay import blocks_of
 from peerd.machine.paths import Path, Way, choose
 from peerd.net.faults import Faults
 from peerd.net.link import Link
@@ -105,6 +106,7 @@ class Links:
         self._booked: dict[Link, User] = {}  # those that came in, less those that made room
         self._cut: set[Link] = set()  # those that made room, until they have ended
         self._kept: dict[PeerId, int] = {}  # peers whose links are needed though nothing moves on them
+        self.blocks: frozenset[str] = frozenset()  # of addresses from which anybody was ever connected, as hearsay's
         self._past_in = self._past_out = 0  # bytes of links that are gone
         self._watchers: dict[int, tuple[trio.MemorySendChannel[PeerEvent], bool]] = {}  # and whether for PeerTold, too
         self._next_watcher = 0
@@ -114,6 +116,10 @@ class Links:
 
     def __iter__(self) -> Iterator[Link]:
         return iter(list(self._all))
+
+    def to(self, peer: PeerId) -> list[Link]:
+        """All that stand to this peer, the newest last."""
+        return list(self._usable.get(peer, ()))
 
     def peers(self) -> list[PeerId]:
         """Connected peers, the longest connected first."""
@@ -264,6 +270,7 @@ class Links:
         mine = self._usable.setdefault(link.peer, [])
         mine.append(link)
         self._all[link] = None
+        self.blocks |= blocks_of([link.remote])
         self._choose(link.peer)
         if len(mine) == 1:
             self._tell(PeerUp(link.peer))

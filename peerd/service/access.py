@@ -263,7 +263,7 @@ class Access:
         }
 
     def _knows_member(self, peer: str) -> bool:
-        return self.roll.member(PeerId.parse(peer), self._clock.wall()) is not None
+        return bool(peer) and self.roll.member(PeerId.parse(peer), self._clock.wall()) is not None
 
     # --- showing -----------------------------------------------------------------------------------------------
 

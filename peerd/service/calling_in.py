@@ -59,7 +59,7 @@ class CallingIn:
         for record in sorted(records, key=lambda record: record.publisher):
             try:
                 progress = decode_trainer(record.value)
-                self._directory.learn(record.publisher, progress.addrs)
+                self._directory.learn(record.publisher, progress.addrs, by=record.publisher)
             except ProtocolViolation as error:
                 log.warning("skipped a trainer's record: %s", error.blame(record.publisher))
                 continue

@@ -343,8 +343,10 @@ class Dht:
         request = wire.request_from_wire(body, values=values)
         if isinstance(request, q.Store):
             await self._calls.verify(request.records)
-        if request.hello is not None and not self._is_dialable(peer, request.hello):
-            request = _without_addrs(request)
+        if request.hello is not None:
+            dialable = self._is_dialable(peer, request.hello)
+            addrs = filter(self._host.hearing(peer), request.hello.addrs) if dialable else ()
+            request = replace(request, hello=q.Hello(tuple(addrs)))
         token = next(self._numbers)
         link = self._host.links.best(peer)
         self._handle(q.Asked(token, peer, request, q.NOWHERE if link is None else (link.user.place, link.user.region)))
@@ -385,8 +387,3 @@ class Dht:
         if link is None or link.way == Way.LOCAL or (link.way == Way.DIRECT and link.initiator):
             return True
         return any(reach(addr) == 2 and not is_relayed(addr) for addr in wire.addrs_from_wire(hello.addrs))
-
-
-def _without_addrs(request: q.Request) -> q.Request:
-    """From a client, whatever it says."""
-    return replace(request, hello=q.Hello())

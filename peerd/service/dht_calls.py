@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 import trio
 from multiaddr import Multiaddr
@@ -66,7 +67,7 @@ class DhtCalls:
         async with self._place():
             # The connection first, so that the round trip below is one and the clocks can be compared.
             if self._host.links.best(peer) is None:
-                await self._host.connect(peer, wire.addrs_from_wire(contact.addrs))
+                await self._host.connect(peer, wire.addrs_from_wire(contact.addrs), checked=True)
             await trio.lowlevel.checkpoint_if_cancelled()  # when all ends at once, the calls may have ended before us
             sent = self._clock.raw_wall()
             method, body, kind = wire.request_to_wire(request, sent)
@@ -75,7 +76,14 @@ class DhtCalls:
         if answer.hello is not None and link is not None:
             self._clock.compare(peer, link.remote, sent, answer.hello.wall)
         reply = wire.reply_from_wire(answer, len(request.keys) if isinstance(request, q.Find) else 0)
+        may = self._host.hearing(peer)
+        if reply.hello is not None:
+            reply = replace(reply, hello=q.Hello(tuple(filter(may, reply.hello.addrs))))
         if isinstance(reply, q.Found):
+            # What stands in our table was looked at when it was told.
+            named = ((contact, tuple(filter(may, contact.addrs))) for contact in reply.contacts)
+            contacts = tuple(k if k.addrs == addrs else Contact(k.peer, addrs) for k, addrs in named if addrs)
+            reply = replace(reply, contacts=contacts)
             await self.verify(record for records in reply.records for record in records)
         return reply
 

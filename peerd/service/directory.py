@@ -92,7 +92,7 @@ class Directory:
             kept = decode(Kept, value)
             if self._gate is not None and self._gate.named(peer, kept.token, "backbone") is None:
                 return []
-            self.learn(peer, kept.addrs)
+            self.learn(peer, kept.addrs, by=peer)
         except ProtocolViolation as error:
             log.warning("skipped a record of kept checkpoints: %s", error.blame(peer))
             return []
@@ -105,16 +105,16 @@ class Directory:
                 raise ProtocolViolation("a stage record stands under another stage's key")
             if self._gate is not None and self._gate.named(peer, progress.token, "stage") is None:
                 return None  # the gate has said so: whoever claims to have served longest would conduct
-            self.learn(peer, progress.addrs)
+            self.learn(peer, progress.addrs, by=peer)
         except ProtocolViolation as error:
             log.warning("skipped a stage record: %s", error.blame(peer))
             return None
         return StagePeer(peer, progress)
 
-    def learn(self, peer: PeerId, addrs: Iterable[str]) -> None:
-        """Remember where a peer may be reached; raises ProtocolViolation."""
+    def learn(self, peer: PeerId, addrs: Iterable[str], by: PeerId | None = None) -> None:
+        """Remember where a peer may be reached, as `by` says (None: it is not known who); raises ProtocolViolation."""
         try:
-            self._host.learn(peer, [parse_addr(addr) for addr in addrs])
+            self._host.learn(peer, [parse_addr(addr) for addr in addrs], by=by)
         except ConfigError as error:
             raise ProtocolViolation(str(error), peer) from None
 

@@ -161,7 +161,7 @@ class Reserving:
         if self._guide is not None:
             self._guide.look_around()
         for peer, addrs in contacts.items():
-            self._host.learn(peer, addrs)
+            self._host.learn(peer, addrs, checked=True)
         found = [peer for peer in dict.fromkeys((*reversed(self._lost), *contacts)) if peer not in there]
 
         async def connect(peer: PeerId) -> None:

@@ -10,10 +10,17 @@ from typing import Any
 import pytest
 import trio
 
+from peerd.core.addr import parse_addr
 from peerd.core.errors import ProtocolViolation, Refused, RemoteError
 from peerd.core.ids import Key
 from peerd.core.keys import Keypair
-from peerd.core.limits import DHT_BYTES_PER_KEY, DHT_RECORDS_PER_PUBLISHER, DHT_SUFFIXES_PER_KEY, RECORD_TTL_S
+from peerd.core.limits import (
+    DHT_BYTES_PER_KEY,
+    DHT_RECORDS_PER_PUBLISHER,
+    DHT_SUFFIXES_PER_KEY,
+    HEARSAY_TARGET_PER_MINUTE,
+    RECORD_TTL_S,
+)
 from peerd.core.record import Record
 from peerd.machine.store import Verdict
 from peerd.net.host import Host
@@ -282,5 +289,42 @@ def test_identities_of_one_address_fill_no_key_for_those_of_others() -> None:
                 b = await world.start(f"82.{number}.0.1", ip=f"82.{number}.0.1")
                 assert await b.dht.put(KEY, b"honest", ttl_s=600) > 0
             assert (await values(a)).count(b"honest") == 4
+
+    run_virtual(main, seed=1)
+
+
+@pytest.mark.slow
+def test_contacts_that_a_stranger_makes_up_lead_to_no_private_place_and_flood_nobody() -> None:
+    async def main() -> None:
+        async with World(1, honest).running() as world:
+            a = await world.start("81.1.0.1", ip="81.1.0.1")
+            mallory = await world.start("82.1.0.1", ip="82.1.0.1", program=stranger)
+            own = [f"/ip4/127.0.0.1/tcp/{port}" for port in (22, 6379)] + [
+                "/ip4/10.9.9.9/tcp/80",
+                "/dns4/x.example/tcp/1",
+            ]
+            addrs = [parse_addr(text).to_bytes() for text in [*own, "/ip4/83.0.0.1/tcp/80"]]
+            hello = wire.HelloMessage([mallory.addr.to_bytes(), *addrs[:2]], mallory.clock.wall())
+            made_up = (Keypair.from_seed(number.to_bytes(32, "big")).peer_id.raw for number in range(10_000))
+
+            async def answer(call: Incoming[Any]) -> Answer[wire.NearMessage]:
+                return Answer(wire.NearMessage([wire.ContactMessage(next(made_up), addrs) for _ in range(20)], hello))
+
+            async def pong(call: Incoming[Any]) -> Answer[wire.PongMessage]:
+                return Answer(wire.PongMessage(hello))
+
+            mallory.rpc.serve("dht/1/find", wire.FindMessage, answer)
+            mallory.rpc.serve("dht/1/ping", wire.PingMessage, pong)
+            await mallory.host.connect_addr(a.full_addr)
+            await mallory.rpc.call(a.id, "dht/1/ping", wire.PingMessage(hello), wire.PongMessage, timeout_s=5)
+            begin = trio.current_time()
+            for _ in range(10):
+                with trio.move_on_after(5):
+                    await a.dht.get(KEY)
+                    await a.dht.put(KEY, b"v", ttl_s=60)
+            events = [event for event in world.trace.newest() if event.node == a.name and event.kind == "dial"]
+            assert {event.detail for event in events} == {"/ip4/83.0.0.1/tcp/80"}
+            minutes = 1 + int(trio.current_time() - begin) // 60
+            assert len(events) <= minutes * HEARSAY_TARGET_PER_MINUTE
 
     run_virtual(main, seed=1)
