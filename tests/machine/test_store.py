@@ -261,6 +261,7 @@ def test_one_place_has_a_quarter_of_the_whole_store() -> None:
     kept.check()
 
 
+@pytest.mark.slow
 @given(st.data())
 def test_whatever_is_offered_from_wherever_counts_and_quotas_hold(data: st.DataObject) -> None:
     bounds = Bounds(total=20_000, peer=6_000, place=8_000, region=12_000)

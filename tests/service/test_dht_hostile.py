@@ -234,6 +234,7 @@ async def fast_clocks(world: World, count: int, fast_s: float, network: str) -> 
     return liars
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fast_s", [3600.0, 1e12], ids=["an hour", "thirty thousand years"])
 def test_identities_of_one_network_do_not_set_a_newcomers_clock(fast_s: float) -> None:
     async def main() -> None:
@@ -252,6 +253,7 @@ def test_identities_of_one_network_do_not_set_a_newcomers_clock(fast_s: float) -
     run_virtual(main, seed=1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fast_s", [1e12, -3e9, 1e300])
 def test_clocks_that_nothing_explains_keep_nobody_from_publishing(fast_s: float) -> None:
     async def main() -> None:
