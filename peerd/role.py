@@ -19,7 +19,8 @@ from peerd.core.runfile import RunFile
 from peerd.core.work import ReadInTurn, Worker, read_at_once
 from peerd.log import EventLog
 from peerd.machine.allreduce import AveragingPlan, RoundFailed
-from peerd.machine.contribution import Begun, Contribution, Drop, Holding, Order, Repeat, Start
+from peerd.machine.contribution import Begun, Contribution, Drop, Holding, Order, Repeat, Start, told_at_once
+from peerd.machine.member_list import KnownMembers
 from peerd.machine.outcomes import explained
 from peerd.machine.plans import Terms, plans_of
 from peerd.net.host import Host
@@ -42,6 +43,7 @@ __all__ = [
     "Giving",
     "Holding",
     "Incoming",
+    "KnownMembers",
     "Load",
     "MethodLimits",
     "Order",
@@ -56,6 +58,7 @@ __all__ = [
     "Training",
     "explained",
     "plans_of",
+    "told_at_once",
 ]
 
 

@@ -14,9 +14,19 @@ import trio
 from peerd.compute.feedback import feedback_of
 from peerd.core.errors import ProtocolViolation, Refused
 from peerd.core.runfile import RunFile
-from peerd.core.training import MemberAnswer, MemberSync, Position, Prepare, Prepared
+from peerd.core.training import Mbs, MemberAnswer, MemberSync, Position, Prepare, Prepared
 from peerd.member.lines import own_line
-from peerd.role import Answer, AveragingPlan, Incoming, MethodLimits, RoleContext, RoundFailed, Training, explained
+from peerd.role import (
+    Answer,
+    AveragingPlan,
+    Incoming,
+    KnownMembers,
+    MethodLimits,
+    RoleContext,
+    RoundFailed,
+    Training,
+    explained,
+)
 
 _SYNC_WAIT_S = 2.0
 _START = Position(0, b"")
@@ -45,6 +55,7 @@ class AuxRole:
         self._busy_s = 0.0
         self._aggregated = 0
         self._tally = self._training.tally("aux", ctx.data_dir / "contributed.json", ctx.worker("files"))
+        self._listed = KnownMembers()
         self._waits_for: str | None = "the conductor"
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
@@ -86,14 +97,15 @@ class AuxRole:
             answer = await self._following.ask("swarm/1/member", self._report, MemberAnswer, _SYNC_WAIT_S + 8.0)
             self._term, self._seen = max(self._term, answer.term), answer.version
             self._following.note_forecast(answer.forecast)
-            if answer.members is not None:
-                self._following.note_members(answer.members)
+            if (members := self._listed.take(answer.members)) is not None:
+                self._following.note_members(members)
             self._waits_for = answer.waits_for or (None if self._averaging.outcomes.rounds else "the first round")
 
     def _report(self) -> MemberSync:
         new = self._following.changes != self._changes
         if new:
             self._changes, self._seen = self._following.changes, 0
+            self._listed.forget()
         return MemberSync(
             run=self._training.fingerprint,
             session=self._session,
@@ -102,13 +114,14 @@ class AuxRole:
             prepared=None,
             saved=[],
             held=None,
-            counted=[],
+            counted=Mbs(),
             addrs=self._training.directory.own_addrs(),
             since=self._since,
             term=self._term,
             seen=self._seen,
-            wait_s=0.0 if new else _SYNC_WAIT_S,
+            wait_s=0.0 if new or self._listed.more else _SYNC_WAIT_S,
             line=own_line(self._training.carries(), "aux"),
+            listed=self._listed.version,
         )
 
     async def _prepare(self, call: Incoming[Prepare]) -> Answer[Prepared]:
@@ -126,7 +139,7 @@ class AuxRole:
         if self._ctx.host.id.text in plan.senders:
             raise Refused("this peer has no gradient to send")
         if self._ctx.host.id.text not in plan.group:
-            return Answer(Prepared(True, [], []))  # this round is made without us
+            return Answer(Prepared(True, Mbs(), []))  # this round is made without us
         try:
             plans = (plan, plan.second()) if plan.further else (plan,)
             with self._averaging.expecting([one.attempt for one in plans]):
@@ -134,8 +147,8 @@ class AuxRole:
                     await self._averaging.sum(one, None, self._worker, self._coder)
         except RoundFailed as error:
             self._ctx.log.event("averaging failed", level="warning", step=body.step, reason=explained(error))
-            return Answer(Prepared(False, [], list(error.lost)))
+            return Answer(Prepared(False, Mbs(), list(error.lost)))
         self._busy_s += self._ctx.clock.now() - began
         self._tally.add(bytes_aggregated=self._averaging.aggregated_bytes - self._aggregated)
         self._aggregated = self._averaging.aggregated_bytes
-        return Answer(Prepared(True, [], []))
+        return Answer(Prepared(True, Mbs(), []))

@@ -85,6 +85,18 @@ HELD_PADDING_BYTES: Final = 4096  # by which coded frames may be larger than the
 HELD_CONDUCTORS: Final = 4  # whose admissions count at one position: this one's, and of those that were lost meanwhile
 GRANTS_VERIFIED: Final = 1024  # admissions whose signature was looked at and need not be again
 
+# --- steps: what a run file and a swarm may ask for, so that every message about them can be sent ----------------
+STAGES: Final = 1024  # of one pipeline: a microbatch's holders and receipts, stage by stage, are told in one piece
+MICROBATCHES: Final = 16_384  # of one step: as spans of numbers, in any order, 180 KiB at most
+BATCH_TRAINERS: Final = 1024  # whose microbatches one batch has; each name takes 56 bytes wherever the batch is told
+MEMBERS: Final = 4096  # of one run, helpers counted: their names fit into an order to average
+MEMBER_ADDRS: Final = 4  # of each in the conductor's list: one of each kind, or two; the directory has more
+MEMBER_NEWS_BYTES: Final = 256 << 10  # of the list in one answer: what changed first, the rest with the next answers
+REPORT_DONE_BYTES: Final = 256 << 10  # of what a trainer has done, in one report; the rest comes with the next
+REDO_AT_ONCE: Final = 4096  # repeats that one trainer is told of in one answer: as many as it may have in flight
+SAVED_TOLD: Final = 64  # positions that a member tells the conductor it can return to: the newest, and recalled ones
+WAITS_CHARS: Final = 400  # of what somebody waits for
+
 # --- progress ----------------------------------------------------------------------------------------------------
 FORESEEABLE_S: Final = 86_400.0  # how far ahead a step's end is foretold: what is farther off, nobody can know
 

@@ -6,12 +6,12 @@ for news; it closes the step by `prepare` (average inside each stage) and `commi
 the stage peers. Everything may be repeated: calls name microbatches, steps and attempts by id. In a delayed run a
 second ledger is open meanwhile, that of the step after: its microbatches are `early`.
 A microbatch's `seq` is unique for its trainer (session in the upper bits); who the trainer is, the
-authenticated connection says.
+authenticated connection says. Every bound here is kept by who sends, too: what is longer is told in parts (the list of
+members, what is done, what is to be repeated), or cut by a rule that stands at the field.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
 from typing import Annotated, Literal
 
 import msgspec
@@ -23,12 +23,20 @@ from peerd.core.limits import (
     FRAME_ELEMENTS,
     LINE_PAIRS,
     LINE_S_PER_BYTE,
+    MEMBERS,
+    MICROBATCHES,
+    REDO_AT_ONCE,
+    SAVED_TOLD,
+    WAITS_CHARS,
 )
 from peerd.core.messages import Message
+from peerd.core.microbatches import Mb as Mb
+from peerd.core.microbatches import Mbs as Mbs
+from peerd.core.microbatches import PeerText as PeerText
+from peerd.core.microbatches import Seq as Seq
+from peerd.core.microbatches import Seqs as Seqs
 
-PeerText = Annotated[str, msgspec.Meta(max_length=64)]
 AddrText = Annotated[str, msgspec.Meta(max_length=512)]
-Seq = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 StepNumber = Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
 StageNumber = Annotated[int, msgspec.Meta(ge=0, lt=10_000)]
 Term = Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
@@ -36,55 +44,15 @@ Rate = Annotated[float, msgspec.Meta(ge=0)]
 SecondsPerByte = Annotated[float, msgspec.Meta(ge=0, le=LINE_S_PER_BYTE)]
 Foreseen = Annotated[float, msgspec.Meta(ge=0, le=FORESEEABLE_S)]  # seconds from now; neither NaN nor infinite
 Moment = Annotated[float, msgspec.Meta(ge=0, le=1 << 40)]  # Unix time; neither NaN nor infinite
+Version = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 Lineage = Annotated[bytes, msgspec.Meta(max_length=16)]
-MAX_MICROBATCHES = 16_384  # of one step; bounds every list below
-MAX_MEMBERS = 4_096
+MAX_MICROBATCHES = MICROBATCHES  # of one step; bounds every list below
+MAX_MEMBERS = MEMBERS
+WaitsText = Annotated[str, msgspec.Meta(max_length=WAITS_CHARS)]
 
 Signature = Annotated[bytes, msgspec.Meta(max_length=64)]
 Digest = Annotated[bytes, msgspec.Meta(max_length=32)]
 Fingerprint = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
-
-
-class Mb(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, order=True):
-    """A microbatch's id: its trainer and the trainer's own number for it."""
-
-    trainer: PeerText
-    seq: Seq
-
-
-MbList = Annotated[list[Mb], msgspec.Meta(max_length=MAX_MICROBATCHES)]
-
-
-class Seqs(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Numbers of one trainer's microbatches, in order, at most MAX_MICROBATCHES.
-
-    As spans of numbers that follow each other, which most do: reports come with each microbatch, and number by number
-    they would fill a slow line when a batch has many.
-    """
-
-    spans: Annotated[
-        list[tuple[Seq, Annotated[int, msgspec.Meta(ge=1, le=MAX_MICROBATCHES)]]],  # the first, and how many
-        msgspec.Meta(max_length=MAX_MICROBATCHES),
-    ] = msgspec.field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        if sum(count for _, count in self.spans) > MAX_MICROBATCHES:
-            raise ValueError(f"more than {MAX_MICROBATCHES} microbatches")
-
-    @classmethod
-    def of(cls, numbers: Iterable[int]) -> Seqs:
-        """ValueError if they are too many."""
-        spans: list[tuple[int, int]] = []
-        for number in numbers:
-            if spans and number == spans[-1][0] + spans[-1][1]:
-                spans[-1] = spans[-1][0], spans[-1][1] + 1
-            else:
-                spans.append((number, 1))
-        return cls(spans)
-
-    def __iter__(self) -> Iterator[int]:
-        for first, count in self.spans:
-            yield from range(first, first + count)
 
 
 class Grant(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -141,6 +109,16 @@ class MemberInfo(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
     since: Moment = 0.0  # when it joined its stage; 0 of a helper
 
 
+class MemberNews(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """How the conductor's list of members got from one version to another; see machine/member_list."""
+
+    since: Version  # the list that these are changes to; 0: an empty one
+    version: Version  # what it is with these changes
+    changed: Annotated[list[MemberInfo], msgspec.Meta(max_length=MAX_MEMBERS)]
+    gone: Annotated[list[PeerText], msgspec.Meta(max_length=MAX_MEMBERS)]
+    more: bool  # there are further changes, for the next answer
+
+
 Mode = Literal["node", "client", "aux"]  # sends a vector and sums a share; only sends; only sums
 
 
@@ -173,17 +151,19 @@ class MemberSync(Message, frozen=True):
     stage: StageNumber
     position: Position
     prepared: Position | None  # where a commit would lead, when an average lies ready
-    saved: Annotated[list[Position], msgspec.Meta(max_length=64)]  # checkpoints it could return to
-    held: MbList | None  # None: as reported before
-    counted: MbList  # what it contributed to the last mean it has; only together with `held`
+    # Checkpoints it could return to: those it has recalled from a backbone, and the newest of the others.
+    saved: Annotated[list[Position], msgspec.Meta(max_length=SAVED_TOLD)]
+    held: Mbs | None  # None: as reported before
+    counted: Mbs  # what it contributed to the last mean it has; only together with `held`
     addrs: Annotated[list[AddrText], msgspec.Meta(max_length=16)]
     since: Moment  # when it joined the stage
     term: Term  # the highest it has seen
-    seen: Annotated[int, msgspec.Meta(ge=0)]  # version of the membership it knows
+    seen: Version  # of the answer it had
     wait_s: Annotated[float, msgspec.Meta(ge=0, le=60)]
     line: LineInfo | None = None  # None: as said before, or nothing known; mode "aux": a helper, not a member
-    early: MbList = msgspec.field(default_factory=list)  # held for the step after; only together with `held`
+    early: Mbs = msgspec.field(default_factory=Mbs)  # held for the step after; only together with `held`
     digest: Digest = b""  # of the last mean it has, as in Prepared; only together with `held`
+    listed: Version = 0  # of the list of members that it has
 
 
 class Forecast(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -197,10 +177,10 @@ class MemberAnswer(Message, frozen=True):
     term: Term
     current: Position | None  # where members should stand; None while they are on their way
     complete: bool  # every stage has a ready peer
-    waits_for: Annotated[str, msgspec.Meta(max_length=400)]
+    waits_for: WaitsText
     resend: bool  # the conductor does not know this session: say what you hold
     version: int
-    members: Annotated[list[MemberInfo], msgspec.Meta(max_length=MAX_MEMBERS)] | None  # None: as sent before
+    members: MemberNews | None  # None: the list that it has is the newest
     forecast: Forecast | None = None  # of the step under way; None: nobody knows
     lost: bool = False  # there is no position that every stage can reach: what others keep is needed
 
@@ -222,8 +202,8 @@ class TrainerSync(Message, frozen=True):
     step: StepNumber  # the step these microbatches belong to
     open: Seqs  # begun or wished for, in the trainer's order of preference
     done: Annotated[list[Done], msgspec.Meta(max_length=MAX_MICROBATCHES)]  # news since the last answer
-    seen: Annotated[int, msgspec.Meta(ge=0)]  # version of the view it has
-    seen_members: Annotated[int, msgspec.Meta(ge=0)]  # version of the membership it has
+    seen: Version  # of the view it has
+    seen_members: Version  # of the list of members that it has
     wait_s: Annotated[float, msgspec.Meta(ge=0, le=60)]
     early: Seqs = msgspec.field(default_factory=Seqs)  # of `open` and `done`, those begun for the step after
     unknown: Seqs = msgspec.field(default_factory=Seqs)  # it was told to repeat these, and has them no more
@@ -241,14 +221,13 @@ class TrainerAnswer(Message, frozen=True):
     step: StepNumber
     taken: bool  # False: report `done` again later
     admitted: Seqs  # all of this trainer's microbatches that count towards `step`
-    redo: Annotated[list[Redo], msgspec.Meta(max_length=MAX_MICROBATCHES)]
+    redo: Annotated[list[Redo], msgspec.Meta(max_length=REDO_AT_ONCE)]  # the first; others when these are done
     counted: Seqs | None  # those of this trainer in the batch of the step it reported on; None: not known
     evaluate: bool  # this trainer is the one to evaluate
     complete: bool  # the run has made all its steps
-    waits_for: Annotated[str, msgspec.Meta(max_length=400)]
+    waits_for: WaitsText
     version: int
-    members_version: int
-    members: Annotated[list[MemberInfo], msgspec.Meta(max_length=MAX_MEMBERS)] | None
+    members: MemberNews | None  # as in MemberAnswer
     forecast: Forecast | None = None  # as in MemberAnswer
     early: Seqs = msgspec.field(default_factory=Seqs)  # as `admitted`, for the step after; only in a delayed run
     counted_early: Seqs | None = msgspec.field(default_factory=Seqs)  # as `counted`, of the step after that one
@@ -288,7 +267,7 @@ class Prepare(Message, frozen=True):
     attempt: Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
     lineage: Lineage  # of the step after the commit
     group: Annotated[list[PeerText], msgspec.Meta(max_length=MAX_MEMBERS)]  # sorted; of the stage: whom it meets
-    assigned: MbList  # what this member contributes; anything else it holds must come out
+    assigned: Mbs  # what this member contributes; anything else it holds must come out
     samples: Annotated[int, msgspec.Meta(ge=1)]  # of the whole batch
     timeout_s: Annotated[float, msgspec.Meta(gt=0, le=3600)]
     # Everyone in the round in the order of the cut, the group and helpers; empty: the group in equal shares.
@@ -304,10 +283,10 @@ class Prepare(Message, frozen=True):
 
 class Prepared(Message, frozen=True):
     ok: bool
-    missing: MbList  # assigned, but not held here
+    missing: Mbs  # assigned, but not held here
     lost: Annotated[list[PeerText], msgspec.Meta(max_length=MAX_MEMBERS)]  # members that failed this one
     digest: Digest = b""  # SHA-256 of the mean that lies ready, as bytes in the order of the vector; "" of a helper
-    refused: MbList = msgspec.field(default_factory=list)  # assigned, held, and of values that cannot be summed
+    refused: Mbs = msgspec.field(default_factory=Mbs)  # assigned, held, and of values that cannot be summed
 
 
 class Commit(Message, frozen=True):

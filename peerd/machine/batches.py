@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import zip_longest
 
+from peerd.core.limits import REDO_AT_ONCE
 from peerd.core.training import Done, Mb, Redo
 from peerd.machine.admission import Admission
 from peerd.machine.conducting import TrainerReport
@@ -179,16 +180,16 @@ class Batches:
         """Admit what trainers wish for while there is room, to `due`, which is `step`'s, or to the batch after it."""
         ledger, beside = (self.early, self.due) if early else (self.due, self.early)
         for mb in self.trainers.wishes(now, ledger, self.counted, beside, step + early):
-            ledger.admit(mb, now)
-            self._versions.change(mb.trainer)
+            if ledger.admit(mb, now):
+                self._versions.change(mb.trainer)
 
     def whole_in_s(self, now: float) -> float | None:
         """Seconds until the batch is whole; None: nobody knows."""
         return self.trainers.whole_in_s(now, self.due)
 
     def redo(self, trainer: str, settled: Sequence[bool]) -> list[Redo]:
-        """What the trainer has to repeat, because a peer that held it is gone."""
-        return self.due.redo(trainer, settled) + self.early.redo(trainer, self._nothing)
+        """What the trainer has to repeat, because a peer that held it is gone; of very much the first."""
+        return (self.due.redo(trainer, settled) + self.early.redo(trainer, self._nothing))[:REDO_AT_ONCE]
 
     def _has_place(self, mb: Mb) -> bool:
         return mb in self.due.entries or mb in self.early.entries or mb in self.counted

@@ -14,6 +14,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Generic, NamedTuple, TypeVar
 
+from peerd.core.limits import REPORT_DONE_BYTES
+from peerd.core.messages import encode
 from peerd.core.training import Done, Grant, Receipt, Redo, TrainerAnswer
 
 T = TypeVar("T")  # what a microbatch carries: its samples, and what its stages gave
@@ -220,3 +222,18 @@ class Contribution(Generic[T]):
     def _again(self, item: Begun[T]) -> None:
         self.waiting.insert(0, item.load)
         self.tally.requeued += 1
+
+
+def told_at_once(news: Iterable[Done]) -> tuple[list[Done], list[int]]:
+    """What of the news goes into one report, and the numbers of the rest, which wait for the next.
+
+    The report has to name the rest as open: the conductor gives away what a trainer does not name any more.
+    """
+    told, later, left = list[Done](), list[int](), REPORT_DONE_BYTES
+    for done in news:
+        left -= len(encode(done)) if left > 0 else 0
+        if left >= 0 or not told:
+            told.append(done)
+        else:
+            later.append(done.seq)
+    return told, later

@@ -1,7 +1,8 @@
 """Which microbatches make up the step under way, and which peer holds each one's gradient in each stage.
 
 Pure bookkeeping for the conductor: no time-outs, no peers' liveness. Invariants (`check`): never more entries
-than the batch has microbatches; `missing[s]` names exactly the entries without a holder in stage s.
+than the batch has microbatches, and of no more than BATCH_TRAINERS; `missing[s]` names exactly the entries without a
+holder in stage s.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
+from peerd.core.limits import BATCH_TRAINERS
 from peerd.core.training import Mb, Receipt, Redo
 
 NOBODY = ""
@@ -37,6 +39,7 @@ class Ledger:
     entries: dict[Mb, Entry] = field(default_factory=dict)
     missing: list[set[Mb]] = field(default_factory=list)
     undone: set[Mb] = field(default_factory=set)  # not `done`
+    trainers: Counter[str] = field(default_factory=Counter)  # of how many entries, of those that have some
 
     def __post_init__(self) -> None:
         self.missing = [set() for _ in range(self.stages)]
@@ -44,6 +47,7 @@ class Ledger:
     def clear(self) -> None:
         self.entries.clear()
         self.undone.clear()
+        self.trainers.clear()
         for lacking in self.missing:
             lacking.clear()
 
@@ -52,11 +56,12 @@ class Ledger:
         return len(self.entries) >= self.capacity
 
     def admit(self, mb: Mb, now: float) -> bool:
-        """Count `mb` towards the batch; False when the batch is full. Harmless when repeated."""
+        """Count `mb` towards the batch; False when that is full, or of too many trainers. Harmless when repeated."""
         if mb in self.entries:
             return True
-        if self.full:
+        if self.full or (mb.trainer not in self.trainers and len(self.trainers) >= BATCH_TRAINERS):
             return False
+        self.trainers[mb.trainer] += 1
         self.entries[mb] = Entry([NOBODY] * self.stages, [None] * self.stages, now)
         self.undone.add(mb)
         for lacking in self.missing:
@@ -108,6 +113,9 @@ class Ledger:
         """`mb` does not count any more; its place in the batch is free."""
         if self.entries.pop(mb, None) is not None:
             self.undone.discard(mb)
+            self.trainers[mb.trainer] -= 1
+            if not self.trainers[mb.trainer]:
+                del self.trainers[mb.trainer]
             for lacking in self.missing:
                 lacking.discard(mb)
 
@@ -166,6 +174,7 @@ class Ledger:
     def check(self) -> None:
         """Raise AssertionError when an invariant is broken."""
         assert len(self.entries) <= self.capacity
+        assert self.trainers == Counter(mb.trainer for mb in self.entries)
         assert self.undone == {mb for mb, entry in self.entries.items() if not entry.done}
         for stage, lacking in enumerate(self.missing):
             assert lacking == {mb for mb, entry in self.entries.items() if entry.holders[stage] == NOBODY}

@@ -15,7 +15,19 @@ import trio
 from peerd.core.errors import RemoteError
 from peerd.core.progress import TrainerProgress, encode_progress, pause_s, progress_key
 from peerd.core.training import Done, MemberInfo, Seqs, TrainerAnswer, TrainerSync
-from peerd.role import Begun, Contribution, Drop, Holding, Order, Repeat, RoleContext, Start, Training
+from peerd.role import (
+    Begun,
+    Contribution,
+    Drop,
+    Holding,
+    KnownMembers,
+    Order,
+    Repeat,
+    RoleContext,
+    Start,
+    Training,
+    told_at_once,
+)
 
 T = TypeVar("T")  # what a microbatch carries
 
@@ -86,7 +98,7 @@ class Contributor(Generic[T]):
         self._refused = False  # the conductor cannot take news now, and has nothing new to tell
         self._heard = trio.Event()  # set, and replaced, with each answer
         self._changes = -1
-        self._seen = self._seen_members = 0
+        self._seen, self._listed = 0, KnownMembers()
 
     @property
     def waits_for(self) -> str | None:
@@ -150,30 +162,35 @@ class Contributor(Generic[T]):
         """Does the report under way say something that the conductor must take?"""
         return bool(self._said or self.books.unknown)
 
+    @property
+    def _in_a_hurry(self) -> bool:
+        return self._dirty or self._listed.more or (self._has_news and not self._refused)
+
     def _report(self) -> TrainerSync:
         if self._following.changes != self._changes:
-            self._changes, self._seen, self._seen_members = self._following.changes, 0, 0
+            self._changes, self._seen = self._following.changes, 0
+            self._listed.forget()
             self._refused = False
             self.books.repeat_all()
-        self._said = self.books.news()
+        self._said, later = told_at_once(self.books.news())
         return TrainerSync(
             run=self._training.fingerprint,
             term=self.answer.term if self.answer else 0,
             step=self.books.step,
-            open=Seqs.of(self.books.open()),
+            open=Seqs.of([*later, *self.books.open()]),
             done=self._said,
             seen=self._seen,
-            seen_members=self._seen_members,
-            wait_s=0.0 if self._dirty or (self._has_news and not self._refused) else _SYNC_WAIT_S,
+            seen_members=self._listed.version,
+            wait_s=0.0 if self._in_a_hurry else _SYNC_WAIT_S,
             early=Seqs.of(self.books.early()),
             unknown=Seqs.of(self.books.unknown),
         )
 
     def _take(self, answer: TrainerAnswer, nursery: trio.Nursery) -> None:
         self.answer = answer
-        self._seen, self._seen_members = answer.version, answer.members_version
-        if answer.members is not None:
-            self._work.note_members(self._following.note_members(answer.members))
+        self._seen = answer.version
+        if (members := self._listed.take(answer.members)) is not None:
+            self._work.note_members(self._following.note_members(members))
         self._waits_for = answer.waits_for or None
         self._following.note_forecast(answer.forecast)
         before = self.books.step

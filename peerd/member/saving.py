@@ -16,6 +16,7 @@ from torch import Tensor
 
 from peerd.compute.checkpoint import Checkpoints, Manifest
 from peerd.core.errors import ConfigError
+from peerd.core.limits import SAVED_TOLD
 from peerd.core.training import Position
 from peerd.role import RoleContext
 
@@ -42,6 +43,14 @@ class Saving:
         self.directory: Path = self._root
         self._stage = -1
         self.positions: list[Position] = []  # oldest first
+        self._recalled: set[Position] = set()  # these stay, however old they are
+
+    @property
+    def told(self) -> list[Position]:
+        """What the conductor hears of, oldest first: recalled positions, which others go back to, and the newest."""
+        recalled = [p for p in self.positions if p in self._recalled][-SAVED_TOLD:]
+        others = [p for p in self.positions if p not in self._recalled]
+        return sorted([*recalled, *others[max(0, len(others) - SAVED_TOLD + len(recalled)) :]])
 
     @property
     def problem(self) -> str | None:
@@ -132,6 +141,8 @@ class Saving:
         """Write a checkpoint; older ones beyond the number to keep go. `hold`: this one stays, however old it is."""
         checkpoints = self._checkpoints
         assert checkpoints is not None
+        if hold:
+            self._recalled.add(position)
         lineage = {"lineage": position.lineage.hex()}
 
         def write() -> list[int]:

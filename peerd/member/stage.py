@@ -29,6 +29,7 @@ from peerd.core.training import (
     Commit,
     LineInfo,
     Mb,
+    Mbs,
     MemberAnswer,
     MemberInfo,
     MemberSync,
@@ -48,7 +49,17 @@ from peerd.member.rounds import Rounds, Total
 from peerd.member.saving import Saving
 from peerd.member.serving import Serving
 from peerd.member.totals import Leap
-from peerd.role import Answer, AveragingPlan, Incoming, MethodLimits, RoleContext, RoundFailed, Training, explained
+from peerd.role import (
+    Answer,
+    AveragingPlan,
+    Incoming,
+    KnownMembers,
+    MethodLimits,
+    RoleContext,
+    RoundFailed,
+    Training,
+    explained,
+)
 
 T = TypeVar("T")
 
@@ -92,6 +103,7 @@ class StageMember:
         self._leaving = False
         self.moving = trio.Lock()
         self.members: list[MemberInfo] = []
+        self._listed = KnownMembers()
         self._term = 0
         self._seen, self._changes, self._resend = 0, -1, True  # what the conductor and we know of each other
         self._asking = trio.CancelScope()  # a report that waits for news
@@ -340,6 +352,7 @@ class StageMember:
         self._resend |= self._told != self._news
         if self._following.changes != self._changes:
             self._changes, self._seen, self._resend = self._following.changes, 0, True
+            self._listed.forget()
         say_all, self._stated = self._resend, self._position
         line = self._rounds.line()
         news, self._line_said = line != self._line_said, line
@@ -349,23 +362,24 @@ class StageMember:
             stage=self._stage,
             position=self._position,
             prepared=self._averaged,
-            saved=self._saving.positions,
-            held=self._need().held if say_all else None,
-            counted=self._counted if say_all else [],
+            saved=self._saving.told,
+            held=Mbs.of(self._need().held) if say_all else None,
+            counted=Mbs.of(self._counted if say_all else []),
             addrs=self._training.directory.own_addrs(),
             since=self._since,
             term=self._term,
             seen=self._seen,
-            wait_s=0.0 if say_all else _SYNC_WAIT_S,
+            wait_s=0.0 if say_all or self._listed.more else _SYNC_WAIT_S,
             line=line if say_all or news else None,
-            early=self._need().early if say_all else [],
+            early=Mbs.of(self._need().early if say_all else []),
+            listed=self._listed.version,
         )
 
     def _take(self, answer: MemberAnswer) -> None:
         self._conducting.term = self._term = max(self._term, answer.term)
         self._following.note_forecast(answer.forecast)
-        if answer.members is not None:
-            self.members = self._following.note_members(answer.members)
+        if (members := self._listed.take(answer.members)) is not None:
+            self.members = self._following.note_members(members)
         self._complete = answer.complete
         self._waits_for = answer.waits_for or None
         self._recalling.swarm_is_lost(answer.lost)
@@ -427,22 +441,22 @@ class StageMember:
         try:
             vector = await self.work(lambda: self._part_of(order), "copy the gradient", urgent=True)
             if isinstance(vector, list):
-                return Prepared(False, vector, [])
+                return Prepared(False, Mbs.of(vector), [])
             total = await self._rounds.total(plans, vector, self._need().low_rank)
             digest = await self._rounds.digest(total)
         except Unusable as error:
             self._ctx.log.event("not summed", level="warning", step=order.step, reason=str(error))
-            return Prepared(False, [], [], refused=error.mbs)
+            return Prepared(False, Mbs(), [], refused=Mbs.of(error.mbs))
         except RoundFailed as error:
             self._ctx.log.event("averaging failed", level="warning", step=order.step, reason=explained(error))
-            return Prepared(False, [], list(error.lost))
+            return Prepared(False, Mbs(), list(error.lost))
         except Stale as error:
             raise Refused(str(error)) from None
         finally:
             self._serving.closing = False
         self._total, self._averaged = total, Position(order.step + 1, order.lineage)
         self._counted = list(order.assigned)
-        return Prepared(True, [], [], digest)
+        return Prepared(True, Mbs(), [], digest)
 
     def _part_of(self, order: Prepare) -> Vector | list[Mb]:
         """On the device: what we bring to the average, or what is missing for it. One job: nothing comes between."""

@@ -17,6 +17,7 @@ import trio
 from peerd.core.clock import Clock
 from peerd.core.errors import Refused, RemoteError
 from peerd.core.ids import PeerId
+from peerd.core.limits import WAITS_CHARS
 from peerd.core.messages import Empty
 from peerd.core.proof import has_received
 from peerd.core.training import (
@@ -24,6 +25,7 @@ from peerd.core.training import (
     Leave,
     Mb,
     MemberAnswer,
+    MemberNews,
     MemberSync,
     Receipt,
     Seqs,
@@ -46,6 +48,7 @@ from peerd.machine.conducting import (
     TrainerReport,
 )
 from peerd.machine.conductor import Conductor, Phase
+from peerd.machine.member_list import MemberList
 from peerd.machine.outlook import Outlook
 from peerd.net.host import Host, PeerDown
 from peerd.service.following import Following
@@ -79,6 +82,7 @@ class Conducting:
         self._fed = trio.Event()  # set, and replaced, with all that may move the next deadline
         self._heard: dict[str, float] = {}
         self._outlook = Outlook()
+        self._listed: MemberList | None = None  # by the machine
         self.orders = Orders(config, rpc)
         self.orders.notes = lambda text: self.notes(text)
         self._granting = Granting(config.fingerprint, host.sign)
@@ -149,6 +153,7 @@ class Conducting:
                 sizes = replace(sizes, gather_s=_TAKE_OVER_GATHER_S)
             origin = Origin(own=own.text, established=self._following.established, verify=self._is_receipt)
             self._machine, self._outlook = Conductor(sizes, rng, now, origin), Outlook()
+            self._listed = MemberList(self._clock.rng(f"member list {own} {self._term} {now}"))
             expected = [peer for peer in self._following.known() if not self._following.suspected(peer)]
             self._machine.announced_step = self._following.announced_step()
             self._machine.expect(peer.text for peer in expected)
@@ -345,16 +350,15 @@ class Conducting:
         wait_s = body.wait_s if not resend else _PUT_ASIDE_S if body.held is not None else 0.0
         await self._wait_for_news(lambda: machine.members_version != body.seen, machine, wait_s)
         self._still(machine, name)
-        news = machine.members_version != body.seen
         return Answer(
             MemberAnswer(
                 term=self._term,
                 current=machine.settled,
                 complete=machine.phase is Phase.COMPLETE,
-                waits_for=machine.waits_for(),
+                waits_for=machine.waits_for()[:WAITS_CHARS],
                 resend=not helps and (resend or not machine.is_member(name, body.session)),
                 version=machine.members_version,
-                members=machine.members() if news else None,
+                members=self._members_since(machine, body.listed),
                 forecast=self._outlook.look(trio.current_time(), machine),
                 lost=machine.lost,
             )
@@ -371,7 +375,6 @@ class Conducting:
         await self._wait_for_news(lambda: machine.version(name) != body.seen, machine, body.wait_s)
         self._still(machine, name)
         step = machine.current.step if machine.current is not None else body.step
-        news = machine.members_version != body.seen_members
         admitted, early = machine.admitted(name), machine.admitted(name, early=True)
         return Answer(
             TrainerAnswer(
@@ -383,10 +386,9 @@ class Conducting:
                 counted=_seqs(machine.counted(name, body.step)),
                 evaluate=machine.evaluates(name),
                 complete=machine.phase is Phase.COMPLETE,
-                waits_for=machine.waits_for(),
+                waits_for=machine.waits_for()[:WAITS_CHARS],
                 version=machine.version(name),
-                members_version=machine.members_version,
-                members=machine.members() if news else None,
+                members=self._members_since(machine, body.seen_members),
                 forecast=self._outlook.look(trio.current_time(), machine),
                 early=Seqs.of(early),
                 counted_early=_seqs(machine.counted(name, body.step + 1)),
@@ -399,6 +401,11 @@ class Conducting:
         with trio.move_on_after(wait_s):
             while self._machine is machine and not news():
                 await self._changed.wait()
+
+    def _members_since(self, machine: Conductor, version: int) -> MemberNews | None:
+        assert self._listed is not None
+        self._listed.follow(machine.members_version, machine.members)
+        return self._listed.news(version)
 
     def _still(self, machine: Conductor, name: str) -> None:
         """A report has waited: Refused where we conduct no more; who was lost meanwhile is not heard of by this."""

@@ -15,7 +15,7 @@ import trio
 
 from peerd.core.errors import RemoteError
 from peerd.core.ids import PeerId
-from peerd.core.training import Commit, Moved, Prepare, Prepared, Restore
+from peerd.core.training import Commit, Mbs, Moved, Prepare, Prepared, Restore
 from peerd.core.work import Worker
 from peerd.machine.conducting import ConductorConfig, Event, MoveEnded, PrepareEnded, SendMove, SendPrepare
 from peerd.machine.grouping import OrderedRound
@@ -114,7 +114,7 @@ class Orders:
             order.attempt,
             order.lineage,
             list(order.meets),
-            list(order.assigned),
+            Mbs.of(order.assigned),
             config.samples,
             min(3600.0, config.prepare_timeout_s * max(1, len(order.rounds))),
             rounds=[one.message() for one in order.rounds],

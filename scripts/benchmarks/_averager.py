@@ -20,7 +20,7 @@ from benchmarks._far import new_host
 from peerd.core.addr import parse_addr
 from peerd.core.ids import PeerId
 from peerd.core.runfile import AveragingSection
-from peerd.core.training import Prepare, Prepared
+from peerd.core.training import Mbs, Prepare, Prepared
 from peerd.core.work import Worker
 from peerd.machine.allreduce import AveragingPlan
 from peerd.net.clock import RealClock
@@ -124,7 +124,7 @@ class Averager:
     async def form(self, attempt: bytes) -> dict[str, Any]:
         """As conductor: order a round of one element for each member, and wait until everybody says that it is done."""
         begin = time.monotonic()
-        order = Prepare(bytes(16), 1, 1, attempt, b"", list(self._group), [], 1, PATIENCE_S)
+        order = Prepare(bytes(16), 1, 1, attempt, b"", list(self._group), Mbs(), 1, PATIENCE_S)
 
         async def tell(peer: str) -> None:
             await self._rpc.call(PeerId.parse(peer), ORDER, order, Prepared, timeout_s=PATIENCE_S)
@@ -138,7 +138,7 @@ class Averager:
         """As member, the conductor's own process included: stand in the round that it orders."""
         plan = AveragingPlan.of(call.body, PART_BYTES, PATIENCE_S)
         await self._averaging.sum(plan, np.ones(len(plan.group), dtype=np.float32), self._worker)
-        return Answer(Prepared(True, [], []))
+        return Answer(Prepared(True, Mbs(), []))
 
     async def sum(self, order: dict[str, Any]) -> dict[str, Any]:
         """One round with everybody; begins at the time that the parent names. `shares` by peer; else equal ones.

@@ -19,7 +19,7 @@ import trio
 from benchmarks._report import Figure, Report
 from peerd.core.addr import parse_addr
 from peerd.core.keys import Keypair
-from peerd.core.training import LineInfo, Prepare
+from peerd.core.training import LineInfo, Mbs, Prepare
 from peerd.machine.grouping import Grouping, Ordered, round_s
 from peerd.machine.moshpit import grid_of
 from peerd.machine.plans import Terms, plans_of
@@ -88,7 +88,7 @@ class Peers:
     def _order(self, ordered: Ordered, name: str, names: tuple[str, ...]) -> Prepare:
         rounds = [one.message() for one in ordered.rounds.get(name, ())]
         split, attempt = ordered.split, self._attempts.to_bytes(16, "big")
-        order = Prepare(bytes(16), 1, 0, attempt, b"", list(names), [], 1, 60.0, rounds=rounds)
+        order = Prepare(bytes(16), 1, 0, attempt, b"", list(names), Mbs(), 1, 60.0, rounds=rounds)
         if split is None:
             return order
         return msgspec.structs.replace(order, split=list(split.parties), part_bytes=split.part_bytes)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from peerd.core.errors import PeerdError
 from peerd.core.messages import decode, encode
-from peerd.core.training import Party, Prepare
+from peerd.core.training import Mbs, Party, Prepare
 from peerd.machine.allreduce import AveragingPlan, Pace, Round, cut, parts_of_a_share
 
 GROUP = ("a", "b", "c")
@@ -166,7 +166,7 @@ def order(**changes: object) -> Prepare:
     """A conductor's order for two senders and a helper."""
     split = [Party("a", "node", 0.25), Party("b", "client", 0.0), Party("h", "aux", 0.75)]
     whole = Prepare(
-        *(bytes(16), 1, 5, bytes(range(16)), b"", ["a", "b"], [], 8, 60.0),
+        *(bytes(16), 1, 5, bytes(range(16)), b"", ["a", "b"], Mbs(), 8, 60.0),
         split=split,
         part_bytes=4096,
         elements=100,

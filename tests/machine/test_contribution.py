@@ -22,7 +22,6 @@ def answer(step: int, admitted: list[int], **more: object) -> TrainerAnswer:
         "complete": False,
         "waits_for": "",
         "version": 1,
-        "members_version": 1,
         "members": None,
         **more,
     }

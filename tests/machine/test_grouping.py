@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from peerd.core.errors import ProtocolViolation
 from peerd.core.messages import decode, encode
-from peerd.core.training import GridRound, LineInfo, Party, Prepare
+from peerd.core.training import GridRound, LineInfo, Mbs, Party, Prepare
 from peerd.machine.allreduce import AveragingPlan
 from peerd.machine.conducting import (
     CancelAttempt,
@@ -47,7 +47,7 @@ def order_to(found: Ordered, peer: str) -> Prepare:
     """What the conductor sends to `peer`, through the wire."""
     met = sorted({other for one in found.rounds[peer] for other in one.meeting.peers})
     rounds = [one.message() for one in found.rounds[peer]]
-    return decode(Prepare, encode(Prepare(bytes(16), 1, 5, b"a" * 16, b"", met, [], 8, 60.0, rounds=rounds)))
+    return decode(Prepare, encode(Prepare(bytes(16), 1, 5, b"a" * 16, b"", met, Mbs(), 8, 60.0, rounds=rounds)))
 
 
 # --- which it is ---------------------------------------------------------------------------------------------------

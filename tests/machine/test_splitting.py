@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from peerd.core.messages import decode, encode
-from peerd.core.training import LineInfo, PairLimit, Prepare
+from peerd.core.training import LineInfo, Mbs, PairLimit, Prepare
 from peerd.machine.allreduce import AveragingPlan
 from peerd.machine.shares import NoSplit
 from peerd.machine.splitting import Lines, Split
@@ -157,7 +157,7 @@ def test_whatever_is_said_the_order_is_one_that_members_take(said: dict[str, Lin
         return
     if split is None:
         return
-    order = Prepare(bytes(16), 1, 5, bytes(16), b"", list(group), [], 8, 60.0)
+    order = Prepare(bytes(16), 1, 5, bytes(16), b"", list(group), Mbs(), 8, 60.0)
     order = msgspec.structs.replace(
         order,
         split=list(split.parties),

@@ -41,7 +41,6 @@ class Conductor:
             complete=not self._answers,
             waits_for="",
             version=1,
-            members_version=1,
             members=None,
         )
 

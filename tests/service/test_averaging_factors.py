@@ -17,7 +17,7 @@ from peerd.compute.optim import Layout
 from peerd.compute.powersgd import LowRank, Vector
 from peerd.core.frame import TensorFrame
 from peerd.core.runfile import AveragingSection, RunFile
-from peerd.core.training import AverageKey, Party, Prepare
+from peerd.core.training import AverageKey, Mbs, Party, Prepare
 from peerd.machine.allreduce import RoundFailed
 from peerd.machine.grouping import Grouping
 from peerd.machine.splitting import Lines
@@ -72,7 +72,7 @@ def members(nodes: list[Node]) -> list[Member]:
 
 
 def order(nodes: list[Node], attempt: bytes = b"a" * 16, **changes: Any) -> Prepare:
-    whole = Prepare(bytes(16), 1, 0, attempt, b"", sorted(node.id.text for node in nodes), [], 8, 60.0)
+    whole = Prepare(bytes(16), 1, 0, attempt, b"", sorted(node.id.text for node in nodes), Mbs(), 8, 60.0)
     return msgspec.structs.replace(whole, **changes)
 
 

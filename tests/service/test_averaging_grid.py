@@ -17,7 +17,7 @@ from peerd.compute.feedback import ErrorFeedback
 from peerd.core.errors import Refused, RemoteError
 from peerd.core.frame import TensorFrame
 from peerd.core.messages import Empty
-from peerd.core.training import AverageKey, LineInfo, Prepare
+from peerd.core.training import AverageKey, LineInfo, Mbs, Prepare
 from peerd.machine.allreduce import AveragingPlan, RoundFailed
 from peerd.machine.grouping import Grouping
 from peerd.machine.plans import Terms, attempt_of, plans_of
@@ -87,7 +87,7 @@ def ordered(
     for name in names:
         met = sorted({peer for one in found[name] for peer in one.meeting.peers})
         rounds = [one.message() for one in found[name]]
-        order = Prepare(bytes(16), 1, 0, ATTEMPT, b"", met, [], 8, TIMEOUT_S, rounds=rounds)
+        order = Prepare(bytes(16), 1, 0, ATTEMPT, b"", met, Mbs(), 8, TIMEOUT_S, rounds=rounds)
         plans[name] = plans_of(order, name, terms)
     return plans
 

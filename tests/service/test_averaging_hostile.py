@@ -17,7 +17,7 @@ from peerd.compute.feedback import ErrorFeedback
 from peerd.core.errors import PeerdError, Refused, RemoteError
 from peerd.core.frame import TensorFrame
 from peerd.core.messages import Empty
-from peerd.core.training import AverageKey, Party, Prepare
+from peerd.core.training import AverageKey, Mbs, Party, Prepare
 from peerd.machine.allreduce import AveragingPlan, Part, RoundFailed
 from peerd.service.averaging import METHOD, PartCoder, PlainParts, Vector
 from peerd.service.rpc import Answer, CallStream, Incoming, MethodLimits
@@ -375,7 +375,7 @@ def parties(nodes: list[Node], *shares: float, mode: str = "node") -> list[Party
 
 def order(nodes: list[Node], split: list[Party]) -> Prepare:
     names = sorted(node.id.text for node in nodes)
-    return Prepare(b"f" * 16, 1, 1, b"c" * 16, b"", names, [], 1, 60.0, split, 0, LENGTH, "float32")
+    return Prepare(b"f" * 16, 1, 1, b"c" * 16, b"", names, Mbs(), 1, 60.0, split, 0, LENGTH, "float32")
 
 
 async def test_shares_that_make_no_sense_are_not_begun(autojump_clock: MockClock) -> None:

@@ -1,0 +1,169 @@
+"""The conductor's list of members as it travels: by differences, each answer a bounded number of bytes.
+
+`MemberList` is the conductor's side: every change of an entry gets the next version, so an answer may end after any of
+them, and the next one goes on from there. Whoever asks from a version that this list never had, or of which it has
+forgotten who went away, gets it from its beginning. `KnownMembers` is the side of who asks. Versions begin at a random
+number: one of another conductor's list is then not taken for one of this list. Invariants (`check`): versions are
+unique; who has asked until nothing more was to come has the list. Hostile input: a conductor may tell of changes to a
+list that the reader has not (left alone: the next question says again which it has), and of ever more members (a list
+that grows beyond what a run may have begins anew).
+"""
+
+from __future__ import annotations
+
+import random
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Sequence
+from itertools import zip_longest
+
+from peerd.core.addr import ip_of, is_relayed, parse_addr, reach
+from peerd.core.errors import ConfigError
+from peerd.core.limits import MEMBER_ADDRS, MEMBER_NEWS_BYTES, MEMBERS
+from peerd.core.messages import encode
+from peerd.core.training import MemberInfo, MemberNews
+
+_NAME_OVERHEAD_BYTES = 2  # of one in a message
+
+
+class MemberList:
+    """See the module's header. One for each list that begins empty."""
+
+    def __init__(self, rng: random.Random, news_bytes: int = MEMBER_NEWS_BYTES, most: int = MEMBERS) -> None:
+        self.version = self._first = rng.randrange(1 << 32, 1 << 61)
+        self._news_bytes, self._most = news_bytes, most
+        self._at: dict[str, int] = {}  # the version in which each entry changed, oldest first; also of who is gone
+        self._order: list[tuple[int, str]] = []  # the same, as pairs
+        self._given: dict[str, MemberInfo] = {}  # as `update` was told
+        self._entries: dict[str, MemberInfo] = {}  # as it travels
+        self._sizes: dict[str, int] = {}  # in an answer
+        self._follows = -1
+
+    def follow(self, version: int, members: Callable[[], Sequence[MemberInfo]]) -> None:
+        """`update`, if there is another `version` of what the list is made from."""
+        if version != self._follows:
+            self._follows = version
+            self.update(members())
+
+    def update(self, members: Sequence[MemberInfo]) -> None:
+        """The members now; of too many the first. Their addresses are cut to the best."""
+        given = {m.peer: m for m in members[: self._most]}
+        changed = [peer for peer in self._entries if peer not in given]
+        for peer in changed:
+            del self._entries[peer]
+            self._sizes[peer] = len(peer) + _NAME_OVERHEAD_BYTES
+        for peer, member in given.items():
+            if self._given.get(peer) != member and (entry := _with_best_addrs(member)) != self._entries.get(peer):
+                self._entries[peer], self._sizes[peer] = entry, len(encode(entry))
+                changed.append(peer)
+        self._given = given
+        if changed:
+            for peer in changed:
+                self.version += 1
+                self._at.pop(peer, None)
+                self._at[peer] = self.version
+            self._forget()
+            self._order = [(version, peer) for peer, version in self._at.items()]
+
+    def _forget(self) -> None:
+        """Remember no more who went away than there may be members."""
+        gone = [peer for peer in self._at if peer not in self._entries]
+        for peer in gone[: max(0, len(gone) - self._most)]:
+            self._first = self._at.pop(peer)  # older lists would keep this one
+            del self._sizes[peer]
+
+    def news(self, version: int) -> MemberNews | None:
+        """What has changed since `version`, as much as one answer holds; None: nothing."""
+        if version == self.version:
+            return None
+        since = version if self._first <= version < self.version else 0
+        changed, gone, left = list[MemberInfo](), list[str](), self._news_bytes
+        reached, begin = self.version, bisect_right(self._order, (since, "\x7f"))
+        for at in range(begin, len(self._order)):
+            peer = self._order[at][1]
+            if not since and peer not in self._entries:
+                continue
+            left -= self._sizes[peer]
+            if left < 0 and (changed or gone):
+                reached = self._order[at - 1][0]
+                break
+            if peer in self._entries:
+                changed.append(self._entries[peer])
+            else:
+                gone.append(peer)
+        return MemberNews(since, reached, changed, gone, more=reached != self.version)
+
+    def check(self) -> None:
+        """Raise AssertionError when an invariant is broken."""
+        versions = list(self._at.values())
+        assert versions == sorted(set(versions))
+        assert not versions or self._first < versions[0] <= versions[-1] <= self.version
+        assert self._entries.keys() <= self._at.keys() == self._sizes.keys()
+        assert len(self._entries) <= self._most
+        assert len(self._at) <= 2 * self._most
+
+
+class KnownMembers:
+    """The list as its reader has it. `version` belongs into the next question; `forget` when another is asked."""
+
+    def __init__(self) -> None:
+        self.version = 0
+        self.more = False  # there are changes to ask for at once
+        self._members: dict[str, MemberInfo] = {}
+
+    def forget(self) -> None:
+        """Ask for the list from its beginning; what is known of it stays until then."""
+        self.version, self.more = 0, False
+
+    def take(self, news: MemberNews | None) -> list[MemberInfo] | None:
+        """Apply an answer's changes; the whole list, sorted, once it is complete and has changed, else None."""
+        if news is None:
+            return None
+        if news.since == 0:
+            self._members = {}
+        elif not news.since <= self.version <= news.version:
+            return None  # of a list that is not this one
+        for peer in news.gone:
+            self._members.pop(peer, None)
+        self._members |= {member.peer: member for member in news.changed}
+        self.version, self.more = news.version, news.more
+        if len(self._members) > MEMBERS:
+            self.forget()
+            return None
+        if news.more:
+            return None
+        return [self._members[peer] for peer in sorted(self._members)]
+
+
+def best_addrs(addrs: Iterable[str], most: int = MEMBER_ADDRS) -> list[str]:
+    """Of one peer's addresses so many, the first of each kind before the second of any.
+
+    The kinds: of everywhere by IPv4, or by name; by IPv6; over a relay; of the same network; of the same machine.
+    """
+    kinds: list[list[str]] = [[] for _ in range(5)]
+    for text in dict.fromkeys(addrs):
+        kind = _kind(text)
+        if kind is not None:
+            kinds[kind].append(text)
+    return [text for row in zip_longest(*kinds) for text in row if text is not None][:most]
+
+
+def _kind(text: str) -> int | None:
+    """None: not an address."""
+    try:
+        addr = parse_addr(text)
+    except ConfigError:
+        return None
+    if is_relayed(addr):
+        return 2
+    far, ip = reach(addr), ip_of(addr)
+    if far == 2:
+        return 1 if ip is not None and ip.version == 6 else 0
+    return 3 if far == 1 else 4
+
+
+def _with_best_addrs(member: MemberInfo) -> MemberInfo:
+    if len(member.addrs) <= MEMBER_ADDRS:
+        return member
+    return MemberInfo(
+        member.peer, member.stage, best_addrs(member.addrs), member.ready, client=member.client, since=member.since
+    )
