@@ -87,6 +87,7 @@ GRANTS_VERIFIED: Final = 1024  # admissions whose signature was looked at and ne
 
 # --- steps: what a run file and a swarm may ask for, so that every message about them can be sent ----------------
 STAGES: Final = 1024  # of one pipeline: a microbatch's holders and receipts, stage by stage, are told in one piece
+LAST_STEP: Final = (1 << 53) - 1  # that every language can count to, in any number it has
 MICROBATCHES: Final = 16_384  # of one step: as spans of numbers, in any order, 180 KiB at most
 BATCH_TRAINERS: Final = 1024  # whose microbatches one batch has; each name takes 56 bytes wherever the batch is told
 MEMBERS: Final = 4096  # of one run, helpers counted: their names fit into an order to average

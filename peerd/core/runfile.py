@@ -16,7 +16,15 @@ import msgspec
 
 from peerd.core.blockwise import BLOCKS, CODES
 from peerd.core.ids import is_peer_text
-from peerd.core.limits import STATE_TOTALS
+from peerd.core.limits import (
+    FRAME_BYTES,
+    LAST_STEP,
+    MICROBATCHES,
+    RECORD_VALUE_BYTES,
+    RPC_MESSAGE_FRAME_BYTES,
+    STAGES,
+    STATE_TOTALS,
+)
 
 FINGERPRINT_SECTIONS = ("run", "seed", "model", "pipeline", "optimizer", "batch", "averaging", "data")
 RANK = 4  # of gradients in powersgd, unless the run file says otherwise
@@ -249,7 +257,36 @@ def check(run: RunFile) -> list[tuple[str, str]]:
     need(1 <= evaluate.samples <= 1 << 20, "evaluate.samples", f"is {evaluate.samples}; allowed: 1 to 1048576")
     need(checkpoint.every_steps >= 0, "checkpoint.every_steps", f"is {checkpoint.every_steps}; must not be negative")
     need(checkpoint.keep >= 1, "checkpoint.keep", f"is {checkpoint.keep}; must be at least 1")
-    return faults + _limits_faults(run.limits, p.stages)
+    return (faults or _size_faults(run)) + _limits_faults(run.limits, p.stages)
+
+
+def _size_faults(run: RunFile) -> list[tuple[str, str]]:
+    """What each by itself makes sense, and leads to messages that nobody takes; of a file without other faults."""
+    faults: list[tuple[str, str]] = []
+    m, p, steps = run.model, run.pipeline, run.optimizer.total_steps
+    if p.stages > STAGES:
+        faults.append(("pipeline.stages", f"is {p.stages}; allowed: 1 to {STAGES}"))
+    microbatches = run.batch.target_samples // p.microbatch
+    if microbatches > MICROBATCHES:
+        message = f"makes {microbatches} microbatches of pipeline.microbatch ({p.microbatch}); allowed: up to"
+        faults.append(("batch.target_samples", f"{message} {MICROBATCHES}"))
+    if m.kind == "gpt" and p.stages > 1:  # what a model of one's own sends, nobody knows before it is built
+        nbytes = p.microbatch * m.context * m.d_model * (8 if m.dtype == "float64" else 4)
+        most = RPC_MESSAGE_FRAME_BYTES // 2 if p.boundary.code in ("none", "auto") else FRAME_BYTES
+        if nbytes > most:
+            message = f"is {p.microbatch}, which makes {nbytes} bytes of activations between stages; allowed: up to"
+            faults.append(("pipeline.microbatch", f"{message} {most}"))
+    if steps > LAST_STEP:
+        faults.append(("optimizer.total_steps", f"is {steps}; allowed: 0 (no end) to {LAST_STEP}"))
+    if not -(1 << 63) <= run.seed < 1 << 63:
+        faults.append(("seed", f"is {run.seed}; allowed: {-(1 << 63)} to {(1 << 63) - 1}"))
+    shared = len(shared_text(run))
+    if shared > RECORD_VALUE_BYTES:
+        tree = msgspec.to_builtins(run)
+        longest = max(FINGERPRINT_SECTIONS, key=lambda name: len(msgspec.json.encode(tree[name])))
+        message = f"is too long: the settings that peers share take {shared} bytes; allowed: up to {RECORD_VALUE_BYTES}"
+        faults.append((longest, message))
+    return faults
 
 
 def _coding_faults(path: str, code: str, block: int, dtype: str) -> list[tuple[str, str]]:

@@ -21,12 +21,14 @@ from peerd.core.limits import (
     AVERAGE_ROUNDS,
     FORESEEABLE_S,
     FRAME_ELEMENTS,
+    LAST_STEP,
     LINE_PAIRS,
     LINE_S_PER_BYTE,
     MEMBERS,
     MICROBATCHES,
     REDO_AT_ONCE,
     SAVED_TOLD,
+    STAGES,
     WAITS_CHARS,
 )
 from peerd.core.messages import Message
@@ -37,8 +39,8 @@ from peerd.core.microbatches import Seq as Seq
 from peerd.core.microbatches import Seqs as Seqs
 
 AddrText = Annotated[str, msgspec.Meta(max_length=512)]
-StepNumber = Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
-StageNumber = Annotated[int, msgspec.Meta(ge=0, lt=10_000)]
+StepNumber = Annotated[int, msgspec.Meta(ge=0, le=LAST_STEP)]
+StageNumber = Annotated[int, msgspec.Meta(ge=0, lt=STAGES)]
 Term = Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
 Rate = Annotated[float, msgspec.Meta(ge=0)]
 SecondsPerByte = Annotated[float, msgspec.Meta(ge=0, le=LINE_S_PER_BYTE)]
@@ -189,9 +191,9 @@ class Done(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
     """A microbatch of the calling trainer and who holds its gradient, stage by stage ("" where none does)."""
 
     seq: Seq
-    holders: Annotated[list[PeerText], msgspec.Meta(max_length=10_000)]
+    holders: Annotated[list[PeerText], msgspec.Meta(max_length=STAGES)]
     # What the holders signed, in the same order; shorter, or None at a place: nothing to show.
-    receipts: Annotated[list[Receipt | None], msgspec.Meta(max_length=10_000)] = msgspec.field(default_factory=list)
+    receipts: Annotated[list[Receipt | None], msgspec.Meta(max_length=STAGES)] = msgspec.field(default_factory=list)
 
 
 class TrainerSync(Message, frozen=True):

@@ -8,6 +8,7 @@ hangs, or is gone without a word, keeps the member from nothing.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,8 +20,10 @@ from peerd.compute.feedback import ErrorFeedback, feedback_of
 from peerd.compute.powersgd import LowRank
 from peerd.compute.served import Model, Vector
 from peerd.core.blockwise import BLOCKS, CODES
-from peerd.core.errors import ProtocolViolation, Refused
+from peerd.core.errors import ConfigError, ProtocolViolation, Refused
+from peerd.core.frame import DTYPES
 from peerd.core.ids import PeerId
+from peerd.core.limits import AVERAGE_PARTS, FRAME_ELEMENTS
 from peerd.core.runfile import RunFile
 from peerd.core.training import LineInfo, Prepare
 from peerd.core.work import Worker
@@ -109,6 +112,18 @@ class Rounds:
         """Nobody will commit what another conductor than this one has ordered."""
         if self._attempt is not None and self._attempt.conductor != conductor:
             self._attempt.scope.cancel()
+
+    def check(self, model: Model) -> None:
+        """ConfigError when rounds cannot carry what `model` brings to them: nobody would hear why the run stands."""
+        outline, code = model.vector_outline(), model.low_rank
+        elements = max(code.elements) if code is not None else math.prod(outline.shape)
+        if elements > FRAME_ELEMENTS:
+            least = "cut the model into more stages (pipeline.stages)"
+            raise ConfigError(f"a stage's gradient has {elements} values; allowed: up to {FRAME_ELEMENTS}: {least}")
+        least_bytes = elements * DTYPES[outline.dtype].itemsize // (AVERAGE_PARTS // 2)
+        if self._terms.part_bytes < least_bytes:
+            told = f"averaging.part_bytes is {self._terms.part_bytes}"
+            raise ConfigError(f"{told}; allowed for a gradient of {elements} values: {least_bytes} and more")
 
     def line(self) -> LineInfo:
         """What the conductor should know of our line and of what we bring."""

@@ -120,6 +120,7 @@ class StageMember:
             await self._training.compare_settings()
             self._stage = await self._choose_stage()
             self._served = await self.work(self._build, "build the stage")
+            self._rounds.check(self._served)
             if self._own is not None:  # a user's first parameters are anything, not a function of the run's seed
                 self._position = await self.work(self._own.model.here, "name the parameters")
             await self._return_to_checkpoint()
