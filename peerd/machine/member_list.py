@@ -16,6 +16,8 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from itertools import zip_longest
 
+from msgspec import structs
+
 from peerd.core.addr import ip_of, is_relayed, parse_addr, reach
 from peerd.core.errors import ConfigError
 from peerd.core.limits import MEMBER_ADDRS, MEMBER_NEWS_BYTES, MEMBERS
@@ -52,7 +54,13 @@ class MemberList:
             del self._entries[peer]
             self._sizes[peer] = len(peer) + _NAME_OVERHEAD_BYTES
         for peer, member in given.items():
-            if self._given.get(peer) != member and (entry := _with_best_addrs(member)) != self._entries.get(peer):
+            before = self._given.get(peer)
+            if before == member:
+                continue
+            same = before is not None and before.addrs == member.addrs  # reading addresses takes long
+            best = self._entries[peer].addrs if same else best_addrs(member.addrs)
+            entry = structs.replace(member, addrs=best)
+            if entry != self._entries.get(peer):
                 self._entries[peer], self._sizes[peer] = entry, len(encode(entry))
                 changed.append(peer)
         self._given = given
@@ -96,7 +104,7 @@ class MemberList:
         """Raise AssertionError when an invariant is broken."""
         versions = list(self._at.values())
         assert versions == sorted(set(versions))
-        assert not versions or self._first < versions[0] <= versions[-1] <= self.version
+        assert max([self._first, *versions]) <= self.version
         assert self._entries.keys() <= self._at.keys() == self._sizes.keys()
         assert len(self._entries) <= self._most
         assert len(self._at) <= 2 * self._most
@@ -140,7 +148,9 @@ def best_addrs(addrs: Iterable[str], most: int = MEMBER_ADDRS) -> list[str]:
     The kinds: of everywhere by IPv4, or by name; by IPv6; over a relay; of the same network; of the same machine.
     """
     kinds: list[list[str]] = [[] for _ in range(5)]
-    for text in dict.fromkeys(addrs):
+    if len(given := list(dict.fromkeys(addrs))) <= most:
+        return given
+    for text in given:
         kind = _kind(text)
         if kind is not None:
             kinds[kind].append(text)
@@ -159,11 +169,3 @@ def _kind(text: str) -> int | None:
     if far == 2:
         return 1 if ip is not None and ip.version == 6 else 0
     return 3 if far == 1 else 4
-
-
-def _with_best_addrs(member: MemberInfo) -> MemberInfo:
-    if len(member.addrs) <= MEMBER_ADDRS:
-        return member
-    return MemberInfo(
-        member.peer, member.stage, best_addrs(member.addrs), member.ready, client=member.client, since=member.since
-    )

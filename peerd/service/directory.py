@@ -18,7 +18,7 @@ from peerd.core.addr import parse_addr
 from peerd.core.clock import Clock
 from peerd.core.errors import ConfigError, ProtocolViolation, RemoteError
 from peerd.core.ids import PeerId
-from peerd.core.limits import KEPT_SETS
+from peerd.core.limits import ADDR_BYTES, ADDRS_PER_PEER, KEPT_SETS
 from peerd.core.messages import decode, encode
 from peerd.core.progress import (
     Joiner,
@@ -201,4 +201,6 @@ class Directory:
         return not self._host.takes_inbound
 
     def own_addrs(self) -> list[str]:
-        return [str(addr) for addr in self._host.addrs()][:16]
+        """What others may be told; relays have a part in some of them, and may have made these too long."""
+        told = [str(addr) for addr in self._host.addrs()]
+        return [text for text in told if len(text) <= ADDR_BYTES][:ADDRS_PER_PEER]

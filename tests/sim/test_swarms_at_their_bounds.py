@@ -1,0 +1,89 @@
+"""Swarms at the bounds of their messages go on: more checkpoints than a report names, lists that come in parts."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from peerd.core.limits import SAVED_TOLD
+from peerd.core.runfile import BatchSection, CheckpointSection, ModelSection, OptimizerSection, PipelineSection
+from peerd.machine import contribution
+from peerd.machine.member_list import MemberList
+from peerd.service import conducting
+from peerd.sim.clock import run_virtual
+from peerd.sim.programs import swarm
+from peerd.sim.world import World, WorldConfig
+from roles.stage import StageRole
+from roles.trainer import TrainerRole
+from tests.kit.virtualroles import Roles, virtual_run
+from tests.kit.world import home_line
+from tests.sim.test_training_swarm import is_conductor
+
+STEPS = 110
+
+
+async def keep_many(seed: int, roles: Roles) -> tuple[list[int], list[int]]:
+    """A run of one stage on two peers; returns how many positions each had saved, and told of, at its end."""
+    async with World(seed, swarm(), WorldConfig(line=home_line)).running() as world:
+        boot = await world.start("boot")
+        world.bootstrap.append(boot.full_addr)
+        for number in range(2):
+            await world.start(f"stage{number}", program=roles.program(StageRole))
+        await world.start("trainer", program=roles.program(TrainerRole))
+        done = await world.until(lambda: min(roles.steps(), default=0) >= STEPS, within_s=1200, step_s=0.5)
+        assert done, f"stalled at {roles.steps()}\n{roles.story()}"
+        members: list[Any] = roles.of(StageRole)
+        return [len(m._saving.positions) for m in members], [len(m._saving.told) for m in members]
+
+
+@pytest.mark.slow
+def test_a_run_that_keeps_100_checkpoints_makes_110_steps(tmp_path: Path) -> None:
+    torch.set_num_threads(1)
+    run = virtual_run(
+        tmp_path,
+        (4000,) * 4,
+        optimizer=OptimizerSection(name="sgd", lr=1e-2, total_steps=STEPS),
+        batch=BatchSection(target_samples=2),
+        checkpoint=CheckpointSection(every_steps=1, keep=100),
+    )
+    saved, told = run_virtual(keep_many, 1, Roles(run, tmp_path / "peers"), seed=1)
+    assert saved == [100, 100]
+    assert told == [SAVED_TOLD, SAVED_TOLD]
+
+
+async def go_on(seed: int, roles: Roles, steps: int) -> None:
+    """Two stages of two peers each; the conductor is lost on the way, so all is told again."""
+    async with World(seed, swarm(), WorldConfig(line=home_line)).running() as world:
+        boot = await world.start("boot")
+        world.bootstrap.append(boot.full_addr)
+        for number in range(4):
+            await world.start(f"stage{number}", program=roles.program(StageRole))
+        trainer = await world.start("trainer", program=roles.program(TrainerRole))
+        assert await world.until(lambda: max(roles.steps(), default=0) >= 3, within_s=60), roles.story()
+        await world.kill(next(n for n in world.living() if is_conductor(roles.live.get(n.name))))
+        done = await world.until(lambda: min(roles.steps(), default=0) >= steps, within_s=300, step_s=0.5)
+        assert done, f"stalled at {roles.steps()}\n{roles.story()}"
+        assert len(roles.of(StageRole)[0].members) == 3
+        assert roles.live[trainer.name].status()["microbatches"]["lost"] == 0
+
+
+@pytest.mark.slow
+def test_a_swarm_goes_on_when_every_answer_and_report_holds_one_entry(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.set_num_threads(1)
+    monkeypatch.setattr(contribution, "REPORT_DONE_BYTES", 1)
+    monkeypatch.setattr(conducting, "MemberList", partial(MemberList, news_bytes=1))
+    run = virtual_run(
+        tmp_path,
+        (4000,) * 4,
+        model=ModelSection(d_model=8, heads=1, layers=2, context=8),
+        pipeline=PipelineSection(stages=2, microbatch=1),
+        optimizer=OptimizerSection(name="sgd", lr=1e-2, total_steps=12),
+        batch=BatchSection(target_samples=8),
+    )
+    run_virtual(go_on, 3, Roles(run, tmp_path / "peers"), 12, seed=3)
