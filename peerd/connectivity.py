@@ -20,6 +20,7 @@ from peerd.machine.relay import RelayConfig
 from peerd.net.circuits import Circuits
 from peerd.net.host import Host
 from peerd.net.router import Router
+from peerd.net.upkeep import Upkeep
 from peerd.service.dht import Dht
 from peerd.service.lan import Finder, LanDiscovery, own_finder
 from peerd.service.portmap import PortMapping, own_routers
@@ -81,18 +82,19 @@ class Connectivity:
         self.reserving.on_change(self.reach.look)
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        """Make ways until cancelled."""
+        """Make ways until cancelled; a part that fails begins again, and the others go on."""
+        upkeep = Upkeep(self._host.faults)
         async with trio.open_nursery() as nursery:
-            await nursery.start(self.circuits.run)
+            await nursery.start(upkeep.run, "circuits", self.circuits.run)
             if self.relay is not None:
-                await nursery.start(self.relay.run)
-            await nursery.start(self.punching.run)
-            await nursery.start(self.reserving.run)
-            await nursery.start(self.reach.run)
+                await nursery.start(upkeep.run, "relay", self.relay.run)
+            await nursery.start(upkeep.run, "punching", self.punching.run)
+            await nursery.start(upkeep.run, "reserving", self.reserving.run)
+            await nursery.start(upkeep.run, "reach", self.reach.run)
             if self.portmap is not None:
-                await nursery.start(self.portmap.run)
+                await nursery.start(upkeep.run, "portmap", self.portmap.run)
             if self.lan is not None:
-                await nursery.start(self.lan.run)
+                await nursery.start(upkeep.run, "lan", self.lan.run)
             task_status.started()
 
     def waits_for(self) -> str | None:

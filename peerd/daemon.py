@@ -3,8 +3,9 @@
 Start: lock and identity, host, calls, DHT, control socket, roles. Stop: roles leave (refuse new work, hand in what
 is finished), records are withdrawn, links are closed with a goodbye; all within `DRAIN_S`. The first signal asks
 for that, the second stops at once. A role that fails is built anew after a pause, a few times; then the daemon
-gives up and says why. This is the only file that sees all layers, and the role supervisor below is one of the
-places where any exception is caught: a plug-in's bug must not take the other roles with it.
+gives up and says why. A service that fails begins again for as long as the daemon lives (`net/upkeep`). This is the
+only file that sees all layers, and the role supervisor below is one of the places where any exception is caught: a
+plug-in's bug must not take the other roles with it.
 """
 
 from __future__ import annotations
@@ -41,6 +42,8 @@ from peerd.net.clock import RealClock
 from peerd.net.host import Host
 from peerd.net.linemeter import LineMeter
 from peerd.net.pacing import LimitedLine
+from peerd.net.told import faults_told
+from peerd.net.upkeep import Upkeep
 from peerd.role import Role, RoleContext
 from peerd.service.access import Access
 from peerd.service.dht import Dht
@@ -144,18 +147,7 @@ class Daemon:
             services.start_soon(self._obey_signals, signals, services.cancel_scope)
             board = StatusBoard((self.host, self.rpc, self.dht), self._clock, self._log, self._plan.run)
             board.reachability = self.connectivity.status
-            await services.start(functools.partial(self.host.run, [parse_addr(text) for text in self._plan.listen]))
-            await services.start(self.rpc.run)
-            await services.start(self.connectivity.run)
-            services.start_soon(LineMeter(self.host).run)
-            if self.access is not None:
-                await services.start(self.access.run)
-                services.start_soon(self.access.refresh, self.dht)
-            await services.start(self.dht.run, [parse_addr(text) for text in self._plan.bootstrap])
-            await services.start(board.run)
-            if control.SUPPORTED:
-                await services.start(control.serve, socket_path(self._home), functools.partial(self._snapshot, board))
-            services.start_soon(self._tell_waits)
+            await self._start_services(services, board)
             self._greet()
             self._up = True
             await self._run_roles(devices)
@@ -166,6 +158,24 @@ class Daemon:
         if self._failure is not None:
             raise self._failure
         self._log.event("stopped", why=self._stop_reason)
+
+    async def _start_services(self, services: trio.Nursery, board: StatusBoard) -> None:
+        """One after the other, as they need each other; each is begun again when it fails."""
+        keep, listen = Upkeep(self.host.faults), [parse_addr(text) for text in self._plan.listen]
+        bootstrap = [parse_addr(text) for text in self._plan.bootstrap]
+        await services.start(keep.run, "host", functools.partial(self.host.run, listen))
+        await services.start(keep.run, "calls", self.rpc.run)
+        await services.start(keep.run, "connectivity", self.connectivity.run)
+        services.start_soon(keep.run_plain, "line meter", LineMeter(self.host).run)
+        if self.access is not None:
+            await services.start(keep.run, "access", self.access.run)
+            services.start_soon(keep.run_plain, "access refresh", functools.partial(self.access.refresh, self.dht))
+        await services.start(keep.run, "directory", functools.partial(self.dht.run, bootstrap))
+        await services.start(keep.run, "status", board.run)
+        if control.SUPPORTED:
+            serve = functools.partial(control.serve, socket_path(self._home), functools.partial(self._snapshot, board))
+            await services.start(keep.run, "control socket", serve)
+        services.start_soon(keep.run_plain, "waits", self._tell_waits)
 
     # --- roles ---------------------------------------------------------------------------------------------------
 
@@ -213,6 +223,8 @@ class Daemon:
                 pauses = list(RESTART_PAUSES_S)
             held.failure = _sentence(failure)
             self._keep_traceback(failure)
+            if not _is_expected(failure):
+                self.host.faults.note(f"role {held.cls.name}", failure)
             if isinstance(failure, ConfigError) or not pauses:
                 return self._give_up(held, failure)
             held.state, held.role, pause_s = "paused", None, pauses.pop(0)
@@ -285,7 +297,13 @@ class Daemon:
     async def _snapshot(self, board: StatusBoard) -> dict[str, Any]:
         own: dict[str, Any] = {"data_dir": str(self._home), "stopping": self._stop_reason or None}
         own["access"] = plain(self.access.status()) if self.access is not None else None
-        return own | await board.snapshot(self._role_states)
+
+        async def look() -> None:
+            own.update(await board.snapshot(self._role_states))
+
+        if not await self.host.faults.contain(look, lambda: "a status snapshot"):
+            own |= {"faults": plain(faults_told(self.host.faults)), "events": self._log.recent()}
+        return own
 
     async def _tell_waits(self) -> None:
         """Say what the network and each role wait for, once it lasts from one look to the next."""
@@ -363,8 +381,12 @@ def leaf(error: Exception) -> Exception:
 
 def _sentence(error: Exception) -> str:
     text = str(error) or "no message"
-    expected = isinstance(error, PeerdError) and not isinstance(error, LocalError)
-    return text if expected else f"{type(error).__name__}: {text}"
+    return text if _is_expected(error) else f"{type(error).__name__}: {text}"
+
+
+def _is_expected(error: Exception) -> bool:
+    """Is it one that we raise of others, or of the user's settings? Else it is a fault of ours, or of a plug-in."""
+    return isinstance(error, PeerdError) and not isinstance(error, LocalError)
 
 
 def _say(text: str) -> None:

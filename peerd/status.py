@@ -34,6 +34,7 @@ from peerd.core.record import Record
 from peerd.core.runfile import BYTES_PER_MBIT, LimitsSection, RunFile
 from peerd.log import EventLog, plain
 from peerd.net.host import Host
+from peerd.net.told import budgets_told, faults_told
 from peerd.service.dht import Dht
 from peerd.service.rpc import Rpc
 from peerd.service.rpc_types import Gate
@@ -102,6 +103,8 @@ class StatusBoard:
             "reachability": self.reachability(),
             "dht": self._dht.status(),
             "rpc": self._rpc.status(),
+            "budgets": budgets_told(self._host.book),
+            "faults": faults_told(self._host.faults),
             "swarm": self._swarm_now(),
             "events": self._log.recent(),
         }

@@ -30,6 +30,11 @@ Snapshot = dict[str, Any]
 def render(snapshot: Snapshot) -> RenderableType:
     """The whole snapshot, this daemon first, then the swarm as it sees it."""
     parts: list[RenderableType] = [_headline(snapshot), roles_table(snapshot.get("roles", [])), _network(snapshot)]
+    fullest = fullest_table(snapshot.get("budgets", []))
+    if fullest is not None:
+        parts += [Text(""), fullest]
+    if (snapshot.get("faults") or {}).get("count"):
+        parts.append(faults_line(snapshot["faults"]))
     swarm = snapshot.get("swarm") or {}
     if swarm:
         parts += [Text(""), swarm_line(swarm)]
@@ -184,6 +189,32 @@ def _ways(reached: Snapshot, peers: Iterable[Snapshot]) -> Text:
         )
         text.append(f"\nrelay for others: {places}, {size(relay.get('carried_bytes', 0))} carried", "dim")
     return text
+
+
+def fullest_table(budgets: Iterable[Snapshot]) -> Table | None:
+    """Who has more than half of what it may have, and what is used up by more than half; None: nobody, nothing."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name, side in (("fullest", "left"), ("of", "left"), ("has", "right"), ("may have", "right")):
+        table.add_column(name, justify="right" if side == "right" else "left")
+    for means in budgets:
+        kind = str(means.get("means", "?"))
+        users = [("all together", means.get("used", 0), means.get("of", 0))]
+        users += [
+            (user["who"], user["has"], user["of"]) for user in map(means.get, ("region", "place", "peer")) if user
+        ]
+        for who, has, most in users:
+            if most and 2 * has > most:
+                shown = size if kind.startswith("bytes") else brief
+                table.add_row(*map(Text, (short(str(who)), kind, shown(has), shown(most))))
+    return table if table.row_count else None
+
+
+def faults_line(faults: Snapshot) -> Text:
+    """What went wrong here by our own fault: worth a report."""
+    errors = {one.get("place"): one.get("error") for one in faults.get("places", [])}
+    last = faults.get("last")
+    told = f"{counted(faults['count'], 'fault')} of peerd's own, the last at {last}: {errors.get(last, '?')}"
+    return Text(f"{told}; please report it", "yellow")
 
 
 def swarm_line(swarm: Snapshot) -> Text:

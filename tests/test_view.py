@@ -188,3 +188,26 @@ def test_a_swarm_without_anything_to_show_says_why() -> None:
     assert view.swarm_of({"swarm": {"run": "x"}}) == {"run": "x"}
     evil = board(contributions=[{"name": "[red]boo[/red]", "peer": "x"}])
     assert "[red]boo[/red]" in plain_text(render_swarm(evil))
+
+
+def test_who_uses_more_than_half_of_something_is_shown() -> None:
+    many = {"who": PEER, "has": 300, "of": 512}
+    few = {"who": "10.0.0.1", "has": 10, "of": 4096}
+    budgets = [
+        {"means": "streams", "used": 310, "of": 16384, "peer": many, "place": few},
+        {"means": "bytes being received", "used": 900_000_000, "of": 1_073_741_824},
+        {"means": "calls", "used": 0, "of": 8192},
+    ]
+    found = shown(snapshot(budgets=budgets))
+    assert f"…{PEER[-8:]}" in found
+    assert "10.0.0.1" not in found
+    assert "900.0 MB" in found
+    assert "calls" not in found
+    assert "fullest" not in shown(snapshot(budgets=budgets[2:]))
+
+
+def test_faults_are_shown_with_the_last_place() -> None:
+    places = [{"place": "peerd/net/link.py:7", "count": 2, "ended": "a link", "error": "KeyError: [bold]3[/bold]"}]
+    found = shown(snapshot(faults={"count": 2, "last": "peerd/net/link.py:7", "places": places}))
+    assert "2 faults of peerd's own, the last at peerd/net/link.py:7: KeyError: [bold]3[/bold]; please report" in found
+    assert "fault" not in shown(snapshot(faults={"count": 0, "last": None, "places": []}))

@@ -56,6 +56,7 @@ class Faults:
 
     def __init__(self) -> None:
         self.places: dict[str, Fault] = {}
+        self.last = ""  # the place of the last one
 
     @property
     def total(self) -> int:
@@ -68,6 +69,7 @@ class Faults:
             if place not in self.places and len(self.places) >= FAULT_PLACES:
                 place = _ELSEWHERE
             count = self.places[place].count + 1 if place in self.places else 1
+            self.last = place
             self.places[place] = Fault(count, where[:FAULT_CHARS], f"{type(each).__name__}: {each}"[:FAULT_CHARS])
             if count & (count - 1) == 0:
                 times = f" ({count} times by now)" if count > 1 else ""
