@@ -147,8 +147,7 @@ class Conductor:
         return self.current if self.phase in (Phase.OPEN, Phase.CLOSING, Phase.COMPLETE) else None
 
     def is_member(self, peer: str, session: int) -> bool:
-        member = self._members.get(peer)
-        return member is not None and member.session == session
+        return (member := self._members.get(peer)) is not None and member.session == session
 
     def knows(self, peer: str, position: Position) -> bool:
         """Is this where we believe the member to stand?"""
@@ -210,6 +209,10 @@ class Conductor:
             if close.problem:
                 return f"stage {stage} cannot average: {close.problem}"
         return "the run is complete" if self.phase is Phase.COMPLETE else ""
+
+    def awaited(self) -> set[str]:
+        """Who has not yet done what it was asked to: averaged, or moved."""
+        return self._moving or {peer for close in self._closing.stages if close.attempt for peer in close.waiting}
 
     def whole_in_s(self, now: float) -> float | None:
         """Seconds until the batch is whole; None: nobody knows, or something else is waited for."""

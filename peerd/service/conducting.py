@@ -50,6 +50,7 @@ from peerd.machine.conducting import (
 from peerd.machine.conductor import Conductor, Phase
 from peerd.machine.member_list import MemberList
 from peerd.machine.outlook import Outlook
+from peerd.machine.standstill import Standstill
 from peerd.net.host import Host, PeerDown
 from peerd.service.following import Following
 from peerd.service.granting import Granting
@@ -82,6 +83,7 @@ class Conducting:
         self._fed = trio.Event()  # set, and replaced, with all that may move the next deadline
         self._heard: dict[str, float] = {}
         self._outlook = Outlook()
+        self._standstill = Standstill()
         self._listed: MemberList | None = None  # by the machine
         self.orders = Orders(config, rpc)
         self.orders.notes = lambda text: self.notes(text)
@@ -154,6 +156,7 @@ class Conducting:
             origin = Origin(own=own.text, established=self._following.established, verify=self._is_receipt)
             self._machine, self._outlook = Conductor(sizes, rng, now, origin), Outlook()
             self._listed = MemberList(self._clock.rng(f"member list {own} {self._term} {now}"))
+            self._standstill = Standstill()
             expected = [peer for peer in self._following.known() if not self._following.suspected(peer)]
             self._machine.announced_step = self._following.announced_step()
             self._machine.expect(peer.text for peer in expected)
@@ -355,7 +358,7 @@ class Conducting:
                 term=self._term,
                 current=machine.settled,
                 complete=machine.phase is Phase.COMPLETE,
-                waits_for=machine.waits_for()[:WAITS_CHARS],
+                waits_for=self._waits_for(machine),
                 resend=not helps and (resend or not machine.is_member(name, body.session)),
                 version=machine.members_version,
                 members=self._members_since(machine, body.listed),
@@ -386,7 +389,7 @@ class Conducting:
                 counted=_seqs(machine.counted(name, body.step)),
                 evaluate=machine.evaluates(name),
                 complete=machine.phase is Phase.COMPLETE,
-                waits_for=machine.waits_for()[:WAITS_CHARS],
+                waits_for=self._waits_for(machine),
                 version=machine.version(name),
                 members=self._members_since(machine, body.seen_members),
                 forecast=self._outlook.look(trio.current_time(), machine),
@@ -406,6 +409,9 @@ class Conducting:
         assert self._listed is not None
         self._listed.follow(machine.members_version, machine.members)
         return self._listed.news(version)
+
+    def _waits_for(self, machine: Conductor) -> str:
+        return (machine.waits_for() or self._standstill.look(trio.current_time(), machine))[:WAITS_CHARS]
 
     def _still(self, machine: Conductor, name: str) -> None:
         """A report has waited: Refused where we conduct no more; who was lost meanwhile is not heard of by this."""
