@@ -1,6 +1,7 @@
 """Which state to download: donors that vouch for the same root form a camp, and the largest camp is believed.
 
-A camp that wins has as many donors as asked for, when so many answer at all; ties go to the higher position, then to
+A camp that wins has as many donors as asked for, when so many answer at all, or are named at all where the conductor
+names them: who silences all honest donors but one must not be believed alone. Ties go to the higher position, then to
 the greater root, so that all newcomers decide alike. A donor that was caught lying does not count; one that was lost
 after it vouched does. Decisions come with a reason. Times are arguments, in seconds.
 
@@ -78,10 +79,10 @@ class Poll:
         """When waiting ends."""
         return self._patience_until if self._gather_until is None else min(self._gather_until, self._patience_until)
 
-    def decide(self, now: float, claims: dict[str, Claim], pending: int) -> Verdict:
-        """`pending`: donors that may still answer."""
+    def decide(self, now: float, claims: dict[str, Claim], pending: int, named: int = 0) -> Verdict:
+        """`pending`: donors that may still answer; `named`: those that are known to have the state."""
         ranked = camps(claims.items())
-        needed = min(VOUCHERS, max(1, len(claims)))
+        needed = min(VOUCHERS, max(1, len(claims), named))
         best = ranked[0] if ranked else None
         stands = best is not None and best.size >= VOUCHERS
         self._gather_until = (self._gather_until or now + GATHER_S) if stands else None

@@ -38,8 +38,18 @@ class Download:
     """See the module's header."""
 
     def __init__(
-        self, now: float, pieces: int, rng: Random, donors: Iterable[str], kept: dl.Kept | None = None
+        self,
+        now: float,
+        pieces: int,
+        rng: Random,
+        donors: Iterable[str],
+        kept: dl.Kept | None = None,
+        *,
+        all_have_it: bool = False,
     ) -> None:
+        """`all_have_it`: each of the donors is known to have the state, whether it answers or not."""
+        donors = list(donors)
+        self._all_have_it, self._named = all_have_it, len(donors)
         self._pieces = pieces
         self._rng = rng
         self._kept = kept or dl.Kept()
@@ -66,6 +76,8 @@ class Download:
 
     def add(self, now: float, donors: Iterable[str]) -> list[dl.Output]:
         """More donors, now known; those that were given up are not tried again."""
+        donors = list(donors)
+        self._named = len(donors)
         for name in donors:
             self._donors.setdefault(name, self._donor(name))
         return self.wake(now)
@@ -140,7 +152,7 @@ class Download:
     def _choose(self, now: float, out: list[dl.Output]) -> None:
         claims = self.claims()
         if self.chosen is None:
-            verdict = self._poll.decide(now, claims, self._pending)
+            verdict = self._poll.decide(now, claims, self._pending, self._named if self._all_have_it else 0)
             self.undecided = verdict.why
             self._wakes.append(self._poll.due)
             if verdict.camp is not None:

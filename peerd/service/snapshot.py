@@ -52,13 +52,23 @@ class Fetcher:
         """The state that most of `donors` vouch for, whole; RemoteError says why there is none now.
 
         `donors`: peers, or a function that tells those there are, which is asked again while the download goes on.
+        These are known to have their state: where it names several, one alone is not believed.
         `expected`: name, dtype and shape of each tensor, in the order in which donors give them.
         """
         layout = StateLayout(expected)
         async with self._lock:
             honest = partial(self._honest, donors)
             plan = FetchPlan(
-                self._methods, request, layout, honest, worker, self.notes, self.chosen, self.folder, self._paces
+                methods=self._methods,
+                request=request,
+                layout=layout,
+                donors=honest,
+                worker=worker,
+                notes=self.notes,
+                chosen=self.chosen,
+                folder=self.folder,
+                all_have_it=callable(donors) and request.of is None,  # a total, or a checkpoint, not all have kept
+                paces=self._paces,
             )
             # Not kept here meanwhile: when another state is chosen, the memory of this one is let go at once.
             fetching = Fetching(self._rpc, plan, self._take_kept(layout), self._rng)

@@ -104,6 +104,7 @@ class FetchPlan:
     notes: Callable[[str], None]
     chosen: Callable[[Position], None]
     folder: Path | None
+    all_have_it: bool  # are all donors known to have it, whether they answer or not?
     paces: dict[str, float]  # seconds a byte, by donor, from earlier downloads: kept up to date here
 
 
@@ -119,7 +120,8 @@ class Fetching:
         kept = dl.Kept(piece_s={name: pace * self._piece_bytes for name, pace in plan.paces.items()})
         if begun is not None and begun.digests is not None:
             kept.root, kept.have = begun.claim.root, begun.have
-        self._machine = Download(trio.current_time(), plan.layout.pieces, rng, self._names(), kept)
+        now, known = trio.current_time(), plan.all_have_it
+        self._machine = Download(now, plan.layout.pieces, rng, self._names(), kept, all_have_it=known)
         self._nursery: trio.Nursery | None = None
         self._timer = trio.CancelScope()
         self._scopes: dict[int, trio.CancelScope] = {}
