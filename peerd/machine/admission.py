@@ -96,7 +96,8 @@ class Admission:
             return now - max(since, own.pace.at if own is not None else since) > first * patience
         usual = median(t.turn_s for t in others)
         waited_s = now - max(since, *(t.pace.at for t in others))
-        return waited_s > max(lease, _LATE_FACTOR * usual) * patience
+        strikes = self._leashes[trainer].strikes if trainer in self._leashes else 0
+        return waited_s > max(lease / 2.0 ** min(strikes, 4), _LATE_FACTOR * usual) * patience
 
     def ran_out(self, now: float) -> None:
         """Leases have run out: if nobody finishes anything before the next, all are slow, and not these."""
@@ -108,7 +109,8 @@ class Admission:
         leash = self._leashes.setdefault(trainer, Leash())
         if len(self._leashes) > LEASHED_TRAINERS:
             del self._leashes[next(iter(self._leashes))]
-        return leash.strike(now, self._under_way.get(trainer, 0))
+        known = self._trainers.get(trainer)
+        return leash.strike(now, self._under_way.get(trainer, 0), known is not None and known.turn_s > 0)
 
     def step_made(self) -> None:
         """Who helped recovers."""

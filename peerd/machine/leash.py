@@ -1,8 +1,9 @@
 """How much a trainer is given that did not finish what it had: less each time, and more with steps it helps to make.
 
 Half of what it had under way, then half of that, down to one microbatch at a time, then one now and then, after pauses
-that double. Meant alike for the trainer that cannot reach a stage and the one that only wishes, since nobody can tell
-them apart: the one recovers. What a trainer that is gone has earned stays.
+that double; at once so, where it never finished anything. Each time it is also waited for half as long. Meant alike for
+the trainer that cannot reach a stage and the one that only wishes, since nobody can tell them apart: the one recovers.
+What a trainer that is gone has earned stays.
 """
 
 from __future__ import annotations
@@ -26,14 +27,14 @@ class Leash:
     _clean: int = 0
     _helped: bool = False
 
-    def strike(self, now: float, under_way: int) -> int:
-        """It stood in the way, with so many under way; how often by now."""
+    def strike(self, now: float, under_way: int, proven: bool) -> int:
+        """It stood in the way, with so many under way; how often by now. `proven`: it has finished some before."""
         self.strikes += 1
         self._clean, self._helped = 0, False
-        if self.most == 1:
+        if not proven or self.most == 1:
             self._pause_s = min(max(_PAUSE_S, 2 * self._pause_s), _PAUSE_MOST_S)
             self.until = now + self._pause_s
-        self.most = max(1, min(under_way, self.most or under_way) // 2)
+        self.most = max(1, min(under_way, self.most or under_way) // 2) if proven else 1
         return self.strikes
 
     def helped(self) -> None:

@@ -1,0 +1,204 @@
+"""What strangers can say to a conductor over the network: terms, positions, wishes. The run goes on under it."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import trio
+
+from peerd.core.errors import RemoteError
+from peerd.core.ids import PeerId
+from peerd.core.keys import Keypair
+from peerd.core.limits import TERM_MAX
+from peerd.core.runfile import AveragingSection, OptimizerSection
+from peerd.core.training import (
+    Conducts,
+    Done,
+    Leave,
+    Mb,
+    MemberAnswer,
+    MemberSync,
+    Position,
+    Seqs,
+    TrainerAnswer,
+    TrainerSync,
+)
+from peerd.service.rpc import Answer, Incoming
+from peerd.sim.clock import run_virtual
+from peerd.sim.programs import swarm
+from peerd.sim.world import Node, World, WorldConfig
+from roles.trainer import TrainerRole
+from tests.kit.virtualroles import PacedDevice, Roles, start_replicas, virtual_run
+from tests.kit.world import home_line
+
+pytestmark = pytest.mark.slow
+Attack = Callable[["Hostile"], Awaitable[None]]
+
+
+class Hostile:
+    """A peer with an identity, the run's fingerprint, and no part in the run."""
+
+    def __init__(self, node: Node, roles: Roles) -> None:
+        self.node, self.roles = node, roles
+        self.first = roles.of(TrainerRole)[0]
+        self.run = self.first._replica._training.fingerprint
+
+    @property
+    def conducting(self) -> Any:
+        return next(
+            role._replica._conducting for role in self.roles.of(TrainerRole) if role._replica._conducting.acting
+        )
+
+    async def member(self, **changes: Any) -> MemberAnswer | None:
+        lies: dict[str, Any] = {
+            **{"run": self.run, "session": 7, "stage": 0, "position": Position(0, b""), "prepared": None, "saved": []},
+            **{
+                "held": [],
+                "counted": [],
+                "addrs": [str(self.node.addr)],
+                "since": 1.0,
+                "term": 0,
+                "seen": 0,
+                "wait_s": 0.0,
+            },
+        }
+        return await self._say("swarm/1/member", MemberSync(**{**lies, **changes}), MemberAnswer)
+
+    async def trainer(self, **changes: Any) -> TrainerAnswer | None:
+        lies: dict[str, Any] = {
+            **{"run": self.run, "term": 0, "step": 0, "open": Seqs(), "done": [], "seen": 0, "seen_members": 0},
+            "wait_s": 0.0,
+        }
+        return await self._say("swarm/1/trainer", TrainerSync(**{**lies, **changes}), TrainerAnswer)
+
+    async def _say(self, method: str, body: msgspec.Struct, reply: type[Any]) -> Any:
+        with suppress(RemoteError):
+            return (await self.node.rpc.call(self.conducting._host.id, method, body, reply, timeout_s=5.0)).body
+        return None
+
+    def claims_to_conduct(self, term: int) -> None:
+        async def who(call: Incoming[Leave]) -> Answer[Conducts]:
+            await trio.lowlevel.checkpoint()
+            return Answer(Conducts(term))
+
+        self.node.rpc.serve("swarm/1/who", Leave, who)
+
+
+async def names_terms(hostile: Hostile) -> None:
+    hostile.claims_to_conduct(TERM_MAX)
+    while True:
+        await hostile.trainer(term=TERM_MAX)
+        await hostile.member(term=TERM_MAX)
+        await trio.sleep(0.3)
+
+
+async def conducts_in_the_next_term(hostile: Hostile) -> None:
+    hostile.claims_to_conduct(hostile.conducting.term + 1)
+    while True:
+        await hostile.trainer(term=hostile.conducting.term + 1)
+        await hostile.member(since=1.0)
+        await trio.sleep(0.3)
+
+
+async def stands_far_ahead(hostile: Hostile) -> None:
+    session = 0
+    while True:
+        ahead, session = Position(10**6 + session, b"mine"), session + 1
+        held = [Mb(hostile.node.id.text, session)]
+        await hostile.member(position=ahead, prepared=ahead, saved=[ahead], session=session, held=held, counted=held)
+        await trio.sleep(0.3)
+
+
+async def only_wishes(hostile: Hostile) -> None:
+    while True:
+        answer = await hostile.trainer(open=Seqs.of(range(24)))
+        await trio.sleep(0.3 if answer is not None else 1.0)
+
+
+async def credits_others(hostile: Hostile) -> None:
+    """It says that honest peers hold what it never sent."""
+    number = 0
+    while True:
+        number += 8
+        answer = await hostile.trainer(open=Seqs.of(range(number, number + 8)))
+        if answer is not None:
+            holder = hostile.first._replica._ctx.host.id.text
+            done = [Done(seq, [holder]) for seq in answer.admitted]
+            await hostile.trainer(step=answer.step, done=done, open=answer.admitted)
+        await trio.sleep(0.3)
+
+
+async def attacked(roles: Roles, attack: Attack, within_s: float) -> None:
+    async with World(3, swarm(), WorldConfig(line=home_line)).running() as world:
+        await start_replicas(world, roles, 3)
+        assert await world.until(lambda: roles.replica_step() >= 3, within_s=120), roles.story()
+        hostile = Hostile(await world.start("hostile"), roles)
+        conductor, began = hostile.conducting, roles.replica_step()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(attack, hostile)
+            await trio.sleep(5)
+            middle = roles.replica_step()
+            went_on = await world.until(lambda: roles.replica_step() >= middle + 10, within_s=within_s)
+            nursery.cancel_scope.cancel()
+        assert went_on, f"from step {began} to {roles.replica_step()} only\n{roles.story()}"
+        assert conductor.acting, "the one whom all follow conducts still"
+        assert conductor.term < 100
+        assert roles.replica_step() < 10_000
+
+
+@pytest.mark.parametrize(
+    ("attack", "within_s"),
+    [
+        (names_terms, 60.0),
+        (conducts_in_the_next_term, 60.0),
+        (stands_far_ahead, 60.0),
+        (only_wishes, 150.0),
+        (credits_others, 150.0),
+    ],
+)
+def test_a_stranger_neither_stops_a_run_nor_takes_it_over(tmp_path: Path, attack: Attack, within_s: float) -> None:
+    run = virtual_run(
+        tmp_path,
+        (40_000,),
+        optimizer=OptimizerSection(name="adamw", lr=1e-3),
+        averaging=AveragingSection(sender_timeout_s=2.0),
+    )
+    roles = Roles(run, tmp_path / "peers", partial(PacedDevice, 0.03))
+    run_virtual(attacked, roles, attack, within_s, seed=3)
+
+
+async def hangs_among_the_unreachable(roles: Roles) -> None:
+    async with World(3, swarm(), WorldConfig(line=home_line)).running() as world:
+        await start_replicas(world, roles, 3)
+        assert await world.until(lambda: roles.replica_step() >= 3, within_s=120), roles.story()
+        hostile = Hostile(await world.start("hostile"), roles)
+        conductor = hostile.conducting
+        for number in range(200):  # as records of whoever wants to hold the conductor up
+            nobody: PeerId = Keypair.from_seed(f"nobody {number}".encode().ljust(32, b".")).peer_id
+            conductor._following.note_stage0(nobody, 1.0, False)
+        silent = next(n for n in world.living() if n.name.startswith("replica") and n.id != conductor._host.id)
+        world.partition([silent])
+        gone = silent.id.text
+        noticed = await world.until(
+            lambda: all(m.peer != gone for m in conductor._machine.members()), within_s=20, step_s=0.5
+        )
+        assert noticed, roles.story()
+        wanted = roles.replica_step() + 3
+        assert await world.until(lambda: roles.replica_step() >= wanted, within_s=30), roles.story()
+
+
+def test_a_hung_member_is_noticed_among_two_hundred_that_nobody_can_reach(tmp_path: Path) -> None:
+    run = virtual_run(
+        tmp_path,
+        (40_000,),
+        optimizer=OptimizerSection(name="adamw", lr=1e-3),
+        averaging=AveragingSection(sender_timeout_s=2.0),
+    )
+    roles = Roles(run, tmp_path / "peers", partial(PacedDevice, 0.03))
+    run_virtual(hangs_among_the_unreachable, roles, seed=3)
