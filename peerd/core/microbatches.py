@@ -67,6 +67,14 @@ class Seqs(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
             yield from range(end + skipped, end + skipped + count)
             end += skipped + count
 
+    def __contains__(self, number: object) -> bool:
+        end = 0
+        for skipped, count in self.spans:
+            begin, end = end + skipped, end + skipped + count
+            if isinstance(number, int) and begin <= number < end:
+                return True
+        return False
+
     def __len__(self) -> int:
         return sum(count for _, count in self.spans)
 

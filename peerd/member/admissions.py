@@ -46,7 +46,7 @@ class Admissions:
             return Refused("the call shows no grant of the conductor")
         if shown.step != step:
             return Refused(f"the grant is for step {shown.step}, the call for {step}")
-        if not any(first <= seq < first + count for first, count in shown.seqs.spans):
+        if seq not in shown.seqs:
             return Refused(f"the grant does not name microbatch {seq}")
         if self._verified.get(shown.signature) == (trainer.text, shown) or self._is_valid(trainer, shown):
             return None

@@ -25,10 +25,13 @@ from peerd.core.frame import DTYPES
 from peerd.core.ids import PeerId
 from peerd.core.limits import AVERAGE_PARTS, FRAME_ELEMENTS
 from peerd.core.runfile import RunFile
-from peerd.core.training import LineInfo, Prepare
+from peerd.core.training import LineInfo, Position, Prepare
 from peerd.core.work import Worker
 from peerd.member.lines import own_line
+from peerd.member.totals import Leap
 from peerd.role import AveragingPlan, RoundFailed, Terms, Training, plans_of
+
+Plans = Sequence[AveragingPlan]  # of the rounds of one attempt, one after the other
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +58,11 @@ class Total:
         """Make the step: a job for the model's worker, so that nobody sees one without the other."""
         model.commit(step, self.vector, samples)
         self.settle()
+
+    def step(self, model: Model, target: Position, samples: int) -> Leap:
+        """Make the step to `target`; returns what others need to make it, too. For the model's worker."""
+        self.commit(model, target.step - 1, samples)
+        return Leap.made(model, target, self.vector)
 
 
 _LONG_S = 10.0  # a round that takes longer is something that one waits for

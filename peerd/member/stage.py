@@ -10,7 +10,7 @@ with parameters of two steps.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, nullcontext
 from functools import partial
 from typing import TypeVar
@@ -45,21 +45,11 @@ from peerd.member.announcing import announce_now_and_then
 from peerd.member.catching_up import CatchingUp, Elsewhere
 from peerd.member.own import Own
 from peerd.member.recalling import Recalling
-from peerd.member.rounds import Rounds, Total
+from peerd.member.rounds import Plans, Rounds, Total
 from peerd.member.saving import Saving
 from peerd.member.serving import Serving
 from peerd.member.totals import Leap
-from peerd.role import (
-    Answer,
-    AveragingPlan,
-    Incoming,
-    KnownMembers,
-    MethodLimits,
-    RoleContext,
-    RoundFailed,
-    Training,
-    explained,
-)
+from peerd.role import Answer, Incoming, KnownMembers, MethodLimits, RoleContext, RoundFailed, Training, explained
 
 T = TypeVar("T")
 
@@ -436,7 +426,7 @@ class StageMember:
             with self._rounds.under_way(body.attempt, call.peer):
                 return Answer(await self._average(body, plans))
 
-    async def _average(self, order: Prepare, plans: Sequence[AveragingPlan]) -> Prepared:
+    async def _average(self, order: Prepare, plans: Plans) -> Prepared:
         """Bring our part, take the sum."""
         self._serving.closing = True
         try:
@@ -490,7 +480,7 @@ class StageMember:
             raise Refused("no such average lies ready here")
         samples, before = self._run.batch.target_samples, self._position
         async with self._changing():
-            leap = await self.work(lambda: _stepped(served, total, target, samples), "step", urgent=True)
+            leap = await self.work(lambda: total.step(served, target, samples), "step", urgent=True)
         self._catching_up.keep(before, leap)
         counted = len(self._counted) * self._run.pipeline.microbatch
         self._tally.add(samples=counted, bytes_aggregated=self._rounds.newly_aggregated_bytes())
@@ -504,9 +494,3 @@ class StageMember:
             return
         if self._position.step and not self._saving.has(self._position):
             self._saving.hand_in(self._position, await self.work(self._need().state, "copy the state"))
-
-
-def _stepped(model: Model, total: Total, target: Position, samples: int) -> Leap:
-    """Make a step; what others need to make it, too. For the model's worker."""
-    total.commit(model, target.step - 1, samples)
-    return Leap.made(model, target, total.vector)

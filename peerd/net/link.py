@@ -21,9 +21,7 @@ import trio
 from peerd.core.errors import ProtocolViolation, Unreachable
 from peerd.core.ids import PeerId
 from peerd.machine.book import Book, Means, user_at
-from peerd.machine.buffers import BufferPool
 from peerd.machine.multistream import HEADER, Proposal, Selector, encode_line
-from peerd.machine.noise import PLAIN_BYTES, SEALED_BYTES
 from peerd.machine.paths import Way
 from peerd.machine.striping import PROTOCOL as RAIL
 from peerd.machine.striping import Lane
@@ -32,7 +30,7 @@ from peerd.machine.yamux_stream import WindowBudget, YamuxConfig, YamuxStream
 from peerd.machine.yamux_wire import GONE_NORMAL, GONE_PROTOCOL, Changed, Dead, Event, GoneAway, Opened
 from peerd.net.faults import Faults
 from peerd.net.rails import Rails
-from peerd.net.sealing import BATCH_FRAMES, Fill, Sealing
+from peerd.net.sealing import Buffers, Fill, Sealing
 from peerd.net.stream import Stream
 from peerd.net.tcpinfo import TcpInfo
 from peerd.net.transport import CountedLink, LendingLink, LocatedLink, counted
@@ -43,7 +41,6 @@ __all__ = ["Buffers", "Link", "LinkConfig", "LinkOwner", "Stream"]
 
 _log = logging.getLogger("peerd.net")
 _READ_BYTES = 256 * 1024
-_MALLOC_LESSON_BYTES = 16 << 20
 _TOGETHER_S = 0.0002  # small messages closer than this share a frame and a system call
 
 
@@ -76,22 +73,6 @@ class LinkOwner(Protocol):
     async def open_rail(self, link: Link) -> Secured:
         """A further connection to where `link` leads, authenticated; raises RemoteError."""
         ...
-
-
-class Buffers:
-    """Buffers that links of one host share: sealing never waits, and only sending links hold a batch."""
-
-    def __init__(self) -> None:
-        self.plain = memoryview(bytearray(PLAIN_BYTES))
-        self.received = BufferPool(SEALED_BYTES, keep=256)  # 16 MiB
-        self._batches = BufferPool(BATCH_FRAMES * SEALED_BYTES, keep=8)
-        # glibc gives memory above twice the largest block ever freed back to the system, and then faults it in again
-        # for the next megabyte received. Freeing one large untouched block teaches it to keep what bulk data needs.
-        bytes(_MALLOC_LESSON_BYTES)
-
-    def batches(self, alone: bool) -> BufferPool:
-        """For batches to be sent, or for such as are one frame: many slow links hold one each for long."""
-        return self.received if alone else self._batches
 
 
 @lru_cache(maxsize=256)
@@ -402,9 +383,8 @@ class Link:
 
     def _greet(self, mux: YamuxStream) -> None:
         """An incoming stream: our header goes out at once, as foreign peers expect."""
-        # Reset in the same breath: nobody will ever hear of it. Else it has to be in the book.
         if mux.was_reset or self.owner.book.take(Means.STREAMS, self.user) is not None:
-            self.mux.reset(mux)
+            self.mux.reset(mux)  # in the same breath, so that nobody will hear of it; or there is no room for it
             return
         stream = Stream(self, mux, "", Selector(self.owner.speaks))
         mux.owner = stream

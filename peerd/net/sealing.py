@@ -1,10 +1,14 @@
-"""One connection's outgoing frames: what the muxer gives, sealed, as much at once as the connection likes to get."""
+"""One connection's outgoing frames: what the muxer gives, sealed, as much at once as the connection likes to get.
+
+And the buffers that all connections of a host share for it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Final
 
+from peerd.machine.buffers import BufferPool
 from peerd.machine.noise import PLAIN_BYTES, SEALED_BYTES, Sealer
 from peerd.machine.yamux import Yamux
 from peerd.net.transport import LendingLink
@@ -12,6 +16,23 @@ from peerd.net.transport import LendingLink
 Fill = Callable[[memoryview, int], int]  # of a Yamux: frames into a buffer; returns the bytes
 
 BATCH_FRAMES: Final = 8  # full Noise frames sealed and sent at once
+_MALLOC_LESSON_BYTES: Final = 16 << 20
+
+
+class Buffers:
+    """Buffers that links of one host share: sealing never waits, and only sending links hold a batch."""
+
+    def __init__(self) -> None:
+        self.plain = memoryview(bytearray(PLAIN_BYTES))
+        self.received = BufferPool(SEALED_BYTES, keep=256)  # 16 MiB
+        self._batches = BufferPool(BATCH_FRAMES * SEALED_BYTES, keep=8)
+        # glibc gives memory above twice the largest block ever freed back to the system, and then faults it in again
+        # for the next megabyte received. Freeing one large untouched block teaches it to keep what bulk data needs.
+        bytes(_MALLOC_LESSON_BYTES)
+
+    def batches(self, alone: bool) -> BufferPool:
+        """For batches to be sent, or for such as are one frame: many slow links hold one each for long."""
+        return self.received if alone else self._batches
 
 
 class Sealing:

@@ -20,6 +20,11 @@ def test_any_numbers_come_back_in_their_order(numbers: list[int]) -> None:
     assert list(decode(Sample, encode(Sample(Seqs.of(numbers)))).seqs) == numbers
 
 
+@given(st.lists(st.integers(0, 40), max_size=30), st.integers(-1, 42))
+def test_numbers_are_found_where_they_are(numbers: list[int], number: int) -> None:
+    assert (number in Seqs.of(numbers)) == (number in numbers)
+
+
 def test_a_whole_batch_of_one_session_takes_a_few_bytes() -> None:
     first = (7 << 31) + 5
     assert len(encode(Sample(Seqs.of(range(first, first + MAX_MICROBATCHES))))) < 32

@@ -9,6 +9,7 @@ import trio
 from multiaddr import Multiaddr
 
 from peerd.machine import yamux
+from peerd.machine.book import Book
 from peerd.machine.noise import Opener, Sealer, Session
 from peerd.machine.striping import PROTOCOL as RAIL
 from peerd.machine.yamux_stream import WindowBudget
@@ -44,6 +45,7 @@ class _Owner:
     """A host whose handlers answer at once."""
 
     def __init__(self) -> None:
+        self.book = Book()
         self.faults = Faults()
         self.unread = Unread(1 << 20, 1 << 20)
         self.accepted: list[Stream] = []

@@ -496,15 +496,3 @@ async def test_the_memory_of_what_is_kept_is_let_go_for_another_state(autojump_c
             gc.collect()
             assert kept() is None
             giver.go_on.set()
-
-
-async def test_one_donor_alone_is_not_believed_while_the_conductor_names_more(autojump_clock: MockClock) -> None:
-    """Whoever keeps the honest ones from answering would decide what newcomers load."""
-    async with peers(3) as (net, [(silenced, _), (liar, rpc), (own, joiner)]):
-        Donor(rpc, 10**6)
-        net.cut(silenced, own)
-        named = [silenced, liar]
-        with pytest.raises(RemoteError, match="no 2 donors agree"):
-            await fetch(joiner, lambda: named)
-        named.remove(silenced)  # the conductor says that it is gone
-        assert (await fetch(joiner, lambda: named))[0].step == 10**6

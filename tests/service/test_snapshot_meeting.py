@@ -8,6 +8,7 @@ import pytest
 import trio
 from trio.testing import MockClock, wait_all_tasks_blocked
 
+from peerd.core.errors import RemoteError
 from peerd.core.limits import STATE_MEETING
 from peerd.core.training import StateManifest, StateRequest
 from peerd.service.rpc import Answer, Incoming, Rpc
@@ -95,3 +96,15 @@ async def test_callers_that_wait_for_a_far_step_keep_nobody_from_an_answer(autoj
         assert len(waited_s) == 2 * STATE_MEETING + 1
         assert waited_s[STATE_MEETING] < 1
         assert 1 < waited_s[STATE_MEETING + 1] <= waited_s[-1] < 30
+
+
+async def test_one_donor_alone_is_not_believed_while_the_conductor_names_more(autojump_clock: MockClock) -> None:
+    """Whoever keeps the honest ones from answering would decide what newcomers load."""
+    async with peers(3) as (net, [(silenced, _), (liar, rpc), (own, joiner)]):
+        Donor(rpc, 10**6)
+        net.cut(silenced, own)
+        named = [silenced, liar]
+        with pytest.raises(RemoteError, match="no 2 donors agree"):
+            await fetch(joiner, lambda: named)
+        named.remove(silenced)  # the conductor says that it is gone
+        assert (await fetch(joiner, lambda: named))[0].step == 10**6
