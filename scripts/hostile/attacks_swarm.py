@@ -20,6 +20,7 @@ from peerd.core.training import (
     Leave,
     LineInfo,
     Mb,
+    Mbs,
     MemberAnswer,
     MemberSync,
     Moved,
@@ -51,8 +52,8 @@ def hello(there: Field, session: int, stage: int, position: Position, **other: o
         position=position,
         prepared=None,
         saved=[],
-        held=[],
-        counted=[],
+        held=Mbs(),
+        counted=Mbs(),
         addrs=[f"/ip4/{there.address}/tcp/9"],
         since=1.0,
         term=0,
@@ -117,7 +118,7 @@ async def h1_accuses(there: Field) -> None:
             there.done("h1 was asked to average")
             others = [name for name in call.body.group if name != peer.name]
             made_up = [Mb(there.rng.choice([peer.name, *others]), there.rng.getrandbits(60)) for _ in range(5)]
-            return Answer(Prepared(False, there.rng.choice([[], made_up]), there.rng.choice([[], others])))
+            return Answer(Prepared(False, Mbs.of(there.rng.choice([[], made_up])), there.rng.choice([[], others])))
 
         async def move(_: Incoming[Leave]) -> Answer[Moved]:
             return Answer(Moved(at))
@@ -145,7 +146,7 @@ async def h1_helper_accuses(there: Field) -> None:
 
         async def prepare(call: Incoming[Prepare]) -> Answer[Prepared]:
             there.done("h1 helper was asked to sum")
-            return Answer(Prepared(False, [], [*call.body.group, *there_names(there)]))
+            return Answer(Prepared(False, Mbs(), [*call.body.group, *there_names(there)]))
 
         peer.rpc.serve("stage/1/prepare", Prepare, prepare)
         line = LineInfo("aux", 1e9, 1e9)
