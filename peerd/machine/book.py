@@ -13,7 +13,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from types import MethodType
 from typing import Final, NamedTuple, TypeVar
+from weakref import WeakMethod
 
 from multiaddr import Multiaddr
 
@@ -185,15 +187,19 @@ class Book:
 
     def __init__(self, bounds: Mapping[Means, Bounds] | None = None) -> None:
         self._accounts = {means: _Account(bound) for means, bound in (bounds or BOUNDS).items()}
-        self._members: list[Callable[[str], bool]] = []
+        self._members: list[Callable[[], Callable[[str], bool] | None]] = []
 
     def members_by(self, knows: Callable[[str], bool]) -> None:
-        """Ask `knows` too whether a peer is a member of the run: on evidence, not on the peer's own word."""
-        self._members.append(knows)
+        """Ask `knows` too whether a peer is a member of the run: on evidence, not on the peer's own word.
+
+        A method is asked for as long as its object lives: roles end, and begin anew.
+        """
+        self._members = [known for known in self._members if known() is not None]
+        self._members.append(WeakMethod(knows) if isinstance(knows, MethodType) else lambda: knows)
 
     def is_member(self, peer: str) -> bool:
         """Whether somebody who knows says so."""
-        return any(knows(peer) for knows in self._members)
+        return any((knows := known()) is not None and knows(peer) for known in self._members)
 
     def objection(self, means: Means, user: User, amount: int = 1) -> str | None:
         """Why `user` cannot have so much more; None: there is room."""

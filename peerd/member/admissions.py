@@ -8,11 +8,12 @@ another conductor than we do at the moment is told to come again soon.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
 
 from peerd.core.errors import Overloaded, PeerdError, Refused
 from peerd.core.ids import PeerId
-from peerd.core.limits import GRANTS_VERIFIED, HELD_CONDUCTORS
+from peerd.core.limits import BATCH_TRAINERS, GRANTS_VERIFIED, HELD_CONDUCTORS
 from peerd.core.proof import is_granted
 from peerd.core.training import Grant
 
@@ -27,6 +28,7 @@ class Admissions:
         self._followed: dict[PeerId, None] = {}  # at this position
         self._followed_before: dict[PeerId, None] = {}
         self._verified: dict[bytes, tuple[str, Grant]] = {}  # by signature: for whom, and what; oldest first
+        self._trainers: OrderedDict[str, None] = OrderedDict()  # who has shown a good one; the latest last
 
     def follow(self, conductor: PeerId | None) -> None:
         """This peer has had an answer of `conductor`."""
@@ -34,6 +36,10 @@ class Admissions:
             self._followed[conductor] = None
             if len(self._followed) > HELD_CONDUCTORS:
                 del self._followed[next(iter(self._followed))]
+
+    def has_admitted(self, peer: str) -> bool:
+        """Whether a conductor that we follow has lately admitted work of this peer."""
+        return peer in self._trainers
 
     def arrive(self) -> None:
         """This peer has come to another position."""
@@ -59,6 +65,10 @@ class Admissions:
         if not any(is_granted(conductor, self._run, trainer.text, shown) for conductor in reversed(conductors)):
             return False
         self._verified[shown.signature] = trainer.text, shown
+        self._trainers[trainer.text] = None
+        self._trainers.move_to_end(trainer.text)
+        if len(self._trainers) > BATCH_TRAINERS:
+            self._trainers.popitem(last=False)
         if len(self._verified) > GRANTS_VERIFIED:
             del self._verified[next(iter(self._verified))]
         return True

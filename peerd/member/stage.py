@@ -76,6 +76,7 @@ class StageMember:
         self._coding = ctx.worker("coding")
         self._session = int.from_bytes(ctx.clock.secure_bytes(6), "big")
         self._admissions = Admissions(self._training.fingerprint, lambda: self._following.conductor)
+        ctx.host.book.members_by(self._admissions.has_admitted)
         self._serving = Serving(ctx, ctx.run, self._training.fingerprint, self)
         self._rounds = Rounds(ctx.run, self._training, self._coding, ctx.host.id)
         self._catching_up = CatchingUp(ctx, self._training, self._coding, self)

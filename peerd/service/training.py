@@ -51,6 +51,11 @@ class Training:
         self._host, self._rpc, self._dht, self._clock = host, rpc, dht, clock
         self.directory = Directory(run.run, run.pipeline.stages, host, dht, rpc.gate)
         self.following = Following(rpc, host.id, self.directory)
+        host.book.members_by(self.serves)  # with tokens, too: whoever serves has shown one
+
+    def serves(self, peer: str) -> bool:
+        """Whether the conductor that we follow has named this peer as one that serves."""
+        return peer in self.following.established
 
     async def compare_settings(self) -> None:
         """Peers of one run must agree on its settings; ConfigError names the key that differs."""
