@@ -89,7 +89,8 @@ class StageMember:
         self._before: Position | None = None  # where the last step began
         self._averaged: Position | None = None  # where a commit would lead
         self._total: Total | None = None  # what it would step with
-        self._counted: list[Mb] = []
+        self._counted: list[Mb] = []  # in the last mean that lies ready or was stepped with, and its digest
+        self._digest = b""
         self._line_said: LineInfo | None = None
         self._leaving = False
         self.moving = trio.Lock()
@@ -314,7 +315,7 @@ class StageMember:
 
     def _arrive_anew(self, position: Position) -> None:
         """Arrive otherwise than by a step of our own."""
-        self._counted = []
+        self._counted, self._digest = [], b""
         self._rounds.forget()
         self._arrive(position)
         self._before = None
@@ -365,6 +366,7 @@ class StageMember:
             line=line if say_all or news else None,
             early=Mbs.of(self._need().early if say_all else []),
             listed=self._listed.version,
+            digest=self._digest if say_all else b"",
         )
 
     def _take(self, answer: MemberAnswer) -> None:
@@ -447,7 +449,7 @@ class StageMember:
         finally:
             self._serving.closing = False
         self._total, self._averaged = total, Position(order.step + 1, order.lineage)
-        self._counted = list(order.assigned)
+        self._counted, self._digest = list(order.assigned), digest
         return Prepared(True, Mbs(), [], digest)
 
     def _part_of(self, order: Prepare) -> Vector | list[Mb]:

@@ -19,6 +19,7 @@ from peerd.core.training import (
     Grant,
     GrantStatement,
     Mb,
+    Mbs,
     Prepare,
     Prepared,
     Seqs,
@@ -67,7 +68,7 @@ class Scene:
         """By the conductor's order, with `beside` as stage-mates."""
         own = self.stage.host.id
         group = sorted([own.text, *(peer.host.id.text for peer in beside)])
-        order = Prepare(self.mark, 1, 0, attempt, b"next", group, sorted(assigned), 2 * BATCH, 30.0)
+        order = Prepare(self.mark, 1, 0, attempt, b"next", group, Mbs.of(assigned), 2 * BATCH, 30.0)
         answer = await self.stage.role._ctx.rpc.call(own, "stage/1/prepare", order, Prepared, timeout_s=30)
         return answer.body
 

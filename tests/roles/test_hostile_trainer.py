@@ -145,7 +145,7 @@ async def test_a_sum_that_a_machine_has_spoilt_is_made_anew_or_its_microbatches_
         module._sums.due[3] = float("inf")
         module.sum_is_finite = lambda: False  # and it stays bad
         prepared = await scene.prepare(*mbs)
-        assert (prepared.ok, prepared.refused, prepared.missing) == (False, mbs, [])
+        assert (prepared.ok, list(prepared.refused), list(prepared.missing)) == (False, mbs, [])
 
 
 async def test_a_microbatch_has_as_many_samples_as_the_run_says(tmp_path: Path, run: RunFile) -> None:

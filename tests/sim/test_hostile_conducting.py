@@ -22,6 +22,7 @@ from peerd.core.training import (
     Done,
     Leave,
     Mb,
+    Mbs,
     MemberAnswer,
     MemberSync,
     Position,
@@ -59,8 +60,8 @@ class Hostile:
         lies: dict[str, Any] = {
             **{"run": self.run, "session": 7, "stage": 0, "position": Position(0, b""), "prepared": None, "saved": []},
             **{
-                "held": [],
-                "counted": [],
+                "held": Mbs(),
+                "counted": Mbs(),
                 "addrs": [str(self.node.addr)],
                 "since": 1.0,
                 "term": 0,
@@ -110,7 +111,7 @@ async def stands_far_ahead(hostile: Hostile) -> None:
     session = 0
     while True:
         ahead, session = Position(10**6 + session, b"mine"), session + 1
-        held = [Mb(hostile.node.id.text, session)]
+        held = Mbs.of([Mb(hostile.node.id.text, session)])
         await hostile.member(position=ahead, prepared=ahead, saved=[ahead], session=session, held=held, counted=held)
         await trio.sleep(0.3)
 
