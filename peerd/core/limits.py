@@ -215,6 +215,7 @@ ACCESS_TOLD: Final = 20  # lines a minute in the log about callers without a tok
 GRANTED_TRAINERS: Final = 1024  # trainers' grants, due and early, that are not signed anew: twice LINKS
 ESTABLISHED_MEMBERS: Final = 4096  # of one stage, remembered as part of the run: as many as it may have
 RECEIPTS_LOOKED_AT: Final = 16  # of one trainer's, when a member denies many: two thousandths of a second
+PROBATION_PLACES: Final = 4096  # whose newcomers were let go; the oldest makes room
 LEASHED_TRAINERS: Final = 1024  # that are remembered for what they did not finish, here or gone: twice LINKS
 TERM_JUMP: Final = 1024  # how far above ours a term may be: so many conductors in the time that one is away
 TERM_FIRST: Final = 1 << 32  # of the first that one hears of: far more conductors than any run has

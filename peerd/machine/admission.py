@@ -10,7 +10,7 @@ finish what it had is given less (`Leash`), and its place goes to others when th
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import zip_longest
@@ -21,8 +21,10 @@ from peerd.core.training import Mb
 from peerd.machine.forecast import Pace, Worker, shared_in_s, whole_in_s
 from peerd.machine.leash import Leash
 from peerd.machine.ledger import Ledger
+from peerd.machine.probation import Probation
 
 _TURN_KEEP = 0.7  # of how long a microbatch took from admission to its end, at each new one
+_NEWCOMER_LEASE_S = 2.0  # how long a whole batch waits for a trainer that never helped to make a step, at first
 _LATE_FACTOR = 4.0  # times as long as it usually takes others
 _PATIENCE_MOST = 6  # doublings of patience while nobody finishes anything
 
@@ -48,6 +50,8 @@ class Admission:
         self._own_pace = own_pace
         self._trainers: dict[str, _Trainer] = {}
         self._leashes: dict[str, Leash] = {}
+        self._proven: OrderedDict[str, None] = OrderedDict()  # who has helped to make a step; the latest last
+        self.probation = Probation()
         self._under_way: dict[str, int] = {}  # when `wishes` was asked last
         self._patience = 0  # how often leases ran out since anybody finished anything
         self._ran_out_at = 0.0
@@ -95,6 +99,8 @@ class Admission:
             own = self._trainers.get(trainer)
             return now - max(since, own.pace.at if own is not None else since) > first * patience
         usual = median(t.turn_s for t in others)
+        if self.is_newcomer(trainer):
+            lease = min(lease, _NEWCOMER_LEASE_S * 1.5 ** self.probation.times(now, trainer))
         waited_s = now - max(since, *(t.pace.at for t in others))
         strikes = self._leashes[trainer].strikes if trainer in self._leashes else 0
         return waited_s > max(lease / 2.0 ** min(strikes, 4), _LATE_FACTOR * usual) * patience
@@ -106,14 +112,25 @@ class Admission:
 
     def strike(self, now: float, trainer: str) -> int:
         """The trainer stood in the way of the step: it gets less; how often by now."""
+        if self.is_newcomer(trainer):
+            self.probation.failed(now, trainer)
         leash = self._leashes.setdefault(trainer, Leash())
         if len(self._leashes) > LEASHED_TRAINERS:
             del self._leashes[next(iter(self._leashes))]
         known = self._trainers.get(trainer)
         return leash.strike(now, self._under_way.get(trainer, 0), known is not None and known.turn_s > 0)
 
-    def step_made(self) -> None:
-        """Who helped recovers."""
+    def is_newcomer(self, trainer: str) -> bool:
+        """Has it not yet helped to make a step, while others here have?"""
+        return trainer not in self._proven and any(name in self._proven for name in self._trainers)
+
+    def step_made(self, helped: Iterable[str]) -> None:
+        """These have helped to make a step; who had stood in the way recovers."""
+        for trainer in helped:
+            self._proven[trainer] = None
+            self._proven.move_to_end(trainer)
+            if len(self._proven) > LEASHED_TRAINERS:
+                self._proven.popitem(last=False)
         self._leashes = {trainer: leash for trainer, leash in self._leashes.items() if leash.step_made()}
 
     def _given(self, now: float) -> dict[str, int | None]:
@@ -123,6 +140,8 @@ class Admission:
         for name in self._trainers:
             leash = self._leashes.get(name)
             found[name] = None if leash is None else 0 if rested and leash.until > now else leash.most
+            if self.is_newcomer(name) and found[name] != 0:  # one microbatch, until a step has counted one
+                found[name] = 0 if self.probation.waits(now, name) else 1
         return found
 
     # --- filling ----------------------------------------------------------------------------------------------

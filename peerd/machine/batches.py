@@ -19,6 +19,7 @@ from peerd.core.limits import REDO_AT_ONCE
 from peerd.core.training import Done, Mb, Redo
 from peerd.machine.admission import Admission
 from peerd.machine.conducting import TrainerReport
+from peerd.machine.credit import Verify
 from peerd.machine.ledger import Counted, Entry, Ledger
 from peerd.machine.reach import Member
 from peerd.machine.versions import Versions
@@ -44,6 +45,8 @@ class Batches:
         self.counted = Counted()
         self._versions = versions  # of what trainers see
         self.trainers = Admission(own_pace=stages == 1)
+        self.verify: Verify | None = None  # looks at receipts
+        self.tell: Callable[[str], None] = lambda text: None  # what a person may want to know
         self._void: set[Mb] = set()  # dropped for good: they do not count in the batches under way, whoever says so
 
     # --- members ----------------------------------------------------------------------------------------------
@@ -85,14 +88,15 @@ class Batches:
 
     def take(self, now: float, report: TrainerReport, view: View, delayed: bool) -> bool:
         """A trainer's news of the step; True when `due` shrank, which it does not once all its stages are settled."""
-        bound = frozenset(report.early)
+        bound, shrank = frozenset(report.early), False
         for done in report.done:
             mb = Mb(report.peer, done.seq)
             if mb in self.early.entries or (done.seq in bound and mb not in self.due.entries):
                 if delayed:
-                    self._take_done(now, self.early, mb, done, View(view.serves, self._nothing))
+                    early = View(view.serves, self._nothing)
+                    shrank |= self._take_done(now, (self.early, report.step + 1), mb, done, early)
             else:
-                self._take_done(now, self.due, mb, done, view)
+                shrank |= self._take_done(now, (self.due, report.step), mb, done, view)
         begun, unknown = {*report.open, *(done.seq for done in report.done)}, frozenset(report.unknown)
 
         def given_up(mb: Mb, entry: Entry, needed: Callable[[Mb], bool]) -> bool:
@@ -101,13 +105,19 @@ class Batches:
                 return False
             return mb.seq in unknown and needed(mb) if entry.done else mb.seq not in begun
 
-        return bool(self._drop(given_up, view.settled)[0])
+        return bool(self._drop(given_up, view.settled)[0]) or shrank
 
-    def _take_done(self, now: float, ledger: Ledger, mb: Mb, done: Done, view: View) -> None:
+    def _take_done(self, now: float, of: tuple[Ledger, int], mb: Mb, done: Done, view: View) -> bool:
+        """`of`: the batch, and its step. True when `due` shrank."""
+        ledger, step = of
         if len(done.holders) != len(self._stages) or mb in self.counted or mb in self._void:
-            return
+            return False
+        if self.trainers.is_newcomer(mb.trainer) and not self._shows(step, mb, done):
+            self.trainers.strike(now, mb.trainer)
+            self.tell(f"trainer …{mb.trainer[-8:]} is new and credits peers without their receipts: it is given less")
+            return self.void([mb])
         if not ledger.admit(mb, now):
-            return
+            return False
         entry = ledger.entries[mb]
         if not entry.done:
             self.trainers.finished(now, mb.trainer, entry.since)
@@ -119,6 +129,16 @@ class Batches:
                 ledger.hold(mb, stage, holder, receipt)
             else:
                 ledger.unhold(mb, stage, now)
+        return False
+
+    def _shows(self, step: int, mb: Mb, done: Done) -> bool:
+        """Do the holders' receipts bear out what the trainer says? Asked of newcomers: others have shown enough."""
+        if self.verify is None:
+            return True
+        return all(
+            receipt is not None and self.verify(holder, stage, step, mb, receipt)
+            for stage, (holder, receipt) in enumerate(zip_longest(done.holders, done.receipts[: len(done.holders)]))
+        )
 
     def drop_dead(
         self, now: float, settled: Sequence[bool], lease_s: tuple[float, float]
@@ -200,9 +220,9 @@ class Batches:
         """The batch of `step`, if it is known, has been averaged and counted: the early one takes its place."""
         if self.due.entries:
             self.counted.add(step, self.due.entries)
+        self.trainers.step_made(sorted({mb.trainer for mb in self.due.entries}))
         self.due.clear()
         self._void.clear()
-        self.trainers.step_made()
         self.due, self.early = self.early, self.due
 
     def go_to(self, step: int, batch_before: Iterable[Mb]) -> None:

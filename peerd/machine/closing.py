@@ -16,9 +16,19 @@ from dataclasses import dataclass, field
 from peerd.core.training import Mb
 from peerd.machine.agreement import Agreement, Summing
 from peerd.machine.batches import Batches
-from peerd.machine.conducting import CancelAttempt, ConductorConfig, Note, Output, PrepareEnded, Probe, SendPrepare
-from peerd.machine.credit import Fault, Verify, fault_of
+from peerd.machine.conducting import (
+    CancelAttempt,
+    ConductorConfig,
+    Note,
+    Origin,
+    Output,
+    PrepareEnded,
+    Probe,
+    SendPrepare,
+)
+from peerd.machine.credit import Fault, fault_of
 from peerd.machine.grouping import Grouping
+from peerd.machine.probation import Probation
 from peerd.machine.shares import NoSplit
 from peerd.machine.splitting import Lines
 from peerd.machine.standing import PutAside, Standing
@@ -80,15 +90,18 @@ class Closing:
         batches: Batches,
         lines: Lines,
         rng: random.Random,
-        verify: Verify | None,
+        origin: Origin,
     ) -> None:
         self._config, self._batches, self._lines, self._rng = config, batches, lines, rng
-        self._verify = verify
+        self._verify, self._probation = origin.verify, Probation(origin.place_of)
+        batches.trainers.probation, batches.verify = self._probation, origin.verify
+        batches.tell = lambda text: self.out.append(Note(text))
         self.standing = Standing(config.ban_s)
         self.grouping = Grouping(lines, config.group_size)
         self._agreements = [Agreement() for _ in range(config.stages)]
         self.session: Callable[[str], int | None] = lambda peer: None
         self.since: Callable[[str], float] = lambda peer: 0.0
+        self.proven: Callable[[str], bool] = lambda peer: True  # has the member helped to make a step?
         self.step = 0  # the batch's
         self._refusals: dict[str, set[str]] = {}  # whose microbatches each member could not sum
         self.stages = [StageClose() for _ in range(config.stages)]
@@ -98,6 +111,11 @@ class Closing:
         self.out: list[Output] = []
 
     # --- what the conductor calls -----------------------------------------------------------------------------
+
+    def keeps_out(self, now: float, peer: str) -> bool:
+        """Is this peer put aside, or a newcomer from a place whose newcomers have to wait?"""
+        newcomer = self.session(peer) is None and not self.proven(peer)
+        return self.standing.banned(peer, now) or (newcomer and self._probation.waits(now, peer))
 
     def renew(self) -> None:
         """No stage has anything: another batch, or another position."""
@@ -171,7 +189,10 @@ class Closing:
             if close.attempt and close.heard_at is not None and now >= close.heard_at:
                 self._judge_accused(now, close)
             elif close.attempt and close.late_at is not None and now >= close.late_at and not close.accused:
-                for peer in sorted(close.waiting):
+                newcomers = self._newcomers(close, close.waiting)
+                for peer in newcomers:
+                    self._let_go_of(now, peer, "does not say that it averaged")
+                for peer in sorted(close.waiting.difference(newcomers)):
                     self.out.append(Note(f"peer …{peer[-8:]} has not said that it averaged: the others go on"))
                     self._put(self.standing.failed(now, peer, "does not say that it averaged"))
                 close.waiting.clear()
@@ -183,13 +204,17 @@ class Closing:
         if close is None:
             return
         if end.peer in close.helpers and not end.ok:
-            self._put(self.standing.put_aside(now, end.peer, "failed averaging"))
+            self._let_go_of(now, end.peer, "failed averaging")
             self._fail(now, close)
         if end.peer not in close.waiting:
             return
         close.waiting.discard(end.peer)
         if not end.ok:
-            self._not_ok(now, close, end)
+            if self._newcomers(close, [end.peer]):
+                self._let_go_of(now, end.peer, "failed averaging")  # and what it says of others is not heard
+                self._fail(now, close)
+            else:
+                self._not_ok(now, close, end)
             return
         close.prepared.add(end.peer)
         close.digests[end.peer] = end.digest
@@ -212,7 +237,10 @@ class Closing:
             return
         if close.helpers:  # strangers, and a round can do without them
             for peer in sorted(close.helpers):
-                self._put(self.standing.put_aside(now, peer, "summed where members ended with different sums"))
+                self._let_go_of(now, peer, "summed where members ended with different sums")
+        elif newcomers := self._newcomers(close, close.group):
+            for peer in newcomers:
+                self._let_go_of(now, peer, "took part where members ended with different sums")
         else:
             able = frozenset(peer for peer in close.group if not self._lines.is_client(peer))
             found = agreement.judge(self.step, close.digests, Summing(close.summers, able), self.since)
@@ -235,26 +263,38 @@ class Closing:
 
     # --- whose fault ------------------------------------------------------------------------------------------
 
+    def _newcomers(self, close: StageClose, peers: Collection[str]) -> list[str]:
+        """Those of them who have not yet helped to make a step, where others of the attempt's group have."""
+        if not any(map(self.proven, close.group)):
+            return []
+        return sorted(peer for peer in peers if peer in close.group and not self.proven(peer))
+
+    def _let_go_of(self, now: float, newcomer: str, why: str) -> None:
+        """A round can do without this one."""
+        self._put(self.standing.let_go(now, newcomer, self._probation.failed(now, newcomer), why))
+
     def _not_ok(self, now: float, close: StageClose, end: PrepareEnded) -> None:
         assigned = close.assigned.get(end.peer, frozenset())
         missing, refused = assigned & set(end.missing), assigned & set(end.refused)
         lost = [peer for peer in dict.fromkeys(end.lost) if peer != end.peer]
         helpers = [peer for peer in lost if peer in close.helpers]
         mates = [peer for peer in lost if peer in close.met(end.peer)]
-        for peer in helpers:
-            self._put(self.standing.put_aside(now, peer, "failed averaging"))
+        if newcomers := self._newcomers(close, mates):
+            mates = [mate for mate in mates if mate not in newcomers]
+        for peer in (*helpers, *newcomers):
+            self._let_go_of(now, peer, "failed averaging")
         if refused:
             self._judge_refused(now, end.peer, refused)
         if missing:
             self._judge_missing(now, self.stages.index(close), end.peer, missing)
-        if mates and not (missing or refused or helpers):
+        if mates and not (missing or refused or helpers or newcomers):
             close.accused += [(end.peer, mate) for mate in mates]
             if close.heard_at is None:
                 close.heard_at = now + _HEAR_S
             if len(close.group) <= 2 or not close.waiting:
                 self._judge_accused(now, close)
             return
-        if not (missing or refused or helpers):
+        if not (missing or refused or helpers or newcomers):
             self.grouping.observe(len(close.group), (end.peer,))
             self._put(self.standing.failed(now, end.peer, "failed averaging"))
         self._fail(now, close)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from peerd.core.training import Done, Mb, Position
@@ -40,6 +40,7 @@ class Origin:
     own: str = ""
     established: Mapping[str, int] = field(default_factory=dict)
     verify: Verify | None = None  # looks at a receipt; None: none counts
+    place_of: Callable[[str], str] | None = None  # where a peer connects from; None: each from a place of its own
 
 
 @dataclass(frozen=True, slots=True)

@@ -60,7 +60,8 @@ class Conductor:
         self.lines = Lines()
         self._members: dict[str, Member] = {}
         self._established = Established(self._origin.own, self._origin.established)
-        self._closing = Closing(config, self.batches, self.lines, rng, self._origin.verify)
+        self._closing = Closing(config, self.batches, self.lines, rng, self._origin)
+        self._closing.proven = lambda peer: peer in self._established
         self._closing.session = lambda peer: m.session if (m := self._members.get(peer)) else None
         self._closing.since = lambda peer: m.since if (m := self._members.get(peer)) else 0.0
         self._target: Position | None = None  # where a close or a move leads
@@ -110,7 +111,7 @@ class Conductor:
 
     def said_of_line(self, now: float, peer: str, stage: int, line: LineInfo, addrs: tuple[str, ...] = ()) -> None:
         """What a member, or a helper of `stage`, says of its line; a helper that is put aside is not heard."""
-        if not self._closing.standing.banned(peer, now):
+        if not self._closing.keeps_out(now, peer):
             self.members_version += self.lines.tell(peer, stage, line, addrs)
 
     def wake(self, now: float) -> list[Output]:
@@ -223,7 +224,7 @@ class Conductor:
     # --- members ----------------------------------------------------------------------------------------------
 
     def _hello(self, now: float, hello: MemberHello) -> None:
-        if not 0 <= hello.stage < self._config.stages or self._closing.standing.banned(hello.peer, now):
+        if not 0 <= hello.stage < self._config.stages or self._closing.keeps_out(now, hello.peer):
             return
         if len(self._members) >= MAX_MEMBERS and hello.peer not in self._members:
             return

@@ -60,6 +60,11 @@ class Standing:
         del self._failed[peer]
         return self.put_aside(now, peer, why)
 
+    def let_go(self, now: float, peer: str, seconds: float, why: str) -> PutAside:
+        """A newcomer that stood in the way: not heard of for so long."""
+        self._until = {p: until for p, until in self._until.items() if until > now} | {peer: now + seconds}
+        return PutAside(peer, seconds, why)
+
     def put_aside(self, now: float, peer: str, why: str) -> PutAside:
         """Not heard of for a while, longer each time."""
         seconds: float = self._ban_s * 2 ** min(self._times[peer], _TIMES_MOST)

@@ -153,7 +153,12 @@ class Conducting:
             sizes = self._config.conductor
             if self._term > 1:  # a run that is on its way: its members are known, and all but here
                 sizes = replace(sizes, gather_s=_TAKE_OVER_GATHER_S)
-            origin = Origin(own=own.text, established=self._following.established, verify=self._is_receipt)
+            origin = Origin(
+                own=own.text,
+                established=self._following.established,
+                verify=self._is_receipt,
+                place_of=self._place,
+            )
             self._machine, self._outlook = Conductor(sizes, rng, now, origin), Outlook()
             self._listed = MemberList(self._clock.rng(f"member list {own} {self._term} {now}"))
             self._standstill = Standstill()
@@ -164,6 +169,11 @@ class Conducting:
                 self._nursery.start_soon(self._probe, self._machine, peer)
             self.notes(f"conducts the run from now on (term {self._term})")
         return self._machine
+
+    def _place(self, peer: str) -> str:
+        """Where a connected peer connects from; else one of its own."""
+        link = self._host.links.best(PeerId.parse(peer))
+        return peer if link is None else link.user.place
 
     def _is_receipt(self, holder: str, stage: int, step: int, mb: Mb, shown: Receipt) -> bool:
         """Has the holder signed this?"""
