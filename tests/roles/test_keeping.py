@@ -16,6 +16,7 @@ from peerd.compute.served import ServedStage
 from peerd.core.errors import ConfigError
 from peerd.core.runfile import CheckpointSection, ModelSection, OptimizerSection, PipelineSection, RunFile
 from peerd.core.training import Position
+from peerd.machine.book import Book
 from peerd.member.keeping import Keeping
 from peerd.member.states import checked
 from peerd.net.clock import RealClock
@@ -32,7 +33,7 @@ RUN = RunFile(
 
 
 def keeping(folder: Path, run: RunFile = RUN) -> Keeping:
-    nobody: Any = SimpleNamespace(id=None, gate=None, call=None, serve=lambda *_, **__: None)
+    nobody: Any = SimpleNamespace(id=None, gate=None, call=None, book=Book(), serve=lambda *_, **__: None)
     ctx = RoleContext(
         run=run,
         host=nobody,
