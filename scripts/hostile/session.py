@@ -33,6 +33,7 @@ class Session:
     def __init__(self, secured: Secured) -> None:
         self._secured = secured
         self._buffer = memoryview(bytearray(SEALED_BYTES))
+        self._sending = trio.Lock()
         self.ended = trio.Event()
         self._next = -1 if secured.initiator else 0
 
@@ -44,9 +45,10 @@ class Session:
     async def send(self, *frames: bytes) -> None:
         """In as few reads of the other side as they fit into; trio.BrokenResourceError when it has hung up."""
         data = b"".join(frames)
-        for at in range(0, len(data), PLAIN_BYTES):
-            size = self._secured.session.sealer.seal(data[at : at + PLAIN_BYTES], self._buffer)
-            await self._secured.raw.send_all(bytes(self._buffer[:size]))
+        async with self._sending:
+            for at in range(0, len(data), PLAIN_BYTES):
+                size = self._secured.session.sealer.seal(data[at : at + PLAIN_BYTES], self._buffer)
+                await self._secured.raw.send_all(bytes(self._buffer[:size]))
 
     async def read(self) -> None:
         """Throw away what comes, and keep the other side believing that somebody is there."""
