@@ -2,7 +2,8 @@
 
 Interleaved weighted round robin: each peer has a virtual finish time that grows by cost / measured speed when it
 is picked; the smallest is next. Speed is an average of throughput, also right when calls overlap. A peer that
-failed rests for a while that doubles with each failure. One object serves one stage; `now` is monotonic seconds.
+failed rests for a while that doubles with each failure, and for longer where it took long to find out: who cannot be
+reached, and does not say so, must not cost every step a time-out. One object serves one stage; `now` is monotonic seconds.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ _UNMEASURED_S = 1.0  # virtual seconds a unit costs before a peer's first answer
 _SMOOTHING = 0.1
 _FIRST_REST_S = 0.5
 _LONGEST_REST_S = 30.0
+_REST_PER_LOST_S = 4.0  # times the time that a failure took
+_LONGEST_LOST_REST_S = 300.0
 
 
 @dataclass(slots=True)
@@ -76,13 +79,17 @@ class Wiring:
             others = [p.finish for n, p in self._peers.items() if n != name]
             peer.finish = min([peer.finish, *others])
 
-    def failed(self, name: str, now: float) -> int:
-        """`name` did not answer, or refused: let it rest. Returns how often it failed since its last answer."""
+    def failed(self, name: str, now: float, took_s: float = 0.0) -> int:
+        """`name` did not answer, or refused: let it rest. Returns how often it failed since its last answer.
+
+        `took_s`: until that was known.
+        """
         peer = self._peers.get(name)
         if peer is None:
             return 0
         if peer.rests_until <= now:  # calls that were sent together fail together: that is one failure
-            peer.rests_until = now + min(_LONGEST_REST_S, _FIRST_REST_S * 2.0 ** min(peer.failures, 10))
+            rest_s = min(_LONGEST_REST_S, _FIRST_REST_S * 2.0 ** min(peer.failures, 10))
+            peer.rests_until = now + max(rest_s, min(_REST_PER_LOST_S * took_s, _LONGEST_LOST_REST_S))
             peer.failures += 1
             return peer.failures
         return peer.failures + 1

@@ -188,7 +188,7 @@ class Pipeline:
                 self.retries += 1
                 continue
             except RemoteError as error:
-                times = wiring.failed(name, trio.current_time())
+                times = wiring.failed(name, trio.current_time(), trio.current_time() - started)
                 level = logging.INFO if times == 1 else logging.DEBUG  # the first failure tells it all
                 log.log(level, "stage %d %s failed, another peer is asked: %s", stage, verb, error)
                 failed.add(name)

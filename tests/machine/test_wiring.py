@@ -85,3 +85,13 @@ def test_who_cannot_be_reached_is_not_picked_even_if_nobody_else_is_left() -> No
     assert wiring.pick(0.0, 1.0, avoid={"b"}, never={"a"}) == "b"
     assert wiring.pick(0.0, 1.0, never={"a", "b"}) is None
     assert wiring.pick(0.0, 1.0) in ("a", "b")
+
+
+def test_a_peer_whose_failure_took_long_rests_for_longer() -> None:
+    wiring = Wiring(random.Random(1))
+    wiring.update(["a", "b"])
+    wiring.failed("a", 20.0, took_s=17.0)
+    assert {wiring.pick(now, 1.0) for now in (21.0, 40.0, 60.0, 87.0)} == {"b"}
+    assert wiring.wakes_at(20.0) == 20.0
+    wiring.failed("b", 88.0, took_s=0.01)
+    assert wiring.pick(88.1, 1.0) == "a"
