@@ -16,7 +16,7 @@ KERNELS := $(wildcard peerd/compute/kernels/*.cpp peerd/compute/kernels/*.h)
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help run test check types lint fast sim fuzz e2e interop lab foreign bench wheel clean
+.PHONY: help run test check types lint fast sim fuzz soak e2e interop lab foreign bench wheel clean
 
 help:  ## this list
 	@grep -hE '^[a-z0-9]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## */\t/' | sort | expand -t 12
@@ -62,6 +62,9 @@ sim: $(VENV)/.installed-dev  ## simulated swarms: churn, loss, partitions
 
 fuzz: $(VENV)/.installed-dev  ## every decoder against 100,000 mutated inputs; a host against 20,000 hostile sessions
 	PEERD_FUZZ_SESSIONS=20000 $(BIN)/python -m pytest tests/fuzz $(ARGS)
+
+soak: $(VENV)/.installed-dev  ## half an hour of training among hostile processes (Linux); ARGS="--minutes 5"
+	$(BIN)/python scripts/soak.py $(ARGS)
 
 e2e: $(VENV)/.installed-dev  ## real processes on loopback: kill one, training goes on; bad input; Ctrl+C
 	$(BIN)/python -m pytest tests/e2e $(ARGS)
