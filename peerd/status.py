@@ -21,6 +21,7 @@ from peerd.core.clock import Clock
 from peerd.core.contributions import contributions_key, decode_contributed
 from peerd.core.errors import ProtocolViolation, RemoteError
 from peerd.core.ids import PeerId
+from peerd.core.limits import DIRECTORY_READ_BYTES
 from peerd.core.progress import (
     decode_stage,
     decode_trainer,
@@ -174,7 +175,7 @@ async def swarm_view(dht: Dht, run: RunFile, gate: Gate | None = None) -> dict[s
     keys = [stage_key(run.run, number) for number in range(stages)]
     try:
         wanted = [*keys, progress_key(run.run), contributions_key(run.run)]
-        found = await dht.get_many(wanted, timeout_s=SWARM_TIMEOUT_S)
+        found = await dht.get_many(wanted, timeout_s=SWARM_TIMEOUT_S, most_bytes=DIRECTORY_READ_BYTES)
     except RemoteError as error:
         return {"run": run.run, "why": f"the directory gave no answer: {error}"}
     unreadable: list[Record] = []

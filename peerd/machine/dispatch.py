@@ -1,8 +1,8 @@
 """The messages of a DHT node that are under way: joins what its tasks want of one peer, and hands out the answers.
 
 An answer is believed only as far as it can be checked: of the kind that was asked for, about the keys that were asked
-for, every record signed by its publisher. Anything else is a lie, told to the caller in words. Decides nothing about
-whom to ask or when to stop.
+for, no more of each than was asked for, every record signed by its publisher. Anything else is a lie, told to the
+caller in words. Decides nothing about whom to ask or when to stop.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from peerd.core.record import MAX_RECORD_BYTES, Record, Verifier
 from peerd.machine import queries as q
 from peerd.machine.errands import Placement, Search, Task
 from peerd.machine.neighbours import Neighbours
+from peerd.machine.store import answer_bytes
 from peerd.machine.table import Contact
 
 _RECORD_BYTES = MAX_RECORD_BYTES - RECORD_VALUE_BYTES  # of one record beyond its value, at most
@@ -67,19 +68,20 @@ class Dispatch:
 
     def messages(self, now: float, tasks: Iterable[Task], hello: q.Hello) -> Iterator[q.Ask]:
         """What these tasks want to be asked now, one message per peer and kind as far as it fits."""
-        searches: dict[tuple[Contact, bool], list[tuple[Task, Search]]] = {}
+        searches: dict[tuple[Contact, bool, int], list[tuple[Task, Search]]] = {}
         placements: dict[Contact, list[tuple[Task, Placement]]] = {}
         for task in tasks:
             for contact, part in task.next(now):
                 if isinstance(part, Search):
-                    searches.setdefault((contact, part.values), []).append((task, part))
+                    searches.setdefault((contact, part.values, part.most_bytes), []).append((task, part))
                 else:
                     placements.setdefault(contact, []).append((task, part))
-        for (contact, values), wanted in searches.items():
+        for (contact, values, most_bytes), wanted in searches.items():
             for start in range(0, len(wanted), DHT_KEYS_PER_CALL):
                 some = wanted[start : start + DHT_KEYS_PER_CALL]
                 keys = tuple(search.key for _, search in some)
-                yield self._ask(contact, q.Find(keys, values, self._greeting(now, contact, hello)), some, [])
+                find = q.Find(keys, values, self._greeting(now, contact, hello), most_bytes)
+                yield self._ask(contact, find, some, [])
         for contact, placed in placements.items():
             for batch in _batches(placed):
                 records = tuple(placement.record for _, placement in batch)
@@ -113,6 +115,8 @@ class Dispatch:
         for (_, search), records in zip(flight.searches, found.records, strict=False):
             if any(record.key != search.key for record in records):
                 return "it gave a record of another key than it was asked for"
+            if sum(map(answer_bytes, records)) > search.answer_bytes:
+                return "it gave more of a key than it was asked for"
             if not all(self._verifier.genuine(record) for record in records):
                 return "it gave a record that its publisher did not sign"
         nearer = self._neighbours.believed(now, found.contacts)

@@ -10,19 +10,29 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from peerd.core.ids import Key, PeerId
+from peerd.core.limits import DHT_ANSWERS_KEPT, DHT_BYTES_PER_KEY
 from peerd.core.record import Record
 from peerd.machine.lookup import Lookup
-from peerd.machine.store import Verdict
+from peerd.machine.store import Verdict, answer_bytes
 from peerd.machine.table import Contact
 
 
 class Search:
-    """One look-up toward `key`; with `values` it also gathers the records that the peers hold under it."""
+    """One look-up toward `key`; with `values` it also gathers the records that the peers hold under it.
 
-    def __init__(self, key: Key, lookup: Lookup, *, values: bool, held: Iterable[Record] = ()) -> None:
+    It takes `most_bytes` of them in each answer (0: all), and keeps no more than `DHT_ANSWERS_KEPT` times that of all
+    answers together: first come, first kept.
+    """
+
+    def __init__(
+        self, key: Key, lookup: Lookup, *, values: bool, held: Iterable[Record] = (), most_bytes: int = 0
+    ) -> None:
         self.key = key
         self.values = values
         self.lookup = lookup
+        self.most_bytes = most_bytes
+        self.answer_bytes = most_bytes or DHT_BYTES_PER_KEY  # the most that one answer may hold
+        self._left = DHT_ANSWERS_KEPT * self.answer_bytes
         self._best: dict[bytes, Record] = {}
         self._answers: dict[Contact, dict[bytes, Record]] = {}  # who answered with what
         self._gather(held)
@@ -49,23 +59,36 @@ class Search:
 
     def live(self, wall: float, own: Iterable[Record] = ()) -> list[Record]:
         """What counts now, one record per sub-key and in their order; `own` may beat what was gathered."""
-        self._gather(own)
+        self._gather(own, ours=True)
         return [r for _, r in sorted(self._best.items()) if r.is_live(wall) and not r.tombstone]
 
     def lacking(self, wall: float) -> tuple[Contact, list[Record]] | None:
-        """The nearest peer that answered without the best version of some record, and those records."""
+        """The nearest peer that answered without the best version of some record, and those records.
+
+        It lacks nothing that there was no room for in its answer.
+        """
         for contact in sorted(self._answers, key=lambda contact: contact.place ^ self.lookup.target):
             had = self._answers[contact]
-            missing = [r for sub_key, r in self._best.items() if had.get(sub_key) != r and r.is_live(wall)]
+            room = self.answer_bytes - sum(map(answer_bytes, had.values()))
+            missing = [
+                r
+                for sub_key, r in self._best.items()
+                if had.get(sub_key) != r and r.is_live(wall)
+                if not self.most_bytes or sub_key in had or answer_bytes(r) <= room
+            ]
             if missing:
                 return contact, missing
         return None
 
-    def _gather(self, records: Iterable[Record]) -> None:
+    def _gather(self, records: Iterable[Record], *, ours: bool = False) -> None:
         for record in records:
             best = self._best.get(record.sub_key)
-            if best is None or record.beats(best):
+            if best is not None and not record.beats(best):
+                continue
+            size = answer_bytes(record) - (answer_bytes(best) if best is not None else 0)
+            if ours or size <= self._left:
                 self._best[record.sub_key] = record
+                self._left -= size
 
 
 class Placement:

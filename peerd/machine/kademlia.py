@@ -114,8 +114,8 @@ class Kademlia:
     def _command(self, now: float, command: q.Get | q.Put | q.Withdraw | q.Stop) -> None:
         publisher, wall = self.node.publisher, self.node.wall(now)
         match command:
-            case q.Get(op, keys):
-                self._work.get(now, op, keys)
+            case q.Get(op, keys, most_bytes):
+                self._work.get(now, op, keys, most_bytes)
             case q.Put(op, key, suffix, value, ttl_s):
                 self._work.put(now, op, [publisher.publish(wall, key, suffix, value, ttl_s)])
             case q.Withdraw(op, None):

@@ -31,6 +31,7 @@ class Find:
     keys: tuple[Key, ...]
     values: bool
     hello: Hello | None = None
+    most_bytes: int = 0  # wanted of one key, in an answer; 0: all of it
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +129,7 @@ class Get:
 
     op: int
     keys: tuple[Key, ...]
+    most_bytes: int = 0  # of one key, in one answer; 0: all of it
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,5 +1,7 @@
 """What a DHT node answers when others ask: a pure function of its table and store.
 
+Of a key that holds more than the asker wants, it gives everybody's share (see `Store.get`).
+
 A hostile peer may ask for many large keys (the answer stops at `DHT_BYTES_PER_KEY` and the first key always fits),
 offer floods of records (the store's quotas), or records that belong elsewhere (refused when we know k nearer peers).
 The number of keys and records in a request is bounded where it is decoded.
@@ -14,10 +16,8 @@ from peerd.machine.book import User
 from peerd.machine.neighbours import Neighbours
 from peerd.machine.queries import Asked, Find, Found, Hello, Store, Stored
 from peerd.machine.store import Store as RecordStore
-from peerd.machine.store import Verdict
+from peerd.machine.store import Verdict, answer_bytes
 from peerd.machine.table import Contact, place
-
-_RECORD_OVERHEAD_BYTES = 192  # of an encoded record: head, signature, framing
 
 
 class Responder:
@@ -36,8 +36,8 @@ class Responder:
         records: list[tuple[Record, ...]] = []
         room = DHT_BYTES_PER_KEY
         for key in request.keys:
-            held = tuple(self._store.get(wall, key)) if request.values else ()
-            size = sum(len(r.value) + len(r.suffix) + _RECORD_OVERHEAD_BYTES for r in held)
+            held = tuple(self._store.get(wall, key, request.most_bytes)) if request.values else ()
+            size = sum(map(answer_bytes, held))
             if records and size > room:
                 break
             room -= size

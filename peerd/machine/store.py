@@ -18,8 +18,9 @@ from __future__ import annotations
 import enum
 import heapq
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from peerd.core.errors import LocalError
 from peerd.core.ids import Key, PeerId
@@ -39,7 +40,9 @@ from peerd.machine.book import NEAR, Book, Bounds, Means, User
 from peerd.machine.table import place
 
 _OVERHEAD_BYTES = 256  # of one record in memory, beyond its parts
+_ANSWER_OVERHEAD_BYTES = 192  # of one record in an answer: head, signature, framing
 _HERE = User("", "this peer", NEAR + "this peer")
+N = TypeVar("N", str, bool)
 
 
 class Verdict(enum.IntEnum):
@@ -151,12 +154,45 @@ class Store:
             self._book.give(Means.DIRECTORY, before, size)
             users[record.sub_key] = user
 
-    def get(self, wall: float, key: Key) -> list[Record]:
-        """What is held under `key` and has not expired, tombstones included, by sub-key."""
+    def get(self, wall: float, key: Key, most_bytes: int = 0) -> list[Record]:
+        """What is held under `key` and has not expired, tombstones included, by sub-key.
+
+        `most_bytes`: if an answer would take more than that, as much as fits. Then members and strangers take turns,
+        of these the regions, in a region its places, in a place its publishers: the next is always the one that then
+        has been given fewest bytes, so that neither large records nor many of one place keep others' out. The records
+        come in that order.
+        """
         shelf = self._shelves.get(key)
         if shelf is None:
             return []
-        return [record for _, record in sorted(shelf.records.items()) if record.is_live(wall)]
+        held = [record for _, record in sorted(shelf.records.items()) if record.is_live(wall)]
+        if not most_bytes or sum(map(answer_bytes, held)) <= most_bytes:
+            return held
+        chosen, left = list[Record](), most_bytes
+        for record in self._in_turns(held, shelf.users):
+            if (size := answer_bytes(record)) <= left:  # what is smaller, and comes later, may still fit
+                chosen.append(record)
+                left -= size
+        return chosen
+
+    def _in_turns(self, held: Iterable[Record], users: dict[bytes, User]) -> list[Record]:
+        tree: dict[bool, dict[str, dict[str, dict[str, list[Record]]]]] = {}
+        strange = {peer: not self._book.is_member(peer) for peer in {user.peer for user in users.values()}}
+        for record in sorted(held, key=answer_bytes):
+            user = users[record.sub_key]
+            places = tree.setdefault(strange[user.peer], {}).setdefault(user.region, {})
+            places.setdefault(user.place, {}).setdefault(user.peer, []).append(record)
+        return _taking_turns(
+            {
+                strange: _taking_turns(
+                    {
+                        region: _taking_turns({name: _taking_turns(publishers) for name, publishers in places.items()})
+                        for region, places in regions.items()
+                    }
+                )
+                for strange, regions in tree.items()
+            }
+        )
 
     def purge(self, wall: float) -> int:
         """Drop what has expired by more than the clocks' tolerance; returns how many records."""
@@ -328,6 +364,25 @@ class Store:
         self._farthest = [(-(place(key) ^ self._place), key) for key in self._shelves]
         heapq.heapify(self._expiries)
         heapq.heapify(self._farthest)
+
+
+def answer_bytes(record: Record) -> int:
+    """What a record takes in an answer, at most."""
+    return len(record.value) + len(record.suffix) + _ANSWER_OVERHEAD_BYTES
+
+
+def _taking_turns(queues: Mapping[N, list[Record]]) -> list[Record]:
+    """All records; the next is always of the queue that then has been given fewest bytes, of equals the first by name."""
+    turns = [(answer_bytes(queue[0]), name, 0) for name, queue in queues.items()]
+    heapq.heapify(turns)
+    order = []
+    while turns:
+        given, name, index = heapq.heappop(turns)
+        queue = queues[name]
+        order.append(queue[index])
+        if index + 1 < len(queue):
+            heapq.heappush(turns, (given + answer_bytes(queue[index + 1]), name, index + 1))
+    return order
 
 
 def _size(record: Record) -> int:

@@ -47,9 +47,10 @@ class Workbench:
     def __len__(self) -> int:
         return len(self._tasks)
 
-    def get(self, now: float, op: int, keys: Iterable[Key]) -> None:
-        """Gather the records under `keys`."""
-        searches = [self._search(now, key, self._value_rule, values=True) for key in dict.fromkeys(keys)]
+    def get(self, now: float, op: int, keys: Iterable[Key], most_bytes: int) -> None:
+        """Gather the records under `keys`, so many bytes of a key in each answer; 0: all."""
+        rule = self._value_rule
+        searches = [self._search(now, key, rule, values=True, most_bytes=most_bytes) for key in dict.fromkeys(keys)]
         self._start(now, Task(op, "get", searches))
 
     def put(self, now: float, op: int | None, records: Sequence[Record], attempt: int = 1) -> None:
@@ -114,13 +115,13 @@ class Workbench:
         self._tasks.append(task)
         self.pump(now, [task])
 
-    def _search(self, now: float, key: Key, rule: LookupRule, *, values: bool) -> Search:
+    def _search(self, now: float, key: Key, rule: LookupRule, *, values: bool, most_bytes: int = 0) -> Search:
         node, target = self._node, place(key)
         node.neighbours.table.searched(now, target)
         lookup = Lookup(target, node.neighbours.seeds(now, key, target), rule, next(iter(self._ourselves()), None))
-        held = node.store.get(node.wall(now), key) if values else []
+        held = node.store.get(node.wall(now), key, most_bytes) if values else []
         lookup.found = bool(held)
-        return Search(key, lookup, values=values, held=held)
+        return Search(key, lookup, values=values, held=held, most_bytes=most_bytes)
 
     def _ourselves(self) -> list[Contact]:
         """We are a candidate like any other, if we can be dialled."""

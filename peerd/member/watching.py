@@ -15,6 +15,7 @@ from typing import Final
 from peerd.compute.curves import Point
 from peerd.core.errors import ProtocolViolation, RemoteError
 from peerd.core.ids import PeerId
+from peerd.core.limits import DIRECTORY_READ_BYTES
 from peerd.core.progress import TrainerProgress, decode_trainer, foretold_in_s, progress_key, sum_told
 from peerd.role import RoleContext, Training
 
@@ -65,7 +66,8 @@ class Watching:
     async def _trainers(self) -> dict[PeerId, TrainerProgress]:
         found = {}
         try:
-            records = await self._ctx.dht.get(progress_key(self._training.run.run))
+            key = progress_key(self._training.run.run)
+            records = await self._ctx.dht.get(key, most_bytes=DIRECTORY_READ_BYTES)
         except RemoteError:
             return {}
         for record in records:

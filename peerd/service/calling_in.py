@@ -14,7 +14,7 @@ import trio
 
 from peerd.core.errors import ProtocolViolation, RemoteError
 from peerd.core.ids import PeerId
-from peerd.core.limits import CALLED_TRAINERS
+from peerd.core.limits import CALLED_TRAINERS, DIRECTORY_READ_BYTES
 from peerd.core.progress import decode_trainer, progress_key
 from peerd.machine.assembly import Assembly
 from peerd.net.host import Host
@@ -51,7 +51,8 @@ class CallingIn:
 
     async def _look(self) -> None:
         try:
-            records = await self._dht.get(progress_key(self._directory.run))
+            key = progress_key(self._directory.run)
+            records = await self._dht.get(key, most_bytes=DIRECTORY_READ_BYTES)
         except RemoteError as error:
             log.info("the trainers' records could not be read: %s", error)
             return

@@ -139,16 +139,19 @@ class Dht:
         done = await self._perform(lambda op: q.Put(op, key, suffix, value, ttl_s), q.PutDone, timeout_s)
         return done.peers
 
-    async def get(self, key: Key, *, timeout_s: float = 10.0, max_age_s: float = 0.0) -> list[Record]:
+    async def get(
+        self, key: Key, *, timeout_s: float = 10.0, max_age_s: float = 0.0, most_bytes: int = 0
+    ) -> list[Record]:
         """All live records under `key`, verified, one per sub-key, sorted by sub-key.
 
         `max_age_s`: a result of this age, from an earlier call with that parameter, will do. When the time runs out,
-        what was found by then.
+        what was found by then. `most_bytes`: of a key, from each peer that answers; 0: all that it holds. A peer that
+        holds more gives every publisher's share of that, small records first.
         """
-        return (await self.get_many([key], timeout_s=timeout_s, max_age_s=max_age_s))[key]
+        return (await self.get_many([key], timeout_s=timeout_s, max_age_s=max_age_s, most_bytes=most_bytes))[key]
 
     async def get_many(
-        self, keys: Iterable[Key], *, timeout_s: float = 10.0, max_age_s: float = 0.0
+        self, keys: Iterable[Key], *, timeout_s: float = 10.0, max_age_s: float = 0.0, most_bytes: int = 0
     ) -> dict[Key, list[Record]]:
         """`get` for each of `keys`, in few messages."""
         now, found = self._clock.now(), dict[Key, list[Record]]()
@@ -163,9 +166,9 @@ class Dht:
             }
         missing = tuple(key for key in wanted if key not in found)
         if missing:
-            done = await self._perform(lambda op: q.Get(op, missing), q.GetDone, timeout_s)
+            done = await self._perform(lambda op: q.Get(op, missing, most_bytes), q.GetDone, timeout_s)
             found |= done.records
-            if max_age_s > 0:
+            if max_age_s > 0 and not most_bytes:  # a part would not do for who wants all
                 self._remember(done.records)
         else:
             await trio.lowlevel.checkpoint()

@@ -22,6 +22,7 @@ from peerd.core.ids import PEER_ID_BYTES, Key, PeerId
 from peerd.core.limits import (
     ADDR_BYTES,
     ADDRS_PER_PEER,
+    DHT_BYTES_PER_KEY,
     DHT_CONTACTS_PER_REPLY,
     DHT_KEYS_PER_CALL,
     DHT_RECORDS_PER_KEY,
@@ -67,10 +68,11 @@ class PongMessage(Message, frozen=True):
 
 
 class FindMessage(Message, frozen=True):
-    """Of dht/1/find and dht/1/get."""
+    """Of dht/1/find and dht/1/get. `most_bytes`: wanted of one key; 0: all of it."""
 
     keys: Annotated[list[KeyBytes], msgspec.Meta(min_length=1, max_length=DHT_KEYS_PER_CALL)]
     hello: HelloMessage | None
+    most_bytes: Annotated[int, msgspec.Meta(ge=0, le=DHT_BYTES_PER_KEY)] = 0
 
 
 class NearMessage(Message, frozen=True):
@@ -111,8 +113,8 @@ def request_to_wire(request: q.Request, wall: float) -> tuple[str, RequestMessag
     """The method, its body, and what its answer looks like. `wall` is what our uncorrected clock shows."""
     hello = hello_to_wire(request.hello, wall)
     match request:
-        case q.Find(keys, values):
-            body = FindMessage([key.raw for key in keys], hello)
+        case q.Find(keys, values, _, most_bytes):
+            body = FindMessage([key.raw for key in keys], hello, most_bytes)
             return ("dht/1/get", body, RecordsMessage) if values else ("dht/1/find", body, NearMessage)
         case q.Store(records):
             return "dht/1/store", StoreMessage([record.encode() for record in records], hello), StoredMessage
@@ -126,8 +128,8 @@ def request_from_wire(message: RequestMessage, *, values: bool = False) -> q.Req
     match message:
         case PingMessage():
             return q.Ping(hello)
-        case FindMessage(keys):
-            return q.Find(tuple(dict.fromkeys(Key(key) for key in keys)), values, hello)
+        case FindMessage(keys, _, most_bytes):
+            return q.Find(tuple(dict.fromkeys(Key(key) for key in keys)), values, hello, most_bytes)
         case StoreMessage(records):
             return q.Store(tuple(Record.decode(record) for record in records), hello)
 

@@ -18,7 +18,7 @@ from peerd.core.addr import parse_addr
 from peerd.core.clock import Clock
 from peerd.core.errors import ConfigError, ProtocolViolation, RemoteError
 from peerd.core.ids import PeerId
-from peerd.core.limits import ADDR_BYTES, ADDRS_PER_PEER, KEPT_SETS
+from peerd.core.limits import ADDR_BYTES, ADDRS_PER_PEER, DIRECTORY_READ_BYTES, KEPT_SETS
 from peerd.core.messages import decode, encode
 from peerd.core.progress import (
     Joiner,
@@ -64,7 +64,7 @@ class Directory:
         """Read every stage's records, and what is kept; what could not be read stays as it was."""
         keys = {stage_key(self.run, stage): stage for stage in range(self.stages)}
         try:
-            found = await self._dht.get_many([*keys, kept_key(self.run)])
+            found = await self._dht.get_many([*keys, kept_key(self.run)], most_bytes=DIRECTORY_READ_BYTES)
         except RemoteError as error:
             log.info("the stage records of %s could not be read: %s", self.run, error)
             return self.announced
@@ -151,7 +151,7 @@ class Directory:
     async def published_settings(self) -> list[bytes]:
         """What the stage peers of this run say its settings are; others' word does not count."""
         serving = await self.refresh()
-        records = await self._dht.get(settings_key(self.run))
+        records = await self._dht.get(settings_key(self.run), most_bytes=DIRECTORY_READ_BYTES)
         return [r.value for r in records if r.publisher in serving and r.publisher != self._host.id]
 
     async def needed_stage(self, since: float, clock: Clock) -> int:
@@ -166,7 +166,7 @@ class Directory:
         await trio.sleep(_JOINING_WAIT_S)
         await self.refresh()
         joiners = {self._host.id: since}
-        for record in await self._dht.get(key):
+        for record in await self._dht.get(key, most_bytes=DIRECTORY_READ_BYTES):
             try:
                 joiner = decode(Joiner, record.value)
                 if self._gate is None or self._gate.named(record.publisher, joiner.token, "stage") is not None:
