@@ -372,7 +372,7 @@ def answer_bytes(record: Record) -> int:
 
 
 def _taking_turns(queues: Mapping[N, list[Record]]) -> list[Record]:
-    """All records; the next is always of the queue that then has been given fewest bytes, of equals the first by name."""
+    """All records; the next is always of the queue that then has fewest bytes out, of equals the first by name."""
     turns = [(answer_bytes(queue[0]), name, 0) for name, queue in queues.items()]
     heapq.heapify(turns)
     order = []

@@ -13,7 +13,7 @@ from peerd.core.ids import Key, PeerId
 from peerd.core.limits import CLOCK_TOLERANCE_S, RECORD_TTL_S
 from peerd.core.record import Record, Verifier
 from peerd.machine.book import Book, Bounds, Means, User
-from peerd.machine.store import Store, StoreLimits, Verdict
+from peerd.machine.store import Store, StoreLimits, Verdict, answer_bytes
 from peerd.machine.table import place
 from peerd.sim.heapsim import StandInSigner, stand_in_verify
 
@@ -248,6 +248,49 @@ def test_members_records_give_way_to_no_strangers() -> None:
     publishers = {found.publisher.text for found in kept.get(WALL, KEY)}
     assert publishers == {signer(number).peer_id.text for number in (0, 1, 2, 4)}
     kept.check()
+
+
+def test_a_part_of_a_key_has_small_records_of_one_place_before_large_ones_of_many() -> None:
+    large = [(record(signer(n), value=bytes(15_000)), sender(signer(n), f"a{n}")) for n in range(12)]
+    small = [(record(signer(n), value=bytes(500)), sender(signer(n), "home")) for n in range(20, 40)]
+    parts = []
+    for order in ([*large, *small], [*small, *large[::-1]]):
+        kept = store()
+        for one, user in order:
+            assert kept.offer(WALL, one, user)[0] is Verdict.STORED
+        parts.append(kept.get(WALL, KEY, 64 << 10))
+    assert parts[0] == parts[1]
+    assert {one.sub_key for one, _ in small} < {one.sub_key for one in parts[0]}
+    assert 48 << 10 < sum(map(answer_bytes, parts[0])) <= 64 << 10
+    assert kept.get(WALL, KEY, 256 << 10) == kept.get(WALL, KEY)  # what fits whole comes as always
+
+
+def test_a_part_of_a_key_has_everybodys_before_the_many_of_one_region_place_or_publisher() -> None:
+    kept = store()
+    for number in range(60):  # a region with many places, a place with many publishers, a publisher with many records
+        one = signer(number)
+        kept.offer(WALL, record(one), sender(one, f"a{number}", "a"))
+    for number in range(60, 120):
+        kept.offer(WALL, record(signer(number)), sender(signer(number), "b1", "b"))
+    for number in range(60):
+        kept.offer(WALL, record(signer(120), suffix=bytes([number])), sender(signer(120), "c1", "c"))
+    alone = [(121, "a", "d"), (122, "b2", "b"), (123, "c1", "c")]
+    for number, where, region in alone:
+        kept.offer(WALL, record(signer(number), value=bytes(100)), sender(signer(number), where, region))
+    part = kept.get(WALL, KEY, 4_000)
+    assert {signer(number).peer_id for number, _, _ in alone} < {one.publisher for one in part}
+    assert 3_700 < sum(map(answer_bytes, part)) <= 4_000
+
+
+def test_strangers_in_whatever_many_regions_get_half_of_a_part_beside_members() -> None:
+    book, members = Book(), {signer(number).peer_id.text for number in range(10)}
+    book.members_by(members.__contains__)
+    kept = Store(OWN, Verifier(stand_in_verify), None, book)
+    for number in range(100):
+        kept.offer(WALL, record(signer(number)), sender(signer(number), "home" if number < 10 else f"b{number}"))
+    part = kept.get(WALL, KEY, 20 * answer_bytes(record()))
+    assert len(part) == 20
+    assert members < {one.publisher.text for one in part}
 
 
 def test_one_place_has_a_quarter_of_the_whole_store() -> None:
