@@ -7,7 +7,8 @@ and number and shows the shortest beginning of that session that fails by itself
 
 A new point joins by `@point(name, talk)` on a function that gets a Stage, reaches the point and returns one connection
 or several (see `session_points`); `talk` makes what is said from then on. Handlers that a point needs are registered by
-`@serving` functions, which get the host under attack before the first session, and a nursery.
+`@serving` functions, which get the host under attack before the first session, and a nursery. Points that need more
+than a host have a scene of their own (see `service_scene`).
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import random
 import time
 import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 
 import trio
@@ -84,11 +85,11 @@ POINTS: list[Point] = []
 SERVING: list[Callable[[Host, trio.Nursery], None]] = []
 
 
-def point(name: str, talk: Talk) -> Callable[[Reach], Reach]:
+def point(name: str, talk: Talk, points: list[Point] = POINTS) -> Callable[[Reach], Reach]:
     """A point that sessions reach by the function below it."""
 
     def add(reach: Reach) -> Reach:
-        POINTS.append(Point(name, talk, reach))
+        points.append(Point(name, talk, reach))
         return reach
 
     return add
@@ -100,7 +101,7 @@ def serving(add: Callable[[Host, trio.Nursery], None]) -> Callable[[Host, trio.N
     return add
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Stage:
     """The host under attack, the honest peer, and where the hostile one stands."""
 
@@ -170,7 +171,14 @@ async def stage() -> AsyncIterator[Stage]:
         network = transport(hosts.net, "hostile")
         listener = await network.listen(addr_of(hosts.net, "hostile"))
         async with trio.open_nursery() as nursery:
-            made = Stage(host, honest, hosts.addr("host"), network, listener, nursery)
+            made = Stage(
+                host=host,
+                honest=honest,
+                addr=hosts.addr("host"),
+                network=network,
+                listener=listener,
+                nursery=nursery,
+            )
             await trio.sleep(1)
             made.links = set(host.links)
             yield made
@@ -210,8 +218,11 @@ class Found:
     what: str = ""
 
 
-async def _run(scripts: Sequence[Script], found: Found) -> None:
-    async with stage() as made:
+Scene = Callable[[], AbstractAsyncContextManager[Stage]]
+
+
+async def _run(scripts: Sequence[Script], found: Found, scene: Scene) -> None:
+    async with scene() as made:
         for script in scripts:
             found.number, began = script.number, time.process_time()
             await play(made, script)
@@ -222,31 +233,30 @@ async def _run(scripts: Sequence[Script], found: Found) -> None:
                 return
 
 
-def _outcome(scripts: Sequence[Script], seed: int) -> Found:
+def _outcome(scripts: Sequence[Script], seed: int, scene: Scene) -> Found:
     found = Found()
     try:
-        run_virtual(_run, scripts, found, seed=seed)
+        run_virtual(_run, scripts, found, scene, seed=seed)
     except Exception as error:  # whatever ends the host is the finding
         found.what = f"the host ended: {''.join(traceback.format_exception(error))[-3000:]}"
     return found
 
 
-def first_failure(seed: int, numbers: range, points: Sequence[Point] = POINTS) -> str:
+def first_failure(seed: int, numbers: range, points: Sequence[Point] = POINTS, scene: Scene = stage) -> str:
     """Play these sessions of this seed, one after another; what went wrong first, or ""."""
     for begin in range(numbers.start, numbers.stop, PER_HOST):
         some = range(begin, min(begin + PER_HOST, numbers.stop))
-        found = _outcome([draw(seed, number, points) for number in some], seed)
+        found = _outcome([draw(seed, number, points) for number in some], seed, scene)
         if found.what:
-            return _explained(found, seed, some, points)
+            return _explained(found, draw(seed, found.number, points), seed, some, scene)
     return ""
 
 
-def _explained(found: Found, seed: int, numbers: range, points: Sequence[Point]) -> str:
-    script = draw(seed, found.number, points)
+def _explained(found: Found, script: Script, seed: int, numbers: range, scene: Scene) -> str:
     told = f"{found.what}\nin session {script.number} of seed {seed}, {script.point.name}"
     for length in range(len(script.steps) + 1):
         cut = replace(script, steps=script.steps[:length])
-        if again := _outcome([cut], seed).what:
+        if again := _outcome([cut], seed, scene).what:
             steps = "\n".join(f"  {step}" for step in cut.steps)
             return f"{told}; these {length} steps suffice, reading {script.reads}: {again}\n{steps}"
     return f"{told}; not by itself: it needs the sessions before it, from {numbers.start} on"

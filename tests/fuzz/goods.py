@@ -1,0 +1,190 @@
+"""Calls that the host of a `service_scene` takes from the hostile peer: as member, trainer, helper, newcomer, conductor,
+stage-mate and peer of the directory; and what the hostile peer answers to the host's own.
+"""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+
+from peerd.core.frame import TensorFrame
+from peerd.core.ids import Key
+from peerd.core.messages import Empty, encode
+from peerd.core.progress import StageProgress, TrainerProgress, progress_key, stage_key
+from peerd.core.proof import grant
+from peerd.core.record import Record
+from peerd.core.training import (
+    AverageAlive,
+    AverageKey,
+    Commit,
+    Conducts,
+    Done,
+    Grant,
+    GrantStatement,
+    GridRound,
+    Leave,
+    LineInfo,
+    Mb,
+    Mbs,
+    MemberAnswer,
+    MemberSync,
+    Moved,
+    PairLimit,
+    Party,
+    Position,
+    Prepare,
+    Prepared,
+    Receipt,
+    Restore,
+    Seqs,
+    StageAnswer,
+    StageBackward,
+    StageForward,
+    StageLoss,
+    StateDigests,
+    StateManifest,
+    StatePiece,
+    StateRelease,
+    StateRequest,
+    TrainerAnswer,
+    TrainerSync,
+)
+from peerd.machine.reach import START
+from peerd.service import dht_messages as dht
+from peerd.sim.clock import EPOCH_S
+from tests.fuzz.bodies import Pool
+from tests.fuzz.calls import Good
+from tests.fuzz.service_scene import KEPT_POSITION, MARK, RUN
+from tests.fuzz.session_points import WHO
+from tests.kit.hosts import keypair
+from tests.kit.stagescene import microbatch
+
+SELF, NOBODY = WHO.identity.peer_id, keypair("nobody").peer_id.text
+HOST, MATE, HONEST = (keypair(name).peer_id for name in ("host", "mate", "honest"))
+ATTEMPT, SEQ = b"a" * 16, 7 << 40
+POOL = Pool(
+    texts=(
+        SELF.text,
+        HOST.text,
+        MATE.text,
+        NOBODY,
+        *("", "x", "node", "aux", "float32", "bfloat16", "float99", "\0", "é" * 40, "1" * 64, "12D3KooW" + "z" * 44),
+        *("/ip4/10.0.0.4/tcp/4001", "/ip4/127.0.0.1/tcp/1", "/dns4/x.example/tcp/1", "/ip4/1.2.3.4", "/" * 500),
+    ),
+    data=(MARK, ATTEMPT, b"", b"x", b"next", bytes(16), bytes(32), bytes(64), SELF.raw, HOST.raw, b"kept"),
+)
+
+
+# --- bodies that the host takes ---------------------------------------------------------------------------------------
+def _report(**changes: object) -> MemberSync:
+    good = MemberSync(
+        run=MARK,
+        session=5,
+        stage=0,
+        position=START,
+        prepared=None,
+        saved=[Position(0, b"")],
+        held=Mbs.of([Mb(SELF.text, SEQ)]),
+        counted=Mbs(),
+        addrs=["/ip4/10.0.0.9/tcp/4001"],
+        since=EPOCH_S + 100,
+        term=1,
+        seen=0,
+        wait_s=0.5,
+        line=LineInfo("node", 1e6, 1e6, 1000, "float32", [PairLimit(HOST.text, 1e5)]),
+    )
+    return msgspec.structs.replace(good, **changes)
+
+
+MEMBER = Good("swarm/1/member", _report())
+HELPER = Good("swarm/1/member", _report(held=None, line=LineInfo("aux", 1e6, 1e6)))
+OF_STAGE_1 = Good("swarm/1/member", _report(stage=1))
+WISH = TrainerSync(MARK, 1, 0, Seqs.of([SEQ, SEQ + 1]), [], 0, 0, 0.5)
+TRAINER = Good("swarm/1/trainer", WISH)
+DONE = Good(
+    "swarm/1/trainer",
+    msgspec.structs.replace(WISH, done=[Done(SEQ, [HOST.text, MATE.text], [Receipt(1, bytes(64)), None])]),
+)
+LEAVE, WHO_CONDUCTS = Good("swarm/1/leave", Leave(MARK)), Good("swarm/1/who", Leave(MARK))
+GRANT = grant(keypair("host").sign, GrantStatement(MARK, 1, 0, SELF.text, Seqs.of([SEQ, SEQ + 1])))
+FORWARD = Good("stage/1/forward", StageForward(MARK, 0, 0), tuple(microbatch(1)[:1]))
+LOSS = Good("stage/1/loss", StageLoss(MARK, 0), tuple(microbatch(1)))
+BACKWARD = Good("stage/1/backward", StageBackward(MARK, 0, 0, SEQ, grant=GRANT), tuple(microbatch(1)))
+_GROUP = sorted([HOST.text, SELF.text])
+ORDER = Prepare(MARK, 1, 0, ATTEMPT, b"next", _GROUP, Mbs(), 4, 30.0)
+SPLIT = [Party(_GROUP[0], "node", 0.5), Party(_GROUP[1], "node", 0.5)]
+PREPARE = Good("stage/1/prepare", ORDER)
+PREPARE_ALONE = Good("stage/1/prepare", msgspec.structs.replace(ORDER, group=[HOST.text]))
+PREPARE_SPLIT = Good("stage/1/prepare", msgspec.structs.replace(ORDER, split=SPLIT, part_bytes=4096, elements=1000))
+GRID = GridRound(_GROUP, [], 0, 1, SPLIT, 4096)
+PREPARE_GRID = Good("stage/1/prepare", msgspec.structs.replace(ORDER, rounds=[GRID, GRID]))
+COMMIT = Good("stage/1/commit", Commit(MARK, 1, Position(1, b"next")))
+RESTORE = Good("stage/1/restore", Restore(MARK, 1, START))
+_PART = TensorFrame("float32", (1024,), np.ones(1024, "float32").tobytes())
+PARTS = Good("average/1/part", AverageKey(ATTEMPT, 0), (_PART,), streaming=True)
+ALIVE = Good("average/1/alive", AverageKey(ATTEMPT, 0))
+_HELLO = dht.HelloMessage([b"\x04\x0a\0\0\x09\x06\x0f\xa1"], EPOCH_S + 10)
+
+
+def state(service: str, root: bytes = bytes(32)) -> list[Good]:
+    of = KEPT_POSITION if service == "kept/1" else None
+    return [
+        Good(f"{service}/manifest", StateRequest(MARK, 0, of)),
+        Good(f"{service}/manifest", StateRequest(MARK, 0, Position(1, b"next"), 1)),
+        Good(f"{service}/digests", StateDigests(MARK, root)),
+        Good(f"{service}/piece", StatePiece(MARK, root, 0)),
+        Good(f"{service}/release", StateRelease(MARK, root)),
+    ]
+
+
+def _record(key: Key, value: bytes, suffix: bytes = b"", version: int = 1) -> bytes:
+    expires_ms = int((EPOCH_S + 60) * 1000)
+    return Record(key, SELF, suffix, value, version, expires_ms).signed(WHO.identity).encode()
+
+
+def _records() -> list[bytes]:
+    """What the hostile peer has signed: valid records of values that are odd."""
+    say = StageProgress(0, EPOCH_S, 1 << 40, 0, 1e300, "cpu", HOST.text, "", ["/ip4/10.0.0.4/tcp/4001"])
+    trains = TrainerProgress(1 << 50, float("nan"), float("inf"), 0, -1.0, 1e300, 1, 1, 1, "")
+    later = msgspec.structs.replace(say, stage=1, since=EPOCH_S + 9)
+    return [
+        _record(stage_key(RUN.run, 0), b"junk"),
+        _record(stage_key(RUN.run, 0), encode(later), b"", 2),
+        _record(stage_key(RUN.run, 1), encode(later)),
+        _record(progress_key(RUN.run), encode(trains)),
+        _record(Key.of("any"), b"value", b"suffix", 1 << 62),
+    ]
+
+
+_STORED = _records()
+_KEYS = [stage_key(RUN.run, 0).raw, Key.of("any").raw, HOST.raw[-32:]]
+DHT = [
+    Good("dht/1/ping", dht.PingMessage(_HELLO)),
+    Good("dht/1/find", dht.FindMessage(_KEYS, _HELLO)),
+    Good("dht/1/get", dht.FindMessage(_KEYS, None)),
+    *(Good("dht/1/store", dht.StoreMessage([record], _HELLO)) for record in _STORED),
+    Good("dht/1/store", dht.StoreMessage(_STORED, None)),
+]
+DHT_POOL = Pool(POOL.texts, (*POOL.data, *_KEYS, *_STORED, _HELLO.addrs[0]))
+DHT_REPLIES = [
+    dht.PongMessage(_HELLO),
+    dht.NearMessage([dht.ContactMessage(MATE.raw, _HELLO.addrs)], _HELLO),
+    dht.RecordsMessage([[_STORED[1]]], [dht.ContactMessage(SELF.raw, [])], _HELLO),
+    dht.StoredMessage([dht.VerdictMessage(0, 1)], _HELLO),
+]
+_MEMBER_ANSWER = MemberAnswer(1, Position(1, b"next"), False, "", False, 1, None)
+REPLIES = [
+    Prepared(True, Mbs(), [], bytes(32)),
+    Prepared(False, Mbs.of([Mb(SELF.text, SEQ)]), [HOST.text, MATE.text]),
+    Moved(Position(1, b"next")),
+    Conducts(9),
+    _MEMBER_ANSWER,
+    TrainerAnswer(1, 0, True, Seqs(), [], None, False, False, "", 1, None),
+    AverageAlive(True),
+    StateManifest(Position(1, b"next"), bytes(32), bytes(32)),
+    Empty(),
+]
+SWARM = [MEMBER, HELPER, OF_STAGE_1, TRAINER, DONE, LEAVE, WHO_CONDUCTS]
+STAGE = [FORWARD, LOSS, BACKWARD]
+ORDERS = [PREPARE, PREPARE_ALONE, PREPARE_SPLIT, PREPARE_GRID, COMMIT, RESTORE]
+AVERAGE = [PARTS, PARTS, ALIVE]

@@ -1,0 +1,326 @@
+"""Points within services: a peer that calls as it should, as a member, trainer, helper, newcomer, conductor, stage-mate
+or relay, up to some moment, and then calls with anything.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections.abc import Sequence
+
+import msgspec
+from multiaddr import Multiaddr
+
+from peerd.core.ids import PeerId
+from peerd.core.messages import decode, encode
+from peerd.core.protobuf.autonat import AUTONAT, DialMe
+from peerd.core.protobuf.circuit import HOP, STOP, HopKind, HopMessage, Limit, StopKind, StopMessage
+from peerd.core.protobuf.holepunch import DCUTR, HolePunch, PunchKind
+from peerd.core.training import Done, StageAnswer, StateManifest
+from peerd.core.varint import encode_varint
+from peerd.machine import rpc as wire
+from peerd.machine.reach import START
+from peerd.machine.rpc_calls import method_name
+from peerd.machine.yamux_stream import YamuxStream
+from peerd.machine.yamux_wire import DATA, SYN
+from peerd.sim.clock import run_virtual
+from tests.fuzz import goods
+from tests.fuzz.calls import FIRST_STREAM, Good, Menu
+from tests.fuzz.goods import SELF, SEQ
+from tests.fuzz.service_scene import ServiceStage, services
+from tests.fuzz.session_points import WHO, Frames, inside
+from tests.fuzz.sessions import Point, Stage, Talk, point
+from tests.kit.hostile import Hostile, enter, frame, hello, secrets
+from tests.kit.mutate import mutated
+
+POINTS: list[Point] = []
+
+
+# --- speaking as one should ------------------------------------------------------------------------------------------
+async def _entered(stage: Stage) -> Hostile:
+    return await enter(stage.network, stage.addr, WHO, stage.ephemeral)
+
+
+async def ask(hostile: Hostile, good: Good) -> bytes:
+    """One call, and the body of its answer; b"" where it is refused, or none comes."""
+    headers, payloads = wire.encode_frames(good.frames)
+    method = method_name(good.method)
+    call = wire.encode_call(wire.REQUEST, 1, method.name, 5.0, encode(good.body), headers, len(payloads))
+    stream = await hostile.open(method.protocol)
+    await hostile.send(stream, call + b"".join(payloads))
+    await hostile.receive(stream, len(hello(method.protocol)))
+    head = await hostile.receive(stream, wire.HEAD_BYTES)
+    if len(head) < wire.HEAD_BYTES:
+        return b""
+    size, kind, count, _ = wire.read_head(head)
+    block, at = await hostile.receive(stream, size), 0
+    for _ in range(count):
+        _, at = wire.decode_header(block, at)
+    return block[at:] if kind == wire.REPLY else b""
+
+
+def _served(stage: Stage) -> ServiceStage:
+    assert isinstance(stage, ServiceStage)
+    return stage
+
+
+async def _back_to_start(stage: Stage) -> None:
+    """Where the good bodies are good: another session may have moved the host."""
+    role = _served(stage).served.role
+    if role.position != START:
+        await role._move(START, role._load_saved)
+
+
+# --- the directory ---------------------------------------------------------------------------------------------------
+@point("in the directory", Menu(goods.DHT_POOL, goods.DHT, goods.DHT_REPLIES).talk(), POINTS)
+async def _directory(stage: Stage) -> Sequence[Hostile]:
+    hostile = await _entered(stage)
+    assert await ask(hostile, goods.DHT[1])
+    assert await ask(hostile, goods.DHT[3])
+    return [hostile]
+
+
+# --- the conductor's service -----------------------------------------------------------------------------------------
+@point("as a stage peer", Menu(goods.POOL, goods.SWARM, goods.REPLIES).talk(), POINTS)
+async def _member(stage: Stage) -> Sequence[Hostile]:
+    hostile = await _entered(stage)
+    await ask(hostile, goods.MEMBER)
+    return [hostile]
+
+
+@point("as a peer of another stage", Menu(goods.POOL, [goods.OF_STAGE_1, *goods.SWARM], goods.REPLIES).talk(), POINTS)
+async def _other_member(stage: Stage) -> Sequence[Hostile]:
+    hostile = await _entered(stage)
+    await ask(hostile, goods.OF_STAGE_1)
+    return [hostile]
+
+
+@point("as a helper", Menu(goods.POOL, [goods.HELPER, goods.LEAVE, goods.TRAINER], goods.REPLIES).talk(), POINTS)
+async def _helper(stage: Stage) -> Sequence[Hostile]:
+    hostile = await _entered(stage)
+    await ask(hostile, goods.HELPER)
+    return [hostile]
+
+
+# --- a trainer -------------------------------------------------------------------------------------------------------
+@point("as a trainer", Menu(goods.POOL, [goods.TRAINER, goods.DONE, *goods.STAGE], goods.REPLIES).talk(), POINTS)
+async def _trainer(stage: Stage) -> Sequence[Hostile]:
+    await _back_to_start(stage)
+    hostile = await _entered(stage)
+    await ask(hostile, goods.TRAINER)
+    return [hostile]
+
+
+@point("as a trainer whose work is held", Menu(goods.POOL, [goods.DONE, *goods.STAGE, goods.LEAVE]).talk(), POINTS)
+async def _credited(stage: Stage) -> Sequence[Hostile]:
+    await _back_to_start(stage)
+    hostile = await _entered(stage)
+    await ask(hostile, goods.TRAINER)
+    if answer := await ask(hostile, goods.BACKWARD):
+        receipt = decode(StageAnswer, answer).receipt
+        done = Done(SEQ, [goods.HOST.text, goods.MATE.text], [receipt, None])
+        await ask(hostile, Good("swarm/1/trainer", msgspec.structs.replace(goods.WISH, done=[done], wait_s=0.0)))
+    return [hostile]
+
+
+# --- whom the host follows -------------------------------------------------------------------------------------------
+async def _conducting(stage: Stage) -> Hostile:
+    """The host takes the hostile peer's orders."""
+    await _back_to_start(stage)
+    hostile = await _entered(stage)
+    _served(stage).served.role._following.conductor = SELF
+    return hostile
+
+
+@point("as its conductor", Menu(goods.POOL, [*goods.ORDERS, *goods.STAGE], goods.REPLIES).talk(), POINTS)
+async def _conductor(stage: Stage) -> Sequence[Hostile]:
+    hostile = await _conducting(stage)
+    assert await ask(hostile, goods.RESTORE)
+    return [hostile]
+
+
+@point("as its conductor, after a mean", Menu(goods.POOL, [goods.COMMIT, *goods.ORDERS], goods.REPLIES).talk(), POINTS)
+async def _conductor_of_mean(stage: Stage) -> Sequence[Hostile]:
+    hostile = await _conducting(stage)
+    assert await ask(hostile, goods.PREPARE_ALONE)
+    return [hostile]
+
+
+async def _order(hostile: Hostile, good: Good) -> YamuxStream:
+    """An order whose answer nobody waits for."""
+    method = method_name(good.method)
+    stream = await hostile.open(method.protocol)
+    await hostile.send(stream, wire.encode_call(wire.REQUEST, 1, method.name, 30.0, encode(good.body)))
+    return stream
+
+
+def _in_round(*orders: Good) -> Talk:
+    return Menu(goods.POOL, [*goods.AVERAGE, *orders], [*goods.REPLIES, goods.PARTS.body]).talk()
+
+
+@point("in a round", _in_round(), POINTS)
+async def _in_a_round(stage: Stage) -> Sequence[Hostile]:
+    hostile = await _conducting(stage)
+    await _order(hostile, goods.PREPARE)
+    return [hostile]
+
+
+@point("in a round by shares", _in_round(goods.PREPARE), POINTS)
+async def _in_shares(stage: Stage) -> Sequence[Hostile]:
+    hostile = await _conducting(stage)
+    await _order(hostile, goods.PREPARE_SPLIT)
+    return [hostile]
+
+
+@point("in a grid of rounds", _in_round(goods.COMMIT), POINTS)
+async def _in_grid(stage: Stage) -> Sequence[Hostile]:
+    hostile = await _conducting(stage)
+    await _order(hostile, goods.PREPARE_GRID)
+    return [hostile]
+
+
+# --- state -----------------------------------------------------------------------------------------------------------
+async def _newcomer(stage: Stage, service: str) -> tuple[Hostile, bytes]:
+    """Who has asked for a manifest, and the root that it names."""
+    hostile = await _entered(stage)
+    answer = await ask(hostile, goods.state(service)[0])
+    return hostile, decode(StateManifest, answer).root if answer else b""
+
+
+@functools.cache
+def _root(service: str) -> bytes:
+    """What the copy is called, in every scene: a session has to know before it begins."""
+
+    async def learned() -> bytes:
+        async with services() as made:
+            return (await _newcomer(made, service))[1]
+
+    return run_virtual(learned, seed=1)
+
+
+def _state_talk(service: str) -> Talk:
+    return lambda rng: Menu(goods.POOL, goods.state(service, _root(service))).talk()(rng)
+
+
+@point("as a newcomer that fetches the state", _state_talk("state/1"), POINTS)
+async def _fetching(stage: Stage) -> Sequence[Hostile]:
+    await _back_to_start(stage)
+    hostile, root = await _newcomer(stage, "state/1")
+    await ask(hostile, goods.state("state/1", root)[2])
+    return [hostile]
+
+
+@point("as one that fetches what is kept", _state_talk("kept/1"), POINTS)
+async def _fetching_kept(stage: Stage) -> Sequence[Hostile]:
+    hostile, root = await _newcomer(stage, "kept/1")
+    await ask(hostile, goods.state("kept/1", root)[2])
+    return [hostile]
+
+
+# --- ways: relay, punching, reachability -----------------------------------------------------------------------------
+def _delimited(*messages: bytes) -> list[bytes]:
+    return [encode_varint(len(message)) + message for message in messages]
+
+
+_NOBODY = PeerId.parse(goods.NOBODY)
+_ADDRS = tuple(
+    Multiaddr(text).to_bytes() for text in ("/ip4/10.0.0.4/tcp/4001", "/ip4/10.0.0.1/tcp/1", "/ip6/::1/tcp/9")
+)
+_HOP = _delimited(
+    HopMessage(kind=HopKind.RESERVE).encode(),
+    *(HopMessage(kind=HopKind.CONNECT, peer=peer).encode() for peer in (goods.HOST, goods.HONEST, SELF, _NOBODY)),
+    HopMessage(kind=HopKind.STATUS, status=100).encode(),
+)
+_STOP = _delimited(
+    *(
+        StopMessage(kind=StopKind.CONNECT, peer=peer, limit=limit).encode()
+        for peer in (goods.MATE, SELF, goods.HOST, _NOBODY)
+        for limit in (None, Limit(duration_s=1, data_bytes=1), Limit(duration_s=(1 << 32) - 1, data_bytes=1 << 60))
+    ),
+    StopMessage(kind=StopKind.STATUS, status=100).encode(),
+)
+_PUNCH = _delimited(
+    HolePunch(PunchKind.CONNECT, _ADDRS).encode(), HolePunch(PunchKind.SYNC).encode(), HolePunch(PunchKind.CONNECT).encode()
+)
+_DIAL_ME = _delimited(DialMe(peer=SELF, addrs=_ADDRS).encode(), DialMe(peer=goods.HOST, addrs=_ADDRS[:1]).encode())
+
+
+class Said:
+    """Messages of one of libp2p's small protocols, on fresh streams, with noise after some of them."""
+
+    def __init__(self, rng: random.Random, protocol: str, corpus: Sequence[bytes]) -> None:
+        self._rng, self._protocol, self._corpus = rng, protocol, corpus
+        self._next, self._frames = FIRST_STREAM, Frames(rng)
+        self._wild = rng.choice((0.0, 0.1, 0.5))
+
+    def __call__(self) -> bytes:
+        rng = self._rng
+        if rng.random() < 0.1:
+            return self._frames()
+        said = b"".join(rng.choice(self._corpus) for _ in range(rng.choice((1, 1, 2))))
+        if rng.random() < self._wild:
+            said = mutated([said], rng.getrandbits(30), 0)
+        if rng.random() < 0.3:
+            said += hello("/noise") + bytes((0, 32)) + rng.randbytes(rng.choice((0, 5, 32, 200)))
+        if self._next == FIRST_STREAM or rng.random() < 0.5:
+            self._next += 2
+            said = hello(self._protocol) + said
+            return frame(DATA, SYN, self._next - 2, len(said), said)
+        return frame(DATA, 0, rng.choice((self._next - 2, 2, 4, 6, 8)), len(said), said)
+
+
+def _said(protocol: str, corpus: Sequence[bytes]) -> Talk:
+    return lambda rng: Said(rng, protocol, corpus)
+
+
+async def _tell(hostile: Hostile, protocol: str, message: bytes) -> YamuxStream:
+    stream = await hostile.open(protocol)
+    await hostile.send(stream, message)
+    await hostile.hear()
+    return stream
+
+
+@point("as a relay's client", _said(HOP, _HOP), POINTS)
+async def _relay_client(stage: Stage) -> Sequence[Hostile]:
+    hostile = await _entered(stage)
+    await _tell(hostile, HOP, _HOP[0])
+    return [hostile]
+
+
+@point("over a relay, as the peer beyond it", _said(STOP, [*_HOP, *_STOP]), POINTS)
+async def _beyond(stage: Stage) -> Sequence[Hostile]:
+    """One identity has a reservation and opens a circuit to itself, another one to the mate."""
+    first = await _entered(stage)
+    await _tell(first, HOP, _HOP[0])
+    ephemeral = bytes((stage.ephemeral[0] ^ 1, *stage.ephemeral[1:]))
+    second = await enter(stage.network, stage.addr, secrets("another"), ephemeral)
+    await _tell(second, HOP, _HOP[3])
+    return [first, second]
+
+
+@point("as a relay", _said(STOP, _STOP), POINTS)
+async def _relay(stage: Stage) -> Sequence[Hostile]:
+    hostile = await _entered(stage)
+    await _tell(hostile, STOP, _STOP[0])
+    return [hostile]
+
+
+@point("in a circuit's hand-shake", inside([hello("/noise") + bytes((0, 32)) + bytes(32)]), POINTS)
+async def _circuit(stage: Stage) -> Sequence[Hostile]:
+    hostile = await _entered(stage)
+    await _tell(hostile, STOP, _STOP[0])
+    return [hostile]
+
+
+@point("in hole punching", _said(DCUTR, _PUNCH), POINTS)
+async def _punch(stage: Stage) -> Sequence[Hostile]:
+    hostile = await _entered(stage)
+    await _tell(hostile, DCUTR, _PUNCH[0])
+    return [hostile]
+
+
+@point("while it asks to be dialed", _said(AUTONAT, _DIAL_ME), POINTS)
+async def _dial_me(stage: Stage) -> Sequence[Hostile]:
+    hostile = await _entered(stage)
+    await _tell(hostile, AUTONAT, _DIAL_ME[0])
+    return [hostile]

@@ -1,0 +1,200 @@
+"""The scene of hostile sessions with services: a stage peer that conducts its run, and does all that a host can serve.
+
+One host runs the role `stage` (which brings calls, averaging, state and the conductor's duty) with the real model on a
+virtual device, the directory, a backbone's gift of a checkpoint, a relay, circuits, hole punching and reachability. A
+second peer serves the other stage; the honest one only asks.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import trio
+
+from peerd.compute.worker import InlineWorker
+from peerd.core.errors import Refused, RemoteError
+from peerd.core.runfile import (
+    BatchSection,
+    CheckpointSection,
+    DataSection,
+    EvaluateSection,
+    LimitsSection,
+    ModelSection,
+    PipelineSection,
+    RunFile,
+    fingerprint,
+)
+from peerd.core.training import Conducts, Leave, Position, StageAnswer, StageForward
+from peerd.log import EventLog
+from peerd.machine.book import Means
+from peerd.net.circuits import Circuits
+from peerd.net.host import Host
+from peerd.role import RoleContext
+from peerd.service.dht import Dht
+from peerd.service.punching import Punching
+from peerd.service.reach import Reach
+from peerd.service.relay import Relay
+from peerd.service.rpc import Rpc
+from peerd.service.snapshot import KEPT, Giving, StateItem
+from peerd.sim.clock import SimClock
+from roles.stage import StageRole
+from tests.fuzz.sessions import HOST, NETWORK, WITHIN_S, Stage
+from tests.kit.hosts import Hosts, echo, keypair, running_hosts
+from tests.kit.stagescene import microbatch
+from tests.kit.virtual import addr_of, transport
+
+RUN = RunFile(
+    run="hostile",
+    seed=5,
+    model=ModelSection(d_model=16, heads=2, layers=2, context=16),
+    pipeline=PipelineSection(stages=2, microbatch=2),
+    batch=BatchSection(target_samples=4),
+    data=DataSection(path="none"),
+    evaluate=EvaluateSection(every_steps=0),
+    checkpoint=CheckpointSection(every_steps=0),
+)
+MARK = fingerprint(RUN)
+KEPT_POSITION = Position(3, b"kept")
+LENT = (Means.RECEIVING, Means.ANSWERS, Means.STREAMS, Means.CALLS, Means.LINKS)  # what goes back with a connection
+
+
+@dataclass
+class Peer:
+    """One host with its run's role."""
+
+    host: Host
+    rpc: Rpc
+    role: StageRole
+
+
+@dataclass(kw_only=True)
+class ServiceStage(Stage):
+    """A host that serves all there is."""
+
+    served: Peer
+    mate: Peer  # of the other stage
+    asks: Rpc  # of the honest peer
+    friends: frozenset[str]  # whoever is not hostile
+
+    async def check(self) -> str:
+        """As below, and: nothing that was lent to strangers is out, and calls are answered."""
+        if wrong := await super().check():
+            return wrong
+        book, since = self.host.book, trio.current_time()
+        book.check()
+        while kept := [means for means in LENT if self._has(means)]:
+            if trio.current_time() - since > WITHIN_S:
+                return f"strangers still have {', '.join(kept)}"
+            await trio.sleep(0.05)
+        if faults := self.mate.host.faults.places:
+            return f"the other stage: {faults}"
+        return await self._is_answered()
+
+    def _has(self, means: Means) -> int:
+        uses = self.host.book._accounts[means].by
+        return sum(amount for user, amount in uses.items() if user.peer not in self.friends)
+
+    async def _is_answered(self) -> str:
+        """The honest peer gets an answer of each kind of service; a refusal is one, where the hostile peer conducts."""
+        input_frame = microbatch(1)[:1]
+        forward = StageForward(MARK, 0, None)
+        try:
+            await self.asks.call(self.host.id, "stage/1/forward", forward, StageAnswer, frames=input_frame, timeout_s=30)
+            await self.asks.call(self.host.id, "swarm/1/who", Leave(MARK), Conducts, timeout_s=30)
+        except Refused as error:
+            return "" if "does not conduct" in str(error) else f"an honest call is refused: {error}"
+        except RemoteError as error:
+            return f"an honest call is not answered: {error}"
+        return ""
+
+
+def pinned(stage: int) -> RunFile:
+    return msgspec.structs.replace(RUN, limits=LimitsSection(stage=stage))
+
+
+async def _start_peer(hosts: Hosts, name: str, stage: int, folder: Path) -> Peer:
+    host, clock = await hosts.start(name, HOST), SimClock(1, name)
+    rpc = Rpc(host, clock)
+    dht = Dht(host, rpc, clock, keypair(name))
+    await hosts.nursery.start(rpc.run)
+    entry = [hosts.addr("host")] if name != "host" else []
+    await hosts.nursery.start(dht.run, entry)
+    workers = {device: InlineWorker() for device in ("cpu", "files", "data", "coding")}
+    directory = folder / name
+    directory.mkdir()
+    ctx = RoleContext(
+        run=pinned(stage),
+        host=host,
+        rpc=rpc,
+        dht=dht,
+        clock=clock,
+        data_dir=directory,
+        device="cpu",
+        seed=1,
+        log=EventLog(clock),
+        worker=workers.__getitem__,
+    )
+    role = StageRole(ctx)
+    await hosts.nursery.start(role.run)
+    return Peer(host, rpc, role)
+
+
+async def _serve_ways(hosts: Hosts, peer: Peer) -> None:
+    """All by which others reach and are reached."""
+    host, clock = peer.host, SimClock(1, "ways")
+    circuits = Circuits(host, clock)
+    host.add_transport(circuits)
+    parts = (circuits, Relay(host, clock, keypair("host")), Punching(host, clock), Reach(host, clock))
+    for part in parts:
+        await hosts.nursery.start(part.run)
+
+
+def _give_kept(peer: Peer) -> None:
+    async def named(position: Position) -> tuple[Position, list[StateItem]] | None:
+        await trio.lowlevel.checkpoint()
+        data = np.arange(1000, dtype="uint8").data
+        return (position, [StateItem("w", "uint8", (1000,), data)]) if position == KEPT_POSITION else None
+
+    Giving(peer.rpc, KEPT).offer_named(MARK, 0, named, InlineWorker())
+
+
+@asynccontextmanager
+async def services() -> AsyncIterator[ServiceStage]:
+    """A run of two stages under way."""
+    with tempfile.TemporaryDirectory() as folder:
+        async with running_hosts(NETWORK) as hosts:
+            served = await _start_peer(hosts, "host", 0, Path(folder))
+            await _serve_ways(hosts, served)
+            _give_kept(served)
+            mate = await _start_peer(hosts, "mate", 1, Path(folder))
+            served.host.handle("/echo/1", echo)
+            honest = await hosts.start("honest")
+            asks = Rpc(honest, SimClock(1, "honest"))
+            await hosts.nursery.start(asks.run)
+            await honest.connect(served.host.id, [hosts.addr("host")])
+            network = transport(hosts.net, "hostile")
+            listener = await network.listen(addr_of(hosts.net, "hostile"))
+            async with trio.open_nursery() as nursery:
+                made = ServiceStage(
+                    host=served.host,
+                    honest=honest,
+                    addr=hosts.addr("host"),
+                    network=network,
+                    listener=listener,
+                    nursery=nursery,
+                    served=served,
+                    mate=mate,
+                    asks=asks,
+                    friends=frozenset(host.id.text for host in (served.host, mate.host, honest)),
+                )
+                await trio.sleep(5)
+                made.links = set(served.host.links)
+                assert await made._is_answered() == ""
+                yield made
+                nursery.cancel_scope.cancel()
