@@ -12,6 +12,7 @@ its share of them unread, its calls do not begin). And parts read ahead.
 
 from __future__ import annotations
 
+import msgspec
 import trio
 
 from peerd.core.errors import LocalError, Overloaded, PeerdError, ProtocolViolation, Refused, TooSlow, Unreachable
@@ -251,17 +252,22 @@ class ServedStream:
             method.load.counters.refused += 1
             self._refuse(message.id, error)
             return None
+        call: ServedCall | None = None
         try:
             body = decode(method.request, message.body)
-        except ProtocolViolation:
-            method.load.leave(self.peer, 0.0)
-            self.give_back(held_bytes)
-            raise
-        if method.objection is not None and (error := method.objection(self.peer, body)) is not None:
-            method.load.leave(self.peer, 0.0)
-            method.load.counters.refused += 1
-            self.outbox.put(encode_failure(message.id, error))
-            return None
+            if method.objection is not None and (error := method.objection(self.peer, body)) is not None:
+                method.load.counters.refused += 1
+                self._refuse(message.id, error)
+                return None
+            call = self._take_up(message, method, body, held_bytes)
+        finally:
+            if call is None:  # it lets go of nothing by itself
+                method.load.leave(self.peer, 0.0)
+                self.give_back(held_bytes)
+        return call
+
+    def _take_up(self, message: Message, method: Method, body: msgspec.Struct, held_bytes: int) -> ServedCall:
+        """A call that is counted, and that nobody objects to."""
         deadline = trio.current_time() + min(message.timeout_ms / 1000, method.load.limits.deadline_s)
         call = self._calls[message.id] = ServedCall(self, message.id, method, body, deadline)
         call.held_bytes = held_bytes
