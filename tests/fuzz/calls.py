@@ -63,7 +63,7 @@ class Calls:
         self._junk = rng.choice((0.0, 0.02, 0.1))
         self._next = FIRST_STREAM
         self._open = [(stream, menu.goods[0]) for stream in menu.streams]
-        self._ids: dict[int, int] = {stream: 1 for stream in menu.streams}
+        self._ids: dict[int, int] = dict.fromkeys(menu.streams, 1)
 
     def __call__(self) -> bytes:
         rng = self._rng

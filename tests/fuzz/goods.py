@@ -19,7 +19,6 @@ from peerd.core.training import (
     Commit,
     Conducts,
     Done,
-    Grant,
     GrantStatement,
     GridRound,
     Leave,
@@ -37,7 +36,6 @@ from peerd.core.training import (
     Receipt,
     Restore,
     Seqs,
-    StageAnswer,
     StageBackward,
     StageForward,
     StageLoss,
@@ -121,7 +119,7 @@ PREPARE_GRID = Good("stage/1/prepare", msgspec.structs.replace(ORDER, rounds=[GR
 COMMIT = Good("stage/1/commit", Commit(MARK, 1, Position(1, b"next")))
 RESTORE = Good("stage/1/restore", Restore(MARK, 1, START))
 _PART = TensorFrame("float32", (1024,), np.ones(1024, "float32").tobytes())
-PARTS = Good("average/1/part", AverageKey(ATTEMPT, 0), (_PART,), streaming=True)
+PARTS = Good("average/1/parts", AverageKey(ATTEMPT, 0), (_PART,), streaming=True)
 ALIVE = Good("average/1/alive", AverageKey(ATTEMPT, 0))
 _HELLO = dht.HelloMessage([b"\x04\x0a\0\0\x09\x06\x0f\xa1"], EPOCH_S + 10)
 

@@ -240,7 +240,9 @@ _STOP = _delimited(
     StopMessage(kind=StopKind.STATUS, status=100).encode(),
 )
 _PUNCH = _delimited(
-    HolePunch(PunchKind.CONNECT, _ADDRS).encode(), HolePunch(PunchKind.SYNC).encode(), HolePunch(PunchKind.CONNECT).encode()
+    HolePunch(PunchKind.CONNECT, _ADDRS).encode(),
+    HolePunch(PunchKind.SYNC).encode(),
+    HolePunch(PunchKind.CONNECT).encode(),
 )
 _DIAL_ME = _delimited(DialMe(peer=SELF, addrs=_ADDRS).encode(), DialMe(peer=goods.HOST, addrs=_ADDRS[:1]).encode())
 

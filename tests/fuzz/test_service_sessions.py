@@ -1,0 +1,53 @@
+"""Hostile sessions in services: whatever a peer says as member, trainer, conductor or relay, the run's peers live."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import trio
+
+from peerd.sim.clock import run_virtual
+from tests.fuzz.service_points import POINTS
+from tests.fuzz.service_scene import services
+from tests.fuzz.sessions import COUNT, Point, draw, first_failure
+
+SHARDS = 5  # for as many processes
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shard", range(SHARDS))
+def test_a_run_outlives_hostile_sessions(shard: int) -> None:
+    numbers = range(shard * COUNT // SHARDS, (shard + 1) * COUNT // SHARDS)
+    assert first_failure(1, numbers, POINTS, services) == ""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("point", [pytest.param(one, id=one.name) for one in POINTS])
+def test_a_session_reaches_its_point(point: Point) -> None:
+    """And is still welcome there."""
+
+    async def reach() -> None:
+        async with services() as made:
+            made.ephemeral = bytes(range(32))
+            lanes = await point.reach(made)
+            await trio.sleep(0.1)
+            for lane in lanes:
+                with trio.move_on_after(0.1):
+                    await lane.gone()
+                assert not lane.ended
+            for lane in lanes:
+                await lane.raw.aclose()
+            assert await made.check() == ""
+
+    run_virtual(reach, seed=1)
+
+
+def test_a_session_follows_from_its_seed_and_number_alone() -> None:
+    scripts = [draw(5, number, POINTS) for number in range(3 * len(POINTS))]
+    assert scripts == [draw(5, number, POINTS) for number in range(3 * len(POINTS))]
+    assert {script.point.name for script in scripts} == {point.name for point in POINTS}
