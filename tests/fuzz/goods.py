@@ -59,7 +59,7 @@ from tests.kit.stagescene import microbatch
 
 SELF, NOBODY = WHO.identity.peer_id, keypair("nobody").peer_id.text
 HOST, MATE, HONEST = (keypair(name).peer_id for name in ("host", "mate", "honest"))
-ATTEMPT, SEQ = b"a" * 16, 7 << 40
+ATTEMPT, SEQ, ELEMENTS = b"a" * 16, 7 << 40, 7456  # so many are stage 0's gradients
 POOL = Pool(
     texts=(
         SELF.text,
@@ -113,14 +113,11 @@ ORDER = Prepare(MARK, 1, 0, ATTEMPT, b"next", _GROUP, Mbs(), 4, 30.0)
 SPLIT = [Party(_GROUP[0], "node", 0.5), Party(_GROUP[1], "node", 0.5)]
 PREPARE = Good("stage/1/prepare", ORDER)
 PREPARE_ALONE = Good("stage/1/prepare", msgspec.structs.replace(ORDER, group=[HOST.text]))
-PREPARE_SPLIT = Good("stage/1/prepare", msgspec.structs.replace(ORDER, split=SPLIT, part_bytes=4096, elements=1000))
+PREPARE_SPLIT = Good("stage/1/prepare", msgspec.structs.replace(ORDER, split=SPLIT, part_bytes=4096, elements=ELEMENTS, dtype="float32"))
 GRID = GridRound(_GROUP, [], 0, 1, SPLIT, 4096)
 PREPARE_GRID = Good("stage/1/prepare", msgspec.structs.replace(ORDER, rounds=[GRID, GRID]))
 COMMIT = Good("stage/1/commit", Commit(MARK, 1, Position(1, b"next")))
 RESTORE = Good("stage/1/restore", Restore(MARK, 1, START))
-_PART = TensorFrame("float32", (1024,), np.ones(1024, "float32").tobytes())
-PARTS = Good("average/1/parts", AverageKey(ATTEMPT, 0), (_PART,), streaming=True)
-ALIVE = Good("average/1/alive", AverageKey(ATTEMPT, 0))
 _HELLO = dht.HelloMessage([b"\x04\x0a\0\0\x09\x06\x0f\xa1"], EPOCH_S + 10)
 
 
@@ -185,4 +182,26 @@ REPLIES = [
 SWARM = [MEMBER, HELPER, OF_STAGE_1, TRAINER, DONE, LEAVE, WHO_CONDUCTS]
 STAGE = [FORWARD, LOSS, BACKWARD]
 ORDERS = [PREPARE, PREPARE_ALONE, PREPARE_SPLIT, PREPARE_GRID, COMMIT, RESTORE]
-AVERAGE = [PARTS, PARTS, ALIVE]
+# What is asked of the last stage, where the host's is not: for its mate.
+_HIDDEN = TensorFrame("float32", (2, 16, 16), np.linspace(-1, 1, 512, dtype="float32").tobytes())
+LAST = [
+    Good("stage/1/forward", StageForward(MARK, 1, None), (_HIDDEN,)),
+    Good("stage/1/loss", StageLoss(MARK, 1), (_HIDDEN, microbatch(1)[0])),
+    Good("stage/1/backward", StageBackward(MARK, 1, 0, SEQ, grant=GRANT), (_HIDDEN, microbatch(1)[0])),
+]
+
+
+def in_round(attempt: bytes) -> list[Good]:
+    """Calls in a round of two who share stage 0's vector."""
+    parts = [(0, ELEMENTS), (0, ELEMENTS // 2), (ELEMENTS // 2, ELEMENTS), (0, 1024), (1024, 2048)]
+    values = np.ones(ELEMENTS, "float32")
+    sent = [
+        Good(
+            "average/1/parts",
+            AverageKey(attempt, number % 2),
+            (TensorFrame("float32", (end - begin,), values[begin:end].tobytes()),),
+            streaming=True,
+        )
+        for number, (begin, end) in enumerate(parts)
+    ]
+    return [*sent, Good("average/1/alive", AverageKey(attempt, 0))]

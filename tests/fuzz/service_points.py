@@ -7,6 +7,7 @@ from __future__ import annotations
 import functools
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 
 import msgspec
 from multiaddr import Multiaddr
@@ -19,6 +20,7 @@ from peerd.core.protobuf.holepunch import DCUTR, HolePunch, PunchKind
 from peerd.core.training import Done, StageAnswer, StateManifest
 from peerd.core.varint import encode_varint
 from peerd.machine import rpc as wire
+from peerd.machine.plans import attempt_of
 from peerd.machine.reach import START
 from peerd.machine.rpc_calls import method_name
 from peerd.machine.yamux_stream import YamuxStream
@@ -123,6 +125,35 @@ async def _credited(stage: Stage) -> Sequence[Hostile]:
     return [hostile]
 
 
+async def _at_mate(stage: Stage, ephemeral: bytes) -> Hostile:
+    return await enter(stage.network, _served(stage).mate.host.listen_addrs()[0], WHO, ephemeral)
+
+
+@point("as a trainer at the last stage", Menu(goods.POOL, goods.LAST).talk(), POINTS)
+async def _at_last_stage(stage: Stage) -> Sequence[Hostile]:
+    hostile = await _at_mate(stage, stage.ephemeral)
+    assert await ask(hostile, goods.LAST[0])
+    return [hostile]
+
+
+@point("as a trainer whose work makes a step", Menu(goods.POOL, [goods.DONE, *goods.STAGE, *goods.LAST]).talk(), POINTS)
+async def _makes_a_step(stage: Stage) -> Sequence[Hostile]:
+    """Both microbatches of the batch, at both stages, with what they signed."""
+    await _back_to_start(stage)
+    hostile = await _entered(stage)
+    mate = await _at_mate(stage, bytes((stage.ephemeral[0] ^ 1, *stage.ephemeral[1:])))
+    await ask(hostile, goods.TRAINER)
+    done = []
+    for seq in (SEQ, SEQ + 1):
+        receipts = []
+        for lane, good in ((hostile, goods.BACKWARD), (mate, goods.LAST[2])):
+            answer = await ask(lane, replace(good, body=msgspec.structs.replace(good.body, seq=seq)))
+            receipts.append(decode(StageAnswer, answer).receipt if answer else None)
+        done.append(Done(seq, [goods.HOST.text, goods.MATE.text], receipts))
+    await ask(hostile, Good("swarm/1/trainer", msgspec.structs.replace(goods.WISH, done=done, wait_s=0.0)))
+    return [hostile, mate]
+
+
 # --- whom the host follows -------------------------------------------------------------------------------------------
 async def _conducting(stage: Stage) -> Hostile:
     """The host takes the hostile peer's orders."""
@@ -154,25 +185,25 @@ async def _order(hostile: Hostile, good: Good) -> YamuxStream:
     return stream
 
 
-def _in_round(*orders: Good) -> Talk:
-    return Menu(goods.POOL, [*goods.AVERAGE, *orders], [*goods.REPLIES, goods.PARTS.body]).talk()
+def _in_round(attempt: bytes, *orders: Good) -> Talk:
+    return Menu(goods.POOL, [*goods.in_round(attempt), *orders], goods.REPLIES).talk()
 
 
-@point("in a round", _in_round(), POINTS)
+@point("in a round", _in_round(goods.ATTEMPT), POINTS)
 async def _in_a_round(stage: Stage) -> Sequence[Hostile]:
     hostile = await _conducting(stage)
     await _order(hostile, goods.PREPARE)
     return [hostile]
 
 
-@point("in a round by shares", _in_round(goods.PREPARE), POINTS)
+@point("in a round by shares", _in_round(goods.ATTEMPT, goods.PREPARE), POINTS)
 async def _in_shares(stage: Stage) -> Sequence[Hostile]:
     hostile = await _conducting(stage)
     await _order(hostile, goods.PREPARE_SPLIT)
     return [hostile]
 
 
-@point("in a grid of rounds", _in_round(goods.COMMIT), POINTS)
+@point("in a grid of rounds", _in_round(attempt_of(goods.ATTEMPT, 0), goods.COMMIT), POINTS)
 async def _in_grid(stage: Stage) -> Sequence[Hostile]:
     hostile = await _conducting(stage)
     await _order(hostile, goods.PREPARE_GRID)

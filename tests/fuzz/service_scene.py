@@ -94,6 +94,10 @@ class ServiceStage(Stage):
             await trio.sleep(0.05)
         if faults := self.mate.host.faults.places:
             return f"the other stage: {faults}"
+        while others := [link for link in self.mate.host.links if link.peer.text not in self.friends]:
+            if trio.current_time() - since > WITHIN_S:
+                return f"the other stage still has {others}"
+            await trio.sleep(0.05)
         return await self._is_answered()
 
     def _has(self, means: Means) -> int:
