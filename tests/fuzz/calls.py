@@ -81,7 +81,7 @@ class Calls:
         self._open.append((stream, good))
         self._ids[stream] = 1
         start = hello(method_name(good.method).protocol)
-        return _data(stream, start + self._request(good, 1), SYN)
+        return data_frames(stream, start + self._request(good, 1), SYN)
 
     def _again(self) -> bytes:
         """Another call where one was made before, of its service."""
@@ -91,7 +91,7 @@ class Calls:
         self._ids[stream] += 1
         service = method_name(good.method).service
         other = self._rng.choice([one for one in self._menu.goods if method_name(one.method).service == service])
-        return _data(stream, self._request(other, self._ids[stream]))
+        return data_frames(stream, self._request(other, self._ids[stream]))
 
     def _part(self) -> bytes:
         streaming = [(stream, good) for stream, good in self._open if good.streaming]
@@ -100,14 +100,14 @@ class Calls:
         stream, good = self._rng.choice(streaming)
         headers, payload, count = self._tensors(good)
         body = self._body(good)
-        return _data(stream, wire.encode_message(wire.PART, self._ids[stream], body, headers, count) + payload)
+        return data_frames(stream, wire.encode_message(wire.PART, self._ids[stream], body, headers, count) + payload)
 
     def _small(self) -> bytes:
         if not self._open:
             return self._call()
         stream, _ = self._rng.choice(self._open)
         kind = self._rng.choice((wire.CANCEL, wire.CANCEL, wire.END, wire.ERROR))
-        return _data(stream, wire.encode_message(kind, self._rng.randint(0, self._ids[stream] + 1)))
+        return data_frames(stream, wire.encode_message(kind, self._rng.randint(0, self._ids[stream] + 1)))
 
     def _end(self) -> bytes:
         if not self._open:
@@ -124,7 +124,7 @@ class Calls:
         said = wire.encode_message(kind, rng.choice((1, 1, 1, 2, 3)), b"" if kind == wire.END else body)
         good = rng.choice(self._menu.goods)
         agreed = HELLO + encode_line(method_name(good.method).protocol) if rng.random() < 0.5 else b""
-        return _data(rng.choice(THEIR_STREAMS), agreed + said)
+        return data_frames(rng.choice(THEIR_STREAMS), agreed + said)
 
     def _request(self, good: Good, number: int) -> bytes:
         rng = self._rng
@@ -180,7 +180,7 @@ def _other_frame(rng: random.Random, frame: TensorFrame) -> TensorFrame:
     return TensorFrame("int64", (2, 2), rng.randbytes(32))
 
 
-def _data(stream: int, data: bytes, flags: int = 0) -> bytes:
+def data_frames(stream: int, data: bytes, flags: int = 0) -> bytes:
     """Frames of one stream with all of this."""
     pieces = [data[at : at + _PIECE_BYTES] for at in range(0, len(data), _PIECE_BYTES)] or [b""]
     first, *rest = (frame(DATA, flags if at == 0 else 0, stream, len(piece), piece) for at, piece in enumerate(pieces))

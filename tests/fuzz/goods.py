@@ -4,21 +4,26 @@ stage-mate and peer of the directory; and what the hostile peer answers to the h
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import msgspec
 import numpy as np
 
+from peerd.compute.served import ServedStage
 from peerd.core.frame import TensorFrame
 from peerd.core.ids import Key
 from peerd.core.messages import Empty, encode
 from peerd.core.progress import StageProgress, TrainerProgress, progress_key, stage_key
 from peerd.core.proof import grant
 from peerd.core.record import Record
+from peerd.core.state import StateItem, StateLayout, piece_digest
 from peerd.core.training import (
     AverageAlive,
     AverageKey,
     Commit,
     Conducts,
     Done,
+    Forecast,
     GrantStatement,
     GridRound,
     Leave,
@@ -26,6 +31,8 @@ from peerd.core.training import (
     Mb,
     Mbs,
     MemberAnswer,
+    MemberInfo,
+    MemberNews,
     MemberSync,
     Moved,
     PairLimit,
@@ -113,7 +120,9 @@ ORDER = Prepare(MARK, 1, 0, ATTEMPT, b"next", _GROUP, Mbs(), 4, 30.0)
 SPLIT = [Party(_GROUP[0], "node", 0.5), Party(_GROUP[1], "node", 0.5)]
 PREPARE = Good("stage/1/prepare", ORDER)
 PREPARE_ALONE = Good("stage/1/prepare", msgspec.structs.replace(ORDER, group=[HOST.text]))
-PREPARE_SPLIT = Good("stage/1/prepare", msgspec.structs.replace(ORDER, split=SPLIT, part_bytes=4096, elements=ELEMENTS, dtype="float32"))
+PREPARE_SPLIT = Good(
+    "stage/1/prepare", msgspec.structs.replace(ORDER, split=SPLIT, part_bytes=4096, elements=ELEMENTS, dtype="float32")
+)
 GRID = GridRound(_GROUP, [], 0, 1, SPLIT, 4096)
 PREPARE_GRID = Good("stage/1/prepare", msgspec.structs.replace(ORDER, rounds=[GRID, GRID]))
 COMMIT = Good("stage/1/commit", Commit(MARK, 1, Position(1, b"next")))
@@ -205,3 +214,45 @@ def in_round(attempt: bytes) -> list[Good]:
         for number, (begin, end) in enumerate(parts)
     ]
     return [*sent, Good("average/1/alive", AverageKey(attempt, 0))]
+
+
+# --- what a hostile peer answers, by the call -------------------------------------------------------------------------
+_NEXT = Position(1, b"next")
+_SELF_READY = MemberInfo(SELF.text, 0, [], True, since=EPOCH_S + 1)
+_LIST = MemberNews(0, 1, [_SELF_READY, MemberInfo(MATE.text, 1, [], True, since=EPOCH_S + 2)], [], False)
+ANSWERS = [
+    *(
+        Good("swarm/1/member", MemberAnswer(1, current, False, "", resend, 1, listed, Forecast(1.0, 2.0), lost))
+        for current in (_NEXT, _NEXT, START, None)
+        for resend, listed, lost in ((False, _LIST, False), (True, _LIST, False), (False, None, True))
+    ),
+    Good("swarm/1/trainer", REPLIES[5]),
+    Good("swarm/1/who", Conducts(9)),
+    Good("swarm/1/leave", Empty()),
+    Good("stage/1/prepare", REPLIES[0]),
+    Good("stage/1/prepare", REPLIES[1]),
+    Good("stage/1/commit", Moved(_NEXT)),
+    Good("stage/1/restore", Moved(START)),
+    Good("average/1/alive", AverageAlive(False)),
+    Good("average/1/alive", AverageAlive(True)),
+    *(replace(good, body=Empty()) for good in in_round(ATTEMPT) if good.frames),
+    Good("dht/1/ping", DHT_REPLIES[0]),
+    Good("dht/1/find", DHT_REPLIES[1]),
+    Good("dht/1/get", DHT_REPLIES[2]),
+    Good("dht/1/store", DHT_REPLIES[3]),
+]
+
+
+def donor() -> list[Good]:
+    """State of stage 0, after a step that the hostile peer names; all in one piece."""
+    items = [StateItem(*item) for item in ServedStage(RUN, 0, "cpu").describe()]
+    layout = StateLayout(items)
+    piece = bytes(layout.cut_out(0, [item.payload for item in items]))
+    digests = piece_digest(piece)
+    frame = TensorFrame("uint8", (layout.pieces, len(digests)), digests)
+    return [
+        Good("state/1/manifest", StateManifest(_NEXT, layout.digest, layout.root(_NEXT, digests))),
+        Good("state/1/digests", Empty(), (frame,)),
+        Good("state/1/piece", Empty(), (TensorFrame("uint8", (len(piece),), piece),)),
+        Good("state/1/release", Empty()),
+    ]

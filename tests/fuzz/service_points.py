@@ -27,6 +27,7 @@ from peerd.machine.yamux_stream import YamuxStream
 from peerd.machine.yamux_wire import DATA, SYN
 from peerd.sim.clock import run_virtual
 from tests.fuzz import goods
+from tests.fuzz.answering import Answering
 from tests.fuzz.calls import FIRST_STREAM, Good, Menu
 from tests.fuzz.goods import SELF, SEQ
 from tests.fuzz.service_scene import ServiceStage, services
@@ -142,6 +143,11 @@ async def _makes_a_step(stage: Stage) -> Sequence[Hostile]:
     await _back_to_start(stage)
     hostile = await _entered(stage)
     mate = await _at_mate(stage, bytes((stage.ephemeral[0] ^ 1, *stage.ephemeral[1:])))
+    await _make_batch(hostile, mate)
+    return [hostile, mate]
+
+
+async def _make_batch(hostile: Hostile, mate: Hostile) -> None:
     await ask(hostile, goods.TRAINER)
     done = []
     for seq in (SEQ, SEQ + 1):
@@ -151,7 +157,6 @@ async def _makes_a_step(stage: Stage) -> Sequence[Hostile]:
             receipts.append(decode(StageAnswer, answer).receipt if answer else None)
         done.append(Done(seq, [goods.HOST.text, goods.MATE.text], receipts))
     await ask(hostile, Good("swarm/1/trainer", msgspec.structs.replace(goods.WISH, done=done, wait_s=0.0)))
-    return [hostile, mate]
 
 
 # --- whom the host follows -------------------------------------------------------------------------------------------
@@ -357,3 +362,54 @@ async def _dial_me(stage: Stage) -> Sequence[Hostile]:
     hostile = await _entered(stage)
     await _tell(hostile, AUTONAT, _DIAL_ME[0])
     return [hostile]
+
+
+# --- whom the host calls ---------------------------------------------------------------------------------------------
+async def _answering(stage: Stage) -> Hostile:
+    """It answers what the host calls it for: as member, conductor, donor, stage-mate and peer of the directory."""
+    hostile = await _entered(stage)
+    return Answering(hostile, random.Random(stage.ephemeral), goods.DHT_POOL, answers())
+
+
+@functools.cache
+def answers() -> dict[str, list[Good]]:
+    """By method. A donor that tells the truth has what the host would have after one more step."""
+    found: dict[str, list[Good]] = {}
+    for good in (*goods.ANSWERS, *goods.donor()):
+        found.setdefault(good.method, []).append(good)
+    return found
+
+
+@point("in the directory, answering", Menu(goods.DHT_POOL, goods.DHT).talk(), POINTS)
+async def _directory_answering(stage: Stage) -> Sequence[Hostile]:
+    hostile = await _answering(stage)
+    assert await ask(hostile, goods.DHT[0])
+    assert await ask(hostile, goods.DHT[4])
+    return [hostile]
+
+
+@point("as its conductor, answering", Menu(goods.POOL, [*goods.ORDERS, *goods.STAGE]).talk(), POINTS)
+async def _conductor_answering(stage: Stage) -> Sequence[Hostile]:
+    """The host reports to it, and fetches from it what it is told to."""
+    await _back_to_start(stage)
+    hostile = await _answering(stage)
+    role = _served(stage).served.role
+    assert await ask(hostile, goods.DHT[0])
+    role._following.conductor = SELF
+    role.say_where()
+    return [hostile]
+
+
+@point(
+    "as a stage-mate in a step, answering",
+    Menu(goods.POOL, [goods.MEMBER, *goods.in_round(goods.ATTEMPT)]).talk(),
+    POINTS,
+)
+async def _mate_answering(stage: Stage) -> Sequence[Hostile]:
+    """A member of the host's stage that holds part of a batch: the conductor orders it to average."""
+    await _back_to_start(stage)
+    hostile = await _answering(stage)
+    mate = await _at_mate(stage, bytes((stage.ephemeral[0] ^ 1, *stage.ephemeral[1:])))
+    await ask(hostile, goods.MEMBER)
+    await _make_batch(hostile, mate)
+    return [hostile, mate]
