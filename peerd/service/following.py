@@ -18,7 +18,7 @@ import trio
 
 from peerd.core.errors import Refused, RemoteError
 from peerd.core.ids import PeerId
-from peerd.core.limits import SUSPECTS
+from peerd.core.limits import REPORTS_AT_ONCE, REPORTS_PER_S, SUSPECTS
 from peerd.core.messages import Empty
 from peerd.core.training import Forecast, Leave, MemberInfo
 from peerd.service.directory import Directory
@@ -54,6 +54,7 @@ class Following:
     # Stage-0 peers heard of otherwise than from the directory: can they not be dialed, and since when do they serve?
     _seen: dict[PeerId, tuple[bool, float]] = field(default_factory=dict)
     _refreshed: float = float("-inf")
+    _reported: float = 0.0  # until when reports are made, at the rate that is allowed
 
     def order(self) -> list[PeerId]:
         """Stage-0 peers by the order in which they conduct; those that cannot be dialed come last."""
@@ -164,6 +165,7 @@ class Following:
     async def ask(self, method: str, make: Callable[[], msgspec.Struct], reply: type[A], timeout_s: float) -> A:
         """Call the conductor until one answers; `make` builds the request for each try."""
         while True:
+            await self._pace()
             peer = await self._choose()
             if peer != self.conductor:
                 self.conductor = peer
@@ -185,6 +187,13 @@ class Following:
                 self.trust(peer)
                 self.waits_for = None
                 return answer.body
+
+    async def _pace(self) -> None:
+        """A conductor that answers at once, without news, cannot have us report without pause."""
+        ahead_s = self._reported - trio.current_time() - REPORTS_AT_ONCE / REPORTS_PER_S
+        if ahead_s > 0:
+            await trio.sleep(ahead_s)
+        self._reported = max(self._reported, trio.current_time()) + 1 / REPORTS_PER_S
 
     async def say_goodbye(self, run: bytes) -> None:
         """Tell the conductor that we leave the run of this fingerprint, so that nobody waits for us."""

@@ -22,6 +22,7 @@ from tests.fuzz.bodies import Bodies, Pool
 from tests.fuzz.calls import Good, data_frames
 from tests.kit.hostile import Hostile, frame
 
+_ANSWERS_MAX = 1000  # of one session: a host that asks for ever shows soon enough
 _WINDOW_BYTES = 1 << 24  # that the host may send on each of its streams
 
 
@@ -39,10 +40,11 @@ class Answering(Hostile):
         self._protocols: dict[int, str] = {}
         self._skip: dict[int, int] = {}  # payload bytes that are still to come
         self._saying = trio.Lock()
+        self._answered = 0
 
-    async def say(self, *plains: bytes) -> None:
+    async def shout(self, data: bytes) -> None:
         async with self._saying:
-            await super().say(*plains)
+            await super().shout(data)
 
     async def hear(self, within_s: float = 1.0) -> bool:
         data = b""
@@ -127,7 +129,8 @@ class Answering(Hostile):
 
     def _answer(self, method: str, kind: int, call_id: int) -> bytes:
         rng, goods = self._rng, self._answers.get(method, ())
-        if not goods or rng.random() < self._bad / 2:
+        self._answered += 1
+        if not goods or self._answered > _ANSWERS_MAX or rng.random() < self._bad / 2:
             return wire.encode_message(wire.CANCEL, call_id) if rng.random() < self._bad else b""
         good = rng.choice(goods)
         payload = b"".join(bytes(one.payload) for one in good.frames)

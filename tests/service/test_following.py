@@ -11,6 +11,7 @@ from trio.testing import MockClock
 
 from peerd.core.errors import Refused
 from peerd.core.ids import PeerId
+from peerd.core.limits import REPORTS_AT_ONCE, REPORTS_PER_S
 from peerd.core.messages import Empty
 from peerd.core.progress import StageProgress
 from peerd.core.training import Leave, MemberInfo
@@ -197,3 +198,17 @@ async def test_who_leaves_tells_the_conductor_and_waits_no_longer_than_a_second_
         me.conductor, began = ids[2], trio.current_time()
         await me.say_goodbye(run)
         assert trio.current_time() - began <= 1.0
+
+
+async def test_a_conductor_that_answers_at_once_is_asked_no_more_often_than_reports_may_come(
+    autojump_clock: MockClock,
+) -> None:
+    async with peers(2) as (_, ids, rpcs, directory):
+        directory.add(ids[1], 1.0)
+        log: list[int] = []
+        conducts(rpcs[1], log, 1)
+        me = following(rpcs[0], ids[0], directory)
+        with trio.move_on_after(10):
+            while len(log) < 10_000:
+                await me.ask("swarm/1/test", Empty, Empty, 5.0)
+        assert REPORTS_AT_ONCE + 9 * REPORTS_PER_S <= len(log) <= REPORTS_AT_ONCE + 11 * REPORTS_PER_S
