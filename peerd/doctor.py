@@ -49,7 +49,7 @@ IDENTIFY_S: Final = 5.0
 SLOW_RTT_S: Final = 0.5
 VERDICT_S: Final = 8.0  # for those who dial back
 CLOCK_WARN_S: Final = 2.0
-DHT_PROTOCOL: Final = "/peerd/dht/1"
+DHT_PROTOCOL: Final = "/peerd/dht/2"
 PACKAGES: Final = ("trio", "msgspec", "cryptography", "pynacl", "multiaddr", "numpy", "safetensors")
 
 
@@ -257,7 +257,7 @@ async def _skew(rpc: Rpc, clock: RealClock, peer: PeerId) -> float | None:
     sent = clock.wall()
     body = PingMessage(HelloMessage([], sent))
     try:
-        answer = await rpc.call(peer, "dht/1/ping", body, PongMessage, timeout_s=CONNECT_S)
+        answer = await rpc.call(peer, "dht/2/ping", body, PongMessage, timeout_s=CONNECT_S)
     except Refused as error:
         if NO_TOKEN in str(error):
             return None

@@ -62,14 +62,14 @@ class AuxRole:
         orders = MethodLimits(body_bytes=1 << 20, calls_per_peer=4)
         try:
             await self._training.compare_settings()
-            self._ctx.rpc.serve("stage/1/prepare", Prepare, self._prepare, limits=orders)
+            self._ctx.rpc.serve("stage/2/prepare", Prepare, self._prepare, limits=orders)
             task_status.started()
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._training.assembling().run, self._stage)
                 nursery.start_soon(self._tally.run)
                 await self._follow()
         finally:
-            for service in ("stage/1", "average/1"):
+            for service in ("stage/2", "average/1"):
                 self._ctx.rpc.unserve(service)
 
     async def leave(self) -> None:
@@ -94,7 +94,7 @@ class AuxRole:
     async def _follow(self) -> None:
         """Report to the conductor, so that it counts on us and we know whom to obey."""
         while True:
-            answer = await self._following.ask("swarm/1/member", self._report, MemberAnswer, _SYNC_WAIT_S + 8.0)
+            answer = await self._following.ask("swarm/2/member", self._report, MemberAnswer, _SYNC_WAIT_S + 8.0)
             self._term, self._seen = max(self._term, answer.term), answer.version
             self._following.note_forecast(answer.forecast)
             if (members := self._listed.take(answer.members)) is not None:

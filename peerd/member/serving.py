@@ -55,7 +55,7 @@ class Place(Protocol):
 
 
 class Serving:
-    """Serves `stage/1/forward`, `loss` and `backward`. `closing`: the sum of this step is being averaged."""
+    """Serves `stage/2/forward`, `loss` and `backward`. `closing`: the sum of this step is being averaged."""
 
     def __init__(self, ctx: RoleContext, run: RunFile, fingerprint: bytes, place: Place) -> None:
         self._ctx = ctx
@@ -71,9 +71,9 @@ class Serving:
     def serve(self) -> None:
         """From now on; the boundary must run."""
         rpc = self._ctx.rpc
-        rpc.serve("stage/1/forward", StageForward, self._forward, limits=_LIMITS)
-        rpc.serve("stage/1/loss", StageLoss, self._loss, limits=_LIMITS)
-        rpc.serve("stage/1/backward", StageBackward, self._backward, limits=_LIMITS, objection=self._objection)
+        rpc.serve("stage/2/forward", StageForward, self._forward, limits=_LIMITS)
+        rpc.serve("stage/2/loss", StageLoss, self._loss, limits=_LIMITS)
+        rpc.serve("stage/2/backward", StageBackward, self._backward, limits=_LIMITS, objection=self._objection)
 
     def rate(self) -> float:
         """Samples per second of computing: what this device can do when it is never idle."""

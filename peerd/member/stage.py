@@ -54,7 +54,7 @@ from peerd.role import Answer, Incoming, KnownMembers, MethodLimits, RoleContext
 T = TypeVar("T")
 
 _START = Position(0, b"")
-_SERVICES = ("stage/1", "average/1", "state/1")
+_SERVICES = ("stage/2", "average/1", "state/1")
 _SYNC_WAIT_S = 2.0
 _LEAVE_PATIENCE_S = 4.0
 
@@ -331,7 +331,7 @@ class StageMember:
         while True:
             told = self._news
             with trio.CancelScope() as self._asking:
-                answer = await self._following.ask("swarm/1/member", self._report, MemberAnswer, _SYNC_WAIT_S + 8.0)
+                answer = await self._following.ask("swarm/2/member", self._report, MemberAnswer, _SYNC_WAIT_S + 8.0)
             if self._asking.cancelled_caught:
                 continue
             self._seen, self._resend, self._told = answer.version, answer.resend, told
@@ -403,9 +403,9 @@ class StageMember:
         orders = MethodLimits(body_bytes=1 << 20, calls_per_peer=4)
         if self._own is None:
             self._serving.serve()
-        rpc.serve("stage/1/prepare", Prepare, self._prepare, limits=orders)
-        rpc.serve("stage/1/commit", Commit, self._commit, limits=orders)
-        rpc.serve("stage/1/restore", Restore, self._restore, limits=orders)
+        rpc.serve("stage/2/prepare", Prepare, self._prepare, limits=orders)
+        rpc.serve("stage/2/commit", Commit, self._commit, limits=orders)
+        rpc.serve("stage/2/restore", Restore, self._restore, limits=orders)
         self._catching_up.offer(self._stage)
 
     # --- the conductor's orders -------------------------------------------------------------------------------

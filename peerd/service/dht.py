@@ -44,7 +44,7 @@ from peerd.service.rpc_types import Answer, Incoming
 __all__ = ["Dht", "DhtConfig", "Record"]
 
 _log = logging.getLogger("peerd.dht")
-_PROTOCOL = "dht/1"
+_PROTOCOL = "dht/2"
 _CALLS_PER_PEER = 64  # at once; a peer that joins, publishes and reads at the same time has about ten
 _SLACK_BYTES = 32 << 10  # of a message beyond the records in it
 _OUTDATED = (Verdict.STALE, Verdict.UNTIMELY)

@@ -1,6 +1,6 @@
 """The DHT's messages on the wire, and their translation to the values that `machine/kademlia` works with.
 
-Bodies of the calls dht/1/ping, dht/1/find, dht/1/get and dht/1/store. Lengths are bounded by the types, so that
+Bodies of the calls dht/2/ping, dht/2/find, dht/2/get and dht/2/store. Lengths are bounded by the types, so that
 decoding refuses what is too long; the translation refuses the rest (records that are none, ids of other key types,
 clocks that show no number) with ProtocolViolation. Signatures are not checked here. Addresses that make no sense are
 dropped, not refused: a later version may know kinds that we do not.
@@ -68,7 +68,7 @@ class PongMessage(Message, frozen=True):
 
 
 class FindMessage(Message, frozen=True):
-    """Of dht/1/find and dht/1/get. `most_bytes`: wanted of one key; 0: all of it."""
+    """Of dht/2/find and dht/2/get. `most_bytes`: wanted of one key; 0: all of it."""
 
     keys: Annotated[list[KeyBytes], msgspec.Meta(min_length=1, max_length=DHT_KEYS_PER_CALL)]
     hello: HelloMessage | None
@@ -76,14 +76,14 @@ class FindMessage(Message, frozen=True):
 
 
 class NearMessage(Message, frozen=True):
-    """The answer of dht/1/find: contacts near any of the keys."""
+    """The answer of dht/2/find: contacts near any of the keys."""
 
     contacts: Contacts
     hello: HelloMessage | None
 
 
 class RecordsMessage(Message, frozen=True):
-    """The answer of dht/1/get: records of the first so many keys, and contacts near them."""
+    """The answer of dht/2/get: records of the first so many keys, and contacts near them."""
 
     records: Annotated[list[KeyRecords], msgspec.Meta(min_length=1, max_length=DHT_KEYS_PER_CALL)]
     contacts: Contacts
@@ -115,11 +115,11 @@ def request_to_wire(request: q.Request, wall: float) -> tuple[str, RequestMessag
     match request:
         case q.Find(keys, values, _, most_bytes):
             body = FindMessage([key.raw for key in keys], hello, most_bytes)
-            return ("dht/1/get", body, RecordsMessage) if values else ("dht/1/find", body, NearMessage)
+            return ("dht/2/get", body, RecordsMessage) if values else ("dht/2/find", body, NearMessage)
         case q.Store(records):
-            return "dht/1/store", StoreMessage([record.encode() for record in records], hello), StoredMessage
+            return "dht/2/store", StoreMessage([record.encode() for record in records], hello), StoredMessage
         case q.Ping():
-            return "dht/1/ping", PingMessage(hello), PongMessage
+            return "dht/2/ping", PingMessage(hello), PongMessage
 
 
 def request_from_wire(message: RequestMessage, *, values: bool = False) -> q.Request:

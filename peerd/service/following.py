@@ -200,7 +200,7 @@ class Following:
         if self.conductor is None or self.conductor == self.own:
             return
         with trio.move_on_after(_GOODBYE_S), suppress(RemoteError):  # it will notice when the connection closes
-            await self.rpc.call(self.conductor, "swarm/1/leave", Leave(run), Empty, timeout_s=_GOODBYE_S)
+            await self.rpc.call(self.conductor, "swarm/2/leave", Leave(run), Empty, timeout_s=_GOODBYE_S)
 
     async def _choose(self) -> PeerId:
         """The conductor to ask now; waits until stage 0 has a peer."""

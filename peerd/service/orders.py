@@ -131,7 +131,7 @@ class Orders:
             )
         try:
             peer = PeerId.parse(order.peer)
-            found = (await self._rpc.call(peer, "stage/1/prepare", body, Prepared, timeout_s=body.timeout_s)).body
+            found = (await self._rpc.call(peer, "stage/2/prepare", body, Prepared, timeout_s=body.timeout_s)).body
             told = tuple(found.missing), tuple(found.lost), found.digest, tuple(found.refused)
             end = PrepareEnded(order.peer, order.attempt, found.ok, *told)
         except RemoteError as error:
@@ -143,7 +143,7 @@ class Orders:
         """Have one member commit or restore."""
         run, position = self._config.fingerprint, None
         body = Commit(run, reign.term, order.target) if order.commit else Restore(run, reign.term, order.target)
-        method = "stage/1/commit" if order.commit else "stage/1/restore"
+        method = "stage/2/commit" if order.commit else "stage/2/restore"
         try:
             peer = PeerId.parse(order.peer)
             position = (await self._rpc.call(peer, method, body, Moved, timeout_s=_MOVE_TIMEOUT_S)).body.position

@@ -19,8 +19,8 @@ from peerd.service.dht_messages import FindMessage, PingMessage
 from scripts.hostile.field import Field
 from scripts.hostile.session import DATA, FIN, RST, SYN, WINDOW, Session, frame, opening, session
 
-_DHT = "/peerd/dht/1"
-_STAGE = "/peerd/stage/1"
+_DHT = "/peerd/dht/2"
+_STAGE = "/peerd/stage/2"
 
 
 def ping(call_id: int) -> bytes:

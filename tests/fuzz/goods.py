@@ -1,5 +1,5 @@
-"""Calls that the host of a `service_scene` takes from the hostile peer: as member, trainer, helper, newcomer, conductor,
-stage-mate and peer of the directory; and what the hostile peer answers to the host's own.
+"""Calls that the host of a `service_scene` takes from the hostile peer: as member, trainer, helper, newcomer,
+conductor, stage-mate and peer of the directory; and what the hostile peer answers to the host's own.
 """
 
 from __future__ import annotations
@@ -101,32 +101,32 @@ def _report(**changes: object) -> MemberSync:
     return msgspec.structs.replace(good, **changes)
 
 
-MEMBER = Good("swarm/1/member", _report())
-HELPER = Good("swarm/1/member", _report(held=None, line=LineInfo("aux", 1e6, 1e6)))
-OF_STAGE_1 = Good("swarm/1/member", _report(stage=1))
+MEMBER = Good("swarm/2/member", _report())
+HELPER = Good("swarm/2/member", _report(held=None, line=LineInfo("aux", 1e6, 1e6)))
+OF_STAGE_1 = Good("swarm/2/member", _report(stage=1))
 WISH = TrainerSync(MARK, 1, 0, Seqs.of([SEQ, SEQ + 1]), [], 0, 0, 0.5)
-TRAINER = Good("swarm/1/trainer", WISH)
+TRAINER = Good("swarm/2/trainer", WISH)
 DONE = Good(
-    "swarm/1/trainer",
+    "swarm/2/trainer",
     msgspec.structs.replace(WISH, done=[Done(SEQ, [HOST.text, MATE.text], [Receipt(1, bytes(64)), None])]),
 )
-LEAVE, WHO_CONDUCTS = Good("swarm/1/leave", Leave(MARK)), Good("swarm/1/who", Leave(MARK))
+LEAVE, WHO_CONDUCTS = Good("swarm/2/leave", Leave(MARK)), Good("swarm/2/who", Leave(MARK))
 GRANT = grant(keypair("host").sign, GrantStatement(MARK, 1, 0, SELF.text, Seqs.of([SEQ, SEQ + 1])))
-FORWARD = Good("stage/1/forward", StageForward(MARK, 0, 0), tuple(microbatch(1)[:1]))
-LOSS = Good("stage/1/loss", StageLoss(MARK, 0), tuple(microbatch(1)))
-BACKWARD = Good("stage/1/backward", StageBackward(MARK, 0, 0, SEQ, grant=GRANT), tuple(microbatch(1)))
+FORWARD = Good("stage/2/forward", StageForward(MARK, 0, 0), tuple(microbatch(1)[:1]))
+LOSS = Good("stage/2/loss", StageLoss(MARK, 0), tuple(microbatch(1)))
+BACKWARD = Good("stage/2/backward", StageBackward(MARK, 0, 0, SEQ, grant=GRANT), tuple(microbatch(1)))
 _GROUP = sorted([HOST.text, SELF.text])
 ORDER = Prepare(MARK, 1, 0, ATTEMPT, b"next", _GROUP, Mbs(), 4, 30.0)
 SPLIT = [Party(_GROUP[0], "node", 0.5), Party(_GROUP[1], "node", 0.5)]
-PREPARE = Good("stage/1/prepare", ORDER)
-PREPARE_ALONE = Good("stage/1/prepare", msgspec.structs.replace(ORDER, group=[HOST.text]))
+PREPARE = Good("stage/2/prepare", ORDER)
+PREPARE_ALONE = Good("stage/2/prepare", msgspec.structs.replace(ORDER, group=[HOST.text]))
 PREPARE_SPLIT = Good(
-    "stage/1/prepare", msgspec.structs.replace(ORDER, split=SPLIT, part_bytes=4096, elements=ELEMENTS, dtype="float32")
+    "stage/2/prepare", msgspec.structs.replace(ORDER, split=SPLIT, part_bytes=4096, elements=ELEMENTS, dtype="float32")
 )
 GRID = GridRound(_GROUP, [], 0, 1, SPLIT, 4096)
-PREPARE_GRID = Good("stage/1/prepare", msgspec.structs.replace(ORDER, rounds=[GRID, GRID]))
-COMMIT = Good("stage/1/commit", Commit(MARK, 1, Position(1, b"next")))
-RESTORE = Good("stage/1/restore", Restore(MARK, 1, START))
+PREPARE_GRID = Good("stage/2/prepare", msgspec.structs.replace(ORDER, rounds=[GRID, GRID]))
+COMMIT = Good("stage/2/commit", Commit(MARK, 1, Position(1, b"next")))
+RESTORE = Good("stage/2/restore", Restore(MARK, 1, START))
 _HELLO = dht.HelloMessage([b"\x04\x0a\0\0\x09\x06\x0f\xa1"], EPOCH_S + 10)
 
 
@@ -163,11 +163,11 @@ def _records() -> list[bytes]:
 _STORED = _records()
 _KEYS = [stage_key(RUN.run, 0).raw, Key.of("any").raw, HOST.raw[-32:]]
 DHT = [
-    Good("dht/1/ping", dht.PingMessage(_HELLO)),
-    Good("dht/1/find", dht.FindMessage(_KEYS, _HELLO)),
-    Good("dht/1/get", dht.FindMessage(_KEYS, None)),
-    *(Good("dht/1/store", dht.StoreMessage([record], _HELLO)) for record in _STORED),
-    Good("dht/1/store", dht.StoreMessage(_STORED, None)),
+    Good("dht/2/ping", dht.PingMessage(_HELLO)),
+    Good("dht/2/find", dht.FindMessage(_KEYS, _HELLO)),
+    Good("dht/2/get", dht.FindMessage(_KEYS, None)),
+    *(Good("dht/2/store", dht.StoreMessage([record], _HELLO)) for record in _STORED),
+    Good("dht/2/store", dht.StoreMessage(_STORED, None)),
 ]
 DHT_POOL = Pool(POOL.texts, (*POOL.data, *_KEYS, *_STORED, _HELLO.addrs[0]))
 DHT_REPLIES = [
@@ -194,9 +194,9 @@ ORDERS = [PREPARE, PREPARE_ALONE, PREPARE_SPLIT, PREPARE_GRID, COMMIT, RESTORE]
 # What is asked of the last stage, where the host's is not: for its mate.
 _HIDDEN = TensorFrame("float32", (2, 16, 16), np.linspace(-1, 1, 512, dtype="float32").tobytes())
 LAST = [
-    Good("stage/1/forward", StageForward(MARK, 1, None), (_HIDDEN,)),
-    Good("stage/1/loss", StageLoss(MARK, 1), (_HIDDEN, microbatch(1)[0])),
-    Good("stage/1/backward", StageBackward(MARK, 1, 0, SEQ, grant=GRANT), (_HIDDEN, microbatch(1)[0])),
+    Good("stage/2/forward", StageForward(MARK, 1, None), (_HIDDEN,)),
+    Good("stage/2/loss", StageLoss(MARK, 1), (_HIDDEN, microbatch(1)[0])),
+    Good("stage/2/backward", StageBackward(MARK, 1, 0, SEQ, grant=GRANT), (_HIDDEN, microbatch(1)[0])),
 ]
 
 
@@ -222,24 +222,24 @@ _SELF_READY = MemberInfo(SELF.text, 0, [], True, since=EPOCH_S + 1)
 _LIST = MemberNews(0, 1, [_SELF_READY, MemberInfo(MATE.text, 1, [], True, since=EPOCH_S + 2)], [], False)
 ANSWERS = [
     *(
-        Good("swarm/1/member", MemberAnswer(1, current, False, "", resend, 1, listed, Forecast(1.0, 2.0), lost))
+        Good("swarm/2/member", MemberAnswer(1, current, False, "", resend, 1, listed, Forecast(1.0, 2.0), lost))
         for current in (_NEXT, _NEXT, START, None)
         for resend, listed, lost in ((False, _LIST, False), (True, _LIST, False), (False, None, True))
     ),
-    Good("swarm/1/trainer", REPLIES[5]),
-    Good("swarm/1/who", Conducts(9)),
-    Good("swarm/1/leave", Empty()),
-    Good("stage/1/prepare", REPLIES[0]),
-    Good("stage/1/prepare", REPLIES[1]),
-    Good("stage/1/commit", Moved(_NEXT)),
-    Good("stage/1/restore", Moved(START)),
+    Good("swarm/2/trainer", REPLIES[5]),
+    Good("swarm/2/who", Conducts(9)),
+    Good("swarm/2/leave", Empty()),
+    Good("stage/2/prepare", REPLIES[0]),
+    Good("stage/2/prepare", REPLIES[1]),
+    Good("stage/2/commit", Moved(_NEXT)),
+    Good("stage/2/restore", Moved(START)),
     Good("average/1/alive", AverageAlive(False)),
     Good("average/1/alive", AverageAlive(True)),
     *(replace(good, body=Empty()) for good in in_round(ATTEMPT) if good.frames),
-    Good("dht/1/ping", DHT_REPLIES[0]),
-    Good("dht/1/find", DHT_REPLIES[1]),
-    Good("dht/1/get", DHT_REPLIES[2]),
-    Good("dht/1/store", DHT_REPLIES[3]),
+    Good("dht/2/ping", DHT_REPLIES[0]),
+    Good("dht/2/find", DHT_REPLIES[1]),
+    Good("dht/2/get", DHT_REPLIES[2]),
+    Good("dht/2/store", DHT_REPLIES[3]),
 ]
 
 

@@ -110,9 +110,9 @@ class ServiceStage(Stage):
         forward = StageForward(MARK, 0, None)
         try:
             await self.asks.call(
-                self.host.id, "stage/1/forward", forward, StageAnswer, frames=input_frame, timeout_s=30
+                self.host.id, "stage/2/forward", forward, StageAnswer, frames=input_frame, timeout_s=30
             )
-            await self.asks.call(self.host.id, "swarm/1/who", Leave(MARK), Conducts, timeout_s=30)
+            await self.asks.call(self.host.id, "swarm/2/who", Leave(MARK), Conducts, timeout_s=30)
         except Refused as error:
             return "" if "does not conduct" in str(error) else f"an honest call is refused: {error}"
         except RemoteError as error:

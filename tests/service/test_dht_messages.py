@@ -47,7 +47,7 @@ verdicts = st.tuples(st.sampled_from(Verdict), st.integers(0, 2**63 - 1))
 def test_a_request_comes_back_from_the_wire(request: q.Request) -> None:
     method, body, _ = wire.request_to_wire(request, 1.5)
     assert body == decode(type(body), encode(body))
-    values = method == "dht/1/get"
+    values = method == "dht/2/get"
     assert wire.request_from_wire(decode(type(body), encode(body)), values=values) == request
 
 

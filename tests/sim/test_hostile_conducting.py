@@ -69,14 +69,14 @@ class Hostile:
                 "wait_s": 0.0,
             },
         }
-        return await self._say("swarm/1/member", MemberSync(**{**lies, **changes}), MemberAnswer)
+        return await self._say("swarm/2/member", MemberSync(**{**lies, **changes}), MemberAnswer)
 
     async def trainer(self, **changes: Any) -> TrainerAnswer | None:
         lies: dict[str, Any] = {
             **{"run": self.run, "term": 0, "step": 0, "open": Seqs(), "done": [], "seen": 0, "seen_members": 0},
             "wait_s": 0.0,
         }
-        return await self._say("swarm/1/trainer", TrainerSync(**{**lies, **changes}), TrainerAnswer)
+        return await self._say("swarm/2/trainer", TrainerSync(**{**lies, **changes}), TrainerAnswer)
 
     async def _say(self, method: str, body: msgspec.Struct, reply: type[Any]) -> Any:
         with suppress(RemoteError):
@@ -88,7 +88,7 @@ class Hostile:
             await trio.lowlevel.checkpoint()
             return Answer(Conducts(term))
 
-        self.node.rpc.serve("swarm/1/who", Leave, who)
+        self.node.rpc.serve("swarm/2/who", Leave, who)
 
 
 async def names_terms(hostile: Hostile) -> None:
