@@ -1,4 +1,4 @@
-"""Bodies of messages that a decoder mostly takes: of a message's type, or of a good message with other fields.
+"""Bodies of messages that a decoder mostly takes: made from a message's type, or from a good one with other fields.
 
 What is in them comes from a pool: names of real peers and of none, the run's fingerprint, numbers at the edges of what
 is allowed and some beyond. Everything follows from the generator's state alone.

@@ -64,6 +64,21 @@ KEPT_POSITION = Position(3, b"kept")
 LENT = (Means.RECEIVING, Means.ANSWERS, Means.STREAMS, Means.CALLS, Means.LINKS)  # what goes back with a connection
 
 
+async def still_lent(host: Host, friends: frozenset[str]) -> str:
+    """What strangers still have of a host's means a while after they have gone; "": nothing."""
+
+    def has(means: Means) -> bool:
+        return any(user.peer not in friends for user in host.book._accounts[means].by)
+
+    since = trio.current_time()
+    host.book.check()
+    while kept := [means for means in LENT if has(means)]:
+        if trio.current_time() - since > WITHIN_S:
+            return f"strangers still have {', '.join(kept)}"
+        await trio.sleep(0.05)
+    return ""
+
+
 @dataclass
 class Peer:
     """One host with its run's role."""
@@ -86,12 +101,9 @@ class ServiceStage(Stage):
         """As below, and: nothing that was lent to strangers is out, and calls are answered."""
         if wrong := await super().check():
             return wrong
-        book, since = self.host.book, trio.current_time()
-        book.check()
-        while kept := [means for means in LENT if self._has(means)]:
-            if trio.current_time() - since > WITHIN_S:
-                return f"strangers still have {', '.join(kept)}"
-            await trio.sleep(0.05)
+        if wrong := await still_lent(self.host, self.friends):
+            return wrong
+        since = trio.current_time()
         if faults := self.mate.host.faults.places:
             return f"the other stage: {faults}"
         while others := [link for link in self.mate.host.links if link.peer.text not in self.friends]:
@@ -99,10 +111,6 @@ class ServiceStage(Stage):
                 return f"the other stage still has {others}"
             await trio.sleep(0.05)
         return await self._is_answered()
-
-    def _has(self, means: Means) -> int:
-        uses = self.host.book._accounts[means].by
-        return sum(amount for user, amount in uses.items() if user.peer not in self.friends)
 
     async def _is_answered(self) -> str:
         """The honest peer gets an answer of each kind of service; a refusal is one, where the hostile peer conducts."""

@@ -7,6 +7,7 @@ import torch
 import trio
 
 from peerd.sim.clock import run_virtual
+from tests.fuzz import access_points
 from tests.fuzz.service_points import POINTS
 from tests.fuzz.service_scene import services
 from tests.fuzz.sessions import COUNT, Point, draw, first_failure
@@ -24,6 +25,11 @@ def _one_thread() -> None:
 def test_a_run_outlives_hostile_sessions(shard: int) -> None:
     numbers = range(shard * COUNT // SHARDS, (shard + 1) * COUNT // SHARDS)
     assert first_failure(1, numbers, POINTS, services) == ""
+
+
+@pytest.mark.slow
+def test_a_gate_outlives_hostile_sessions() -> None:
+    assert first_failure(1, range(COUNT // SHARDS), access_points.POINTS, access_points.gate) == ""
 
 
 @pytest.mark.slow

@@ -1,0 +1,139 @@
+"""Points at a gate: a host of a run with tokens, and a peer that shows one, no good one, or another's."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+import trio
+
+from peerd.core.errors import RemoteError
+from peerd.core.ids import PeerId
+from peerd.core.messages import Empty
+from peerd.net.host import Host
+from peerd.service.access import Access, Present
+from peerd.service.dht import Dht
+from peerd.service.rpc import Answer, Incoming, Rpc
+from peerd.sim.clock import SimClock
+from tests.fuzz import goods
+from tests.fuzz.bodies import Pool
+from tests.fuzz.calls import Good, Menu
+from tests.fuzz.goods import SELF
+from tests.fuzz.service_points import ask
+from tests.fuzz.service_scene import still_lent
+from tests.fuzz.session_points import WHO
+from tests.fuzz.sessions import HOST, NETWORK, Point, Stage, point
+from tests.kit.hostile import Hostile, enter, secrets
+from tests.kit.hosts import Hosts, echo, keypair, running_hosts
+from tests.kit.members import ORGANIZER, STRANGER, Papers, revoked, run_file, token
+from tests.kit.virtual import addr_of, transport
+
+POINTS: list[Point] = []
+RUN = run_file()
+TOKEN, ANOTHERS, EXPIRED = token(SELF), token(goods.HONEST), token(SELF, expires=1)
+FORGED, LISTS = token(SELF, by=STRANGER), (revoked(1, 99), revoked(2, 98, 99), revoked(3, 99, by=STRANGER))
+POOL = Pool(
+    texts=(*goods.POOL.texts, RUN.run),
+    data=(*goods.POOL.data, TOKEN, ANOTHERS, EXPIRED, FORGED, *LISTS, ORGANIZER.peer_id.raw),
+)
+SHOWN = Good("access/1/present", Present(RUN.run, TOKEN, b""))
+CALLS = [
+    SHOWN,
+    *(Good("access/1/present", Present(RUN.run, one, LISTS[0])) for one in (ANOTHERS, EXPIRED, FORGED, b"")),
+    Good("access/1/present", Present(RUN.run, TOKEN, LISTS[1])),
+    Good("access/1/present", Present(RUN.run, TOKEN, LISTS[2])),
+    *(Good(method, Empty()) for method in ("other/1/ask", "stage/1/forward", "swarm/1/member")),
+    *goods.DHT[:3],
+]
+
+
+@dataclass(kw_only=True)
+class GateStage(Stage):
+    """A host with a gate; the honest peer has a token."""
+
+    asks: Rpc
+    friends: frozenset[str]
+
+    async def check(self) -> str:
+        """As below, and: nothing that was lent to strangers is out, and a member's call is answered."""
+        if wrong := await super().check() or await still_lent(self.host, self.friends):
+            return wrong
+        try:
+            await self.asks.call(self.host.id, "other/1/ask", Empty(), Empty, timeout_s=30)
+        except RemoteError as error:
+            return f"a member's call is not answered: {error}"
+        return ""
+
+
+async def _start(hosts: Hosts, name: str) -> tuple[Host, Rpc]:
+    host, clock = await hosts.start(name, HOST), SimClock(1, name)
+    rpc = Rpc(host, clock)
+    dht = Dht(host, rpc, clock, keypair(name))
+    access = Access(RUN, host, rpc, clock, Papers(token(PeerId.parse(host.id.text), expires=1 << 37)))
+    rpc.guard(access)
+
+    async def answer(call: Incoming[Empty]) -> Answer[Empty]:
+        await trio.lowlevel.checkpoint()
+        return Answer(Empty())
+
+    for method in ("other/1/ask", "stage/1/forward", "swarm/1/member"):
+        rpc.serve(method, Empty, answer)
+    for part in (rpc, access):
+        await hosts.nursery.start(part.run)
+    await hosts.nursery.start(dht.run, [])
+    hosts.nursery.start_soon(access.refresh, dht)
+    return host, rpc
+
+
+@asynccontextmanager
+async def gate() -> AsyncIterator[GateStage]:
+    """A run with tokens."""
+    async with running_hosts(NETWORK) as hosts:
+        host, _ = await _start(hosts, "host")
+        honest, asks = await _start(hosts, "honest")
+        host.handle("/echo/1", echo)
+        await honest.connect(host.id, [hosts.addr("host")])
+        network = transport(hosts.net, "hostile")
+        listener = await network.listen(addr_of(hosts.net, "hostile"))
+        async with trio.open_nursery() as nursery:
+            made = GateStage(
+                host=host,
+                honest=honest,
+                addr=hosts.addr("host"),
+                network=network,
+                listener=listener,
+                nursery=nursery,
+                asks=asks,
+                friends=frozenset((host.id.text, honest.id.text)),
+            )
+            await trio.sleep(1)
+            made.links = set(host.links)
+            yield made
+            nursery.cancel_scope.cancel()
+
+
+async def _entered(stage: Stage) -> Hostile:
+    return await enter(stage.network, stage.addr, WHO, stage.ephemeral)
+
+
+@point("before a closed gate", Menu(POOL, CALLS).talk(), POINTS)
+async def _stranger(stage: Stage) -> Sequence[Hostile]:
+    hostile = await enter(stage.network, stage.addr, secrets("stranger"), stage.ephemeral)
+    assert await ask(hostile, Good("other/1/ask", Empty())) == b""
+    return [hostile]
+
+
+@point("with a token", Menu(POOL, CALLS).talk(), POINTS)
+async def _member(stage: Stage) -> Sequence[Hostile]:
+    hostile = await _entered(stage)
+    assert await ask(hostile, SHOWN)
+    assert await ask(hostile, Good("other/1/ask", Empty()))
+    return [hostile]
+
+
+@point("with another's token", Menu(POOL, CALLS).talk(), POINTS)
+async def _another(stage: Stage) -> Sequence[Hostile]:
+    hostile = await _entered(stage)
+    assert await ask(hostile, CALLS[1])
+    return [hostile]
