@@ -296,7 +296,7 @@ class Access:
             self.roll.forget(peer)
             return _Met("", until)
         self._learn(answer.revoked, peer)
-        why = self.roll.admit(peer, answer.token, self._clock.wall())
+        why = self._admit(peer, answer.token)
         if why is not None:
             self._tell(peer, "member", f"it is no member: {why}")
         refused = "".join(char if char.isprintable() else "?" for char in answer.why)
@@ -311,11 +311,17 @@ class Access:
         if body.run != self.roll.run:
             why: str | None = "you are of another run"
         else:
-            why = self.roll.admit(peer, body.token, self._clock.wall())
+            why = self._admit(peer, body.token)
         if why is not None:
             self._tell(peer, "member", f"it is no member: {why}")
         newer = b"" if body.revoked == self.roll.revoked_data else self.roll.revoked_data
         return Answer(Presented(self.roll.refusal(why) if why else "", self._token, newer))
+
+    def _admit(self, peer: PeerId, token: bytes) -> str | None:
+        why = self.roll.admit(peer, token, self._clock.wall())
+        if self._host.links.best(peer) is None:
+            self.roll.forget(peer)  # it went meanwhile, and nobody will say so once more
+        return why
 
     def _learn(self, data: bytes, bringer: PeerId | None) -> None:
         """Take over a newer list; everybody is then shown ours again, so that it spreads."""

@@ -24,7 +24,7 @@ from tests.fuzz.service_points import ask
 from tests.fuzz.service_scene import still_lent
 from tests.fuzz.session_points import WHO
 from tests.fuzz.sessions import HOST, NETWORK, Point, Stage, point
-from tests.kit.hostile import Hostile, enter, secrets
+from tests.kit.hostile import Hostile, enter
 from tests.kit.hosts import Hosts, echo, keypair, running_hosts
 from tests.kit.members import ORGANIZER, STRANGER, Papers, revoked, run_file, token
 from tests.kit.virtual import addr_of, transport
@@ -119,7 +119,7 @@ async def _entered(stage: Stage) -> Hostile:
 
 @point("before a closed gate", Menu(POOL, CALLS).talk(), POINTS)
 async def _stranger(stage: Stage) -> Sequence[Hostile]:
-    hostile = await enter(stage.network, stage.addr, secrets("stranger"), stage.ephemeral)
+    hostile = await _entered(stage)  # who has shown a token before, and gone since
     assert await ask(hostile, Good("other/1/ask", Empty())) == b""
     return [hostile]
 

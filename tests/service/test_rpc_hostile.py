@@ -286,22 +286,6 @@ async def test_behind_a_closed_gate_nothing_but_the_heads_of_calls_is_read(autoj
         assert all(stream.closed for stream in streams)
 
 
-async def test_calls_that_a_method_objects_to_leave_nothing_in_the_book(autojump_clock: Clock) -> None:
-    """Nor do those that are refused while nobody reads it."""
-    async with scene() as s:
-
-        def objection(peer: PeerId, body: Text) -> RemoteError | None:
-            return Refused("not this one")
-
-        s.rpc.serve("t/1/choosy", Text, echo, limits=LARGE, objection=objection)
-        stream = await s.stream("stranger")
-        for call_id in range(1, 101):
-            await stream.send(call(call_id, "choosy", SOME if call_id % 2 else encode(Text("x"))))
-            assert await error_of(stream) == (call_id, "not this one")
-            assert s.used() == {}
-        assert s.rpc.status()["running"] == 0
-
-
 async def test_a_gate_that_opens_lets_in_the_next_call_of_the_same_stream(autojump_clock: Clock) -> None:
     async with scene() as s:
         gate = Gatekeeper()
