@@ -32,6 +32,11 @@ def test_a_gate_outlives_hostile_sessions() -> None:
     assert first_failure(1, range(COUNT // SHARDS), access_points.POINTS, access_points.gate) == ""
 
 
+def test_whoever_has_gone_before_its_token_was_read_shows_it_again() -> None:
+    """Sessions of which one ends just so; the next finds a closed gate."""
+    assert first_failure(1, range(500, 508), access_points.POINTS, access_points.gate) == ""
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("point", [pytest.param(one, id=one.name) for one in POINTS])
 def test_a_session_reaches_its_point(point: Point) -> None:
