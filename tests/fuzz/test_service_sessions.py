@@ -12,7 +12,7 @@ from tests.fuzz.service_points import POINTS
 from tests.fuzz.service_scene import services
 from tests.fuzz.sessions import COUNT, Point, draw, first_failure
 
-SHARDS = 5  # for as many processes
+SHARDS = max(5, COUNT // 500)  # for several processes, and none of them takes long
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -28,8 +28,10 @@ def test_a_run_outlives_hostile_sessions(shard: int) -> None:
 
 
 @pytest.mark.slow
-def test_a_gate_outlives_hostile_sessions() -> None:
-    assert first_failure(1, range(COUNT // SHARDS), access_points.POINTS, access_points.gate) == ""
+@pytest.mark.parametrize("shard", range(SHARDS))
+def test_a_gate_outlives_hostile_sessions(shard: int) -> None:
+    each = COUNT // 5 // SHARDS
+    assert first_failure(1, range(shard * each, (shard + 1) * each), access_points.POINTS, access_points.gate) == ""
 
 
 def test_whoever_has_gone_before_its_token_was_read_shows_it_again() -> None:

@@ -15,7 +15,7 @@ from tests.fuzz import session_points
 from tests.fuzz.sessions import COUNT, POINTS, SERVING, Point, Stage, draw, first_failure, stage
 from tests.kit.hostile import Hostile, enter
 
-SHARDS = 5  # for as many processes
+SHARDS = max(5, COUNT // 1000)  # for several processes, and none of them takes long
 assert session_points.__name__  # its points have joined by importing
 
 
