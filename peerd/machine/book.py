@@ -60,55 +60,22 @@ class Bounds:
     reserved: int = 0  # of the total, for members alone
 
 
+def shared_out(total: int, peer: int, *, kept: bool = True) -> Bounds:
+    """Bounds as nearly every means has them: a quarter for one place, half for one region, a quarter kept for members.
+
+    `kept`: False where everybody may use all of it.
+    """
+    return Bounds(total=total, peer=peer, place=total // 4, region=total // 2, reserved=total // 4 if kept else 0)
+
+
 BOUNDS: Final[Mapping[Means, Bounds]] = {
-    Means.RECEIVING: Bounds(
-        total=limits.RPC_RECEIVING_BYTES,
-        peer=limits.RPC_RECEIVING_BYTES_PER_PEER,
-        place=limits.RPC_RECEIVING_BYTES // 4,
-        region=limits.RPC_RECEIVING_BYTES // 2,
-        reserved=limits.RPC_RECEIVING_BYTES // 4,
-    ),
-    Means.ANSWERS: Bounds(
-        total=limits.ANSWER_BYTES,
-        peer=limits.ANSWER_BYTES_PER_PEER,
-        place=limits.ANSWER_BYTES // 4,
-        region=limits.ANSWER_BYTES // 2,
-        reserved=limits.ANSWER_BYTES // 4,
-    ),
-    Means.STREAMS: Bounds(
-        total=limits.STREAMS_HOST,
-        peer=limits.STREAMS_INBOUND,
-        place=limits.STREAMS_HOST // 4,
-        region=limits.STREAMS_HOST // 2,
-        reserved=limits.STREAMS_HOST // 4,
-    ),
-    Means.CALLS: Bounds(
-        total=limits.CALLS_HOST,
-        peer=limits.CALLS_HOST // 8,
-        place=limits.CALLS_HOST // 4,
-        region=limits.CALLS_HOST // 2,
-        reserved=limits.CALLS_HOST // 4,
-    ),
-    Means.LINKS: Bounds(
-        total=limits.LINKS_INBOUND,
-        peer=limits.LINKS_PER_PEER,
-        place=limits.LINKS_INBOUND // 4,
-        region=limits.LINKS_INBOUND // 2,
-        reserved=limits.LINKS_INBOUND // 4,
-    ),
-    Means.DIRECTORY: Bounds(
-        total=limits.DHT_STORED_BYTES,
-        peer=limits.DHT_BYTES_PER_PUBLISHER,
-        place=limits.DHT_STORED_BYTES // 4,
-        region=limits.DHT_STORED_BYTES // 2,
-    ),
-    Means.DIALS: Bounds(
-        total=limits.HEARSAY_PER_MINUTE,
-        peer=limits.HEARSAY_PER_MINUTE // 8,
-        place=limits.HEARSAY_PER_MINUTE // 4,
-        region=limits.HEARSAY_PER_MINUTE // 2,
-        reserved=limits.HEARSAY_PER_MINUTE // 4,
-    ),
+    Means.RECEIVING: shared_out(limits.RPC_RECEIVING_BYTES, limits.RPC_RECEIVING_BYTES_PER_PEER),
+    Means.ANSWERS: shared_out(limits.ANSWER_BYTES, limits.ANSWER_BYTES_PER_PEER),
+    Means.STREAMS: shared_out(limits.STREAMS_HOST, limits.STREAMS_INBOUND),
+    Means.CALLS: shared_out(limits.CALLS_HOST, limits.CALLS_HOST // 8),
+    Means.LINKS: shared_out(limits.LINKS_INBOUND, limits.LINKS_PER_PEER),
+    Means.DIRECTORY: shared_out(limits.DHT_STORED_BYTES, limits.DHT_BYTES_PER_PUBLISHER, kept=False),
+    Means.DIALS: shared_out(limits.HEARSAY_PER_MINUTE, limits.HEARSAY_PER_MINUTE // 8),
 }
 
 
@@ -131,11 +98,11 @@ def user_at(peer: str, remote: Multiaddr) -> User:
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """What the largest users of one means have."""
+    """The largest users of one means, and what each may have as a stranger."""
 
     means: Means
+    bounds: Bounds
     used: int
-    total: int
     peer: tuple[str, int]  # "" and 0: nobody has any
     place: tuple[str, int]
     region: tuple[str, int]
@@ -251,7 +218,7 @@ class Book:
         found = []
         for means, account in self._accounts.items():
             most = [max(table.items(), key=lambda item: (item[1], item[0]), default=("", 0)) for table in account.sums]
-            found.append(Use(means, account.used, account.bounds.total, most[0], most[1], most[2]))
+            found.append(Use(means, account.bounds, account.used, *most))
         return found
 
     def check(self) -> None:

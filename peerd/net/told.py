@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from peerd.machine.book import BOUNDS, Book
+from peerd.machine.book import Book
 from peerd.net.faults import Faults
 
 
@@ -21,12 +21,12 @@ def budgets_told(book: Book) -> list[dict[str, Any]]:
     """Of each means how much is in use, and the fullest peer, place and region with what each of them may have."""
     rows: list[dict[str, Any]] = []
     for use in book.told():
-        bounds = BOUNDS[use.means]
+        bounds = use.bounds
         users = (
             ("peer", use.peer, bounds.peer),
             ("place", use.place, bounds.place),
             ("region", use.region, bounds.region),
         )
         fullest = {kind: {"who": who, "has": has, "of": most} for kind, (who, has), most in users if has}
-        rows.append({"means": use.means.value, "used": use.used, "of": use.total, **fullest})
+        rows.append({"means": use.means.value, "used": use.used, "of": bounds.total, **fullest})
     return rows

@@ -87,7 +87,7 @@ def test_the_book_tells_who_has_most() -> None:
     some.take(Means.LINKS, User("a", "p", "r"), 3)
     some.take(Means.LINKS, User("b", "p", "r"), 2)
     (use,) = some.told()
-    assert (use.used, use.total, use.peer, use.place, use.region) == (5, 40, ("a", 3), ("p", 5), ("r", 5))
+    assert (use.used, use.bounds.total, use.peer, use.place, use.region) == (5, 40, ("a", 3), ("p", 5), ("r", 5))
 
 
 @pytest.mark.parametrize("seed", range(20))
