@@ -105,8 +105,8 @@ class Closing:
         self.step = 0  # the batch's
         self._refusals: dict[str, set[str]] = {}  # whose microbatches each member could not sum
         self.stages = [StageClose() for _ in range(config.stages)]
-        self.aside: list[PutAside] = []  # whom the conductor is to let go, taken with `take_aside`
-        self.shrank = False  # microbatches were dropped: the batch is not whole; taken with `take_shrank`
+        self.aside: list[PutAside] = []  # whom the conductor is to let go of: it takes them from here
+        self.shrank = False  # microbatches were dropped: the batch is not whole; the conductor takes this too
         self.changed = False  # what all see is different now; likewise
         self.out: list[Output] = []
 

@@ -27,6 +27,7 @@ from multiaddr import Multiaddr
 from peerd.core.errors import ProtocolViolation, RemoteError, Unreachable
 from peerd.core.ids import PeerId
 from peerd.core.limits import RAILS, RAILS_PER_LINK
+from peerd.machine.book import user_at
 from peerd.machine.noise import Secrets
 from peerd.machine.railpace import RailPace
 from peerd.machine.railplan import RailPlan
@@ -36,7 +37,6 @@ from peerd.machine.yamux_wire import PROTOCOL as YAMUX
 from peerd.net.sealing import Sealing
 from peerd.net.tcpinfo import TcpInfo
 from peerd.net.transport import LendingLink, RawLink, counted
-from peerd.net.unread import place
 from peerd.net.upgrade import Secured, upgrade
 
 if TYPE_CHECKING:
@@ -299,11 +299,11 @@ class Rails:
 
 
 def _check_room(links: Iterable[Link], peer: PeerId, remote: Multiaddr) -> None:
-    there, used, own = place(remote), 0, 0
+    place, used, own = user_at(peer.text, remote).place, 0, 0
     for link in links:
         if count := len(link.rails):
             used += count
-            own += count if link.peer == peer or place(link.remote) == there else 0
+            own += count if link.peer == peer or link.user.place == place else 0
     if own >= RAILS - used:
         raise Unreachable("this host has too many connections, or too many from there", peer)
 

@@ -14,9 +14,6 @@ import logging
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from multiaddr import Multiaddr
-
-from peerd.core.addr import ip_of, place_of
 from peerd.core.limits import UNREAD_LOOK_BYTES, WINDOW_BYTES_INITIAL
 
 if TYPE_CHECKING:
@@ -58,9 +55,9 @@ class Unread:
     def _fullest(self) -> Link:
         places: Counter[str] = Counter()
         for link, held in self._held.items():
-            places[place(link.remote)] += held
+            places[link.user.place] += held
         worst = places.most_common(1)[0][0]
-        return max((link for link in self._held if place(link.remote) == worst), key=self._held.__getitem__)
+        return max((link for link in self._held if link.user.place == worst), key=self._held.__getitem__)
 
     def _reset_fullest(self, link: Link) -> None:
         stream = max(link.streams, key=_unread)
@@ -72,9 +69,3 @@ def _unread(stream: Stream) -> int:
     mux = stream.mux
     held = mux.inbox_bytes + mux.held.bytes if mux.held is not None else mux.inbox_bytes
     return min(held, WINDOW_BYTES_INITIAL)
-
-
-def place(remote: Multiaddr) -> str:
-    """Where somebody is who cannot be in many places: an IPv4 address, an IPv6 /64."""
-    ip = ip_of(remote)
-    return str(remote) if ip is None else place_of(ip)[0]

@@ -30,15 +30,16 @@ class Room:
 
     def __init__(self, book: Book) -> None:
         self.book = book
-        self.held = 0
         self._waiting = trio.lowlevel.ParkingLot()
 
     def take(self, user: User, count: int) -> str | None:
         """Hold `count` bytes for `user`, if there is room; else say why there is none."""
-        closed = self.book.take(Means.RECEIVING, user, count)
-        if closed is None:
-            self.held += count
-        return closed
+        return self.book.take(Means.RECEIVING, user, count)
+
+    @property
+    def held(self) -> int:
+        """Bytes that all together have."""
+        return self.book.used(Means.RECEIVING)
 
     async def wait(self, user: User, count: int) -> None:
         """Hold `count` bytes for `user`; Overloaded when there is no room for them soon."""
@@ -54,7 +55,6 @@ class Room:
     def give(self, user: User, count: int) -> None:
         """Let go of `count` bytes."""
         if count:
-            self.held -= count
             self.book.give(Means.RECEIVING, user, count)
             self._waiting.unpark_all()
 
