@@ -33,7 +33,7 @@ from peerd.net.rails import Rails
 from peerd.net.sealing import Buffers, Fill, Sealing
 from peerd.net.stream import Stream
 from peerd.net.tcpinfo import TcpInfo
-from peerd.net.transport import CountedLink, LendingLink, LocatedLink, counted
+from peerd.net.transport import CountedLink, LendingLink, LocatedLink, RankedLink, RawLink, counted
 from peerd.net.unread import Unread
 from peerd.net.upgrade import Secured
 
@@ -125,6 +125,7 @@ class Link:
         self._quiet: trio.Event | None = None  # set when everything is handed to the raw link
         self._lending = secured.raw if isinstance(secured.raw, LendingLink) else None
         self._sealing = Sealing(session.sealer, buffers.plain, self._lending)
+        self.rank(secured.raw)
         self._nursery: trio.Nursery | None = None  # of its tasks, while it runs
         self._send_began: float | None = None
         self._sent_now_at = 0.0  # when `flush_now` last did so
@@ -146,6 +147,11 @@ class Link:
     def rtt_s(self) -> float | None:
         """Smoothed round trip, once one was measured."""
         return self.mux.rtt_s
+
+    def rank(self, raw: RawLink) -> None:
+        """Tell one of its connections whose it is, where that shares a limited line with others."""
+        if isinstance(raw, RankedLink):
+            raw.rank_by(lambda: self.owner.book.is_member(self.user.peer))
 
     def tcp_infos(self) -> dict[CountedLink, TcpInfo]:
         """What the system has counted on each of its connections; nothing where it does not, and for circuits."""

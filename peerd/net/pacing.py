@@ -5,6 +5,7 @@ them for all, so there is no task and no timer for a packet. A Paced link sends 
 come: what it does not read fills the connection's window, which is kept small, and so TCP holds the sender back.
 Payload is counted as it is handed over. What TCP adds (headers, acknowledgements, repeats) is charged afterwards from
 what the system counted, so that the line itself keeps the rate; where the system does not say, by an estimate.
+Members of the run come first, as the host's book knows them; all others share a turn with whoever is at their place.
 Unlimited connections are TcpLinks and have none of this on their way.
 """
 
@@ -15,16 +16,19 @@ import math
 import socket
 from collections.abc import Callable
 from typing import Final
+from weakref import WeakValueDictionary
 
 import trio
 from multiaddr import Multiaddr
 
 from peerd.core.runfile import BYTES_PER_MBIT, LimitsSection
 from peerd.core.work import ReadInTurn, read_at_once
-from peerd.machine.limiter import SLACK_S, Flow, Limiter
+from peerd.machine.book import user_at
+from peerd.machine.limiter import SLACK_S, Account, Flow, Limiter, Rank
 from peerd.net.tcp import TcpLink, TcpTransport
 from peerd.net.tcpinfo import TcpInfo, header_bytes, tcp_info
 
+_RANK_S: Final = 0.1  # between two looks at whether a connection comes first
 _SETTLE_S: Final = 0.05  # how often the system is asked what a connection cost
 _PACKET_BYTES: Final = 1448  # payload of a full packet, where nobody says it
 _PER_ACK: Final = 2  # packets
@@ -79,15 +83,25 @@ class LimitedLine:
 
 
 class Turn(Flow):
-    """A connection's place in one Pace."""
+    """A connection's place in one Pace. `shared`: of all at its place, until it is known to come first."""
 
-    __slots__ = ("closed", "event", "granted")
+    __slots__ = ("_look_at", "_own", "_shared", "closed", "event", "granted", "is_first")
 
-    def __init__(self) -> None:
+    def __init__(self, shared: Account | None = None) -> None:
         super().__init__()
         self.closed = False
         self.granted = 0
         self.event: trio.Event | None = None
+        self.is_first: Callable[[], bool] | None = None
+        self._own, self._shared, self._look_at = self.account, shared, -math.inf
+
+    def queue_up(self, now: float) -> None:
+        """Look now and then where it belongs, before it asks for something."""
+        if self._shared is None or self.waits or now < self._look_at:
+            return
+        self._look_at = now + _RANK_S
+        first = self.is_first is not None and self.is_first()
+        self.rank, self.account = (Rank.FIRST, self._own) if first else (Rank.REST, self._shared)
 
 
 class Pace:
@@ -96,14 +110,24 @@ class Pace:
     def __init__(self, mbit: float) -> None:
         self.limiter = Limiter(mbit * BYTES_PER_MBIT)
         self._waiting: dict[Turn, None] = {}
+        self._places: WeakValueDictionary[str, Account] = WeakValueDictionary()
         self._keeper: trio.CancelScope | None = None  # of the one who sleeps until the first turn
+
+    def at(self, place: str) -> Account:
+        """What strangers at one place share."""
+        account = self._places.get(place)
+        if account is None:
+            account = self._places[place] = Account()
+        return account
 
     async def take(self, turn: Turn, wanted: int) -> int:
         """Wait for this connection's turn; at least one byte, at most `wanted`. ClosedResourceError once closed."""
         if turn.closed:
             raise trio.ClosedResourceError("the connection is closed")
         await trio.lowlevel.checkpoint_if_cancelled()
-        if count := self.limiter.ask(trio.current_time(), turn, wanted):
+        now = trio.current_time()
+        turn.queue_up(now)
+        if count := self.limiter.ask(now, turn, wanted):
             return count
         turn.granted = 0
         self._waiting[turn] = None
@@ -124,7 +148,9 @@ class Pace:
 
     def try_take(self, turn: Turn, wanted: int) -> bool:
         """All of it now, or nothing."""
-        return self.limiter.try_ask(trio.current_time(), turn, wanted)
+        now = trio.current_time()
+        turn.queue_up(now)
+        return self.limiter.try_ask(now, turn, wanted)
 
     @property
     def busy(self) -> int:
@@ -177,11 +203,15 @@ class PacedLink(TcpLink):
     ) -> None:
         super().__init__(sock, remote, lent)
         self._up, self._down = up, down
-        self._up_turn, self._down_turn = Turn(), Turn()
+        place = user_at("", remote).place
+        self._up_turn, self._down_turn = (Turn(None if pace is None else pace.at(place)) for pace in (up, down))
         self._info: TcpInfo | None = None
         self._settled_at = -math.inf
         self._window_bytes = 0
         self._settle(0, 0)
+
+    def rank_by(self, is_first: Callable[[], bool]) -> None:
+        self._up_turn.is_first = self._down_turn.is_first = is_first
 
     async def send_all(self, data: bytes | bytearray | memoryview) -> None:
         pace = self._up

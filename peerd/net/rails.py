@@ -57,6 +57,7 @@ class Rail:
         self._link, self.raw, self._opener, self._early = link, secured.raw, secured.session.opener, early
         self._lending = secured.raw if isinstance(secured.raw, LendingLink) else None
         self._sealing = Sealing(secured.session.sealer, link.buffers.plain, self._lending)
+        link.rank(secured.raw)
         if self._lending is not None:
             self._lending.begin_small()
             self._lending.pace(math.inf)  # evenly, at the rate that the system finds for itself

@@ -11,7 +11,7 @@ cancelling `send_all` leaves the link unusable.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Protocol, cast, runtime_checkable
 
 import trio
@@ -98,6 +98,15 @@ class CountedLink(RawLink, Protocol):
 
     def tcp_info(self) -> TcpInfo | None:
         """What was counted; None where this system does not."""
+        ...
+
+
+@runtime_checkable
+class RankedLink(RawLink, Protocol):
+    """A RawLink that shares a limited line with others: optional."""
+
+    def rank_by(self, is_first: Callable[[], bool]) -> None:
+        """Whether its bytes come before those of others; asked at each turn, since who is a member changes."""
         ...
 
 

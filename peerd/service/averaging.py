@@ -69,6 +69,10 @@ class Averaging:
         rpc.serve_stream(METHOD, AverageKey, self._take_parts, limits=limits)
         rpc.serve(_ALIVE, AverageKey, self._alive)
 
+    def takes_part(self, peer: str) -> bool:
+        """Whether a round that is under way here needs this peer: helpers, too, which are no members."""
+        return any(peer in state.plan.group for state in self._rounds.values())
+
     @contextmanager
     def expecting(self, attempts: Iterable[bytes]) -> Iterator[None]:
         """Inside, these rounds are known to belong to one attempt, though they begin later or have ended."""

@@ -103,7 +103,9 @@ class Training:
         """For a stage peer: all-reduce inside its stage."""
         from peerd.service.averaging import Averaging  # brings numpy, which a backbone does not need
 
-        return Averaging(self._rpc, self._host.id, self._host.pace)
+        averaging = Averaging(self._rpc, self._host.id, self._host.pace)
+        self._host.book.members_by(averaging.takes_part)
+        return averaging
 
     def tally(self, role: str, file: Path, worker: Worker) -> Tally:
         """For any role: counts what it gives, for the leader-board; `file`, written on `worker`, outlives a restart."""

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from peerd.machine.limiter import SLACK_S, Flow, Limiter
+from peerd.machine.limiter import SLACK_S, Account, Flow, Limiter, Rank
 
 RATE = 1_000_000.0
 
@@ -161,3 +161,40 @@ def test_what_was_charged_is_paid_back_but_no_figure_silences_the_line_for_long(
 def test_a_rate_that_is_none_is_refused(rate: float) -> None:
     with pytest.raises(ValueError, match="above 0"):
         Limiter(rate)
+
+
+def strangers(count: int, account: Account | None = None) -> list[Flow]:
+    return [Flow(account, Rank.REST) for _ in range(count)]
+
+
+@pytest.mark.parametrize("others", [1, 50])
+def test_strangers_take_a_sixteenth_of_what_members_want_however_many_they_are(others: int) -> None:
+    line, members, rest = Line(Limiter(RATE)), [Flow(), Flow()], strangers(others)
+    line.run(20.0, dict.fromkeys([*rest, *members], 1 << 20))
+    of_members = sum(line.passed[flow] for flow in members)
+    assert of_members / 20.0 == pytest.approx(RATE * 15 / 16, rel=0.02)
+    assert sum(line.passed.values()) == pytest.approx(20.0 * RATE, rel=0.01)
+
+
+def test_small_messages_of_strangers_are_no_more_than_that_either() -> None:
+    line, member, rest = Line(Limiter(RATE)), Flow(), strangers(40)
+    line.run(10.0, {member: 1 << 20} | dict.fromkeys(rest, 500))
+    assert line.passed[member] > 0.9 * 10.0 * RATE
+
+
+def test_strangers_have_the_line_that_no_member_wants_and_leave_half_of_the_bucket() -> None:
+    limiter = Limiter(RATE)
+    line, rest, member = Line(limiter), strangers(2), Flow()
+    line.run(10.0, dict.fromkeys(rest, 1 << 20))
+    assert sum(line.passed.values()) == pytest.approx(10.0 * RATE, rel=0.01)
+    passed = 0
+    while limiter.ask(line.now, member, 1 << 20) or limiter.wake(line.now):
+        passed += limiter.quantum_bytes
+    assert limiter.burst_bytes / 2 - limiter.quantum_bytes < passed <= limiter.burst_bytes
+
+
+def test_connections_of_strangers_at_one_place_share_one_turn() -> None:
+    line, many, one = Line(Limiter(RATE)), strangers(30, Account()), strangers(1)
+    line.run(20.0, dict.fromkeys([*many, *one], 1 << 20))
+    assert line.passed[one[0]] == pytest.approx(10.0 * RATE, rel=0.05)
+    assert min(line.passed[flow] for flow in many) > 0.5 * max(line.passed[flow] for flow in many)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 
@@ -9,16 +10,26 @@ import pytest
 import trio
 import trio.testing
 
+from peerd.core.addr import parse_addr
+from peerd.core.ids import PeerId
+from peerd.core.keys import Keypair
 from peerd.core.runfile import LimitsSection
 from peerd.core.work import ReadInTurn, read_at_once
 from peerd.machine.limiter import SLACK_S
 from peerd.net import pacing, tcpinfo
+from peerd.net.clock import RealClock
+from peerd.net.host import Host
 from peerd.net.pacing import LimitedLine, Pace, PacedLink, Turn
-from peerd.net.tcp import TcpLink
+from peerd.net.stream import Stream
+from peerd.net.tcp import TcpLink, TcpTransport
 from peerd.net.transport import LendingLink
 from tests.net.compliance import Ends, TransportCompliance, on_loopback
 
 MBIT = 8e-6
+
+
+def keypair(number: int) -> Keypair:
+    return Keypair.from_seed(bytes([number]) * 32)
 
 
 def two_ends(limits: LimitsSection) -> AbstractAsyncContextManager[Ends]:
@@ -221,3 +232,44 @@ async def test_what_a_thread_has_read_connections_cannot_have_too(autojump_clock
 
 def test_without_a_limit_a_thread_reads_at_once() -> None:
     assert LimitedLine(LimitsSection(upload_mbit=1)).reads() is read_at_once
+
+
+@pytest.mark.slow
+@pytest.mark.socket
+@pytest.mark.parametrize("way", ["into", "out of"])
+async def test_strangers_who_fill_the_line_leave_it_to_members(way: str) -> None:
+    """Three strangers at another address and one member all move as much as they can, over the host's limited line."""
+    limits = LimitsSection(upload_mbit=40, download_mbit=40)
+    host, (member, *strangers) = Host(keypair(1), RealClock(1), [LimitedLine(limits).tcp()]), map(keypair, range(2, 6))
+    host.book.members_by(lambda peer: peer == member.peer_id.text)
+    moved = {each.peer_id: 0 for each in (member, *strangers)}
+
+    async def fill(stream: Stream) -> None:
+        while True:
+            await stream.send(bytes(1 << 16))
+
+    async def count(stream: Stream, peer: PeerId) -> None:
+        while data := await stream.receive_some(1 << 16):
+            moved[peer] += len(data)
+            enough.set() if sum(moved.values()) > 2_500_000 else None
+
+    enough = trio.Event()
+    async with trio.open_nursery() as nursery:
+        host.handle("/sink/1", lambda stream: count(stream, stream.peer))
+        host.handle("/spring/1", fill)
+        await nursery.start(functools.partial(host.run, [parse_addr("/ip4/127.0.0.1/tcp/0")]))
+        streams = []
+        for number, each in enumerate((member, *strangers)):
+            own = Host(each, RealClock(number), [TcpTransport()])
+            await nursery.start(functools.partial(own.run, [parse_addr("/ip4/127.0.0.1/tcp/0")]))
+            peer = await own.connect_addr(host.addrs()[0])
+            streams.append((await own.open_stream(peer, "/sink/1" if way == "into" else "/spring/1"), each.peer_id))
+        for stream, peer_id in reversed(streams):  # the strangers are there first
+            if way == "into":
+                nursery.start_soon(fill, stream)
+            else:
+                await stream.send(b"go")
+                nursery.start_soon(count, stream, peer_id)
+        await enough.wait()
+        nursery.cancel_scope.cancel()
+    assert moved[member.peer_id] > 2 * sum(moved[each.peer_id] for each in strangers), moved
