@@ -49,6 +49,8 @@ PERIOD: Final = bytes(range(97, 97 + 26)) + b"ABCDEF"  # as long as a sample's s
 GROWTH_MB: Final = 300
 SHARE: Final = 0.8
 TOLERANCE: Final = 1e-10
+SAMPLE_S: Final = 2.0  # between two looks at the processes from outside
+STEP_EVERY: Final = 5  # of these looks, one asks a peer, which then reads the directory: what is watched is disturbed
 RUN = """\
 run: soak
 seed: 11
@@ -169,14 +171,17 @@ class Soak:
 
     def watch(self, seconds: float) -> float:
         """Let it go on; returns steps a second. Who has ended, and memory, are noted."""
-        began, first = time.monotonic(), self.step()
+        began, first, looks = time.monotonic(), self.step(), 0
         while time.monotonic() - began < seconds:
-            time.sleep(2.0)
+            time.sleep(SAMPLE_S)  # a measurement of a stretch of time: nothing is awaited
             for each in self.honest:
                 each.most_mb = max(each.most_mb, each.memory_mb())
                 if each.popen.poll() is not None and each.name not in self.ended:
                     self.ended.append(each.name)
-            print(f"{time.monotonic() - began:6.0f} s  step {self.step()}  ended {self.ended}", file=sys.stderr)
+            looks += 1
+            if looks % STEP_EVERY == 0:
+                told = f"step {self.honest[1].step()}  ended {self.ended}"
+                print(f"{time.monotonic() - began:6.0f} s  {told}", file=sys.stderr)
         return (self.step() - first) / (time.monotonic() - began)
 
     def calm_down(self) -> dict[str, int]:
