@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from peerd.core.version import VERSION
+
 if TYPE_CHECKING:
     from peerd.library import AveragingOptimizer as AveragingOptimizer
 
-__version__ = "0.1.0"
+__version__ = VERSION
 
 
 def __getattr__(name: str) -> Any:

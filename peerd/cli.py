@@ -24,8 +24,9 @@ from typing import TYPE_CHECKING, Annotated, Final, NoReturn
 
 import typer
 
-from peerd import __version__, token_cli
+from peerd.commands import token
 from peerd.core.errors import ConfigError, PeerdError
+from peerd.core.version import VERSION
 
 if TYPE_CHECKING:
     from peerd.config import LoadedRun
@@ -45,7 +46,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-app.add_typer(token_cli.app, name="token")
+app.add_typer(token.app, name="token")
 
 RunFileOption = Annotated[Path | None, typer.Option(metavar="FILE", help="The run file (YAML).")]
 Bootstrap = Annotated[
@@ -63,7 +64,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object for 
 
 def _version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"peerd {__version__}")
+        typer.echo(f"peerd {VERSION}")
         raise typer.Exit
 
 
@@ -112,20 +113,21 @@ def status(
     data_dir: DataDir = None,
 ) -> None:
     """Show a running daemon and the swarm as it sees it."""
-    from peerd import control, view
+    from peerd.commands import status_view
+    from peerd.control import socket
 
-    def ask() -> view.Snapshot:
-        snapshot = control.ask(data_dir)
-        return view.swarm_of(snapshot) if swarm else snapshot
+    def ask() -> status_view.Snapshot:
+        snapshot = socket.ask(data_dir)
+        return status_view.swarm_of(snapshot) if swarm else snapshot
 
-    render = view.render_swarm if swarm else view.render
+    render = status_view.render_swarm if swarm else status_view.render
     with contextlib.suppress(KeyboardInterrupt):
         if watch:
-            view.watch(ask, as_json=as_json, render=render)
+            status_view.watch(ask, as_json=as_json, render=render)
         elif as_json:
             typer.echo(json.dumps(ask(), indent=1, ensure_ascii=False))
         else:
-            view.show(ask(), render)
+            status_view.show(ask(), render)
 
 
 @app.command()
@@ -140,7 +142,7 @@ def demo(
     from peerd.demo import parent
 
     try:
-        code = parent.run(parent.Wish(steps=steps, data=data, calm=calm, as_json=as_json, folder=data_dir))
+        code = parent.run(parent.DemoWish(steps=steps, data=data, calm=calm, as_json=as_json, folder=data_dir))
     except KeyboardInterrupt:  # before its first process or after its last; between, the demo itself takes Ctrl+C
         typer.echo("stopped", err=True)
         code = 0
@@ -180,11 +182,11 @@ def doctor(
     as_json: AsJson = False,
 ) -> None:
     """Check what a peer needs on this machine, and say what to do about what is wrong."""
-    from peerd import doctor as checks
+    from peerd.commands import doctor as checks
 
     loaded = _load(config, bootstrap, listen)
     run = loaded.run if loaded is not None else None
-    wish = checks.Wish(
+    wish = checks.DoctorWish(
         bootstrap=_chosen(bootstrap, run.bootstrap if run is not None else []),
         listen=_chosen(listen, run.listen if run is not None else ANY_PORT),
         data_dir=data_dir or home_of(run, []),
@@ -218,7 +220,7 @@ def _start(flags: Flags) -> None:
         signal.signal(stop, _stop_early)
     classes = _roles(flags.roles, run)
     if flags.device != "cpu":
-        from peerd.compute.device import describe
+        from peerd.compute.devices import describe
 
         describe(flags.device)
 
@@ -226,7 +228,7 @@ def _start(flags: Flags) -> None:
 
     from peerd import daemon
 
-    plan = daemon.Plan(
+    plan = daemon.DaemonPlan(
         roles=classes,
         run=run,
         bootstrap=_chosen(flags.bootstrap, run.bootstrap if run is not None else []),

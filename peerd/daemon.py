@@ -3,8 +3,8 @@
 Start: lock and identity, host, calls, DHT, control socket, roles. Stop: roles leave (refuse new work, hand in what
 is finished), records are withdrawn, links are closed with a goodbye; all within `DRAIN_S`. The first signal asks
 for that, the second stops at once. A role that fails is built anew after a pause, a few times; then the daemon
-gives up and says why. A service that fails begins again for as long as the daemon lives (`net/upkeep`). This is the
-only file that sees all layers, and the role supervisor below is one of the places where any exception is caught: a
+gives up and says why. A service that fails begins again for as long as the daemon lives (`net/host/upkeep`). This is
+the only file that sees all layers, and the role supervisor below is one of the places where any exception is caught: a
 plug-in's bug must not take the other roles with it.
 """
 
@@ -27,8 +27,10 @@ from typing import Any, Final, TextIO
 
 import trio
 
-from peerd import control
-from peerd.connectivity import Connectivity, ConnectivityConfig, own_surroundings, relaying
+from peerd.commands.status import RoleState, StatusBoard
+from peerd.control import socket
+from peerd.control.connectivity import Connectivity, ConnectivityConfig, own_surroundings, relaying
+from peerd.control.papers import PeerPapers, own_papers
 from peerd.core.addr import parse_addr, with_peer
 from peerd.core.clock import Clock
 from peerd.core.errors import ConfigError, LocalError, PeerdError
@@ -37,18 +39,16 @@ from peerd.core.runfile import LimitsSection, RunFile
 from peerd.devices import Devices
 from peerd.home import Running, load_identity, locked, make_private_dir, noted, socket_path
 from peerd.log import EventLog, plain
-from peerd.membership import PeerPapers, own_papers
 from peerd.net.clock import RealClock
-from peerd.net.host import Host
-from peerd.net.linemeter import LineMeter
-from peerd.net.pacing import LimitedLine
-from peerd.net.told import faults_told
-from peerd.net.upkeep import Upkeep
+from peerd.net.host.host import Host
+from peerd.net.host.host_status import faults_told
+from peerd.net.host.line_meter import LineMeter
+from peerd.net.host.upkeep import Upkeep
+from peerd.net.tcp.rate_limit import LimitedLine
 from peerd.role import Role, RoleContext
 from peerd.service.access import Access
-from peerd.service.dht import Dht
-from peerd.service.rpc import Rpc
-from peerd.status import RoleState, StatusBoard
+from peerd.service.dht.dht import Dht
+from peerd.service.rpc.rpc import Rpc
 
 LEAVE_S: Final = 6.5  # for roles to hand in what they hold
 WITHDRAW_S: Final = 1.0  # for the peers that keep our records to hear of it
@@ -60,7 +60,7 @@ WAITS_PERIOD_S: Final = 1.0  # how often a change in what roles wait for is look
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class DaemonPlan:
     """What to start. `data_dir` may not exist yet."""
 
     roles: tuple[type[Role], ...]
@@ -100,7 +100,7 @@ class _Held:
     done: trio.Event = field(default_factory=trio.Event)
 
 
-def _relays(plan: Plan) -> bool:
+def _relays(plan: DaemonPlan) -> bool:
     """Whether this peer carries others' circuits: as it is told, else as a backbone."""
     told = plan.run.limits.relay if plan.run is not None else None
     return told if told is not None else "backbone" in {cls.name for cls in plan.roles}
@@ -109,7 +109,7 @@ def _relays(plan: Plan) -> bool:
 class Daemon:
     """One peer with its roles. `run` once; `stop` from anywhere in the loop asks it to drain."""
 
-    def __init__(self, plan: Plan, ground: Ground, host: Host) -> None:
+    def __init__(self, plan: DaemonPlan, ground: Ground, host: Host) -> None:
         self._plan = plan
         self._home = ground.home
         self._log = ground.log
@@ -172,8 +172,8 @@ class Daemon:
             services.start_soon(keep.run_plain, "access refresh", functools.partial(self.access.refresh, self.dht))
         await services.start(keep.run, "directory", functools.partial(self.dht.run, bootstrap))
         await services.start(keep.run, "status", board.run)
-        if control.SUPPORTED:
-            serve = functools.partial(control.serve, socket_path(self._home), functools.partial(self._snapshot, board))
+        if socket.SUPPORTED:
+            serve = functools.partial(socket.serve, socket_path(self._home), functools.partial(self._snapshot, board))
             await services.start(keep.run, "control socket", serve)
         services.start_soon(keep.run_plain, "waits", self._tell_waits)
 
@@ -412,7 +412,7 @@ def best_addr(addrs: Sequence[str]) -> str:
     return next((addr for addr in addrs if not addr.startswith(loopback)), addrs[0])
 
 
-async def main(plan: Plan) -> None:
+async def main(plan: DaemonPlan) -> None:
     """Run one peer until it has finished or is asked to stop. Raises PeerdError when it could not do its work."""
     # First the signals: none may go astray.
     with trio.open_signal_receiver(*_stop_signals()) as signals, assembled(plan, sys.stderr) as daemon:
@@ -424,7 +424,7 @@ async def main(plan: Plan) -> None:
 
 
 @contextlib.contextmanager
-def assembled(plan: Plan, stream: TextIO | None) -> Iterator[Daemon]:
+def assembled(plan: DaemonPlan, stream: TextIO | None) -> Iterator[Daemon]:
     """The peer of `plan`, which has its directory for itself until the block ends; events go to `stream`, too."""
     home = make_private_dir(plan.data_dir)
     run = plan.run.run if plan.run is not None else ""
@@ -441,7 +441,7 @@ def assembled(plan: Plan, stream: TextIO | None) -> Iterator[Daemon]:
         yield Daemon(plan, ground, Host(keypair, clock, [line.tcp()]))
 
 
-def _papers(plan: Plan, home: Path, keypair: Keypair) -> PeerPapers | None:
+def _papers(plan: DaemonPlan, home: Path, keypair: Keypair) -> PeerPapers | None:
     """What lets this peer into a run with tokens; ConfigError when it has nothing of that kind."""
     if plan.run is None or plan.run.access.allow == "open":
         return None

@@ -1,9 +1,9 @@
 """peerd in a user's own training loop: an optimizer that averages with everybody's before it steps.
 
 `AveragingOptimizer` runs one peer, with its own trio loop, in a background thread; the user's thread meets it at a
-desk (`member/desk`). Nothing of the user's is touched but while his thread is inside `start`, `step` or `close`. What
-goes wrong in the background is raised there, once it is known, as the error that it was. The thread is a daemon, and
-the interpreter's exit closes what was forgotten, so nothing hangs.
+desk (`training/user_loop/handoff`). Nothing of the user's is touched but while his thread is inside `start`, `step` or
+`close`. What goes wrong in the background is raised there, once it is known, as the error that it was. The thread is a
+daemon, and the interpreter's exit closes what was forgotten, so nothing hangs.
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ import torch
 import trio
 from torch import Tensor
 
-from peerd.compute.user_model import UserModel
+from peerd.compute.model.user_model import UserModel
 from peerd.config import check_addresses
 from peerd.core.errors import ConfigError, PeerdError
+from peerd.core.messages.swarm import MAX_MICROBATCHES
 from peerd.core.runfile import (
     RANK,
     AveragingSection,
@@ -41,10 +42,9 @@ from peerd.core.runfile import (
     RunFile,
     check,
 )
-from peerd.core.training import MAX_MICROBATCHES
-from peerd.daemon import Daemon, Plan, assembled, leaf
-from peerd.member.averager import UserPart, role_for
-from peerd.member.desk import Desk
+from peerd.daemon import Daemon, DaemonPlan, assembled, leaf
+from peerd.training.user_loop.averager import UserPart, role_for
+from peerd.training.user_loop.handoff import Desk
 
 CLOSE_S: Final = 10.0  # the drain of a daemon; then the thread is left to itself
 _PATIENCE_S: Final = 10.0  # with a user who is elsewhere while the others step
@@ -212,7 +212,7 @@ class AveragingOptimizer:
         self._token = trio.lowlevel.current_trio_token()
         self._desk.open(self._token)
         with contextlib.ExitStack() as stack:
-            plan = Plan(
+            plan = DaemonPlan(
                 roles=(role_for(self._part),),
                 run=self._run,
                 bootstrap=self._bootstrap,

@@ -18,48 +18,9 @@ from peerd.core.clock import Clock
 from peerd.core.runfile import RunFile
 from peerd.core.work import ReadInTurn, Worker, read_at_once
 from peerd.log import EventLog
-from peerd.machine.allreduce import AveragingPlan, RoundFailed
-from peerd.machine.contribution import Begun, Contribution, Drop, Holding, Order, Repeat, Start, told_at_once
-from peerd.machine.member_list import KnownMembers
-from peerd.machine.outcomes import explained
-from peerd.machine.plans import Terms, plans_of
-from peerd.net.host import Host
-from peerd.service.conducting import Conducting
-from peerd.service.dht import Dht
-from peerd.service.pipeline import Load, Pipeline
-from peerd.service.rpc import Answer, Incoming, MethodLimits, Rpc
-from peerd.service.snapshot import Giving, StateItem
-from peerd.service.training import Carries, Training
-
-__all__ = [
-    "Answer",
-    "AveragingPlan",
-    "Begun",
-    "Carries",
-    "Conducting",
-    "Contribution",
-    "Drop",
-    "EventLog",
-    "Giving",
-    "Holding",
-    "Incoming",
-    "KnownMembers",
-    "Load",
-    "MethodLimits",
-    "Order",
-    "Pipeline",
-    "Repeat",
-    "Role",
-    "RoleContext",
-    "RoundFailed",
-    "Start",
-    "StateItem",
-    "Terms",
-    "Training",
-    "explained",
-    "plans_of",
-    "told_at_once",
-]
+from peerd.net.host.host import Host
+from peerd.service.dht.dht import Dht
+from peerd.service.rpc.rpc import Rpc
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,22 +11,17 @@ from typing import ClassVar
 
 import trio
 
-from peerd.compute.feedback import feedback_of
+from peerd.compute.codec.error_feedback import feedback_of
 from peerd.core.errors import ProtocolViolation, Refused
+from peerd.core.messages.swarm import Mbs, MemberAnswer, MemberSync, Position, Prepare, Prepared
 from peerd.core.runfile import RunFile
-from peerd.core.training import Mbs, MemberAnswer, MemberSync, Position, Prepare, Prepared
-from peerd.member.lines import own_line
-from peerd.role import (
-    Answer,
-    AveragingPlan,
-    Incoming,
-    KnownMembers,
-    MethodLimits,
-    RoleContext,
-    RoundFailed,
-    Training,
-    explained,
-)
+from peerd.machine.averaging.allreduce import AveragingPlan, RoundFailed
+from peerd.machine.averaging.stats import explained
+from peerd.machine.conductor.member_list import KnownMembers
+from peerd.role import RoleContext
+from peerd.service.rpc.rpc import Answer, Incoming, MethodLimits
+from peerd.service.run_services import Training
+from peerd.training.stage.line_info import own_line
 
 _SYNC_WAIT_S = 2.0
 _START = Position(0, b"")

@@ -13,17 +13,18 @@ from typing import TYPE_CHECKING, ClassVar
 
 import trio
 
-from peerd.compute.curves import Curves
 from peerd.core.errors import ConfigError, RemoteError
-from peerd.core.progress import pause_s
+from peerd.core.messages.progress import pause_s
+from peerd.core.messages.swarm import Position
 from peerd.core.runfile import RunFile, first_difference, shared_text
-from peerd.core.training import Position
-from peerd.member.keptlist import KeptList
-from peerd.member.watching import Sight, Watching
-from peerd.role import RoleContext, Training
+from peerd.role import RoleContext
+from peerd.service.run_services import Training
+from peerd.training.checkpoints.kept_list import KeptList
+from peerd.training.learning_curve import Curves
+from peerd.training.run_monitor import RunSight, Watching
 
 if TYPE_CHECKING:
-    from peerd.member.keeping import Keeping
+    from peerd.training.checkpoints.keeper import Keeping
 
 _LOOK_RARELY_S = 10.0  # while it is far
 _TABLE_PERIOD_S = 300.0  # between two Parquet tables
@@ -42,7 +43,7 @@ class BackboneRole:
         self._ctx = ctx
         self._curves: Curves | None = None
         self._keeping: Keeping | None = None
-        self._sight: Sight | None = None
+        self._sight: RunSight | None = None
         self._looked = trio.Event()
         self._listed: list[Position] = []  # what is said to be kept, until that was looked at
         self._not_kept: str | None = None
@@ -186,7 +187,7 @@ class BackboneRole:
 
     async def _begin(self, training: Training) -> Keeping:
         """What torch is needed for, and only now loaded; in a thread, since it takes seconds."""
-        module = await trio.to_thread.run_sync(importlib.import_module, "peerd.member.keeping")
+        module = await trio.to_thread.run_sync(importlib.import_module, "peerd.training.checkpoints.keeper")
         keeping: Keeping = module.Keeping(self._ctx, training)
         await keeping.open()
         return keeping

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from peerd.member.stage import StageMember
+from peerd.training.stage.member import StageMember
 
 
 class StageRole(StageMember):

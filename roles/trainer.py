@@ -18,17 +18,20 @@ import torch
 import trio
 from torch import Tensor
 
-from peerd.compute.data import SampleStream, samples_of
-from peerd.compute.download import DataUnavailable
-from peerd.compute.tensors import to_frame
-from peerd.compute.tokens import load_vocabulary
+from peerd.compute.codec.frames import to_frame
+from peerd.compute.data.http_fetch import DataUnavailable
+from peerd.compute.data.stream import SampleStream, samples_of
+from peerd.compute.tokenizer import load_vocabulary
 from peerd.core.errors import ConfigError
-from peerd.core.progress import TrainerProgress
+from peerd.core.messages.progress import TrainerProgress
+from peerd.core.messages.swarm import MemberInfo, TrainerAnswer
 from peerd.core.runfile import RunFile
-from peerd.core.training import MemberInfo, TrainerAnswer
-from peerd.member.contributor import Contributor
-from peerd.member.stage import StageMember
-from peerd.role import Holding, Load, RoleContext, Training
+from peerd.machine.batch.trainer_ledger import Holding
+from peerd.role import RoleContext
+from peerd.service.pipeline.stage_client import Load
+from peerd.service.run_services import Training
+from peerd.training.contributor import Contributor
+from peerd.training.stage.member import StageMember
 
 _AHEAD = 4  # microbatches of samples that lie ready, at least: as many as the next report may wish for
 _EVALUATION_BATCH = 16  # samples

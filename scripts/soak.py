@@ -33,10 +33,10 @@ if __package__ in (None, ""):  # run as a script: this repository is beside it, 
 
 import torch
 
-from peerd import control
-from peerd.compute.model import whole_model
-from peerd.compute.whole import load_whole_model
+from peerd.compute.model.assemble import load_whole_model
+from peerd.compute.model.partition import whole_model
 from peerd.config import load_run
+from peerd.control import socket
 from peerd.core.runfile import RunFile
 from peerd.home import socket_path
 from scripts.waiting import eventually
@@ -80,7 +80,7 @@ class Honest:
     def status(self) -> dict[str, Any]:
         """Its snapshot; {} while it does not answer."""
         with contextlib.suppress(OSError, ValueError):
-            return control.fetch(str(socket_path(self.data_dir)))
+            return socket.fetch(str(socket_path(self.data_dir)))
         return {}
 
     def step(self) -> int:

@@ -3,9 +3,6 @@
 Real hosts (Noise, yamux, identify) over a simulated network, on one core, without sockets. Every node pings another
 one every few seconds and, with --dht, publishes and reads records, while nodes leave and are replaced. The same
 options and seed always end with the same trace hash.
-
-`python scripts/swarm.py averaging --peers 16 --fail 0.1 --rounds 200` simulates Moshpit averaging instead, in which
-groups go on though peers fail: a model, beside its theory. A run repeats an attempt that fails.
 """
 
 from __future__ import annotations
@@ -14,7 +11,6 @@ import argparse
 import json
 import random
 import statistics
-import sys
 import time
 from dataclasses import asdict, dataclass, field
 
@@ -22,12 +18,9 @@ import trio
 
 from peerd.core.errors import PeerdError
 from peerd.core.ids import Key
-from peerd.machine.groups import group_size
-from peerd.sim.averaging import AveragingPlan, AveragingSim
-from peerd.sim.averaging_grid import grid_spread, shape_of
 from peerd.sim.clock import run_virtual
 from peerd.sim.programs import hosts, swarm, try_ping
-from peerd.sim.simnet import Line, NetConfig
+from peerd.sim.simnet import NetConfig, SimLine
 from peerd.sim.world import Churn, Node, World, WorldConfig
 
 PING_LIMIT_S = 10.0
@@ -108,8 +101,8 @@ async def get(node: Node, name: str, report: Report) -> None:
 
 
 async def simulate(options: argparse.Namespace) -> Report:
-    def line(rng: random.Random) -> Line:
-        return Line(
+    def line(rng: random.Random) -> SimLine:
+        return SimLine(
             latency_s=rng.uniform(0.2, 1.0) * options.latency_ms / 1000,
             jitter_s=0.1 * options.latency_ms / 1000,
             up_mbit_s=options.mbit,
@@ -168,48 +161,7 @@ def finish(world: World, report: Report) -> None:
     report.trace = world.trace.hash()
 
 
-def averaging(arguments: list[str]) -> None:
-    """A table of ten rows: how long rounds took, who was lost, and the variance beside the one in theory."""
-    parser = argparse.ArgumentParser(prog="swarm.py averaging", description="Moshpit averaging under churn.")
-    parser.add_argument("--peers", type=int, default=16)
-    parser.add_argument("--fail", type=float, default=0.1, help="probability per peer and round (default 0.1)")
-    parser.add_argument("--rounds", type=int, default=200)
-    parser.add_argument("--noise", type=float, default=1.0, help="what each peer adds to its values before every round")
-    parser.add_argument("--seed", type=int, default=1)
-    options = parser.parse_args(arguments)
-    if options.peers < 2 or not 0 <= options.fail < 1 or options.rounds < 1:
-        parser.error("at least 2 peers and 1 round, and a probability below 1")
-    size = group_size(options.peers, options.fail)
-    plan = AveragingPlan(
-        peers=options.peers, axes=size.rounds, rounds=options.rounds, fail=options.fail, noise=options.noise
-    )
-    sim = AveragingSim(options.seed, plan)
-    reports = sim.run()
-    shape = shape_of(options.peers, size.rounds)
-    turns = [shape[k:] + shape[:k] for k in range(len(shape))]  # noise comes before a round along any axis
-    left = (statistics.fmean(grid_spread(turn, options.fail, n) for turn in turns) for n in range(1, 50 * size.rounds))
-    steady = sum(left) * options.noise**2 * (options.peers - 1) / options.peers
-    print(f"{size.why}; grid {' x '.join(map(str, shape))}, deadline {plan.times.deadline_s} s")
-    print("    rounds   mean s    max s   lost   kept  attempts  variance")
-    rows = min(10, options.rounds)
-    for begin, end in ((k * options.rounds // rows, (k + 1) * options.rounds // rows) for k in range(rows)):
-        part = reports[begin:end]
-        times, spread = [r.seconds for r in part], statistics.fmean(r.spread_after for r in part)
-        lost, kept = sum(len(r.lost) for r in part), sum(len(r.kept) for r in part)
-        attempts = max(r.attempts for r in part)
-        print(
-            f"{begin + 1:5}-{end:<5} {statistics.fmean(times):7.3f} {max(times):8.3f} {lost:6} {kept:6} {attempts:9}"
-            f" {spread:9.3g}"
-        )
-    print(
-        f"variance in theory, when all who vanish do so before they are heard: {steady:.3g}; trace {sim.trace_hash()}"
-    )
-
-
 def main() -> None:
-    if sys.argv[1:2] == ["averaging"]:
-        averaging(sys.argv[2:])
-        return
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hosts", type=int, default=30)
     parser.add_argument("--seconds", type=float, default=60, help="virtual time after the start (default 60)")

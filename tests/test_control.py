@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import trio
 
-from peerd import control, home
+from peerd import home
+from peerd.control import socket
 from peerd.core.errors import ConfigError, PeerdError
 
 pytestmark = pytest.mark.socket
@@ -32,14 +33,14 @@ async def daemon(data_dir: Path) -> AsyncIterator[Path]:
         return {"pid": os.getpid(), "data_dir": str(data_dir)}
 
     async with trio.open_nursery() as nursery:
-        await nursery.start(control.serve, path, snapshot)
+        await nursery.start(socket.serve, path, snapshot)
         with home.noted(home.Running(os.getpid(), str(data_dir), str(path), "tiny", ["stage"])):
             yield path
         nursery.cancel_scope.cancel()
 
 
 async def ask(data_dir: Path | None) -> dict[str, Any]:
-    return await trio.to_thread.run_sync(control.ask, data_dir)
+    return await trio.to_thread.run_sync(socket.ask, data_dir)
 
 
 async def test_a_daemon_is_found_by_its_directory_and_when_it_is_the_only_one(tmp_path: Path) -> None:
@@ -59,11 +60,11 @@ async def test_several_daemons_are_listed_with_the_option_that_chooses(tmp_path:
 
 def test_no_daemon_is_said_plainly(tmp_path: Path) -> None:
     with pytest.raises(PeerdError, match="no peerd daemon of this user is running; start one with"):
-        control.ask(None)
+        socket.ask(None)
     with pytest.raises(PeerdError, match=f"no peerd daemon is running in {tmp_path}"):
-        control.ask(tmp_path)
+        socket.ask(tmp_path)
     with pytest.raises(ConfigError, match="there is no data directory"):
-        control.ask(tmp_path / "nowhere")
+        socket.ask(tmp_path / "nowhere")
 
 
 async def test_the_note_of_a_daemon_that_died_is_forgotten(tmp_path: Path) -> None:
@@ -85,9 +86,9 @@ async def test_a_caller_that_does_not_read_is_dropped_and_others_are_answered(
         return big
 
     async with trio.open_nursery() as nursery:
-        await nursery.start(control.serve, path, snapshot)
-        silent = [await trio.open_unix_socket(str(path)) for _ in range(control.CALLERS)]
-        await trio.sleep(control.ANSWER_TIMEOUT_S + 1)
+        await nursery.start(socket.serve, path, snapshot)
+        silent = [await trio.open_unix_socket(str(path)) for _ in range(socket.CALLERS)]
+        await trio.sleep(socket.ANSWER_TIMEOUT_S + 1)
         async with await trio.open_unix_socket(str(path)) as caller:
             assert len(await caller.receive_some(1 << 16)) > 0
         for stream in silent:

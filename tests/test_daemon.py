@@ -13,16 +13,17 @@ import pytest
 import trio
 import trio.testing
 
-from peerd import control, daemon
-from peerd.connectivity import relaying
+from peerd import daemon
+from peerd.control import socket
+from peerd.control.connectivity import relaying
 from peerd.core.errors import ConfigError, PeerdError
 from peerd.core.keys import Keypair
 from peerd.core.runfile import LimitsSection, RunFile, fingerprint
-from peerd.daemon import Daemon, Ground, Plan
+from peerd.daemon import Daemon, DaemonPlan, Ground
 from peerd.home import socket_path
 from peerd.log import EventLog
-from peerd.net.host import Host
-from peerd.net.pacing import LimitedLine
+from peerd.net.host.host import Host
+from peerd.net.tcp.rate_limit import LimitedLine
 from peerd.role import RoleContext
 from peerd.sim.clock import SimClock
 from peerd.sim.simnet import SimNet
@@ -72,7 +73,7 @@ class Peer:
         self.log = EventLog(clock)
         self.home = home
         home.mkdir()
-        plan = Plan(roles=roles, run=None, bootstrap=(), listen=(listen,), data_dir=home)
+        plan = DaemonPlan(roles=roles, run=None, bootstrap=(), listen=(listen,), data_dir=home)
         line = LimitedLine(LimitsSection(download_mbit=8))
         ground = Ground(home=home, keypair=keypair, clock=clock, log=self.log, line=line)
         self.daemon = Daemon(plan, ground, Host(keypair, clock, [transport(net, name)]))
@@ -297,7 +298,7 @@ async def test_status_tells_each_role_and_what_it_waits_for(
         await trio.sleep(2)
         async with await trio.open_unix_socket(str(socket_path(one.home))) as stream:
             raw = b"".join([chunk async for chunk in stream])
-        snapshot = control.json.loads(raw)
+        snapshot = socket.json.loads(raw)
     (role,) = snapshot["roles"]
     assert (role["role"], role["state"], role["waits_for"]) == ("calm", "running", "somebody to talk to")
     assert snapshot["peer"]["addrs"][0].endswith(snapshot["peer"]["id"])
@@ -326,7 +327,7 @@ def test_backbones_carry_others_circuits_and_whoever_is_told_to(
         name = role
 
     run = RunFile(run="r", limits=LimitsSection(relay=told, upload_mbit=100, download_mbit=40))
-    plan = Plan(roles=(Some,), run=run, bootstrap=(), listen=(), data_dir=tmp_path)
+    plan = DaemonPlan(roles=(Some,), run=run, bootstrap=(), listen=(), data_dir=tmp_path)
     assert daemon._relays(plan) is carries
     assert relaying(run.limits).bytes_per_s == pytest.approx(0.9 * 40 * 125_000)
     assert fingerprint(run) == fingerprint(RunFile(run="r"))
@@ -346,7 +347,8 @@ class Counts(Quiet):
 def test_a_process_that_is_the_peers_own_never_searches_its_modules_for_garbage(tmp_path: Path) -> None:
     held = len(gc.get_objects())
     try:
-        trio.run(daemon.main, Plan(roles=(Counts,), run=None, bootstrap=(), listen=(LOOPBACK,), data_dir=tmp_path))
+        plan = DaemonPlan(roles=(Counts,), run=None, bootstrap=(), listen=(LOOPBACK,), data_dir=tmp_path)
+        trio.run(daemon.main, plan)
     finally:
         gc.unfreeze()
     assert 0 < Counts.searched < held / 4, "a full collection would stop the loop and every worker for long"

@@ -11,7 +11,7 @@ import pytest
 import trio
 import trio.testing
 
-from peerd import control
+from peerd.control import socket
 from peerd.daemon import Daemon
 from peerd.home import socket_path
 from tests.test_daemon import Quiet, peer
@@ -68,7 +68,7 @@ async def test_a_fault_in_a_service_ends_neither_the_peer_nor_its_roles(
         assert faults.total >= 1
         assert any(fault.where.startswith(where) for fault in faults.places.values())
         assert Calm.happened == ["built"]
-        told = await trio.to_thread.run_sync(control.fetch, str(socket_path(one.home)))
+        told = await trio.to_thread.run_sync(socket.fetch, str(socket_path(one.home)))
         assert told["faults"]["count"] == faults.total
         assert told["faults"]["last"] == faults.last != ""
         assert not one.ended.is_set()
@@ -81,9 +81,9 @@ async def test_a_snapshot_that_fails_tells_of_the_fault(
         await trio.sleep(5)
         monkeypatch.setattr(one.daemon.rpc, "status", breaking(one.daemon.rpc.status))
         path = str(socket_path(one.home))
-        told = await trio.to_thread.run_sync(control.fetch, path)
+        told = await trio.to_thread.run_sync(socket.fetch, path)
         assert (told["faults"]["count"], "roles" in told) == (1, False)
-        told = await trio.to_thread.run_sync(control.fetch, path)
+        told = await trio.to_thread.run_sync(socket.fetch, path)
         assert (told["faults"]["count"], "roles" in told) == (1, True)
         assert told["budgets"]
         assert {"means", "used", "of"} <= told["budgets"][0].keys()

@@ -23,11 +23,11 @@ from peerd.demo.chart import chart
 from peerd.demo.children import Child, Children
 from peerd.demo.scene import Scene
 from peerd.demo.screen import LineScreen, picture
-from peerd.demo.setting import Wish, prepare
+from peerd.demo.setting import DemoWish, prepare
 
 
-def wish(folder: Path, **changes: Any) -> Wish:
-    return Wish(**{"steps": None, "data": None, "calm": False, "as_json": False, "folder": folder, **changes})
+def wish(folder: Path, **changes: Any) -> DemoWish:
+    return DemoWish(**{"steps": None, "data": None, "calm": False, "as_json": False, "folder": folder, **changes})
 
 
 class Told(Child):

@@ -19,8 +19,8 @@ from torch import nn
 
 import peerd
 from peerd.core.errors import ConfigError, PeerdError, Refused
-from peerd.core.training import Position
-from peerd.member.desk import Desk, Gradients
+from peerd.core.messages.swarm import Position
+from peerd.training.user_loop.handoff import Desk, Gradients
 
 LOOPBACK = ["/ip4/127.0.0.1/tcp/0"]
 HERE = Position(3, b"here")

@@ -1,4 +1,4 @@
-"""What the README says is so: keys, commands, roles, protocols, make targets, and its example of a role."""
+"""What the READMEs say is so: keys, commands, roles, protocols, make targets, and its example of a role."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from peerd.core.runfile import RunFile
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text("utf-8")
+LINES = 250  # of the first page
 
 
 def keys(cls: type[msgspec.Struct], path: str = "") -> Iterator[str]:
@@ -27,13 +28,31 @@ def keys(cls: type[msgspec.Struct], path: str = "") -> Iterator[str]:
 
 def documented_keys() -> set[str]:
     """`a.b`, `c` in a row of the configuration table names a.b and a.c."""
-    table = README.partition("| key | default | meaning |")[2].partition("\n\n")[0]
+    page = (ROOT / "configs/README.md").read_text("utf-8")
+    table = page.partition("| key | default | meaning |")[2].partition("\n\n")[0]
     found: set[str] = set()
     for row in table.splitlines()[2:]:
         names = re.findall(r"`([a-z0-9_.]+)`", row.split("|")[1])
         section = names[0].rpartition(".")[0]
         found |= {names[0]} | {f"{section}.{name}" if section else name for name in names[1:]}
     return found
+
+
+def pages() -> list[Path]:
+    tops = ("peerd", "roles", "configs", "scripts")
+    return [ROOT / "README.md", *sorted(page for top in tops for page in (ROOT / top).rglob("*.md"))]
+
+
+@pytest.mark.parametrize("page", pages(), ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_links_between_pages_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text("utf-8")):
+        assert (page.parent / target).exists(), f"{page} names {target}"
+
+
+def test_the_first_page_is_short_and_leads_to_all_others() -> None:
+    assert len(README.splitlines()) <= LINES
+    named = {(ROOT / target).resolve() for target in re.findall(r"\]\(([^)#:]+)\)", README)}
+    assert {page for page in pages() if page.name != "README.md" or page.parent != ROOT} <= named
 
 
 def test_the_configuration_table_lists_every_key_and_no_other() -> None:
@@ -57,11 +76,12 @@ def test_every_protocol_of_ours_is_in_the_table() -> None:
     sources = "".join(path.read_text("utf-8") for path in files)
     methods = set(re.findall(r'"([a-z]+/\d+)/[a-z_]+"', sources)) | {"dht/2", "rail/1"}
     assert '"/peerd/rail/1"' in sources
-    assert set(re.findall(r"\| `/peerd/([a-z]+/\d+)`", README)) == methods
+    page = (ROOT / "peerd/service/README.md").read_text("utf-8")
+    assert set(re.findall(r"\| `/peerd/([a-z]+/\d+)`", page)) == methods
 
 
 def test_the_example_role_can_be_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    code = README.partition("```python\n")[2].partition("```")[0]
+    code = (ROOT / "roles/README.md").read_text("utf-8").partition("```python\n")[2].partition("```")[0]
     (tmp_path / "hello.py").write_text(code)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])

@@ -9,13 +9,13 @@ from typing import Any, cast
 
 import msgspec
 
+from peerd.commands.status import RoleState, foretold_by, swarm_view
 from peerd.core.errors import Unreachable
 from peerd.core.ids import Key, PeerId
 from peerd.core.keys import Keypair
-from peerd.core.progress import StageProgress, TrainerProgress, encode_progress, progress_key, stage_key
+from peerd.core.messages.progress import StageProgress, TrainerProgress, encode_progress, progress_key, stage_key
 from peerd.core.runfile import PipelineSection, RunFile
-from peerd.service.dht import Dht
-from peerd.status import RoleState, foretold_by, swarm_view
+from peerd.service.dht.dht import Dht
 
 RUN = RunFile(run="tiny", pipeline=PipelineSection(stages=2))
 

@@ -9,13 +9,14 @@ from pathlib import Path
 import pytest
 import trio
 
-from peerd import home, membership
+from peerd import home
 from peerd.cli import invoke
+from peerd.control import papers as membership
 from peerd.core.errors import ConfigError
 from peerd.core.keys import Keypair
+from peerd.core.messages.token import Revoked, Token, from_text, signed_by, unseal
 from peerd.core.runfile import AccessSection, RunFile
-from peerd.core.token import Revoked, Token, from_text, signed_by, unseal
-from peerd.machine.roll import Roll
+from peerd.machine.access.members import Roll
 
 ANN = Keypair.from_seed(b"a" * 32)
 BOB = Keypair.from_seed(b"b" * 32)
@@ -96,8 +97,8 @@ def test_each_revocation_makes_a_newer_list_and_repeating_one_does_not(
 
 
 def test_expired_tokens_leave_the_list_so_that_it_stays_short(organizer: Path) -> None:
-    book = membership.Book(organizer, ANN)
-    grant = membership.Grant(run="tiny", peer=str(BOB.peer_id), name="", roles=["stage"], days=1)
+    book = membership.TokenBook(organizer, ANN)
+    grant = membership.TokenGrant(run="tiny", peer=str(BOB.peer_id), name="", roles=["stage"], days=1)
     for start in (0.0, 10.0 * DAY_S):
         book.issue(grant, start)
         book.revoke(book.entries()[-1].id, start)
@@ -150,7 +151,7 @@ def test_the_newest_list_outlives_the_process_and_counts_at_the_next_start(
     run, place = peer_of(organizer, tmp_path / "peer")
     (place / membership.TOKEN_FILE).write_text(text)
     papers = membership.own_papers(run, ["stage"], place, ANN.peer_id, time.time())
-    book = membership.Book(organizer, home.load_identity(organizer))
+    book = membership.TokenBook(organizer, home.load_identity(organizer))
     book.revoke(book.entries()[0].id, time.time())
     data = from_text(Revoked, (book.folder / membership.REVOKED_FILE).read_text())
     trio.run(papers.keep, data)

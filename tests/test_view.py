@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from rich.console import Console, RenderableType
 
-from peerd import view
-from peerd.view import brief, duration, render, render_swarm, size
+from peerd.commands import status_view
+from peerd.commands.status_view import brief, duration, render, render_swarm, size
 
 PEER = "12D3KooWDpJ7As7BWAwRMfu1VU2WCqNjvq387JEYKDBj4kx6nXTN"
 
@@ -128,7 +128,7 @@ def test_addresses_can_be_copied_from_a_narrow_screen(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "60")
-    view.show(snapshot(), render)
+    status_view.show(snapshot(), render)
     assert f"listening on /ip4/192.0.2.1/tcp/31337/p2p/{PEER}\n" in capsys.readouterr().out
 
 
@@ -153,9 +153,9 @@ def test_watching_prints_one_object_per_line_for_programs(
         if next(pauses, "end") == "end":
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(view.time, "sleep", pause)
+    monkeypatch.setattr(status_view.time, "sleep", pause)
     with pytest.raises(KeyboardInterrupt):
-        view.watch(snapshot, as_json=True, render=render)
+        status_view.watch(snapshot, as_json=True, render=render)
     lines = capsys.readouterr().out.splitlines()
     assert [json.loads(line)["version"] for line in lines] == ["0.1.0"] * 3
 
@@ -184,8 +184,8 @@ def test_the_swarm_alone_is_shown_with_its_leader_board() -> None:
 
 
 def test_a_swarm_without_anything_to_show_says_why() -> None:
-    assert "swarm: this daemon has not looked yet, or has no run" in plain_text(render_swarm(view.swarm_of({})))
-    assert view.swarm_of({"swarm": {"run": "x"}}) == {"run": "x"}
+    assert "swarm: this daemon has not looked yet, or has no run" in plain_text(render_swarm(status_view.swarm_of({})))
+    assert status_view.swarm_of({"swarm": {"run": "x"}}) == {"run": "x"}
     evil = board(contributions=[{"name": "[red]boo[/red]", "peer": "x"}])
     assert "[red]boo[/red]" in plain_text(render_swarm(evil))
 
@@ -207,7 +207,8 @@ def test_who_uses_more_than_half_of_something_is_shown() -> None:
 
 
 def test_faults_are_shown_with_the_last_place() -> None:
-    places = [{"place": "peerd/net/link.py:7", "count": 2, "ended": "a link", "error": "KeyError: [bold]3[/bold]"}]
-    found = shown(snapshot(faults={"count": 2, "last": "peerd/net/link.py:7", "places": places}))
-    assert "2 faults of peerd's own, the last at peerd/net/link.py:7: KeyError: [bold]3[/bold]; please report" in found
+    places = [{"place": "peerd/net/link/link.py:7", "count": 2, "ended": "a link", "error": "KeyError: [bold]3[/bold]"}]
+    found = shown(snapshot(faults={"count": 2, "last": "peerd/net/link/link.py:7", "places": places}))
+    told = "2 faults of peerd's own, the last at peerd/net/link/link.py:7: KeyError: [bold]3[/bold]; please report"
+    assert told in found
     assert "fault" not in shown(snapshot(faults={"count": 0, "last": None, "places": []}))

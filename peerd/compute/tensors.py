@@ -1,7 +1,6 @@
 """Between torch tensors and bytes: raw values, names of dtypes, digests for comparing states.
 
-Memory and wire are the same bytes because both are little-endian. `to_frame` and `from_frame` are the short forms of
-`coding`, which knows the codes.
+Memory and wire are the same bytes because both are little-endian. How tensors become frames is `codec/frames`' affair.
 """
 
 from __future__ import annotations
@@ -15,33 +14,12 @@ import torch
 from torch import Tensor
 
 from peerd.core.errors import LocalError
-from peerd.core.frame import DTYPES, TensorFrame
+from peerd.core.frame import DTYPES
 
 if sys.byteorder != "little":
     raise LocalError("peerd needs a little-endian machine: tensors travel as they lie in memory")
 
 TORCH_DTYPES: Final[dict[str, torch.dtype]] = {name: getattr(torch, name) for name in DTYPES}
-
-
-def to_frame(tensor: Tensor, coding: str = "none") -> TensorFrame:
-    """The tensor as a frame (`coding.encode`); shares memory with a contiguous CPU tensor when it is not coded."""
-    from peerd.compute.coding import Plan, encode  # coding builds on this module
-
-    return encode(tensor, Plan(coding))
-
-
-def from_frame(
-    frame: TensorFrame,
-    shape: Sequence[int | None] | None = None,
-    dtype: torch.dtype | None = None,
-    *,
-    name: str = "a tensor",
-    finite: bool = False,
-) -> Tensor:
-    """The tensor on the CPU (`coding.decode`); ProtocolViolation when it is not what the caller expects."""
-    from peerd.compute.coding import decode
-
-    return decode(frame, shape, dtype, name=name, finite=finite)
 
 
 def all_finite(tensor: Tensor) -> bool:

@@ -10,11 +10,11 @@ shape, coding and block alone, so the length is checked before anything is alloc
     lossless           one of these cut into chunks of LOSSLESS_CHUNK_BYTES, each packed by itself: its length (4, top
                        bit set: stored as it is) and so many bytes. The length varies; its bounds do not.
 
-A payload may grow while it is sent (`Ready`): the receiver sees no difference.
+A payload may grow while it is sent (`ReadyBytes`): the receiver sees no difference.
 
 A hostile peer may send: another version, unknown codes, flags or blocks; more dims than allowed; dims whose product
 overflows or is masked by a zero; a length that does not fit; little that claims to unpack into much (what is
-unpacked is bounded here, and counted as if it had been sent in machine/rpc). Each raises `ProtocolViolation`.
+unpacked is bounded here, and counted as if it had been sent in machine/rpc/codec). Each raises `ProtocolViolation`.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Coding:
     blockwise: bool = False
 
 
-class Ready(Protocol):
+class ReadyBytes(Protocol):
     """How much of a payload is final while the rest is still being made."""
 
     @property
@@ -138,7 +138,7 @@ class TensorFrame:
     coding: str = "none"
     block: int = 0  # values that share a scale, in blockwise codings
     lossless: bool = False  # packed on top of the coding
-    ready: Ready | None = field(default=None, compare=False, repr=False)
+    ready: ReadyBytes | None = field(default=None, compare=False, repr=False)
 
 
 @functools.lru_cache(maxsize=1024)  # most tensors of a run are alike

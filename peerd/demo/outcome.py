@@ -32,9 +32,9 @@ def gather_checkpoint(folder: Path, run: RunFile) -> Path:
 
 def sample(checkpoint: Path, run: RunFile) -> str:
     """What the model of a gathered checkpoint writes."""
-    from peerd.compute.sample import generate
-    from peerd.compute.tokens import load_vocabulary
-    from peerd.compute.whole import load_whole_model
+    from peerd.compute.model.assemble import load_whole_model
+    from peerd.compute.model.generate import generate
+    from peerd.compute.tokenizer import load_vocabulary
 
     stages = [checkpoint / f"stage-{stage}" for stage in range(run.pipeline.stages)]
     model, _ = load_whole_model(run, stages)

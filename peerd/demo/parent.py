@@ -19,7 +19,7 @@ from peerd.demo import outcome, report
 from peerd.demo.children import Child, Children
 from peerd.demo.scene import Scene
 from peerd.demo.screen import Screen, open_screen
-from peerd.demo.setting import Wish, prepare
+from peerd.demo.setting import DemoWish, prepare
 
 LISTEN: Final = "/ip4/127.0.0.1/tcp/0"
 PERIOD_S: Final = 0.4
@@ -29,13 +29,13 @@ STALL_S: Final = 120.0  # without a new step: something is wrong, and each proce
 PEERS_PER_STAGE: Final = 2
 IDLE_STEPS: Final = 2  # so long the kill waits for a peer that would lose something
 
-__all__ = ["Wish", "run"]
+__all__ = ["DemoWish", "run"]
 
 
 class Story:
     """One demo from the first process to the last step."""
 
-    def __init__(self, wish: Wish, settings: RunFile, children: Children) -> None:
+    def __init__(self, wish: DemoWish, settings: RunFile, children: Children) -> None:
         self._wish = wish
         self._run = settings
         self._children = children
@@ -155,7 +155,7 @@ class Story:
                 everything.cancel()
 
 
-def run(wish: Wish) -> int:
+def run(wish: DemoWish) -> int:
     """The whole demo; its exit code."""
     folder, settings = prepare(wish)
     with Children(folder) as children:

@@ -14,7 +14,7 @@ from peerd.demo.children import Child
 
 
 @dataclass(frozen=True, slots=True)
-class StagePeer:
+class StageRow:
     """One stage process as it told last."""
 
     name: str
@@ -41,7 +41,7 @@ class Scene:
     requeued: int = 0  # from the start
     lost: int = 0
     waits_for: str = ""
-    stage_peers: list[StagePeer] = field(default_factory=list)
+    stage_peers: list[StageRow] = field(default_factory=list)
     bytes_out: int = 0
     killed: list[str] = field(default_factory=list)
     events: list[tuple[float, str]] = field(default_factory=list)  # seconds since the start, text
@@ -95,7 +95,7 @@ class Scene:
         """What all processes together sent, per trained token."""
         return self.bytes_out / (self.step * self.tokens_per_step) if self.step else math.nan
 
-    def victim(self) -> StagePeer | None:
+    def victim(self) -> StageRow | None:
         """The peer whose loss hurts most: it holds the most samples' gradients, and its stage has another peer."""
         living = [peer for peer in self.stage_peers if peer.running and peer.stage is not None]
         spare = [peer for peer in living if sum(other.stage == peer.stage for other in living) > 1]
@@ -110,10 +110,10 @@ def _note(history: dict[int, float], step: object, loss: object) -> None:
         history.setdefault(step, float(loss))
 
 
-def stage_peer(child: Child) -> StagePeer:
+def stage_peer(child: Child) -> StageRow:
     told = child.role()
     stage = told.get("stage")
-    return StagePeer(
+    return StageRow(
         name=child.name,
         stage=stage if isinstance(stage, int) and stage >= 0 else None,
         step=int(told.get("step") or 0),

@@ -12,9 +12,9 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from peerd.commands.status_view import size
 from peerd.demo.chart import chart
 from peerd.demo.scene import Scene
-from peerd.view import size
 
 LINE_PERIOD_S: Final = 5.0
 EVENTS_SHOWN: Final = 8

@@ -22,7 +22,7 @@ _KINDS = {".jsonl": "jsonl", ".parquet": "parquet"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wish:
+class DemoWish:
     """The demo's command line."""
 
     steps: int | None
@@ -47,7 +47,7 @@ def config_file(name: str) -> Path:
     raise ConfigError(f"configs/{name} is missing from this installation; install peerd again")
 
 
-def prepare(wish: Wish) -> tuple[Path, RunFile]:
+def prepare(wish: DemoWish) -> tuple[Path, RunFile]:
     """The demo's folder, with `run.yaml` in it, and the run."""
     run = load_run(config_file("tiny.yaml")).run
     if wish.steps is not None:

@@ -1,4 +1,4 @@
-"""Runs a race over several addresses: starts and drops attempts as `machine/dialing.py` decides.
+"""Runs a race over several addresses: starts and drops attempts as `machine/connectivity/happy_eyeballs.py` decides.
 
 Knows neither peers nor sockets. Invariants: the reason of each failed attempt is kept; after `run` nothing of the
 race is under way.
@@ -13,7 +13,7 @@ from multiaddr import Multiaddr
 
 from peerd.core.addr import is_relayed
 from peerd.core.errors import Unreachable
-from peerd.machine.dialing import GIVE_WAY_S, Drop, Race, Try
+from peerd.machine.connectivity.happy_eyeballs import GIVE_WAY_S, DropAttempt, Race, Try
 
 Attempt = Callable[[Multiaddr], Awaitable[None]]
 Order = Callable[[], Sequence[Multiaddr]]
@@ -54,7 +54,7 @@ class RaceRun:
                 if isinstance(step, Try):
                     scope = self._scopes[step.addr] = trio.CancelScope()
                     nursery.start_soon(self._try, race, step.addr, scope)
-                elif isinstance(step, Drop):
+                elif isinstance(step, DropAttempt):
                     self._note(step.addr, f"no answer within {GIVE_WAY_S:g} s")
                     self._scopes[step.addr].cancel()
                 elif race.idle and step.until_s == float("inf") and not self.awaits_more:

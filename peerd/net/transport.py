@@ -18,8 +18,8 @@ import trio
 from multiaddr import Multiaddr
 
 from peerd.core.errors import ConfigError
-from peerd.machine.dialing import IpNetwork
-from peerd.net.tcpinfo import TcpInfo
+from peerd.machine.connectivity.happy_eyeballs import IpNetwork
+from peerd.net.tcp_info import TcpInfo
 
 
 class NoSuchFamily(ConfigError):

@@ -4,7 +4,7 @@ peers that showed theirs.
 `Access` is the gate of `Rpc`: no call of any service but access/1 is received, and none is made, without it. Both
 sides show their tokens in one exchange, so each knows whom it trusts; with them travels the organizer's newest list
 of revoked tokens, which also comes from files and from the directory. Who is refused is named in the log with the
-reason, a few lines a minute at most. Decisions are `machine.roll`'s.
+reason, a few lines a minute at most. Decisions are `machine.access.members`'s.
 
 A hostile peer may: show anything, never answer, answer that it does not want us, bring old or forged lists, come under
 many identities, claim in the directory to serve. The directory itself is used wherever it answers (a shared backbone
@@ -26,16 +26,16 @@ from peerd.core.clock import Clock
 from peerd.core.errors import ConfigError, ProtocolViolation, Refused, RemoteError, Untrusted
 from peerd.core.ids import PeerId
 from peerd.core.limits import ACCESS_MET, ACCESS_TOLD, RPC_ERROR_CHARS
-from peerd.core.messages import Message
+from peerd.core.messages.encoding import Message
+from peerd.core.messages.token import NO_TOKEN, RevokedData, TokenData, revoked_key
 from peerd.core.runfile import RunFile
-from peerd.core.token import NO_TOKEN, RevokedData, TokenData, revoked_key
-from peerd.machine.roll import FREE, Roll
-from peerd.machine.rpc_calls import MethodLimits, MethodName
-from peerd.net.host import Host, PeerDown
-from peerd.service.dht import Dht
-from peerd.service.rpc import Rpc
-from peerd.service.rpc_io import renewed
-from peerd.service.rpc_types import Answer, Incoming
+from peerd.machine.access.members import FREE, Roll
+from peerd.machine.rpc.accounting import MethodLimits, MethodName
+from peerd.net.host.host import Host, PeerDown
+from peerd.service.dht.dht import Dht
+from peerd.service.rpc.inbound import renewed
+from peerd.service.rpc.rpc import Rpc
+from peerd.service.rpc.types import Answer, Incoming
 
 _log = logging.getLogger("peerd.access")
 

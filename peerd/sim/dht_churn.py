@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 from peerd.core.errors import LocalError
 from peerd.core.ids import Key
-from peerd.machine import queries as q
-from peerd.sim.heapsim import HeapSim, HeapSimConfig, SimNode
+from peerd.machine.dht import messages as q
+from peerd.sim.heapsim import HeapNode, HeapSim, HeapSimConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +64,7 @@ def measure_churn(seed: int, plan: ChurnPlan | None = None, config: HeapSimConfi
     sim.run(1.0)
     keys = [Key.of(f"value {number}") for number in range(plan.values)]
     copies = [_store(sim, rng.choice(sim.living()), key, plan.ttl_s) for key in keys]
-    lookups: list[tuple[SimNode, Key, int]] = []
+    lookups: list[tuple[HeapNode, Key, int]] = []
 
     def replace() -> None:
         victim = rng.choice(sim.living())
@@ -100,7 +100,7 @@ def measure_churn(seed: int, plan: ChurnPlan | None = None, config: HeapSimConfi
     )
 
 
-def _store(sim: HeapSim, node: SimNode, key: Key, ttl_s: float) -> int:
+def _store(sim: HeapSim, node: HeapNode, key: Key, ttl_s: float) -> int:
     """The value under a key is the key; returns how many hold it."""
     outcome = sim.finish(sim.start(node, lambda op: q.Put(op, key, b"", key.raw, ttl_s)))
     if not isinstance(outcome.done, q.PutDone):

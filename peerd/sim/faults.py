@@ -1,6 +1,6 @@
 """Things that go wrong at planned instants: failing, stalling, slow and corrupting nodes, split networks.
 
-Each function makes one `Fault`; `inject` lets them happen in a world. Faults of bytes are made below encryption, as
+Each function makes one `FaultPlan`; `inject` lets them happen in a world. Faults of bytes are made below encryption, as
 on a broken line; a peer that lies inside the protocol is a program of its own, not a fault.
 """
 
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import trio
 
-from peerd.sim.simnet import Line
+from peerd.sim.simnet import SimLine
 
 if TYPE_CHECKING:
     from peerd.sim.world import World
@@ -21,14 +21,14 @@ Action = Callable[["World"], Awaitable[None]]
 
 
 @dataclass(frozen=True, slots=True)
-class Fault:
+class FaultPlan:
     """What happens, as (seconds after the plan starts, action) in order of time."""
 
     name: str
     steps: tuple[tuple[float, Action], ...]
 
 
-def fail(node: str, at_s: float, *, silent: bool = False, back_after_s: float | None = None) -> Fault:
+def fail(node: str, at_s: float, *, silent: bool = False, back_after_s: float | None = None) -> FaultPlan:
     """The node dies, and comes back if so wanted."""
 
     async def die(world: World) -> None:
@@ -38,10 +38,10 @@ def fail(node: str, at_s: float, *, silent: bool = False, back_after_s: float | 
         await world.restart(world.nodes[node])
 
     back = () if back_after_s is None else ((at_s + back_after_s, rise),)
-    return Fault(f"fail {node}", ((at_s, die), *back))
+    return FaultPlan(f"fail {node}", ((at_s, die), *back))
 
 
-def stall(node: str, at_s: float, for_s: float) -> Fault:
+def stall(node: str, at_s: float, for_s: float) -> FaultPlan:
     """Nothing gets in or out of the node for a while; its links live on."""
 
     async def stop(world: World) -> None:
@@ -50,10 +50,10 @@ def stall(node: str, at_s: float, for_s: float) -> Fault:
     async def go_on(world: World) -> None:
         world.net.resume(node)
 
-    return Fault(f"stall {node}", ((at_s, stop), (at_s + for_s, go_on)))
+    return FaultPlan(f"stall {node}", ((at_s, stop), (at_s + for_s, go_on)))
 
 
-def slow(node: str, at_s: float, line: Line, *, for_s: float | None = None) -> Fault:
+def slow(node: str, at_s: float, line: SimLine, *, for_s: float | None = None) -> FaultPlan:
     """The node's line becomes `line`, and what it was at the world's start after `for_s`."""
 
     async def change(world: World) -> None:
@@ -63,10 +63,10 @@ def slow(node: str, at_s: float, line: Line, *, for_s: float | None = None) -> F
         world.net.set_line(node, world.nodes[node].first_line)
 
     end = () if for_s is None else ((at_s + for_s, restore),)
-    return Fault(f"slow {node}", ((at_s, change), *end))
+    return FaultPlan(f"slow {node}", ((at_s, change), *end))
 
 
-def corrupt(node: str, at_s: float, probability: float, *, for_s: float | None = None) -> Fault:
+def corrupt(node: str, at_s: float, probability: float, *, for_s: float | None = None) -> FaultPlan:
     """Each segment from the node has one bit flipped with this probability."""
 
     async def damage(world: World) -> None:
@@ -76,10 +76,10 @@ def corrupt(node: str, at_s: float, probability: float, *, for_s: float | None =
         world.net.nodes[node].corrupt = 0.0
 
     end = () if for_s is None else ((at_s + for_s, repair),)
-    return Fault(f"corrupt {node}", ((at_s, damage), *end))
+    return FaultPlan(f"corrupt {node}", ((at_s, damage), *end))
 
 
-def split(islands: Sequence[Iterable[str]], at_s: float, for_s: float) -> Fault:
+def split(islands: Sequence[Iterable[str]], at_s: float, for_s: float) -> FaultPlan:
     """The network falls apart into these islands and one of all other nodes, and heals."""
     fixed = [list(names) for names in islands]
 
@@ -89,10 +89,10 @@ def split(islands: Sequence[Iterable[str]], at_s: float, for_s: float) -> Fault:
     async def heal(world: World) -> None:
         world.net.heal()
 
-    return Fault("split", ((at_s, part), (at_s + for_s, heal)))
+    return FaultPlan("split", ((at_s, part), (at_s + for_s, heal)))
 
 
-async def inject(world: World, faults: Iterable[Fault]) -> None:
+async def inject(world: World, faults: Iterable[FaultPlan]) -> None:
     """Let the faults happen; returns after the last step. Equal instants keep the order of the plan."""
     start_s = trio.current_time()
     steps = [(at_s, fault.name, action) for fault in faults for at_s, action in fault.steps]

@@ -18,10 +18,10 @@ from dataclasses import dataclass, field
 from peerd.core.errors import LocalError
 from peerd.core.ids import Key, PeerId
 from peerd.core.record import Verifier
-from peerd.machine import queries as q
-from peerd.machine.kademlia import Kademlia
-from peerd.machine.nodestate import KademliaConfig
-from peerd.machine.table import KEY_BITS, Contact
+from peerd.machine.dht import messages as q
+from peerd.machine.dht.node import Kademlia
+from peerd.machine.dht.node_state import KademliaConfig
+from peerd.machine.dht.routing_table import KEY_BITS, Contact
 
 EPOCH_S = 1_800_000_000.0  # Unix time at virtual time 0
 
@@ -58,7 +58,7 @@ def stand_in_verify(peer: PeerId, data: bytes, signature: bytes) -> bool:
     return signature == stand_in_signature(peer, data)
 
 
-class SimNode:
+class HeapNode:
     """One machine with its network address."""
 
     def __init__(self, kad: Kademlia, number: int) -> None:
@@ -78,7 +78,7 @@ def _place(contact: Contact) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class OperationOutcome:
     """How an operation ended, and what it cost."""
 
     done: q.GetDone | q.PutDone
@@ -92,15 +92,15 @@ class HeapSim:
         self.config = config or HeapSimConfig()
         self.seed = seed
         self.now = 0.0
-        self.nodes: list[SimNode] = []
+        self.nodes: list[HeapNode] = []
         self.events = 0
         self.messages = 0
         self._rng = random.Random(f"{seed}/network")
         self._heap: list[tuple[float, int, Callable[[], None]]] = []
         self._order = 0
-        self._by_id: dict[PeerId, SimNode] = {}
+        self._by_id: dict[PeerId, HeapNode] = {}
         self._ops: dict[int, float] = {}  # asked at
-        self._outcomes: dict[int, Outcome] = {}
+        self._outcomes: dict[int, OperationOutcome] = {}
         self._last_op = 0
         self._trace = hashlib.blake2b(digest_size=16)
 
@@ -108,7 +108,7 @@ class HeapSim:
         """32 hex digits over every event so far."""
         return self._trace.hexdigest()
 
-    def add(self, bootstrap: SimNode | None = None) -> SimNode:
+    def add(self, bootstrap: HeapNode | None = None) -> HeapNode:
         """A new node; it meets `bootstrap` and joins by itself."""
         number = len(self.nodes)
         rng = random.Random(f"{self.seed}/node/{number}")
@@ -118,7 +118,7 @@ class HeapSim:
             host = bytes([rng.randrange(11, 100), *rng.randbytes(3)])  # public addresses of many networks
             kad.addrs = (b"\x04" + host + b"\x06\x0f\xa1",)
         kad.node.clock_ahead_s = EPOCH_S + self.config.skew_s * rng.uniform(-1, 1)
-        node = SimNode(kad, number)
+        node = HeapNode(kad, number)
         self.nodes.append(node)
         self._by_id[signer.peer_id] = node
         if bootstrap is not None:
@@ -152,17 +152,17 @@ class HeapSim:
                 left, right = ours
             node.kad.settled(self.now)
 
-    def kill(self, node: SimNode) -> None:
+    def kill(self, node: HeapNode) -> None:
         """It is gone without a word; its connections to others stay silent or are reset, by chance."""
         node.alive = False
         node.refuses = self._rng.random() < self.config.refusing
         self._note("kill", node.number)
 
-    def living(self) -> list[SimNode]:
+    def living(self) -> list[HeapNode]:
         """Every node that was not killed, oldest first."""
         return [node for node in self.nodes if node.alive]
 
-    def start(self, node: SimNode, command: Callable[[int], q.Input]) -> int:
+    def start(self, node: HeapNode, command: Callable[[int], q.Input]) -> int:
         """Give the node a command, made from an operation's number; returns that number."""
         self._last_op += 1
         self._ops[self._last_op] = self.now
@@ -170,7 +170,7 @@ class HeapSim:
         self._schedule_wake(node)
         return self._last_op
 
-    def finish(self, op: int, limit_s: float = 120.0) -> Outcome:
+    def finish(self, op: int, limit_s: float = 120.0) -> OperationOutcome:
         """Run until the operation has ended; LocalError if it does not within `limit_s`."""
         end = self.now + limit_s
         while op not in self._outcomes:
@@ -185,7 +185,7 @@ class HeapSim:
             self._step()
         self.now = max(self.now, until)
 
-    def round_trip(self, one: SimNode, other: SimNode) -> float:
+    def round_trip(self, one: HeapNode, other: HeapNode) -> float:
         """The same for a pair each time, either way."""
         low, high = sorted((one.number, other.number))
         draw = random.Random(f"{self.seed}/{low}/{high}").gauss(
@@ -193,7 +193,7 @@ class HeapSim:
         )
         return max(draw, self.config.round_trip_s / 10)
 
-    def nearest(self, key: Key, count: int) -> list[SimNode]:
+    def nearest(self, key: Key, count: int) -> list[HeapNode]:
         """The truth that look-ups seek: the dialable living nodes nearest to `key`."""
         dialable = [node for node in self.living() if node.contact.addrs]
         return sorted(dialable, key=lambda node: key.distance(node.kad.node.id.key))[:count]
@@ -212,43 +212,43 @@ class HeapSim:
     def _note(self, what: str, *numbers: int) -> None:
         self._trace.update(f"{self.now:.9f} {what} {numbers}\n".encode())
 
-    def _schedule_wake(self, node: SimNode) -> None:
+    def _schedule_wake(self, node: HeapNode) -> None:
         at = node.kad.wake_at(self.now)
         if at < node.wakes_at:
             node.wakes_at = at
             self._at(at, lambda: self._wake(node, at))
 
-    def _wake(self, node: SimNode, at: float) -> None:
+    def _wake(self, node: HeapNode, at: float) -> None:
         if not node.alive or node.wakes_at != at:
             return
         node.wakes_at = float("inf")
         self._do(node, node.kad.wake(self.now))
         self._schedule_wake(node)
 
-    def _do(self, node: SimNode, outputs: list[q.Output]) -> None:
+    def _do(self, node: HeapNode, outputs: list[q.Output]) -> None:
         for output in outputs:
             match output:
                 case q.Ask():
                     self._send(node, output)
                 case q.GetDone(op) | q.PutDone(op):
-                    self._outcomes[op] = Outcome(output, self.now - self._ops.pop(op))
+                    self._outcomes[op] = OperationOutcome(output, self.now - self._ops.pop(op))
                     self._note("done", node.number, op)
-                case q.Blame():
+                case q.BlamePeer():
                     self._note("blame", node.number)
                 case q.Respond():
                     raise LocalError("an answer to nobody")
 
-    def _send(self, node: SimNode, ask: q.Ask) -> None:
+    def _send(self, node: HeapNode, ask: q.Ask) -> None:
         self.messages += 1
         other = self._by_id[ask.contact.peer]
         half = self.round_trip(node, other) / 2
         self._note("ask", node.number, other.number)
         self._at(self.now + half, lambda: self._arrive(node, other, ask, half))
 
-    def _arrive(self, node: SimNode, other: SimNode, ask: q.Ask, half: float) -> None:
+    def _arrive(self, node: HeapNode, other: HeapNode, ask: q.Ask, half: float) -> None:
         if not other.alive or not other.contact.addrs:
             patience = half if other.refuses else max(half, self.config.node.silent_s - half)
-            self._at(self.now + patience, lambda: self._input(node, q.Failed(ask.id)))
+            self._at(self.now + patience, lambda: self._input(node, q.AskFailed(ask.id)))
             return
         reply: q.Reply | None = None
         outputs = other.kad.handle(self.now, q.Asked(0, node.kad.node.id, ask.request))
@@ -261,7 +261,7 @@ class HeapSim:
             answer = q.Answered(ask.id, reply)
             self._at(self.now + half, lambda: self._input(node, answer))
 
-    def _input(self, node: SimNode, event: q.Input) -> None:
+    def _input(self, node: HeapNode, event: q.Input) -> None:
         if node.alive:
             self._do(node, node.kad.handle(self.now, event))
             self._schedule_wake(node)

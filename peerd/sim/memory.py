@@ -27,7 +27,9 @@ _LAST_PORT: Final = 65535
 class MemoryLink:
     """One end of a connection: a RawLink."""
 
-    def __init__(self, net: SimNet, node: SimNode, pipes: tuple[Pipe, Pipe], ends: tuple[Multiaddr, Multiaddr]) -> None:
+    def __init__(
+        self, net: SimNet, node: SimNode, pipes: tuple[Pipe[SimNode], Pipe[SimNode]], ends: tuple[Multiaddr, Multiaddr]
+    ) -> None:
         """`pipes`: out and in; `ends`: this one and the other."""
         self._net = net
         self._node = node
@@ -227,6 +229,7 @@ class MemoryTransport:
     def _connect(self, addr: Multiaddr) -> MemoryLink:
         net, here, there = self._net, self._node, self._node_of(addr)
         listener = (net.memory_listeners if _is_memory(addr) else there.listeners).get(str(addr))
+        assert listener is None or isinstance(listener, MemoryListener)
         if not here.alive or listener is None:
             raise Unreachable("connection refused")
         if net.config.dial_failure > 0 and here.rng.random() < net.config.dial_failure:

@@ -22,7 +22,7 @@ from multiaddr import Multiaddr
 from peerd.core.addr import tcp_addr, tcp_place
 from peerd.core.errors import ConfigError, Unreachable
 from peerd.sim.memory import MemoryLink, MemoryListener
-from peerd.sim.simnet import Line, SimNet, SimNode
+from peerd.sim.simnet import SimLine, SimNet, SimNode
 from peerd.sim.wire import Pipe
 
 Kind = Literal["public", "firewall", "full-cone", "port-restricted", "symmetric"]
@@ -31,7 +31,7 @@ _EPHEMERAL: Final = 32768
 _MAPPED: Final = 20000
 
 
-class Place(NamedTuple):
+class SimPlace(NamedTuple):
     """One end of a connection, as packets name it."""
 
     host: str
@@ -47,7 +47,7 @@ class _Request:
     """A connection that one side asks for."""
 
     port: int
-    target: Place
+    target: SimPlace
     done: trio.Event = field(default_factory=trio.Event)
     link: MemoryLink | None = None
     over: bool = False  # answered, or withdrawn
@@ -58,14 +58,14 @@ class _Request:
             self.done.set()
 
 
-class Router:
+class SimRouter:
     """What a home's router maps and lets in."""
 
     def __init__(self, kind: Kind, outside: str, inside: str) -> None:
         self.kind = kind
         self.outside, self.inside = outside, inside
-        self._mapped: dict[tuple[int, Place | None], int] = {}  # port at home, and whom it is for -> port outside
-        self._contacts: dict[int, set[Place]] = {}  # by port outside: whom packets went to
+        self._mapped: dict[tuple[int, SimPlace | None], int] = {}  # port at home, and whom it is for -> port outside
+        self._contacts: dict[int, set[SimPlace]] = {}  # by port outside: whom packets went to
         self._next_port = _MAPPED
         self._forwarded: set[int] = set()
 
@@ -73,7 +73,7 @@ class Router:
         """Let everybody in to `port` at home, as its owner sets it up."""
         self._forwarded.add(port)
 
-    def out(self, port: int, target: Place) -> Place:
+    def out(self, port: int, target: SimPlace) -> SimPlace:
         """A packet leaves: the end that the world sees."""
         seen = port
         if self.kind in ("full-cone", "port-restricted", "symmetric"):
@@ -83,9 +83,9 @@ class Router:
                 self._mapped[key] = self._next_port
             seen = self._mapped[key]
         self._contacts.setdefault(seen, set()).add(target)
-        return Place(self.outside, seen)
+        return SimPlace(self.outside, seen)
 
-    def into(self, port: int, source: Place) -> int | None:
+    def into(self, port: int, source: SimPlace) -> int | None:
         """A packet comes to `port` of the router: the port at home that it is let in to."""
         if self.kind == "public" or port in self._forwarded:
             return port
@@ -109,13 +109,13 @@ class Internet:
         self.net = net
         self.homes: dict[str, Home] = {}  # by public address
 
-    def home(self, name: str, kind: Kind, *, resets: bool = False, line: Line | None = None) -> Home:
+    def home(self, name: str, kind: Kind, *, resets: bool = False, line: SimLine | None = None) -> Home:
         """A new machine, behind a new router unless it is public. `resets`: RST instead of silence."""
         number = len(self.homes) + 1
         ip = f"45.{number >> 8}.{number & 255}.1"
         node = self.net.add_node(name, line, ip=ip)
         hidden = kind not in ("public", "firewall")
-        router = Router(kind, ip, f"192.168.{number & 255}.2" if hidden else ip)
+        router = SimRouter(kind, ip, f"192.168.{number & 255}.2" if hidden else ip)
         home = self.homes[ip] = Home(self, node, router, resets)
         return home
 
@@ -123,12 +123,12 @@ class Internet:
 class Home:
     """One machine's Transport."""
 
-    def __init__(self, internet: Internet, node: SimNode, router: Router, resets: bool) -> None:
+    def __init__(self, internet: Internet, node: SimNode, router: SimRouter, resets: bool) -> None:
         self.router = router
         self._net, self._homes, self._node, self._resets = internet.net, internet.homes, node, resets
         self._listeners: dict[int, MemoryListener] = {}
-        self._requests: dict[tuple[int, Place], _Request] = {}
-        self._taken: dict[tuple[int, Place], MemoryLink] = {}
+        self._requests: dict[tuple[int, SimPlace], _Request] = {}
+        self._taken: dict[tuple[int, SimPlace], MemoryLink] = {}
         self._next_port = _EPHEMERAL
 
     def can_dial(self, addr: Multiaddr) -> bool:
@@ -148,7 +148,7 @@ class Home:
         place = tcp_place(addr)
         if place is None:
             raise Unreachable(f"{addr} is not a TCP address")
-        target = Place(place.host, place.port)
+        target = SimPlace(place.host, place.port)
         request = _Request(self._port(target, fresh), target)
         self._requests[request.port, target] = request
         began_s = trio.current_time()
@@ -166,7 +166,7 @@ class Home:
             request.over = True
             del self._requests[request.port, target]
 
-    def _port(self, target: Place, fresh: bool) -> int:
+    def _port(self, target: SimPlace, fresh: bool) -> int:
         for port in self._listeners if not fresh else ():
             held = self._taken.get((port, target))
             if (port, target) not in self._requests and (held is None or held not in self._node.links):
@@ -186,7 +186,7 @@ class Home:
         if there is not None:
             self._later(there._node, lambda: there._asked(self, source, request))
 
-    def _asked(self, asker: Home, source: Place, request: _Request) -> None:
+    def _asked(self, asker: Home, source: SimPlace, request: _Request) -> None:
         """A first packet has come from `asker`, which is `source` out there."""
         port = self.router.into(request.target.port, source)
         if port is None:
@@ -202,7 +202,7 @@ class Home:
             self._later(asker._node, lambda: request.answer(None))
 
     def _connect(
-        self, request: _Request, other: tuple[Home, int], source: Place, end: _Request | MemoryListener
+        self, request: _Request, other: tuple[Home, int], source: SimPlace, end: _Request | MemoryListener
     ) -> None:
         """The answer of `other`, a home and its port, has come. `source`: how we look from there."""
         if request.over:

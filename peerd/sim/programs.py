@@ -10,10 +10,10 @@ from collections.abc import Awaitable
 import trio
 
 from peerd.core.errors import RemoteError
-from peerd.net.host import Host, HostConfig
-from peerd.net.link import Stream
-from peerd.service.dht import Dht, DhtConfig
-from peerd.service.rpc import Rpc
+from peerd.net.host.host import Host, HostConfig
+from peerd.net.link.link import Stream
+from peerd.service.dht.dht import Dht, DhtConfig
+from peerd.service.rpc.rpc import Rpc
 from peerd.sim.world import Node, Program
 
 ECHO = "/peerd-sim/echo/1"  # every node answers it: what comes in goes back

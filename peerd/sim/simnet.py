@@ -15,21 +15,18 @@ import random
 import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import trio
 
 from peerd.core.errors import LocalError
 from peerd.sim.clock import Agenda
 from peerd.sim.trace import Trace
-from peerd.sim.wire import PACKET_BYTES, RETRANSMIT_MIN_S, AccessLine, Pipe, Segment
-
-if TYPE_CHECKING:
-    from peerd.sim.memory import MemoryLink, MemoryListener
+from peerd.sim.wire import PACKET_BYTES, RETRANSMIT_MIN_S, Pipe, Segment, SimulatedLine
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Line:
+class SimLine:
     """A node's connection to the internet. Rates are shared by all its links, each direction on its own."""
 
     latency_s: float = 0.0  # one way, to the backbone; a path has both ends' sum
@@ -40,7 +37,7 @@ class Line:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Path:
+class SimPath:
     """What the way between two nodes adds to their lines, one direction."""
 
     latency_s: float = 0.0
@@ -60,16 +57,31 @@ class NetConfig:
     accept_backlog: int = 128  # links that wait to be accepted; more are refused
 
 
+class Mortal(Protocol):
+    """A link that ends with its machine."""
+
+    def die(self) -> None: ...
+
+
+class Listening(Protocol):
+    """Somebody who takes links at an address."""
+
+    @property
+    def node(self) -> SimNode: ...
+
+    def close(self) -> None: ...
+
+
 @dataclass(slots=True, eq=False)
 class SimNode:
     """One machine of the network."""
 
     name: str
     ip: str
-    line: Line
+    line: SimLine
     rng: random.Random
-    uplink: AccessLine
-    downlink: AccessLine
+    uplink: SimulatedLine
+    downlink: SimulatedLine
     alive: bool = True
     dark: bool = False  # the machine itself is off: it does not even refuse
     stalled: bool = False
@@ -77,8 +89,8 @@ class SimNode:
     corrupt: float = 0.0  # probability that a delivered segment from here has one bit flipped
     sent_bytes: int = 0
     received_bytes: int = 0
-    links: dict[MemoryLink, None] = field(default_factory=dict)
-    listeners: dict[str, MemoryListener] = field(default_factory=dict)
+    links: dict[Mortal, None] = field(default_factory=dict)
+    listeners: dict[str, Listening] = field(default_factory=dict)
     next_port: dict[int, int] = field(default_factory=dict)  # by the first number of their range
 
     def set_rates(self) -> None:
@@ -96,10 +108,10 @@ class SimNet:
         self.agenda = Agenda()
         self.nodes: dict[str, SimNode] = {}
         self._by_ip: dict[str, SimNode] = {}
-        self._paths: dict[tuple[str, str], Path] = {}
+        self._paths: dict[tuple[str, str], SimPath] = {}
         self._blocked: dict[tuple[str, str], None] = {}
-        self._holding: dict[Pipe, None] = {}
-        self.memory_listeners: dict[str, MemoryListener] = {}  # of /memory/<n> addresses, which name no node
+        self._holding: dict[Pipe[SimNode], None] = {}
+        self.memory_listeners: dict[str, Listening] = {}  # of /memory/<n> addresses, which name no node
         self.next_memory = 0
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
@@ -108,7 +120,7 @@ class SimNet:
 
     # --- nodes and paths ---
 
-    def add_node(self, name: str, line: Line | None = None, ip: str = "") -> SimNode:
+    def add_node(self, name: str, line: SimLine | None = None, ip: str = "") -> SimNode:
         """A new machine with this address, or one of its own in 10.0.0.0/8."""
         if name in self.nodes:
             raise LocalError(f"the network has a node {name!r} already")
@@ -116,32 +128,37 @@ class SimNet:
         node = SimNode(
             name=name,
             ip=ip or f"10.{number >> 16 & 255}.{number >> 8 & 255}.{number & 255}",
-            line=line or Line(),
+            line=line or SimLine(),
             rng=random.Random(f"{self.seed}/net/{name}"),
-            uplink=AccessLine(self.agenda, begun=lambda segment, start, end: segment.pipe.leave(segment, start, end)),
-            downlink=AccessLine(self.agenda, done=_deliver),
+            uplink=SimulatedLine(self.agenda, begun=lambda segment, *times: segment.pipe.leave(segment, *times)),
+            downlink=SimulatedLine(self.agenda, done=_deliver),
         )
         node.set_rates()
         self.nodes[name] = self._by_ip[node.ip] = node
         return node
 
+    @property
+    def window_bytes(self) -> int:
+        """Of one link and direction."""
+        return self.config.window_bytes
+
     def node_at(self, ip: str) -> SimNode | None:
         return self._by_ip.get(ip)
 
-    def set_line(self, name: str, line: Line) -> None:
+    def set_line(self, name: str, line: SimLine) -> None:
         """Change a node's connection; segments already under way keep their times."""
         node = self.nodes[name]
         node.line = line
         node.set_rates()
         self.trace.add(name, "line", f"{line.latency_s} {line.up_mbit_s} {line.down_mbit_s} {line.loss}")
 
-    def set_path(self, a: str, b: str, path: Path, *, both: bool = True) -> None:
+    def set_path(self, a: str, b: str, path: SimPath, *, both: bool = True) -> None:
         """What the way from `a` to `b` (and back) adds to their lines."""
         self._paths[a, b] = path
         if both:
             self._paths[b, a] = path
 
-    def path(self, source: SimNode, target: SimNode) -> Path:
+    def path(self, source: SimNode, target: SimNode) -> SimPath:
         return self._paths.get((source.name, target.name), _NO_PATH)
 
     def latency(self, source: SimNode, target: SimNode) -> float:
@@ -232,7 +249,7 @@ class SimNet:
 
     # --- for pipes ---
 
-    def hold(self, pipe: Pipe) -> None:
+    def hold(self, pipe: Pipe[SimNode]) -> None:
         """The pipe has bytes that can't pass."""
         self._holding[pipe] = None
         self.agenda.at(trio.current_time() + self.config.give_up_s, functools.partial(self._give_up, pipe))
@@ -254,12 +271,12 @@ class SimNet:
             if self.passes(pipe.source, pipe.target):
                 self.agenda.at(pipe.retry_at(), functools.partial(self._release, pipe))
 
-    def _release(self, pipe: Pipe) -> None:
+    def _release(self, pipe: Pipe[SimNode]) -> None:
         if pipe in self._holding and self.passes(pipe.source, pipe.target):
             del self._holding[pipe]
             pipe.release()
 
-    def _give_up(self, pipe: Pipe) -> None:
+    def _give_up(self, pipe: Pipe[SimNode]) -> None:
         if pipe not in self._holding or trio.current_time() < pipe.held_since_s + self.config.give_up_s:
             return
         if not (pipe.source.stalled or pipe.target.stalled):
@@ -268,7 +285,7 @@ class SimNet:
             pipe.on_given_up()
 
 
-_NO_PATH = Path()
+_NO_PATH = SimPath()
 
 
 def _deliver(segment: Segment) -> None:

@@ -13,14 +13,11 @@ import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final
+from typing import Any, Final, Generic, Protocol, TypeVar
 
 import trio
 
 from peerd.sim.clock import Agenda
-
-if TYPE_CHECKING:
-    from peerd.sim.simnet import SimNet, SimNode
 
 TURN_S: Final = 0.01  # what one turn of a flow on an access line should take: short, so that flows share smoothly,
 TURN_BYTES_MIN: Final = 4 << 10  # but not so short
@@ -35,7 +32,7 @@ RETRANSMIT_MAX_S: Final = 120.0  # its ceiling (RFC 6298 allows 60 s or more)
 class Segment:
     """Some bytes on their way; `last` marks the end of the writer's bytes."""
 
-    pipe: Pipe
+    pipe: Pipe[Any]
     data: bytes
     last: bool = False
 
@@ -44,7 +41,7 @@ class Segment:
 
 
 @dataclass(slots=True, eq=False)
-class AccessLine:
+class SimulatedLine:
     """One direction of a node's access line: sends one segment at a time, from each waiting pipe in turn.
 
     `begun(segment, start_s, end_s)` is called when a segment starts, `done(segment)` at its end.
@@ -57,7 +54,7 @@ class AccessLine:
     busy_s: float = 0.0  # seconds spent sending so far
     _free_at_s: float = -math.inf
     _wakes: bool = False  # `_next` will be called when the line is free
-    _waiting: dict[Pipe, deque[Segment]] = field(default_factory=dict)
+    _waiting: dict[Pipe[Any], deque[Segment]] = field(default_factory=dict)
 
     def offer(self, segment: Segment, *, came_s: float = 0.0) -> None:
         """Queue the segment behind the others of its pipe. `came_s`: for so long its bits have been coming in, and
@@ -101,10 +98,46 @@ class AccessLine:
             self.agenda.at(end_s, lambda: done(segment))
 
 
-class Pipe:
+class Endpoint(Protocol):
+    """A machine at one end of a pipe."""
+
+    uplink: SimulatedLine
+    downlink: SimulatedLine
+    sent_bytes: int
+    received_bytes: int
+
+
+N = TypeVar("N", bound=Endpoint)
+M = TypeVar("M", bound=Endpoint, contravariant=True)
+
+
+class Medium(Protocol[M]):
+    """What lies between two machines; `simnet.SimNet` is one."""
+
+    agenda: Agenda
+
+    @property
+    def window_bytes(self) -> int:
+        """Of a pipe: on the way or unread."""
+        ...
+
+    def delay(self, source: M, target: M, size: int) -> float: ...
+
+    def latency(self, source: M, target: M) -> float: ...
+
+    def passes(self, source: M, target: M) -> bool: ...
+
+    def hold(self, pipe: Pipe[Any]) -> None: ...
+
+    def damage(self, source: M, data: bytes) -> bytes: ...
+
+    def note_delivery(self, source: M, target: M, data: bytes) -> None: ...
+
+
+class Pipe(Generic[N]):
     """One direction of a connection, from a writer on `source` to a reader on `target`."""
 
-    def __init__(self, net: SimNet, source: SimNode, target: SimNode) -> None:
+    def __init__(self, net: Medium[N], source: N, target: N) -> None:
         self.net = net
         self.source = source
         self.target = target
@@ -129,7 +162,7 @@ class Pipe:
         """How many bytes the writer may hand over now, as one segment."""
         slower = min(self.source.uplink.bytes_per_s, self.target.downlink.bytes_per_s)
         turn_bytes = int(min(max(TURN_S * slower, TURN_BYTES_MIN), TURN_BYTES_MAX))
-        return max(0, min(turn_bytes, self.net.config.window_bytes - self.unread_bytes))
+        return max(0, min(turn_bytes, self.net.window_bytes - self.unread_bytes))
 
     async def wait_room(self) -> None:
         await self._writer.park()

@@ -24,13 +24,13 @@ from peerd.core.ids import PeerId
 from peerd.core.keys import Keypair
 from peerd.sim.clock import SimClock
 from peerd.sim.memory import MemoryTransport
-from peerd.sim.simnet import Line, NetConfig, SimNet, SimNode
+from peerd.sim.simnet import NetConfig, SimLine, SimNet, SimNode
 from peerd.sim.trace import Trace
 
 if TYPE_CHECKING:
-    from peerd.net.host import Host
-    from peerd.service.dht import Dht
-    from peerd.service.rpc import Rpc
+    from peerd.net.host.host import Host
+    from peerd.service.dht.dht import Dht
+    from peerd.service.rpc.rpc import Rpc
 
 PORT = 4001  # where every node listens
 
@@ -46,7 +46,7 @@ class WorldConfig:
     """What all nodes have in common unless `World.start` says otherwise."""
 
     net: NetConfig = field(default_factory=NetConfig)
-    line: Callable[[random.Random], Line] = lambda rng: Line()  # draws the line of a node that is given none
+    line: Callable[[random.Random], SimLine] = lambda rng: SimLine()  # draws the line of a node that is given none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,7 +148,7 @@ class World:
         self,
         name: str | None = None,
         *,
-        line: Line | None = None,
+        line: SimLine | None = None,
         skew_s: float = 0.0,
         program: Program | None = None,
         ip: str = "",
@@ -195,7 +195,7 @@ class World:
         self.net.revive(node.name)
         await self._launch(node)
 
-    def _machine(self, name: str, line: Line | None, ip: str = "") -> SimNode:
+    def _machine(self, name: str, line: SimLine | None, ip: str = "") -> SimNode:
         return self.net.add_node(name, line or self.config.line(self.rng(f"line of {name}")), ip)
 
     async def _launch(self, node: Node) -> None:

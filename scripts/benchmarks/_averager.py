@@ -19,18 +19,18 @@ import trio
 from benchmarks._far import new_host
 from peerd.core.addr import parse_addr
 from peerd.core.ids import PeerId
+from peerd.core.messages.swarm import Mbs, Prepare, Prepared
 from peerd.core.runfile import AveragingSection
-from peerd.core.training import Mbs, Prepare, Prepared
 from peerd.core.work import Worker
-from peerd.machine.allreduce import AveragingPlan
+from peerd.machine.averaging.allreduce import AveragingPlan
 from peerd.net.clock import RealClock
-from peerd.net.host import Host
-from peerd.net.linemeter import LineMeter
-from peerd.service.averaging import Averaging
-from peerd.service.rpc import Answer, Incoming, Rpc
+from peerd.net.host.host import Host
+from peerd.net.host.line_meter import LineMeter
+from peerd.service.averaging.allreduce import Averaging
+from peerd.service.rpc.rpc import Answer, Incoming, Rpc
 
 if TYPE_CHECKING:
-    from peerd.compute.feedback import ErrorFeedback
+    from peerd.compute.codec.error_feedback import ErrorFeedback
 
 T = TypeVar("T")
 
@@ -60,7 +60,7 @@ class Gloo:
         import torch  # what needs it is imported here: processes without gloo do without
         import torch.distributed
 
-        from peerd.compute.feedback import feedback_of
+        from peerd.compute.codec.error_feedback import feedback_of
 
         self.feedback: Callable[[str], ErrorFeedback | None] = lambda code: feedback_of(AveragingSection(code=code))
         self._torch, self._group = torch, torch.distributed

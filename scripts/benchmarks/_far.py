@@ -18,13 +18,13 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM, ChaCha20Poly1305
 
 from peerd.core.addr import parse_addr
 from peerd.core.keys import Keypair
-from peerd.core.messages import Message
+from peerd.core.messages.encoding import Message
 from peerd.net.clock import RealClock
-from peerd.net.host import Host
-from peerd.net.processor import has_aes
-from peerd.net.stream import Stream
-from peerd.net.tcp import TcpTransport
-from peerd.service.rpc import Answer, Incoming, Rpc
+from peerd.net.host.host import Host
+from peerd.net.link.cpu import has_aes
+from peerd.net.link.stream import Stream
+from peerd.net.tcp.tcp_transport import TcpTransport
+from peerd.service.rpc.rpc import Answer, Incoming, Rpc
 
 READ_BYTES = 1 << 18  # what every receiver asks the socket for at once
 FRAME_BYTES = 65535  # a Noise frame without its two bytes of length

@@ -19,12 +19,12 @@ import trio
 from peerd.core.addr import parse_addr, split_peer
 from peerd.core.ids import PeerId
 from peerd.core.keys import Keypair
-from peerd.core.messages import Message
+from peerd.core.messages.encoding import Message
 from peerd.net.clock import RealClock
-from peerd.net.host import Host
-from peerd.net.stream import Stream
-from peerd.net.tcp import TcpTransport
-from peerd.service.rpc import Answer, Incoming, Rpc
+from peerd.net.host.host import Host
+from peerd.net.link.stream import Stream
+from peerd.net.tcp.tcp_transport import TcpTransport
+from peerd.service.rpc.rpc import Answer, Incoming, Rpc
 
 CALL_BYTES = 100
 WRITE_BYTES = 1 << 20

@@ -19,7 +19,7 @@ from typing import Any
 from lab import Space
 from waiting import eventually
 
-from peerd.control import fetch
+from peerd.control.socket import fetch
 from peerd.core.keys import Keypair
 from peerd.home import IDENTITY_FILE, socket_path, write_atomically
 

@@ -1,4 +1,4 @@
-"""What codes get wrong, and what lossless packing gains and costs: the numbers of `peerd/compute/choice.py`.
+"""What codes get wrong, and what lossless packing gains and costs: the numbers of `peerd/compute/codec/policy.py`.
 
 Everything is measured on payloads as they travel, on one thread of a CPU.
 """
@@ -12,21 +12,24 @@ import torch
 from torch import Tensor
 
 from benchmarks._quantize_cpu import Figures, Way, median_seconds, values
-from peerd.compute import lossless
-from peerd.compute.choice import Packing, Plan
-from peerd.compute.coding import decode, encode
+from peerd.compute.codec import lossless
+from peerd.compute.codec.frames import decode, encode
+from peerd.compute.codec.policy import CodingPlan, Packing
 from peerd.compute.tensors import dtype_name
 from peerd.core.blockwise import CODES
 
 BLOCK, OUTLIER = 64, 100.0  # one value in so many is so many times as large
-ERRORS = (Plan("bf16"), Plan("fp16"), Plan("dynamic8", 64), *(Plan(code, how.block) for code, how in CODES.items()))
+ERRORS = (
+    *(CodingPlan("bf16"), CodingPlan("fp16"), CodingPlan("dynamic8", 64)),
+    *(CodingPlan(code, how.block) for code, how in CODES.items()),
+)
 PACKING_FIGURES = (  # key, words, unit, digits
     ("ratio", "what is left of a byte", "", 2),
     ("pack_gb_s", "pack", "GB/s", 2),
     ("unpack_gb_s", "unpack", "GB/s", 2),
     ("pays_below_mb_s", "pays on lines below", "Mb/s", 0),
 )
-TEXT = Path(__file__).resolve().parents[2] / "README.md"
+TEXT = Path(__file__).resolve().parents[1] / "README.md"
 
 
 def errors(count: int) -> Figures:
@@ -47,7 +50,7 @@ def errors(count: int) -> Figures:
     }
 
 
-def decoded(x: Tensor, plan: Plan) -> Tensor:
+def decoded(x: Tensor, plan: CodingPlan) -> Tensor:
     return decode(encode(x, plan))
 
 
@@ -64,9 +67,10 @@ def packing(count: int, rounds: int) -> Figures:
     x = wide.float()
     text = torch.tensor(list(TEXT.read_bytes()), dtype=torch.uint8)
     exact = (wide, x, x.bfloat16(), x.half())
-    payloads = {dtype_name(each.dtype): (encode(each, Plan()).payload, each.itemsize) for each in exact}
-    payloads |= {code: (encode(x, Plan(code)).payload, 1) for code in CODES}
-    payloads |= {"text": (encode(text, Plan()).payload, 1), "tokens": (encode(text.long(), Plan()).payload, 8)}
+    payloads = {dtype_name(each.dtype): (encode(each, CodingPlan()).payload, each.itemsize) for each in exact}
+    payloads |= {code: (encode(x, CodingPlan(code)).payload, 1) for code in CODES}
+    plain = CodingPlan()
+    payloads |= {"text": (encode(text, plain).payload, 1), "tokens": (encode(text.long(), plain).payload, 8)}
     return {name: packed(memoryview(raw), itemsize, rounds) for name, (raw, itemsize) in payloads.items()}
 
 

@@ -22,18 +22,18 @@ from typing import Any
 
 import trio
 
-from peerd.connectivity import Connectivity, ConnectivityConfig
+from peerd.control.connectivity import Connectivity, ConnectivityConfig
 from peerd.core.addr import parse_addr, split_peer
 from peerd.core.errors import RemoteError
 from peerd.core.ids import PeerId
 from peerd.core.keys import Keypair
-from peerd.core.messages import Message
-from peerd.machine.paths import Way
+from peerd.core.messages.encoding import Message
+from peerd.machine.connectivity.path_selection import Way
 from peerd.net.clock import RealClock
-from peerd.net.host import Host
-from peerd.net.tcp import TcpTransport
-from peerd.service.dht import Dht
-from peerd.service.rpc import Answer, Incoming, Rpc
+from peerd.net.host.host import Host
+from peerd.net.tcp.tcp_transport import TcpTransport
+from peerd.service.dht.dht import Dht
+from peerd.service.rpc.rpc import Answer, Incoming, Rpc
 
 ECHO = "bench/1/echo"
 PAYLOAD_BYTES = 20_000

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from peerd.compute.data import samples_of
-from peerd.compute.served import ServedStage
+from peerd.compute.data.stream import samples_of
+from peerd.compute.model.served_stage import ServedStage
+from peerd.core.messages.swarm import Mb
 from peerd.core.runfile import BatchSection, DataSection, ModelSection, OptimizerSection, PipelineSection, RunFile
-from peerd.core.training import Mb
 
 BATCH = 64  # samples, one microbatch
 HELD_OUT = 256

@@ -2,7 +2,8 @@
 
 Each peer is a process on a host of its own, its line limited up and down. Three ways to divide the same work: equal
 shares (butterfly all-reduce), everything on the fastest peer (parameter server), and ours. The bound is that of
-`peerd.machine.shares`, where a byte of the vector costs a byte of the line: Ethernet, IP and TCP take 5 % of it.
+`peerd.machine.averaging.shares`, where a byte of the vector costs a byte of the line: Ethernet, IP and TCP take 5 % of
+it.
 
 The paper does not say how long its vector was. At 20 Mb/s these values need its 5.3 s of setup B, so that its seconds
 can be held against ours; parts are a tenth of the default, too.
@@ -23,7 +24,7 @@ from lab import Lab, why_not
 from benchmarks._group import Peer, ask, met, round_s
 from benchmarks._report import Figure
 from benchmarks._swarm import busy_s
-from peerd.machine.shares import Line, bound_s_per_byte, shares
+from peerd.machine.averaging.shares import MemberLine, bound_s_per_byte, shares
 
 VALUES = 1_770_000  # float32
 PART_BYTES = (1 << 20) // 10
@@ -91,7 +92,7 @@ def in_lab(rates: Rates) -> Iterator[tuple[list[Peer], list[str]]]:
         yield peers, met(peers)
 
 
-def divisions(lines: Sequence[Line]) -> dict[str, dict[str, float]]:
+def divisions(lines: Sequence[MemberLine]) -> dict[str, dict[str, float]]:
     """The share of each peer by way."""
     fastest = max(lines, key=lambda line: line.up_bytes_per_s or 0.0).peer
     return {
@@ -106,7 +107,7 @@ def row(rates: Rates, rounds: Mapping[str, int], values: int = VALUES) -> Row:
     found: Row = {}
     with in_lab(rates) as (peers, ids):
         speeds = [rate * BYTES_PER_S for rate in rates]
-        lines = [Line(peer, up_bytes_per_s=b, down_bytes_per_s=b) for peer, b in zip(ids, speeds, strict=True)]
+        lines = [MemberLine(peer, up_bytes_per_s=b, down_bytes_per_s=b) for peer, b in zip(ids, speeds, strict=True)]
         ask(peers, do="make", count=WARM_VALUES)
         round_s(peers, "none", LEAD_S, part_bytes=PART_BYTES)
         for way, split in divisions(lines).items():

@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 
 from benchmarks._report import Figure, Report
-from peerd.compute.data import samples_of
-from peerd.compute.feedback import feedback_of
-from peerd.compute.module import StageModule
-from peerd.compute.powersgd import Vector, low_rank_of
+from peerd.compute.codec.error_feedback import feedback_of
+from peerd.compute.codec.powersgd import Vector, low_rank_of
+from peerd.compute.data.stream import samples_of
+from peerd.compute.model.stage_module import StageModule
 from peerd.config import load_run
 from peerd.core.runfile import AveragingSection, RunFile
 

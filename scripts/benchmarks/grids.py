@@ -2,8 +2,8 @@
 
 Measured is processor time: all peers are in this process, over TCP on loopback, each with a host of its own, and what
 one of them takes for one attempt is told, flat and over a grid of two rounds; where peers tell of their lines, shares
-are cut into smaller parts. Modelled is the time of an attempt over equal lines by `machine/grouping`, which chooses by
-it: so many seconds for the bytes, for each peer of a group and its parts, and for each round.
+are cut into smaller parts. Modelled is the time of an attempt over equal lines by `machine/averaging/topology`, which
+chooses by it: so many seconds for the bytes, for each peer of a group and its parts, and for each round.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ import trio
 from benchmarks._report import Figure, Report
 from peerd.core.addr import parse_addr
 from peerd.core.keys import Keypair
-from peerd.core.training import LineInfo, Mbs, Prepare
-from peerd.machine.grouping import Grouping, Ordered, round_s
-from peerd.machine.moshpit import grid_of
-from peerd.machine.plans import Terms, plans_of
-from peerd.machine.splitting import Lines
+from peerd.core.messages.swarm import LineInfo, Mbs, Prepare
+from peerd.machine.averaging.member_plan import Terms, plans_of
+from peerd.machine.averaging.moshpit import grid_of
+from peerd.machine.averaging.topology import Grouping, Ordered, round_s
+from peerd.machine.averaging.work_split import Lines
 from peerd.net.clock import RealClock
-from peerd.net.host import Host
-from peerd.net.tcp import TcpTransport
-from peerd.service.averaging import Averaging
-from peerd.service.rpc import Rpc
+from peerd.net.host.host import Host
+from peerd.net.tcp.tcp_transport import TcpTransport
+from peerd.service.averaging.allreduce import Averaging
+from peerd.service.rpc.rpc import Rpc
 
 T = TypeVar("T")
 TERMS = Terms(part_bytes=4 << 20, patience_s=60.0)

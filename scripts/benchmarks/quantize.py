@@ -3,7 +3,7 @@
 Rates are GB/s of the input (float32 unless said otherwise), into buffers that were used before. On the CPU everything
 runs on one thread: once with an input that is larger than the caches, which the targets are for, and once with a
 smaller one. `copy` is torch's own of the same input. Other libraries and plain torch get the smaller input.
-What codes get wrong is measured too, and what lossless packing gains: `peerd/compute/choice.py` decides by these.
+What codes get wrong is measured too, and what lossless packing gains: `peerd/compute/codec/policy.py` decides by these.
 """
 
 from __future__ import annotations

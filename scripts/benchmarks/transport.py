@@ -40,8 +40,8 @@ from benchmarks._report import Figure, Report
 from peerd.core.addr import parse_addr
 from peerd.core.ids import PeerId
 from peerd.net.clock import RealClock
-from peerd.net.host import Host
-from peerd.service.rpc import Rpc
+from peerd.net.host.host import Host
+from peerd.service.rpc.rpc import Rpc
 
 WRITE_BYTES = 1 << 20
 BATCH_FRAMES = 17  # frames per send of the baseline: a whole write, which measured best

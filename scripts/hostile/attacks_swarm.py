@@ -12,9 +12,9 @@ import trio
 from peerd.core.errors import RemoteError
 from peerd.core.frame import TensorFrame
 from peerd.core.ids import PeerId
-from peerd.core.messages import Message
-from peerd.core.progress import StageProgress, encode_progress, stage_key
-from peerd.core.training import (
+from peerd.core.messages.encoding import Message
+from peerd.core.messages.progress import StageProgress, encode_progress, stage_key
+from peerd.core.messages.swarm import (
     Conducts,
     Done,
     Leave,
@@ -36,7 +36,7 @@ from peerd.core.training import (
     TrainerAnswer,
     TrainerSync,
 )
-from peerd.service.rpc import Answer, Incoming
+from peerd.service.rpc.rpc import Answer, Incoming
 from scripts.hostile.field import FAR, Field, Peer, each
 
 _MOST = (1 << 53) - 1

@@ -11,11 +11,11 @@ from peerd.core import frame as wire
 from peerd.core.errors import PeerdError
 from peerd.core.ids import Key
 from peerd.core.limits import HELD_PIECES
-from peerd.core.messages import encode
-from peerd.core.training import StageBackward
-from peerd.machine.rpc import REQUEST, encode_call
-from peerd.machine.striping import PLACED, PLACED_HEADER
-from peerd.service.dht_messages import FindMessage, PingMessage
+from peerd.core.messages.encoding import encode
+from peerd.core.messages.swarm import StageBackward
+from peerd.machine.mux.striping import PLACED, PLACED_HEADER
+from peerd.machine.rpc.codec import REQUEST, encode_call
+from peerd.service.dht.codec import FindMessage, PingMessage
 from scripts.hostile.field import Field
 from scripts.hostile.session import DATA, FIN, RST, SYN, WINDOW, Session, frame, opening, session
 

@@ -14,14 +14,14 @@ from peerd.core.addr import split_peer
 from peerd.core.errors import RemoteError
 from peerd.core.ids import PeerId
 from peerd.core.keys import Keypair
-from peerd.core.progress import decode_stage, stage_key
+from peerd.core.messages.progress import decode_stage, stage_key
+from peerd.core.messages.swarm import Position
 from peerd.core.runfile import RunFile, fingerprint
-from peerd.core.training import Position
 from peerd.net.clock import RealClock
-from peerd.net.host import Host
-from peerd.net.tcp import TcpTransport
-from peerd.service.dht import Dht
-from peerd.service.rpc import Rpc
+from peerd.net.host.host import Host
+from peerd.net.tcp.tcp_transport import TcpTransport
+from peerd.service.dht.dht import Dht
+from peerd.service.rpc.rpc import Rpc
 
 
 class OwnAddress(TcpTransport):

@@ -9,11 +9,11 @@ import trio
 from multiaddr import Multiaddr
 
 from peerd.core.addr import split_peer
-from peerd.machine.multistream import HEADER as MULTISTREAM
-from peerd.machine.multistream import encode_line
-from peerd.machine.noise import PLAIN_BYTES, SEALED_BYTES, Secrets
-from peerd.machine.yamux_wire import ACK, DATA, FIN, HEADER, PING, RST, SYN, WINDOW
-from peerd.net.upgrade import Secured, upgrade
+from peerd.machine.mux.frames import ACK, DATA, FIN, HEADER, PING, RST, SYN, WINDOW
+from peerd.machine.secure.multistream import HEADER as MULTISTREAM
+from peerd.machine.secure.multistream import encode_line
+from peerd.machine.secure.noise import PLAIN_BYTES, SEALED_BYTES, Secrets
+from peerd.net.link.upgrade import Secured, upgrade
 from scripts.hostile.field import Field, OwnAddress
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from peerd.compute.checkpoint import Checkpoints
-from peerd.compute.module import StageModule
+from peerd.compute.model.stage_module import StageModule
 from peerd.compute.tensors import state_digest
 from peerd.core.errors import ConfigError
 from peerd.core.runfile import ModelSection, OptimizerSection, PipelineSection, RunFile, fingerprint

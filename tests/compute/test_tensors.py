@@ -9,7 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from peerd.compute.tensors import all_finite, from_frame, state_digest, to_frame
+from peerd.compute.codec.frames import from_frame, to_frame
+from peerd.compute.tensors import all_finite, state_digest
 from peerd.core.errors import LocalError, ProtocolViolation
 from peerd.core.frame import DTYPES, TensorFrame
 

@@ -19,12 +19,12 @@ import pytest
 from peerd import home
 from peerd.cli import invoke
 from peerd.compute.checkpoint import Checkpoints
-from peerd.compute.module import StageModule
+from peerd.compute.model.stage_module import StageModule
 from peerd.config import load_run
 from peerd.core.ids import PeerId
 from peerd.core.keys import Keypair
+from peerd.core.messages.token import Token, seal, to_text
 from peerd.core.runfile import fingerprint
-from peerd.core.token import Token, seal, to_text
 from tests.kit.processes import LISTEN, processes, run_file
 
 PEER = "12D3KooWDpJ7As7BWAwRMfu1VU2WCqNjvq387JEYKDBj4kx6nXTN"

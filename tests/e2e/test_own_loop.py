@@ -1,4 +1,4 @@
-"""The README's loop of one's own, exactly as it is printed there: three processes, one classifier."""
+"""The page's loop of one's own, exactly as it is printed there: three processes, one classifier."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-SECTION = (ROOT / "README.md").read_text("utf-8").partition("## In your own loop\n")[2]
-CODE = SECTION.partition("```python\n")[2].partition("```")[0]
+PAGE = (ROOT / "peerd/training/user_loop/README.md").read_text("utf-8")
+CODE = PAGE.partition("```python\n")[2].partition("```")[0]
 
 
 def start(folder: Path, *arguments: str) -> subprocess.Popen[str]:

@@ -17,10 +17,10 @@ from peerd.core.addr import parse_addr
 from peerd.core.errors import Unreachable
 from peerd.core.ids import PeerId
 from peerd.core.keys import Keypair
-from peerd.net.circuits import Circuits
 from peerd.net.clock import RealClock
-from peerd.net.host import Host
-from peerd.net.stream import Stream
+from peerd.net.host.host import Host
+from peerd.net.link.stream import Stream
+from peerd.net.relay.circuit_transport import Circuits
 from tests.kit.relay_process import CONFIG, FromPlace
 
 pytestmark = [

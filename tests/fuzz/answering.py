@@ -14,10 +14,10 @@ import trio
 
 from peerd.core.errors import ProtocolViolation
 from peerd.core.frame import decode_header
-from peerd.machine import rpc as wire
-from peerd.machine.multistream import HEADER as HELLO
-from peerd.machine.yamux import Yamux
-from peerd.machine.yamux_wire import DATA, HEADER, WINDOW
+from peerd.machine.mux.frames import DATA, HEADER, WINDOW
+from peerd.machine.mux.session import Yamux
+from peerd.machine.rpc import codec as wire
+from peerd.machine.secure.multistream import HEADER as HELLO
 from tests.fuzz.bodies import Bodies, Pool
 from tests.fuzz.calls import Good, data_frames
 from tests.kit.hostile import Hostile, frame

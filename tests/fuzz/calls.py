@@ -13,11 +13,11 @@ from dataclasses import dataclass
 import msgspec
 
 from peerd.core.frame import TensorFrame
-from peerd.machine import rpc as wire
-from peerd.machine.multistream import HEADER as HELLO
-from peerd.machine.multistream import encode_line
-from peerd.machine.rpc_calls import method_name
-from peerd.machine.yamux_wire import DATA, FIN, RST, SYN, WINDOW
+from peerd.machine.mux.frames import DATA, FIN, RST, SYN, WINDOW
+from peerd.machine.rpc import codec as wire
+from peerd.machine.rpc.accounting import method_name
+from peerd.machine.secure.multistream import HEADER as HELLO
+from peerd.machine.secure.multistream import encode_line
 from tests.fuzz.bodies import Bodies, Pool
 from tests.fuzz.session_points import Frames, Say
 from tests.fuzz.sessions import Talk

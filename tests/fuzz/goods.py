@@ -9,15 +9,15 @@ from dataclasses import replace
 import msgspec
 import numpy as np
 
-from peerd.compute.served import ServedStage
+from peerd.compute.model.served_stage import ServedStage
 from peerd.core.frame import TensorFrame
 from peerd.core.ids import Key
-from peerd.core.messages import Empty, encode
-from peerd.core.progress import StageProgress, TrainerProgress, progress_key, stage_key
-from peerd.core.proof import grant
-from peerd.core.record import Record
-from peerd.core.state import StateItem, StateLayout, piece_digest
-from peerd.core.training import (
+from peerd.core.messages.encoding import Empty, encode
+from peerd.core.messages.progress import StageProgress, TrainerProgress, progress_key, stage_key
+from peerd.core.messages.proof import grant
+from peerd.core.messages.state import StateItem, StateLayout, piece_digest
+from peerd.core.messages.swarm import (
+    Ask,
     AverageAlive,
     AverageKey,
     Commit,
@@ -54,8 +54,9 @@ from peerd.core.training import (
     TrainerAnswer,
     TrainerSync,
 )
-from peerd.machine.reach import START
-from peerd.service import dht_messages as dht
+from peerd.core.record import Record
+from peerd.machine.swarm.roster import START
+from peerd.service.dht import codec as dht
 from peerd.sim.clock import EPOCH_S
 from tests.fuzz.bodies import Pool
 from tests.fuzz.calls import Good
@@ -110,7 +111,7 @@ DONE = Good(
     "swarm/2/trainer",
     msgspec.structs.replace(WISH, done=[Done(SEQ, [HOST.text, MATE.text], [Receipt(1, bytes(64)), None])]),
 )
-LEAVE, WHO_CONDUCTS = Good("swarm/2/leave", Leave(MARK)), Good("swarm/2/who", Leave(MARK))
+LEAVE, WHO_CONDUCTS = Good("swarm/2/leave", Leave(MARK)), Good("swarm/2/who", Ask(MARK))
 GRANT = grant(keypair("host").sign, GrantStatement(MARK, 1, 0, SELF.text, Seqs.of([SEQ, SEQ + 1])))
 FORWARD = Good("stage/2/forward", StageForward(MARK, 0, 0), tuple(microbatch(1)[:1]))
 LOSS = Good("stage/2/loss", StageLoss(MARK, 0), tuple(microbatch(1)))
@@ -125,8 +126,8 @@ PREPARE_SPLIT = Good(
 )
 GRID = GridRound(_GROUP, [], 0, 1, SPLIT, 4096)
 PREPARE_GRID = Good("stage/2/prepare", msgspec.structs.replace(ORDER, rounds=[GRID, GRID]))
-COMMIT = Good("stage/2/commit", Commit(MARK, 1, Position(1, b"next")))
-RESTORE = Good("stage/2/restore", Restore(MARK, 1, START))
+COMMIT = Good("stage/2/commit", Commit(MARK, 1, Position(1, b"next"), 0))
+RESTORE = Good("stage/2/restore", Restore(MARK, 1, START, 0))
 _HELLO = dht.HelloMessage([b"\x04\x0a\0\0\x09\x06\x0f\xa1"], EPOCH_S + 10)
 
 

@@ -8,16 +8,16 @@ from __future__ import annotations
 import trio
 from multiaddr import Multiaddr
 
-from peerd.machine import yamux
-from peerd.machine.book import Book
-from peerd.machine.noise import Opener, Sealer, Session
-from peerd.machine.striping import PROTOCOL as RAIL
-from peerd.machine.yamux_stream import WindowBudget
+from peerd.machine.budget.book import Book
+from peerd.machine.mux import session as yamux
+from peerd.machine.mux.stream import WindowBudget
+from peerd.machine.mux.striping import PROTOCOL as RAIL
+from peerd.machine.secure.noise import Opener, Sealer, Session
 from peerd.net.faults import Faults
-from peerd.net.link import Buffers, Link, LinkConfig
-from peerd.net.stream import Stream
-from peerd.net.unread import Unread
-from peerd.net.upgrade import Secured
+from peerd.net.link.link import Buffers, Link, LinkConfig
+from peerd.net.link.stream import Stream
+from peerd.net.link.unread import Unread
+from peerd.net.link.upgrade import Secured
 from tests.fuzz.parsers import ADDRS, OTHER, PARSERS, YAMUX, Corpus, in_pieces, parser, yamux_check, yamux_frame
 from tests.kit.hostile import hello
 

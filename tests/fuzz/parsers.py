@@ -18,24 +18,25 @@ from peerd.core.frame import TensorFrame
 from peerd.core.ids import Key, PeerId
 from peerd.core.keys import Keypair, verify
 from peerd.core.limits import RPC_MESSAGE_FRAME_BYTES
-from peerd.core.messages import decode, encode
+from peerd.core.messages.encoding import decode, encode
 from peerd.core.protobuf.circuit import HopKind, HopMessage, Limit, Promise, Status, StopKind, StopMessage, status_words
 from peerd.core.protobuf.holepunch import HolePunch, PunchKind
-from peerd.core.protobuf.messages import Identify, NoisePayload, decode_public_key, encode_public_key
+from peerd.core.protobuf.identity import Identify, NoisePayload, decode_public_key, encode_public_key
 from peerd.core.protobuf.voucher import Voucher
 from peerd.core.record import Record
 from peerd.core.runfile import first_difference
-from peerd.machine import queries as q
-from peerd.machine import rpc, yamux
 from peerd.machine.buffers import BufferPool
-from peerd.machine.multistream import HEADER, NOT_AVAILABLE, Proposal, Selector, encode_line
-from peerd.machine.noise import AES, CHACHA, SEALED_BYTES, Handshake, Opener, Sealer, Secrets
-from peerd.machine.punch import to_dial
-from peerd.machine.store import Verdict
-from peerd.machine.table import Contact
-from peerd.machine.yamux import Yamux
-from peerd.machine.yamux_stream import YamuxConfig
-from peerd.service.dht_messages import (
+from peerd.machine.connectivity.hole_punch import to_dial
+from peerd.machine.dht import messages as q
+from peerd.machine.dht.routing_table import Contact
+from peerd.machine.dht.store import Verdict
+from peerd.machine.mux import session as yamux
+from peerd.machine.mux.session import Yamux
+from peerd.machine.mux.stream import YamuxConfig
+from peerd.machine.rpc import codec
+from peerd.machine.secure.multistream import HEADER, NOT_AVAILABLE, Proposal, Selector, encode_line
+from peerd.machine.secure.noise import AES, CHACHA, SEALED_BYTES, Handshake, Opener, Sealer, Secrets
+from peerd.service.dht.codec import (
     FindMessage,
     NearMessage,
     PingMessage,
@@ -386,19 +387,19 @@ def _calls() -> Corpus:
         TensorFrame("float32", (2,), bytes(9), "int4", 64),
         TensorFrame("uint8", (300,), bytes(12), lossless=True),
     ]
-    headers, payloads = rpc.encode_frames(frames)
+    headers, payloads = codec.encode_frames(frames)
     sent = b"".join(bytes(payload) for payload in payloads)
     return [
-        rpc.encode_call(rpc.REQUEST, 1, b"find", 10.0, b"who?"),
-        rpc.encode_call(rpc.OPEN, 2, b"take", 1.5, b"body", headers, 4) + sent,
-        rpc.encode_message(rpc.REPLY, 1, b"answer", headers, 4) + sent + rpc.encode_message(rpc.END, 3),
-        rpc.encode_failure(3, Refused("no")) + rpc.encode_message(rpc.CANCEL, 1),
+        codec.encode_call(codec.REQUEST, 1, b"find", 10.0, b"who?"),
+        codec.encode_call(codec.OPEN, 2, b"take", 1.5, b"body", headers, 4) + sent,
+        codec.encode_message(codec.REPLY, 1, b"answer", headers, 4) + sent + codec.encode_message(codec.END, 3),
+        codec.encode_failure(3, Refused("no")) + codec.encode_message(codec.CANCEL, 1),
     ]
 
 
 @parser("call messages", _calls)
 def _call(data: bytes) -> None:
-    messages = rpc.MessageParser()
+    messages = codec.MessageParser()
     for piece in in_pieces(data):
         left = piece
         while left or not messages.wanted:
@@ -417,10 +418,10 @@ def _mended_call(data: bytes) -> None:
     _call(mended(data))
 
 
-def _take_messages(messages: rpc.MessageParser, found: list[rpc.Message]) -> None:
+def _take_messages(messages: codec.MessageParser, found: list[codec.RpcMessage]) -> None:
     for message in found:
-        if message.kind == rpc.ERROR:
-            rpc.decode_failure(message.body, KEYS.peer_id)
+        if message.kind == codec.ERROR:
+            codec.decode_failure(message.body, KEYS.peer_id)
         if message.headers:
             assert message.frame_bytes <= RPC_MESSAGE_FRAME_BYTES
             if message.payload_bytes <= ACCEPT_BYTES_MAX:
@@ -452,7 +453,7 @@ HELLO = q.Hello((parse_addr(ADDRS[0]).to_bytes(),))
 
 def _dht_requests() -> Corpus:
     records = tuple(Record.decode(record) for record in _records())
-    asked = [q.Find((Key.of("a"), Key.of("b")), False, HELLO), q.Store(records, HELLO), q.Ping(None)]
+    asked = [q.Find((Key.of("a"), Key.of("b")), False, HELLO), q.StoreRecords(records, HELLO), q.Ping(None)]
     return [bytes([index]) + encode(request_to_wire(one, 1.8e9)[1]) for index, one in enumerate(asked)]
 
 

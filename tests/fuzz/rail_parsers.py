@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from peerd.machine import yamux
-from peerd.machine.striping import PLACED, PLACED_HEADER, Lane
-from peerd.machine.yamux import Yamux
+from peerd.machine.mux import session as yamux
+from peerd.machine.mux.session import Yamux
+from peerd.machine.mux.striping import PLACED, PLACED_HEADER, Lane
 from tests.fuzz.parsers import PARSERS, YAMUX, Corpus, parser, yamux_answers, yamux_check, yamux_frame
 
 __all__ = ["PARSERS"]

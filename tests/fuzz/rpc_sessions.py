@@ -16,12 +16,12 @@ import trio
 from peerd.core.errors import PeerdError, RemoteError, Unreachable
 from peerd.core.frame import TensorFrame
 from peerd.core.limits import RPC_BUDGET_WAIT_S
-from peerd.core.messages import Empty, encode
-from peerd.machine import rpc as wire
-from peerd.machine.book import BOUNDS, Book, Bounds, Means
-from peerd.machine.rpc_calls import MethodLimits
-from peerd.service.rpc import Answer, CallStream, Incoming, Rpc
-from peerd.service.rpc_local import LocalStream
+from peerd.core.messages.encoding import Empty, encode
+from peerd.machine.budget.book import BOUNDS, Book, Bounds, Means
+from peerd.machine.rpc import codec as wire
+from peerd.machine.rpc.accounting import MethodLimits
+from peerd.service.rpc.loopback import LocalStream
+from peerd.service.rpc.rpc import Answer, CallStream, Incoming, Rpc
 from tests.kit.fakehost import FakeHost, TrioClock, fake_net
 from tests.kit.rpc_cases import Text, echo, repeat
 

@@ -13,18 +13,18 @@ import msgspec
 from multiaddr import Multiaddr
 
 from peerd.core.ids import PeerId
-from peerd.core.messages import decode, encode
+from peerd.core.messages.encoding import decode, encode
+from peerd.core.messages.swarm import Done, StageAnswer, StateManifest
 from peerd.core.protobuf.autonat import AUTONAT, DialMe
 from peerd.core.protobuf.circuit import HOP, STOP, HopKind, HopMessage, Limit, StopKind, StopMessage
 from peerd.core.protobuf.holepunch import DCUTR, HolePunch, PunchKind
-from peerd.core.training import Done, StageAnswer, StateManifest
 from peerd.core.varint import encode_varint
-from peerd.machine import rpc as wire
-from peerd.machine.plans import attempt_of
-from peerd.machine.reach import START
-from peerd.machine.rpc_calls import method_name
-from peerd.machine.yamux_stream import YamuxStream
-from peerd.machine.yamux_wire import DATA, SYN
+from peerd.machine.averaging.member_plan import attempt_of
+from peerd.machine.mux.frames import DATA, SYN
+from peerd.machine.mux.stream import YamuxStream
+from peerd.machine.rpc import codec as wire
+from peerd.machine.rpc.accounting import method_name
+from peerd.machine.swarm.roster import START
 from peerd.sim.clock import run_virtual
 from tests.fuzz import goods
 from tests.fuzz.answering import Answering

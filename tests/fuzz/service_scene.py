@@ -19,6 +19,7 @@ import trio
 
 from peerd.compute.worker import InlineWorker
 from peerd.core.errors import Refused, RemoteError
+from peerd.core.messages.swarm import Ask, Conducts, Position, StageAnswer, StageForward
 from peerd.core.runfile import (
     BatchSection,
     CheckpointSection,
@@ -30,18 +31,17 @@ from peerd.core.runfile import (
     RunFile,
     fingerprint,
 )
-from peerd.core.training import Conducts, Leave, Position, StageAnswer, StageForward
 from peerd.log import EventLog
-from peerd.machine.book import Means
-from peerd.net.circuits import Circuits
-from peerd.net.host import Host
+from peerd.machine.budget.book import Means
+from peerd.net.host.host import Host
+from peerd.net.relay.circuit_transport import Circuits
 from peerd.role import RoleContext
-from peerd.service.dht import Dht
-from peerd.service.punching import Punching
-from peerd.service.reach import Reach
-from peerd.service.relay import Relay
-from peerd.service.rpc import Rpc
-from peerd.service.snapshot import KEPT, Giving, StateItem
+from peerd.service.connectivity.autonat import Reach
+from peerd.service.connectivity.dcutr import Punching
+from peerd.service.connectivity.relay import Relay
+from peerd.service.dht.dht import Dht
+from peerd.service.rpc.rpc import Rpc
+from peerd.service.state.snapshot import KEPT, Giving, StateItem
 from peerd.sim.clock import SimClock
 from roles.stage import StageRole
 from tests.fuzz.sessions import HOST, NETWORK, WITHIN_S, Stage
@@ -120,7 +120,7 @@ class ServiceStage(Stage):
             await self.asks.call(
                 self.host.id, "stage/2/forward", forward, StageAnswer, frames=input_frame, timeout_s=30
             )
-            await self.asks.call(self.host.id, "swarm/2/who", Leave(MARK), Conducts, timeout_s=30)
+            await self.asks.call(self.host.id, "swarm/2/who", Ask(MARK), Conducts, timeout_s=30)
         except Refused as error:
             return "" if "does not conduct" in str(error) else f"an honest call is refused: {error}"
         except RemoteError as error:

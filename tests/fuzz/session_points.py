@@ -9,16 +9,16 @@ from collections.abc import Callable, Sequence
 
 import trio
 
-from peerd.core.protobuf.messages import Identify
+from peerd.core.protobuf.identity import Identify
 from peerd.core.varint import encode_varint
-from peerd.machine.striping import PLACED, PLACED_HEADER
-from peerd.machine.striping import PROTOCOL as RAIL
-from peerd.machine.yamux_wire import ACK, DATA, FIN, GO_AWAY, PING, RST, SYN, WINDOW
-from peerd.net.host import Host
-from peerd.net.identify import IDENTIFY, IDENTIFY_PUSH
-from peerd.net.identify import PING as LIBP2P_PING
-from peerd.net.stream import Stream
-from peerd.net.upgrade import upgrade
+from peerd.machine.mux.frames import ACK, DATA, FIN, GO_AWAY, PING, RST, SYN, WINDOW
+from peerd.machine.mux.striping import PLACED, PLACED_HEADER
+from peerd.machine.mux.striping import PROTOCOL as RAIL
+from peerd.net.host.host import Host
+from peerd.net.host.identify import IDENTIFY, IDENTIFY_PUSH
+from peerd.net.host.identify import PING as LIBP2P_PING
+from peerd.net.link.stream import Stream
+from peerd.net.link.upgrade import upgrade
 from tests.fuzz.sessions import Stage, Talk, point, serving
 from tests.kit.hostile import Hostile, enter, frame, hello, secrets
 from tests.kit.mutate import mutated

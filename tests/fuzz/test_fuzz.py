@@ -9,6 +9,7 @@ import pytest
 from peerd.core.errors import PeerdError
 from tests.fuzz import access_parsers, link_parsers, network_parsers, rail_parsers
 from tests.fuzz.parsers import PARSERS, Parser
+from tests.kit.amount import mutations
 from tests.kit.mutate import INPUT_BYTES_MAX, accepts, fuzz, mutated, worst_allocation
 
 FEW, MANY, TRACED = 500, 100_000, 2_000
@@ -34,14 +35,14 @@ def test_a_parser_survives_a_few_mutated_inputs(parser: Parser) -> None:
 @each_parser
 @pytest.mark.slow
 def test_a_parser_survives_many_mutated_inputs(parser: Parser) -> None:
-    count = int(MANY * parser.share)
+    count = mutations(int(MANY * parser.share))
     assert fuzz(parser.parse, parser.corpus(), count, seed=2, also_allowed=parser.allowed) == ""
 
 
 @each_parser
 @pytest.mark.slow
 def test_no_input_makes_a_parser_hold_much_memory(parser: Parser) -> None:
-    held, index = worst_allocation(parser.parse, parser.corpus(), int(TRACED * parser.share), seed=3)
+    held, index = worst_allocation(parser.parse, parser.corpus(), mutations(int(TRACED * parser.share)), seed=3)
     assert held < HELD_BYTES_MAX, f"{held} bytes for input {index} of seed 3"
 
 

@@ -21,6 +21,7 @@ def test_a_hostile_caller_leaves_nothing_behind(start: int) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize("start", range(FEW, MANY, 500))
 def test_many_hostile_callers_leave_nothing_behind(start: int) -> None:
     run(range(start, start + 500))

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import pytest
 import trio
 
-from peerd.net.host import Host
-from peerd.net.stream import Stream
+from peerd.net.host.host import Host
+from peerd.net.link.stream import Stream
 from peerd.sim.clock import run_virtual
 from tests.fuzz import session_points
 from tests.fuzz.sessions import COUNT, POINTS, SERVING, Point, Stage, draw, first_failure, stage

@@ -22,7 +22,7 @@ RAW_BYTES_MAX = 1 << 22
 
 def receive(data: bytes) -> None:
     """A header, then as much payload as it asks for, made of the same hostile bytes."""
-    from peerd.compute.tensors import from_frame
+    from peerd.compute.codec.frames import from_frame
 
     data = mended(data)
     header, end = frame.decode_header(data)
@@ -46,11 +46,12 @@ def coded_frames() -> Sequence[bytes]:
     """Headers with the payloads that belong to them, in every coding, packed and not."""
     import torch
 
-    from peerd.compute.coding import Plan, encode
+    from peerd.compute.codec.frames import encode
+    from peerd.compute.codec.policy import CodingPlan
 
     tensor = torch.randn(5, 60, generator=torch.Generator().manual_seed(1))
     made = [
-        encode(tensor.to(dtype), Plan(coding, lossless=lossless))
+        encode(tensor.to(dtype), CodingPlan(coding, lossless=lossless))
         for coding in frame.CODINGS
         for dtype in (torch.float32, torch.float16)
         for lossless in (False, True)
@@ -60,7 +61,7 @@ def coded_frames() -> Sequence[bytes]:
 
 def receive_whole(data: bytes) -> None:
     """A frame with its own payload, of whatever length that has now; every second time its scales are vouched for."""
-    from peerd.compute.coding import decode
+    from peerd.compute.codec.frames import decode
 
     data = mended(data)
     header, end = frame.decode_header(data)

@@ -13,12 +13,12 @@ from multiaddr import Multiaddr
 from peerd.core.addr import circuit_addr, parse_addr, with_peer
 from peerd.core.ids import PeerId
 from peerd.core.keys import Keypair
-from peerd.machine.paths import Way
-from peerd.net.circuits import Circuits
+from peerd.machine.connectivity.path_selection import Way
 from peerd.net.clock import RealClock
-from peerd.net.host import Host
-from peerd.net.tcp import TcpTransport
-from peerd.service.relay import Relay
+from peerd.net.host.host import Host
+from peerd.net.relay.circuit_transport import Circuits
+from peerd.net.tcp.tcp_transport import TcpTransport
+from peerd.service.connectivity.relay import Relay
 from tests.kit.foreign import foreign_peer
 from tests.kit.hosts import ask, echo
 

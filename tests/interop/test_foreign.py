@@ -18,15 +18,15 @@ from peerd.core.addr import parse_addr, split_peer, with_peer
 from peerd.core.errors import Refused, Unreachable
 from peerd.core.ids import PeerId
 from peerd.core.keys import Keypair
-from peerd.machine import yamux_wire as yamux
-from peerd.net import host as host_module
-from peerd.net import identify
+from peerd.machine.mux import frames as yamux
 from peerd.net.clock import RealClock
-from peerd.net.host import Host, HostConfig, PeerDown, PeerInfo
-from peerd.net.link import LinkConfig
-from peerd.net.stream import Stream
-from peerd.net.tcp import TcpTransport
-from peerd.net.upgrade import Secured
+from peerd.net.host import host as host_module
+from peerd.net.host import identify
+from peerd.net.host.host import Host, HostConfig, PeerDown, PeerInfo
+from peerd.net.link.link import LinkConfig
+from peerd.net.link.stream import Stream
+from peerd.net.link.upgrade import Secured
+from peerd.net.tcp.tcp_transport import TcpTransport
 from tests.kit.foreign import NAMES, CommandFailed, ForeignPeer, foreign_peer
 
 pytestmark = [pytest.mark.interop, pytest.mark.slow, pytest.mark.socket]

@@ -26,13 +26,13 @@ from peerd.core.addr import parse_addr
 from peerd.core.frame import TensorFrame
 from peerd.core.ids import PeerId
 from peerd.core.keys import Keypair
-from peerd.machine.allreduce import AveragingPlan, RoundFailed
+from peerd.machine.averaging.allreduce import AveragingPlan, RoundFailed
 from peerd.net.clock import RealClock
-from peerd.net.host import Host
-from peerd.net.tcp import TcpTransport
-from peerd.service import averaging_round
-from peerd.service.averaging import Averaging, PlainParts, Vector
-from peerd.service.rpc import Rpc
+from peerd.net.host.host import Host
+from peerd.net.tcp.tcp_transport import TcpTransport
+from peerd.service.averaging import open_round
+from peerd.service.averaging.allreduce import Averaging, PlainParts, Vector
+from peerd.service.rpc.rpc import Rpc
 
 T = TypeVar("T")
 
@@ -144,7 +144,7 @@ class Lateness:
 
 
 async def main(seed: int) -> None:
-    averaging_round.SMALL_VALUES = 0  # every sum is made in the thread, where a process can be halted in it
+    open_round.SMALL_VALUES = 0  # every sum is made in the thread, where a process can be halted in it
     clock = RealClock()
     host = Host(Keypair.from_seed(bytes([seed]) * 32), clock, [TcpTransport()])
     rpc = Rpc(host, clock)

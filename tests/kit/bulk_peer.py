@@ -18,9 +18,9 @@ from peerd.core.errors import RemoteError
 from peerd.core.keys import Keypair
 from peerd.core.runfile import LimitsSection
 from peerd.net.clock import RealClock
-from peerd.net.host import Host
-from peerd.net.pacing import LimitedLine
-from peerd.net.stream import Stream
+from peerd.net.host.host import Host
+from peerd.net.link.stream import Stream
+from peerd.net.tcp.rate_limit import LimitedLine
 
 BULK, SINK = "/bulk/1", "/sink/1"
 

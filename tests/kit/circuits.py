@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 import trio
 
-from peerd.machine.relay import RelayConfig
-from peerd.net.circuits import Circuits
-from peerd.net.host import Host, HostConfig
-from peerd.service.relay import Relay
+from peerd.machine.connectivity.relay import RelayConfig
+from peerd.net.host.host import Host, HostConfig
+from peerd.net.relay.circuit_transport import Circuits
+from peerd.service.connectivity.relay import Relay
 from peerd.sim.clock import SimClock
 from tests.kit.hosts import Hosts, keypair
 

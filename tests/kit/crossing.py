@@ -15,8 +15,8 @@ import trio
 from peerd.core.addr import tcp_addr
 from peerd.core.errors import RemoteError
 from peerd.net.clock import RealClock
-from peerd.net.host import Host
-from peerd.net.tcp import TcpTransport
+from peerd.net.host.host import Host
+from peerd.net.tcp.tcp_transport import TcpTransport
 from tests.kit.hosts import keypair
 
 FIRST_PORT = 5000

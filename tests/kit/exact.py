@@ -13,10 +13,11 @@ import msgspec
 import pytest
 import torch
 
-from peerd.compute.model import whole_model
-from peerd.compute.module import StageModule
-from peerd.compute.served import ServedStage
-from peerd.compute.tensors import from_frame
+from peerd.compute.codec.frames import from_frame
+from peerd.compute.model.partition import whole_model
+from peerd.compute.model.served_stage import ServedStage
+from peerd.compute.model.stage_module import StageModule
+from peerd.core.messages.swarm import Mb
 from peerd.core.runfile import (
     BatchSection,
     CheckpointSection,
@@ -27,7 +28,6 @@ from peerd.core.runfile import (
     PipelineSection,
     RunFile,
 )
-from peerd.core.training import Mb
 from tests.kit.papers import PaperLamb
 
 STEPS = 10

@@ -12,7 +12,7 @@ import msgspec
 from msgspec import inspect as mi
 
 import peerd
-from peerd.core.messages import Message
+from peerd.core.messages.encoding import Message
 
 PACKAGES = ("peerd.core", "peerd.machine", "peerd.net", "peerd.service")
 DEPTH_MAX = 8

@@ -1,8 +1,8 @@
-"""Hosts without sockets, encryption or a wire: streams in memory that behave like those of `net.host`.
+"""Hosts without sockets, encryption or a wire: streams in memory that behave like those of `net.host.host`.
 
 For tests of services. Streams have bounded buffers with back-pressure, resets and ends; links between two hosts can
-be cut and healed. The tests in tests/service/test_rpc.py run over these and over real hosts alike: what they rely on
-holds for both.
+be cut and healed. The tests in tests/service/rpc/test_rpc.py run over these and over real hosts alike: what they rely
+on holds for both.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import trio
 
 from peerd.core.errors import Refused, Unreachable
 from peerd.core.ids import PeerId
-from peerd.machine.book import Book
-from peerd.service.rpc_local import LocalStream, local_pair
-from peerd.service.rpc_types import RpcStream
+from peerd.machine.budget.book import Book
+from peerd.service.rpc.loopback import LocalStream, local_pair
+from peerd.service.rpc.types import RpcStream
 
 Handler = Callable[[RpcStream], Awaitable[None]]
 

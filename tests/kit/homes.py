@@ -9,13 +9,13 @@ from dataclasses import dataclass, field
 import trio
 
 from peerd.core.addr import tcp_addr
-from peerd.net.circuits import Circuits
-from peerd.net.host import Host, HostConfig
-from peerd.service.punching import Punching
-from peerd.service.relay import Relay
+from peerd.net.host.host import Host, HostConfig
+from peerd.net.relay.circuit_transport import Circuits
+from peerd.service.connectivity.dcutr import Punching
+from peerd.service.connectivity.relay import Relay
 from peerd.sim.clock import SimClock
 from peerd.sim.nat import Home, Internet, Kind
-from peerd.sim.simnet import Line
+from peerd.sim.simnet import SimLine
 from tests.kit.hosts import echo, keypair
 from tests.kit.virtual import running_net
 
@@ -41,7 +41,7 @@ class Neighbourhood:
     relay: Peer = field(init=False)
 
     async def start(self, name: str, kind: Kind, *, resets: bool = False, agent: str = "") -> Peer:
-        home = self.internet.home(name, kind, resets=resets, line=Line(latency_s=0.02))
+        home = self.internet.home(name, kind, resets=resets, line=SimLine(latency_s=0.02))
         config = HostConfig(agent=agent) if agent else HostConfig()
         host = Host(keypair(name), SimClock(1, name), [home], config)
         host.handle("/echo/1", echo)

@@ -10,15 +10,15 @@ import trio
 from multiaddr import Multiaddr
 
 from peerd.core.keys import Keypair
-from peerd.machine.multistream import HEADER as HELLO
-from peerd.machine.multistream import encode_line
-from peerd.machine.noise import PLAIN_BYTES, SEALED_BYTES, Secrets
-from peerd.machine.yamux import Yamux
-from peerd.machine.yamux_stream import YamuxStream
-from peerd.machine.yamux_wire import HEADER
-from peerd.machine.yamux_wire import PROTOCOL as YAMUX
+from peerd.machine.mux.frames import HEADER
+from peerd.machine.mux.frames import PROTOCOL as YAMUX
+from peerd.machine.mux.session import Yamux
+from peerd.machine.mux.stream import YamuxStream
+from peerd.machine.secure.multistream import HEADER as HELLO
+from peerd.machine.secure.multistream import encode_line
+from peerd.machine.secure.noise import PLAIN_BYTES, SEALED_BYTES, Secrets
+from peerd.net.link.upgrade import Secured, upgrade
 from peerd.net.transport import RawLink, Transport
-from peerd.net.upgrade import Secured, upgrade
 
 
 def frame(kind: int, flags: int, stream: int, length: int, body: bytes = b"", version: int = 0) -> bytes:

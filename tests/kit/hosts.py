@@ -10,8 +10,8 @@ import trio
 from multiaddr import Multiaddr
 
 from peerd.core.keys import Keypair
-from peerd.net.host import Host, HostConfig
-from peerd.net.stream import Stream
+from peerd.net.host.host import Host, HostConfig
+from peerd.net.link.stream import Stream
 from peerd.sim.clock import SimClock
 from peerd.sim.simnet import NetConfig, SimNet
 from tests.kit.virtual import addr_of, running_net, transport

@@ -9,15 +9,15 @@ from dataclasses import dataclass, field
 import trio
 from multiaddr import Multiaddr
 
-from peerd.connectivity import Connectivity, ConnectivityConfig
+from peerd.control.connectivity import Connectivity, ConnectivityConfig
 from peerd.core.addr import parse_addr, tcp_addr, with_peer
-from peerd.net.host import Host
-from peerd.service.dht import Dht
-from peerd.service.reach import Reach
-from peerd.service.rpc import Rpc
+from peerd.net.host.host import Host
+from peerd.service.connectivity.autonat import Reach
+from peerd.service.dht.dht import Dht
+from peerd.service.rpc.rpc import Rpc
 from peerd.sim.clock import SimClock
-from peerd.sim.nat import Internet, Kind, Router
-from peerd.sim.simnet import Line, SimNet
+from peerd.sim.nat import Internet, Kind, SimRouter
+from peerd.sim.simnet import SimLine, SimNet
 from tests.kit.hosts import keypair
 from tests.kit.virtual import running_net
 
@@ -34,7 +34,7 @@ class Peers:
     ways: dict[str, Connectivity] = field(default_factory=dict)
     dhts: dict[str, Dht] = field(default_factory=dict)
     scopes: dict[str, trio.CancelScope] = field(default_factory=dict)
-    routers: dict[str, Router] = field(default_factory=dict)
+    routers: dict[str, SimRouter] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._internet = Internet(self.net)
@@ -60,7 +60,7 @@ class Peers:
         return ways
 
     async def _host(self, name: str, kind: Kind) -> tuple[Host, SimClock]:
-        home = self._internet.home(name, kind, line=Line(latency_s=0.02))
+        home = self._internet.home(name, kind, line=SimLine(latency_s=0.02))
         self.routers[name] = home.router
         clock = SimClock(1, name)
         host = self.hosts[name] = Host(keypair(name), clock, [home])

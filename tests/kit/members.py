@@ -11,13 +11,13 @@ import trio
 
 from peerd.core.ids import PeerId
 from peerd.core.keys import Keypair
-from peerd.core.messages import Empty
+from peerd.core.messages.encoding import Empty
+from peerd.core.messages.token import Revoked, Token, normal_roles, seal
 from peerd.core.runfile import AccessSection, PipelineSection, RunFile
-from peerd.core.token import Revoked, Token, normal_roles, seal
-from peerd.net.host import Host
+from peerd.net.host.host import Host
 from peerd.service.access import Access
-from peerd.service.dht import Dht
-from peerd.service.rpc import Answer, Incoming, MethodLimits, Rpc
+from peerd.service.dht.dht import Dht
+from peerd.service.rpc.rpc import Answer, Incoming, MethodLimits, Rpc
 from peerd.sim.clock import EPOCH_S, run_virtual
 from peerd.sim.world import Node, World
 

@@ -12,8 +12,9 @@ import random
 from collections import Counter
 from dataclasses import dataclass, field
 
-from peerd.core.training import Done, LineInfo, Mb, Position, Redo
-from peerd.machine.conducting import (
+from peerd.core.messages.swarm import Done, LineInfo, Mb, Position, Redo
+from peerd.machine.conductor.conductor import Conductor, Phase
+from peerd.machine.swarm.events import (
     CancelAttempt,
     ConductorConfig,
     MemberGone,
@@ -26,8 +27,7 @@ from peerd.machine.conducting import (
     TrainerGone,
     TrainerReport,
 )
-from peerd.machine.conductor import Conductor, Phase
-from peerd.machine.reach import START
+from peerd.machine.swarm.roster import START
 
 STAGES, BATCH = 2, 6
 Bag = frozenset[tuple[Mb, int]]

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from peerd.machine.noise import PLAIN_BYTES
-from peerd.machine.yamux import Changed, Event, Opened, Yamux, YamuxStream
-from peerd.machine.yamux_stream import WindowBudget, YamuxConfig
+from peerd.machine.mux.session import Changed, Event, Opened, Yamux, YamuxStream
+from peerd.machine.mux.stream import WindowBudget, YamuxConfig
+from peerd.machine.secure.noise import PLAIN_BYTES
 
 _ALL = 1 << 30
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from peerd import control
+from peerd.control import socket
 from peerd.home import socket_path
 from scripts.waiting import eventually
 
@@ -75,7 +75,7 @@ class Process:
     def status(self) -> dict[str, Any]:
         """Its snapshot; {} while it does not answer yet."""
         with contextlib.suppress(OSError, ValueError):
-            return control.fetch(str(socket_path(self.data_dir)))
+            return socket.fetch(str(socket_path(self.data_dir)))
         return {}
 
     def role(self) -> dict[str, Any]:

@@ -21,12 +21,12 @@ import trio
 from peerd.core.addr import parse_addr, split_peer
 from peerd.core.ids import PeerId
 from peerd.core.keys import Keypair
-from peerd.machine.relay import RelayConfig
-from peerd.net.circuits import Circuits
+from peerd.machine.connectivity.relay import RelayConfig
 from peerd.net.clock import RealClock
-from peerd.net.host import Host
-from peerd.net.tcp import TcpTransport
-from peerd.service.relay import Relay
+from peerd.net.host.host import Host
+from peerd.net.relay.circuit_transport import Circuits
+from peerd.net.tcp.tcp_transport import TcpTransport
+from peerd.service.connectivity.relay import Relay
 from tests.kit.attackers import Tally, flood, never_shake_hands, swallow
 
 IDENTITIES = 6  # of an attacker's place

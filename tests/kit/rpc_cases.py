@@ -24,9 +24,9 @@ from peerd.core.errors import (
     Unreachable,
 )
 from peerd.core.frame import TensorFrame
-from peerd.core.messages import Empty, Message
-from peerd.service.rpc import Answer, CallStream, Incoming, MethodLimits, Rpc
-from peerd.service.rpc_types import RpcHost
+from peerd.core.messages.encoding import Empty, Message
+from peerd.service.rpc.rpc import Answer, CallStream, Incoming, MethodLimits, Rpc
+from peerd.service.rpc.types import RpcHost
 
 
 class Text(Message, frozen=True):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from peerd.service.rpc import Rpc
+from peerd.service.rpc.rpc import Rpc
 from tests.kit.fakehost import FakeHost, FakeNet, TrioClock, fake_net
 from tests.kit.rpc_cases import Pair
 

@@ -13,10 +13,10 @@ import trio
 
 from peerd.core.errors import LocalError, PeerdError, Refused, TooSlow, Unreachable
 from peerd.core.frame import TensorFrame
-from peerd.core.messages import encode
-from peerd.machine import rpc as wire
-from peerd.service.rpc import Answer, CallStream, Incoming
-from peerd.service.rpc_types import RpcStream
+from peerd.core.messages.encoding import encode
+from peerd.machine.rpc import codec as wire
+from peerd.service.rpc.rpc import Answer, CallStream, Incoming
+from peerd.service.rpc.types import RpcStream
 from tests.kit.rpc_cases import BIG, FRAMES, Case, Held, Pair, Text, ask, echo, repeat, settled
 
 GROWING_CASES: list[Case] = []

@@ -10,12 +10,11 @@ import numpy as np
 import torch
 import trio
 
-from peerd.compute.served import ServedStage
-from peerd.compute.tensors import from_frame
+from peerd.compute.codec.frames import from_frame
+from peerd.compute.model.served_stage import ServedStage
 from peerd.core.frame import TensorFrame
-from peerd.core.proof import grant
-from peerd.core.runfile import RunFile, fingerprint
-from peerd.core.training import (
+from peerd.core.messages.proof import grant
+from peerd.core.messages.swarm import (
     Grant,
     GrantStatement,
     Mb,
@@ -26,6 +25,7 @@ from peerd.core.training import (
     StageAnswer,
     StageBackward,
 )
+from peerd.core.runfile import RunFile, fingerprint
 from roles.backbone import BackboneRole
 from roles.stage import StageRole
 from tests.kit.training import Peer, Swarm, pinned

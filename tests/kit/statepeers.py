@@ -25,16 +25,16 @@ from peerd.core.addr import parse_addr
 from peerd.core.ids import PeerId
 from peerd.core.keys import Keypair
 from peerd.core.limits import STATE_PIECE_BYTES
-from peerd.core.messages import Empty
-from peerd.core.state import TensorSpec
-from peerd.core.training import Position, StatePiece, StateRequest
+from peerd.core.messages.encoding import Empty
+from peerd.core.messages.state import TensorSpec
+from peerd.core.messages.swarm import Position, StatePiece, StateRequest
 from peerd.core.work import Worker
 from peerd.net.clock import RealClock
-from peerd.net.host import Host
-from peerd.net.tcp import TcpTransport
-from peerd.service.rpc import Answer, Incoming, Rpc
-from peerd.service.snapshot import FetchReport, Snapshots, StateItem
-from peerd.service.snapshot_giving import Giving
+from peerd.net.host.host import Host
+from peerd.net.tcp.tcp_transport import TcpTransport
+from peerd.service.rpc.rpc import Answer, Incoming, Rpc
+from peerd.service.state.serve import Giving
+from peerd.service.state.snapshot import FetchReport, Snapshots, StateItem
 
 RUN = b"r" * 16
 POSITION = Position(3, b"x")

@@ -27,11 +27,11 @@ from peerd.core.runfile import (
 from peerd.core.work import Worker
 from peerd.log import EventLog
 from peerd.net.clock import RealClock
-from peerd.net.host import Host
-from peerd.net.tcp import TcpTransport
+from peerd.net.host.host import Host
+from peerd.net.tcp.tcp_transport import TcpTransport
 from peerd.role import Role, RoleContext
-from peerd.service.dht import Dht
-from peerd.service.rpc import Rpc
+from peerd.service.dht.dht import Dht
+from peerd.service.rpc.rpc import Rpc
 
 
 def small_run(name: str, text: Path, evaluate: EvaluateSection, checkpoint: CheckpointSection) -> RunFile:

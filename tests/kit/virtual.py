@@ -10,7 +10,7 @@ from multiaddr import Multiaddr
 
 from peerd.core.addr import tcp_addr
 from peerd.sim.memory import MemoryLink, MemoryTransport
-from peerd.sim.simnet import Line, NetConfig, SimNet
+from peerd.sim.simnet import NetConfig, SimLine, SimNet
 
 
 @contextlib.asynccontextmanager
@@ -25,7 +25,7 @@ async def running_net(config: NetConfig | None = None, *, seed: int = 1) -> Asyn
 
 def transport(net: SimNet, name: str, **line: float) -> MemoryTransport:
     """A new node, and how programs on it reach the network."""
-    return MemoryTransport(net, net.add_node(name, Line(**line)))
+    return MemoryTransport(net, net.add_node(name, SimLine(**line)))
 
 
 def addr_of(net: SimNet, name: str, port: int = 4001) -> Multiaddr:

@@ -6,9 +6,9 @@ import itertools
 
 import trio
 
-from peerd.machine.paths import Way
-from peerd.net.host import Host
-from peerd.net.link import Link
+from peerd.machine.connectivity.path_selection import Way
+from peerd.net.host.host import Host
+from peerd.net.link.link import Link
 from tests.kit.hosts import Hosts
 from tests.kit.virtual import connected
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import random
 
-from peerd.sim.simnet import Line
+from peerd.sim.simnet import SimLine
 from peerd.sim.world import Node, World
 
 
-def home_line(rng: random.Random) -> Line:
+def home_line(rng: random.Random) -> SimLine:
     """A connection as at home: 5 to 50 ms from the backbone, 20 up, 100 down, a lost packet in a thousand."""
-    return Line(latency_s=rng.uniform(0.005, 0.05), up_mbit_s=20, down_mbit_s=100, loss=0.001)
+    return SimLine(latency_s=rng.uniform(0.005, 0.05), up_mbit_s=20, down_mbit_s=100, loss=0.001)
 
 
 async def joined(world: World, count: int) -> list[Node]:

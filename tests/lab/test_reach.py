@@ -128,7 +128,7 @@ def test_the_best_way_depends_on_whether_somebody_is_open_and_both_ports_are_kno
 def test_the_table_for_people_has_the_best_way_of_each_pair() -> None:
     from benchmarks._matrix import KINDS, best
 
-    lines = (SCRIPTS.parent / "README.md").read_text("utf-8").splitlines()
+    lines = (SCRIPTS / "README.md").read_text("utf-8").splitlines()
     begin = next(number for number, line in enumerate(lines) if line.startswith("| caller \\ called |"))
     head, *rows = ([cell.strip() for cell in line.strip("|").split("|")] for line in lines[begin : begin + 7])
     found = {

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from peerd.core.training import LineInfo
-from peerd.machine.grouping import Grouping
-from peerd.machine.splitting import Lines
+from peerd.core.messages.swarm import LineInfo
+from peerd.machine.averaging.topology import Grouping
+from peerd.machine.averaging.work_split import Lines
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 RATES = (40.0, 40.0, 40.0, 160.0)  # Mb/s: the fast one sums everything, each slow one moves one vector

@@ -11,7 +11,7 @@ from trio.testing import MockClock as Clock
 from peerd.core import limits
 from peerd.core.errors import RemoteError
 from peerd.net.faults import Faults
-from peerd.net.stream import Stream
+from peerd.net.link.stream import Stream
 from tests.kit.hosts import ask, echo, running_hosts
 
 
@@ -56,9 +56,9 @@ async def test_a_fault_in_what_waits_for_bytes_resets_its_stream_only(
             await stream.receive_some(1)
         assert await ask(a, b, b"hello") == b"hello"
         assert b.links.best(a.id) is link
-        assert only(b.faults).startswith("peerd/net/stream.py:")  # not this file: the innermost frame of ours
+        assert only(b.faults).startswith("peerd/net/link/stream.py:")  # not this file: the innermost frame of ours
         assert b.faults.total == 1
-        assert "a fault of ours at peerd/net/stream.py" in caplog.text
+        assert "a fault of ours at peerd/net/link/stream.py" in caplog.text
 
 
 async def test_a_fault_in_a_link_ends_that_link_only(autojump_clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,7 +81,7 @@ async def test_a_fault_in_a_link_ends_that_link_only(autojump_clock: Clock, monk
         assert spoiled.reason == "this side failed"
         assert await ask(c, b, b"hello") == b"hello"
         assert await ask(a, b, b"again") == b"again"
-        assert only(b.faults).startswith("peerd/net/link.py:")
+        assert only(b.faults).startswith("peerd/net/link/link.py:")
 
 
 async def test_a_fault_in_a_hand_shake_ends_that_connection_only(
@@ -94,7 +94,7 @@ async def test_a_fault_in_a_hand_shake_ends_that_connection_only(
             await a.connect(b.id, [hosts.addr("b")])
             await trio.sleep(1)
             assert a.connected() == []
-        assert only(b.faults).startswith("peerd/net/host.py:")
+        assert only(b.faults).startswith("peerd/net/host/host.py:")
         await a.connect(b.id, [hosts.addr("b")])
         assert await a.ping(b.id) >= 0
 

@@ -13,9 +13,9 @@ from multiaddr import Multiaddr
 
 from peerd.core.addr import TcpPlace, parse_addr, tcp_addr
 from peerd.core.errors import Unreachable
-from peerd.machine.dialing import HEAD_START_S, PARALLEL, STAGGER_S
-from peerd.net import names
-from peerd.net.dialer import AddressBook, Dialer
+from peerd.machine.connectivity.happy_eyeballs import HEAD_START_S, PARALLEL, STAGGER_S
+from peerd.net.host.dialer import AddressBook, Dialer
+from peerd.net.tcp import resolve
 from tests.kit.hosts import keypair
 
 PEER, RELAY = keypair("peer").peer_id, keypair("relay").peer_id
@@ -154,7 +154,7 @@ async def connect(ways: Ways, answers: Answers, family: str = "dns") -> Multiadd
         await ways.attempt(addr)
         return Pipe(addr)
 
-    return (await names.connect_by_name(TcpPlace(family, "a.example.org", 4001), one)).remote
+    return (await resolve.connect_by_name(TcpPlace(family, "a.example.org", 4001), one)).remote
 
 
 async def test_both_families_of_a_name_race(autojump_clock: trio.testing.MockClock) -> None:
@@ -172,7 +172,7 @@ async def test_a_name_server_that_is_slow_about_ipv6_delays_ipv4_by_a_moment(
     ways = Ways()
     ways.answers = {FOUR: 0.1}
     assert await connect(ways, answers) == FOUR
-    assert ways.started == [(FOUR, names.RESOLUTION_DELAY_S)]
+    assert ways.started == [(FOUR, resolve.RESOLUTION_DELAY_S)]
     assert trio.current_time() - ways.begin == pytest.approx(0.15)
 
 

@@ -16,11 +16,11 @@ import pytest
 import torch
 import trio
 
-from peerd.compute.model import whole_model
-from peerd.compute.served import ServedStage
+from peerd.compute.model.partition import whole_model
+from peerd.compute.model.served_stage import ServedStage
+from peerd.core.messages.swarm import Mb, Prepare
 from peerd.core.runfile import RunFile
-from peerd.core.training import Mb, Prepare
-from peerd.member.stage import StageMember
+from peerd.training.stage.member import StageMember
 from roles.backbone import BackboneRole
 from roles.trainer import TrainerRole
 from tests.kit.exact import STEPS, differences, run_file, stepping, write_texts

@@ -11,7 +11,7 @@ from random import Random
 import pytest
 import torch
 
-from peerd.compute.model import whole_model
+from peerd.compute.model.partition import whole_model
 from tests.kit.exact import OPTIMIZERS, STEPS, TOLERANCE, distance, run_file, stepping, write_texts
 
 SAMPLES = 16

@@ -14,8 +14,8 @@ import pytest
 import trio
 
 from peerd.core.runfile import AveragingSection, BatchSection, RunFile
-from peerd.machine.allreduce import AveragingPlan
-from peerd.service.averaging import Averaging
+from peerd.machine.averaging.allreduce import AveragingPlan
+from peerd.service.averaging.allreduce import Averaging
 from roles.backbone import BackboneRole
 from roles.trainer import TrainerRole
 from tests.kit.exact import STEPS, Batches, differences, plain_torch, run_file, write_texts

@@ -17,8 +17,8 @@ import torch
 from torch import nn
 
 import peerd
-from peerd.compute.user_model import UserModel
-from peerd.core.training import Mb
+from peerd.compute.model.user_model import UserModel
+from peerd.core.messages.swarm import Mb
 
 STEPS = 10
 MICROBATCH, TARGET = 4, 32

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import trio
 
-from peerd.compute.served import ServedStage
+from peerd.compute.model.served_stage import ServedStage
+from peerd.core.messages.swarm import Mb
 from peerd.core.runfile import RunFile
-from peerd.core.training import Mb
 from roles.backbone import BackboneRole
 from roles.trainer import TrainerRole
 from tests.kit.exact import STEPS, Batches, differences, plain_torch, run_file, write_texts

@@ -15,11 +15,11 @@ import pytest
 import torch
 import trio
 
-from peerd.compute.model import whole_model
-from peerd.compute.module import StageModule
-from peerd.compute.served import ServedStage
+from peerd.compute.model.partition import whole_model
+from peerd.compute.model.served_stage import ServedStage
+from peerd.compute.model.stage_module import StageModule
+from peerd.core.messages.swarm import Mb
 from peerd.core.runfile import AveragingSection, BoundarySection, RunFile
-from peerd.core.training import Mb
 from roles.backbone import BackboneRole
 from roles.stage import StageRole
 from roles.trainer import TrainerRole

@@ -16,21 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from peerd.core import limits
-from peerd.core.messages import decode, encode
-from peerd.core.progress import Kept, StageProgress, TrainerProgress
-from peerd.core.runfile import (
-    BatchSection,
-    CheckpointSection,
-    DataSection,
-    ModelSection,
-    OptimizerSection,
-    PipelineSection,
-    RunFile,
-    SourceSection,
-    check,
-    shared_text,
-)
-from peerd.core.training import (
+from peerd.core.messages.encoding import decode, encode
+from peerd.core.messages.progress import KeptCheckpoints, StageProgress, TrainerProgress
+from peerd.core.messages.swarm import (
     MAX_MEMBERS,
     MAX_MICROBATCHES,
     Done,
@@ -54,13 +42,26 @@ from peerd.core.training import (
     TrainerAnswer,
     TrainerSync,
 )
-from peerd.machine.conducting import ConductorConfig, MemberHello
-from peerd.machine.conductor import Conductor
-from peerd.machine.contribution import told_at_once
-from peerd.machine.grouping import Grouping
-from peerd.machine.ledger import Ledger
-from peerd.machine.member_list import MemberList
-from peerd.machine.splitting import Lines
+from peerd.core.runfile import (
+    BatchSection,
+    CheckpointSection,
+    DataSection,
+    ModelSection,
+    OptimizerSection,
+    PipelineSection,
+    RunFile,
+    SourceSection,
+    check,
+    shared_text,
+)
+from peerd.machine.averaging.topology import Grouping
+from peerd.machine.averaging.work_split import Lines
+from peerd.machine.batch.ledger import Ledger
+from peerd.machine.batch.trainer_ledger import told_at_once
+from peerd.machine.conductor.conductor import Conductor
+from peerd.machine.conductor.member_list import MemberList
+from peerd.machine.swarm.events import ConductorConfig, MemberHello
+from tests.kit.amount import examples
 
 M = TypeVar("M", bound=msgspec.Struct)
 
@@ -111,7 +112,7 @@ def listing(count: int) -> MemberList:
 
 
 @pytest.mark.slow
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(counts, sizes, sizes, st.sampled_from([1, 2, 1000]))
 def test_what_a_member_reports_is_taken(microbatches: int, trainers: int, others: int, apart: int) -> None:
     held = batch(microbatches, trainers, apart)
@@ -141,7 +142,7 @@ def test_what_a_member_reports_is_taken(microbatches: int, trainers: int, others
 
 
 @pytest.mark.slow
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 @given(counts, sizes, sizes, st.sampled_from([1, 2, 1000]))
 def test_orders_to_average_and_answers_are_taken(microbatches: int, trainers: int, peers: int, apart: int) -> None:
     part, group = batch(microbatches, trainers, apart), [name(n) for n in range(peers)]
@@ -182,7 +183,7 @@ def test_microbatches_come_back_sorted(mbs: list[Mb]) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 @given(counts, st.sampled_from([1, 2, 30, limits.STAGES - 1, limits.STAGES]), st.booleans())
 def test_all_that_a_trainer_has_done_is_told_in_reports_that_are_taken(count: int, stages: int, signed: bool) -> None:
     count = min(count, 200_000 // stages)  # of a batch that does not fill this machine's memory
@@ -203,7 +204,7 @@ def test_all_that_a_trainer_has_done_is_told_in_reports_that_are_taken(count: in
 
 
 @pytest.mark.slow
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 @given(counts, st.sampled_from([0, 1, 200]), st.sampled_from([0, 1, limits.REDO_AT_ONCE]))
 def test_answers_to_trainers_are_taken(count: int, members: int, redo: int) -> None:
     """Its numbers lie close together, since it counts them itself."""
@@ -263,7 +264,7 @@ def test_records_are_taken_and_fit_into_the_directory(figure: float) -> None:
     text, token, ways = "é" * 200, b"t" * limits.TOKEN_BYTES, [LONG_ADDR] * 16
     big = (1 << 63) - 1
     stage = StageProgress(9, 1e9, big, big, figure, text, name(1), text, ways, token, 1e9, True)
-    kept = Kept([POSITION] * limits.KEPT_SETS, ways, token)
+    kept = KeptCheckpoints([POSITION] * limits.KEPT_SETS, ways, token)
     trainer = TrainerProgress(big, figure, figure, big, figure, figure, big, big, big, text, ways, True)
     for record in (stage, kept, trainer):
         sent(record, limits.RECORD_VALUE_BYTES)
@@ -299,7 +300,7 @@ def run_files(draw: st.DrawFn) -> RunFile:
 
 
 @pytest.mark.slow
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(run_files())
 def test_what_a_run_file_asks_for_can_be_sent_or_is_refused_with_its_place(run: RunFile) -> None:
     faults = check(run)

@@ -6,16 +6,9 @@ import random
 
 import pytest
 
-from peerd.core.training import LineInfo, Mb
-from peerd.machine.conducting import (
-    CancelAttempt,
-    ConductorConfig,
-    MemberGone,
-    PrepareEnded,
-    SendMove,
-    SendPrepare,
-)
-from peerd.machine.conductor import Conductor, Phase
+from peerd.core.messages.swarm import LineInfo, Mb
+from peerd.machine.conductor.conductor import Conductor, Phase
+from peerd.machine.swarm.events import CancelAttempt, ConductorConfig, MemberGone, PrepareEnded, SendMove, SendPrepare
 from tests.kit.conducting import first_order
 from tests.kit.modelswarm import Swarm
 

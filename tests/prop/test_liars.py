@@ -13,8 +13,9 @@ from collections import Counter
 
 import pytest
 
-from peerd.core.training import Done, Mb, Position, Receipt
-from peerd.machine.conducting import (
+from peerd.core.messages.swarm import Done, Mb, Position, Receipt
+from peerd.machine.conductor.conductor import Conductor
+from peerd.machine.swarm.events import (
     ConductorConfig,
     MemberHello,
     MoveEnded,
@@ -26,7 +27,6 @@ from peerd.machine.conducting import (
     SendPrepare,
     TrainerReport,
 )
-from peerd.machine.conductor import Conductor
 from tests.kit.modelswarm import BATCH, STAGES, Member, Swarm, Trainer
 
 LIES = ("missing", "lost", "refused", "nothing", "silent", "digest", "uneven", "hello", "moves")

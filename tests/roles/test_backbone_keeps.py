@@ -14,14 +14,14 @@ import pytest
 import trio
 
 from peerd.compute.checkpoint import Checkpoints
-from peerd.compute.curves import Curves
 from peerd.core.errors import ConfigError
-from peerd.core.messages import Empty
+from peerd.core.messages.encoding import Empty
+from peerd.core.messages.swarm import StatePiece
 from peerd.core.runfile import CheckpointSection, EvaluateSection, RunFile, fingerprint
-from peerd.core.training import StatePiece
-from peerd.member.saving import Saving
-from peerd.service.rpc import Answer, Incoming
-from peerd.service.snapshot import Giving
+from peerd.service.rpc.rpc import Answer, Incoming
+from peerd.service.state.snapshot import Giving
+from peerd.training.checkpoints.stage_checkpoints import Saving
+from peerd.training.learning_curve import Curves
 from roles.backbone import BackboneRole
 from roles.stage import StageRole
 from roles.trainer import TrainerRole

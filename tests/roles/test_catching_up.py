@@ -10,11 +10,11 @@ import pytest
 import trio
 
 from peerd.core.errors import Refused
-from peerd.core.messages import Empty
+from peerd.core.messages.encoding import Empty
+from peerd.core.messages.swarm import StatePiece
 from peerd.core.runfile import AveragingSection, CheckpointSection, EvaluateSection, RunFile
-from peerd.core.training import StatePiece
-from peerd.service.rpc import Answer, Incoming
-from peerd.service.snapshot import Giving
+from peerd.service.rpc.rpc import Answer, Incoming
+from peerd.service.state.snapshot import Giving
 from roles.backbone import BackboneRole
 from roles.stage import StageRole
 from roles.trainer import TrainerRole

@@ -10,9 +10,9 @@ import pytest
 import trio
 from trio.testing import MockClock
 
-from peerd.core.training import MemberInfo, Seqs, TrainerAnswer, TrainerSync
-from peerd.member.contributor import Contributor
-from peerd.role import Holding
+from peerd.core.messages.swarm import MemberInfo, Seqs, TrainerAnswer, TrainerSync
+from peerd.machine.batch.trainer_ledger import Holding
+from peerd.training.contributor import Contributor
 from roles import trainer
 from roles.trainer import TrainerRole
 

@@ -9,10 +9,10 @@ from typing import Any
 import msgspec
 import pytest
 
+from peerd.core.messages.swarm import Prepare
 from peerd.core.runfile import AveragingSection, OptimizerSection
-from peerd.core.training import Prepare
-from peerd.member.stage import StageMember
-from peerd.role import Answer, Incoming
+from peerd.service.rpc.rpc import Answer, Incoming
+from peerd.training.stage.member import StageMember
 from roles.backbone import BackboneRole
 from roles.trainer import TrainerRole
 from tests.kit.exact import run_file, write_texts

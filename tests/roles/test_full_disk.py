@@ -13,7 +13,7 @@ import trio
 
 from peerd.cli import invoke
 from peerd.core.runfile import CheckpointSection, EvaluateSection, RunFile
-from peerd.member import saving
+from peerd.training.checkpoints import stage_checkpoints
 from roles.backbone import BackboneRole
 from roles.stage import StageRole
 from roles.trainer import TrainerRole
@@ -109,7 +109,7 @@ async def test_steps_go_on_while_a_disk_hangs_and_the_newest_state_is_the_next_t
 ) -> None:
     disk = Disk(tmp_path / "peers" / "stage0", monkeypatch)
     disk.hangs = True
-    monkeypatch.setattr(saving, "_HANGS_S", 0.0)
+    monkeypatch.setattr(stage_checkpoints, "_HANGS_S", 0.0)
     async with swarm(tmp_path / "peers") as s:
         await s.start("backbone", BackboneRole, None)
         peer, _ = [await s.start(f"stage{i}", StageRole, pinned(run, i)) for i in range(2)]

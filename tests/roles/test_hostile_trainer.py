@@ -16,15 +16,10 @@ from peerd.core.errors import Overloaded, ProtocolViolation, Refused, RemoteErro
 from peerd.core.frame import TensorFrame
 from peerd.core.keys import Keypair
 from peerd.core.limits import HELD_BATCHES, HELD_BATCHES_PER_TRAINER
-from peerd.core.proof import has_received
+from peerd.core.messages.proof import has_received
+from peerd.core.messages.swarm import Commit, Mb, Moved, Position
 from peerd.core.runfile import CheckpointSection, EvaluateSection, RunFile
-from peerd.core.training import (
-    Commit,
-    Mb,
-    Moved,
-    Position,
-)
-from peerd.service.rpc_io import Inbound
+from peerd.service.rpc.inbound import Inbound
 from tests.kit.exact import write_texts
 from tests.kit.stagescene import BATCH, Scene, digest, microbatch
 from tests.kit.training import small_run, swarm
@@ -120,7 +115,7 @@ async def test_a_gradient_that_no_batch_can_bear_is_refused_and_what_lies_ready_
         assert prepared.digest == digest(scene.honest(*range(BATCH)))
         own, target = scene.stage.host.id, Position(1, b"next")
         moved = await scene.stage.role._ctx.rpc.call(
-            own, "stage/2/commit", Commit(scene.mark, 1, target), Moved, timeout_s=10
+            own, "stage/2/commit", Commit(scene.mark, 1, target, 0), Moved, timeout_s=10
         )
         assert moved.body.position == target
         assert all(bool(t.isfinite().all()) for t in scene.stage.role._served.state().values())

@@ -12,15 +12,17 @@ import trio
 from hypothesis import given
 from hypothesis import strategies as st
 
-from peerd.compute.served import ServedStage
+from peerd.compute.model.served_stage import ServedStage
 from peerd.core.errors import ConfigError
+from peerd.core.messages.swarm import Position
 from peerd.core.runfile import CheckpointSection, ModelSection, OptimizerSection, PipelineSection, RunFile
-from peerd.core.training import Position
-from peerd.machine.book import Book
-from peerd.member.keeping import Keeping
-from peerd.member.states import checked
+from peerd.machine.budget.book import Book
 from peerd.net.clock import RealClock
-from peerd.role import RoleContext, StateItem, Training
+from peerd.role import RoleContext
+from peerd.service.run_services import Training
+from peerd.service.state.snapshot import StateItem
+from peerd.training.catchup.validate import checked
+from peerd.training.checkpoints.keeper import Keeping
 from tests.kit.workers import InlineWorker
 
 RUN = RunFile(

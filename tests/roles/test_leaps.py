@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from peerd.compute.served import Model, ServedStage
+from peerd.compute.model.served_stage import Model, ServedStage
+from peerd.compute.model.user_model import UserModel
 from peerd.compute.tensors import state_digest
-from peerd.compute.user_model import UserModel
+from peerd.core.messages.swarm import Position
 from peerd.core.runfile import AveragingSection, ModelSection, OptimizerSection, PipelineSection, RunFile
-from peerd.core.training import Position
-from peerd.member.totals import Leap
+from peerd.training.catchup.step_totals import Leap
 
 SAMPLES = 8
 

@@ -10,9 +10,9 @@ import trio
 
 from peerd.core.errors import Refused
 from peerd.core.ids import PeerId
+from peerd.core.messages.swarm import AverageAlive, AverageKey, Mb, Prepared
 from peerd.core.runfile import CheckpointSection, EvaluateSection, RunFile
-from peerd.core.training import AverageAlive, AverageKey, Mb, Prepared
-from peerd.role import Answer, MethodLimits
+from peerd.service.rpc.rpc import Answer, MethodLimits
 from tests.kit.exact import write_texts
 from tests.kit.stagescene import BATCH, Scene, digest
 from tests.kit.training import Peer, small_run, swarm

@@ -12,10 +12,10 @@ import pytest
 import torch
 import trio
 
-from peerd.compute.module import StageModule
+from peerd.compute.model.stage_module import StageModule
 from peerd.compute.tensors import state_digest
+from peerd.core.messages.swarm import Position
 from peerd.core.runfile import AveragingSection, CheckpointSection, OptimizerSection, RunFile
-from peerd.core.training import Position
 from roles.aggregator import AuxRole
 from roles.backbone import BackboneRole
 from roles.trainer import TrainerRole

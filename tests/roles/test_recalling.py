@@ -8,9 +8,9 @@ from typing import Any
 import trio.testing
 
 from peerd.core.errors import Unreachable
-from peerd.core.training import Position
-from peerd.machine.camps import Claim, Poll
-from peerd.member.recalling import Recalling
+from peerd.core.messages.swarm import Position
+from peerd.machine.state.quorum import Claim, Poll
+from peerd.training.checkpoints.checkpoint_recovery import Recalling
 
 NEW, OLD = Position(7, b"a" * 16), Position(5, b"b" * 16)
 

@@ -14,8 +14,8 @@ import trio
 
 from peerd.core.errors import ConfigError, Refused, RemoteError
 from peerd.core.frame import TensorFrame
+from peerd.core.messages.swarm import StageAnswer, StageBackward, StageForward
 from peerd.core.runfile import CheckpointSection, EvaluateSection, RunFile, fingerprint
-from peerd.core.training import StageAnswer, StageBackward, StageForward
 from roles.backbone import BackboneRole
 from roles.stage import StageRole
 from roles.trainer import TrainerRole

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from peerd.core.errors import Refused, RemoteError, Unreachable
 from peerd.core.limits import STATE_TOTALS, STATE_TRAIL
-from peerd.core.training import Position
-from peerd.member.totals import Leap, Totals
-from peerd.member.trail import Trail
+from peerd.core.messages.swarm import Position
+from peerd.training.catchup.replay import Trail
+from peerd.training.catchup.step_totals import Leap, Totals
 
 
 def at(step: int) -> Position:

@@ -8,18 +8,26 @@ from typing import Any
 import pytest
 import trio
 
+from peerd.commands.status import swarm_view
 from peerd.core.errors import Refused, RemoteError, Untrusted
 from peerd.core.frame import TensorFrame
 from peerd.core.ids import PeerId
 from peerd.core.limits import ACCESS_TOLD
-from peerd.core.messages import Empty, encode
-from peerd.core.progress import Joiner, Kept, StageProgress, encode_progress, joining_key, kept_key, stage_key
-from peerd.core.token import revoked_key
-from peerd.core.training import Position
+from peerd.core.messages.encoding import Empty, encode
+from peerd.core.messages.progress import (
+    Joiner,
+    KeptCheckpoints,
+    StageProgress,
+    encode_progress,
+    joining_key,
+    kept_key,
+    stage_key,
+)
+from peerd.core.messages.swarm import Position
+from peerd.core.messages.token import revoked_key
 from peerd.service.access import Present, Presented
-from peerd.service.contributions import Tally, TallyOf
-from peerd.service.directory import Directory
-from peerd.status import swarm_view
+from peerd.service.swarm.contributions import Tally, TallyOf
+from peerd.service.swarm.directory import Directory
 from tests.kit.members import NOW, ORGANIZER, STRANGER, Club, Member, Papers, in_club, revoked, run_file, token
 
 
@@ -233,7 +241,7 @@ def test_who_claims_in_the_directory_to_serve_counts_only_with_a_token_for_that(
         places = [Position(7, b"x")]
         await Directory("tiny", 2, keeper.host, keeper.dht, keeper.rpc.gate).announce_kept(places)
         for liar, shown in ((outsider, keeper.access.token), (trainer, trainer.access.token)):
-            await liar.dht.put(kept_key("tiny"), encode(Kept([Position(1 << 40, b"")], [], shown)), ttl_s=60)
+            await liar.dht.put(kept_key("tiny"), encode(KeptCheckpoints([Position(1 << 40, b"")], [], shown)), ttl_s=60)
         await mine.refresh()
         assert mine.kept == {keeper.id: places}
         assert mine.keepers(places[0]) == [keeper.id]

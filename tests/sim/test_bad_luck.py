@@ -22,6 +22,7 @@ from peerd.sim.programs import swarm
 from peerd.sim.world import World, WorldConfig
 from roles.stage import StageRole
 from roles.trainer import TrainerRole
+from tests.kit.amount import thorough
 from tests.kit.virtualroles import PacedDevice, Roles, virtual_run
 from tests.kit.world import home_line
 from tests.sim.test_training_swarm import is_conductor
@@ -101,8 +102,8 @@ def check(
 # --- ways ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("both", [True, False], ids=["both ways", "one way"])
-@pytest.mark.parametrize("count", [1, 3], ids=["one peer", "the stage"])
+@pytest.mark.parametrize("both", [thorough(True, id="both ways"), pytest.param(False, id="one way")])
+@pytest.mark.parametrize("count", [pytest.param(1, id="one peer"), thorough(3, id="the stage")])
 @pytest.mark.parametrize("stage", [0, 1])
 def test_a_trainer_reaches_the_conductor_and_not_a_stage(
     run: RunFile, tmp_path: Path, stage: int, count: int, both: bool
@@ -115,7 +116,7 @@ def test_a_trainer_reaches_the_conductor_and_not_a_stage(
     check(run, tmp_path, trouble)
 
 
-@pytest.mark.parametrize("direction", ["out", "in"])
+@pytest.mark.parametrize("direction", ["out", thorough("in")])
 @pytest.mark.parametrize("whom", ["conductor", "stage-mate", "next stage"])
 def test_a_member_reaches_another_in_one_direction_only(
     run: RunFile, tmp_path: Path, whom: str, direction: str
@@ -131,7 +132,7 @@ def test_a_member_reaches_another_in_one_direction_only(
 # --- a peer that stands still -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("whom", ["member", "conductor", "trainer"])
+@pytest.mark.parametrize("whom", ["member", "conductor", thorough("trainer")])
 def test_a_peer_stands_still_for_20_s_while_a_step_is_prepared(run: RunFile, tmp_path: Path, whom: str) -> None:
     async def trouble(world: World, roles: Roles) -> None:
         victim = {"member": of_stage(roles, 1)[0], "conductor": of_stage(roles, 0)[-1], "trainer": "trainer0"}[whom]
@@ -166,7 +167,7 @@ class Disk(PacedDevice):
     hung: list[PacedDevice] = []  # noqa: RUF012 - of the test that runs now
 
 
-@pytest.mark.parametrize("victims", [1, 6], ids=["one", "all"])
+@pytest.mark.parametrize("victims", [pytest.param(1, id="one"), thorough(6, id="all")])
 def test_a_disk_hangs(run: RunFile, tmp_path: Path, victims: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Disk, "hung", [])
     monkeypatch.setattr(Disk, "victims", victims)
@@ -179,7 +180,7 @@ def test_a_disk_hangs(run: RunFile, tmp_path: Path, victims: int, monkeypatch: p
     check(run, tmp_path, trouble, Disk, lambda: Disk.mended.set())
 
 
-@pytest.mark.parametrize("victims", [1, 6], ids=["one", "all"])
+@pytest.mark.parametrize("victims", [pytest.param(1, id="one"), thorough(6, id="all")])
 def test_a_disk_is_full_in_mid_commit(
     run: RunFile, tmp_path: Path, victims: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

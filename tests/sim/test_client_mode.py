@@ -10,13 +10,13 @@ import pytest
 import trio
 
 from peerd.core.runfile import ModelSection, PipelineSection, RunFile
-from peerd.member.lines import own_line
-from peerd.net.host import Host
-from peerd.service.dht import Dht
-from peerd.service.rpc import Rpc
+from peerd.net.host.host import Host
+from peerd.service.dht.dht import Dht
+from peerd.service.rpc.rpc import Rpc
 from peerd.sim.clock import run_virtual
 from peerd.sim.programs import swarm
 from peerd.sim.world import Node, World, WorldConfig
+from peerd.training.stage.line_info import own_line
 from roles.stage import StageRole
 from roles.trainer import TrainerRole
 from tests.kit.virtualroles import Roles

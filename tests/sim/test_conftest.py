@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from peerd.core.errors import LocalError
 from peerd.sim.clock import Agenda, SimClock, deterministic_scheduling, run_virtual
+from tests.kit.amount import examples
 from tests.kit.watchdog import LoopWatchdog
 
 
@@ -24,7 +25,7 @@ async def test_virtual_time_costs_no_time(autojump_clock: trio.testing.MockClock
 
 
 @given(st.floats(min_value=0, max_value=1e6))
-@settings(max_examples=5, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(5), suppress_health_check=[HealthCheck.function_scoped_fixture])
 async def test_each_example_of_a_property_has_its_own_clock(
     autojump_clock: trio.testing.MockClock, wait_s: float
 ) -> None:

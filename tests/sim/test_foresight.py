@@ -11,15 +11,15 @@ import pytest
 import torch
 import trio
 
+from peerd.commands.status import foretold_by, swarm_view
 from peerd.core.runfile import (
     OptimizerSection,
     RunFile,
 )
-from peerd.service.averaging import Averaging
+from peerd.service.averaging.allreduce import Averaging
 from peerd.sim.clock import run_virtual
 from peerd.sim.programs import swarm
 from peerd.sim.world import Node, World, WorldConfig
-from peerd.status import foretold_by, swarm_view
 from roles.trainer import TrainerRole
 from tests.kit.virtualroles import PacedDevice, Roles, start_replicas, virtual_run
 from tests.kit.world import home_line

@@ -7,9 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from peerd.core.ids import Key
-from peerd.machine import queries as q
-from peerd.machine.nodestate import KademliaConfig
-from peerd.sim.heapsim import HeapSim, HeapSimConfig, Outcome, SimNode
+from peerd.machine.dht import messages as q
+from peerd.machine.dht.node_state import KademliaConfig
+from peerd.sim.heapsim import HeapNode, HeapSim, HeapSimConfig, OperationOutcome
+from tests.kit.amount import examples
 
 KEY = Key.of("key")
 
@@ -21,13 +22,13 @@ def grown(count: int, seed: int = 1, **config: float) -> HeapSim:
     return sim
 
 
-def put(sim: HeapSim, node: SimNode, value: bytes = b"value", suffix: bytes = b"", ttl_s: float = 60.0) -> int:
+def put(sim: HeapSim, node: HeapNode, value: bytes = b"value", suffix: bytes = b"", ttl_s: float = 60.0) -> int:
     outcome = sim.finish(sim.start(node, lambda op: q.Put(op, KEY, suffix, value, ttl_s)))
     assert isinstance(outcome.done, q.PutDone)
     return outcome.done.peers
 
 
-def got(sim: HeapSim, node: SimNode) -> tuple[list[bytes], Outcome]:
+def got(sim: HeapSim, node: HeapNode) -> tuple[list[bytes], OperationOutcome]:
     outcome = sim.finish(sim.start(node, lambda op: q.Get(op, (KEY,))))
     assert isinstance(outcome.done, q.GetDone)
     return [record.value for record in outcome.done.records[KEY]], outcome
@@ -134,7 +135,7 @@ def test_a_swarm_whose_lines_were_all_down_finds_itself_again() -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=15)
+@settings(max_examples=examples(15))
 @given(seed=st.integers(0, 2**32 - 1), data=st.data())
 def test_under_any_schedule_of_life_and_death_the_survivors_agree(seed: int, data: st.DataObject) -> None:
     """At least one holder survives each blow, and time to recover follows: then everybody sees the latest values."""

@@ -16,8 +16,7 @@ from peerd.core.errors import RemoteError
 from peerd.core.ids import PeerId
 from peerd.core.keys import Keypair
 from peerd.core.limits import TERM_MAX
-from peerd.core.runfile import AveragingSection, OptimizerSection
-from peerd.core.training import (
+from peerd.core.messages.swarm import (
     Conducts,
     Done,
     Leave,
@@ -30,7 +29,8 @@ from peerd.core.training import (
     TrainerAnswer,
     TrainerSync,
 )
-from peerd.service.rpc import Answer, Incoming
+from peerd.core.runfile import AveragingSection, OptimizerSection
+from peerd.service.rpc.rpc import Answer, Incoming
 from peerd.sim.clock import run_virtual
 from peerd.sim.programs import swarm
 from peerd.sim.world import Node, World, WorldConfig

@@ -11,19 +11,19 @@ import pytest
 import trio
 import trio.testing
 
-from peerd.net.host import PeerDown
+from peerd.net.host.host import PeerDown
 from peerd.sim import faults
 from peerd.sim.clock import run_virtual
 from peerd.sim.programs import hosts, try_echo, try_ping
-from peerd.sim.simnet import Line
+from peerd.sim.simnet import SimLine
 from peerd.sim.world import Churn, Node, World, WorldConfig
 
 HOSTS = 30
 SEARCH_S = 30.0  # for pings that may have to dial
 
 
-def _line(rng: random.Random) -> Line:
-    return Line(latency_s=rng.uniform(0.005, 0.08), jitter_s=0.005, up_mbit_s=20, down_mbit_s=100, loss=0.001)
+def _line(rng: random.Random) -> SimLine:
+    return SimLine(latency_s=rng.uniform(0.005, 0.08), jitter_s=0.005, up_mbit_s=20, down_mbit_s=100, loss=0.001)
 
 
 CONFIG = WorldConfig(line=_line)

@@ -28,6 +28,7 @@ from peerd.sim.programs import swarm
 from peerd.sim.world import World, WorldConfig
 from roles.stage import StageRole
 from roles.trainer import TrainerRole
+from tests.kit.amount import thorough
 from tests.kit.virtualroles import Roles, virtual_run
 from tests.kit.world import home_line
 
@@ -141,7 +142,7 @@ def told(roles: Roles) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("delayed", [False, True])
+@pytest.mark.parametrize("delayed", [False, thorough(True)])
 @pytest.mark.parametrize("trouble", sorted(TROUBLES))
 def test_a_step_goes_on_within_half_a_minute(tmp_path: Path, run: RunFile, trouble: str, delayed: bool) -> None:
     torch.set_num_threads(1)

@@ -9,8 +9,8 @@ import trio
 from trio.testing import MockClock as Clock
 
 from peerd.core.ids import PeerId
-from peerd.machine.paths import Way
-from peerd.net.host import PeerUp
+from peerd.machine.connectivity.path_selection import Way
+from peerd.net.host.host import PeerUp
 from peerd.sim.nat import KINDS, Kind
 from tests.kit.homes import Neighbourhood, Peer, neighbourhood
 from tests.kit.hosts import ask

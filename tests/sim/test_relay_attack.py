@@ -14,21 +14,21 @@ import trio.testing
 from peerd.core import limits
 from peerd.core.errors import RemoteError
 from peerd.core.ids import PeerId
-from peerd.machine.relay import RelayConfig
-from peerd.net.circuits import Circuits
-from peerd.net.host import Host
-from peerd.net.stream import Stream
-from peerd.service.relay import Relay
+from peerd.machine.connectivity.relay import RelayConfig
+from peerd.net.host.host import Host
+from peerd.net.link.stream import Stream
+from peerd.net.relay.circuit_transport import Circuits
+from peerd.service.connectivity.relay import Relay
 from peerd.sim.clock import SimClock
 from peerd.sim.memory import MemoryTransport
-from peerd.sim.simnet import Line
+from peerd.sim.simnet import SimLine
 from tests.kit.attackers import Tally, flood, never_shake_hands, swallow
 from tests.kit.hosts import Hosts, keypair, running_hosts
 
 PAIRS, PLACES, IDENTITIES = 3, 3, 6
 HONEST_BYTES_PER_S = 500_000
 CALM_S, ATTACK_S = 10.0, 40.0
-LINE = Line(latency_s=0.02, up_mbit_s=40, down_mbit_s=40)
+LINE = SimLine(latency_s=0.02, up_mbit_s=40, down_mbit_s=40)
 CONFIG = RelayConfig(
     reservations_per_place=4,
     circuits_per_place=16,

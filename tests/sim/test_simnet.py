@@ -11,7 +11,7 @@ import trio.testing
 from peerd.core.addr import parse_addr
 from peerd.core.errors import ConfigError, LocalError, Unreachable
 from peerd.sim.memory import MemoryLink
-from peerd.sim.simnet import Line, NetConfig, Path, SimNet
+from peerd.sim.simnet import NetConfig, SimLine, SimNet, SimPath
 from tests.kit.virtual import addr_of, connected, read_exactly, running_net, transport
 
 pytestmark = pytest.mark.usefixtures("autojump_clock")
@@ -24,7 +24,7 @@ async def _send_all_of(link: MemoryLink, size: int) -> None:
 
 async def test_latencies_of_both_lines_and_the_path_add_up() -> None:
     async with running_net() as net:
-        net.set_path("a", "b", Path(latency_s=0.1))
+        net.set_path("a", "b", SimPath(latency_s=0.1))
         a, b = await connected(net, "a", "b", latency_s=0.02)
         assert trio.current_time() == pytest.approx(3 * 0.14)  # the dialler's round trip and the third packet
         started = trio.current_time()
@@ -299,7 +299,7 @@ async def test_a_changed_line_counts_from_the_next_segment() -> None:
         nursery.start_soon(_send_all_of, a, 2 * MB)
         await read_exactly(b, MB)
         assert trio.current_time() == pytest.approx(1, rel=0.02)
-        net.set_line("a", Line(up_mbit_s=80))
+        net.set_line("a", SimLine(up_mbit_s=80))
         await read_exactly(b, MB)
         assert trio.current_time() == pytest.approx(1.1, abs=0.03)
 
@@ -309,6 +309,6 @@ async def test_a_quiet_net_needs_no_task_until_something_takes_time() -> None:
     a, b = await connected(net, "a", "b")
     await a.send_all(b"at once")
     assert await b.receive_some(100) == b"at once"
-    net.set_line("a", Line(latency_s=0.1))
+    net.set_line("a", SimLine(latency_s=0.1))
     with pytest.raises(LocalError, match="does not run"):
         await a.send_all(b"later")

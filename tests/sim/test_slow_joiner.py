@@ -15,7 +15,7 @@ from peerd.core.runfile import (
 )
 from peerd.sim.clock import run_virtual
 from peerd.sim.programs import swarm
-from peerd.sim.simnet import Line
+from peerd.sim.simnet import SimLine
 from peerd.sim.world import World, WorldConfig
 from roles.trainer import TrainerRole
 from tests.kit.virtualroles import PacedDevice, Roles, start_replicas, virtual_run
@@ -23,7 +23,7 @@ from tests.kit.world import home_line
 
 T = TypeVar("T")
 
-SLOW = Line(latency_s=0.03, up_mbit_s=1, down_mbit_s=1)  # a gradient takes 3 s, a state 8, a step of the others 4
+SLOW = SimLine(latency_s=0.03, up_mbit_s=1, down_mbit_s=1)  # a gradient takes 3 s, a state 8, a step of the others 4
 
 
 @pytest.fixture

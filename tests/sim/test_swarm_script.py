@@ -32,18 +32,3 @@ def test_a_run_repeats_in_another_process_whatever_its_hash_seed() -> None:
     assert first["gets_found"] == first["gets"] > 0
     assert first["pings_answered"] > 0.9 * first["pings"] > 10
     assert _swarm(*options, "--seed", "2")["trace"] != first["trace"]
-
-
-@pytest.mark.slow
-def test_averaging_prints_a_table_that_another_process_repeats() -> None:
-    def table(hash_seed: str) -> str:
-        command = [sys.executable, "scripts/swarm.py", "averaging", "--peers", "9", "--fail", "0.2", "--rounds", "20"]
-        environment = {**os.environ, "PYTHONHASHSEED": hash_seed, "PYTHONPATH": str(ROOT)}
-        return subprocess.run(
-            command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=100, check=True
-        ).stdout
-
-    first = table("1")
-    assert table("2") == first
-    assert len(first.splitlines()) == 13
-    assert "groups of 3" in first

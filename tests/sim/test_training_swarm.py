@@ -25,6 +25,7 @@ from peerd.sim.programs import swarm
 from peerd.sim.world import World, WorldConfig
 from roles.stage import StageRole
 from roles.trainer import TrainerRole
+from tests.kit.amount import thorough
 from tests.kit.virtualroles import Roles, virtual_run
 from tests.kit.world import home_line
 
@@ -111,7 +112,7 @@ def is_conductor(role: Any) -> bool:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [1])
-@pytest.mark.parametrize("trouble", [killing, stalling])
+@pytest.mark.parametrize("trouble", [killing, thorough(stalling)])
 @pytest.mark.parametrize("delayed", [False, True])
 def test_all_who_live_hold_the_same_bits_after_trouble(
     tmp_path: Path, run: RunFile, trouble: Trouble, seed: int, delayed: bool

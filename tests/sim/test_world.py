@@ -11,10 +11,10 @@ from peerd.core.keys import Keypair
 from peerd.sim import faults
 from peerd.sim.clock import run_virtual
 from peerd.sim.memory import MemoryLink
-from peerd.sim.simnet import Line, NetConfig
+from peerd.sim.simnet import NetConfig, SimLine
 from peerd.sim.world import Churn, Node, World, WorldConfig
 
-LINE = Line(latency_s=0.02, jitter_s=0.01, up_mbit_s=50, down_mbit_s=50)
+LINE = SimLine(latency_s=0.02, jitter_s=0.01, up_mbit_s=50, down_mbit_s=50)
 CONFIG = WorldConfig(net=NetConfig(give_up_s=60), line=lambda _: LINE)
 
 
@@ -139,7 +139,7 @@ async def test_planned_faults_happen_when_planned_and_pass(autojump_clock: trio.
             faults.fail("n01", 10, back_after_s=10),
             faults.stall("n02", 10, 10),
             faults.split([["n00"]], 40, 10),
-            faults.slow("n01", 60, Line(latency_s=2.0), for_s=10),
+            faults.slow("n01", 60, SimLine(latency_s=2.0), for_s=10),
             faults.corrupt("n02", 80, 1.0, for_s=10),
         ]
         nursery.start_soon(faults.inject, world, plan)

@@ -37,7 +37,7 @@ _MEND: Final = {
 _MEND_ANY: Final = "install a CUDA build of torch that fits the driver to mend it"
 
 
-class Job(ctypes.Structure):
+class KernelJob(ctypes.Structure):
     """What a kernel is told, as `struct Job` in blockwise.cu: addresses on the device, number of values."""
 
     _fields_ = (
@@ -50,7 +50,7 @@ class Job(ctypes.Structure):
     )
 
 
-class Kernels:
+class CudaKernels:
     """The kernels of one GPU, by addresses and numbers; knows nothing of torch.
 
     `ordinal` is the driver's number of the GPU. NvrtcError or DriverError, here and at the first use of a code, when
@@ -80,7 +80,7 @@ class Kernels:
                     function = self._device.function(module, name)
                     self._ready[name] = (function, self._device.resident_blocks(function, THREADS))
 
-    def run(self, kind: str, code: str, suffix: str, job: Job, stream: int) -> None:
+    def run(self, kind: str, code: str, suffix: str, job: KernelJob, stream: int) -> None:
         """Start `kind` ("quantize", "dequantize" or "scales") for values of the type `suffix`; returns at once."""
         if job.count == 0:
             return
@@ -105,7 +105,7 @@ def _text(name: str) -> str:
 # --- for tensors ----------------------------------------------------------------------------------------------------
 
 _lock: Final = threading.RLock()
-_kernels: Final[dict[int, Kernels]] = {}  # by device
+_kernels: Final[dict[int, CudaKernels]] = {}  # by device
 _problems: Final[dict[tuple[int, str], str]] = {}  # by device and code: empty, or a sentence
 
 
@@ -160,12 +160,12 @@ def block_scales(x: Tensor, block: int) -> Tensor:
     return scales
 
 
-def _job(values: Tensor, codes: Tensor | None, scales: Tensor, block: int) -> Job:
+def _job(values: Tensor, codes: Tensor | None, scales: Tensor, block: int) -> KernelJob:
     at = 0 if codes is None else codes.data_ptr()
-    return Job(values.data_ptr(), at, scales.data_ptr(), values.numel(), block.bit_length() - 1)
+    return KernelJob(values.data_ptr(), at, scales.data_ptr(), values.numel(), block.bit_length() - 1)
 
 
-def _run(kind: str, code: str, suffix: str, job: Job, device: torch.device) -> None:
+def _run(kind: str, code: str, suffix: str, job: KernelJob, device: torch.device) -> None:
     _kernels[_ordinal(device)].run(kind, code, suffix, job, _stream(device))
 
 
@@ -185,7 +185,7 @@ def _try(device: torch.device, code: str) -> str:
     mend = _MEND_ANY
     try:
         if ordinal not in _kernels:
-            _kernels[ordinal] = Kernels(*_libraries(), ordinal)
+            _kernels[ordinal] = CudaKernels(*_libraries(), ordinal)
         _kernels[ordinal].prepare(code)
         if not (wrong := _differs(device, code)):
             return ""

@@ -55,12 +55,12 @@ class Emulated:
         self.launch("scales", "", x.dtype, self.job(x, None, scales, block))
         return scales
 
-    def job(self, values: Tensor, codes: Tensor | None, scales: Tensor, block: int) -> cuda.Job:
+    def job(self, values: Tensor, codes: Tensor | None, scales: Tensor, block: int) -> cuda.KernelJob:
         log2 = block.bit_length() - 1
         at = 0 if codes is None else codes.data_ptr()
-        return cuda.Job(values.data_ptr(), at, scales.data_ptr(), values.numel(), log2)
+        return cuda.KernelJob(values.data_ptr(), at, scales.data_ptr(), values.numel(), log2)
 
-    def launch(self, kind: str, code: str, dtype: torch.dtype, job: cuda.Job, only: int = -1) -> None:
+    def launch(self, kind: str, code: str, dtype: torch.dtype, job: cuda.KernelJob, only: int = -1) -> None:
         """Run a kernel on a grid of `self.grid` CUDA blocks, or one block of it; the seed says in which order."""
         function = getattr(self.library, cuda.kernel_name(kind, code, cuda.SUFFIXES[dtype]))
         at, seed = ctypes.cast(function, ctypes.c_void_p), ctypes.c_uint64(self.seed)

@@ -1,0 +1,104 @@
+"""`peerd token`: what an organizer types to let peers into a run with tokens, and to take that back.
+
+The organizer is an identity in a data directory, made there the first time; its key signs. Tokens go to stdout alone,
+so that they can be piped; what to do with them goes to stderr.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Final
+
+import typer
+
+if TYPE_CHECKING:  # nothing but typer is loaded before a command runs
+    from peerd.control.papers import Issued, TokenBook
+
+LONGEST_DAYS: Final = 3650
+
+app = typer.Typer(
+    help="Let peers into a run with tokens, and take that back.", no_args_is_help=True, rich_markup_mode=None
+)
+
+Organizer = Annotated[
+    Path | None, typer.Option("--data-dir", metavar="DIR", help="The organizer's identity and book of tokens.")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object for programs.")]
+
+
+@app.command()
+def issue(
+    run: Annotated[str, typer.Option(metavar="NAME", help="The run that the token is for.")],
+    peer: Annotated[str, typer.Option(metavar="ID", help="The peer that may use it: 12D3KooW...")],
+    roles: Annotated[str, typer.Option(metavar="NAMES", help="What it may be, with commas.")] = "stage,trainer",
+    name: Annotated[str, typer.Option(metavar="TEXT", help="Whose peer it is, for the leader-board.")] = "",
+    days: Annotated[int, typer.Option(min=1, max=LONGEST_DAYS, help="How long it is valid.")] = 30,
+    data_dir: Organizer = None,
+) -> None:
+    """Sign a token for one peer, and print it."""
+    from peerd.control.papers import TOKEN_FILE, TokenGrant
+    from peerd.core.messages.token import Token, from_text, unseal
+
+    _, book = _book(data_dir)
+    text = book.issue(TokenGrant(run=run, peer=peer, name=name, roles=roles.split(","), days=days), time.time())
+    token = unseal(Token, from_text(Token, text))
+    typer.echo(text)
+    typer.echo(
+        f"token {token.id.hex()} for {token.name or 'a peer'} ({token.peer}), valid until {_day(token.expires)}\n"
+        f"that peer saves it as {TOKEN_FILE} in its data directory; the run file says:\n"
+        f"access:\n  allow: tokens\n  organizer: {book.organizer}",
+        err=True,
+    )
+
+
+@app.command(name="list")
+def list_tokens(data_dir: Organizer = None, as_json: AsJson = False) -> None:
+    """Show the tokens that were issued."""
+    place, book = _book(data_dir)
+    now = time.time()
+    entries = book.entries()
+    if as_json:
+        tokens = [asdict(entry) | {"state": entry.state(now)} for entry in entries]
+        typer.echo(json.dumps({"organizer": book.organizer.text, "tokens": tokens}, ensure_ascii=False))
+    elif not entries:
+        typer.echo(f"no tokens were issued from {place}")
+    for entry in [] if as_json else entries:
+        typer.echo(_line(entry, now))
+
+
+@app.command()
+def revoke(
+    token: Annotated[str, typer.Argument(metavar="ID", help="As `peerd token list` shows it, or its beginning.")],
+    data_dir: Organizer = None,
+) -> None:
+    """Take a token back: its peer is refused as soon as the others hear of it."""
+    from peerd.control.papers import REVOKED_FILE
+
+    place, book = _book(data_dir)
+    entry = book.revoke(token, time.time())
+    typer.echo(f"revoked {entry.id}: {entry.name or 'no name'} ({entry.peer}), run {entry.run}")
+    typer.echo(
+        f"a peer that runs with --data-dir {place} tells the others within a minute; without one, give them "
+        f"{book.folder / REVOKED_FILE} and have their run files name it: access.revoked",
+        err=True,
+    )
+
+
+def _book(data_dir: Path | None) -> tuple[Path, TokenBook]:
+    from peerd.control.papers import TokenBook
+    from peerd.home import data_root, load_identity, make_private_dir
+
+    place = make_private_dir(data_dir or data_root() / "organizer")
+    return place, TokenBook(place, load_identity(place))
+
+
+def _line(entry: Issued, now: float) -> str:
+    shown = f"{entry.id}  {entry.state(now):7}  until {_day(entry.expires)}  run {entry.run}  {entry.peer}"
+    return "  ".join(part for part in (shown, ",".join(entry.roles), entry.name) if part)
+
+
+def _day(unix: int) -> str:
+    return time.strftime("%Y-%m-%d %H:%M", time.localtime(unix))

@@ -1,0 +1,1 @@
+"""Tensors as they travel: quantization, compression, error feedback."""

@@ -1,0 +1,69 @@
+"""Coding of tensors that lie on a GPU: the kernels run there, and only what travels crosses to the host.
+
+The same frames as `frames` makes on the CPU, bit for bit. Everything is enqueued on a lane beside the computing
+stream; codes cross in chunks while the first ones are already being sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from peerd.compute.codec.cuda_staging import CopyLane, download, upload
+from peerd.compute.codec.layout import FP16_MAX, ROUNDED, seal_scales
+from peerd.compute.codec.policy import CodingPlan
+from peerd.compute.tensors import values_of
+from peerd.core.blockwise import CODES, SCALE_BYTES, code_bytes, scale_count
+from peerd.core.frame import CRC_BYTES
+
+
+def coded(tensor: Tensor, plan: CodingPlan, payload: memoryview, name: str, lane: CopyLane) -> Iterator[int]:
+    """Fill `payload` with the coded `tensor`, which is not empty; gives how many bytes are final so far.
+
+    Raises NotFinite, before anything is final, when a blockwise code cannot carry a value.
+    """
+    with lane.active():
+        lane.follow(tensor)
+        flat = tensor.detach().contiguous().view(-1)
+        if plan.coding in CODES:
+            return _quantized(flat, plan, payload, name, lane)
+        if plan.coding in ROUNDED:
+            flat = flat.clamp(-FP16_MAX, FP16_MAX) if plan.coding == "fp16" else flat
+            flat = flat.to(ROUNDED[plan.coding])
+        return download(lane, flat, values_of(payload, torch.uint8))
+
+
+def _quantized(flat: Tensor, plan: CodingPlan, payload: memoryview, name: str, lane: CopyLane) -> Iterator[int]:
+    """All of it is quantized at once: a GPU takes microseconds where the line takes milliseconds."""
+    blocks = scale_count(flat.numel(), plan.block)
+    codes = flat.new_empty(code_bytes(flat.numel(), plan.coding), dtype=torch.uint8)
+    scales = flat.new_empty(blocks, dtype=torch.float32)
+    torch.ops.peerd.quantize_blockwise.out(flat, plan.coding, plan.block, codes=codes, scales=scales)
+    head_bytes = SCALE_BYTES * blocks + CRC_BYTES
+    head = download(lane, scales, values_of(payload[: SCALE_BYTES * blocks], torch.uint8))
+    body = download(lane, codes, values_of(payload[head_bytes:], torch.uint8))
+
+    def steps() -> Iterator[int]:
+        for _ in head:
+            pass
+        seal_scales(payload, SCALE_BYTES * blocks, name)
+        for done in body:
+            yield head_bytes + done
+
+    return steps()
+
+
+def decoded(make: Callable[[Callable[[Tensor], Tensor]], Tensor], device: torch.device, lane: CopyLane) -> Tensor:
+    """What `make` makes on the device, given what brings flat tensors there; computing may use it at once."""
+
+    def put(source: Tensor) -> Tensor:
+        target = torch.empty(source.shape, dtype=source.dtype, device=device)
+        upload(lane, source.contiguous(), target)
+        return target
+
+    with lane.active():
+        result = make(put)
+    lane.lead(result)
+    return result

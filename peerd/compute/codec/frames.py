@@ -1,0 +1,347 @@
+"""How a tensor becomes a frame and a frame a tensor: codings, blockwise quantization, packing. Synchronous.
+
+`begin` makes a frame whose payload has its final place and size at once, and is filled chunk by chunk with `advance`,
+so that coding overlaps sending; `encode` does all of it. Nothing is copied on the way: codes are written where they
+are sent from, and an uncoded CPU tensor's frame shares its memory (it must not change while the frame is sent).
+
+What cannot be coded (NaN, infinity) is refused before a byte leaves: `NotFinite` names the tensor. Uncoded and
+half-precision frames carry such values; who must not have them asks `decode` for finite ones.
+
+A hostile peer may send: another dtype, shape, coding or block than it may; lengths that do not fit; packed chunks
+that lie; scales whose checksum is wrong, or that are negative, tiny, huge or not numbers. Each raises
+`ProtocolViolation` with the tensor's name, before more than the frame's own size is allocated.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from peerd.compute.codec import lossless
+from peerd.compute.codec.layout import FP16_MAX, ROUNDED, seal_scales
+from peerd.compute.codec.policy import CodingPlan, Sample
+from peerd.compute.kernels import ops, tables
+from peerd.compute.kernels.reference import Beside
+from peerd.compute.tensors import TORCH_DTYPES, all_finite, dtype_name, fits, raw_bytes, values_of
+from peerd.core.blockwise import BLOCKS, CODES, SCALE_BYTES, scale_count
+from peerd.core.errors import LocalError, ProtocolViolation
+from peerd.core.frame import CODINGS, CRC_BYTES, DTYPES, ReadyBytes, TensorFrame, expected_bytes, lossless_bounds
+
+__all__ = ["Encoding", "begin", "decode", "encode", "from_frame", "sample_of", "to_frame"]
+
+CHUNK_BYTES: Final = 1 << 20  # of codes or rounded values, made in one go
+SAMPLE_VALUES: Final = 1 << 16
+_GOLDEN: Final = (5**0.5 - 1) / 2  # its multiples fall evenly between 0 and 1 and keep no rhythm
+
+Put = Callable[[Tensor], Tensor]  # brings a flat tensor of the host to where the result shall lie
+
+
+class Encoding:
+    """A frame that is being made. `ready_bytes` of `payload` are final; `advance` makes more of it so."""
+
+    def __init__(
+        self, dtype: str, shape: tuple[int, ...], plan: CodingPlan, payload: memoryview, steps: Iterator[int]
+    ) -> None:
+        """Each of `steps` makes more of the payload and gives how much is final then; the first is taken here."""
+        self.dtype = dtype
+        self.shape = shape
+        self.coding, self.block, self.lossless = plan.coding, plan.block, plan.lossless
+        self.payload = payload
+        self._steps = steps
+        self.ready_bytes = next(steps)
+
+    @property
+    def done(self) -> bool:
+        return self.ready_bytes == self.payload.nbytes
+
+    def advance(self) -> None:
+        """Make about CHUNK_BYTES more of the payload final. The tensor must not have changed since `begin`."""
+        if not self.done:
+            self.ready_bytes = next(self._steps)
+
+    def frame(self, ready: ReadyBytes | None = None) -> TensorFrame:
+        """The frame as it is sent; `ready` tells the sender how far the payload may be read while this is not done."""
+        return TensorFrame(self.dtype, self.shape, self.payload, self.coding, self.block, self.lossless, ready)
+
+
+def encode(tensor: Tensor, plan: CodingPlan, *, name: str = "a tensor") -> TensorFrame:
+    """The tensor as a whole frame; see `begin`."""
+    encoding = begin(tensor, plan, name=name)
+    while not encoding.done:
+        encoding.advance()
+    return encoding.frame()
+
+
+def begin(tensor: Tensor, plan: CodingPlan, *, name: str = "a tensor") -> Encoding:
+    """The tensor as a frame whose first chunk is made.
+
+    Any shape, any dtype that frames have; whole numbers and bools travel uncoded. "bf16" and "fp16" round to nearest,
+    a value beyond fp16's range becomes its largest. A tensor of at most one chunk, an uncoded one, and a packed one are
+    done at once. Raises NotFinite when a blockwise code cannot carry a value; LocalError for a dtype or plan that
+    frames do not have.
+    """
+    dtype, shape = dtype_name(tensor.dtype), tuple(tensor.shape)
+    plan = _settled(plan, dtype, name)
+    if not tensor.numel() or (plan.coding == "none" and tensor.device.type == "cpu"):
+        payload = raw_bytes(tensor)
+        steps = iter((payload.nbytes,))
+    else:
+        size = expected_bytes(dtype, (tensor.numel(),), plan.coding, plan.block)
+        payload = raw_bytes(torch.empty(size, dtype=torch.uint8))
+        steps = _steps(tensor, plan, payload, name)
+    if plan.lossless:
+        for _ in steps:
+            pass
+        payload = lossless.pack(payload, _itemsize(plan.coding, dtype))
+        steps = iter((payload.nbytes,))
+    return Encoding(dtype, shape, plan, payload, steps)
+
+
+def decode(
+    frame: TensorFrame,
+    shape: Sequence[int | None] | None = None,
+    dtype: torch.dtype | None = None,
+    *,
+    name: str = "a tensor",
+    finite: bool = False,
+    device: str | torch.device = "cpu",
+) -> Tensor:
+    """The tensor on `device`; ProtocolViolation when it is not what the caller expects.
+
+    `shape`: None stands for any length of that dim, or of all; `dtype`: None for any. With `finite`, NaN and
+    infinity are refused in every coding (blockwise codes have none). On the CPU, the tensor shares memory with a
+    writable, aligned payload that is neither coded nor packed.
+    """
+    found = _expected(frame, shape, dtype, name)
+    payload, device = _raw_payload(frame, name), torch.device(device)
+    make = partial(_dequantized if frame.coding in CODES else _values, frame, payload, found, name)
+    if device.type == "cuda":
+        from peerd.compute.codec import cuda_frames, cuda_staging  # not needed where there is no GPU
+
+        tensor = cuda_frames.decoded(make, device, cuda_staging.lane_of(device))
+    else:
+        tensor = make(lambda source: source.to(device))
+    if finite and frame.coding not in CODES and not all_finite(tensor):
+        raise ProtocolViolation(f"{name} has values that are not finite")
+    return tensor
+
+
+def to_frame(tensor: Tensor, coding: str = "none") -> TensorFrame:
+    """The tensor as a frame, by `encode`; shares memory with a contiguous CPU tensor when it is not coded."""
+    return encode(tensor, CodingPlan(coding))
+
+
+def from_frame(
+    frame: TensorFrame,
+    shape: Sequence[int | None] | None = None,
+    dtype: torch.dtype | None = None,
+    *,
+    name: str = "a tensor",
+    finite: bool = False,
+) -> Tensor:
+    """The tensor on the CPU, by `decode`; ProtocolViolation when it is not what the caller expects."""
+    return decode(frame, shape, dtype, name=name, finite=finite)
+
+
+def encode_missing(values: Tensor, plan: CodingPlan, beside: Beside, *, name: str = "a tensor") -> TensorFrame:
+    """As `encode`, of a flat tensor of the CPU, with what it makes `beside`: in one pass where the code is blockwise.
+
+    That holds nothing of use when NotFinite is raised.
+    """
+    dtype, count = dtype_name(values.dtype), values.numel()
+    plan = _settled(plan, dtype, name)
+    if plan.coding in CODES and not plan.lossless and count and values.dtype == torch.float32:
+        payload = raw_bytes(torch.empty(expected_bytes(dtype, (count,), plan.coding, plan.block), dtype=torch.uint8))
+        scales, codes = _laid_out(payload, count, plan.block)
+        ops.quantize_missing(values, plan.coding, plan.block, codes=codes, scales=scales, beside=beside)
+        seal_scales(payload, scales.nbytes, name)
+        return TensorFrame(dtype, (count,), payload, plan.coding, plan.block)
+    frame = encode(values, plan, name=name)
+    beside.take(values, decode(frame, name=name))
+    return frame
+
+
+def decode_onto(frame: TensorFrame, into: Tensor, base: Tensor | None = None, *, name: str = "a tensor") -> None:
+    """Decode a frame into a flat tensor of the CPU, whose shape and dtype it must have, with `base`, if given, added.
+
+    `base` may be `into`. NaN and infinity are refused, as with `decode`; then nothing is changed.
+    """
+    blockwise = frame.coding in CODES and not frame.lossless and into.dtype == torch.float32 and into.numel()
+    if not blockwise:
+        decoded = decode(frame, into.shape, into.dtype, name=name, finite=True)
+        into.copy_(decoded if base is None else base + decoded)
+        return
+    _expected(frame, into.shape, into.dtype, name)
+    codes_and_scales = _codes_and_scales(frame, _raw_payload(frame, name), into.dtype, name)
+    assert codes_and_scales is not None  # there are values
+    if base is None:
+        torch.ops.peerd.dequantize_blockwise.out(*codes_and_scales, frame.coding, frame.block, out=into)
+    else:
+        ops.dequantize_onto(*codes_and_scales, frame.coding, frame.block, base=base, out=into)
+
+
+def sample_of(tensor: Tensor) -> Sample:
+    """What a look at up to SAMPLE_VALUES of the tensor's values says, in blocks of 64 spread over all of it."""
+    flat = tensor.detach().reshape(-1)
+    if not flat.numel() or not flat.is_floating_point():
+        return Sample(0.0)
+    block = min(64, flat.numel())
+    rows = flat[: flat.numel() // block * block].view(-1, block)
+    most = SAMPLE_VALUES // block
+    if len(rows) > most:  # at equal steps, they could all be of the same few channels
+        spread = torch.arange(most, dtype=torch.float64, device=rows.device) * _GOLDEN % 1
+        rows = rows[(spread * len(rows)).long()]
+    squares = rows.double().square()
+    mean = float(squares.mean())
+    return Sample(float(squares.amax(dim=1).mean()) / mean if mean else 0.0)
+
+
+# --- sending -------------------------------------------------------------------------------------------------------
+
+
+def _settled(plan: CodingPlan, dtype: str, name: str) -> CodingPlan:
+    """The plan as it is for tensors of `dtype`, the block size filled in."""
+    coding, block = plan.coding, plan.block
+    if dtype not in DTYPES or coding not in CODINGS:
+        raise LocalError(f"no frame for {name} of {dtype} in coding {coding!r}")
+    if not DTYPES[dtype].floating:
+        return CodingPlan("none", 0, plan.lossless)
+    if coding not in CODES:
+        return CodingPlan(coding, 0, plan.lossless)
+    if DTYPES[dtype].itemsize > 4:
+        raise LocalError(f"{name} is of {dtype}; {coding} is for float32, float16 and bfloat16")
+    if block and block not in BLOCKS:
+        raise LocalError(f"{name} in blocks of {block} values; allowed: {', '.join(map(str, BLOCKS))}")
+    return CodingPlan(coding, block or CODES[coding].block, plan.lossless)
+
+
+def _steps(tensor: Tensor, plan: CodingPlan, payload: memoryview, name: str) -> Iterator[int]:
+    """Where the tensor lies, it is coded."""
+    if tensor.device.type == "cuda":
+        from peerd.compute.codec import cuda_frames, cuda_staging  # not needed where there is no GPU
+
+        return cuda_frames.coded(tensor, plan, payload, name, cuda_staging.lane_of(tensor.device))
+    flat = tensor.detach().cpu().contiguous().view(-1)
+    return _quantized(flat, plan, payload, name) if plan.coding in CODES else _rounded(flat, plan, payload)
+
+
+def _itemsize(coding: str, dtype: str) -> int:
+    """Bytes of the items that packing sorts into planes."""
+    return 1 if coding in CODES else 2 if coding in ROUNDED else DTYPES[dtype].itemsize
+
+
+def _rounded(flat: Tensor, plan: CodingPlan, payload: memoryview) -> Iterator[int]:
+    out = values_of(payload, ROUNDED.get(plan.coding, flat.dtype))
+    step = CHUNK_BYTES // out.itemsize
+    for at in range(0, flat.numel(), step):
+        chunk = flat[at : at + step]
+        out[at : at + step] = chunk.clamp(-FP16_MAX, FP16_MAX) if plan.coding == "fp16" else chunk
+        yield min(at + step, flat.numel()) * out.itemsize
+
+
+def _quantized(flat: Tensor, plan: CodingPlan, payload: memoryview, name: str) -> Iterator[int]:
+    """Scales, their checksum, codes. With several chunks all scales are made first, in a pass of their own."""
+    count = flat.numel()
+    scales, codes = _laid_out(payload, count, plan.block)
+    scale_bytes = scales.nbytes
+    step = CHUNK_BYTES * 8 // CODES[plan.coding].bits  # values: whole blocks, whole bytes
+    if count > step:
+        scales.copy_(torch.ops.peerd.block_scales(flat, plan.block))
+    else:
+        torch.ops.peerd.quantize_blockwise.out(flat, plan.coding, plan.block, codes=codes, scales=scales)
+    seal_scales(payload, scale_bytes, name)
+    if count <= step:
+        yield payload.nbytes
+        return
+    code_bytes = 0
+    for at in range(0, count, step):
+        chunk = flat[at : at + step]
+        part = codes[code_bytes : code_bytes + CHUNK_BYTES]
+        # The same scales are written again over themselves: they may be on their way already, and do not change.
+        own = scales[at // plan.block :][: scale_count(chunk.numel(), plan.block)]
+        torch.ops.peerd.quantize_blockwise.out(chunk, plan.coding, plan.block, codes=part, scales=own)
+        code_bytes += part.numel()
+        yield scale_bytes + CRC_BYTES + code_bytes
+
+
+def _laid_out(payload: memoryview, count: int, block: int) -> tuple[Tensor, Tensor]:
+    """Where scales and codes of `count` values lie in a blockwise payload; a checksum is between them."""
+    scale_bytes = SCALE_BYTES * scale_count(count, block)
+    return values_of(payload[:scale_bytes], torch.float32), values_of(payload[scale_bytes + CRC_BYTES :], torch.uint8)
+
+
+# --- receiving -----------------------------------------------------------------------------------------------------
+
+
+def _expected(
+    frame: TensorFrame, shape: Sequence[int | None] | None, dtype: torch.dtype | None, name: str
+) -> torch.dtype:
+    """The frame's dtype, once it and the shape are what the caller expects."""
+    found = TORCH_DTYPES.get(frame.dtype)
+    if found is None or (dtype is not None and found != dtype):
+        wanted = f"; expected {dtype_name(dtype)}" if dtype is not None else ""
+        raise ProtocolViolation(f"{name} is of {frame.dtype}{wanted}")
+    if shape is not None and not fits(frame.shape, shape):
+        dims = ", ".join("any" if dim is None else str(dim) for dim in shape)
+        raise ProtocolViolation(f"{name} has shape {list(frame.shape)}; expected [{dims}]")
+    return found
+
+
+def _raw_payload(frame: TensorFrame, name: str) -> memoryview:
+    """The payload, unpacked, once its length is what the frame says."""
+    try:
+        expected = expected_bytes(frame.dtype, frame.shape, frame.coding, frame.block)
+    except ValueError as error:
+        raise ProtocolViolation(f"{name}: {error}") from None
+    payload = memoryview(frame.payload).cast("B")
+    if not frame.lossless:
+        if payload.nbytes != expected:
+            raise ProtocolViolation(f"{name} has {payload.nbytes} payload bytes; expected {expected}")
+        return payload
+    least, most = lossless_bounds(expected)
+    if not least <= payload.nbytes <= most:
+        raise ProtocolViolation(f"{name} has {payload.nbytes} packed bytes; expected {least} to {most}")
+    return lossless.unpack(payload, expected, _itemsize(frame.coding, frame.dtype), name=name)
+
+
+def _values(frame: TensorFrame, payload: memoryview, dtype: torch.dtype, name: str, put: Put) -> Tensor:
+    """The tensor of any other payload whose length was checked."""
+    if dtype is torch.bool:
+        return put(values_of(payload, torch.uint8)).ne(0).view(frame.shape)
+    return put(values_of(payload, ROUNDED.get(frame.coding, dtype))).to(dtype).view(frame.shape)
+
+
+def _dequantized(frame: TensorFrame, payload: memoryview, dtype: torch.dtype, name: str, put: Put) -> Tensor:
+    """The tensor of a blockwise payload whose length was checked."""
+    parts = _codes_and_scales(frame, payload, dtype, name)
+    if parts is None:
+        return put(torch.empty(0, dtype=dtype)).view(frame.shape)
+    codes, scales = map(put, parts)
+    tensor: Tensor = torch.ops.peerd.dequantize_blockwise(codes, scales, frame.coding, frame.block, frame.shape, dtype)
+    return tensor
+
+
+def _codes_and_scales(
+    frame: TensorFrame, payload: memoryview, dtype: torch.dtype, name: str
+) -> tuple[Tensor, Tensor] | None:
+    """What a blockwise payload whose length was checked consists of, the scales looked at; None: of nothing."""
+    if not payload.nbytes:
+        return None
+    scales, codes = _laid_out(payload, math.prod(frame.shape), frame.block)
+    scale_bytes = scales.nbytes
+    head = payload[:scale_bytes]
+    given = int.from_bytes(payload[scale_bytes : scale_bytes + CRC_BYTES], "little")
+    if zlib.crc32(head) != given:
+        raise ProtocolViolation(f"{name} has scales whose checksum is wrong")
+    bits = np.frombuffer(head, dtype="<i4")  # a sign bit makes these negative; NaN and infinity are above all limits
+    largest = tables.FLOAT16_LARGEST_BITS if dtype is torch.float16 else tables.LARGEST_BITS
+    if not ((bits == 0) | ((bits > tables.SMALLEST_BITS) & (bits <= largest))).all():
+        raise ProtocolViolation(f"{name} has scales that no tensor of {frame.dtype} has")
+    return codes, scales

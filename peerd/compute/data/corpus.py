@@ -1,0 +1,127 @@
+"""Which files a source consists of, and which part of them is held out for validation.
+
+Files lie on this machine or under an http(s) address (remote_files.py), and are treated alike. With many files,
+whole ones are held out by the hash of their name: the same on every peer, whatever the order and the folder. With
+few, the last part of every file is. Nothing here remembers a position; readers.py reads.
+"""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import os
+import sysconfig
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final, Literal, Protocol
+
+from peerd.compute.data.readers import Cursor, DataFile, Field, TextPiece, read_jsonl, read_parquet, read_text
+from peerd.compute.data.remote_files import Cache, default_folder, is_remote, remote_files
+from peerd.core.errors import ConfigError
+from peerd.core.runfile import SourceSection
+
+Split = Literal["train", "valid"]
+
+FEW_FILES: Final = 50  # below that, a choice of whole files would be far from the share asked for
+_NOT_LIBRARY: Final = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
+
+
+class Documents(Protocol):
+    """The documents of one split of one source, file by file."""
+
+    files: Sequence[Any]
+
+    def read(self, file: Any, cursor: Cursor | None = None, epoch: int = 0) -> Iterator[TextPiece]:
+        """Pieces of one of `files` from `cursor` on; equal arguments give equal pieces."""
+        ...
+
+
+class Corpus:
+    """The files of one source that belong to one split, sorted by name."""
+
+    def __init__(
+        self, source: SourceSection, holdout: float, split: Split, key: str = "data", cache: Cache | None = None
+    ) -> None:
+        """ConfigError, with the path `key` in the run file, when nothing matches or nothing is left for this split.
+
+        `cache`: where files under an http(s) address are kept; the user's common one without it.
+        """
+        self._source = source
+        self._key = key
+        self._holdout = holdout
+        self._split = split
+        if split == "valid" and holdout == 0:
+            raise ConfigError("data.holdout is 0: there is no text to validate on")
+        files = _list(source, key, cache)
+        self._whole_files = len(files) >= FEW_FILES
+        if self._whole_files:
+            files = {n: file for n, file in files.items() if (_share(n) < holdout) == (split == "valid")}
+        if not files:
+            raise ConfigError(f"data.holdout {holdout} leaves no file of {source.path} for {split} data")
+        self.files: Sequence[DataFile] = [files[name] for name in sorted(files)]
+
+    def read(self, file: DataFile, cursor: Cursor | None = None, epoch: int = 0) -> Iterator[TextPiece]:
+        """Pieces of one file from `cursor`, or from the start of this split's part of it; the same in every epoch."""
+        kind, field = self._source.kind, Field(self._source.field, f"{self._key}.field")
+        try:
+            if kind == "text":
+                yield from read_text(file, self._part, cursor)
+            elif kind == "jsonl":
+                yield from read_jsonl(file, self._part, cursor, field)
+            else:
+                yield from read_parquet(file, self._part, cursor, field)
+        except OSError as error:
+            raise ConfigError(f"{file}: cannot be read: {error.strerror or error}") from error
+
+    def _part(self, size: int) -> tuple[int, int]:
+        """Where this split's part of a file of `size` bytes or rows starts and ends."""
+        if self._whole_files:
+            return 0, size
+        cut = size - int(size * self._holdout)
+        return (0, cut) if self._split == "train" else (cut, size)
+
+
+def _list(source: SourceSection, key: str, cache: Cache | None) -> Mapping[str, DataFile]:
+    if not is_remote(source.path):
+        return find_files(source.path, key)
+    return remote_files(source, key, cache or Cache(default_folder()))
+
+
+def find_files(path: str, key: str = "data") -> dict[str, Path]:
+    """Every file of `path` by its name below the folder that all share; ConfigError when there is none.
+
+    `path` may be "stdlib", a file, a folder (all files below it), a glob (`**` goes into folders), or several globs
+    between commas.
+    """
+    if path == "stdlib":
+        found = _standard_library()
+    else:
+        patterns = [path] if os.path.exists(path) else path.split(",")
+        found = sorted({file for pattern in patterns for file in _matches(pattern.strip())})
+    if not found:
+        raise ConfigError(f"{key}.path {path}: no file matches (looked from {Path.cwd()})")
+    base = os.path.commonpath([file.parent for file in found])
+    return {file.relative_to(base).as_posix(): file for file in found}
+
+
+def _matches(pattern: str) -> Iterator[Path]:
+    pattern = os.path.expanduser(pattern)
+    if os.path.isdir(pattern):
+        pattern = os.path.join(glob.escape(pattern), "**", "*")
+    for name in glob.iglob(pattern, recursive=True):
+        if os.path.isfile(name):
+            yield Path(name).resolve()
+
+
+def _standard_library() -> list[Path]:
+    """Python's own sources: real text that every machine has. Tests are left out, and what was installed later."""
+    files: list[Path] = []
+    for folder, folders, names in os.walk(sysconfig.get_path("stdlib")):
+        folders[:] = sorted(set(folders) - _NOT_LIBRARY)
+        files += [Path(folder, name) for name in sorted(names) if name.endswith(".py")]
+    return files
+
+
+def _share(name: str) -> float:
+    """A number in [0, 1) that depends on the name alone."""
+    return int.from_bytes(hashlib.sha256(name.encode(errors="replace")).digest()[:6], "big") / (1 << 48)

@@ -1,0 +1,242 @@
+"""Fetches one address over http(s) into a file: bounded, checked, gone on with where it broke off.
+
+Called in a worker's thread; blocks. The server may be anybody: it can send too little, too much, something else, very
+slowly, for ever, or point elsewhere. So the size is bounded before the first byte and checked after the last; what
+has a digest is believed only with it; certificates are verified; another address may be https, or http as before, and
+nothing else (no file, no ftp); each read has a time-out and the whole a slowest speed. What may pass (a cut line, a
+busy server) is tried again after a pause that doubles; what will not (404, a wrong certificate) is a ConfigError.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import http.client
+import ssl
+import time
+import urllib.request
+from collections.abc import Callable
+from dataclasses import dataclass
+from email.message import Message
+from typing import IO, Any, Final, Protocol
+from urllib.error import HTTPError, URLError
+from urllib.parse import urlsplit
+
+from peerd.core.errors import ConfigError, PeerdError
+from peerd.core.limits import HTTP_PAUSE_S, HTTP_REDIRECTS
+from peerd.core.work import ReadInTurn, read_at_once
+
+READ_TIMEOUT_S: Final = 30.0  # for one read, and for the whole besides what its bytes may take
+SLOWEST_BYTES_PER_S: Final = 16 << 10
+PAUSES_S: Final = (1.0, 2.0, 4.0, 8.0, 16.0)  # between attempts
+CHUNK_BYTES: Final = 1 << 20
+_PASSING: Final = frozenset({408, 416, 425, 429, 500, 502, 503, 504})
+
+
+class DataUnavailable(PeerdError):
+    """A server could not be reached, or broke off each time: perhaps later."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """What is known of the bytes beforehand. `size`: exactly, or None where only `most` bounds it."""
+
+    most: int
+    size: int | None = None
+    sha256: str = ""
+    told_by: str = "the index"  # where size and digest come from
+
+
+class UrlOpener(Protocol):
+    """What is used of `urllib.request.OpenerDirector`."""
+
+    def open(self, fullurl: urllib.request.Request, *, timeout: float) -> Any: ...
+
+
+class _Passing(Exception):
+    """This attempt failed, another may not; `pause_s` is what the server asked for."""
+
+    def __init__(self, reason: str, pause_s: float = 0.0) -> None:
+        super().__init__(reason)
+        self.pause_s = pause_s
+
+
+class Downloader:
+    """Fetches addresses. `in_turn`: how it reads; the other arguments are for tests: an opener, a clock, a pause."""
+
+    def __init__(
+        self,
+        opener: UrlOpener | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        pause: Callable[[float], None] = time.sleep,
+        in_turn: ReadInTurn = read_at_once,
+    ) -> None:
+        self._opener = opener  # ours is made when first used: it reads all certificates
+        self._clock = clock
+        self._pause = pause
+        self._in_turn = in_turn
+
+    def fetch(self, url: str, wanted: Wanted, sink: IO[bytes]) -> None:
+        """Write what is at `url` into `sink`, which is empty; ConfigError or DataUnavailable when it cannot be had."""
+        damaged = False
+        for pause_s in (*PAUSES_S, None):
+            try:
+                self._attempt(url, wanted, sink)
+                if _fits(wanted, sink):
+                    return
+                if damaged:  # once may be a line that damages, twice is the file
+                    raise ConfigError(f"{url}: its SHA-256 is not {wanted.sha256}, as {wanted.told_by} says")
+                damaged = True
+                _empty(sink)
+                raise _Passing("what arrived has another SHA-256")
+            except _Passing as failure:
+                if pause_s is None:
+                    raise DataUnavailable(f"{url}: {failure} (tried {len(PAUSES_S) + 1} times)") from failure
+                self._pause(max(pause_s, failure.pause_s))
+
+    def _attempt(self, url: str, wanted: Wanted, sink: IO[bytes]) -> None:
+        """Fetch what `sink` does not have yet."""
+        if not wanted.sha256:
+            _empty(sink)  # nothing would show that two halves belong together
+        have = sink.tell()
+        opener = self._opener = self._opener or _safe_opener()
+        request = urllib.request.Request(url, headers={"User-Agent": "peerd", "Accept-Encoding": "identity"})
+        if have:
+            request.add_header("Range", f"bytes={have}-")
+        try:
+            with opener.open(request, timeout=READ_TIMEOUT_S) as answer:
+                if have and not _goes_on(answer, have):
+                    _empty(sink)
+                self._copy(url, answer, wanted, sink)
+        except HTTPError as error:
+            error.close()
+            if error.code == 416:  # it has no more than we got: begin again
+                _empty(sink)
+            if error.code in _PASSING:
+                raise _Passing(f"the server says {error.code} {error.reason}", _asked_pause(error)) from error
+            raise ConfigError(f"{url}: the server says {error.code} {error.reason}") from error
+        except (OSError, http.client.HTTPException) as error:
+            raise _reason(url, error) from error
+
+    def _copy(self, url: str, answer: Any, wanted: Wanted, sink: IO[bytes]) -> None:
+        took_s = 0.0  # of the server's; waiting for our turn is no fault of its
+        begin = sink.tell()
+        _check_length(url, answer, wanted, begin)
+
+        def read(most: int) -> bytes:
+            nonlocal took_s
+            started = self._clock()
+            chunk: bytes = answer.read1(most)
+            took_s += self._clock() - started
+            return chunk
+
+        while chunk := self._in_turn(read, CHUNK_BYTES):
+            if sink.tell() + len(chunk) > (wanted.most if wanted.size is None else wanted.size):
+                raise ConfigError(f"{url}: {_too_large(wanted)}")
+            _write(sink, chunk)
+            if took_s > READ_TIMEOUT_S + (sink.tell() - begin) / SLOWEST_BYTES_PER_S:
+                raise _Passing(f"slower than {SLOWEST_BYTES_PER_S >> 10} KiB/s")
+        whole = _content_length(answer)
+        expected = wanted.size if wanted.size is not None else None if whole is None else begin + whole
+        if expected is not None and sink.tell() < expected:
+            raise _Passing(f"broke off after {sink.tell()} of {expected} bytes")
+
+
+class _Redirects(urllib.request.HTTPRedirectHandler):
+    """Another address is followed a few times, and never from https to something weaker."""
+
+    max_redirections = HTTP_REDIRECTS
+
+    def redirect_request(
+        self, req: urllib.request.Request, fp: IO[bytes], code: int, msg: str, headers: Any, newurl: str
+    ) -> urllib.request.Request | None:
+        fp.close()  # or what came with the redirect would be read to its end, however long it is
+        allowed = {"https"} if req.type == "https" else {"http", "https"}
+        if urlsplit(newurl).scheme not in allowed:
+            raise ConfigError(f"{req.full_url}: the server points to {newurl[:200]}; allowed: {' or '.join(allowed)}")
+        return super().redirect_request(req, fp, code, msg, headers, newurl)
+
+
+def _safe_opener() -> UrlOpener:
+    """http and https and nothing else, by the machine's proxies and certificates."""
+    opener = urllib.request.OpenerDirector()
+    for handler in (
+        urllib.request.ProxyHandler(),
+        urllib.request.HTTPHandler(),
+        urllib.request.HTTPSHandler(context=ssl.create_default_context()),
+        urllib.request.UnknownHandler(),
+        urllib.request.HTTPDefaultErrorHandler(),
+        urllib.request.HTTPErrorProcessor(),
+        _Redirects(),
+    ):
+        opener.add_handler(handler)
+    return opener
+
+
+def _empty(sink: IO[bytes]) -> None:
+    sink.seek(0)
+    sink.truncate()
+
+
+def _fits(wanted: Wanted, sink: IO[bytes]) -> bool:
+    """Whether the digest is right, where one is known."""
+    if not wanted.sha256:
+        return True
+    digest = hashlib.sha256()
+    sink.seek(0)
+    while chunk := sink.read(CHUNK_BYTES):
+        digest.update(chunk)
+    return digest.hexdigest() == wanted.sha256
+
+
+def _goes_on(answer: Any, have: int) -> bool:
+    """Whether this is the part that was asked for; a server may also send everything again."""
+    return answer.status == 206 and str(answer.headers.get("Content-Range", "")).startswith(f"bytes {have}-")
+
+
+def _check_length(url: str, answer: Any, wanted: Wanted, begin: int) -> None:
+    length = _content_length(answer)
+    if length is None:
+        return
+    whole = begin + length
+    if whole > (wanted.most if wanted.size is None else wanted.size):
+        raise ConfigError(f"{url}: has {whole} bytes; {_too_large(wanted)}")
+    if wanted.size is not None and whole < wanted.size:
+        raise ConfigError(f"{url}: has {whole} bytes; {wanted.told_by} says {wanted.size}")
+
+
+def _too_large(wanted: Wanted) -> str:
+    return (
+        f"more than the {wanted.most} that are allowed"
+        if wanted.size is None
+        else f"{wanted.told_by} says {wanted.size}"
+    )
+
+
+def _content_length(answer: Any) -> int | None:
+    text = answer.headers.get("Content-Length")
+    return int(text) if text is not None and text.isascii() and text.isdigit() and len(text) < 20 else None
+
+
+def _asked_pause(error: HTTPError) -> float:
+    headers: Message = error.headers
+    text = str(headers.get("Retry-After", ""))
+    return min(float(text), HTTP_PAUSE_S) if text.isascii() and text.isdigit() and len(text) < 10 else 0.0
+
+
+def _reason(url: str, error: OSError | http.client.HTTPException) -> Exception:
+    """What to raise for a failure below http."""
+    cause = error.reason if isinstance(error, URLError) else error
+    if isinstance(cause, ssl.SSLCertVerificationError):
+        return ConfigError(f"{url}: the server's certificate is not valid: {cause.verify_message}")
+    if isinstance(cause, TimeoutError):
+        return _Passing(f"no answer within {READ_TIMEOUT_S:g} s")
+    text = str(cause.strerror or cause) if isinstance(cause, OSError) else str(cause)
+    return _Passing(text[:200] or type(cause).__name__)
+
+
+def _write(sink: IO[bytes], chunk: bytes) -> None:
+    """A full disk is this machine's fault, and no reason to ask the server again."""
+    try:
+        sink.write(chunk)
+    except OSError as error:
+        raise ConfigError(f"{sink.name}: cannot be written: {error.strerror or error}") from error

@@ -1,0 +1,211 @@
+"""An endless stream of samples from one source: files in random order, cut into samples, shuffled.
+
+The text of all documents, with separators, is cut into samples of context + 1 tokens; a sample's last token is the
+next one's first, so every token is predicted once. Samples are shuffled in blocks of `shuffle_buffer`: while one
+block is handed out in random order the next is read, one or two samples for each that leaves, so there is never a
+long wait, and at most two blocks are in memory. The first block is cut short where reading it would take long, and
+the next double in size, so the first sample is there at once. After the last file a new epoch starts in a new order,
+so a small source serves as often as it is asked.
+
+Everything follows from the name of the random numbers: the same name gives the same samples. A position is a few
+numbers: where the block at hand begins and how much of it is used up. Resuming reads that block again (at most
+`block_samples`), not the stream from its start. ConfigErrors name file and line.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from peerd.compute.data.corpus import Corpus, Documents, Split
+from peerd.compute.data.readers import Cursor, TextPiece
+from peerd.compute.data.remote_files import Cache
+from peerd.compute.data.user_dataset import Dataset
+from peerd.compute.tokenizer import Vocabulary
+from peerd.core.errors import ConfigError
+from peerd.core.runfile import SourceSection
+
+Tokens = npt.NDArray[Any]
+
+
+class _Place(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Where a sample begins: `skip` tokens into the piece at a cursor of the n-th file of an epoch's order."""
+
+    epoch: int = 0
+    file: int = 0
+    cursor: tuple[int, int] | None = None
+    skip: int = 0
+
+
+class StreamPosition(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Where a stream stands: the block at hand, its size and where it begins, and how many of it were taken."""
+
+    block: int
+    size: int
+    taken: int
+    place: _Place
+
+
+class _Run(NamedTuple):
+    """The tokens of one piece and where they begin."""
+
+    place: _Place
+    tokens: Tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cutting:
+    """How a source becomes samples, and the names to use."""
+
+    vocab: Vocabulary
+    context: int
+    split: Split
+    holdout: float
+    first_samples: int  # of the first block
+    block_samples: int  # of later ones
+    name: str  # of the random numbers
+    key: str  # of the source in the run file, for messages
+    cache: Cache | None = None
+
+
+class SourceStream:
+    """Samples of one source. `next` reads files: call it on a worker."""
+
+    def __init__(self, source: SourceSection, cutting: Cutting) -> None:
+        self._documents = _documents(source, cutting)
+        self._cutting = cutting
+        self._vocab = cutting.vocab
+        self._path = source.path
+        self._most = cutting.block_samples
+        self.go_to(StreamPosition(block=0, size=min(cutting.first_samples, self._most), taken=0, place=_Place()))
+
+    @property
+    def files(self) -> int:
+        """How many files the stream reads."""
+        return len(self._documents.files)
+
+    def position(self) -> StreamPosition:
+        """Where the stream stands."""
+        return StreamPosition(self._block, self._size, self._taken, self._block_place)
+
+    def has(self, position: StreamPosition) -> bool:
+        """Whether this stream could stand there, as far as can be seen without reading."""
+        place = position.place
+        if place.epoch < 0 or position.block < 0 or not 0 <= place.file < self.files or place.skip < 0:
+            return False
+        return 0 <= position.taken <= position.size <= self._most and (place.cursor is None or min(place.cursor) >= 0)
+
+    def go_to(self, position: StreamPosition) -> None:
+        """Go on from there: read the block of `position` and use up what was taken of it."""
+        self._runs = self._tokens(position.place)
+        self._run = _Run(position.place, np.empty(0, dtype=np.uint8))
+        self._at = position.place.skip  # tokens of self._run used up
+        self._fresh: list[Tokens] = []  # the next block, as far as it was read
+        self._block, self._size = position.block, position.size
+        self._fresh_place = position.place
+        self._fill(position.size)
+        self._begin(position.block, position.size)
+        for _ in range(position.taken):
+            self.next()
+
+    def _begin(self, block: int, size: int) -> None:
+        """Hand out what was read, in random order, and start to read the block after it."""
+        self._block, self._size, self._taken = block, size, 0
+        self._block_place, self._ready, self._fresh = self._fresh_place, self._fresh, []
+        self._rng(f"block {block}").shuffle(self._ready)
+        self._next_size = min(2 * size, self._most)
+        self._locate()
+        self._fresh_place = self._here()
+
+    def next(self) -> Tokens:
+        """The next sample, context + 1 tokens.
+
+        One out, so many in that the next block is there when this one is used up.
+        """
+        if not self._ready:
+            self._begin(self._block + 1, self._next_size)
+        sample = self._ready.pop()
+        self._taken += 1
+        self._fill(-(-self._next_size * self._taken // self._size))
+        return sample
+
+    def _fill(self, count: int) -> None:
+        """Read until the next block has `count` samples."""
+        while len(self._fresh) < count:
+            self._fresh.append(self._cut())
+
+    def _cut(self) -> Tokens:
+        """The next context + 1 tokens of the text; the last of them will be the first of the sample after."""
+        parts: list[Tokens] = []
+        missing = self._cutting.context + 1
+        while True:
+            self._locate()
+            part = self._run.tokens[self._at : self._at + missing]
+            parts.append(part)
+            missing -= len(part)
+            if missing == 0:
+                self._at += len(part) - 1
+                return np.concatenate(parts)
+            self._at += len(part)
+
+    def _locate(self) -> None:
+        """Have at least one token of the present run left."""
+        while self._at >= len(self._run.tokens):
+            self._at -= len(self._run.tokens)
+            self._run = next(self._runs)
+
+    def _here(self) -> _Place:
+        place = self._run.place
+        return _Place(place.epoch, place.file, place.cursor, self._at)
+
+    def _tokens(self, place: _Place) -> Iterator[_Run]:
+        """The endless text from `place` on, piece by piece."""
+        epoch, file, cursor = place.epoch, place.file, place.cursor
+        while True:
+            order = list(range(self.files))
+            self._rng(f"epoch {epoch}").shuffle(order)
+            empty = file == 0 and cursor is None
+            for number in range(file, len(order)):
+                start = None if cursor is None else Cursor(*cursor)
+                for piece in self._documents.read(self._documents.files[order[number]], start, epoch):
+                    tokens = self._encode(piece)
+                    yield _Run(_Place(epoch, number, (piece.start.at, piece.start.line)), tokens)
+                    empty = empty and len(tokens) == 0
+                cursor = None
+            if empty:
+                text, key = f"{self._cutting.split} text", self._cutting.key
+                raise ConfigError(f"{key}.path {self._path}: no {text} in the {self.files} files that were read")
+            epoch, file = epoch + 1, 0
+
+    def _encode(self, piece: TextPiece) -> Tokens:
+        text, separator = piece.text, self._vocab.separator
+        tokens = self._vocab.encode(text) if isinstance(text, bytes) else self._checked(text, piece.start)
+        if piece.ends and separator is not None:
+            return np.append(tokens, np.asarray(separator, dtype=tokens.dtype))
+        return tokens
+
+    def _checked(self, tokens: Tokens, at: Cursor) -> Tokens:
+        """Token numbers that somebody else made, if the vocabulary has them all."""
+        size = self._vocab.size
+        if len(tokens) and not 0 <= int(tokens.min()) <= int(tokens.max()) < size:
+            raise ConfigError(
+                f"{self._cutting.key}.path {self._path}, document {at.at}: has tokens {int(tokens.min())} to "
+                f"{int(tokens.max())}; the vocabulary has 0 to {size - 1}"
+            )
+        return tokens.astype(np.min_scalar_type(size - 1))
+
+    def _rng(self, purpose: str) -> random.Random:
+        return random.Random(hashlib.sha256(f"{self._cutting.name} {purpose}".encode()).digest())
+
+
+def _documents(source: SourceSection, cutting: Cutting) -> Documents:
+    if source.kind == "dataset":
+        return Dataset(source.path, f"{cutting.key}.path", cutting.split, cutting.name)
+    return Corpus(source, cutting.holdout, cutting.split, cutting.key, cutting.cache)

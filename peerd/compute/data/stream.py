@@ -1,0 +1,153 @@
+"""A peer's endless stream of training samples, from one source or from several that are mixed by weight.
+
+Which source a sample comes from follows a fixed order in which every source has its share at any moment
+(mixture.py); within a source samples are shuffled (source.py), and a source that ends begins again in a new order.
+What is held out for validation is held out of each source. The shuffle buffer is divided by the weights.
+
+Everything follows from (seed, peer, split): the same three give the same samples. A position is a few numbers for
+each source; to resume reads at most a shuffle buffer, not the stream from its start (a `dataset` runs through what
+came before). ConfigErrors name key, file and line. DataUnavailable says that a server did not answer: nothing is lost
+by it, the next `take` asks again for the same samples.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Mapping
+from typing import Any, Final
+
+import msgspec
+import numpy as np
+import torch
+from torch import Tensor
+
+from peerd.compute.data.corpus import Split
+from peerd.compute.data.http_fetch import DataUnavailable, Downloader
+from peerd.compute.data.mixture import Mixture
+from peerd.compute.data.remote_files import Cache, default_folder
+from peerd.compute.data.shuffled_source import Cutting, SourceStream, StreamPosition
+from peerd.compute.tokenizer import Vocabulary, load_vocabulary
+from peerd.core.errors import ConfigError
+from peerd.core.runfile import DataSection, RunFile, sources_of
+from peerd.core.work import ReadInTurn, read_at_once
+
+FIRST_BLOCK_S: Final = 0.25  # what reading the first blocks may take; a short first block is from few files
+FIRST_BLOCK_SAMPLES: Final = 256  # at least, over all sources
+
+
+class _Places(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Where a mixed stream stands: how often each source was drawn, and where each stands."""
+
+    drawn: list[int]
+    sources: list[StreamPosition]
+
+
+class SampleStream:
+    """Samples of one peer. `take` reads files: call it on a worker."""
+
+    def __init__(
+        self,
+        section: DataSection,
+        vocab: Vocabulary,
+        context: int,
+        seed: int,
+        peer: str,
+        split: Split = "train",
+        *,
+        cache: Cache | None = None,
+    ) -> None:
+        """`peer`: any name; peers of different names see the files in different orders.
+
+        `cache`: where files under an http(s) address are kept; without it, a folder that all of this user's share.
+        """
+        self._context = context
+        self._left_at: dict[str, Any] | None = None  # the position to go back to, after a server did not answer
+        name = f"peerd data {seed} {peer} {split}"
+        sources = sources_of(section)
+        total = sum(source.weight for _, source in sources)
+        first = max(FIRST_BLOCK_SAMPLES, int(FIRST_BLOCK_S * vocab.tokens_per_s / context))
+        self._mixture = Mixture([source.weight for _, source in sources], _rng(f"{name} mixture"))
+        self._streams = [
+            SourceStream(
+                source,
+                Cutting(
+                    vocab=vocab,
+                    context=context,
+                    split=split,
+                    holdout=section.holdout,
+                    first_samples=max(1, int(first * source.weight / total)),
+                    block_samples=max(1, int(section.shuffle_buffer * source.weight / total)),
+                    name=name if len(sources) == 1 else f"{name} {key}",
+                    key=key,
+                    cache=cache,
+                ),
+            )
+            for key, source in sources
+        ]
+
+    @property
+    def files(self) -> int:
+        """How many files the stream reads, of all sources."""
+        return sum(stream.files for stream in self._streams)
+
+    @property
+    def drawn(self) -> list[int]:
+        """How many samples of each source were taken; with one source, since it was opened."""
+        return list(self._mixture.counts)
+
+    def take(self, count: int) -> Tensor:
+        """The next `count` samples, int64 [count, context + 1]."""
+        if count == 0:
+            return torch.empty(0, self._context + 1, dtype=torch.int64)
+        if self._left_at is not None:
+            self.resume(self._left_at)
+        before = self.position()
+        try:
+            rows = [self._streams[self._mixture.draw()].next() for _ in range(count)]
+        except DataUnavailable:
+            self._left_at = before
+            raise
+        return torch.from_numpy(np.stack(rows).astype(np.int64))
+
+    def position(self) -> dict[str, Any]:
+        """Where the stream stands, as a few plain numbers fit for JSON."""
+        places = [stream.position() for stream in self._streams]
+        position = places[0] if len(places) == 1 else _Places(self.drawn, places)
+        plain: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(position))
+        return plain
+
+    def resume(self, position: Mapping[str, Any]) -> None:
+        """Go on from a `position()` of a stream with the same files and settings.
+
+        ConfigError for anything else, before anything is changed.
+        """
+        drawn, places = self._parsed(position)
+        if not all(stream.has(place) for stream, place in zip(self._streams, places, strict=True)) or min(drawn) < 0:
+            raise ConfigError("this position of a sample stream does not belong to these files and settings")
+        self._mixture.counts = list(drawn)
+        for stream, place in zip(self._streams, places, strict=True):
+            stream.go_to(place)
+        self._left_at = None
+
+    def _parsed(self, position: Mapping[str, Any]) -> tuple[list[int], list[StreamPosition]]:
+        try:
+            if len(self._streams) == 1:
+                return [0], [msgspec.convert(dict(position), StreamPosition)]
+            found = msgspec.convert(dict(position), _Places)
+        except msgspec.ValidationError as error:
+            raise ConfigError(f"not a position of a sample stream: {error}") from error
+        if not len(found.drawn) == len(found.sources) == len(self._streams):
+            raise ConfigError(f"this position of a sample stream is of {len(found.sources)} sources")
+        return found.drawn, found.sources
+
+
+def samples_of(run: RunFile, peer: str, split: Split = "train", in_turn: ReadInTurn = read_at_once) -> SampleStream:
+    """The stream of a peer in a run; what has to be fetched is read `in_turn`."""
+    cache = Cache(default_folder(), run.limits.data_cache_mb << 20, Downloader(in_turn=in_turn))
+    vocab = load_vocabulary(run.model.vocab)
+    return SampleStream(run.data, vocab, run.model.context, run.seed, peer, split, cache=cache)
+
+
+def _rng(name: str) -> random.Random:
+    return random.Random(hashlib.sha256(name.encode()).digest())

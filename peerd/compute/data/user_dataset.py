@@ -1,0 +1,58 @@
+"""A source that is a torch IterableDataset of the user's own, named as `module:function` of a local file.
+
+The function is called as `function(split, seed)`: `split` is "train" or "valid", `seed` differs between peers and
+epochs, so that each sees its own order. It returns an IterableDataset, or anything else that can be iterated. Each
+item is one document: str, bytes (UTF-8), or a 1-D tensor or array of token numbers. When it ends, the next epoch
+calls the function again. What is held out is the function's own matter.
+
+A position is a count of documents: to go on from it is to run through the documents before it, so equal seeds must
+give equal documents, and a far position takes time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+
+import numpy as np
+import torch
+
+from peerd.compute.data.corpus import Split
+from peerd.compute.data.readers import Cursor, Text, TextPiece
+from peerd.compute.user_code import find_function
+from peerd.core.errors import ConfigError
+
+
+class Dataset:
+    """The documents of one split, epoch by epoch; to a stream it looks like a corpus of one file."""
+
+    def __init__(self, path: str, key: str, split: Split, name: str) -> None:
+        """`path`: module:function; `key`: of the run file, for messages; `name`: of this stream's random numbers."""
+        self._function = find_function(path, key)
+        self._where = f"{key} {path}"
+        self._split = split
+        self._name = name
+        self.files: Sequence[str] = [path]
+
+    def read(self, file: str, cursor: Cursor | None = None, epoch: int = 0) -> Iterator[TextPiece]:
+        """The documents of an epoch from `cursor` on."""
+        seed = int.from_bytes(hashlib.sha256(f"{self._name} epoch {epoch}".encode()).digest()[:4], "big") >> 1
+        documents = self._function(self._split, seed)
+        if not isinstance(documents, Iterable):
+            raise ConfigError(f"{self._where} returned {type(documents).__name__}; expected an IterableDataset")
+        first = 0 if cursor is None else cursor.at
+        for number, document in enumerate(itertools.islice(documents, first, None), first):
+            yield TextPiece(Cursor(number), self._text(document, number), True)
+
+    def _text(self, document: object, number: int) -> Text:
+        if isinstance(document, str):
+            return document.encode(errors="replace")
+        if isinstance(document, bytes):
+            return document
+        tokens = document.detach().cpu().numpy() if isinstance(document, torch.Tensor) else document
+        if isinstance(tokens, np.ndarray) and tokens.ndim == 1 and tokens.dtype.kind in "iu":
+            return tokens
+        found = repr(document) if not isinstance(tokens, np.ndarray) else f"{tokens.dtype} {list(tokens.shape)}"
+        allowed = "str, bytes or a 1-D tensor of whole numbers"
+        raise ConfigError(f"{self._where}, document {number}: expected {allowed}, found {found[:200]}")

@@ -1,0 +1,1 @@
+"""The model, cut into stages, and the optimizer."""

@@ -1,0 +1,48 @@
+"""What microbatches have added up to: the sum of the step under way and, in a delayed run, of the step after it.
+
+Flat, one value for each parameter. `ahead` counts steps from the one under way. Knows tensors, no microbatches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from peerd.compute.flat import Layout
+
+
+class Sums:
+    """Sums for `steps` steps, zero at first."""
+
+    def __init__(self, layout: Layout, steps: int, dtype: torch.dtype, device: torch.device | str) -> None:
+        self._flat = [torch.zeros(layout.count, dtype=dtype, device=device) for _ in range(steps)]
+        self._views = [layout.views(flat) for flat in self._flat]
+
+    @property
+    def due(self) -> Tensor:
+        """The sum of the step under way itself, [layout.count]."""
+        return self._flat[0]
+
+    @torch.no_grad()
+    def add(self, gradients: Iterable[Tensor | None], alpha: float, ahead: int) -> None:
+        """`alpha` times one gradient for each parameter, in the layout's order; None is zero, further ones unused."""
+        for total, gradient in zip(self._views[ahead], gradients, strict=False):
+            if gradient is not None:
+                total.add_(gradient.to(total.device), alpha=alpha)
+
+    def clear(self, ahead: int) -> None:
+        """Forget one step's sum."""
+        self._flat[ahead].zero_()
+
+    def clear_all(self) -> None:
+        """Forget everything."""
+        for flat in self._flat:
+            flat.zero_()
+
+    def step(self) -> None:
+        """The sum of the step under way is used up: that of the next one takes its place."""
+        self.clear(0)
+        self._flat.append(self._flat.pop(0))
+        self._views.append(self._views.pop(0))

@@ -1,0 +1,149 @@
+"""The model of a run as a list of layers, its cut into stages, and its starting parameters.
+
+A model is embedding, blocks, head; stage s is a slice of that list. Every parameter is named by its place in the
+whole model (`block3.feed.up.weight`), so the names of all stages together are the names of the whole, and its
+starting value is a pure function of (run.seed, name): whatever the cut, whoever computes it, the bits are the same.
+Values are drawn from whole numbers and one multiplication, without logarithms, so that machines agree too.
+
+A model of one's own: `model.kind: module:function` names a function in a local Python file (or an installed
+module). It is called with the RunFile and returns the layers as a list of nn.Module, at least one per stage. Each
+maps float [B, L, D] to the same shape; the first takes int64 tokens [B, L], the last returns logits [B, L, V].
+Layers must be functions of input and parameters alone: no buffers that are saved, no randomness (they run in eval
+mode). The list is cut into stages of equal length. Starting values are what the function makes, under a seed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Final
+
+import torch
+from torch import Tensor, nn
+
+from peerd.compute.model.layers import Block, Embedding, Head, feed_forward_width
+from peerd.compute.tokenizer import load_vocabulary
+from peerd.compute.user_code import find_function
+from peerd.core.errors import ConfigError
+from peerd.core.runfile import RunFile
+
+DTYPES: Final = {"float32": torch.float32, "float64": torch.float64}
+EMBEDDING_STD: Final = 0.5  # measured on configs/tiny.yaml: 0.02 learns later, 1.0 no better
+HEAD_STD: Final = 0.02  # small, so that the first loss is log(V) and no better-than-random guess must be unlearnt
+
+
+class ModelPiece(nn.Module):
+    """Consecutive layers of the model, applied in order; a shared layer is applied several times."""
+
+    def __init__(self, layers: Sequence[tuple[str, nn.Module, int]]) -> None:
+        """`layers`: name in the whole model, module, how many times it is applied."""
+        super().__init__()
+        self.steps = tuple((name, times) for name, _, times in layers)
+        for name, module, _ in layers:
+            self.add_module(name, module)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for name, times in self.steps:
+            layer = self.get_submodule(name)
+            for _ in range(times):
+                x = layer(x)
+        return x
+
+
+def whole_model(run: RunFile) -> ModelPiece:
+    """The composition of all stages as one module, with their starting parameters: int64 [B, L] to [B, L, V]."""
+    return build(run, range(run.pipeline.stages))
+
+
+def build(run: RunFile, stages: Sequence[int]) -> ModelPiece:
+    """The given consecutive stages as one module on the CPU, in the dtype of the run, ready to compute."""
+    if not all(0 <= stage < run.pipeline.stages for stage in stages):
+        raise ConfigError(f"stage {max(stages)} does not exist: the run has stages 0 to {run.pipeline.stages - 1}")
+    piece = _own(run, stages) if run.model.kind != "gpt" else _gpt(run, stages)
+    return piece.eval()
+
+
+def spans(run: RunFile) -> list[range]:
+    """Which blocks each stage of a gpt has: the slowest stage is as fast as it can be, given the head's cost.
+
+    Cost in multiply-adds per token: a block's matrices and its attention, and the head's matrix for the last stage.
+    """
+    m, stages = run.model, run.pipeline.stages
+    block = m.d_model * (4 * m.d_model + 3 * feed_forward_width(m.d_model) + m.context)
+    head = m.d_model * load_vocabulary(m.vocab).size
+    if stages == 1:
+        return [range(m.layers)]
+
+    def slowest(in_last: int) -> tuple[int, int]:
+        others = -(-(m.layers - in_last) // (stages - 1))
+        return max(others * block, in_last * block + head), -in_last
+
+    last = min(range(1, m.layers - stages + 2), key=slowest)
+    return [*_even(m.layers - last, stages - 1), range(m.layers - last, m.layers)]
+
+
+def _even(count: int, parts: int) -> list[range]:
+    """0 .. count cut into parts whose lengths differ by at most one, longer ones first."""
+    short, longer = divmod(count, parts)
+    starts = [part * short + min(part, longer) for part in range(parts + 1)]
+    return [range(a, b) for a, b in itertools.pairwise(starts)]
+
+
+def _gpt(run: RunFile, stages: Sequence[int]) -> ModelPiece:
+    m, vocab = run.model, load_vocabulary(run.model.vocab).size
+    layers: list[tuple[str, nn.Module, int]] = []
+    with torch.device("meta"):  # no memory and no random numbers until the values below
+        for stage in stages:
+            if stage == 0:
+                layers.append(("embed", Embedding(vocab, m.d_model), 1))
+            blocks = spans(run)[stage]
+            if m.share_layers:
+                layers.append((f"block{blocks.start}", Block(m.d_model, m.heads), len(blocks)))
+            else:
+                layers += [(f"block{index}", Block(m.d_model, m.heads), 1) for index in blocks]
+            if stage == run.pipeline.stages - 1:
+                layers.append(("head", Head(m.d_model, vocab), 1))
+    piece = ModelPiece(layers).to_empty(device="cpu").to(DTYPES[m.dtype])
+    with torch.no_grad():
+        for name, parameter in piece.named_parameters():
+            parameter.copy_(_start(name, parameter.shape, run))
+    return piece
+
+
+def _start(name: str, shape: torch.Size, run: RunFile) -> Tensor:
+    """Starting value of a parameter, fp32: gains 1, matrices uniform with a standard deviation that suits them."""
+    if name.endswith(".gain"):
+        return torch.ones(shape)
+    if name == "embed.table":
+        std = EMBEDDING_STD
+    elif name == "head.out.weight":
+        std = HEAD_STD
+    else:
+        std = 1.0 / math.sqrt(shape[1])
+    if name.endswith((".attention.out.weight", ".feed.down.weight")):
+        std /= math.sqrt(2 * run.model.layers)  # each of 2 * layers sums adds to the residual (GPT-2)
+    digest = hashlib.sha256(f"peerd start {run.seed} {name}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little"))
+    return (torch.rand(shape, generator=generator) - 0.5) * (std * math.sqrt(12.0))
+
+
+def _own(run: RunFile, stages: Sequence[int]) -> ModelPiece:
+    """The user's layers; see the file's header for what they must be."""
+    kind = run.model.kind
+    function = find_function(kind, "model.kind", "gpt, or ")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(run.seed)
+        modules = function(run)
+    if not isinstance(modules, list) or not all(isinstance(module, nn.Module) for module in modules):
+        raise ConfigError(f"model.kind {kind} must return a list of torch.nn.Module, one per layer")
+    if len(modules) < run.pipeline.stages:
+        raise ConfigError(f"model.kind {kind} returns {len(modules)} layers for {run.pipeline.stages} stages")
+    parts = _even(len(modules), run.pipeline.stages)
+    layers = [(f"layer{index}", modules[index], 1) for stage in stages for index in parts[stage]]
+    piece = ModelPiece(layers).to(DTYPES[run.model.dtype])
+    saved = [name for name in piece.state_dict() if name not in dict(piece.named_parameters(remove_duplicate=False))]
+    if saved:
+        raise ConfigError(f"model.kind {kind} has the buffer {saved[0]}: layers may keep nothing but parameters")
+    return piece

@@ -1,0 +1,250 @@
+"""One stage of the model at work: forward, backward with recomputation, accumulation, optimizer step, state.
+
+All methods are synchronous; callers run them on a Worker, one at a time. Sums are over samples: the gradient of the
+sum over samples of each sample's mean loss, so what peers hold can be added up and divided by the number of samples
+once. A sum is made anew by computing its microbatches again, with the parameters that they were added with (`as_of`):
+a delayed run adds to the next step's sum before this step's update, so it keeps a copy of the parameters before that.
+
+Invariants: inputs are checked before anything is changed, and nothing is added to a sum unless the whole backward
+pass came out finite, and no value of it larger than `largest`: a bad microbatch leaves the stage as it was. ValueError
+says in words what is wrong (the caller makes a refusal of it). On the CPU equal inputs give equal bits: inputs that do
+not start at a whole cache line are copied, since a matrix product may sum in another order there.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from peerd.compute.codec.powersgd import low_rank_of
+from peerd.compute.flat import Layout
+from peerd.compute.model.grad_sums import Sums
+from peerd.compute.model.optim import Optimizer, moment_names
+from peerd.compute.model.partition import DTYPES, build
+from peerd.compute.model.precision import Precision
+from peerd.compute.tensors import all_finite, dtype_name, state_digest
+from peerd.compute.tokenizer import load_vocabulary
+from peerd.core.runfile import RunFile
+
+_CACHE_LINE_BYTES: Final = 64
+
+
+class StageModule:
+    """Stage number `stage` of the run on `device`. Shapes: B samples, L tokens, D d_model, V vocabulary."""
+
+    def __init__(self, run: RunFile, stage: int, device: str = "cpu") -> None:
+        """Starting parameters depend on (run.seed, names) alone; ConfigError when the run has no such stage."""
+        self.run = run
+        self.stage = stage
+        self.device = torch.device(device)
+        self.dtype = DTYPES[run.model.dtype]
+        self.largest = math.inf  # of one microbatch's gradient
+        self._precision = Precision(run.model.precision, self.device)
+        self.first = stage == 0
+        self.last = stage == run.pipeline.stages - 1
+        self.step = 0  # global steps applied
+        self._vocab = load_vocabulary(run.model.vocab).size
+        self._piece = build(run, [stage]).to(self.device)
+        named = dict(self._piece.named_parameters())
+        self.layout = Layout(tuple(named), tuple(parameter.shape for parameter in named.values()))
+        self._parameters = list(named.values())
+        self._flat = torch.cat([p.detach().reshape(-1) for p in self._parameters]) if named else self._zeros(0)
+        for parameter, view in zip(self._parameters, self.layout.views(self._flat), strict=True):
+            parameter.data = view
+        self.ahead = int(run.optimizer.delayed)  # steps after the one under way that may be accumulated for, too
+        self._sums = Sums(self.layout, 1 + self.ahead, self.dtype, self.device)
+        self._before: Tensor | None = None  # the parameters before the last step, on the CPU; only in a delayed run
+        self._optimizer = Optimizer(run.optimizer, self.layout, self._flat)
+        self.low_rank = low_rank_of(run.averaging, self.layout, self.dtype, run.seed)
+
+    @torch.no_grad()
+    def forward(self, x: Tensor) -> Tensor:
+        """First stage: int64 [B, L]; others [B, L, D]. Gives [B, L, D]; the last stage gives logits [B, L, V]."""
+        return self._compute(self._input(x))
+
+    @torch.no_grad()
+    def loss(self, x: Tensor, targets: Tensor) -> float:
+        """Of the last stage: mean over samples of the mean over tokens of the cross-entropy, in nats."""
+        x = self._input(x)
+        return float(self._loss_sum(x, self._targets(targets, x))) / x.shape[0]
+
+    def backward(
+        self, x: Tensor, grad_or_targets: Tensor, sign: float = 1.0, ahead: int = 0
+    ) -> tuple[Tensor | None, float]:
+        """Compute forward again, add `sign` times the gradient of the loss sum to the sum of the step under way.
+
+        With `ahead` 1 it is added to the sum of the step after it; the parameters are those of now in any case.
+        `grad_or_targets`: d(loss sum)/d(output) [B, L, D], or int64 targets [B, L] in the last stage. Returns
+        d(loss sum)/dx (without the sign; None in the first stage) and the loss sum over samples (last stage, else 0).
+        """
+        x = self._input(x)
+        inputs = [] if self.first else [x.requires_grad_()]
+        if self.last:
+            targets, seed = self._targets(grad_or_targets, x), None
+        else:
+            targets, seed = None, self._gradient_of_output(grad_or_targets, x)
+        output, gradients = self._precision.backward(
+            lambda: self._compute(x) if targets is None else self._loss_sum(x, targets),
+            [*self._parameters, *inputs],
+            seed,
+            1.0 / x.shape[1],  # of the loss by a logit
+        )
+        _need_finite("the gradient of this microbatch", *gradients)
+        _need_at_most(self.largest, "the gradient of this microbatch", gradients[: len(self._parameters)])
+        self._sums.add(gradients, sign, ahead)
+        return (None if self.first else gradients[-1]), (float(output.detach()) if self.last else 0.0)
+
+    @contextmanager
+    def as_of(self, at: int) -> Iterator[None]:
+        """Inside, compute with the parameters of when `at` global steps had been made: the last step's, or these."""
+        if at == self.step:
+            yield
+            return
+        assert at == self.step - 1, "what is in a sum is one step old at most"
+        assert self._before is not None
+        now = self._flat.clone()
+        self._flat.copy_(self._before)
+        try:
+            yield
+        finally:
+            self._flat.copy_(now)
+
+    def empty_sum(self) -> None:
+        """Forget the sum of the step under way."""
+        self._sums.clear(0)
+
+    def sum_is_finite(self) -> bool:
+        """Of the step under way: have all its values stayed within the range of numbers?"""
+        return all_finite(self._sums.due)
+
+    def gradient(self) -> Tensor:
+        """A copy of the sum of the step under way, flat [layout.count]."""
+        return self._sums.due.clone()
+
+    def apply(self, mean_gradient: Tensor) -> None:
+        """One optimizer step with a flat mean gradient; the step goes up by one, its sum is used up."""
+        _need("the mean gradient", mean_gradient, self._flat.shape, self.dtype)
+        _need_finite("the mean gradient", mean_gradient)
+        if self.ahead:
+            self._before = self._flat.to("cpu", copy=True)
+        self._optimizer.update(self._flat, mean_gradient.to(self._optimizer.device, copy=True), self.step)
+        self.step += 1
+        self._sums.step()
+
+    def clear(self) -> None:
+        """Forget what was accumulated, for all steps."""
+        self._sums.clear_all()
+        self._before = None
+
+    def state(self) -> dict[str, Tensor]:
+        """Copies on the CPU of all that is needed to go on bit for bit from a step's end (not the accumulator)."""
+        return {name: tensor.detach().to("cpu", copy=True) for name, tensor in self.state_views().items()}
+
+    def state_views(self) -> dict[str, Tensor]:
+        """What `state` copies: name to the live tensor itself; `step` is a copy."""
+        views = {f"param/{name}": v for name, v in zip(self.layout.names, self.layout.views(self._flat), strict=True)}
+        for moment in moment_names(self.run.optimizer):
+            parts = self.layout.views(self._optimizer.moments[moment])
+            views |= {f"opt/{name}/{moment}": v for name, v in zip(self.layout.names, parts, strict=True)}
+        if self.low_rank is not None:
+            views |= self.low_rank.state()
+        return views | {"step": torch.tensor(self.step, dtype=torch.int64)}
+
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        """Take over a state and clear the accumulator; ValueError, before any change, says what does not fit."""
+        mine = self.state_views()
+        _need_same_names(mine.keys(), state.keys())
+        for name, tensor in mine.items():
+            _need(name, state[name], tensor.shape, tensor.dtype)
+            _need_finite(name, state[name])
+        if int(state["step"]) < 0:
+            raise ValueError(f"step is {int(state['step'])}; it must not be negative")
+        with torch.no_grad():
+            for name, tensor in mine.items():
+                tensor.copy_(state[name])
+        self.step = int(state["step"])
+        if self.low_rank is not None:
+            self.low_rank.forget()
+        self.clear()
+
+    def digest(self) -> bytes:
+        """32-byte hash of `state()`: equal digests mean equal bits."""
+        return state_digest(self.state_views())
+
+    def _compute(self, x: Tensor) -> Tensor:
+        """The layers' output, in the dtype of the run."""
+        with self._precision.casting():
+            y: Tensor = self._piece(x)
+        return y.to(self.dtype)
+
+    def _loss_sum(self, x: Tensor, targets_BL: Tensor) -> Tensor:
+        """Sum over samples of the mean over tokens of the cross-entropy."""
+        logits_BLV = self._compute(x)
+        return F.cross_entropy(logits_BLV.flatten(0, 1), targets_BL.flatten(), reduction="sum") / targets_BL.shape[1]
+
+    def _input(self, x: Tensor) -> Tensor:
+        """`x` checked, on the device, detached from whoever made it."""
+        context, width = self.run.model.context, self.run.model.d_model
+        if x.ndim != (2 if self.first else 3) or x.shape[0] < 1 or not 1 <= x.shape[1] <= context:
+            form = "[samples, tokens]" if self.first else f"[samples, tokens, {width}]"
+            raise ValueError(f"stage {self.stage} takes {form} with up to {context} tokens, not {list(x.shape)}")
+        if self.first:
+            return self._tokens("the input", x, x.shape)
+        return self._floats("the input", x, torch.Size([*x.shape[:2], width]))
+
+    def _targets(self, targets: Tensor, x: Tensor) -> Tensor:
+        if not self.last:
+            raise ValueError(f"stage {self.stage} is not the last stage: it takes no targets")
+        return self._tokens("the targets", targets, x.shape[:2])
+
+    def _gradient_of_output(self, gradient: Tensor, x: Tensor) -> Tensor:
+        return self._floats("the output's gradient", gradient, torch.Size([*x.shape[:2], self.run.model.d_model]))
+
+    def _tokens(self, what: str, tokens: Tensor, shape: torch.Size) -> Tensor:
+        _need(what, tokens, shape, torch.int64)
+        low, high = int(tokens.min()), int(tokens.max())
+        if low < 0 or high >= self._vocab:
+            raise ValueError(f"{what} has token {low if low < 0 else high}; the vocabulary is 0 to {self._vocab - 1}")
+        return tokens.detach().to(self.device)
+
+    def _floats(self, what: str, values: Tensor, shape: torch.Size) -> Tensor:
+        _need(what, values, shape, self.dtype)
+        _need_finite(what, values)
+        values = values.detach().to(self.device).contiguous()
+        return values.clone() if values.data_ptr() % _CACHE_LINE_BYTES else values
+
+    def _zeros(self, count: int) -> Tensor:
+        return torch.zeros(count, dtype=self.dtype, device=self.device)
+
+
+def _need(what: str, tensor: Tensor, shape: torch.Size, dtype: torch.dtype) -> None:
+    if tensor.shape != shape or tensor.dtype != dtype:
+        found, expected = f"{list(tensor.shape)} {dtype_name(tensor.dtype)}", f"{list(shape)} {dtype_name(dtype)}"
+        raise ValueError(f"{what} is {found}; expected {expected}")
+
+
+def _need_finite(what: str, *tensors: Tensor) -> None:
+    if not all(all_finite(tensor.detach()) for tensor in tensors):
+        raise ValueError(f"{what} has values that are not finite")
+
+
+def _need_at_most(largest: float, what: str, gradients: Iterable[Tensor]) -> None:
+    if largest == math.inf:
+        return
+    found = max((float(torch.linalg.vector_norm(g.detach(), math.inf)) for g in gradients if g.numel()), default=0.0)
+    if found > largest:
+        raise ValueError(f"{what} has values up to {found:.1e}; what is larger than {largest:.1e} cannot be summed")
+
+
+def _need_same_names(mine: Iterable[str], theirs: Iterable[str]) -> None:
+    missing, unknown = sorted(set(mine) - set(theirs)), sorted(set(theirs) - set(mine))
+    if missing:
+        raise ValueError(f"the state lacks {missing[0]} ({len(missing)} names are missing, {len(unknown)} unknown)")
+    if unknown:
+        raise ValueError(f"the state has the unknown {unknown[0]} ({len(unknown)} names are unknown)")

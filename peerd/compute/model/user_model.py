@@ -1,0 +1,397 @@
+"""A model and a torch optimizer of somebody else's making, as a member of a run holds them.
+
+Knows tensors and nothing of how the user computes: gradients come in, their sum goes out, the mean of everybody's
+comes back and the optimizer steps with it. Sums are over samples, in float64 if any parameter is, else in float32 (so
+half precision loses nothing in them). A sum cannot be taken apart again: when a microbatch in it must not count, all
+are forgotten and reported as missing, to be computed anew. In a delayed run gradients for the step after the one under
+way are taken too, in a sum of their own that is the next one's beginning. The state for newcomers is the parameters
+and whatever the optimizer keeps for each of them; its outline is learnt from a step with copies, so that a newcomer
+knows it before its first own step. Methods are synchronous, one at a time; whoever calls `commit` and `load` sees to
+it that nobody uses the parameters meanwhile. Hostile input: a state of other names, shapes or dtypes, or not finite,
+is a ValueError.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import inspect
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import outcome
+import torch
+from torch import Tensor
+
+from peerd.compute.codec.powersgd import low_rank_of
+from peerd.compute.flat import Layout
+from peerd.compute.model.grad_sums import Sums
+from peerd.compute.model.served_stage import Stale, Vector, items_of
+from peerd.compute.tensors import TORCH_DTYPES, all_finite, dtype_name, state_digest
+from peerd.core.errors import ConfigError
+from peerd.core.messages.state import TensorSpec
+from peerd.core.messages.swarm import Mb, Position
+from peerd.core.runfile import AveragingSection
+
+_NAME_CHARS: Final = 400  # with the optimizer's key it must fit a manifest's 512
+_DIMS: Final = 8
+_TEXT_CHARS: Final = 1000
+_ANY_WAY: Final = {"params", "foreach", "fused", "capturable", "differentiable", "initial_lr"}  # how, not what
+_NUMBERS: Final = {bool: torch.bool, int: torch.int64, float: torch.float64}
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """One thing that the optimizer keeps for one parameter."""
+
+    parameter: Tensor
+    key: str
+    kind: type  # Tensor, or a number's own type
+    dtype: torch.dtype
+    shape: torch.Size
+    device: torch.device
+
+    def tensor(self, value: object) -> Tensor:
+        """The value, or zeros where there is none yet, as a copy on the CPU."""
+        if isinstance(value, Tensor):
+            return value.detach().to("cpu", copy=True)
+        return torch.full(self.shape, value or 0, dtype=self.dtype)  # type: ignore[call-overload, no-any-return]
+
+    def value(self, tensor: Tensor) -> object:
+        """The inverse of `tensor`: a new value in the optimizer's own form."""
+        if self.kind is Tensor:
+            return tensor.detach().to(self.device, copy=True)
+        return self.kind(tensor.item())
+
+
+class UserModel:
+    """What `optimizer` optimizes. `step` counts global steps; `failure` is what the user's own code raised."""
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        named: Iterable[tuple[str, Tensor]] | None = None,
+        lr: Callable[[int], float] | None = None,
+        averaging: AveragingSection | None = None,
+        delayed: bool = False,
+    ) -> None:
+        """`named` gives every parameter of the optimizer a name; ConfigError says what cannot be averaged.
+
+        `averaging`: of the run, whose codes may keep something from step to step.
+        """
+        self.step = 0
+        self.failure: BaseException | None = None
+        self._optimizer = optimizer
+        self._lr = lr
+        self._named = _names(optimizer, named)
+        self._parameters = list(self._named.values())
+        self.layout = Layout(tuple(self._named), tuple(p.shape for p in self._parameters))
+        wide = any(p.dtype == torch.float64 for p in self._parameters)
+        self.dtype = torch.float64 if wide else torch.float32
+        devices = {p.device for p in self._parameters}
+        self.delayed = delayed
+        self._ahead = int(delayed)  # steps after the one under way that gradients are taken for, too
+        device = devices.pop() if len(devices) == 1 else "cpu"
+        self._sums = Sums(self.layout, 1 + self._ahead, self.dtype, device)
+        self._held: dict[Mb, None] = {}
+        self._early: dict[Mb, None] = {}
+        self._outline = _outline(optimizer, self._named)
+        self.low_rank = low_rank_of(averaging or AveragingSection(), self.layout, self.dtype, 0)
+
+    # --- what it is ---------------------------------------------------------------------------------------------
+
+    @property
+    def held(self) -> list[Mb]:
+        """The microbatches in the sum of the step under way."""
+        return list(self._held)
+
+    @property
+    def early(self) -> list[Mb]:
+        """The microbatches in the sum of the step after it."""
+        return list(self._early)
+
+    def here(self) -> Position:
+        """Where a peer stands with these parameters when nobody told it: peers with other values stand elsewhere."""
+        return Position(self.step, state_digest(self.state())[:8])
+
+    def model_text(self) -> str:
+        """Names, shapes and dtypes in one line, the same on all peers of a run."""
+        parts = [f"{name} {list(p.shape)} {dtype_name(p.dtype)}" for name, p in self._named.items()]
+        return _bounded(f"user: {len(parts)} parameters: {', '.join(parts)}")
+
+    def optimizer_text(self) -> str:
+        """The optimizer's class, and all settings that decide what it does."""
+        kind = type(self._optimizer)
+        without = _ANY_WAY | ({"lr"} if self._lr is not None else set())
+        names = {id(p): name for name, p in self._named.items()}
+        groups = []
+        for group in self._optimizer.param_groups:
+            settings = [f"{k}={_plain(v)}" for k, v in sorted(group.items()) if k not in without and k != "param_names"]
+            members = (
+                "" if len(self._optimizer.param_groups) == 1 else ":" + "+".join(names[id(p)] for p in group["params"])
+            )
+            groups.append(f"{', '.join(settings)}{members}")
+        return _bounded(f"{kind.__module__}.{kind.__qualname__}({'; '.join(groups)})")
+
+    def digest(self) -> bytes:
+        """32-byte hash of the parameters: equal digests mean equal bits."""
+        return state_digest({name: p.detach() for name, p in self._named.items()})
+
+    def check_unchanged(self) -> None:
+        """ConfigError when the optimizer has other parameters than at the start."""
+        now = [id(p) for group in self._optimizer.param_groups for p in group["params"]]
+        if now != [id(p) for p in self._parameters]:
+            raise ConfigError("the optimizer's parameters have changed; make a new AveragingOptimizer")
+
+    # --- one step -----------------------------------------------------------------------------------------------
+
+    def gradients(self) -> list[Tensor | None]:
+        """Those that lie at the parameters now, not copied; ConfigError when there is none at all."""
+        found = [p.grad for p in self._parameters]
+        if all(gradient is None for gradient in found):
+            raise ConfigError("no parameter has a gradient: call loss.backward() before step()")
+        if any(gradient is not None and gradient.layout != torch.strided for gradient in found):
+            raise ConfigError("sparse gradients cannot be averaged")
+        return found
+
+    def add(self, step: int, mb: Mb, gradients: Sequence[Tensor | None], samples: int) -> bool:
+        """Count a microbatch once: `samples` times its mean gradient. False, and no change, when it is not finite."""
+        ahead = step - self.step
+        if not 0 <= ahead <= self._ahead:
+            raise Stale(f"the model is at step {self.step}, the gradient at {step}")
+        book = self._early if ahead else self._held
+        if mb in book:
+            return True
+        if not all(gradient is None or all_finite(gradient) for gradient in gradients):
+            return False
+        self._sums.add(gradients, samples, ahead)
+        book[mb] = None
+        return True
+
+    def keep_only(self, step: int, wanted: Iterable[Mb]) -> list[Mb]:
+        """Returns what is wanted but not held; forgets the sum of `step` when it has something else in it."""
+        self._at(step)
+        wanted = set(wanted)
+        missing = sorted(wanted - self._held.keys())
+        if not missing and self._held.keys() - wanted:
+            self._held.clear()
+            self._sums.clear(0)
+            return sorted(wanted)
+        return missing
+
+    def unusable(self, step: int) -> list[Mb]:
+        """All that is held, when the sum of `step` has left the range of numbers: it is forgotten."""
+        self._at(step)
+        if all_finite(self._sums.due):
+            return []
+        lost = sorted(self._held)
+        self._held.clear()
+        self._sums.clear(0)
+        return lost
+
+    def vector(self) -> Vector:
+        """A copy of the sum of the step under way, flat."""
+        vector: Vector = self._sums.due.to("cpu", copy=True).numpy()
+        return vector
+
+    def vector_outline(self) -> TensorSpec:
+        """Dtype and shape of what `vector` gives, without copying anything."""
+        return TensorSpec("total", dtype_name(self.dtype), (self.layout.count,))
+
+    def commit(self, step: int, total: Vector, samples: int) -> None:
+        """Step the optimizer with `total / samples`; what was held is counted, what was early is held now.
+
+        ConfigError when the optimizer, or the user's learning rate, raises; then the parameters cannot be trusted.
+        """
+        self._at(step)
+        mean = torch.from_numpy(total) / samples
+        if mean.dtype != self.dtype or mean.shape != self._sums.due.shape or not all_finite(mean):
+            raise ValueError("the mean gradient does not fit, or is not finite")
+        result = outcome.capture(self._apply, self.layout.views(mean))
+        if isinstance(result, outcome.Error):
+            self.failure = result.error
+            raise ConfigError(f"the optimizer failed: {type(result.error).__name__}: {result.error}")
+        self.step += 1
+        self._sums.step()
+        self._held, self._early = self._early, {}
+
+    def _apply(self, means: list[Tensor]) -> None:
+        if self._lr is not None:
+            rate = float(self._lr(self.step))
+            for group in self._optimizer.param_groups:
+                if isinstance(group["lr"], Tensor):
+                    group["lr"].fill_(rate)
+                else:
+                    group["lr"] = rate
+        users = [p.grad for p in self._parameters]
+        try:
+            for parameter, mean in zip(self._parameters, means, strict=True):
+                parameter.grad = mean.to(parameter.device, parameter.dtype)
+            self._optimizer.step()
+            self._wait_for_devices()
+        finally:
+            for parameter, gradient in zip(self._parameters, users, strict=True):
+                parameter.grad = gradient
+
+    def _wait_for_devices(self) -> None:
+        """The user's own thread may compute on another stream."""
+        for device in {p.device for p in self._parameters if p.is_cuda}:
+            torch.cuda.synchronize(device)
+
+    def _forget(self) -> None:
+        self._sums.clear_all()
+        self._held.clear()
+        self._early.clear()
+
+    def _at(self, step: int) -> None:
+        if step != self.step:
+            raise Stale(f"the model is at step {self.step}, the call at {step}")
+
+    # --- its state ----------------------------------------------------------------------------------------------
+
+    def state(self) -> dict[str, Tensor]:
+        """Copies on the CPU of all that is needed to go on from a step's end, bit for bit.
+
+        `present` says what of the outline there is already: optimizers make their state with the first step.
+        """
+        state = {f"param/{name}": p.detach().to("cpu", copy=True) for name, p in self._named.items()}
+        present = torch.zeros(len(self._outline), dtype=torch.uint8)
+        for place, (name, kept) in enumerate(self._outline.items()):
+            value = self._optimizer.state.get(kept.parameter, {}).get(kept.key)
+            present[place] = value is not None
+            state[name] = kept.tensor(value)
+        if self._outline:
+            state["present"] = present
+        if self.low_rank is not None:
+            state |= {name: tensor.clone() for name, tensor in self.low_rank.state().items()}
+        return state | {"step": torch.tensor(self.step, dtype=torch.int64)}
+
+    def describe(self) -> list[tuple[str, str, tuple[int, ...], memoryview]]:
+        """A frozen copy of the state as (name, dtype, shape, bytes), sorted by name."""
+        return items_of(self.state())
+
+    def outline(self) -> list[TensorSpec]:
+        """Name, dtype and shape of what `describe` gives, in its order, without copying anything."""
+        specs = [(f"param/{name}", p.dtype, p.shape) for name, p in self._named.items()]
+        specs += [(name, kept.dtype, kept.shape) for name, kept in self._outline.items()]
+        if self._outline:
+            specs.append(("present", torch.uint8, torch.Size([len(self._outline)])))
+        if self.low_rank is not None:
+            specs += self.low_rank.outline()
+        specs.append(("step", torch.int64, torch.Size()))
+        return [TensorSpec(name, dtype_name(dtype), tuple(shape)) for name, dtype, shape in sorted(specs)]
+
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        """Take over a whole state and forget the sum; ValueError, before any change, when it does not fit."""
+        mine = {spec.name: spec for spec in self.outline()}
+        if mine.keys() != state.keys():
+            raise ValueError(f"the state does not fit: {sorted(mine.keys() ^ state.keys())[0]}")
+        for name, spec in mine.items():
+            tensor = state[name]
+            if (tuple(tensor.shape), dtype_name(tensor.dtype)) != (spec.shape, spec.dtype) or not all_finite(tensor):
+                raise ValueError(f"{name} of the state does not fit, or is not finite")
+        if int(state["step"]) < 0:
+            raise ValueError("the state's step is negative")
+        with torch.no_grad():
+            for name, parameter in self._named.items():
+                parameter.copy_(state[f"param/{name}"])
+        for place, (name, kept) in enumerate(self._outline.items()):
+            if state["present"][place]:
+                self._optimizer.state[kept.parameter][kept.key] = kept.value(state[name])
+            else:
+                self._optimizer.state[kept.parameter].pop(kept.key, None)
+        if self.low_rank is not None:
+            self.low_rank.load(state)
+        self._wait_for_devices()
+        self.step = int(state["step"])
+        self._forget()
+
+
+def _names(optimizer: torch.optim.Optimizer, named: Iterable[tuple[str, Tensor]] | None) -> dict[str, Tensor]:
+    """The optimizer's parameters by name, in its order."""
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ConfigError(f"a torch optimizer is needed, not {type(optimizer).__name__}")
+    parameters: list[Tensor] = [p for group in optimizer.param_groups for p in group["params"]]
+    known = {id(p): str(index) for index, p in enumerate(parameters)}
+    if named is not None:
+        known = {id(p): name for name, p in named}
+    found: dict[str, Tensor] = {}
+    for index, parameter in enumerate(parameters):
+        name = known.get(id(parameter))
+        if name is None:
+            raise ConfigError(
+                f"parameter {index} of the optimizer, {list(parameter.shape)}, is not in named_parameters"
+            )
+        if name in found or not 0 < len(name) <= _NAME_CHARS:
+            raise ConfigError(
+                f"two parameters are named {name!r}" if name in found else f"a name has {len(name)} characters"
+            )
+        if not parameter.is_floating_point() or parameter.layout != torch.strided or parameter.ndim > _DIMS:
+            raise ConfigError(
+                f"parameter {name} cannot be averaged: {list(parameter.shape)} {dtype_name(parameter.dtype)}"
+            )
+        found[name] = parameter
+    if not sum(p.numel() for p in parameters):
+        raise ConfigError("the optimizer has no parameters")
+    return found
+
+
+def _outline(optimizer: torch.optim.Optimizer, named: Mapping[str, Tensor]) -> dict[str, _Kept]:
+    """What the optimizer keeps after a step, learnt with copies of everything: the real ones are only read."""
+    kind = type(optimizer)
+    closure = inspect.signature(kind.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise ConfigError(f"{kind.__name__} needs a closure, so it cannot step with an average")
+    copies = {name: p.detach().clone().requires_grad_() for name, p in named.items()}
+    memo: dict[int, Any] = {id(p): copies[name] for name, p in named.items()}
+    rehearsal = object.__new__(kind)
+    for attribute, value in vars(
+        optimizer
+    ).items():  # not `step`: schedulers put one there that is bound to the real one
+        if attribute.endswith("hooks"):
+            vars(rehearsal)[attribute] = OrderedDict()
+        elif attribute != "step":
+            vars(rehearsal)[attribute] = copy.deepcopy(value, memo)
+    before = _counters(rehearsal)
+    for parameter in copies.values():
+        parameter.grad = torch.zeros_like(parameter)
+    kind.step(rehearsal)
+    changed = sorted(key for key, value in _counters(rehearsal).items() if before.get(key) != value)
+    if changed:
+        raise ConfigError(
+            f"{kind.__name__} keeps {changed[0]} outside of its parameters' state: newcomers could not get it"
+        )
+    outline: dict[str, _Kept] = {}
+    for name, parameter in copies.items():
+        for key, value in sorted(rehearsal.state.get(parameter, {}).items()):
+            if value is not None:
+                outline[f"opt/{name}/{key}"] = _kept(kind.__name__, named[name], key, value)
+    return outline
+
+
+def _kept(optimizer: str, parameter: Tensor, key: str, value: object) -> _Kept:
+    if isinstance(value, Tensor) and dtype_name(value.dtype) in TORCH_DTYPES and value.ndim <= _DIMS:
+        return _Kept(parameter, key, Tensor, value.dtype, value.shape, value.device)
+    if type(value) in _NUMBERS:
+        return _Kept(parameter, key, type(value), _NUMBERS[type(value)], torch.Size(), torch.device("cpu"))
+    raise ConfigError(f"{optimizer} keeps {key} as {type(value).__name__}: only tensors and numbers can travel")
+
+
+def _counters(optimizer: torch.optim.Optimizer) -> dict[str, object]:
+    """Numbers that an optimizer keeps for itself, not for a parameter."""
+    own = {name: value for name, value in vars(optimizer).items() if type(value) in (int, float)}
+    for index, group in enumerate(optimizer.param_groups):
+        own |= {f"group {index}'s {k}": _plain(v) for k, v in group.items() if k != "params"}
+    return own
+
+
+def _plain(value: object) -> str:
+    return repr(value.item() if isinstance(value, Tensor) and value.numel() == 1 else value)
+
+
+def _bounded(text: str) -> str:
+    """Cut to what a person reads; the digest tells the rest apart."""
+    digest = hashlib.sha256(text.encode()).hexdigest()[:16]
+    return text if len(text) <= _TEXT_CHARS else f"{text[:_TEXT_CHARS]}... #{digest}"

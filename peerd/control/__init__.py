@@ -1,0 +1,1 @@
+"""The daemon's surroundings: its control socket, connectivity and papers on disk."""

@@ -1,0 +1,116 @@
+"""How this peer reaches others and is reached: builds and runs, in order, everything that makes ways.
+
+Composition only: each part is told the host, and knows nothing of the others but what is passed here. Used by the
+daemon, by `peerd doctor`, and by whoever has a Host of his own; needs neither torch nor a run.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import trio
+
+from peerd.core.clock import Clock
+from peerd.core.keys import Keypair
+from peerd.core.runfile import LimitsSection
+from peerd.machine.connectivity.reachability import advice
+from peerd.machine.connectivity.relay import RelayConfig
+from peerd.net.gateway.router import Router
+from peerd.net.host.host import Host
+from peerd.net.host.upkeep import Upkeep
+from peerd.net.relay.circuit_transport import Circuits
+from peerd.service.connectivity.autonat import Reach, ReachConfig, port_of
+from peerd.service.connectivity.dcutr import Punching
+from peerd.service.connectivity.lan_discovery import Finder, LanDiscovery, own_finder
+from peerd.service.connectivity.port_mapping import PortMapping, own_routers
+from peerd.service.connectivity.relay import Relay
+from peerd.service.connectivity.relay_client import Reserving
+from peerd.service.dht.dht import Dht
+from peerd.service.rpc.rpc import Rpc
+
+_RELAY_SHARE = 0.9  # of the line, for others' circuits: the rest is encryption, headers and our own calls
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConnectivityConfig:
+    """What this peer does for others' ways, and its figures."""
+
+    relay: bool = False  # carry others' circuits
+    relaying: RelayConfig = field(default_factory=RelayConfig)  # how much of it
+    routers: tuple[Router, ...] = ()  # that may be asked for a way in from outside
+    finder: Finder | None = None  # of peers in the same network
+    reach: ReachConfig = field(default_factory=ReachConfig)
+
+
+def relaying(line: LimitsSection) -> RelayConfig:
+    """With what the line carries known, circuits take turns before they fill it: each byte goes in and out."""
+    mbit = min((most for most in (line.upload_mbit, line.download_mbit) if most), default=math.inf)
+    return RelayConfig(bytes_per_s=_RELAY_SHARE * mbit * 125_000)
+
+
+def own_surroundings(clock: Clock) -> ConnectivityConfig:
+    """What this machine's own network offers, as far as the optional extras are installed that make use of it."""
+    return ConnectivityConfig(routers=tuple(own_routers(clock)), finder=own_finder(clock))
+
+
+class Connectivity:
+    """The ways of one host. Nothing moves until `run`, which has to begin after the host's."""
+
+    def __init__(
+        self,
+        host: Host,
+        net: tuple[Rpc | None, Dht | None],
+        clock: Clock,
+        keypair: Keypair,
+        config: ConnectivityConfig | None = None,
+    ) -> None:
+        self._host, self._clock = host, clock
+        self.config = config or ConnectivityConfig()
+        self.circuits = Circuits(host, clock)
+        self.reach = Reach(host, clock, self.config.reach)
+        self.punching = Punching(host, clock)
+        self.reserving = Reserving(host, self.circuits, clock, net[1])
+        self.relay = Relay(host, clock, keypair, self.config.relaying) if self.config.relay else None
+        self.portmap = PortMapping(host, self.config.routers) if self.config.routers else None
+        finder, dht = self.config.finder, net[1]
+        self.lan = LanDiscovery(host, finder, dht.meet) if finder is not None and dht is not None else None
+        host.add_transport(self.circuits)
+        self.reach.count_relays(lambda: len(self.circuits.reservations))
+        self.reach.on_change(lambda finding: self.reserving.want(finding.needs_relays))
+        self.reserving.on_change(self.reach.look)
+
+    async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Make ways until cancelled; a part that fails begins again, and the others go on."""
+        upkeep = Upkeep(self._host.faults)
+        async with trio.open_nursery() as nursery:
+            await nursery.start(upkeep.run, "circuits", self.circuits.run)
+            if self.relay is not None:
+                await nursery.start(upkeep.run, "relay", self.relay.run)
+            await nursery.start(upkeep.run, "punching", self.punching.run)
+            await nursery.start(upkeep.run, "reserving", self.reserving.run)
+            await nursery.start(upkeep.run, "reach", self.reach.run)
+            if self.portmap is not None:
+                await nursery.start(upkeep.run, "portmap", self.portmap.run)
+            if self.lan is not None:
+                await nursery.start(upkeep.run, "lan", self.lan.run)
+            task_status.started()
+
+    def waits_for(self) -> str | None:
+        """What is missing for others to reach this peer; None when nothing is."""
+        if self.reach.finding.needs_relays and not self.reach.finding.proven and not self.reserving.relays:
+            return "a relay: without one nobody can connect to this peer"
+        return None
+
+    def status(self) -> dict[str, Any]:
+        """Plain data for `peerd status`: the verdict, what it means, and what to do."""
+        finding = self.reach.finding
+        relay = asdict(self.relay.traffic()) if self.relay is not None else None
+        relays = [str(peer) for peer in self.reserving.relays]
+        told = {"advice": advice(finding, port_of(self._host), len(relays)), "relays": relays}
+        ways: dict[str, Any] = {"punching": self.punching.status()}
+        ways["portmap"] = self.portmap.status() if self.portmap is not None else None
+        ways["lan"] = self.lan.status() if self.lan is not None else None
+        more = {"takes_inbound": self._host.takes_inbound, "carries": relay}
+        return self.reach.status() | told | more | ways

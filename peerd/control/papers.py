@@ -1,0 +1,263 @@
+"""Tokens on disk: a peer's own, the lists of revoked ones that it kept, and the organizer's book of what he issued.
+
+The book is a JSON-lines file to which lines are only added, in `tokens/` of the organizer's data directory; beside it
+lies the signed list of revoked tokens as text, which he can hand to others. A line that is cut off (a full disk) is
+named, never skipped: a revocation must not get lost. Tokens are no secrets, the organizer's identity key is one.
+Nothing here talks to the network; what runs beside it reads and writes in threads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+import trio
+
+from peerd.core.errors import ConfigError, ProtocolViolation
+from peerd.core.ids import PeerId
+from peerd.core.keys import Keypair
+from peerd.core.limits import REVOKED_BYTES, REVOKED_TOKENS, TOKEN_NAME_CHARS, TOKEN_ROLES
+from peerd.core.messages.token import ID_BYTES, Revoked, Token, from_text, normal_roles, seal, to_text
+from peerd.core.runfile import RunFile
+from peerd.home import locked, make_private_dir, write_atomically
+from peerd.machine.access.members import Roll
+
+TOKEN_FILE: Final = "access.token"  # in a peer's data directory, unless the run file names another
+BOOK_DIR: Final = "tokens"  # in the organizer's data directory
+ISSUED_FILE: Final = "issued.jsonl"
+REVOKED_FILE: Final = "revoked.txt"
+_DAY_S: Final = 86400
+_TEXT_BYTES: Final = 4 * REVOKED_BYTES  # no file of ours here is longer
+_ROLE: Final = re.compile(r"[a-z][a-z0-9_-]{0,31}")
+
+K = TypeVar("K", Token, Revoked)
+
+
+# --- a peer's own papers -------------------------------------------------------------------------------------------
+
+
+class PeerPapers:
+    """One peer's files for one run with tokens: what `service.access` reads again now and then, in threads."""
+
+    def __init__(self, run: RunFile, home: Path, own: PeerId) -> None:
+        self._organizer = PeerId.parse(run.access.organizer)
+        self._own = own
+        self.token_path = Path(run.access.token).expanduser() if run.access.token else home / TOKEN_FILE
+        self._kept = home / f"revoked-{self._organizer.text[-8:]}.txt"
+        given = [Path(run.access.revoked).expanduser()] if run.access.revoked else []
+        self._lists = [self._kept, *given, *([home / BOOK_DIR / REVOKED_FILE] if self.is_organizer else [])]
+
+    @property
+    def is_organizer(self) -> bool:
+        """Whether this peer is the organizer's own, which needs no token."""
+        return self._own == self._organizer
+
+    async def token(self) -> bytes:
+        """As `read_token`."""
+        return await trio.to_thread.run_sync(self.read_token)
+
+    async def revoked(self) -> list[bytes]:
+        """As `read_revoked`."""
+        return await trio.to_thread.run_sync(self.read_revoked)
+
+    async def keep(self, revoked: bytes) -> None:
+        """Remember the newest list beyond the end of this process, as far as the disk lets us."""
+        text = to_text(Revoked, revoked).encode() + b"\n"
+        with contextlib.suppress(OSError):
+            await trio.to_thread.run_sync(write_atomically, self._kept, text)
+
+    def read_token(self) -> bytes:
+        """The sealed token as it lies there now, empty for the organizer; ConfigError when none can be read."""
+        return b"" if self.is_organizer else _read(Token, self.token_path)
+
+    def read_revoked(self) -> list[bytes]:
+        """Every list of revoked tokens that can be read."""
+        found = []
+        for path in self._lists:
+            with contextlib.suppress(ConfigError):
+                found.append(_read(Revoked, path))
+        return found
+
+
+def own_papers(run: RunFile, roles: Sequence[str], home: Path, own: PeerId, now: float) -> PeerPapers:
+    """This peer's papers, if they let it take part in `roles`; ConfigError says what to do when they do not."""
+    papers = PeerPapers(run, home, own)
+    organizer = PeerId.parse(run.access.organizer)
+    if run.access.revoked:
+        _read(Revoked, Path(run.access.revoked).expanduser())
+    if papers.is_organizer:
+        return papers
+    wanted = normal_roles(roles)
+    advice = (
+        f"ask the organizer ({organizer}) for a token for peer {own} in the roles {', '.join(wanted)}, "
+        f"and save it as {papers.token_path}"
+    )
+    if not papers.token_path.exists():
+        raise ConfigError(f"run {run.run} takes members by token, and there is none in {papers.token_path}; {advice}")
+    roll = Roll(run.run, organizer, run.pipeline.stages)
+    for data in papers.read_revoked():
+        with contextlib.suppress(ProtocolViolation):
+            roll.learn_revoked(data)
+    found = roll.judge(own, papers.read_token(), now)
+    if isinstance(found, str):
+        raise ConfigError(f"no valid token for run {run.run} in {papers.token_path}: {found}; {advice}")
+    for role in wanted:
+        if found.lacks(frozenset({role})):
+            raise ConfigError(f"the token in {papers.token_path} is not for the role {role}; {advice}")
+    return papers
+
+
+def _read(kind: type[K], path: Path) -> bytes:
+    what = "token" if kind is Token else "list of revoked tokens"
+    try:
+        with path.open("rb") as file:
+            raw = file.read(_TEXT_BYTES + 1)
+    except OSError as error:
+        raise ConfigError(f"the {what} {path} can't be read: {error.strerror or error}") from error
+    try:
+        return from_text(kind, raw.decode("ascii"))
+    except (UnicodeDecodeError, ProtocolViolation) as error:
+        why = "not text" if isinstance(error, UnicodeDecodeError) else str(error)
+        raise ConfigError(f"{path} holds no {what}: {why}; copy it again, in one piece") from error
+
+
+# --- the organizer's book ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenGrant:
+    """What the organizer wants to allow."""
+
+    run: str
+    peer: str
+    name: str
+    roles: Sequence[str]
+    days: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Issued:
+    """One token in the book; times in Unix seconds. `revoked`: when, or None."""
+
+    id: str
+    run: str
+    peer: str
+    name: str
+    roles: list[str]
+    issued: int
+    expires: int
+    revoked: int | None = None
+
+    def state(self, now: float) -> str:
+        return "revoked" if self.revoked is not None else "expired" if now >= self.expires else "valid"
+
+
+class TokenBook:
+    """The tokens that one organizer issued and revoked."""
+
+    def __init__(self, data_dir: Path, organizer: Keypair) -> None:
+        self.folder = make_private_dir(data_dir / BOOK_DIR)
+        self.organizer = organizer.peer_id
+        self._keypair = organizer
+        self._path = self.folder / ISSUED_FILE
+
+    def entries(self) -> list[Issued]:
+        """All that were issued, in that order."""
+        return list(self._read()[0].values())
+
+    def issue(self, grant: TokenGrant, now: float) -> str:
+        """A new token as text, written into the book; ConfigError says what cannot be granted."""
+        token = _token(grant, os.urandom(ID_BYTES), int(now))
+        text = to_text(Token, seal(token, self._keypair))
+        entry = Issued(
+            id=token.id.hex(),
+            run=token.run,
+            peer=token.peer.text,
+            name=token.name,
+            roles=token.roles,
+            issued=token.issued,
+            expires=token.expires,
+        )
+        with locked(self.folder):
+            self._read()  # a damaged book is not written on
+            self._append({key: value for key, value in asdict(entry).items() if key != "revoked"})
+        return text
+
+    def revoke(self, wanted: str, now: float) -> Issued:
+        """Take a token back, by its id or the beginning of it; repeating that changes nothing."""
+        with locked(self.folder):
+            entries, number = self._read()
+            matching = [entry for entry in entries.values() if wanted and entry.id.startswith(wanted.lower())]
+            if len(matching) != 1:
+                why = "several tokens begin so" if matching else "there is no such token"
+                raise ConfigError(f"{wanted!r}: {why} in {self._path}; `peerd token list` shows them")
+            entry = matching[0]
+            if entry.revoked is None:
+                live = [e for e in entries.values() if e.state(now) == "revoked" and e.expires > now]
+                if len(live) >= REVOKED_TOKENS:
+                    raise ConfigError(f"{REVOKED_TOKENS} tokens are revoked and not expired: that is all a list holds")
+                entry = entries[entry.id] = replace(entry, revoked=int(now))
+                self._append({"revoke": entry.id, "at": entry.revoked})
+                number += 1
+            self._publish(entries, number, now)
+        return entry
+
+    def _publish(self, entries: dict[str, Issued], number: int, now: float) -> None:
+        ids = sorted(bytes.fromhex(e.id) for e in entries.values() if e.revoked is not None and e.expires > now)
+        text = to_text(Revoked, seal(Revoked(number, ids), self._keypair))
+        write_atomically(self.folder / REVOKED_FILE, text.encode() + b"\n", mode=0o644)
+
+    def _append(self, line: dict[str, Any]) -> None:
+        try:
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(line, ensure_ascii=False) + "\n")
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            raise ConfigError(f"{self._path} can't be written: {error.strerror or error}") from error
+
+    def _read(self) -> tuple[dict[str, Issued], int]:
+        """The tokens by id, and how many revocations there were: the number of the newest list."""
+        entries: dict[str, Issued] = {}
+        number = 0
+        try:
+            lines = self._path.read_text("utf-8").splitlines()
+        except FileNotFoundError:
+            return entries, number
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{self._path} can't be read: {error}") from error
+        for at, line in enumerate(lines, 1):
+            try:
+                told = json.loads(line)
+                if "revoke" in told:
+                    entries[told["revoke"]] = replace(entries[told["revoke"]], revoked=int(told["at"]))
+                    number += 1
+                else:
+                    entries[told["id"]] = Issued(**told)
+            except (ValueError, TypeError, KeyError) as error:
+                raise ConfigError(f"{self._path}, line {at}: damaged; mend or remove this line") from error
+        return entries, number
+
+
+def _token(grant: TokenGrant, token_id: bytes, now: int) -> Token:
+    try:
+        peer = PeerId.parse(grant.peer)
+    except ValueError as error:
+        raise ConfigError(f"--peer {grant.peer!r} is not a peer id; `peerd identity` shows it there") from error
+    if not 0 < len(grant.run) <= 64 or not grant.run.isprintable():
+        raise ConfigError("--run: allowed are 1 to 64 printable characters, as in the run file")
+    if len(grant.name) > TOKEN_NAME_CHARS or not grant.name.isprintable():
+        raise ConfigError(f"--name: allowed are up to {TOKEN_NAME_CHARS} printable characters")
+    roles = normal_roles(grant.roles)
+    wrong = next((role for role in roles if not _ROLE.fullmatch(role)), None)
+    if wrong is not None or not roles:
+        raise ConfigError(f"--roles: {wrong or ''!r} is no role; give names with commas, such as stage,trainer")
+    if len(roles) > TOKEN_ROLES:
+        raise ConfigError(f"--roles: {len(roles)} of them; allowed: up to {TOKEN_ROLES}")
+    return Token(token_id, peer.public_key, grant.run, grant.name, roles, now, now + grant.days * _DAY_S)

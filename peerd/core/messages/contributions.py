@@ -1,0 +1,37 @@
+"""What each peer says it has given to a run, as it publishes it: for the leader-board.
+
+The figures are the peer's own word. Its name is not: it stands in the token that travels along, which the organizer
+signed for this very peer; who reads the record checks that. Values come from strangers, so all are bounded.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+
+from peerd.core.ids import Key
+from peerd.core.messages.encoding import Message, decode
+from peerd.core.messages.token import Seconds, TokenData
+
+Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
+
+
+class Contributed(Message, frozen=True):
+    """The totals of one peer in one role, over all times that it took part."""
+
+    samples: Count  # whose gradients or samples it brought into global steps
+    bytes_aggregated: Count  # of gradients that it summed for others
+    seconds: Count  # that it took part
+    since: Seconds  # Unix time of its first part in the run
+    token: TokenData = b""
+
+
+def contributions_key(run: str) -> Key:
+    """Where the peers of a run publish what they gave; one sub-key for each role of a peer."""
+    return Key.of(f"{run}/contributions")
+
+
+def decode_contributed(value: bytes) -> Contributed:
+    """Raises ProtocolViolation."""
+    return decode(Contributed, value)

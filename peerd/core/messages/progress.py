@@ -1,0 +1,147 @@
+"""What peers publish about a run in the DHT, and under which keys: for finding each other, and for watchers.
+
+All values are read from strangers: bounded here, signed and expiring in the DHT.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable
+from typing import Annotated, Final
+
+import msgspec
+
+from peerd.core.ids import Key
+from peerd.core.limits import FORESEEABLE_S, KEPT_SETS, STAGES
+from peerd.core.messages.encoding import Message, decode, encode
+from peerd.core.messages.swarm import AddrText, Moment, PeerText, Position, StageNumber
+from peerd.core.messages.token import TokenData
+
+OVERDUE_S: Final = 15.0  # so long a forecast that was wrong still says that the step may end at any moment
+ShortText = Annotated[str, msgspec.Meta(max_length=200)]
+
+
+def stage_key(run: str, stage: int) -> Key:
+    """Where the peers of a stage announce themselves."""
+    return Key.of(f"{run}/stage/{stage}")
+
+
+def progress_key(run: str) -> Key:
+    """Where trainers announce how far they are."""
+    return Key.of(f"{run}/progress")
+
+
+def joining_key(run: str) -> Key:
+    """Where peers that are about to join announce themselves."""
+    return Key.of(f"{run}/joining")
+
+
+def settings_key(run: str) -> Key:
+    """Where peers of a run publish the settings they share."""
+    return Key.of(f"{run}/settings")
+
+
+def kept_key(run: str) -> Key:
+    """Where backbones announce the checkpoints that they keep."""
+    return Key.of(f"{run}/kept")
+
+
+class StageProgress(Message, frozen=True):
+    """One stage peer, as it announces itself."""
+
+    stage: int
+    since: Moment  # when it joined the stage
+    step: int
+    held: int  # samples accumulated for the step under way
+    samples_per_s: float
+    device: ShortText
+    conductor: PeerText  # whom it follows; "" while it looks for one
+    waits_for: ShortText
+    addrs: Annotated[list[AddrText], msgspec.Meta(max_length=16)]
+    token: TokenData = b""  # in a run with tokens: that the publisher is a member, and may serve a stage
+    step_at: Moment = 0.0  # when the step under way should be done, as the conductor foretells it; 0: nobody knows
+    client: bool = False  # it can dial, and not be dialed
+    # The other stages that this peer serves now: what it announced of any further one, earlier, is over.
+    also: Annotated[list[StageNumber], msgspec.Meta(max_length=STAGES)] = msgspec.field(default_factory=list)
+
+
+class Joiner(Message, frozen=True):
+    """A peer that is about to choose its stage; `since`: when it arrived, Unix time."""
+
+    since: Moment
+    token: TokenData = b""  # as in StageProgress
+
+
+class KeptCheckpoints(Message, frozen=True):
+    """What a backbone keeps: positions of which it has the checkpoints of all stages, oldest first."""
+
+    positions: Annotated[list[Position], msgspec.Meta(max_length=KEPT_SETS)]
+    addrs: Annotated[list[AddrText], msgspec.Meta(max_length=16)]
+    token: TokenData = b""  # as in StageProgress, but to be a backbone
+
+
+class TrainerProgress(Message, frozen=True):
+    """One trainer, as it announces itself."""
+
+    step: int
+    loss: float  # mean of the last step's microbatches, nats per token
+    valid_loss: float  # nan before the first evaluation
+    valid_step: int
+    samples_per_s: float
+    tokens_per_s: float
+    microbatches: int  # counted so far
+    redone: int  # repeated on one stage because its peer was lost
+    lost: int  # neither counted nor begun again
+    waits_for: ShortText
+    addrs: Annotated[list[AddrText], msgspec.Meta(max_length=16)] = msgspec.field(default_factory=list)
+    client: bool = False  # it can dial, and not be dialed
+
+
+def foretold_in_s(told: Iterable[tuple[str, str, float]], wall: float) -> float | None:
+    """Seconds until the step under way should be done, by the records of a run's stage peers; None: nobody knows.
+
+    `told`: each one's id, whom it follows, and its `step_at`. The word counts of whom most follow, so that nobody
+    foretells who conducts in his own eyes only; not if it is over for longer than records take to be renewed.
+    """
+    rows = list(told)
+    followed = Counter(conductor for _, conductor, _ in rows if conductor)
+    first = max(followed, key=lambda peer: (followed[peer], peer), default=None)
+    for peer, conductor, step_at in rows:
+        if peer == first == conductor and step_at and -OVERDUE_S <= step_at - wall <= FORESEEABLE_S:
+            return max(0.0, step_at - wall)
+    return None
+
+
+def sum_told(values: Iterable[float]) -> float:
+    """Of the finite ones; a sum that is too large for a float is none of a training's figures."""
+    total = sum(value for value in values if math.isfinite(value))
+    return total if math.isfinite(total) else 0.0
+
+
+def pause_s(due_in_s: float | None, usual_s: float, longest_s: float) -> float:
+    """How long to wait before the next look at a step, or word about it, when it is due in `due_in_s` seconds.
+
+    Unknown, near or past: `usual_s`, the shortest there is. Otherwise one look comes shortly before the step is due
+    and one shortly after it, and before that one every `longest_s`, since forecasts change.
+    """
+    near_s = usual_s / 2
+    if due_in_s is None or not due_in_s > 0:
+        return usual_s
+    if due_in_s <= usual_s + near_s:
+        return max(usual_s, due_in_s + near_s)
+    return max(usual_s, min(due_in_s - near_s, longest_s))
+
+
+def encode_progress(value: StageProgress | TrainerProgress) -> bytes:
+    return encode(value)
+
+
+def decode_stage(value: bytes) -> StageProgress:
+    """Raises ProtocolViolation."""
+    return decode(StageProgress, value)
+
+
+def decode_trainer(value: bytes) -> TrainerProgress:
+    """Raises ProtocolViolation."""
+    return decode(TrainerProgress, value)

@@ -1,0 +1,48 @@
+"""Proofs that peers show each other: signed statements about one microbatch, step or position.
+
+`Grant`: the conductor has admitted these microbatches of this trainer. `Receipt`: this stage peer holds this
+microbatch's gradient. Both name run, step and the peer they are for, so that they prove nothing anywhere else; each
+kind has a domain of its own, so that no signature of one counts for another. What is signed is our encoding of the
+statement, which the reader makes anew from what it knows. Hostile input: signatures of any content, which simply do not
+count.
+"""
+
+from __future__ import annotations
+
+from typing import Final, Protocol
+
+from peerd.core.ids import PeerId
+from peerd.core.keys import verify
+from peerd.core.messages.encoding import encode
+from peerd.core.messages.swarm import Grant, GrantStatement, Mb, Receipt, ReceiptStatement
+
+_GRANT: Final = b"peerd grant 1\0"
+_RECEIPT: Final = b"peerd receipt 1\0"
+
+
+class Sign(Protocol):
+    """Signs bytes with this peer's identity."""
+
+    def __call__(self, data: bytes, /) -> bytes: ...
+
+
+def grant(sign: Sign, statement: GrantStatement) -> Grant:
+    """The conductor's word that the statement holds."""
+    return Grant(statement.term, statement.step, statement.seqs, sign(_GRANT + encode(statement)))
+
+
+def is_granted(conductor: PeerId, run: bytes, trainer: str, shown: Grant) -> bool:
+    """Whether `conductor` has signed `shown` for `trainer` in `run`."""
+    statement = GrantStatement(run, shown.term, shown.step, trainer, shown.seqs)
+    return verify(conductor, _GRANT + encode(statement), shown.signature)
+
+
+def receipt(sign: Sign, run: bytes, session: int, stage: int, step: int, mb: Mb) -> Receipt:
+    """The holder's word that, in this session, it has accumulated `mb` for `step` in `stage`."""
+    return Receipt(session, sign(_RECEIPT + encode(ReceiptStatement(run, session, stage, step, mb))))
+
+
+def has_received(holder: PeerId, run: bytes, stage: int, step: int, mb: Mb, shown: Receipt) -> bool:
+    """Whether `holder` has signed `shown` for `mb` of `step` in `stage` of `run`."""
+    statement = ReceiptStatement(run, shown.session, stage, step, mb)
+    return verify(holder, _RECEIPT + encode(statement), shown.signature)

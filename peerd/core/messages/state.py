@@ -1,0 +1,120 @@
+"""A stage's state as one row of bytes, cut into pieces that are checked one by one.
+
+The tensors lie one after another in the order given, each at a multiple of STATE_ALIGN_BYTES, with zeros in between;
+the row is cut into pieces of STATE_PIECE_BYTES. Each piece has a SHA-256; the root, a SHA-256 over position, layout
+and all digests, stands for the whole state: equal roots mean equal bits at the same position. Giver and receiver both
+know the layout from their own stage, so no names and shapes travel, and nothing that a peer says decides how much
+memory is taken. Nothing is parsed here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+from peerd.core.frame import DTYPES
+from peerd.core.limits import STATE_PIECE_BYTES
+from peerd.core.messages.swarm import Position
+
+STATE_ALIGN_BYTES: Final = 64
+DIGEST_BYTES: Final = 32
+_TAG: Final = b"peerd state 1\0"
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """What one tensor of a state is, without its values."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the values; KeyError when there is no such dtype."""
+        return DTYPES[self.dtype].itemsize * math.prod(self.shape)
+
+
+class StateItem(NamedTuple):
+    """One tensor of a state: raw little-endian bytes in C order."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    payload: memoryview
+
+
+class Span(NamedTuple):
+    """Bytes `begin` to `end` of one tensor, which stand at `offset` of a piece."""
+
+    tensor: int
+    begin: int
+    end: int
+    offset: int
+
+
+class StateLayout:
+    """Where each tensor lies in the row, and where the row is cut."""
+
+    def __init__(self, tensors: Iterable[TensorSpec | StateItem], piece_bytes: int = STATE_PIECE_BYTES) -> None:
+        """Another `piece_bytes` is for tests: peers that talk to each other must have the same."""
+        self.tensors = [TensorSpec(t.name, t.dtype, tuple(t.shape)) for t in tensors]
+        self.piece_bytes = piece_bytes
+        self.begins: list[int] = []  # of each tensor, in the row
+        end = 0
+        for spec in self.tensors:
+            begin = -(-end // STATE_ALIGN_BYTES) * STATE_ALIGN_BYTES
+            self.begins.append(begin)
+            end = begin + spec.nbytes
+        self.total_bytes = end
+        self.pieces = -(-end // piece_bytes)
+        text = "".join(f"{t.name}\0{t.dtype}\0{list(t.shape)}\0" for t in self.tensors)
+        self.digest = hashlib.sha256(text.encode()).digest()  # of names, dtypes and shapes
+
+    def piece(self, number: int) -> tuple[int, int]:
+        """Where piece `number` begins and ends in the row."""
+        begin = number * self.piece_bytes
+        return begin, min(begin + self.piece_bytes, self.total_bytes)
+
+    def spans(self, number: int) -> list[Span]:
+        """What of which tensors makes up a piece."""
+        begin, end = self.piece(number)
+        spans = []
+        for tensor in range(max(0, bisect_right(self.begins, begin) - 1), len(self.begins)):
+            at = self.begins[tensor]
+            if at >= end:
+                break
+            first, last = max(begin, at), min(end, at + self.tensors[tensor].nbytes)
+            if first < last:
+                spans.append(Span(tensor, first - at, last - at, first - begin))
+        return spans
+
+    def cut_out(self, number: int, payloads: Sequence[memoryview]) -> memoryview:
+        """The bytes of a piece; a view where they lie in one tensor, else a copy. `payloads`: raw bytes by tensor."""
+        begin, end = self.piece(number)
+        spans = self.spans(number)
+        if len(spans) == 1 and spans[0].end - spans[0].begin == end - begin:
+            return payloads[spans[0].tensor][spans[0].begin : spans[0].end]
+        joined = bytearray(end - begin)
+        for tensor, first, last, offset in spans:
+            joined[offset : offset + last - first] = payloads[tensor][first:last]
+        return memoryview(joined)
+
+    def views(self, row: memoryview) -> list[memoryview]:
+        """Each tensor's part of a whole row."""
+        return [row[b : b + t.nbytes] for b, t in zip(self.begins, self.tensors, strict=True)]
+
+    def root(self, position: Position, digests: bytes | bytearray | memoryview) -> bytes:
+        """What stands for a state of this layout; `digests`: of all pieces, joined."""
+        lineage = position.lineage
+        head = position.step.to_bytes(8, "big") + len(lineage).to_bytes(1, "big") + lineage
+        return hashlib.sha256(_TAG + head + self.digest + digests).digest()
+
+
+def piece_digest(data: bytes | bytearray | memoryview) -> bytes:
+    """The digest of one piece."""
+    return hashlib.sha256(data).digest()

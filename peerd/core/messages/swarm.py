@@ -1,0 +1,433 @@
+"""The messages by which stage peers and trainers make global steps together, and what each field may hold.
+
+One conductor (a peer of stage 0) keeps the ledger of the step under way: which microbatches make up the batch
+and who holds each one's gradient in each stage. Trainers and stage peers report to it by `sync` calls that wait
+for news; it closes the step by `prepare` (average inside each stage) and `commit` (step the optimizer) calls to
+the stage peers. Everything may be repeated: calls name microbatches, steps and attempts by id. In a delayed run a
+second ledger is open meanwhile, that of the step after: its microbatches are `early`.
+A microbatch's `seq` is unique for its trainer (session in the upper bits); who the trainer is, the
+authenticated connection says. Every bound here is kept by who sends, too: what is longer is told in parts (the list of
+members, what is done, what is to be repeated), or cut by a rule that stands at the field.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+
+from peerd.core.limits import (
+    AVERAGE_PART_BYTES,
+    AVERAGE_ROUNDS,
+    FORESEEABLE_S,
+    FRAME_ELEMENTS,
+    LAST_STEP,
+    LINE_PAIRS,
+    LINE_S_PER_BYTE,
+    MEMBERS,
+    MICROBATCHES,
+    REDO_AT_ONCE,
+    SAVED_TOLD,
+    STAGES,
+    WAITS_CHARS,
+)
+from peerd.core.messages.encoding import Message
+from peerd.core.messages.microbatches import Mb as Mb
+from peerd.core.messages.microbatches import Mbs as Mbs
+from peerd.core.messages.microbatches import PeerText as PeerText
+from peerd.core.messages.microbatches import Seq as Seq
+from peerd.core.messages.microbatches import Seqs as Seqs
+
+AddrText = Annotated[str, msgspec.Meta(max_length=512)]
+StepNumber = Annotated[int, msgspec.Meta(ge=0, le=LAST_STEP)]
+StageNumber = Annotated[int, msgspec.Meta(ge=0, lt=STAGES)]
+Term = Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
+Rate = Annotated[float, msgspec.Meta(ge=0)]
+SecondsPerByte = Annotated[float, msgspec.Meta(ge=0, le=LINE_S_PER_BYTE)]
+Foreseen = Annotated[float, msgspec.Meta(ge=0, le=FORESEEABLE_S)]  # seconds from now; neither NaN nor infinite
+Moment = Annotated[float, msgspec.Meta(ge=0, le=1 << 40)]  # Unix time; neither NaN nor infinite
+Version = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
+Lineage = Annotated[bytes, msgspec.Meta(max_length=16)]
+MAX_MICROBATCHES = MICROBATCHES  # of one step; bounds every list below
+MAX_MEMBERS = MEMBERS
+WaitsText = Annotated[str, msgspec.Meta(max_length=WAITS_CHARS)]
+PostText = Annotated[str, msgspec.Meta(max_length=72)]  # a peer at a stage; see machine/swarm/posts
+
+Signature = Annotated[bytes, msgspec.Meta(max_length=64)]
+Digest = Annotated[bytes, msgspec.Meta(max_length=32)]
+Fingerprint = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
+
+
+class Grant(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """The conductor's signed word that it has admitted these microbatches of one trainer; see core/messages/proof."""
+
+    term: Term
+    step: StepNumber
+    seqs: Seqs
+    signature: Signature
+
+
+class GrantStatement(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """What a grant signs."""
+
+    run: Fingerprint
+    term: Term
+    step: StepNumber
+    trainer: PeerText
+    seqs: Seqs
+
+
+class Receipt(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A stage peer's signed word that it holds a microbatch's gradient, as long as this session of its lasts."""
+
+    session: Seq
+    signature: Signature
+
+
+class ReceiptStatement(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """What a receipt signs."""
+
+    run: Fingerprint
+    session: Seq
+    stage: StageNumber
+    step: StepNumber
+    mb: Mb
+
+
+class Position(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, order=True):
+    """Where a peer's parameters stand: the step, and which commit led there (differs after a split)."""
+
+    step: StepNumber
+    lineage: Lineage
+
+
+class MemberInfo(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A living stage peer as the conductor knows it."""
+
+    peer: PeerText
+    stage: StageNumber
+    addrs: Annotated[list[AddrText], msgspec.Meta(max_length=16)]
+    ready: bool  # holds the parameters of the current step and serves
+    client: bool = False  # it can dial, and not be dialed
+    since: Moment = 0.0  # when it joined its stage; 0 of a helper
+
+
+class MemberNews(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """How the conductor's list of members got from one version to another; see machine/conductor/member_list."""
+
+    since: Version  # the list that these are changes to; 0: an empty one
+    version: Version  # what it is with these changes
+    changed: Annotated[list[MemberInfo], msgspec.Meta(max_length=MAX_MEMBERS)]
+    gone: Annotated[list[PostText], msgspec.Meta(max_length=MAX_MEMBERS)]
+    more: bool  # there are further changes, for the next answer
+
+
+Mode = Literal["node", "client", "aux"]  # sends a vector and sums a share; only sends; only sums
+
+
+class PairLimit(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """What the sender of this can send to `peer` at most, when that is less than its line carries."""
+
+    peer: PeerText
+    bytes_per_s: Rate  # 0: nothing passes
+
+
+class LineInfo(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """What a peer says of its line and its part in averaging; rates of 0: unknown."""
+
+    mode: Mode = "node"
+    up_bytes_per_s: Rate = 0.0
+    down_bytes_per_s: Rate = 0.0
+    elements: Annotated[int, msgspec.Meta(ge=0, le=FRAME_ELEMENTS)] = 0  # of the vector that it brings; 0: none
+    dtype: Annotated[str, msgspec.Meta(max_length=16)] = ""  # of that vector
+    pairs: Annotated[list[PairLimit], msgspec.Meta(max_length=LINE_PAIRS)] = msgspec.field(default_factory=list)
+    further: Annotated[int, msgspec.Meta(ge=0, le=FRAME_ELEMENTS)] = 0  # of the vector that it brings right after that
+    up_measured: bool = False  # the rate is what was seen to pass: the line may carry more
+    down_measured: bool = False
+
+
+class MemberSync(Message, frozen=True):
+    """A stage peer's report to the conductor; the answer waits until something changed."""
+
+    run: Fingerprint
+    session: Seq
+    stage: StageNumber
+    position: Position
+    prepared: Position | None  # where a commit would lead, when an average lies ready
+    # Checkpoints it could return to: those it has recalled from a backbone, and the newest of the others.
+    saved: Annotated[list[Position], msgspec.Meta(max_length=SAVED_TOLD)]
+    held: Mbs | None  # None: as reported before
+    counted: Mbs  # what it contributed to the last mean it has; only together with `held`
+    addrs: Annotated[list[AddrText], msgspec.Meta(max_length=16)]
+    since: Moment  # when it joined the stage
+    term: Term  # the highest it has seen
+    seen: Version  # of the answer it had
+    wait_s: Annotated[float, msgspec.Meta(ge=0, le=60)]
+    line: LineInfo | None = None  # None: as said before, or nothing known; mode "aux": a helper, not a member
+    early: Mbs = msgspec.field(default_factory=Mbs)  # held for the step after; only together with `held`
+    digest: Digest = b""  # of the last mean it has, as in Prepared; only together with `held`
+    listed: Version = 0  # of the list of members that it has
+
+
+class Forecast(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Seconds until the batch under way is whole, and until the step that it makes is done."""
+
+    whole_in_s: Foreseen
+    step_in_s: Foreseen
+
+
+class MemberAnswer(Message, frozen=True):
+    term: Term
+    current: Position | None  # where members should stand; None while they are on their way
+    complete: bool  # every stage has a ready peer
+    waits_for: WaitsText
+    resend: bool  # the conductor does not know this session: say what you hold
+    version: int
+    members: MemberNews | None  # None: the list that it has is the newest
+    forecast: Forecast | None = None  # of the step under way; None: nobody knows
+    lost: bool = False  # there is no position that every stage can reach: what others keep is needed
+
+
+class Done(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A microbatch of the calling trainer and who holds its gradient, stage by stage ("" where none does)."""
+
+    seq: Seq
+    holders: Annotated[list[PeerText], msgspec.Meta(max_length=STAGES)]
+    # What the holders signed, in the same order; shorter, or None at a place: nothing to show.
+    receipts: Annotated[list[Receipt | None], msgspec.Meta(max_length=STAGES)] = msgspec.field(default_factory=list)
+
+
+class TrainerSync(Message, frozen=True):
+    """A trainer's report; the answer waits until something changed for it."""
+
+    run: Fingerprint
+    term: Term  # the highest it has seen
+    step: StepNumber  # the step these microbatches belong to
+    open: Seqs  # begun or wished for, in the trainer's order of preference
+    done: Annotated[list[Done], msgspec.Meta(max_length=MAX_MICROBATCHES)]  # news since the last answer
+    seen: Version  # of the view it has
+    seen_members: Version  # of the list of members that it has
+    wait_s: Annotated[float, msgspec.Meta(ge=0, le=60)]
+    early: Seqs = msgspec.field(default_factory=Seqs)  # of `open` and `done`, those begun for the step after
+    unknown: Seqs = msgspec.field(default_factory=Seqs)  # it was told to repeat these, and has them no more
+
+
+class Redo(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A microbatch whose gradient a stage has lost: repeat it on that stage alone."""
+
+    seq: Seq
+    stage: StageNumber
+
+
+class TrainerAnswer(Message, frozen=True):
+    term: Term
+    step: StepNumber
+    taken: bool  # False: report `done` again later
+    admitted: Seqs  # all of this trainer's microbatches that count towards `step`
+    redo: Annotated[list[Redo], msgspec.Meta(max_length=REDO_AT_ONCE)]  # the first; others when these are done
+    counted: Seqs | None  # those of this trainer in the batch of the step it reported on; None: not known
+    evaluate: bool  # this trainer is the one to evaluate
+    complete: bool  # the run has made all its steps
+    waits_for: WaitsText
+    version: int
+    members: MemberNews | None  # as in MemberAnswer
+    forecast: Forecast | None = None  # as in MemberAnswer
+    early: Seqs = msgspec.field(default_factory=Seqs)  # as `admitted`, for the step after; only in a delayed run
+    counted_early: Seqs | None = msgspec.field(default_factory=Seqs)  # as `counted`, of the step after that one
+    grant: Grant | None = None  # of `admitted`, to be shown to stage peers; None: nothing is admitted
+    grant_early: Grant | None = None  # of `early`
+
+
+class Party(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """One peer of an averaging round and the share of the vector that it sums."""
+
+    peer: PeerText
+    mode: Mode
+    share: Annotated[float, msgspec.Meta(ge=0, le=1)]
+
+
+class GridRound(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """One round of an attempt that has several, as one who takes part has to know it: its own group's."""
+
+    senders: Annotated[list[PeerText], msgspec.Meta(max_length=MAX_MEMBERS)]  # sums are made in this order
+    # These have what one of the senders has: they bring nothing and take the sum.
+    listeners: Annotated[list[PeerText], msgspec.Meta(max_length=MAX_MEMBERS)]
+    copy: Annotated[int, msgspec.Meta(ge=0, lt=MAX_MEMBERS)]  # which of the groups that make the same sum, from 0,
+    copies: Annotated[int, msgspec.Meta(ge=1, le=MAX_MEMBERS)]  # and how many of them there are
+    split: Annotated[list[Party], msgspec.Meta(max_length=MAX_MEMBERS)]  # as in Prepare: senders and listeners
+    part_bytes: Annotated[int, msgspec.Meta(ge=0, le=AVERAGE_PART_BYTES)]  # likewise
+    # What the rounds before it take in the line model, of whichever groups; 0: a line is not known.
+    earlier_s: Annotated[float, msgspec.Meta(ge=0, le=1e9)] = 0.0
+    s_per_byte: SecondsPerByte = 0.0  # as in Prepare
+
+
+class Prepare(Message, frozen=True):
+    """Average a stage's gradients of `step` with `group`; the answer comes when the mean lies ready."""
+
+    run: Fingerprint
+    term: Term
+    step: StepNumber
+    attempt: Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
+    lineage: Lineage  # of the step after the commit
+    group: Annotated[list[PeerText], msgspec.Meta(max_length=MAX_MEMBERS)]  # sorted; of the stage: whom it meets
+    assigned: Mbs  # what this member contributes; anything else it holds must come out
+    samples: Annotated[int, msgspec.Meta(ge=1)]  # of the whole batch
+    timeout_s: Annotated[float, msgspec.Meta(gt=0, le=3600)]
+    # Everyone in the round in the order of the cut, the group and helpers; empty: the group in equal shares.
+    split: Annotated[list[Party], msgspec.Meta(max_length=MAX_MEMBERS)] = msgspec.field(default_factory=list)
+    part_bytes: Annotated[int, msgspec.Meta(ge=0, le=AVERAGE_PART_BYTES)] = 0  # at most; 0: as the run file says
+    elements: Annotated[int, msgspec.Meta(ge=0, le=FRAME_ELEMENTS)] = 0  # of the vectors, for helpers
+    dtype: Annotated[str, msgspec.Meta(max_length=16)] = ""  # likewise
+    further: Annotated[int, msgspec.Meta(ge=0, le=FRAME_ELEMENTS)] = 0  # of a second sum; 0: there is none
+    # One after the other, each with what the one before it gave; empty: one round, of the group, by `split`.
+    rounds: Annotated[list[GridRound], msgspec.Meta(max_length=AVERAGE_ROUNDS)] = msgspec.field(default_factory=list)
+    s_per_byte: SecondsPerByte = 0.0  # a round's time over the vector's bytes; 0: a line is not stated
+    stage: StageNumber = 0  # which of the stages that the peer serves or helps
+
+
+class Prepared(Message, frozen=True):
+    ok: bool
+    missing: Mbs  # assigned, but not held here
+    lost: Annotated[list[PeerText], msgspec.Meta(max_length=MAX_MEMBERS)]  # members that failed this one
+    digest: Digest = b""  # SHA-256 of the mean that lies ready, as bytes in the order of the vector; "" of a helper
+    refused: Mbs = msgspec.field(default_factory=Mbs)  # assigned, held, and of values that cannot be summed
+
+
+class Commit(Message, frozen=True):
+    run: Fingerprint
+    term: Term
+    target: Position
+    stage: StageNumber  # as in Prepare
+
+
+class Restore(Message, frozen=True):
+    """Return to a saved position: the swarm has no common newer one."""
+
+    run: Fingerprint
+    term: Term
+    target: Position
+    stage: StageNumber  # as in Prepare
+
+
+class Moved(Message, frozen=True):
+    """The answer to commit and restore: where the member stands now."""
+
+    position: Position
+
+
+class Conducts(Message, frozen=True):
+    """A conductor's answer to who it is: the term it acts in."""
+
+    term: Term
+
+
+class Leave(Message, frozen=True):
+    """A peer says goodbye, so that nobody waits for it: at one stage, or (None) as a trainer."""
+
+    run: Fingerprint
+    stage: StageNumber | None = None
+
+
+class Ask(Message, frozen=True):
+    """A question whether a peer conducts a run."""
+
+    run: Fingerprint
+
+
+class StageForward(Message, frozen=True):
+    """Input as the call's first frame; `step` None: an evaluation, at whatever step the stage is."""
+
+    run: Fingerprint
+    stage: StageNumber
+    step: StepNumber | None
+    line_bytes_per_s: Rate = 0.0  # the slowest line that the answer has to pass, as the caller knows; 0: unknown
+
+
+class StageLoss(Message, frozen=True):
+    """Inputs and targets as frames: the mean loss of the samples, at the last stage."""
+
+    run: Fingerprint
+    stage: StageNumber
+
+
+class StageBackward(Message, frozen=True):
+    """Inputs, then output gradients (targets at the last stage), as frames. Counts once per (step, seq).
+
+    In a delayed run `step`, here and in StageForward, may be the one after the stage's.
+    """
+
+    run: Fingerprint
+    stage: StageNumber
+    step: StepNumber
+    seq: Seq
+    line_bytes_per_s: Rate = 0.0  # as in StageForward
+    grant: Grant | None = None  # by which the conductor admitted `seq` to `step`
+
+
+class StageAnswer(Message, frozen=True):
+    """The output, or the input's gradient, as the answer's frame (none in the first stage's backward)."""
+
+    loss_sum: float = 0.0  # over samples; the last stage's backward and loss
+    service_s: float = 0.0  # seconds of computing, for routing
+    arrival_bytes_per_s: Rate = 0.0  # how fast the caller's frames arrive here; 0: unknown
+    receipt: Receipt | None = None  # of a backward: for the caller to show to the conductor
+
+
+class AverageAlive(Message, frozen=True):
+    """The answer of a member that takes part in a round's attempt; `coming`: it is still in an earlier round."""
+
+    coming: bool = False
+
+
+class AverageKey(Message, frozen=True):
+    """One part of one averaging round, as the call's frame; the answer's frame is the sum of all members'."""
+
+    attempt: Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
+    part: Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
+
+
+Root = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
+
+
+class StateRequest(Message, frozen=True):
+    """Ask a donor what its state is at its current position: it freezes a copy and vouches for it.
+
+    With a position, `state/1` gives the total that led on from it (one tensor, at the next position), and `kept/1` the
+    checkpoint of that position. Without one, `meet` is the step before which it shall not copy its state, if it
+    comes soon: donors that wait for the same step vouch for the same bits.
+    """
+
+    run: Fingerprint
+    stage: StageNumber
+    of: Position | None = None
+    meet: StepNumber = 0
+
+
+class StateManifest(Message, frozen=True):
+    """What a donor vouches for; the same from all who hold the same bits at the same position."""
+
+    position: Position
+    layout: Root  # digest of the names, dtypes and shapes
+    root: Root  # digest of position, layout and the digests of all pieces; names the copy in further calls
+
+
+class StateDigests(Message, frozen=True):
+    """Ask for the digests of a copy's pieces; the answer's frame has them all, uint8 [pieces, 32]."""
+
+    run: Fingerprint
+    root: Root
+
+
+class StateRelease(Message, frozen=True):
+    """The caller has what it wanted of a copy: the donor need not keep it for the caller's sake."""
+
+    run: Fingerprint
+    root: Root
+
+
+class StatePiece(Message, frozen=True):
+    """Ask for one piece of a copy; the answer's frame is its bytes."""
+
+    run: Fingerprint
+    root: Root
+    piece: Annotated[int, msgspec.Meta(ge=0, lt=1 << 24)]

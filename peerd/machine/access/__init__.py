@@ -1,0 +1,1 @@
+"""Runs with tokens: members, and what they may call and serve."""

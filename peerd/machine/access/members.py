@@ -1,0 +1,188 @@
+"""The roll of a run with tokens, sans-IO: who is a member, what members may call and serve, and which tokens were
+taken back.
+
+Reads no clock: `now` is corrected Unix time. Invariants: a peer is on the roll only with a token that the organizer
+signed for this run and this very peer; the list of revoked tokens only grows in number, whoever brings it; the
+organizer is always a member. The roll holds no more entries than the organizer issued tokens.
+
+A hostile peer may: show any bytes as its token or its list, as often as it likes, and call what its roles are not for.
+A token's signature is checked last, and once for each that is genuine; a list's first, for it costs less than reading
+the list.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Final
+
+from peerd.core.errors import ProtocolViolation
+from peerd.core.ids import PeerId
+from peerd.core.limits import CLOCK_CORRECTION_S
+from peerd.core.messages.token import NO_TOKEN, Revoked, Token, fault, signed_by, unseal
+
+# Who may call a method or a whole service: roles, as tokens name them. What is not listed, every member may call.
+CALLERS: Final[dict[str, frozenset[str]]] = {
+    "stage/2/forward": frozenset({"trainer"}),
+    "stage/2/backward": frozenset({"trainer"}),
+    "stage/2/loss": frozenset({"trainer"}),
+    "stage/2/prepare": frozenset({"stage"}),
+    "stage/2/commit": frozenset({"stage"}),
+    "stage/2/restore": frozenset({"stage"}),
+    "swarm/2/member": frozenset({"stage", "aux"}),
+    "swarm/2/trainer": frozenset({"trainer"}),
+    "average/1": frozenset({"stage", "aux"}),
+    "kept/1": frozenset({"stage"}),
+}
+# Whose method or service a member uses. The directory is used wherever it is: its records are signed by publishers.
+SERVERS: Final[dict[str, frozenset[str]]] = {
+    "stage/2/prepare": frozenset({"stage", "aux"}),
+    "stage/2": frozenset({"stage"}),
+    "swarm/2": frozenset({"stage"}),
+    "average/1": frozenset({"stage", "aux"}),
+    "state/1": frozenset({"stage"}),
+    "kept/1": frozenset({"backbone"}),
+}
+FREE: Final = "access/1"  # where tokens are shown: open to everyone
+ANYWHERE: Final = "dht/2"
+_REMEMBERED: Final = 2048  # tokens whose signature was found good
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One peer on the roll. `rights`: its roles, and what follows from them; None: all (the organizer)."""
+
+    name: str
+    token: Token | None
+    rights: frozenset[str] | None
+
+    def lacks(self, roles: frozenset[str]) -> bool:
+        """Whether none of `roles` is among its rights."""
+        return self.rights is not None and not self.rights & roles
+
+
+class Roll:
+    """The members of one run, as one peer knows them."""
+
+    def __init__(self, run: str, organizer: PeerId, stages: int) -> None:
+        self.run, self.organizer = run, organizer
+        self.revoked_data = b""  # the newest list, sealed
+        self.revoked_number = -1
+        self._revoked: frozenset[bytes] = frozenset()
+        self._one_stage = stages == 1
+        self._members: dict[PeerId, Member] = {organizer: Member("organizer", None, None)}
+        self._expired: set[PeerId] = set()  # with a token that counts but for our clock, which may be wrong
+        self._genuine: OrderedDict[bytes, None] = OrderedDict()  # SHA-256 of sealed tokens
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    def judge(self, peer: PeerId, data: bytes, now: float) -> Member | str:
+        """What the token `data` makes of `peer`: a member, or the reason why not. Changes nothing."""
+        if peer == self.organizer:
+            return self._members[peer]
+        if not data:
+            return "no token was shown"
+        try:
+            token = unseal(Token, data)
+        except ProtocolViolation as error:
+            return f"what was shown is not a token: {error}"[:200]
+        why = fault(token, self.run, peer, now)
+        if why is None and token.id in self._revoked:
+            why = "the token shown was revoked by the organizer"
+        if why is None and not self._is_genuine(data):
+            why = "the token shown is not signed by this run's organizer"
+        return why or Member(token.name, token, self._rights(token))
+
+    def admit(self, peer: PeerId, data: bytes, now: float) -> str | None:
+        """Put `peer` on the roll if `data` is its token; else take it off, and say why."""
+        found = self.judge(peer, data, now)
+        if isinstance(found, str):
+            self.forget(peer)
+            if isinstance(self.judge(peer, data, now - CLOCK_CORRECTION_S), Member):
+                self._expired.add(peer)
+            return found
+        self._members[peer] = found
+        self._expired.discard(peer)
+        return None
+
+    def may_vote(self, peer: PeerId) -> bool:
+        """Whether its clock counts: a member's does, even if the token has expired by ours, which may be off."""
+        return peer in self._members or peer in self._expired
+
+    def forget(self, peer: PeerId) -> None:
+        """It has gone; it will show its token again."""
+        if peer != self.organizer:
+            self._members.pop(peer, None)
+            self._expired.discard(peer)
+
+    def member(self, peer: PeerId, now: float) -> Member | None:
+        """Who `peer` is, if its token counts still."""
+        found = self._members.get(peer)
+        if found is not None and found.token is not None and now >= found.token.expires:
+            del self._members[peer]
+            return None
+        return found
+
+    def may_call(self, peer: PeerId, service: str, method: str, now: float) -> str | None:
+        """Why `peer` may not call `method` (as `stage/2/forward`) of `service` (`stage/2`); None when it may."""
+        found = self.member(peer, now)
+        if found is None:
+            return self.refusal("none was shown that counts now")
+        allowed = CALLERS.get(method) or CALLERS.get(service)
+        if allowed is None or not found.lacks(allowed):
+            return None
+        return f"{method} is for {_listed(allowed)}; the token shown allows {_listed(found.rights)}"
+
+    def may_serve(self, peer: PeerId, service: str, method: str, now: float) -> str | None:
+        """Why we do not call `method` (as `stage/2/forward`) of `service` of `peer`; None when we do."""
+        if service == ANYWHERE:
+            return None
+        found = self.member(peer, now)
+        if found is None:
+            return f"it has {NO_TOKEN} for run {self.run}"
+        allowed = SERVERS.get(method) or SERVERS.get(service)
+        if allowed is None or not found.lacks(allowed):
+            return None
+        return f"{method} is served by {_listed(allowed)}; its token allows {_listed(found.rights)}"
+
+    def refusal(self, why: str) -> str:
+        """What a peer without a token is told."""
+        return f"{NO_TOKEN} for run {self.run}: {why}; ask the organizer ({self.organizer.short}) for one"
+
+    def learn_revoked(self, data: bytes) -> bool:
+        """Take over a list of revoked tokens. False: it is not newer than ours. ProtocolViolation: it is none."""
+        if not data or data == self.revoked_data:
+            return False
+        if not signed_by(self.organizer, Revoked, data):
+            raise ProtocolViolation("a list of revoked tokens that this run's organizer did not sign")
+        revoked = unseal(Revoked, data)
+        if revoked.number <= self.revoked_number:
+            return False
+        self.revoked_data, self.revoked_number = data, revoked.number
+        self._revoked = frozenset(revoked.ids)
+        gone = [peer for peer, m in self._members.items() if m.token is not None and m.token.id in self._revoked]
+        for peer in gone:
+            del self._members[peer]
+        return True
+
+    def _rights(self, token: Token) -> frozenset[str]:
+        roles = set(token.roles)
+        if self._one_stage and "trainer" in roles:
+            roles.add("stage")  # without a pipeline each trainer holds the whole model, and is its one stage
+        return frozenset(roles)
+
+    def _is_genuine(self, data: bytes) -> bool:
+        digest = hashlib.sha256(data).digest()
+        if digest not in self._genuine:
+            if not signed_by(self.organizer, Token, data):
+                return False
+            self._genuine[digest] = None
+            if len(self._genuine) > _REMEMBERED:
+                self._genuine.popitem(last=False)
+        return True
+
+
+def _listed(roles: frozenset[str] | None) -> str:
+    return ", ".join(sorted(roles or ()))

@@ -1,0 +1,1 @@
+"""All-reduce: the plan of a round, its shares, grids and groups."""

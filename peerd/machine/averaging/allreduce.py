@@ -1,0 +1,385 @@
+"""One round of all-reduce as one member sees it: who owes which part to whom, and who is late.
+
+The vector is cut into shares, one for each owner, and each share into parts. Every sender sends each part to its
+owner, who sums all senders' versions in the order of the senders (so that the sum has the same bits for everyone)
+and returns the sum. Most peers do both; a helper sends nothing, a client owns nothing, a listener asks for the sums
+and brings nothing. A round succeeds whole or not at all; the conductor repeats it without the lost. Counts only: the
+elements are summed elsewhere. A hostile member may send a part twice or one that is not its owner's to sum, a hostile
+conductor a plan that adds up to nothing: refused. Invariants: a part is summed once, when each sender's version is
+there; who owns a part stays until all have asked for it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections import Counter, deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from peerd.core.errors import PeerdError
+from peerd.core.limits import AVERAGE_PARTS
+from peerd.core.messages.swarm import Prepare
+from peerd.machine.averaging.shares import apportioned
+
+_SHARES_TOLERANCE = 1e-6
+_OWNER_MARGIN_S = 0.5  # beyond the patience: an owner that waits for a late sender has named it by then
+_PART_S = 0.005  # that one part more of each share is taken to cost a round, where it takes seconds
+_PARTS_OF_A_SHARE = 24  # at most, unless they would be larger than asked for
+_PARTS_OF_AN_EQUAL_SHARE = 3  # at least, of lines that nobody knows,
+_LEAST_ELEMENTS_OF_AN_EQUAL_SHARE = 1 << 18  # unless they would be smaller than this: on a fast line each costs calls
+_LEAST_UNDER_WAY = 1.25  # parts of any share: it would stand still between two of its parts otherwise
+_SECOND = b"peerd second sum\0"
+_LEAST_ELEMENTS = 1024  # of a part where the lines are known, unless its share has fewer
+_LINE_SHARE = 0.95  # of a line, for payload: headers and acknowledgements take the rest
+_EVEN_ELEMENTS = 1024  # processors are slower on vectors that begin within a line of their cache
+
+
+class RoundFailed(PeerdError):
+    """The round cannot end; `lost` are the members at fault, `lost_share` is what of the vector has no sum."""
+
+    def __init__(self, reason: str, lost: tuple[str, ...]) -> None:
+        super().__init__(reason)
+        self.lost = lost
+        self.lost_share = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class AveragingPlan:
+    """One round. `group`: everyone in it, in the order of the cut; `patience_s` with a silent member.
+
+    `senders` (none given: the group) bring vectors, and sums are made in their order. `shares` of the group, in its
+    order, add up to one; None: equal. `length` and `dtype` of the vectors are for owners that bring none, and so is
+    `further`: elements of a second sum, which follows. `listeners` have what one of the senders has; they take the sum
+    and bring nothing. `mates` are of the attempt, but not of this round. This is the `copy`-th of `copies` groups that
+    make the same sum: coded parts must be alike in all of them, so they begin at multiples of `align` elements. Raises
+    ValueError for a plan that does not fit together.
+    """
+
+    attempt: bytes
+    group: tuple[str, ...]
+    part_bytes: int
+    patience_s: float
+    senders: tuple[str, ...] = ()
+    shares: tuple[float, ...] | None = None
+    length: int = 0
+    dtype: str = ""
+    further: int = 0
+    listeners: tuple[str, ...] = ()
+    mates: tuple[str, ...] = ()
+    copy: int = 0
+    copies: int = 1
+    align: int = 1
+    timeout_s: float = 0.0  # of the attempt
+    coming_s: float = 0.0  # from the attempt's beginning: how long others may be in a round before this one
+    s_per_byte: float = 0.0  # a round's time over the vector's bytes, as all lines state; 0: not known
+
+    def __post_init__(self) -> None:
+        if not self.senders:
+            object.__setattr__(self, "senders", self.group)
+        if len({*self.group}) != len(self.group) or len({*self.senders}) != len(self.senders):
+            raise ValueError("a peer is twice in a round")
+        if not {*self.senders, *self.listeners} <= {*self.group} or {*self.senders} & {*self.listeners}:
+            raise ValueError("a sender or a listener is not in the round's group, or is both")
+        if self.shares is not None:
+            check_shares(self.shares, len(self.group))
+
+    @classmethod
+    def of(cls, order: Prepare, part_bytes: int, patience_s: float) -> AveragingPlan:
+        """The round that a conductor orders, parts of `part_bytes` at most; ValueError for an order that is wrong."""
+        if order.rounds:
+            raise ValueError("this is not an order for one round")
+        if not order.split:
+            return cls(order.attempt, tuple(order.group), part_bytes, patience_s, timeout_s=order.timeout_s)
+        if sorted(party.peer for party in order.split if party.mode != "aux") != sorted(order.group):
+            raise ValueError("the senders of a round must be its group")
+        if any(party.mode == "client" and party.share != 0 for party in order.split):
+            raise ValueError("a client is given a share")
+        return cls(
+            attempt=order.attempt,
+            group=tuple(party.peer for party in order.split),
+            part_bytes=min(part_bytes, order.part_bytes or part_bytes),
+            patience_s=patience_s,
+            senders=tuple(order.group),
+            shares=tuple(party.share for party in order.split),
+            length=order.elements,
+            dtype=order.dtype,
+            further=order.further,
+            timeout_s=order.timeout_s,
+            s_per_byte=order.s_per_byte,
+        )
+
+    def pair_bytes_per_s(self, own: str) -> dict[str, float]:
+        """How fast bytes leave `own` for each other peer when all lines are used evenly to the end; empty: not known.
+
+        What headers take of a line is left to them: else its queue grows, round by round, until it loses packets.
+        """
+        if self.shares is None or self.s_per_byte <= 0:
+            return {}
+        share = dict(zip(self.group, self.shares, strict=True))
+        takes = {*self.senders, *self.listeners}
+        loads = {
+            peer: share[peer] * (own in self.senders) + share[own] * (peer in takes) for peer in share if peer != own
+        }
+        return {peer: _LINE_SHARE * load / self.s_per_byte for peer, load in loads.items() if load > 0}
+
+    def second(self) -> AveragingPlan:
+        """The sum that follows in the same round, under an attempt id of its own: no part of one fits the other."""
+        attempt = hashlib.sha256(_SECOND + self.attempt).digest()[: len(self.attempt)]
+        later_s = (self.timeout_s + self.coming_s) / 2  # the time is for both sums
+        return replace(self, attempt=attempt, length=self.further, further=0, coming_s=later_s)
+
+    def parts(self, length: int, itemsize: int) -> tuple[Part, ...]:
+        """The parts of a vector of `length` elements of `itemsize` bytes; ValueError if they are too many."""
+        part_elements = max(1, self.part_bytes // itemsize)
+        if length // part_elements + _PARTS_OF_A_SHARE * len(self.group) > AVERAGE_PARTS:
+            raise ValueError(f"a vector of {length} elements has too many parts of {part_elements}")
+        count = parts_of_a_share(self.s_per_byte * length * itemsize)
+        return cut(length, self.group, part_elements, self.shares, self.align if self.copies > 1 else 1, count)
+
+
+def parts_of_a_share(round_s: float) -> int:
+    """Into how many parts a round of so many seconds cuts each share; 0: its time is not known.
+
+    Sums come back one part's time after the parts leave, and the round ends later by it; but each part costs time.
+    """
+    return min(max(2, round(math.sqrt(round_s / _PART_S))), _PARTS_OF_A_SHARE) if round_s else _PARTS_OF_A_SHARE
+
+
+def check_shares(shares: Sequence[float], count: int) -> None:
+    """ValueError unless these are `count` shares of one whole."""
+    if len(shares) != count:
+        raise ValueError(f"{len(shares)} shares for {count} peers")
+    if not all(math.isfinite(share) and 0 <= share <= 1 for share in shares):
+        raise ValueError("a share must be a number from 0 to 1")
+    if abs(math.fsum(shares) - 1) > _SHARES_TOLERANCE:
+        raise ValueError("shares must add up to 1")
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Elements `begin` up to `end` of the vector, summed by `owner`."""
+
+    index: int
+    owner: str
+    begin: int
+    end: int
+
+
+def cut(
+    length: int,
+    group: tuple[str, ...],
+    part_elements: int,
+    shares: Sequence[float] | None = None,
+    align: int = 1,
+    count: int = _PARTS_OF_A_SHARE,
+) -> tuple[Part, ...]:
+    """The parts of a vector, one contiguous share for each of the group; every member computes the same ones.
+
+    Without `shares` these differ by `align` elements at most. Each is cut into `count` parts, or into more of
+    `part_elements` at most: a small share, too, so that it can be sent evenly beside the large ones, and so that sums
+    come back while other parts are on their way. Every part begins at a multiple of `align`.
+    """
+    parts: list[Part] = []
+    least = _LEAST_ELEMENTS
+    if shares is None:
+        count, least = _PARTS_OF_AN_EQUAL_SHARE, _LEAST_ELEMENTS_OF_AN_EQUAL_SHARE
+    for owner, span in zip(group, _spans(-(-length // align), len(group), shares), strict=True):
+        begin, share_end = (min(length, at * align) for at in span)
+        most = min(part_elements, max(least, -(-(share_end - begin) // count)))
+        step = _raised(_alike(share_end - begin, most), align)
+        for at in range(begin, share_end, step):
+            parts.append(Part(len(parts), owner, at, min(at + step, share_end)))
+    return tuple(parts)
+
+
+def _alike(share: int, most: int) -> int:
+    """How long the parts of a share are so that none is longer than `most`, and none much shorter than the others."""
+    if not share:
+        return most
+    return min(most, _raised(-(-share // -(-share // most)), _EVEN_ELEMENTS))
+
+
+def _raised(number: int, unit: int) -> int:
+    return -(-number // unit) * unit
+
+
+def _spans(length: int, count: int, shares: Sequence[float] | None) -> Iterator[tuple[int, int]]:
+    if shares is None:
+        yield from ((i * length // count, (i + 1) * length // count) for i in range(count))
+        return
+    end = 0
+    for elements in apportioned(length, shares):
+        begin, end = end, end + elements
+        yield begin, end
+
+
+class Round:
+    """See the module's header; `now` is monotonic seconds."""
+
+    def __init__(
+        self,
+        own: str,
+        senders: tuple[str, ...],
+        parts: tuple[Part, ...],
+        patience_s: float,
+        listeners: tuple[str, ...] = (),
+    ) -> None:
+        self.own, self.senders, self.parts, self.listeners = own, senders, parts, listeners
+        self._everyone = frozenset((*senders, *listeners))
+        self.takes = own in self._everyone  # the sum; a helper does not
+        self._patience_s = patience_s
+        self._came: dict[int, set[str]] = {part.index: set() for part in parts if part.owner == own}
+        self._brought = Counter[int]()  # versions, by part
+        self._missing = len(self._came) * len(self._everyone)  # versions of our parts, and listeners' calls for them
+        due = parts if self.takes else ()
+        self._due = {part.index: part.owner for part in due if part.owner != own}
+        self._asked: set[int] = set()  # parts that may have been sent to their owner
+        self._heard: dict[str, tuple[float, int]] = {}  # of whom, when, and as how manyth: much comes at one time
+        self._times_heard = 0
+        self.began = 0.0
+        self.waited_s: dict[str, float] = {}  # for the last version of our parts, once all others were there
+        self._waited_until: dict[str, float] = {}  # what `waited_s` holds, ended then
+        self._newest: dict[int, float] = {}  # when the newest version of a part came
+
+    def begin(self, now: float) -> None:
+        """Patience with the others starts here."""
+        self.began = now
+        self.be_patient(now)
+
+    def be_patient(self, now: float) -> None:
+        """Everybody waits for those who are in an earlier round: patience starts anew."""
+        self._heard = dict.fromkeys({*self._everyone, *self._due.values()}, (now, 0))
+
+    def check(self, index: int, sender: str) -> None:
+        """Raises ValueError unless `sender`'s version of this part, or call for it, is one that we wait for."""
+        came = self._came.get(index)
+        if came is None:
+            raise ValueError(f"part {index} is not mine to sum")
+        if sender not in self._everyone:
+            raise ValueError("the sender is not of this round")
+        if sender in came:
+            raise ValueError(f"part {index} came twice")
+
+    def arrived(self, now: float, index: int, sender: str) -> bool:
+        """`sender`'s version of one of our parts is here; True when it was the last one and the sum is due.
+
+        Or a listener has asked for this part's sum, which makes no sum due. Raises as `check`.
+        """
+        self.check(index, sender)
+        came = self._came[index]
+        came.add(sender)
+        self._missing -= 1
+        self._hear(sender, now)
+        if sender in self.listeners:
+            return False
+        before, self._newest[index] = self._newest.get(index, self.began), now
+        self._brought[index] += 1
+        whole = self._brought[index] == len(self.senders)
+        if whole and sender != self.own:
+            since = max(before, self._waited_until.get(sender, before))  # many parts are waited for at once
+            self.waited_s[sender] = self.waited_s.get(sender, 0.0) + now - since
+            self._waited_until[sender] = now
+        return whole
+
+    def asked(self, index: int) -> None:
+        """Our version of this part, or our call for it, goes to its owner, who owes us the sum from now on."""
+        self._asked.add(index)
+
+    def returned(self, now: float, index: int) -> None:
+        """The owner sent us the sum of a part."""
+        self._hear(self._due.pop(index), now)
+
+    @property
+    def finished(self) -> bool:
+        """Have we every sum that is due to us, and every version that is due from others?"""
+        return not self._due and not self._missing
+
+    def _hear(self, peer: str, now: float) -> None:
+        self._times_heard += 1
+        self._heard[peer] = now, self._times_heard
+
+    def missing_share(self) -> float:
+        """How much of what this member should have, from 0 to 1, has no sum yet."""
+        due = [part for part in self.parts if part.owner == self.own or self.own in self._everyone]
+        whole = len(self.senders)
+        lost = [p for p in due if p.index in self._due or (p.index in self._came and self._brought[p.index] < whole)]
+        return sum(p.end - p.begin for p in lost) / max(1, sum(p.end - p.begin for p in due))
+
+    def owes(self, sender: str) -> bool:
+        """Does this sender still owe us a part?"""
+        return sender in self._everyone and any(sender not in came for came in self._came.values())
+
+    def silent(self, now: float) -> set[str]:
+        """Whom we have not heard of for longer than our patience, whether or not it is their turn."""
+        return {peer for peer, (heard, _) in self._heard.items() if now - heard > self._patience_s} - {self.own}
+
+    def late(self, now: float) -> tuple[str, ...]:
+        """Members we have waited for longer than our patience, sorted.
+
+        One that hangs soon holds up everybody, who then seem to hang as well: named is who fell silent first of those
+        we wait for. An owner may only be waiting for a late sender, and gets a little more patience; one that has
+        nothing of ours yet, because somebody else's sums hold up our parts, owes us nothing.
+        """
+        silent = self.silent(now)
+        if not silent:
+            return ()
+        owing = {owner for index, owner in self._due.items() if index in self._asked}
+        blocking, owners = self._blocking() & silent, owing & silent
+        margin_s = min(_OWNER_MARGIN_S, self._patience_s)
+        if not blocking and not any(now - self._heard[peer][0] > self._patience_s + margin_s for peer in owners):
+            return ()
+        heard = {peer: self._heard[peer] for peer in blocking | owners}
+        first = min(heard.values())
+        lost = {peer for peer in heard if heard[peer] == first}
+        return tuple(sorted(lost & blocking or lost))
+
+    def _blocking(self) -> set[str]:
+        """Who lacks the first of our parts that is not whole: all others wait for them."""
+        whole = len(self._everyone)
+        return set(next((self._everyone - came for came in self._came.values() if len(came) < whole), ()))
+
+
+class PartPace:
+    """Which parts of other owners may leave now, so that all shares are sent evenly and end together.
+
+    A part's place is how far its owner's share has come with it, from 0 to 1; owners are a little apart, so that not
+    all small ones' parts leave at once. What leaves is at most a window ahead of the least place, among shares as large
+    or larger, that still waits for its sum. So a small share does not overtake a large one, which would leave its
+    owner's line idle at the end; nor does it hold it up; and what is under way is bounded.
+    """
+
+    def __init__(self, parts: Sequence[Part], under_way: float) -> None:
+        """`under_way`: how many parts of an average share may be on their way to its owner."""
+        counts = Counter(part.owner for part in parts)
+        window = under_way * len(counts) / max(1, len(parts))
+        self._window = {owner: max(window, _LEAST_UNDER_WAY / count) for owner, count in counts.items()}
+        self._size = {owner: count.bit_length() for owner, count in counts.items()}  # within a factor of two
+        self._left: dict[str, deque[int]] = {owner: deque() for owner in counts}  # that wait for their sum
+        self._place: dict[int, float] = {}
+        apart = {owner: (i + 0.5) / len(counts) for i, owner in enumerate(counts)}
+        for part in parts:
+            queue = self._left[part.owner]
+            self._place[part.index] = (len(queue) + apart[part.owner]) / counts[part.owner]
+            queue.append(part.index)
+        self._least = self._find_least()
+
+    def may_leave(self, part: Part) -> bool:
+        return self._place[part.index] <= self._least[self._size[part.owner]] + self._window[part.owner]
+
+    def returned(self, owner: str) -> bool:
+        """The sum of the next part of `owner` is here; True when more may leave than before."""
+        before = self._least[self._size[owner]]
+        if self._place[self._left[owner].popleft()] > before:
+            return False
+        self._least = self._find_least()
+        return self._least[self._size[owner]] > before
+
+    def _find_least(self) -> dict[int, float]:
+        """By size: the least place that waits, of shares of this size and above."""
+        found, least = {}, 1.0
+        for size in sorted(set(self._size.values()), reverse=True):
+            heads = (queue[0] for owner, queue in self._left.items() if queue and self._size[owner] == size)
+            least = min([least, *(self._place[head] for head in heads)])
+            found[size] = least
+        return found

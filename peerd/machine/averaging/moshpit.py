@@ -1,0 +1,136 @@
+"""Who sums with whom when a large group averages in several rounds of small groups, as in Moshpit all-reduce.
+
+A run's conductor uses it through `topology`. Peers stand in one order, cut into leaves. In the first round each leaf
+sums; then clusters of `side` neighbours (leaves at first, clusters of the round before later on) sum what each of them
+has: every cluster sends one peer into each group. After as many rounds as there are sides all have the sum of all.
+
+* Exact for any number of peers: each cluster's sum goes into each group once. Clusters of one round differ by a peer at
+  most; a peer that is left over listens in one of the groups: it takes the sum and brings nothing.
+* Same bits: groups that make the same sum add the same bits in the same order, that of the clusters.
+* Two senders of a group have not met before.
+
+Decides only, and depends on nothing but its arguments. A peer may choose its id, and so its place: that gains it
+nothing, since any member of any group may spoil the attempt, and is named for it.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+
+SMALLEST_GROUP = 3  # for groups of two at most, three peers have no grid
+
+
+@dataclass(frozen=True, slots=True)
+class Meeting:
+    """One group of one round. Sums are made in the order of `senders`.
+
+    `listeners` have what one of the senders has, bring nothing, and take the sum. `copies` groups make the same sum;
+    this one is the `copy`-th, from 0.
+    """
+
+    senders: tuple[str, ...]
+    listeners: tuple[str, ...] = ()
+    copy: int = 0
+    copies: int = 1
+
+    @property
+    def peers(self) -> tuple[str, ...]:
+        """Everyone in it."""
+        return self.senders + self.listeners
+
+
+def smallest_side(peers: int, axes: int) -> int:
+    """The least m with m ** axes >= peers."""
+    side: int = max(1, round(peers ** (1 / axes)) - 1)
+    while int(side**axes) < peers:
+        side += 1
+    return side
+
+
+def largest_group(peers: int, sides: Sequence[int]) -> int:
+    """No group of this grid has more peers, senders and listeners together."""
+    leaves = math.prod(sides[1:])
+    worst, width = -(-peers // leaves), 1
+    for side in sides[1:]:
+        least, over = divmod(width * peers, leaves)  # peers of a cluster
+        worst = max(worst, side + (-(-(side - 1) // least) if over else 0))
+        width *= side
+    return worst
+
+
+@functools.lru_cache(256)
+def grid_of(peers: int, rounds: int) -> tuple[int, ...]:
+    """The sides of the grid of so many rounds with the smallest groups; ValueError where there is none."""
+    found = min(_grids(peers, rounds), key=lambda sides: (largest_group(peers, sides), sides), default=None)
+    if found is None:
+        raise ValueError(f"no grid of {rounds} rounds for {peers} peers")
+    return found
+
+
+@functools.lru_cache(256)
+def grid_within(peers: int, largest: int) -> tuple[int, ...]:
+    """The sides of the grid with the fewest rounds whose groups have `largest` peers at most (3 or more)."""
+    if peers < 1 or largest < SMALLEST_GROUP:
+        raise ValueError(f"no grid with groups of up to {largest} for {peers} peers")
+    for rounds in range(1, peers.bit_length() + 1):
+        fitting = (sides for sides in _grids(peers, rounds) if largest_group(peers, sides) <= largest)
+        found = min(fitting, key=lambda sides: (largest_group(peers, sides), sides), default=None)
+        if found is not None:
+            return found
+    raise AssertionError("halves have groups of three at most")
+
+
+def _grids(peers: int, rounds: int) -> Iterator[tuple[int, ...]]:
+    """Grids with sides that are nearly the same; small ones first, since clusters grow and can spare more later."""
+    about = smallest_side(peers, rounds)
+    sides = [side for side in (about - 2, about - 1, about, about + 1) if side >= 2]
+    for later in itertools.combinations_with_replacement(sides, rounds - 1):
+        leaves = math.prod(later)
+        if leaves < peers or peers == 1:
+            yield (-(-peers // leaves), *later)
+
+
+def meetings(order: Sequence[str], sides: Sequence[int], weak: Collection[str] = ()) -> list[list[Meeting]]:
+    """The groups of each round. `weak` peers, who cannot sum, are spread among the others, and listen first."""
+    order = _spread(order, weak)
+    leaves = math.prod(sides[1:])
+    bounds = [at * len(order) // leaves for at in range(leaves + 1)]
+    rounds = [[Meeting(tuple(order[begin:end])) for begin, end in itertools.pairwise(bounds)]]
+    width = 1
+    for side in sides[1:]:
+        step, found = width * side, list[Meeting]()
+        for first in range(0, leaves, step):
+            parts = [order[bounds[at] : bounds[at + width]] for at in range(first, first + step, width)]
+            found += _met(parts, weak)
+        rounds.append(found)
+        width = step
+    return rounds
+
+
+def _met(parts: list[list[str]], weak: Collection[str]) -> list[Meeting]:
+    """The groups in which clusters with these peers meet."""
+    count = min(map(len, parts))
+    senders: list[list[str]] = [[] for _ in range(count)]
+    listeners: list[list[str]] = [[] for _ in range(count)]
+    strong = [0] * count
+    for part in parts:
+        ranked = sorted(part, key=lambda peer: peer in weak)
+        places = sorted(range(count), key=strong.__getitem__)
+        places += sorted(range(count), key=lambda at: len(listeners[at]))[: len(part) - count]
+        for number, (at, peer) in enumerate(zip(places, ranked, strict=True)):
+            (senders if number < count else listeners)[at].append(peer)
+            strong[at] += peer not in weak
+    return [Meeting(tuple(senders[at]), tuple(listeners[at]), at, count) for at in range(count)]
+
+
+def _spread(order: Sequence[str], weak: Collection[str]) -> list[str]:
+    """The same peers with the weak ones evenly among the others."""
+    few = [peer for peer in order if peer in weak]
+    found = [peer for peer in order if peer not in weak]
+    for number, peer in enumerate(few):
+        found.insert((2 * number + 1) * len(order) // (2 * len(few)), peer)
+    return found

@@ -1,0 +1,247 @@
+"""How the work of a round is divided among a stage's members and its helpers, from what they say of their lines.
+
+Keeps what was said and turns it into one `Split` for each attempt: shares by bandwidth, and parts small enough that
+what is under way at any time is a fraction of the round. Where nobody said anything there is no split: equal shares.
+Everything is a stranger's word: rates are taken within bounds, a helper's only where all members agree on the vector
+that it would sum. A liar gets too much work and holds up the round; the conductor then puts it aside, for longer
+each time. Invariant: a client is never given a share.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import msgspec
+
+from peerd.core.limits import AVERAGE_PART_BYTES, LINE_BYTES_PER_S, LINE_BYTES_PER_S_MIN, LINE_S_PER_BYTE
+from peerd.core.messages.swarm import MAX_MEMBERS, LineInfo, MemberInfo, Party
+from peerd.machine.averaging.bandwidth_probe import TRY
+from peerd.machine.averaging.shares import MemberLine, Mode, NoSplit, Shares, proportional, shares, widths
+from peerd.machine.averaging.shares_lp import shares_within
+
+_PART_BYTES_LEAST = 16 << 10  # smaller ones cost more in calls than they save in waiting
+_PARTS_UNDER_WAY = 4  # for one owner of an equal share: what averaging has in flight
+_UNDER_WAY_SHARE = 1 / 8  # of the vector: the end of a round waits for what is under way
+_FEW_BYTES = 64 << 10  # of a part for few owners, where one for each of them
+_FEW_SHARE = 1 / 16  # is no more of the vector than this: each part costs both ends a millisecond of computing
+_UNDER_WAY_S = 2.0  # and so long it takes at most; patience with a member must be longer
+_OWNERS_LEAST = 8  # parts for fewer are no larger: a stream's window is full before a large one has gone
+_CRUMB = 1e-3  # of the largest share: less is not worth a call from every sender
+_ITEM_BYTES = {"float32": 4, "float64": 8}
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """Who takes part, as what, and who sums which share. `lines` and `pairs` are what it was made from."""
+
+    parties: tuple[Party, ...]
+    part_bytes: int  # 0: as the run file says
+    elements: int
+    dtype: str
+    why: str
+    lines: tuple[MemberLine, ...]
+    pairs: tuple[tuple[tuple[str, str], float], ...] = ()  # (from, to), bytes/s
+    further: int = 0  # elements of a second sum
+    xi_s_per_byte: float = 0.0  # a round's time over the vector's bytes, in the model; 0: nothing is known of a line
+    stated: bool = False  # all lines are known, and none by what passed it: it may carry more
+
+    @property
+    def s_per_byte(self) -> float:
+        """What `AveragingPlan.s_per_byte` says: whoever kept to less than a line carries would never learn of more."""
+        return self.xi_s_per_byte if self.stated and self.xi_s_per_byte <= LINE_S_PER_BYTE else 0.0
+
+    def within_pairs(self) -> Split:
+        """The division when `pairs` count, too. Takes long: for a worker. Raises NoSplit."""
+        return _split(self.lines, shares_within(self.lines, dict(self.pairs)), self)
+
+
+@dataclass(frozen=True, slots=True)
+class _Said:
+    stage: int
+    line: LineInfo
+    addrs: tuple[str, ...]
+
+
+class Lines:
+    """What peers said of their lines. See the module's header."""
+
+    def __init__(self) -> None:
+        self._said: dict[str, _Said] = {}
+        self.changes = 0  # of what was said: the same number, the same splits
+        self._tried: dict[int, str] = {}  # by stage, whose line is taken for more than was measured
+        self._resting: dict[int, frozenset[str]] = {}  # by stage, who gets no share for now
+        self._splits: dict[tuple[str, ...], tuple[object, Split]] = {}  # by group, and what each was made from
+
+    def tell(self, peer: str, stage: int, line: LineInfo, addrs: tuple[str, ...] = ()) -> bool:
+        """`peer`, of `stage` or a helper for it, says this; True when it tells of a helper what was not known."""
+        before = self._said.get(peer)
+        if before is None and len(self._said) >= MAX_MEMBERS:
+            return False
+        now = _Said(stage, line, addrs)
+        if now != before:  # else the same object stays, which is soon found to be equal
+            self._said[peer] = now
+            self.changes += 1
+        aux_before = before is not None and before.line.mode == "aux"
+        if line.mode != "aux":
+            return aux_before
+        return not aux_before or before is None or (before.stage, before.addrs) != (now.stage, now.addrs)
+
+    def forget(self, peer: str) -> bool:
+        """The peer is gone; True when it was a helper."""
+        said = self._said.pop(peer, None)
+        self.changes += said is not None
+        return said is not None and said.line.mode == "aux"
+
+    def is_helper(self, peer: str) -> bool:
+        return peer in self._said and self._said[peer].line.mode == "aux"
+
+    def helpers(self) -> list[MemberInfo]:
+        """All helpers, sorted, with the addresses at which they can be reached; none of them serves the stage."""
+        return [
+            MemberInfo(peer, said.stage, list(said.addrs), False)
+            for peer, said in sorted(self._said.items())
+            if said.line.mode == "aux"
+        ]
+
+    def is_client(self, peer: str) -> bool:
+        return self._line(peer).mode == "client"
+
+    def measured(self, stage: int, group: tuple[str, ...]) -> dict[str, float]:
+        """Lines that are known by what passed them, in bytes/s of the narrower direction; of the group and helpers."""
+        found: dict[str, float] = {}
+        for peer in (*group, *(info.peer for info in self.helpers() if info.stage == stage)):
+            line = self._line(peer)
+            rates = [(line.up_bytes_per_s, line.up_measured), (line.down_bytes_per_s, line.down_measured)]
+            known = [(rate, measured) for said, measured in rates if (rate := _rate(said)) is not None]
+            if line.mode != "client" and known and min(known)[1]:
+                found[peer] = min(known)[0]
+        return found
+
+    def slack(self, stage: int, group: tuple[str, ...]) -> float:
+        """How many times longer a round takes, as the lines are known, than the slowest sender needs; 1: no better."""
+        said = {peer: self._line(peer) for peer in (*group, *(i.peer for i in self.helpers() if i.stage == stage))}
+        lines = _as_taken(said, None)
+        try:
+            found, rates = shares(lines), widths(lines)
+        except NoSplit:
+            return 1.0
+        return found.xi_s_per_byte * min(rates[line.peer] for line in lines if line.sends)
+
+    def take_for_more(self, stage: int, peer: str | None) -> None:
+        """From now on the line of `peer` counts as TRY times what was measured; None: nobody's."""
+        if self._tried.get(stage) != peer:
+            self.changes += 1
+            self._tried.pop(stage, None)
+            if peer is not None:
+                self._tried[stage] = peer
+
+    def rest(self, stage: int, peers: frozenset[str]) -> None:
+        """From now on these of the stage take part like clients: they send their vector, and sum nothing."""
+        if self._resting.get(stage, frozenset()) != peers:
+            self._resting[stage] = peers
+            self.changes += 1
+
+    def sums(self, stage: int, peer: str) -> bool:
+        """May the member be given a share?"""
+        return not self.is_client(peer) and peer not in self._resting.get(stage, ())
+
+    def vector_bytes(self, group: tuple[str, ...]) -> int:
+        """Of the vectors that the group brings; 0: not known, or they are not alike."""
+        vectors = {(line.elements + line.further, line.dtype) for line in map(self._line, group)}
+        elements, dtype = vectors.pop() if len(vectors) == 1 else (0, "")
+        return elements * _ITEM_BYTES.get(dtype, 0)
+
+    def split(self, stage: int, group: tuple[str, ...], *, helped: bool = True) -> Split | None:
+        """How `group` of `stage` divides a round; None: in equal shares. Raises NoSplit when nobody may sum.
+
+        `helped`: the stage's helpers take part.
+        """
+        if len(group) < 2:
+            return None
+        resting = self._resting.get(stage, frozenset())
+        said = {peer: self._line(peer) for peer in group}
+        said |= {peer: msgspec.structs.replace(said[peer], mode="client") for peer in resting & said.keys()}
+        vectors = {(line.elements, line.dtype, line.further) for line in said.values()}
+        elements, dtype, further = vectors.pop() if len(vectors) == 1 else (0, "", 0)
+        if helped and elements and dtype in _ITEM_BYTES:
+            helpers = {i.peer: self._line(i.peer) for i in self.helpers() if i.stage == stage and i.peer not in said}
+            said |= helpers
+        if all(line.mode == "node" and not line.up_bytes_per_s and not line.down_bytes_per_s for line in said.values()):
+            return None
+        tried = self._tried.get(stage)
+        made_from = (list(said.items()), tried if tried in said else None)
+        known_from, known = self._splits.get(group, (None, None))
+        if known is not None and known_from == made_from:  # of a grid's many groups few change at a time
+            return known
+        lines = _as_taken(said, tried)
+        pairs = tuple(
+            ((peer, pair.peer), min(pair.bytes_per_s, LINE_BYTES_PER_S))
+            for peer, line in said.items()
+            for pair in line.pairs
+            if pair.peer in said and pair.bytes_per_s >= 0  # NaN is not
+        )
+        stated = all(map(_stated, said.values()))
+        frame = Split((), 0, elements, dtype, "", lines, pairs, further, stated=stated)
+        found = _split(lines, shares(lines), frame)
+        if len(self._splits) >= MAX_MEMBERS:
+            self._splits.clear()
+        self._splits[group] = made_from, found
+        return found
+
+    def _line(self, peer: str) -> LineInfo:
+        said = self._said.get(peer)
+        return said.line if said is not None else LineInfo()
+
+
+def _as_taken(said: Mapping[str, LineInfo], tried: str | None) -> tuple[MemberLine, ...]:
+    """The lines for the division; where `tried`'s was measured, it counts for more."""
+
+    def rate(peer: str, bytes_per_s: float, measured: bool) -> float | None:
+        return _rate(bytes_per_s * TRY if measured and peer == tried else bytes_per_s)
+
+    return tuple(
+        MemberLine(
+            peer,
+            Mode(line.mode),
+            rate(peer, line.up_bytes_per_s, line.up_measured),
+            rate(peer, line.down_bytes_per_s, line.down_measured),
+        )
+        for peer, line in said.items()
+    )
+
+
+def _stated(line: LineInfo) -> bool:
+    """Whether the peer says what both directions of its line carry."""
+    rates = ((line.up_bytes_per_s, line.up_measured), (line.down_bytes_per_s, line.down_measured))
+    return all(_rate(rate) is not None and not measured for rate, measured in rates)
+
+
+def _rate(bytes_per_s: float) -> float | None:
+    """A rate as somebody says it, within bounds; None: unknown."""
+    if math.isnan(bytes_per_s) or bytes_per_s <= 0:
+        return None
+    return min(max(bytes_per_s, LINE_BYTES_PER_S_MIN), LINE_BYTES_PER_S)
+
+
+def _split(lines: tuple[MemberLine, ...], found: Shares, frame: Split) -> Split:
+    """The split by these shares, without crumbs; a helper that has nothing to do is left out."""
+    crumb = max(found.fractions.values()) * _CRUMB
+    fractions = proportional({peer: share for peer, share in found.fractions.items() if share >= crumb})
+    parties = tuple(
+        Party(line.peer, line.mode.value, fractions.get(line.peer, 0.0))
+        for line in lines
+        if line.sends or line.peer in fractions
+    )
+    working = sum(party.share > 0 for party in parties)
+    owners = max(_OWNERS_LEAST, working)
+    limits = [AVERAGE_PART_BYTES]
+    if found.xi_s_per_byte > 0:
+        limits.append(int(_UNDER_WAY_S / found.xi_s_per_byte / (_PARTS_UNDER_WAY * owners)))
+    if frame.dtype in _ITEM_BYTES:
+        vector_bytes = frame.elements * _ITEM_BYTES[frame.dtype]
+        few = min(_FEW_BYTES, int(_FEW_SHARE * vector_bytes / working)) if working < _OWNERS_LEAST else 0
+        limits.append(max(int(_UNDER_WAY_SHARE * vector_bytes / (_PARTS_UNDER_WAY * owners)), few))
+    part_bytes = max(_PART_BYTES_LEAST, min(limits))
+    return replace(frame, parties=parties, part_bytes=part_bytes, why=found.why, xi_s_per_byte=found.xi_s_per_byte)

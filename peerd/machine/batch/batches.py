@@ -1,0 +1,240 @@
+"""The batches that trainers fill: who may add to them, what is done, what must be done again.
+
+`due` is the batch of the step under way. In a delayed run `early`, that of the step after it, is filled as soon as
+there is no room in `due`, and becomes it when the step is made; then it is filled with parameters that are one step
+old, and never older ones. Pure bookkeeping beneath the conductor, which knows the phase and who serves, and is told
+when `due` shrinks. Invariants (`check`): a microbatch has at most one place in one batch, and none that a step has
+counted gets another. A hostile trainer can name what it likes: only its own microbatches are concerned.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import zip_longest
+
+from peerd.core.limits import REDO_AT_ONCE
+from peerd.core.messages.swarm import Done, Mb, Redo
+from peerd.machine.batch.admission import Admission
+from peerd.machine.batch.ledger import Counted, Entry, Ledger
+from peerd.machine.swarm.events import TrainerReport, Verify
+from peerd.machine.swarm.revisions import Versions
+from peerd.machine.swarm.roster import RosterEntry
+
+Unwanted = Callable[[Mb, Entry, Callable[[Mb], bool]], bool]  # the last tells whether a stage still needs it
+
+
+@dataclass(frozen=True, slots=True)
+class StageView:
+    """What the conductor knows of the stages when it asks: whose reports hold, and which stages have their mean."""
+
+    serves: Callable[[str, int], bool]  # does this peer hold the state of this stage that microbatches are for?
+    settled: Sequence[bool]  # by stage
+
+
+class Batches:
+    """`microbatches` make a batch, each with a gradient in every one of `stages`."""
+
+    def __init__(self, stages: int, microbatches: int, versions: Versions) -> None:
+        self._stages = range(stages)
+        self._nothing = [False] * stages  # of the early batch is settled
+        self.due, self.early = Ledger(stages, microbatches), Ledger(stages, microbatches)
+        self.counted = Counted()
+        self._versions = versions  # of what trainers see
+        self.trainers = Admission(own_pace=stages == 1)
+        self.verify: Verify | None = None  # looks at receipts
+        self.tell: Callable[[str], None] = lambda text: None  # what a person may want to know
+        self._void: set[Mb] = set()  # dropped for good: they do not count in the batches under way, whoever says so
+
+    # --- members ----------------------------------------------------------------------------------------------
+
+    def lose(self, peer: str, now: float) -> None:
+        """All that `peer` held is lost."""
+        self.due.lose(peer, now)
+        self.early.lose(peer, now)
+
+    def told(self, now: float, who: tuple[str, int, int], due: frozenset[Mb], early: frozenset[Mb]) -> None:
+        """What a member (peer, stage, session) says it holds: the rest that was credited to it is lost.
+
+        Only its connection had broken.
+        """
+        peer, stage, session = who
+        for ledger, held in ((self.due, due), (self.early, early)):
+            ledger.keep_only(peer, stage, held, now)
+            for mb in sorted(held & ledger.missing[stage]):
+                ledger.hold(mb, stage, peer, session)
+
+    def adopt(self, now: float, members: Mapping[str, RosterEntry]) -> None:
+        """Count what members, all of them at the step under way, hold in every stage already."""
+        stages = [{peer: m for peer, m in members.items() if m.stage == stage} for stage in self._stages]
+        sessions = {peer: m.session for peer, m in members.items()}
+        self._adopt(now, self.due, [{peer: m.held for peer, m in stage.items()} for stage in stages], sessions)
+        self._adopt(now, self.early, [{peer: m.early for peer, m in stage.items()} for stage in stages], sessions)
+
+    def _adopt(
+        self, now: float, ledger: Ledger, stages: list[dict[str, frozenset[Mb]]], sessions: Mapping[str, int]
+    ) -> None:
+        for mb in [mb for held in stages[0].values() for mb in sorted(held)]:
+            holders = [next((peer for peer, held in stage.items() if mb in held), None) for stage in stages]
+            if all(holders) and not self._has_place(mb) and ledger.admit(mb, now):
+                ledger.finish(mb)
+                for stage, peer in enumerate(holders):
+                    ledger.hold(mb, stage, peer or "", sessions[peer or ""])
+
+    # --- trainers ---------------------------------------------------------------------------------------------
+
+    def take(self, now: float, report: TrainerReport, view: StageView, delayed: bool) -> bool:
+        """A trainer's news of the step; True when `due` shrank, which it does not once all its stages are settled."""
+        bound, shrank = frozenset(report.early), False
+        for done in report.done:
+            mb = Mb(report.peer, done.seq)
+            if mb in self.early.entries or (done.seq in bound and mb not in self.due.entries):
+                if delayed:
+                    early = StageView(view.serves, self._nothing)
+                    shrank |= self._take_done(now, (self.early, report.step + 1), mb, done, early)
+            else:
+                shrank |= self._take_done(now, (self.due, report.step), mb, done, view)
+        begun, unknown = {*report.open, *(done.seq for done in report.done)}, frozenset(report.unknown)
+
+        def given_up(mb: Mb, entry: Entry, needed: Callable[[Mb], bool]) -> bool:
+            """The trainer no longer names it and never finished it, or cannot do it again."""
+            if mb.trainer != report.peer:
+                return False
+            return mb.seq in unknown and needed(mb) if entry.done else mb.seq not in begun
+
+        return bool(self._drop(given_up, view.settled)[0]) or shrank
+
+    def _take_done(self, now: float, of: tuple[Ledger, int], mb: Mb, done: Done, view: StageView) -> bool:
+        """`of`: the batch, and its step. True when `due` shrank."""
+        ledger, step = of
+        if len(done.holders) != len(self._stages) or mb in self.counted or mb in self._void:
+            return False
+        if self.trainers.is_newcomer(mb.trainer) and not self._shows(step, mb, done):
+            self.trainers.strike(now, mb.trainer)
+            self.tell(f"trainer …{mb.trainer[-8:]} is new and credits peers without their receipts: it is given less")
+            return self.void([mb])
+        if not ledger.admit(mb, now):
+            return False
+        entry = ledger.entries[mb]
+        if not entry.done:
+            self.trainers.finished(now, mb.trainer, entry.since)
+        ledger.finish(mb)
+        for stage, (holder, receipt) in enumerate(zip_longest(done.holders, done.receipts[: len(done.holders)])):
+            if view.settled[stage]:
+                continue
+            if view.serves(holder, stage):
+                ledger.hold(mb, stage, holder, receipt)
+            else:
+                ledger.unhold(mb, stage, now)
+        return False
+
+    def _shows(self, step: int, mb: Mb, done: Done) -> bool:
+        """Do the holders' receipts bear out what the trainer says? Asked of newcomers: others have shown enough."""
+        if self.verify is None:
+            return True
+        return all(
+            receipt is not None and self.verify(holder, stage, step, mb, receipt)
+            for stage, (holder, receipt) in enumerate(zip_longest(done.holders, done.receipts[: len(done.holders)]))
+        )
+
+    def drop_dead(
+        self, now: float, settled: Sequence[bool], lease_s: tuple[float, float]
+    ) -> tuple[bool, dict[str, int]]:
+        """Let go of what nobody can finish: its trainer is gone, or it took far too long.
+
+        Tells whether `due` shrank, and which trainers that are here did not finish how many: they are given less.
+        """
+
+        def dead(mb: Mb, entry: Entry, needed: Callable[[Mb], bool]) -> bool:
+            if not needed(mb):
+                return False
+            return mb.trainer not in self.trainers or self._overdue(now, mb, entry, lease_s)
+
+        due, early = self._drop(dead, settled)
+        late = Counter(mb.trainer for mb in (*due, *early) if mb.trainer in self.trainers)
+        if late:
+            self.trainers.ran_out(now)
+        for trainer in sorted(late):
+            self.trainers.strike(now, trainer)
+        return bool(due), dict(late)
+
+    def late(self, now: float, settled: Sequence[bool], lease_s: tuple[float, float]) -> dict[str, int]:
+        """For which trainers the step waits, for longer than for others, and for how many microbatches of each."""
+        if not self.due.full:
+            return {}
+        waits = {mb for mb in set[Mb]().union(*self.due.missing) if self.due.is_missing(mb, settled)}
+        late = [mb for mb in waits if self._overdue(now, mb, self.due.entries[mb], lease_s)]
+        return dict(sorted(Counter(mb.trainer for mb in late).items()))
+
+    def _overdue(self, now: float, mb: Mb, entry: Entry, lease_s: tuple[float, float]) -> bool:
+        return self.trainers.overdue(now, mb.trainer, entry.since, lease_s, alone=self.due.full)
+
+    def void(self, mbs: Iterable[Mb]) -> bool:
+        """These do not count, whatever is said of them later; True: `due` shrank."""
+        shrank = False
+        for mb in mbs:
+            shrank |= mb in self.due.entries
+            self.due.drop(mb)
+            self.early.drop(mb)
+            self._void.add(mb)
+            self._versions.change(mb.trainer)
+        return shrank
+
+    def _drop(self, unwanted: Unwanted, settled: Sequence[bool]) -> tuple[list[Mb], list[Mb]]:
+        """From both batches; returns what was in which."""
+
+        def dropped(ledger: Ledger, ready: Sequence[bool]) -> list[Mb]:
+            needed = partial(ledger.is_missing, settled=ready)
+            gone = ledger.drop_open(lambda mb, entry: unwanted(mb, entry, needed))
+            for mb in gone:
+                self._versions.change(mb.trainer)
+            return gone
+
+        due = [] if all(settled) else dropped(self.due, settled)
+        return due, dropped(self.early, self._nothing)
+
+    def fill(self, now: float, step: int, early: bool) -> None:
+        """Admit what trainers wish for while there is room, to `due`, which is `step`'s, or to the batch after it."""
+        ledger, beside = (self.early, self.due) if early else (self.due, self.early)
+        for mb in self.trainers.wishes(now, ledger, self.counted, beside, step + early):
+            if ledger.admit(mb, now):
+                self._versions.change(mb.trainer)
+
+    def whole_in_s(self, now: float) -> float | None:
+        """Seconds until the batch is whole; None: nobody knows."""
+        return self.trainers.whole_in_s(now, self.due)
+
+    def redo(self, trainer: str, settled: Sequence[bool]) -> list[Redo]:
+        """What the trainer has to repeat, because a peer that held it is gone; of very much the first."""
+        return (self.due.redo(trainer, settled) + self.early.redo(trainer, self._nothing))[:REDO_AT_ONCE]
+
+    def _has_place(self, mb: Mb) -> bool:
+        return mb in self.due.entries or mb in self.early.entries or mb in self.counted
+
+    # --- steps ------------------------------------------------------------------------------------------------
+
+    def step_made(self, step: int) -> None:
+        """The batch of `step`, if it is known, has been averaged and counted: the early one takes its place."""
+        if self.due.entries:
+            self.counted.add(step, self.due.entries)
+        self.trainers.step_made(sorted({mb.trainer for mb in self.due.entries}))
+        self.due.clear()
+        self._void.clear()
+        self.due, self.early = self.early, self.due
+
+    def go_to(self, step: int, batch_before: Iterable[Mb]) -> None:
+        """The swarm stands at `step` now, by another way than a step from here; this batch led there."""
+        self.due.clear()
+        self.early.clear()
+        self._void.clear()
+        self.counted.restart(step - 1, batch_before)
+        self._versions.change_all()
+
+    def check(self) -> None:
+        """Raise AssertionError when an invariant is broken."""
+        self.due.check()
+        self.early.check()
+        assert not self.due.entries.keys() & self.early.entries.keys()
+        assert not any(mb in self.counted for ledger in (self.due, self.early) for mb in ledger.entries)

@@ -1,0 +1,102 @@
+"""When the batch under way will be whole, from how fast each trainer was until now.
+
+A trainer's pace is measured where its reports arrive, while it works: what it says of its speed counts for nothing, so
+a liar makes a forecast wrong only by being slow. `whole_in_s` shares out what nobody has begun among those who work,
+as they will take it; nobody waits for what a peer that is gone had begun. Decides nothing that could harm a step: a
+wrong forecast costs a connection too early or a look too late. Invariants: a forecast is None or finite, never
+negative and never beyond FORESEEABLE_S; at a constant pace it is right, up to one microbatch (`tests/machine`).
+Extends DeDLOC's (Diskin et al. 2021, section 3.1) rule, remaining samples over the sum of rates, by what is begun.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+
+from peerd.core.limits import FORESEEABLE_S
+
+_KEEP = 0.85  # of what a pace was measured by, at each new measurement
+_LEAST_S = 1e-6
+
+
+@dataclass(slots=True)
+class TrainerPace:
+    """Seconds of one trainer for a microbatch, while it has some under way; what is recent counts more."""
+
+    at: float = -math.inf  # when one was done last
+    _count: float = 0.0
+    _worked_s: float = 0.0
+
+    def finished(self, now: float, began: float) -> None:
+        """One more is done that was begun at `began`. Several in one report share the time since the last report."""
+        took = now - max(began, self.at)
+        if took > 0 or not self._count:
+            self._count *= _KEEP
+            self._worked_s = self._worked_s * _KEEP + max(took, 0.0)
+        self._count += 1
+        self.at = max(now, self.at)
+
+    @property
+    def seconds(self) -> float:
+        """Of one microbatch; 0: never measured."""
+        return max(self._worked_s / self._count, _LEAST_S) if self._count else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerPace:
+    """One trainer at work: `begun` microbatches are under way, for `waited_s` without one of them being done."""
+
+    seconds: float  # of one microbatch; 0: not known
+    begun: int
+    waited_s: float
+
+    def free(self, usual_s: float = _LEAST_S) -> tuple[float, float]:
+        """In how many seconds it is done with what it has begun, and its seconds for each further one.
+
+        Without a pace it takes `usual_s`; late, it is believed to go on as slowly as it shows.
+        """
+        seconds, waited_s = self.seconds or usual_s, max(self.waited_s, 0.0)
+        if not self.begun:
+            return 0.0, seconds
+        if waited_s > self.begun * seconds:
+            return 0.0, waited_s / self.begun
+        return self.begun * seconds - waited_s, seconds
+
+
+def whole_in_s(left: int, workers: Iterable[WorkerPace]) -> float | None:
+    """Seconds until `left` microbatches that nobody has begun, and all begun ones, are done; None: nobody knows.
+
+    Each worker finishes what it has begun and takes of the rest what it can do by the time at which all end together.
+    Who has no pace yet is taken to be as fast as the others on average; who is late, to go on as slowly as it shows.
+    """
+    workers = list(workers)
+    if not left and not any(worker.begun for worker in workers):
+        return 0.0
+    shared_s = shared_in_s(left, workers)
+    if shared_s is None:
+        return None
+    usual_s = _usual_s(workers)
+    found = max(shared_s, *(worker.free(usual_s)[0] for worker in workers))
+    return found if found <= FORESEEABLE_S else None
+
+
+def shared_in_s(left: int, workers: Collection[WorkerPace]) -> float | None:
+    """As `whole_in_s`, but only until the `left` ones are done: by those who are free before that."""
+    usual_s = _usual_s(workers)
+    if not usual_s:
+        return None
+    ends = sorted(worker.free(usual_s) for worker in workers)
+    rate = offset = found = 0.0  # together they have done rate * t - offset by the time t
+    for index, (free_s, seconds) in enumerate(ends):
+        rate, offset = rate + 1 / seconds, offset + free_s / seconds
+        found = (left + offset) / rate
+        if index + 1 == len(ends) or found <= ends[index + 1][0]:
+            break
+    return found
+
+
+def _usual_s(workers: Iterable[WorkerPace]) -> float:
+    """The mean pace; 0: nobody's is known."""
+    known = [worker.seconds for worker in workers if worker.seconds > 0]
+    return math.fsum(known) / len(known) if known else 0.0

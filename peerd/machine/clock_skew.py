@@ -1,0 +1,124 @@
+"""How far this machine's clock is off, from what its peers' clocks show: the median, our own clock being one vote.
+
+Peers tell each other the time of their *uncorrected* clocks, and each adopts the median of all it saw. So peers that
+see the same set agree exactly, and nobody follows a correction that follows theirs. Identities are free, so each
+network has one vote (see `machine.connectivity.network_votes`), shared by all peers there; of a peer its sample with
+the shortest round trip counts. In a private network each machine has a vote, and all on this machine together one: a
+laboratory with one wrong clock is no rare thing, and whoever lies there has to be there. Below two networks beside our
+own clock nobody can say who is wrong, and nothing is corrected; nor is what no correction can be: see
+limits.CLOCK_CORRECTION_S. A minority of networks cannot move the median beyond what honest clocks show; hostile input:
+any number of identities, which drop samples of their own network only.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from multiaddr import Multiaddr
+
+from peerd.core.addr import LOOPBACK, block_of, ip_of
+from peerd.core.ids import PeerId
+from peerd.core.limits import CLOCK_CORRECTION_S
+from peerd.machine.connectivity.network_votes import network_of, shared
+
+VOTES = 64  # peers that count
+_MIN_NETWORKS = 2
+_MAX_ROUND_TRIP_S = 2.0  # the error of a sample is at most half its round trip
+REPORTED_S = 2.0  # a larger skew is shown to the user
+
+
+class _Sample(NamedTuple):
+    network: str
+    address: str
+    round_trip_s: float
+    offset_s: float
+
+
+def voice_of(at: Multiaddr) -> str:
+    """Who has one vote together with the peer at this address."""
+    ip = ip_of(at)
+    block = None if ip is None else block_of(ip)
+    if block is None or block == LOOPBACK:
+        return block or network_of(at)
+    return str(ip)
+
+
+class ClockSkew:
+    """Offsets of peers' raw clocks against ours, in seconds; positive: theirs is ahead."""
+
+    def __init__(self) -> None:
+        self._samples: OrderedDict[PeerId, _Sample] = OrderedDict()
+
+    def sample(self, peer: PeerId, at: Multiaddr, sent: float, received: float, theirs: float) -> None:
+        """`peer`, connected at that address, showed `theirs` between `sent` and `received` of our uncorrected clock."""
+        round_trip = received - sent
+        if not 0 <= round_trip <= _MAX_ROUND_TRIP_S:
+            return
+        known = self._samples.get(peer)
+        # A better sample replaces a worse one; so does one that contradicts it, for clocks are also set anew.
+        offset = theirs - (sent + received) / 2
+        if (
+            known is None
+            or round_trip <= known.round_trip_s
+            or abs(offset - known.offset_s) > (round_trip + known.round_trip_s) / 2
+        ):
+            self._samples[peer] = _Sample(voice_of(at), str(ip_of(at) or at), round_trip, offset)
+        self._samples.move_to_end(peer)
+        if len(self._samples) > VOTES:
+            ((most, _),) = Counter(sample.network for sample in self._samples.values()).most_common(1)
+            del self._samples[next(peer for peer, sample in self._samples.items() if sample.network == most)]
+
+    @property
+    def votes(self) -> int:
+        """Peers whose clocks we know."""
+        return len(self._samples)
+
+    @property
+    def networks(self) -> int:
+        """How many votes they have."""
+        return len({sample.network for sample in self._samples.values()})
+
+    def measured_s(self) -> float:
+        """How far the swarm's clocks are ahead of ours: the median, our own included."""
+        told = ((s.network, s.address, (s.offset_s, peer.raw)) for peer, s in self._samples.items())
+        weights = shared(told)
+        return _median([(0.0, 1.0), *((offset_s, weight) for (offset_s, _), weight in weights.items())])
+
+    def correction_s(self) -> float:
+        """What to add to our clock."""
+        off = self._agreed_s()
+        return off if abs(off) <= CLOCK_CORRECTION_S else 0.0
+
+    def _agreed_s(self) -> float:
+        return self.measured_s() if self.networks >= _MIN_NETWORKS else 0.0
+
+    def warning(self) -> str | None:
+        """What to tell the user about this machine's clock, if anything."""
+        off = self._agreed_s()
+        way = "behind" if off > 0 else "ahead of"
+        if abs(off) > CLOCK_CORRECTION_S:
+            days = f"{abs(off) / 86_400:.1f} days"
+            return f"this machine's clock is {days} {way} the clocks of {self.votes} peers, too far to correct: set it"
+        if abs(off) > REPORTED_S:
+            return f"this machine's clock is {abs(off):.1f} s {way} the clocks of {self.votes} peers; it is corrected"
+        if self.networks and self.networks < _MIN_NETWORKS:
+            peer, sample = max(self._samples.items(), key=lambda item: -item[1].round_trip_s)
+            if abs(sample.offset_s) > REPORTED_S:
+                return f"this machine's clock and that of peer {peer.short} differ by {abs(sample.offset_s):.1f} s"
+        return None
+
+
+def _median(told: Iterable[tuple[float, float]]) -> float:
+    """Where half of the weight is on either side; in the middle when that is a gap."""
+    ranked = sorted(told)
+    half = sum(weight for _, weight in ranked) / 2
+    below = 0.0
+    for number, (value, weight) in enumerate(ranked):
+        below += weight
+        if abs(below - half) < 1e-9:
+            return (value + ranked[number + 1][0]) / 2
+        if below > half:
+            break
+    return value

@@ -1,0 +1,1 @@
+"""The conductor's decisions: positions, steps, and the closing of each stage."""

@@ -1,0 +1,138 @@
+"""Who has stood in the way of steps, how often, and who is put aside for it, until when.
+
+A member that fails by itself is put aside at the third time in one step. What one member says of another, that it could
+not be reached, counts against both alike: they contradict each other, and nobody else can know who is right. Put aside
+is who is contradicted by more than a third of the attempt's members, and by two at least; until that is clear the two
+take turns, the one with more against it first, then the one that joined later, so that steps go on meanwhile. Once
+somebody is found out, what it said of others counts no longer. Helpers are put aside at once: a round can do without.
+Each time is twice as long as the last, and less again with the steps that are made.
+Hostile input: any accusation. A liar alone among four or more costs honest peers a turn each, and then itself.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from peerd.core.messages.swarm import MAX_MEMBERS
+
+_FAILURES = 3  # of a member in one step, before it is put aside
+_TIMES_MOST = 8  # doublings of the time that somebody is put aside for
+_FORGIVE_STEPS = 16  # steps after which half of it is forgotten: what was contradicted, and how often put aside
+_PAIR_FAILURES = 2  # attempts that two spoil who contradict each other, before one of them has to wait
+
+
+@dataclass(frozen=True, slots=True)
+class PutAside:
+    """Not heard, and not in any round, for so many seconds."""
+
+    peer: str
+    seconds: float
+    why: str
+
+    def text(self) -> str:
+        return f"peer …{self.peer[-8:]} {self.why} and is put aside for {self.seconds:.0f} s"
+
+
+class Standing:
+    """See the module's header."""
+
+    def __init__(self, ban_s: float) -> None:
+        self._ban_s = ban_s
+        self._failed: Counter[str] = Counter()  # in this step
+        self._times: Counter[str] = Counter()  # put aside, kept from step to step
+        self._until: dict[str, float] = {}
+        self._against: dict[str, set[str]] = {}  # by whom each is contradicted
+        self._pairs: Counter[frozenset[str]] = Counter()
+        self._turns: Counter[str] = Counter()  # how often each has waited for a contradiction
+        self._waiting: set[str] = set()  # put aside in turn only
+        self._steps = 0
+
+    def banned(self, peer: str, now: float) -> bool:
+        return self._until.get(peer, now) > now
+
+    def failed(self, now: float, peer: str, why: str) -> PutAside | None:
+        """The member failed by itself, for certain."""
+        self._failed[peer] += 1
+        if self._failed[peer] < _FAILURES:
+            return None
+        del self._failed[peer]
+        return self.put_aside(now, peer, why)
+
+    def let_go(self, now: float, peer: str, seconds: float, why: str) -> PutAside:
+        """A newcomer that stood in the way: not heard of for so long."""
+        self._until = {p: until for p, until in self._until.items() if until > now} | {peer: now + seconds}
+        return PutAside(peer, seconds, why)
+
+    def put_aside(self, now: float, peer: str, why: str) -> PutAside:
+        """Not heard of for a while, longer each time."""
+        seconds: float = self._ban_s * 2 ** min(self._times[peer], _TIMES_MOST)
+        self._times[peer] += 1
+        if len(self._times) > MAX_MEMBERS:
+            del self._times[next(iter(self._times))]
+        self._until = {p: until for p, until in self._until.items() if until > now} | {peer: now + seconds}
+        return PutAside(peer, seconds, why)
+
+    def contradict(
+        self, now: float, said: Iterable[tuple[str, str]], members: int, since: Callable[[str], float]
+    ) -> list[PutAside]:
+        """In an attempt of so many `members`, each first of a pair said that it could not reach the second."""
+        pairs = list(dict.fromkeys(said))
+        counted: set[str] = set()
+        for accuser, accused in pairs:
+            self._against.setdefault(accused, set()).add(accuser)
+            fresh = accuser not in counted and accused not in self._against.get(accuser, ())
+            if fresh:  # who lost several at once has lost one thing, its line or its honesty
+                counted.add(accuser)
+                self._against.setdefault(accuser, set()).add(accused)
+        found = [
+            self._found_out(now, peer)
+            for peer in sorted({peer for pair in pairs for peer in pair}, key=self._weight, reverse=True)
+            if members > 2 and self._weight(peer) > max(1, members / 3)
+        ]
+        if found:
+            return found
+        both = {frozenset(pair) for pair in pairs}
+        self._pairs.update(both)
+        tired = [pair for pair in both if self._pairs[pair] >= _PAIR_FAILURES]
+        if not tired:
+            return []
+        for pair in tired:
+            del self._pairs[pair]
+        parties = frozenset[str]().union(*tired)
+        peer = max(parties, key=lambda p: (self._weight(p), -self._turns[p], since(p), p))
+        if members == 2:  # nobody else can ever say more: in turns, whatever was said before
+            peer = max(parties, key=lambda p: (-self._turns[p], since(p), p))
+        self._turns[peer] += 1
+        self._waiting.add(peer)
+        self._until[peer] = now + self._ban_s
+        return [PutAside(peer, self._ban_s, "contradicts others on who could be reached")]
+
+    def _weight(self, peer: str) -> int:
+        return len(self._against.get(peer, ()))
+
+    def _found_out(self, now: float, peer: str) -> PutAside:
+        """Forget what it said of others; who waited only because of it need not."""
+        accusers = self._against.pop(peer, set())
+        for other in list(self._against):
+            self._against[other].discard(peer)
+            if not self._against[other]:
+                del self._against[other]
+        for other in accusers & self._waiting:
+            if not self._against.get(other):
+                self._waiting.discard(other)
+                self._until.pop(other, None)
+        self._pairs = Counter({pair: count for pair, count in self._pairs.items() if peer not in pair})
+        return self.put_aside(now, peer, "is contradicted by several others on who could be reached")
+
+    def step_made(self) -> None:
+        """Members begin anew; what is older fades."""
+        self._failed.clear()
+        self._steps += 1
+        if self._steps % _FORGIVE_STEPS == 0:
+            self._against.clear()
+            self._pairs.clear()
+            self._turns.clear()
+            self._waiting.clear()
+            self._times = Counter({peer: times // 2 for peer, times in self._times.items() if times > 1})

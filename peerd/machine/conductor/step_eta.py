@@ -1,0 +1,57 @@
+"""One conductor's forecast for all who ask: when the batch is whole, and when the step that it makes is done.
+
+Between the two lies averaging and stepping, for as long as it took in the last steps. A forecast looks at the whole
+batch, so one is kept for a moment and counted down. Takes what the machine shows; changes nothing.
+"""
+
+from __future__ import annotations
+
+import math
+
+from peerd.core.limits import FORESEEABLE_S
+from peerd.core.messages.swarm import Forecast
+from peerd.machine.conductor.conductor import Conductor, Phase
+
+_KEPT_S = 0.2
+_SMOOTHING = 0.3
+
+
+class Outlook:
+    """See the module's header. One conductor's term."""
+
+    def __init__(self) -> None:
+        self._made, self._view = -math.inf, (-1, Phase.GATHERING)
+        self._whole_in_s: float | None = None
+        self._closing_since: float | None = None
+        self._closing_step = 0
+        self._closing_s: float | None = None  # from the whole batch to the next step; None: never seen
+
+    def look(self, now: float, conductor: Conductor) -> Forecast | None:
+        """None: nobody knows."""
+        view = conductor.members_version, conductor.phase
+        if view != self._view or now - self._made >= _KEPT_S:
+            self._watch_closing(now, conductor)
+            self._made, self._view, self._whole_in_s = now, view, conductor.whole_in_s(now)
+        if self._whole_in_s is None:
+            return None
+        whole_in_s = max(0.0, self._whole_in_s - (now - self._made))
+        closing_s = self._closing_s or 0.0
+        if self._closing_since is not None:
+            closing_s = max(0.0, closing_s - (now - self._closing_since))
+        return Forecast(whole_in_s, min(whole_in_s + closing_s, FORESEEABLE_S))
+
+    def _watch_closing(self, now: float, conductor: Conductor) -> None:
+        """How long averaging and stepping take: the machine tells whoever asks of each change at once."""
+        step = conductor.current.step if conductor.current is not None else 0
+        match conductor.phase:
+            case Phase.CLOSING:
+                if self._closing_since is None:
+                    self._closing_since, self._closing_step = now, step
+            case Phase.MOVING:
+                pass
+            case _:
+                if self._closing_since is not None and step == self._closing_step + 1:
+                    took = now - self._closing_since
+                    known = took if self._closing_s is None else self._closing_s
+                    self._closing_s = known + (took - known) * _SMOOTHING
+                self._closing_since = None

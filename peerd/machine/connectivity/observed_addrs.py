@@ -1,0 +1,117 @@
+"""How connected peers see us, and what most of them agree on.
+
+Holds one sight of each peer and finds, for each IP version, the address and the outside port that have a majority of
+networks behind them. Hostile input: made-up addresses and ports, floods of observers: when the table is full, the
+network with most entries loses its newest, so that nobody is pushed out by a crowd from elsewhere.
+Invariants: at most limits.OBSERVERS entries; only public addresses seen from outside count.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from multiaddr import Multiaddr
+
+from peerd.core.addr import ip_of, reach, tcp_place
+from peerd.core.ids import PeerId
+from peerd.core.limits import OBSERVERS
+from peerd.machine.connectivity.network_votes import majority, network_of
+
+
+@dataclass(frozen=True, slots=True)
+class Sight:
+    """How one connected peer sees us. `seen`: None when it did not say."""
+
+    peer: PeerId
+    at: Multiaddr  # where the peer is, as we see it
+    seen: Multiaddr | None
+    mapped: bool  # `seen` belongs to our listening port: we dialed from it, or the peer dialed `seen`
+    accepted: bool  # the peer dialed
+    tests: bool  # it answers our questions
+
+    @property
+    def outside(self) -> bool:
+        """Whether the peer is somewhere in the internet, so that what it sees is what strangers see."""
+        return reach(self.at) == 2
+
+
+@dataclass(frozen=True, slots=True)
+class ObservedView:
+    """What the observers agree on, for one IP version."""
+
+    ip: str | None = None
+    mapped: Multiaddr | None = None
+    split: bool = False  # several see the outside port, and not the same
+    observers: int = 0
+
+
+class Observers:
+    """The sights, by peer."""
+
+    def __init__(self) -> None:
+        self._sights: dict[PeerId, Sight] = {}  # longest known first
+        self._places: dict[PeerId, str] = {}
+        self._views: dict[int, ObservedView] = {}
+
+    def __contains__(self, peer: PeerId) -> bool:
+        return peer in self._sights
+
+    def __len__(self) -> int:
+        return len(self._sights)
+
+    def get(self, peer: PeerId) -> Sight | None:
+        return self._sights.get(peer)
+
+    def place(self, peer: PeerId) -> str:
+        """The network of a known peer."""
+        return self._places[peer]
+
+    def outside(self) -> Iterator[Sight]:
+        """The sights from outside."""
+        return (sight for sight in self._sights.values() if sight.outside)
+
+    def put(self, sight: Sight) -> PeerId | None:
+        """Take a sight, in place of the peer's earlier one. Returns who had to go for it."""
+        if sight.seen is not None and (tcp_place(sight.seen) is None or ip_of(sight.seen) is None):
+            sight = replace(sight, seen=None)
+        self._sights[sight.peer] = sight
+        self._places[sight.peer] = network_of(sight.at)
+        self._views.clear()
+        if len(self._sights) <= OBSERVERS:
+            return None
+        crowd = Counter(self._places.values()).most_common(1)[0][0]
+        newest = next(peer for peer in reversed(self._sights) if self._places[peer] == crowd)
+        self.drop(newest)
+        return newest
+
+    def drop(self, peer: PeerId) -> None:
+        """Forget a peer, if it is known."""
+        if self._sights.pop(peer, None) is not None:
+            del self._places[peer]
+            self._views.clear()
+
+    def view(self, version: int) -> ObservedView:
+        """What most observers of this IP version see; nothing where there is no majority."""
+        if version not in self._views:
+            self._views[version] = self._look(version)
+        return self._views[version]
+
+    def _look(self, version: int) -> ObservedView:
+        told = [
+            (sight.at, sight.seen, sight.mapped)
+            for sight in self.outside()
+            if sight.seen is not None and reach(sight.seen) == 2 and version_of(sight.seen) == version
+        ]
+        ip = majority([(at, str(ip_of(seen))) for at, seen, _ in told])
+        ports = [(at, seen) for at, seen, mapped in told if mapped]
+        mapped = majority(ports)
+        split = mapped is None and len({seen for _, seen in ports}) > 1
+        return ObservedView(ip, mapped, split=split, observers=len(told))
+
+
+def version_of(addr: Multiaddr) -> int:
+    """The IP version of an address, 0 when it has none."""
+    ip = ip_of(addr)
+    return ip.version if ip is not None else 0

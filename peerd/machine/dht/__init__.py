@@ -1,0 +1,1 @@
+"""Kademlia: routing table, look-ups, records and their replication."""

@@ -1,0 +1,215 @@
+"""One iterative look-up toward a key: whom to ask next, when to stop, and why. No network, no records, no clock.
+
+The idea is that of rust-libp2p's closest-peers iterator: the candidates in order of distance, each in one of five
+states. A peer that does not answer within `slow_s` no longer holds up the search but may still answer; after
+`silent_s` it has failed. A plain search ends when the `want` nearest candidates that are not slow or failed have
+answered. A search for values says `found` when an answer held some; then `enough` answers from the nearest suffice.
+
+Invariants: never more than `parallel` peers are waited for, until the nearest have answered and nothing nearer
+turned up: then the rest of the `want` are asked at once. Every look-up ends, whatever peers do: at most `max_asked`
+are asked, each is waited for at most `silent_s`, and at most `keep` candidates are remembered (the nearest).
+A hostile peer may name peers that do not exist: it costs their time-outs, and never more than `max_asked` of them.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from operator import attrgetter
+
+from peerd.core.ids import PeerId
+from peerd.machine.dht.routing_table import Contact
+
+
+class State(enum.Enum):
+    NEW = "new"  # heard of, not asked
+    WAITING = "waiting"
+    SLOW = "slow"  # asked, silent for `slow_s`; may still answer
+    ANSWERED = "answered"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LookupRule:
+    """When to ask and when to stop."""
+
+    want: int = 8  # nearest peers whose answers end the search
+    enough: int = 3  # nearest answers that do once something was found; also what counts as having come near
+    parallel: int = 4  # peers waited for at once while coming nearer
+    slow_s: float = 1.0
+    silent_s: float = 5.0
+    patient: bool = True  # wait for slow peers before saying that nothing was found
+    max_asked: int = 64
+    keep: int = 128
+
+
+@dataclass(slots=True, eq=False)
+class _Candidate:
+    distance: int
+    contact: Contact
+    state: State = State.NEW
+    asked_at: float = 0.0
+
+
+@dataclass(slots=True)
+class _View:
+    """What `next` must know about the nearest `want` candidates that are not slow or failed."""
+
+    usable: int = 0  # how many there are
+    answers: int = 0  # of them, nearer than every one that was not asked
+    fresh: list[_Candidate] = field(default_factory=list)  # not asked, among those that must answer
+    waiting: bool = False  # somebody among those that must answer has not done so
+    unasked: bool = False
+    near: bool = False  # the nearest `enough` have all answered
+
+
+_DISTANCE = attrgetter("distance")
+
+
+class Lookup:
+    """The search toward `target` that begins with the contacts in `seeds`. `own`, if given, has answered already."""
+
+    def __init__(self, target: int, seeds: Iterable[Contact], rule: LookupRule, own: Contact | None = None) -> None:
+        self.target = target
+        self.why: str | None = None  # the reason why it ended
+        self.found = False  # set by the owner when somebody held what is sought
+        self.asked = 0
+        self._rule = rule
+        self._answered = 0  # peers, ourselves not counted
+        self._sorted: list[_Candidate] = []  # nearest first
+        self._of: dict[bytes, _Candidate] = {}  # by raw peer id, which hashes fast
+        self._waiting: list[_Candidate] = []  # in state WAITING, in the order of asking
+        self._slow: list[_Candidate] = []  # in state SLOW, likewise
+        if own is not None:
+            self.learn([own])
+            self._of[own.peer.raw].state = State.ANSWERED
+        self.learn(seeds)
+
+    def next(self, now: float) -> list[Contact]:
+        """Whom to ask now; an empty list means wait, or look at `why`."""
+        if self.why is not None:
+            return []
+        self._age(now)
+        view = self._look()
+        if self.found and view.answers >= self._rule.enough:
+            self.why = f"the nearest {self._rule.enough} peers have answered"
+            return []
+        if not view.fresh and not view.waiting:
+            self._end(view.usable)
+            return []
+        limit = max(self._rule.want, self._rule.parallel) if view.near else self._rule.parallel
+        left = self._rule.max_asked - self.asked
+        chosen = view.fresh[: max(0, min(limit - len(self._waiting), left))]
+        if not left and not self._waiting:
+            self.why = f"{self.asked} peers were asked, more than it should take"
+        for candidate in chosen:
+            candidate.state, candidate.asked_at = State.WAITING, now
+        self._waiting += chosen
+        self.asked += len(chosen)
+        return [candidate.contact for candidate in chosen]
+
+    def answered(self, peer: PeerId, nearer: Iterable[Contact]) -> None:
+        """The peer answered, and named others."""
+        self._answered += self._settle(peer, State.ANSWERED)
+        self.learn(nearer)
+
+    def failed(self, peer: PeerId) -> None:
+        """The peer cannot be reached, has gone, or lied."""
+        self._settle(peer, State.FAILED)
+
+    def postponed(self, peer: PeerId) -> None:
+        """The peer answered, but had no room for this key in its answer: it may be asked again."""
+        if self._settle(peer, State.NEW):
+            self.asked -= 1  # its owner sees to it that such an answer always settles another key
+
+    def learn(self, contacts: Iterable[Contact]) -> None:
+        """Further candidates; those known already change nothing."""
+        before = len(self._sorted)
+        for contact in contacts:
+            if contact.peer.raw not in self._of:
+                candidate = _Candidate(contact.place ^ self.target, contact)
+                self._of[contact.peer.raw] = candidate
+                self._sorted.append(candidate)
+        if len(self._sorted) > before:
+            self._sorted.sort(key=_DISTANCE)
+            self._forget_farthest(len(self._sorted) - self._rule.keep)
+
+    def wake_at(self) -> float | None:
+        """When `next` should be called though nobody answered; None when it has ended or waits for nobody."""
+        if self.why is not None:
+            return None
+        times = [waiting.asked_at + self._rule.slow_s for waiting in self._waiting[:1]]
+        times += [slow.asked_at + self._rule.silent_s for slow in self._slow[:1]]
+        return min(times, default=None)
+
+    def nearest(self, count: int) -> list[Contact]:
+        """The nearest candidates that may be alive, nearest first."""
+        alive = (c.contact for c in self._sorted if c.state not in (State.SLOW, State.FAILED))
+        return [contact for contact, _ in zip(alive, range(count), strict=False)]
+
+    def states(self) -> dict[PeerId, State]:
+        """Every candidate's state, nearest first."""
+        return {candidate.contact.peer: candidate.state for candidate in self._sorted}
+
+    def _forget_farthest(self, surplus: int) -> None:
+        """Drop so many candidates that were not asked, from the far end."""
+        for index in reversed(range(len(self._sorted))):
+            if surplus <= 0:
+                return
+            if self._sorted[index].state is State.NEW:
+                del self._of[self._sorted.pop(index).contact.peer.raw]
+                surplus -= 1
+
+    def _settle(self, peer: PeerId, state: State) -> bool:
+        """The peer was asked, and this came of it; False when it was not asked, or that was settled before."""
+        candidate = self._of.get(peer.raw)
+        if candidate is None or candidate.state not in (State.WAITING, State.SLOW):
+            return False
+        (self._waiting if candidate.state is State.WAITING else self._slow).remove(candidate)
+        candidate.state = state
+        return True
+
+    def _look(self) -> _View:
+        """The candidates that matter, in one pass; the rest of the list can be long."""
+        view, enough, want = _View(), self._rule.enough, self._rule.want
+        window = enough if self.found else want
+        early = 0  # answers among the nearest `enough`
+        for candidate in self._sorted:
+            state = candidate.state
+            if state is State.SLOW or state is State.FAILED:
+                continue
+            view.usable += 1
+            if state is State.ANSWERED:
+                early += view.usable <= enough
+                view.answers += not view.unasked
+            elif state is State.NEW:
+                view.unasked = True
+            if view.usable <= window:
+                view.waiting |= state is State.WAITING
+                if state is State.NEW:
+                    view.fresh.append(candidate)
+            if view.usable == want:
+                break
+        view.near = early == enough
+        return view
+
+    def _end(self, answers: int) -> None:
+        """Nobody is left to ask; but slow peers may still help if nobody has answered, or too few to say no."""
+        wanting = self._rule.patient and not self.found and answers < self._rule.enough
+        if self._slow and (wanting or not self._answered):
+            return
+        if answers == 0:
+            self.why = "no other peer is known" if not self.asked else "none of the known peers answered"
+        elif answers >= self._rule.want:
+            self.why = f"the nearest {self._rule.want} peers have answered"
+        else:
+            self.why = "all known peers have answered or failed"
+
+    def _age(self, now: float) -> None:
+        while self._waiting and now >= self._waiting[0].asked_at + self._rule.slow_s:
+            candidate = self._waiting.pop(0)
+            candidate.state = State.SLOW
+            self._slow.append(candidate)
+        while self._slow and now >= self._slow[0].asked_at + self._rule.silent_s:
+            self._slow.pop(0).state = State.FAILED

@@ -1,0 +1,189 @@
+"""What a DHT node does for one command: searches for keys, placements of records, and tasks that are made of both.
+
+Each part says whom to ask next and takes the answers; `Kademlia` joins what goes to the same peer into one message.
+Nothing here sends, stores or verifies; nothing outlives its task.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from peerd.core.ids import Key, PeerId
+from peerd.core.limits import DHT_ANSWERS_KEPT, DHT_BYTES_PER_KEY
+from peerd.core.record import Record
+from peerd.machine.dht.lookup import Lookup
+from peerd.machine.dht.routing_table import Contact
+from peerd.machine.dht.store import Verdict, answer_bytes
+
+
+class Search:
+    """One look-up toward `key`; with `values` it also gathers the records that the peers hold under it.
+
+    It takes `most_bytes` of them in each answer (0: all), and keeps no more than `DHT_ANSWERS_KEPT` times that of all
+    answers together: first come, first kept.
+    """
+
+    def __init__(
+        self, key: Key, lookup: Lookup, *, values: bool, held: Iterable[Record] = (), most_bytes: int = 0
+    ) -> None:
+        self.key = key
+        self.values = values
+        self.lookup = lookup
+        self.most_bytes = most_bytes
+        self.answer_bytes = most_bytes or DHT_BYTES_PER_KEY  # the most that one answer may hold
+        self._left = DHT_ANSWERS_KEPT * self.answer_bytes
+        self._best: dict[bytes, Record] = {}
+        self._answers: dict[Contact, dict[bytes, Record]] = {}  # who answered with what
+        self._gather(held)
+
+    @property
+    def done(self) -> bool:
+        return self.lookup.why is not None
+
+    def next(self, now: float) -> list[Contact]:
+        return self.lookup.next(now)
+
+    def wake_at(self) -> float | None:
+        return self.lookup.wake_at()
+
+    def answered(self, contact: Contact, nearer: Iterable[Contact], records: Sequence[Record]) -> None:
+        """`records` are verified and of this key."""
+        self.lookup.answered(contact.peer, nearer)
+        self.lookup.found |= bool(records)
+        self._answers[contact] = {record.sub_key: record for record in records}
+        self._gather(records)
+
+    def failed(self, peer: PeerId) -> None:
+        self.lookup.failed(peer)
+
+    def live(self, wall: float, own: Iterable[Record] = ()) -> list[Record]:
+        """What counts now, one record per sub-key and in their order; `own` may beat what was gathered."""
+        self._gather(own, ours=True)
+        return [r for _, r in sorted(self._best.items()) if r.is_live(wall) and not r.tombstone]
+
+    def lacking(self, wall: float) -> tuple[Contact, list[Record]] | None:
+        """The nearest peer that answered without the best version of some record, and those records.
+
+        It lacks nothing that there was no room for in its answer.
+        """
+        for contact in sorted(self._answers, key=lambda contact: contact.place ^ self.lookup.target):
+            had = self._answers[contact]
+            room = self.answer_bytes - sum(map(answer_bytes, had.values()))
+            missing = [
+                r
+                for sub_key, r in self._best.items()
+                if had.get(sub_key) != r and r.is_live(wall)
+                if not self.most_bytes or sub_key in had or answer_bytes(r) <= room
+            ]
+            if missing:
+                return contact, missing
+        return None
+
+    def _gather(self, records: Iterable[Record], *, ours: bool = False) -> None:
+        for record in records:
+            best = self._best.get(record.sub_key)
+            if best is not None and not record.beats(best):
+                continue
+            size = answer_bytes(record) - (answer_bytes(best) if best is not None else 0)
+            if ours or size <= self._left:
+                self._best[record.sub_key] = record
+                self._left -= size
+
+
+class Placement:
+    """One record on its way to the `copies` nearest peers of `contacts`; the others replace those that fail.
+
+    It is done when so many hold it, or nobody is left to ask; a peer that is slow delays it only while nobody at all
+    has taken the record. `held` copies exist already (ours).
+    """
+
+    def __init__(
+        self, record: Record, contacts: Sequence[Contact], copies: int, *, slow_s: float, held: int = 0
+    ) -> None:
+        self.record = record
+        self.holders = held
+        self.refusals: list[Verdict] = []
+        self.newest = 0  # the version by which a peer beat ours
+        self._fresh = list(contacts)
+        self._copies = copies
+        self._slow_s = slow_s
+        self._waiting: dict[PeerId, float] = {}  # asked at
+        self._slow: set[PeerId] = set()
+
+    @property
+    def done(self) -> bool:
+        if self.holders >= self._copies:
+            return True
+        return not self._fresh and not self._waiting and (self.holders > 0 or not self._slow)
+
+    def next(self, now: float) -> list[Contact]:
+        for peer, asked_at in list(self._waiting.items()):
+            if now >= asked_at + self._slow_s:
+                del self._waiting[peer]
+                self._slow.add(peer)
+        room = max(0, self._copies - self.holders - len(self._waiting))
+        chosen, self._fresh = self._fresh[:room], self._fresh[room:]
+        self._waiting.update((contact.peer, now) for contact in chosen)
+        return chosen
+
+    def wake_at(self) -> float | None:
+        return min(self._waiting.values()) + self._slow_s if self._waiting and not self.done else None
+
+    def answered(self, peer: PeerId, verdict: Verdict, version: int) -> None:
+        if not self._settle(peer):
+            return
+        if verdict is Verdict.STORED:
+            self.holders += 1
+            return
+        self.refusals.append(verdict)
+        if verdict is Verdict.STALE:
+            self.newest = max(self.newest, version)
+
+    def failed(self, peer: PeerId) -> None:
+        self._settle(peer)
+
+    def _settle(self, peer: PeerId) -> bool:
+        known = peer in self._waiting or peer in self._slow
+        self._waiting.pop(peer, None)
+        self._slow.discard(peer)
+        return known
+
+
+Part = Search | Placement
+
+
+@dataclass(slots=True)
+class Task:
+    """Searches, then the placements that follow from each. `op` is None when nobody waits for the outcome."""
+
+    op: int | None
+    kind: str  # "get", "put", "join", "refresh"
+    searches: list[Search] = field(default_factory=list)
+    placements: list[Placement] = field(default_factory=list)
+    then: Callable[[Search], list[Placement]] | None = None  # the placements that a finished search leads to
+    attempt: int = 1
+    _pending: list[Search] = field(init=False)  # searches that have not led to placements yet
+
+    def __post_init__(self) -> None:
+        self._pending = list(self.searches) if self.then is not None else []
+
+    @property
+    def done(self) -> bool:
+        return not self._pending and all(part.done for part in self.parts())
+
+    def parts(self) -> list[Search | Placement]:
+        return [*self.searches, *self.placements]
+
+    def next(self, now: float) -> list[tuple[Contact, Part]]:
+        """Whom to ask now, for which part."""
+        wants: list[tuple[Contact, Part]] = [(c, search) for search in self.searches for c in search.next(now)]
+        for search in [search for search in self._pending if search.done]:
+            self._pending.remove(search)
+            self.placements += self.then(search) if self.then is not None else []
+        wants += [(c, placement) for placement in self.placements for c in placement.next(now)]
+        return wants
+
+    def wake_at(self) -> float | None:
+        """When to call `next` though no answer came; None when only answers matter."""
+        return min((at for part in self.parts() if (at := part.wake_at()) is not None), default=None)

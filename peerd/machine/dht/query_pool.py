@@ -1,0 +1,185 @@
+"""The tasks of a DHT node: what a command starts, what follows from its searches, and what is reported at its end.
+
+Get: search, gather, report; the nearest peer that lacked something gets a copy. Put: search (unless we know the place
+from a moment ago), place copies on the nearest peers, ourselves included if we are one; when a peer holds a later
+version of ours, from before a restart, publish a yet later one. Every task ends with one report, or with none if
+nobody waits for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+
+from peerd.core.ids import Key
+from peerd.core.record import Record
+from peerd.machine.dht import messages as q
+from peerd.machine.dht.lookup import Lookup, LookupRule
+from peerd.machine.dht.node_state import NodeState
+from peerd.machine.dht.query import Placement, Search, Task
+from peerd.machine.dht.requests import Dispatch
+from peerd.machine.dht.routing_table import Contact, place
+
+_ATTEMPTS = 3  # to outbid versions that others claim to hold
+
+
+class Workbench:
+    """Runs tasks over `node`; outputs go to `emit`."""
+
+    def __init__(self, node: NodeState, dispatch: Dispatch, emit: Callable[[q.Output], None]) -> None:
+        self._node = node
+        self._dispatch = dispatch
+        self._emit = emit
+        self._tasks: list[Task] = []
+        config = node.config
+        self._value_rule = LookupRule(
+            want=config.copies,
+            enough=config.enough,
+            parallel=config.parallel,
+            slow_s=config.slow_s,
+            silent_s=config.silent_s,
+        )
+        # Each of the nearest peers knows its whole neighbourhood: a few of them together see all holders-to-be.
+        self._place_rule = replace(self._value_rule, want=config.enough + 1, patient=False)
+        self._refresh_rule = replace(self._value_rule, want=2, enough=2, parallel=2, patient=False)
+        self._join_rule = replace(self._value_rule, want=config.k, patient=False)
+
+    def __len__(self) -> int:
+        return len(self._tasks)
+
+    def get(self, now: float, op: int, keys: Iterable[Key], most_bytes: int) -> None:
+        """Gather the records under `keys`, so many bytes of a key in each answer; 0: all."""
+        rule = self._value_rule
+        searches = [self._search(now, key, rule, values=True, most_bytes=most_bytes) for key in dict.fromkeys(keys)]
+        self._start(now, Task(op, "get", searches))
+
+    def put(self, now: float, op: int | None, records: Sequence[Record], attempt: int = 1) -> None:
+        """Bring our `records` to the peers nearest to their keys."""
+        by_key: dict[Key, list[Record]] = {}
+        for record in records:
+            by_key.setdefault(record.key, []).append(record)
+        known = [key for key in by_key if self._node.neighbours.near_is_fresh(now, key)]
+        searches = [self._search(now, key, self._place_rule, values=False) for key in by_key if key not in known]
+
+        def then(search: Search) -> list[Placement]:
+            contacts = search.lookup.nearest(self._node.config.k)
+            return [self._placement(now, record, contacts) for record in by_key[search.key]]
+
+        task = Task(op, "put", searches, then=then, attempt=attempt)
+        for key in known:
+            target = place(key)
+            contacts = [*self._node.neighbours.seeds(now, key, target), *self._ourselves()]
+            contacts.sort(key=lambda contact: contact.place ^ target)
+            task.placements += [self._placement(now, record, contacts) for record in by_key[key]]
+        self._start(now, task)
+
+    def give(self, now: float, contact: Contact, records: Sequence[Record]) -> None:
+        """Offer copies to one peer; nobody waits for the outcome."""
+        slow_s = self._node.config.slow_s
+        placements = [Placement(record, [contact], 1, slow_s=slow_s) for record in records]
+        self._start(now, Task(None, "put", placements=placements))
+
+    def join(self, now: float) -> None:
+        """Find our own neighbours, so that they know us and we them."""
+        self._start(now, Task(None, "join", [self._search(now, self._node.id.key, self._join_rule, values=False)]))
+
+    def refresh(self, now: float, keys: Iterable[Key]) -> None:
+        """Look around at some keys, to know who lives there."""
+        for key in keys:
+            self._start(now, Task(None, "refresh", [self._search(now, key, self._refresh_rule, values=False)]))
+
+    def stop(self, now: float, op: int) -> None:
+        """Report what there is. Searches end; copies under way are still placed."""
+        for task in [task for task in self._tasks if task.op == op]:
+            self._report(now, task, "the deadline passed")
+            task.op = None
+            if task.kind == "get":
+                self._tasks.remove(task)
+
+    def pump(self, now: float, tasks: Iterable[Task] | None = None) -> None:
+        """Ask what these tasks (or all) want to be asked, and end those that are done. A task may be named twice."""
+        named = list(self._tasks if tasks is None else {id(task): task for task in tasks}.values())
+        tasks = [task for task in named if task in self._tasks]
+        for ask in self._dispatch.messages(now, tasks, self._node.hello):
+            self._node.counts.asks += 1
+            self._emit(ask)
+        for task in [task for task in tasks if task.done]:
+            self._tasks.remove(task)
+            self._finish(now, task)
+
+    def wake_at(self) -> float | None:
+        """When `pump` must be called for all tasks though no answer came."""
+        return min((at for task in self._tasks if (at := task.wake_at()) is not None), default=None)
+
+    def _start(self, now: float, task: Task) -> None:
+        self._tasks.append(task)
+        self.pump(now, [task])
+
+    def _search(self, now: float, key: Key, rule: LookupRule, *, values: bool, most_bytes: int = 0) -> Search:
+        node, target = self._node, place(key)
+        node.neighbours.table.searched(now, target)
+        lookup = Lookup(target, node.neighbours.seeds(now, key, target), rule, next(iter(self._ourselves()), None))
+        held = node.store.get(node.wall(now), key, most_bytes) if values else []
+        lookup.found = bool(held)
+        return Search(key, lookup, values=values, held=held, most_bytes=most_bytes)
+
+    def _ourselves(self) -> list[Contact]:
+        """We are a candidate like any other, if we can be dialled."""
+        return [self._node.contact] if self._node.contact.addrs else []
+
+    def _placement(self, now: float, record: Record, contacts: Sequence[Contact]) -> Placement:
+        node = self._node
+        among_nearest = node.id in (contact.peer for contact in contacts[: node.config.copies])
+        held = int(among_nearest and node.keep(now, record))
+        others = [contact for contact in contacts if contact.peer != node.id]
+        return Placement(record, others, node.config.copies, slow_s=node.config.slow_s, held=held)
+
+    def _finish(self, now: float, task: Task) -> None:
+        node = self._node
+        for search in task.searches:
+            node.neighbours.found_near(now, search.key, search.lookup.nearest(node.config.k))
+            if task.op is not None:
+                node.counts.searches += 1
+                node.counts.searched_peers += search.lookup.asked
+        node.joined |= task.kind == "join" and len(node.neighbours.table) > 0
+        if task.kind == "put" and self._outbid(now, task):
+            return
+        self._report(now, task, "; ".join(dict.fromkeys(search.lookup.why or "" for search in task.searches)))
+        if task.kind == "get":
+            self._repair(now, task)
+
+    def _report(self, now: float, task: Task, why: str) -> None:
+        if task.op is None:
+            return
+        if task.kind == "get":
+            wall, publisher = self._node.wall(now), self._node.publisher
+            records = {s.key: s.live(wall, publisher.own(wall, s.key)) for s in task.searches}
+            self._emit(q.GetDone(task.op, records, why))
+        else:
+            refusals = tuple(verdict for placement in task.placements for verdict in placement.refusals)
+            peers = min((placement.holders for placement in task.placements), default=0)
+            self._emit(q.PutDone(task.op, peers, why, refusals))
+
+    def _outbid(self, now: float, task: Task) -> bool:
+        """Where a peer holds a later version of ours: publish a later one still, in a new task that then reports."""
+        beaten = [placement for placement in task.placements if placement.newest]
+        if not beaten or task.attempt >= _ATTEMPTS:
+            return False
+        wall, publisher = self._node.wall(now), self._node.publisher
+        anew = [publisher.outbid(wall, placement.record, placement.newest) for placement in beaten]
+        later = [record for record in anew if record is not None]
+        if not later:
+            return False
+        unbeaten = [p.record for p in task.placements if not p.newest] if task.op is not None else []
+        self.put(now, task.op, [*later, *unbeaten], task.attempt + 1)
+        return True
+
+    def _repair(self, now: float, task: Task) -> None:
+        """Give the nearest peers what they lacked, one message for each."""
+        gifts: dict[Contact, list[Record]] = {}
+        for search in task.searches:
+            lacking = search.lacking(self._node.wall(now))
+            if lacking is not None and self._node.neighbours.may_give(now, lacking[0].peer, search.key):
+                gifts.setdefault(lacking[0], []).extend(lacking[1])
+        for contact, records in gifts.items():
+            self.give(now, contact, records)

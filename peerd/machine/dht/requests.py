@@ -1,0 +1,163 @@
+"""The messages of a DHT node that are under way: joins what its tasks want of one peer, and hands out the answers.
+
+An answer is believed only as far as it can be checked: of the kind that was asked for, about the keys that were asked
+for, no more of each than was asked for, every record signed by its publisher. Anything else is a lie, told to the
+caller in words. Decides nothing about whom to ask or when to stop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from peerd.core.ids import PeerId
+from peerd.core.limits import DHT_KEYS_PER_CALL, DHT_RECORDS_PER_STORE, DHT_STORE_BYTES, RECORD_VALUE_BYTES
+from peerd.core.record import MAX_RECORD_BYTES, Record, Verifier
+from peerd.machine.dht import messages as q
+from peerd.machine.dht.neighbours import Neighbours
+from peerd.machine.dht.query import Placement, Search, Task
+from peerd.machine.dht.routing_table import Contact
+from peerd.machine.dht.store import answer_bytes
+
+_RECORD_BYTES = MAX_RECORD_BYTES - RECORD_VALUE_BYTES  # of one record beyond its value, at most
+
+
+@dataclass(slots=True)
+class RequestInFlight:
+    """A message under way, and the parts of tasks that wait for it. A ping has none."""
+
+    contact: Contact
+    request: q.Request
+    searches: list[tuple[Task, Search]]
+    placements: list[tuple[Task, Placement]]
+
+    def tasks(self) -> list[Task]:
+        """Whose task this concerns."""
+        return [task for task, _ in self.searches] + [task for task, _ in self.placements]
+
+    def failed(self) -> None:
+        """No answer will come."""
+        for _, search in self.searches:
+            search.failed(self.contact.peer)
+        for _, placement in self.placements:
+            placement.failed(self.contact.peer)
+
+
+class Dispatch:
+    """Asks on behalf of `own`."""
+
+    def __init__(self, own: PeerId, neighbours: Neighbours, verifier: Verifier) -> None:
+        self._own = own
+        self._neighbours = neighbours
+        self._verifier = verifier
+        self._flights: dict[int, RequestInFlight] = {}
+        self._last_id = 0
+
+    def __len__(self) -> int:
+        return len(self._flights)
+
+    def ping(self, now: float, contact: Contact, hello: q.Hello) -> list[q.Ask]:
+        """Ask whether the peer is there, unless that question is under way already."""
+        if contact.peer == self._own or any(
+            flight.contact.peer == contact.peer and isinstance(flight.request, q.Ping)
+            for flight in self._flights.values()
+        ):
+            return []
+        self._neighbours.greets(now, contact.peer)
+        return [self._ask(contact, q.Ping(hello), [], [])]
+
+    def messages(self, now: float, tasks: Iterable[Task], hello: q.Hello) -> Iterator[q.Ask]:
+        """What these tasks want to be asked now, one message per peer and kind as far as it fits."""
+        searches: dict[tuple[Contact, bool, int], list[tuple[Task, Search]]] = {}
+        placements: dict[Contact, list[tuple[Task, Placement]]] = {}
+        for task in tasks:
+            for contact, part in task.next(now):
+                if isinstance(part, Search):
+                    searches.setdefault((contact, part.values, part.most_bytes), []).append((task, part))
+                else:
+                    placements.setdefault(contact, []).append((task, part))
+        for (contact, values, most_bytes), wanted in searches.items():
+            for start in range(0, len(wanted), DHT_KEYS_PER_CALL):
+                some = wanted[start : start + DHT_KEYS_PER_CALL]
+                keys = tuple(search.key for _, search in some)
+                find = q.Find(keys, values, self._greeting(now, contact, hello), most_bytes)
+                yield self._ask(contact, find, some, [])
+        for contact, placed in placements.items():
+            for batch in _batches(placed):
+                records = tuple(placement.record for _, placement in batch)
+                yield self._ask(contact, q.StoreRecords(records, self._greeting(now, contact, hello)), [], batch)
+
+    def land(self, ask: int) -> RequestInFlight | None:
+        """The message of this id is no longer under way; None when it was settled before."""
+        return self._flights.pop(ask, None)
+
+    def land_all(self, peer: PeerId) -> list[RequestInFlight]:
+        """Everything that is under way to `peer` is lost."""
+        lost = [ask for ask, flight in self._flights.items() if flight.contact.peer == peer]
+        return [self._flights.pop(ask) for ask in lost]
+
+    def deliver(self, now: float, wall: float, flight: RequestInFlight, reply: q.Reply) -> str | None:
+        """Give the answer to those who wait for it; returns what is wrong with it, if it is a lie."""
+        match flight.request, reply:
+            case q.Find(), q.Found():
+                return self._found(now, wall, flight, reply)
+            case q.StoreRecords(records), q.Stored(verdicts) if len(records) == len(verdicts):
+                for (_, placement), (verdict, version) in zip(flight.placements, verdicts, strict=True):
+                    placement.answered(flight.contact.peer, verdict, version)
+                return None
+            case q.Ping(), q.PongReply():
+                return None
+        return "it answered another question than it was asked"
+
+    def _found(self, now: float, wall: float, flight: RequestInFlight, found: q.Found) -> str | None:
+        if not 1 <= len(found.records) <= len(flight.searches):
+            return f"it answered {len(found.records)} keys of {len(flight.searches)}"
+        for (_, search), records in zip(flight.searches, found.records, strict=False):
+            if any(record.key != search.key for record in records):
+                return "it gave a record of another key than it was asked for"
+            if sum(map(answer_bytes, records)) > search.answer_bytes:
+                return "it gave more of a key than it was asked for"
+            if not all(self._verifier.genuine(record) for record in records):
+                return "it gave a record that its publisher did not sign"
+        nearer = self._neighbours.believed(now, found.contacts)
+        answered, rest = flight.searches[: len(found.records)], flight.searches[len(found.records) :]
+        for (_, search), records in zip(answered, found.records, strict=True):
+            search.answered(flight.contact, nearer, _acceptable(wall, records) if search.values else ())
+        for _, search in rest:
+            search.lookup.postponed(flight.contact.peer)
+        return None
+
+    def _greeting(self, now: float, contact: Contact, hello: q.Hello) -> q.Hello | None:
+        return hello if self._neighbours.greets(now, contact.peer) else None
+
+    def _ask(
+        self,
+        contact: Contact,
+        request: q.Request,
+        searches: list[tuple[Task, Search]],
+        placements: list[tuple[Task, Placement]],
+    ) -> q.Ask:
+        self._last_id += 1
+        known = self._neighbours.table.contact(contact.peer) or contact  # the table's addresses are first-hand
+        self._flights[self._last_id] = RequestInFlight(known, request, searches, placements)
+        return q.Ask(self._last_id, known, request)
+
+
+def _acceptable(wall: float, records: Sequence[Record]) -> list[Record]:
+    """Without what has expired here, or claims a longer lease than anyone may have."""
+    return [record for record in records if record.is_timely(wall)]
+
+
+def _batches(placed: list[tuple[Task, Placement]]) -> Iterator[list[tuple[Task, Placement]]]:
+    """As many records to a message as its limits allow."""
+    batch: list[tuple[Task, Placement]] = []
+    room = DHT_STORE_BYTES
+    for task, placement in placed:
+        size = len(placement.record.value) + _RECORD_BYTES
+        if batch and (size > room or len(batch) == DHT_RECORDS_PER_STORE):
+            yield batch
+            batch, room = [], DHT_STORE_BYTES
+        batch.append((task, placement))
+        room -= size
+    if batch:
+        yield batch

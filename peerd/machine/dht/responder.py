@@ -1,0 +1,71 @@
+"""What a DHT node answers when others ask: a pure function of its table and store.
+
+Of a key that holds more than the asker wants, it gives everybody's share (see `StoreRecords.get`).
+
+A hostile peer may ask for many large keys (the answer stops at `DHT_BYTES_PER_KEY` and the first key always fits),
+offer floods of records (the store's quotas), or records that belong elsewhere (refused when we know k nearer peers).
+The number of keys and records in a request is bounded where it is decoded.
+"""
+
+from __future__ import annotations
+
+from peerd.core.ids import Key, PeerId
+from peerd.core.limits import DHT_BYTES_PER_KEY, DHT_CONTACTS_PER_REPLY
+from peerd.core.record import Record
+from peerd.machine.budget.book import User
+from peerd.machine.dht.messages import Asked, Find, Found, Hello, Stored, StoreRecords
+from peerd.machine.dht.neighbours import Neighbours
+from peerd.machine.dht.routing_table import Contact, place
+from peerd.machine.dht.store import Store as RecordStore
+from peerd.machine.dht.store import Verdict, answer_bytes
+
+
+class Responder:
+    """Answers on behalf of `own`, which knows `neighbours` and keeps `store`."""
+
+    def __init__(self, own: PeerId, k: int, neighbours: Neighbours, store: RecordStore) -> None:
+        self._place = place(own.key)
+        self._k = k
+        self._neighbours = neighbours
+        self._store = store
+
+    def find(self, now: float, wall: float, asker: PeerId, request: Find, hello: Hello | None) -> Found:
+        """Records under as many of the keys as fit, and peers near any of them."""
+        contacts: dict[bytes, Contact] = {}
+        per_key = max(2, min(self._k, DHT_CONTACTS_PER_REPLY // len(request.keys)))
+        records: list[tuple[Record, ...]] = []
+        room = DHT_BYTES_PER_KEY
+        for key in request.keys:
+            held = tuple(self._store.get(wall, key, request.most_bytes)) if request.values else ()
+            size = sum(map(answer_bytes, held))
+            if records and size > room:
+                break
+            room -= size
+            records.append(held)
+            near = self._neighbours.closest(now, place(key), per_key + 1)
+            others = [contact for contact in near if contact.peer.raw != asker.raw]
+            contacts |= {contact.peer.raw: contact for contact in others[:per_key]}
+        return Found(tuple(records), tuple(contacts.values())[:DHT_CONTACTS_PER_REPLY], hello)
+
+    def store(self, now: float, wall: float, asked: Asked, request: StoreRecords, hello: Hello | None) -> Stored:
+        """A verdict for each record; after the first forged one, the rest is not looked at."""
+        verdicts: list[tuple[Verdict, int]] = []
+        forged = self._neighbours.is_liar(now, asked.peer)
+        sender = User(asked.peer.text, *asked.where)
+        for record in request.records:
+            verdict = (Verdict.FORGED, 0) if forged else self.keep(now, wall, record, sender)
+            forged = verdict[0] is Verdict.FORGED
+            verdicts.append(verdict)
+        return Stored(tuple(verdicts), hello)
+
+    def keep(self, now: float, wall: float, record: Record, sender: User) -> tuple[Verdict, int]:
+        """Offer `record` to our own store, unless it belongs to others."""
+        if self.is_far(now, record.key):
+            return Verdict.FAR, 0
+        return self._store.offer(wall, record, sender)
+
+    def is_far(self, now: float, key: Key) -> bool:
+        """Whether k known peers are nearer to `key` than we are."""
+        target = place(key)
+        nearest = self._neighbours.closest(now, target, self._k)
+        return len(nearest) == self._k and nearest[-1].place ^ target < self._place ^ target

@@ -1,0 +1,404 @@
+"""The records this peer keeps for the swarm: what it accepts, until when, and how much from whom.
+
+Every record is checked here whatever its way here: signature, expiry, version, quotas. Tombstones are kept like other
+records until they expire, so that what they withdrew cannot come back. When the store is full, the key farthest from
+us makes room for a nearer one: those records have their proper homes elsewhere. When a key is full, what came from the
+region that has most there makes room, in it from the place, of that from the publisher (see `_to_give_way`), and a
+member's record only for a member's. A record comes from where its publisher offered it itself; while only others did,
+from where they are, who may have made up its publisher.
+
+Invariants (`check`): per sub-key the record that beats all others offered; no quota exceeded; the counts are exact.
+A hostile peer may offer: forged, replayed, expired or far-future records, records of others, floods. Each record gets
+its own verdict, and none costs more than one signature check. Not stopped here: an attacker with addresses in as many
+regions as honest publishers of a key have.
+"""
+
+from __future__ import annotations
+
+import enum
+import heapq
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from peerd.core.errors import LocalError
+from peerd.core.ids import Key, PeerId
+from peerd.core.limits import (
+    CLOCK_TOLERANCE_S,
+    DHT_BYTES_PER_KEY,
+    DHT_BYTES_PER_KEY_AND_PUBLISHER,
+    DHT_BYTES_PER_PUBLISHER,
+    DHT_RECORDS_PER_KEY,
+    DHT_RECORDS_PER_PUBLISHER,
+    DHT_STORED_BYTES,
+    DHT_STORED_RECORDS,
+    DHT_SUFFIXES_PER_KEY,
+)
+from peerd.core.record import Record, Verifier
+from peerd.machine.budget.book import NEAR, Book, Bounds, Means, User
+from peerd.machine.dht.routing_table import place
+
+_OVERHEAD_BYTES = 256  # of one record in memory, beyond its parts
+_ANSWER_OVERHEAD_BYTES = 192  # of one record in an answer: head, signature, framing
+_HERE = User("", "this peer", NEAR + "this peer")
+N = TypeVar("N", str, bool)
+
+
+class Verdict(enum.IntEnum):
+    """What a store says to an offered record. Travels as its number."""
+
+    STORED = 0
+    STALE = 1  # it holds a record that beats this one
+    UNTIMELY = 2  # expired, or a lease longer than allowed: clocks may differ
+    FORGED = 3  # not signed by its publisher
+    OVER_QUOTA = 4  # too much of this publisher or under this key
+    FULL = 5  # nothing farther from us could make room
+    FAR = 6  # others are much nearer to the key
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreLimits:
+    """How much to keep. Bytes count values, suffixes and a fixed part per record."""
+
+    records: int = DHT_STORED_RECORDS
+    bytes: int = DHT_STORED_BYTES
+    records_per_key: int = DHT_RECORDS_PER_KEY
+    bytes_per_key: int = DHT_BYTES_PER_KEY
+    records_per_publisher: int = DHT_RECORDS_PER_PUBLISHER
+    bytes_per_publisher: int = DHT_BYTES_PER_PUBLISHER
+    suffixes_per_key: int = DHT_SUFFIXES_PER_KEY  # of one publisher
+    bytes_per_key_and_publisher: int = DHT_BYTES_PER_KEY_AND_PUBLISHER
+
+
+@dataclass(slots=True)
+class _Shelf:
+    """The records under one key, by sub-key."""
+
+    records: dict[bytes, Record] = field(default_factory=dict)
+    users: dict[bytes, User] = field(default_factory=dict)  # each record's publisher, and where it came from
+    bytes: int = 0
+    publishers: Counter[PeerId] = field(default_factory=Counter)
+    bytes_by: Counter[PeerId] = field(default_factory=Counter)
+
+
+@dataclass(slots=True)
+class _Account:
+    records: int = 0
+    bytes: int = 0
+
+
+class Store:
+    """Records near `own`. `wall` is corrected Unix time throughout."""
+
+    def __init__(
+        self, own: PeerId, verifier: Verifier, limits: StoreLimits | None = None, book: Book | None = None
+    ) -> None:
+        """`book`: where who has how much is written down; without one, places are not bounded."""
+        self._place = place(own.key)
+        self._verifier = verifier
+        self._limits = limits or StoreLimits()
+        whole = self._limits.bytes
+        self._book = book or Book({Means.DIRECTORY: Bounds(total=whole, peer=whole, place=whole, region=whole)})
+        self._shelves: dict[Key, _Shelf] = {}
+        self._accounts: dict[PeerId, _Account] = {}
+        self._bytes = 0
+        self._records = 0
+        self._expiries: list[tuple[int, Key, bytes]] = []  # (expires_ms, key, sub-key); outdated entries remain
+        self._farthest: list[tuple[int, Key]] = []  # (minus distance, key); outdated entries remain
+
+    def __len__(self) -> int:
+        return self._records
+
+    @property
+    def held_bytes(self) -> int:
+        return self._bytes
+
+    def keys(self) -> list[Key]:
+        """Every key with records."""
+        return list(self._shelves)
+
+    def offer(self, wall: float, record: Record, sender: User = _HERE) -> tuple[Verdict, int]:
+        """Take the record if it may be taken; returns the verdict and the version that is held afterwards, or 0.
+
+        `sender`: who brought it, publisher or not.
+        """
+        held = self._held(record)
+        version = held.version if held is not None else 0
+        user = User(record.publisher.text, sender.place, sender.region)
+        if held == record:
+            if sender.peer == user.peer:
+                self._settle(record, user)
+            return Verdict.STORED, version
+        if not record.is_timely(wall):
+            return Verdict.UNTIMELY, version
+        if held is not None and not record.beats(held):
+            return Verdict.STALE, version
+        if not self._verifier.genuine(record):
+            return Verdict.FORGED, version
+        self.purge(wall)
+        held = self._held(record)
+        refusal = self._make_room(record, held, user)
+        if refusal is not None:
+            return refusal, version
+        if held is not None:
+            self._drop(held)
+        self._put(record, user)
+        return Verdict.STORED, record.version
+
+    def _settle(self, record: Record, user: User) -> None:
+        """A record that somebody else brought before is now known to come from there."""
+        users, size = self._shelves[record.key].users, _size(record)
+        before = users[record.sub_key]
+        if before != user and self._book.take(Means.DIRECTORY, user, size) is None:
+            self._book.give(Means.DIRECTORY, before, size)
+            users[record.sub_key] = user
+
+    def get(self, wall: float, key: Key, most_bytes: int = 0) -> list[Record]:
+        """What is held under `key` and has not expired, tombstones included, by sub-key.
+
+        `most_bytes`: if an answer would take more than that, as much as fits. Then members and strangers take turns,
+        of these the regions, in a region its places, in a place its publishers: the next is always the one that then
+        has been given fewest bytes, so that neither large records nor many of one place keep others' out. The records
+        come in that order.
+        """
+        shelf = self._shelves.get(key)
+        if shelf is None:
+            return []
+        held = [record for _, record in sorted(shelf.records.items()) if record.is_live(wall)]
+        if not most_bytes or sum(map(answer_bytes, held)) <= most_bytes:
+            return held
+        chosen, left = list[Record](), most_bytes
+        for record in self._in_turns(held, shelf.users):
+            if (size := answer_bytes(record)) <= left:  # what is smaller, and comes later, may still fit
+                chosen.append(record)
+                left -= size
+        return chosen
+
+    def _in_turns(self, held: Iterable[Record], users: dict[bytes, User]) -> list[Record]:
+        tree: dict[bool, dict[str, dict[str, dict[str, list[Record]]]]] = {}
+        strange = {peer: not self._book.is_member(peer) for peer in {user.peer for user in users.values()}}
+        for record in sorted(held, key=answer_bytes):
+            user = users[record.sub_key]
+            places = tree.setdefault(strange[user.peer], {}).setdefault(user.region, {})
+            places.setdefault(user.place, {}).setdefault(user.peer, []).append(record)
+        return _taking_turns(
+            {
+                strange: _taking_turns(
+                    {
+                        region: _taking_turns({name: _taking_turns(publishers) for name, publishers in places.items()})
+                        for region, places in regions.items()
+                    }
+                )
+                for strange, regions in tree.items()
+            }
+        )
+
+    def purge(self, wall: float) -> int:
+        """Drop what has expired by more than the clocks' tolerance; returns how many records."""
+        before = self._records
+        while self._expiries and self._expiries[0][0] / 1000 + CLOCK_TOLERANCE_S <= wall:
+            expires_ms, key, sub_key = heapq.heappop(self._expiries)
+            shelf = self._shelves.get(key)
+            record = shelf.records.get(sub_key) if shelf is not None else None
+            if record is not None and record.expires_ms == expires_ms:
+                self._drop(record)
+        if len(self._expiries) > 2 * self._records + 64:
+            self._rebuild()
+        return before - self._records
+
+    def check(self) -> None:
+        """Raise LocalError when an invariant is broken."""
+        limits = self._limits
+        records = [record for shelf in self._shelves.values() for record in shelf.records.values()]
+        if len(records) != self._records or sum(map(_size, records)) != self._bytes:
+            raise LocalError("the store's counts are wrong")
+        if self._records > limits.records or self._bytes > limits.bytes:
+            raise LocalError("the store holds more than it may")
+        for key, shelf in self._shelves.items():
+            if not shelf.records or any(record.key != key for record in shelf.records.values()):
+                raise LocalError("a shelf is empty or holds another key's record")
+            if shelf.bytes != sum(map(_size, shelf.records.values())) or shelf.bytes > limits.bytes_per_key:
+                raise LocalError("a shelf's bytes are wrong or too many")
+            if len(shelf.records) > limits.records_per_key or shelf.publishers.total() != len(shelf.records):
+                raise LocalError("a shelf's records are miscounted or too many")
+            if (
+                max(shelf.bytes_by.values()) > limits.bytes_per_key_and_publisher
+                or shelf.bytes_by.total() != shelf.bytes
+            ):
+                raise LocalError("a publisher's share of a shelf is miscounted or too much")
+            if shelf.users.keys() != shelf.records.keys():
+                raise LocalError("a shelf does not know where its records came from")
+        if self._book.used(Means.DIRECTORY) != self._bytes:
+            raise LocalError("the book and the store differ")
+        for publisher, account in self._accounts.items():
+            theirs = [record for record in records if record.publisher == publisher]
+            if (len(theirs), sum(map(_size, theirs))) != (account.records, account.bytes):
+                raise LocalError("a publisher's account is wrong")
+            if account.records > limits.records_per_publisher or account.bytes > limits.bytes_per_publisher:
+                raise LocalError("a publisher holds more than it may")
+
+    def _held(self, record: Record) -> Record | None:
+        shelf = self._shelves.get(record.key)
+        return shelf.records.get(record.sub_key) if shelf is not None else None
+
+    def _make_room(self, record: Record, held: Record | None, user: User) -> Verdict | None:
+        """None when the record, in place of `held`, keeps all quotas."""
+        limits, new = self._limits, 0 if held is not None else 1
+        size = _size(record) - (_size(held) if held is not None else 0)
+        shelf = self._shelves.get(record.key) or _Shelf()
+        account = self._accounts.get(record.publisher) or _Account()
+        if (
+            shelf.publishers[record.publisher] + new > limits.suffixes_per_key
+            or shelf.bytes_by[record.publisher] + size > limits.bytes_per_key_and_publisher
+            or account.records + new > limits.records_per_publisher
+            or account.bytes + size > limits.bytes_per_publisher
+        ):
+            return Verdict.OVER_QUOTA
+        leaving = self._to_give_way(shelf, record, size, new, user)
+        if leaving is None:
+            return Verdict.OVER_QUOTA
+        distance = place(record.key) ^ self._place
+        while self._records + new > limits.records or self._bytes + size > limits.bytes:
+            if not self._evict_beyond(distance):
+                return Verdict.FULL
+        moves = held is not None and shelf.users[held.sub_key] != user
+        if self._book.objection(Means.DIRECTORY, user, _size(record) if moves else max(size, 0)) is not None:
+            return Verdict.OVER_QUOTA
+        for other in leaving:
+            self._drop(other)
+        return None
+
+    def _to_give_way(self, shelf: _Shelf, record: Record, size: int, new: int, user: User) -> list[Record] | None:
+        """Records under this key whose leaving lets `size` more bytes of `user` in; None: it has as much as others.
+
+        Nothing leaves for a user whose region would then have more than the one that loses; within a region its places
+        are compared, within a place its publishers. So the same records, offered again and again, settle.
+        """
+        limits, leaving = self._limits, list[Record]()
+        if len(shelf.records) + new <= limits.records_per_key and shelf.bytes + size <= limits.bytes_per_key:
+            return leaving
+        has: Counter[tuple[int, str]] = Counter()
+        for sub_key, one in shelf.records.items():
+            for scope, name in enumerate(shelf.users[sub_key]):
+                has[scope, name] += _size(one)
+        strange = {
+            peer: not self._book.is_member(peer) for peer in {user.peer, *(u.peer for u in shelf.users.values())}
+        }
+
+        def fullness(of: User) -> tuple[bool, int, int, int]:
+            return strange[of.peer], has[2, of.region], has[1, of.place], has[0, of.peer]
+
+        rest = {sub_key: one for sub_key, one in shelf.records.items() if sub_key != record.sub_key}
+        count, total = len(shelf.records) + new, shelf.bytes + size
+        while count > limits.records_per_key or total > limits.bytes_per_key:
+            # Of one publisher, the largest: fewest leave.
+            most = max(rest, key=lambda sub_key: (*fullness(shelf.users[sub_key]), _size(rest[sub_key])), default=None)
+            if most is None or not _outweighs(shelf.users[most], user, fullness, size):
+                return None
+            other = rest.pop(most)
+            leaving.append(other)
+            count, total = count - 1, total - _size(other)
+            for scope, name in enumerate(shelf.users[most]):
+                has[scope, name] -= _size(other)
+        return leaving
+
+    def _evict_beyond(self, distance: int) -> bool:
+        """Give up the farthest key, if it is farther than `distance`."""
+        while self._farthest:
+            minus_distance, key = self._farthest[0]
+            if key in self._shelves and -minus_distance <= distance:
+                return False
+            heapq.heappop(self._farthest)
+            if key in self._shelves:
+                for record in list(self._shelves[key].records.values()):
+                    self._drop(record)
+                return True
+        return False
+
+    def _put(self, record: Record, user: User) -> None:
+        shelf = self._shelves.get(record.key)
+        if shelf is None:
+            shelf = self._shelves[record.key] = _Shelf()
+            heapq.heappush(self._farthest, (-(place(record.key) ^ self._place), record.key))
+        account = self._accounts.setdefault(record.publisher, _Account())
+        size = _size(record)
+        if self._book.take(Means.DIRECTORY, user, size) is not None:
+            raise LocalError("a record was put where there is no room")
+        shelf.records[record.sub_key] = record
+        shelf.users[record.sub_key] = user
+        shelf.publishers[record.publisher] += 1
+        shelf.bytes_by[record.publisher] += size
+        shelf.bytes += size
+        account.records += 1
+        account.bytes += size
+        self._records += 1
+        self._bytes += size
+        heapq.heappush(self._expiries, (record.expires_ms, record.key, record.sub_key))
+
+    def _drop(self, record: Record) -> None:
+        shelf, account, size = self._shelves[record.key], self._accounts[record.publisher], _size(record)
+        del shelf.records[record.sub_key]
+        self._book.give(Means.DIRECTORY, shelf.users.pop(record.sub_key), size)
+        shelf.publishers[record.publisher] -= 1
+        shelf.bytes_by[record.publisher] -= size
+        if not shelf.publishers[record.publisher]:
+            del shelf.publishers[record.publisher], shelf.bytes_by[record.publisher]
+        shelf.bytes -= size
+        account.records -= 1
+        account.bytes -= size
+        self._records -= 1
+        self._bytes -= size
+        if not shelf.records:
+            del self._shelves[record.key]
+        if not account.records:
+            del self._accounts[record.publisher]
+
+    def _rebuild(self) -> None:
+        """Rid the heaps of entries whose records are gone: a publisher that renews often must not make them grow."""
+        self._expiries = [
+            (record.expires_ms, key, sub_key)
+            for key, shelf in self._shelves.items()
+            for sub_key, record in shelf.records.items()
+        ]
+        self._farthest = [(-(place(key) ^ self._place), key) for key in self._shelves]
+        heapq.heapify(self._expiries)
+        heapq.heapify(self._farthest)
+
+
+def answer_bytes(record: Record) -> int:
+    """What a record takes in an answer, at most."""
+    return len(record.value) + len(record.suffix) + _ANSWER_OVERHEAD_BYTES
+
+
+def _taking_turns(queues: Mapping[N, list[Record]]) -> list[Record]:
+    """All records; the next is always of the queue that then has fewest bytes out, of equals the first by name."""
+    turns = [(answer_bytes(queue[0]), name, 0) for name, queue in queues.items()]
+    heapq.heapify(turns)
+    order = []
+    while turns:
+        given, name, index = heapq.heappop(turns)
+        queue = queues[name]
+        order.append(queue[index])
+        if index + 1 < len(queue):
+            heapq.heappush(turns, (given + answer_bytes(queue[index + 1]), name, index + 1))
+    return order
+
+
+def _size(record: Record) -> int:
+    return len(record.value) + len(record.suffix) + _OVERHEAD_BYTES
+
+
+def _outweighs(one: User, other: User, fullness: Callable[[User], tuple[bool, int, int, int]], size: int) -> bool:
+    """Whether `one` has more than `other` would have with `size` more, in the widest scope that they do not share."""
+    (strange, region, place_, peer), (others_strange, others_region, others_place, others) = (
+        fullness(one),
+        fullness(other),
+    )
+    if strange != others_strange:
+        return strange
+    if one.region != other.region:
+        return region > others_region + size
+    if one.place != other.place:
+        return place_ > others_place + size
+    return one.peer != other.peer and peer > others + size

@@ -1,0 +1,1 @@
+"""Yamux: many streams with flow control on one connection, striped over several TCP connections."""

@@ -1,0 +1,69 @@
+"""Reassembly of a striped stream: pieces that came before their turn, in the order of their places.
+
+Invariants: pieces do not overlap; how many there are is bounded by the stream's window. Hostile input: overlapping or
+countless tiny pieces raise ProtocolViolation.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from typing import Final
+
+from peerd.core.errors import ProtocolViolation
+from peerd.core.limits import HELD_PIECE_BYTES, HELD_PIECES
+from peerd.machine.mux.pieces import MERGE_BYTES, Piece
+from peerd.machine.rate.bdp_window import BdpWindow
+
+NOWHERE: Final = -1  # a place that is not known
+
+
+class Held:
+    """Pieces of one stream that came before their turn, and where it ends if that is known."""
+
+    __slots__ = ("_pieces", "_starts", "bytes", "fin_at", "flight", "reset_at")
+
+    def __init__(self, now: float) -> None:
+        self.flight = BdpWindow(now)
+        self._starts: list[int] = []  # sorted
+        self._pieces: dict[int, Piece] = {}
+        self.bytes = 0
+        self.fin_at = self.reset_at = NOWHERE
+
+    def put(self, at: int, piece: memoryview, buffer_bytes: int, window_bytes: int) -> bool:
+        """Keep a slice of a buffer of so many bytes; whether that buffer is ours now."""
+        starts, size = self._starts, len(piece)
+        index = bisect_left(starts, at)
+        before = self._pieces[starts[index - 1]] if index else b""
+        gap = at - (starts[index - 1] + len(before)) if index else 1
+        if gap < 0 or (index < len(starts) and at + size > starts[index]):
+            raise ProtocolViolation("pieces of a stream overlap")
+        self.bytes += size
+        if not gap and isinstance(before, bytearray) and len(before) + size <= MERGE_BYTES:
+            before += piece
+            return False
+        most = min(HELD_PIECES, window_bytes // 4 // HELD_PIECE_BYTES)
+        if len(starts) >= most:
+            raise ProtocolViolation(f"a stream comes in more than {most} scattered pieces")
+        ours = size * 2 > buffer_bytes and size > MERGE_BYTES
+        starts.insert(index, at)
+        self._pieces[at] = piece if ours else bytearray(piece)
+        return ours
+
+    def take(self, at: int) -> Piece | None:
+        """The piece that begins there, if it has come."""
+        piece = self._pieces.pop(at, None)
+        if piece is not None:
+            del self._starts[0]
+            self.bytes -= len(piece)
+        return piece
+
+    def drop(self) -> int:
+        """Forget all pieces; returns their bytes."""
+        size, self.bytes = self.bytes, 0
+        self._starts.clear()
+        self._pieces.clear()
+        return size
+
+    @property
+    def first_at(self) -> int | None:
+        return self._starts[0] if self._starts else None

@@ -1,0 +1,294 @@
+"""One yamux stream's state, the settings of a session, and the budget that large windows are paid from.
+
+Plain state: `machine.mux.session` moves it. Kept here so that the session's file holds the protocol and nothing else.
+Invariants: `credit` is what the peer may still send and never negative; inbox plus credit never exceed `target`;
+pieces of an inbox hold on to less than twice their own size in memory, and a buffer is held by one piece at most.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from typing import Final
+
+from peerd.core import limits
+from peerd.machine.buffers import BufferPool
+from peerd.machine.mux.pieces import MERGE_BYTES, Piece
+from peerd.machine.mux.reassembly import Held
+
+INITIAL_WINDOW: Final = limits.WINDOW_BYTES_INITIAL
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class YamuxConfig:
+    """Bounds and times of one session."""
+
+    streams_inbound: int = limits.STREAMS_INBOUND
+    streams_outbound: int = limits.STREAMS_OUTBOUND
+    ack_backlog: int = limits.STREAM_ACK_BACKLOG  # streams opened by us that the peer has not acknowledged
+    window_bytes_max: int = limits.WINDOW_BYTES_MAX  # of one stream
+    keepalive_s: float = 10.0  # between pings
+    dead_after_s: float = 30.0  # of silence
+    doubt_s: float = 5.0  # that a doubted peer has to say anything; more where the round trip is long
+    linger_s: float = 30.0  # a stream that we closed and the peer does not is reset
+
+
+class WindowBudget:
+    """Window bytes beyond the initial ones; a session's budget draws on its host's."""
+
+    __slots__ = ("limit_bytes", "parent", "used_bytes")
+
+    def __init__(self, limit_bytes: int, parent: WindowBudget | None = None) -> None:
+        self.limit_bytes, self.parent, self.used_bytes = limit_bytes, parent, 0
+
+    def take(self, count: int) -> bool:
+        """Reserve `count` bytes, or reserve nothing and say no."""
+        if self.used_bytes + count > self.limit_bytes or (self.parent is not None and not self.parent.take(count)):
+            return False
+        self.used_bytes += count
+        return True
+
+    def give(self, count: int) -> None:
+        self.used_bytes -= count
+        if self.parent is not None:
+            self.parent.give(count)
+
+    def close(self) -> None:
+        """The session is over, whatever becomes of its streams: what it drew goes back, and it draws no more."""
+        if self.parent is not None:
+            self.parent.give(self.used_bytes)
+            self.parent = None
+
+
+class YamuxStream:
+    """Both directions of one stream. Drivers read the fields; only the session writes them."""
+
+    __slots__ = (
+        "abandoned",
+        "acked",
+        "counted",
+        "credit",
+        "fin_due",
+        "fin_received",
+        "fin_sent",
+        "flags_due",
+        "granted_at",
+        "held",
+        "id",
+        "inbound",
+        "inbox",
+        "inbox_bytes",
+        "landed_bytes",
+        "landing",
+        "lent",
+        "linger_until",
+        "low_water",
+        "out",
+        "out_bytes",
+        "owed",
+        "owner",
+        "passed_bytes",
+        "placed",
+        "pool",
+        "queued",
+        "received_bytes",
+        "send_credit",
+        "sent_bytes",
+        "striped",
+        "target",
+        "was_reset",
+        "window_bytes_max",
+    )
+
+    def __init__(self, stream_id: int, *, inbound: bool, now: float, pool: BufferPool) -> None:
+        self.id, self.inbound, self.pool = stream_id, inbound, pool
+        self.owner: object = None  # the driver's own
+        # Outgoing.
+        self.out: deque[bytes | memoryview] = deque()
+        self.out_bytes = 0
+        self.send_credit = INITIAL_WINDOW
+        self.sent_bytes = 0
+        self.striped = False  # from now on frames name their place (see `striping`)
+        self.flags_due = 0  # SYN or ACK, to go with the next frame
+        self.fin_due = self.fin_sent = False
+        self.queued = False  # stands in the ring of those with something to send
+        self.low_water = -1  # report this stream once no more than so many bytes wait; -1: nobody asks
+        # Incoming.
+        self.inbox: deque[Piece] = deque()
+        self.inbox_bytes = 0
+        self.landing: memoryview | None = None  # the rest of what a reader wants filled; only while the inbox is empty
+        self.landed_bytes = 0  # put there; the driver sets it back
+        self.placed = False  # the next piece lies in `landing` already
+        self.lent: tuple[memoryview, bool] | None = None  # what `lend` gave, and whether its buffer ended there
+        self.credit = self.target = INITIAL_WINDOW
+        self.window_bytes_max = limits.WINDOW_BYTES_MAX  # the target never grows beyond; the driver may set it
+        self.owed = 0  # part of the credit that no frame has announced yet
+        self.granted_at = now  # since then so much of the window has gone by:
+        self.passed_bytes = 0
+        self.received_bytes = 0  # in order
+        self.held: Held | None = None  # what came ahead of its turn
+        self.fin_received = False
+        # Life.
+        self.acked = inbound
+        self.was_reset = False  # by either side; nothing more moves
+        self.abandoned = False  # our side will not read again
+        self.counted = True  # fills a place among the streams open at once
+        self.linger_until = 0.0
+
+    @property
+    def closed(self) -> bool:
+        """Nothing more can arrive or leave."""
+        return self.was_reset or (self.fin_sent and self.fin_received)
+
+    @property
+    def wants_out(self) -> bool:
+        if self.was_reset:
+            return False
+        if self.flags_due:
+            return True
+        if self.out_bytes:
+            return self.send_credit > 0
+        return self.fin_due and not self.fin_sent
+
+    def retract(self, data: bytes | memoryview) -> bool:
+        """Take `data` back out of what waits to be sent; False when a part of it is already gone."""
+        for at, piece in enumerate(self.out):
+            if piece is data:
+                del self.out[at]
+                self.out_bytes -= len(data)
+                return True
+        return False
+
+    def own(self) -> None:
+        """Copy what still waits to be sent: from now on the writers' memory may change."""
+        for at, piece in enumerate(self.out):
+            if isinstance(piece, memoryview):
+                self.out[at] = bytes(piece)
+
+    def place(self, size: int) -> memoryview | None:
+        """Where a reader waits for the next `size` bytes; then they must be put there before they are `put`."""
+        into = self.landing
+        if into is None or len(into) < size or self.abandoned or self.was_reset:
+            return None
+        self.placed = True
+        return into[:size]
+
+    def put(self, piece: memoryview, buffer_bytes: int) -> bool:
+        """Add received bytes, a slice of a buffer of `buffer_bytes`; whether that buffer is somebody's now."""
+        if self.landing is not None:
+            placed, piece = self.placed, self._land(self.landing, piece)
+            if not piece:
+                return placed
+        size = len(piece)
+        self.inbox_bytes += size
+        if size * 2 > buffer_bytes and size > MERGE_BYTES:
+            self.inbox.append(piece)
+            return True
+        last = self.inbox[-1] if self.inbox else None
+        if isinstance(last, bytearray) and len(last) + size <= MERGE_BYTES:
+            last += piece
+        else:
+            self.inbox.append(bytearray(piece))
+        return False
+
+    def accept(self, piece: Piece, pool: BufferPool) -> None:
+        """Add a received piece whose memory is the stream's already."""
+        if self.landing is not None:
+            self.placed = False
+            rest = self._land(self.landing, memoryview(piece))
+            if not rest:
+                if isinstance(piece, memoryview):
+                    pool.give(piece.obj)
+                return
+            piece = rest
+        self.inbox_bytes += len(piece)
+        last = self.inbox[-1] if self.inbox else None
+        if isinstance(last, bytearray) and len(last) + len(piece) <= MERGE_BYTES:
+            last += piece
+            if isinstance(piece, memoryview):
+                pool.give(piece.obj)
+        else:
+            self.inbox.append(piece)
+
+    def _land(self, into: memoryview, piece: memoryview) -> memoryview:
+        """Move bytes to where a reader waits for them; returns what is too much."""
+        size = min(len(into), len(piece))
+        if not self.placed:
+            into[:size] = piece[:size]
+        self.placed = False
+        self.landing = into[size:] if size < len(into) else None
+        self.landed_bytes += size
+        return piece[size:]
+
+    def take(self, max_bytes: int) -> bytes:
+        """Remove up to `max_bytes` from the inbox; the session must be told with `consumed`."""
+        inbox = self.inbox
+        parts: list[Piece] = []
+        left = max_bytes
+        while inbox and left:
+            piece = inbox[0]
+            if len(piece) <= left:
+                parts.append(inbox.popleft())
+                left -= len(piece)
+            else:
+                view = memoryview(piece)
+                inbox[0] = view[left:]
+                parts.append(bytes(view[:left]))
+                left = 0
+        self.inbox_bytes -= max_bytes - left
+        data = bytes(parts[0]) if len(parts) == 1 else b"".join(parts)
+        for part in parts:
+            if isinstance(part, memoryview):
+                self.pool.give(part.obj)
+        return data
+
+    def lend(self, max_bytes: int) -> memoryview:
+        """As `take`, but of one piece and without a copy: it may be looked at until the next `lend` or `end_loan`."""
+        self.end_loan()
+        piece = memoryview(self.inbox.popleft())
+        if len(piece) > max_bytes:
+            self.inbox.appendleft(piece[max_bytes:])
+        view = piece[:max_bytes].toreadonly()
+        self.lent = view, len(view) == len(piece)
+        self.inbox_bytes -= len(view)
+        return view
+
+    def forget(self) -> None:
+        """Nobody will read what has come."""
+        self.inbox.clear()
+        self.inbox_bytes = 0
+        if self.held is not None:
+            self.received_bytes += self.held.drop()
+
+    def end_loan(self) -> None:
+        """Take back what was lent; whoever still holds the view gets a ValueError instead of another's bytes."""
+        if self.lent is not None:
+            (view, ended), self.lent = self.lent, None
+            buffer = view.obj
+            view.release()
+            if ended:
+                self.pool.give(buffer)
+
+    def take_into(self, into: memoryview) -> int:
+        """Move bytes from the inbox to `into`; returns how many."""
+        inbox = self.inbox
+        at = 0
+        while inbox and at < len(into):
+            piece = inbox[0]
+            size = min(len(piece), len(into) - at)
+            view = memoryview(piece)
+            into[at : at + size] = view[:size]
+            at += size
+            if size < len(piece):
+                inbox[0] = view[size:]
+            else:
+                inbox.popleft()
+                self.pool.give(view.obj)
+        self.inbox_bytes -= at
+        return at
+
+    def give_back(self, piece: bytes) -> None:
+        """Put bytes back at the inbox's front."""
+        if piece:
+            self.inbox.appendleft(piece)
+            self.inbox_bytes += len(piece)

@@ -1,0 +1,1 @@
+"""A trainer's choice of stage peers."""

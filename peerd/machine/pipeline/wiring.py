@@ -1,0 +1,112 @@
+"""Stochastic wiring (SWARM, appendix C): which peer of a stage gets the next microbatch.
+
+Interleaved weighted round robin: each peer has a virtual finish time that grows by cost / measured speed when it
+is picked; the smallest is next. Speed is an average of throughput, also right when calls overlap. A peer that
+failed rests for a while that doubles with each failure, and for longer where it took long to find out: who cannot be
+reached, and does not say so, must not cost every step a time-out. One object serves one stage; `now` is monotonic
+seconds.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+
+BACKWARD_COST = 2.5  # of a forward; the paper's code uses the same
+_UNMEASURED_S = 1.0  # virtual seconds a unit costs before a peer's first answer: probed at once, never flooded
+_SMOOTHING = 0.1
+_FIRST_REST_S = 0.5
+_LONGEST_REST_S = 30.0
+_REST_PER_LOST_S = 4.0  # times the time that a failure took
+_LONGEST_LOST_REST_S = 300.0
+
+
+@dataclass(slots=True)
+class _Peer:
+    finish: float
+    tie: float
+    weight: float = 0.0  # sum of the average's coefficients: corrects its start from zero
+    seconds_per_unit: float = 0.0
+    last_answer: float = float("-inf")
+    rests_until: float = float("-inf")
+    failures: int = 0
+
+
+class Wiring:
+    """Picks peers of one stage; `rng` breaks ties between equals, so that trainers don't all start alike."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self._rng = rng
+        self._peers: dict[str, _Peer] = {}
+
+    def update(self, living: Iterable[str]) -> None:
+        """These peers serve the stage now; new ones start level with the one that is next."""
+        names = sorted(set(living))
+        floor = min((p.finish for p in self._peers.values()), default=0.0)
+        for name in names:
+            if name not in self._peers:
+                self._peers[name] = _Peer(floor, self._rng.random())
+        for name in self._peers.keys() - set(names):
+            del self._peers[name]
+
+    def pick(self, now: float, cost: float, avoid: Collection[str] = (), never: Collection[str] = ()) -> str | None:
+        """The next peer for a task of `cost` units; None when all rest. `avoid` is used only if nobody else is left,
+        `never` not even then."""
+        peers = sorted(self._peers.items())
+        awake = [name for name, peer in peers if peer.rests_until <= now and name not in never]
+        names = [name for name in awake if name not in avoid] or awake
+        if not names:
+            return None
+        name = min(names, key=lambda n: (self._peers[n].finish, self._peers[n].tie))
+        peer = self._peers[name]
+        peer.finish += cost * (self.seconds_per_unit(name) or _UNMEASURED_S)
+        peer.tie = self._rng.random()
+        return name
+
+    def answered(self, name: str, cost: float, started: float, now: float) -> None:
+        """`name` finished a task that was sent at `started`."""
+        peer = self._peers.get(name)
+        if peer is None:
+            return
+        interval = max(now - max(started, peer.last_answer), 1e-6)
+        first = peer.weight == 0.0
+        peer.weight += _SMOOTHING * (1.0 - peer.weight)
+        peer.seconds_per_unit += _SMOOTHING * (interval / cost - peer.seconds_per_unit)
+        peer.last_answer, peer.failures = now, 0
+        if first:  # what it was charged while unmeasured says nothing
+            others = [p.finish for n, p in self._peers.items() if n != name]
+            peer.finish = min([peer.finish, *others])
+
+    def failed(self, name: str, now: float, took_s: float = 0.0) -> int:
+        """`name` did not answer, or refused: let it rest. Returns how often it failed since its last answer.
+
+        `took_s`: until that was known.
+        """
+        peer = self._peers.get(name)
+        if peer is None:
+            return 0
+        if peer.rests_until <= now:  # calls that were sent together fail together: that is one failure
+            rest_s = min(_LONGEST_REST_S, _FIRST_REST_S * 2.0 ** min(peer.failures, 10))
+            peer.rests_until = now + max(rest_s, min(_REST_PER_LOST_S * took_s, _LONGEST_LOST_REST_S))
+            peer.failures += 1
+            return peer.failures
+        return peer.failures + 1
+
+    def rest(self, name: str, until: float) -> None:
+        """`name` asked not to be called before then: that is no failure."""
+        peer = self._peers.get(name)
+        if peer is not None:
+            peer.rests_until = max(peer.rests_until, until)
+
+    def seconds_per_unit(self, name: str) -> float:
+        """Measured seconds per unit of cost; 0 when `name` has not answered yet."""
+        peer = self._peers.get(name)
+        return peer.seconds_per_unit / peer.weight if peer is not None and peer.weight else 0.0
+
+    def wakes_at(self, now: float) -> float | None:
+        """When the first resting peer may be picked again; None when nobody serves the stage."""
+        return max(now, min(p.rests_until for p in self._peers.values())) if self._peers else None
+
+    def __len__(self) -> int:
+        return len(self._peers)

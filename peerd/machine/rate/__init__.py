@@ -1,0 +1,1 @@
+"""Rates: what estimates or limits how fast bytes move."""

@@ -1,0 +1,1 @@
+"""Remote calls: the codec, and what each caller may have under way."""

@@ -1,0 +1,1 @@
+"""Secure channels: the Noise hand-shake and multistream-select."""

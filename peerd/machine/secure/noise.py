@@ -1,0 +1,449 @@
+"""Noise XX as libp2p speaks it: mutual authentication, session keys, early choice of the muxer; then sealed frames.
+
+`Handshake` is the three messages seen from either side; `Sealer` and `Opener` are one direction each of what follows.
+Nothing here reads or writes a socket or draws randomness: secrets are given. Input may come byte by byte.
+Two sides that both have AES in hardware seal with it instead of ChaCha20, which costs more: an agreement of
+this program's own, made where muxers are chosen, with keys of its own and Noise's REKEY.
+Invariants: a nonce is used once; no plaintext leaves before its tag is checked; the identity is proven by its signature
+over the static key before `result` is set. Hostile input: frames of any length, points of low order, signatures of
+somebody else, a payload of garbage, replayed or reordered frames: all raise ProtocolViolation.
+Sources: https://noiseprotocol.org/noise.html, libp2p specs `noise/README.md`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import math
+import struct
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM, ChaCha20Poly1305
+from nacl import bindings
+from nacl import exceptions as nacl_exceptions
+
+from peerd.core.errors import ProtocolViolation, Unreachable
+from peerd.core.ids import PeerId
+from peerd.core.keys import Keypair, verify
+from peerd.core.limits import NOISE_HANDSHAKE_BYTES
+from peerd.core.protobuf.identity import NoisePayload
+from peerd.machine.buffers import BufferPool
+
+PROTOCOL: Final = "/noise"
+TAG_BYTES: Final = 16
+FRAME_BYTES: Final = 65535  # sealed, without the two bytes of length
+PLAIN_BYTES: Final = FRAME_BYTES - TAG_BYTES
+SEALED_BYTES: Final = FRAME_BYTES + 2
+_KEY_BYTES: Final = 32  # a first message is a key, and nothing else is so short
+_POOLED_BYTES: Final = 4096  # plaintexts below this are cheap to allocate
+_NAME: Final = b"Noise_XX_25519_ChaChaPoly_SHA256"
+_SIGNED_PREFIX: Final = b"noise-libp2p-static-key:"
+_OFFER: Final = "/peerd/aes-256-gcm/1"  # beside the muxers: who offers it has the cipher in hardware
+_AES_KEYS: Final = b"peerd aes-256-gcm"  # keeps its keys apart from those that Noise derives
+_NONCE: Final = struct.Struct("<4xQ")
+_NONCE_MAX: Final = (1 << 64) - 1  # only for REKEY
+_LENGTH: Final = struct.Struct(">H")
+
+Place = Callable[[int], memoryview | None]  # where a plaintext of so many bytes belongs, if that is known
+Row = Callable[[], int]  # how many bytes of plaintext belong there one behind the other
+
+
+@dataclass(frozen=True, slots=True)
+class Suite:
+    """What seals the frames after a hand-shake."""
+
+    cipher: type[ChaCha20Poly1305 | AESGCM]
+    nonce: struct.Struct
+    key_frames: float  # sealed with one key, then both sides derive the next one
+
+
+CHACHA: Final = Suite(ChaCha20Poly1305, _NONCE, math.inf)  # as libp2p has it
+# A terabyte: what GCM can seal before the chance to tell it from noise is worth naming (2^-57, as TLS 1.3 reckons).
+AES: Final = Suite(AESGCM, struct.Struct(">4xQ"), 1 << 24)
+
+
+class _Direction:
+    """The key of one direction, and the number of its next frame."""
+
+    __slots__ = ("_cipher", "_count", "_nonce", "_renew_at", "_suite")
+
+    def __init__(self, key: bytes, suite: Suite = CHACHA) -> None:
+        self._suite, self._nonce = suite, suite.nonce.pack
+        self._cipher = suite.cipher(key)
+        self._count, self._renew_at = 0, suite.key_frames
+
+    def _renew(self) -> None:
+        """Noise's REKEY (sections 4.2 and 11.3); due when `_count` has reached `_renew_at`."""
+        key = self._cipher.encrypt(self._nonce(_NONCE_MAX), bytes(_KEY_BYTES), None)[:_KEY_BYTES]
+        self._cipher = self._suite.cipher(key)
+        self._renew_at += self._suite.key_frames
+
+
+class Sealer(_Direction):
+    """Encrypts one direction into length-prefixed frames."""
+
+    __slots__ = ()
+
+    def seal(self, plain: bytes | memoryview, into: memoryview) -> int:
+        """Write one frame with `plain` (at most PLAIN_BYTES) to `into`; returns the bytes written."""
+        if self._count >= self._renew_at:
+            self._renew()
+        size = len(plain) + TAG_BYTES
+        _LENGTH.pack_into(into, 0, size)
+        self._cipher.encrypt_into(self._nonce(self._count), plain, None, into[2 : 2 + size])
+        self._count += 1
+        return 2 + size
+
+
+class Opener(_Direction):
+    """Decrypts the other direction, from pieces of any size.
+
+    With a pool (of SEALED_BYTES buffers), large plaintexts come as views of its buffers, which the caller then owns;
+    small ones, and all without a pool, come as bytes. `place` may name other memory for a large one of so many bytes:
+    it is asked when all before it was taken from the iterator, and holds nothing of worth if the tag proves wrong.
+    With `row`, full frames that belong behind one another come as one plaintext.
+    """
+
+    __slots__ = ("_part", "_part_bytes", "pool")
+
+    def __init__(self, key: bytes, pool: BufferPool | None = None, suite: Suite = CHACHA) -> None:
+        super().__init__(key, suite)
+        self.pool = pool
+        self._part: bytearray | None = None  # holds the beginning of a frame whose rest has not come
+        self._part_bytes = 0
+
+    def feed(self, data: bytes | memoryview) -> list[bytes | memoryview]:
+        """The plaintexts of all frames that are now complete; `data` may be reused afterwards."""
+        return list(self.each(data))
+
+    @property
+    def missing_bytes(self) -> int:
+        """How many bytes make nothing whole: less than so many need not be fed."""
+        part = self._part
+        if part is None or self._part_bytes < 2:
+            return 1
+        return 2 + (part[0] << 8 | part[1]) - self._part_bytes
+
+    def each(
+        self, data: bytes | memoryview, place: Place | None = None, row: Row | None = None
+    ) -> Iterator[bytes | memoryview]:
+        """As `feed`, one after the other; `data` may be reused when the last one was taken."""
+        view = memoryview(data)
+        at = 0
+        if self._part is not None and view:
+            at = self._add_to_part(self._part, view)
+            if (plain := self._finish_part(self._part, place)) is not None:
+                yield plain
+        end = len(view)
+        while end - at >= 2:
+            size = view[at] << 8 | view[at + 1]
+            if end - at - 2 < size:
+                break
+            if size == FRAME_BYTES and end - at >= 2 * SEALED_BYTES and place is not None and row is not None:
+                frames = min(row() // PLAIN_BYTES, (end - at) // SEALED_BYTES)
+                into = place(frames * PLAIN_BYTES) if frames > 1 else None
+                if into is not None and (opened := self._open_row(view[at:], into)):
+                    yield into[: opened * PLAIN_BYTES]
+                    at += opened * SEALED_BYTES
+                    continue
+            yield self._open(view[at + 2 : at + 2 + size], place)
+            at += 2 + size
+        if at < end:
+            self._part = self.pool.take() if self.pool is not None else bytearray(SEALED_BYTES)
+            self._part[: end - at] = view[at:]
+            self._part_bytes = end - at
+
+    def _add_to_part(self, part: bytearray, view: memoryview) -> int:
+        """Add to the frame in `part`; returns how much of `view` it took."""
+        have, at = self._part_bytes, 0
+        if have < 2:
+            part[1] = view[0]
+            have, at = 2, 1
+        want = 2 + (part[0] << 8 | part[1])
+        take = min(want - have, len(view) - at)
+        part[have : have + take] = view[at : at + take]
+        self._part_bytes = have + take
+        return at + take
+
+    def _finish_part(self, part: bytearray, place: Place | None) -> bytes | memoryview | None:
+        """The plaintext of the frame in `part`, if it is whole."""
+        if self._part_bytes < 2 or self._part_bytes < (want := 2 + (part[0] << 8 | part[1])):
+            return None
+        plain = self._open(memoryview(part)[2:want], place)
+        self._part = None
+        if self.pool is not None:
+            self.pool.give(part)
+        return plain
+
+    def _open_row(self, view: memoryview, into: memoryview) -> int:
+        """Open as many full frames as `into` has room for, or up to one that is no such frame; returns how many."""
+        decrypt, nonce, count = self._cipher.decrypt_into, self._nonce, self._count
+        try:
+            for at, to in zip(range(0, len(view), SEALED_BYTES), range(0, len(into), PLAIN_BYTES), strict=False):
+                if view[at] != 0xFF or view[at + 1] != 0xFF or count >= self._renew_at:
+                    break
+                sealed = view[at + 2 : at + SEALED_BYTES]
+                decrypt(nonce(count), sealed, None, into[to : to + PLAIN_BYTES])
+                count += 1
+        except InvalidTag:
+            pass  # those before it count; it is opened again, by itself, and refused
+        opened, self._count = count - self._count, count
+        return opened
+
+    def _open(self, sealed: memoryview, place: Place | None) -> bytes | memoryview:
+        size = len(sealed) - TAG_BYTES
+        if size < 0:
+            raise ProtocolViolation("an encrypted frame is shorter than its tag")
+        if self._count >= self._renew_at:
+            self._renew()
+        nonce = self._nonce(self._count)
+        self._count += 1
+        try:
+            if size < _POOLED_BYTES or self.pool is None:
+                return self._cipher.decrypt(nonce, sealed, None)
+            plain = place(size) if place is not None else None
+            if plain is None:
+                plain = memoryview(self.pool.take())[:size]
+            self._cipher.decrypt_into(nonce, sealed, None, plain)
+            return plain
+        except InvalidTag:
+            raise ProtocolViolation("an encrypted frame does not authenticate") from None
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """What a hand-shake ends with."""
+
+    peer: PeerId
+    sealer: Sealer
+    opener: Opener
+    muxer: str | None  # chosen early, or None: negotiate it
+    rest: bytes  # bytes that came after the last hand-shake message
+    offers: tuple[str, ...]  # muxers of the other side, and what else it has
+    binding: bytes  # names this session and no other (Noise section 11.2); no secret: who saw the hand-shake knows it
+
+
+class _Symmetric:
+    """The SymmetricState of the Noise specification, section 5.2."""
+
+    __slots__ = ("_cipher", "_count", "chain", "digest")
+
+    def __init__(self) -> None:
+        self.digest = self.chain = _NAME  # exactly one hash long, so it is taken as it is
+        self._cipher: ChaCha20Poly1305 | None = None
+        self._count = 0
+        self.mix_hash(b"")  # the empty prologue
+
+    def mix_hash(self, data: bytes) -> None:
+        self.digest = hashlib.sha256(self.digest + data).digest()
+
+    def mix_key(self, secret: bytes, public: bytes) -> None:
+        try:
+            shared = bindings.crypto_scalarmult(secret, public)
+        except nacl_exceptions.RuntimeError:
+            raise ProtocolViolation("a hand-shake key is of low order") from None
+        self.chain, key = _hkdf(self.chain, shared)
+        self._cipher = ChaCha20Poly1305(key)
+        self._count = 0
+
+    def encrypt(self, plain: bytes) -> bytes:
+        sealed = plain
+        if self._cipher is not None:
+            sealed = self._cipher.encrypt(_NONCE.pack(self._count), plain, self.digest)
+            self._count += 1
+        self.mix_hash(sealed)
+        return sealed
+
+    def decrypt(self, sealed: bytes) -> bytes:
+        plain = sealed
+        if self._cipher is not None:
+            try:
+                plain = self._cipher.decrypt(_NONCE.pack(self._count), sealed, self.digest)
+            except InvalidTag:
+                raise ProtocolViolation("a hand-shake message does not authenticate") from None
+            self._count += 1
+        self.mix_hash(sealed)
+        return plain
+
+
+def _hkdf(chain: bytes, material: bytes) -> tuple[bytes, bytes]:
+    key = hmac.digest(chain, material, "sha256")
+    first = hmac.digest(key, b"\x01", "sha256")
+    return first, hmac.digest(key, first + b"\x02", "sha256")
+
+
+class Secrets:
+    """What one side brings to a hand-shake: `static` (32 secret bytes) may serve many, `ephemeral` only one."""
+
+    __slots__ = ("ephemeral", "identity", "signature", "static", "static_public")
+
+    def __init__(self, identity: Keypair, static: bytes, ephemeral: bytes = b"") -> None:
+        self.identity, self.static, self.ephemeral = identity, static, ephemeral
+        self.static_public = bindings.crypto_scalarmult_base(static)
+        self.signature = identity.sign(_SIGNED_PREFIX + self.static_public)
+
+    def fresh(self, ephemeral: bytes) -> Secrets:
+        """The same identity and static key with `ephemeral` for the next hand-shake."""
+        copy = object.__new__(Secrets)
+        copy.identity, copy.static, copy.ephemeral = self.identity, self.static, ephemeral
+        copy.static_public, copy.signature = self.static_public, self.signature
+        return copy
+
+
+class Handshake:
+    """One hand-shake, as initiator (who speaks first) or responder.
+
+    Send what `start` and `feed` return; once `result` is set, what `feed` returned last is the last message. Raises
+    Unreachable when the other side proves to be somebody other than `expected`: an initiator knows that before it says
+    who it is. A responder says it to whoever asks, as every peer does that can be dialed.
+
+    Two sides that dialed each other at once, on one connection, are both initiators and find a first message where
+    they wait for a second one. Then the one whose ephemeral key is smaller becomes the responder, with the same key:
+    no secret was derived from it before. Peers other than peerd's give up instead. Somebody else who answers that way
+    so learns who dials there, and no more: one of the two has to speak first, and neither can know the other yet.
+    """
+
+    def __init__(
+        self,
+        secrets: Secrets,
+        *,
+        initiator: bool,
+        muxers: Sequence[str],
+        expected: PeerId | None = None,
+        aes: bool = False,
+    ) -> None:
+        """`aes`: whether to offer AES, which is chosen if the other side does, too."""
+        self.result: Session | None = None
+        self._secrets, self._initiator, self._muxers, self._expected = secrets, initiator, tuple(muxers), expected
+        self._aes = aes
+        self._state = _Symmetric()
+        self._buffer = bytearray()
+        self._greeted = False  # responder: the first message has come
+        self._crossed = False  # a first message has come in answer to ours
+        self._their_ephemeral = b""
+
+    @property
+    def initiator(self) -> bool:
+        """Whether this side is the initiator, perhaps after a crossing."""
+        return self._initiator
+
+    def start(self) -> bytes:
+        """The initiator's first message; nothing for a responder."""
+        if not self._initiator:
+            return b""
+        return self._framed(self._write_ephemeral() + self._state.encrypt(b""))
+
+    def feed(self, data: bytes) -> bytes:
+        """Take bytes; returns what to send, often nothing."""
+        self._buffer += data
+        out = b""
+        while self.result is None and (message := self._take()) is not None:
+            if self._initiator and len(message) == _KEY_BYTES and not self._crossed:
+                out += self._cross(message)
+            elif self._initiator:
+                out += self._answer_second(message)
+            elif not self._greeted:
+                self._greeted = True
+                out += self._answer_first(message)
+            else:
+                self._read_third(message)
+        return out
+
+    def _cross(self, message: bytes) -> bytes:
+        """Both sides have spoken first: one gives way, the other waits for the answer to its own message."""
+        self._crossed = True
+        own = bindings.crypto_scalarmult_base(self._secrets.ephemeral)
+        if own == message:
+            raise Unreachable("that is this peer itself: its own hand-shake comes back")
+        if own > message:
+            return b""
+        self._initiator, self._greeted = False, True
+        self._state = _Symmetric()
+        return self._answer_first(message)
+
+    def _take(self) -> bytes | None:
+        buffer = self._buffer
+        if len(buffer) < 2:
+            return None
+        size = buffer[0] << 8 | buffer[1]
+        if size > NOISE_HANDSHAKE_BYTES:
+            raise ProtocolViolation(f"a hand-shake message of {size} bytes; allowed: {NOISE_HANDSHAKE_BYTES}")
+        if len(buffer) < 2 + size:
+            return None
+        message = bytes(buffer[2 : 2 + size])
+        del buffer[: 2 + size]
+        return message
+
+    @staticmethod
+    def _framed(message: bytes) -> bytes:
+        return _LENGTH.pack(len(message)) + message
+
+    def _answer_first(self, message: bytes) -> bytes:
+        """Read e; write e, ee, s, es and our proof."""
+        self._read_ephemeral(message)
+        self._state.decrypt(message[32:])
+        own = self._write_ephemeral()
+        self._state.mix_key(self._secrets.ephemeral, self._their_ephemeral)
+        return self._framed(own + self._write_static(self._their_ephemeral) + self._write_proof())
+
+    def _answer_second(self, message: bytes) -> bytes:
+        """Read e, ee, s, es and their proof; write s, se and ours."""
+        self._read_ephemeral(message)
+        self._state.mix_key(self._secrets.ephemeral, self._their_ephemeral)
+        payload = self._read_proof(message[32:])
+        last = self._framed(self._write_static(self._their_ephemeral) + self._write_proof())
+        self._finish(payload)
+        return last
+
+    def _read_third(self, message: bytes) -> None:
+        """Read s, se and their proof."""
+        self._finish(self._read_proof(message))
+
+    def _write_ephemeral(self) -> bytes:
+        public = bindings.crypto_scalarmult_base(self._secrets.ephemeral)
+        self._state.mix_hash(public)
+        return public
+
+    def _read_ephemeral(self, message: bytes) -> None:
+        if len(message) < 32:
+            raise ProtocolViolation("a hand-shake message is too short for a key")
+        self._their_ephemeral = message[:32]
+        self._state.mix_hash(self._their_ephemeral)
+
+    def _write_static(self, their_ephemeral: bytes) -> bytes:
+        sealed = self._state.encrypt(self._secrets.static_public)
+        self._state.mix_key(self._secrets.static, their_ephemeral)
+        return sealed
+
+    def _write_proof(self) -> bytes:
+        secrets = self._secrets
+        offers = (*self._muxers, _OFFER) if self._aes else self._muxers
+        payload = NoisePayload(peer=secrets.identity.peer_id, signature=secrets.signature, muxers=offers)
+        return self._state.encrypt(payload.encode())
+
+    def _read_proof(self, message: bytes) -> NoisePayload:
+        """Their static key, the key agreement with our ephemeral one, and the identity that signed the static key."""
+        static = self._state.decrypt(message[: 32 + TAG_BYTES])
+        if len(static) != 32:
+            raise ProtocolViolation("a hand-shake message is too short for a key")
+        self._state.mix_key(self._secrets.ephemeral, static)
+        payload = NoisePayload.decode(self._state.decrypt(message[32 + TAG_BYTES :]))
+        if not verify(payload.peer, _SIGNED_PREFIX + static, payload.signature):
+            raise ProtocolViolation(f"the hand-shake claims to be {payload.peer} without its signature")
+        if self._expected not in (None, payload.peer):
+            raise Unreachable(f"expected {self._expected}, but the peer there is {payload.peer}")
+        return payload
+
+    def _finish(self, payload: NoisePayload) -> None:
+        aes = self._aes and _OFFER in payload.muxers
+        suite, keys = (AES, _hkdf(self._state.chain, _AES_KEYS)) if aes else (CHACHA, _hkdf(self._state.chain, b""))
+        mine, theirs = (keys[0], keys[1]) if self._initiator else (keys[1], keys[0])
+        ours, others = (self._muxers, payload.muxers) if self._initiator else (payload.muxers, self._muxers)
+        muxer = next((name for name in ours if name in others), None)
+        rest, binding = bytes(self._buffer), self._state.digest
+        sealer, opener = Sealer(mine, suite), Opener(theirs, suite=suite)
+        self.result = Session(payload.peer, sealer, opener, muxer, rest, payload.muxers, binding)
+        self._buffer.clear()

@@ -1,0 +1,105 @@
+"""Which state to download: donors that vouch for the same root form a camp, and the largest camp is believed.
+
+A camp that wins has as many donors as asked for, when so many answer at all, or are named at all where the conductor
+names them: who silences all honest donors but one must not be believed alone. Ties go to the higher position, then to
+the greater root, so that all newcomers decide alike. A donor that was caught lying does not count; one that was lost
+after it vouched does. Decisions come with a reason. Times are arguments, in seconds.
+
+A hostile donor may: vouch for a state of its own making (it stays alone, unless it has as many friends as there are
+honest donors), name a position far ahead (that breaks ties only), or not answer (nobody waits longer than
+GATHER_S once a camp stands, and PATIENCE_S in all).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from statistics import median_low
+from typing import Final, NamedTuple
+
+from peerd.core.messages.swarm import Position
+
+VOUCHERS: Final = 2  # donors that have to agree, where so many answer
+GATHER_S: Final = 10.0  # how long to wait for more answers once such a camp stands
+PATIENCE_S: Final = 60.0  # how long to wait for such a camp, before one is taken that nobody contradicts
+_FURTHEST: Final = 64  # steps that donors may be asked to make before they answer
+
+
+class Claim(NamedTuple):
+    """What a donor vouches for."""
+
+    position: Position
+    root: bytes
+
+
+class Camp(NamedTuple):
+    """Donors with one claim; the greatest camp is the best."""
+
+    size: int
+    claim: Claim
+    donors: tuple[str, ...]
+
+
+class QuorumVerdict(NamedTuple):
+    """`camp` is chosen; or `hopeless` says that it never will be; or `again`: ask all once more; or wait."""
+
+    camp: Camp | None
+    why: str
+    hopeless: bool = False
+    again: bool = False
+
+
+def camps(claims: Iterable[tuple[str, Claim]]) -> list[Camp]:
+    """All camps, the best first."""
+    by_claim: dict[Claim, list[str]] = {}
+    for donor, claim in claims:
+        by_claim.setdefault(claim, []).append(donor)
+    found = [Camp(len(donors), claim, tuple(sorted(donors))) for claim, donors in by_claim.items()]
+    return sorted(found, reverse=True)
+
+
+def meeting_step(claims: Iterable[Claim], rounds: int) -> int:
+    """The step at which donors that do not agree should copy their states, after so many rounds; 0: at once.
+
+    Where steps are slow, asking all once more is enough, and quicker. After that, ahead of most of them, further with
+    each round: a step that is over when they are asked brings nothing. The median, so that one who names a step
+    far ahead does not make the others wait for it.
+    """
+    return median_low(claim.position.step for claim in claims) + min(2**rounds, _FURTHEST) if rounds >= 2 else 0
+
+
+class Poll:
+    """The count of one download's claims: `decide` whenever something has changed, and at `due`."""
+
+    def __init__(self, now: float) -> None:
+        self._patience_until = now + PATIENCE_S
+        self._gather_until: float | None = None
+
+    @property
+    def due(self) -> float:
+        """When waiting ends."""
+        return self._patience_until if self._gather_until is None else min(self._gather_until, self._patience_until)
+
+    def decide(self, now: float, claims: dict[str, Claim], pending: int, named: int = 0) -> QuorumVerdict:
+        """`pending`: donors that may still answer; `named`: those that are known to have the state."""
+        ranked = camps(claims.items())
+        needed = min(VOUCHERS, max(1, len(claims), named))
+        best = ranked[0] if ranked else None
+        stands = best is not None and best.size >= VOUCHERS
+        self._gather_until = (self._gather_until or now + GATHER_S) if stands else None
+        late = now >= self._patience_until
+        if best is not None and best.size >= needed:
+            rest = (ranked[1].size if len(ranked) > 1 else 0) + pending
+            if not pending or late or (stands and (best.size > rest or now >= self.due)):
+                why = f"{best.size} of {len(claims)} donors vouch for step {best.claim.position.step}"
+                return QuorumVerdict(best, why)
+            return QuorumVerdict(None, f"{pending} donors have not answered yet")
+        if pending and not late:
+            return QuorumVerdict(None, f"{pending} donors have not answered yet")
+        if best is None:
+            return QuorumVerdict(None, "no donor answers", hopeless=True)
+        moving = len({claim.position for claim in claims.values()}) > 1  # they step while they are asked
+        why = f"no {needed} donors agree: " + "; ".join(
+            f"{', '.join(d[-6:] for d in c.donors)} at step {c.claim.position.step}, {c.claim.root.hex()[:8]}"
+            for c in ranked[:4]
+        )
+        return QuorumVerdict(None, why, hopeless=late or not moving, again=moving)

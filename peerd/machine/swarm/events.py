@@ -1,0 +1,171 @@
+"""What the conductor is told at the start, what it hears (events) and what it wants done (outputs): values only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+
+from peerd.core.messages.swarm import Done, Mb, Position, Receipt
+from peerd.machine.averaging.topology import OrderedRound
+from peerd.machine.averaging.work_split import Split
+
+Verify = Callable[[str, int, int, Mb, Receipt], bool]  # holder, stage, step, microbatch: has it signed this?
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ConductorConfig:
+    """`microbatches` of one step; `total_steps` 0: no end. The rest: seconds of patience."""
+
+    stages: int
+    microbatches: int
+    delayed: bool = False  # may microbatches be computed with the parameters before the last step?
+    total_steps: int = 0
+    first_save: int = 1 << 53  # the first step after which peers write checkpoints
+    gather_s: float = 1.5  # quiet time after the last new member before a new conductor decides
+    gather_most_s: float = 10.0  # and when it decides, however many come
+    expect_s: float = 6.0  # how long it waits for members that are known to exist
+    hearsay_s: float = 60.0  # how long a new run waits because of what those say who do not come: a record's life
+    broken_s: float = 4.0  # how long a stage may be empty before an older common position is looked for
+    lease_s: float = 30.0  # how long a whole batch waits for one that its trainer does not finish, others being quicker
+    first_lease_s: float = 120.0  # how long a microbatch may stay unfinished where nobody else shows what is usual
+    retry_s: float = 0.2  # before a failed attempt is repeated; doubles up to 5 s
+    group_size: int = 0  # of an averaging group, at most; 0: chosen
+    late_s: float = 10.0  # how long half of a stage, its sum ready, waits for the others at least
+    ban_s: float = 15.0  # how long a member that stood in the way stays out, the first time
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Origin:
+    """Whom a conductor can rely on: its own peer, the members that the one before it named as ready, by stage."""
+
+    own: str = ""
+    established: Mapping[str, int] = field(default_factory=dict)
+    verify: Verify | None = None  # looks at a receipt; None: none counts
+    place_of: Callable[[str], str] | None = None  # where a peer connects from; None: each from a place of its own
+
+
+@dataclass(frozen=True, slots=True)
+class MemberHello:
+    """A stage peer's first report in this session, or a new one after it moved by itself."""
+
+    peer: str
+    stage: int
+    session: int
+    position: Position
+    prepared: Position | None
+    saved: tuple[Position, ...]
+    held: frozenset[Mb]
+    counted: frozenset[Mb]  # what it contributed to the last mean it has
+    addrs: tuple[str, ...]
+    early: frozenset[Mb] = frozenset()  # what it holds for the step after its own
+    since: float = 0.0  # when it joined its stage, Unix time
+    digest: bytes = b""  # of the last mean it has, be it prepared or stepped with
+
+
+@dataclass(frozen=True, slots=True)
+class MemberGone:
+    peer: str
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerReport:
+    peer: str
+    step: int
+    open: tuple[int, ...]
+    done: tuple[Done, ...]
+    early: tuple[int, ...] = ()  # of `open` and `done`, those begun for the step after `step`
+    unknown: tuple[int, ...] = ()  # to be done again, and it has them no more
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerGone:
+    peer: str
+
+
+@dataclass(frozen=True, slots=True)
+class PrepareEnded:
+    """A member's answer to SendPrepare; `ok` False with no list: it could not be reached."""
+
+    peer: str
+    attempt: bytes
+    ok: bool
+    missing: tuple[Mb, ...] = ()
+    lost: tuple[str, ...] = ()
+    digest: bytes = b""  # of its sum
+    refused: tuple[Mb, ...] = ()  # it holds these, and they cannot be summed
+
+
+@dataclass(frozen=True, slots=True)
+class MoveEnded:
+    """A member's answer to SendMove; None: it failed."""
+
+    peer: str
+    position: Position | None
+
+
+Event = MemberHello | MemberGone | TrainerReport | TrainerGone | PrepareEnded | MoveEnded
+
+
+@dataclass(frozen=True, slots=True)
+class SendPrepare:
+    peer: str
+    attempt: bytes
+    lineage: bytes
+    group: tuple[str, ...]
+    assigned: tuple[Mb, ...]
+    split: Split | None = None  # None: the group in equal shares
+    rounds: tuple[OrderedRound, ...] = ()  # instead of one round of the group
+
+    @property
+    def takes_part(self) -> bool:
+        """Has the peer anything to do? A helper may be left without a share when the work is divided anew."""
+        return self.split is None or any(party.peer == self.peer for party in self.split.parties)
+
+    @property
+    def meets(self) -> tuple[str, ...]:
+        """Whom it averages with, itself included: in a grid only some of the group. Sorted."""
+        if not self.rounds:
+            return self.group
+        return tuple(sorted({peer for one in self.rounds for peer in one.meeting.peers}))
+
+    @property
+    def summers(self) -> frozenset[str]:
+        """Who sums a share in the rounds that the peer makes."""
+        if not self.rounds:
+            return _summers(self.split, self.group)
+        return frozenset[str]().union(*(_summers(one.split, one.meeting.peers) for one in self.rounds))
+
+
+@dataclass(frozen=True, slots=True)
+class CancelAttempt:
+    attempt: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class SendMove:
+    """Commit (the member has prepared `target`) or restore (it has saved it)."""
+
+    peer: str
+    target: Position
+    commit: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """Somebody says that this member cannot be reached: can we? If not, it is gone."""
+
+    peer: str
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """Something a person may want to know."""
+
+    text: str
+
+
+Output = SendPrepare | CancelAttempt | SendMove | Probe | Note
+
+
+def _summers(split: Split | None, peers: Iterable[str]) -> frozenset[str]:
+    return frozenset(p.peer for p in split.parties if p.share > 0) if split is not None else frozenset(peers)

@@ -1,1 +1,0 @@
-"""What a peer is that holds a part of a model: a member of a stage, its boundary, its checkpoints."""

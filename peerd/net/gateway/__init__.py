@@ -1,0 +1,1 @@
+"""Home routers: port mapping by UPnP and NAT-PMP."""

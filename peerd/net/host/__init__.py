@@ -1,0 +1,1 @@
+"""The host: all links of one peer, dialing, listening, identify."""

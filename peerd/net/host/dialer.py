@@ -1,0 +1,178 @@
+"""Reaching peers: the address book, and one dial per peer at a time however many callers wait for it.
+
+The order and the pace of the attempts are decided in `machine/connectivity/happy_eyeballs.py`; the first authenticated
+link wins and the other attempts are dropped, except that a relayed link lets direct attempts end. Knows nothing of
+sockets: `attempt` is given. Addresses that were only heard of are dialed within the bounds of
+`machine/connectivity/hearsay.py`. Invariants: a dial lives while somebody waits for it; callers get each address's
+reason; the book is bounded per peer and in peers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass, field
+
+import trio
+from multiaddr import Multiaddr
+
+from peerd.core.addr import is_dialable, is_relayed, normal, split_peer
+from peerd.core.errors import Unreachable
+from peerd.core.ids import PeerId
+from peerd.core.limits import ADDRS_PER_PEER, PEERS_KNOWN
+from peerd.machine.budget.book import Book, User
+from peerd.machine.connectivity.happy_eyeballs import STAGGER_S, Past, Surroundings, order
+from peerd.machine.connectivity.hearsay import Restraint
+from peerd.net.faults import Faults
+from peerd.net.race import RaceRun
+
+__all__ = ["STAGGER_S", "AddressBook", "Dialer"]
+
+
+class AddressBook:
+    """Addresses per peer, without their /p2p part, and how each has fared."""
+
+    def __init__(self) -> None:
+        self._book: dict[PeerId, dict[Multiaddr, Past]] = {}
+        self._successes = 0
+
+    def learn(self, peer: PeerId, addrs: Iterable[Multiaddr], heard: User | None = None) -> None:
+        """Add addresses; those that name another peer or cannot be dialed are left out.
+
+        `heard`: from whom; None: they are from our own configuration.
+        """
+        known = self._book.pop(peer, {})
+        for addr in addrs:
+            bare, named = split_peer(normal(addr))
+            if named not in (None, peer) or not is_dialable(bare):
+                continue
+            past = known.pop(bare, None) or Past(heard=heard)
+            past.heard = past.heard and heard
+            known[bare] = past
+            while len(known) > ADDRS_PER_PEER:
+                # The oldest that never worked, else the oldest.
+                del known[next((a for a, past in known.items() if not past.worked), next(iter(known)))]
+        if known:
+            self._book[peer] = known  # now the youngest entry
+        while len(self._book) > PEERS_KNOWN:
+            del self._book[next(iter(self._book))]
+
+    def worked(self, peer: PeerId, addr: Multiaddr) -> None:
+        """`addr` led to `peer`."""
+        bare = split_peer(normal(addr))[0]
+        if bare not in self._book.get(peer, {}):
+            self.learn(peer, [bare])
+        if bare in self._book.get(peer, {}):
+            self._successes += 1
+            self._book[peer][bare] = Past(self._successes, heard=self._book[peer][bare].heard)
+
+    def failed(self, peer: PeerId, addr: Multiaddr, now: float) -> None:
+        """`addr` did not lead to `peer`."""
+        past = self._book.get(peer, {}).get(addr)
+        if past is not None:
+            past.failed_s = now
+
+    def unproven(self, peer: PeerId, addr: Multiaddr) -> User | None:
+        """Who told that `addr` leads to `peer`, unless it ever did, or our configuration says so."""
+        past = self._book.get(peer, {}).get(addr)
+        return None if past is None or past.worked else past.heard
+
+    def forget_failures(self) -> None:
+        """This machine is elsewhere now: what failed before says nothing."""
+        for known in self._book.values():
+            for past in known.values():
+                past.failed_s = -math.inf
+
+    def addrs(self, peer: PeerId, around: Surroundings | None = None, now: float = math.inf) -> list[Multiaddr]:
+        """The most promising first."""
+        return order(self._book.get(peer, {}), around or Surroundings(), now)
+
+
+@dataclass(eq=False)
+class _Flight:
+    race: RaceRun
+    scope: trio.CancelScope = field(default_factory=trio.CancelScope)
+    done: trio.Event = field(default_factory=trio.Event)
+    waiters: int = 0
+    landed: bool = False
+
+
+class Dialer:
+    """Single flight per peer over the book's addresses."""
+
+    def __init__(
+        self,
+        book: AddressBook,
+        attempt: Callable[[Multiaddr, PeerId], Awaitable[object]],
+        surroundings: Callable[[], Surroundings] = Surroundings,
+        restraint: Restraint | None = None,
+        faults: Faults | None = None,
+    ) -> None:
+        """`attempt(address, peer)` returns once an authenticated link stands, or raises Unreachable."""
+        self._book, self._attempt, self._surroundings = book, attempt, surroundings
+        self._restraint, self._faults = restraint or Restraint(Book()), faults or Faults()
+        self._flights: dict[PeerId, _Flight] = {}
+
+    def learn(self, peer: PeerId, addrs: Iterable[Multiaddr], heard: User | None = None) -> None:
+        """Add to the book; a dial that is under way uses it, too."""
+        self._book.learn(peer, addrs, heard)
+        if peer in self._flights:
+            self._flights[peer].race.learned()
+
+    async def reach(self, peer: PeerId, nursery: trio.Nursery) -> None:
+        """Wait for the one dial to `peer`; it runs in `nursery`, so that a caller may leave without ending it."""
+        flight = self._flights.get(peer)
+        if flight is None:
+            flight = self._flights[peer] = _Flight(self._race(peer))
+            nursery.start_soon(self._fly, peer, flight)
+        flight.waiters += 1
+        try:
+            await flight.done.wait()
+        finally:
+            flight.waiters -= 1
+            if not flight.waiters and not flight.done.is_set():
+                flight.scope.cancel()
+                self._forget(peer, flight)
+        if not flight.landed:
+            reasons = "; ".join(flight.race.reasons) or "no address is known"
+            raise Unreachable(f"cannot connect to {peer}: {reasons}", peer)
+
+    def connected(self, peer: PeerId, *, relayed: bool = False) -> None:
+        """A link to `peer` stands, whoever made it: the flight is over."""
+        flight = self._flights.get(peer)
+        if flight is not None:
+            flight.landed = True
+            flight.race.stop(direct_may_end=relayed)
+            self._forget(peer, flight)
+            flight.done.set()
+
+    def _forget(self, peer: PeerId, flight: _Flight) -> None:
+        if self._flights.get(peer) is flight:
+            del self._flights[peer]
+
+    def _race(self, peer: PeerId) -> RaceRun:
+        around = self._surroundings()
+
+        async def attempt(addr: Multiaddr) -> None:
+            heard = self._book.unproven(peer, addr)
+            if heard is not None and (why := self._restraint.begin(trio.current_time(), addr, heard)) is not None:
+                raise Unreachable(why, peer)
+            await self._attempt(addr, peer)
+            if heard is not None:
+                self._restraint.worked(addr, heard)
+            self._book.worked(peer, addr)
+            self.connected(peer, relayed=is_relayed(addr))
+
+        return RaceRun(
+            lambda: self._book.addrs(peer, around, trio.current_time()),
+            attempt,
+            lambda addr: self._book.failed(peer, addr, trio.current_time()),
+        )
+
+    async def _fly(self, peer: PeerId, flight: _Flight) -> None:
+        try:
+            with flight.scope:
+                await self._faults.contain(flight.race.run, lambda: f"the dial to {peer}")
+        finally:
+            self._forget(peer, flight)
+            flight.done.set()

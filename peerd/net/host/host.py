@@ -1,0 +1,456 @@
+"""Host: this peer on the network. Listens, dials, opens streams, hands incoming streams to handlers by protocol name.
+
+Composition only: transports carry bytes, `upgrade` authenticates, `Link` runs a connection, `Links` counts and tells,
+`Dialer` finds the way, `Whereabouts` knows where we are, `Reception` takes who comes.
+A fault of ours costs the stream, the link or the connection that met it, not the host (see `faults`).
+Invariants: every task lives in `run`'s nursery; cancelling `run` says goodbye on every link and ends in bounded time;
+a stranger holds one of a bounded number of half-open places until it has proven an identity.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+
+import trio
+from multiaddr import Multiaddr
+
+from peerd.core import limits
+from peerd.core.addr import circuit_place, is_relayed, reach, split_peer, with_peer
+from peerd.core.clock import Clock
+from peerd.core.errors import LocalError, ProtocolViolation, RemoteError, Unreachable
+from peerd.core.ids import PeerId
+from peerd.core.keys import Keypair
+from peerd.core.version import VERSION
+from peerd.machine.budget.book import Book, user_at
+from peerd.machine.connectivity.hearsay import NOBODY, Restraint, blocks_of, common, may_dial
+from peerd.machine.connectivity.path_selection import Way
+from peerd.machine.mux.stream import WindowBudget
+from peerd.machine.rate.access_line import AccessLine
+from peerd.machine.secure.noise import Secrets
+from peerd.net.faults import Faults, first_of
+from peerd.net.host import identify
+from peerd.net.host.addresses import Whereabouts
+from peerd.net.host.dialer import AddressBook, Dialer
+from peerd.net.host.identify import PeerInfo
+from peerd.net.host.identify_service import Introductions
+from peerd.net.host.inbound import Reception
+from peerd.net.host.link_table import HostTraffic, LinkLimits, Links, PeerDown, PeerEvent, PeerTold, PeerUp
+from peerd.net.link.link import Buffers, Link, LinkConfig, Stream
+from peerd.net.link.rails import OFFERS, attach_rail, is_rail, secure_rail
+from peerd.net.link.unread import Unread
+from peerd.net.link.upgrade import Secured, recognise, upgrade
+from peerd.net.transport import RawLink, Transport, close_surely
+
+__all__ = ["Host", "HostConfig", "HostTraffic", "PeerDown", "PeerInfo", "PeerTold", "PeerUp"]
+
+_log = logging.getLogger("peerd.net")
+Handler = Callable[[Stream], Awaitable[None]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostConfig:
+    """Limits and times of one host, in bytes and seconds."""
+
+    links: LinkLimits = field(default_factory=LinkLimits)
+    link: LinkConfig = field(default_factory=LinkConfig)
+    half_open: int = limits.HALF_OPEN  # inbound hand-shakes at once
+    unread_link_bytes: int = limits.UNREAD_BYTES_LINK
+    unread_host_bytes: int = limits.UNREAD_BYTES_HOST
+    handshake_s: float = 10.0
+    dial_s: float = 15.0  # one address, hand-shake included
+    identify_s: float = 20.0
+    shutdown_s: float = 2.0
+    agent: str = f"peerd/{VERSION}"
+
+
+class Host:
+    """This peer. Nothing moves until `run`."""
+
+    def __init__(
+        self, keypair: Keypair, clock: Clock, transports: Sequence[Transport], config: HostConfig | None = None
+    ) -> None:
+        self.id: PeerId = keypair.peer_id
+        self.book = Book()  # what each peer, place and region has of this host's means
+        self.sign = keypair.sign  # for statements that others may show on our behalf: see core/messages/proof
+        self.config = config or HostConfig()
+        self.faults = Faults()  # of this whole process: other layers note theirs here, too
+        self.links = Links(self.config.links, self.id, self.book, self.faults)
+        self._clock, self._transports = clock, list(transports)
+        self._secrets = Secrets(keypair, clock.secure_bytes(32))
+        self._handlers: dict[str, Handler] = {}
+        self._book = AddressBook()
+        self._introductions = Introductions(self)
+        self.whereabouts = Whereabouts(self.id, self._transports, self._introductions.changed)
+        restraint = Restraint(self.book)
+        self._dialer = Dialer(self._book, self._dial, self.whereabouts.surroundings, restraint, self.faults)
+        self._reception = Reception(self.config.half_open, self.config.handshake_s, self._welcome, self.faults)
+        self.line = AccessLine()  # what passes our line; known where a LineMeter runs
+        self.takes_inbound = True  # whether others can come in, be it over a relay; False: this peer only dials
+        self.punching: set[PeerId] = set()  # peers that are dialing us through their routers, as we are them
+        self._buffers = Buffers()
+        self._budget = WindowBudget(limits.WINDOW_BYTES_HOST)
+        self.unread = Unread(self.config.unread_link_bytes, self.config.unread_host_bytes)
+        self._nursery: trio.Nursery | None = None  # handlers, dials, hand-shakes
+        self._link_nursery: trio.Nursery | None = None  # outlives the other, for the goodbye
+        self.handle(identify.IDENTIFY, self._introductions.serve)
+        self.handle(identify.IDENTIFY_PUSH, self._introductions.serve_push)
+        self.handle(identify.PING, identify.answer_pings)
+
+    # --- what others use -----------------------------------------------------------------------------------
+
+    async def run(
+        self, listen: Sequence[Multiaddr] = (), *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED
+    ) -> None:
+        """Listen on `listen` and keep connections until cancelled; ConfigError when an address cannot be had."""
+        try:
+            listeners = await self.whereabouts.listen(listen)
+            async with trio.open_nursery() as nursery:
+                self._link_nursery = await nursery.start(self._keep_links)
+                self._nursery = nursery
+                try:
+                    for listener in listeners:
+                        nursery.start_soon(self._reception.serve, listener)
+                    nursery.start_soon(self._introductions.run)
+                    nursery.start_soon(self.links.run)
+                    nursery.start_soon(self.whereabouts.follow, self._book.forget_failures)
+                    task_status.started()
+                    await trio.sleep_forever()
+                finally:
+                    self._nursery = None
+                    nursery.cancel_scope.cancel()
+                    with trio.CancelScope(shield=True):
+                        await self._say_goodbye()
+                    self._link_nursery.cancel_scope.cancel()
+        finally:
+            await self.whereabouts.close()
+
+    @property
+    def identify_s(self) -> float:
+        """How long an introduction may take."""
+        return self.config.identify_s
+
+    @property
+    def agent(self) -> str:
+        """What this host calls itself."""
+        return self.config.agent
+
+    def addrs(self) -> list[Multiaddr]:
+        """Where this host can be reached, with /p2p/<id>; the best first."""
+        return self.whereabouts.addrs()
+
+    def listen_addrs(self) -> list[Multiaddr]:
+        """Where this host listens, without /p2p; wildcard addresses are spelled out."""
+        return self.whereabouts.listen_addrs()
+
+    def add_transport(self, transport: Transport) -> None:
+        """One more way to dial; asked after those that were there before."""
+        self._transports.append(transport)
+
+    def protocols(self) -> list[str]:
+        """What this host serves, sorted."""
+        return sorted(self._handlers)
+
+    def handle(self, protocol: str, handler: Handler) -> None:
+        """Serve `protocol`: `handler` runs in its own task per incoming stream, which is closed when it returns."""
+        if not 0 < len(protocol.encode()) <= limits.PROTOCOL_BYTES:
+            raise LocalError(f"a protocol name has 1 to {limits.PROTOCOL_BYTES} bytes")
+        self._handlers[protocol] = handler
+        self._introductions.changed()
+
+    def unhandle(self, protocol: str) -> None:
+        """Stop serving `protocol`; running handlers go on."""
+        self._handlers.pop(protocol, None)
+        self._introductions.changed()
+
+    def learn(
+        self, peer: PeerId, addrs: Iterable[Multiaddr], *, by: PeerId | None = None, checked: bool = False
+    ) -> None:
+        """Add to the address book what `by` says (None: nobody knows who), as far as it may be dialed.
+
+        `checked`: all of it was `believed` before.
+        """
+        if peer != self.id:
+            told = list(addrs) if checked else self.believed(addrs, by)
+            links = self.links.to(by) if by is not None else ()
+            self._dialer.learn(peer, told, links[-1].user if links else NOBODY)
+
+    def believed(self, addrs: Iterable[Multiaddr], by: PeerId | None = None) -> list[Multiaddr]:
+        """Those addresses that may be dialed although we only heard of them, from `by`: see `connectivity/hearsay`."""
+        may = self.hearing(by)
+        return [addr for addr in addrs if may(addr.to_bytes())]
+
+    def hearing(self, by: PeerId | None) -> Callable[[bytes], bool]:
+        """As `believed`, for many addresses in their binary form that are told at one moment."""
+        links = self.links.to(by) if by is not None else []
+        if not links and not self.links.blocks:
+            return lambda raw: True  # nobody was ever here to tell us anything: the user did
+        blocks = blocks_of(link.remote for link in links) if links else common(self.links.blocks)
+        around = self.whereabouts.surroundings()
+        return lambda raw: may_dial(raw, around, blocks)
+
+    def trust(self, peer: PeerId, addrs: Iterable[Multiaddr]) -> None:
+        """Add to the address book what our own configuration says: it is dialed wherever it leads."""
+        for addr in addrs:
+            circuit = circuit_place(addr)
+            if circuit is not None and circuit.addr is not None:
+                self._dialer.learn(circuit.relay, [circuit.addr])
+            if peer != self.id:
+                self._dialer.learn(peer, [addr])
+
+    def known_addrs(self, peer: PeerId) -> list[Multiaddr]:
+        """Addresses of `peer`, best first, without /p2p."""
+        return self._book.addrs(peer)
+
+    async def connect(self, peer: PeerId, addrs: Iterable[Multiaddr] = (), *, checked: bool = False) -> None:
+        """Have a link to `peer`; Unreachable with each address's reason. Of `addrs` we only heard: see `learn`."""
+        if peer == self.id:
+            raise Unreachable("that is this peer itself", peer)
+        self.learn(peer, addrs, checked=checked)
+        if self.links.best(peer) is None:
+            await self._dialer.reach(peer, self._running())
+
+    async def connect_addr(self, addr: Multiaddr) -> PeerId:
+        """Have a link to whoever is at `addr`; with /p2p it must be that peer, else Unreachable names both.
+
+        For addresses from our own configuration, which may lead anywhere.
+        """
+        bare, peer = split_peer(addr)
+        if peer is None:
+            link = await self._dial(bare, None)
+            self._book.worked(link.peer, bare)
+            return link.peer
+        self.trust(peer, [bare])
+        await self.connect(peer)
+        return peer
+
+    async def dial_at(self, addr: Multiaddr, peer: PeerId) -> Link:
+        """One more link to `peer`, however many stand; Unreachable says why not. The address book does not change."""
+        return await self._dial(addr, peer)
+
+    async def raw_link(self, addr: Multiaddr) -> RawLink:
+        """A raw link to whoever is at `addr`, for `join`; Unreachable says why not."""
+        return await self._raw_link(addr, None)
+
+    async def join(self, raw: RawLink, way: Way, *, initiator: bool = False, expected: PeerId | None = None) -> Link:
+        """Authenticate a raw link that was made elsewhere and use it; Unreachable says why not, and `raw` is closed."""
+        adopted = False
+        try:
+            with trio.move_on_after(self.config.handshake_s):
+                secrets = self._secrets.fresh(self._clock.secure_bytes(32))
+                secured = await upgrade(raw, secrets, initiator=initiator, expected=expected)
+                link = self._adopt(secured, way)
+                adopted = True
+                return link
+            raise Unreachable(f"no hand-shake within {self.config.handshake_s:g} s", expected)
+        except ProtocolViolation as error:
+            _log.info("hand-shake with %s: %s", raw.remote, error)
+            raise Unreachable(error.args[0], expected) from error
+        finally:
+            if not adopted:
+                await close_surely(raw)
+
+    async def probe(self, addr: Multiaddr, peer: PeerId) -> None:
+        """Whether a stranger gets through to `peer` at `addr`: connect from a fresh port, have it prove itself, close.
+
+        Unreachable says why not. Neither a link nor the address book changes, here or there.
+        """
+        raw = await self._raw_link(addr, peer, fresh=True)
+        try:
+            with trio.fail_after(self.config.handshake_s):
+                await recognise(raw, self._secrets.fresh(self._clock.secure_bytes(32)), peer)
+        except trio.TooSlowError:
+            raise Unreachable(f"no hand-shake within {self.config.handshake_s:g} s", peer) from None
+        except RemoteError as error:
+            raise Unreachable(error.args[0], peer) from error
+        finally:
+            await close_surely(raw)
+
+    async def open_stream(self, peer: PeerId, protocol: str) -> Stream:
+        """A stream that speaks `protocol`, over a new link if need be. Refused comes with the first receive."""
+        link = self.links.best(peer)
+        if link is None:
+            await self.connect(peer)
+            link = self.links.best(peer)
+            if link is None:
+                raise Unreachable("the connection was lost as soon as it stood", peer)
+        return await link.open(protocol)
+
+    def pace(self, peer: PeerId, bytes_per_s: float) -> None:
+        """Let what goes to this peer leave evenly, at this rate at most, where the system can; inf: no more."""
+        link = self.links.best(peer)
+        if link is not None:
+            link.pace(bytes_per_s)
+
+    async def ping(self, peer: PeerId) -> float:
+        """Round trip in seconds, through libp2p's ping protocol."""
+        stream = await self.open_stream(peer, identify.PING)
+        try:
+            return await identify.ping(stream, self._clock.secure_bytes(identify.PING_BYTES))
+        finally:
+            stream.reset()
+
+    def connected(self) -> list[PeerId]:
+        """Peers with a link, the longest connected first."""
+        return self.links.peers()
+
+    def info(self, peer: PeerId) -> PeerInfo | None:
+        """What a connected peer said about itself, once it did."""
+        return self._introductions.infos.get(peer)
+
+    async def introduction(self, peer: PeerId, timeout_s: float) -> PeerInfo | None:
+        """As `info`, but waits for it; None after `timeout_s`, or when the peer is not connected."""
+        return await self._introductions.wait(peer, timeout_s)
+
+    def watch(self, *, told: bool = False) -> AbstractContextManager[trio.MemoryReceiveChannel[PeerEvent]]:
+        """PeerUp and PeerDown, and PeerTold if `told`, from now on, at once and in order; bounded (see Links.watch)."""
+        return self.links.watch(told=told)
+
+    def when_moved(self, told: Callable[[PeerId], None]) -> None:
+        """Call `told` when new streams to a peer begin to take another link, the first one included."""
+        self.links.when_moved(told)
+
+    @property
+    def window_bytes_lent(self) -> int:
+        """What all links together let their peers send beyond the windows that streams begin with."""
+        return self._budget.used_bytes
+
+    def traffic(self) -> HostTraffic:
+        return self.links.traffic()
+
+    # --- links ---------------------------------------------------------------------------------------------
+
+    def speaks(self, protocol: str) -> bool:
+        return protocol in self._handlers
+
+    def accept(self, stream: Stream) -> None:
+        handler = self._handlers.get(stream.protocol)
+        if self._nursery is None or handler is None:
+            stream.reset()
+        else:
+            self._nursery.start_soon(self._supervise, stream, handler)
+
+    def link_leaving(self, link: Link, reason: str) -> None:
+        self.links.leaving(link, reason)
+        if self.links.best(link.peer) is None:
+            self._introductions.forget(link.peer)
+
+    async def supervise(self, work: Callable[[], Awaitable[None]], about: Callable[[], str]) -> bool:
+        """Run `work` for a peer: what it raises is noted in `faults`, and goes no further. True: it returned."""
+        return await self.faults.contain(work, about)
+
+    async def _supervise(self, stream: Stream, handler: Handler) -> None:
+        """One incoming stream: whatever the handler does, the stream ends and the host goes on."""
+        served = False
+
+        async def serve() -> None:
+            nonlocal served
+            try:
+                await handler(stream)
+                served = True
+            except* ProtocolViolation as group:
+                _log.warning("peer %s broke %s: %s", stream.peer, stream.protocol, first_of(group))
+            except* RemoteError as group:
+                _log.debug("%s ended: %s", stream, first_of(group))
+
+        try:
+            await self.supervise(serve, lambda: f"the handler of {stream.protocol}")
+        finally:
+            if served:
+                await stream.aclose()
+            else:
+                stream.reset()
+
+    def _adopt(self, secured: Secured, way: Way) -> Link:
+        """Put an authenticated connection to use; Unreachable says why not."""
+        peer = secured.session.peer
+        if peer == self.id:
+            raise Unreachable("that is this peer itself", peer)
+        if self._nursery is None or self._link_nursery is None:
+            raise Unreachable("this host is shutting down", peer)
+        full = self.links.make_room(user_at(peer.text, secured.raw.remote), inbound=not secured.initiator)
+        if full is not None:
+            raise Unreachable(f"this host has too many connections: {full}", peer)
+        budget = WindowBudget(limits.WINDOW_BYTES_LINK, self._budget)
+        link = Link(secured, self, self.config.link, self._buffers, budget, way)
+        self.links.add(link)
+        self._link_nursery.start_soon(self._run_link, link)
+        self._dialer.connected(peer, relayed=way == Way.RELAYED)
+        self._nursery.start_soon(self.supervise, lambda: self._introductions.ask(link), lambda: f"identify with {peer}")
+        return link
+
+    async def open_rail(self, link: Link) -> Secured:
+        with trio.move_on_after(self.config.dial_s):
+            raw = await self._raw_link(link.remote, link.peer, fresh=True)
+            return await secure_rail(raw, self._secrets.fresh(self._clock.secure_bytes(32)), link, self.links)
+        raise Unreachable("no answer in time", link.peer)
+
+    async def _run_link(self, link: Link) -> None:
+        try:
+            await self.supervise(link.run, lambda: f"the end of {link}")
+        finally:
+            self.links.remove(link)
+            self.unread.gone(link)
+            _log.debug("%s ended: %s", link, link.reason)
+
+    async def _keep_links(self, *, task_status: trio.TaskStatus[trio.Nursery]) -> None:
+        """Where links run: beyond the reach of `run`'s cancellation until goodbye is said."""
+        with trio.CancelScope(shield=True):
+            async with trio.open_nursery() as nursery:
+                task_status.started(nursery)
+                await trio.sleep_forever()
+
+    async def _say_goodbye(self) -> None:
+        await self.whereabouts.close()
+        await trio.lowlevel.cancel_shielded_checkpoint()  # handlers see their cancellation first
+        with trio.move_on_after(self.config.shutdown_s):
+            for relayed in (True, False):  # those that go over another link say it while that one stands
+                async with trio.open_nursery() as nursery:
+                    for link in self.links:
+                        if (link.way == Way.RELAYED) is relayed:
+                            nursery.start_soon(link.close, "this peer left")
+
+    # --- in and out ----------------------------------------------------------------------------------------
+
+    def _running(self) -> trio.Nursery:
+        if self._nursery is None:
+            raise Unreachable("this host is not running")
+        return self._nursery
+
+    async def _welcome(self, raw: RawLink) -> None:
+        """Authenticate who has connected, and keep the connection as a link or as a part of one."""
+        fresh = self._secrets.fresh(self._clock.secure_bytes(32))
+        secured = await upgrade(raw, fresh, initiator=False, muxers=OFFERS)
+        way = way_to(raw.remote)
+        if is_rail(secured):
+            await attach_rail(secured, self.links)
+        else:
+            punched = way == Way.DIRECT and secured.session.peer in self.punching
+            self._adopt(secured, Way.PUNCHED if punched else way)
+
+    async def _dial(self, addr: Multiaddr, peer: PeerId | None) -> Link:
+        """Connect and authenticate; every failure is Unreachable with its reason."""
+        with trio.move_on_after(self.config.dial_s):
+            raw = await self._raw_link(addr, peer)
+            try:
+                return await self.join(raw, way_to(addr), initiator=True, expected=peer)
+            except RemoteError as error:
+                raise Unreachable(error.args[0], peer) from error
+        raise Unreachable(f"no answer within {self.config.dial_s:g} s", peer)
+
+    async def _raw_link(self, addr: Multiaddr, peer: PeerId | None, *, fresh: bool = False) -> RawLink:
+        transport = next((t for t in self._transports if t.can_dial(addr)), None)
+        if transport is None:
+            raise Unreachable("no transport speaks that kind of address", peer)
+        if peer is not None and is_relayed(addr):
+            addr = with_peer(addr, peer)  # the relay has to be told to whom
+        return await transport.dial(addr, fresh=fresh)
+
+
+def way_to(addr: Multiaddr) -> Way:
+    """The kind of way that leads to this address, or came from it."""
+    if is_relayed(addr):
+        return Way.RELAYED
+    return Way.DIRECT if reach(addr) == 2 else Way.LOCAL

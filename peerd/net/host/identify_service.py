@@ -1,0 +1,136 @@
+"""Introductions: both sides of every link learn who the other is, where it listens and what it serves.
+
+Asks right after connecting, answers when asked, and pushes when this host's protocols change. What peers say is kept
+while they are connected and goes into the address book as a hint. Loopback addresses are told on loopback links only.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable, Iterable
+from typing import Protocol
+
+import trio
+from multiaddr import Multiaddr
+
+from peerd.core.addr import reach, split_peer
+from peerd.core.errors import ProtocolViolation, RemoteError
+from peerd.core.ids import PeerId
+from peerd.core.protobuf.identity import Identify
+from peerd.net.host.identify import IDENTIFY, IDENTIFY_PUSH, PROTOCOL_VERSION, PeerInfo, receive_identify, send_identify
+from peerd.net.host.link_table import Links
+from peerd.net.link.link import Link
+from peerd.net.link.stream import Stream, StreamOwner
+
+_log = logging.getLogger("peerd.net")
+_TOGETHER_S = 0.05  # changes of one moment travel in one push
+
+
+class Introduced(Protocol):
+    """The host that is introduced, as far as it matters here."""
+
+    id: PeerId
+    links: Links
+
+    @property
+    def identify_s(self) -> float: ...
+
+    @property
+    def agent(self) -> str: ...
+
+    def addrs(self) -> list[Multiaddr]: ...
+
+    def protocols(self) -> list[str]: ...
+
+    def learn(self, peer: PeerId, addrs: Iterable[Multiaddr], *, by: PeerId | None = None) -> None: ...
+
+    async def supervise(self, work: Callable[[], Awaitable[None]], about: Callable[[], str]) -> bool: ...
+
+
+class Introductions:
+    """What one host says of itself, and what it was told."""
+
+    def __init__(self, host: Introduced) -> None:
+        self.infos: dict[PeerId, PeerInfo] = {}  # of connected peers
+        self._host = host
+        self._news = trio.Event()
+        self._arrived = trio.lowlevel.ParkingLot()
+
+    async def wait(self, peer: PeerId, timeout_s: float) -> PeerInfo | None:
+        """What `peer` says of itself, as soon as it does; None after `timeout_s`."""
+        with trio.move_on_after(timeout_s):
+            while peer not in self.infos:
+                await self._arrived.park()
+        return self.infos.get(peer)
+
+    def changed(self) -> None:
+        """What we say of ourselves is not what we said."""
+        self._news.set()
+
+    def forget(self, peer: PeerId) -> None:
+        self.infos.pop(peer, None)
+
+    async def serve(self, stream: Stream) -> None:
+        """The handler of identify."""
+        await send_identify(stream, self._describe(stream.link))
+
+    async def serve_push(self, stream: Stream) -> None:
+        """The handler of identify push."""
+        with trio.move_on_after(self._host.identify_s):
+            self._believe(stream.link, await receive_identify(stream))
+
+    async def ask(self, link: Link) -> None:
+        """Have the peer introduce itself; a peer that does not is no reason to drop the link."""
+        with trio.move_on_after(self._host.identify_s):
+            try:
+                stream = await link.open(IDENTIFY)
+                try:
+                    self._believe(link, await receive_identify(stream))
+                finally:
+                    await stream.aclose()
+            except ProtocolViolation as error:
+                _log.warning("peer %s broke identify: %s", link.peer, error)
+            except RemoteError as error:
+                _log.debug("identify of %s: %s", link.peer, error)
+
+    async def run(self) -> None:
+        """Push news to those who take them."""
+        while True:
+            await self._news.wait()
+            await trio.sleep(_TOGETHER_S)
+            self._news = trio.Event()
+            async with trio.open_nursery() as nursery:
+                for peer, info in list(self.infos.items()):
+                    link = self._host.links.best(peer)
+                    if link is not None and IDENTIFY_PUSH in info.protocols:
+                        nursery.start_soon(self._push_surely, link)
+
+    async def _push_surely(self, link: Link) -> None:
+        await self._host.supervise(lambda: self._push(link), lambda: f"identify push to {link.peer}")
+
+    async def _push(self, link: Link) -> None:
+        with trio.move_on_after(self._host.identify_s):
+            try:
+                stream = await link.open(IDENTIFY_PUSH)
+                await send_identify(stream, self._describe(link))
+            except RemoteError as error:
+                _log.debug("identify push to %s: %s", link.peer, error)
+
+    def _describe(self, link: StreamOwner) -> Identify:
+        host, local = self._host, reach(link.remote) == 0
+        addrs = [addr for addr in (split_peer(a)[0] for a in host.addrs()) if local or reach(addr) > 0]
+        return Identify(
+            peer=host.id,
+            listen_addrs=tuple(addr.to_bytes() for addr in addrs),
+            protocols=tuple(host.protocols()),
+            observed_addr=link.remote.to_bytes(),
+            protocol_version=PROTOCOL_VERSION,
+            agent_version=host.agent,
+        )
+
+    def _believe(self, link: StreamOwner, info: PeerInfo) -> None:
+        if self._host.links.best(link.peer) is not None:
+            self.infos[link.peer] = info
+            self._arrived.unpark_all()
+            self._host.learn(link.peer, info.addrs, by=link.peer)
+            self._host.links.told(link)

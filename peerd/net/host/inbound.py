@@ -1,0 +1,78 @@
+"""Those who connect to us, up to the moment they have proven who they are.
+
+Accepts, and gives each connection a bounded time in one of a bounded number of places; what a proof is, and what comes
+of it, is the Host's (`prove`). Hostile input: strangers who connect and say nothing, from one address or many: when
+all is full the oldest of that region (a /24, a /48) and in it of that place (an address, an IPv6 /64) that sent most
+gives way, so that none can lock us.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Awaitable, Callable
+
+import trio
+
+from peerd.core.errors import ProtocolViolation, RemoteError
+from peerd.machine.budget.book import User, user_at
+from peerd.net.faults import Faults
+from peerd.net.transport import Listener, RawLink, close_surely
+
+_log = logging.getLogger("peerd.net")
+
+
+class Reception:
+    """Of one host, for all its listeners."""
+
+    def __init__(
+        self,
+        places: int,
+        within_s: float,
+        prove: Callable[[RawLink], Awaitable[None]],
+        faults: Faults | None = None,
+    ) -> None:
+        """`prove` authenticates a connection and keeps it, or raises RemoteError; then, or late, it is closed."""
+        self._places, self._within_s, self._prove = places, within_s, prove
+        self._faults = faults or Faults()
+        self._half_open: dict[RawLink, tuple[User, trio.CancelScope]] = {}  # oldest first
+
+    async def serve(self, listener: Listener) -> None:
+        """Take who comes, until the listener is closed."""
+        async with trio.open_nursery() as nursery:
+            while True:
+                try:
+                    raw = await listener.accept()
+                except trio.ClosedResourceError:
+                    return
+                self._make_room()
+                scope = trio.CancelScope()
+                self._half_open[raw] = (user_at("", raw.remote), scope)
+                nursery.start_soon(self._supervise, raw, scope)
+
+    def _make_room(self) -> None:
+        if len(self._half_open) >= self._places:
+            users = [user for user, _ in self._half_open.values()]
+            regions, places = Counter(user.region for user in users), Counter(user.place for user in users)
+            most = max(users, key=lambda user: (regions[user.region], places[user.place]))
+            oldest = next(raw for raw, (user, _) in self._half_open.items() if user == most)
+            self._half_open.pop(oldest)[1].cancel()  # at once: the next may be here before that one has left
+
+    async def _supervise(self, raw: RawLink, scope: trio.CancelScope) -> None:
+        await self._faults.contain(lambda: self._welcome(raw, scope), lambda: f"the connection from {raw.remote}")
+
+    async def _welcome(self, raw: RawLink, scope: trio.CancelScope) -> None:
+        kept = False
+        try:
+            with scope:
+                scope.deadline = trio.current_time() + self._within_s
+                await self._prove(raw)
+                kept = True
+        except ProtocolViolation as error:
+            _log.info("hand-shake from %s: %s", raw.remote, error)
+        except RemoteError as error:
+            _log.debug("hand-shake from %s: %s", raw.remote, error)
+        finally:
+            self._half_open.pop(raw, None)
+            if not kept:
+                await close_surely(raw)

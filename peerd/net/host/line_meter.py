@@ -1,0 +1,62 @@
+"""Counts what passes this machine's line, for `machine.rate.access_line`: looks at every TCP connection a few times a
+second.
+
+Bytes count when the other side has acknowledged them, or when they have come; a link's rails are connections like its
+first one. Connections within the machine or its own networks do not use the line and are left out, and circuits are
+counted on the connection to their relay. Where the system does not say what was acknowledged nothing is measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final
+
+import trio
+
+from peerd.machine.connectivity.path_selection import Way
+from peerd.machine.rate.access_line import Count
+from peerd.net.host.host import Host
+from peerd.net.link.link import Link
+from peerd.net.tcp_info import TcpInfo
+from peerd.net.transport import CountedLink
+
+PERIOD_S: Final = 0.25
+
+
+def over_the_line(link: Link) -> bool:
+    """Whether a connection leaves the machine's own networks."""
+    return link.way is not Way.LOCAL
+
+
+class LineMeter:
+    """Of one host; what it finds is `host.line`."""
+
+    def __init__(self, host: Host, counts: Callable[[Link], bool] = over_the_line) -> None:
+        self._host, self._counts = host, counts
+        self._before: dict[CountedLink, TcpInfo] = {}
+
+    async def run(self) -> None:
+        """Measure until cancelled."""
+        while True:
+            begun = trio.current_time()
+            passed = self._look()
+            self._host.line.note(begun, trio.current_time(), passed)
+            await trio.sleep(PERIOD_S)
+
+    def _look(self) -> Count:
+        """What has passed since the last look; a connection's first one says where it begins."""
+        sent = received = 0
+        waited = 0.0
+        seen: dict[CountedLink, TcpInfo] = {}
+        for link in self._host.links:
+            if self._counts(link):
+                seen |= link.tcp_infos()
+        for connection, info in seen.items():
+            before = self._before.get(connection)
+            if before is not None:
+                acked = info.bytes_acked - before.bytes_acked
+                sent += acked
+                waited += acked * info.rtt_s
+                received += info.received_since(before)
+        self._before = seen
+        return Count(sent, received, waited / sent if sent > 0 else 0.0)

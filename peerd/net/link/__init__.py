@@ -1,0 +1,1 @@
+"""One authenticated connection and the streams on it."""

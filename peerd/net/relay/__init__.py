@@ -1,0 +1,1 @@
+"""Connections over a relay."""

@@ -1,0 +1,291 @@
+"""Circuits: connections over a relay, as the peers at both ends see them. The relay's own part is
+`service.connectivity.relay`.
+
+    circuits = Circuits(host, clock)
+    host.add_transport(circuits)              # from now on the host dials /…/p2p/<relay>/p2p-circuit addresses
+    nursery.start(circuits.run)               # takes circuits that come in, notices the loss of relays
+    held = await circuits.reserve(relay)      # Reservation: `addrs` to announce, `expires_at` by the clock's now()
+    circuits.reservations                     # those that hold now, by relay; gone with the link to the relay
+
+A circuit is a stream of the link to the relay, as a raw link: the host authenticates the far peer through it and
+encrypts end to end, so a relay sees ciphertext and can at most be slow or cut it. Invariants: a relay is reached
+directly, never over another one; circuits come in only over relays where this peer holds a reservation; the link to
+such a relay is kept however idle it is; incoming hand-shakes are bounded, also for each relay.
+A hostile relay may promise what it does not hold, name itself under foreign addresses, claim another source than the
+one that connects, or push circuits at us; a hostile peer may leave its hand-shake half done.
+Source: libp2p specs `relay/circuit-v2.md`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from dataclasses import dataclass
+
+import trio
+from multiaddr import Multiaddr
+
+from peerd.core import limits
+from peerd.core.addr import (
+    circuit_addr,
+    circuit_place,
+    decode_addr,
+    is_dialable,
+    is_relayed,
+    reach,
+    split_peer,
+    with_peer,
+)
+from peerd.core.clock import Clock
+from peerd.core.errors import ConfigError, ProtocolViolation, Refused, Unreachable
+from peerd.core.ids import PeerId
+from peerd.core.keys import verify
+from peerd.core.protobuf.circuit import (
+    HOP,
+    STOP,
+    HopKind,
+    HopMessage,
+    Limit,
+    Promise,
+    Status,
+    StopKind,
+    StopMessage,
+    status_words,
+)
+from peerd.core.protobuf.voucher import Voucher
+from peerd.machine.connectivity.path_selection import Way
+from peerd.net.host.host import Host
+from peerd.net.host.link_table import PeerDown
+from peerd.net.link.delimited import receive_message, send_message
+from peerd.net.link.link import Link
+from peerd.net.link.stream import Stream, StreamOwner
+from peerd.net.relay.circuit_link import CircuitLink
+from peerd.net.relay.renewal import Renewal
+from peerd.net.transport import Listener, RawLink
+
+_log = logging.getLogger("peerd.net")
+_SHORTEST_S = 60.0  # a promise that is over sooner comes from a clock that is wrong, theirs or ours
+_LOOK_S = 30.0  # between two looks for promises that have run out
+
+
+@dataclass(frozen=True, slots=True)
+class Reservation:
+    """A relay's promise to take circuits for us."""
+
+    relay: PeerId
+    addrs: tuple[Multiaddr, ...]  # where others reach us through it, without our /p2p
+    expires_at: float  # by the clock's now(); renew well before by reserving again
+    limit: Limit | None  # of each circuit; None: the relay names none
+
+
+class Circuits:
+    """The transport of circuit addresses, and our reservations."""
+
+    def __init__(self, host: Host, clock: Clock) -> None:
+        self.reservations: dict[PeerId, Reservation] = {}
+        self._host, self._clock = host, clock
+        self._reaching: Counter[PeerId] = Counter()  # relays that a dial goes to first
+        self._half_open: Counter[PeerId] = Counter()  # incoming hand-shakes, by relay
+        self._renewal = Renewal(self._renew)
+
+    async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Take circuits that come in, and forget the promises of relays that are gone or whose time is over."""
+        self._host.handle(STOP, self._serve_stop)
+        try:
+            with self._host.watch() as events:
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(self._renewal.run)
+                    task_status.started()
+                    while True:
+                        with trio.move_on_after(_LOOK_S):
+                            event = await events.receive()
+                            if isinstance(event, PeerDown):
+                                self.forget(event.peer)
+                        for relay in [relay for relay, held in self.reservations.items() if self._is_over(held)]:
+                            self.forget(relay)
+        finally:
+            self._host.unhandle(STOP)
+            for relay in list(self.reservations):
+                self.forget(relay)
+
+    # --- reservations --------------------------------------------------------------------------------------
+
+    async def reserve(self, relay: PeerId) -> Reservation:
+        """Have `relay` take circuits for us, or renew that; needs a direct connection to it, or makes one.
+
+        Refused with the relay's reason, Unreachable, or ProtocolViolation when it promises what cannot be.
+        """
+        link = await self._relay_link(relay, None)
+        answer = await self._ask(link, HopMessage(kind=HopKind.RESERVE))
+        if answer.status != Status.OK or answer.promise is None:
+            raise Refused(f"the relay gives no reservation: {status_words(answer.status)}", relay)
+        held = self._believe(link, answer.promise, answer.limit)
+        if not link.usable:
+            raise Unreachable(f"the connection to the relay ended: {link.reason}", relay)
+        if relay not in self.reservations:
+            self._host.links.keep(relay)
+        self.reservations[relay] = held
+        return held
+
+    def forget(self, relay: PeerId) -> None:
+        """Do without this relay: its link is not kept any more, and its circuits are refused. The relay is not told."""
+        if self.reservations.pop(relay, None) is not None:
+            self._host.links.let_go(relay)
+
+    def _is_over(self, held: Reservation) -> bool:
+        return held.expires_at <= self._clock.now() or self._host.links.direct(held.relay) is None
+
+    def _believe(self, link: Link, promise: Promise, limit: Limit | None) -> Reservation:
+        relay, me = link.peer, self._host.id
+        if promise.voucher:
+            try:
+                voucher = Voucher.open(promise.voucher, verify)
+            except ProtocolViolation as error:
+                raise error.blame(relay) from None
+            if (voucher.relay, voucher.peer) != (relay, me):
+                raise ProtocolViolation("the voucher is for another relay or another peer", relay)
+        lasts_s = min(max(promise.expires_unix_s - self._clock.wall(), _SHORTEST_S), limits.RESERVATION_S)
+        addrs = self._relay_addrs(link, promise)
+        if not addrs:
+            raise Refused("the relay names no address at which it can be reached", relay)
+        return Reservation(relay, addrs, self._clock.now() + lasts_s, limit)
+
+    def _relay_addrs(self, link: Link, promise: Promise) -> tuple[Multiaddr, ...]:
+        """Circuit addresses of ours: by what led us there, which is known to be right, and by what the relay says of
+        itself; else by hearsay. A relay that names others' addresses has those who look for us dial them, so that few
+        are announced (see `service.connectivity.relay_client`)."""
+        said = [link.remote] if link.initiator else []
+        for raw in promise.relay_addrs:
+            try:
+                bare, named = split_peer(decode_addr(raw))
+            except ProtocolViolation:
+                continue  # a kind of address that is not known here
+            if named in (None, link.peer) and bare.to_bytes():
+                said.append(bare)
+        local = reach(link.remote) == 0  # nobody elsewhere has any use for a relay's loopback address
+        told = said or self._host.known_addrs(link.peer)
+        unique = dict.fromkeys(addr for addr in told if _is_direct(addr) and (local or reach(addr) > 0))
+        return tuple(circuit_addr(addr, link.peer) for addr in list(unique)[: limits.ADDRS_PER_PEER])
+
+    # --- outgoing: the transport ---------------------------------------------------------------------------
+
+    def can_dial(self, addr: Multiaddr) -> bool:
+        return circuit_place(addr) is not None
+
+    async def dial(self, addr: Multiaddr, *, fresh: bool = False) -> RawLink:
+        """A circuit to the peer that `addr` names at its end. `fresh` changes nothing: circuits have no ports."""
+        bare, destination = split_peer(addr)
+        place = circuit_place(addr)
+        if place is None or destination is None:
+            raise Unreachable(f"{addr} names no relay, or no peer beyond it")
+        if destination in self._reaching or destination == place.relay:
+            raise Unreachable("a relay is not reached over a relay", destination)
+        link = await self._relay_link(place.relay, place.addr)
+        answer, stream = await self._request(link, HopMessage(kind=HopKind.CONNECT, peer=destination))
+        if answer.status != Status.OK:
+            stream.reset()
+            raise Unreachable(f"the relay {place.relay.short} says: {status_words(answer.status)}", destination)
+        circuit = CircuitLink(stream, bare, answer.limit)
+        self._renewal.opened(destination, circuit)
+        return circuit
+
+    async def _renew(self, peer: PeerId, old: CircuitLink) -> None:
+        """Another circuit to `peer` the same way, if this peer still needs one."""
+        best = self._host.links.best(peer)
+        if best is not None and best.way == Way.RELAYED and best.initiator:
+            raw = await self.dial(with_peer(old.remote, peer))
+            await self._host.join(raw, Way.RELAYED, initiator=True, expected=peer)
+
+    async def listen(self, addr: Multiaddr) -> Listener:
+        raise ConfigError(f"cannot listen on {addr}: a relay is asked for a reservation instead")
+
+    async def _relay_link(self, relay: PeerId, addr: Multiaddr | None) -> Link:
+        """A direct link to the relay. While it is being made, no circuit to it is: that would go round in circles."""
+        links = self._host.links
+        self._reaching[relay] += 1
+        try:
+            if links.direct(relay) is None:
+                await self._host.connect(relay, [] if addr is None else [addr], checked=True)
+        finally:
+            self._reaching[relay] -= 1
+            self._reaching += Counter()  # drops the zeros
+        link = links.direct(relay)
+        if link is None:
+            raise Unreachable("the relay itself is only reached over a relay", relay)
+        return link
+
+    async def _ask(self, link: Link, message: HopMessage) -> HopMessage:
+        answer, stream = await self._request(link, message)
+        await stream.aclose()
+        return answer
+
+    async def _request(self, link: Link, message: HopMessage) -> tuple[HopMessage, Stream]:
+        """The relay's answer, and the stream with whatever follows it."""
+        stream = await link.open(HOP)
+        answered = False
+        try:
+            with trio.fail_after(limits.CIRCUIT_ANSWER_S):
+                await send_message(stream, message.encode())
+                answer = HopMessage.decode(await receive_message(stream, limits.CIRCUIT_MESSAGE_BYTES))
+            if answer.kind != HopKind.STATUS:
+                raise ProtocolViolation(f"a relay answers with {answer.kind.name}", link.peer)
+            answered = True
+            return answer, stream
+        except ProtocolViolation as error:
+            raise error.blame(link.peer) from None
+        except trio.TooSlowError:
+            raise Unreachable(f"the relay gave no answer within {limits.CIRCUIT_ANSWER_S:g} s", link.peer) from None
+        finally:
+            if not answered:
+                stream.reset()
+
+    # --- incoming ------------------------------------------------------------------------------------------
+
+    async def _serve_stop(self, stream: Stream) -> None:
+        """A relay brings somebody. Returns when the circuit is over: its stream ends with the handler."""
+        with trio.move_on_after(limits.CIRCUIT_REQUEST_S) as scope:
+            message = StopMessage.decode(await receive_message(stream, limits.CIRCUIT_MESSAGE_BYTES))
+        if scope.cancelled_caught:
+            raise ProtocolViolation("a relay opens a stream and says nothing", stream.peer)
+        status = self._verdict(stream, message)
+        await send_message(stream, StopMessage(kind=StopKind.STATUS, status=status).encode())
+        if status != Status.OK or message.peer is None:
+            return
+        raw = CircuitLink(stream, self._remote(stream.link), message.limit)
+        relay = stream.peer
+        self._half_open[relay] += 1
+        try:
+            await self.welcome(raw, message.peer)
+        finally:
+            self._half_open[relay] -= 1
+            self._half_open += Counter()
+        # At the end of the host the link says goodbye first, which ends the stream.
+        with trio.CancelScope(shield=True):
+            await stream.wait_gone()
+
+    async def welcome(self, raw: RawLink, peer: PeerId) -> None:
+        """Make a link of a circuit that `peer` is said to have opened."""
+        try:
+            await self._host.join(raw, Way.RELAYED, initiator=False, expected=peer)
+        except Unreachable as error:
+            _log.info("a circuit from %s over %s came to nothing: %s", peer, raw.remote, error.args[0])
+
+    def _verdict(self, stream: Stream, message: StopMessage) -> Status:
+        if message.kind != StopKind.CONNECT:
+            return Status.UNEXPECTED_MESSAGE
+        if message.peer is None:
+            return Status.MALFORMED_MESSAGE
+        if stream.peer not in self.reservations or stream.link.way == Way.RELAYED or message.peer == self._host.id:
+            return Status.PERMISSION_DENIED
+        most = limits.CIRCUITS_HALF_OPEN
+        if self._half_open[stream.peer] * 2 >= most or self._half_open.total() >= most:
+            return Status.RESOURCE_LIMIT_EXCEEDED
+        return Status.OK
+
+    def _remote(self, link: StreamOwner) -> Multiaddr:
+        """The way back: the relay's address as we know it, else only its name."""
+        return circuit_addr(link.remote if link.initiator else None, link.peer)
+
+
+def _is_direct(addr: Multiaddr) -> bool:
+    return not is_relayed(addr) and is_dialable(addr)

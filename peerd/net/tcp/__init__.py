@@ -1,0 +1,1 @@
+"""TCP: the transport, limits on the line, names and interfaces."""

@@ -1,0 +1,393 @@
+"""All-reduce inside a group: every sender ends with the same bits of the sum of all senders' vectors.
+
+Drives `machine/averaging/allreduce`: one call to each owner carries its parts one after the other, and the sums come
+back on it in the same order, while later parts are still on their way; back-pressure is the transport's. All shares are
+sent evenly, so that they end together and every line is busy to the end. A helper sums what it owns and brings nothing;
+a client brings a vector and sums nothing; a listener calls for each part with an empty message and takes its sum. Parts
+travel as their `PartCoder` makes them; coding and all but small sums run on the worker, sums in the order of the
+senders. With a lossy code the owner, too, goes on with what the others can decode. A round ends whole or raises
+`RoundFailed` with the members at fault; nothing is applied here. Vectors are numpy, 1-D. A hostile member may send
+wrong shapes, wrong dtypes, NaN, parts of others, strangers' attempts: each is refused, what needs no look at the values
+before they are decoded, and the round ends and names it. That a call was refused or left shows only that the round has
+ended over there: whom it names is waited for, a moment, before that peer is blamed. Who is silent is asked whether it
+lives before it is named: one that hangs soon makes all others wait. In a coded run a plain part is as good as a coded
+one; in a plain run a coded one is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import trio
+
+from peerd.core.errors import LocalError, Overloaded, PeerdError, ProtocolViolation, Refused, RemoteError, TooSlow
+from peerd.core.ids import PeerId
+from peerd.core.limits import FRAME_ELEMENTS, RPC_DEADLINE_S
+from peerd.core.messages.encoding import Empty
+from peerd.core.messages.swarm import AverageAlive, AverageKey
+from peerd.core.work import Worker
+from peerd.machine.averaging.allreduce import AveragingPlan, Part, PartPace, Round, RoundFailed
+from peerd.machine.averaging.stats import Outcomes
+from peerd.service.averaging.open_round import (
+    OpenRound,
+    PartGate,
+    Places,
+    Returns,
+    as_others_see_it,
+    encoded,
+    version_of,
+)
+from peerd.service.averaging.pacing import Evenly, Pacer
+from peerd.service.averaging.reduce import (
+    PartCoder,
+    PlainParts,
+    SumFault,
+    Vector,
+    VectorMemory,
+    Version,
+    sum_up,
+    take_sum,
+)
+from peerd.service.rpc.rpc import Answer, CallStream, Encoded, Incoming, MethodLimits, Rpc
+
+__all__ = ["METHOD", "Averaging", "PartCoder", "PlainParts", "Vector"]
+
+METHOD = "average/1/parts"
+_ALIVE = "average/1/alive"
+_PARTS_UNDER_WAY = 3  # to one owner of an equal share: enough to fill the line while sums are made
+_PARTS_KEPT = 16  # so much memory of parts that were summed waits for the next ones
+_DTYPES = {"float32", "float64"}  # of a vector that a helper is told to sum
+_JOIN_WAIT_S = 30.0  # a member may hear of the round a little later than the others
+_LOOK_S = 0.5  # how often lateness is looked for
+_ANSWER_S = 0.6  # for a silent member to say that it only waits
+_DOUBT_S = 0.8  # for the conductor, or the loss of a link, to say why a member ended its round
+
+
+_Way = tuple[list[Part], PartGate, CallStream]  # one owner's share, when its parts may leave, and the call they take
+
+
+class Averaging:
+    """Serves the parts of rounds that this peer takes part in."""
+
+    def __init__(self, rpc: Rpc, own: PeerId, pacer: Pacer | None = None) -> None:
+        self._rpc, self._pacer = rpc, pacer
+        self._own = own.text
+        self.aggregated_bytes = 0  # of others' vectors, summed here so far
+        self.outcomes = Outcomes()
+        self._rounds: dict[bytes, OpenRound] = {}
+        self._memory, self._parts_memory = VectorMemory(), VectorMemory(_PARTS_KEPT)
+        self._expected: dict[bytes, bool] = {}  # rounds of our attempts, and which have begun
+        self._opened = trio.Event()  # set and replaced whenever a round opens
+        limits = MethodLimits(frames=1, frame_bytes=8 << 20, calls_per_peer=8)  # rounds that were called off end slowly
+        rpc.serve_stream(METHOD, AverageKey, self._take_parts, limits=limits)
+        rpc.serve(_ALIVE, AverageKey, self._alive)
+
+    def takes_part(self, peer: str) -> bool:
+        """Whether a round that is under way here needs this peer: helpers, too, which are no members."""
+        return any(peer in state.plan.group for state in self._rounds.values())
+
+    @contextmanager
+    def expecting(self, attempts: Iterable[bytes]) -> Iterator[None]:
+        """Inside, these rounds are known to belong to one attempt, though they begin later or have ended."""
+        news = dict.fromkeys((attempt for attempt in attempts if attempt not in self._expected), False)
+        self._expected |= news
+        try:
+            yield
+        finally:
+            for attempt in news:
+                del self._expected[attempt]
+
+    async def sum_over(
+        self,
+        plans: Sequence[AveragingPlan],
+        vector: Vector,
+        worker: Worker,
+        coder: Callable[[AveragingPlan], PartCoder | None] = lambda plan: None,
+    ) -> Vector:
+        """The sum by all rounds of an attempt: what one gives is what the next begins with. As `sum` otherwise.
+
+        Raises RoundFailed with whom the round that fails names. Who is ahead of others has patience with them while
+        they say that they are still in an earlier round, for as long as that may take (`coming_s`); whoever holds them
+        up is named by those who wait there.
+        """
+        began = trio.current_time()
+        with self.expecting([plan.attempt for plan in plans]):
+            for plan in plans:
+                left_s = max(0.0, plan.coming_s - (trio.current_time() - began))
+                vector = await self.sum(replace(plan, coming_s=left_s), vector, worker, coder(plan))
+        return vector
+
+    async def sum(
+        self, plan: AveragingPlan, vector: Vector | None, worker: Worker, coder: PartCoder | None = None
+    ) -> Vector:
+        """The sum of all senders' vectors, in a new array; raises RoundFailed. `vector` must not change meanwhile.
+
+        A helper gives None, sums what it owns, and gets an empty array; a listener gives what it has, which does not
+        count. Without `coder` parts travel as they are. LocalError when the plan has us take the sum and there is no
+        vector, or the other way round.
+        """
+        takes = self._own in (*plan.senders, *plan.listeners)
+        if takes != (vector is not None) or self._own not in plan.group:
+            raise LocalError("the plan of this round gives us another part in it")
+        if len(plan.group) == 1 and vector is not None:
+            return await worker.run(vector.copy, name="copy the only vector")
+        evenly = Evenly(self._pacer, plan, self._own)
+        state = OpenRound(plan, *self._laid_out(plan, vector), worker, coder or PlainParts(), evenly)
+        with self._registered(plan.attempt, state), state.scope:
+            state.round.begin(trio.current_time())
+            async with trio.open_nursery() as nursery:
+                if vector is not None:
+                    self._start_sending(nursery, plan, state)
+                await self._watch(plan, state)
+        if state.failure is not None:
+            self.outcomes.broke(trio.current_time(), state.round, state.failure)
+            raise state.failure
+        self.outcomes.ended(trio.current_time(), state.round)
+        return state.result
+
+    def _laid_out(self, plan: AveragingPlan, vector: Vector | None) -> tuple[Round, Vector | None, Vector]:
+        """The round's books, what we bring, and where its sum goes."""
+        if vector is None:
+            if plan.dtype not in _DTYPES or not 0 <= plan.length <= FRAME_ELEMENTS:
+                raise RoundFailed(f"a helper cannot sum {plan.length} values of {plan.dtype[:16]!r}", ())
+            length, result = plan.length, np.empty(0, plan.dtype)
+        else:
+            length, result = len(vector), self._memory.vector(len(vector), vector.dtype)
+            if plan.length and (plan.length, plan.dtype) != (length, vector.dtype.name):
+                raise RoundFailed("the round is planned for vectors of another size", (self._own,))
+        try:
+            parts = plan.parts(length, result.itemsize)
+        except ValueError as error:
+            raise RoundFailed(str(error), ()) from None
+        round_ = Round(self._own, plan.senders, parts, plan.patience_s, plan.listeners)
+        return round_, vector if self._own in plan.senders else None, result
+
+    def _start_sending(self, nursery: trio.Nursery, plan: AveragingPlan, state: OpenRound) -> None:
+        """Our version of every part to its owner, and the sums back; each sender begins with another owner."""
+        parts = state.round.parts
+        shares: dict[str, list[Part]] = {}
+        for part in parts:
+            shares.setdefault(part.owner, []).append(part)
+        own = shares.pop(self._own, [])
+        nursery.start_soon(self._give_own, state, own)
+        gate = PartGate(PartPace([part for share in shares.values() for part in share], _PARTS_UNDER_WAY))
+        turn = (*plan.senders, *plan.listeners).index(self._own) % max(1, len(shares))
+        owners = list(shares)
+        for owner in owners[turn:] + owners[:turn]:
+            nursery.start_soon(self._exchange, plan, state, shares[owner], gate)
+
+    @contextmanager
+    def _registered(self, attempt: bytes, state: OpenRound) -> Iterator[None]:
+        self._rounds[attempt] = state
+        self._expected |= {attempt: True} if attempt in self._expected else {}
+        self._opened.set()
+        self._opened = trio.Event()
+        try:
+            yield
+        finally:
+            del self._rounds[attempt]
+            state.evenly.end()
+            if not state.done:
+                state.fail("the round was called off", ())
+
+    async def _watch(self, plan: AveragingPlan, state: OpenRound) -> None:
+        """Returns when the round is done; fails it when somebody is late."""
+        waits_until = trio.current_time() + plan.coming_s
+        while not state.done:
+            with trio.move_on_after(min(_LOOK_S, plan.patience_s / 4)):
+                await state.over.wait()
+            now = trio.current_time()
+            if state.round.late(now):
+                hung, coming = await self._ask_the_silent(plan.attempt, state.round.silent(now))
+                if coming and not hung and now < waits_until:  # everybody waits for them
+                    state.round.be_patient(now)
+                    continue
+                why = "a member of the group fell silent"
+                if coming and not hung:
+                    why = f"a member says to be in an earlier round still, for more than {plan.coming_s:.0f} s"
+                hung = hung or coming
+                if late := state.round.late(trio.current_time()):
+                    state.fail(why, tuple(sorted(hung & {*late} or hung or late)))
+            elif state.doubt is not None and now - state.doubt[0] > _DOUBT_S and not state.done:
+                state.fail(state.doubt[2], (state.doubt[1],))
+
+    async def _ask_the_silent(self, attempt: bytes, silent: set[str]) -> tuple[set[str], set[str]]:
+        """Who of them does not answer at all, or else who is not in the round; and who has yet to begin it.
+
+        The rest only waits, as we do.
+        """
+        mute, absent, coming = set[str](), set[str](), set[str]()
+
+        async def ask(peer: str) -> None:
+            key = AverageKey(attempt, 0)
+            try:
+                answer = await self._rpc.call(PeerId.parse(peer), _ALIVE, key, AverageAlive, timeout_s=_ANSWER_S)
+                coming.update({peer} if answer.body.coming else ())
+            except (Refused, Overloaded):
+                absent.add(peer)
+            except RemoteError:
+                mute.add(peer)
+
+        async with trio.open_nursery() as nursery:
+            for peer in silent:
+                nursery.start_soon(ask, peer)
+        return mute or absent, coming
+
+    async def _alive(self, call: Incoming[AverageKey]) -> Answer[AverageAlive]:
+        attempt = call.body.attempt
+        if attempt not in self._rounds and attempt not in self._expected:
+            raise Refused("no such averaging round here")
+        return Answer(AverageAlive(coming=not self._expected.get(attempt, True)))
+
+    async def _exchange(self, plan: AveragingPlan, state: OpenRound, share: list[Part], gate: PartGate) -> None:
+        """Our version of one owner's share, and the sums of it."""
+        owner = share[0].owner
+        first = AverageKey(plan.attempt, share[0].index)
+        with self._blaming(state, owner):
+            stream = self._rpc.stream(PeerId.parse(owner), METHOD, first, timeout_s=RPC_DEADLINE_S)
+            async with stream as call, trio.open_nursery() as nursery:
+                state.evenly.begin(owner)
+                nursery.start_soon(self._send_share, plan, state, (share, gate, call))
+                nursery.start_soon(self._receive_sums, state, (share, gate, call))
+
+    @contextmanager
+    def _blaming(self, state: OpenRound, owner: str) -> Iterator[None]:
+        """What goes wrong between us and an owner ends the round."""
+        try:
+            yield
+        except (Refused, Overloaded, TooSlow) as error:
+            state.doubts(f"a part was not summed: {error}", owner)
+        except RemoteError as error:
+            state.fail(f"a part was not summed: {error}", (owner,))
+        except PeerdError as error:
+            state.fail(str(error), (self._own,))  # our own gradient cannot be coded
+
+    async def _send_share(self, plan: AveragingPlan, state: OpenRound, way: _Way) -> None:
+        share, gate, call = way
+        source = state.source
+        with self._blaming(state, share[0].owner):
+            for part in share:
+                await gate.passed(part)
+                state.round.asked(part.index)
+                frames = () if source is None else (await encoded(state, part, source[part.begin : part.end]),)
+                await call.send(AverageKey(plan.attempt, part.index), frames)
+            call.finish()
+
+    async def _receive_sums(self, state: OpenRound, way: _Way) -> None:
+        share, gate, call = way
+        call.place = Places(state, share, self._parts_memory)
+        with self._blaming(state, share[0].owner):
+            for part in share:
+                answer = await call.receive(Empty)
+                if answer is None:
+                    raise ProtocolViolation("it sent fewer sums than parts it has")
+                if len(answer.frames) != 1:
+                    raise ProtocolViolation(f"a sum is one frame, not {len(answer.frames)}")
+                job = partial(take_sum, state.coder, answer.frames[0], state.target(part))
+                await state.computed(job, part.end - part.begin, "take a sum")
+                state.round.returned(trio.current_time(), part.index)
+                state.get_on()
+                gate.returned(part.owner)
+            if await call.receive(Empty) is not None:
+                raise ProtocolViolation("it sent more sums than parts it has")
+
+    async def _give_own(self, state: OpenRound, share: list[Part]) -> None:
+        """Our own version of the parts that we sum."""
+        with self._blaming(state, self._own):
+            for part in share:
+                version = await as_others_see_it(state, part)
+                with suppress(Refused):  # the round has failed, and says why itself
+                    await self._arrive(state, part, self._own, version)
+
+    async def _take_parts(self, call: Incoming[AverageKey], parts: CallStream) -> None:
+        """A sender's version of our share; the sums go back in the order in which its parts come."""
+        state, sender = await self._round(call.body.attempt), call.peer.text
+        parts.place = self._parts_memory.rooms
+        state.evenly.begin(sender)
+        try:
+            with Returns(state, parts) as returns, returns.scope:
+                with self._accusing(state, sender):
+                    while (message := await parts.receive(AverageKey)) is not None:
+                        if message.body.attempt != call.body.attempt:
+                            raise Refused("a part of another round")
+                        returns.owe(await self._take(state, sender, message))
+                    if state.round.owes(sender):
+                        raise Refused("it sent fewer parts than it has to")
+                await returns.left()
+            if returns.scope.cancelled_caught:
+                raise Refused("the round has failed")
+        finally:
+            if state.round.owes(sender):
+                state.doubts("a member ended its call early", sender)
+
+    @contextmanager
+    def _accusing(self, state: OpenRound, sender: str) -> Iterator[None]:
+        """A part that cannot be taken ends the round if it comes from a member of the attempt; a stranger is refused.
+
+        So is a helper.
+        """
+        try:
+            yield
+        except (ValueError, RemoteError) as error:
+            if sender in (*state.plan.senders, *state.plan.listeners, *state.plan.mates):
+                state.fail(f"a member sent what it may not: {error}", (sender,))
+            raise Refused(str(error)) from None
+
+    async def _take(self, state: OpenRound, sender: str, message: Answer[AverageKey]) -> Part:
+        if state.failure is not None:
+            raise Refused("the round has failed")
+        if not message.body.part < len(state.round.parts):
+            raise Refused("no such part")
+        part = state.round.parts[message.body.part]
+        state.round.check(part.index, sender)
+        listens = sender in state.round.listeners
+        if len(message.frames) != (not listens):
+            raise Refused(f"a part is one frame, and none of a listener, not {len(message.frames)}")
+        version = version_of(state, part, message.frames[0]) if not listens else None
+        await self._arrive(state, part, sender, version)
+        return part
+
+    async def _round(self, attempt: bytes) -> OpenRound:
+        """The round, when this peer has heard of it; TooSlow by the call's own deadline otherwise."""
+        until = trio.current_time() + _JOIN_WAIT_S
+        while attempt not in self._rounds:
+            with trio.move_on_at(until):
+                await self._opened.wait()
+                continue
+            if attempt not in self._expected:
+                raise Refused("no such averaging round here")
+            until += _JOIN_WAIT_S
+        return self._rounds[attempt]
+
+    async def _arrive(self, state: OpenRound, part: Part, sender: str, version: Version | None) -> None:
+        due = state.round.arrived(trio.current_time(), part.index, sender)
+        if version is None:  # a listener, who may come before or after the sum
+            state.get_on()
+            return
+        versions = state.versions.setdefault(part.index, {})
+        versions[sender] = version
+        if not due:
+            return
+        ordered = [versions[peer] for peer in state.round.senders]
+        job = partial(sum_up, state.coder, part.begin, ordered, state.target(part))
+        try:
+            values = (part.end - part.begin) * len(ordered)
+            found = await state.computed(job, values, "sum a part")
+        except PeerdError as error:
+            state.fail(f"a sum cannot be made: {error}", ())
+            raise Refused("the sum cannot be made") from None
+        if isinstance(found, SumFault):
+            state.fail(found.reason, tuple(state.round.senders[i] for i in found.versions))
+            raise Refused(found.reason)
+        del state.versions[part.index]
+        state.owed[part.index] = len(ordered) + len(state.round.listeners) - state.round.takes
+        self.aggregated_bytes += (part.end - part.begin) * state.result.itemsize * state.owed[part.index]
+        if state.owed[part.index]:
+            state.answers[part.index] = Encoded(Empty(), (found,))
+        state.unsummed -= 1
+        state.let_go()
+        state.get_on()

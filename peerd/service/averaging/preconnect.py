@@ -1,0 +1,60 @@
+"""Links to all who will average together, made before their round is due: drives `machine/connectivity/preconnect` over
+the host.
+
+Who the others are, and when the step is due, the conductor says (`Following`). A list of strangers costs dials, a few
+at once; what cannot be reached is left to the round itself, which names it.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import trio
+
+from peerd.core.errors import RemoteError
+from peerd.core.ids import PeerId
+from peerd.machine.averaging.topology import foretold_mates
+from peerd.machine.connectivity.preconnect import Assembly
+from peerd.net.host.host import Host
+from peerd.service.conductor.conductor_client import Following
+
+log = logging.getLogger("peerd.service.averaging.preconnect")
+
+_LOOK_S = 2.0  # links may break, and forecasts change
+
+
+class Assembling:
+    """One peer's. `group_size`: the run's."""
+
+    def __init__(self, host: Host, following: Following, group_size: int = 0) -> None:
+        self._host, self._following, self._group_size = host, following, group_size
+        self._assembly = Assembly(host.id.text)
+
+    async def run(self, stage: int) -> None:
+        """Be linked to whom we meet of `stage`, helpers too, when its round begins; until cancelled."""
+        following, assembly = self._following, self._assembly
+        async with trio.open_nursery() as nursery:
+            while True:
+                now, forecast, told = trio.current_time(), following.forecast, following.told
+                due_in_s = forecast.whole_in_s if forecast is not None else None
+                mates = self._mates(stage)
+                linked = {peer.text for peer in self._host.connected()}
+                for mate in assembly.dial(now, due_in_s, mates, linked, first=not self._host.takes_inbound):
+                    nursery.start_soon(self._connect, mate)
+                wait_s = assembly.wake_in_s(now, due_in_s)
+                with trio.move_on_after(_LOOK_S if wait_s is None else min(wait_s, _LOOK_S)):
+                    await told.wait()
+
+    def _mates(self, stage: int) -> set[str]:
+        """Everyone, or, in a grid, the members of our own groups: helpers have no part in it."""
+        members = [member for member in self._following.members if member.stage == stage]
+        ready = {member.peer for member in members if member.ready}
+        mates = foretold_mates(self._host.id.text, ready, self._group_size)
+        return {member.peer for member in members} if mates is None else mates
+
+    async def _connect(self, mate: str) -> None:
+        try:
+            await self._host.connect(PeerId.parse(mate))
+        except RemoteError as error:
+            log.info("no link to …%s before a round: %s", mate[-8:], error)
+        self._assembly.ended(trio.current_time(), mate)

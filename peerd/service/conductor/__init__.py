@@ -1,0 +1,1 @@
+"""The conductor as a service, and how members and trainers follow it."""

@@ -1,0 +1,235 @@
+"""Finding and following the conductor: the stage-0 peer that has been there longest and can be reached.
+
+Every peer of a run goes by the same order (those that can be dialed first, then since, peer id), so all end at the same
+conductor without an election. Who cannot be reached is suspected for a while and the next in order is asked; a peer
+that is asked takes the duty on only when it suspects all before it, too (`duty`). Answers of `ask` come from the
+conductor of the moment; when it changes, `changes` goes up, and the caller says again all that the new one cannot know.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import msgspec
+import trio
+
+from peerd.core.errors import Refused, RemoteError
+from peerd.core.ids import PeerId
+from peerd.core.limits import REPORTS_AT_ONCE, REPORTS_PER_S, SUSPECTS
+from peerd.core.messages.encoding import Empty
+from peerd.core.messages.swarm import Forecast, Leave, MemberInfo
+from peerd.machine.swarm.posts import peer_of, post_name
+from peerd.service.rpc.rpc import Rpc
+from peerd.service.swarm.directory import Directory
+
+A = TypeVar("A", bound=msgspec.Struct)
+
+_SUSPECT_S = 6.0
+_SUSPECT_MOST_S = 600.0
+_PATIENT_TIMES = 3  # that a peer may fail in a row before it is suspected for longer each time
+_RETRY_S = 0.3
+_REFRESH_S = 3.0
+_GOODBYE_S = 1.0
+
+
+@dataclass(slots=True)
+class Following:
+    """Whom this peer follows. `joined_since`: when this peer joined stage 0; None when it is not of stage 0."""
+
+    rpc: Rpc
+    own: PeerId
+    directory: Directory
+    joined_since: float | None = None
+    conductor: PeerId | None = None
+    changes: int = 0
+    waits_for: str | None = None
+    members: list[MemberInfo] = field(default_factory=list)  # by the conductor's last word
+    established: dict[str, int] = field(default_factory=dict)  # the stage of each post that it named as ready last
+    told: trio.Event = field(default_factory=trio.Event)  # set, and replaced, with each such list
+    _serving: frozenset[str] = frozenset()  # the peers of `established`
+    _forecast: tuple[float, Forecast] | None = None  # when it was told
+    _suspects: dict[PeerId, float] = field(default_factory=dict)
+    _failures: dict[PeerId, tuple[int, float]] = field(default_factory=dict)  # how many in a row, and the last one
+    # Stage-0 peers heard of otherwise than from the directory: can they not be dialed, and since when do they serve?
+    _seen: dict[PeerId, tuple[bool, float]] = field(default_factory=dict)
+    _refreshed: float = float("-inf")
+    _reported: dict[str, float] = field(default_factory=dict)  # of each kind: until when, at the rate that is allowed
+
+    def order(self) -> list[PeerId]:
+        """Stage-0 peers by the order in which they conduct; those that cannot be dialed come last."""
+        announced = self.directory.announced.values()
+        elsewhere = {entry.peer for entry in announced}
+        known = {peer: told for peer, told in self._seen.items() if peer not in elsewhere}
+        for entry in announced:
+            if entry.progress.stage == 0:
+                known[entry.peer] = (entry.progress.client, entry.progress.since)
+        known.pop(self.own, None)
+        if self.joined_since is not None:
+            known[self.own] = (self.directory.only_dials, self.joined_since)
+        return [peer for _, peer in sorted((rank, peer) for peer, rank in known.items())]
+
+    def note_members(self, members: Iterable[MemberInfo]) -> list[MemberInfo]:
+        """The conductor's list of members: their addresses, and who else may conduct. Returns who can be a peer.
+
+        It has whoever joined just now, of whom the directory may not know yet: all have the same order when the
+        conductor is lost a moment later.
+        """
+        self.members = known = self.directory.learn_members(members)
+        ready = {post_name(m.peer, m.stage): m.stage for m in known if m.ready}
+        stages = set(ready.values())  # of the others, and while a new conductor gathers, the list before counts
+        self.established = {p: s for p, s in self.established.items() if s not in stages} | ready
+        self._serving = frozenset(map(peer_of, self.established))
+        self.told.set()
+        self.told = trio.Event()
+        alive = {m.peer for m in known}
+        for peer in [p for p in self._seen if p.text not in alive and p != self.conductor]:
+            del self._seen[peer]
+        self._seen |= {PeerId.parse(m.peer): (m.client, m.since) for m in known if m.stage == 0 and m.since}
+        return known
+
+    def serves(self, peer: str) -> bool:
+        """True when the conductor that we follow has named this peer as one that serves."""
+        return peer in self._serving
+
+    def posts(self) -> set[tuple[PeerId, int]]:
+        """Members that should live, by peer and stage: by the directory, and by the conductor's last word."""
+        return {*self.directory.announced, *((PeerId.parse(m.peer), m.stage) for m in self.members if m.since)}
+
+    def known(self) -> set[PeerId]:
+        """The peers of all `posts`."""
+        return {peer for peer, _ in self.posts()}
+
+    def announced_step(self) -> int:
+        """The newest step that any record tells of, of one who stands there or keeps its checkpoints."""
+        steps = [entry.progress.step for entry in self.directory.announced.values()]
+        steps += [position.step for positions in self.directory.kept.values() for position in positions]
+        return max(steps, default=0)
+
+    def followers_of(self, conductor: PeerId) -> set[str]:
+        """Whose records say that they follow this peer."""
+        announced = self.directory.announced.values()
+        return {entry.peer.text for entry in announced if entry.progress.conductor == conductor.text}
+
+    def note_stage0(self, peer: PeerId, since: float, client: bool) -> None:
+        """A peer of stage 0 says since when it serves; a client can dial, and not be dialed."""
+        self._seen[peer] = client, since
+
+    def note_forecast(self, forecast: Forecast | None) -> None:
+        """What the conductor foretells of the step under way."""
+        self._forecast = (trio.current_time(), forecast) if forecast is not None else None
+
+    @property
+    def forecast(self) -> Forecast | None:
+        """Of the step under way, by the conductor's last word, counted down; None: nobody knows."""
+        if self._forecast is None:
+            return None
+        at, told = self._forecast
+        passed_s = trio.current_time() - at
+        return Forecast(max(0.0, told.whole_in_s - passed_s), max(0.0, told.step_in_s - passed_s))
+
+    @property
+    def step_in_s(self) -> float | None:
+        """Seconds until the step under way should be done; None: nobody knows."""
+        return self.forecast.step_in_s if self.forecast is not None else None
+
+    def duty(self) -> PeerId:
+        """Who should conduct, as we see it: ourselves only when everyone before us is suspected."""
+        now = trio.current_time()
+        for peer in self.order():
+            if peer == self.own or self._suspects.get(peer, now) <= now:
+                return peer
+        return self.own
+
+    def suspect(self, peer: PeerId) -> None:
+        """`peer` could not be reached: the next in order is asked for a while.
+
+        For longer each time, when it fails again and again: of many records that lead nowhere, few are tried.
+        """
+        now, times = trio.current_time(), self._failures.pop(peer, (0, 0.0))[0] + 1
+        self._failures[peer] = times, now
+        if len(self._failures) > SUSPECTS:
+            first = next(iter(self._failures))
+            del self._failures[first]
+            self._suspects.pop(first, None)
+        longer = min(2.0 ** max(0, times - _PATIENT_TIMES), _SUSPECT_MOST_S / _SUSPECT_S)
+        self._suspects[peer] = now + _SUSPECT_S * longer
+        if self.conductor == peer:
+            self.conductor = None
+
+    def suspected(self, peer: PeerId) -> bool:
+        """Has this peer failed us just now?"""
+        return self._suspects.get(peer, float("-inf")) > trio.current_time()
+
+    def trust(self, peer: PeerId) -> None:
+        self._suspects.pop(peer, None)
+        self._failures.pop(peer, None)
+
+    async def refresh(self) -> None:
+        """Read the stage records again, if that was not done just now; more often while nobody is known."""
+        if trio.current_time() - self._refreshed >= (_REFRESH_S if self.order() else _RETRY_S):
+            self._refreshed = trio.current_time()
+            await self.directory.refresh()
+
+    async def ask(
+        self, method: str, make: Callable[[], msgspec.Struct], reply: type[A], timeout_s: float, by: str = ""
+    ) -> A:
+        """Call the conductor until one answers; `make` builds the request for each try, `by` names who asks here."""
+        while True:
+            await self._pace(method + by)
+            peer = await self._choose()
+            if peer != self.conductor:
+                self.conductor = peer
+                self.changes += 1
+                self._forecast = None
+            try:
+                answer = await self.rpc.call(peer, method, make(), reply, timeout_s=timeout_s)
+            except Refused as error:
+                self.waits_for = f"the conductor: {error}"
+                if self.conductor == peer:  # else another one is known already
+                    self.conductor = None
+                await self.refresh()
+                await trio.sleep(_RETRY_S)
+            except RemoteError as error:
+                self.waits_for = f"the conductor: {error}"
+                self.suspect(peer)
+                await trio.sleep(0.05)
+            else:
+                self.trust(peer)
+                self.waits_for = None
+                return answer.body
+
+    async def _pace(self, kind: str) -> None:
+        """A pause where a conductor answers at once, without news, and would have us report without end."""
+        reported = self._reported.get(kind, 0.0)
+        ahead_s = reported - trio.current_time() - REPORTS_AT_ONCE / REPORTS_PER_S
+        if ahead_s > 0:
+            await trio.sleep(ahead_s)
+        self._reported[kind] = max(reported, trio.current_time()) + 1 / REPORTS_PER_S
+
+    async def say_goodbye(self, run: bytes, stage: int | None = None) -> None:
+        """Tell the conductor that we leave a stage of this run, or stop to train (None): nobody waits for us then."""
+        if self.conductor is None or self.conductor == self.own:
+            return
+        with trio.move_on_after(_GOODBYE_S), suppress(RemoteError):  # it will notice when the connection closes
+            await self.rpc.call(self.conductor, "swarm/2/leave", Leave(run, stage), Empty, timeout_s=_GOODBYE_S)
+
+    async def _choose(self) -> PeerId:
+        """The conductor to ask now; waits until stage 0 has a peer."""
+        if self.conductor is not None:
+            return self.conductor
+        while True:
+            await self.refresh()
+            now = trio.current_time()
+            order = self.order()
+            awake = [peer for peer in order if self._suspects.get(peer, now) <= now]
+            if awake:
+                return awake[0]
+            # It may have been our own line: the one that failed the least is asked again, before its time is over.
+            tried = [(*self._failures.get(p, (0, 0.0)), place) for place, p in enumerate(order)]
+            if rested := [(times, place) for times, at, place in tried if now - at >= _SUSPECT_S]:
+                return order[min(rested)[1]]
+            self.waits_for = "stage 0 has no peers" if not order else "no peer of stage 0 can be reached"
+            await trio.sleep(_RETRY_S)

@@ -1,0 +1,48 @@
+"""A conductor's signed word on what it has admitted, for trainers to show to stage peers; see core/messages/proof.
+
+Signed anew only when a trainer's list has changed: a report comes with each microbatch, and most change nothing.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from peerd.core.limits import GRANTED_TRAINERS
+from peerd.core.messages.proof import Sign, grant
+from peerd.core.messages.swarm import Grant, GrantStatement, Seqs
+
+
+class _Granted(NamedTuple):
+    """What was signed last: of which term and step, and for which microbatches."""
+
+    term: int
+    step: int
+    seqs: list[int]
+    grant: Grant
+
+
+class Granting:
+    """The grants of one run, by trainer; `sign` with the identity that conducts."""
+
+    def __init__(self, run: bytes, sign: Sign) -> None:
+        self._run, self._sign = run, sign
+        self._granted: dict[tuple[str, bool], _Granted] = {}
+
+    def grant(self, term: int, step: int, trainer: str, seqs: list[int], *, early: bool = False) -> Grant | None:
+        """Of these microbatches of `trainer`, for `step`; None: there are none."""
+        key = trainer, early
+        known = self._granted.get(key)
+        if known is not None and known[:3] == (term, step, seqs):
+            return known.grant
+        self._granted.pop(key, None)
+        if not seqs:
+            return None
+        made = grant(self._sign, GrantStatement(self._run, term, step, trainer, Seqs.of(seqs)))
+        self._granted[key] = _Granted(term, step, seqs, made)
+        if len(self._granted) > GRANTED_TRAINERS:
+            del self._granted[next(iter(self._granted))]
+        return made
+
+    def forget(self) -> None:
+        """The reign is over."""
+        self._granted.clear()

@@ -1,0 +1,169 @@
+"""A conductor's calls to stage peers: average in this attempt, commit, restore. Each ends in one event.
+
+Decides nothing; what is to be done is `machine/conductor/conductor`'s word, and what came of it goes back by `tell`.
+Every call has a deadline. Hostile answers: whatever a member says reaches the machine as its claim, under its name.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+
+import msgspec
+import trio
+
+from peerd.core.errors import RemoteError
+from peerd.core.ids import PeerId
+from peerd.core.messages.swarm import Commit, GridRound, Mbs, Moved, Party, Prepare, Prepared, Restore
+from peerd.core.work import Worker
+from peerd.machine.averaging.shares import NoSplit
+from peerd.machine.averaging.topology import OrderedRound
+from peerd.machine.averaging.work_split import Split
+from peerd.machine.swarm.events import ConductorConfig, Event, MoveEnded, PrepareEnded, SendMove, SendPrepare
+from peerd.machine.swarm.posts import peer_of, post_name, stage_of
+from peerd.service.rpc.rpc import Rpc
+
+log = logging.getLogger("peerd.service.conductor.orders")
+
+_MOVE_TIMEOUT_S = 60.0  # an optimizer step, or reading a checkpoint
+
+
+@dataclass(frozen=True, slots=True)
+class ConductingConfig:
+    """One run's fingerprint and sizes; `prepare_timeout_s` for one averaging attempt."""
+
+    fingerprint: bytes
+    conductor: ConductorConfig
+    samples: int  # of the batch
+    prepare_timeout_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Reign:
+    """Whose orders these are: the term, the step they belong to, and who is told how they ended."""
+
+    term: int
+    step: int
+    tell: Callable[[Event], None]
+
+
+class Orders:
+    """The calls under way, those of each attempt together."""
+
+    def __init__(self, config: ConductingConfig, rpc: Rpc) -> None:
+        self._config, self._rpc = config, rpc
+        self.notes: Callable[[str], None] = log.info
+        self.solver: Worker | None = None  # without one, limits between pairs of peers are not counted
+        self._attempts: dict[bytes, trio.CancelScope] = {}
+
+    def begin(self, nursery: trio.Nursery, orders: list[SendPrepare], reign: Reign) -> None:
+        """Have everyone average who takes part in these attempts."""
+        attempts: dict[bytes, list[SendPrepare]] = {}
+        for order in orders:
+            attempts.setdefault(order.attempt, []).append(order)
+        for attempt, found in attempts.items():
+            self._attempts[attempt] = trio.CancelScope()
+            nursery.start_soon(self._run_attempt, found, reign, self._attempts[attempt])
+
+    def cancel(self, attempt: bytes) -> None:
+        """Call an attempt off."""
+        if scope := self._attempts.pop(attempt, None):
+            scope.cancel()
+
+    def cancel_all(self) -> None:
+        """Call every attempt off."""
+        for attempt in list(self._attempts):
+            self.cancel(attempt)
+
+    async def _run_attempt(self, orders: list[SendPrepare], reign: Reign, scope: trio.CancelScope) -> None:
+        with scope:
+            orders = [order for order in await self._all_divided(orders) if order.takes_part]
+            async with trio.open_nursery() as nursery:
+                for order in orders:
+                    nursery.start_soon(self._prepare, order, reign)
+        if self._attempts.get(orders[0].attempt) is scope:
+            del self._attempts[orders[0].attempt]
+
+    async def _all_divided(self, orders: list[SendPrepare]) -> list[SendPrepare]:
+        """The orders with limits between pairs counted in every round."""
+        split = await self._divided(orders[0].split)
+        rounds: dict[OrderedRound, OrderedRound] = {}  # many members have the same
+        for one in (one for order in orders for one in order.rounds if one not in rounds):
+            rounds[one] = replace(one, split=await self._divided(one.split))
+        return [replace(order, split=split, rounds=tuple(rounds[one] for one in order.rounds)) for order in orders]
+
+    async def _divided(self, split: Split | None) -> Split | None:
+        """The split, with limits between pairs counted if there are any."""
+        if split is None or not split.pairs or self.solver is None:
+            return split
+        try:
+            solved = await self.solver.run(split.within_pairs, name="divide a round")
+        except NoSplit as error:  # what a pair cannot pass will show, and somebody is put aside
+            self.notes(f"the lines between some pairs were not counted: {error}")
+            return split
+        # Whom the conductor has not chosen, it would not ask.
+        return solved if {p.peer for p in solved.parties} <= {p.peer for p in split.parties} else split
+
+    async def _prepare(self, order: SendPrepare, reign: Reign) -> None:
+        """Ask one member to average."""
+        config, split = self._config, order.split
+        body = Prepare(
+            config.fingerprint,
+            reign.term,
+            reign.step,
+            order.attempt,
+            order.lineage,
+            _peers(order.meets),
+            Mbs.of(order.assigned),
+            config.samples,
+            min(3600.0, config.prepare_timeout_s * max(1, len(order.rounds))),
+            rounds=[_of_peers(one.message()) for one in order.rounds],
+            stage=stage_of(order.peer),
+        )
+        if split is not None:
+            body = msgspec.structs.replace(
+                body,
+                split=_parties(split.parties),
+                part_bytes=split.part_bytes,
+                elements=split.elements,
+                dtype=split.dtype,
+                further=split.further,
+                s_per_byte=split.s_per_byte,
+            )
+        try:
+            peer = PeerId.parse(peer_of(order.peer))
+            found = (await self._rpc.call(peer, "stage/2/prepare", body, Prepared, timeout_s=body.timeout_s)).body
+            lost = tuple(post_name(one, stage_of(order.peer)) for one in found.lost)
+            told = tuple(found.missing), lost, found.digest, tuple(found.refused)
+            end = PrepareEnded(order.peer, order.attempt, found.ok, *told)
+        except RemoteError as error:
+            log.info("an averaging attempt failed: %s", error)
+            end = PrepareEnded(order.peer, order.attempt, False)
+        reign.tell(end)
+
+    async def move(self, order: SendMove, reign: Reign) -> None:
+        """Have one member commit or restore."""
+        position, kind = None, Commit if order.commit else Restore
+        body = kind(self._config.fingerprint, reign.term, order.target, stage_of(order.peer))
+        method = "stage/2/commit" if order.commit else "stage/2/restore"
+        try:
+            peer = PeerId.parse(peer_of(order.peer))
+            position = (await self._rpc.call(peer, method, body, Moved, timeout_s=_MOVE_TIMEOUT_S)).body.position
+        except RemoteError as error:
+            log.warning("a member did not reach step %d: %s", order.target.step, error)
+        reign.tell(MoveEnded(order.peer, position))
+
+
+def _peers(posts: Iterable[str]) -> list[str]:
+    return [peer_of(post) for post in posts]
+
+
+def _parties(posts: Iterable[Party]) -> list[Party]:
+    return [msgspec.structs.replace(party, peer=peer_of(party.peer)) for party in posts]
+
+
+def _of_peers(one: GridRound) -> GridRound:
+    """A round of posts as their peers are told of it."""
+    senders, listeners = _peers(one.senders), _peers(one.listeners)
+    return msgspec.structs.replace(one, senders=senders, listeners=listeners, split=_parties(one.split))

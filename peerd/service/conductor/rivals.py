@@ -1,0 +1,143 @@
+"""Who else conducts: the peers of stage 0 are asked, side by side and for a bounded time, and what they say is weighed.
+
+A term alone gives nobody a duty. Only a peer that itself answers that it conducts can take it over, by those who follow
+each: the members that report here against those whose records name the other. Between equals, and while this peer's
+reign has made no step, the later term decides, and of one term the earlier place in the order. Terms far above ours are
+not believed. So two that conduct for a moment agree on one of them, and the claim of one whom nobody follows costs a
+look. Hostile input: any term, from anyone of stage 0; silence; records.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable, Collection, Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+
+import trio
+
+from peerd.core.errors import RemoteError, TooSlow, Unreachable
+from peerd.core.ids import PeerId
+from peerd.core.limits import LOOKED_AT_ONCE, LOOKED_AT_PEERS, TERM_FIRST, TERM_JUMP, TERM_MAX
+from peerd.core.messages.swarm import Ask, Conducts
+from peerd.net.host.host import Host
+from peerd.service.conductor.conductor_client import Following
+from peerd.service.rpc.rpc import Rpc
+
+log = logging.getLogger("peerd.service.conductor.rivals")
+
+_CONNECT_S = 3.0
+_ANSWER_S = 3.0
+
+
+def believed(own: int, heard: int) -> int:
+    """The term to go by when somebody names one: not further above ours than conductors may have come and gone."""
+    jump = TERM_JUMP if own else TERM_FIRST  # who has just come knows none
+    return max(own, heard) if heard <= own + jump else own
+
+
+def next_term(own: int, heard: int) -> int:
+    """The term of a new reign."""
+    return min(believed(own, heard) + 1, TERM_MAX)
+
+
+@dataclass(frozen=True, slots=True)
+class Reigning:
+    """What we are as a conductor: the term, the members that report to us, and whether they made a step with us."""
+
+    term: int
+    followers: Collection[str]
+    has_stepped: bool
+
+
+class Rivals:
+    """One peer's view of who else conducts its run."""
+
+    def __init__(self, run: bytes, rpc: Rpc, host: Host, following: Following) -> None:
+        self._run, self._rpc, self._host, self._following = run, rpc, host, following
+        self._at_once = trio.CapacityLimiter(LOOKED_AT_ONCE)
+        self._named: set[PeerId] = set()  # whose terms are not believed, and it was said
+
+    async def conducting(self) -> dict[PeerId, int]:
+        """Who of stage 0 answers that it conducts, and in which term."""
+        own, linked = self._following.own, set(self._host.connected())
+        order = [peer for peer in self._following.order() if peer != own]
+        others = [peer for peer in order if peer in linked or not self._following.suspected(peer)]
+        others.sort(key=lambda peer: peer not in linked)  # stable: in order otherwise
+        found: dict[PeerId, int] = {}
+
+        async def ask(peer: PeerId) -> None:
+            term = await self._term(peer)
+            if term is not None:
+                found[peer] = term
+
+        await self._side_by_side(ask, others[:LOOKED_AT_PEERS])
+        return found
+
+    async def reachable(self, peers: Iterable[PeerId]) -> set[PeerId]:
+        """Who of these can be reached."""
+        found: set[PeerId] = set()
+
+        async def look(peer: PeerId) -> None:
+            if await self._linked(peer):
+                found.add(peer)
+
+        await self._side_by_side(look, list(peers)[:LOOKED_AT_PEERS])
+        return found
+
+    async def answers(self, peer: PeerId) -> bool:
+        """Does the peer answer a call, be it with a refusal?"""
+        async with self._at_once:
+            try:
+                await self._rpc.call(peer, "swarm/2/who", Ask(self._run), Conducts, timeout_s=_ANSWER_S)
+            except (Unreachable, TooSlow):
+                return False
+            except RemoteError:
+                pass
+        return True
+
+    def better(self, ours: Reigning, peer: PeerId, claimed: int) -> bool:
+        """Should `peer`, which conducts in term `claimed`, have the duty that is ours?"""
+        term = ours.term
+        if believed(term, claimed) != max(term, claimed):
+            if peer not in self._named:
+                self._named = {*list(self._named)[-LOOKED_AT_PEERS:], peer}
+                log.warning("%s says that it conducts in term %d: that is not believed", peer.short, claimed)
+            return False
+        mine = {self._following.own.text, *ours.followers} - {peer.text}
+        theirs = {peer.text, *self._following.followers_of(peer)} - mine
+        if len(theirs) > len(mine):
+            return True
+        if ours.has_stepped and len(theirs) < len(mine):
+            return False
+        order = self._following.order()
+        places = {one: place for place, one in enumerate(order)}
+        earlier = places.get(peer, len(order)) < places.get(self._following.own, len(order))
+        return claimed > term or (claimed == term and earlier)
+
+    async def _term(self, peer: PeerId) -> int | None:
+        if not await self._linked(peer):
+            self._following.suspect(peer)
+            return None
+        try:
+            body = Ask(self._run)
+            term = (await self._rpc.call(peer, "swarm/2/who", body, Conducts, timeout_s=_ANSWER_S)).body.term
+        except RemoteError:
+            return None
+        self._following.trust(peer)
+        return term
+
+    async def _linked(self, peer: PeerId) -> bool:
+        if peer not in self._host.connected():
+            with trio.move_on_after(_CONNECT_S), suppress(RemoteError):
+                await self._host.connect(peer)
+        return peer in self._host.connected()
+
+    async def _side_by_side(self, look: Callable[[PeerId], Awaitable[None]], peers: list[PeerId]) -> None:
+        async def one(peer: PeerId) -> None:
+            async with self._at_once:
+                await look(peer)
+
+        async with trio.open_nursery() as nursery:
+            for peer in peers:
+                nursery.start_soon(one, peer)

@@ -1,0 +1,336 @@
+"""Relay: lets peers that nobody can dial be reached over this one. Serves hop by `machine.connectivity.relay`'s
+decisions.
+
+    relay = Relay(host, clock, keypair)
+    nursery.start(relay.run)          # serves from then on; ends every circuit when it is cancelled
+    relay.traffic()                   # reservations, circuits and bytes, for `peerd status`
+
+A circuit is two streams and a task for each direction: a piece is read, waits for its turn, is handed on, and only
+then the next one is read. So a slow reader slows its own writer and nobody else, the end of one direction is carried
+over; what a circuit holds is bounded by the windows of its two streams, and what all hold by ending the fullest.
+Whoever holds a reservation keeps its link.
+A hostile peer may ask without end (refused with a reason), open circuits and say nothing (a deadline), never read (a
+deadline for each piece), send as fast as it can (equal shares for places), or build chains of relays (refused).
+Source: libp2p specs `relay/circuit-v2.md`.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from dataclasses import dataclass, field
+
+import trio
+
+from peerd.core import limits
+from peerd.core.addr import ip_of, is_relayed, place_of, reach
+from peerd.core.clock import Clock
+from peerd.core.errors import ProtocolViolation, RemoteError, Unreachable
+from peerd.core.ids import PeerId
+from peerd.core.keys import Keypair
+from peerd.core.protobuf.circuit import (
+    HOP,
+    STOP,
+    HopKind,
+    HopMessage,
+    Limit,
+    Promise,
+    Status,
+    StopKind,
+    StopMessage,
+    status_words,
+)
+from peerd.core.protobuf.voucher import Voucher
+from peerd.machine.connectivity.path_selection import Way
+from peerd.machine.connectivity.relay import Refusal, RelayConfig, Switchboard, overfull
+from peerd.machine.rate.fair_queue import FairQueue, FlowPace
+from peerd.net.host.host import Host
+from peerd.net.host.link_table import PeerDown
+from peerd.net.link.delimited import receive_message, send_message
+from peerd.net.link.stream import Stream
+
+_log = logging.getLogger("peerd.relay")
+_PIECE_BYTES = 64 * 1024  # about a frame: what one direction hands on in its turn
+_LOOK_S = 30.0  # between two looks for expired reservations and idle circuits
+_ROUND_TRIP_S = 0.1  # within which one circuit alone may have all that the relay carries under way
+_WEIGH_S = 1.0  # between two looks at how much circuits hold
+_ADDRS_BYTES = 3072  # of our addresses in one answer, so that it stays within a message
+
+
+@dataclass(frozen=True, slots=True)
+class RelayTraffic:
+    """What this relay does at the moment, and has carried since its start."""
+
+    reservations: int
+    circuits: int
+    carried_bytes: int
+    refused: int
+
+
+@dataclass(eq=False, slots=True)
+class _Circuit:
+    source: Stream
+    destination: Stream
+    moved_at: float
+    place: str  # of the source, which all of the circuit's bytes count for
+    scope: trio.CancelScope = field(default_factory=trio.CancelScope)
+    carried_bytes: int = 0
+    over: str | None = None  # why it was ended from here
+
+    @property
+    def held_bytes(self) -> int:
+        """What has come and has not left."""
+        return sum(stream.mux.inbox_bytes + stream.mux.out_bytes for stream in (self.source, self.destination))
+
+
+class Relay:
+    """The service."""
+
+    def __init__(self, host: Host, clock: Clock, keypair: Keypair, config: RelayConfig | None = None) -> None:
+        self.config = config or RelayConfig()
+        self._host, self._clock, self._keypair = host, clock, keypair
+        self._board = Switchboard(self.config)
+        self._shares = FairQueue(self.config.bytes_per_s)
+        # With a rate of ours, what comes faster would wait here, or fill the line on its way: a crowded line's round
+        # trip grows, and windows that follow it would crowd it further.
+        under_way = min(self.config.bytes_per_s * _ROUND_TRIP_S, limits.WINDOW_BYTES_MAX)
+        self._window_bytes = max(limits.WINDOW_BYTES_INITIAL, int(under_way))
+        self._asked = trio.Event()  # a piece waits for its turn
+        self._passing: dict[int, trio.Event] = {}  # by ticket
+        self._circuits: dict[int, _Circuit] = {}
+        self._kept: dict[PeerId, None] = {}  # whose links we keep
+        self._past_bytes = self._refused = 0
+
+    async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Serve until cancelled."""
+        self._host.handle(HOP, self._serve)
+        try:
+            with self._host.watch() as events:
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(self._keep_turns)
+                    nursery.start_soon(self._keep_small)
+                    task_status.started()
+                    while True:
+                        with trio.move_on_after(_LOOK_S):
+                            event = await events.receive()
+                            if isinstance(event, PeerDown):
+                                self._board.left(event.peer)
+                        self._look(self._clock.now())
+        finally:
+            self._host.unhandle(HOP)
+            for circuit in self._circuits.values():
+                self._end(circuit, "this relay stops")
+            for peer in self._kept:
+                self._host.links.let_go(peer)
+            self._kept.clear()
+
+    def traffic(self) -> RelayTraffic:
+        carried = self._past_bytes + sum(circuit.carried_bytes for circuit in self._circuits.values())
+        return RelayTraffic(len(self._board.holders()), len(self._circuits), carried, self._refused)
+
+    def _look(self, now: float) -> None:
+        """Expire reservations, keep the links of those that hold one, and end circuits on which nothing moves."""
+        self._board.wake(now)
+        holders = dict.fromkeys(self._board.holders())
+        for peer in [peer for peer in self._kept if peer not in holders]:
+            del self._kept[peer]
+            self._host.links.let_go(peer)
+        for circuit in self._circuits.values():
+            if now - circuit.moved_at > self.config.circuit_idle_s:
+                self._end(circuit, f"nothing moved for {self.config.circuit_idle_s:g} s")
+
+    async def _keep_small(self) -> None:
+        """End circuits that make us hold too much."""
+        while True:
+            await trio.sleep(_WEIGH_S)
+            circuits = list(self._circuits.values())
+            for number in overfull([(c.place, c.held_bytes) for c in circuits], self.config.held_bytes):
+                _log.info("a circuit from %s holds too much unread", circuits[number].source.peer)
+                self._end(circuits[number], "too much of it waits here unread")
+
+    # --- requests ------------------------------------------------------------------------------------------
+
+    async def _serve(self, stream: Stream) -> None:
+        with trio.move_on_after(limits.CIRCUIT_REQUEST_S) as scope:
+            try:
+                message = HopMessage.decode(await receive_message(stream, limits.CIRCUIT_MESSAGE_BYTES))
+            except ProtocolViolation as error:
+                _log.warning("peer %s asks the relay for nonsense: %s", stream.peer, error)
+                await _answer(stream, Status.MALFORMED_MESSAGE)
+                return
+        if scope.cancelled_caught:
+            raise ProtocolViolation("a stream to the relay was opened and nothing asked", stream.peer)
+        if message.kind == HopKind.RESERVE:
+            await self._reserve(stream)
+        elif message.kind == HopKind.CONNECT and message.peer is not None:
+            await self._connect(stream, message.peer)
+        else:
+            await _answer(stream, Status.UNEXPECTED_MESSAGE)
+
+    async def _reserve(self, stream: Stream) -> None:
+        peer = stream.peer
+        decision = (
+            Refusal(Status.PERMISSION_DENIED, "it came over another relay")
+            if stream.link.way == Way.RELAYED
+            else self._board.reserve(self._clock.now(), peer, ip_of(stream.link.remote))
+        )
+        if isinstance(decision, Refusal):
+            await self._refuse(stream, "a reservation", decision)
+            return
+        if peer not in self._kept:
+            self._kept[peer] = None
+            self._host.links.keep(peer)
+        expires_unix_s = int(self._clock.wall() + self.config.reservation_s)
+        voucher = Voucher(self._host.id, peer, expires_unix_s).seal(self._keypair)
+        promise = Promise(expires_unix_s, self._addrs(stream), voucher)
+        _log.debug("%s %s a reservation", peer, "renewed" if decision.renewed else "has")
+        answer = HopMessage(kind=HopKind.STATUS, status=Status.OK, promise=promise, limit=self._limit())
+        await send_message(stream, answer.encode())
+
+    def _addrs(self, stream: Stream) -> tuple[bytes, ...]:
+        """Where we can be reached without a relay, as far as that is of use to who asks."""
+        local = reach(stream.link.remote) == 0
+        direct = [addr for addr in self._host.addrs() if not is_relayed(addr) and (local or reach(addr) > 0)]
+        found: list[bytes] = []
+        for raw in (addr.to_bytes() for addr in direct[: limits.ADDRS_PER_PEER]):
+            if sum(map(len, found)) + len(raw) <= _ADDRS_BYTES:
+                found.append(raw)
+        return tuple(found)
+
+    def _limit(self) -> Limit:
+        return Limit(int(self.config.circuit_s), self.config.circuit_bytes)
+
+    async def _refuse(self, stream: Stream, what: str, refusal: Refusal) -> None:
+        self._refused += 1
+        _log.debug("%s is refused %s: %s", stream.peer, what, refusal.why)
+        await _answer(stream, refusal.status)
+
+    async def _connect(self, stream: Stream, destination: PeerId) -> None:
+        source = stream.peer
+        decision = (
+            Refusal(Status.PERMISSION_DENIED, "it came over another relay")
+            if stream.link.way == Way.RELAYED
+            else self._board.connect(self._clock.now(), source, ip_of(stream.link.remote), destination)
+        )
+        if isinstance(decision, Refusal):
+            await self._refuse(stream, f"a circuit to {destination.short}", decision)
+            return
+        try:
+            far = await self._open_far(source, destination)
+            if isinstance(far, Refusal):
+                await self._refuse(stream, f"a circuit to {destination.short}", far)
+                return
+            ended = False
+            try:
+                answer = HopMessage(kind=HopKind.STATUS, status=Status.OK, limit=self._limit())
+                await send_message(stream, answer.encode())
+                ended = await self._bridge(decision.number, stream, far)
+            finally:
+                if ended:
+                    await far.aclose()  # what is still queued arrives; the near one is closed by the host likewise
+                else:
+                    far.reset()
+                    stream.reset()
+        finally:
+            self._board.ended(decision.number)
+
+    async def _open_far(self, source: PeerId, destination: PeerId) -> Stream | Refusal:
+        """Ask the destination; a stream that is a circuit from now on, or why not."""
+        link = self._host.links.direct(destination)
+        if link is None:
+            self._board.left(destination)
+            return Refusal(Status.NO_RESERVATION, f"{destination.short} is not connected")
+        far = None
+        try:
+            with trio.fail_after(limits.CIRCUIT_REQUEST_S):
+                far = await link.open(STOP)
+                ask = StopMessage(kind=StopKind.CONNECT, peer=source, limit=self._limit())
+                await send_message(far, ask.encode())
+                answer = StopMessage.decode(await receive_message(far, limits.CIRCUIT_MESSAGE_BYTES))
+            if (answer.kind, answer.status) == (StopKind.STATUS, Status.OK):
+                good, far = far, None
+                return good
+            return Refusal(Status.CONNECTION_FAILED, f"{destination.short} says: {status_words(answer.status)}")
+        except trio.TooSlowError:
+            return Refusal(Status.CONNECTION_FAILED, f"{destination.short} does not answer")
+        except RemoteError as error:
+            return Refusal(Status.CONNECTION_FAILED, f"{destination.short}: {error.args[0]}")
+        finally:
+            if far is not None:
+                far.reset()
+
+    # --- circuits ------------------------------------------------------------------------------------------
+
+    async def _bridge(self, number: int, near: Stream, far: Stream) -> bool:
+        """Hand bytes on in both directions until both have ended (then True), or something ends the circuit."""
+        circuit = _Circuit(near, far, self._clock.now(), place_of(ip_of(near.link.remote))[0])
+        self._circuits[number] = circuit
+        for stream in (near, far):
+            stream.mux.window_bytes_max = self._window_bytes
+        circuit.scope.deadline = trio.current_time() + self.config.circuit_s
+        try:
+            with circuit.scope:
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(self._carry, circuit, near, far)
+                    nursery.start_soon(self._carry, circuit, far, near)
+            if circuit.scope.cancelled_caught:
+                circuit.over = circuit.over or "its time is over"
+        finally:
+            del self._circuits[number]
+            self._past_bytes += circuit.carried_bytes
+        if circuit.over is not None:
+            _log.debug("the circuit from %s to %s ended: %s", near.peer, far.peer, circuit.over)
+        return circuit.over is None
+
+    async def _carry(self, circuit: _Circuit, source: Stream, sink: Stream) -> None:
+        """One direction, up to its end."""
+        left, pace = self.config.circuit_bytes, FlowPace(self.config.circuit_bytes_per_s)
+        try:
+            while view := await source.receive_view(_PIECE_BYTES):
+                passes = pace.ask(trio.current_time(), len(view))
+                if passes > trio.current_time():
+                    await trio.sleep_until(passes)
+                if not math.isinf(self.config.bytes_per_s):
+                    await self._take_turn(circuit.place, len(view))
+                size = min(len(view), left)
+                with trio.move_on_after(self.config.circuit_stall_s) as stall:
+                    await sink.send(view[:size])
+                if stall.cancelled_caught:
+                    self._end(circuit, f"{sink.peer.short} took nothing for {self.config.circuit_stall_s:g} s")
+                    return
+                circuit.moved_at = self._clock.now()
+                circuit.carried_bytes += size
+                left -= size
+                if not left:
+                    self._end(circuit, "its bytes are used up")
+                    return
+            await sink.close_write()
+        except Unreachable as error:
+            self._end(circuit, error.args[0])
+
+    async def _take_turn(self, place: str, size_bytes: int) -> None:
+        ticket = self._shares.ask(place, size_bytes)
+        turn = self._passing[ticket] = trio.Event()
+        self._asked.set()
+        try:
+            await turn.wait()
+        finally:
+            if self._passing.pop(ticket, None) is not None:
+                self._shares.give_back(ticket)
+
+    async def _keep_turns(self) -> None:
+        """Let pieces pass in their order, at the rate of all together."""
+        while True:
+            self._asked = trio.Event()
+            while (ticket := self._shares.pop(trio.current_time())) is not None:
+                self._passing.pop(ticket).set()
+            with trio.move_on_at(self._shares.wake_at()):
+                await self._asked.wait()
+
+    def _end(self, circuit: _Circuit, why: str) -> None:
+        circuit.over = circuit.over or why
+        circuit.scope.cancel()
+
+
+async def _answer(stream: Stream, status: Status) -> None:
+    await send_message(stream, HopMessage(kind=HopKind.STATUS, status=status).encode())

@@ -1,0 +1,192 @@
+"""Reserving: keeps places at relays while nobody can dial this peer, and announces the ways over them.
+
+Carries out what `machine/connectivity/relay_reservations` decides: asks connected relays through `Circuits`, connects
+to further peers when those are too few, and notices losses. What a relay promises is checked by `Circuits`. Invariant:
+announced are the addresses of places that are held now, at most limits.RESERVATION_ADDRS of each.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Protocol
+
+import trio
+from multiaddr import Multiaddr
+
+from peerd.core.addr import is_relayed, reach
+from peerd.core.clock import Clock
+from peerd.core.errors import RemoteError
+from peerd.core.ids import PeerId
+from peerd.core.limits import RESERVATION_ADDRS
+from peerd.core.protobuf.circuit import HOP
+from peerd.machine.connectivity.path_selection import Way
+from peerd.machine.connectivity.relay_reservations import (
+    Candidate,
+    FindRelays,
+    Release,
+    Reservations,
+    ReservationsConfig,
+    Reserve,
+)
+from peerd.net.host.host import Host, PeerDown, PeerTold
+from peerd.net.relay.circuit_transport import Circuits
+
+_log = logging.getLogger("peerd.reach")
+CIRCUITS = "circuits"  # announces ways over relays
+_SEARCHED = 3  # peers connected to in one search
+_CONNECT_S = 15.0
+_LOST_KEPT = 8  # relays that we held a place at, to be tried again
+
+
+class Guide(Protocol):
+    """Who knows further peers: the DHT."""
+
+    def entry_peers(self) -> Collection[PeerId]:
+        """Those through whom we joined, who are relays first of all."""
+        ...
+
+    def contacts(self) -> Mapping[PeerId, Iterable[Multiaddr]]:
+        """Peers that can be dialed and might relay."""
+        ...
+
+    def look_around(self) -> None:
+        """Learn of more."""
+
+
+class Reserving:
+    """Our places at relays. Nothing moves until `run`, and nothing is asked until `want`."""
+
+    def __init__(
+        self,
+        host: Host,
+        circuits: Circuits,
+        clock: Clock,
+        guide: Guide | None = None,
+        config: ReservationsConfig | None = None,
+    ) -> None:
+        self._host, self._circuits, self._clock, self._guide = host, circuits, clock, guide
+        self._machine = Reservations(clock.rng("reservations"), config)
+        self._nursery: trio.Nursery | None = None
+        self._timer = trio.CancelScope()
+        self._lost: dict[PeerId, None] = {}
+        self._heard: list[Callable[[], None]] = []
+
+    @property
+    def relays(self) -> list[PeerId]:
+        """Relays that take circuits for us now."""
+        return list(self._circuits.reservations)
+
+    def on_change(self, hear: Callable[[], None]) -> None:
+        """Have `hear` called when a place was won or lost; it must not block."""
+        self._heard.append(hear)
+
+    def want(self, wanted: bool) -> None:
+        """Whether places are needed."""
+        self._machine.want(wanted)
+        self.look()
+
+    async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Keep places until cancelled."""
+        try:
+            with self._host.watch(told=True) as events:
+                async with trio.open_nursery() as self._nursery:
+                    for peer in self._host.connected():
+                        self._consider(peer)
+                    self.look()
+                    self._nursery.start_soon(self._keep_time)
+                    task_status.started()
+                    async for event in events:
+                        if isinstance(event, PeerDown):
+                            self._gone(event.peer)
+                        elif isinstance(event, PeerTold):
+                            self._consider(event.peer)
+                        self.look()
+        finally:
+            self._nursery = None
+
+    def look(self) -> None:
+        """Do what is to be done now."""
+        if self._nursery is None:
+            return
+        now = self._clock.now()
+        for output in self._machine.step(now):
+            match output:
+                case Reserve(peer):
+                    self._nursery.start_soon(self._reserve, peer)
+                case Release(peer):
+                    self._circuits.forget(peer)
+                case FindRelays():
+                    self._nursery.start_soon(self._search)
+        self._announce()
+        self._timer.deadline = min(self._timer.deadline, self._machine.wake_at(now))
+
+    async def _keep_time(self) -> None:
+        while True:
+            with trio.CancelScope(deadline=self._machine.wake_at(self._clock.now())) as self._timer:
+                await trio.sleep_forever()
+            self.look()
+
+    def _consider(self, peer: PeerId) -> None:
+        """Whether this connected peer relays, and is reached without a relay or a punched hole itself."""
+        link, info = self._host.links.direct(peer), self._host.info(peer)
+        if link is None or info is None:
+            return
+        named = any(reach(addr) == 2 and not is_relayed(addr) for addr in info.addrs)
+        if HOP in info.protocols and (link.way == Way.DIRECT or (link.way == Way.LOCAL and named)):
+            preferred = self._guide is not None and peer in self._guide.entry_peers()
+            self._machine.offers(Candidate(peer, link.remote, link.rtt_s, preferred))
+        elif peer not in self._circuits.reservations:
+            self._machine.gone(self._clock.now(), peer)
+
+    def _gone(self, peer: PeerId) -> None:
+        now = self._clock.now()
+        if peer in self._machine.held(now):
+            _log.info("the relay %s is lost", peer)
+            self._lost.pop(peer, None)
+            self._lost[peer] = None
+            while len(self._lost) > _LOST_KEPT:
+                del self._lost[next(iter(self._lost))]
+        self._machine.gone(now, peer)
+        self._circuits.forget(peer)
+
+    async def _reserve(self, peer: PeerId) -> None:
+        try:
+            held = await self._circuits.reserve(peer)
+        except RemoteError as error:
+            _log.info("no place at relay %s: %s", peer, error)
+            self._machine.refused(self._clock.now(), peer)
+        else:
+            now = self._clock.now()
+            self._machine.granted(now, peer, held.expires_at - now)
+        self.look()
+
+    async def _search(self) -> None:
+        """Connect to further peers: relays that were lost, then whoever may be one. They tell us what they serve."""
+        there = {*self._host.connected(), self._host.id}
+        contacts = self._guide.contacts() if self._guide is not None else {}
+        if self._guide is not None:
+            self._guide.look_around()
+        for peer, addrs in contacts.items():
+            self._host.learn(peer, addrs, checked=True)
+        found = [peer for peer in dict.fromkeys((*reversed(self._lost), *contacts)) if peer not in there]
+
+        async def connect(peer: PeerId) -> None:
+            try:
+                with trio.move_on_after(_CONNECT_S):
+                    await self._host.connect(peer)
+            except RemoteError as error:
+                _log.debug("looking for relays: %s", error)
+
+        async with trio.open_nursery() as nursery:
+            for peer in found[:_SEARCHED]:
+                nursery.start_soon(connect, peer)
+
+    def _announce(self) -> None:
+        held = self._circuits.reservations.values()
+        addrs = [addr for place in held for addr in place.addrs[:RESERVATION_ADDRS]]
+        if addrs == self._host.whereabouts.announced(CIRCUITS):
+            return
+        self._host.whereabouts.announce(CIRCUITS, addrs)
+        for hear in self._heard:
+            hear()

@@ -1,0 +1,1 @@
+"""The directory as a service: Kademlia over remote calls."""

@@ -1,0 +1,216 @@
+"""The DHT's messages on the wire, and their translation to the values that `machine/dht/node` works with.
+
+Bodies of the calls dht/2/ping, dht/2/find, dht/2/get and dht/2/store. Lengths are bounded by the types, so that
+decoding refuses what is too long; the translation refuses the rest (records that are none, ids of other key types,
+clocks that show no number) with ProtocolViolation. Signatures are not checked here. Addresses that make no sense are
+dropped, not refused: a later version may know kinds that we do not.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterable
+from typing import Annotated
+
+import msgspec
+from multiaddr import Multiaddr
+
+from peerd.core.addr import decode_addr, is_dialable, reach, split_peer
+from peerd.core.errors import ProtocolViolation
+from peerd.core.ids import PEER_ID_BYTES, Key, PeerId
+from peerd.core.limits import (
+    ADDR_BYTES,
+    ADDRS_PER_PEER,
+    DHT_BYTES_PER_KEY,
+    DHT_CONTACTS_PER_REPLY,
+    DHT_KEYS_PER_CALL,
+    DHT_RECORDS_PER_KEY,
+    DHT_RECORDS_PER_STORE,
+)
+from peerd.core.messages.encoding import Message
+from peerd.core.record import MAX_RECORD_BYTES, Record
+from peerd.machine.dht import messages as q
+from peerd.machine.dht.routing_table import Contact
+from peerd.machine.dht.store import Verdict
+
+KeyBytes = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
+PeerBytes = Annotated[bytes, msgspec.Meta(min_length=PEER_ID_BYTES, max_length=PEER_ID_BYTES)]
+RecordBytes = Annotated[bytes, msgspec.Meta(max_length=MAX_RECORD_BYTES)]
+Addrs = Annotated[list[Annotated[bytes, msgspec.Meta(max_length=ADDR_BYTES)]], msgspec.Meta(max_length=ADDRS_PER_PEER)]
+Version = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+
+
+class HelloMessage(Message, frozen=True):
+    """Who speaks: addresses (none: cannot be dialled), and what its uncorrected clock shows."""
+
+    addrs: Addrs
+    wall: float
+
+
+class ContactMessage(Message, frozen=True):
+    """A peer that the sender knows."""
+
+    peer: PeerBytes
+    addrs: Addrs
+
+
+Contacts = Annotated[list[ContactMessage], msgspec.Meta(max_length=DHT_CONTACTS_PER_REPLY)]
+KeyRecords = Annotated[list[RecordBytes], msgspec.Meta(max_length=DHT_RECORDS_PER_KEY)]
+
+
+class PingMessage(Message, frozen=True):
+    hello: HelloMessage | None
+
+
+class PongMessage(Message, frozen=True):
+    hello: HelloMessage | None
+
+
+class FindMessage(Message, frozen=True):
+    """Of dht/2/find and dht/2/get. `most_bytes`: wanted of one key; 0: all of it."""
+
+    keys: Annotated[list[KeyBytes], msgspec.Meta(min_length=1, max_length=DHT_KEYS_PER_CALL)]
+    hello: HelloMessage | None
+    most_bytes: Annotated[int, msgspec.Meta(ge=0, le=DHT_BYTES_PER_KEY)] = 0
+
+
+class NearMessage(Message, frozen=True):
+    """The answer of dht/2/find: contacts near any of the keys."""
+
+    contacts: Contacts
+    hello: HelloMessage | None
+
+
+class RecordsMessage(Message, frozen=True):
+    """The answer of dht/2/get: records of the first so many keys, and contacts near them."""
+
+    records: Annotated[list[KeyRecords], msgspec.Meta(min_length=1, max_length=DHT_KEYS_PER_CALL)]
+    contacts: Contacts
+    hello: HelloMessage | None
+
+
+class StoreMessage(Message, frozen=True):
+    records: Annotated[list[RecordBytes], msgspec.Meta(min_length=1, max_length=DHT_RECORDS_PER_STORE)]
+    hello: HelloMessage | None
+
+
+class VerdictMessage(Message, frozen=True):
+    verdict: Annotated[int, msgspec.Meta(ge=0, lt=64)]
+    version: Version
+
+
+class StoredMessage(Message, frozen=True):
+    verdicts: Annotated[list[VerdictMessage], msgspec.Meta(max_length=DHT_RECORDS_PER_STORE)]
+    hello: HelloMessage | None
+
+
+RequestMessage = PingMessage | FindMessage | StoreMessage
+ReplyMessage = PongMessage | NearMessage | RecordsMessage | StoredMessage
+
+
+def request_to_wire(request: q.Request, wall: float) -> tuple[str, RequestMessage, type[ReplyMessage]]:
+    """The method, its body, and what its answer looks like. `wall` is what our uncorrected clock shows."""
+    hello = hello_to_wire(request.hello, wall)
+    match request:
+        case q.Find(keys, values, _, most_bytes):
+            body = FindMessage([key.raw for key in keys], hello, most_bytes)
+            return ("dht/2/get", body, RecordsMessage) if values else ("dht/2/find", body, NearMessage)
+        case q.StoreRecords(records):
+            return "dht/2/store", StoreMessage([record.encode() for record in records], hello), StoredMessage
+        case q.Ping():
+            return "dht/2/ping", PingMessage(hello), PongMessage
+
+
+def request_from_wire(message: RequestMessage, *, values: bool = False) -> q.Request:
+    """Raises ProtocolViolation."""
+    hello = _hello(message.hello)
+    match message:
+        case PingMessage():
+            return q.Ping(hello)
+        case FindMessage(keys, _, most_bytes):
+            return q.Find(tuple(dict.fromkeys(Key(key) for key in keys)), values, hello, most_bytes)
+        case StoreMessage(records):
+            return q.StoreRecords(tuple(Record.decode(record) for record in records), hello)
+
+
+def reply_to_wire(reply: q.Reply, wall: float, *, values: bool = False) -> ReplyMessage:
+    """`wall` is what our uncorrected clock shows."""
+    hello = hello_to_wire(reply.hello, wall)
+    match reply:
+        case q.Found(records, contacts):
+            near = [ContactMessage(contact.peer.raw, list(contact.addrs)) for contact in contacts]
+            if not values:
+                return NearMessage(near, hello)
+            return RecordsMessage([[record.encode() for record in some] for some in records], near, hello)
+        case q.Stored(verdicts):
+            return StoredMessage([VerdictMessage(int(verdict), version) for verdict, version in verdicts], hello)
+        case q.PongReply():
+            return PongMessage(hello)
+
+
+def reply_from_wire(message: ReplyMessage, asked: int) -> q.Reply:
+    """`asked`: keys that the question held. Raises ProtocolViolation."""
+    hello = _hello(message.hello)
+    match message:
+        case RecordsMessage(records, contacts):
+            decoded = tuple(tuple(Record.decode(record) for record in some) for some in records)
+            return q.Found(decoded, _contacts(contacts), hello)
+        case NearMessage(contacts):
+            return q.Found(((),) * asked, _contacts(contacts), hello)
+        case StoredMessage(verdicts):
+            return q.Stored(tuple((_verdict(v.verdict), v.version) for v in verdicts), hello)
+        case PongMessage():
+            return q.PongReply(hello)
+
+
+def hello_to_wire(hello: q.Hello | None, wall: float) -> HelloMessage | None:
+    return HelloMessage(list(hello.addrs), wall) if hello is not None else None
+
+
+def addrs_to_wire(addrs: Iterable[Multiaddr]) -> tuple[bytes, ...]:
+    """What to say of where we listen: dialable, without our id; loopback only when there is nothing else."""
+    bare = [addr for addr in dict.fromkeys(split_peer(addr)[0] for addr in addrs) if is_dialable(addr)]
+    outside = [addr for addr in bare if reach(addr) > 0]
+    return tuple(addr.to_bytes() for addr in (outside or bare)[:ADDRS_PER_PEER])
+
+
+def addrs_from_wire(addrs: Iterable[bytes]) -> list[Multiaddr]:
+    """Those that make sense and could be dialled."""
+    found = []
+    for raw in addrs:
+        try:
+            addr = split_peer(decode_addr(raw))[0]
+        except ProtocolViolation:
+            continue
+        if addr.to_bytes() and is_dialable(addr):
+            found.append(addr)
+    return found
+
+
+def _hello(message: HelloMessage | None) -> q.Hello | None:
+    if message is None:
+        return None
+    if not math.isfinite(message.wall):
+        raise ProtocolViolation("a clock that shows no number")
+    return q.Hello(tuple(addr.to_bytes() for addr in addrs_from_wire(message.addrs)))
+
+
+def _contacts(messages: Iterable[ContactMessage]) -> tuple[Contact, ...]:
+    try:
+        return tuple(_contact(message.peer, tuple(message.addrs)) for message in messages)
+    except ValueError as error:
+        raise ProtocolViolation(str(error)) from None
+
+
+@functools.lru_cache(maxsize=4096)  # answers name the same peers over and over; making one costs two hashes
+def _contact(peer: bytes, addrs: tuple[bytes, ...]) -> Contact:
+    return Contact(PeerId(peer), addrs)
+
+
+def _verdict(number: int) -> Verdict:
+    """A verdict that we don't know is a refusal all the same."""
+    try:
+        return Verdict(number)
+    except ValueError:
+        return Verdict.OVER_QUOTA

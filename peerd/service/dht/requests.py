@@ -1,0 +1,112 @@
+"""One question of the DHT to one peer, carried out: connect, call, translate, verify; and what its clock tells us.
+
+Every failure is one of three: no answer (RemoteError), an answer that breaks the protocol (ProtocolViolation), or our
+own end (Cancelled). Signatures are checked here ahead of the machine, a few per turn of the loop, so that a large
+answer does not block it; what does not pass is left to the machine to judge.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import asynccontextmanager
+from dataclasses import replace
+
+import trio
+from multiaddr import Multiaddr
+
+from peerd.core.clock import AdjustableClock, Clock, uncorrected
+from peerd.core.ids import PeerId
+from peerd.core.record import Record, Verifier
+from peerd.machine.clock_skew import ClockSkew
+from peerd.machine.dht import messages as q
+from peerd.machine.dht.routing_table import Contact
+from peerd.net.host.host import Host
+from peerd.service.dht import codec as wire
+from peerd.service.rpc.rpc import Rpc
+
+_VERIFIED_PER_TURN = 4  # signatures, about 0.1 ms each
+_CLOCK_STEP_S = 0.1  # a smaller correction is not worth a clock that jumps
+
+
+class PeerClock:
+    """Our clock among those of our peers: shows it uncorrected, and corrects it by what they show."""
+
+    def __init__(self, clock: Clock, may_vote: Callable[[PeerId], bool]) -> None:
+        """`may_vote`: whose clocks count."""
+        self.skew = ClockSkew()
+        self._clock, self._may_vote = clock, may_vote
+        self._adjustable = clock if isinstance(clock, AdjustableClock) else None
+
+    def raw_wall(self) -> float:
+        """Unix seconds without the correction by peers: that is what peers compare."""
+        return uncorrected(self._clock)
+
+    def compare(self, peer: PeerId, at: Multiaddr, sent: float, theirs: float) -> None:
+        """The peer's clock, at that address, showed `theirs` between `sent` and now."""
+        if not (math.isfinite(theirs) and self._may_vote(peer)):
+            return
+        self.skew.sample(peer, at, sent, self.raw_wall(), theirs)
+        correction_s = self.skew.correction_s()
+        if self._adjustable is not None and abs(correction_s - self._adjustable.offset_s) > _CLOCK_STEP_S:
+            self._adjustable.offset_s = correction_s
+
+
+class DhtCalls:
+    """Asks peers over `rpc`, at most `at_once` at a time."""
+
+    def __init__(self, host: Host, rpc: Rpc, clock: PeerClock, verifier: Verifier, at_once: int) -> None:
+        self._host, self._rpc = host, rpc
+        self._clock = clock
+        self._verifier = verifier
+        self._places = trio.CapacityLimiter(at_once)
+
+    async def ask(self, contact: Contact, request: q.Request, timeout_s: float) -> q.Reply:
+        """The answer; raises RemoteError or ProtocolViolation. The caller sees to the deadline of the whole."""
+        peer = contact.peer
+        async with self._place():
+            # The connection first, so that the round trip below is one and the clocks can be compared.
+            if self._host.links.best(peer) is None:
+                await self._host.connect(peer, wire.addrs_from_wire(contact.addrs), checked=True)
+            await trio.lowlevel.checkpoint_if_cancelled()  # when all ends at once, the calls may have ended before us
+            sent = self._clock.raw_wall()
+            method, body, kind = wire.request_to_wire(request, sent)
+            answer = (await self._rpc.call(peer, method, body, kind, timeout_s=timeout_s)).body
+        link = self._host.links.best(peer)
+        if answer.hello is not None and link is not None:
+            self._clock.compare(peer, link.remote, sent, answer.hello.wall)
+        reply = wire.reply_from_wire(answer, len(request.keys) if isinstance(request, q.Find) else 0)
+        may = self._host.hearing(peer)
+        if reply.hello is not None:
+            reply = replace(reply, hello=q.Hello(tuple(filter(may, reply.hello.addrs))))
+        if isinstance(reply, q.Found):
+            # What stands in our table was looked at when it was told.
+            named = ((contact, tuple(filter(may, contact.addrs))) for contact in reply.contacts)
+            contacts = tuple(k if k.addrs == addrs else Contact(k.peer, addrs) for k, addrs in named if addrs)
+            reply = replace(reply, contacts=contacts)
+            await self.verify(record for records in reply.records for record in records)
+        return reply
+
+    @asynccontextmanager
+    async def _place(self) -> AsyncIterator[None]:
+        """One of the places for calls; without a turn of the loop when there is one."""
+        try:
+            self._places.acquire_nowait()
+        except trio.WouldBlock:
+            await self._places.acquire()
+        try:
+            yield
+        finally:
+            self._places.release()
+
+    async def verify(self, records: Iterable[Record]) -> None:
+        """Check signatures, for the machine to find them checked; ends at the first that is forged."""
+        fresh = 0
+        for record in records:
+            if self._verifier.knows(record):
+                continue
+            if not self._verifier.genuine(record):
+                return
+            fresh += 1
+            if fresh % _VERIFIED_PER_TURN == 0:
+                await trio.lowlevel.checkpoint()

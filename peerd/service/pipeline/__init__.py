@@ -1,0 +1,1 @@
+"""A trainer's calls to the stages."""

@@ -1,0 +1,1 @@
+"""Remote calls over streams: client, server, and streaming calls."""

@@ -1,0 +1,173 @@
+"""CallStream: one side of a streaming call, parts in both directions with half-close and back-pressure.
+
+Nothing is read far ahead: a side that does not receive stops the other side's sending. The reader of the stream
+delivers parts here; this file neither reads streams nor starts tasks.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import msgspec
+import trio
+
+from peerd.core.errors import LocalError, Overloaded, RemoteError, Unreachable
+from peerd.core.frame import TensorFrame
+from peerd.core.ids import PeerId
+from peerd.core.limits import RPC_BUDGET_WAIT_S, RPC_PARTS_AHEAD
+from peerd.core.messages.encoding import decode, encode
+from peerd.machine.rpc.codec import END, PART, RpcMessage, encode_message
+from peerd.service.rpc.inbound import Inbound, Place
+from peerd.service.rpc.outbox import Growing, Outbox, Outgoing, outgoing
+from peerd.service.rpc.room import Share
+from peerd.service.rpc.types import Answer
+
+B = TypeVar("B", bound=msgspec.Struct)
+
+
+class Encoded:
+    """One part for many calls, encoded once. Its frames are whole and never change."""
+
+    __slots__ = ("body", "count", "headers", "payloads")
+
+    def __init__(self, body: msgspec.Struct, frames: Sequence[TensorFrame] = ()) -> None:
+        self.body, self.count = encode(body), len(frames)
+        self.headers, self.payloads = outgoing(frames) if frames else (b"", [])
+        if any(isinstance(payload, Growing) for payload in self.payloads):
+            raise LocalError("a part for many calls that is not whole yet")
+
+
+class CallStream:
+    """One side of a streaming call: `send` parts, `finish` sending, `receive` parts until None."""
+
+    def __init__(self, peer: PeerId, call_id: int, outbox: Outbox, share: Share) -> None:
+        self.peer = peer
+        self.sending = True  # until we have said END
+        self.receiving = True  # until the other side has said END, or the call is over
+        self.place: Place | None = None  # asked, for each part with frames, where they go; it raises nothing
+        self._id = call_id
+        self._outbox = outbox
+        self._share = share
+        self._parts: deque[tuple[RpcMessage, tuple[TensorFrame, ...]]] = deque()
+        self._failure: RemoteError | None = None
+        self._changed = trio.lowlevel.ParkingLot()
+
+    async def send(self, body: msgspec.Struct, frames: Sequence[TensorFrame] = ()) -> None:
+        """Send one part; waits while the other side is not keeping up. With frames: until they may be changed again.
+
+        Overloaded: its peer leaves too much unread, on other streams too.
+        Raises what the maker of a payload does, too. That, or cancelling while one is being made, ends the call.
+        """
+        if not self.sending:
+            raise LocalError("a part after finish")
+        self._check()
+        headers, payloads = outgoing(frames) if frames else (b"", [])
+        self._put(encode_message(PART, self._id, encode(body), headers, len(frames)), *payloads)
+        await self._outbox.feed(payloads)
+        waited = await (self._outbox.flushed() if frames else self._outbox.room())
+        self._check()
+        if not waited:
+            await trio.lowlevel.checkpoint()
+
+    def put(self, part: Encoded) -> None:
+        """Send one part soon; dropped when the call is over, or fails because too much is unread.
+
+        Who puts looks first whether the call is `full`, and puts more `on_room`.
+        """
+        if not self.sending:
+            raise LocalError("a part after finish")
+        message = encode_message(PART, self._id, part.body, part.headers, part.count)
+        if (full := self._outbox.put(message, *part.payloads)) is not None:
+            self.fail(_unread(full, self.peer))
+
+    @property
+    def full(self) -> bool:
+        """Whether enough waits to be sent."""
+        return self._outbox.full
+
+    def on_room(self, then: Callable[[], None] | None) -> None:
+        """Call `then`, which is quick and raises nothing, whenever the call is not full any more; None: nobody."""
+        if then is None:
+            self._outbox.on_room.pop(self._id, None)
+        else:
+            self._outbox.on_room[self._id] = then
+
+    def finish(self) -> None:
+        """Send no more parts: the other side's `receive` returns None after the last one."""
+        if self.sending:
+            self.sending = False
+            self._put(encode_message(END, self._id))
+
+    async def receive(self, kind: type[B]) -> Answer[B] | None:
+        """The next part; None when the other side sends no more, which for a caller means that the handler is done.
+
+        Raises what ended the call, after the parts that came before it.
+        """
+        waited = False
+        while not self._parts:
+            if self._failure is not None:
+                raise self._failure
+            if not self.receiving:
+                await trio.lowlevel.checkpoint()
+                return None
+            await self._changed.park()
+            waited = True
+        message, frames = self._parts.popleft()
+        self._share.give(message.frame_bytes)
+        self._changed.unpark_all()
+        if not waited:
+            await trio.lowlevel.checkpoint()
+        try:
+            return Answer(decode(kind, message.body), frames)
+        except RemoteError as error:
+            raise error.blame(self.peer) from None
+
+    def _put(self, *message: Outgoing) -> None:
+        if (full := self._outbox.put(*message)) is not None:
+            raise _unread(full, self.peer)
+
+    def _check(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+        if self._outbox.closed:
+            raise Unreachable("the stream was closed", self.peer)
+
+    # What the reader of the stream does.
+
+    async def take(self, part: RpcMessage, inbound: Inbound, deadline: float) -> None:
+        """Receive a part's frames and hand it in; waits while enough parts wait. Raises Overloaded or TooSlow."""
+        frames = await inbound.frames(part, deadline, self.place) if part.headers else ()
+        wanted = False
+        try:
+            while len(self._parts) >= RPC_PARTS_AHEAD and self.receiving:
+                await self._changed.park()
+            wanted = self.receiving
+        finally:
+            if not wanted:
+                self._share.give(part.frame_bytes)
+        if wanted:
+            self._parts.append((part, frames))
+            self._changed.unpark_all()
+
+    def no_more_parts(self) -> None:
+        """The other side has said END."""
+        self.receiving = False
+        self._changed.unpark_all()
+
+    def fail(self, error: RemoteError) -> None:
+        """The call has failed: parts that were delivered are still received, then `error` is raised."""
+        if self._failure is None:
+            self._failure = error
+        self.no_more_parts()
+
+    def discard(self) -> None:
+        """Nobody will receive any more."""
+        self.no_more_parts()
+        while self._parts:
+            self._share.give(self._parts.popleft()[0].frame_bytes)
+
+
+def _unread(full: str, peer: PeerId) -> Overloaded:
+    return Overloaded(f"too much of what was sent is unread: {full}", RPC_BUDGET_WAIT_S, peer)

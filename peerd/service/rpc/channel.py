@@ -1,0 +1,235 @@
+"""Making unary calls: a Channel is a stream to one service of one peer, used until it is lost or nobody needs it.
+
+All small calls to a service share one channel: requests made in one turn of the loop leave in one write, answers may
+come in any order. Calls with frames take a channel each while they last (see Rpc). Answers with frames hold up
+the others on a shared channel: it remembers the methods that gave some, and their next calls take one each, too.
+When a better way to the peer stands, new calls take another channel, and those under way end on the old one.
+A call that is cancelled or too late tells the other side.
+
+A hostile peer may: answer what was never asked, answer with more than was allowed, never answer. The first two cost
+it the channel; the third costs each caller its own time-out, and RPC_PENDING calls at most wait.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+
+import outcome
+import trio
+
+from peerd.core.errors import Overloaded, ProtocolViolation, RemoteError, TooSlow, Unreachable
+from peerd.core.frame import TensorFrame
+from peerd.core.ids import PeerId
+from peerd.machine.rate.arrival_rate import LineRates
+from peerd.machine.rpc import codec as wire
+from peerd.machine.rpc.accounting import PendingCalls
+from peerd.machine.rpc.codec import RpcMessage, decode_failure, encode_call, encode_message
+from peerd.service.rpc.inbound import Inbound, Slot, renewed
+from peerd.service.rpc.outbox import Outbox, Outgoing, outgoing
+from peerd.service.rpc.room import Room, Share, asked, user_of
+from peerd.service.rpc.task_pool import Tasks
+from peerd.service.rpc.types import RpcStream
+
+Reply = tuple[bytes, tuple[TensorFrame, ...]]  # the body, still encoded, and the frames
+OpenStream = Callable[[], Awaitable[RpcStream]]
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What is asked, encoded; `deadline` in trio time."""
+
+    name: bytes
+    body: bytes
+    frames: Sequence[TensorFrame]
+    timeout_s: float
+    deadline: float
+    reply_frame_bytes: int  # most that the answer's frames may take
+
+    def too_slow(self, peer: PeerId) -> TooSlow:
+        return TooSlow(f"no answer to {self.name.decode()} within {self.timeout_s:g} s", peer)
+
+    def check(self, message: RpcMessage) -> None:
+        """ProtocolViolation when an answer's frames are more than the caller takes."""
+        if message.frame_bytes > self.reply_frame_bytes:
+            size = f"{message.frame_bytes} bytes; allowed: {self.reply_frame_bytes}"
+            raise ProtocolViolation(f"an answer to {self.name.decode()} with frames of {size}")
+
+
+def encode_request(kind: int, call_id: int, request: Request) -> list[Outgoing]:
+    """The request and the payloads of its frames, which are not copied."""
+    headers, payloads = outgoing(request.frames)
+    start = encode_call(kind, call_id, request.name, request.timeout_s, request.body, headers, len(payloads))
+    return [start, *payloads]
+
+
+class _Waiting(Slot[Reply]):
+    """A call that waits for its answer."""
+
+    __slots__ = ("feeding", "request")
+
+    def __init__(self, request: Request) -> None:
+        super().__init__()
+        self.request = request
+        self.feeding: trio.CancelScope | None = None  # set while its payloads are still being made
+
+    def _settle(self, result: outcome.Value[Reply] | outcome.Error) -> None:
+        super()._settle(result)
+        if self.feeding is not None:
+            self.feeding.cancel()  # refused before all was sent
+
+
+class Channel:
+    """One stream, and the calls on it."""
+
+    def __init__(self, peer: PeerId, room: Room, rates: LineRates) -> None:
+        self.calls: PendingCalls[_Waiting] = PendingCalls()
+        self.answers_with_frames: set[bytes] = set()  # names of methods
+        self.used = trio.current_time()
+        self.over = False  # nothing can be asked any more
+        self._peer = peer
+        self._room = room
+        self._rates = rates
+        self._outbox = Outbox()
+        self._running = trio.CancelScope()
+        self._dropped = False
+        self._stream: RpcStream | None = None
+        self._retired = False  # takes no further calls; ends with the last one
+
+    async def request(self, request: Request) -> Reply:
+        """Ask, and wait for the answer. The one who watches `calls.due` calls `expire`.
+
+        Raises what the maker of a payload does, too, after which the channel cannot be used.
+        """
+        waiting = _Waiting(request)
+        call_id = self.calls.add(request.deadline, waiting)
+        if call_id is None:
+            raise Overloaded(f"{len(self.calls)} calls to it wait already", 0.1, self._peer)
+        if request.frames:
+            message = encode_request(wire.REQUEST, call_id, request)
+            self._outbox.put(*message)
+            with trio.CancelScope() as waiting.feeding:
+                await self._outbox.feed(message)
+        else:
+            self._outbox.put(encode_call(wire.REQUEST, call_id, request.name, request.timeout_s, request.body))
+        try:
+            return await waiting.wait(lambda: self._give_up(call_id))
+        finally:
+            self._close_retired()
+
+    def _give_up(self, call_id: int) -> None:
+        self.calls.pop(call_id)
+        self._outbox.put(encode_message(wire.CANCEL, call_id))
+
+    def expire(self, now: float) -> None:
+        """Fail the calls whose time has passed."""
+        for call_id, waiting in self.calls.overdue(now):
+            waiting.fail(waiting.request.too_slow(self._peer))
+            self._outbox.put(encode_message(wire.CANCEL, call_id))
+            self.doubt()
+
+    def doubt(self) -> None:
+        """A call took longer than its caller could wait."""
+        if self._stream is not None:
+            self._stream.doubt()
+
+    @property
+    def busy(self) -> bool:
+        """Whether a call waits, or any of a request was not yet sent."""
+        return self.over or len(self.calls) > 0 or self._outbox.pending or self._outbox.closed
+
+    @property
+    def superseded(self) -> bool:
+        """Whether the next call had better take another channel: the peer can be reached on a better way by now."""
+        return self._stream is not None and self._stream.superseded
+
+    def retire(self) -> None:
+        """Close as soon as no call waits."""
+        self._retired = True
+        self._close_retired()
+
+    def _close_retired(self) -> None:
+        if self._retired and not self.over and not self.calls:
+            self.close()
+
+    def close(self) -> None:
+        """Close the stream; only when no call waits."""
+        self.over = True
+        self._running.cancel()
+
+    def drop(self) -> None:
+        """Reset the stream, which cancels the calls on it, also one whose frames are still on their way."""
+        self._dropped = True
+        self.close()
+
+    async def run(self, open_stream: OpenStream, tasks: Tasks) -> None:
+        """Open the stream, read answers until it ends, then fail whoever still waits."""
+        failure: RemoteError = Unreachable("the stream was closed", self._peer)
+        stream: RpcStream | None = None
+        try:
+            with self._running:
+                stream = self._stream = opened = await open_stream()
+                tasks.start(lambda: self._outbox.run(opened), lambda: f"calls to {self._peer.short}", opened.reset)
+                await self._read(opened)
+        except RemoteError as error:
+            failure = error.blame(self._peer)
+        finally:
+            self.over = True
+            if self._running.cancelled_caught and not self._dropped and not self._outbox.closed:
+                self._outbox.end()
+            else:
+                self._outbox.close()
+                if stream is not None:
+                    stream.reset()
+            for waiting in self.calls.drain():
+                waiting.fail(renewed(failure))
+
+    async def _read(self, stream: RpcStream) -> None:
+        share = Share(self._room, asked(user_of(stream)), demanding=False)
+        inbound = Inbound(stream, self._settle, self._rates, share)
+        try:
+            while messages := await inbound.batch():
+                for message in messages:
+                    if message.headers:
+                        await self._reply_with_frames(message, inbound)
+                    else:
+                        self._settle(message)
+                await trio.lowlevel.checkpoint()
+        finally:
+            inbound.close()
+
+    def _settle(self, message: RpcMessage) -> bool:
+        """An answer without frames."""
+        if message.kind == wire.REPLY:
+            waiting = self.calls.pop(message.id)
+            if waiting is not None:
+                waiting.set((message.body, ()))
+        elif message.kind == wire.ERROR:
+            error = decode_failure(message.body, self._peer)
+            waiting = self.calls.pop(message.id)
+            if waiting is not None:
+                waiting.fail(error)
+        else:
+            raise ProtocolViolation(f"a message of kind {message.kind} for a unary call")
+        self.used = trio.current_time()
+        return True
+
+    async def _reply_with_frames(self, message: RpcMessage, inbound: Inbound) -> None:
+        if message.kind != wire.REPLY:
+            raise ProtocolViolation(f"a message of kind {message.kind} for a unary call")
+        waiting = self.calls.get(message.id)
+        if waiting is None:
+            await inbound.skip()
+            return
+        waiting.request.check(message)
+        self.answers_with_frames.add(waiting.request.name)
+        try:
+            frames = await inbound.frames(message, waiting.request.deadline)
+        except (Overloaded, TooSlow) as error:
+            self.calls.pop(message.id)
+            waiting.fail(error.blame(self._peer))
+            await inbound.skip()
+            return
+        inbound.share.give(message.frame_bytes)
+        self.calls.pop(message.id)
+        waiting.set((message.body, frames))

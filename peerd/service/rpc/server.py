@@ -1,0 +1,348 @@
+"""Serving calls: reads requests from incoming streams and starts their handlers.
+
+The gate, if there is one, is asked when a stream opens, and again at each call: of a caller that may use none of a
+service's methods nothing but the heads of messages is read. Gate and limits are asked before payloads are received. A
+handler is cancelled when its caller cancels, resets the stream or is lost, and fails its own call only. Who breaks the
+grammar loses the whole stream: ProtocolViolation leaves `serve`, and the host's supervisor logs it and resets.
+
+What is bounded, beside each method's own bounds, in the host's book: calls that run; bytes of messages, from their
+arrival to the end of their call; unread answers (above RPC_OUTBOX_BYTES the stream is not read on, and whose caller has
+its share of them unread, its calls do not begin). And parts read ahead.
+"""
+
+from __future__ import annotations
+
+import msgspec
+import trio
+
+from peerd.core.errors import LocalError, Overloaded, PeerdError, ProtocolViolation, Refused, TooSlow, Unreachable
+from peerd.core.limits import (
+    RPC_CALLS_PER_STREAM,
+    RPC_DEFAULT_BODY_BYTES,
+    RPC_FREE_BODY_BYTES,
+    RPC_LEAST_BYTES_PER_S,
+    RPC_MESSAGE_S,
+)
+from peerd.core.messages.encoding import decode
+from peerd.machine.budget.book import Means
+from peerd.machine.budget.tab import Tab
+from peerd.machine.rate.arrival_rate import LineRates
+from peerd.machine.rpc import codec as wire
+from peerd.machine.rpc.codec import RpcMessage, encode_failure
+from peerd.service.rpc.call_stream import CallStream
+from peerd.service.rpc.inbound import Inbound
+from peerd.service.rpc.outbox import Outbox
+from peerd.service.rpc.room import Room, Share, user_of
+from peerd.service.rpc.served_call import Method, ServedCall
+from peerd.service.rpc.task_pool import Crew, Tasks
+from peerd.service.rpc.types import Gate, RpcStream
+
+_BATCHES_A_TURN = 16  # of messages, read before others have their turn
+_ANSWER_BYTES = RPC_DEFAULT_BODY_BYTES  # a call begins where that much of an answer would find room
+_CALLS_STEP = 16  # calls that a stream takes of the book at once
+_UNREAD_STEP_BYTES = 64 << 10  # likewise, of unread answers
+
+
+class Server:
+    """All methods that this peer serves, and what their callers share."""
+
+    def __init__(self, crew: Crew, room: Room, rates: LineRates) -> None:
+        self.crew = crew
+        self.room = room
+        self.rates = rates
+        self.protocols: dict[str, dict[bytes, Method]] = {}
+        self.gate: Gate | None = None
+
+    def add(self, method: Method) -> None:
+        """Serve `method`; LocalError when its name is taken."""
+        methods = self.protocols.setdefault(method.name.protocol, {})
+        if method.name.name in methods:
+            raise LocalError(f"{method.name.full} is served already")
+        methods[method.name.name] = method
+
+    async def serve(self, stream: RpcStream) -> None:
+        """Serve one incoming stream to its end."""
+        if self.crew.tasks is None:
+            stream.reset()
+        else:
+            await ServedStream(self, stream, self.crew.tasks).run()
+
+
+class ServedStream:
+    """The calls of one incoming stream."""
+
+    def __init__(self, server: Server, stream: RpcStream, tasks: Tasks) -> None:
+        book, user = server.room.book, user_of(stream)
+        unread = Tab(book, Means.ANSWERS, user, step=_UNREAD_STEP_BYTES)
+        self.peer = stream.peer
+        self.outbox = Outbox(unread)
+        self._server, self._user = server, user
+        self._stream = stream
+        self._tasks = tasks
+        self._methods = server.protocols.get(stream.protocol, {})
+        self.share = Share(server.room, user, demanding=True)
+        self._inbound = Inbound(stream, self._quick, server.rates, self.share)
+        self._running = Tab(book, Means.CALLS, user, step=_CALLS_STEP)
+        self._calls: dict[int, ServedCall] = {}
+        self._last_id = 0
+        self._idle: trio.Event | None = None  # set once the caller has finished: no call runs any more
+        self._watch: trio.CancelScope | None = None
+
+    async def run(self) -> None:
+        """Read requests until the caller closes its side, then let what runs end."""
+        self._tasks.start(lambda: self.outbox.run(self._stream), self._about, self._stream.reset)
+        try:
+            handled = 0
+            if self._closed() and not await self._turn_away():
+                self.outbox.end()
+                await self.outbox.ended()
+                return
+            while messages := await self._inbound.batch():
+                for message in messages:
+                    if message.headers or not self._quick(message):
+                        await self._handle(message)
+                handled += 1
+                if handled % _BATCHES_A_TURN == 0:  # it waits for most of them, but need not
+                    await trio.lowlevel.checkpoint()
+            await self._finish()
+        except ProtocolViolation as error:
+            raise error.blame(self.peer) from None
+        except (Unreachable, TooSlow, Overloaded):
+            self._stream.reset()  # the caller reset it, or is gone; or stopped in the middle of a message
+        finally:
+            for call in list(self._calls.values()):
+                call.cancel()
+            if self._watch is not None:
+                self._watch.cancel()
+            self.outbox.close()
+            self._inbound.close()
+
+    def _about(self) -> str:
+        return f"calls of {self._stream.protocol} by {self.peer.short}"
+
+    def _closed(self) -> bool:
+        """Whether this caller may use none of these methods."""
+        gate = self._server.gate
+        return gate is not None and gate.closed(self.peer, [method.name for method in self._methods.values()])
+
+    def _objected(self) -> str:
+        """What the gate says to a call of the first method; it counts as one."""
+        gate, first = self._server.gate, next(iter(self._methods.values()))
+        return (gate.objection(self.peer, first.name) if gate is not None else None) or "this service is not for you"
+
+    async def _turn_away(self) -> bool:
+        """Refuse calls by their heads alone while the gate is closed; True: it opened, the next call may come in."""
+        while head := await self._pass(wire.HEAD_BYTES):
+            size, kind, frames, call_id = wire.read_head(head)
+            if not self._closed():
+                self._inbound.begin(head)
+                return True
+            if kind <= wire.OPEN:
+                self._refuse(call_id, Refused(self._objected()))
+            if frames:
+                break
+            await self._pass(size)
+            await self.outbox.room()
+        return False
+
+    async def _pass(self, size: int) -> bytes:
+        """Receive so many bytes and keep the first of them, a head's worth; empty at the end of the stream."""
+        kept, left = b"", size
+        with trio.move_on_after(RPC_MESSAGE_S + size / RPC_LEAST_BYTES_PER_S):
+            while left:
+                data = await self._stream.receive_some(left)
+                if not data and left < size:
+                    raise ProtocolViolation("the stream ended in the middle of a message", self.peer)
+                if not data:
+                    return b""
+                left -= len(data)
+                kept = (kept + data)[: wire.HEAD_BYTES]
+            return kept
+        raise TooSlow("a refused call does not come to its end", self.peer)
+
+    async def _finish(self) -> None:
+        for call in self._calls.values():
+            if call.parts is not None:
+                call.parts.no_more_parts()
+        if self._calls:
+            self._idle = trio.Event()
+            self._watch_for_loss()
+            await self._idle.wait()
+        self.outbox.end()
+        await self.outbox.ended()
+
+    def _watch_for_loss(self) -> None:
+        """Cancel calls when the stream is lost, from now on also while nobody reads it."""
+        if self._watch is None:
+            watch = self._watch = trio.CancelScope()
+            self._tasks.start(lambda: self._cancel_when_gone(watch), self._about, self._stream.reset)
+
+    async def _cancel_when_gone(self, watch: trio.CancelScope) -> None:
+        with watch:
+            await self._stream.wait_gone()
+            for call in list(self._calls.values()):
+                call.cancel()
+
+    def call_over(self, call_id: int) -> None:
+        """Nothing more will be sent for this call."""
+        self._calls.pop(call_id, None)
+        if self._idle is not None and not self._calls:
+            self._idle.set()
+
+    def give_back(self, held_bytes: int) -> None:
+        """A call has ended, and lets go of so many bytes."""
+        self._running.give()
+        if held_bytes:
+            self.share.give(held_bytes)
+
+    def reset(self) -> None:
+        """The caller does not take its answers: the stream ends."""
+        self._stream.reset()
+
+    def _quick(self, message: RpcMessage) -> bool:
+        """A message without frames that needs no waiting; False when it does."""
+        if message.kind <= wire.OPEN:
+            if self.outbox.full:
+                return False
+            call = self._begin(message)
+            if call is not None:
+                self._server.crew.start(call)
+            return True
+        if message.kind == wire.CANCEL:
+            call = self._known(message)
+            if call is not None:
+                call.cancel()
+            return True
+        return False
+
+    async def _handle(self, message: RpcMessage) -> None:
+        if message.kind <= wire.OPEN:
+            await self.outbox.room()
+            call = self._begin(message)
+            if call is None:
+                if message.headers:  # else the payloads that wait are a later message's
+                    await self._inbound.skip()
+            elif await self._receive(call, message):
+                self._server.crew.start(call)
+        elif message.kind in (wire.PART, wire.END):
+            await self._part(message)
+        else:
+            raise ProtocolViolation(f"a message of kind {message.kind} from a caller")
+
+    def _known(self, message: RpcMessage) -> ServedCall | None:
+        """The call that a message belongs to; None when it is over, which the caller may not know yet."""
+        if not 0 < message.id <= self._last_id:
+            raise ProtocolViolation("a message for a call that was never made")
+        return self._calls.get(message.id)
+
+    def _begin(self, message: RpcMessage) -> ServedCall | None:
+        """Take up a call, or say why not."""
+        if message.id <= self._last_id:
+            raise ProtocolViolation("call ids must rise")
+        self._last_id = message.id
+        method = self._methods.get(message.name)
+        if method is None:
+            name = message.name.decode("ascii", "replace")
+            refusal = Refused(f"no such method: {self._stream.protocol.removeprefix('/peerd/')}/{name}")
+            self._refuse(message.id, refusal)
+            return None
+        held_bytes = len(message.body) if len(message.body) > RPC_FREE_BODY_BYTES else 0
+        error = self._objection(message, method) or self._crowd(method, held_bytes)
+        if error is not None:
+            method.load.counters.refused += 1
+            self._refuse(message.id, error)
+            return None
+        call: ServedCall | None = None
+        try:
+            body = decode(method.request, message.body)
+            if method.objection is not None and (error := method.objection(self.peer, body)) is not None:
+                method.load.counters.refused += 1
+                self._refuse(message.id, error)
+                return None
+            call = self._take_up(message, method, body, held_bytes)
+        finally:
+            if call is None:  # it lets go of nothing by itself
+                method.load.leave(self.peer, 0.0)
+                self.give_back(held_bytes)
+        return call
+
+    def _take_up(self, message: RpcMessage, method: Method, body: msgspec.Struct, held_bytes: int) -> ServedCall:
+        """A call that is counted, and that nobody objects to."""
+        deadline = trio.current_time() + min(message.timeout_ms / 1000, method.load.limits.deadline_s)
+        call = self._calls[message.id] = ServedCall(self, message.id, method, body, deadline)
+        call.held_bytes = held_bytes
+        if method.streaming is not None:
+            call.parts = CallStream(self.peer, message.id, self.outbox, self.share)
+            self._watch_for_loss()
+        return call
+
+    def _objection(self, message: RpcMessage, method: Method) -> PeerdError | None:
+        """Why a call is not taken, however much room there is."""
+        gate = self._server.gate
+        if gate is not None and (closed := gate.objection(self.peer, method.name)):
+            return Refused(closed)
+        if (message.kind == wire.OPEN) != (method.streaming is not None):
+            return Refused(f"{method.name.full} is a {'unary' if method.unary else 'streaming'} call")
+        limits = method.load.limits
+        fault = limits.objection(len(message.body), len(message.headers), message.frame_bytes)
+        if fault is not None:
+            return Refused(fault)
+        if len(self._calls) >= RPC_CALLS_PER_STREAM:
+            return Overloaded(f"{len(self._calls)} calls of yours are running", method.load.retry_after_s())
+        return None
+
+    def _crowd(self, method: Method, held_bytes: int) -> Overloaded | None:
+        """Why there is no room for a call; None: it is counted in the method's load and in the book now."""
+        book, load = self._server.room.book, method.load
+        if book.used(Means.ANSWERS) and (full := book.objection(Means.ANSWERS, self._user, _ANSWER_BYTES)) is not None:
+            return Overloaded(f"too many answers are unread: {full}", load.retry_after_s())
+        if (full := self._running.take()) is not None:
+            return Overloaded(f"too many calls are running: {full}", load.retry_after_s())
+        if held_bytes and (full := self.share.take(held_bytes)) is not None:
+            self._running.give()
+            return Overloaded(f"too many bytes are being received: {full}", load.retry_after_s())
+        if (full := load.enter(self.peer)) is not None:
+            self.give_back(held_bytes)
+            return Overloaded(full, load.retry_after_s())
+        return None
+
+    def _refuse(self, call_id: int, error: PeerdError) -> None:
+        if self.outbox.put(encode_failure(call_id, error)) is not None:
+            self._stream.reset()  # it does not read what is refused
+
+    async def _receive(self, call: ServedCall, message: RpcMessage) -> bool:
+        """Receive the frames of a call; False when there was no room or no time for them."""
+        if not message.headers:
+            return True
+        try:
+            frames = await self._inbound.frames(message, call.deadline)
+        except (Overloaded, TooSlow) as error:
+            call.cancel(error)
+            await self._inbound.skip()
+            return False
+        if call.over:  # its caller went while they came: it holds nothing any more
+            self.share.give(message.frame_bytes)
+            return False
+        call.frames = frames
+        call.held_bytes += message.frame_bytes
+        return True
+
+    async def _part(self, message: RpcMessage) -> None:
+        call = self._known(message)
+        if call is None:
+            if message.headers:
+                await self._inbound.skip()
+        elif call.parts is None or not call.parts.receiving:
+            raise ProtocolViolation("a part that nobody asked for")
+        elif message.kind == wire.END:
+            call.parts.no_more_parts()
+        elif fault := call.objection(message):
+            call.cancel(Refused(fault))
+            if message.headers:
+                await self._inbound.skip()
+        else:
+            try:
+                await call.parts.take(message, self._inbound, call.deadline)
+            except (Overloaded, TooSlow) as error:
+                call.cancel(error)
+                await self._inbound.skip()

@@ -1,0 +1,162 @@
+"""The crew: tasks that run handlers of calls, kept for the next call when they are done. And tasks beside the calls.
+
+A worker keeps its task and cancel scope from call to call, which costs less than new ones.
+A worker whose scope was cancelled, or whose handler crashed, ends; the next call gets a new one. Workers are
+started on demand: how many calls run at once is bounded by whoever starts them.
+Whatever runs here, an error of ours ends the call or stream that it works for, and no other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Protocol
+
+import trio
+
+_KEPT = 64  # idle workers; a burst beyond this starts new tasks
+
+
+Supervise = Callable[[Callable[[], Awaitable[None]], Callable[[], str]], Awaitable[bool]]
+
+
+class TaskJob(Protocol):
+    """What a worker does."""
+
+    worker: PoolWorker | None
+
+    @property
+    def deadline(self) -> float:
+        """In trio time; the job is cancelled then."""
+        ...
+
+    async def run(self) -> None: ...
+
+    def cut(self, crashed: bool) -> None:
+        """Called when `run` was cancelled or raised."""
+        ...
+
+    def abandon(self) -> None:
+        """Called when `cut` raised: nothing more can be said to the caller."""
+        ...
+
+    def about(self) -> str:
+        """For the log, when it crashes."""
+        ...
+
+
+def _task(work: Callable[[], None]) -> Callable[[], Awaitable[None]]:
+    async def run() -> None:
+        work()
+
+    return run
+
+
+class Tasks:
+    """Tasks beside the calls, which write to streams or watch them."""
+
+    def __init__(self, supervise: Supervise, nursery: trio.Nursery) -> None:
+        self._supervise = supervise
+        self._nursery = nursery
+
+    def start(
+        self, work: Callable[[], Awaitable[None]], about: Callable[[], str], end: Callable[[], None] | None = None
+    ) -> None:
+        """Do `work`, soon; after an error of ours `end` what it works for."""
+        self._nursery.start_soon(self._do, work, about, end)
+
+    async def _do(
+        self, work: Callable[[], Awaitable[None]], about: Callable[[], str], end: Callable[[], None] | None
+    ) -> None:
+        if not await self._supervise(work, about) and end is not None:
+            await self._supervise(_task(end), about)
+
+
+class PoolWorker:
+    """One task of the crew, which runs one job at a time."""
+
+    __slots__ = ("_crew", "_job", "_scope", "_task")
+
+    def __init__(self, crew: Crew, job: TaskJob) -> None:
+        self._crew = crew
+        self._job: TaskJob | None = job
+        self._scope = trio.CancelScope()
+        self._task: trio.lowlevel.Task | None = None  # set while idle
+
+    def cancel(self, job: TaskJob) -> None:
+        """End `job`, if that is what runs here."""
+        if self._job is job:
+            self._scope.cancel()
+
+    def take(self, job: TaskJob) -> None:
+        """Run `job` next; only while idle."""
+        assert self._task is not None
+        task, self._task, self._job = self._task, None, job
+        trio.lowlevel.reschedule(task)
+
+    async def live(self) -> None:
+        """Run jobs until one is cancelled, one crashes, or enough workers are idle."""
+        fine = await self._crew.supervise(self._work, self._about)
+        job, self._job = self._job, None
+        if job is not None and not await self._crew.supervise(_task(lambda: job.cut(not fine)), job.about):
+            await self._crew.supervise(_task(job.abandon), job.about)
+
+    def _about(self) -> str:
+        return self._job.about() if self._job is not None else "no call"
+
+    async def _work(self) -> None:
+        with self._scope as scope:
+            while self._job is not None:
+                scope.deadline = self._job.deadline
+                await self._job.run()
+                self._job = None
+                if not scope.cancel_called and self._crew.keep(self):
+                    self._task = trio.lowlevel.current_task()
+                    await trio.lowlevel.wait_task_rescheduled(self._abort)
+
+    def _abort(self, _: object) -> trio.lowlevel.Abort:
+        # The last job's deadline passed while idle, or the whole crew is ending.
+        self._task = None
+        self._crew.forget(self)
+        return trio.lowlevel.Abort.SUCCEEDED
+
+
+class Crew:
+    """Runs jobs in tasks of the nursery that `nursery` is set to; `tasks` are what runs beside them there."""
+
+    def __init__(self, supervise: Supervise) -> None:
+        self.supervise = supervise
+        self.nursery: trio.Nursery | None = None
+        self.tasks: Tasks | None = None
+        self._idle: list[PoolWorker] = []
+
+    def open(self, nursery: trio.Nursery) -> Tasks:
+        """Run jobs in `nursery` from now on."""
+        self.nursery, self.tasks = nursery, Tasks(self.supervise, nursery)
+        return self.tasks
+
+    def close(self) -> None:
+        """Start nothing more."""
+        self.nursery = self.tasks = None
+
+    def start(self, job: TaskJob) -> None:
+        """Run `job` soon."""
+        if self._idle:
+            worker = self._idle.pop()
+            job.worker = worker
+            worker.take(job)
+        elif self.nursery is not None:
+            job.worker = PoolWorker(self, job)
+            self.nursery.start_soon(job.worker.live)
+        else:
+            job.cut(crashed=False)
+
+    def keep(self, worker: PoolWorker) -> bool:
+        """Whether an idle worker shall wait for the next job; if so, `start` may use it at once."""
+        if len(self._idle) >= _KEPT:
+            return False
+        self._idle.append(worker)
+        return True
+
+    def forget(self, worker: PoolWorker) -> None:
+        """An idle worker ends."""
+        self._idle.remove(worker)

@@ -1,0 +1,162 @@
+"""The services that training roles use, built from what the daemon has: one object for RoleContext's users."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from peerd.core.clock import Clock
+from peerd.core.errors import ConfigError, RemoteError
+from peerd.core.ids import PeerId
+from peerd.core.messages.swarm import Grant
+from peerd.core.runfile import BYTES_PER_MBIT, RunFile, fingerprint, first_difference, shared_text
+from peerd.core.work import Worker
+from peerd.machine.swarm.events import ConductorConfig
+from peerd.net.host.host import Host
+from peerd.service.averaging.preconnect import Assembling
+from peerd.service.conductor.conductor_client import Following
+from peerd.service.conductor.conductor_server import Conducting
+from peerd.service.conductor.orders import ConductingConfig
+from peerd.service.dht.dht import Dht
+from peerd.service.pipeline.stage_client import Pipeline, TrainerPapers
+from peerd.service.rpc.rpc import Rpc
+from peerd.service.state.snapshot import KEPT, Fetcher, Giving, Snapshots
+from peerd.service.swarm.contributions import Tally, TallyOf
+from peerd.service.swarm.dial_trainers import CallingIn
+from peerd.service.swarm.directory import Directory
+
+if TYPE_CHECKING:
+    from peerd.service.averaging.allreduce import Averaging
+
+
+@dataclass(frozen=True, slots=True)
+class Carries:
+    """What this peer's line carries: its limits, else what was measured; rates of 0: unknown."""
+
+    up_bytes_per_s: float
+    down_bytes_per_s: float
+    up_measured: bool
+    down_measured: bool
+    takes_inbound: bool
+
+
+class Training:
+    """One run's services on this peer. Building it starts nothing."""
+
+    def __init__(self, run: RunFile, host: Host, rpc: Rpc, dht: Dht, clock: Clock) -> None:
+        self.run = run
+        self.fingerprint = fingerprint(run)
+        self._host, self._rpc, self._dht, self._clock = host, rpc, dht, clock
+        self.directory = Directory(run.run, run.pipeline.stages, host, dht, rpc.gate)
+        self.following = Following(rpc, host.id, self.directory)
+        host.book.members_by(self.serves)  # with tokens, too: whoever serves has shown one
+
+    def serves(self, peer: str) -> bool:
+        """Whether the conductor that we follow has named this peer as one that serves."""
+        return self.following.serves(peer)
+
+    async def compare_settings(self) -> None:
+        """Peers of one run must agree on its settings; ConfigError names the key that differs."""
+        mine = shared_text(self.run)
+        try:
+            published = await self.directory.published_settings()
+        except RemoteError:
+            return  # alone for now; whoever differs is refused by the others later
+        if published and mine not in published:
+            found = first_difference(mine, published[0])
+            raise ConfigError(f"run {self.run.run!r} is on its way with other settings: {found}")
+        await self.publish_settings()
+
+    async def publish_settings(self) -> None:
+        """Say which settings we follow; raises RemoteError."""
+        await self.directory.publish_settings(shared_text(self.run))
+
+    def carries(self) -> Carries:
+        """What this peer's line carries, and whether others can come in."""
+        limits, line = self.run.limits, self._host.line
+        up, down = limits.upload_mbit * BYTES_PER_MBIT, limits.download_mbit * BYTES_PER_MBIT
+        return Carries(
+            up or line.up.told_bytes_per_s(),
+            down or line.down.told_bytes_per_s(),
+            up_measured=not up,
+            down_measured=not down,
+            takes_inbound=self._host.takes_inbound,
+        )
+
+    def pipeline(self, grant_of: Callable[[int], Grant | None]) -> Pipeline:
+        """For a trainer: calls to the stages. `grant_of`: what shows that a microbatch of ours is admitted."""
+        return Pipeline(self.run, self._rpc, self._clock, self, TrainerPapers(self._host.id.text, grant_of))
+
+    def linked(self, peer: PeerId) -> bool:
+        """Whether calls get through to `peer` though it cannot be dialed; a replica is called by its own trainer."""
+        return peer == self._host.id or self._host.links.best(peer) is not None
+
+    def doubt(self, peer: PeerId) -> None:
+        """An answer is overdue: see whether the peer is still there."""
+        link = self._host.links.best(peer)
+        if link is not None:
+            link.doubt()
+
+    def averaging(self) -> Averaging:
+        """For a stage peer: all-reduce inside its stage."""
+        from peerd.service.averaging.allreduce import Averaging  # brings numpy, which a backbone does not need
+
+        averaging = Averaging(self._rpc, self._host.id, self._host.pace)
+        self._host.book.members_by(averaging.takes_part)
+        return averaging
+
+    def tally(self, role: str, file: Path, worker: Worker) -> Tally:
+        """For any role: counts what it gives, for the leader-board; `file`, written on `worker`, outlives a restart."""
+        return Tally(TallyOf(self.run.run, role, file, worker), self._dht, self._clock, self._rpc.gate)
+
+    def snapshots(self) -> Snapshots:
+        """For a stage peer: give and fetch state."""
+        snapshots = Snapshots(self._rpc, self._clock.rng("state"))
+        snapshots.giving.is_member = self._is_member
+        return snapshots
+
+    def _is_member(self, peer: PeerId) -> bool:
+        return peer in self.following.known()
+
+    def assembling(self) -> Assembling:
+        """For who takes part in averaging: links to all others, before they are needed."""
+        return Assembling(self._host, self.following, self.run.averaging.group_size)
+
+    def calling_in(self) -> CallingIn:
+        """For a stage peer: links to trainers, which cannot make them where it only dials."""
+        return CallingIn(self._host, self._dht, self.directory)
+
+    def fetcher(self) -> Fetcher:
+        """For a watcher: fetch what stage peers give."""
+        return Fetcher(self._rpc, self._clock.rng("state"))
+
+    def kept_fetcher(self) -> Fetcher:
+        """For a stage peer: fetch what backbones keep."""
+        return Fetcher(self._rpc, self._clock.rng("kept"), KEPT)
+
+    def kept_giving(self) -> Giving:
+        """For a backbone: give what it keeps; serves `kept/1` from now on."""
+        giving = Giving(self._rpc, KEPT)
+        giving.is_member = self._is_member
+        return giving
+
+    def conducting(self) -> Conducting:
+        """For a peer of stage 0: the conductor's duty, when it comes."""
+        run = self.run
+        sizes = ConductorConfig(
+            stages=run.pipeline.stages,
+            microbatches=run.batch.target_samples // run.pipeline.microbatch,
+            delayed=run.optimizer.delayed,
+            total_steps=run.optimizer.total_steps,
+            group_size=run.averaging.group_size,
+            first_save=run.checkpoint.every_steps or run.optimizer.total_steps or 1 << 53,
+        )
+        config = ConductingConfig(
+            fingerprint=self.fingerprint,
+            conductor=sizes,
+            samples=run.batch.target_samples,
+            prepare_timeout_s=60.0 + 6 * run.averaging.sender_timeout_s,
+        )
+        return Conducting(config, self._rpc, self._host, self._clock, self.following)

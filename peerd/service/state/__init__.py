@@ -1,0 +1,1 @@
+"""Giving and fetching state."""

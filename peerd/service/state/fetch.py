@@ -1,0 +1,326 @@
+"""The newcomer's side of state download: drives one `machine/state/download` over calls, into memory taken beforehand.
+
+How much is taken follows from the receiver's own layout alone; where a folder is given for it, it is a file there, so
+that the system may put it out of memory. Pieces are hashed on the worker, and written only when they are right; what is
+written stays for the next attempt (`BegunDownload`). Nothing is applied here. A hostile donor may
+send other bytes, frames or digests than it vouched for: it is named, and what it sent is not kept.
+"""
+
+from __future__ import annotations
+
+import mmap
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from random import Random
+
+import msgspec
+import trio
+
+from peerd.core.errors import Overloaded, ProtocolViolation, Refused, RemoteError, TooSlow, Unreachable
+from peerd.core.frame import TensorFrame
+from peerd.core.ids import PeerId
+from peerd.core.limits import LINKS
+from peerd.core.messages.encoding import Empty
+from peerd.core.messages.state import DIGEST_BYTES, StateLayout, piece_digest
+from peerd.core.messages.swarm import Position, StateDigests, StateManifest, StatePiece, StateRelease, StateRequest
+from peerd.core.work import Worker
+from peerd.machine.state import download_events as dl
+from peerd.machine.state.download import Download
+from peerd.machine.state.quorum import Claim
+from peerd.service.rpc.rpc import Rpc
+from peerd.service.state.serve import Methods
+
+Donors = Sequence[PeerId] | Callable[[], Sequence[PeerId]]
+_LOOK_S = 3.0  # how often to ask for more donors
+_RELEASE_S = 10.0  # later it would not help much: a copy that nobody asks for is let go then
+_TELL_S = 10.0  # how often to say how far it is
+
+
+class BegunDownload:
+    """A state that is being fetched: memory for all of it, and which pieces are there."""
+
+    def __init__(self, claim: Claim, layout: StateLayout, folder: Path | None = None) -> None:
+        self.claim = claim
+        self.layout = layout
+        self.digests: memoryview | None = None  # of all pieces, once they are known to be right
+        self.have: set[int] = set()
+        # Anonymous memory takes no time to get, however large, and begins at a page: tensors are aligned in it.
+        self.row = memoryview(_room(max(1, layout.total_bytes), folder))[: layout.total_bytes]
+
+    def take_digests(self, digests: memoryview) -> bool:
+        """Believe them if the root says so."""
+        right = self.layout.root(self.claim.position, digests) == self.claim.root
+        if right:
+            self.digests = digests
+        return right
+
+    def take(self, number: int, data: memoryview) -> bool:
+        """Write a piece, if it is right."""
+        assert self.digests is not None
+        at = number * DIGEST_BYTES
+        if piece_digest(data) != self.digests[at : at + DIGEST_BYTES]:
+            return False
+        begin, end = self.layout.piece(number)
+        self.row[begin:end] = data
+        return True
+
+
+@dataclass(slots=True)
+class FetchReport:
+    """How a download went; pieces are of STATE_PIECE_BYTES."""
+
+    step: int = 0
+    total_bytes: int = 0
+    pieces: int = 0
+    had: int = 0  # pieces that were there from an earlier attempt
+    by_donor: Counter[str] = field(default_factory=Counter)  # pieces that it brought
+    asked: int = 0  # pieces, those asked twice and those that failed too
+    liars: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+
+    def text(self) -> str:
+        shares = ", ".join(f"{count} from {name[-6:]}" for name, count in self.by_donor.most_common())
+        told = f"{self.total_bytes / 1e6:.1f} MB of step {self.step} in {self.seconds:.1f} s: {shares or 'nothing new'}"
+        return told + (f", {self.had} there before" if self.had else "")
+
+
+@dataclass(frozen=True, slots=True)
+class FetchPlan:
+    """What a download needs to know.
+
+    `donors` tells those there are now; `chosen` is told what is fetched once that is decided, `notes` what happens, in
+    words; `folder` is where the state lies meanwhile; None: in memory alone.
+    """
+
+    methods: Methods
+    request: StateRequest
+    layout: StateLayout
+    donors: Callable[[], Sequence[PeerId]]
+    worker: Worker
+    notes: Callable[[str], None]
+    chosen: Callable[[Position], None]
+    folder: Path | None
+    all_have_it: bool  # are all donors known to have it, whether they answer or not?
+    paces: dict[str, float]  # seconds a byte, by donor, from earlier downloads: kept up to date here
+
+
+class Fetching:
+    """One attempt; `begun` holds what it got, also after a failure."""
+
+    def __init__(self, rpc: Rpc, plan: FetchPlan, begun: BegunDownload | None, rng: Random) -> None:
+        self.begun = begun
+        self.report = FetchReport(pieces=plan.layout.pieces, total_bytes=plan.layout.total_bytes)
+        self._rpc = rpc
+        self._plan = plan
+        self._piece_bytes = max(1, min(plan.layout.piece_bytes, plan.layout.total_bytes))
+        kept = dl.PartialState(piece_s={name: pace * self._piece_bytes for name, pace in plan.paces.items()})
+        if begun is not None and begun.digests is not None:
+            kept.root, kept.have = begun.claim.root, begun.have
+        now, known = trio.current_time(), plan.all_have_it
+        self._machine = Download(now, plan.layout.pieces, rng, self._names(), kept, all_have_it=known)
+        self._nursery: trio.Nursery | None = None
+        self._timer = trio.CancelScope()
+        self._scopes: dict[int, trio.CancelScope] = {}
+        self._errors: dict[str, RemoteError] = {}
+        self._last: dl.Downloaded | dl.GaveUp | None = None
+
+    def _names(self) -> list[str]:
+        return [peer.text for peer in self._plan.donors()]
+
+    async def run(self) -> BegunDownload:
+        """The whole state, each piece checked; RemoteError says why there is none now."""
+        began = trio.current_time()
+        async with trio.open_nursery() as nursery:
+            self._nursery = nursery
+            self._perform(self._machine.wake(began))
+            nursery.start_soon(self._look_for_donors)
+            nursery.start_soon(self._tell)
+            while self._last is None:
+                with trio.CancelScope(deadline=self._machine.wake_at()) as self._timer:
+                    await trio.sleep_forever()
+                if self._last is None:
+                    self._perform(self._machine.wake(trio.current_time()))
+            nursery.cancel_scope.cancel()
+        self.report.seconds = trio.current_time() - began
+        self._remember_paces()
+        if isinstance(self._last, dl.GaveUp):
+            raise self._failure(self._last)
+        assert self.begun is not None
+        self._release()
+        return self.begun
+
+    def _release(self) -> None:
+        """Let donors go of the copies that they made for us: others may wait for the room."""
+        run = self._plan.request.run
+        for name, claim in self._machine.claims().items():
+            body = StateRelease(run, claim.root)
+            self._rpc.tell(PeerId.parse(name), self._plan.methods.release, body, timeout_s=_RELEASE_S)
+
+    def _remember_paces(self) -> None:
+        """So that the next download does not take a slow line for a donor that fails, and ask twice."""
+        paces = self._plan.paces
+        paces.update({name: piece_s / self._piece_bytes for name, piece_s in self._machine.piece_s().items()})
+        while len(paces) > LINKS:
+            del paces[next(iter(paces))]
+
+    async def _look_for_donors(self) -> None:
+        while True:
+            await trio.sleep(_LOOK_S)
+            self._perform(self._machine.add(trio.current_time(), self._names()))
+
+    async def _tell(self) -> None:
+        """For people who wait."""
+        report = self.report
+        while True:
+            await trio.sleep(_TELL_S)
+            if self.begun is None or self._machine.chosen is None:
+                why = self._machine.undecided
+                self._plan.notes("asking donors what they have" + (f": {why}" if why else ""))
+                continue
+            share, size = len(self.begun.have) / max(1, report.pieces), f"{report.total_bytes / 1e6:.1f} MB"
+            self._plan.notes(f"{share:.0%} of {size} of step {report.step}, from {len(report.by_donor)} donors")
+
+    # --- outputs ----------------------------------------------------------------------------------------------
+
+    def _perform(self, outputs: list[dl.Output]) -> None:
+        assert self._nursery is not None
+        for output in outputs:
+            match output:
+                case dl.AskDonor():
+                    self.report.asked += output.piece >= 0
+                    self._nursery.start_soon(self._ask, output)
+                case dl.Cancel(ask):
+                    if ask in self._scopes:
+                        self._scopes[ask].cancel()
+                    else:
+                        self._scopes[ask] = trio.CancelScope()  # its task has not begun yet
+                        self._scopes[ask].cancel()
+                case dl.Chosen():
+                    self._begin(output)
+                case dl.BlameDonor(donor, why):
+                    self.report.liars.append(donor)
+                    self._plan.notes(f"donor {donor[-6:]} is not asked again: {why}")
+                case dl.Downloaded() | dl.GaveUp():
+                    self._last = output
+                    self._nursery.cancel_scope.cancel()
+        self._timer.deadline = self._machine.wake_at()
+
+    def _begin(self, chosen: dl.Chosen) -> None:
+        claim, layout = chosen.claim, self._plan.layout
+        if self.begun is None or self.begun.claim != claim:
+            self.begun = BegunDownload(claim, layout, self._plan.folder)
+        self._plan.chosen(claim.position)
+        self.report.step, self.report.had = claim.position.step, len(self.begun.have)
+        size = f"{layout.total_bytes / 1e6:.1f} MB"
+        there = f", {self.report.had} of {layout.pieces} pieces are there already" if self.report.had else ""
+        self._plan.notes(f"fetching the state of step {claim.position.step}, {size}{there}: {chosen.why}")
+
+    async def _ask(self, ask: dl.AskDonor) -> None:
+        event: dl.Event | None = None
+        with self._scopes.setdefault(ask.ask, trio.CancelScope()):
+            event = await self._answer(ask)
+        del self._scopes[ask.ask]
+        if event is not None:
+            self._perform(self._machine.handle(trio.current_time(), event))
+
+    async def _answer(self, ask: dl.AskDonor) -> dl.Event:
+        """Ask, and say in the machine's terms what came of it."""
+        donor = PeerId.parse(ask.donor)
+        try:
+            if ask.piece == dl.MANIFEST:
+                return dl.Vouched(ask.ask, await self._claim(donor, ask))
+            if ask.piece == dl.DIGESTS:
+                await self._fetch_digests(donor, ask.timeout_s)
+            else:
+                await self._fetch_piece(donor, ask)
+                self.report.by_donor[ask.donor] += 1
+            return dl.Arrived(ask.ask)
+        except RemoteError as error:
+            self._errors[ask.donor] = error
+            text = str(error.args[0])
+            if isinstance(error, ProtocolViolation):
+                return dl.Wrong(ask.ask, text)
+            if isinstance(error, Overloaded):
+                return dl.DonorFailed(ask.ask, text, retry_after_s=error.retry_after_s)
+            return dl.DonorFailed(ask.ask, text, gone=isinstance(error, Refused))
+
+    # --- calls ------------------------------------------------------------------------------------------------
+
+    async def _claim(self, donor: PeerId, ask: dl.AskDonor) -> Claim:
+        methods = self._plan.methods
+        request = msgspec.structs.replace(self._plan.request, meet=ask.meet)
+        answer = await self._rpc.call(
+            donor, methods.manifest, request, StateManifest, timeout_s=ask.timeout_s, reply_frame_bytes=0
+        )
+        if answer.body.layout != self._plan.layout.digest:
+            raise ProtocolViolation("the state offered does not fit this stage: other names, dtypes or shapes", donor)
+        asked, found = request.of, answer.body.position
+        fits = asked is None or (found.step == asked.step + methods.ahead if methods.ahead else found == asked)
+        if not fits:
+            raise ProtocolViolation(f"what it offers is of step {found.step}, and not what was asked for", donor)
+        return Claim(found, answer.body.root)
+
+    async def _fetch_digests(self, donor: PeerId, timeout_s: float) -> None:
+        begun = self.begun
+        assert begun is not None
+        shape = (begun.layout.pieces, DIGEST_BYTES)
+        answer = await self._rpc.call(
+            donor,
+            self._plan.methods.digests,
+            StateDigests(self._plan.request.run, begun.claim.root),
+            Empty,
+            timeout_s=timeout_s,
+            reply_frame_bytes=shape[0] * shape[1],
+        )
+        digests = _bytes_of(answer.frames, shape, donor)
+        if not await self._plan.worker.run(partial(begun.take_digests, digests), name="check the digests of the state"):
+            raise ProtocolViolation("the digests of the state have the wrong digest", donor)
+
+    async def _fetch_piece(self, donor: PeerId, ask: dl.AskDonor) -> None:
+        begun = self.begun
+        assert begun is not None
+        begin, end = begun.layout.piece(ask.piece)
+        answer = await self._rpc.call(
+            donor,
+            self._plan.methods.piece,
+            StatePiece(self._plan.request.run, begun.claim.root, ask.piece),
+            Empty,
+            timeout_s=ask.timeout_s,
+            reply_frame_bytes=end - begin,
+        )
+        data = _bytes_of(answer.frames, (end - begin,), donor)
+        if not await self._plan.worker.run(partial(begun.take, ask.piece, data), name="check a piece of the state"):
+            raise ProtocolViolation(f"piece {ask.piece} of the state has the wrong digest", donor)
+        begun.have.add(ask.piece)
+
+    def _failure(self, last: dl.GaveUp) -> RemoteError:
+        """The donors' own kind of error, where all that failed agree."""
+        kinds = {type(error) for error in self._errors.values()}
+        peer = next(iter(self._errors.values())).peer if len(self._errors) == 1 else None
+        if last.moved_on:
+            return Refused(f"the donors let go of that state, the swarm has moved on: {last.why}", peer)
+        for kind in (ProtocolViolation, Refused, TooSlow):
+            if kinds == {kind}:
+                return kind(last.why, peer)
+        return Unreachable(last.why, peer)
+
+
+def _room(size: int, folder: Path | None) -> mmap.mmap:
+    """So many zeros."""
+    if folder is None:
+        return mmap.mmap(-1, size)
+    with tempfile.TemporaryFile(dir=folder) as file:
+        file.truncate(size)
+        return mmap.mmap(file.fileno(), size)
+
+
+def _bytes_of(frames: Sequence[TensorFrame], shape: tuple[int, ...], donor: PeerId) -> memoryview:
+    """The one frame of an answer, if it is what was asked for."""
+    frame = frames[0] if len(frames) == 1 else None
+    if frame is None or (frame.dtype, frame.shape, frame.coding) != ("uint8", shape, "none") or frame.lossless:
+        raise ProtocolViolation(f"a part of a state must be one uint8 frame of shape {list(shape)}", donor)
+    return memoryview(frame.payload)

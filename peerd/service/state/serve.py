@@ -1,0 +1,328 @@
+"""The donor's side of state download: frozen copies, and pieces of them for whoever asks.
+
+A copy is frozen when somebody asks for a position of which there is none, and shared by all who ask for that
+position; it is hashed a few pieces at a time, so that the worker gets to other things in between. What is asked for by
+name (the total of a step, a kept checkpoint) is there already and only hashed. Limits: a few copies of either kind, of
+which one in use is not let go for a new one; a number of pieces on their way to one peer and to all (the calls'
+limits). Beyond each, the caller hears Overloaded and when to come back. Whoever names a step that we shall reach is
+answered then, or after _MEET_S; beyond STATE_MEETING such callers, at once.
+
+A hostile caller may ask for copies at every step (each takes the place of its last one), for pieces that do not exist
+(Refused), or take its answers slowly (it holds its own share of pieces). A copy is in use for those alone who get on
+with it: after _START_S, by pieces that they had not had before, at a least rate, for STATE_COPY_LIFE_S at most. And no
+stranger's use keeps a member of the run from a copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import NamedTuple
+
+import trio
+
+from peerd.core.errors import Overloaded, Refused
+from peerd.core.frame import TensorFrame
+from peerd.core.ids import PeerId
+from peerd.core.limits import (
+    STATE_COPIES,
+    STATE_COPY_LIFE_S,
+    STATE_DONORS,
+    STATE_GIVEN,
+    STATE_GIVEN_PER_PEER,
+    STATE_LEAST_BYTES_PER_S,
+    STATE_MEETING,
+    STATE_NAMED_COPIES,
+    STATE_PIECES,
+    STATE_USERS,
+)
+from peerd.core.messages.encoding import Empty
+from peerd.core.messages.state import DIGEST_BYTES, StateItem, StateLayout, piece_digest
+from peerd.core.messages.swarm import Position, StateDigests, StateManifest, StatePiece, StateRelease, StateRequest
+from peerd.core.work import Worker
+from peerd.service.rpc.rpc import Answer, Incoming, MethodLimits, Rpc
+
+# A copy that somebody has used within this time, and has not let go of, is in use: longer than a piece may take, so
+# that a joiner on a slow line does not lose its copy between two pieces.
+_BUSY_S = 35.0
+_START_S = 60.0  # in which a caller need not have got anywhere: others give digests and the first pieces, too
+_IDLE_LIFE_S = 300.0  # one that nobody has asked for so long is let go
+_MEET_S = 20.0  # how long to wait for the step that a joiner names
+_HASHED_AT_ONCE = 16  # pieces, of a MiB each
+
+
+class Methods(NamedTuple):
+    """What the calls are named, and how many steps further than asked for an answer stands that names its step."""
+
+    manifest: str
+    digests: str
+    piece: str
+    release: str
+    ahead: int
+
+
+STATE = Methods("state/1/manifest", "state/1/digests", "state/1/piece", "state/1/release", ahead=1)
+KEPT = Methods("kept/1/manifest", "kept/1/digests", "kept/1/piece", "kept/1/release", ahead=0)
+Reached = Callable[[int], Awaitable[None]]
+Freeze = Callable[[], Awaitable[tuple[Position, list[StateItem]]]]
+Named = Callable[[Position], Awaitable[tuple[Position, list[StateItem]] | None]]
+
+
+@dataclass(slots=True)
+class _Use:
+    """What one caller has had of a copy."""
+
+    since: float
+    at: float  # of its last call
+    had: bytearray  # of each piece, a bit
+    had_bytes: int = 0
+    wanted: bool = True  # it has not let go
+
+    def gets_on(self, now: float, least_bytes_per_s: float) -> bool:
+        """Does it fetch, and not only hold?"""
+        due = (now - self.since - _START_S) * least_bytes_per_s
+        return self.wanted and now - self.at < _BUSY_S and self.had_bytes >= due
+
+
+@dataclass(slots=True)
+class _Copy:
+    """A frozen state with its digests."""
+
+    manifest: StateManifest
+    layout: StateLayout
+    payloads: list[memoryview]
+    digests: bytearray
+    made: float
+    name: Position | None = None  # under which it is asked for
+    used: dict[PeerId, _Use] = field(default_factory=dict)  # by whom; who let go and comes again begins where it was
+
+    def touch(self, peer: PeerId, now: float) -> None:
+        use = self.used.pop(peer, None) or _Use(now, now, bytearray(-(-self.layout.pieces // 8)))
+        use.at, use.wanted = now, True
+        self.used[peer] = use
+        if len(self.used) > STATE_USERS:
+            del self.used[next(iter(self.used))]
+
+    def gave(self, peer: PeerId, piece: int, count: int) -> None:
+        """`peer` has got a piece: what it has had before is no progress."""
+        use, bit = self.used.get(peer), 1 << piece % 8
+        if use is not None and not use.had[piece // 8] & bit:
+            use.had[piece // 8] |= bit
+            use.had_bytes += count
+
+    def let_go(self, peer: PeerId) -> None:
+        if use := self.used.get(peer):
+            use.wanted = False
+
+    def used_at(self) -> float:
+        return max((use.at for use in self.used.values() if use.wanted), default=self.made)
+
+    def in_use(self, now: float, by: Callable[[PeerId], bool]) -> bool:
+        """Does anyone get on with it, of those that `by` names?"""
+        whole_in_time = self.layout.total_bytes / (STATE_DONORS * STATE_COPY_LIFE_S)
+        rate = max(STATE_LEAST_BYTES_PER_S, whole_in_time)
+        used = any(use.gets_on(now, rate) for peer, use in self.used.items() if by(peer))
+        return used and now - self.made < STATE_COPY_LIFE_S
+
+
+@dataclass(slots=True)
+class _Shelf:
+    """Copies of one kind, by root."""
+
+    most: int
+    copies: dict[bytes, _Copy] = field(default_factory=dict)
+    lock: trio.Lock = field(default_factory=trio.Lock)  # one copy is made at a time
+
+    def of(self, position: Position) -> _Copy | None:
+        return next((copy for copy in self.copies.values() if copy.manifest.position == position), None)
+
+    def drop_unused(self, now: float) -> None:
+        for root, copy in list(self.copies.items()):
+            if now - copy.used_at() > _IDLE_LIFE_S:
+                del self.copies[root]
+
+    def make_room(self, now: float, respected: Callable[[PeerId], bool]) -> None:
+        """Bound the memory, before a new copy is made: the least used goes; Overloaded when all are in use.
+
+        By those who are `respected`: of the others' copies, one is given up.
+        """
+        self.drop_unused(now)
+        if len(self.copies) >= self.most:
+
+            def value(item: tuple[bytes, _Copy]) -> tuple[bool, bool, float]:
+                return item[1].in_use(now, respected), item[1].in_use(now, _anybody), item[1].used_at()
+
+            root, least = min(self.copies.items(), key=value)
+            if least.in_use(now, respected):
+                raise Overloaded("others are fetching older states", 2.0)
+            del self.copies[root]
+
+
+@dataclass(slots=True)
+class _Offer:
+    """What this peer gives to others of one stage of one run."""
+
+    fingerprint: bytes
+    worker: Worker
+    freeze: Freeze | None = None
+    standing: Callable[[], Position] | None = None
+    reached: Reached | None = None
+    named: Named | None = None
+    frozen: _Shelf = field(default_factory=lambda: _Shelf(STATE_COPIES))
+    by_name: _Shelf = field(default_factory=lambda: _Shelf(STATE_NAMED_COPIES))
+
+    @property
+    def shelves(self) -> tuple[_Shelf, _Shelf]:
+        return self.frozen, self.by_name
+
+
+class Giving:
+    """Answers calls for the state of this peer; nothing is given before `offer` or `offer_named`."""
+
+    def __init__(self, rpc: Rpc, methods: Methods = STATE) -> None:
+        self.is_member: Callable[[PeerId], bool] = lambda _: False  # of the run, as far as we know
+        self._offers: dict[int, _Offer] = {}  # by stage
+        self._meeting: set[PeerId] = set()  # who waits for a step
+        small = MethodLimits(calls_per_peer=4, calls=STATE_GIVEN)  # a state and a total may be asked for at once
+        pieces = MethodLimits(calls_per_peer=STATE_GIVEN_PER_PEER, calls=STATE_GIVEN)
+        rpc.serve(methods.manifest, StateRequest, self._give_manifest, limits=small)
+        rpc.serve(methods.digests, StateDigests, self._give_digests, limits=small)
+        rpc.serve(methods.piece, StatePiece, self._give_piece, limits=pieces)
+        rpc.serve(methods.release, StateRelease, self._release, limits=small)
+
+    def offer(
+        self,
+        fingerprint: bytes,
+        stage: int,
+        freeze: Freeze,
+        worker: Worker,
+        standing: Callable[[], Position],
+        reached: Reached,
+    ) -> None:
+        """From now on give the state that `freeze` returns.
+
+        It is called once for each position that `standing` tells and somebody asks for. `reached` waits for a step.
+        `worker` hashes: best one that computes nothing else.
+        """
+        offer = self._offers.setdefault(stage, _Offer(fingerprint, worker))
+        offer.freeze, offer.standing, offer.reached = freeze, standing, reached
+
+    def offer_named(self, fingerprint: bytes, stage: int, named: Named, worker: Worker) -> None:
+        """From now on give also what `named` has for a position; what it returns must never change."""
+        self._offers.setdefault(stage, _Offer(fingerprint, worker)).named = named
+
+    def let_go(self) -> None:
+        """Free the copies that nobody has asked for in a while. To be called now and then: each is a whole state."""
+        for offer in self._offers.values():
+            for shelf in offer.shelves:
+                shelf.drop_unused(trio.current_time())
+
+    @property
+    def copies(self) -> list[Position]:
+        """The positions of which there are frozen copies, oldest first."""
+        return [copy.manifest.position for offer in self._offers.values() for copy in offer.frozen.copies.values()]
+
+    async def _give_manifest(self, call: Incoming[StateRequest]) -> Answer[StateManifest]:
+        body, offer = call.body, self._offers.get(call.body.stage)
+        if offer is None or offer.fingerprint != body.run:
+            raise Refused("this peer does not give the state of that stage")
+        shelf = offer.frozen if body.of is None else offer.by_name
+        if body.of is None and body.meet:
+            await self._meet(offer, call.peer, body.meet)
+        async with shelf.lock:
+            for other in shelf.copies.values():
+                other.let_go(call.peer)  # it wants another one, or will say so
+            respected = self.is_member if self.is_member(call.peer) else _anybody
+            copy = await (_newest(offer, respected) if body.of is None else _of_name(offer, body.of, respected))
+            copy.touch(call.peer, trio.current_time())
+        return Answer(copy.manifest)
+
+    async def _meet(self, offer: _Offer, caller: PeerId, step: int) -> None:
+        """Wait until we stand at `step`; not for ever, and not where those who wait would keep others out."""
+        if offer.reached is None or caller in self._meeting or len(self._meeting) >= STATE_MEETING:
+            return
+        self._meeting.add(caller)
+        try:
+            with trio.move_on_after(_MEET_S):
+                await offer.reached(step)
+        finally:
+            self._meeting.discard(caller)
+
+    def _find(self, run: bytes, root: bytes) -> _Copy | None:
+        shelves = [shelf for o in self._offers.values() if o.fingerprint == run for shelf in o.shelves]
+        return next((shelf.copies[root] for shelf in shelves if root in shelf.copies), None)
+
+    async def _release(self, call: Incoming[StateRelease]) -> Answer[Empty]:
+        if copy := self._find(call.body.run, call.body.root):
+            copy.let_go(call.peer)
+        return Answer(Empty())
+
+    def _copy(self, call: Incoming[StateDigests] | Incoming[StatePiece]) -> _Copy:
+        copy = self._find(call.body.run, call.body.root)
+        if copy is None:
+            raise Refused("this copy of the state is gone: ask for a new manifest")
+        copy.touch(call.peer, trio.current_time())
+        return copy
+
+    async def _give_digests(self, call: Incoming[StateDigests]) -> Answer[Empty]:
+        copy = self._copy(call)
+        return Answer(Empty(), (TensorFrame("uint8", (copy.layout.pieces, DIGEST_BYTES), copy.digests),))
+
+    async def _give_piece(self, call: Incoming[StatePiece]) -> Answer[Empty]:
+        copy = self._copy(call)
+        if call.body.piece >= copy.layout.pieces:
+            raise Refused("no such piece")
+        data = copy.layout.cut_out(call.body.piece, copy.payloads)
+        copy.gave(call.peer, call.body.piece, data.nbytes)
+        return Answer(Empty(), (TensorFrame("uint8", (data.nbytes,), data),))
+
+
+def _anybody(_: PeerId) -> bool:
+    return True
+
+
+async def _newest(offer: _Offer, respected: Callable[[PeerId], bool]) -> _Copy:
+    """A copy of the present state; the one there is, when there is one."""
+    if offer.freeze is None or offer.standing is None:
+        raise Refused("this peer has no state of its own to give")
+    copy = offer.frozen.of(offer.standing())
+    if copy is None:
+        offer.frozen.make_room(trio.current_time(), respected)
+        position, items = await offer.freeze()
+        copy = offer.frozen.of(position) or await _hashed(offer.frozen, position, items, offer.worker)
+    return copy
+
+
+async def _of_name(offer: _Offer, name: Position, respected: Callable[[PeerId], bool]) -> _Copy:
+    shelf = offer.by_name
+    copy = next((copy for copy in shelf.copies.values() if copy.name == name), None)
+    if copy is None:
+        found = await offer.named(name) if offer.named is not None else None
+        if found is None:
+            raise Refused(f"what was asked for of step {name.step} is not kept here")
+        shelf.make_room(trio.current_time(), respected)
+        copy = await _hashed(shelf, *found, offer.worker)
+        copy.name = name
+    return copy
+
+
+async def _hashed(shelf: _Shelf, position: Position, items: list[StateItem], worker: Worker) -> _Copy:
+    """Put a new copy on the shelf."""
+    layout, made = StateLayout(items), trio.current_time()
+    if layout.pieces > STATE_PIECES:
+        raise Refused(f"the state has {layout.total_bytes} bytes, more than can be given")
+    payloads = [item.payload for item in items]
+    digests = bytearray(layout.pieces * DIGEST_BYTES)
+    for begin in range(0, layout.pieces, _HASHED_AT_ONCE):
+        numbers = range(begin, min(begin + _HASHED_AT_ONCE, layout.pieces))
+        await worker.run(partial(_hash, layout, payloads, numbers, digests), name="hash the state")
+    manifest = StateManifest(position, layout.digest, layout.root(position, digests))
+    copy = shelf.copies[manifest.root] = _Copy(manifest, layout, payloads, digests, made)
+    return copy
+
+
+def _hash(layout: StateLayout, payloads: list[memoryview], numbers: range, digests: bytearray) -> None:
+    for number in numbers:
+        at = number * DIGEST_BYTES
+        digests[at : at + DIGEST_BYTES] = piece_digest(layout.cut_out(number, payloads))

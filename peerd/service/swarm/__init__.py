@@ -1,0 +1,1 @@
+"""What peers publish about a run, and who finds whom by it."""

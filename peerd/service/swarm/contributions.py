@@ -1,0 +1,108 @@
+"""What this peer gives to a run in one role: counted, kept over restarts, and published for the leader-board.
+
+`add` is cheap and may be called at every step; `run` publishes now and then. The figures are this peer's own word; its
+name is in the token that travels along. The totals lie in a small file of the role's directory; one that cannot be
+read or written costs the past, no more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import trio
+
+from peerd.core.clock import Clock
+from peerd.core.errors import RemoteError
+from peerd.core.messages.contributions import Contributed, contributions_key
+from peerd.core.messages.encoding import encode
+from peerd.core.work import Worker
+from peerd.service.dht.dht import Dht
+from peerd.service.rpc.types import Gate
+
+_log = logging.getLogger("peerd.contributions")
+
+PERIOD_S: Final = 20.0
+_TTL_S: Final = 300.0
+_MOST: Final = (1 << 62) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class TallyOf:
+    """Which totals. `file` keeps them, written on `worker`; without them they are of this process only."""
+
+    run: str
+    role: str
+    file: Path | None = None
+    worker: Worker | None = None
+
+
+class Tally:
+    """The totals of one role of this peer."""
+
+    def __init__(self, of: TallyOf, dht: Dht, clock: Clock, gate: Gate | None) -> None:
+        self.samples = 0
+        self.bytes_aggregated = 0
+        self.seconds = 0.0
+        self.since = int(clock.wall())
+        self._run, self._role, self._file, self._worker = of.run, of.role, of.file, of.worker
+        self._dht, self._clock, self._gate = dht, clock, gate
+        self._counted_to = clock.now()
+        self._load()
+
+    def add(self, *, samples: int = 0, bytes_aggregated: int = 0) -> None:
+        """Count what was given since the last call: samples of committed steps, bytes summed for others."""
+        self.samples = min(self.samples + samples, _MOST)
+        self.bytes_aggregated = min(self.bytes_aggregated + bytes_aggregated, _MOST)
+
+    async def run(self) -> None:
+        """Publish again and again, until cancelled."""
+        while True:
+            await self.publish()
+            await trio.sleep(PERIOD_S)
+
+    async def publish(self) -> None:
+        """Say it to the directory and keep it. A directory that fails is no error."""
+        now = self._clock.now()
+        self.seconds += now - self._counted_to
+        self._counted_to = now
+        await self._save()
+        token = self._gate.token if self._gate is not None else b""
+        told = Contributed(self.samples, self.bytes_aggregated, int(self.seconds), self.since, token)
+        suffix = self._role.encode()[:64]
+        try:
+            await self._dht.put(contributions_key(self._run), encode(told), ttl_s=_TTL_S, suffix=suffix)
+        except RemoteError as error:
+            _log.info("contributions could not be published: %s", error)
+
+    def _load(self) -> None:
+        if self._file is None:
+            return
+        with contextlib.suppress(OSError, ValueError, TypeError, KeyError, RecursionError):
+            kept = json.loads(self._file.read_bytes())[self._run]
+            samples, aggregated, seconds, since = (max(0, int(kept[key])) for key in ("samples", "bytes", "s", "since"))
+            self.samples, self.bytes_aggregated = min(samples, _MOST), min(aggregated, _MOST)
+            self.seconds, self.since = float(seconds), min(since, self.since)
+
+    async def _save(self) -> None:
+        """Not on the loop: a disk may be slow."""
+        file = self._file
+        if file is None or self._worker is None:
+            return
+        kept = {"samples": self.samples, "bytes": self.bytes_aggregated, "s": int(self.seconds), "since": self.since}
+        try:
+            await self._worker.run(lambda: _write(file, json.dumps({self._run: kept})), name="keep contributions")
+        except OSError as error:
+            _log.info("contributions could not be kept: %s", error)
+
+
+def _write(file: Path, text: str) -> None:
+    """Whole, or not at all."""
+    temporary = file.with_name(f".{file.name}.{os.getpid()}.tmp")
+    temporary.write_text(text)
+    temporary.replace(file)

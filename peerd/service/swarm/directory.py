@@ -1,0 +1,210 @@
+"""Who serves which stage of a run, as the DHT and the conductor tell it; and announcing ourselves.
+
+Also who keeps checkpoints. Everybody's last known addresses go to the host's address book. Values from the DHT are
+strangers': decoded strictly, a bad one is skipped and its publisher named in the log. In a run with tokens a record
+counts only with its publisher's token in it, and one that allows to serve a stage, or to be a backbone.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import msgspec
+import trio
+
+from peerd.core.addr import parse_addr
+from peerd.core.clock import Clock
+from peerd.core.errors import ConfigError, ProtocolViolation, RemoteError
+from peerd.core.ids import PeerId
+from peerd.core.limits import ADDR_BYTES, ADDRS_PER_PEER, DIRECTORY_READ_BYTES, KEPT_SETS
+from peerd.core.messages.encoding import decode, encode
+from peerd.core.messages.progress import (
+    Joiner,
+    KeptCheckpoints,
+    StageProgress,
+    decode_stage,
+    encode_progress,
+    joining_key,
+    kept_key,
+    settings_key,
+    stage_key,
+)
+from peerd.core.messages.swarm import MemberInfo, Position
+from peerd.net.host.host import Host
+from peerd.service.dht.dht import Dht
+from peerd.service.rpc.types import Gate
+
+log = logging.getLogger("peerd.service.swarm.directory")
+
+RECORD_TTL_S = 60.0
+_JOINING_TTL_S = 15.0
+_JOINING_WAIT_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class StagePeer:
+    """A stage peer as it announced itself."""
+
+    peer: PeerId
+    progress: StageProgress
+
+
+class Directory:
+    """The stage peers of one run."""
+
+    def __init__(self, run: str, stages: int, host: Host, dht: Dht, gate: Gate | None = None) -> None:
+        self.run, self.stages = run, stages
+        self._host, self._dht, self._gate = host, dht, gate
+        self.announced: dict[tuple[PeerId, int], StagePeer] = {}  # by peer and stage
+        self.kept: dict[PeerId, list[Position]] = {}  # what backbones say that they keep
+
+    async def refresh(self) -> dict[tuple[PeerId, int], StagePeer]:
+        """Read every stage's records, and what is kept; what could not be read stays as it was."""
+        keys = {stage_key(self.run, stage): stage for stage in range(self.stages)}
+        try:
+            found = await self._dht.get_many([*keys, kept_key(self.run)], most_bytes=DIRECTORY_READ_BYTES)
+        except RemoteError as error:
+            log.info("the stage records of %s could not be read: %s", self.run, error)
+            return self.announced
+        read = [(r, stage) for key, stage in keys.items() for r in found.get(key, [])]
+        entries = [entry for r, stage in read if (entry := self._entry(r.publisher, r.value, stage)) is not None]
+        self.announced = fresh = _present(entries)
+        kept = [(r.publisher, self._kept_by(r.publisher, r.value)) for r in found.get(kept_key(self.run), [])]
+        self.kept = {peer: positions for peer, positions in kept if positions}
+        return fresh
+
+    def keepers(self, position: Position) -> list[PeerId]:
+        """Who keeps the checkpoints of a position."""
+        return sorted(peer for peer, positions in self.kept.items() if position in positions)
+
+    def _kept_by(self, peer: PeerId, value: bytes) -> list[Position]:
+        try:
+            kept = decode(KeptCheckpoints, value)
+            if self._gate is not None and self._gate.named(peer, kept.token, "backbone") is None:
+                return []
+            self.learn(peer, kept.addrs, by=peer)
+        except ProtocolViolation as error:
+            log.warning("skipped a record of kept checkpoints: %s", error.blame(peer))
+            return []
+        return kept.positions
+
+    def _entry(self, peer: PeerId, value: bytes, stage: int) -> StagePeer | None:
+        try:
+            progress = decode_stage(value)
+            if progress.stage != stage:
+                raise ProtocolViolation("a stage record stands under another stage's key")
+            if self._gate is not None and self._gate.named(peer, progress.token, "stage") is None:
+                return None  # the gate has said so: whoever claims to have served longest would conduct
+            self.learn(peer, progress.addrs, by=peer)
+        except ProtocolViolation as error:
+            log.warning("skipped a stage record: %s", error.blame(peer))
+            return None
+        return StagePeer(peer, progress)
+
+    def learn(self, peer: PeerId, addrs: Iterable[str], by: PeerId | None = None) -> None:
+        """Remember where a peer may be reached, as `by` says (None: it is not known who); raises ProtocolViolation."""
+        try:
+            self._host.learn(peer, [parse_addr(addr) for addr in addrs], by=by)
+        except ConfigError as error:
+            raise ProtocolViolation(str(error), peer) from None
+
+    def learn_members(self, members: Iterable[MemberInfo]) -> list[MemberInfo]:
+        """The conductor's list: addresses that the DHT may not know yet. Returns the entries that are valid."""
+        valid = []
+        for member in members:
+            try:
+                self.learn(PeerId.parse(member.peer), member.addrs)
+                valid.append(member)
+            except (ValueError, ProtocolViolation) as error:
+                log.warning("skipped a member of the conductor's list: %s", error)
+        return valid
+
+    async def announce(self, progress: StageProgress) -> None:
+        """Publish what we do; it expires by itself unless repeated."""
+        if self._gate is not None:
+            progress = msgspec.structs.replace(progress, token=self._gate.token)
+        await self._dht.put(stage_key(self.run, progress.stage), encode_progress(progress), ttl_s=RECORD_TTL_S)
+
+    async def withdraw(self, stage: int) -> None:
+        await self._dht.withdraw(stage_key(self.run, stage))
+
+    async def announce_kept(self, positions: Sequence[Position]) -> None:
+        """Say of which positions we keep all stages' checkpoints; it expires by itself unless repeated."""
+        token = self._gate.token if self._gate is not None else b""
+        kept = KeptCheckpoints(list(positions)[-KEPT_SETS:], self.own_addrs(), token)
+        await self._dht.put(kept_key(self.run), encode(kept), ttl_s=RECORD_TTL_S)
+
+    async def publish_settings(self, text: bytes) -> None:
+        """Publish the settings that this peer follows."""
+        await self._dht.put(settings_key(self.run), text, ttl_s=RECORD_TTL_S)
+
+    async def published_settings(self) -> list[bytes]:
+        """What the stage peers of this run say its settings are; others' word does not count."""
+        serving = {peer for peer, _ in await self.refresh()}
+        records = await self._dht.get(settings_key(self.run), most_bytes=DIRECTORY_READ_BYTES)
+        return [r.value for r in records if r.publisher in serving and r.publisher != self._host.id]
+
+    async def needed_stage(self, since: float, clock: Clock) -> int:
+        """The stage with the fewest peers, agreed with others who join at the same moment.
+
+        Joiners announce themselves first, wait, and are dealt to the stages in the order of their arrival; all see
+        the same list, so two do not fill one gap. `since`: when we arrived.
+        """
+        key = joining_key(self.run)
+        mine = Joiner(since, self._gate.token if self._gate is not None else b"")
+        await self._dht.put(key, encode(mine), ttl_s=_JOINING_TTL_S)
+        await trio.sleep(_JOINING_WAIT_S)
+        await self.refresh()
+        joiners = {self._host.id: since}
+        for record in await self._dht.get(key, most_bytes=DIRECTORY_READ_BYTES):
+            try:
+                joiner = decode(Joiner, record.value)
+                if self._gate is None or self._gate.named(record.publisher, joiner.token, "stage") is not None:
+                    joiners.setdefault(record.publisher, joiner.since)
+            except ProtocolViolation as error:
+                log.warning("skipped a joiner's record: %s", error.blame(record.publisher))
+        count = [0] * self.stages
+        for entry in self.announced.values():
+            count[entry.progress.stage] += 1
+            joiners.pop(entry.peer, None)
+        for _, peer in sorted((s, p) for p, s in joiners.items() if clock.wall() - s < _JOINING_TTL_S):
+            stage = count.index(min(count))
+            if peer == self._host.id:
+                break
+            count[stage] += 1
+        return count.index(min(count))
+
+    async def moved_or(self, event: trio.Event) -> None:
+        """Wait until our addresses change, so that records which name them are old, or until `event`."""
+        async with trio.open_nursery() as nursery:
+
+            async def wait(what: Callable[[], Awaitable[None]]) -> None:
+                await what()
+                nursery.cancel_scope.cancel()
+
+            nursery.start_soon(wait, self._host.whereabouts.readdressed)
+            nursery.start_soon(wait, event.wait)
+
+    @property
+    def only_dials(self) -> bool:
+        """Nobody can dial this peer."""
+        return not self._host.takes_inbound
+
+    def own_addrs(self) -> list[str]:
+        """What others may be told; relays have a part in some of them, and may have made these too long."""
+        told = [str(addr) for addr in self._host.addrs()]
+        return [text for text in told if len(text) <= ADDR_BYTES][:ADDRS_PER_PEER]
+
+
+def _present(entries: Iterable[StagePeer]) -> dict[tuple[PeerId, int], StagePeer]:
+    """The posts that peers hold now: a record stays for a while where its peer has moved; its latest one decides."""
+    latest: dict[PeerId, StagePeer] = {}
+    given = list(entries)
+    for entry in given:
+        old = latest.get(entry.peer)
+        if old is None or old.progress.since <= entry.progress.since:
+            latest[entry.peer] = entry
+    held = {peer: {entry.progress.stage, *entry.progress.also} for peer, entry in latest.items()}
+    return {(e.peer, e.progress.stage): e for e in given if e.progress.stage in held[e.peer]}

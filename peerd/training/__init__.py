@@ -1,0 +1,1 @@
+"""A peer's part of a run: what roles are made of."""

@@ -1,0 +1,1 @@
+"""Catching up: downloading a state, replaying steps, validation."""

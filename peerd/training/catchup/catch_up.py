@@ -1,0 +1,240 @@
+"""How a member that stands elsewhere than the swarm gets there: by a state of its stage-mates, and by the steps since.
+
+A state takes a while to come, and the swarm goes on meanwhile. So the totals of the steps that it makes are fetched as
+well, from the moment the state is chosen, and the optimizer steps made with them: the same bits as everybody's. Only
+when a total is no longer kept anywhere is a state fetched anew; a member that is a few steps late needs none at all.
+Also the other side of it: what this peer gives to those who come later.
+
+Invariants: the member's parameters change only in its own hands (`CatchingMember`), whole, from the position that they
+were thought to be at, and by what most donors vouch for. A hostile donor: see `service.state.snapshot`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
+from typing import Protocol, TypeVar
+
+import trio
+from torch import Tensor
+
+from peerd.compute.model.served_stage import Model
+from peerd.core.errors import PeerdError, RemoteError
+from peerd.core.ids import PeerId
+from peerd.core.messages.state import TensorSpec
+from peerd.core.messages.swarm import MemberInfo, Position, StateRequest
+from peerd.core.work import Worker
+from peerd.role import RoleContext
+from peerd.service.run_services import Training
+from peerd.service.state.snapshot import StateItem
+from peerd.training.catchup.replay import Trail
+from peerd.training.catchup.step_totals import Leap, Totals
+from peerd.training.catchup.validate import state_at
+
+T = TypeVar("T")
+
+_PAUSE_S = 0.5  # after a download that failed, or while there is no donor
+_TIDY_S = 30.0  # between two looks for copies that nobody asks for any more
+
+
+class CatchingMember(Protocol):
+    """The member that catches up."""
+
+    @property
+    def position(self) -> Position:
+        """Where its parameters stand."""
+        ...
+
+    @property
+    def model(self) -> Model:
+        """What it holds."""
+        ...
+
+    @property
+    def moving(self) -> trio.Lock:
+        """Held by whoever changes or copies the parameters."""
+        ...
+
+    @property
+    def members(self) -> list[MemberInfo]:
+        """All of the swarm, as the conductor told last."""
+        ...
+
+    async def work(self, job: Callable[[], T], name: str) -> T:
+        """Run a job on the model's device."""
+        ...
+
+    async def take_over(self, before: Position, position: Position, state: dict[str, Tensor]) -> None:
+        """Go from `before` to `position` with a whole state; ValueError: it does not fit; Elsewhere: not there."""
+        ...
+
+    async def step_on(self, before: Position, leap: Leap) -> None:
+        """Make the optimizer step that leads on from `before`; errors as in `take_over`."""
+        ...
+
+    async def reached(self, step: int) -> None:
+        """Wait until the parameters stand at that step, or further."""
+        ...
+
+    def say_where(self) -> None:
+        """Tell the conductor at once where the parameters stand now."""
+        ...
+
+
+class Elsewhere(PeerdError):
+    """The member is not where it was thought to be: somebody else has moved it meanwhile."""
+
+
+class CatchingUp:
+    """One member's downloads, and what it gives to others. Serves nothing before `offer`."""
+
+    def __init__(self, ctx: RoleContext, training: Training, coding: Worker, joiner: CatchingMember) -> None:
+        self.waits_for: str | None = None
+        self._ctx, self._training, self._coding, self._joiner = ctx, training, coding, joiner
+        self._snapshots = training.snapshots()
+        self._snapshots.notes = lambda text: ctx.log.event("download", note=text)
+        self._snapshots.totals.notes = lambda text: ctx.log.event("download", level="debug", note=text)
+        self._snapshots.totals.folder = ctx.data_dir
+        self._turn = int.from_bytes(ctx.clock.secure_bytes(6), "big")
+        self._stage = -1
+        self._totals: Totals | None = None
+        self._goal: Position | None = None  # where the swarm stands, while we stand elsewhere
+        self._seen = trio.Event()
+        self._trail: Trail | None = None
+
+    # --- giving -------------------------------------------------------------------------------------------------
+
+    def offer(self, stage: int) -> None:
+        """From now on give our state, and the totals of our last steps, to others of our stage."""
+        self._stage = stage
+        joiner, run, snapshots = self._joiner, self._training.fingerprint, self._snapshots
+        snapshots.offer(run, stage, self.freeze, self._coding, lambda: joiner.position, joiner.reached)
+        snapshots.giving.offer_named(run, stage, self._total_after, self._coding)
+
+    def keep(self, before: Position, leap: Leap) -> None:
+        """A step was made: others may need its total."""
+        if self._totals is None:
+            state_bytes = sum(spec.nbytes for spec in self._joiner.model.outline())
+            self._totals = Totals(state_bytes, self._training.run.limits.keep_totals)
+        self._totals.keep(before, leap)
+
+    async def freeze(self) -> tuple[Position, list[StateItem]]:
+        """What a donor gives: a copy of the state and the position it belongs to."""
+        async with self._joiner.moving:
+            items = await self._joiner.work(lambda: self._joiner.model.describe(), "freeze the state")
+            return self._joiner.position, [StateItem(*item) for item in items]
+
+    async def _total_after(self, before: Position) -> tuple[Position, list[StateItem]] | None:
+        leap = self._totals.after(before) if self._totals is not None else None
+        return (leap.target, leap.items()) if leap is not None else None
+
+    # --- catching up --------------------------------------------------------------------------------------------
+
+    def swarm_at(self, current: Position, stated: Position) -> None:
+        """The conductor says where the swarm stands, in answer to a report that we stand at `stated`."""
+        position = self._joiner.position
+        if self._goal is None and (stated != position or position == current):
+            return  # a commit has come in between, or all is well
+        self._goal = None if position == current else current
+        self._seen.set()
+        self._seen = trio.Event()
+        if self._trail is not None:
+            self._trail.look()
+
+    async def run(self) -> None:
+        """Go to where the swarm stands whenever we do not."""
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._tidy)
+            while True:
+                if self._goal is None:
+                    await self._seen.wait()
+                    continue
+                moved = await self._attempt()
+                self._goal = None  # until the conductor says more
+                if moved:
+                    self.waits_for = None
+                    self._joiner.say_where()
+                else:
+                    await trio.sleep(_PAUSE_S)
+
+    async def _tidy(self) -> None:
+        while True:
+            await trio.sleep(_TIDY_S)
+            self._snapshots.giving.let_go()
+
+    async def _attempt(self) -> bool:
+        """By the steps alone, if that is less to fetch; else by a state and the steps since. False: not moved."""
+        goal, begun = self._goal, self._joiner.position
+        assert goal is not None
+        if not self._donors():
+            self.waits_for = f"a peer of stage {self._stage} with the state of step {goal.step}"
+            return False
+        try:
+            expected = await self._joiner.work(lambda: self._joiner.model.outline(), "outline the state")
+            late_bytes = (goal.step - begun.step) * self._joiner.model.vector_outline().nbytes
+            if 0 < late_bytes <= sum(spec.nbytes for spec in expected):
+                self.waits_for = f"the steps up to {goal.step} from a stage-mate"
+                await self._along_a_trail(self._from_here)
+            if self._joiner.position not in (goal, self._goal):
+                self.waits_for = f"the state of step {goal.step} from a stage-mate"
+                await self._along_a_trail(partial(self._from_a_state, expected))
+        except (RemoteError, ValueError, Elsewhere) as error:
+            self._ctx.log.event("download failed", level="warning", stage=self._stage, reason=str(error))
+        return self._joiner.position != begun
+
+    async def _along_a_trail(self, start: Callable[[Trail], Awaitable[Position]]) -> None:
+        """Walk a trail that is laid meanwhile, from where `start` brings us."""
+        trail = self._trail = Trail(self._fetch_total, lambda: self._goal)
+        failure: Exception | None = None
+        try:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(trail.lay)
+                try:
+                    await self._walk(await start(trail), trail)
+                except (RemoteError, ValueError, Elsewhere) as error:
+                    failure = error  # not in a group
+                nursery.cancel_scope.cancel()
+        finally:
+            self._trail = None
+        if failure is not None:
+            raise failure
+
+    async def _from_here(self, trail: Trail) -> Position:
+        trail.begin(self._joiner.position)
+        return self._joiner.position
+
+    async def _from_a_state(self, expected: Sequence[TensorSpec], trail: Trail) -> Position:
+        """Take over a stage-mate's state; `trail` begins where it stands, before it is here."""
+        before = self._joiner.position
+        request = StateRequest(self._training.fingerprint, self._stage)
+        self._snapshots.chosen = trail.begin
+        position, items = await self._snapshots.fetch(self._donors, request, expected, self._coding)
+        state = await self._joiner.work(partial(state_at, position, items), "check the downloaded state")
+        await self._joiner.take_over(before, position, state)
+        self._ctx.log.event("downloaded", stage=self._stage, step=position.step)
+        return position
+
+    async def _walk(self, position: Position, trail: Trail) -> None:
+        """Make the steps of the trail, to its end."""
+        first = position.step
+        while (leap := await trail.next()) is not None:
+            await self._joiner.step_on(position, leap)
+            self.keep(position, leap)
+            position = leap.target
+        if position.step > first:
+            self._ctx.log.event("caught up", stage=self._stage, step=position.step, steps=position.step - first)
+        if trail.broken is not None:
+            self._ctx.log.event("trail broken", stage=self._stage, step=position.step, reason=trail.broken)
+
+    async def _fetch_total(self, before: Position) -> Leap:
+        request = StateRequest(self._training.fingerprint, self._stage, of=before)
+        expected = Leap.outline(self._joiner.model)
+        position, items = await self._snapshots.totals.fetch(self._donors, request, expected, self._coding)
+        return Leap.of(position, items)
+
+    def _donors(self) -> list[PeerId]:
+        """Stage-mates that have the state; each joiner begins with another, so that none has to serve them all."""
+        own = self._ctx.host.id.text
+        names = [m.peer for m in self._joiner.members if m.ready and m.stage == self._stage and m.peer != own]
+        turn = self._turn % max(1, len(names))
+        return [PeerId.parse(name) for name in names[turn:] + names[:turn]]

@@ -1,0 +1,88 @@
+"""The way from a position to where the swarm stands: totals, fetched one after another, ahead of whoever walks it.
+
+It can be laid from a state that is still on its way: donors keep a total for a few steps, a download may take many.
+Invariants: each leap begins where the one before it ends; of leaps that nobody has taken yet there are never more than
+STATE_TRAIL; a trail that ends (`broken` says why) stays so. What is fetched, others vouch for: see
+`service.state.snapshot`.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Awaitable, Callable
+
+import trio
+
+from peerd.core.errors import Refused, RemoteError
+from peerd.core.limits import STATE_TRAIL
+from peerd.core.messages.swarm import Position
+from peerd.training.catchup.step_totals import Leap
+
+_PAUSE_S = 0.3  # before a total is asked for again
+_TRIES = 4  # for one total, while nobody says that it is gone
+_REFUSALS = 2  # members commit one after another: the first may come too early
+
+
+class Trail:
+    """See the module's header."""
+
+    def __init__(self, fetch: Callable[[Position], Awaitable[Leap]], goal: Callable[[], Position | None]) -> None:
+        """`fetch` gets the leap from a position, or raises RemoteError; `goal` None: there is nowhere to go."""
+        self._fetch, self._goal = fetch, goal
+        self._leaps: deque[Leap] = deque()
+        self._start: Position | None = None  # of the first leap that nobody has taken
+        self._end: Position | None = None
+        self._changed = trio.Event()
+        self.broken: str | None = None
+
+    def begin(self, position: Position) -> None:
+        """From here on; what was laid from another position is of no use."""
+        if position != self._start:
+            self._leaps.clear()
+            self._start = self._end = position
+            self.look()
+
+    def look(self) -> None:
+        """The goal has moved."""
+        self._changed.set()
+        self._changed = trio.Event()
+
+    async def lay(self) -> None:
+        """Fetch, until the trail breaks."""
+        failures = refusals = 0
+        while self.broken is None:
+            end, goal = self._end, self._goal()
+            if end is None or goal is None or end == goal or len(self._leaps) >= STATE_TRAIL:
+                await self._changed.wait()
+                continue
+            if goal.step <= end.step:
+                self._break(f"the swarm has gone to step {goal.step} by another way")
+                return
+            try:
+                leap = await self._fetch(end)
+            except RemoteError as error:
+                failures, refusals = failures + 1, refusals + isinstance(error, Refused)
+                if failures >= _TRIES or refusals >= _REFUSALS:
+                    self._break(f"the total after step {end.step} cannot be had: {error}")
+                    return
+                await trio.sleep(_PAUSE_S)
+                continue
+            failures = refusals = 0
+            if end == self._end:  # else it began anew meanwhile
+                self._leaps.append(leap)
+                self._end = leap.target
+                self.look()
+
+    def _break(self, why: str) -> None:
+        self.broken = why
+        self.look()
+
+    async def next(self) -> Leap | None:
+        """The next leap; None when there is none to come: the end of the trail is the goal, or it is broken."""
+        while not self._leaps:
+            if self.broken is not None or self._goal() in (None, self._end):
+                return None
+            await self._changed.wait()
+        self._start = self._leaps[0].target
+        self.look()
+        return self._leaps.popleft()

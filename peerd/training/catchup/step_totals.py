@@ -1,0 +1,94 @@
+"""The totals of the last steps: what each optimizer step was made with, so that a peer that was late can make it, too.
+
+With the same parameters and the same total an optimizer step gives the same bits everywhere, so a newcomer whose state
+is a few steps old needs one vector for each step, and no second state. (With it goes what the code of gradients keeps
+from step to step, such as PowerSGD's Q: it is a part of the state, too.) Invariants: memory only; never more bytes than
+`most_bytes`, nor more totals than STATE_TOTALS; the oldest goes first; a total stands under the position that it led on
+from, and whoever asks for one gets the position it leads to with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from torch import Tensor
+
+from peerd.compute.model.served_stage import Model, Vector, items_of, state_of
+from peerd.compute.tensors import all_finite, dtype_name
+from peerd.core.limits import STATE_TOTALS
+from peerd.core.messages.state import TensorSpec
+from peerd.core.messages.swarm import Position
+from peerd.service.state.snapshot import StateItem
+
+
+class Leap(NamedTuple):
+    """One optimizer step: where it leads, and all that it takes to make it."""
+
+    target: Position
+    total: Vector  # the summed gradient, flat
+    code: Mapping[str, Tensor] = {}  # what the gradients' code has kept after this step, where it keeps anything
+
+    @classmethod
+    def made(cls, model: Model, target: Position, total: Vector) -> Leap:
+        """The step that `model` has just made."""
+        kept = model.low_rank.state() if model.low_rank is not None else {}
+        return cls(target, total, {name: tensor.clone() for name, tensor in kept.items()})
+
+    def make(self, model: Model, samples: int) -> None:
+        """Make the step with `model`; ValueError, before any change, when it does not fit."""
+        if not all(all_finite(tensor) for tensor in self.code.values()):
+            raise ValueError("what belongs to the total is not finite")
+        model.commit(self.target.step - 1, self.total, samples)
+        if model.low_rank is not None:
+            model.low_rank.load(self.code)
+
+    @staticmethod
+    def outline(model: Model) -> list[TensorSpec]:
+        """What `items` gives for a step of `model`."""
+        kept = model.low_rank.outline() if model.low_rank is not None else []
+        specs = [TensorSpec(name, dtype_name(dtype), tuple(shape)) for name, dtype, shape in sorted(kept)]
+        return [model.vector_outline(), *specs]
+
+    def items(self) -> list[StateItem]:
+        """To travel as a state."""
+        total = StateItem("total", self.total.dtype.name, self.total.shape, self.total.data.cast("B"))
+        return [total, *(StateItem(*item) for item in items_of(dict(self.code)))]
+
+    @classmethod
+    def of(cls, target: Position, items: Sequence[StateItem]) -> Leap:
+        """The inverse of `items`, sharing their memory."""
+        total, *code = items
+        tensors = state_of((item.name, item.dtype, item.shape, item.payload) for item in code)
+        return cls(target, np.frombuffer(total.payload, dtype=total.dtype), tensors)
+
+    @property
+    def nbytes(self) -> int:
+        return self.total.nbytes + sum(tensor.nbytes for tensor in self.code.values())
+
+
+class Totals:
+    """See the module's header. What is kept is shared, not copied: nobody may change it."""
+
+    def __init__(self, most_bytes: int, most: int = STATE_TOTALS) -> None:
+        self._most_bytes, self._most = most_bytes, min(most, STATE_TOTALS)
+        self._leaps: dict[Position, Leap] = {}  # oldest first
+
+    def keep(self, before: Position, leap: Leap) -> None:
+        """A step from `before` was made."""
+        self._leaps.pop(before, None)
+        self._leaps[before] = leap
+        while len(self._leaps) > self._most or self.nbytes > self._most_bytes:
+            del self._leaps[next(iter(self._leaps))]
+
+    def after(self, before: Position) -> Leap | None:
+        """The step that led on from there, if it is kept still."""
+        return self._leaps.get(before)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(leap.nbytes for leap in self._leaps.values())
+
+    def __len__(self) -> int:
+        return len(self._leaps)

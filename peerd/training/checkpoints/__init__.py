@@ -1,0 +1,1 @@
+"""Checkpoints: saving, keeping for others, recovery."""

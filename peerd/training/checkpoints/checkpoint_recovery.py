@@ -1,0 +1,118 @@
+"""A member of a swarm that has lost its way back fetches a checkpoint of its stage from the backbones that keep some.
+
+When every stage has members and there is no position that all stages can reach (a stage's peers were all lost; or all
+are new, and the run is far beyond its start), the conductor says so, and each stage fetches the newest position that
+backbones announce. It becomes a checkpoint of our own, which the conductor hears of as of any other. Two members of a
+stage do so at once, the others only when that leads nowhere. Not a role; serves nothing.
+
+A hostile keeper may announce what it cannot give (the next older position is tried), give what its digests do not say
+or another position (it is named and left alone), or a state of its own making: then it is believed only as far as no
+other keeper of that position contradicts it, and only if the state is finite, of the right shape and of its step.
+Where keepers contradict each other, what most of them give is taken; of two, nobody can say which lies: none is
+believed, the next older position is tried, and `problem` tells who says what.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Final
+
+import trio
+
+from peerd.core.errors import ConfigError, RemoteError
+from peerd.core.messages.swarm import Position, StateRequest
+from peerd.role import RoleContext
+from peerd.service.run_services import Training
+from peerd.training.catchup.catch_up import CatchingMember
+from peerd.training.catchup.validate import checked
+from peerd.training.checkpoints.stage_checkpoints import Saving
+
+_LOOK_S: Final = 2.0  # between two looks at what is kept
+_FAILED_S: Final = 30.0  # before a position that could not be had is tried again
+_PATIENCE_S: Final = 60.0  # for the other stages to fetch the same position; then an older one may be the common one
+_AT_ONCE: Final = 2  # members of one stage that fetch without waiting for each other
+
+
+class Recalling:
+    """One member's side. `run` does the work."""
+
+    def __init__(self, ctx: RoleContext, training: Training, saving: Saving, joiner: CatchingMember) -> None:
+        self.waits_for: str | None = None
+        self.problem: str | None = None  # why the last position that was tried is not to be had
+        self._ctx, self._training, self._saving, self._joiner = ctx, training, saving, joiner
+        self._fetcher = training.kept_fetcher()
+        self._fetcher.notes = lambda text: ctx.log.event("download", note=text)
+        self._fetcher.folder = ctx.data_dir
+        self._files = ctx.worker("files")
+        self._lost_since: float | None = None
+        self._news = trio.Event()
+        self._patient_until = 0.0
+        self._patience_s = _PATIENCE_S
+        self._failed: dict[Position, float] = {}  # until when it is not tried again
+
+    def swarm_is_lost(self, lost: bool) -> None:
+        """The conductor says whether there is a way on with what the members have."""
+        if lost == (self._lost_since is not None):
+            return
+        self._lost_since = trio.current_time() if lost else None
+        self._patient_until, self._patience_s, self.waits_for, self.problem = 0.0, _PATIENCE_S, None, None
+        self._news.set()
+        self._news = trio.Event()
+
+    async def run(self, stage: int) -> None:
+        """Fetch, while the swarm is lost, one position after another, the newest first."""
+        while True:
+            if self._lost_since is None:
+                await self._news.wait()
+                continue
+            await self._training.directory.refresh()
+            position = self._next(trio.current_time(), stage)
+            if position is None or not await self._recall(position, stage):
+                await trio.sleep(_LOOK_S)
+
+    def _next(self, now: float, stage: int) -> Position | None:
+        """What to fetch now, if anything."""
+        since = self._lost_since
+        mates = sorted(m.peer for m in self._joiner.members if m.stage == stage)
+        own = self._ctx.host.id.text
+        rank = mates.index(own) if own in mates else 0
+        if since is None or now < max(self._patient_until, since + max(0, rank - _AT_ONCE + 1) * _PATIENCE_S):
+            return None
+        kept = {position for positions in self._training.directory.kept.values() for position in positions}
+        wanted = [
+            position
+            for position in kept
+            if position.step > 0 and position not in self._saving.positions and self._failed.get(position, now) <= now
+        ]
+        keepers = self._training.directory.keepers
+        return max(wanted, key=lambda p: (p.step, len(keepers(p)), p.lineage), default=None)
+
+    async def _recall(self, position: Position, stage: int) -> bool:
+        self.waits_for = f"the checkpoint of step {position.step} from a backbone"
+        outline = await self._joiner.work(self._joiner.model.outline, "outline the state")
+        request = StateRequest(self._training.fingerprint, stage, of=position)
+        try:
+            found, items = await self._fetcher.fetch(
+                partial(self._training.directory.keepers, position), request, outline, self._files
+            )
+            state = await self._files.run(partial(checked, found, items), name="check a kept checkpoint")
+        except (RemoteError, ValueError) as error:
+            self._failed[position] = trio.current_time() + _FAILED_S
+            self.problem = f"the checkpoint of step {position.step} cannot be had: {error}"
+            self._ctx.log.event("not recalled", level="warning", stage=stage, step=position.step, reason=str(error))
+            return False
+        finally:
+            self.waits_for = None
+        try:
+            await self._saving.save(position, state, hold=True)
+        except ConfigError as error:
+            self._failed[position] = trio.current_time() + _FAILED_S
+            self.problem = f"the checkpoint of step {position.step} cannot be kept: {error}"
+            self._ctx.log.event("not saved", level="warning", stage=stage, step=position.step, reason=str(error))
+            return False
+        self.problem = None
+        self._patient_until = trio.current_time() + self._patience_s
+        self._patience_s *= 2
+        self._ctx.log.event("recalled", stage=stage, step=position.step)
+        self._joiner.say_where()
+        return True

@@ -1,0 +1,166 @@
+"""Keeps a run's checkpoints on a peer that takes no part in it: fetches all stages' states, of one position.
+
+Not a role. Nothing of a set is written before the states of all stages are here, checked, and of the same position, so
+a set is never of two steps; what a full disk cut short while it was written is dropped, and what a crash did at the
+next start. The files are those of a stage peer, one more set than the run's `checkpoint.keep`, so that the set being
+written costs none of the whole ones; `kept.json` lists the whole sets. It reports to no conductor, gives no gradient,
+and serves but `kept/1`: what it keeps, to stage peers that have lost theirs. A set is held in memory while it is
+fetched. A hostile donor: see `service.state.snapshot`; one that lies costs an attempt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import trio
+from torch import Tensor
+
+from peerd.compute.model.served_stage import ServedStage, items_of
+from peerd.core.errors import ConfigError, RemoteError
+from peerd.core.ids import PeerId
+from peerd.core.messages.state import TensorSpec
+from peerd.core.messages.swarm import Position, StateRequest
+from peerd.core.runfile import RunFile
+from peerd.role import RoleContext
+from peerd.service.run_services import Training
+from peerd.service.state.snapshot import Giving, StateItem
+from peerd.training.catchup.validate import checked
+from peerd.training.checkpoints.kept_list import KeptList
+from peerd.training.checkpoints.stage_checkpoints import Saving
+
+_TRIES = 6  # at one position, when the swarm steps while its stages are asked
+_AGAIN_S = 10.0  # an attempt is repeated after so long, if the step does not change
+_LONGEST_S = 60.0  # between attempts that fail, also when it does
+
+
+class Keeping:
+    """The kept sets of one run. `open` comes first."""
+
+    def __init__(self, ctx: RoleContext, training: Training) -> None:
+        assert ctx.run is not None
+        run = ctx.run
+        self._ctx, self._training = ctx, training
+        self._settings, self._total_steps = run.checkpoint, run.optimizer.total_steps
+        stages = range(run.pipeline.stages)
+        self._savings = [Saving(ctx, training.fingerprint, spare=1) for _ in stages]
+        self._fetchers = [training.fetcher() for _ in stages]
+        self._outlines: list[list[TensorSpec]] = []
+        self._files = ctx.worker("files")
+        self._tried_step, self._tried_at, self._failures = -1, 0.0, 0
+        self._giving: Giving | None = None
+        self._list = KeptList(ctx.data_dir, run.run)
+
+    async def open(self) -> None:
+        """Find what is kept, drop what is not whole, and give the rest to whoever asks.
+
+        ConfigError names a checkpoint that cannot be read.
+        """
+        for stage, saving in enumerate(self._savings):
+            await saving.open(stage)
+        await self._drop_what_is_not_whole()
+        self._giving = self._training.kept_giving()
+        for stage in range(len(self._savings)):
+            self._giving.offer_named(self._training.fingerprint, stage, partial(self._kept_of, stage), self._files)
+
+    async def _kept_of(self, stage: int, position: Position) -> tuple[Position, list[StateItem]] | None:
+        """A checkpoint, for those who have lost theirs: its file is mapped, not read into memory."""
+        if position not in self.kept:
+            return None
+        try:
+            state = await self._savings[stage].load(position)
+        except ConfigError as error:
+            self._ctx.log.event("not given", level="warning", stage=stage, step=position.step, reason=str(error))
+            return None
+        return position, [StateItem(*item) for item in items_of(state)]
+
+    async def _drop_what_is_not_whole(self) -> None:
+        """Or each would cost a whole set its place in the stages that it got to."""
+        whole = set(self.kept)
+        for saving in self._savings:
+            await saving.drop([p.step for p in saving.positions if p not in whole])
+
+    @property
+    def kept(self) -> list[Position]:
+        """The positions of which every stage is here, oldest first."""
+        return sorted(set.intersection(*(set(saving.positions) for saving in self._savings)))
+
+    def tidy(self) -> None:
+        """Let go of what nobody fetches any more. To be called now and then."""
+        if self._giving is not None:
+            self._giving.let_go()
+
+    def due(self, step: int) -> bool:
+        """Is a set to be fetched, now that the swarm is at `step`?"""
+        now, every = trio.current_time(), self._settings.every_steps
+        pause_s = min(2.0**self._failures, _LONGEST_S) if self._failures else 0.0
+        if step == self._tried_step:
+            pause_s = max(pause_s, _AGAIN_S)
+        if step <= 0 or now - self._tried_at < pause_s:
+            return False
+        last = max((p.step for p in self.kept if p.step <= step), default=0)
+        if self._total_steps and step >= self._total_steps:
+            return last < self._total_steps
+        return every > 0 and step // every > last // every
+
+    async def keep(self, step: int, donors: Sequence[Sequence[PeerId]]) -> Position | None:
+        """Fetch and write a set; None when it cannot be had now: the log says why. `donors`: peers of each stage."""
+        self._tried_step, self._tried_at = step, trio.current_time()
+        self._failures += 1
+        position = await self._attempt(step, donors)
+        if position is not None:
+            self._failures = 0
+        return position
+
+    async def _attempt(self, step: int, donors: Sequence[Sequence[PeerId]]) -> Position | None:
+        await self._outline()
+        for _ in range(_TRIES):
+            found: dict[int, tuple[Position, dict[str, Tensor]]] = {}
+            async with trio.open_nursery() as nursery:  # at once: so that they freeze the same position
+                for stage, peers in enumerate(donors):
+                    nursery.start_soon(self._fetch, stage, peers, found)
+            if len(found) < len(self._savings):
+                return None
+            positions = {position for position, _ in found.values()}
+            if len(positions) == 1:
+                (position,) = positions
+                return position if await self._write(position, {s: state for s, (_, state) in found.items()}) else None
+        self._ctx.log.event("not kept", level="warning", step=step, reason="the stages moved on while they were asked")
+        return None
+
+    async def _outline(self) -> None:
+        """What each stage's state looks like: from the run's own model, built and let go again, one at a time."""
+        run = self._training.run
+        for stage in range(len(self._outlines), len(self._savings)):
+            outline = partial(_outline_of, run, stage)
+            self._outlines.append(await self._files.run(outline, name="outline a stage"))
+
+    async def _fetch(
+        self, stage: int, peers: Sequence[PeerId], found: dict[int, tuple[Position, dict[str, Tensor]]]
+    ) -> None:
+        request = StateRequest(self._training.fingerprint, stage)
+        try:
+            if not peers:
+                raise ValueError("no peer of the stage is announced")
+            fetcher, expected = self._fetchers[stage], self._outlines[stage]
+            position, items = await fetcher.fetch(list(peers), request, expected, self._files)
+            found[stage] = position, await self._files.run(lambda: checked(position, items), name="check a state")
+        except (RemoteError, ValueError) as error:
+            self._ctx.log.event("not kept", level="warning", stage=stage, reason=str(error))
+
+    async def _write(self, position: Position, states: dict[int, dict[str, Tensor]]) -> bool:
+        if position.step <= 0 or position in self.kept:
+            return False
+        try:
+            for stage, saving in enumerate(self._savings):
+                await saving.save(position, states[stage])
+        except ConfigError:
+            await self._drop_what_is_not_whole()
+            raise
+        listed = partial(self._list.write, self.kept, len(self._savings))
+        await self._files.run(listed, name="list what is kept")
+        return True
+
+
+def _outline_of(run: RunFile, stage: int) -> list[TensorSpec]:
+    return ServedStage(run, stage, "cpu").outline()

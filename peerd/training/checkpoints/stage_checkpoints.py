@@ -1,0 +1,175 @@
+"""Checkpoints of a stage peer: when they are due, where they lie, which positions it can return to.
+
+A thin layer over `peerd.compute.checkpoint` that knows positions (step and lineage) and keeps files off the
+device's worker. Not a role. Training never waits for the disk: what is handed in is written beside it, one checkpoint
+at a time, and a newer one takes the place of one that waits. A disk that is full, or hangs, costs checkpoints and
+nothing else: `problem` says so, and the next that is due is tried again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import trio
+from torch import Tensor
+
+from peerd.compute.checkpoint import Checkpoints, Manifest
+from peerd.core.errors import ConfigError
+from peerd.core.limits import SAVED_TOLD
+from peerd.core.messages.swarm import Position
+from peerd.role import RoleContext
+
+_HANGS_S = 30.0  # that a checkpoint takes to be written before one says so
+
+
+class Saving:
+    """The checkpoints of one peer in one run. `open` comes before everything but `newest_stage`."""
+
+    def __init__(self, ctx: RoleContext, fingerprint: bytes, spare: int = 0) -> None:
+        """`spare`: how many more checkpoints to keep than the run says."""
+        assert ctx.run is not None
+        self._settings = ctx.run.checkpoint
+        self._keep = ctx.run.checkpoint.keep + spare
+        self._total_steps = ctx.run.optimizer.total_steps
+        self._fingerprint = fingerprint
+        self._root = ctx.data_dir / "checkpoints" / ctx.run.run
+        self._ctx, self._files = ctx, ctx.worker("files")
+        self._checkpoints: Checkpoints | None = None
+        self._waiting: tuple[Position, Mapping[str, Tensor]] | None = None
+        self._writing: tuple[Position, float] | None = None  # and since when
+        self._failed: str | None = None
+        self._news = trio.Event()
+        self.directory: Path = self._root
+        self._stage = -1
+        self.positions: list[Position] = []  # oldest first
+        self._recalled: set[Position] = set()  # these stay, however old they are
+
+    @property
+    def told(self) -> list[Position]:
+        """What the conductor hears of, oldest first: recalled positions, which others go back to, and the newest."""
+        recalled = [p for p in self.positions if p in self._recalled][-SAVED_TOLD:]
+        others = [p for p in self.positions if p not in self._recalled]
+        return sorted([*recalled, *others[max(0, len(others) - SAVED_TOLD + len(recalled)) :]])
+
+    @property
+    def problem(self) -> str | None:
+        """Why the newest checkpoint is not on the disk, if there is something to be done about it."""
+        if self._writing is not None and trio.current_time() - self._writing[1] > _HANGS_S:
+            for_s = trio.current_time() - self._writing[1]
+            return f"{self.directory} has not taken the checkpoint of step {self._writing[0].step} for {for_s:.0f} s"
+        return self._failed
+
+    def has(self, position: Position) -> bool:
+        """Is it saved, or about to be?"""
+        coming = [one[0] for one in (self._waiting, self._writing) if one is not None]
+        return position in self.positions or position in coming
+
+    def hand_in(self, position: Position, state: Mapping[str, Tensor]) -> None:
+        """Write a checkpoint, soon. `state` must not change any more."""
+        self._waiting = position, state
+        self._tell()
+
+    async def written(self) -> None:
+        """Wait until nothing is to be written any more."""
+        while self._waiting is not None or self._writing is not None:
+            await self._news.wait()
+
+    async def run(self) -> None:
+        """Write what is handed in."""
+        while True:
+            while self._waiting is None:
+                await self._news.wait()
+            (position, state), self._waiting = self._waiting, None
+            self._writing = position, trio.current_time()
+            try:
+                await self.save(position, state)
+            except ConfigError as error:
+                level = "debug" if self._failed else "warning"  # said once
+                self._failed = f"no checkpoint of step {position.step}: {error}"
+                self._ctx.log.event("not saved", level=level, step=position.step, reason=str(error))
+            else:
+                self._failed = None
+                self._ctx.log.event("saved", stage=self._stage, step=position.step)
+            del state
+            self._writing = None
+            self._tell()
+
+    def _tell(self) -> None:
+        self._news.set()
+        self._news = trio.Event()
+
+    async def newest_stage(self, stages: int) -> int | None:
+        """The stage of which we have the newest checkpoint, if any."""
+
+        def look() -> int | None:
+            steps = {s: self._open(s).steps() for s in range(stages) if self._of_stage(s).is_dir()}
+            found = [(max(saved), s) for s, saved in steps.items() if saved]
+            return max(found)[1] if found else None
+
+        return await self._files.run(look, name="look for checkpoints")
+
+    async def open(self, stage: int) -> None:
+        """Find what is saved of `stage`; ConfigError names a checkpoint that cannot be read."""
+        self.directory, self._stage = self._of_stage(stage), stage
+
+        def look() -> tuple[Checkpoints, list[Position]]:
+            checkpoints = self._open(stage)
+            checkpoints.clean()
+            return checkpoints, [_position(checkpoints.manifest(step)) for step in checkpoints.steps()]
+
+        self._checkpoints, self.positions = await self._files.run(look, name="list checkpoints")
+
+    async def drop(self, steps: Sequence[int]) -> None:
+        """Forget the checkpoints of `steps`."""
+        checkpoints = self._checkpoints
+        assert checkpoints is not None
+
+        def remove() -> None:
+            for step in steps:
+                checkpoints.remove(step)
+
+        await self._files.run(remove, name="drop checkpoints")
+        self.positions = [p for p in self.positions if p.step not in steps]
+
+    def due(self, step: int) -> bool:
+        """Is a checkpoint to be written after `step`?"""
+        every = self._settings.every_steps
+        return step == self._total_steps or (every > 0 and step % every == 0)
+
+    async def save(self, position: Position, state: Mapping[str, Tensor], hold: bool = False) -> None:
+        """Write a checkpoint; older ones beyond the number to keep go. `hold`: this one stays, however old it is."""
+        checkpoints = self._checkpoints
+        assert checkpoints is not None
+        if hold:
+            self._recalled.add(position)
+        lineage = {"lineage": position.lineage.hex()}
+
+        def write() -> list[int]:
+            if hold:
+                checkpoints.hold(position.step)
+            checkpoints.save(position.step, state, lineage)
+            return checkpoints.steps()
+
+        kept = await self._files.run(write, name="write a checkpoint")
+        others = [p for p in self.positions if p.step != position.step]
+        self.positions = sorted(p for p in [*others, position] if p.step in kept)
+
+    async def load(self, position: Position) -> dict[str, Tensor]:
+        """The state saved at `position`; ConfigError when it is not there or broken."""
+        checkpoints = self._checkpoints
+        assert checkpoints is not None
+        state, manifest = await self._files.run(lambda: checkpoints.load(position.step), name="read a checkpoint")
+        if _position(manifest) != position:
+            raise ConfigError(f"the checkpoint of step {position.step} in {self.directory} is of another branch")
+        return dict(state)
+
+    def _of_stage(self, stage: int) -> Path:
+        return self._root / f"stage-{stage}"
+
+    def _open(self, stage: int) -> Checkpoints:
+        return Checkpoints(self._of_stage(stage), keep=self._keep, fingerprint=self._fingerprint, stage=stage)
+
+
+def _position(manifest: Manifest) -> Position:
+    return Position(manifest.step, bytes.fromhex(str(manifest.extra["lineage"])))

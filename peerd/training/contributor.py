@@ -1,0 +1,272 @@
+"""What everyone does who gives microbatches to a run, wherever they are computed. Not a role.
+
+Follows the run's conductor: reports what is wished for, begun and done, and carries out what the answer orders, by the
+books of `machine/batch/trainer_ledger`. What a microbatch is and how it is done is the `Work`: role `trainer` sends
+text through the stages, the library asks a user's own loop for a gradient. Publishes how far it is. Invariants: nothing
+is begun that the conductor has not admitted; what it drops is cancelled; done is said until the conductor has taken it.
+"""
+
+from __future__ import annotations
+
+from typing import Generic, Protocol, TypeVar
+
+import trio
+
+from peerd.core.errors import RemoteError
+from peerd.core.messages.progress import TrainerProgress, encode_progress, pause_s, progress_key
+from peerd.core.messages.swarm import Done, MemberInfo, Seqs, TrainerAnswer, TrainerSync
+from peerd.machine.batch.trainer_ledger import (
+    Begun,
+    Contribution,
+    DropMicrobatch,
+    Holding,
+    Order,
+    Repeat,
+    Start,
+    told_at_once,
+)
+from peerd.machine.conductor.member_list import KnownMembers
+from peerd.role import RoleContext
+from peerd.service.run_services import Training
+
+T = TypeVar("T")  # what a microbatch carries
+
+_SYNC_WAIT_S = 2.0
+_PUBLISH_S = 3.0
+_PUBLISH_RARELY_S = 15.0  # a quarter of a record's life
+_RECORD_TTL_S = 60.0
+_LEAVE_PATIENCE_S = 4.0
+
+
+class Work(Protocol[T]):
+    """What is contributed; everything is called on the loop."""
+
+    def in_flight(self) -> int:
+        """How many microbatches to have open now; 0: begin nothing new."""
+        ...
+
+    def told_together(self) -> int:
+        """How many microbatches that are done may be told in one report, where nobody waits for them; at least 1."""
+        ...
+
+    def refill(self, waiting: list[T]) -> None:
+        """Before each report: see to it that something waits for a number."""
+        ...
+
+    async def train(self, step: int, seq: int, load: T) -> list[Holding]:
+        """Do microbatch `seq` of `step` in every stage; returns who holds its gradient, by stage."""
+        ...
+
+    async def repeat(self, step: int, seq: int, stage: int, load: T) -> Holding:
+        """Do it again in one stage whose peer is gone; returns who holds it now."""
+        ...
+
+    def note_members(self, members: list[MemberInfo]) -> None:
+        """Who serves now."""
+        ...
+
+    def stepped(self, before: int) -> None:
+        """The swarm has gone on from step `before`."""
+        ...
+
+    def answered(self, answer: TrainerAnswer) -> None:
+        """The conductor's answer, once the books have it."""
+        ...
+
+    def progress(self) -> TrainerProgress:
+        """What to publish."""
+        ...
+
+
+class Contributor(Generic[T]):
+    """One peer's part in a run's batches. `follow` ends when the run has made all its steps."""
+
+    def __init__(self, ctx: RoleContext, training: Training, work: Work[T]) -> None:
+        self._ctx, self._training, self._work = ctx, training, work
+        self._following = training.following
+        session = int.from_bytes(ctx.clock.secure_bytes(4), "big") >> 2
+        self.books: Contribution[T] = Contribution(session)
+        self.answer: TrainerAnswer | None = None
+        self.complete = False
+        self.leaving = False
+        self._longest_s = [0.0, 0.0]  # until news were answered, in the step before and since
+        self._waits_for: str | None = None
+        self._scopes: dict[int, list[trio.CancelScope]] = {}
+        self._idle: trio.CancelScope | None = None  # of a report without news: cancelled when there is some
+        self._dirty = False
+        self._said: list[Done] = []
+        self._refused = False  # the conductor cannot take news now, and has nothing new to tell
+        self._heard = trio.Event()  # set, and replaced, with each answer
+        self._changes = -1
+        self._seen, self._listed = 0, KnownMembers()
+
+    @property
+    def waits_for(self) -> str | None:
+        """What the conductor, or the way to it, waits for."""
+        return self._following.waits_for or self._waits_for
+
+    def counts(self) -> dict[str, int]:
+        """What became of microbatches, for status."""
+        tally = self.books.tally
+        return {
+            "in_flight": len(self.books.open()),
+            "begun": tally.begun,
+            "counted": tally.counted,
+            "redone": tally.redone,
+            "requeued": tally.requeued,
+            "lost": tally.lost,
+        }
+
+    @property
+    def answer_s(self) -> float:
+        """The longest that it took lately until news were answered: in each step, lines are full for a while."""
+        return max(self._longest_s)
+
+    # --- following the conductor ------------------------------------------------------------------------------
+
+    def in_flight(self) -> int:
+        """How many microbatches should be open now."""
+        return 0 if self.leaving or self.complete else self._work.in_flight()
+
+    def tell(self) -> None:
+        """There is news for the conductor: do not wait for the answer to a report that had none."""
+        self._dirty = True
+        if self._idle is not None:
+            self._idle.cancel()
+
+    async def follow(self) -> None:
+        """Report news and take the answer; without news, wait for the conductor's."""
+        async with trio.open_nursery() as nursery:
+            while not self.complete:
+                self._dirty = False
+                self._work.refill(self.books.waiting)
+                self.books.wish(self.in_flight())
+                with trio.CancelScope() as scope:
+                    self._idle = scope if not self.books.news() else None
+                    asked = trio.current_time()
+                    answer = await self._following.ask(
+                        "swarm/2/trainer", self._report, TrainerAnswer, _SYNC_WAIT_S + 8.0
+                    )
+                    self._idle = None
+                    if self._said:
+                        self._longest_s[1] = max(self._longest_s[1], trio.current_time() - asked)
+                    self._refused = self._has_news and not answer.taken and answer.version == self._seen
+                    self._take(answer, nursery)
+                self._idle = None
+                self._heard.set()
+                self._heard = trio.Event()
+            nursery.cancel_scope.cancel()
+
+    @property
+    def _has_news(self) -> bool:
+        """Does the report under way say something that the conductor must take?"""
+        return bool(self._said or self.books.unknown)
+
+    @property
+    def _in_a_hurry(self) -> bool:
+        return self._dirty or self._listed.more or (self._has_news and not self._refused)
+
+    def _report(self) -> TrainerSync:
+        if self._following.changes != self._changes:
+            self._changes, self._seen = self._following.changes, 0
+            self._listed.forget()
+            self._refused = False
+            self.books.repeat_all()
+        self._said, later = told_at_once(self.books.news())
+        return TrainerSync(
+            run=self._training.fingerprint,
+            term=self.answer.term if self.answer else 0,
+            step=self.books.step,
+            open=Seqs.of([*later, *self.books.open()]),
+            done=self._said,
+            seen=self._seen,
+            seen_members=self._listed.version,
+            wait_s=0.0 if self._in_a_hurry else _SYNC_WAIT_S,
+            early=Seqs.of(self.books.early()),
+            unknown=Seqs.of(self.books.unknown),
+        )
+
+    def _take(self, answer: TrainerAnswer, nursery: trio.Nursery) -> None:
+        self.answer = answer
+        self._seen = answer.version
+        if (members := self._listed.take(answer.members)) is not None:
+            self._work.note_members(self._following.note_members(members))
+        self._waits_for = answer.waits_for or None
+        self._following.note_forecast(answer.forecast)
+        before = self.books.step
+        orders = self.books.answered(answer, self._said)
+        if self.books.step != before:
+            self._longest_s = [self._longest_s[1], 0.0]
+            self._work.stepped(before)
+        for order in orders:
+            self._carry_out(order, nursery)
+        self._work.answered(answer)
+        self.complete = answer.complete
+
+    def _carry_out(self, order: Order[T], nursery: trio.Nursery) -> None:
+        match order:
+            case Start(item):
+                nursery.start_soon(self._train, item)
+            case Repeat(item, stage):
+                nursery.start_soon(self._repeat, item, stage)
+            case DropMicrobatch(item):
+                for scope in self._scopes.pop(item.seq, []):
+                    scope.cancel()
+
+    async def _train(self, item: Begun[T]) -> None:
+        assert item.step is not None
+        with self._scope(item):
+            holdings = await self._work.train(item.step, item.seq, item.load)
+            self.books.finish(item, [one.peer for one in holdings], [one.receipt for one in holdings])
+            if self.books.pressing(self._work.told_together()):
+                self.tell()
+
+    async def _repeat(self, item: Begun[T], stage: int) -> None:
+        assert item.step is not None
+        self._ctx.log.event("redo", step=item.step, stage=stage, reason="the peer that held this gradient is gone")
+        with self._scope(item):
+            holder, receipt = await self._work.repeat(item.step, item.seq, stage, item.load)
+            self.books.repeated(item, stage, holder, receipt)
+            self.tell()
+
+    def _scope(self, item: Begun[T]) -> trio.CancelScope:
+        scope = trio.CancelScope()
+        self._scopes.setdefault(item.seq, []).append(scope)
+        return scope
+
+    # --- leaving ----------------------------------------------------------------------------------------------
+
+    async def hand_in(self, unfinished: bool = True) -> None:
+        """Begin nothing new; wait a little until what is done is said, and what is begun done.
+
+        Without `unfinished` what is begun is given back at once: the batch has room for others'.
+        """
+        self.leaving = True
+        if not unfinished:
+            self._give_back()
+        with trio.move_on_after(_LEAVE_PATIENCE_S):
+            while any(i.admitted and (not i.finished or i.unsaid) for i in self.books.items.values()):
+                await self._heard.wait()
+
+    def _give_back(self) -> None:
+        for seq in self.books.open():
+            del self.books.items[seq]
+            for scope in self._scopes.pop(seq, []):
+                scope.cancel()
+        self.tell()
+
+    # --- being seen -------------------------------------------------------------------------------------------
+
+    async def publish_now_and_then(self) -> None:
+        while True:
+            await self.publish()
+            await trio.sleep(pause_s(self._following.step_in_s, _PUBLISH_S, _PUBLISH_RARELY_S))
+
+    async def publish(self) -> None:
+        """Announce how far we are; it expires by itself."""
+        value = encode_progress(self._work.progress())
+        try:
+            await self._ctx.dht.put(progress_key(self._training.run.run), value, ttl_s=_RECORD_TTL_S)
+            await self._training.publish_settings()
+        except RemoteError as error:
+            self._ctx.log.event("announce failed", level="warning", reason=str(error))

@@ -1,0 +1,117 @@
+"""What a watcher sees of a run in the directory: who takes part, and how far the swarm is. Not a role.
+
+Records are strangers' words. About where the swarm is, the lower median of the stage peers' steps says (without any,
+of the trainers'), so fewer than half of them cannot move it beyond what the others say; only trainers near that count,
+for the step, the loss and the rates. In a run with tokens only members' stage records count. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from peerd.core.errors import ProtocolViolation, RemoteError
+from peerd.core.ids import PeerId
+from peerd.core.limits import DIRECTORY_READ_BYTES
+from peerd.core.messages.progress import TrainerProgress, decode_trainer, foretold_in_s, progress_key, sum_told
+from peerd.role import RoleContext
+from peerd.service.run_services import Training
+from peerd.training.learning_curve import Point
+
+MOST_STEPS: Final = 1 << 53  # as in `core.messages.swarm.StepNumber`
+NEAR_STEPS: Final = 100  # records are a few seconds old: so far one may be from the swarm's step
+FORGET_S: Final = 600.0  # who was not seen for so long is welcomed anew
+
+
+@dataclass(frozen=True, slots=True)
+class Newcomer:
+    """A peer that was not there before; `stage` None: a trainer."""
+
+    peer: PeerId
+    stage: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class RunSight:
+    """One look."""
+
+    point: Point | None  # None: nobody is there
+    stages: list[list[PeerId]]  # who announces each stage
+    newcomers: list[Newcomer]
+    due_in_s: float | None = None  # until the step under way should end; None: nobody knows
+
+
+class Watching:
+    """Looks at one run."""
+
+    def __init__(self, ctx: RoleContext, training: Training) -> None:
+        self._ctx, self._training = ctx, training
+        self._met: dict[tuple[PeerId, int | None], float] = {}  # when seen last
+
+    async def look(self) -> RunSight:
+        """Read the directory. What it does not answer is missing from the sight."""
+        announced = await self._training.directory.refresh()
+        trainers = await self._trainers()
+        stages: list[list[PeerId]] = [[] for _ in range(self._training.run.pipeline.stages)]
+        for peer, stage in sorted(announced):
+            stages[stage].append(peer)
+        steps = [entry.progress.step for entry in announced.values()]
+        point = summary([len(peers) for peers in stages], steps, list(trainers.values()), self._ctx.clock.wall())
+        present = [Newcomer(peer, stage) for stage, peers in enumerate(stages) for peer in peers]
+        newcomers = self._new([*present, *(Newcomer(peer, None) for peer in trainers)])
+        told = [(e.peer.text, e.progress.conductor, e.progress.step_at) for e in announced.values()]
+        return RunSight(point, stages, newcomers, foretold_in_s(told, self._ctx.clock.wall()))
+
+    async def _trainers(self) -> dict[PeerId, TrainerProgress]:
+        found = {}
+        try:
+            key = progress_key(self._training.run.run)
+            records = await self._ctx.dht.get(key, most_bytes=DIRECTORY_READ_BYTES)
+        except RemoteError:
+            return {}
+        for record in records:
+            try:
+                found[record.publisher] = decode_trainer(record.value)
+            except ProtocolViolation as error:
+                self._ctx.log.event("record skipped", level="debug", peer=record.publisher, reason=str(error))
+        return found
+
+    def _new(self, present: list[Newcomer]) -> list[Newcomer]:
+        now = self._ctx.clock.now()
+        fresh = [one for one in present if (one.peer, one.stage) not in self._met]
+        self._met |= {(one.peer, one.stage): now for one in present}
+        self._met = {one: seen for one, seen in self._met.items() if now - seen < FORGET_S}
+        return fresh
+
+
+def summary(
+    peers: list[int], stage_steps: Sequence[int], trainers: Sequence[TrainerProgress], wall: float
+) -> Point | None:
+    """The swarm in one line; None when nobody has said anything. `peers`: how many, by stage."""
+    told_by_trainers = [told.step for told in trainers]
+    about = _low_median(stage_steps) if stage_steps else _low_median(told_by_trainers)
+    if about is None:
+        return None
+    near = [told for told in trainers if abs(told.step - about) <= NEAR_STEPS]
+    step = _low_median([told.step for told in near])
+    losses = [told.loss for told in near if math.isfinite(told.loss)]
+    judged = [t for t in near if math.isfinite(t.valid_loss) and 0 <= t.valid_step <= about + NEAR_STEPS]
+    valid = max(judged, key=lambda told: told.valid_step, default=None)
+    return Point(
+        step=about if step is None else step,
+        time=wall,
+        loss=sum_told(loss / len(losses) for loss in losses) if losses else None,
+        valid_loss=valid.valid_loss if valid else None,
+        valid_step=valid.valid_step if valid else None,
+        peers=peers,
+        trainers=len(near),
+        samples_per_s=sum_told(told.samples_per_s for told in near),
+        tokens_per_s=sum_told(told.tokens_per_s for told in near),
+    )
+
+
+def _low_median(steps: Sequence[int]) -> int | None:
+    possible = sorted(step for step in steps if 0 <= step < MOST_STEPS)
+    return possible[(len(possible) - 1) // 2] if possible else None

@@ -1,0 +1,1 @@
+"""A stage peer: serving one stage, and the conductor's orders."""

@@ -1,0 +1,74 @@
+"""What a conductor has admitted, as trainers show it to a stage peer: whose grants count here, and for what.
+
+A grant counts when a conductor signed it that this peer follows, or has followed since it came to the position before
+this one: so a change of conductor in the middle of a step costs nothing. Each is verified once. Hostile input: grants
+of any content; those of others than the conductor, for other trainers or steps, do not count. Who merely follows
+another conductor than we do at the moment is told to come again soon.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+
+from peerd.core.errors import Overloaded, PeerdError, Refused
+from peerd.core.ids import PeerId
+from peerd.core.limits import BATCH_TRAINERS, GRANTS_VERIFIED, HELD_CONDUCTORS
+from peerd.core.messages.proof import is_granted
+from peerd.core.messages.swarm import Grant
+
+_AGAIN_S = 0.3  # by then, who follows the wrong one has heard of the right one, usually
+
+
+class Admissions:
+    """One stage peer's. `conductor`: whom it follows now."""
+
+    def __init__(self, run: bytes, conductor: Callable[[], PeerId | None]) -> None:
+        self._run, self._conductor = run, conductor
+        self._followed: dict[PeerId, None] = {}  # at this position
+        self._followed_before: dict[PeerId, None] = {}
+        self._verified: dict[bytes, tuple[str, Grant]] = {}  # by signature: for whom, and what; oldest first
+        self._trainers: OrderedDict[str, None] = OrderedDict()  # who has shown a good one; the latest last
+
+    def follow(self, conductor: PeerId | None) -> None:
+        """This peer has had an answer of `conductor`."""
+        if conductor is not None and conductor not in self._followed:
+            self._followed[conductor] = None
+            if len(self._followed) > HELD_CONDUCTORS:
+                del self._followed[next(iter(self._followed))]
+
+    def has_admitted(self, peer: str) -> bool:
+        """Whether a conductor that we follow has lately admitted work of this peer."""
+        return peer in self._trainers
+
+    def arrive(self) -> None:
+        """This peer has come to another position."""
+        self._followed_before, self._followed = self._followed, {}
+        self.follow(self._conductor())
+
+    def objection(self, trainer: PeerId, step: int, seq: int, shown: Grant | None) -> PeerdError | None:
+        """Why microbatch `seq` of `trainer` does not count towards `step` here; None: a conductor has admitted it."""
+        if shown is None:
+            return Refused("the call shows no grant of the conductor")
+        if shown.step != step:
+            return Refused(f"the grant is for step {shown.step}, the call for {step}")
+        if seq not in shown.seqs:
+            return Refused(f"the grant does not name microbatch {seq}")
+        if self._verified.get(shown.signature) == (trainer.text, shown) or self._is_valid(trainer, shown):
+            return None
+        return Overloaded("the grant is not of a conductor that this peer follows", _AGAIN_S)
+
+    def _is_valid(self, trainer: PeerId, shown: Grant) -> bool:
+        conductors = {**self._followed_before, **self._followed}
+        if (now := self._conductor()) is not None:
+            conductors[now] = None
+        if not any(is_granted(conductor, self._run, trainer.text, shown) for conductor in reversed(conductors)):
+            return False
+        self._verified[shown.signature] = trainer.text, shown
+        self._trainers[trainer.text] = None
+        self._trainers.move_to_end(trainer.text)
+        if len(self._trainers) > BATCH_TRAINERS:
+            self._trainers.popitem(last=False)
+        if len(self._verified) > GRANTS_VERIFIED:
+            del self._verified[next(iter(self._verified))]
+        return True

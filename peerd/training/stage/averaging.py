@@ -1,0 +1,203 @@
+"""A member's part in its stage's averaging rounds: plan, residual, sums, and what it says of its line meanwhile.
+
+What a round leaves behind counts once the step with its total is made (`Total.settle`), and not before. An attempt ends
+when it is made, its conductor hangs up, a later one is ordered, or another conductor is followed: who ordered it and
+hangs, or is gone without a word, keeps the member from nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import trio
+
+from peerd.compute.codec.error_feedback import ErrorFeedback, feedback_of
+from peerd.compute.codec.powersgd import LowRank
+from peerd.compute.model.served_stage import Model, Vector
+from peerd.core.blockwise import BLOCKS, CODES
+from peerd.core.errors import ConfigError, ProtocolViolation, Refused
+from peerd.core.frame import DTYPES
+from peerd.core.ids import PeerId
+from peerd.core.limits import AVERAGE_PARTS, FRAME_ELEMENTS
+from peerd.core.messages.swarm import LineInfo, Position, Prepare
+from peerd.core.runfile import RunFile
+from peerd.core.work import Worker
+from peerd.machine.averaging.allreduce import AveragingPlan, RoundFailed
+from peerd.machine.averaging.member_plan import Terms, plans_of
+from peerd.service.run_services import Training
+from peerd.training.catchup.step_totals import Leap
+from peerd.training.stage.line_info import own_line
+
+Plans = Sequence[AveragingPlan]  # of the rounds of one attempt, one after the other
+
+
+@dataclass(frozen=True, slots=True)
+class Total:
+    """What a round gives: the sum of all members' gradients, and what is to be done once the step with it is made."""
+
+    vector: Vector
+    settle: Callable[[], None]
+    also: Sequence[Vector] = ()  # what all members keep of the round beside the sum
+
+    def digest(self) -> bytes:
+        """SHA-256 of what all members of the stage must have got alike; RoundFailed when no step can be made with it.
+
+        For the coding worker.
+        """
+        if not np.isfinite(self.vector).all():
+            raise RoundFailed("the sum is not finite", ())
+        found = hashlib.sha256()
+        for vector in (self.vector, *self.also):
+            found.update(np.ascontiguousarray(vector).data.cast("B"))
+        return found.digest()
+
+    def commit(self, model: Model, step: int, samples: int) -> None:
+        """Make the step: a job for the model's worker, so that nobody sees one without the other."""
+        model.commit(step, self.vector, samples)
+        self.settle()
+
+    def step(self, model: Model, target: Position, samples: int) -> Leap:
+        """Make the step to `target`; returns what others need to make it, too. For the model's worker."""
+        self.commit(model, target.step - 1, samples)
+        return Leap.made(model, target, self.vector)
+
+
+_LONG_S = 10.0  # a round that takes longer is something that one waits for
+
+
+@dataclass(frozen=True, slots=True)
+class _Attempt:
+    """One that is under way."""
+
+    name: bytes
+    conductor: PeerId
+    since: float
+    scope: trio.CancelScope
+
+
+class Rounds:
+    """Coding and sums run on `worker`; one round at a time."""
+
+    def __init__(self, run: RunFile, training: Training, worker: Worker, own: PeerId) -> None:
+        self._run = run
+        self._training, self._averaging = training, training.averaging()
+        self._worker = worker
+        self._own = own.text
+        self._feedback, self._forgetful = feedback_of(run.averaging), feedback_of(run.averaging)
+        align = max(BLOCKS) if run.averaging.code in CODES else 1
+        self._terms = Terms(run.averaging.part_bytes, run.averaging.sender_timeout_s, align)
+        self._vector_is = (0, "", 0)  # elements and dtype of what we bring, once we did: helpers must know
+        self._told = 0
+        self._attempt: _Attempt | None = None
+
+    @property
+    def waits_for(self) -> str | None:
+        """Whom a round that takes long waits for."""
+        long = self._attempt is not None and trio.current_time() - self._attempt.since > _LONG_S
+        return "the gradients of its stage-mates" if long else None
+
+    @contextmanager
+    def under_way(self, attempt: bytes, conductor: PeerId) -> Iterator[None]:
+        """Inside, rounds are made; Refused when the attempt is called off."""
+        with trio.CancelScope() as scope:
+            self._attempt = _Attempt(attempt, conductor, trio.current_time(), scope)
+            try:
+                yield
+            finally:
+                self._attempt = None
+        if scope.cancelled_caught:
+            raise Refused("the attempt was called off: another one was ordered, or this peer follows another conductor")
+
+    def call_off_for(self, attempt: bytes) -> None:
+        """A new one is ordered: its conductor has given up whatever else is under way."""
+        if self._attempt is not None and self._attempt.name != attempt:
+            self._attempt.scope.cancel()
+
+    def call_off_unless_of(self, conductor: PeerId | None) -> None:
+        """Nobody will commit what another conductor than this one has ordered."""
+        if self._attempt is not None and self._attempt.conductor != conductor:
+            self._attempt.scope.cancel()
+
+    def check(self, model: Model) -> None:
+        """ConfigError when rounds cannot carry what `model` brings to them: nobody would hear why the run stands."""
+        outline, code = model.vector_outline(), model.low_rank
+        elements = max(code.elements) if code is not None else math.prod(outline.shape)
+        if elements > FRAME_ELEMENTS:
+            least = "cut the model into more stages (pipeline.stages)"
+            raise ConfigError(f"a stage's gradient has {elements} values; allowed: up to {FRAME_ELEMENTS}: {least}")
+        least_bytes = elements * DTYPES[outline.dtype].itemsize // (AVERAGE_PARTS // 2)
+        if self._terms.part_bytes < least_bytes:
+            told = f"averaging.part_bytes is {self._terms.part_bytes}"
+            raise ConfigError(f"{told}; allowed for a gradient of {elements} values: {least_bytes} and more")
+
+    def line(self) -> LineInfo:
+        """What the conductor should know of our line and of what we bring."""
+        return own_line(self._training.carries(), "node", *self._vector_is)
+
+    def plans(self, order: Prepare, sender: PeerId) -> tuple[AveragingPlan, ...]:
+        """The rounds that `sender` orders us to make; ProtocolViolation when they do not fit together."""
+        try:
+            return plans_of(order, self._own, self._terms)
+        except ValueError as error:
+            raise ProtocolViolation(str(error), sender) from None
+
+    async def total(self, plans: Sequence[AveragingPlan], vector: Vector, low_rank: LowRank | None = None) -> Total:
+        """The sum of all members' gradients; raises RoundFailed. `vector` is ours, and may be changed."""
+        if low_rank is not None:
+            return await self._of_factors(plans, vector, low_rank)
+        feedback, self._vector_is = self._feedback, (len(vector), vector.dtype.name, 0)
+        if feedback is None:
+            return Total(await self._sum(plans, vector), lambda: None)
+        new = await self._worker.run(lambda: feedback.begin(vector), name="add the residual")
+        total = await self._sum(plans, vector)
+        return Total(total, lambda: feedback.settle(new))
+
+    async def _sum(self, plans: Sequence[AveragingPlan], vector: Vector) -> Vector:
+        """One sum, over all rounds. Of groups that make the same sum, one remembers what its code took away."""
+
+        def coder(plan: AveragingPlan) -> ErrorFeedback | None:
+            return self._forgetful if plan.copy else self._feedback
+
+        return await self._averaging.sum_over(plans, vector, self._worker, coder)
+
+    async def _of_factors(self, plans: Sequence[AveragingPlan], vector: Vector, code: LowRank) -> Total:
+        """Two sums, the second of what the first one led to."""
+        first_elements, further = code.elements
+        self._vector_is = (first_elements, vector.dtype.name, further)
+        if any(plan.length and plan.further != further for plan in plans):
+            raise RoundFailed("the round is planned for vectors of another size", (self._own,))
+        work, after = self._worker, [plan.second() for plan in plans]
+        if all(len(plan.group) == 1 for plan in plans):
+            ready = await work.run(lambda: code.alone(vector), name="add the residual")
+        else:
+            with self._averaging.expecting(plan.attempt for plan in (*plans, *after)):
+                ours = await work.run(lambda: code.begin(vector), name="make the first factors")
+                first = await self._sum(plans, ours)
+                second = await work.run(lambda: code.project(first), name="make the second factors")
+                if further:
+                    second = await self._sum(after, second)
+            ready = await work.run(lambda: code.finish(second), name="multiply the factors")
+        return Total(ready.total, lambda: code.settle(ready), ready.rights or ())
+
+    async def digest(self, total: Total) -> bytes:
+        """See `Total.digest`."""
+        return await self._worker.run(total.digest, name="digest the sum")
+
+    def forget(self) -> None:
+        """The parameters are no longer those that the residual was meant for."""
+        if self._feedback is not None:
+            self._feedback.forget()
+
+    def told(self) -> dict[str, object]:
+        """How rounds ended, for status."""
+        return self._averaging.outcomes.told()
+
+    def newly_aggregated_bytes(self) -> int:
+        """Of others' gradients, summed here since the last call."""
+        before, self._told = self._told, self._averaging.aggregated_bytes
+        return self._told - before

@@ -1,0 +1,160 @@
+"""A stage as trainers call it: forward, loss and backward, with the parameters and for the step that are there now.
+
+Only computes what is asked: what a step counts, and when parameters change, the member decides. Invariants: every call
+names its run, stage and step, and is refused at any other, but for the next one in a delayed run; a step that is being
+averaged takes nothing new, nor does who leaves; a sum takes nothing that no conductor has admitted; at most one
+call's tensors are computed with at a time. A hostile trainer may send wrong frames, shapes and values, steps that are
+not, microbatches that were not admitted, and any number of calls: each is refused, the last before its frames are
+received, and named where it broke the protocol.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final, Protocol
+
+from msgspec import structs
+
+from peerd.compute.model.served_stage import ServedStage, StageOutcome, Stale
+from peerd.core.errors import PeerdError, ProtocolViolation, Refused
+from peerd.core.ids import PeerId
+from peerd.core.messages.swarm import Mb, Receipt, StageAnswer, StageBackward, StageForward, StageLoss
+from peerd.core.runfile import RunFile
+from peerd.role import RoleContext
+from peerd.service.rpc.rpc import Answer, Incoming, MethodLimits
+from peerd.training.stage.admissions import Admissions
+from peerd.training.stage.boundary import Boundary
+
+_LIMITS: Final = MethodLimits(frames=2, frame_bytes=256 << 20, calls_per_peer=64, calls=512)
+
+
+class StagePlace(Protocol):
+    """Where the member stands."""
+
+    @property
+    def stage(self) -> int: ...
+
+    @property
+    def step(self) -> int:
+        """Of the parameters."""
+        ...
+
+    def receipt(self, step: int, mb: Mb) -> Receipt:
+        """That this peer holds a microbatch's gradient."""
+        ...
+
+    @property
+    def admissions(self) -> Admissions: ...
+
+    @property
+    def served(self) -> ServedStage: ...
+
+    @property
+    def relieved(self) -> bool:
+        """Does it leave, with others of its stage there?"""
+        ...
+
+
+class Serving:
+    """Serves `stage/2/forward`, `loss` and `backward`. `closing`: the sum of this step is being averaged."""
+
+    def __init__(self, ctx: RoleContext, run: RunFile, fingerprint: bytes, place: StagePlace) -> None:
+        self._ctx = ctx
+        self._run = run
+        self._fingerprint = fingerprint
+        self._place = place
+        self._worker = ctx.worker(ctx.device)
+        self.boundary = Boundary(ctx, run)
+        self.closing = False
+        self.samples = 0
+        self._busy_s = 0.0
+
+    def serve(self) -> None:
+        """From now on; the boundary must run."""
+        rpc = self._ctx.rpc
+        rpc.serve("stage/2/forward", StageForward, self._forward, limits=_LIMITS)
+        rpc.serve("stage/2/loss", StageLoss, self._loss, limits=_LIMITS)
+        rpc.serve("stage/2/backward", StageBackward, self._backward, limits=_LIMITS, objection=self._objection)
+
+    def rate(self) -> float:
+        """Samples per second of computing: what this device can do when it is never idle."""
+        return self.samples / self._busy_s if self._busy_s else 0.0
+
+    def _check(self, run: bytes, stage: int, step: int | None) -> ServedStage:
+        if run != self._fingerprint:
+            raise Refused("your run file differs from this run's")
+        if stage != self._place.stage:
+            raise Refused(f"this peer serves stage {self._place.stage}, not {stage}")
+        if step is not None and not 0 <= step - self._place.step <= int(self._run.optimizer.delayed):
+            raise Refused(f"the stage is at step {self._place.step}, the call at {step}")
+        return self._place.served
+
+    async def _compute(self, peer: PeerId, job: Callable[[], StageOutcome], name: str) -> StageOutcome:
+        """Run a trainer's call; whatever is wrong with its tensors is its fault."""
+        try:
+            outcome = await self._worker.run(job, name=name)
+        except Stale as error:
+            raise Refused(str(error)) from None
+        except ValueError as error:
+            raise ProtocolViolation(str(error), peer) from None
+        self._busy_s += outcome.seconds
+        return outcome
+
+    async def _forward(self, call: Incoming[StageForward]) -> Answer[StageAnswer]:
+        body, served = call.body, self._check(call.body.run, call.body.stage, call.body.step)
+        self._refuse_when_leaving()
+        async with self.boundary.room:
+            (x,) = await self.boundary.tensors(call, "the input")
+            outcome = await self._compute(call.peer, lambda: served.forward(body.step, x), "forward")
+            name = f"the output of stage {body.stage}"
+            return await self.boundary.answer(call, outcome, name, body.line_bytes_per_s)
+
+    async def _loss(self, call: Incoming[StageLoss]) -> Answer[StageAnswer]:
+        served = self._check(call.body.run, call.body.stage, None)
+        async with self.boundary.room:
+            x, targets = await self.boundary.tensors(call, "the input", "the targets")
+            outcome = await self._compute(call.peer, lambda: served.loss(x, targets), "loss")
+            return await self.boundary.answer(call, outcome, "")
+
+    def _objection(self, peer: PeerId, body: StageBackward) -> PeerdError | None:
+        """Why a microbatch is not taken, by what its trainer says of it and shows."""
+        try:
+            self._check(body.run, body.stage, body.step)
+            self._refuse_when_closing(body.step)
+            self._refuse_when_leaving()
+        except Refused as error:
+            return error
+        return self._place.admissions.objection(peer, body.step, body.seq, body.grant)
+
+    async def _backward(self, call: Incoming[StageBackward]) -> Answer[StageAnswer]:
+        body, served = call.body, self._check(call.body.run, call.body.stage, call.body.step)
+        mb = Mb(call.peer.text, body.seq)
+        self._need_a_microbatch(call)
+        async with self.boundary.room:
+            x, target = await self.boundary.tensors(call, "the input", "the output's gradient or the targets")
+            self._refuse_when_closing(body.step)  # once more: nothing may come in between now and the device's queue
+
+            def backward() -> StageOutcome:
+                served.make_room(body.step, mb, body.grant.seqs if body.grant is not None else ())
+                return served.backward(body.step, mb, (x, target), call.frames)
+
+            outcome = await self._compute(call.peer, backward, "backward")
+            self.samples += self._run.pipeline.microbatch
+            name = f"the input gradient of stage {body.stage}"
+            answer = await self.boundary.answer(call, outcome, name, body.line_bytes_per_s)
+        return Answer(structs.replace(answer.body, receipt=self._place.receipt(body.step, mb)), answer.frames)
+
+    def _need_a_microbatch(self, call: Incoming[StageBackward]) -> None:
+        """A step divides by the samples that the run file says."""
+        due = self._run.pipeline.microbatch
+        if any(frame.shape[:1] != (due,) for frame in call.frames):
+            raise ProtocolViolation(f"a microbatch has {due} samples, these frames another number", call.peer)
+
+    def _refuse_when_closing(self, step: int) -> None:
+        if self.closing and step <= self._place.step:
+            raise Refused("the stage is averaging")
+
+    def _refuse_when_leaving(self) -> None:
+        """A leaving peer takes nothing new, unless it is the last of its stage."""
+        if self._place.relieved:
+            raise Refused("this peer is leaving")

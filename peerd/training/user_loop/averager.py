@@ -1,0 +1,214 @@
+"""Role `library`: a user's own loop as one peer of a data parallel run. Built by `peerd.library`, not by name.
+
+Holds a member whose model is the user's and contributes the gradients that his thread hands in at the desk. A place in
+the batch is asked for only when a gradient may come soon: the user waits, and his parameters are those of the swarm.
+So whoever computes has a place, and a step ends when all who compute have handed in. Ends when it is told to.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import ClassVar, Final
+
+import trio
+
+from peerd.compute.model.served_stage import Stale
+from peerd.compute.model.user_model import UserModel
+from peerd.core.messages.progress import TrainerProgress
+from peerd.core.messages.swarm import Mb, MemberInfo, TrainerAnswer
+from peerd.machine.batch.trainer_ledger import Holding
+from peerd.role import RoleContext
+from peerd.service.run_services import Training
+from peerd.training.contributor import Contributor
+from peerd.training.stage.external_model import Own
+from peerd.training.stage.member import StageMember
+from peerd.training.user_loop.handoff import Desk, Gradients
+
+_SETTINGS_S: Final = 3.0  # between two looks at others' settings before the first step
+_NOT_FINITE: Final = 10  # microbatches in a row: the model is broken, more of it would change nothing
+
+
+@dataclass(frozen=True, slots=True)
+class UserTurn:
+    """A microbatch that the user has still to compute: nothing is known of it."""
+
+
+@dataclass(slots=True)
+class UserPart:
+    """What the user's side gives to the role, and may look at."""
+
+    model: UserModel
+    desk: Desk
+    samples: int  # of one microbatch
+    min_peers: int  # that must be there before the first step
+    saves: bool
+    role: AveragerRole | None = None  # the one at work
+
+
+class AveragerRole:
+    """See the module's header. Each user gets a class of his own by `role_for`."""
+
+    name: ClassVar[str] = "library"
+    needs_run: ClassVar[bool] = True
+    part: ClassVar[UserPart]
+
+    def __init__(self, ctx: RoleContext) -> None:
+        assert ctx.run is not None
+        part = self.part
+        self._ctx, self._run = ctx, ctx.run
+        self._model, self._desk = part.model, part.desk
+        self._samples, self._min_peers = part.samples, part.min_peers
+        self._training = Training(ctx.run, ctx.host, ctx.rpc, ctx.dht, ctx.clock)
+        self._member = StageMember(ctx, self._training, Own(part.model, self._changing, part.saves))
+        self._contributor: Contributor[UserTurn] = Contributor(ctx, self._training, self)
+        self._worker = ctx.worker(ctx.device)
+        self._ready = 0  # members that stand where the swarm does
+        self._own_ready = False
+        self._begun = False
+        self._bad = 0  # microbatches in a row that were not finite
+        self._stepped_at, self._counted = 0.0, 0
+        self._samples_per_s = 0.0
+        part.role = self
+
+    # --- life -------------------------------------------------------------------------------------------------
+
+    async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        self._desk.told = self._came_in
+        self._stepped_at = trio.current_time()
+        async with trio.open_nursery() as nursery:
+            await nursery.start(self._member.run)
+            nursery.start_soon(self._watch_settings)
+            nursery.start_soon(self._contributor.publish_now_and_then)
+            task_status.started()
+            await self._contributor.follow()
+            nursery.cancel_scope.cancel()
+
+    async def leave(self) -> None:
+        """Give back what is not computed, let the step end that has a part of ours, say goodbye."""
+        await self._contributor.hand_in(unfinished=False)
+        await self._member.leave()
+
+    def status(self) -> dict[str, object]:
+        waits_for = self._contributor.waits_for
+        if not waits_for and not self._begun:
+            waits_for = f"{self._min_peers} peers to begin with; {self._ready} are there"
+        return {
+            "step": self._model.step,
+            "next_step_in_s": self._training.following.step_in_s,
+            "peers": self._ready,
+            "samples_per_s": self._samples_per_s,
+            "microbatches": self._contributor.counts(),
+            "late": self._desk.counts.late,
+            "not_finite": self._desk.counts.not_finite,
+            "member": self._member.status(),
+            "waits_for": waits_for,
+        }
+
+    async def _watch_settings(self) -> None:
+        """Peers that start together read each other's settings only when both have published them."""
+        while not self._begun:
+            await trio.sleep(_SETTINGS_S)
+            await self._training.compare_settings()
+
+    def _came_in(self) -> None:
+        if not self._contributor.books.open():
+            self._contributor.tell()
+
+    @asynccontextmanager
+    async def _changing(self, patient: bool) -> AsyncIterator[None]:
+        async with self._desk.changing(patient):
+            try:
+                yield
+            finally:
+                if self._model.failure is not None:
+                    self._desk.fail(self._model.failure)
+
+    # --- the work ---------------------------------------------------------------------------------------------
+
+    def in_flight(self) -> int:
+        """One at a time, in a delayed run the next one, too; none while it could not be computed."""
+        ahead = self._member.position.step - self._contributor.books.step  # we may hear of a step after we made it
+        delay = int(self._run.optimizer.delayed)
+        here = 0 <= ahead <= delay
+        return 1 + delay if self._begun and self._own_ready and self._desk.useful and here else 0
+
+    def told_together(self) -> int:
+        """Each by itself: a user's own microbatches are few."""
+        return 1
+
+    def refill(self, waiting: list[UserTurn]) -> None:
+        """There is always a next one."""
+        if not waiting:
+            waiting.append(UserTurn())
+
+    async def train(self, step: int, seq: int, load: UserTurn) -> list[Holding]:
+        """Let the user compute a gradient for microbatch `seq`, and count it."""
+        mb = Mb(self._ctx.host.id.text, seq)
+        while True:
+            async with self._desk.gradients(lambda: self._member.origins, step) as gradients:
+                with trio.CancelScope(shield=True):  # the user must stay inside while his tensors are read
+                    added = await self._add(step, mb, gradients)
+            if added:
+                return [Holding(mb.trainer, self._member.receipt(step, mb))]
+
+    async def repeat(self, step: int, seq: int, stage: int, load: UserTurn) -> Holding:
+        """The sum it was in is lost: another microbatch under the same number is as good."""
+        return (await self.train(step, seq, load))[0]
+
+    async def _add(self, step: int, mb: Mb, gradients: Gradients) -> bool:
+        try:
+            added = await self._worker.run(lambda: self._model.add(step, mb, gradients, self._samples), name="add")
+        except Stale:
+            self._desk.counts.late += 1
+            return False
+        self._bad = 0 if added else self._bad + 1
+        self._desk.counts.not_finite += not added
+        if self._bad >= _NOT_FINITE:
+            self._desk.fail(FloatingPointError(f"the gradients of the last {_NOT_FINITE} microbatches were not finite"))
+        return added
+
+    def note_members(self, members: list[MemberInfo]) -> None:
+        """Who stands where the swarm does; are we among them?"""
+        ready = {m.peer for m in members if m.ready}
+        self._ready, self._own_ready = len(ready), self._ctx.host.id.text in ready
+        self._begun = self._begun or self._ready >= self._min_peers
+        self._desk.look_again()
+
+    def stepped(self, before: int) -> None:
+        """The rate is of our own samples."""
+        now = trio.current_time()
+        counted = self._contributor.books.tally.counted
+        rate = (counted - self._counted) * self._samples / max(now - self._stepped_at, 1e-6)
+        self._samples_per_s += (0.2 if self._samples_per_s else 1.0) * (rate - self._samples_per_s)
+        self._stepped_at, self._counted = now, counted
+
+    def answered(self, answer: TrainerAnswer) -> None:
+        """Nothing to do: what is evaluated, the user evaluates."""
+
+    def progress(self) -> TrainerProgress:
+        """For the directory; nobody but the user knows a loss."""
+        tally = self._contributor.books.tally
+        return TrainerProgress(
+            step=self._model.step,
+            loss=math.nan,
+            valid_loss=math.nan,
+            valid_step=0,
+            samples_per_s=self._samples_per_s,
+            tokens_per_s=0.0,
+            microbatches=tally.counted,
+            redone=tally.redone,
+            lost=tally.lost,
+            waits_for=str(self.status()["waits_for"] or "")[:200],
+        )
+
+
+def role_for(user: UserPart) -> type[AveragerRole]:
+    """A role of this one user."""
+
+    class Bound(AveragerRole):
+        part = user
+
+    return Bound

@@ -1,0 +1,198 @@
+"""Where a user's thread and the loop meet: he hands a gradient in and is let go when he may compute the next one.
+
+The user's thread is inside (it waits here, and the loop may touch its tensors) or outside (it computes, and nobody else
+touches them). He is let go with the position of his parameters; a gradient counts only while the swarm stands there
+still, or in a delayed run one step further, else it is late and dropped. Invariants: parameters change only while he is
+inside, and he is not let go meanwhile; each gradient is taken once. All of the desk's state belongs to the loop's
+thread; the user's thread asks through the loop's entry queue and waits on a queue of its own, so that Ctrl+C reaches
+him at any time.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import AsyncIterator, Callable
+from contextlib import ExitStack, asynccontextmanager, suppress
+from dataclasses import dataclass
+from typing import Final
+
+import trio
+from torch import Tensor
+
+from peerd.core.errors import Refused
+from peerd.core.messages.swarm import Position
+
+Gradients = list[Tensor | None]
+
+_RETREAT_S: Final = 10.0  # for a change that is under way when the user's thread is interrupted
+
+
+@dataclass(frozen=True, slots=True)
+class _HandedIn:
+    gradients: Gradients
+    position: Position | None  # of the parameters that they were computed with
+
+
+@dataclass(slots=True)
+class DeskCounts:
+    """What became of gradients that did not count."""
+
+    late: int = 0  # the swarm had gone on without them
+    not_finite: int = 0
+
+
+class Desk:
+    """One user's. `patience_s`: how long a change of the parameters waits for him to come in.
+
+    `delay`: how many steps older than the step that it counts in a gradient's parameters may be.
+    """
+
+    def __init__(self, patience_s: float, delay: int = 0) -> None:
+        self.counts = DeskCounts()
+        self.told: Callable[[], None] = lambda: None  # called on the loop when the user has come in
+        self._patience_s = patience_s
+        self._delay = delay
+        self._answers: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+        self._token: trio.lowlevel.TrioToken | None = None
+        self._failure: BaseException | None = None
+        self._inside = True  # he waits for the start
+        self._stays = False
+        self._changing = self._reading = False
+        self._granted: Position | None = None
+        self._pending: _HandedIn | None = None
+        self._moved = trio.Event()
+        self._turn = trio.Lock()
+        self._leavers: list[threading.Event] = []
+
+    # --- the user's thread --------------------------------------------------------------------------------------
+
+    def open(self, token: trio.lowlevel.TrioToken) -> None:
+        """Called on the loop, before anything else there."""
+        self._token = token
+
+    def wait(self) -> None:
+        """Until he may compute; raises what ended the loop."""
+        with ExitStack() as interrupted:
+            interrupted.callback(self._retreat)
+            answer = self._answers.get()
+            interrupted.pop_all()
+        if answer is not None:
+            self._failure = answer
+            raise answer
+
+    def hand_in(self, gradients: Gradients) -> None:
+        """Come in with a gradient, wait until the next one may be computed."""
+        if self._failure is not None:
+            raise self._failure
+        self._call(lambda: self._come_in(gradients))
+        self.wait()
+
+    def come_to_stay(self) -> None:
+        """Come in for good: he computes nothing more."""
+        self._call(self._stay)
+
+    def end(self, failure: BaseException) -> None:
+        """The loop has ended: whoever waits, or comes later, gets `failure`."""
+        self._answers.put(failure)
+
+    def _call(self, job: Callable[[], None]) -> None:
+        if self._token is not None:
+            with suppress(trio.RunFinishedError):  # `end` has left the reason in the queue
+                self._token.run_sync_soon(job)
+
+    def _retreat(self) -> None:
+        """He was interrupted while he waited: he leaves when no change is under way."""
+        gone = threading.Event()
+        self._call(lambda: self._leave(gone))
+        gone.wait(_RETREAT_S if self._token is not None and self._failure is None else 0)
+
+    # --- the loop -----------------------------------------------------------------------------------------------
+
+    @property
+    def useful(self) -> bool:
+        """May a gradient come soon: does he wait, or compute with parameters that he was let go with?"""
+        return not self._stays and (self._inside or self._granted is not None)
+
+    def fail(self, failure: BaseException) -> None:
+        """Let the user's next wait, or the one under way, raise."""
+        self._answers.put(failure)
+
+    def look_again(self) -> None:
+        """Something that waits here may go on."""
+        self._moved.set()
+        self._moved = trio.Event()
+
+    @asynccontextmanager
+    async def gradients(self, origins: Callable[[], list[Position]], step: int) -> AsyncIterator[Gradients]:
+        """A gradient computed with parameters that are good for `step`; the user stays inside until the block ends.
+
+        `origins`: where the parameters stand now, and then others that a gradient may be of. Waits for as long as they
+        are not good for `step`.
+        """
+        async with self._turn:
+            found = await self._fetch(origins, step)
+            self._reading = True
+            try:
+                yield found
+            finally:
+                self._reading = False
+                self._let_leave()
+
+    async def _fetch(self, origins: Callable[[], list[Position]], step: int) -> Gradients:
+        while True:
+            good = [p for p in origins() if 0 <= step - p.step <= self._delay]
+            here = origins()[0]
+            if self._pending is not None:
+                found, self._pending = self._pending, None
+                if found.position in good:
+                    return found.gradients
+                self.counts.late += 1
+            elif self._inside and not self._stays and not self._changing and here in good:
+                self._inside, self._granted = False, here
+                self._answers.put(None)
+            else:
+                await self._moved.wait()
+
+    @asynccontextmanager
+    async def changing(self, patient: bool) -> AsyncIterator[None]:
+        """The user's parameters change inside the block; Refused when he does not come in time."""
+        with trio.move_on_after(float("inf") if patient else self._patience_s) as limit:
+            while self._changing or not self._inside:
+                await self._moved.wait()
+        if limit.cancelled_caught:
+            raise Refused(f"the user's own code has not come back for {self._patience_s:g} s")
+        self._changing = True
+        try:
+            yield
+        finally:
+            self._changing = False
+            self._let_leave()
+            self.look_again()
+
+    def _come_in(self, gradients: Gradients) -> None:
+        self._pending = _HandedIn(gradients, self._granted)
+        self._inside, self._granted = True, None
+        self.told()
+        self.look_again()
+
+    def _stay(self) -> None:
+        self._inside = self._stays = True
+        self._pending = None
+        self.look_again()
+
+    def _leave(self, gone: threading.Event) -> None:
+        self._leavers.append(gone)
+        self._let_leave()
+
+    def _let_leave(self) -> None:
+        """Whoever was interrupted goes when nobody touches his tensors; nobody knows what he computes next."""
+        if self._changing or self._reading or not self._leavers:
+            return
+        self._inside, self._granted, self._pending = False, None, None
+        waiting = [self._answers.get_nowait() for _ in range(self._answers.qsize())]
+        for failure in filter(None, waiting):
+            self._answers.put(failure)
+        for gone in self._leavers:
+            gone.set()
+        self._leavers.clear()

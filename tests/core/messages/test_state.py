@@ -1,0 +1,68 @@
+"""A state as a row of pieces: every byte of every tensor is in exactly one place, and the root stands for all."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from peerd.core.messages.state import DIGEST_BYTES, STATE_ALIGN_BYTES, StateLayout, TensorSpec, piece_digest
+from peerd.core.messages.swarm import Position
+
+sizes = st.lists(st.integers(0, 300), max_size=8)
+
+
+def layout_of(found: list[int], piece_bytes: int) -> StateLayout:
+    return StateLayout([TensorSpec(f"t{i}", "uint8", (size,)) for i, size in enumerate(found)], piece_bytes)
+
+
+@given(sizes, st.integers(1, 500))
+def test_pieces_put_together_are_the_state(found: list[int], piece_bytes: int) -> None:
+    layout = layout_of(found, piece_bytes)
+    payloads = [memoryview(bytes((i + j) % 255 + 1 for j in range(size))) for i, size in enumerate(found)]
+    row = memoryview(bytearray(layout.total_bytes))
+    for number in range(layout.pieces):
+        begin, end = layout.piece(number)
+        assert 0 < end - begin <= piece_bytes
+        row[begin:end] = layout.cut_out(number, payloads)
+    assert [bytes(view) for view in layout.views(row)] == [bytes(payload) for payload in payloads]
+    assert all(begin % STATE_ALIGN_BYTES == 0 for begin in layout.begins)
+
+
+@given(sizes, st.integers(1, 500))
+def test_each_byte_is_in_one_span(found: list[int], piece_bytes: int) -> None:
+    layout = layout_of(found, piece_bytes)
+    covered = [0] * len(found)
+    for number in range(layout.pieces):
+        for tensor, begin, end, _ in layout.spans(number):
+            assert covered[tensor] == begin
+            covered[tensor] = end
+    assert covered == found
+
+
+def test_a_piece_inside_one_tensor_is_not_copied() -> None:
+    data = bytearray(1000)
+    (piece, *_) = [layout_of([1000], 100).cut_out(3, [memoryview(data)])]
+    data[300] = 9
+    assert piece[0] == 9
+
+
+def test_whatever_differs_gives_another_root() -> None:
+    layout = layout_of([100, 100], 64)
+    digests = piece_digest(b"x") * layout.pieces
+    roots = {
+        layout.root(Position(1, b"a"), digests),
+        layout.root(Position(2, b"a"), digests),
+        layout.root(Position(1, b"b"), digests),
+        layout.root(Position(1, b"a"), bytes(DIGEST_BYTES) + digests[DIGEST_BYTES:]),
+        layout_of([100, 101], 64).root(Position(1, b"a"), digests),
+        StateLayout([TensorSpec("t0", "int8", (100,)), TensorSpec("t1", "uint8", (100,))], 64).root(
+            Position(1, b"a"), digests
+        ),
+    }
+    assert len(roots) == 6
+
+
+def test_an_unknown_dtype_is_an_error() -> None:
+    with pytest.raises(KeyError):
+        StateLayout([TensorSpec("t", "float8", (3,))])

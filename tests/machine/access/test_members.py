@@ -1,0 +1,95 @@
+"""The roll: nobody gets on it without the organizer's signature for this peer and run, whatever is shown and when."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from peerd.core.errors import ProtocolViolation
+from peerd.core.keys import Keypair
+from peerd.machine.access.members import Roll
+from tests.kit.members import NOW, ORGANIZER, STRANGER, revoked, token
+
+PEERS = [Keypair.from_seed(bytes([number]) * 32).peer_id for number in range(1, 5)]
+
+
+def roll(stages: int = 2) -> Roll:
+    return Roll("tiny", ORGANIZER.peer_id, stages)
+
+
+@pytest.mark.slow
+@given(st.lists(st.tuples(st.sampled_from(["admit", "revoke", "forget"]), st.integers(0, 3), st.integers(0, 3))))
+def test_only_holders_of_living_tokens_are_ever_on_the_roll(steps: list[tuple[str, int, int]]) -> None:
+    books = roll()
+    gone: set[int] = set()
+    number = -1
+    for at, (what, one, other) in enumerate(steps):
+        now = NOW + 10 * at
+        if what == "admit":
+            data = token(PEERS[other], "stage", number=other, expires=NOW + 10 * other + 15)
+            fine = one == other and other not in gone and now < NOW + 10 * other + 15
+            assert (books.admit(PEERS[one], data, now) is None) == fine
+        elif what == "revoke":
+            newer = one * 4 + other > number
+            assert books.learn_revoked(revoked(one * 4 + other, other)) == newer
+            number, gone = (one * 4 + other, {other}) if newer else (number, gone)
+        else:
+            books.forget(PEERS[one])
+        for index, peer in enumerate(PEERS):
+            found = books.member(peer, now)
+            assert found is None or (index not in gone and now < NOW + 10 * index + 15)
+        assert books.member(ORGANIZER.peer_id, now) is not None
+
+
+def test_another_token_takes_off_the_roll_who_was_on_it() -> None:
+    books = roll()
+    assert books.admit(PEERS[0], token(PEERS[0]), NOW) is None
+    assert books.admit(PEERS[0], token(PEERS[1]), NOW)
+    assert "no valid token for run tiny" in str(books.may_call(PEERS[0], "other/1", "other/1/ask", NOW))
+
+
+def test_lists_are_taken_over_only_from_the_organizer_and_only_newer_ones() -> None:
+    books = roll()
+    assert not books.learn_revoked(b"")
+    assert books.learn_revoked(revoked(0))
+    for bad in (revoked(9, by=STRANGER), b"x" * 80, token(PEERS[0])):
+        with pytest.raises(ProtocolViolation):
+            books.learn_revoked(bad)
+    assert not books.learn_revoked(revoked(0, 1))
+    assert books.learn_revoked(revoked(1, 1))
+    assert not books.learn_revoked(revoked(0))
+    assert books.judge(PEERS[0], token(PEERS[0], number=1), NOW) == "the token shown was revoked by the organizer"
+
+
+def test_methods_that_no_table_names_are_for_every_member_and_for_nobody_else() -> None:
+    books = roll()
+    books.admit(PEERS[0], token(PEERS[0], "backbone"), NOW)
+    assert books.may_call(PEERS[0], "new/1", "new/1/thing", NOW) is None
+    assert books.may_call(PEERS[1], "new/1", "new/1/thing", NOW) is not None
+    assert books.may_call(PEERS[0], "stage/2", "stage/2/forward", NOW) is not None
+    assert books.may_serve(PEERS[0], "kept/1", "kept/1/x", NOW) is None
+    assert books.may_serve(PEERS[0], "state/1", "state/1/x", NOW) is not None
+    assert books.may_serve(PEERS[0], "stage/2", "stage/2/x", NOW) is not None
+    assert books.may_serve(PEERS[1], "dht/2", "dht/2/x", NOW) is None
+
+
+def test_a_helper_is_no_stage() -> None:
+    books = roll()
+    books.admit(PEERS[0], token(PEERS[0], "aux"), NOW)
+    for service, name, fine in (
+        ("stage/2", "prepare", True),
+        ("stage/2", "forward", False),
+        ("average/1", "part", True),
+    ):
+        assert (books.may_serve(PEERS[0], service, f"{service}/{name}", NOW) is None) == fine
+    for service, name, fine in (("swarm/2", "member", True), ("stage/2", "commit", False), ("average/1", "part", True)):
+        assert (books.may_call(PEERS[0], service, f"{service}/{name}", NOW) is None) == fine
+
+
+def test_a_trainer_is_a_stage_only_where_there_is_no_pipeline() -> None:
+    for stages, fine in ((1, True), (2, False)):
+        books = roll(stages)
+        books.admit(PEERS[0], token(PEERS[0], "trainer"), NOW)
+        assert (books.may_call(PEERS[0], "swarm/2", "swarm/2/member", NOW) is None) == fine
+        assert (books.may_serve(PEERS[0], "swarm/2", "swarm/2/x", NOW) is None) == fine

@@ -1,0 +1,118 @@
+"""Filling a batch: in turn in pipelines, by pace where trainers compute for themselves."""
+
+from __future__ import annotations
+
+import heapq
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from peerd.core.messages.swarm import Mb
+from peerd.machine.batch.admission import Admission
+from peerd.machine.batch.ledger import Counted, Ledger
+
+
+def fill(admission: Admission, ledger: Ledger, now: float) -> list[Mb]:
+    taken = []
+    for mb in admission.wishes(now, ledger, Counted()):
+        ledger.admit(mb, now)
+        taken.append(mb)
+    return taken
+
+
+def run_steps(seconds: dict[str, float], batch: int, steps: int, own_pace: bool) -> float:
+    """Seconds of the last step when every trainer keeps two microbatches open and computes one at a time."""
+    admission, number, took = Admission(own_pace), 0, 0.0
+    open_: dict[str, list[int]] = {name: [] for name in seconds}
+    now = 0.0
+    for _ in range(steps):
+        ledger, begun_at, busy = Ledger(1, batch), now, dict.fromkeys(seconds, False)
+        admitted: dict[str, list[tuple[Mb, float]]] = {name: [] for name in seconds}
+        due: list[tuple[float, str, Mb, float]] = []
+        done = 0
+        while done < batch:
+            for name, wishes in open_.items():
+                while len(wishes) < 2:
+                    wishes.append(number)
+                    number += 1
+                admission.report(name, tuple(wishes))
+            for mb in fill(admission, ledger, now):
+                admitted[mb.trainer].append((mb, now))
+            for name, queue in admitted.items():
+                if queue and not busy[name]:
+                    mb, since = queue.pop(0)
+                    heapq.heappush(due, (now + seconds[name], name, mb, since))
+                    busy[name] = True
+            assert due, "nobody computes and the batch is not full"
+            now, name, mb, since = heapq.heappop(due)
+            busy[name] = False
+            ledger.finish(mb)
+            ledger.hold(mb, 0, name)
+            admission.finished(now, name, since)
+            open_[name].remove(mb.seq)
+            done += 1
+        took = now - begun_at
+    return took
+
+
+def test_in_a_pipeline_trainers_take_turns() -> None:
+    admission, ledger = Admission(own_pace=False), Ledger(2, 5)
+    admission.report("b", (10, 11, 12))
+    admission.report("a", (1, 2))
+    assert fill(admission, ledger, 0.0) == [Mb("a", 1), Mb("b", 10), Mb("a", 2), Mb("b", 11), Mb("b", 12)]
+
+
+def test_a_slow_trainer_does_not_hold_up_the_end_of_a_step() -> None:
+    seconds = {"a": 1.0, "b": 1.0, "c": 2.0, "d": 5.0}
+    ideal = 32 / sum(1 / each for each in seconds.values())
+    assert run_steps(seconds, 32, 4, own_pace=True) <= ideal + 2.0
+    assert run_steps({"a": 1.0, "b": 100.0}, 8, 4, own_pace=True) <= 9.0
+    assert run_steps({"a": 1.0, "b": 100.0}, 8, 4, own_pace=False) >= 100.0
+
+
+@given(
+    st.lists(st.floats(0.1, 100.0), min_size=1, max_size=8),
+    st.integers(1, 64),
+)
+def test_every_batch_is_filled_and_ends_in_time(speeds: list[float], batch: int) -> None:
+    seconds = {f"t{i}": each for i, each in enumerate(speeds)}
+    # Once speeds are known: what is under way at the end is the fastest trainers' own work.
+    best = sorted(number * each for each in speeds for number in range(1, batch + 1))[batch - 1]
+    assert run_steps(seconds, batch, len(speeds) + 2, own_pace=True) <= best + 4 * min(speeds) * 1.01
+
+
+@pytest.mark.parametrize("own_pace", [False, True])
+def test_a_trainer_that_is_gone_is_not_waited_for(own_pace: bool) -> None:
+    admission, ledger = Admission(own_pace), Ledger(1, 4)
+    admission.report("a", (1, 2))
+    admission.report("b", (5, 6))
+    fill(admission, ledger, 0.0)
+    admission.finished(1.0, "a", 0.0)
+    admission.gone("a")
+    assert "a" not in admission
+    assert admission.first() == "b"
+    admission.finished(2.0, "a", 0.0)  # a late word of it changes nothing
+    admission.report("b", (5, 6, 7, 8))
+    ledger.drop_open(lambda mb, _: mb.trainer == "a")
+    assert [mb.trainer for mb in fill(admission, ledger, 3.0)] == ["b", "b"]
+
+
+def test_what_the_last_batches_counted_is_not_admitted_again() -> None:
+    admission, ledger, counted = Admission(own_pace=False), Ledger(1, 4), Counted()
+    admission.report("a", (1, 2, 3))
+    for step in range(5):
+        counted.add(step, [Mb("a", 1), Mb("b", step)] if step == 0 else [Mb("b", step)])
+    assert list(admission.wishes(0.0, ledger, counted)) == [Mb("a", 2), Mb("a", 3)]
+
+
+def test_batches_are_remembered_for_a_while_and_forgotten_when_the_past_is_uncertain() -> None:
+    counted = Counted()
+    for step in range(100):
+        counted.add(step, [Mb("a", step), Mb("b", step)])
+    assert counted.of("a", 99) == [99]
+    assert counted.of("nobody", 99) == []
+    assert counted.of("a", 90) == [90]
+    assert counted.of("a", 10) is None
+    counted.restart(60, [Mb("b", 7)])
+    assert (counted.of("a", 60), counted.of("b", 60), counted.of("a", 99)) == ([], [7], None)

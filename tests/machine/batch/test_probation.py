@@ -1,0 +1,189 @@
+"""Newcomers on probation: what identities that cost nothing may spoil, and for how long."""
+
+from __future__ import annotations
+
+import random
+
+from peerd.core.messages.swarm import Done, Mb, Position, Receipt
+from peerd.machine.batch.batches import Batches, StageView
+from peerd.machine.batch.probation import Probation
+from peerd.machine.conductor.conductor import Conductor
+from peerd.machine.swarm.events import (
+    ConductorConfig,
+    MoveEnded,
+    Note,
+    Origin,
+    Output,
+    PrepareEnded,
+    SendMove,
+    SendPrepare,
+    TrainerReport,
+)
+from peerd.machine.swarm.revisions import Versions
+from tests.kit.conducting import hello
+
+GENUINE = b"signed"
+
+
+def place(peer: str) -> str:
+    """`honest 1@home` is at home."""
+    return peer.rpartition("@")[2]
+
+
+def test_newcomers_of_one_place_wait_longer_each_time_and_others_do_not() -> None:
+    some = Probation(place)
+    assert [some.failed(0.0, f"{name}@there") for name in "abc"] == [15.0, 30.0, 60.0]
+    assert some.waits(59.0, "d@there")
+    assert not some.waits(61.0, "d@there")
+    assert not some.waits(1.0, "d@elsewhere")
+
+
+def test_what_a_place_did_is_forgotten_with_time() -> None:
+    some = Probation(place)
+    for name in "abcd":
+        some.failed(0.0, f"{name}@there")
+    assert some.times(0.0, "e@there") == 4
+    assert some.times(3600.0, "e@there") == 2
+    assert some.failed(4 * 3600.0, "e@there") == 15.0
+
+
+def test_no_place_waits_for_ever() -> None:
+    some = Probation(place)
+    assert max(some.failed(float(number), f"{number}@there") for number in range(50)) == 600.0
+
+
+class Swarm:
+    """One stage whose members a, b and c have made a step with trainers t and u."""
+
+    def __init__(self) -> None:
+        origin = Origin(own="a@home", verify=lambda *told: told[-1].signature == GENUINE, place_of=place)
+        config = ConductorConfig(stages=1, microbatches=2, gather_s=1.0)
+        self.conductor = Conductor(config, random.Random(1), 0.0, origin)
+        self.now = 0.0
+        self.outputs: list[Output] = []
+        for name in "abc":
+            self.tell(hello(f"{name}@home"))
+        self.pass_s(2.0)
+        self.step()
+
+    def tell(self, event: object) -> None:
+        self.outputs += self.conductor.handle(self.now, event)  # type: ignore[arg-type]
+
+    def pass_s(self, seconds: float) -> None:
+        self.now += seconds
+        self.outputs += self.conductor.wake(self.now)
+
+    @property
+    def position(self) -> Position:
+        assert self.conductor.current is not None
+        return self.conductor.current
+
+    def fill(self) -> None:
+        """Trainers t and u wish for one microbatch each, and do it."""
+        step = self.position.step
+        for trainer in "t@home", "u@home":
+            self.tell(TrainerReport(trainer, step, (step,), ()))
+        for trainer in "t@home", "u@home":
+            done = Done(step, ["a@home"], [Receipt(1, GENUINE)])
+            self.tell(TrainerReport(trainer, step, (), (done,)))
+
+    def orders(self) -> list[SendPrepare]:
+        found = [output for output in self.outputs if isinstance(output, SendPrepare)]
+        return [order for order in found if order.attempt == found[-1].attempt] if found else []
+
+    def step(self) -> None:
+        """All average, and step."""
+        self.fill()
+        for order in self.orders():
+            self.tell(PrepareEnded(order.peer, order.attempt, True, digest=b"same"))
+        for move in [output for output in self.outputs if isinstance(output, SendMove)]:
+            self.tell(MoveEnded(move.peer, move.target))
+        self.outputs.clear()
+
+    def here(self) -> set[str]:
+        return {member.peer for member in self.conductor.members()}
+
+    def notes(self) -> list[str]:
+        return [output.text for output in self.outputs if isinstance(output, Note)]
+
+
+def test_newcomers_that_accuse_together_are_let_go_and_nobody_else_is() -> None:
+    swarm = Swarm()
+    liars = [f"{number}@there" for number in range(5)]
+    for liar in liars:
+        swarm.tell(hello(liar, swarm.position))
+    swarm.fill()
+    orders = swarm.orders()
+    assert {order.peer for order in orders} == {"a@home", "b@home", "c@home", *liars}
+    for liar in liars:
+        swarm.tell(PrepareEnded(liar, orders[0].attempt, False, lost=("b@home", "c@home")))
+        swarm.pass_s(1.0)
+        orders = swarm.orders()
+    assert {"a@home", "b@home", "c@home"} <= swarm.here()
+    swarm.tell(hello("next@there", swarm.position))
+    assert "next@there" not in swarm.here(), "their place waits"
+    swarm.tell(hello("friend@elsewhere", swarm.position))
+    assert "friend@elsewhere" in swarm.here()
+
+
+def test_an_attempt_that_newcomers_spoil_is_made_again_without_them() -> None:
+    swarm = Swarm()
+    swarm.tell(hello("liar@there", swarm.position))
+    swarm.fill()
+    swarm.tell(PrepareEnded("liar@there", swarm.orders()[0].attempt, False, missing=(Mb("t@home", 99),)))
+    swarm.pass_s(1.0)
+    assert {order.peer for order in swarm.orders()} == {"a@home", "b@home", "c@home"}
+    assert swarm.here() == {"a@home", "b@home", "c@home"}
+
+
+def test_a_newcomer_that_those_who_helped_could_not_reach_is_let_go_alone() -> None:
+    swarm = Swarm()
+    swarm.tell(hello("silent@there", swarm.position))
+    swarm.fill()
+    swarm.tell(PrepareEnded("a@home", swarm.orders()[0].attempt, False, lost=("silent@there",)))
+    assert swarm.here() == {"a@home", "b@home", "c@home"}
+
+
+def test_whoever_helped_to_make_a_step_is_no_newcomer() -> None:
+    swarm = Swarm()
+    swarm.tell(hello("d@there", swarm.position))
+    swarm.step()
+    swarm.fill()
+    swarm.tell(PrepareEnded("d@there", swarm.orders()[0].attempt, False))
+    assert "d@there" in swarm.here()
+
+
+def trained() -> Batches:
+    """A batch of four after a step that trainer t has helped to make."""
+    batches = Batches(1, 4, Versions())
+    batches.trainers.probation = Probation(place)
+    batches.verify = lambda *told: told[-1].signature == GENUINE
+    view = StageView(lambda peer, stage: True, [False])
+    batches.trainers.report("t@home", (0, 1, 2, 3))
+    batches.fill(0.0, 0, early=False)
+    done = tuple(Done(seq, ["a"], [Receipt(1, GENUINE)]) for seq in range(4))
+    batches.take(1.0, TrainerReport("t@home", 0, (), done), view, delayed=False)
+    batches.step_made(0)
+    return batches
+
+
+def test_a_new_trainer_gets_one_microbatch_until_a_step_has_counted_one() -> None:
+    batches = trained()
+    batches.trainers.report("new@there", tuple(range(10)))
+    batches.fill(2.0, 1, early=False)
+    assert batches.due.of_trainer("new@there") == [0]
+
+
+def test_what_a_new_trainer_credits_without_receipts_is_not_believed() -> None:
+    batches = trained()
+    told: list[str] = []
+    batches.tell = told.append
+    view = StageView(lambda peer, stage: True, [False])
+    batches.trainers.report("new@there", (0,))
+    batches.fill(2.0, 1, early=False)
+    batches.take(2.1, TrainerReport("new@there", 1, (), (Done(0, ["a"], [Receipt(1, b"made up")]),)), view, False)
+    assert batches.due.of_trainer("new@there") == []
+    assert any("new@there"[-8:] in text for text in told)
+    batches.trainers.report("newer@there", (0,))
+    batches.fill(2.2, 1, early=False)
+    assert batches.due.of_trainer("newer@there") == [], "its place waits"

@@ -1,0 +1,46 @@
+"""What a step waits for, once nothing has moved for a while."""
+
+from __future__ import annotations
+
+import random
+
+from peerd.core.messages.swarm import Done, Position
+from peerd.machine.conductor.conductor import Conductor, Phase
+from peerd.machine.conductor.standstill import Standstill, named
+from peerd.machine.swarm.events import ConductorConfig, MemberHello, SendPrepare, TrainerReport
+
+START = Position(0, b"")
+
+
+def opened() -> Conductor:
+    """One stage of two members, two microbatches, of which the trainer has begun one."""
+    made = Conductor(ConductorConfig(stages=1, microbatches=2), random.Random(1), 0.0)
+    for peer in ("member-one", "member-two"):
+        made.handle(0.0, MemberHello(peer, 0, 1, START, None, (), frozenset(), frozenset(), ()))
+    made.wake(10.0)
+    assert made.phase is Phase.OPEN
+    made.handle(10.0, TrainerReport("the-trainer", 0, (1,), ()))
+    return made
+
+
+def test_what_a_trainer_began_and_does_not_finish_is_waited_for_by_its_name() -> None:
+    made, still = opened(), Standstill()
+    assert still.look(10.0, made) == ""
+    assert still.look(19.0, made) == ""
+    assert still.look(20.0, made) == "1 microbatches that …-trainer began"
+    made.handle(21.0, TrainerReport("the-trainer", 0, (), (Done(1, ["member-one"]),)))
+    assert still.look(21.0, made) == ""
+    assert still.look(31.0, made) == "trainers to begin microbatches: 1 of 2 are there"
+
+
+def test_who_does_not_average_is_waited_for_by_its_name() -> None:
+    made, still = opened(), Standstill()
+    made.handle(11.0, TrainerReport("the-trainer", 0, (2,), (Done(1, ["member-one"]),)))
+    out = made.handle(12.0, TrainerReport("the-trainer", 0, (), (Done(2, ["member-one"]),)))
+    assert [one.peer for one in out if isinstance(one, SendPrepare)] == ["member-one", "member-two"]
+    still.look(12.0, made)
+    assert still.look(22.0, made) == "…mber-one, …mber-two to average"
+
+
+def test_many_names_are_counted() -> None:
+    assert named(f"peer-number-{n}" for n in range(7)) == "…number-0, …number-1, …number-2, …number-3 and 3 others"

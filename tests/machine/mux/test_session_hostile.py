@@ -1,0 +1,43 @@
+"""What a hostile peer gains from a yamux session by opening, resetting and breaking rules: nothing that stays."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+
+from peerd.core import limits
+from peerd.core.errors import ProtocolViolation, Unreachable
+from peerd.machine.mux import session
+from peerd.machine.mux.session import DATA, RST, SYN, WINDOW, Yamux
+from peerd.machine.mux.stream import YamuxStream
+from tests.kit.hostile import frame
+
+
+def kept_streams() -> int:
+    gc.collect()
+    return sum(type(each) is YamuxStream for each in gc.get_objects())
+
+
+def test_streams_that_are_opened_and_reset_while_nothing_can_be_sent_are_not_kept() -> None:
+    mux = Yamux(initiator=False, now=0.0)
+    before = kept_streams()
+    for number in range(1, 20_001, 2):
+        mux.receive(frame(DATA, SYN, number, 0), 0.0)
+        stream = mux.streams[number]
+        mux.write(stream, b"greeting")
+        mux.receive(frame(WINDOW, RST, number, 0), 0.0)
+        mux.abandon(stream)
+    assert kept_streams() - before <= limits.RINGED_RESETS + 2
+    assert mux.inbound == 0
+
+
+def test_events_before_a_violation_are_heard_of() -> None:
+    mux = Yamux(initiator=False, now=0.0)
+    events: list[session.Event] = []
+    with pytest.raises(ProtocolViolation):
+        mux.receive(frame(DATA, SYN, 1, 1, b"x") + frame(WINDOW, RST, 1, 0) + b"\xff" * 12, 0.0, None, events)
+    (stream,) = {event.stream for event in events if isinstance(event, session.Opened | session.Changed)}
+    assert stream.was_reset
+    with pytest.raises(Unreachable):
+        mux.write(stream, b"an answer")

@@ -1,0 +1,50 @@
+"""The muxer's timers: waking when it asked to be woken always does something."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from peerd.machine.mux.session import HEADER, PING, SYN, Dead, Yamux
+
+
+@given(st.floats(min_value=0, max_value=1e9))
+def test_a_silent_link_is_dead_at_the_very_instant_it_asked_for(started: float) -> None:
+    mux = Yamux(initiator=True, now=started)
+    for _ in range(10_000):
+        now = mux.wake_at()
+        if any(isinstance(event, Dead) for event in mux.wake(now)):
+            break
+        assert mux.wake_at() > now  # otherwise a driver would spin without letting time pass
+    else:
+        raise AssertionError("never declared dead")
+
+
+def test_a_doubted_peer_that_stays_silent_is_soon_dead() -> None:
+    mux = Yamux(initiator=True, now=0.0)
+    usual = mux.wake_at()
+    mux.doubt(4.9)  # it may still have said something a moment ago
+    assert mux.wake_at() == usual
+    mux.doubt(12.0)
+    assert mux.has_output  # it is asked
+    mux.wake(12.0)
+    assert mux.wake_at() == 17.0
+    mux.doubt(16.0)  # who waits for another call in vain prolongs nothing
+    assert mux.wake(17.0) == [Dead(17.0)]
+
+
+def test_any_word_of_a_doubted_peer_ends_the_doubt() -> None:
+    mux = Yamux(initiator=True, now=0.0)
+    mux.doubt(12.0)
+    mux.receive(HEADER.pack(0, PING, SYN, 0, 7), 16.9)
+    assert mux.wake(17.0) == []
+    assert mux.wake_at() > 17.0
+
+
+def test_a_doubted_peer_on_a_line_full_of_bulk_has_more_time() -> None:
+    mux = Yamux(initiator=True, now=0.0)
+    mux.rtt_s = 0.5
+    mux.doubt(12.0)
+    mux.wake(12.0)
+    assert mux.wake(21.9) == []
+    assert mux.wake(22.0) == [Dead(22.0)]

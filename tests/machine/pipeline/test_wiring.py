@@ -1,0 +1,97 @@
+"""Routing of microbatches: shares follow speed, failures rest, newcomers are probed but never flooded."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from peerd.machine.pipeline.wiring import Wiring
+
+
+def serve(wiring: Wiring, seconds: dict[str, float], tasks: int) -> Counter[str]:
+    """One task after another: who served how many."""
+    now, count = 0.0, Counter[str]()
+    busy = dict.fromkeys(seconds, 0.0)
+    for _ in range(tasks):
+        name = wiring.pick(now, 1.0)
+        assert name is not None
+        started = max(now, busy[name])
+        busy[name] = started + seconds[name]
+        wiring.answered(name, 1.0, started, busy[name])
+        count[name] += 1
+    return count
+
+
+def test_two_to_one_speeds_get_two_thirds_and_one_third() -> None:
+    wiring = Wiring(random.Random(1))
+    wiring.update(["fast", "slow"])
+    count = serve(wiring, {"fast": 1.0, "slow": 2.0}, 3000)
+    assert abs(count["fast"] - 2000) <= 20
+
+
+def test_a_newcomer_gets_a_task_soon_and_is_not_flooded() -> None:
+    wiring = Wiring(random.Random(1))
+    wiring.update(["a", "b"])
+    serve(wiring, {"a": 0.1, "b": 0.1}, 50)
+    wiring.update(["a", "b", "new"])
+    picks = [wiring.pick(100.0, 1.0) for _ in range(6)]
+    assert "new" in picks[:3]
+    assert picks.count("new") == 1
+
+
+def test_a_failed_peer_rests_longer_each_time_and_returns() -> None:
+    wiring = Wiring(random.Random(1))
+    wiring.update(["a"])
+    wiring.failed("a", 0.0)
+    assert wiring.pick(0.4, 1.0) is None
+    assert wiring.pick(0.6, 1.0) == "a"
+    wiring.failed("a", 1.0)
+    assert wiring.pick(1.9, 1.0) is None
+    assert wiring.wakes_at(1.9) == 2.0
+    assert wiring.pick(2.1, 1.0) == "a"
+
+
+def test_an_avoided_peer_is_used_only_when_nobody_else_is_left() -> None:
+    wiring = Wiring(random.Random(1))
+    wiring.update(["a", "b"])
+    assert {wiring.pick(0.0, 1.0, avoid={"a"}) for _ in range(5)} == {"b"}
+    wiring.failed("b", 0.0)
+    assert wiring.pick(0.0, 1.0, avoid={"a"}) == "a"
+
+
+def test_nobody_is_picked_from_an_empty_stage() -> None:
+    wiring = Wiring(random.Random(1))
+    assert wiring.pick(0.0, 1.0) is None
+    assert wiring.wakes_at(0.0) is None
+
+
+@given(st.dictionaries(st.sampled_from("abcdef"), st.sampled_from([0.5, 1.0, 2.0]), min_size=1))
+def test_shares_follow_speed(seconds: dict[str, float]) -> None:
+    wiring = Wiring(random.Random(3))
+    wiring.update(seconds)
+    count = serve(wiring, seconds, 1200)
+    whole = sum(1 / s for s in seconds.values())
+    for name, each in seconds.items():
+        assert abs(count[name] - 1200 / each / whole) <= 60
+
+
+def test_who_cannot_be_reached_is_not_picked_even_if_nobody_else_is_left() -> None:
+    wiring = Wiring(random.Random(1))
+    wiring.update(["a", "b"])
+    assert {wiring.pick(0.0, 1.0, never={"a"}) for _ in range(5)} == {"b"}
+    assert wiring.pick(0.0, 1.0, avoid={"b"}, never={"a"}) == "b"
+    assert wiring.pick(0.0, 1.0, never={"a", "b"}) is None
+    assert wiring.pick(0.0, 1.0) in ("a", "b")
+
+
+def test_a_peer_whose_failure_took_long_rests_for_longer() -> None:
+    wiring = Wiring(random.Random(1))
+    wiring.update(["a", "b"])
+    wiring.failed("a", 20.0, took_s=17.0)
+    assert {wiring.pick(now, 1.0) for now in (21.0, 40.0, 60.0, 87.0)} == {"b"}
+    assert wiring.wakes_at(20.0) == 20.0
+    wiring.failed("b", 88.0, took_s=0.01)
+    assert wiring.pick(88.1, 1.0) == "a"

@@ -1,0 +1,30 @@
+"""Who has seen the newest version of what it sees is not woken by what concerns others."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from peerd.machine.swarm.revisions import Versions
+
+READERS = ("a", "b", "c")
+
+
+def test_a_change_for_one_is_none_for_the_others() -> None:
+    versions = Versions()
+    a, b = versions.of("a"), versions.of("b")
+    versions.change("a")
+    assert versions.of("a") > a
+    assert versions.of("b") == b
+
+
+@given(st.lists(st.sampled_from([None, *READERS])))
+def test_a_version_grows_with_each_change_that_its_reader_sees_and_with_no_other(changes: list[str | None]) -> None:
+    versions = Versions()
+    for changed in changes:
+        before, newest = {reader: versions.of(reader) for reader in READERS}, versions.newest
+        versions.change(changed) if changed else versions.change_all()
+        assert versions.newest > newest
+        for reader in READERS:
+            grew = versions.of(reader) - before[reader]
+            assert grew > 0 if changed in (None, reader) else grew == 0

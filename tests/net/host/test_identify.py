@@ -1,0 +1,70 @@
+"""What peers say of themselves: read in parts, within bounds, and a peer that talks nonsense keeps its link."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import trio
+import trio.testing
+
+from peerd.core.limits import IDENTIFY_BYTES, IDENTIFY_PARTS
+from peerd.core.protobuf.identity import Identify
+from peerd.core.protobuf.wire import bytes_field
+from peerd.core.varint import encode_varint
+from peerd.net.host.identify import IDENTIFY, IDENTIFY_PUSH
+from peerd.net.link.stream import Stream
+from tests.kit.hosts import ask, echo, running_hosts
+
+LARGE = bytes_field(99, bytes(IDENTIFY_BYTES // 2))  # of a kind that is not known here
+
+
+def part(raw: bytes) -> bytes:
+    return encode_varint(len(raw)) + raw
+
+
+async def told(said: bytes) -> tuple[bool, str]:
+    """Whether a peer that says this of itself is introduced, and as what; it can be talked to all the same."""
+
+    async def say(stream: Stream) -> None:
+        await stream.send(said)
+        await stream.aclose()
+
+    async with running_hosts() as hosts:
+        a, b = await hosts.start("a"), await hosts.start("b")
+        a.unhandle(IDENTIFY_PUSH)
+        b.handle(IDENTIFY, say)
+        b.handle("/echo/1", echo)
+        await a.connect(b.id, [hosts.addr("b")])
+        info = await a.introduction(b.id, 10.0)
+        assert await ask(a, b, b"still there") == b"still there"
+        return info is not None, "" if info is None else info.agent
+
+
+async def test_a_message_in_parts_is_read_as_one(autojump_clock: trio.testing.MockClock) -> None:
+    parts = [Identify(agent_version=agent).encode() for agent in ("first", "second")]
+    assert await told(b"".join(map(part, parts))) == (True, "second")
+
+
+async def test_no_more_parts_are_read_than_are_allowed(autojump_clock: trio.testing.MockClock) -> None:
+    parts = [Identify(agent_version=f"number {number}").encode() for number in range(IDENTIFY_PARTS + 5)]
+    assert await told(b"".join(map(part, parts))) == (True, f"number {IDENTIFY_PARTS - 1}")
+
+
+@pytest.mark.parametrize(
+    ("said", "why"),
+    [
+        (encode_varint(IDENTIFY_BYTES + 1), "allowed"),
+        (part(LARGE) + part(LARGE), "allowed"),
+        (b"\xff" * 20, "longer"),
+        (part(b"\x0a\x01")[:-1], "early"),
+    ],
+    ids=["too long", "too long together", "a length without end", "cut"],
+)
+async def test_what_is_no_introduction_is_logged_with_the_peers_name(
+    said: bytes, why: str, autojump_clock: trio.testing.MockClock, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, "peerd.net"):
+        assert await told(said) == (False, "")
+    assert "broke identify" in caplog.text
+    assert why in caplog.text

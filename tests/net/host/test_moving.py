@@ -1,0 +1,119 @@
+"""Several links to one peer: new streams take the best, the others stand by and go, and nobody sees the peer leave."""
+
+from __future__ import annotations
+
+import pytest
+import trio
+from trio.testing import MockClock as Clock
+
+from peerd.machine.connectivity.path_selection import Way
+from peerd.net.host.host import Host, PeerUp
+from peerd.net.link.stream import Stream
+from tests.kit.hosts import Hosts, ask, echo, running_hosts
+from tests.kit.ways import join
+
+
+async def two(hosts: Hosts, **line: float) -> tuple[Host, Host]:
+    a, b = await hosts.start("a", **line), await hosts.start("b", **line)
+    for host in (a, b):
+        host.handle("/echo/1", echo)
+    return a, b
+
+
+async def test_new_streams_take_the_better_link_and_open_ones_end_where_they_are(autojump_clock: Clock) -> None:
+    async with running_hosts() as hosts:
+        a, b = await two(hosts)
+        with a.watch() as events:
+            relayed, _ = await join(hosts, a, b, Way.RELAYED, latency_s=0.05)
+            old = await a.open_stream(b.id, "/echo/1")
+            await old.send(b"x")
+            punched, _ = await join(hosts, a, b, Way.PUNCHED)
+            new = await a.open_stream(b.id, "/echo/1")
+            assert old.superseded
+            assert (new.link, new.superseded) == (punched, False)
+            await old.send(b"y")
+            assert await old.receive_exactly(2) == b"xy"
+            await trio.sleep(60)
+            assert list(a.links) == [relayed, punched]  # a stream is open on it
+            await old.aclose()
+            await new.aclose()
+            await trio.sleep(25)
+            assert list(a.links) == [punched]
+            assert len(b.links) == 1
+            assert a.traffic().peers[b.id].way == "punched"
+            assert await events.receive() == PeerUp(b.id)
+            with pytest.raises(trio.WouldBlock):
+                events.receive_nowait()
+
+
+async def test_when_the_better_link_is_lost_the_other_carries_on(autojump_clock: Clock) -> None:
+    async with running_hosts() as hosts:
+        a, b = await two(hosts)
+        with a.watch() as events:
+            relayed, _ = await join(hosts, a, b, Way.RELAYED)
+            punched, _ = await join(hosts, a, b, Way.PUNCHED)
+            assert relayed.superseded_at is not None
+            punched.abort("the router forgot us")
+            await trio.sleep(0.1)
+            assert relayed.superseded_at is None
+            assert await ask(a, b, b"still there") == b"still there"
+            await trio.sleep(60)
+            assert list(a.links) == [relayed]
+            assert await events.receive() == PeerUp(b.id)
+            with pytest.raises(trio.WouldBlock):
+                events.receive_nowait()
+
+
+@pytest.mark.parametrize("ways", [(Way.DIRECT, Way.PUNCHED, Way.RELAYED), (Way.RELAYED, Way.LOCAL, Way.DIRECT)])
+async def test_however_links_come_the_best_one_stays(autojump_clock: Clock, ways: tuple[Way, ...]) -> None:
+    async with running_hosts() as hosts:
+        a, b = await two(hosts)
+        for number, way in enumerate(ways):
+            one, other = (a, b) if number % 2 else (b, a)
+            await join(hosts, one, other, way)
+        await trio.sleep(60)
+        for host in (a, b):
+            (link,) = host.links
+            assert link.way == min(ways)
+
+
+async def test_links_dialed_from_both_ends_at_once_become_one_without_breaking_streams(autojump_clock: Clock) -> None:
+    async with running_hosts() as hosts:
+        a, b = await two(hosts, latency_s=0.05)
+        a.learn(b.id, [hosts.addr("b")])
+        b.learn(a.id, [hosts.addr("a")])
+        streams: list[Stream] = []
+
+        async def use(one: Host, other: Host) -> None:
+            stream = await one.open_stream(other.id, "/echo/1")
+            await stream.send(b"1")
+            assert await stream.receive_exactly(1) == b"1"
+            streams.append(stream)
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(use, a, b)
+            nursery.start_soon(use, b, a)
+        assert len(a.links) == len(b.links) == 2
+        await trio.sleep(1)
+        for one, other in ((a, b), (b, a)):
+            best = one.links.best(other.id)
+            assert best is not None
+            assert best.initiator is (one.id.raw < other.id.raw)
+        for stream in streams:
+            await stream.send(b"2")
+            assert await stream.receive_exactly(1) == b"2"
+            await stream.aclose()
+        await trio.sleep(60)
+        assert len(a.links) == len(b.links) == 1
+        assert await ask(a, b, b"x") == b"x"
+
+
+async def test_a_relay_that_floods_a_peer_with_links_cannot_push_the_direct_one_out(autojump_clock: Clock) -> None:
+    async with running_hosts() as hosts:
+        a, b = await two(hosts)
+        direct, _ = await join(hosts, a, b, Way.DIRECT)
+        for _ in range(6):
+            await join(hosts, b, a, Way.RELAYED)
+            await trio.sleep(0.1)
+        assert a.links.best(b.id) is direct
+        assert await ask(a, b, b"x") == b"x"

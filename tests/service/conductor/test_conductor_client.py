@@ -1,0 +1,214 @@
+"""Everyone ends at the same conductor: the one that served longest, or the next when it cannot be reached."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import trio
+from trio.testing import MockClock
+
+from peerd.core.errors import Refused
+from peerd.core.ids import PeerId
+from peerd.core.limits import REPORTS_AT_ONCE, REPORTS_PER_S
+from peerd.core.messages.encoding import Empty
+from peerd.core.messages.progress import StageProgress
+from peerd.core.messages.swarm import Leave, MemberInfo
+from peerd.service.conductor.conductor_client import Following
+from peerd.service.rpc.rpc import Answer, Incoming, Rpc
+from peerd.service.swarm.directory import StagePeer
+from tests.kit.fakehost import FakeNet, TrioClock, fake_net
+
+
+class Announced:
+    """A directory whose content the test writes."""
+
+    def __init__(self) -> None:
+        self.announced: dict[tuple[PeerId, int], StagePeer] = {}
+        self.reads, self.only_dials = 0, False
+
+    def add(self, peer: PeerId, since: float, stage: int = 0, *, client: bool = False) -> None:
+        progress = StageProgress(stage, since, 0, 0, 0.0, "cpu", "", "", [], client=client)
+        self.announced[peer, progress.stage] = StagePeer(peer, progress)
+
+    def learn_members(self, members: list[MemberInfo]) -> list[MemberInfo]:
+        return members
+
+    async def refresh(self) -> dict[PeerId, StagePeer]:
+        await trio.lowlevel.checkpoint()
+        self.reads += 1
+        return self.announced
+
+
+@asynccontextmanager
+async def peers(count: int) -> AsyncIterator[tuple[FakeNet, list[PeerId], list[Rpc], Announced]]:
+    async with fake_net() as net, trio.open_nursery() as nursery:
+        ids, rpcs = [], []
+        for i in range(count):
+            host = net.host(f"peer {i}")
+            rpc = Rpc(host, TrioClock())
+            await nursery.start(rpc.run)
+            ids.append(host.id)
+            rpcs.append(rpc)
+        yield net, ids, rpcs, Announced()
+        nursery.cancel_scope.cancel()
+
+
+def following(rpc: Rpc, own: PeerId, directory: Any) -> Following:
+    return Following(rpc, own, directory)
+
+
+def conducts(rpc: Rpc, log: list[int], number: int) -> None:
+    async def answer(call: Incoming[Empty]) -> Answer[Empty]:
+        log.append(number)
+        return Answer(Empty())
+
+    rpc.serve("swarm/2/test", Empty, answer)
+
+
+async def test_who_served_longest_comes_first_and_other_stages_never(autojump_clock: MockClock) -> None:
+    async with peers(4) as (_, ids, rpcs, directory):
+        directory.add(ids[1], 20.0)
+        directory.add(ids[2], 10.0)
+        directory.add(ids[3], 1.0, stage=1)
+        me = following(rpcs[0], ids[0], directory)
+        assert me.order() == [ids[2], ids[1]]
+        me.joined_since = 15.0
+        assert me.order() == [ids[2], ids[0], ids[1]]
+        assert me.duty() == ids[2]
+        me.suspect(ids[2])
+        assert me.duty() == ids[0]
+        await trio.sleep(10)
+        assert me.duty() == ids[2]
+
+
+async def test_the_conductors_list_has_whom_the_directory_does_not_know_yet(autojump_clock: MockClock) -> None:
+    """Two join, and the conductor is lost a moment later: each must know that the other was there first, or not."""
+    async with peers(4) as (_, ids, rpcs, directory):
+        conductor, first, second, helper = ids
+        orders = []
+        for own, since in ((first, 10.0), (second, 20.0)):
+            me = following(rpcs[ids.index(own)], own, directory)
+            me.joined_since = since
+            me.note_members(
+                [
+                    MemberInfo(conductor.text, 0, [], True, since=1.0),
+                    MemberInfo(first.text, 0, [], True, since=10.0),
+                    MemberInfo(second.text, 0, [], False, since=20.0),
+                    MemberInfo(helper.text, 0, [], False),
+                ]
+            )
+            me.suspect(conductor)
+            assert me.known() == {conductor, first, second}
+            orders.append((me.order(), me.duty()))
+        assert orders == [([conductor, first, second], first)] * 2
+        me.note_members([MemberInfo(second.text, 0, [], True, client=True, since=5.0)])
+        assert me.order() == [second]
+
+
+async def test_who_cannot_be_dialed_conducts_last_however_long_it_serves(autojump_clock: MockClock) -> None:
+    async with peers(3) as (_, ids, rpcs, directory):
+        directory.add(ids[1], 20.0)
+        directory.add(ids[2], 10.0, client=True)
+        me = following(rpcs[0], ids[0], directory)
+        me.joined_since = 1.0
+        assert me.order() == [ids[0], ids[1], ids[2]]
+        directory.only_dials = True
+        assert me.order() == [ids[1], ids[0], ids[2]]
+        assert me.duty() == ids[1]
+
+
+async def test_the_next_is_asked_when_the_first_is_gone_and_the_change_is_told(autojump_clock: MockClock) -> None:
+    async with peers(3) as (net, ids, rpcs, directory):
+        log: list[int] = []
+        conducts(rpcs[1], log, 1)
+        conducts(rpcs[2], log, 2)
+        directory.add(ids[1], 1.0)
+        directory.add(ids[2], 2.0)
+        me = following(rpcs[0], ids[0], directory)
+        await me.ask("swarm/2/test", Empty, Empty, 5.0)
+        await me.ask("swarm/2/test", Empty, Empty, 5.0)
+        assert (log, me.conductor, me.changes) == ([1, 1], ids[1], 1)
+        net.cut(ids[0], ids[1])
+        await me.ask("swarm/2/test", Empty, Empty, 5.0)
+        assert (log, me.conductor, me.changes) == ([1, 1, 2], ids[2], 2)
+        net.heal(ids[0], ids[1])
+        await trio.sleep(60)
+        await me.ask("swarm/2/test", Empty, Empty, 5.0)
+        assert me.conductor == ids[2], "whoever conducts well goes on"
+
+
+async def test_it_waits_with_a_reason_until_stage_0_has_a_peer(autojump_clock: MockClock) -> None:
+    async with peers(2) as (_, ids, rpcs, directory), trio.open_nursery() as nursery:
+        log: list[int] = []
+        conducts(rpcs[1], log, 1)
+        me = following(rpcs[0], ids[0], directory)
+        nursery.start_soon(me.ask, "swarm/2/test", Empty, Empty, 5.0)
+        await trio.sleep(5)
+        assert me.waits_for == "stage 0 has no peers"
+        directory.add(ids[1], 1.0)
+        await trio.sleep(5)
+        assert log == [1]
+        assert me.waits_for is None
+
+
+async def test_a_refusal_is_shown_and_asked_again(autojump_clock: MockClock) -> None:
+    async with peers(2) as (_, ids, rpcs, directory):
+        refusals = 2
+
+        async def answer(call: Incoming[Empty]) -> Answer[Empty]:
+            nonlocal refusals
+            refusals -= 1
+            if refusals >= 0:
+                raise Refused("the conductor is somebody else")
+            return Answer(Empty())
+
+        rpcs[1].serve("swarm/2/test", Empty, answer)
+        directory.add(ids[1], 1.0)
+        me = following(rpcs[0], ids[0], directory)
+        await me.ask("swarm/2/test", Empty, Empty, 5.0)
+        assert refusals == -1
+
+
+async def test_who_leaves_tells_the_conductor_and_waits_no_longer_than_a_second_for_it(
+    autojump_clock: MockClock,
+) -> None:
+    async with peers(3) as (_, ids, rpcs, directory):
+        told: list[tuple[PeerId, bytes]] = []
+
+        async def leaves(call: Incoming[Leave]) -> Answer[Empty]:
+            told.append((call.peer, call.body.run))
+            return Answer(Empty())
+
+        async def hangs(call: Incoming[Leave]) -> Answer[Empty]:
+            await trio.sleep_forever()
+            raise AssertionError
+
+        rpcs[1].serve("swarm/2/leave", Leave, leaves)
+        rpcs[2].serve("swarm/2/leave", Leave, hangs)
+        me, run = following(rpcs[0], ids[0], directory), bytes(16)
+        for conductor in (None, ids[0]):  # nobody, or we ourselves: there is nothing to say
+            me.conductor = conductor
+            await me.say_goodbye(run)
+        assert told == []
+        me.conductor = ids[1]
+        await me.say_goodbye(run)
+        assert told == [(ids[0], run)]
+        me.conductor, began = ids[2], trio.current_time()
+        await me.say_goodbye(run)
+        assert trio.current_time() - began <= 1.0
+
+
+async def test_a_conductor_that_answers_at_once_is_asked_no_more_often_than_reports_may_come(
+    autojump_clock: MockClock,
+) -> None:
+    async with peers(2) as (_, ids, rpcs, directory):
+        directory.add(ids[1], 1.0)
+        log: list[int] = []
+        conducts(rpcs[1], log, 1)
+        me = following(rpcs[0], ids[0], directory)
+        with trio.move_on_after(10):
+            while len(log) < 10_000:
+                await me.ask("swarm/2/test", Empty, Empty, 5.0)
+        assert REPORTS_AT_ONCE + 9 * REPORTS_PER_S <= len(log) <= REPORTS_AT_ONCE + 11 * REPORTS_PER_S

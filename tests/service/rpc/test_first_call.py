@@ -1,0 +1,63 @@
+"""What the first call to a new peer costs, in round trips: each of them is a whole second across an ocean, five times.
+
+TCP one, the hand-shake one (its third message travels with what follows), the call one: the muxer is chosen early, the
+stream and its protocol are optimistic, identify and the directory run beside it. In a run with tokens both sides first
+show theirs: one more.
+"""
+
+from __future__ import annotations
+
+import pytest
+import trio
+import trio.testing
+
+from peerd.core.messages.encoding import Empty
+from peerd.net.host.host import Host
+from peerd.service.access import Access
+from peerd.service.rpc.rpc import Answer, Incoming, Rpc
+from peerd.sim.clock import SimClock
+from tests.kit.hosts import Hosts, running_hosts
+from tests.kit.members import Papers, run_file, token
+
+ONE_WAY_S = 0.05  # of each access line
+ROUND_TRIP_S = 4 * ONE_WAY_S
+
+
+async def answer(call: Incoming[Empty]) -> Answer[Empty]:
+    await trio.lowlevel.checkpoint()
+    return Answer(Empty())
+
+
+async def test_the_first_call_to_a_new_peer_takes_three_round_trips(autojump_clock: trio.testing.MockClock) -> None:
+    async with running_hosts() as hosts:
+        assert await first_and_second(hosts, tokens=False) == pytest.approx([3, 1], abs=0.05)
+
+
+async def test_the_first_call_to_a_new_member_takes_four_round_trips(autojump_clock: trio.testing.MockClock) -> None:
+    async with running_hosts() as hosts:
+        assert await first_and_second(hosts, tokens=True) == pytest.approx([4, 1], abs=0.05)
+
+
+async def first_and_second(hosts: Hosts, *, tokens: bool) -> list[float]:
+    """Round trips of the first call between two hosts that have not met, and of the next."""
+    a, b = [await hosts.start(name, latency_s=ONE_WAY_S) for name in "ab"]
+    asking, asked = [await calls_of(hosts, host, name, tokens=tokens) for host, name in ((a, "a"), (b, "b"))]
+    asked.serve("first/1/ask", Empty, answer)
+    a.learn(b.id, [hosts.addr("b")])
+    took = []
+    for _ in range(2):
+        begin = trio.current_time()
+        await asking.call(b.id, "first/1/ask", Empty(), Empty, timeout_s=20)
+        took.append((trio.current_time() - begin) / ROUND_TRIP_S)
+    return took
+
+
+async def calls_of(hosts: Hosts, host: Host, name: str, *, tokens: bool) -> Rpc:
+    clock = SimClock(1, name)
+    rpc = Rpc(host, clock)
+    if tokens:
+        access = Access(run_file(), host, rpc, clock, Papers(token(host.id)))
+        rpc.guard(access)
+        await hosts.nursery.start(access.run)
+    await hosts.nursery.start(rpc.run)
+    return rpc

@@ -1,0 +1,98 @@
+"""Calls over real hosts: the same cases, through TCP, Noise and yamux on loopback."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+import trio
+
+from peerd.core.addr import parse_addr
+from peerd.core.keys import Keypair
+from peerd.net.clock import RealClock
+from peerd.net.faults import Faults
+from peerd.net.host.host import Host
+from peerd.net.tcp.tcp_transport import TcpTransport
+from peerd.service.rpc.rpc import Rpc
+from tests.kit.fakehost import leaves
+from tests.kit.rpc_cases import CASES, NEEDS_CUT, Case, Pair, Text, ask, echo
+from tests.kit.rpc_growing_cases import GROWING_CASES, GROWING_NEEDS_CUT
+from tests.kit.rpc_stream_cases import STREAM_CASES
+
+pytestmark = pytest.mark.socket
+EVERY_CASE = CASES + STREAM_CASES + GROWING_CASES + NEEDS_CUT + GROWING_NEEDS_CUT
+
+
+class Crashes(logging.Handler):
+    """What the hosts log of peers that broke a protocol, and what their supervisors note, as (text, exception)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[str, BaseException | None]] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.levelno == logging.WARNING and isinstance(record.args, tuple):
+            error = next((arg for arg in record.args if isinstance(arg, BaseException)), None)
+            self.seen.append((record.getMessage(), error))
+
+
+class Noted(Faults):
+    """Faults that are told each time; the log tells what repeats itself more and more rarely."""
+
+    def __init__(self, crashes: Crashes) -> None:
+        super().__init__()
+        self._crashes = crashes
+
+    def note(self, where: str, error: BaseException) -> None:
+        super().note(where, error)
+        self._crashes.seen += [(where, each) for each in leaves(error)]
+
+
+@asynccontextmanager
+async def tcp_pair() -> AsyncIterator[Pair]:
+    crashes, log = Crashes(), logging.getLogger("peerd.net")
+    log.addHandler(crashes)
+    log.propagate = False
+    clock = RealClock(1)
+    hosts = [Host(Keypair.generate(clock.secure_bytes), clock, [TcpTransport()]) for _ in range(2)]
+    for host in hosts:
+        host.faults = Noted(crashes)
+    a, b = (Rpc(host, clock) for host in hosts)
+    try:
+        async with trio.open_nursery() as nursery:
+            for rpc in (a, b):
+                await nursery.start(rpc.run)
+            for host in hosts:
+                await nursery.start(host.run, [parse_addr("/ip4/127.0.0.1/tcp/0")])
+            hosts[0].learn(hosts[1].id, hosts[1].addrs())
+            yield Pair(a, b, hosts[0], hosts[1], crashes.seen, lambda: cut(hosts[0]))
+            nursery.cancel_scope.cancel()
+    finally:
+        log.removeHandler(crashes)
+        log.propagate = True
+
+
+def cut(host: Host) -> None:
+    for link in list(host.links):
+        link.abort("the test cut it")
+
+
+@pytest.mark.parametrize("case", EVERY_CASE, ids=lambda case: case.__name__)
+@pytest.mark.slow
+async def test_over_tcp(case: Case) -> None:
+    async with tcp_pair() as pair:
+        with trio.fail_after(20):
+            await case(pair)
+
+
+async def test_a_call_over_tcp_and_one_after_the_link_was_lost() -> None:
+    async with tcp_pair() as pair:
+        pair.b.serve("t/1/echo", Text, echo)
+        with trio.fail_after(20):
+            assert await ask(pair) == "hi"
+            pair.cut()
+            while pair.a.status()["channels"]:
+                await trio.lowlevel.checkpoint()
+            assert await ask(pair) == "hi"
