@@ -16,7 +16,7 @@ KERNELS := $(wildcard peerd/compute/kernels/*.cpp peerd/compute/kernels/*.h)
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help run test check types lint fast sim fuzz soak e2e interop lab foreign bench wheel clean
+.PHONY: help run test test-all check types lint fast sim fuzz soak e2e interop lab foreign bench wheel clean
 
 help:  ## this list
 	@grep -hE '^[a-z0-9]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## */\t/' | sort | expand -t 12
@@ -41,10 +41,14 @@ $(VENV)/.installed-dev: pyproject.toml constraints.txt $(KERNELS) | $(BIN)/pytho
 run: $(VENV)/.installed  ## train a swarm on this machine and watch it (options: ARGS="--steps 50 --calm")
 	$(BIN)/peerd demo $(ARGS)
 
-test: $(VENV)/.installed-dev  ## the whole test suite; foreign libp2p peers where they can be had
-	-@$(BIN)/python scripts/foreign/setup.py
+test: $(VENV)/.installed-dev  ## the whole product in some minutes; what takes long is left to test-all
 	$(BIN)/python -m pytest $(SIDE_BY_SIDE) $(ARGS) || [ $$? = $(NONE_CHOSEN) ]
-	$(BIN)/python -m pytest -m socket $(ARGS) || [ $$? = $(NONE_CHOSEN) ]
+	$(BIN)/python -m pytest -m "socket and not lab and not interop" $(ARGS) || [ $$? = $(NONE_CHOSEN) ]
+
+test-all: $(VENV)/.installed-dev  ## everything there is: network lab, foreign libp2p peers, many examples and mutations
+	-@$(BIN)/python scripts/foreign/setup.py
+	PEERD_TEST_ALL=1 $(BIN)/python -m pytest $(SIDE_BY_SIDE) $(ARGS) || [ $$? = $(NONE_CHOSEN) ]
+	PEERD_TEST_ALL=1 $(BIN)/python -m pytest -m socket $(ARGS) || [ $$? = $(NONE_CHOSEN) ]
 
 check: lint types fast  ## what to run before a commit: lint, types, fast tests
 
@@ -58,25 +62,25 @@ fast: $(VENV)/.installed-dev  ## tests that take less than a quarter of a second
 	$(BIN)/python -m pytest $(FAST) $(ARGS)
 
 sim: $(VENV)/.installed-dev  ## simulated swarms: churn, loss, partitions
-	$(BIN)/python -m pytest tests/sim $(ARGS)
+	PEERD_TEST_ALL=1 $(BIN)/python -m pytest tests/sim $(ARGS)
 
 fuzz: $(VENV)/.installed-dev  ## every decoder against 100,000 mutated inputs; a host against 20,000 hostile sessions
-	PEERD_FUZZ_SESSIONS=20000 $(BIN)/python -m pytest tests/fuzz $(ARGS)
+	PEERD_TEST_ALL=1 PEERD_FUZZ_SESSIONS=20000 $(BIN)/python -m pytest tests/fuzz $(ARGS)
 
 soak: $(VENV)/.installed-dev  ## half an hour of training among hostile processes (Linux); ARGS="--minutes 5"
 	$(BIN)/python scripts/soak.py $(ARGS)
 
 e2e: $(VENV)/.installed-dev  ## real processes on loopback: kill one, training goes on; bad input; Ctrl+C
-	$(BIN)/python -m pytest tests/e2e $(ARGS)
+	PEERD_TEST_ALL=1 $(BIN)/python -m pytest tests/e2e $(ARGS)
 
 lab: $(VENV)/.installed-dev  ## peers on slow lines and behind NATs in a network lab (Linux, root, iproute2, nftables, gcc; else skipped)
-	$(BIN)/python -m pytest tests/lab -rs $(ARGS)
+	PEERD_TEST_ALL=1 $(BIN)/python -m pytest tests/lab -rs $(ARGS)
 
 foreign: $(VENV)/.installed-dev  ## fetch the go, js and py libp2p peers that the interoperability tests talk to
 	$(BIN)/python scripts/foreign/setup.py
 
 interop: foreign  ## talk to real go-libp2p, js-libp2p and py-libp2p peers
-	PEERD_REQUIRE_FOREIGN=1 $(BIN)/python -m pytest tests/interop $(ARGS)
+	PEERD_TEST_ALL=1 PEERD_REQUIRE_FOREIGN=1 $(BIN)/python -m pytest tests/interop $(ARGS)
 
 bench: $(VENV)/.installed-dev  ## measure transport, quantization and slow lines against their baselines
 	$(BIN)/python scripts/bench.py transport

@@ -12,6 +12,7 @@ import functools
 import inspect
 import os
 import sys
+from collections import Counter
 from collections.abc import Awaitable, Callable, Generator
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,7 @@ import trio
 import trio.testing
 
 from peerd.sim.clock import deterministic_scheduling
+from tests.kit.amount import ALL, examples
 from tests.kit.watchdog import LoopWatchdog
 
 if TYPE_CHECKING:
@@ -42,8 +44,30 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "no_watchdog(reason): the test may block the trio loop for long")
     # Examples are derived from the test itself unless a seed is asked for; no deadline, for machines are shared.
     given = "PEERD_TEST_SEED" in os.environ
-    hypothesis.settings.register_profile("peerd", derandomize=not given, deadline=None, print_blob=True)
+    hypothesis.settings.register_profile(
+        "peerd", derandomize=not given, deadline=None, print_blob=True, max_examples=examples(100)
+    )
     hypothesis.settings.load_profile("peerd")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave what is marked `thorough` to `make test-all`."""
+    left = [item for item in items if item.get_closest_marker("thorough") is not None]
+    if left and not ALL:
+        items[:] = [item for item in items if item.get_closest_marker("thorough") is None]
+        config.hook.pytest_deselected(items=left)
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """One line for all that was skipped, by reason, and what `make test-all` has besides."""
+    skipped = terminalreporter.stats.get("skipped", ())
+    reasons = Counter(report.longrepr[2].removeprefix("Skipped: ") for report in skipped)
+    told = [f"{count} x {reason}" for reason, count in reasons.most_common()]
+    if told:
+        terminalreporter.write_line(f"skipped: {'; '.join(told)}")
+    if not ALL:
+        terminalreporter.write_line("what takes long is left to `make test-all`")
 
 
 @pytest.fixture

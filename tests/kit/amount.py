@@ -1,0 +1,28 @@
+"""How much a test tries: little in `make test`, all of it in `make test-all` (PEERD_TEST_ALL=1).
+
+What takes long and is proven by a quicker test as well is marked `thorough`, and left to `make test-all`.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any, Final
+
+import pytest
+
+ALL: Final = os.environ.get("PEERD_TEST_ALL", "") not in ("", "0")
+
+
+def thorough(*values: Any, id: str | None = None) -> Any:
+    """A case for `parametrize` that is left to `make test-all`."""
+    return pytest.param(*values, marks=pytest.mark.thorough, id=id)
+
+
+def examples(most: int) -> int:
+    """How many examples hypothesis draws, of so many at most."""
+    return most if ALL else max(5, most // 5)
+
+
+def mutations(most: int) -> int:
+    """How many mutated inputs a decoder gets, of so many at most."""
+    return most if ALL else max(50, most // 20)
