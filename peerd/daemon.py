@@ -49,6 +49,7 @@ from peerd.role import Role, RoleContext
 from peerd.service.access import Access
 from peerd.service.dht.dht import Dht
 from peerd.service.rpc.rpc import Rpc
+from peerd.service.run_services import RunServices
 
 LEAVE_S: Final = 6.5  # for roles to hand in what they hold
 WITHDRAW_S: Final = 1.0  # for the peers that keep our records to hear of it
@@ -125,6 +126,9 @@ class Daemon:
         ways = replace(ground.ways, relay=_relays(plan), relaying=relaying(line))
         self.connectivity = Connectivity(host, (self.rpc, self.dht), ground.clock, ground.keypair, ways)
         self._held = [_Held(cls) for cls in plan.roles]
+        self._services: RunServices | None = None
+        if plan.run is not None:
+            self._services = RunServices(plan.run, host, self.rpc, self.dht, ground.clock)
         self._failure: Exception | None = None
         self._stopping = trio.Event()
         self._stop_reason = ""
@@ -198,6 +202,8 @@ class Daemon:
         seed = plan.seed if plan.seed is not None else plan.run.seed if plan.run is not None else 0
         return RoleContext(
             run=plan.run,
+            services=self._services,
+            beside=frozenset(other.name for other in plan.roles if other is not cls),
             host=self.host,
             rpc=self.rpc,
             dht=self.dht,

@@ -21,6 +21,7 @@ from peerd.log import EventLog
 from peerd.net.host.host import Host
 from peerd.service.dht.dht import Dht
 from peerd.service.rpc.rpc import Rpc
+from peerd.service.run_services import RunServices
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +29,8 @@ class RoleContext:
     """Everything a role may use. `data_dir` is the role's own directory; it exists."""
 
     run: RunFile | None  # None only for roles with `needs_run = False`
+    services: RunServices | None = None  # of that run; the process's roles have one in common
+    beside: frozenset[str] = frozenset()  # names of the other roles in this process
     host: Host
     rpc: Rpc
     dht: Dht

@@ -2,7 +2,8 @@
 
 A machine with a good line and no accelerator: it takes part in averaging rounds as an owner of parts that sends none,
 with a share as large as its line. The conductor learns of it by its reports and names it in the orders to average; a
-round can do without it, so nothing is lost when it goes. Obeys only the conductor that it follows.
+round can do without it, so nothing is lost when it goes. Obeys only the conductor that it follows. Of a stage that the
+same process serves it is no helper: members sum as much as their line carries already, so it helps another stage.
 """
 
 from __future__ import annotations
@@ -13,18 +14,15 @@ import trio
 
 from peerd.compute.codec.error_feedback import feedback_of
 from peerd.core.errors import ProtocolViolation, Refused
-from peerd.core.messages.swarm import Mbs, MemberAnswer, MemberSync, Position, Prepare, Prepared
+from peerd.core.messages.swarm import Mbs, MemberAnswer, Position, Prepare, Prepared
 from peerd.core.runfile import RunFile
 from peerd.machine.averaging.allreduce import AveragingPlan, RoundFailed
 from peerd.machine.averaging.stats import explained
-from peerd.machine.conductor.member_list import KnownMembers
 from peerd.role import RoleContext
-from peerd.service.rpc.rpc import Answer, Incoming, MethodLimits
-from peerd.service.run_services import Training
+from peerd.service.pipeline.stage_calls import StageHandlers
+from peerd.service.rpc.rpc import Answer, Incoming
 from peerd.training.stage.line_info import own_line
-
-_SYNC_WAIT_S = 2.0
-_START = Position(0, b"")
+from peerd.training.stage.session import ConductorSession, Report
 
 
 class AuxRole:
@@ -35,50 +33,60 @@ class AuxRole:
 
     def __init__(self, ctx: RoleContext) -> None:
         assert ctx.run is not None
-        self._ctx = ctx
+        assert ctx.services is not None
+        self._ctx, self._services = ctx, ctx.services
         self._run: RunFile = ctx.run
-        self._training = Training(ctx.run, ctx.host, ctx.rpc, ctx.dht, ctx.clock)
-        self._following = self._training.following
-        self._averaging = self._training.averaging()
+        self._following = self._services.following
+        self._averaging = self._services.averaging
         self._worker = ctx.worker("coding")
         self._coder = feedback_of(ctx.run.averaging)
-        self._stage = ctx.run.limits.stage or 0
-        self._session = int.from_bytes(ctx.clock.secure_bytes(6), "big")
-        self._since = ctx.clock.wall()
-        self._term = self._seen = 0
-        self._changes = -1
         self._busy_s = 0.0
-        self._aggregated = 0
-        self._tally = self._training.tally("aux", ctx.data_dir / "contributed.json", ctx.worker("files"))
-        self._listed = KnownMembers()
+        self._tally = self._services.tally("aux", ctx.data_dir / "contributed.json", ctx.worker("files"))
+        self._session: ConductorSession | None = None  # of the stage that is helped now
         self._waits_for: str | None = "the conductor"
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        orders = MethodLimits(body_bytes=1 << 20, calls_per_peer=4)
-        try:
-            await self._training.compare_settings()
-            self._ctx.rpc.serve("stage/2/prepare", Prepare, self._prepare, limits=orders)
-            task_status.started()
+        """Help one stage, and another one when this process begins to serve that."""
+        await self._services.compare_settings()
+        task_status.started()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._tally.run)
+            while True:
+                stage = self._stage_to_help()
+                if stage is not None:
+                    await self._help(stage)
+                else:
+                    self._waits_for = "a stage to help: this process serves them all, and sums there already"
+                    await self._services.calls.changed()
+
+    def _stage_to_help(self) -> int | None:
+        """The first configured stage that this process does not serve itself, else the first of all."""
+        served, stages = self._services.calls.stages, range(self._run.pipeline.stages)
+        return next((stage for stage in (*self._run.limits.stages, *stages) if stage not in served), None)
+
+    async def _help(self, stage: int) -> None:
+        """Returns when this process serves the stage itself."""
+        self._session = session = ConductorSession(self._services, stage, self)
+        self._waits_for = "the conductor"
+        with self._services.calls.helping(stage, StageHandlers(prepare=self._prepare)):
             async with trio.open_nursery() as nursery:
-                nursery.start_soon(self._training.assembling().run, self._stage)
-                nursery.start_soon(self._tally.run)
-                await self._follow()
-        finally:
-            for service in ("stage/2", "average/1"):
-                self._ctx.rpc.unserve(service)
+                nursery.start_soon(self._services.assembling().run, stage)
+                await session.run()
 
     async def leave(self) -> None:
         """Say goodbye: the next round is made without us."""
-        await self._following.say_goodbye(self._training.fingerprint)
+        if self._session is not None:
+            await self._session.say_goodbye()
 
     def status(self) -> dict[str, object]:
+        """Plain data, as `peerd.role.Role.status`."""
         conductor = self._following.conductor
         return {
-            "stage": self._stage,
+            "stage": self._session.stage if self._session is not None else -1,
             "next_step_in_s": self._following.step_in_s,
             "averaging": self._averaging.outcomes.told(),
             "busy_s": self._busy_s,
-            "aggregated_bytes": self._aggregated,
+            "aggregated_bytes": self._averaging.aggregated_bytes,
             "conductor": conductor.text if conductor else None,
             "waits_for": self._following.waits_for or self._waits_for or self._why_left_out(),
         }
@@ -86,44 +94,19 @@ class AuxRole:
     def _why_left_out(self) -> str | None:
         return None if self._ctx.host.takes_inbound else "this peer cannot be dialed: it is left out of rounds"
 
-    async def _follow(self) -> None:
-        """Report to the conductor, so that it counts on us and we know whom to obey."""
-        while True:
-            answer = await self._following.ask("swarm/2/member", self._report, MemberAnswer, _SYNC_WAIT_S + 8.0)
-            self._term, self._seen = max(self._term, answer.term), answer.version
-            self._following.note_forecast(answer.forecast)
-            if (members := self._listed.take(answer.members)) is not None:
-                self._following.note_members(members)
-            self._waits_for = answer.waits_for or (None if self._averaging.outcomes.rounds else "the first round")
+    # --- towards the conductor --------------------------------------------------------------------------------
 
-    def _report(self) -> MemberSync:
-        new = self._following.changes != self._changes
-        if new:
-            self._changes, self._seen = self._following.changes, 0
-            self._listed.forget()
-        return MemberSync(
-            run=self._training.fingerprint,
-            session=self._session,
-            stage=self._stage,
-            position=_START,
-            prepared=None,
-            saved=[],
-            held=None,
-            counted=Mbs(),
-            addrs=self._training.directory.own_addrs(),
-            since=self._since,
-            term=self._term,
-            seen=self._seen,
-            wait_s=0.0 if new or self._listed.more else _SYNC_WAIT_S,
-            line=own_line(self._training.carries(), "aux"),
-            listed=self._listed.version,
-        )
+    def report(self, whole: bool) -> Report:
+        """See `training.stage.session.Reporting`."""
+        return Report(line=own_line(self._services.carries(), "aux"), helps=True)
+
+    def heard(self, answer: MemberAnswer, stated: Position) -> None:
+        """See `training.stage.session.Reporting`."""
+        self._waits_for = answer.waits_for or (None if self._averaging.outcomes.rounds else "the first round")
 
     async def _prepare(self, call: Incoming[Prepare]) -> Answer[Prepared]:
         """Sum our share of one round, of both sums if it has two; we hold no gradient and keep no mean."""
         body = call.body
-        if body.run != self._training.fingerprint:
-            raise Refused("your run file differs from this run's")
         if call.peer != self._following.conductor:
             raise Refused("this peer does not follow you")
         averaging, began = self._run.averaging, self._ctx.clock.now()
@@ -141,9 +124,8 @@ class AuxRole:
                 for one in plans:
                     await self._averaging.sum(one, None, self._worker, self._coder)
         except RoundFailed as error:
-            self._ctx.log.event("averaging failed", level="warning", step=body.step, reason=explained(error))
+            self._ctx.log.event("averaging.failed", level="warning", step=body.step, reason=explained(error))
             return Answer(Prepared(False, Mbs(), list(error.lost)))
         self._busy_s += self._ctx.clock.now() - began
-        self._tally.add(bytes_aggregated=self._averaging.aggregated_bytes - self._aggregated)
-        self._aggregated = self._averaging.aggregated_bytes
+        self._tally.add(bytes_aggregated=self._averaging.newly_aggregated_bytes())
         return Answer(Prepared(True, Mbs(), []))

@@ -18,7 +18,7 @@ from peerd.core.messages.progress import pause_s
 from peerd.core.messages.swarm import Position
 from peerd.core.runfile import RunFile, first_difference, shared_text
 from peerd.role import RoleContext
-from peerd.service.run_services import Training
+from peerd.service.run_services import RunServices
 from peerd.training.checkpoints.kept_list import KeptList
 from peerd.training.learning_curve import Curves
 from peerd.training.run_monitor import RunSight, Watching
@@ -51,22 +51,21 @@ class BackboneRole:
         self._at_table = trio.Lock()
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        run = self._ctx.run
-        if run is None:
+        run, services = self._ctx.run, self._ctx.services
+        if run is None or services is None:
             task_status.started()
             await trio.sleep_forever()
-        training = Training(run, self._ctx.host, self._ctx.rpc, self._ctx.dht, self._ctx.clock)
         self._curves = curves = Curves(self._ctx.data_dir / "curves", run.run)
         await trio.to_thread.run_sync(curves.open)  # not the worker: its thread would load torch
         self._invite(run)
         self._listed = await trio.to_thread.run_sync(KeptList(self._ctx.data_dir, run.run).read)
         try:
-            await self._announce(training)  # before torch is here: else a swarm that begins might begin at the start
+            await self._announce(services)  # before torch is here: else a swarm that begins might begin at the start
             async with trio.open_nursery() as nursery:
-                nursery.start_soon(self._watch, Watching(self._ctx, training), curves)
+                nursery.start_soon(self._watch, Watching(self._ctx, services), curves)
                 nursery.start_soon(self._renew_table)
-                nursery.start_soon(self._keep, training)
-                nursery.start_soon(self._announce_now_and_then, training)
+                nursery.start_soon(self._keep, services)
+                nursery.start_soon(self._announce_now_and_then, services)
                 task_status.started()
         finally:
             self._ctx.rpc.unserve("kept/1")
@@ -89,20 +88,22 @@ class BackboneRole:
     def _invite(self, run: RunFile) -> None:
         addrs = [str(addr) for addr in self._ctx.host.addrs()]
         addr = next((a for a in addrs if not a.startswith(("/ip4/127.", "/ip6/::1/"))), next(iter(addrs), "ADDR"))
-        self._ctx.log.event("join", run=run.run, line=f"peerd join --role stage --model FILE --bootstrap {addr}")
+        self._ctx.log.event(
+            "run.joinable", run=run.run, line=f"peerd join --role stage --model FILE --bootstrap {addr}"
+        )
 
     async def _watch(self, watching: Watching, curves: Curves) -> None:
         while True:
             sight = self._sight = await watching.look()
             for new in sight.newcomers:
                 part = {"part": "trainer"} if new.stage is None else {"part": "stage", "stage": new.stage}
-                self._ctx.log.event("welcome", peer=new.peer, **part)
+                self._ctx.log.event("peer.welcomed", peer=new.peer, **part)
             point = sight.point
             if point is not None and point.step > curves.step:
                 try:
                     await trio.to_thread.run_sync(curves.append, point)
                 except OSError as error:
-                    self._ctx.log.event("curve not written", level="warning", reason=str(error))
+                    self._ctx.log.event("curve.not_written", level="warning", reason=str(error))
             self._looked.set()
             self._looked = trio.Event()
             await trio.sleep(pause_s(sight.due_in_s, self.look_s, max(self.look_s, _LOOK_RARELY_S)))
@@ -120,22 +121,22 @@ class BackboneRole:
                 await trio.to_thread.run_sync(self._curves.write_table)
         except (ConfigError, OSError) as error:
             self._no_table = isinstance(error, ConfigError)  # said once
-            self._ctx.log.event("no table", level="warning", reason=str(error))
+            self._ctx.log.event("curve.table_skipped", level="warning", reason=str(error))
 
     # --- checkpoints ------------------------------------------------------------------------------------------
 
-    async def _keep(self, training: Training) -> None:
+    async def _keep(self, services: RunServices) -> None:
         """Keep what is due. What hinders it never stops the rest: this peer is others' way in."""
         if self._listed:
-            await self._open_what_is_there(training)
+            await self._open_what_is_there(services)
         while True:
             await self._looked.wait()
             sight = self._sight
             if sight is None or sight.point is None or not all(sight.stages):
                 continue
             try:
-                if self._keeping is None and await self._agrees(training):
-                    self._keeping = await self._begin(training)
+                if self._keeping is None and await self._agrees(services):
+                    self._keeping = await self._begin(services)
                 if self._keeping is None or not self._keeping.due(sight.point.step):
                     continue
                 position = await self._keeping.keep(sight.point.step, sight.stages)
@@ -145,54 +146,54 @@ class BackboneRole:
                 continue
             if position is not None:
                 self._not_kept = None
-                self._ctx.log.event("kept", step=position.step, stages=len(sight.stages))
-                await self._announce(training)
+                self._ctx.log.event("checkpoint.kept", step=position.step, stages=len(sight.stages))
+                await self._announce(services)
 
-    async def _open_what_is_there(self, training: Training) -> None:
+    async def _open_what_is_there(self, services: RunServices) -> None:
         """Give what is kept from before, also when there is nobody yet to agree with."""
         try:
-            self._keeping = await self._begin(training)
+            self._keeping = await self._begin(services)
         except ConfigError as error:
             self._listed = []
             self._say_not_kept(str(error))
 
-    async def _announce_now_and_then(self, training: Training) -> None:
+    async def _announce_now_and_then(self, services: RunServices) -> None:
         while True:
             with trio.move_on_after(_ANNOUNCE_S):
                 await self._ctx.host.whereabouts.readdressed()
                 await trio.sleep(1.0)  # addresses often change by several at once
-            await self._announce(training)
+            await self._announce(services)
             if self._keeping is not None:
                 self._keeping.tidy()
 
-    async def _announce(self, training: Training) -> None:
+    async def _announce(self, services: RunServices) -> None:
         positions = self._keeping.kept if self._keeping is not None else self._listed
         if not positions:
             return
         try:
-            await training.directory.announce_kept(positions)
+            await services.directory.announce_kept(positions)
         except RemoteError as error:
-            self._ctx.log.event("announce failed", level="warning", reason=str(error))
+            self._ctx.log.event("dht.announce_failed", level="warning", reason=str(error))
 
-    async def _agrees(self, training: Training) -> bool:
+    async def _agrees(self, services: RunServices) -> bool:
         """Do stage peers say that the run's settings are ours? Raises ConfigError when they are others."""
         try:
-            published = await training.directory.published_settings()
+            published = await services.directory.published_settings()
         except RemoteError:
             return False
-        mine = shared_text(training.run)
+        mine = shared_text(services.run)
         if published and mine not in published:
             raise ConfigError(f"the run has other settings: {first_difference(mine, published[0])}")
         return bool(published)
 
-    async def _begin(self, training: Training) -> Keeping:
+    async def _begin(self, services: RunServices) -> Keeping:
         """What torch is needed for, and only now loaded; in a thread, since it takes seconds."""
         module = await trio.to_thread.run_sync(importlib.import_module, "peerd.training.checkpoints.keeper")
-        keeping: Keeping = module.Keeping(self._ctx, training)
+        keeping: Keeping = module.Keeping(self._ctx, services)
         await keeping.open()
         return keeping
 
     def _say_not_kept(self, reason: str) -> None:
         if reason != self._not_kept:
             self._not_kept = reason
-            self._ctx.log.event("no checkpoints are kept", level="warning", reason=reason)
+            self._ctx.log.event("checkpoint.none_kept", level="warning", reason=reason)

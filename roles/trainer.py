@@ -29,7 +29,6 @@ from peerd.core.runfile import RunFile
 from peerd.machine.batch.trainer_ledger import Holding
 from peerd.role import RoleContext
 from peerd.service.pipeline.stage_client import Load
-from peerd.service.run_services import Training
 from peerd.training.contributor import Contributor
 from peerd.training.stage.member import StageMember
 
@@ -51,11 +50,14 @@ class TrainerRole:
         assert ctx.run is not None
         self._ctx = ctx
         self._run: RunFile = ctx.run
-        self._training = Training(ctx.run, ctx.host, ctx.rpc, ctx.dht, ctx.clock)
-        self._contributor: Contributor[Load] = Contributor(ctx, self._training, self)
+        assert ctx.services is not None
+        self._services = ctx.services
+        self._contributor: Contributor[Load] = Contributor(ctx, self._services, self)
         self._books = self._contributor.books
-        self._replica = StageMember(ctx, self._training) if ctx.run.pipeline.stages == 1 else None
-        self._pipeline = self._training.pipeline(self._books.grant_of)
+        self._is_replica = ctx.run.pipeline.stages == 1
+        # Where role `stage` is in this process, the replica is its post.
+        self.replica = StageMember(ctx) if self._is_replica and "stage" not in ctx.beside else None
+        self._pipeline = self._services.pipeline(self._books.grant_of)
         self._worker = ctx.worker("data")
         self._wanted = trio.Event()  # set when the books have too few samples waiting
         self._position: dict[str, Any] = {}
@@ -74,35 +76,34 @@ class TrainerRole:
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         stream = await self._worker.run(self._open_data, name="open the data")
-        await self._training.compare_settings()
+        await self._services.compare_settings()
         self._stepped_at = trio.current_time()
         async with trio.open_nursery() as nursery:
             self._nursery = nursery
-            if self._replica is not None:
-                await nursery.start(self._replica.run)
+            if self.replica is not None:
+                await nursery.start(self.replica.run)
             nursery.start_soon(self._feed, stream)
             nursery.start_soon(self._contributor.publish_now_and_then)
             task_status.started()
             await self._contributor.follow()
             await self._finish()
-            if self._replica is not None:
-                await self._replica.leave()
+            if self.replica is not None:
+                await self.replica.leave()
             nursery.cancel_scope.cancel()
 
     async def leave(self) -> None:
         """Begin nothing new, let what is on its way arrive, say goodbye."""
         await self._contributor.hand_in()
         await self._save_position()
-        if self._replica is not None:
-            await self._replica.leave()
-        else:
-            await self._training.following.say_goodbye(self._training.fingerprint)
+        if self.replica is not None:
+            await self.replica.leave()
+        await self._contributor.say_goodbye()
 
     def status(self) -> dict[str, object]:
-        replica = {"replica": self._replica.status()} if self._replica is not None else {}
+        replica = {"replica": self.replica.status()} if self.replica is not None else {}
         return replica | {
             "step": self._books.step,
-            "next_step_in_s": self._training.following.step_in_s,
+            "next_step_in_s": self._services.following.step_in_s,
             "loss": self._step_loss,
             "valid_loss": self._valid_loss,
             "valid_step": self._evaluated_step,
@@ -137,7 +138,7 @@ class TrainerRole:
         try:
             stream.resume(json.loads(path.read_text()))
         except (ValueError, KeyError, TypeError, ConfigError) as error:
-            self._ctx.log.event("data from the start", level="warning", reason=f"{path}: {error}")
+            self._ctx.log.event("data.restarted", level="warning", reason=f"{path}: {error}")
 
     async def _save_position(self) -> None:
         """So that a restart does not show the swarm the same text again."""
@@ -153,7 +154,7 @@ class TrainerRole:
             try:
                 await self._worker.run(write, name="save the data position")
             except OSError as error:
-                self._ctx.log.event("data position not saved", level="warning", reason=f"{path}: {error.strerror}")
+                self._ctx.log.event("data.position_not_saved", level="warning", reason=f"{path}: {error.strerror}")
 
     async def _feed(self, stream: SampleStream) -> None:
         """Keep a few microbatches of samples ready."""
@@ -168,7 +169,7 @@ class TrainerRole:
                     load, self._position = await self._worker.run(take, name="take samples")
                 except DataUnavailable as error:
                     self._data_problem = str(error)
-                    self._ctx.log.event("data unavailable", level="warning", reason=str(error))
+                    self._ctx.log.event("data.unavailable", level="warning", reason=str(error))
                     await trio.sleep(_DATA_RETRY_S)
                     continue
                 self._data_problem = None
@@ -184,7 +185,7 @@ class TrainerRole:
     def in_flight(self) -> int:
         """How many microbatches to have open: enough that no stage peer is idle while others answer."""
         wanted, peers = self._run.limits.microbatches_in_flight, self._pipeline.peers()
-        if self._replica is None:
+        if not self._is_replica:
             return wanted or 2 + 2 * max(1, peers)
         if not peers:
             return 0  # it still takes the state over: whatever had a place in the batch would hold everyone up
@@ -192,7 +193,7 @@ class TrainerRole:
 
     def told_together(self) -> int:
         """See `_done_unheard`: of a delayed replica, what it does in _TELL_S."""
-        if self._replica is None or not self._run.optimizer.delayed or self._run.limits.microbatches_in_flight:
+        if not self._is_replica or not self._run.optimizer.delayed or self._run.limits.microbatches_in_flight:
             return 1
         return max(1, min(int(_TELL_S / self._microbatch_s), self._most_unheard // 2))
 
@@ -208,9 +209,8 @@ class TrainerRole:
 
     @property
     def _microbatch_s(self) -> float:
-        """What one takes a replica."""
-        assert self._replica is not None
-        return self._run.pipeline.microbatch / max(self._replica.samples_per_s, 1e-3)
+        """Seconds that a microbatch takes this peer's replica."""
+        return self._run.pipeline.microbatch / max(self._services.calls.samples_per_s(0), 1e-3)
 
     @property
     def _most_unheard(self) -> int:
@@ -231,8 +231,8 @@ class TrainerRole:
         return await self._pipeline.repeat(step, seq, stage, load)
 
     def note_members(self, members: list[MemberInfo]) -> None:
-        """Whom to send microbatches to: a replica of our own takes ours, and nobody else does."""
-        if self._replica is not None:
+        """Keep the peers to send microbatches to: a replica of our own takes ours, and nobody else does."""
+        if self._is_replica:
             members = [m for m in members if m.peer == self._ctx.host.id.text]
         self._pipeline.update(members)
 
@@ -246,7 +246,7 @@ class TrainerRole:
             rate = len(losses) * self._run.pipeline.microbatch / max(now - self._stepped_at, 1e-6)
             self._samples_per_s += (0.2 if self._samples_per_s else 1.0) * (rate - self._samples_per_s)
         self._stepped_at = now
-        self._ctx.log.event("step", level="debug", step=before, loss=self._step_loss)
+        self._ctx.log.event("trainer.stepped", level="debug", step=before, loss=self._step_loss)
         every = self._run.checkpoint.every_steps
         if every and self._books.step % every == 0:
             self._nursery.start_soon(self._save_position)
@@ -274,7 +274,7 @@ class TrainerRole:
             total += await self._pipeline.evaluate(load.tokens, load.targets)
         self._valid_loss = total / self._run.evaluate.samples
         self._evaluations.append((step, self._valid_loss))
-        self._ctx.log.event("evaluated", step=step, loss=round(self._valid_loss, 4))
+        self._ctx.log.event("trainer.evaluated", step=step, loss=round(self._valid_loss, 4))
 
     def _take_held_out(self) -> list[Load]:
         run = self._run
@@ -296,7 +296,7 @@ class TrainerRole:
         await self._save_position()
         tally = self._books.tally
         self._ctx.log.event(
-            "finished",
+            "trainer.finished",
             step=self._books.step,
             loss=self._step_loss,
             counted=tally.counted,
@@ -319,8 +319,8 @@ class TrainerRole:
             redone=tally.redone,
             lost=tally.lost,
             waits_for=(self._waits_for() or "")[:200],
-            addrs=self._training.directory.own_addrs(),
-            client=self._training.directory.only_dials,
+            addrs=self._services.directory.own_addrs(),
+            client=self._services.directory.only_dials,
         )
 
 

@@ -136,12 +136,18 @@ BYTES_PER_MBIT: Final = 125_000  # each second
 
 class LimitsSection(Section, frozen=True):
     microbatches_in_flight: int = 0  # of one trainer; 0: chosen from the number of stage peers
-    stage: int | None = None  # the stage to serve; none: the one that needs a peer most
+    stage: int | list[int] | None = None  # the stages to serve, or help; none: the one that needs a peer most
     data_cache_mb: int = 10_240  # MiB of disk for files fetched over http(s)
     keep_totals: int = 64  # summed gradients of the last steps kept for newcomers, in no more memory than the state's
     upload_mbit: float = 0.0  # what this peer may send, Mb/s: its share of averaging follows it; 0: no limit
     download_mbit: float = 0.0  # what it may receive
     relay: bool | None = None  # carry connections between peers that cannot reach each other; none: backbones do
+
+    @property
+    def stages(self) -> list[int]:
+        """The stages that `stage` names, each once, as they are named; empty: none."""
+        named = self.stage if isinstance(self.stage, list) else [] if self.stage is None else [self.stage]
+        return list(dict.fromkeys(named))
 
 
 class AccessSection(Section, frozen=True):
@@ -315,18 +321,29 @@ def _access_faults(access: AccessSection) -> list[tuple[str, str]]:
 def _limits_faults(limits: LimitsSection, stages: int) -> list[tuple[str, str]]:
     rules = [
         ("microbatches_in_flight", 0, 4096, "0 (chosen) to 4096"),
-        ("stage", 0, stages - 1, f"0 to pipeline.stages - 1 ({stages - 1})"),
         ("data_cache_mb", 1, 1 << 30, f"1 to {1 << 30}"),
         ("keep_totals", 0, STATE_TOTALS, f"0 to {STATE_TOTALS}"),
         ("upload_mbit", 0, 1_000_000, "0 (no limit) to 1000000"),
         ("download_mbit", 0, 1_000_000, "0 (no limit) to 1000000"),
     ]
     found = [(key, getattr(limits, key), least, most, allowed) for key, least, most, allowed in rules]
-    return [
+    return _posts_faults(limits, stages) + [
         (f"limits.{key}", f"is {value}; allowed: {allowed}")
         for key, value, least, most, allowed in found
         if value is not None and not least <= value <= most
     ]
+
+
+def _posts_faults(limits: LimitsSection, stages: int) -> list[tuple[str, str]]:
+    told = limits.stage
+    if told is None or (
+        limits.stages
+        and len(limits.stages) == (len(told) if isinstance(told, list) else 1)
+        and all(0 <= stage < stages for stage in limits.stages)
+    ):
+        return []
+    several = " or several of them, each once" if isinstance(told, list) else ""
+    return [("limits.stage", f"is {told}; allowed: 0 to pipeline.stages - 1 ({stages - 1}){several}")]
 
 
 def _optimizer_faults(o: OptimizerSection) -> list[tuple[str, str]]:

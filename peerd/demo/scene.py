@@ -68,9 +68,9 @@ class Scene:
     def read_log(self, events: Iterable[dict[str, Any]]) -> None:
         """Take in what the trainer wrote to its log: the last evaluation and its sums came just before it ended."""
         for event in events:
-            if event.get("name") == "evaluated":
+            if event.get("name") == "trainer.evaluated":
                 _note(self.valid_losses, event.get("step"), event.get("loss"))
-            elif event.get("name") == "finished":
+            elif event.get("name") == "trainer.finished":
                 self.step = max(self.step, int(event["step"]))
                 _note(self.losses, event["step"], event["loss"])
                 self._count(event)

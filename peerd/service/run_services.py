@@ -1,9 +1,10 @@
-"""The services that training roles use, built from what the daemon has: one object for RoleContext's users."""
+"""The services of one run on one peer, shared by all roles of the process: built when first asked for, once each."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,6 +21,7 @@ from peerd.service.conductor.conductor_client import Following
 from peerd.service.conductor.conductor_server import Conducting
 from peerd.service.conductor.orders import ConductingConfig
 from peerd.service.dht.dht import Dht
+from peerd.service.pipeline.stage_calls import StageCalls
 from peerd.service.pipeline.stage_client import Pipeline, TrainerPapers
 from peerd.service.rpc.rpc import Rpc
 from peerd.service.state.snapshot import KEPT, Fetcher, Giving, Snapshots
@@ -42,13 +44,15 @@ class Carries:
     takes_inbound: bool
 
 
-class Training:
-    """One run's services on this peer. Building it starts nothing."""
+class RunServices:
+    """See the module's header. Building it starts nothing."""
 
     def __init__(self, run: RunFile, host: Host, rpc: Rpc, dht: Dht, clock: Clock) -> None:
         self.run = run
         self.fingerprint = fingerprint(run)
-        self._host, self._rpc, self._dht, self._clock = host, rpc, dht, clock
+        self.clock = clock
+        self._host, self._rpc, self._dht = host, rpc, dht
+        self._tallies: dict[str, Tally] = {}
         self.directory = Directory(run.run, run.pipeline.stages, host, dht, rpc.gate)
         self.following = Following(rpc, host.id, self.directory)
         host.book.members_by(self.serves)  # with tokens, too: whoever serves has shown one
@@ -87,7 +91,7 @@ class Training:
 
     def pipeline(self, grant_of: Callable[[int], Grant | None]) -> Pipeline:
         """For a trainer: calls to the stages. `grant_of`: what shows that a microbatch of ours is admitted."""
-        return Pipeline(self.run, self._rpc, self._clock, self, TrainerPapers(self._host.id.text, grant_of))
+        return Pipeline(self.run, self._rpc, self.clock, self, TrainerPapers(self._host.id.text, grant_of))
 
     def linked(self, peer: PeerId) -> bool:
         """Whether calls get through to `peer` though it cannot be dialed; a replica is called by its own trainer."""
@@ -99,8 +103,14 @@ class Training:
         if link is not None:
             link.doubt()
 
+    @cached_property
+    def calls(self) -> StageCalls:
+        """The calls of `stage/3`, given to this peer's posts."""
+        return StageCalls(self._rpc, self.fingerprint)
+
+    @cached_property
     def averaging(self) -> Averaging:
-        """For a stage peer: all-reduce inside its stage."""
+        """All-reduce inside the stages that this peer serves or helps; serves `average/1` from now on."""
         from peerd.service.averaging.allreduce import Averaging  # brings numpy, which a backbone does not need
 
         averaging = Averaging(self._rpc, self._host.id, self._host.pace)
@@ -108,14 +118,21 @@ class Training:
         return averaging
 
     def tally(self, role: str, file: Path, worker: Worker) -> Tally:
-        """For any role: counts what it gives, for the leader-board; `file`, written on `worker`, outlives a restart."""
-        return Tally(TallyOf(self.run.run, role, file, worker), self._dht, self._clock, self._rpc.gate)
+        """What a role gives, counted for the leader-board; `file`, written on `worker`, outlives a restart."""
+        if role not in self._tallies:
+            of = TallyOf(self.run.run, role, file, worker)
+            self._tallies[role] = Tally(of, self._dht, self.clock, self._rpc.gate)
+        return self._tallies[role]
 
     def snapshots(self) -> Snapshots:
-        """For a stage peer: give and fetch state."""
-        snapshots = Snapshots(self._rpc, self._clock.rng("state"))
-        snapshots.giving.is_member = self._is_member
-        return snapshots
+        """One post's state transfer: fetch its state, and give it with those of this peer's other posts."""
+        return Snapshots(self._rpc, self.clock.rng("state"), self._giving)
+
+    @cached_property
+    def _giving(self) -> Giving:
+        giving = Giving(self._rpc)
+        giving.is_member = self._is_member
+        return giving
 
     def _is_member(self, peer: PeerId) -> bool:
         return peer in self.following.known()
@@ -130,11 +147,11 @@ class Training:
 
     def fetcher(self) -> Fetcher:
         """For a watcher: fetch what stage peers give."""
-        return Fetcher(self._rpc, self._clock.rng("state"))
+        return Fetcher(self._rpc, self.clock.rng("state"))
 
     def kept_fetcher(self) -> Fetcher:
         """For a stage peer: fetch what backbones keep."""
-        return Fetcher(self._rpc, self._clock.rng("kept"), KEPT)
+        return Fetcher(self._rpc, self.clock.rng("kept"), KEPT)
 
     def kept_giving(self) -> Giving:
         """For a backbone: give what it keeps; serves `kept/1` from now on."""
@@ -142,8 +159,9 @@ class Training:
         giving.is_member = self._is_member
         return giving
 
+    @cached_property
     def conducting(self) -> Conducting:
-        """For a peer of stage 0: the conductor's duty, when it comes."""
+        """The conductor's duty, when it comes to this peer; run by its post of stage 0."""
         run = self.run
         sizes = ConductorConfig(
             stages=run.pipeline.stages,
@@ -159,4 +177,4 @@ class Training:
             samples=run.batch.target_samples,
             prepare_timeout_s=60.0 + 6 * run.averaging.sender_timeout_s,
         )
-        return Conducting(config, self._rpc, self._host, self._clock, self.following)
+        return Conducting(config, self._rpc, self._host, self.clock, self.following)

@@ -27,7 +27,7 @@ from peerd.machine.batch.trainer_ledger import (
 )
 from peerd.machine.conductor.member_list import KnownMembers
 from peerd.role import RoleContext
-from peerd.service.run_services import Training
+from peerd.service.run_services import RunServices
 
 T = TypeVar("T")  # what a microbatch carries
 
@@ -81,9 +81,9 @@ class Work(Protocol[T]):
 class Contributor(Generic[T]):
     """One peer's part in a run's batches. `follow` ends when the run has made all its steps."""
 
-    def __init__(self, ctx: RoleContext, training: Training, work: Work[T]) -> None:
-        self._ctx, self._training, self._work = ctx, training, work
-        self._following = training.following
+    def __init__(self, ctx: RoleContext, services: RunServices, work: Work[T]) -> None:
+        self._ctx, self._services, self._work = ctx, services, work
+        self._following = services.following
         session = int.from_bytes(ctx.clock.secure_bytes(4), "big") >> 2
         self.books: Contribution[T] = Contribution(session)
         self.answer: TrainerAnswer | None = None
@@ -145,7 +145,7 @@ class Contributor(Generic[T]):
                     self._idle = scope if not self.books.news() else None
                     asked = trio.current_time()
                     answer = await self._following.ask(
-                        "swarm/2/trainer", self._report, TrainerAnswer, _SYNC_WAIT_S + 8.0
+                        "swarm/3/trainer", self._report, TrainerAnswer, _SYNC_WAIT_S + 8.0
                     )
                     self._idle = None
                     if self._said:
@@ -174,7 +174,7 @@ class Contributor(Generic[T]):
             self.books.repeat_all()
         self._said, later = told_at_once(self.books.news())
         return TrainerSync(
-            run=self._training.fingerprint,
+            run=self._services.fingerprint,
             term=self.answer.term if self.answer else 0,
             step=self.books.step,
             open=Seqs.of([*later, *self.books.open()]),
@@ -223,7 +223,9 @@ class Contributor(Generic[T]):
 
     async def _repeat(self, item: Begun[T], stage: int) -> None:
         assert item.step is not None
-        self._ctx.log.event("redo", step=item.step, stage=stage, reason="the peer that held this gradient is gone")
+        self._ctx.log.event(
+            "microbatch.redone", step=item.step, stage=stage, reason="the peer that held this gradient is gone"
+        )
         with self._scope(item):
             holder, receipt = await self._work.repeat(item.step, item.seq, stage, item.load)
             self.books.repeated(item, stage, holder, receipt)
@@ -248,6 +250,10 @@ class Contributor(Generic[T]):
             while any(i.admitted and (not i.finished or i.unsaid) for i in self.books.items.values()):
                 await self._heard.wait()
 
+    async def say_goodbye(self) -> None:
+        """Tell the conductor that we train no more: nobody waits for our microbatches then."""
+        await self._following.say_goodbye(self._services.fingerprint)
+
     def _give_back(self) -> None:
         for seq in self.books.open():
             del self.books.items[seq]
@@ -266,7 +272,7 @@ class Contributor(Generic[T]):
         """Announce how far we are; it expires by itself."""
         value = encode_progress(self._work.progress())
         try:
-            await self._ctx.dht.put(progress_key(self._training.run.run), value, ttl_s=_RECORD_TTL_S)
-            await self._training.publish_settings()
+            await self._ctx.dht.put(progress_key(self._services.run.run), value, ttl_s=_RECORD_TTL_S)
+            await self._services.publish_settings()
         except RemoteError as error:
-            self._ctx.log.event("announce failed", level="warning", reason=str(error))
+            self._ctx.log.event("dht.announce_failed", level="warning", reason=str(error))

@@ -17,7 +17,7 @@ from peerd.core.ids import PeerId
 from peerd.core.limits import DIRECTORY_READ_BYTES
 from peerd.core.messages.progress import TrainerProgress, decode_trainer, foretold_in_s, progress_key, sum_told
 from peerd.role import RoleContext
-from peerd.service.run_services import Training
+from peerd.service.run_services import RunServices
 from peerd.training.learning_curve import Point
 
 MOST_STEPS: Final = 1 << 53  # as in `core.messages.swarm.StepNumber`
@@ -46,15 +46,15 @@ class RunSight:
 class Watching:
     """Looks at one run."""
 
-    def __init__(self, ctx: RoleContext, training: Training) -> None:
-        self._ctx, self._training = ctx, training
+    def __init__(self, ctx: RoleContext, services: RunServices) -> None:
+        self._ctx, self._services = ctx, services
         self._met: dict[tuple[PeerId, int | None], float] = {}  # when seen last
 
     async def look(self) -> RunSight:
         """Read the directory. What it does not answer is missing from the sight."""
-        announced = await self._training.directory.refresh()
+        announced = await self._services.directory.refresh()
         trainers = await self._trainers()
-        stages: list[list[PeerId]] = [[] for _ in range(self._training.run.pipeline.stages)]
+        stages: list[list[PeerId]] = [[] for _ in range(self._services.run.pipeline.stages)]
         for peer, stage in sorted(announced):
             stages[stage].append(peer)
         steps = [entry.progress.step for entry in announced.values()]
@@ -67,7 +67,7 @@ class Watching:
     async def _trainers(self) -> dict[PeerId, TrainerProgress]:
         found = {}
         try:
-            key = progress_key(self._training.run.run)
+            key = progress_key(self._services.run.run)
             records = await self._ctx.dht.get(key, most_bytes=DIRECTORY_READ_BYTES)
         except RemoteError:
             return {}
@@ -75,7 +75,7 @@ class Watching:
             try:
                 found[record.publisher] = decode_trainer(record.value)
             except ProtocolViolation as error:
-                self._ctx.log.event("record skipped", level="debug", peer=record.publisher, reason=str(error))
+                self._ctx.log.event("curve.record_skipped", level="debug", peer=record.publisher, reason=str(error))
         return found
 
     def _new(self, present: list[Newcomer]) -> list[Newcomer]:

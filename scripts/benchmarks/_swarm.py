@@ -72,7 +72,7 @@ class Swarm(Peers):
 
     def steps(self, peer: Peer | None = None) -> list[float]:
         """When the trainer heard of the end of each global step, Unix seconds."""
-        return [event["time"] for event in (peer or self.trainer).events() if event["name"] == "step"]
+        return [event["time"] for event in (peer or self.trainer).events() if event["name"] == "trainer.stepped"]
 
     def wait_for_step(self, step: int, patience_s: float, peer: Peer | None = None) -> None:
         """Until `step` global steps are done."""
@@ -84,7 +84,7 @@ class Swarm(Peers):
 
         def evaluated() -> bool:
             events = [event for peer in self.peers for event in peer.events()]
-            found[:] = [e["loss"] for e in events if e["name"] == "evaluated" and e["step"] == step]
+            found[:] = [e["loss"] for e in events if e["name"] == "trainer.evaluated" and e["step"] == step]
             return bool(found)
 
         self.until(evaluated, f"the loss after step {step} was never told", patience_s)

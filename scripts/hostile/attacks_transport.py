@@ -20,7 +20,7 @@ from scripts.hostile.field import Field
 from scripts.hostile.session import DATA, FIN, RST, SYN, WINDOW, Session, frame, opening, session
 
 _DHT = "/peerd/dht/2"
-_STAGE = "/peerd/stage/2"
+_STAGE = "/peerd/stage/3"
 
 
 def ping(call_id: int) -> bytes:

@@ -86,7 +86,7 @@ def test_a_replica_is_killed_in_mid_step_and_nothing_is_lost(tmp_path: Path, vic
         peers[0].wait_for("role.started")
         peers += [started.join(f"replica-{i}", "trainer", file, backbone.address()) for i in (1, 2)]
         for peer in peers[1:]:
-            peer.wait_for("saved ")  # it has the state, and makes steps of its own
+            peer.wait_for("checkpoint.saved ")  # it has the state, and makes steps of its own
         usual_s = time_of_steps(peers[1])
         killed = peers.pop(victim)
         killed.popen.kill()

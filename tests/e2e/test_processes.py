@@ -109,8 +109,8 @@ def test_a_run_that_lost_all_its_peers_goes_on_from_what_a_backbone_kept(tmp_pat
     with processes(tmp_path) as started:
         backbone, peers, trainer = swarm(started, file)
         for peer in peers:
-            peer.wait_for("recalled")
-            peer.wait_for("restored")
+            peer.wait_for("checkpoint.recalled")
+            peer.wait_for("stage.restored")
         kept = max(backbone.role()["kept_steps"])
         assert kept >= 2
         reaches(trainer, kept + 3)
@@ -129,6 +129,6 @@ def test_a_whole_swarm_that_was_killed_goes_on_from_its_checkpoints(tmp_path: Pa
     with processes(tmp_path) as started:
         _, peers, trainer = swarm(started, file)
         for peer in peers:
-            peer.wait_for("restored")
+            peer.wait_for("stage.restored")
         reaches(trainer, max(saved) + 3)
         assert min(saved) >= 2

@@ -102,32 +102,32 @@ def _report(**changes: object) -> MemberSync:
     return msgspec.structs.replace(good, **changes)
 
 
-MEMBER = Good("swarm/2/member", _report())
-HELPER = Good("swarm/2/member", _report(held=None, line=LineInfo("aux", 1e6, 1e6)))
-OF_STAGE_1 = Good("swarm/2/member", _report(stage=1))
+MEMBER = Good("swarm/3/member", _report())
+HELPER = Good("swarm/3/member", _report(held=None, line=LineInfo("aux", 1e6, 1e6)))
+OF_STAGE_1 = Good("swarm/3/member", _report(stage=1))
 WISH = TrainerSync(MARK, 1, 0, Seqs.of([SEQ, SEQ + 1]), [], 0, 0, 0.5)
-TRAINER = Good("swarm/2/trainer", WISH)
+TRAINER = Good("swarm/3/trainer", WISH)
 DONE = Good(
-    "swarm/2/trainer",
+    "swarm/3/trainer",
     msgspec.structs.replace(WISH, done=[Done(SEQ, [HOST.text, MATE.text], [Receipt(1, bytes(64)), None])]),
 )
-LEAVE, WHO_CONDUCTS = Good("swarm/2/leave", Leave(MARK)), Good("swarm/2/who", Ask(MARK))
+LEAVE, WHO_CONDUCTS = Good("swarm/3/leave", Leave(MARK)), Good("swarm/3/who", Ask(MARK))
 GRANT = grant(keypair("host").sign, GrantStatement(MARK, 1, 0, SELF.text, Seqs.of([SEQ, SEQ + 1])))
-FORWARD = Good("stage/2/forward", StageForward(MARK, 0, 0), tuple(microbatch(1)[:1]))
-LOSS = Good("stage/2/loss", StageLoss(MARK, 0), tuple(microbatch(1)))
-BACKWARD = Good("stage/2/backward", StageBackward(MARK, 0, 0, SEQ, grant=GRANT), tuple(microbatch(1)))
+FORWARD = Good("stage/3/forward", StageForward(MARK, 0, 0), tuple(microbatch(1)[:1]))
+LOSS = Good("stage/3/loss", StageLoss(MARK, 0), tuple(microbatch(1)))
+BACKWARD = Good("stage/3/backward", StageBackward(MARK, 0, 0, SEQ, grant=GRANT), tuple(microbatch(1)))
 _GROUP = sorted([HOST.text, SELF.text])
 ORDER = Prepare(MARK, 1, 0, ATTEMPT, b"next", _GROUP, Mbs(), 4, 30.0)
 SPLIT = [Party(_GROUP[0], "node", 0.5), Party(_GROUP[1], "node", 0.5)]
-PREPARE = Good("stage/2/prepare", ORDER)
-PREPARE_ALONE = Good("stage/2/prepare", msgspec.structs.replace(ORDER, group=[HOST.text]))
+PREPARE = Good("stage/3/prepare", ORDER)
+PREPARE_ALONE = Good("stage/3/prepare", msgspec.structs.replace(ORDER, group=[HOST.text]))
 PREPARE_SPLIT = Good(
-    "stage/2/prepare", msgspec.structs.replace(ORDER, split=SPLIT, part_bytes=4096, elements=ELEMENTS, dtype="float32")
+    "stage/3/prepare", msgspec.structs.replace(ORDER, split=SPLIT, part_bytes=4096, elements=ELEMENTS, dtype="float32")
 )
 GRID = GridRound(_GROUP, [], 0, 1, SPLIT, 4096)
-PREPARE_GRID = Good("stage/2/prepare", msgspec.structs.replace(ORDER, rounds=[GRID, GRID]))
-COMMIT = Good("stage/2/commit", Commit(MARK, 1, Position(1, b"next"), 0))
-RESTORE = Good("stage/2/restore", Restore(MARK, 1, START, 0))
+PREPARE_GRID = Good("stage/3/prepare", msgspec.structs.replace(ORDER, rounds=[GRID, GRID]))
+COMMIT = Good("stage/3/commit", Commit(MARK, 1, Position(1, b"next"), 0))
+RESTORE = Good("stage/3/restore", Restore(MARK, 1, START, 0))
 _HELLO = dht.HelloMessage([b"\x04\x0a\0\0\x09\x06\x0f\xa1"], EPOCH_S + 10)
 
 
@@ -195,9 +195,9 @@ ORDERS = [PREPARE, PREPARE_ALONE, PREPARE_SPLIT, PREPARE_GRID, COMMIT, RESTORE]
 # What is asked of the last stage, where the host's is not: for its mate.
 _HIDDEN = TensorFrame("float32", (2, 16, 16), np.linspace(-1, 1, 512, dtype="float32").tobytes())
 LAST = [
-    Good("stage/2/forward", StageForward(MARK, 1, None), (_HIDDEN,)),
-    Good("stage/2/loss", StageLoss(MARK, 1), (_HIDDEN, microbatch(1)[0])),
-    Good("stage/2/backward", StageBackward(MARK, 1, 0, SEQ, grant=GRANT), (_HIDDEN, microbatch(1)[0])),
+    Good("stage/3/forward", StageForward(MARK, 1, None), (_HIDDEN,)),
+    Good("stage/3/loss", StageLoss(MARK, 1), (_HIDDEN, microbatch(1)[0])),
+    Good("stage/3/backward", StageBackward(MARK, 1, 0, SEQ, grant=GRANT), (_HIDDEN, microbatch(1)[0])),
 ]
 
 
@@ -223,17 +223,17 @@ _SELF_READY = MemberInfo(SELF.text, 0, [], True, since=EPOCH_S + 1)
 _LIST = MemberNews(0, 1, [_SELF_READY, MemberInfo(MATE.text, 1, [], True, since=EPOCH_S + 2)], [], False)
 ANSWERS = [
     *(
-        Good("swarm/2/member", MemberAnswer(1, current, False, "", resend, 1, listed, Forecast(1.0, 2.0), lost))
+        Good("swarm/3/member", MemberAnswer(1, current, False, "", resend, 1, listed, Forecast(1.0, 2.0), lost))
         for current in (_NEXT, _NEXT, START, None)
         for resend, listed, lost in ((False, _LIST, False), (True, _LIST, False), (False, None, True))
     ),
-    Good("swarm/2/trainer", REPLIES[5]),
-    Good("swarm/2/who", Conducts(9)),
-    Good("swarm/2/leave", Empty()),
-    Good("stage/2/prepare", REPLIES[0]),
-    Good("stage/2/prepare", REPLIES[1]),
-    Good("stage/2/commit", Moved(_NEXT)),
-    Good("stage/2/restore", Moved(START)),
+    Good("swarm/3/trainer", REPLIES[5]),
+    Good("swarm/3/who", Conducts(9)),
+    Good("swarm/3/leave", Empty()),
+    Good("stage/3/prepare", REPLIES[0]),
+    Good("stage/3/prepare", REPLIES[1]),
+    Good("stage/3/commit", Moved(_NEXT)),
+    Good("stage/3/restore", Moved(START)),
     Good("average/1/alive", AverageAlive(False)),
     Good("average/1/alive", AverageAlive(True)),
     *(replace(good, body=Empty()) for good in in_round(ATTEMPT) if good.frames),

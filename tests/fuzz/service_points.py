@@ -71,7 +71,7 @@ async def _back_to_start(stage: Stage) -> None:
     """Where the good bodies are good: another session may have moved the host."""
     role = _served(stage).served.role
     if role.position != START:
-        await role._move(START, role._load_saved)
+        await role.post.standing.move(START, role.post.standing.load_saved)
 
 
 # --- the directory ---------------------------------------------------------------------------------------------------
@@ -122,7 +122,7 @@ async def _credited(stage: Stage) -> Sequence[Hostile]:
     if answer := await ask(hostile, goods.BACKWARD):
         receipt = decode(StageAnswer, answer).receipt
         done = Done(SEQ, [goods.HOST.text, goods.MATE.text], [receipt, None])
-        await ask(hostile, Good("swarm/2/trainer", msgspec.structs.replace(goods.WISH, done=[done], wait_s=0.0)))
+        await ask(hostile, Good("swarm/3/trainer", msgspec.structs.replace(goods.WISH, done=[done], wait_s=0.0)))
     return [hostile]
 
 
@@ -156,7 +156,7 @@ async def _make_batch(hostile: Hostile, mate: Hostile) -> None:
             answer = await ask(lane, replace(good, body=msgspec.structs.replace(good.body, seq=seq)))
             receipts.append(decode(StageAnswer, answer).receipt if answer else None)
         done.append(Done(seq, [goods.HOST.text, goods.MATE.text], receipts))
-    await ask(hostile, Good("swarm/2/trainer", msgspec.structs.replace(goods.WISH, done=done, wait_s=0.0)))
+    await ask(hostile, Good("swarm/3/trainer", msgspec.structs.replace(goods.WISH, done=done, wait_s=0.0)))
 
 
 # --- whom the host follows -------------------------------------------------------------------------------------------
@@ -164,7 +164,7 @@ async def _conducting(stage: Stage) -> Hostile:
     """The host takes the hostile peer's orders."""
     await _back_to_start(stage)
     hostile = await _entered(stage)
-    _served(stage).served.role._following.conductor = SELF
+    _served(stage).served.role._services.following.conductor = SELF
     return hostile
 
 
@@ -395,8 +395,8 @@ async def _conductor_answering(stage: Stage) -> Sequence[Hostile]:
     hostile = await _answering(stage)
     role = _served(stage).served.role
     assert await ask(hostile, goods.DHT[0])
-    role._following.conductor = SELF
-    role.say_where()
+    role._services.following.conductor = SELF
+    role.post.session.tell()
     return [hostile]
 
 

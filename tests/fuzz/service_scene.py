@@ -41,6 +41,7 @@ from peerd.service.connectivity.dcutr import Punching
 from peerd.service.connectivity.relay import Relay
 from peerd.service.dht.dht import Dht
 from peerd.service.rpc.rpc import Rpc
+from peerd.service.run_services import RunServices
 from peerd.service.state.snapshot import KEPT, Giving, StateItem
 from peerd.sim.clock import SimClock
 from roles.stage import StageRole
@@ -118,9 +119,9 @@ class ServiceStage(Stage):
         forward = StageForward(MARK, 0, None)
         try:
             await self.asks.call(
-                self.host.id, "stage/2/forward", forward, StageAnswer, frames=input_frame, timeout_s=30
+                self.host.id, "stage/3/forward", forward, StageAnswer, frames=input_frame, timeout_s=30
             )
-            await self.asks.call(self.host.id, "swarm/2/who", Ask(MARK), Conducts, timeout_s=30)
+            await self.asks.call(self.host.id, "swarm/3/who", Ask(MARK), Conducts, timeout_s=30)
         except Refused as error:
             return "" if "does not conduct" in str(error) else f"an honest call is refused: {error}"
         except RemoteError as error:
@@ -144,6 +145,7 @@ async def _start_peer(hosts: Hosts, name: str, stage: int, folder: Path) -> Peer
     directory.mkdir()
     ctx = RoleContext(
         run=pinned(stage),
+        services=RunServices(pinned(stage), host, rpc, dht, clock),
         host=host,
         rpc=rpc,
         dht=dht,

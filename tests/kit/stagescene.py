@@ -45,7 +45,7 @@ class Scene:
         self.stage = await self.s.start("stage0", StageRole, pinned(self.run, 0))
         await self.stage.ready.wait()
         with trio.fail_after(20):
-            following = self.stage.role._following
+            following = self.stage.role._services.following
             while following.conductor != self.stage.host.id:  # it takes on the duty by itself
                 await following.told.wait()
         for name in trainers:
@@ -60,7 +60,7 @@ class Scene:
     ) -> StageAnswer:
         body = StageBackward(self.mark, 0, step, seq, grant=shown)
         answer = await trainer.role._ctx.rpc.call(
-            self.stage.host.id, "stage/2/backward", body, StageAnswer, frames=frames or microbatch(seq), timeout_s=10
+            self.stage.host.id, "stage/3/backward", body, StageAnswer, frames=frames or microbatch(seq), timeout_s=10
         )
         return answer.body
 
@@ -69,7 +69,7 @@ class Scene:
         own = self.stage.host.id
         group = sorted([own.text, *(peer.host.id.text for peer in beside)])
         order = Prepare(self.mark, 1, 0, attempt, b"next", group, Mbs.of(assigned), 2 * BATCH, 30.0)
-        answer = await self.stage.role._ctx.rpc.call(own, "stage/2/prepare", order, Prepared, timeout_s=30)
+        answer = await self.stage.role._ctx.rpc.call(own, "stage/3/prepare", order, Prepared, timeout_s=30)
         return answer.body
 
     def honest(self, *seqs: int) -> ServedStage:

@@ -32,6 +32,7 @@ from peerd.net.tcp.tcp_transport import TcpTransport
 from peerd.role import Role, RoleContext
 from peerd.service.dht.dht import Dht
 from peerd.service.rpc.rpc import Rpc
+from peerd.service.run_services import RunServices
 
 
 def small_run(name: str, text: Path, evaluate: EvaluateSection, checkpoint: CheckpointSection) -> RunFile:
@@ -112,6 +113,7 @@ class Swarm:
                 built = role(
                     RoleContext(
                         run=run,
+                        services=RunServices(run, host, rpc, dht, clock) if run is not None else None,
                         host=host,
                         rpc=rpc,
                         dht=dht,

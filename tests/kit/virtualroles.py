@@ -22,6 +22,7 @@ from peerd.core.runfile import (
 from peerd.core.work import Worker
 from peerd.log import EventLog
 from peerd.role import RoleContext
+from peerd.service.run_services import RunServices
 from peerd.sim.programs import swarm
 from peerd.sim.world import Node, World
 from roles.stage import StageRole
@@ -69,8 +70,9 @@ class Roles:
         self.live: dict[str, Any] = {}
         self.logs: dict[str, EventLog] = {}
 
-    def program(self, role: Callable[[RoleContext], Any], network: Any = None) -> Any:
-        network = network or swarm()
+    def program(self, role: Callable[[RoleContext], Any], network: Any = None, run: RunFile | None = None) -> Any:
+        """A node's program. `run`: the run file as this peer has it, in place of everybody's."""
+        network, own = network or swarm(), run or self.run
 
         async def program(node: Node, *, task_status: trio.TaskStatus[None]) -> None:
             below = trio.CancelScope(shield=True)  # what a role stands on ends after it
@@ -86,7 +88,8 @@ class Roles:
                 workers = {name: self.worker() for name in ("cpu", "files", "data", "coding")}
                 self.logs[node.name] = log = EventLog(node.clock)
                 ctx = RoleContext(
-                    run=self.run,
+                    run=own,
+                    services=RunServices(own, node.host, node.rpc, node.dht, node.clock),
                     host=node.host,
                     rpc=node.rpc,
                     dht=node.dht,
@@ -112,7 +115,7 @@ class Roles:
         return [role for _, role in sorted(self.live.items()) if isinstance(role, kind)]
 
     def steps(self) -> list[int]:
-        return [role._position.step for role in self.of(StageRole)]
+        return [role.position.step for role in self.of(StageRole)]
 
     def story(self) -> str:
         return "\n".join(f"{name}: {event}" for name, log in self.logs.items() for event in log.recent(12))
@@ -120,11 +123,11 @@ class Roles:
     def conductor_notes(self) -> list[str]:
         """What all said of the conductor's duty."""
         events = [event for log in self.logs.values() for event in log.recent(200)]
-        return [str(event["note"]) for event in events if event["name"] == "conductor"]
+        return [str(event["note"]) for event in events if event["name"] == "conductor.noted"]
 
     def replica_step(self) -> int:
         """The newest of the replicas' steps."""
-        return max((role._replica.position.step for role in self.of(TrainerRole)), default=0)
+        return max((role.replica.position.step for role in self.of(TrainerRole)), default=0)
 
 
 async def start_replicas(world: World, roles: Roles, count: int) -> Node:

@@ -57,7 +57,7 @@ class Village:
         return self.peers.peers[-1]
 
     def steps(self) -> int:
-        return sum(event["name"] == "step" for event in self.trainer.events())
+        return sum(event["name"] == "trainer.stepped" for event in self.trainer.events())
 
     def wait_for_step(self, step: int) -> None:
         self.peers.until(lambda: self.steps() >= step, f"step {step} was never done", PATIENCE_S)
@@ -86,7 +86,7 @@ class Village:
     def finish(self) -> dict[str, Any]:
         """What the trainer says at its end."""
         self.peers.until(lambda: self.trainer.process.poll() == 0, "the trainer never ended", PATIENCE_S)
-        return next(event for event in self.trainer.events() if event["name"] == "finished")
+        return next(event for event in self.trainer.events() if event["name"] == "trainer.finished")
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from peerd.compute.model.partition import whole_model
 from peerd.compute.model.served_stage import ServedStage
 from peerd.core.messages.swarm import Mb, Prepare
 from peerd.core.runfile import RunFile
-from peerd.training.stage.member import StageMember
+from peerd.training.stage.orders import PostOrders
 from roles.backbone import BackboneRole
 from roles.trainer import TrainerRole
 from tests.kit.exact import STEPS, differences, run_file, stepping, write_texts
@@ -51,7 +51,7 @@ class Books:
         self._lock = threading.Lock()
         self._token = trio.lowlevel.current_trio_token()
         torch.set_num_threads(1)
-        backward, commit, part_of = ServedStage.backward, ServedStage.commit, StageMember._part_of
+        backward, commit, part_of = ServedStage.backward, ServedStage.commit, PostOrders._part_of
 
         def noting_backward(served: ServedStage, step: int, mb: Mb, tensors: Any, frames: Any) -> Any:
             new = mb not in (*served.held, *served.early)
@@ -65,13 +65,13 @@ class Books:
                     self._token.run_sync_soon(self._found.set)
             return outcome
 
-        def noting_part(member: StageMember, order: Prepare) -> Any:
-            found = part_of(member, order)
+        def noting_part(orders: PostOrders, order: Prepare) -> Any:
+            found = part_of(orders, order)
             if not isinstance(found, list):
                 with self._lock:
-                    part = {mb: self._computed[member.served, mb] for mb in order.assigned}
-                    self._parts.setdefault(order.attempt, {})[member._ctx.host.id.text] = part
-                    self._attempts[member.served] = order.attempt, order.group
+                    part = {mb: self._computed[orders._standing.served, mb] for mb in order.assigned}
+                    self._parts.setdefault(order.attempt, {})[orders._ctx.host.id.text] = part
+                    self._attempts[orders._standing.served] = order.attempt, order.group
             return found
 
         def noting_commit(served: ServedStage, step: int, total: Any, samples: int) -> None:
@@ -87,15 +87,15 @@ class Books:
 
         monkeypatch.setattr(ServedStage, "backward", noting_backward)
         monkeypatch.setattr(ServedStage, "commit", noting_commit)
-        monkeypatch.setattr(StageMember, "_part_of", noting_part)
+        monkeypatch.setattr(PostOrders, "_part_of", noting_part)
 
     async def first_with_early_work(self, peers: list[Peer], since: int) -> Peer:
         """The first that computes something for a step after the one it stands at, which is `since` or a later one."""
         with self._lock:
             self._found, self._since, self._holder = trio.Event(), since, None
-            self._watched = [peer.role._replica._served for peer in peers]
+            self._watched = [peer.role.replica.post.standing.model for peer in peers]
         await self._found.wait()
-        return next(peer for peer in peers if peer.role._replica._served is self._holder)
+        return next(peer for peer in peers if peer.role.replica.post.standing.model is self._holder)
 
     def ages(self) -> set[int]:
         """How many steps old the parameters of what counted were."""
@@ -156,7 +156,7 @@ async def compare(run: RunFile, books: Books, peers: list[Peer]) -> None:
     """All who made the last step have the parameters that the replay gives."""
     books.check()
     plain = await trio.to_thread.run_sync(replayed, run, books)
-    modules = [peer.role._replica._served.module for peer in peers]
+    modules = [peer.role.replica.post.served.module for peer in peers]
     done = [module for module in modules if module.step == STEPS]  # its end may overtake a slow peer's leaving
     assert done
     assert [difference for module in done for difference in differences(run, plain, [module])] == []
@@ -187,9 +187,9 @@ async def test_a_conductor_and_a_member_die_with_early_work_and_the_others_agree
         living = [await s.start(f"replica{i}", TrainerRole, run) for i in range(4)]
         for conducts, since in ((True, 2), (False, 5)):
             with trio.move_on_after(60) as limit:
-                while living[0].role._replica.step < since - 1:  # who conducts is settled by then
-                    await living[0].role._replica._stepped.wait()
-                acting = [peer for peer in living if peer.role._replica._conducting.acting]
+                while living[0].role.replica.step < since - 1:  # who conducts is settled by then
+                    await living[0].role.replica.post.standing.stepped.wait()
+                acting = [peer for peer in living if peer.role.replica._services.conducting.acting]
                 candidates = acting if conducts else [peer for peer in living if peer not in acting]
                 victim = await books.first_with_early_work(candidates, since)
             assert not limit.cancelled_caught, "\n".join(events(s.peers.values()))

@@ -47,7 +47,7 @@ class Sums:
             if plan.copies > 1 and self.kill_after is not None and not self.killed:
                 self.kill_after -= 1
                 peer = self.peers[averaging._own]
-                if self.kill_after <= 0 and not peer.role._replica._conducting.acting:
+                if self.kill_after <= 0 and not peer.role.replica._services.conducting.acting:
                     self.killed.append(peer)
                     peer.kill()
                     self.somebody_died.set()
@@ -77,7 +77,7 @@ async def test_nine_replicas_in_a_grid_train_like_one_process(
     async with swarm(tmp_path / "peers") as s:
         peers = await replicas(s, run, sums)
         await all_finished(s, peers, within_s=120)
-        modules = [peer.role._replica._served.module for peer in peers]
+        modules = [peer.role.replica.post.served.module for peer in peers]
     assert sums.groups[3, 3] >= PEERS * (STEPS - 2)  # nine may not have been there for the first
     assert batches.faults(per_step=9) == []
     plain = await trio.to_thread.run_sync(plain_torch, run, batches)
@@ -111,7 +111,7 @@ async def test_a_replica_that_dies_in_the_second_round_is_left_out_and_the_other
             await sums.somebody_died.wait()
         living = [peer for peer in peers if peer not in sums.killed]
         await all_finished(s, living, within_s=120)
-        modules = [peer.role._replica._served.module for peer in living]
+        modules = [peer.role.replica.post.served.module for peer in living]
     assert len(sums.killed) == 1
     assert len(modules) == PEERS - 1
     assert sums.groups[2, 2] + sums.groups[2, 4] > 0  # eight in groups of three at most: three rounds of two

@@ -33,10 +33,12 @@ pytestmark = [
 def slow_down(peers: dict[str, Peer], monkeypatch: pytest.MonkeyPatch) -> None:
     """Some replicas compute each microbatch several times over."""
     original = ServedStage.backward
-    names = {peer.role._replica: name for name, peer in peers.items()}
+    names = {peer.role.replica: name for name, peer in peers.items()}
 
     def backward(self: ServedStage, step: int, mb: Mb, tensors: Any, frames: Any) -> Any:
-        name = next((name for member, name in names.items() if member._served is self), "")
+        name = next(
+            (name for member, name in names.items() if member.post is not None and member.post.served is self), ""
+        )
         for _ in range(SLOWER.get(name, 1) - 1):
             self.module.loss(*(tensor.long() for tensor in tensors))
         return original(self, step, mb, tensors, frames)
@@ -55,7 +57,7 @@ async def test_unequal_replicas_train_like_one_process(
         peers = [await s.start(f"replica{i}", TrainerRole, run) for i in range(4)]
         slow_down({peer.name: peer for peer in peers}, monkeypatch)
         await all_finished(s, peers)
-        replicas = [peer.role._replica._served.module for peer in peers]
+        replicas = [peer.role.replica.post.served.module for peer in peers]
     assert batches.faults(per_step=8) == []
     assert sum(len(mbs) for mbs in batches.inputs.values()) == 8 * STEPS
     plain = await trio.to_thread.run_sync(plain_torch, run, batches)
@@ -80,7 +82,7 @@ async def test_survivors_agree_bit_for_bit_though_a_peer_dies_in_every_step(
             victim.kill()
             living.remove(victim)
         await all_finished(s, living)
-        modules = [peer.role._replica._served.module for peer in living]
+        modules = [peer.role.replica.post.served.module for peer in living]
     assert batches.faults(per_step=8) == []
     plain = await trio.to_thread.run_sync(plain_torch, run, batches)
     assert len(modules) == 2
@@ -116,7 +118,7 @@ class Deaths:
                 self._since, self._holder, self._found = step, None, trio.Event()
             await self._found.wait()
             for peer in living:
-                if peer.role._replica._served is self._holder:
+                if peer.role.replica.post.standing.model is self._holder:
                     return peer
 
 

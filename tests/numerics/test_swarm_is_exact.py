@@ -40,7 +40,7 @@ async def train(directory: Path, run: RunFile, victim: str, monkeypatch: pytest.
         if victim != "nobody":
             with trio.fail_after(60):
                 await begun(stages)
-            dying = next(peer for peer in stages if peer.role._conducting.acting == (victim == "conductor"))
+            dying = next(peer for peer in stages if peer.role._services.conducting.acting == (victim == "conductor"))
             await killed_mid_step(dying, monkeypatch)
             stages.remove(dying)
         with trio.move_on_after(60) as limit:
@@ -49,13 +49,13 @@ async def train(directory: Path, run: RunFile, victim: str, monkeypatch: pytest.
         assert not limit.cancelled_caught, "\n".join(events(s.peers.values()))
         for trainer in trainers:
             assert trainer.role.status()["microbatches"]["lost"] == 0
-        return [peer.role._served.module for peer in stages]
+        return [peer.role.post.served.module for peer in stages]
 
 
 async def begun(stages: list[Any]) -> None:
     """Wait for the first step."""
-    while not stages[0].role._position.step:
-        await stages[0].role._stepped.wait()
+    while not stages[0].role.position.step:
+        await stages[0].role.post.standing.stepped.wait()
 
 
 async def killed_mid_step(peer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,7 +66,7 @@ async def killed_mid_step(peer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
     def backward(self: ServedStage, step: int, mb: Mb, tensors: Any, frames: Any) -> Any:
         outcome = original(self, step, mb, tensors, frames)
-        if self is peer.role._served and step >= 4 and len(self.held) >= 2:
+        if self is peer.role.post.standing.model and step >= 4 and len(self.held) >= 2:
             token.run_sync_soon(holds.set)
         return outcome
 

@@ -41,7 +41,7 @@ async def test_a_helper_sums_for_replicas_with_slow_lines_and_changes_no_bit(tmp
         for peer in replicas:
             await within_a_minute(s, peer.finished)
         status = aux.role.status()
-        modules = [peer.role._replica._served.module for peer in replicas]
+        modules = [peer.role.replica.post.served.module for peer in replicas]
     assert batches.faults(per_step=8) == []
     assert status["averaging"]["rounds"] > 0, status
     plain = await trio.to_thread.run_sync(plain_torch, run, batches)
@@ -57,7 +57,7 @@ async def test_a_helper_that_vanishes_is_done_without(tmp_path: Path, batches: B
         aux, replicas = await started(s, run)
         with trio.move_on_after(60):
             while not aux.role.status()["averaging"]["rounds"]:
-                await replicas[0].role._replica._stepped.wait()
+                await replicas[0].role.replica.post.standing.stepped.wait()
         aux.kill()
         for peer in replicas:
             await within_a_minute(s, peer.finished)

@@ -83,9 +83,9 @@ async def test_of_two_backbones_one_is_killed_and_the_run_goes_on_from_what_the_
         first.kill()
         await until(s, second, "_looked", "went on", lambda: max(kept(second)) > before)
         await until(s, second, "_looked", "curve", lambda: second.role.status()["curve_step"] > before)
-        welcome = {event["peer"] for event in second.log.recent() if event["name"] == "welcome"}
+        welcome = {event["peer"] for event in second.log.recent() if event["name"] == "peer.welcomed"}
         assert welcome == {peer.host.id.text for peer in (*stages, s.peers["trainer"])}
-        (line,) = [event["line"] for event in second.log.recent() if event["name"] == "join"]
+        (line,) = [event["line"] for event in second.log.recent() if event["name"] == "run.joinable"]
         assert f"/p2p/{second.host.id.text}" in str(line)
         await second.role.leave()
     newest = whole_set(place / "backbone1", run)
@@ -99,7 +99,9 @@ async def test_of_two_backbones_one_is_killed_and_the_run_goes_on_from_what_the_
         stages = [await s.start(f"stage{i}", StageRole, pinned(run, i)) for i in range(2)]
         await s.start("trainer", TrainerRole, run)
         await until(s, stages[0], "_stepped", "goes on", lambda: step_of(stages[0]) > newest + 1)
-        restored = {event["step"] for peer in stages for event in peer.log.recent() if event["name"] == "restored"}
+        restored = {
+            event["step"] for peer in stages for event in peer.log.recent() if event["name"] == "stage.restored"
+        }
         assert restored == {newest}
         await until(s, second, "_looked", "curve goes on", lambda: second.role.status()["curve_step"] > steps[-1])
     whole_curve(place / "backbone1")
@@ -153,10 +155,10 @@ async def test_a_stage_whose_peers_are_all_lost_returns_from_what_a_backbone_kep
         await stages[1].gone.wait()
         fresh = await s.start("fresh", StageRole, pinned(run, 1))
         await until(s, fresh, "_stepped", "goes on", lambda: step_of(fresh) > 0)
-        newest = {event["step"] for event in told([fresh], "recalled")}
+        newest = {event["step"] for event in told([fresh], "checkpoint.recalled")}
         for peer in (stages[0], fresh):  # what a living one has saved may be of other steps
             await until(s, peer, "_stepped", "goes on", partial(lambda peer: step_of(peer) > max(newest) + 2, peer))
-        assert {event["step"] for event in told([stages[0], fresh], "restored")} <= newest
+        assert {event["step"] for event in told([stages[0], fresh], "stage.restored")} <= newest
 
 
 def told(peers: Iterable[Peer], name: str) -> list[dict[str, Any]]:
@@ -190,7 +192,7 @@ async def test_a_fresh_peer_does_not_begin_at_the_start_when_nobody_can_give_wha
         fresh = [await s.start(f"fresh{i}", StageRole, pinned(run, i)) for i in range(2)]
         await s.start("new trainer", TrainerRole, run)
         with trio.fail_after(60):
-            while not told(fresh, "not recalled"):
+            while not told(fresh, "checkpoint.not_recalled"):
                 await s.peers["backbone0"].role._looked.wait()
         assert [step_of(peer) for peer in fresh] == [0, 0]
         assert "no position that every stage can reach" in str(fresh[0].role.status()["waits_for"])
@@ -223,4 +225,4 @@ async def test_a_backbone_that_gives_wrong_bytes_is_refused_and_named(
             await until(s, peer, "_stepped", "goes on", partial(lambda peer: step_of(peer) > 0, peer))
         notes = [str(event["note"]) for event in told(fresh, "download")]
         assert [note for note in notes if f"donor {liar_name[-6:]} is not asked again" in note and "digest" in note]
-        assert {event["step"] for event in told(fresh, "restored")} <= set(kept(honest))
+        assert {event["step"] for event in told(fresh, "stage.restored")} <= set(kept(honest))

@@ -43,8 +43,8 @@ class SlowLine:
                 step = copy.manifest.position.step
                 self.frozen_at.append(step)
                 for peer in self.peers:
-                    while peer.role._position.step < step + SPANNED:
-                        await peer.role._stepped.wait()
+                    while peer.role.position.step < step + SPANNED:
+                        await peer.role.post.standing.stepped.wait()
 
 
 @pytest.fixture
@@ -70,11 +70,11 @@ async def until_equal(s: Swarm, one: Peer, other: Peer, beyond: int) -> None:
     """Both stand at one position beyond a step, and hold the same bits there."""
     with trio.move_on_after(60):
         while True:
-            (place, ours), (there, theirs) = [await p.role._catching_up.freeze() for p in (one, other)]
+            (place, ours), (there, theirs) = [await p.role.post.catching_up.freeze() for p in (one, other)]
             if place == there and place.step > beyond:
                 assert [(t.name, bytes(t.payload)) for t in ours] == [(t.name, bytes(t.payload)) for t in theirs]
                 return
-            await other.role._stepped.wait()
+            await other.role.post.standing.stepped.wait()
     pytest.fail("they never met\n" + "\n".join(events(s.peers.values())))
 
 
@@ -93,19 +93,19 @@ async def test_a_download_that_spans_many_steps_is_not_begun_anew(
         peers = [await s.start(f"stage{i}", StageRole, pinned(run, i % 2)) for i in range(4)]
         line.peers = [peers[0], peers[2]]
         await s.start("trainer", TrainerRole, run)
-        while peers[0].role._position.step < 6:  # too far for the totals alone
-            await peers[0].role._stepped.wait()
+        while peers[0].role.position.step < 6:  # too far for the totals alone
+            await peers[0].role.post.standing.stepped.wait()
         new = await s.start("new", StageRole, pinned(run, 0))
         with trio.fail_after(60):
-            while not told(new, "caught up"):
-                await new.role._stepped.wait()
-        await until_equal(s, new, peers[0], new.role._position.step)
-        assert len(told(new, "downloaded")) == 1, events([new])
+            while not told(new, "stage.caught_up"):
+                await new.role.post.standing.stepped.wait()
+        await until_equal(s, new, peers[0], new.role.position.step)
+        assert len(told(new, "stage.downloaded")) == 1, events([new])
         assert len(set(line.frozen_at)) == 1
-        (downloaded,) = told(new, "downloaded")
-        assert sum(event["steps"] for event in told(new, "caught up")) >= SPANNED
-        assert told(new, "caught up")[0]["step"] >= downloaded["step"] + SPANNED
-        assert told(new, "trail broken") == []
+        (downloaded,) = told(new, "stage.downloaded")
+        assert sum(event["steps"] for event in told(new, "stage.caught_up")) >= SPANNED
+        assert told(new, "stage.caught_up")[0]["step"] >= downloaded["step"] + SPANNED
+        assert told(new, "stage.trail_broken") == []
 
 
 async def test_a_member_that_is_a_step_late_needs_no_state(tmp_path: Path, run: RunFile, line: SlowLine) -> None:
@@ -114,18 +114,18 @@ async def test_a_member_that_is_a_step_late_needs_no_state(tmp_path: Path, run: 
         peers = [await s.start(f"stage{i}", StageRole, pinned(run, i % 2)) for i in range(4)]
         await s.start("trainer", TrainerRole, run)
         late = peers[2]
-        step_to = late.role._step_to
+        step_to = late.role.post.orders._step_to
 
         async def miss(_: object) -> None:
-            late.role._step_to = step_to
+            late.role.post.orders._step_to = step_to
             raise Refused("not this once")
 
-        while late.role._position.step < 2:
-            await late.role._stepped.wait()
-        late.role._step_to = miss
+        while late.role.position.step < 2:
+            await late.role.post.standing.stepped.wait()
+        late.role.post.orders._step_to = miss
         with trio.fail_after(60):
-            while not told(late, "caught up"):
-                await late.role._stepped.wait()
-        await until_equal(s, late, peers[0], late.role._position.step)
-        assert told(late, "downloaded") == []
+            while not told(late, "stage.caught_up"):
+                await late.role.post.standing.stepped.wait()
+        await until_equal(s, late, peers[0], late.role.position.step)
+        assert told(late, "stage.downloaded") == []
         assert line.frozen_at == []

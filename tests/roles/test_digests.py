@@ -12,7 +12,7 @@ import pytest
 from peerd.core.messages.swarm import Prepare
 from peerd.core.runfile import AveragingSection, OptimizerSection
 from peerd.service.rpc.rpc import Answer, Incoming
-from peerd.training.stage.member import StageMember
+from peerd.training.stage.orders import PostOrders
 from roles.backbone import BackboneRole
 from roles.trainer import TrainerRole
 from tests.kit.exact import run_file, write_texts
@@ -39,15 +39,15 @@ async def test_all_members_say_one_digest_of_one_attempt(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, averaging: AveragingSection
 ) -> None:
     said: dict[tuple[int, bytes], dict[str, bytes]] = defaultdict(dict)
-    prepare = StageMember._prepare
+    prepare = PostOrders.prepare
 
-    async def noting(member: StageMember, call: Incoming[Prepare]) -> Answer[Any]:
-        answer = await prepare(member, call)
+    async def noting(orders: PostOrders, call: Incoming[Prepare]) -> Answer[Any]:
+        answer = await prepare(orders, call)
         if answer.body.ok:
-            said[call.body.step, call.body.attempt][member._ctx.host.id.text] = answer.body.digest
+            said[call.body.step, call.body.attempt][orders._ctx.host.id.text] = answer.body.digest
         return answer
 
-    monkeypatch.setattr(StageMember, "_prepare", noting)
+    monkeypatch.setattr(PostOrders, "prepare", noting)
     run = run_file("adamw", "float32", write_texts(tmp_path), stages=1)
     optimizer: OptimizerSection = msgspec.structs.replace(run.optimizer, total_steps=4)
     run = msgspec.structs.replace(run, averaging=averaging, optimizer=optimizer)

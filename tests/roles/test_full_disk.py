@@ -60,13 +60,13 @@ async def steps(peer: Peer, further: int) -> None:
     target = peer.role.step + further
     with trio.move_on_after(60) as limit:
         while peer.role.step < target:
-            await peer.role._stepped.wait()
+            await peer.role.post.standing.stepped.wait()
     assert not limit.cancelled_caught, "\n".join(events([peer]))
 
 
 async def saved(peer: Peer) -> None:
     with trio.fail_after(30):
-        await peer.role._saving.written()
+        await peer.role.post.saving.written()
 
 
 @pytest.mark.slow
@@ -88,7 +88,7 @@ async def test_a_full_disk_costs_checkpoints_and_nothing_else(
         folder = tmp_path / "peers" / "stage0" / "checkpoints" / "disk" / "stage-0"
         assert f"{folder}: No space left on device (" in said
         assert said.endswith(" MB free)")
-        warnings = [event for event in peer.log.recent(1000) if event["name"] == "not saved"]
+        warnings = [event for event in peer.log.recent(1000) if event["name"] == "checkpoint.not_saved"]
         assert [event["level"] for event in warnings].count("warn") == 1
         assert str(folder) in str(warnings[0])
         assert [file.name for file in folder.iterdir()] == []  # nor does it leave anything that takes room
@@ -119,7 +119,7 @@ async def test_steps_go_on_while_a_disk_hangs_and_the_newest_state_is_the_next_t
             await steps(peer, 9)
             assert len(disk.tried) == 1
             assert "has not taken the checkpoint of step 2 for" in peer.role.status()["not_saved"]
-            waiting = peer.role._saving._waiting[0].step
+            waiting = peer.role.post.saving._waiting[0].step
             assert waiting >= 8
         finally:
             disk.hangs = False

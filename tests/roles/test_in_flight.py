@@ -24,7 +24,8 @@ def role(
         limits=LimitsSection(microbatches_in_flight=wanted),
     )
     found._pipeline = SimpleNamespace(peers=lambda: 1)  # type: ignore[assignment]
-    found._replica = SimpleNamespace(samples_per_s=rate)  # type: ignore[assignment]
+    found._is_replica = True
+    found._services = SimpleNamespace(calls=SimpleNamespace(samples_per_s=lambda stage: rate))  # type: ignore[assignment]
     found._contributor = SimpleNamespace(answer_s=answer_s)  # type: ignore[assignment]
     return found
 
@@ -50,7 +51,7 @@ def test_whoever_has_others_wait_for_it_tells_each_by_itself() -> None:
     assert role(delayed=False).told_together() == 1
     assert role(wanted=8).told_together() == 1
     of_a_pipeline = role()
-    of_a_pipeline._replica = None
+    of_a_pipeline._is_replica = False
     assert of_a_pipeline.told_together() == 1
 
 

@@ -19,7 +19,7 @@ from peerd.core.runfile import CheckpointSection, ModelSection, OptimizerSection
 from peerd.machine.budget.book import Book
 from peerd.net.clock import RealClock
 from peerd.role import RoleContext
-from peerd.service.run_services import Training
+from peerd.service.run_services import RunServices
 from peerd.service.state.snapshot import StateItem
 from peerd.training.catchup.validate import checked
 from peerd.training.checkpoints.keeper import Keeping
@@ -48,7 +48,7 @@ def keeping(folder: Path, run: RunFile = RUN) -> Keeping:
         log=cast("Any", SimpleNamespace(event=lambda *_, **__: None)),
         worker=lambda _: InlineWorker(),
     )
-    return Keeping(ctx, Training(run, nobody, nobody, nobody, ctx.clock))
+    return Keeping(ctx, RunServices(run, nobody, nobody, nobody, ctx.clock))
 
 
 def states(step: int) -> dict[int, dict[str, torch.Tensor]]:

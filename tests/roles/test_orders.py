@@ -70,7 +70,7 @@ async def held_up(scene: Scene, nursery: trio.Nursery) -> tuple[list[Mb], list[s
     nursery.start_soon(order)
     with trio.fail_after(20):
         await met.wait()
-    assert scene.stage.role._serving.closing
+    assert scene.stage.role.post.serving.closing
     return mbs, said, over
 
 
@@ -93,15 +93,15 @@ async def test_an_order_of_a_conductor_that_is_followed_no_more_is_called_off(tm
         scene = Scene(s, run)
         await scene.start("trainer", "mate")
         _, said, over = await held_up(scene, nursery)
-        following, own = scene.stage.role._following, scene.stage.host.id
+        following, own = scene.stage.role._services.following, scene.stage.host.id
         ask = following.rpc.call
 
         async def answered_by_another(peer: PeerId, method: str, *rest: Any, **more: Any) -> Any:
-            return await ask(own if method == "swarm/2/member" else peer, method, *rest, **more)
+            return await ask(own if method == "swarm/3/member" else peer, method, *rest, **more)
 
         following.rpc.call = answered_by_another
         following.conductor = s.peers["mate"].host.id  # the one before is gone without a word
         with trio.fail_after(20):
             await over.wait()
-        assert not scene.stage.role._serving.closing
+        assert not scene.stage.role.post.serving.closing
         assert "called off" in said[0]

@@ -50,8 +50,8 @@ def write_sentences(folder: Path) -> Path:
 
 async def reaches(s: Swarm, peer: Peer, step: int) -> None:
     with trio.move_on_after(60) as limit:
-        while peer.role._replica.position.step < step:
-            await peer.role._replica._stepped.wait()
+        while peer.role.replica.position.step < step:
+            await peer.role.replica.post.standing.stepped.wait()
     assert not limit.cancelled_caught, "\n".join(events(s.peers.values()))
 
 
@@ -70,7 +70,7 @@ async def test_replicas_agree_and_learn_as_with_whole_gradients(tmp_path: Path, 
             await s.start("backbone", BackboneRole, None)
             peers = [await s.start(f"replica{i}", TrainerRole, run) for i in range(3)]
             await all_finished(s, peers)
-            modules = [peer.role._replica._served.module for peer in peers]
+            modules = [peer.role.replica.post.served.module for peer in peers]
         assert [place for place, found in batches.digests.items() if len(found) != 1] == []
         assert len(batches.digests) == STEPS
         done = [module for module in modules if module.step == STEPS]  # its end may overtake a slow peer's leaving
@@ -95,11 +95,11 @@ async def test_survivors_and_a_newcomer_have_the_same_bits(tmp_path: Path, batch
         peers = [await s.start(f"replica{i}", TrainerRole, run) for i in range(3)]
         await reaches(s, peers[0], 4)
         peers[1].kill()
-        await reaches(s, peers[0], peers[0].role._replica.position.step + 2)
+        await reaches(s, peers[0], peers[0].role.replica.position.step + 2)
         new = await s.start("newcomer", TrainerRole, run)
         await all_finished(s, [peers[0], peers[2], new])
-        downloads = [event for event in new.log.recent(1000) if event["name"] == "downloaded"]
-        modules = [peer.role._replica._served.module for peer in (peers[0], peers[2], new)]
+        downloads = [event for event in new.log.recent(1000) if event["name"] == "stage.downloaded"]
+        modules = [peer.role.replica.post.served.module for peer in (peers[0], peers[2], new)]
     assert [place for place, found in batches.digests.items() if len(found) != 1] == []
     assert len(batches.digests) == STEPS_FOR_A_NEWCOMER
     assert downloads
@@ -115,8 +115,8 @@ async def test_a_helper_takes_part_in_both_sums_and_changes_no_bit(tmp_path: Pat
         replicas = [await s.start(f"replica{i}", TrainerRole, with_line(run, 10.0)) for i in range(3)]
         await all_finished(s, replicas)
         status = aux.role.status()
-        code = replicas[0].role._replica._served.low_rank
-        positions = [peer.role._replica.position for peer in replicas]
+        code = replicas[0].role.replica.post.standing.model.low_rank
+        positions = [peer.role.replica.position for peer in replicas]
     assert [place for place, found in batches.digests.items() if len(found) != 1] == []
     assert all(isinstance(position, Position) for position in positions)
     rounds = status["averaging"]["rounds"] / 2

@@ -48,8 +48,8 @@ async def whole(s: Swarm, run: RunFile, stage_peers: int = 4) -> list[Peer]:
 
 async def reaches(s: Swarm, peer: Peer, step: int, timeout_s: float = 60.0) -> None:
     with trio.move_on_after(timeout_s):
-        while peer.role._position.step < step:
-            await peer.role._stepped.wait()
+        while peer.role.position.step < step:
+            await peer.role.post.standing.stepped.wait()
         return
     pytest.fail(f"{peer.name} did not reach step {step}\n" + "\n".join(events(s.peers.values())))
 
@@ -59,11 +59,11 @@ async def test_a_killed_peer_returns_with_its_checkpoint_and_catches_up(tmp_path
         peers = await whole(s, run)
         await reaches(s, peers[0], 4)
         peers[0].kill()
-        await reaches(s, peers[2], peers[2].role._position.step + 3)
+        await reaches(s, peers[2], peers[2].role.position.step + 3)
         back = await s.start("stage0", StageRole, run)  # not pinned: it knows its stage from its checkpoint
-        await reaches(s, back, peers[2].role._position.step + 3)
+        await reaches(s, back, peers[2].role.position.step + 3)
         assert back.role.status()["stage"] == 0
-        assert any(event["name"] == "restored" for event in back.log.recent())
+        assert any(event["name"] == "stage.restored" for event in back.log.recent())
         assert s.peers["trainer"].role.status()["microbatches"]["lost"] == 0
 
 
@@ -71,12 +71,12 @@ async def test_a_whole_swarm_goes_on_from_its_last_common_checkpoint(tmp_path: P
     async with swarm(tmp_path / "peers") as s:
         peers = await whole(s, run)
         await reaches(s, peers[0], 5)
-        before = {p.name: p.role._position for p in peers}
+        before = {p.name: p.role.position for p in peers}
     assert all(position.step >= 4 for position in before.values())
     async with swarm(tmp_path / "peers") as s:
         peers = await whole(s, run)
         await reaches(s, peers[0], 6)
-        restored = [e["step"] for p in peers for e in p.log.recent() if e["name"] == "restored"]
+        restored = [e["step"] for p in peers for e in p.log.recent() if e["name"] == "stage.restored"]
         assert restored
         assert all(step >= 3 and step % 3 == 0 for step in restored)
         for peer in peers:
@@ -88,10 +88,10 @@ async def test_a_newcomer_downloads_the_state_and_serves(tmp_path: Path, run: Ru
         peers = await whole(s, run, stage_peers=2)
         await reaches(s, peers[1], 2)
         new = await s.start("new", StageRole, run)
-        await reaches(s, new, peers[0].role._position.step + 3)
-        assert any(event["name"] == "downloaded" for event in new.log.recent())
-        mate = next(p for p in peers if p.role._stage == new.role._stage)
-        donors = mate.role._catching_up, new.role._catching_up
+        await reaches(s, new, peers[0].role.position.step + 3)
+        assert any(event["name"] == "stage.downloaded" for event in new.log.recent())
+        mate = next(p for p in peers if p.role.stage == new.role.stage)
+        donors = mate.role.post.catching_up, new.role.post.catching_up
         with trio.fail_after(60):
             while True:  # each copy is made between two steps; in the end both are of the same one
                 (one, ours), (other, theirs) = await donors[0].freeze(), await donors[1].freeze()
@@ -108,7 +108,7 @@ async def test_who_leaves_hands_over_without_a_redo(tmp_path: Path, run: RunFile
         await peers[1].role.leave()
         assert trio.current_time() - began < 9.0
         peers[1].kill()
-        await reaches(s, peers[3], peers[3].role._position.step + 3)
+        await reaches(s, peers[3], peers[3].role.position.step + 3)
         assert s.peers["trainer"].role.status()["microbatches"]["redone"] == 0
         assert all(m.peer != peers[1].host.id.text for m in peers[0].role.members)
 
@@ -153,7 +153,7 @@ async def test_bad_frames_are_refused_and_change_nothing(tmp_path: Path, run: Ru
         stage = await s.start("stage1", StageRole, pinned(run, 1))
         await stage.ready.wait()
         rpc, mark = s.peers["backbone"].role._ctx.rpc, fingerprint(run)
-        before = stage.role._served.vector().copy()
+        before = stage.role.post.standing.model.vector().copy()
         good = frame(np.zeros((2, 16, 16), "float32"))
         targets = frame(np.zeros((2, 16), "int64"))
         bad: list[list[TensorFrame]] = [
@@ -168,12 +168,12 @@ async def test_bad_frames_are_refused_and_change_nothing(tmp_path: Path, run: Ru
         s.peers["backbone"].host.learn(stage.host.id, stage.host.addrs())
         for frames in bad:
             with pytest.raises(RemoteError):
-                await rpc.call(stage.host.id, "stage/2/backward", body, StageAnswer, frames=frames, timeout_s=10)
+                await rpc.call(stage.host.id, "stage/3/backward", body, StageAnswer, frames=frames, timeout_s=10)
         for wrong in (StageForward(b"x" * 16, 1, 0), StageForward(mark, 0, 0), StageForward(mark, 1, 99)):
             with pytest.raises(Refused):
-                await rpc.call(stage.host.id, "stage/2/forward", wrong, StageAnswer, frames=[good], timeout_s=10)
-        assert (stage.role._served.vector() == before).all()
-        assert stage.role._served.held == []
+                await rpc.call(stage.host.id, "stage/3/forward", wrong, StageAnswer, frames=[good], timeout_s=10)
+        assert (stage.role.post.standing.model.vector() == before).all()
+        assert stage.role.post.standing.model.held == []
 
 
 async def test_the_trainer_goes_on_in_the_text_where_it_ended(tmp_path: Path, run: RunFile) -> None:

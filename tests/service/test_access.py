@@ -76,7 +76,7 @@ def test_a_peer_without_a_token_of_its_own_is_refused_and_named_and_the_others_g
         a = await club.start(lambda peer: Papers(token(peer, number=1), [revoked(3, 7)]), run_file())
         b = await club.member(number=2)
         bad = await club.start(papers, run_file())
-        for method in ("other/1/ask", "stage/2/forward", "swarm/2/member"):
+        for method in ("other/1/ask", "stage/3/forward", "swarm/3/member"):
             told = await refused(bad, a, method)
             assert told.startswith("no valid token for run tiny: ")
             assert why in told
@@ -98,7 +98,7 @@ def test_calls_of_a_peer_that_shows_no_token_are_refused_whatever_they_are() -> 
     async def main(club: Club) -> None:
         a = await club.member()
         outsider = await club.start(lambda peer: Papers())
-        for method in ("stage/2/forward", "average/1/part", "other/1/ask"):
+        for method in ("stage/3/forward", "average/1/part", "other/1/ask"):
             assert "none was shown that counts now" in await refused(outsider, a, method)
         waits = outsider.dht.status()["waits_for"]  # shown to its user, who has a run file without `access`
         assert waits.startswith(f"bootstrap {a.node.full_addr}: it refuses us: no valid token for run tiny")
@@ -118,14 +118,14 @@ def test_calls_of_a_peer_that_shows_no_token_are_refused_whatever_they_are() -> 
 def test_a_token_is_good_for_its_roles_only() -> None:
     async def main(club: Club) -> None:
         stage, trainer = await club.member("stage", number=1), await club.member("trainer", number=2)
-        await trainer.ask(stage, "stage/2/forward")
-        await trainer.ask(stage, "swarm/2/trainer")
-        told = await refused(trainer, stage, "stage/2/commit")
-        assert "stage/2/commit is for stage; the token shown allows trainer" in told
-        assert "is for aux, stage;" in await refused(trainer, stage, "swarm/2/member")
+        await trainer.ask(stage, "stage/3/forward")
+        await trainer.ask(stage, "swarm/3/trainer")
+        told = await refused(trainer, stage, "stage/3/commit")
+        assert "stage/3/commit is for stage; the token shown allows trainer" in told
+        assert "is for aux, stage;" in await refused(trainer, stage, "swarm/3/member")
         assert "average/1/part is for aux, stage" in await refused(trainer, stage, "average/1/part")
-        with pytest.raises(Untrusted, match="stage/2/commit is served by stage; its token allows trainer"):
-            await stage.ask(trainer, "stage/2/commit")
+        with pytest.raises(Untrusted, match="stage/3/commit is served by stage; its token allows trainer"):
+            await stage.ask(trainer, "stage/3/commit")
         assert trainer.called == []
         await stage.ask(trainer)
 
@@ -146,7 +146,7 @@ def test_the_book_knows_who_has_shown_a_token_that_counts() -> None:
 def test_without_a_pipeline_a_trainer_is_the_one_stage_too() -> None:
     async def main(club: Club) -> None:
         a, b = [await club.member("trainer", number=n, run=run_file(stages=1)) for n in (1, 2)]
-        methods = ["stage/2/forward", "stage/2/commit", "swarm/2/member", "average/1/part"]
+        methods = ["stage/3/forward", "stage/3/commit", "swarm/3/member", "average/1/part"]
         for method in methods:
             await a.ask(b, method)
         assert b.called == [(a.id, method) for method in methods]
@@ -190,9 +190,9 @@ def test_the_organizers_own_peer_needs_no_token_and_publishes_the_list() -> None
     async def main(club: Club) -> None:
         a, b = await club.member(number=1), await club.member(number=2)
         organizer = await club.start(lambda peer: Papers(), run_file(), keypair=ORGANIZER)
-        for method in ("stage/2/commit", "stage/2/forward"):
+        for method in ("stage/3/commit", "stage/3/forward"):
             await organizer.ask(a, method)
-        await a.ask(organizer, "stage/2/forward")
+        await a.ask(organizer, "stage/3/forward")
         await b.ask(a)
         organizer.papers.lists.append(revoked(5, 2))
         await trio.sleep(60)  # what the README promises
@@ -249,7 +249,7 @@ def test_who_claims_in_the_directory_to_serve_counts_only_with_a_token_for_that(
         await outsider.dht.put(joining_key("tiny"), encode(Joiner(now - 0.1)), ttl_s=60)
         assert await mine.needed_stage(now, a.node.clock) == 1  # 0, if a stranger's place in the line counted
         with pytest.raises(RemoteError):
-            await a.ask(open_backbone, "stage/2/forward")
+            await a.ask(open_backbone, "stage/3/forward")
 
     in_club(main)
 

@@ -51,7 +51,7 @@ def run(tmp_path: Path) -> RunFile:
 
 def of_stage(roles: Roles, stage: int) -> list[str]:
     """Nodes that serve a stage; the conductor's comes last."""
-    found = [name for name, role in roles.live.items() if isinstance(role, StageRole) and role._stage == stage]
+    found = [name for name, role in roles.live.items() if isinstance(role, StageRole) and role.stage == stage]
     return sorted(found, key=lambda name: (is_conductor(roles.live[name]), name))
 
 
@@ -136,8 +136,8 @@ def test_a_member_reaches_another_in_one_direction_only(
 def test_a_peer_stands_still_for_20_s_while_a_step_is_prepared(run: RunFile, tmp_path: Path, whom: str) -> None:
     async def trouble(world: World, roles: Roles) -> None:
         victim = {"member": of_stage(roles, 1)[0], "conductor": of_stage(roles, 0)[-1], "trainer": "trainer0"}[whom]
-        closing = [role for role in roles.of(StageRole) if role._stage == 1]
-        assert await world.until(lambda: any(r._serving.closing for r in closing), within_s=60, step_s=0.001)
+        closing = [role for role in roles.of(StageRole) if role.stage == 1]
+        assert await world.until(lambda: any(r.post.serving.closing for r in closing), within_s=60, step_s=0.001)
         world.net.stall(victim)
         await trio.sleep(20)
         world.net.resume(victim)

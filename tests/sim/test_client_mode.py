@@ -56,8 +56,8 @@ async def finished(world: World, roles: Roles) -> None:
     done = await world.until(lambda: min(roles.steps(), default=0) >= STEPS, within_s=600, step_s=0.5)
     assert done, f"stalled at {roles.steps()}\n{roles.story()}"
     for stage in range(roles.run.pipeline.stages):
-        peers = [role for role in roles.of(StageRole) if role._stage == stage]
-        assert len({role._served.module.digest() for role in peers}) == 1
+        peers = [role for role in roles.of(StageRole) if role.stage == stage]
+        assert len({role.post.served.module.digest() for role in peers}) == 1
 
 
 @pytest.mark.slow
@@ -78,16 +78,18 @@ def test_a_stage_peer_and_a_trainer_that_only_dial_take_their_part(run: RunFile,
 
             def done() -> bool:
                 role = roles.live["hidden"]
-                served.update(["hidden"] if role._served is not None and role._need().held else [])
+                served.update(
+                    ["hidden"] if role.post.standing.model is not None and role.post.standing.model.held else []
+                )
                 return min(roles.steps(), default=0) >= STEPS
 
             assert await world.until(done, within_s=900, step_s=0.05), f"{roles.steps()}\n{roles.story()}"
             await finished(world, roles)
             assert served == {"hidden"}, "no trainer found the peer that had dialed it"
             hidden_role = roles.live["hidden"]
-            assert hidden_role._following.conductor == roles.live["stage0"]._following.own
-            assert hidden_role._rounds.line().mode == "client"
-            assert own_line(roles.live["stage0"]._training.carries(), "node").mode == "node"
+            assert hidden_role._services.following.conductor == roles.live["stage0"]._services.following.own
+            assert hidden_role.post._rounds.line().mode == "client"
+            assert own_line(roles.live["stage0"]._services.carries(), "node").mode == "node"
             for name in ("trainer", "shy"):
                 assert roles.live[name].status()["microbatches"]["lost"] == 0
             assert hidden.host.listen_addrs() == []
@@ -113,11 +115,11 @@ def test_replicas_that_only_dial_average_with_one_that_can_be_dialed(run: RunFil
                 await world.start(f"shy{number}", program=roles.program(TrainerRole, shut))
 
             def steps() -> list[int]:
-                return [role._replica._position.step for role in roles.of(TrainerRole) if role._replica is not None]
+                return [role.replica.position.step for role in roles.of(TrainerRole) if role.replica is not None]
 
             done = await world.until(lambda: len(steps()) == 3 and min(steps()) >= STEPS, within_s=600, step_s=0.5)
             assert done, f"stalled at {steps()}\n{roles.story()}"
-            replicas = [role._replica for role in roles.of(TrainerRole)]
-            assert len({replica._served.module.digest() for replica in replicas}) == 1
+            replicas = [role.replica for role in roles.of(TrainerRole)]
+            assert len({replica.post.served.module.digest() for replica in replicas}) == 1
 
     run_virtual(main, seed=8)

@@ -73,7 +73,7 @@ class Watcher:
 
 def cut_followers(roles: Roles) -> None:
     """Break the link between two replicas of which neither conducts; their reports go on."""
-    one, other = (role for role in roles.of(TrainerRole) if not role._replica._conducting.acting)
+    one, other = (role for role in roles.of(TrainerRole) if not role.replica._services.conducting.acting)
     for link in [link for link in one._ctx.host.links if link.peer == other._ctx.host.id]:
         link.abort("cut by the test")
 

@@ -48,12 +48,14 @@ class Hostile:
     def __init__(self, node: Node, roles: Roles) -> None:
         self.node, self.roles = node, roles
         self.first = roles.of(TrainerRole)[0]
-        self.run = self.first._replica._training.fingerprint
+        self.run = self.first.replica._services.fingerprint
 
     @property
     def conducting(self) -> Any:
         return next(
-            role._replica._conducting for role in self.roles.of(TrainerRole) if role._replica._conducting.acting
+            role.replica._services.conducting
+            for role in self.roles.of(TrainerRole)
+            if role.replica._services.conducting.acting
         )
 
     async def member(self, **changes: Any) -> MemberAnswer | None:
@@ -69,14 +71,14 @@ class Hostile:
                 "wait_s": 0.0,
             },
         }
-        return await self._say("swarm/2/member", MemberSync(**{**lies, **changes}), MemberAnswer)
+        return await self._say("swarm/3/member", MemberSync(**{**lies, **changes}), MemberAnswer)
 
     async def trainer(self, **changes: Any) -> TrainerAnswer | None:
         lies: dict[str, Any] = {
             **{"run": self.run, "term": 0, "step": 0, "open": Seqs(), "done": [], "seen": 0, "seen_members": 0},
             "wait_s": 0.0,
         }
-        return await self._say("swarm/2/trainer", TrainerSync(**{**lies, **changes}), TrainerAnswer)
+        return await self._say("swarm/3/trainer", TrainerSync(**{**lies, **changes}), TrainerAnswer)
 
     async def _say(self, method: str, body: msgspec.Struct, reply: type[Any]) -> Any:
         with suppress(RemoteError):
@@ -88,7 +90,7 @@ class Hostile:
             await trio.lowlevel.checkpoint()
             return Answer(Conducts(term))
 
-        self.node.rpc.serve("swarm/2/who", Leave, who)
+        self.node.rpc.serve("swarm/3/who", Leave, who)
 
 
 async def names_terms(hostile: Hostile) -> None:
@@ -129,7 +131,7 @@ async def credits_others(hostile: Hostile) -> None:
         number += 8
         answer = await hostile.trainer(open=Seqs.of(range(number, number + 8)))
         if answer is not None:
-            holder = hostile.first._replica._ctx.host.id.text
+            holder = hostile.first.replica._ctx.host.id.text
             done = [Done(seq, [holder]) for seq in answer.admitted]
             await hostile.trainer(step=answer.step, done=done, open=answer.admitted)
         await trio.sleep(0.3)

@@ -52,7 +52,7 @@ def run(tmp_path: Path) -> RunFile:
 def names(roles: Roles, stage: int, conducts: bool | None = None) -> list[str]:
     """Of stage peers, by stage and whether they conduct."""
     found = [(name, role) for name, role in sorted(roles.live.items()) if isinstance(role, StageRole)]
-    return [n for n, r in found if r._stage == stage and conducts in (None, r._conducting.acting)]
+    return [n for n, r in found if r.stage == stage and conducts in (None, r._services.conducting.acting)]
 
 
 async def averaging(roles: Roles, name: str) -> None:

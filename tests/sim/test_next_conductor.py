@@ -27,7 +27,7 @@ async def lose_the_first(roles: Roles, seed: int) -> None:
             await world.start(name, program=roles.program(TrainerRole))
 
         def joined() -> bool:
-            replicas = [role._replica for role in roles.of(TrainerRole)]
+            replicas = [role.replica for role in roles.of(TrainerRole)]
             return len(replicas) == 3 and len({r.position for r in replicas}) == 1 and all(r.members for r in replicas)
 
         assert await world.until(joined, within_s=60, step_s=0.02), roles.story()
@@ -35,7 +35,7 @@ async def lose_the_first(roles: Roles, seed: int) -> None:
         left = roles.of(TrainerRole)
         first_order, second_order = (role._contributor._following.order() for role in left)
         assert first_order == second_order, "they would not ask the same peer"
-        done = await world.until(lambda: all(r._replica.position.step >= STEPS for r in left), within_s=300)
+        done = await world.until(lambda: all(r.replica.position.step >= STEPS for r in left), within_s=300)
         assert done, roles.story()
         assert [role._contributor.books.tally.lost for role in left] == [0, 0]
 

@@ -40,8 +40,8 @@ async def join(seed: int, roles: Roles) -> list[dict[str, Any]]:
         await world.start("slow", line=SLOW, program=roles.program(TrainerRole))
 
         def there() -> bool:
-            replicas = [role._replica for role in roles.of(TrainerRole) if role._replica._served is not None]
-            modules = [replica._served.module for replica in replicas]
+            replicas = [role.replica for role in roles.of(TrainerRole) if role.replica.post.standing.model is not None]
+            modules = [replica.post.served.module for replica in replicas]
             places = {replica.position for replica in replicas}
             return len(replicas) == 4 and len(places) == 1 and len({module.digest() for module in modules}) == 1
 
@@ -57,5 +57,5 @@ def test_whose_line_carries_a_gradient_a_step_arrives_though_a_state_takes_longe
 ) -> None:
     torch.set_num_threads(1)
     log = run_virtual(join, seed, Roles(run, tmp_path / "peers", partial(PacedDevice, 0.5)), seed=seed)
-    assert [event["name"] for event in log].count("downloaded") == 1, log
-    assert [event for event in log if event["name"] == "caught up"], log
+    assert [event["name"] for event in log].count("stage.downloaded") == 1, log
+    assert [event for event in log if event["name"] == "stage.caught_up"], log

@@ -33,7 +33,7 @@ async def stall_again_and_again(roles: Roles, seed: int) -> None:
         for _ in range(STALLS):
             await goes_on()
             await trio.sleep(rng.random() * 3)
-            conductors = [name for name, role in sorted(roles.live.items()) if role._replica._conducting.acting]
+            conductors = [name for name, role in sorted(roles.live.items()) if role.replica._services.conducting.acting]
             await inject(world, [stall(name, 0.0, STALL_S) for name in conductors[:1]])
         await goes_on()
 

@@ -37,7 +37,7 @@ async def keep_many(seed: int, roles: Roles) -> tuple[list[int], list[int]]:
         done = await world.until(lambda: min(roles.steps(), default=0) >= STEPS, within_s=1200, step_s=0.5)
         assert done, f"stalled at {roles.steps()}\n{roles.story()}"
         members: list[Any] = roles.of(StageRole)
-        return [len(m._saving.positions) for m in members], [len(m._saving.told) for m in members]
+        return [len(m.post.saving.positions) for m in members], [len(m.post.saving.told) for m in members]
 
 
 @pytest.mark.slow

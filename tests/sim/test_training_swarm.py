@@ -65,10 +65,10 @@ async def train(seed: int, roles: Roles, trouble: Trouble) -> str:
         assert done, f"stalled at {roles.steps()}\n{roles.story()}"
         assert await world.until(lambda: min(roles.steps()) == STEPS, within_s=60), f"{roles.steps()}\n{roles.story()}"
         for stage in range(2):
-            peers = [role for role in roles.of(StageRole) if role._stage == stage]
+            peers = [role for role in roles.of(StageRole) if role.stage == stage]
             assert peers
-            assert len({role._position for role in peers}) == 1
-            assert len({role._served.module.digest() for role in peers}) == 1
+            assert len({role.position for role in peers}) == 1
+            assert len({role.post.served.module.digest() for role in peers}) == 1
         for trainer in trainers:
             counts = roles.live[trainer.name].status()["microbatches"]
             assert counts["lost"] == 0, roles.story()
@@ -102,12 +102,12 @@ def spare(roles: Roles, role: Any) -> bool:
     """A stage peer whose stage has two others with the newest state."""
     if not isinstance(role, StageRole):
         return False
-    mates = [r._position.step for r in roles.of(StageRole) if r._stage == role._stage and r is not role]
+    mates = [r.position.step for r in roles.of(StageRole) if r.stage == role.stage and r is not role]
     return mates.count(max(roles.steps())) >= 2
 
 
 def is_conductor(role: Any) -> bool:
-    return isinstance(role, StageRole) and role._conducting.acting
+    return isinstance(role, StageRole) and role._services.conducting.acting
 
 
 @pytest.mark.slow

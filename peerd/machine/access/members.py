@@ -24,22 +24,22 @@ from peerd.core.messages.token import NO_TOKEN, Revoked, Token, fault, signed_by
 
 # Who may call a method or a whole service: roles, as tokens name them. What is not listed, every member may call.
 CALLERS: Final[dict[str, frozenset[str]]] = {
-    "stage/2/forward": frozenset({"trainer"}),
-    "stage/2/backward": frozenset({"trainer"}),
-    "stage/2/loss": frozenset({"trainer"}),
-    "stage/2/prepare": frozenset({"stage"}),
-    "stage/2/commit": frozenset({"stage"}),
-    "stage/2/restore": frozenset({"stage"}),
-    "swarm/2/member": frozenset({"stage", "aux"}),
-    "swarm/2/trainer": frozenset({"trainer"}),
+    "stage/3/forward": frozenset({"trainer"}),
+    "stage/3/backward": frozenset({"trainer"}),
+    "stage/3/loss": frozenset({"trainer"}),
+    "stage/3/prepare": frozenset({"stage"}),
+    "stage/3/commit": frozenset({"stage"}),
+    "stage/3/restore": frozenset({"stage"}),
+    "swarm/3/member": frozenset({"stage", "aux"}),
+    "swarm/3/trainer": frozenset({"trainer"}),
     "average/1": frozenset({"stage", "aux"}),
     "kept/1": frozenset({"stage"}),
 }
 # Whose method or service a member uses. The directory is used wherever it is: its records are signed by publishers.
 SERVERS: Final[dict[str, frozenset[str]]] = {
-    "stage/2/prepare": frozenset({"stage", "aux"}),
-    "stage/2": frozenset({"stage"}),
-    "swarm/2": frozenset({"stage"}),
+    "stage/3/prepare": frozenset({"stage", "aux"}),
+    "stage/3": frozenset({"stage"}),
+    "swarm/3": frozenset({"stage"}),
     "average/1": frozenset({"stage", "aux"}),
     "state/1": frozenset({"stage"}),
     "kept/1": frozenset({"backbone"}),
@@ -126,7 +126,7 @@ class Roll:
         return found
 
     def may_call(self, peer: PeerId, service: str, method: str, now: float) -> str | None:
-        """Why `peer` may not call `method` (as `stage/2/forward`) of `service` (`stage/2`); None when it may."""
+        """Why `peer` may not call `method` (as `stage/3/forward`) of `service` (`stage/3`); None when it may."""
         found = self.member(peer, now)
         if found is None:
             return self.refusal("none was shown that counts now")
@@ -136,7 +136,7 @@ class Roll:
         return f"{method} is for {_listed(allowed)}; the token shown allows {_listed(found.rights)}"
 
     def may_serve(self, peer: PeerId, service: str, method: str, now: float) -> str | None:
-        """Why we do not call `method` (as `stage/2/forward`) of `service` of `peer`; None when we do."""
+        """Why we do not call `method` (as `stage/3/forward`) of `service` of `peer`; None when we do."""
         if service == ANYWHERE:
             return None
         found = self.member(peer, now)

@@ -77,6 +77,7 @@ class Averaging:
         self._rpc, self._pacer = rpc, pacer
         self._own = own.text
         self.aggregated_bytes = 0  # of others' vectors, summed here so far
+        self._reported_bytes = 0
         self.outcomes = Outcomes()
         self._rounds: dict[bytes, OpenRound] = {}
         self._memory, self._parts_memory = VectorMemory(), VectorMemory(_PARTS_KEPT)
@@ -89,6 +90,11 @@ class Averaging:
     def takes_part(self, peer: str) -> bool:
         """Whether a round that is under way here needs this peer: helpers, too, which are no members."""
         return any(peer in state.plan.group for state in self._rounds.values())
+
+    def newly_aggregated_bytes(self) -> int:
+        """Bytes of others' vectors that were summed here since the last call of this, by anybody."""
+        before, self._reported_bytes = self._reported_bytes, self.aggregated_bytes
+        return self.aggregated_bytes - before
 
     @contextmanager
     def expecting(self, attempts: Iterable[bytes]) -> Iterator[None]:

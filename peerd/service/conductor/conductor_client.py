@@ -210,11 +210,14 @@ class Following:
         self._reported[kind] = max(reported, trio.current_time()) + 1 / REPORTS_PER_S
 
     async def say_goodbye(self, run: bytes, stage: int | None = None) -> None:
-        """Tell the conductor that we leave a stage of this run, or stop to train (None): nobody waits for us then."""
-        if self.conductor is None or self.conductor == self.own:
+        """Tell the conductor that we leave a stage of this run, or stop to train (None): nobody waits for us then.
+
+        A conductor that leaves stage 0 conducts no longer: there is nobody to tell.
+        """
+        if self.conductor is None or (self.conductor == self.own and not stage):
             return
         with trio.move_on_after(_GOODBYE_S), suppress(RemoteError):  # it will notice when the connection closes
-            await self.rpc.call(self.conductor, "swarm/2/leave", Leave(run, stage), Empty, timeout_s=_GOODBYE_S)
+            await self.rpc.call(self.conductor, "swarm/3/leave", Leave(run, stage), Empty, timeout_s=_GOODBYE_S)
 
     async def _choose(self) -> PeerId:
         """The conductor to ask now; waits until stage 0 has a peer."""

@@ -76,7 +76,7 @@ _PUT_ASIDE_S = 1.0  # between two reports of a member that is not heard
 
 
 class Conducting:
-    """Serves `swarm/2/...`; `run` carries the duty."""
+    """Serves `swarm/3/...`; `run` carries the duty."""
 
     def __init__(self, config: ConductingConfig, rpc: Rpc, host: Host, clock: Clock, following: Following) -> None:
         self._config = config
@@ -125,10 +125,10 @@ class Conducting:
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Serve until cancelled."""
         reports = MethodLimits(body_bytes=1 << 20, calls_per_peer=8, calls=8192)
-        self._rpc.serve("swarm/2/member", MemberSync, self._member, limits=reports)
-        self._rpc.serve("swarm/2/trainer", TrainerSync, self._trainer, limits=reports)
-        self._rpc.serve("swarm/2/leave", Leave, self._leave)
-        self._rpc.serve("swarm/2/who", Ask, self._who)
+        self._rpc.serve("swarm/3/member", MemberSync, self._member, limits=reports)
+        self._rpc.serve("swarm/3/trainer", TrainerSync, self._trainer, limits=reports)
+        self._rpc.serve("swarm/3/leave", Leave, self._leave)
+        self._rpc.serve("swarm/3/who", Ask, self._who)
         try:
             with self._host.watch() as events:
                 async with trio.open_nursery() as nursery:
@@ -141,7 +141,7 @@ class Conducting:
                         if isinstance(event, PeerDown):
                             self._gone(name for name in list(self._heard) if peer_of(name) == event.peer.text)
         finally:
-            self._rpc.unserve("swarm/2")
+            self._rpc.unserve("swarm/3")
             self._machine, self._nursery = None, None
 
     # --- the duty -----------------------------------------------------------------------------------------------

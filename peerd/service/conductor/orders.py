@@ -133,7 +133,7 @@ class Orders:
             )
         try:
             peer = PeerId.parse(peer_of(order.peer))
-            found = (await self._rpc.call(peer, "stage/2/prepare", body, Prepared, timeout_s=body.timeout_s)).body
+            found = (await self._rpc.call(peer, "stage/3/prepare", body, Prepared, timeout_s=body.timeout_s)).body
             lost = tuple(post_name(one, stage_of(order.peer)) for one in found.lost)
             told = tuple(found.missing), lost, found.digest, tuple(found.refused)
             end = PrepareEnded(order.peer, order.attempt, found.ok, *told)
@@ -146,7 +146,7 @@ class Orders:
         """Have one member commit or restore."""
         position, kind = None, Commit if order.commit else Restore
         body = kind(self._config.fingerprint, reign.term, order.target, stage_of(order.peer))
-        method = "stage/2/commit" if order.commit else "stage/2/restore"
+        method = "stage/3/commit" if order.commit else "stage/3/restore"
         try:
             peer = PeerId.parse(peer_of(order.peer))
             position = (await self._rpc.call(peer, method, body, Moved, timeout_s=_MOVE_TIMEOUT_S)).body.position

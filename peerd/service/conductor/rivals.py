@@ -89,7 +89,7 @@ class Rivals:
         """Does the peer answer a call, be it with a refusal?"""
         async with self._at_once:
             try:
-                await self._rpc.call(peer, "swarm/2/who", Ask(self._run), Conducts, timeout_s=_ANSWER_S)
+                await self._rpc.call(peer, "swarm/3/who", Ask(self._run), Conducts, timeout_s=_ANSWER_S)
             except (Unreachable, TooSlow):
                 return False
             except RemoteError:
@@ -121,7 +121,7 @@ class Rivals:
             return None
         try:
             body = Ask(self._run)
-            term = (await self._rpc.call(peer, "swarm/2/who", body, Conducts, timeout_s=_ANSWER_S)).body.term
+            term = (await self._rpc.call(peer, "swarm/3/who", body, Conducts, timeout_s=_ANSWER_S)).body.term
         except RemoteError:
             return None
         self._following.trust(peer)

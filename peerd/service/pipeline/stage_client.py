@@ -176,7 +176,7 @@ class Pipeline:
             try:
                 with self._call_to(name):
                     answer = await self._rpc.call(
-                        peer, f"stage/2/{verb}", body, StageAnswer, frames=frames, timeout_s=timeout_s
+                        peer, f"stage/3/{verb}", body, StageAnswer, frames=frames, timeout_s=timeout_s
                     )
                     self._check(stage, verb, answer, frames[0].shape)
                     if isinstance(body, StageBackward):

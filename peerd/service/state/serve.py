@@ -212,6 +212,10 @@ class Giving:
         """From now on give also what `named` has for a position; what it returns must never change."""
         self._offers.setdefault(stage, _Offer(fingerprint, worker)).named = named
 
+    def withdraw(self, stage: int) -> None:
+        """Give nothing of `stage` any more, and free its copies."""
+        self._offers.pop(stage, None)
+
     def let_go(self) -> None:
         """Free the copies that nobody has asked for in a while. To be called now and then: each is a whole state."""
         for offer in self._offers.values():

@@ -102,9 +102,10 @@ class Fetcher:
 class Snapshots(Fetcher):
     """Both sides of state transfer; `totals` fetches the totals of steps, also while a state is fetched."""
 
-    def __init__(self, rpc: Rpc, rng: Random | None = None) -> None:
+    def __init__(self, rpc: Rpc, rng: Random | None = None, giving: Giving | None = None) -> None:
+        """`giving`: one that several stages of this peer share."""
         super().__init__(rpc, rng)
-        self.giving = Giving(rpc)
+        self.giving = giving if giving is not None else Giving(rpc)
         self.totals = Fetcher(rpc, rng)
         self.totals._shunned = self._shunned  # who lies about one thing is not asked for another
         self.totals._paces = self._paces

@@ -25,7 +25,7 @@ from peerd.core.messages.state import TensorSpec
 from peerd.core.messages.swarm import MemberInfo, Position, StateRequest
 from peerd.core.work import Worker
 from peerd.role import RoleContext
-from peerd.service.run_services import Training
+from peerd.service.run_services import RunServices
 from peerd.service.state.snapshot import StateItem
 from peerd.training.catchup.replay import Trail
 from peerd.training.catchup.step_totals import Leap, Totals
@@ -55,11 +55,6 @@ class CatchingMember(Protocol):
         """Held by whoever changes or copies the parameters."""
         ...
 
-    @property
-    def members(self) -> list[MemberInfo]:
-        """All of the swarm, as the conductor told last."""
-        ...
-
     async def work(self, job: Callable[[], T], name: str) -> T:
         """Run a job on the model's device."""
         ...
@@ -76,8 +71,17 @@ class CatchingMember(Protocol):
         """Wait until the parameters stand at that step, or further."""
         ...
 
-    def say_where(self) -> None:
-        """Tell the conductor at once where the parameters stand now."""
+
+class Reports(Protocol):
+    """The member's session with the conductor."""
+
+    @property
+    def members(self) -> list[MemberInfo]:
+        """All of the swarm, by the conductor's last word."""
+        ...
+
+    def tell(self) -> None:
+        """Say at once where the parameters stand now."""
         ...
 
 
@@ -88,12 +92,14 @@ class Elsewhere(PeerdError):
 class CatchingUp:
     """One member's downloads, and what it gives to others. Serves nothing before `offer`."""
 
-    def __init__(self, ctx: RoleContext, training: Training, coding: Worker, joiner: CatchingMember) -> None:
+    def __init__(
+        self, ctx: RoleContext, services: RunServices, coding: Worker, joiner: CatchingMember, reports: Reports
+    ) -> None:
         self.waits_for: str | None = None
-        self._ctx, self._training, self._coding, self._joiner = ctx, training, coding, joiner
-        self._snapshots = training.snapshots()
-        self._snapshots.notes = lambda text: ctx.log.event("download", note=text)
-        self._snapshots.totals.notes = lambda text: ctx.log.event("download", level="debug", note=text)
+        self._ctx, self._services, self._coding, self._joiner, self._reports = ctx, services, coding, joiner, reports
+        self._snapshots = services.snapshots()
+        self._snapshots.notes = lambda text: ctx.log.event("stage.download_noted", note=text)
+        self._snapshots.totals.notes = lambda text: ctx.log.event("stage.download_noted", level="debug", note=text)
         self._snapshots.totals.folder = ctx.data_dir
         self._turn = int.from_bytes(ctx.clock.secure_bytes(6), "big")
         self._stage = -1
@@ -107,15 +113,19 @@ class CatchingUp:
     def offer(self, stage: int) -> None:
         """From now on give our state, and the totals of our last steps, to others of our stage."""
         self._stage = stage
-        joiner, run, snapshots = self._joiner, self._training.fingerprint, self._snapshots
+        joiner, run, snapshots = self._joiner, self._services.fingerprint, self._snapshots
         snapshots.offer(run, stage, self.freeze, self._coding, lambda: joiner.position, joiner.reached)
         snapshots.giving.offer_named(run, stage, self._total_after, self._coding)
+
+    def withdraw(self) -> None:
+        """Give nothing of this stage any more."""
+        self._snapshots.giving.withdraw(self._stage)
 
     def keep(self, before: Position, leap: Leap) -> None:
         """A step was made: others may need its total."""
         if self._totals is None:
             state_bytes = sum(spec.nbytes for spec in self._joiner.model.outline())
-            self._totals = Totals(state_bytes, self._training.run.limits.keep_totals)
+            self._totals = Totals(state_bytes, self._services.run.limits.keep_totals)
         self._totals.keep(before, leap)
 
     async def freeze(self) -> tuple[Position, list[StateItem]]:
@@ -153,7 +163,7 @@ class CatchingUp:
                 self._goal = None  # until the conductor says more
                 if moved:
                     self.waits_for = None
-                    self._joiner.say_where()
+                    self._reports.tell()
                 else:
                     await trio.sleep(_PAUSE_S)
 
@@ -179,7 +189,7 @@ class CatchingUp:
                 self.waits_for = f"the state of step {goal.step} from a stage-mate"
                 await self._along_a_trail(partial(self._from_a_state, expected))
         except (RemoteError, ValueError, Elsewhere) as error:
-            self._ctx.log.event("download failed", level="warning", stage=self._stage, reason=str(error))
+            self._ctx.log.event("stage.download_failed", level="warning", stage=self._stage, reason=str(error))
         return self._joiner.position != begun
 
     async def _along_a_trail(self, start: Callable[[Trail], Awaitable[Position]]) -> None:
@@ -206,12 +216,12 @@ class CatchingUp:
     async def _from_a_state(self, expected: Sequence[TensorSpec], trail: Trail) -> Position:
         """Take over a stage-mate's state; `trail` begins where it stands, before it is here."""
         before = self._joiner.position
-        request = StateRequest(self._training.fingerprint, self._stage)
+        request = StateRequest(self._services.fingerprint, self._stage)
         self._snapshots.chosen = trail.begin
         position, items = await self._snapshots.fetch(self._donors, request, expected, self._coding)
         state = await self._joiner.work(partial(state_at, position, items), "check the downloaded state")
         await self._joiner.take_over(before, position, state)
-        self._ctx.log.event("downloaded", stage=self._stage, step=position.step)
+        self._ctx.log.event("stage.downloaded", stage=self._stage, step=position.step)
         return position
 
     async def _walk(self, position: Position, trail: Trail) -> None:
@@ -222,12 +232,12 @@ class CatchingUp:
             self.keep(position, leap)
             position = leap.target
         if position.step > first:
-            self._ctx.log.event("caught up", stage=self._stage, step=position.step, steps=position.step - first)
+            self._ctx.log.event("stage.caught_up", stage=self._stage, step=position.step, steps=position.step - first)
         if trail.broken is not None:
-            self._ctx.log.event("trail broken", stage=self._stage, step=position.step, reason=trail.broken)
+            self._ctx.log.event("stage.trail_broken", stage=self._stage, step=position.step, reason=trail.broken)
 
     async def _fetch_total(self, before: Position) -> Leap:
-        request = StateRequest(self._training.fingerprint, self._stage, of=before)
+        request = StateRequest(self._services.fingerprint, self._stage, of=before)
         expected = Leap.outline(self._joiner.model)
         position, items = await self._snapshots.totals.fetch(self._donors, request, expected, self._coding)
         return Leap.of(position, items)
@@ -235,6 +245,6 @@ class CatchingUp:
     def _donors(self) -> list[PeerId]:
         """Stage-mates that have the state; each joiner begins with another, so that none has to serve them all."""
         own = self._ctx.host.id.text
-        names = [m.peer for m in self._joiner.members if m.ready and m.stage == self._stage and m.peer != own]
+        names = [m.peer for m in self._reports.members if m.ready and m.stage == self._stage and m.peer != own]
         turn = self._turn % max(1, len(names))
         return [PeerId.parse(name) for name in names[turn:] + names[:turn]]

@@ -22,8 +22,8 @@ import trio
 from peerd.core.errors import ConfigError, RemoteError
 from peerd.core.messages.swarm import Position, StateRequest
 from peerd.role import RoleContext
-from peerd.service.run_services import Training
-from peerd.training.catchup.catch_up import CatchingMember
+from peerd.service.run_services import RunServices
+from peerd.training.catchup.catch_up import CatchingMember, Reports
 from peerd.training.catchup.validate import checked
 from peerd.training.checkpoints.stage_checkpoints import Saving
 
@@ -36,12 +36,14 @@ _AT_ONCE: Final = 2  # members of one stage that fetch without waiting for each 
 class Recalling:
     """One member's side. `run` does the work."""
 
-    def __init__(self, ctx: RoleContext, training: Training, saving: Saving, joiner: CatchingMember) -> None:
+    def __init__(
+        self, ctx: RoleContext, services: RunServices, saving: Saving, joiner: CatchingMember, reports: Reports
+    ) -> None:
         self.waits_for: str | None = None
         self.problem: str | None = None  # why the last position that was tried is not to be had
-        self._ctx, self._training, self._saving, self._joiner = ctx, training, saving, joiner
-        self._fetcher = training.kept_fetcher()
-        self._fetcher.notes = lambda text: ctx.log.event("download", note=text)
+        self._ctx, self._services, self._saving, self._joiner, self._reports = ctx, services, saving, joiner, reports
+        self._fetcher = services.kept_fetcher()
+        self._fetcher.notes = lambda text: ctx.log.event("stage.download_noted", note=text)
         self._fetcher.folder = ctx.data_dir
         self._files = ctx.worker("files")
         self._lost_since: float | None = None
@@ -65,7 +67,7 @@ class Recalling:
             if self._lost_since is None:
                 await self._news.wait()
                 continue
-            await self._training.directory.refresh()
+            await self._services.directory.refresh()
             position = self._next(trio.current_time(), stage)
             if position is None or not await self._recall(position, stage):
                 await trio.sleep(_LOOK_S)
@@ -73,33 +75,35 @@ class Recalling:
     def _next(self, now: float, stage: int) -> Position | None:
         """What to fetch now, if anything."""
         since = self._lost_since
-        mates = sorted(m.peer for m in self._joiner.members if m.stage == stage)
+        mates = sorted(m.peer for m in self._reports.members if m.stage == stage)
         own = self._ctx.host.id.text
         rank = mates.index(own) if own in mates else 0
         if since is None or now < max(self._patient_until, since + max(0, rank - _AT_ONCE + 1) * _PATIENCE_S):
             return None
-        kept = {position for positions in self._training.directory.kept.values() for position in positions}
+        kept = {position for positions in self._services.directory.kept.values() for position in positions}
         wanted = [
             position
             for position in kept
             if position.step > 0 and position not in self._saving.positions and self._failed.get(position, now) <= now
         ]
-        keepers = self._training.directory.keepers
+        keepers = self._services.directory.keepers
         return max(wanted, key=lambda p: (p.step, len(keepers(p)), p.lineage), default=None)
 
     async def _recall(self, position: Position, stage: int) -> bool:
         self.waits_for = f"the checkpoint of step {position.step} from a backbone"
         outline = await self._joiner.work(self._joiner.model.outline, "outline the state")
-        request = StateRequest(self._training.fingerprint, stage, of=position)
+        request = StateRequest(self._services.fingerprint, stage, of=position)
         try:
             found, items = await self._fetcher.fetch(
-                partial(self._training.directory.keepers, position), request, outline, self._files
+                partial(self._services.directory.keepers, position), request, outline, self._files
             )
             state = await self._files.run(partial(checked, found, items), name="check a kept checkpoint")
         except (RemoteError, ValueError) as error:
             self._failed[position] = trio.current_time() + _FAILED_S
             self.problem = f"the checkpoint of step {position.step} cannot be had: {error}"
-            self._ctx.log.event("not recalled", level="warning", stage=stage, step=position.step, reason=str(error))
+            self._ctx.log.event(
+                "checkpoint.not_recalled", level="warning", stage=stage, step=position.step, reason=str(error)
+            )
             return False
         finally:
             self.waits_for = None
@@ -108,11 +112,13 @@ class Recalling:
         except ConfigError as error:
             self._failed[position] = trio.current_time() + _FAILED_S
             self.problem = f"the checkpoint of step {position.step} cannot be kept: {error}"
-            self._ctx.log.event("not saved", level="warning", stage=stage, step=position.step, reason=str(error))
+            self._ctx.log.event(
+                "checkpoint.not_saved", level="warning", stage=stage, step=position.step, reason=str(error)
+            )
             return False
         self.problem = None
         self._patient_until = trio.current_time() + self._patience_s
         self._patience_s *= 2
-        self._ctx.log.event("recalled", stage=stage, step=position.step)
-        self._joiner.say_where()
+        self._ctx.log.event("checkpoint.recalled", stage=stage, step=position.step)
+        self._reports.tell()
         return True

@@ -23,7 +23,7 @@ from peerd.core.messages.state import TensorSpec
 from peerd.core.messages.swarm import Position, StateRequest
 from peerd.core.runfile import RunFile
 from peerd.role import RoleContext
-from peerd.service.run_services import Training
+from peerd.service.run_services import RunServices
 from peerd.service.state.snapshot import Giving, StateItem
 from peerd.training.catchup.validate import checked
 from peerd.training.checkpoints.kept_list import KeptList
@@ -37,14 +37,14 @@ _LONGEST_S = 60.0  # between attempts that fail, also when it does
 class Keeping:
     """The kept sets of one run. `open` comes first."""
 
-    def __init__(self, ctx: RoleContext, training: Training) -> None:
+    def __init__(self, ctx: RoleContext, services: RunServices) -> None:
         assert ctx.run is not None
         run = ctx.run
-        self._ctx, self._training = ctx, training
+        self._ctx, self._services = ctx, services
         self._settings, self._total_steps = run.checkpoint, run.optimizer.total_steps
         stages = range(run.pipeline.stages)
-        self._savings = [Saving(ctx, training.fingerprint, spare=1) for _ in stages]
-        self._fetchers = [training.fetcher() for _ in stages]
+        self._savings = [Saving(ctx, services.fingerprint, spare=1) for _ in stages]
+        self._fetchers = [services.fetcher() for _ in stages]
         self._outlines: list[list[TensorSpec]] = []
         self._files = ctx.worker("files")
         self._tried_step, self._tried_at, self._failures = -1, 0.0, 0
@@ -59,9 +59,9 @@ class Keeping:
         for stage, saving in enumerate(self._savings):
             await saving.open(stage)
         await self._drop_what_is_not_whole()
-        self._giving = self._training.kept_giving()
+        self._giving = self._services.kept_giving()
         for stage in range(len(self._savings)):
-            self._giving.offer_named(self._training.fingerprint, stage, partial(self._kept_of, stage), self._files)
+            self._giving.offer_named(self._services.fingerprint, stage, partial(self._kept_of, stage), self._files)
 
     async def _kept_of(self, stage: int, position: Position) -> tuple[Position, list[StateItem]] | None:
         """A checkpoint, for those who have lost theirs: its file is mapped, not read into memory."""
@@ -70,7 +70,9 @@ class Keeping:
         try:
             state = await self._savings[stage].load(position)
         except ConfigError as error:
-            self._ctx.log.event("not given", level="warning", stage=stage, step=position.step, reason=str(error))
+            self._ctx.log.event(
+                "checkpoint.not_given", level="warning", stage=stage, step=position.step, reason=str(error)
+            )
             return None
         return position, [StateItem(*item) for item in items_of(state)]
 
@@ -125,12 +127,14 @@ class Keeping:
             if len(positions) == 1:
                 (position,) = positions
                 return position if await self._write(position, {s: state for s, (_, state) in found.items()}) else None
-        self._ctx.log.event("not kept", level="warning", step=step, reason="the stages moved on while they were asked")
+        self._ctx.log.event(
+            "checkpoint.not_kept", level="warning", step=step, reason="the stages moved on while they were asked"
+        )
         return None
 
     async def _outline(self) -> None:
         """What each stage's state looks like: from the run's own model, built and let go again, one at a time."""
-        run = self._training.run
+        run = self._services.run
         for stage in range(len(self._outlines), len(self._savings)):
             outline = partial(_outline_of, run, stage)
             self._outlines.append(await self._files.run(outline, name="outline a stage"))
@@ -138,7 +142,7 @@ class Keeping:
     async def _fetch(
         self, stage: int, peers: Sequence[PeerId], found: dict[int, tuple[Position, dict[str, Tensor]]]
     ) -> None:
-        request = StateRequest(self._training.fingerprint, stage)
+        request = StateRequest(self._services.fingerprint, stage)
         try:
             if not peers:
                 raise ValueError("no peer of the stage is announced")
@@ -146,7 +150,7 @@ class Keeping:
             position, items = await fetcher.fetch(list(peers), request, expected, self._files)
             found[stage] = position, await self._files.run(lambda: checked(position, items), name="check a state")
         except (RemoteError, ValueError) as error:
-            self._ctx.log.event("not kept", level="warning", stage=stage, reason=str(error))
+            self._ctx.log.event("checkpoint.not_kept", level="warning", stage=stage, reason=str(error))
 
     async def _write(self, position: Position, states: dict[int, dict[str, Tensor]]) -> bool:
         if position.step <= 0 or position in self.kept:

@@ -87,10 +87,10 @@ class Saving:
             except ConfigError as error:
                 level = "debug" if self._failed else "warning"  # said once
                 self._failed = f"no checkpoint of step {position.step}: {error}"
-                self._ctx.log.event("not saved", level=level, step=position.step, reason=str(error))
+                self._ctx.log.event("checkpoint.not_saved", level=level, step=position.step, reason=str(error))
             else:
                 self._failed = None
-                self._ctx.log.event("saved", stage=self._stage, step=position.step)
+                self._ctx.log.event("checkpoint.saved", stage=self._stage, step=position.step)
             del state
             self._writing = None
             self._tell()

@@ -29,7 +29,7 @@ from peerd.core.runfile import RunFile
 from peerd.core.work import Worker
 from peerd.machine.averaging.allreduce import AveragingPlan, RoundFailed
 from peerd.machine.averaging.member_plan import Terms, plans_of
-from peerd.service.run_services import Training
+from peerd.service.run_services import RunServices
 from peerd.training.catchup.step_totals import Leap
 from peerd.training.stage.line_info import own_line
 
@@ -83,16 +83,15 @@ class _Attempt:
 class Rounds:
     """Coding and sums run on `worker`; one round at a time."""
 
-    def __init__(self, run: RunFile, training: Training, worker: Worker, own: PeerId) -> None:
+    def __init__(self, run: RunFile, services: RunServices, worker: Worker, own: PeerId) -> None:
         self._run = run
-        self._training, self._averaging = training, training.averaging()
+        self._services, self._averaging = services, services.averaging
         self._worker = worker
         self._own = own.text
         self._feedback, self._forgetful = feedback_of(run.averaging), feedback_of(run.averaging)
         align = max(BLOCKS) if run.averaging.code in CODES else 1
         self._terms = Terms(run.averaging.part_bytes, run.averaging.sender_timeout_s, align)
         self._vector_is = (0, "", 0)  # elements and dtype of what we bring, once we did: helpers must know
-        self._told = 0
         self._attempt: _Attempt | None = None
 
     @property
@@ -137,7 +136,7 @@ class Rounds:
 
     def line(self) -> LineInfo:
         """What the conductor should know of our line and of what we bring."""
-        return own_line(self._training.carries(), "node", *self._vector_is)
+        return own_line(self._services.carries(), "node", *self._vector_is)
 
     def plans(self, order: Prepare, sender: PeerId) -> tuple[AveragingPlan, ...]:
         """The rounds that `sender` orders us to make; ProtocolViolation when they do not fit together."""
@@ -196,8 +195,3 @@ class Rounds:
     def told(self) -> dict[str, object]:
         """How rounds ended, for status."""
         return self._averaging.outcomes.told()
-
-    def newly_aggregated_bytes(self) -> int:
-        """Of others' gradients, summed here since the last call."""
-        before, self._told = self._told, self._averaging.aggregated_bytes
-        return self._told - before

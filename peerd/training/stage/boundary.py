@@ -75,4 +75,4 @@ class Boundary:
             look: Callable[[], tuple[str, str]] = partial(described, device)
             by, reason = await self._worker.run(look, name="look for kernels")
             if reason:
-                self._ctx.log.event("slow coding", level="warning", device=device, by=by, reason=reason)
+                self._ctx.log.event("coding.slow", level="warning", device=device, by=by, reason=reason)

@@ -11,7 +11,7 @@ received, and named where it broke the protocol.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Final, Protocol
+from typing import Protocol
 
 from msgspec import structs
 
@@ -21,18 +21,16 @@ from peerd.core.ids import PeerId
 from peerd.core.messages.swarm import Mb, Receipt, StageAnswer, StageBackward, StageForward, StageLoss
 from peerd.core.runfile import RunFile
 from peerd.role import RoleContext
-from peerd.service.rpc.rpc import Answer, Incoming, MethodLimits
+from peerd.service.rpc.rpc import Answer, Incoming
 from peerd.training.stage.admissions import Admissions
 from peerd.training.stage.boundary import Boundary
 
-_LIMITS: Final = MethodLimits(frames=2, frame_bytes=256 << 20, calls_per_peer=64, calls=512)
-
 
 class StagePlace(Protocol):
-    """Where the member stands."""
+    """The post that is served."""
 
-    @property
-    def stage(self) -> int: ...
+    stage: int
+    admissions: Admissions
 
     @property
     def step(self) -> int:
@@ -44,9 +42,6 @@ class StagePlace(Protocol):
         ...
 
     @property
-    def admissions(self) -> Admissions: ...
-
-    @property
     def served(self) -> ServedStage: ...
 
     @property
@@ -56,35 +51,21 @@ class StagePlace(Protocol):
 
 
 class Serving:
-    """Serves `stage/2/forward`, `loss` and `backward`. `closing`: the sum of this step is being averaged."""
+    """Answers `forward`, `loss` and `backward`, once `boundary` runs. `closing`: this step's sum is being averaged."""
 
-    def __init__(self, ctx: RoleContext, run: RunFile, fingerprint: bytes, place: StagePlace) -> None:
-        self._ctx = ctx
-        self._run = run
-        self._fingerprint = fingerprint
-        self._place = place
+    def __init__(self, ctx: RoleContext, run: RunFile, place: StagePlace) -> None:
+        self._run, self._place = run, place
         self._worker = ctx.worker(ctx.device)
         self.boundary = Boundary(ctx, run)
         self.closing = False
         self.samples = 0
         self._busy_s = 0.0
 
-    def serve(self) -> None:
-        """From now on; the boundary must run."""
-        rpc = self._ctx.rpc
-        rpc.serve("stage/2/forward", StageForward, self._forward, limits=_LIMITS)
-        rpc.serve("stage/2/loss", StageLoss, self._loss, limits=_LIMITS)
-        rpc.serve("stage/2/backward", StageBackward, self._backward, limits=_LIMITS, objection=self._objection)
-
     def rate(self) -> float:
         """Samples per second of computing: what this device can do when it is never idle."""
         return self.samples / self._busy_s if self._busy_s else 0.0
 
-    def _check(self, run: bytes, stage: int, step: int | None) -> ServedStage:
-        if run != self._fingerprint:
-            raise Refused("your run file differs from this run's")
-        if stage != self._place.stage:
-            raise Refused(f"this peer serves stage {self._place.stage}, not {stage}")
+    def _check(self, step: int | None) -> ServedStage:
         if step is not None and not 0 <= step - self._place.step <= int(self._run.optimizer.delayed):
             raise Refused(f"the stage is at step {self._place.step}, the call at {step}")
         return self._place.served
@@ -100,8 +81,9 @@ class Serving:
         self._busy_s += outcome.seconds
         return outcome
 
-    async def _forward(self, call: Incoming[StageForward]) -> Answer[StageAnswer]:
-        body, served = call.body, self._check(call.body.run, call.body.stage, call.body.step)
+    async def forward(self, call: Incoming[StageForward]) -> Answer[StageAnswer]:
+        """The stage's output for an input."""
+        body, served = call.body, self._check(call.body.step)
         self._refuse_when_leaving()
         async with self.boundary.room:
             (x,) = await self.boundary.tensors(call, "the input")
@@ -109,25 +91,27 @@ class Serving:
             name = f"the output of stage {body.stage}"
             return await self.boundary.answer(call, outcome, name, body.line_bytes_per_s)
 
-    async def _loss(self, call: Incoming[StageLoss]) -> Answer[StageAnswer]:
-        served = self._check(call.body.run, call.body.stage, None)
+    async def loss(self, call: Incoming[StageLoss]) -> Answer[StageAnswer]:
+        """The loss of inputs and targets, at the last stage."""
+        served = self._check(None)
         async with self.boundary.room:
             x, targets = await self.boundary.tensors(call, "the input", "the targets")
             outcome = await self._compute(call.peer, lambda: served.loss(x, targets), "loss")
             return await self.boundary.answer(call, outcome, "")
 
-    def _objection(self, peer: PeerId, body: StageBackward) -> PeerdError | None:
+    def objection(self, peer: PeerId, body: StageBackward) -> PeerdError | None:
         """Why a microbatch is not taken, by what its trainer says of it and shows."""
         try:
-            self._check(body.run, body.stage, body.step)
+            self._check(body.step)
             self._refuse_when_closing(body.step)
             self._refuse_when_leaving()
         except Refused as error:
             return error
         return self._place.admissions.objection(peer, body.step, body.seq, body.grant)
 
-    async def _backward(self, call: Incoming[StageBackward]) -> Answer[StageAnswer]:
-        body, served = call.body, self._check(call.body.run, call.body.stage, call.body.step)
+    async def backward(self, call: Incoming[StageBackward]) -> Answer[StageAnswer]:
+        """The gradient of a microbatch: it counts here, and the input's goes back."""
+        body, served = call.body, self._check(call.body.step)
         mb = Mb(call.peer.text, body.seq)
         self._need_a_microbatch(call)
         async with self.boundary.room:

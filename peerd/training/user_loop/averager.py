@@ -21,10 +21,10 @@ from peerd.core.messages.progress import TrainerProgress
 from peerd.core.messages.swarm import Mb, MemberInfo, TrainerAnswer
 from peerd.machine.batch.trainer_ledger import Holding
 from peerd.role import RoleContext
-from peerd.service.run_services import Training
 from peerd.training.contributor import Contributor
 from peerd.training.stage.external_model import Own
 from peerd.training.stage.member import StageMember
+from peerd.training.stage.post import Post
 from peerd.training.user_loop.handoff import Desk, Gradients
 
 _SETTINGS_S: Final = 3.0  # between two looks at others' settings before the first step
@@ -61,9 +61,10 @@ class AveragerRole:
         self._ctx, self._run = ctx, ctx.run
         self._model, self._desk = part.model, part.desk
         self._samples, self._min_peers = part.samples, part.min_peers
-        self._training = Training(ctx.run, ctx.host, ctx.rpc, ctx.dht, ctx.clock)
-        self._member = StageMember(ctx, self._training, Own(part.model, self._changing, part.saves))
-        self._contributor: Contributor[UserTurn] = Contributor(ctx, self._training, self)
+        assert ctx.services is not None
+        self._services = ctx.services
+        self._member = StageMember(ctx, Own(part.model, self._changing, part.saves))
+        self._contributor: Contributor[UserTurn] = Contributor(ctx, self._services, self)
         self._worker = ctx.worker(ctx.device)
         self._ready = 0  # members that stand where the swarm does
         self._own_ready = False
@@ -90,6 +91,7 @@ class AveragerRole:
         """Give back what is not computed, let the step end that has a part of ours, say goodbye."""
         await self._contributor.hand_in(unfinished=False)
         await self._member.leave()
+        await self._contributor.say_goodbye()
 
     def status(self) -> dict[str, object]:
         waits_for = self._contributor.waits_for
@@ -97,7 +99,7 @@ class AveragerRole:
             waits_for = f"{self._min_peers} peers to begin with; {self._ready} are there"
         return {
             "step": self._model.step,
-            "next_step_in_s": self._training.following.step_in_s,
+            "next_step_in_s": self._services.following.step_in_s,
             "peers": self._ready,
             "samples_per_s": self._samples_per_s,
             "microbatches": self._contributor.counts(),
@@ -111,7 +113,7 @@ class AveragerRole:
         """Peers that start together read each other's settings only when both have published them."""
         while not self._begun:
             await trio.sleep(_SETTINGS_S)
-            await self._training.compare_settings()
+            await self._services.compare_settings()
 
     def _came_in(self) -> None:
         if not self._contributor.books.open():
@@ -130,7 +132,7 @@ class AveragerRole:
 
     def in_flight(self) -> int:
         """One at a time, in a delayed run the next one, too; none while it could not be computed."""
-        ahead = self._member.position.step - self._contributor.books.step  # we may hear of a step after we made it
+        ahead = self._post.step - self._contributor.books.step  # we may hear of a step after we made it
         delay = int(self._run.optimizer.delayed)
         here = 0 <= ahead <= delay
         return 1 + delay if self._begun and self._own_ready and self._desk.useful and here else 0
@@ -148,15 +150,21 @@ class AveragerRole:
         """Let the user compute a gradient for microbatch `seq`, and count it."""
         mb = Mb(self._ctx.host.id.text, seq)
         while True:
-            async with self._desk.gradients(lambda: self._member.origins, step) as gradients:
+            async with self._desk.gradients(lambda: self._post.standing.origins, step) as gradients:
                 with trio.CancelScope(shield=True):  # the user must stay inside while his tensors are read
                     added = await self._add(step, mb, gradients)
             if added:
-                return [Holding(mb.trainer, self._member.receipt(step, mb))]
+                return [Holding(mb.trainer, self._post.receipt(step, mb))]
 
     async def repeat(self, step: int, seq: int, stage: int, load: UserTurn) -> Holding:
         """The sum it was in is lost: another microbatch under the same number is as good."""
         return (await self.train(step, seq, load))[0]
+
+    @property
+    def _post(self) -> Post:
+        post = self._member.post
+        assert post is not None
+        return post
 
     async def _add(self, step: int, mb: Mb, gradients: Gradients) -> bool:
         try:

@@ -11,7 +11,7 @@ from peerd.net.clock import RealClock
 from peerd.net.host.host import Host
 from peerd.service.dht.dht import Dht
 from peerd.service.rpc.rpc import Rpc
-from peerd.service.run_services import Carries, Training
+from peerd.service.run_services import Carries, RunServices
 from peerd.training.stage.line_info import own_line
 
 
@@ -22,7 +22,7 @@ async def carries(limits: LimitsSection, takes_inbound: bool = True, *, busy: bo
     host.takes_inbound = takes_inbound
     for number in range(8):
         host.line.note(number * 0.25, number * 0.25, Count(250_000, 500_000) if busy else Count(0, 0))
-    return Training(RunFile(run="x", limits=limits), host, rpc, Dht(host, rpc, clock, keypair), clock).carries()
+    return RunServices(RunFile(run="x", limits=limits), host, rpc, Dht(host, rpc, clock, keypair), clock).carries()
 
 
 async def test_what_was_measured_counts_where_nothing_is_stated() -> None:

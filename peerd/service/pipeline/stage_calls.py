@@ -1,0 +1,142 @@
+"""The calls of `stage/3` on one peer, by stage: each goes to the post that serves the stage it names.
+
+One process may hold several posts: stages that it serves, and stages whose sums it helps to make. The methods are
+served from the first post's beginning to the last one's end. Of one stage a peer is a member or a helper, never both:
+a helper gives way to a post that serves the same stage. Hostile calls: another run's, of stages that are not served
+here, or of what the post does not answer, are refused before their frames are received.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Final
+
+import trio
+
+from peerd.core.errors import LocalError, PeerdError, Refused
+from peerd.core.ids import PeerId
+from peerd.core.messages.swarm import Commit, Prepare, Restore, StageBackward, StageForward, StageLoss
+from peerd.service.rpc.rpc import Answer, Incoming, MethodLimits, Rpc
+
+Handler = Callable[[Incoming[Any]], Awaitable[Answer[Any]]]
+
+_ORDERS: Final = MethodLimits(body_bytes=1 << 20, calls_per_peer=4)
+_WORK: Final = MethodLimits(frames=2, frame_bytes=256 << 20, calls_per_peer=64, calls=512)
+_METHODS: Final = {
+    "prepare": (Prepare, _ORDERS),
+    "commit": (Commit, _ORDERS),
+    "restore": (Restore, _ORDERS),
+    "forward": (StageForward, _WORK),
+    "loss": (StageLoss, _WORK),
+    "backward": (StageBackward, _WORK),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageHandlers:
+    """The calls that one post answers; those that are None it refuses."""
+
+    prepare: Handler
+    commit: Handler | None = None
+    restore: Handler | None = None
+    forward: Handler | None = None
+    loss: Handler | None = None
+    backward: Handler | None = None
+    objection: Callable[[PeerId, StageBackward], PeerdError | None] | None = None  # to a backward, before its frames
+    samples_per_s: Callable[[], float] = lambda: 0.0  # of its device, never idle; 0: not known yet
+
+
+class StageCalls:
+    """The posts of this peer in one run."""
+
+    def __init__(self, rpc: Rpc, fingerprint: bytes) -> None:
+        self._rpc, self._fingerprint = rpc, fingerprint
+        self._posts: dict[int, StageHandlers] = {}
+        self._helpers: dict[int, tuple[StageHandlers, trio.CancelScope]] = {}
+        self._changed = trio.Event()  # set, and replaced, when a post begins or ends
+
+    @property
+    def stages(self) -> list[int]:
+        """The stages that this peer serves, in order."""
+        return sorted(self._posts)
+
+    def samples_per_s(self, stage: int) -> float:
+        """Samples that the post of `stage` computes in a second when it is never idle; 0: not known."""
+        handlers = self._posts.get(stage)
+        return handlers.samples_per_s() if handlers is not None else 0.0
+
+    async def changed(self) -> None:
+        """Wait until a post begins or ends."""
+        await self._changed.wait()
+
+    @contextmanager
+    def serving(self, stage: int, handlers: StageHandlers) -> Iterator[None]:
+        """Inside, this peer serves `stage`; LocalError when it does so already. A helper of the stage is cancelled."""
+        if stage in self._posts:
+            raise LocalError(f"stage {stage} is served by this process already")
+        with self._open():
+            self._posts[stage] = handlers
+            if stage in self._helpers:
+                self._helpers[stage][1].cancel()
+            self._notify()
+            try:
+                yield
+            finally:
+                del self._posts[stage]
+                self._notify()
+
+    @contextmanager
+    def helping(self, stage: int, handlers: StageHandlers) -> Iterator[trio.CancelScope]:
+        """Inside, this peer helps `stage`; cancelled when it begins to serve it. LocalError when it does either."""
+        if stage in self._posts or stage in self._helpers:
+            raise LocalError(f"stage {stage} is served or helped by this process already")
+        with self._open(), trio.CancelScope() as scope:
+            self._helpers[stage] = handlers, scope
+            try:
+                yield scope
+            finally:
+                del self._helpers[stage]
+
+    def _notify(self) -> None:
+        self._changed.set()
+        self._changed = trio.Event()
+
+    @contextmanager
+    def _open(self) -> Iterator[None]:
+        """Serve the methods while there are posts."""
+        if not self._posts and not self._helpers:
+            for name, (request, limits) in _METHODS.items():
+                answer, objection = partial(self._answer, name), partial(self._objection, name)
+                self._rpc.serve(f"stage/3/{name}", request, answer, limits=limits, objection=objection)
+        try:
+            yield
+        finally:
+            if not self._posts and not self._helpers:
+                self._rpc.unserve("stage/3")
+
+    def _find(self, name: str, body: Any) -> Handler:
+        if body.run != self._fingerprint:
+            raise Refused("your run file differs from this run's")
+        helper = self._helpers.get(body.stage)
+        post = self._posts.get(body.stage) or (helper[0] if helper is not None else None)
+        handler: Handler | None = getattr(post, name, None)
+        if handler is None:
+            told = f"stage {', '.join(map(str, self.stages))}" if self._posts else "no stage"
+            raise Refused(f"this peer serves {told}; the call is for stage {body.stage}")
+        return handler
+
+    async def _answer(self, name: str, call: Incoming[Any]) -> Answer[Any]:
+        return await self._find(name, call.body)(call)
+
+    def _objection(self, name: str, peer: PeerId, body: Any) -> PeerdError | None:
+        try:
+            self._find(name, body)
+        except Refused as error:
+            return error
+        post = self._posts.get(body.stage)
+        if name != "backward" or post is None or post.objection is None:
+            return None
+        return post.objection(peer, body)

@@ -1,0 +1,123 @@
+"""The conductor's orders to a post: bring your part and average (prepare), step (commit), go back (restore).
+
+Only the conductor that this peer follows is obeyed; `StageCalls` has checked the run and the stage. Invariant: a post
+steps with the sum that it named the digest of, or not at all. A hostile conductor may order rounds with members that
+do not exist or fail (the round fails and names them), positions that nobody has (refused), and the same again and
+again (it finds the post there).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from peerd.compute.model.served_stage import Stale, Unusable, Vector
+from peerd.core.errors import ProtocolViolation, Refused
+from peerd.core.ids import PeerId, is_peer_text
+from peerd.core.messages.swarm import Commit, Mb, Mbs, Moved, Position, Prepare, Prepared, Restore
+from peerd.machine.averaging.allreduce import RoundFailed
+from peerd.machine.averaging.stats import explained
+from peerd.role import RoleContext
+from peerd.service.rpc.rpc import Answer, Incoming
+from peerd.service.run_services import RunServices
+from peerd.training.catchup.step_totals import Leap
+from peerd.training.stage.averaging import Plans, Rounds, Total
+from peerd.training.stage.serving import Serving
+from peerd.training.stage.standing import Standing
+
+Stepped = Callable[[Position, Leap, int], None]  # from where, what others need to follow, microbatches of ours in it
+
+
+class PostOrders:
+    """One post's. `counted` and `digest`: of the last sum that lies ready or was stepped with."""
+
+    def __init__(
+        self, ctx: RoleContext, services: RunServices, standing: Standing, rounds: Rounds, serving: Serving
+    ) -> None:
+        self._ctx, self._services = ctx, services
+        self._standing, self._rounds, self._serving = standing, rounds, serving
+        self.stepped: Stepped = lambda before, leap, counted: None
+        self.prepared: Position | None = None  # where a commit would lead
+        self._total: Total | None = None  # what it would step with
+        self.counted: list[Mb] = []
+        self.digest = b""
+
+    def arrived(self, anew: bool) -> None:
+        """The post stands elsewhere now; `anew`: otherwise than by a step of its own."""
+        self.prepared, self._total = None, None
+        if anew:
+            self.counted, self.digest = [], b""
+            self._rounds.forget()
+
+    def _obey(self, peer: PeerId) -> None:
+        if peer != self._services.following.conductor:
+            raise Refused("this peer does not follow you")
+
+    # --- averaging --------------------------------------------------------------------------------------------
+
+    async def prepare(self, call: Incoming[Prepare]) -> Answer[Prepared]:
+        """Average the gradients of a step with stage-mates; the mean lies ready with the answer."""
+        body = call.body
+        self._obey(call.peer)
+        if not all(map(is_peer_text, body.group)):
+            raise ProtocolViolation("the group names somebody who can't be a peer", call.peer)
+        if body.step != self._standing.position.step or self._ctx.host.id.text not in body.group:
+            return Answer(Prepared(False, body.assigned, []))
+        plans = self._rounds.plans(body, call.peer)
+        self._rounds.call_off_for(body.attempt)
+        async with self._standing.moving:
+            with self._rounds.under_way(body.attempt, call.peer):
+                return Answer(await self._average(body, plans))
+
+    async def _average(self, order: Prepare, plans: Plans) -> Prepared:
+        """Bring our part, take the sum."""
+        self._serving.closing = True
+        model = self._standing.model
+        try:
+            vector = await self._standing.work(lambda: self._part_of(order), "copy the gradient", urgent=True)
+            if isinstance(vector, list):
+                return Prepared(False, Mbs.of(vector), [])
+            total = await self._rounds.total(plans, vector, model.low_rank)
+            digest = await self._rounds.digest(total)
+        except Unusable as error:
+            self._ctx.log.event("averaging.not_summed", level="warning", step=order.step, reason=str(error))
+            return Prepared(False, Mbs(), [], refused=Mbs.of(error.mbs))
+        except RoundFailed as error:
+            self._ctx.log.event("averaging.failed", level="warning", step=order.step, reason=explained(error))
+            return Prepared(False, Mbs(), list(error.lost))
+        except Stale as error:
+            raise Refused(str(error)) from None
+        finally:
+            self._serving.closing = False
+        self._total, self.prepared = total, Position(order.step + 1, order.lineage)
+        self.counted, self.digest = list(order.assigned), digest
+        return Prepared(True, Mbs(), [], digest)
+
+    def _part_of(self, order: Prepare) -> Vector | list[Mb]:
+        """The post's part of the average, or what is missing for it. One job on the device: nothing comes between."""
+        model = self._standing.model
+        if missing := model.keep_only(order.step, order.assigned):
+            return missing
+        if refused := model.unusable(order.step):
+            raise Unusable(refused)
+        return model.vector()
+
+    # --- moving -----------------------------------------------------------------------------------------------
+
+    async def commit(self, call: Incoming[Commit]) -> Answer[Moved]:
+        """Step with the mean that lies ready."""
+        self._obey(call.peer)
+        return Answer(Moved(await self._standing.move(call.body.target, self._step_to)))
+
+    async def restore(self, call: Incoming[Restore]) -> Answer[Moved]:
+        """Go back to a checkpoint of our own."""
+        self._obey(call.peer)
+        return Answer(Moved(await self._standing.move(call.body.target, self._standing.load_saved)))
+
+    async def _step_to(self, target: Position) -> None:
+        total, before = self._total, self._standing.position
+        if target != self.prepared or total is None:
+            raise Refused(f"no prepared average for step {target.step} here")
+        leap = await self._standing.step(target, total)
+        self.stepped(before, leap, len(self.counted))
+        self._standing.arrive(target)
+        await self._standing.save_if_due()

@@ -1,0 +1,247 @@
+"""A post: one stage of the run, served once by this peer, from the moment it is entered until it is left.
+
+Takes its state from a checkpoint of its own or from a stage-mate, serves trainers (`serving`), obeys the conductor
+(`orders`), reports to it (`session`), and is the conductor itself when that is its turn and the stage is the first. A
+process may hold several posts at once, of different stages, and enter and leave them while it lives. Invariants: every
+call names its step and is refused at any other; what a trainer hears is never computed with parameters of two steps;
+when `run` ends nothing of the post is served or offered any more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Final
+
+import trio
+
+from peerd.compute.model.served_stage import ServedStage
+from peerd.core.messages.progress import StageProgress
+from peerd.core.messages.proof import receipt
+from peerd.core.messages.swarm import Mb, MemberAnswer, MemberInfo, Position, Receipt
+from peerd.core.runfile import RunFile
+from peerd.role import RoleContext
+from peerd.service.pipeline.stage_calls import StageHandlers
+from peerd.service.run_services import RunServices
+from peerd.training.catchup.catch_up import CatchingUp
+from peerd.training.catchup.step_totals import Leap
+from peerd.training.checkpoints.checkpoint_recovery import Recalling
+from peerd.training.checkpoints.stage_checkpoints import Saving
+from peerd.training.stage.admissions import Admissions
+from peerd.training.stage.announcement import announce_now_and_then
+from peerd.training.stage.averaging import Rounds
+from peerd.training.stage.external_model import Own
+from peerd.training.stage.orders import PostOrders
+from peerd.training.stage.serving import Serving
+from peerd.training.stage.session import ConductorSession, Holdings, Report
+from peerd.training.stage.standing import Standing
+
+_LEAVE_PATIENCE_S: Final = 4.0
+
+
+class Post:
+    """See the module's header. `stepped` hears how many samples of a step were this post's."""
+
+    def __init__(self, ctx: RoleContext, services: RunServices, stage: int, own: Own | None = None) -> None:
+        assert ctx.run is not None
+        self.stage = stage
+        self.stepped: Callable[[int], None] = lambda samples: None
+        self._ctx, self._services, self._own = ctx, services, own
+        self._run: RunFile = ctx.run
+        self._following, self._conducting = services.following, services.conducting
+        self._coding = ctx.worker("coding")
+        self.saving = Saving(ctx, services.fingerprint)
+        self.standing = Standing(ctx, stage, self.saving, own)
+        self.session = ConductorSession(services, stage, self)
+        self.admissions = Admissions(services.fingerprint, lambda: self._following.conductor)
+        ctx.host.book.members_by(self.admissions.has_admitted)
+        self.serving = Serving(ctx, ctx.run, self)
+        self._rounds = Rounds(ctx.run, services, self._coding, ctx.host.id)
+        self.orders = PostOrders(ctx, services, self.standing, self._rounds, self.serving)
+        self.catching_up = CatchingUp(ctx, services, self._coding, self.standing, self.session)
+        self._recalling = Recalling(ctx, services, self.saving, self.standing, self.session)
+        self.standing.arrived, self.orders.stepped = self._arrived, self._made_step
+        self._leaving = False
+        self._waits_for: str | None = "the stage to be built"
+        self._complete = False
+
+    # --- life -------------------------------------------------------------------------------------------------
+
+    async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Serve the stage until cancelled."""
+        await self.standing.build()
+        self._rounds.check(self.standing.model)
+        await self.standing.return_to_checkpoint()
+        self.session.since = self._ctx.clock.wall()
+        first = self.stage == 0
+        with self._services.calls.serving(self.stage, self._handlers()):
+            try:
+                async with trio.open_nursery() as nursery:
+                    await nursery.start(self.serving.boundary.run)
+                    if first:
+                        await self._conduct(nursery)
+                    self.catching_up.offer(self.stage)
+                    self._waits_for = "the conductor"
+                    self._ctx.log.event("stage.entered", stage=self.stage, step=self.standing.position.step)
+                    self._start_all(nursery)
+                    task_status.started()
+            finally:
+                self.catching_up.withdraw()
+                if first:
+                    self._following.joined_since = None
+
+    async def _conduct(self, nursery: trio.Nursery) -> None:
+        """Be ready to conduct, as all peers of the first stage are."""
+        self._following.joined_since = self.session.since
+        self._conducting.notes = lambda text: self._ctx.log.event("conductor.noted", note=text)
+        self._conducting.solver = self._coding
+        await nursery.start(self._conducting.run)
+
+    def _start_all(self, nursery: trio.Nursery) -> None:
+        announce = partial(announce_now_and_then, self._ctx, self._services, self._progress)
+        nursery.start_soon(announce, lambda: self.standing.stepped)
+        nursery.start_soon(self.saving.run)
+        nursery.start_soon(self.catching_up.run)
+        nursery.start_soon(self._services.assembling().run, self.stage)
+        if self._own is None:  # nobody keeps a user's checkpoints
+            nursery.start_soon(self._recalling.run, self.stage)
+        nursery.start_soon(self.session.run)
+
+    def _handlers(self) -> StageHandlers:
+        orders, serving = self.orders, self.serving
+        handlers = {"prepare": orders.prepare, "commit": orders.commit, "restore": orders.restore}
+        if self._own is not None:  # trainers do not call a user's model
+            return StageHandlers(**handlers, samples_per_s=serving.rate)
+        return StageHandlers(
+            **handlers,
+            forward=serving.forward,
+            loss=serving.loss,
+            backward=serving.backward,
+            objection=serving.objection,
+            samples_per_s=serving.rate,
+        )
+
+    async def leave(self) -> None:
+        """Let the step under way end, so that nobody has to repeat our part; then say goodbye."""
+        if not self.standing.built:
+            return
+        self._leaving = True
+        model = self.standing.model
+        with trio.move_on_after(_LEAVE_PATIENCE_S):
+            while (model.held or model.early) and not self._complete:
+                await self.standing.stepped.wait()
+        await self.standing.save()
+        with trio.move_on_after(_LEAVE_PATIENCE_S):
+            await self.saving.written()
+        await self.session.say_goodbye()
+        await self._services.directory.withdraw(self.stage)
+
+    # --- as its parts see it ----------------------------------------------------------------------------------
+
+    @property
+    def step(self) -> int:
+        """Number of global steps that the parameters have made."""
+        return self.standing.position.step
+
+    @property
+    def served(self) -> ServedStage:
+        """The stage that trainers' calls are computed with."""
+        return self.standing.served
+
+    def receipt(self, step: int, mb: Mb) -> Receipt:
+        """Proof, for a trainer to show, that this peer holds that microbatch's gradient."""
+        return receipt(self._ctx.host.sign, self._services.fingerprint, self.session.id, self.stage, step, mb)
+
+    @property
+    def members(self) -> list[MemberInfo]:
+        """All of the swarm, by the conductor's last word."""
+        return self.session.members
+
+    @property
+    def relieved(self) -> bool:
+        """True when the post is being left, and others of its stage are there to take its place."""
+        own = self._ctx.host.id.text
+        return self._leaving and any(m.ready and m.stage == self.stage and m.peer != own for m in self.members)
+
+    def _arrived(self, anew: bool) -> None:
+        self.orders.arrived(anew)
+        self.admissions.arrive()
+
+    def _made_step(self, before: Position, leap: Leap, counted: int) -> None:
+        self.catching_up.keep(before, leap)
+        self.stepped(counted * self._run.pipeline.microbatch)
+
+    # --- towards the conductor --------------------------------------------------------------------------------
+
+    def report(self, whole: bool) -> Report:
+        """See `session.Reporting`."""
+        orders, model = self.orders, self.standing.model
+        return Report(
+            line=self._rounds.line(),
+            position=self.standing.position,
+            prepared=orders.prepared,
+            saved=self.saving.told,
+            holdings=Holdings(model.held, orders.counted, model.early, orders.digest) if whole else None,
+        )
+
+    def heard(self, answer: MemberAnswer, stated: Position) -> None:
+        """See `session.Reporting`."""
+        self.admissions.follow(self._following.conductor)
+        self._rounds.call_off_unless_of(self._following.conductor)
+        self._conducting.term = self.session.term
+        self._complete = answer.complete
+        self._waits_for = answer.waits_for or None
+        self._recalling.swarm_is_lost(answer.lost)
+        if answer.current is not None:
+            self.catching_up.swarm_at(answer.current, stated)
+
+    # --- being seen -------------------------------------------------------------------------------------------
+
+    def _why_waiting(self) -> str | None:
+        waits = self._following.waits_for or self.catching_up.waits_for or self._recalling.waits_for
+        if waits or not self._waits_for:
+            return waits or self._rounds.waits_for
+        problem = self._recalling.problem
+        return f"{self._waits_for}; {problem}" if problem else self._waits_for
+
+    def status(self) -> dict[str, object]:
+        """Plain data, as `peerd.role.Role.status`."""
+        held = len(self.standing.model.held) * self._run.pipeline.microbatch if self.standing.built else 0
+        conducts = self.stage == 0 and self._conducting.acting
+        return {
+            "stage": self.stage,
+            "step": self.step,
+            "next_step_in_s": self._following.step_in_s,
+            "held_samples": held,
+            "samples": self.serving.samples,
+            "samples_per_s": self.serving.rate(),
+            "coding": self.serving.boundary.choices,
+            "conducts": conducts,
+            "conductor": self._following.conductor.text if self._following.conductor else None,
+            "averaging": self._rounds.told(),
+            "members": [{"peer": m.peer, "stage": m.stage, "ready": m.ready} for m in self.members],
+            "complete": self._complete,
+            "saved_steps": [p.step for p in self.saving.positions],
+            "checkpoint": str(self.saving.directory),
+            "not_saved": self.saving.problem,
+            "waits_for": self._why_waiting(),
+        }
+
+    def _progress(self) -> StageProgress:
+        """For the directory; the conductor's tells when the step is due."""
+        conductor, step_in_s = self._following.conductor, self._following.step_in_s
+        foretells = self.stage == 0 and self._conducting.acting and step_in_s is not None
+        return StageProgress(
+            stage=self.stage,
+            since=self.session.since,
+            step=self.step,
+            held=len(self.standing.model.held) * self._run.pipeline.microbatch,
+            samples_per_s=self.serving.rate(),
+            device=self._ctx.device,
+            conductor=conductor.text if conductor else "",
+            waits_for=(self._why_waiting() or "")[:200],
+            addrs=self._services.directory.own_addrs(),
+            step_at=self._ctx.clock.wall() + (step_in_s or 0.0) if foretells else 0.0,
+            client=self._services.directory.only_dials,
+            also=[stage for stage in self._services.calls.stages if stage != self.stage],
+        )

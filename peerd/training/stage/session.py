@@ -1,0 +1,127 @@
+"""A post's session with the conductor: says where the post stands and what it holds, hears where the swarm stands.
+
+Of members and helpers alike: what differs is what they say (`Reporting`). A report that has nothing new waits at the
+conductor until there is news. Whole reports are made to a conductor that is new, that asks for one, and whenever
+`tell` was called; otherwise what was said before still holds. Invariant: an answer is taken only for the report that
+it answers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Final, Protocol
+
+import trio
+
+from peerd.core.messages.swarm import LineInfo, Mb, Mbs, MemberAnswer, MemberInfo, MemberSync, Position
+from peerd.machine.conductor.member_list import KnownMembers
+from peerd.machine.swarm.roster import START
+from peerd.service.run_services import RunServices
+
+_WAIT_S: Final = 2.0  # for news, at the conductor
+_ANSWER_S: Final = 8.0  # beyond that
+
+
+@dataclass(frozen=True, slots=True)
+class Holdings:
+    """The parts of a report that a conductor has to hear once: `early` is held for the step after."""
+
+    held: list[Mb]
+    counted: list[Mb]
+    early: list[Mb]
+    digest: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """A post's word on itself. `helps`: it sums for others and holds nothing."""
+
+    line: LineInfo
+    helps: bool = False
+    position: Position = START
+    prepared: Position | None = None
+    saved: list[Position] = field(default_factory=list)
+    holdings: Holdings | None = None
+
+
+class Reporting(Protocol):
+    """A post, as its session asks it and tells it."""
+
+    def report(self, whole: bool) -> Report:
+        """The present state; without `whole`, `holdings` may be left out."""
+        ...
+
+    def heard(self, answer: MemberAnswer, stated: Position) -> None:
+        """The conductor has answered a report that the post stands at `stated`."""
+        ...
+
+
+class ConductorSession:
+    """One post's. `members`: all of the swarm, by the conductor's last word."""
+
+    def __init__(self, services: RunServices, stage: int, post: Reporting) -> None:
+        self.stage, self.id = stage, int.from_bytes(services.clock.secure_bytes(6), "big")
+        self.since = services.clock.wall()  # when the post began
+        self.members: list[MemberInfo] = []
+        self.term = 0  # the highest that was heard
+        self._services, self._following, self._post = services, services.following, post
+        self._listed = KnownMembers()
+        self._seen, self._changes, self._resend = 0, -1, True  # what the conductor and the post know of each other
+        self._asking = trio.CancelScope()  # a report that waits for news
+        self._told, self._news = 0, 0  # how often there was something to tell, and what of it is told
+        self._line_said: LineInfo | None = None
+        self._stated = START
+
+    async def run(self) -> None:
+        """Report until cancelled."""
+        by = f" of stage {self.stage}"
+        while True:
+            told = self._news
+            with trio.CancelScope() as self._asking:
+                timeout_s = _WAIT_S + _ANSWER_S
+                answer = await self._following.ask("swarm/3/member", self._report, MemberAnswer, timeout_s, by)
+            if self._asking.cancelled_caught:
+                continue
+            self._seen, self._resend, self._told = answer.version, answer.resend, told
+            self.term = max(self.term, answer.term)
+            self._following.note_forecast(answer.forecast)
+            if (members := self._listed.take(answer.members)) is not None:
+                self.members = self._following.note_members(members)
+            self._post.heard(answer, self._stated)
+
+    def tell(self) -> None:
+        """Make a whole report at once."""
+        self._news += 1
+        self._asking.cancel()
+
+    async def say_goodbye(self) -> None:
+        """Tell the conductor that the post is left: nobody waits for it then."""
+        await self._following.say_goodbye(self._services.fingerprint, self.stage)
+
+    def _report(self) -> MemberSync:
+        self._resend |= self._told != self._news
+        if self._following.changes != self._changes:
+            self._changes, self._seen, self._resend = self._following.changes, 0, True
+            self._listed.forget()
+        whole, said = self._resend, self._post.report(self._resend)
+        has = said.holdings if whole else None
+        news, self._line_said, self._stated = said.line != self._line_said, said.line, said.position
+        return MemberSync(
+            run=self._services.fingerprint,
+            session=self.id,
+            stage=self.stage,
+            position=said.position,
+            prepared=said.prepared,
+            saved=said.saved,
+            held=Mbs.of(has.held) if has is not None else None,
+            counted=Mbs.of(has.counted if has is not None else []),
+            addrs=self._services.directory.own_addrs(),
+            since=self.since,
+            term=self.term,
+            seen=self._seen,
+            wait_s=0.0 if whole or self._listed.more else _WAIT_S,
+            line=said.line if whole or news or said.helps else None,
+            early=Mbs.of(has.early if has is not None else []),
+            listed=self._listed.version,
+            digest=has.digest if has is not None else b"",
+        )

@@ -1,0 +1,171 @@
+"""A post's parameters and where they stand: they are built, loaded, stepped and saved here, and nowhere else.
+
+Invariants: parameters change only by a step, a checkpoint of the post's own, or what stage-mates gave, one change at a
+time (`moving`), from the position that they were thought to be at. `arrived` hears of each new position before those
+who wait for it do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, nullcontext
+from functools import partial
+from typing import TypeVar
+
+import trio
+from torch import Tensor
+
+from peerd.compute.model.served_stage import Model, ServedStage
+from peerd.compute.model.user_model import UserModel
+from peerd.core.errors import Refused
+from peerd.core.messages.swarm import Position
+from peerd.core.runfile import RunFile
+from peerd.machine.swarm.roster import START
+from peerd.role import RoleContext
+from peerd.training.catchup.catch_up import Elsewhere
+from peerd.training.catchup.step_totals import Leap
+from peerd.training.checkpoints.stage_checkpoints import Saving
+from peerd.training.stage.averaging import Total
+from peerd.training.stage.external_model import Own
+
+T = TypeVar("T")
+
+
+class Standing:
+    """One post's. `own`: a user's model in place of a stage of the run's."""
+
+    def __init__(self, ctx: RoleContext, stage: int, saving: Saving, own: Own | None = None) -> None:
+        assert ctx.run is not None
+        self._ctx, self._saving, self._own = ctx, saving, own
+        self._run: RunFile = ctx.run
+        self._worker = ctx.worker(ctx.device)
+        self._served: ServedStage | UserModel | None = None
+        self._before: Position | None = None  # where the last step began
+        self.stage = stage
+        self.position = START
+        self.moving = trio.Lock()
+        self.stepped = trio.Event()  # set, and replaced, at each new position
+        self.arrived: Callable[[bool], None] = lambda anew: None  # `anew`: otherwise than by a step of our own
+
+    @property
+    def model(self) -> Model:
+        """The model, once it is built."""
+        assert self._served is not None
+        return self._served
+
+    @property
+    def built(self) -> bool:
+        """True once there is a model."""
+        return self._served is not None
+
+    @property
+    def served(self) -> ServedStage:
+        """The stage that trainers' calls are computed with."""
+        assert isinstance(self._served, ServedStage)
+        return self._served
+
+    @property
+    def origins(self) -> list[Position]:
+        """Positions at which a gradient may have been computed that counts here: this one, and in a delayed run the
+        one before."""
+        before = [self._before] if self._before is not None and self._run.optimizer.delayed else []
+        return [self.position, *before]
+
+    async def work(self, job: Callable[[], T], name: str, urgent: bool = False) -> T:
+        """Run a job on the model's device; an urgent one goes before what trainers ask for."""
+        return await self._worker.run(job, name=name, urgent=urgent)
+
+    async def reached(self, step: int) -> None:
+        """Wait until the parameters stand at that step, or further."""
+        while self.position.step < step:
+            await self.stepped.wait()
+
+    # --- beginning --------------------------------------------------------------------------------------------
+
+    async def build(self) -> None:
+        """Make the model, at the run's start or, of a user's, wherever its parameters are."""
+        self._served = await self.work(self._build, "build the stage")
+        if self._own is not None:  # a user's first parameters are anything, not a function of the run's seed
+            self.position = await self.work(self._own.model.here, "name the parameters")
+
+    def _build(self) -> ServedStage | UserModel:
+        return self._own.model if self._own else ServedStage(self._run, self.stage, self._ctx.device)
+
+    async def return_to_checkpoint(self) -> None:
+        """Go to the newest checkpoint of the post's own, if it has any."""
+        if self._own and not self._own.saves:
+            return
+        await self._saving.open(self.stage)
+        if self._saving.positions:
+            await self.load_saved(self._saving.positions[-1])
+
+    # --- moving -----------------------------------------------------------------------------------------------
+
+    async def move(self, target: Position, how: Callable[[Position], Awaitable[None]]) -> Position:
+        """Go to `target` unless the parameters are there; a caller that hangs up does not stop it half-way."""
+        with trio.CancelScope(shield=True):
+            async with self.moving:
+                if self.position != target:
+                    await how(target)
+        return self.position
+
+    async def load_saved(self, target: Position) -> None:
+        """Go to a position of the post's own past; START needs no file."""
+        if target == START and self._own is None:
+            self._served = await self.work(self._build, "build the stage anew")
+        elif self._own is not None and target not in self._saving.positions:
+            raise Refused("there is no way back to that position here")
+        else:
+            state = await self._saving.load(target)
+            async with self._changing():
+                await self.work(lambda: self.model.load(state), "load the checkpoint")
+        self._arrive(target, anew=True)
+        self._ctx.log.event("stage.restored", stage=self.stage, step=target.step)
+
+    async def step(self, target: Position, total: Total) -> Leap:
+        """Make the optimizer step to `target`; returns what others need to make it, too. `arrive` comes after it."""
+        model, samples = self.model, self._run.batch.target_samples
+        async with self._changing():
+            return await self.work(lambda: total.step(model, target, samples), "step", urgent=True)
+
+    def arrive(self, target: Position) -> None:
+        """A step of our own has led to `target`."""
+        self._arrive(target, anew=False)
+
+    async def take_over(self, before: Position, position: Position, state: dict[str, Tensor]) -> None:
+        """Go from `before` to `position` with a state from others; ValueError when it does not fit."""
+        await self._catch_up(before, position, lambda: self.model.load(state), "load the downloaded state")
+
+    async def step_on(self, before: Position, leap: Leap) -> None:
+        """Make the optimizer step that others made; ValueError when it does not fit."""
+        step = partial(leap.make, self.model, self._run.batch.target_samples)
+        await self._catch_up(before, leap.target, step, "step as the others did")
+
+    async def _catch_up(self, before: Position, position: Position, job: Callable[[], None], name: str) -> None:
+        async with self.moving, self._changing(patient=True):
+            if self.position != before:
+                raise Elsewhere(f"this peer was moved to step {self.position.step} meanwhile")
+            await self.work(job, name)
+            self._arrive(position, anew=True)
+
+    def _changing(self, patient: bool = False) -> AbstractAsyncContextManager[None]:
+        return self._own.changing(patient) if self._own else nullcontext()
+
+    def _arrive(self, position: Position, anew: bool) -> None:
+        self._before, self.position = None if anew else self.position, position
+        self.arrived(anew)
+        self.stepped.set()
+        self.stepped = trio.Event()
+
+    # --- keeping ----------------------------------------------------------------------------------------------
+
+    async def save_if_due(self) -> None:
+        """Save where the run file wants a checkpoint."""
+        if self._saving.due(self.position.step):
+            await self.save()
+
+    async def save(self) -> None:
+        """Copy the state; the time that the disk takes to hold it, nobody waits for."""
+        kept = self._own is None or self._own.saves
+        if kept and self.position.step and not self._saving.has(self.position):
+            self._saving.hand_in(self.position, await self.work(self.model.state, "copy the state"))

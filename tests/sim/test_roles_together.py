@@ -1,0 +1,150 @@
+"""Several roles, and several posts, in one process: each pair trains, exactly, in whichever order they begin."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+import trio
+from trio.testing import MockClock
+
+from peerd.core.runfile import RunFile
+from peerd.sim.programs import swarm
+from peerd.sim.world import World, WorldConfig
+from roles.aggregator import AuxRole
+from roles.backbone import BackboneRole
+from roles.stage import StageRole
+from roles.trainer import TrainerRole
+from tests.kit.exact import STEPS, Batches, differences, plain_torch, run_file, write_texts
+from tests.kit.together import Together, together
+from tests.kit.training import pinned
+from tests.kit.virtualroles import Roles
+from tests.kit.world import home_line
+
+ALL = (BackboneRole, StageRole, TrainerRole, AuxRole)
+PAIRS = [*itertools.permutations(ALL, 2)]
+
+
+@pytest.fixture
+def batches(monkeypatch: pytest.MonkeyPatch) -> Batches:
+    found = Batches()
+    found.watch(monkeypatch)
+    return found
+
+
+@asynccontextmanager
+async def world_of(roles: Roles) -> AsyncIterator[World]:
+    async with World(1, swarm(), WorldConfig(line=home_line)).running() as world:
+        boot = await world.start("boot")
+        world.bootstrap.append(boot.full_addr)
+        yield world
+
+
+async def finished(world: World, roles: Roles, trainer: Any) -> None:
+    done = await world.until(lambda: bool(trainer.status()["complete"]), within_s=300)
+    assert done, roles.story()
+    assert trainer.status()["microbatches"]["lost"] == 0
+    stages = [post for role in held(roles, StageRole) for post in role.posts]
+    replicas = [role.replica for role in held(roles, TrainerRole) if role.replica is not None]
+    posts = stages + [post for replica in replicas for post in replica.posts]
+    assert await world.until(lambda: all(post.step == STEPS for post in posts), within_s=60), roles.story()
+
+
+def held(roles: Roles, kind: type) -> list[Any]:
+    """The roles of one kind in all processes."""
+    found = [role for one in roles.live.values() for role in (one.roles if isinstance(one, Together) else [one])]
+    return [role for role in found if isinstance(role, kind)]
+
+
+def check(run: RunFile, roles: Roles, batches: Batches) -> None:
+    """All posts hold what plain torch has after the same steps."""
+    torch.set_num_threads(1)
+    assert batches.faults(run.batch.target_samples // run.pipeline.microbatch) == []
+    members = held(roles, StageRole)
+    members += [role.replica for role in held(roles, TrainerRole) if role.replica is not None]
+    modules = [post.served.module for member in members for post in member.posts]
+    assert {module.stage for module in modules} == set(range(run.pipeline.stages))
+    assert differences(run, plain_torch(run, batches), modules) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: "-".join(role.name for role in pair))
+async def test_any_two_roles_train_in_one_process(
+    tmp_path: Path, autojump_clock: MockClock, batches: Batches, pair: tuple[Any, Any], stages: int
+) -> None:
+    run = run_file("sgd", "float64", write_texts(tmp_path), stages)
+    roles = Roles(run, tmp_path)
+    async with world_of(roles) as world:
+        await world.start("both", program=roles.program(together(*pair)))
+        # Whatever a run cannot do without comes in processes of its own: a peer for each stage, and a trainer.
+        if stages > 1 or StageRole not in pair:
+            for number in range(stages if StageRole not in pair else 1):
+                await world.start(f"stage{number}", program=roles.program(StageRole))
+        if TrainerRole not in pair:
+            await world.start("trainer", program=roles.program(TrainerRole))
+        assert await world.until(lambda: bool(held(roles, TrainerRole)), within_s=30)
+        await finished(world, roles, held(roles, TrainerRole)[0])
+        check(run, roles, batches)
+        assert roles.live["both"].status().keys() == {role.name for role in pair}
+        if AuxRole in pair and StageRole not in pair:
+            assert roles.live["both"].status()["aux"]["stage"] == 0
+
+
+async def test_one_process_serves_two_stages(tmp_path: Path, autojump_clock: MockClock, batches: Batches) -> None:
+    run = run_file("adamw", "float64", write_texts(tmp_path), stages=2)
+    roles = Roles(run, tmp_path)
+    async with world_of(roles) as world:
+        both = msgspec.structs.replace(run, limits=msgspec.structs.replace(run.limits, stage=[0, 1]))
+        await world.start("both", program=roles.program(StageRole, run=both))
+        await world.start("stage1", program=roles.program(StageRole, run=pinned(run, 1)))
+        await world.start("trainer", program=roles.program(TrainerRole))
+        await finished(world, roles, roles.live["trainer"])
+        check(run, roles, batches)
+        status = roles.live["both"].status()
+        assert [post["stage"] for post in status["posts"]] == [0, 1]
+
+
+async def test_a_post_is_left_and_entered_again_while_training_goes_on(
+    tmp_path: Path, autojump_clock: MockClock, batches: Batches
+) -> None:
+    run = run_file("adamw", "float64", write_texts(tmp_path), stages=2)
+    roles = Roles(run, tmp_path)
+    async with world_of(roles) as world:
+        for stage in (0, 1, 1):
+            name = f"stage{len(roles.live)}"
+            await world.start(name, program=roles.program(StageRole, run=pinned(run, stage)))
+        await world.start("trainer", program=roles.program(TrainerRole))
+        member: StageRole = roles.live["stage2"]
+        assert await world.until(lambda: member.step >= 2, within_s=60), roles.story()
+        with trio.fail_after(30):
+            await member.exit(1)
+        assert member.posts == []
+        await member.enter(0)  # another stage than before
+        assert await world.until(lambda: member.step >= 5, within_s=60), roles.story()
+        with trio.fail_after(30):
+            await member.exit(0)
+        await member.enter(1)
+        await finished(world, roles, roles.live["trainer"])
+        check(run, roles, batches)
+
+
+async def test_a_helper_gives_way_to_a_post_of_its_stage(
+    tmp_path: Path, autojump_clock: MockClock, batches: Batches
+) -> None:
+    run = run_file("sgd", "float64", write_texts(tmp_path), stages=2)
+    roles = Roles(run, tmp_path)
+    async with world_of(roles) as world:
+        await world.start("stage1", program=roles.program(StageRole, run=pinned(run, 1)))
+        both = await world.start("both", program=roles.program(together(AuxRole, StageRole), run=pinned(run, 0)))
+        await world.start("trainer", program=roles.program(TrainerRole))
+        aux, member = roles.live[both.name].roles
+        await finished(world, roles, roles.live["trainer"])
+        assert (aux.status()["stage"], member.status()["stage"]) == (1, 0)
+        check(run, roles, batches)
