@@ -22,7 +22,7 @@ from peerd.role import RoleContext
 from peerd.service.pipeline.stage_calls import StageHandlers
 from peerd.service.rpc.rpc import Answer, Incoming
 from peerd.training.stage.line_info import own_line
-from peerd.training.stage.session import ConductorSession, Report
+from peerd.training.stage.session import ConductorSession, PostReport
 
 
 class AuxRole:
@@ -96,9 +96,9 @@ class AuxRole:
 
     # --- towards the conductor --------------------------------------------------------------------------------
 
-    def report(self, whole: bool) -> Report:
+    def report(self, whole: bool) -> PostReport:
         """See `training.stage.session.Reporting`."""
-        return Report(line=own_line(self._services.carries(), "aux"), helps=True)
+        return PostReport(line=own_line(self._services.carries(), "aux"), helps=True)
 
     def heard(self, answer: MemberAnswer, stated: Position) -> None:
         """See `training.stage.session.Reporting`."""

@@ -17,7 +17,6 @@ from peerd.core.messages.progress import StageProgress, TrainerProgress, progres
 from peerd.core.messages.proof import grant
 from peerd.core.messages.state import StateItem, StateLayout, piece_digest
 from peerd.core.messages.swarm import (
-    Ask,
     AverageAlive,
     AverageKey,
     Commit,
@@ -53,6 +52,7 @@ from peerd.core.messages.swarm import (
     StateRequest,
     TrainerAnswer,
     TrainerSync,
+    WhoConducts,
 )
 from peerd.core.record import Record
 from peerd.machine.swarm.roster import START
@@ -111,7 +111,7 @@ DONE = Good(
     "swarm/3/trainer",
     msgspec.structs.replace(WISH, done=[Done(SEQ, [HOST.text, MATE.text], [Receipt(1, bytes(64)), None])]),
 )
-LEAVE, WHO_CONDUCTS = Good("swarm/3/leave", Leave(MARK)), Good("swarm/3/who", Ask(MARK))
+LEAVE, WHO_CONDUCTS = Good("swarm/3/leave", Leave(MARK)), Good("swarm/3/who", WhoConducts(MARK))
 GRANT = grant(keypair("host").sign, GrantStatement(MARK, 1, 0, SELF.text, Seqs.of([SEQ, SEQ + 1])))
 FORWARD = Good("stage/3/forward", StageForward(MARK, 0, 0), tuple(microbatch(1)[:1]))
 LOSS = Good("stage/3/loss", StageLoss(MARK, 0), tuple(microbatch(1)))

@@ -71,7 +71,7 @@ async def _back_to_start(stage: Stage) -> None:
     """Where the good bodies are good: another session may have moved the host."""
     role = _served(stage).served.role
     if role.position != START:
-        await role.post.standing.move(START, role.post.standing.load_saved)
+        await role.post.state.move(START, role.post.state.load_saved)
 
 
 # --- the directory ---------------------------------------------------------------------------------------------------

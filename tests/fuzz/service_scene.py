@@ -19,7 +19,7 @@ import trio
 
 from peerd.compute.worker import InlineWorker
 from peerd.core.errors import Refused, RemoteError
-from peerd.core.messages.swarm import Ask, Conducts, Position, StageAnswer, StageForward
+from peerd.core.messages.swarm import Conducts, Position, StageAnswer, StageForward, WhoConducts
 from peerd.core.runfile import (
     BatchSection,
     CheckpointSection,
@@ -121,7 +121,7 @@ class ServiceStage(Stage):
             await self.asks.call(
                 self.host.id, "stage/3/forward", forward, StageAnswer, frames=input_frame, timeout_s=30
             )
-            await self.asks.call(self.host.id, "swarm/3/who", Ask(MARK), Conducts, timeout_s=30)
+            await self.asks.call(self.host.id, "swarm/3/who", WhoConducts(MARK), Conducts, timeout_s=30)
         except Refused as error:
             return "" if "does not conduct" in str(error) else f"an honest call is refused: {error}"
         except RemoteError as error:

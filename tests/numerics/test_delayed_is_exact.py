@@ -69,9 +69,9 @@ class Books:
             found = part_of(orders, order)
             if not isinstance(found, list):
                 with self._lock:
-                    part = {mb: self._computed[orders._standing.served, mb] for mb in order.assigned}
+                    part = {mb: self._computed[orders._state.served, mb] for mb in order.assigned}
                     self._parts.setdefault(order.attempt, {})[orders._ctx.host.id.text] = part
-                    self._attempts[orders._standing.served] = order.attempt, order.group
+                    self._attempts[orders._state.served] = order.attempt, order.group
             return found
 
         def noting_commit(served: ServedStage, step: int, total: Any, samples: int) -> None:
@@ -93,9 +93,9 @@ class Books:
         """The first that computes something for a step after the one it stands at, which is `since` or a later one."""
         with self._lock:
             self._found, self._since, self._holder = trio.Event(), since, None
-            self._watched = [peer.role.replica.post.standing.model for peer in peers]
+            self._watched = [peer.role.replica.post.state.model for peer in peers]
         await self._found.wait()
-        return next(peer for peer in peers if peer.role.replica.post.standing.model is self._holder)
+        return next(peer for peer in peers if peer.role.replica.post.state.model is self._holder)
 
     def ages(self) -> set[int]:
         """How many steps old the parameters of what counted were."""
@@ -188,7 +188,7 @@ async def test_a_conductor_and_a_member_die_with_early_work_and_the_others_agree
         for conducts, since in ((True, 2), (False, 5)):
             with trio.move_on_after(60) as limit:
                 while living[0].role.replica.step < since - 1:  # who conducts is settled by then
-                    await living[0].role.replica.post.standing.stepped.wait()
+                    await living[0].role.replica.post.state.stepped.wait()
                 acting = [peer for peer in living if peer.role.replica._services.conducting.acting]
                 candidates = acting if conducts else [peer for peer in living if peer not in acting]
                 victim = await books.first_with_early_work(candidates, since)

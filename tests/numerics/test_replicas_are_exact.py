@@ -118,7 +118,7 @@ class Deaths:
                 self._since, self._holder, self._found = step, None, trio.Event()
             await self._found.wait()
             for peer in living:
-                if peer.role.replica.post.standing.model is self._holder:
+                if peer.role.replica.post.state.model is self._holder:
                     return peer
 
 

@@ -55,7 +55,7 @@ async def train(directory: Path, run: RunFile, victim: str, monkeypatch: pytest.
 async def begun(stages: list[Any]) -> None:
     """Wait for the first step."""
     while not stages[0].role.position.step:
-        await stages[0].role.post.standing.stepped.wait()
+        await stages[0].role.post.state.stepped.wait()
 
 
 async def killed_mid_step(peer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,7 +66,7 @@ async def killed_mid_step(peer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
     def backward(self: ServedStage, step: int, mb: Mb, tensors: Any, frames: Any) -> Any:
         outcome = original(self, step, mb, tensors, frames)
-        if self is peer.role.post.standing.model and step >= 4 and len(self.held) >= 2:
+        if self is peer.role.post.state.model and step >= 4 and len(self.held) >= 2:
             token.run_sync_soon(holds.set)
         return outcome
 

@@ -67,9 +67,9 @@ async def test_what_no_conductor_admitted_is_refused_before_its_frames_are_recei
                 await scene.backward(trainer, 7, shown)
             assert caught.value.retry_after_s < 1.0  # who follows another conductor hears of the right one soon
         assert received == []
-        assert scene.stage.role.post.standing.model.held == []
+        assert scene.stage.role.post.state.model.held == []
         answer = await scene.backward(trainer, 7, good)
-        assert scene.stage.role.post.standing.model.held == [Mb(trainer.host.id.text, 7)]
+        assert scene.stage.role.post.state.model.held == [Mb(trainer.host.id.text, 7)]
         assert received
         shown_receipt = answer.receipt
         assert shown_receipt is not None
@@ -118,7 +118,7 @@ async def test_a_gradient_that_no_batch_can_bear_is_refused_and_what_lies_ready_
             own, "stage/3/commit", Commit(scene.mark, 1, target, 0), Moved, timeout_s=10
         )
         assert moved.body.position == target
-        assert all(bool(t.isfinite().all()) for t in scene.stage.role.post.standing.model.state().values())
+        assert all(bool(t.isfinite().all()) for t in scene.stage.role.post.state.model.state().values())
 
 
 async def test_a_sum_that_a_machine_has_spoilt_is_made_anew_or_its_microbatches_are_named(
@@ -152,7 +152,7 @@ async def test_a_microbatch_has_as_many_samples_as_the_run_says(tmp_path: Path, 
         frames = [TensorFrame(a.dtype.name, a.shape, a.data.cast("B")) for a in (tokens, gradient)]
         with pytest.raises((ProtocolViolation, RemoteError), match="2 samples"):
             await scene.backward(liar, 1, scene.admitted(liar, 1), frames)
-        assert scene.stage.role.post.standing.model.held == []
+        assert scene.stage.role.post.state.model.held == []
 
 
 async def test_nobody_fills_a_stage_peer_with_what_it_does_not_finish(tmp_path: Path, run: RunFile) -> None:
@@ -161,7 +161,7 @@ async def test_nobody_fills_a_stage_peer_with_what_it_does_not_finish(tmp_path: 
         scene = Scene(s, run)
         names = [f"liar{i}" for i in range(HELD_BATCHES)]
         await scene.start("honest", *names)
-        honest, served = s.peers["honest"], scene.stage.role.post.standing.model
+        honest, served = s.peers["honest"], scene.stage.role.post.state.model
         for number, name in enumerate(names):
             liar = s.peers[name]
             for seq in range(3 * BATCH):

@@ -51,7 +51,7 @@ def write_sentences(folder: Path) -> Path:
 async def reaches(s: Swarm, peer: Peer, step: int) -> None:
     with trio.move_on_after(60) as limit:
         while peer.role.replica.position.step < step:
-            await peer.role.replica.post.standing.stepped.wait()
+            await peer.role.replica.post.state.stepped.wait()
     assert not limit.cancelled_caught, "\n".join(events(s.peers.values()))
 
 
@@ -115,7 +115,7 @@ async def test_a_helper_takes_part_in_both_sums_and_changes_no_bit(tmp_path: Pat
         replicas = [await s.start(f"replica{i}", TrainerRole, with_line(run, 10.0)) for i in range(3)]
         await all_finished(s, replicas)
         status = aux.role.status()
-        code = replicas[0].role.replica.post.standing.model.low_rank
+        code = replicas[0].role.replica.post.state.model.low_rank
         positions = [peer.role.replica.position for peer in replicas]
     assert [place for place, found in batches.digests.items() if len(found) != 1] == []
     assert all(isinstance(position, Position) for position in positions)

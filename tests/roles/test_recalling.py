@@ -49,8 +49,8 @@ def recalling(asked: list[Position], saved: list[Position]) -> Recalling:
         kept_fetcher=lambda: SimpleNamespace(fetch=fetch), directory=directory, fingerprint=bytes(32)
     )
     model = SimpleNamespace(outline=None)
-    joiner = SimpleNamespace(members=[], work=nothing, model=model, say_where=lambda: None)
-    return Recalling(ctx, training, SimpleNamespace(positions=[], save=save), joiner)  # type: ignore[arg-type]
+    joiner, reports = SimpleNamespace(work=nothing, model=model), SimpleNamespace(members=[], tell=lambda: None)
+    return Recalling(ctx, training, SimpleNamespace(positions=[], save=save), joiner, reports)  # type: ignore[arg-type]
 
 
 async def test_where_two_keepers_contradict_each_other_the_older_position_is_taken_and_the_reason_told(

@@ -49,7 +49,7 @@ async def whole(s: Swarm, run: RunFile, stage_peers: int = 4) -> list[Peer]:
 async def reaches(s: Swarm, peer: Peer, step: int, timeout_s: float = 60.0) -> None:
     with trio.move_on_after(timeout_s):
         while peer.role.position.step < step:
-            await peer.role.post.standing.stepped.wait()
+            await peer.role.post.state.stepped.wait()
         return
     pytest.fail(f"{peer.name} did not reach step {step}\n" + "\n".join(events(s.peers.values())))
 
@@ -153,7 +153,7 @@ async def test_bad_frames_are_refused_and_change_nothing(tmp_path: Path, run: Ru
         stage = await s.start("stage1", StageRole, pinned(run, 1))
         await stage.ready.wait()
         rpc, mark = s.peers["backbone"].role._ctx.rpc, fingerprint(run)
-        before = stage.role.post.standing.model.vector().copy()
+        before = stage.role.post.state.model.vector().copy()
         good = frame(np.zeros((2, 16, 16), "float32"))
         targets = frame(np.zeros((2, 16), "int64"))
         bad: list[list[TensorFrame]] = [
@@ -172,8 +172,8 @@ async def test_bad_frames_are_refused_and_change_nothing(tmp_path: Path, run: Ru
         for wrong in (StageForward(b"x" * 16, 1, 0), StageForward(mark, 0, 0), StageForward(mark, 1, 99)):
             with pytest.raises(Refused):
                 await rpc.call(stage.host.id, "stage/3/forward", wrong, StageAnswer, frames=[good], timeout_s=10)
-        assert (stage.role.post.standing.model.vector() == before).all()
-        assert stage.role.post.standing.model.held == []
+        assert (stage.role.post.state.model.vector() == before).all()
+        assert stage.role.post.state.model.held == []
 
 
 async def test_the_trainer_goes_on_in_the_text_where_it_ended(tmp_path: Path, run: RunFile) -> None:

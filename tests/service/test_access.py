@@ -234,7 +234,7 @@ def test_who_claims_in_the_directory_to_serve_counts_only_with_a_token_for_that(
         for liar, shown in ((outsider, b""), (outsider, a.access.token), (trainer, trainer.access.token)):
             record = StageProgress(0, 0.0, 0, 0, 0.0, "cpu", "", "", [], shown)
             await liar.dht.put(stage_key("tiny", 0), encode_progress(record), ttl_s=60)
-            assert list(await mine.refresh()) == [a.id]
+            assert list(await mine.refresh()) == [(a.id, 0)]
         assert len(await Directory("tiny", 2, outsider.host, outsider.dht).refresh()) == 3  # they do stand there
         assert open_backbone.dht.status()["records_held"] >= 3
         keeper = await club.member("backbone", number=3)

@@ -78,9 +78,7 @@ def test_a_stage_peer_and_a_trainer_that_only_dial_take_their_part(run: RunFile,
 
             def done() -> bool:
                 role = roles.live["hidden"]
-                served.update(
-                    ["hidden"] if role.post.standing.model is not None and role.post.standing.model.held else []
-                )
+                served.update(["hidden"] if role.built and role.post.state.model.held else [])
                 return min(roles.steps(), default=0) >= STEPS
 
             assert await world.until(done, within_s=900, step_s=0.05), f"{roles.steps()}\n{roles.story()}"

@@ -57,7 +57,7 @@ def names(roles: Roles, stage: int, conducts: bool | None = None) -> list[str]:
 
 async def averaging(roles: Roles, name: str) -> None:
     """Until this peer is in the middle of a round."""
-    begun, of = trio.Event(), roles.live[name]
+    begun, of = trio.Event(), roles.live[name].post.orders
     average = of._average
 
     async def noting(*rest: Any) -> Any:

@@ -40,7 +40,7 @@ async def join(seed: int, roles: Roles) -> list[dict[str, Any]]:
         await world.start("slow", line=SLOW, program=roles.program(TrainerRole))
 
         def there() -> bool:
-            replicas = [role.replica for role in roles.of(TrainerRole) if role.replica.post.standing.model is not None]
+            replicas = [role.replica for role in roles.of(TrainerRole) if role.replica.built]
             modules = [replica.post.served.module for replica in replicas]
             places = {replica.position for replica in replicas}
             return len(replicas) == 4 and len(places) == 1 and len({module.digest() for module in modules}) == 1

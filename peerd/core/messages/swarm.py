@@ -328,7 +328,7 @@ class Leave(Message, frozen=True):
     stage: StageNumber | None = None
 
 
-class Ask(Message, frozen=True):
+class WhoConducts(Message, frozen=True):
     """A question whether a peer conducts a run."""
 
     run: Fingerprint

@@ -23,7 +23,6 @@ from peerd.core.limits import WAITS_CHARS
 from peerd.core.messages.encoding import Empty
 from peerd.core.messages.proof import has_received
 from peerd.core.messages.swarm import (
-    Ask,
     Conducts,
     Done,
     Leave,
@@ -37,6 +36,7 @@ from peerd.core.messages.swarm import (
     Seqs,
     TrainerAnswer,
     TrainerSync,
+    WhoConducts,
 )
 from peerd.core.work import Worker
 from peerd.machine.conductor.conductor import Conductor, Phase
@@ -128,7 +128,7 @@ class Conducting:
         self._rpc.serve("swarm/3/member", MemberSync, self._member, limits=reports)
         self._rpc.serve("swarm/3/trainer", TrainerSync, self._trainer, limits=reports)
         self._rpc.serve("swarm/3/leave", Leave, self._leave)
-        self._rpc.serve("swarm/3/who", Ask, self._who)
+        self._rpc.serve("swarm/3/who", WhoConducts, self._who)
         try:
             with self._host.watch() as events:
                 async with trio.open_nursery() as nursery:
@@ -445,7 +445,7 @@ class Conducting:
         self._gone([call.peer.text if call.body.stage is None else post_name(call.peer.text, call.body.stage)])
         return Answer(Empty())
 
-    async def _who(self, call: Incoming[Ask]) -> Answer[Conducts]:
+    async def _who(self, call: Incoming[WhoConducts]) -> Answer[Conducts]:
         """Does this peer conduct? Answers, or refuses."""
         self._check_run(call.body.run)
         if self._machine is None:

@@ -19,7 +19,7 @@ import trio
 from peerd.core.errors import RemoteError, TooSlow, Unreachable
 from peerd.core.ids import PeerId
 from peerd.core.limits import LOOKED_AT_ONCE, LOOKED_AT_PEERS, TERM_FIRST, TERM_JUMP, TERM_MAX
-from peerd.core.messages.swarm import Ask, Conducts
+from peerd.core.messages.swarm import Conducts, WhoConducts
 from peerd.net.host.host import Host
 from peerd.service.conductor.conductor_client import Following
 from peerd.service.rpc.rpc import Rpc
@@ -89,7 +89,7 @@ class Rivals:
         """Does the peer answer a call, be it with a refusal?"""
         async with self._at_once:
             try:
-                await self._rpc.call(peer, "swarm/3/who", Ask(self._run), Conducts, timeout_s=_ANSWER_S)
+                await self._rpc.call(peer, "swarm/3/who", WhoConducts(self._run), Conducts, timeout_s=_ANSWER_S)
             except (Unreachable, TooSlow):
                 return False
             except RemoteError:
@@ -120,7 +120,7 @@ class Rivals:
             self._following.suspect(peer)
             return None
         try:
-            body = Ask(self._run)
+            body = WhoConducts(self._run)
             term = (await self._rpc.call(peer, "swarm/3/who", body, Conducts, timeout_s=_ANSWER_S)).body.term
         except RemoteError:
             return None

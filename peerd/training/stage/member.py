@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import trio
 
 from peerd.core.errors import LocalError
-from peerd.core.messages.swarm import Position
+from peerd.core.messages.swarm import MemberInfo, Position
 from peerd.core.runfile import RunFile
 from peerd.machine.swarm.roster import START
 from peerd.role import RoleContext
@@ -125,7 +125,17 @@ class StageMember:
     @property
     def position(self) -> Position:
         """Where the parameters of the first post stand."""
-        return self.post.standing.position if self.post is not None else START
+        return self.post.state.position if self.post is not None else START
+
+    @property
+    def members(self) -> list[MemberInfo]:
+        """All of the swarm, by the conductor's last word to the first post."""
+        return self.post.members if self.post is not None else []
+
+    @property
+    def built(self) -> bool:
+        """True once the first post has its parameters."""
+        return self.post is not None and self.post.state.built
 
     def _stepped(self, samples: int) -> None:
         self._tally.add(samples=samples, bytes_aggregated=self._services.averaging.newly_aggregated_bytes())

@@ -21,8 +21,8 @@ from peerd.service.rpc.rpc import Answer, Incoming
 from peerd.service.run_services import RunServices
 from peerd.training.catchup.step_totals import Leap
 from peerd.training.stage.averaging import Plans, Rounds, Total
+from peerd.training.stage.post_state import PostState
 from peerd.training.stage.serving import Serving
-from peerd.training.stage.standing import Standing
 
 Stepped = Callable[[Position, Leap, int], None]  # from where, what others need to follow, microbatches of ours in it
 
@@ -31,10 +31,10 @@ class PostOrders:
     """One post's. `counted` and `digest`: of the last sum that lies ready or was stepped with."""
 
     def __init__(
-        self, ctx: RoleContext, services: RunServices, standing: Standing, rounds: Rounds, serving: Serving
+        self, ctx: RoleContext, services: RunServices, state: PostState, rounds: Rounds, serving: Serving
     ) -> None:
         self._ctx, self._services = ctx, services
-        self._standing, self._rounds, self._serving = standing, rounds, serving
+        self._state, self._rounds, self._serving = state, rounds, serving
         self.stepped: Stepped = lambda before, leap, counted: None
         self.prepared: Position | None = None  # where a commit would lead
         self._total: Total | None = None  # what it would step with
@@ -60,20 +60,20 @@ class PostOrders:
         self._obey(call.peer)
         if not all(map(is_peer_text, body.group)):
             raise ProtocolViolation("the group names somebody who can't be a peer", call.peer)
-        if body.step != self._standing.position.step or self._ctx.host.id.text not in body.group:
+        if body.step != self._state.position.step or self._ctx.host.id.text not in body.group:
             return Answer(Prepared(False, body.assigned, []))
         plans = self._rounds.plans(body, call.peer)
         self._rounds.call_off_for(body.attempt)
-        async with self._standing.moving:
+        async with self._state.moving:
             with self._rounds.under_way(body.attempt, call.peer):
                 return Answer(await self._average(body, plans))
 
     async def _average(self, order: Prepare, plans: Plans) -> Prepared:
         """Bring our part, take the sum."""
         self._serving.closing = True
-        model = self._standing.model
+        model = self._state.model
         try:
-            vector = await self._standing.work(lambda: self._part_of(order), "copy the gradient", urgent=True)
+            vector = await self._state.work(lambda: self._part_of(order), "copy the gradient", urgent=True)
             if isinstance(vector, list):
                 return Prepared(False, Mbs.of(vector), [])
             total = await self._rounds.total(plans, vector, model.low_rank)
@@ -94,7 +94,7 @@ class PostOrders:
 
     def _part_of(self, order: Prepare) -> Vector | list[Mb]:
         """The post's part of the average, or what is missing for it. One job on the device: nothing comes between."""
-        model = self._standing.model
+        model = self._state.model
         if missing := model.keep_only(order.step, order.assigned):
             return missing
         if refused := model.unusable(order.step):
@@ -106,18 +106,18 @@ class PostOrders:
     async def commit(self, call: Incoming[Commit]) -> Answer[Moved]:
         """Step with the mean that lies ready."""
         self._obey(call.peer)
-        return Answer(Moved(await self._standing.move(call.body.target, self._step_to)))
+        return Answer(Moved(await self._state.move(call.body.target, self._step_to)))
 
     async def restore(self, call: Incoming[Restore]) -> Answer[Moved]:
         """Go back to a checkpoint of our own."""
         self._obey(call.peer)
-        return Answer(Moved(await self._standing.move(call.body.target, self._standing.load_saved)))
+        return Answer(Moved(await self._state.move(call.body.target, self._state.load_saved)))
 
     async def _step_to(self, target: Position) -> None:
-        total, before = self._total, self._standing.position
+        total, before = self._total, self._state.position
         if target != self.prepared or total is None:
             raise Refused(f"no prepared average for step {target.step} here")
-        leap = await self._standing.step(target, total)
+        leap = await self._state.step(target, total)
         self.stepped(before, leap, len(self.counted))
-        self._standing.arrive(target)
-        await self._standing.save_if_due()
+        self._state.arrive(target)
+        await self._state.save_if_due()

@@ -10,6 +10,7 @@ when `run` ends nothing of the post is served or offered any more.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Final
 
@@ -32,9 +33,9 @@ from peerd.training.stage.announcement import announce_now_and_then
 from peerd.training.stage.averaging import Rounds
 from peerd.training.stage.external_model import Own
 from peerd.training.stage.orders import PostOrders
+from peerd.training.stage.post_state import PostState
 from peerd.training.stage.serving import Serving
-from peerd.training.stage.session import ConductorSession, Holdings, Report
-from peerd.training.stage.standing import Standing
+from peerd.training.stage.session import ConductorSession, Holdings, PostReport
 
 _LEAVE_PATIENCE_S: Final = 4.0
 
@@ -51,16 +52,16 @@ class Post:
         self._following, self._conducting = services.following, services.conducting
         self._coding = ctx.worker("coding")
         self.saving = Saving(ctx, services.fingerprint)
-        self.standing = Standing(ctx, stage, self.saving, own)
+        self.state = PostState(ctx, stage, self.saving, own)
         self.session = ConductorSession(services, stage, self)
         self.admissions = Admissions(services.fingerprint, lambda: self._following.conductor)
         ctx.host.book.members_by(self.admissions.has_admitted)
         self.serving = Serving(ctx, ctx.run, self)
         self._rounds = Rounds(ctx.run, services, self._coding, ctx.host.id)
-        self.orders = PostOrders(ctx, services, self.standing, self._rounds, self.serving)
-        self.catching_up = CatchingUp(ctx, services, self._coding, self.standing, self.session)
-        self._recalling = Recalling(ctx, services, self.saving, self.standing, self.session)
-        self.standing.arrived, self.orders.stepped = self._arrived, self._made_step
+        self.orders = PostOrders(ctx, services, self.state, self._rounds, self.serving)
+        self.catching_up = CatchingUp(ctx, services, self._coding, self.state, self.session)
+        self._recalling = Recalling(ctx, services, self.saving, self.state, self.session)
+        self.state.arrived, self.orders.stepped = self._arrived, self._made_step
         self._leaving = False
         self._waits_for: str | None = "the stage to be built"
         self._complete = False
@@ -69,9 +70,9 @@ class Post:
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Serve the stage until cancelled."""
-        await self.standing.build()
-        self._rounds.check(self.standing.model)
-        await self.standing.return_to_checkpoint()
+        await self.state.build()
+        self._rounds.check(self.state.model)
+        await self.state.return_to_checkpoint()
         self.session.since = self._ctx.clock.wall()
         first = self.stage == 0
         with self._services.calls.serving(self.stage, self._handlers()):
@@ -82,7 +83,7 @@ class Post:
                         await self._conduct(nursery)
                     self.catching_up.offer(self.stage)
                     self._waits_for = "the conductor"
-                    self._ctx.log.event("stage.entered", stage=self.stage, step=self.standing.position.step)
+                    self._ctx.log.event("stage.entered", stage=self.stage, step=self.state.position.step)
                     self._start_all(nursery)
                     task_status.started()
             finally:
@@ -99,7 +100,7 @@ class Post:
 
     def _start_all(self, nursery: trio.Nursery) -> None:
         announce = partial(announce_now_and_then, self._ctx, self._services, self._progress)
-        nursery.start_soon(announce, lambda: self.standing.stepped)
+        nursery.start_soon(announce, lambda: self.state.stepped)
         nursery.start_soon(self.saving.run)
         nursery.start_soon(self.catching_up.run)
         nursery.start_soon(self._services.assembling().run, self.stage)
@@ -109,28 +110,29 @@ class Post:
 
     def _handlers(self) -> StageHandlers:
         orders, serving = self.orders, self.serving
-        handlers = {"prepare": orders.prepare, "commit": orders.commit, "restore": orders.restore}
+        handlers = StageHandlers(
+            prepare=orders.prepare, commit=orders.commit, restore=orders.restore, samples_per_s=serving.rate
+        )
         if self._own is not None:  # trainers do not call a user's model
-            return StageHandlers(**handlers, samples_per_s=serving.rate)
-        return StageHandlers(
-            **handlers,
+            return handlers
+        return replace(
+            handlers,
             forward=serving.forward,
             loss=serving.loss,
             backward=serving.backward,
             objection=serving.objection,
-            samples_per_s=serving.rate,
         )
 
     async def leave(self) -> None:
         """Let the step under way end, so that nobody has to repeat our part; then say goodbye."""
-        if not self.standing.built:
+        if not self.state.built:
             return
         self._leaving = True
-        model = self.standing.model
+        model = self.state.model
         with trio.move_on_after(_LEAVE_PATIENCE_S):
             while (model.held or model.early) and not self._complete:
-                await self.standing.stepped.wait()
-        await self.standing.save()
+                await self.state.stepped.wait()
+        await self.state.save()
         with trio.move_on_after(_LEAVE_PATIENCE_S):
             await self.saving.written()
         await self.session.say_goodbye()
@@ -141,12 +143,12 @@ class Post:
     @property
     def step(self) -> int:
         """Number of global steps that the parameters have made."""
-        return self.standing.position.step
+        return self.state.position.step
 
     @property
     def served(self) -> ServedStage:
         """The stage that trainers' calls are computed with."""
-        return self.standing.served
+        return self.state.served
 
     def receipt(self, step: int, mb: Mb) -> Receipt:
         """Proof, for a trainer to show, that this peer holds that microbatch's gradient."""
@@ -173,12 +175,12 @@ class Post:
 
     # --- towards the conductor --------------------------------------------------------------------------------
 
-    def report(self, whole: bool) -> Report:
+    def report(self, whole: bool) -> PostReport:
         """See `session.Reporting`."""
-        orders, model = self.orders, self.standing.model
-        return Report(
+        orders, model = self.orders, self.state.model
+        return PostReport(
             line=self._rounds.line(),
-            position=self.standing.position,
+            position=self.state.position,
             prepared=orders.prepared,
             saved=self.saving.told,
             holdings=Holdings(model.held, orders.counted, model.early, orders.digest) if whole else None,
@@ -206,7 +208,7 @@ class Post:
 
     def status(self) -> dict[str, object]:
         """Plain data, as `peerd.role.Role.status`."""
-        held = len(self.standing.model.held) * self._run.pipeline.microbatch if self.standing.built else 0
+        held = len(self.state.model.held) * self._run.pipeline.microbatch if self.state.built else 0
         conducts = self.stage == 0 and self._conducting.acting
         return {
             "stage": self.stage,
@@ -235,7 +237,7 @@ class Post:
             stage=self.stage,
             since=self.session.since,
             step=self.step,
-            held=len(self.standing.model.held) * self._run.pipeline.microbatch,
+            held=len(self.state.model.held) * self._run.pipeline.microbatch,
             samples_per_s=self.serving.rate(),
             device=self._ctx.device,
             conductor=conductor.text if conductor else "",

@@ -33,7 +33,7 @@ class Holdings:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class PostReport:
     """A post's word on itself. `helps`: it sums for others and holds nothing."""
 
     line: LineInfo
@@ -47,7 +47,7 @@ class Report:
 class Reporting(Protocol):
     """A post, as its session asks it and tells it."""
 
-    def report(self, whole: bool) -> Report:
+    def report(self, whole: bool) -> PostReport:
         """The present state; without `whole`, `holdings` may be left out."""
         ...
 
@@ -73,7 +73,7 @@ class ConductorSession:
         self._stated = START
 
     async def run(self) -> None:
-        """Report until cancelled."""
+        """PostReport until cancelled."""
         by = f" of stage {self.stage}"
         while True:
             told = self._news

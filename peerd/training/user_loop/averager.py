@@ -150,7 +150,7 @@ class AveragerRole:
         """Let the user compute a gradient for microbatch `seq`, and count it."""
         mb = Mb(self._ctx.host.id.text, seq)
         while True:
-            async with self._desk.gradients(lambda: self._post.standing.origins, step) as gradients:
+            async with self._desk.gradients(lambda: self._post.state.origins, step) as gradients:
                 with trio.CancelScope(shield=True):  # the user must stay inside while his tensors are read
                     added = await self._add(step, mb, gradients)
             if added:

@@ -44,7 +44,7 @@ def test_only_what_has_changed_is_told() -> None:
     told.update([member("a"), member("b", ready=False), member("d")])
     news = told.news(known.version)
     assert news is not None
-    assert ([m.peer for m in news.changed], news.gone, news.more) == (["b", "d"], ["c"], False)
+    assert ([m.peer for m in news.changed], news.gone, news.more) == (["b", "d"], ["c/0"], False)
     assert known.take(news) == [member("a"), member("b", ready=False), member("d")]
     assert told.news(known.version) is None
 

@@ -40,10 +40,7 @@ RUN = RunFile(
 class Services:
     """What `Rounds` takes of a run's services."""
 
-    own: Averaging
-
-    def averaging(self) -> Averaging:
-        return self.own
+    averaging: Averaging
 
     def carries(self) -> Carries:
         return Carries(0.0, 0.0, True, True, True)

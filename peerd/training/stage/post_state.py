@@ -31,7 +31,7 @@ from peerd.training.stage.external_model import Own
 T = TypeVar("T")
 
 
-class Standing:
+class PostState:
     """One post's. `own`: a user's model in place of a stage of the run's."""
 
     def __init__(self, ctx: RoleContext, stage: int, saving: Saving, own: Own | None = None) -> None:
