@@ -188,7 +188,7 @@ async def test_a_conductor_and_a_member_die_with_early_work_and_the_others_agree
         for conducts, since in ((True, 2), (False, 5)):
             with trio.move_on_after(60) as limit:
                 while living[0].role.replica.step < since - 1:  # who conducts is settled by then
-                    await living[0].role.replica.post.state.stepped.wait()
+                    await living[0].role.replica.moved()
                 acting = [peer for peer in living if peer.role.replica._services.conducting.acting]
                 candidates = acting if conducts else [peer for peer in living if peer not in acting]
                 victim = await books.first_with_early_work(candidates, since)

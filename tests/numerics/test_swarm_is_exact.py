@@ -55,7 +55,7 @@ async def train(directory: Path, run: RunFile, victim: str, monkeypatch: pytest.
 async def begun(stages: list[Any]) -> None:
     """Wait for the first step."""
     while not stages[0].role.position.step:
-        await stages[0].role.post.state.stepped.wait()
+        await stages[0].role.moved()
 
 
 async def killed_mid_step(peer: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -57,7 +57,7 @@ async def test_a_helper_that_vanishes_is_done_without(tmp_path: Path, batches: B
         aux, replicas = await started(s, run)
         with trio.move_on_after(60):
             while not aux.role.status()["averaging"]["rounds"]:
-                await replicas[0].role.replica.post.state.stepped.wait()
+                await replicas[0].role.replica.moved()
         aux.kill()
         for peer in replicas:
             await within_a_minute(s, peer.finished)

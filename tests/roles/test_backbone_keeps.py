@@ -46,11 +46,12 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFile:
     )
 
 
-async def until(s: Swarm, peer: Peer, event: str, what: str, true: Callable[[], bool]) -> None:
-    """`event`: of the peer's role, set whenever it has looked or stepped."""
+async def until(s: Swarm, peer: Peer, what: str, true: Callable[[], bool]) -> None:
+    """Looks again whenever the peer's role has: a backbone at the run, a stage peer at a step."""
     with trio.move_on_after(60):
         while not true():
-            await getattr(peer.role, event).wait()
+            role = peer.role
+            await (role.moved() if isinstance(role, StageRole) else role._looked.wait())
         return
     pytest.fail(f"not within a minute: {what}\n" + "\n".join(events(s.peers.values())))
 
@@ -78,11 +79,11 @@ async def test_of_two_backbones_one_is_killed_and_the_run_goes_on_from_what_the_
     place = tmp_path / "peers"
     async with swarm(place) as s:
         (first, second), stages = await started(s, run, backbones=2)
-        await until(s, second, "_looked", "both kept", lambda: bool(kept(first)) and bool(kept(second)))
+        await until(s, second, "both kept", lambda: bool(kept(first)) and bool(kept(second)))
         before = max(kept(second))
         first.kill()
-        await until(s, second, "_looked", "went on", lambda: max(kept(second)) > before)
-        await until(s, second, "_looked", "curve", lambda: second.role.status()["curve_step"] > before)
+        await until(s, second, "went on", lambda: max(kept(second)) > before)
+        await until(s, second, "curve", lambda: second.role.status()["curve_step"] > before)
         welcome = {event["peer"] for event in second.log.recent() if event["name"] == "peer.welcomed"}
         assert welcome == {peer.host.id.text for peer in (*stages, s.peers["trainer"])}
         (line,) = [event["line"] for event in second.log.recent() if event["name"] == "run.joinable"]
@@ -98,12 +99,12 @@ async def test_of_two_backbones_one_is_killed_and_the_run_goes_on_from_what_the_
         second = await s.start("backbone1", BackboneRole, run)
         stages = [await s.start(f"stage{i}", StageRole, pinned(run, i)) for i in range(2)]
         await s.start("trainer", TrainerRole, run)
-        await until(s, stages[0], "_stepped", "goes on", lambda: step_of(stages[0]) > newest + 1)
+        await until(s, stages[0], "goes on", lambda: step_of(stages[0]) > newest + 1)
         restored = {
             event["step"] for peer in stages for event in peer.log.recent() if event["name"] == "stage.restored"
         }
         assert restored == {newest}
-        await until(s, second, "_looked", "curve goes on", lambda: second.role.status()["curve_step"] > steps[-1])
+        await until(s, second, "curve goes on", lambda: second.role.status()["curve_step"] > steps[-1])
     whole_curve(place / "backbone1")
 
 
@@ -141,7 +142,7 @@ async def test_a_backbone_with_other_settings_keeps_the_curve_and_says_why_no_ch
         await s.start("trainer", TrainerRole, run)
         backbone = s.peers["backbone"]
         told = backbone.role.status
-        await until(s, backbone, "_looked", "a reason", lambda: told()["not_kept"] and told()["curve_step"] > 0)
+        await until(s, backbone, "a reason", lambda: told()["not_kept"] and told()["curve_step"] > 0)
         assert "the run has other settings: " in told()["not_kept"]
         assert kept(backbone) == []
 
@@ -150,14 +151,14 @@ async def test_a_stage_whose_peers_are_all_lost_returns_from_what_a_backbone_kep
     place = tmp_path / "peers"
     async with swarm(place) as s:
         (keeper,), stages = await started(s, run, backbones=1)
-        await until(s, keeper, "_looked", "kept", lambda: bool(kept(keeper)))
+        await until(s, keeper, "kept", lambda: bool(kept(keeper)))
         stages[1].kill()
         await stages[1].gone.wait()
         fresh = await s.start("fresh", StageRole, pinned(run, 1))
-        await until(s, fresh, "_stepped", "goes on", lambda: step_of(fresh) > 0)
+        await until(s, fresh, "goes on", lambda: step_of(fresh) > 0)
         newest = {event["step"] for event in told([fresh], "checkpoint.recalled")}
         for peer in (stages[0], fresh):  # what a living one has saved may be of other steps
-            await until(s, peer, "_stepped", "goes on", partial(lambda peer: step_of(peer) > max(newest) + 2, peer))
+            await until(s, peer, "goes on", partial(lambda peer: step_of(peer) > max(newest) + 2, peer))
         assert {event["step"] for event in told([stages[0], fresh], "stage.restored")} <= newest
 
 
@@ -173,7 +174,7 @@ async def kept_by(s: Swarm, run: RunFile, backbones: int) -> int:
         return set.intersection(*(set(kept(keeper)) for keeper in keepers))
 
     for keeper in keepers:
-        await until(s, keeper, "_looked", "all kept the same", lambda: bool(common()))
+        await until(s, keeper, "all kept the same", lambda: bool(common()))
     for peer in (*stages, s.peers["trainer"]):
         peer.kill()
         await peer.gone.wait()
@@ -222,7 +223,7 @@ async def test_a_backbone_that_gives_wrong_bytes_is_refused_and_named(
         fresh = [await s.start(f"fresh{i}", StageRole, pinned(run, i)) for i in range(2)]
         await s.start("new trainer", TrainerRole, run)
         for peer in fresh:
-            await until(s, peer, "_stepped", "goes on", partial(lambda peer: step_of(peer) > 0, peer))
-        notes = [str(event["note"]) for event in told(fresh, "download")]
+            await until(s, peer, "goes on", partial(lambda peer: step_of(peer) > 0, peer))
+        notes = [str(event["note"]) for event in told(fresh, "stage.download_noted")]
         assert [note for note in notes if f"donor {liar_name[-6:]} is not asked again" in note and "digest" in note]
         assert {event["step"] for event in told(fresh, "stage.restored")} <= set(kept(honest))

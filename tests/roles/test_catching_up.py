@@ -44,7 +44,7 @@ class SlowLine:
                 self.frozen_at.append(step)
                 for peer in self.peers:
                     while peer.role.position.step < step + SPANNED:
-                        await peer.role.post.state.stepped.wait()
+                        await peer.role.moved()
 
 
 @pytest.fixture
@@ -74,7 +74,7 @@ async def until_equal(s: Swarm, one: Peer, other: Peer, beyond: int) -> None:
             if place == there and place.step > beyond:
                 assert [(t.name, bytes(t.payload)) for t in ours] == [(t.name, bytes(t.payload)) for t in theirs]
                 return
-            await other.role.post.state.stepped.wait()
+            await other.role.moved()
     pytest.fail("they never met\n" + "\n".join(events(s.peers.values())))
 
 
@@ -94,11 +94,11 @@ async def test_a_download_that_spans_many_steps_is_not_begun_anew(
         line.peers = [peers[0], peers[2]]
         await s.start("trainer", TrainerRole, run)
         while peers[0].role.position.step < 6:  # too far for the totals alone
-            await peers[0].role.post.state.stepped.wait()
+            await peers[0].role.moved()
         new = await s.start("new", StageRole, pinned(run, 0))
         with trio.fail_after(60):
             while not told(new, "stage.caught_up"):
-                await new.role.post.state.stepped.wait()
+                await new.role.moved()
         await until_equal(s, new, peers[0], new.role.position.step)
         assert len(told(new, "stage.downloaded")) == 1, events([new])
         assert len(set(line.frozen_at)) == 1
@@ -114,6 +114,8 @@ async def test_a_member_that_is_a_step_late_needs_no_state(tmp_path: Path, run: 
         peers = [await s.start(f"stage{i}", StageRole, pinned(run, i % 2)) for i in range(4)]
         await s.start("trainer", TrainerRole, run)
         late = peers[2]
+        while late.role.post is None:
+            await late.role.moved()
         step_to = late.role.post.orders._step_to
 
         async def miss(_: object) -> None:
@@ -121,11 +123,11 @@ async def test_a_member_that_is_a_step_late_needs_no_state(tmp_path: Path, run: 
             raise Refused("not this once")
 
         while late.role.position.step < 2:
-            await late.role.post.state.stepped.wait()
+            await late.role.moved()
         late.role.post.orders._step_to = miss
         with trio.fail_after(60):
             while not told(late, "stage.caught_up"):
-                await late.role.post.state.stepped.wait()
+                await late.role.moved()
         await until_equal(s, late, peers[0], late.role.position.step)
         assert told(late, "stage.downloaded") == []
         assert line.frozen_at == []

@@ -60,7 +60,7 @@ async def steps(peer: Peer, further: int) -> None:
     target = peer.role.step + further
     with trio.move_on_after(60) as limit:
         while peer.role.step < target:
-            await peer.role.post.state.stepped.wait()
+            await peer.role.moved()
     assert not limit.cancelled_caught, "\n".join(events([peer]))
 
 

@@ -51,7 +51,7 @@ def write_sentences(folder: Path) -> Path:
 async def reaches(s: Swarm, peer: Peer, step: int) -> None:
     with trio.move_on_after(60) as limit:
         while peer.role.replica.position.step < step:
-            await peer.role.replica.post.state.stepped.wait()
+            await peer.role.replica.moved()
     assert not limit.cancelled_caught, "\n".join(events(s.peers.values()))
 
 

@@ -16,6 +16,7 @@ from peerd.core.errors import ConfigError, Refused, RemoteError
 from peerd.core.frame import TensorFrame
 from peerd.core.messages.swarm import StageAnswer, StageBackward, StageForward
 from peerd.core.runfile import CheckpointSection, EvaluateSection, RunFile, fingerprint
+from peerd.service.run_services import RunServices
 from roles.backbone import BackboneRole
 from roles.stage import StageRole
 from roles.trainer import TrainerRole
@@ -49,7 +50,7 @@ async def whole(s: Swarm, run: RunFile, stage_peers: int = 4) -> list[Peer]:
 async def reaches(s: Swarm, peer: Peer, step: int, timeout_s: float = 60.0) -> None:
     with trio.move_on_after(timeout_s):
         while peer.role.position.step < step:
-            await peer.role.post.state.stepped.wait()
+            await peer.role.moved()
         return
     pytest.fail(f"{peer.name} did not reach step {step}\n" + "\n".join(events(s.peers.values())))
 
@@ -190,7 +191,7 @@ def frame(array: Any) -> TensorFrame:
 
 
 def with_run(ctx: Any, run: RunFile) -> Any:
-    return dataclasses.replace(ctx, run=run)
+    return dataclasses.replace(ctx, run=run, services=RunServices(run, ctx.host, ctx.rpc, ctx.dht, ctx.clock))
 
 
 def single(group: BaseException) -> BaseException:

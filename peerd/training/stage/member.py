@@ -42,6 +42,7 @@ class StageMember:
         self._tally = self._services.tally("stage", ctx.data_dir / "contributed.json", ctx.worker("files"))
         self._arrived_at = ctx.clock.wall()
         self._held: dict[int, _Held] = {}  # by stage, in the order in which they were entered
+        self._entered = trio.Event()  # the first post is there
         self._nursery: trio.Nursery | None = None
 
     # --- life -------------------------------------------------------------------------------------------------
@@ -72,6 +73,7 @@ class StageMember:
             raise LocalError(f"stage {stage} is served by this process already")
         held = self._held[stage] = _Held(Post(self._ctx, self._services, stage, self._own))
         held.post.stepped = self._stepped
+        self._entered.set()
         await self._nursery.start(self._serve, held)
         return held.post
 
@@ -81,13 +83,13 @@ class StageMember:
         await held.post.leave()
         held.scope.cancel()
         await held.ended.wait()
+        del self._held[stage]
 
     async def _serve(self, held: _Held, *, task_status: trio.TaskStatus[None]) -> None:
         try:
             with held.scope:
                 await held.post.run(task_status=task_status)
         finally:
-            self._held.pop(held.post.stage, None)
             held.ended.set()
 
     async def _choose_stages(self) -> list[int]:
@@ -126,6 +128,11 @@ class StageMember:
     def position(self) -> Position:
         """Where the parameters of the first post stand."""
         return self.post.state.position if self.post is not None else START
+
+    async def moved(self) -> None:
+        """Wait until the parameters of the first post stand elsewhere; where there is no post yet, until there is."""
+        post = self.post
+        await (post.state.stepped if post is not None else self._entered).wait()
 
     @property
     def members(self) -> list[MemberInfo]:
