@@ -20,7 +20,7 @@ PEER_ID_BYTES = len(_PREFIX) + 32
 
 @dataclass(frozen=True, order=True)
 class PeerId:
-    """Who a peer is: its Ed25519 public key in libp2p's form."""
+    """A peer's identity: its Ed25519 public key in libp2p's form."""
 
     raw: bytes
 

@@ -1,4 +1,4 @@
-"""What each peer says it has given to a run, as it publishes it: for the leader-board.
+"""Contribution records: what each peer says it has given to a run, published for the leader-board.
 
 The figures are the peer's own word. Its name is not: it stands in the token that travels along, which the organizer
 signed for this very peer; who reads the record checks that. Values come from strangers, so all are bounded.
@@ -28,7 +28,7 @@ class Contributed(Message, frozen=True):
 
 
 def contributions_key(run: str) -> Key:
-    """Where the peers of a run publish what they gave; one sub-key for each role of a peer."""
+    """DHT key for the contributions to a run; one sub-key for each role of a peer."""
     return Key.of(f"{run}/contributions")
 
 

@@ -68,7 +68,7 @@ class Grant(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
 
 
 class GrantStatement(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """What a grant signs."""
+    """The content that a grant signs."""
 
     run: Fingerprint
     term: Term
@@ -85,7 +85,7 @@ class Receipt(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
 
 
 class ReceiptStatement(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """What a receipt signs."""
+    """The content that a receipt signs."""
 
     run: Fingerprint
     session: Seq
@@ -95,7 +95,9 @@ class ReceiptStatement(msgspec.Struct, frozen=True, array_like=True, forbid_unkn
 
 
 class Position(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, order=True):
-    """Where a peer's parameters stand: the step, and which commit led there (differs after a split)."""
+    """The position of a peer's parameters: the step, and the lineage of the commit that led there (differs after a
+    split).
+    """
 
     step: StepNumber
     lineage: Lineage
@@ -113,7 +115,7 @@ class MemberInfo(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
 
 
 class MemberNews(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """How the conductor's list of members got from one version to another; see machine/conductor/member_list."""
+    """Changes of the conductor's list of members between two versions; see machine/conductor/member_list."""
 
     since: Version  # the list that these are changes to; 0: an empty one
     version: Version  # what it is with these changes
@@ -126,14 +128,14 @@ Mode = Literal["node", "client", "aux"]  # sends a vector and sums a share; only
 
 
 class PairLimit(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """What the sender of this can send to `peer` at most, when that is less than its line carries."""
+    """Upper bound on the rate from the sender of this message to `peer`, where that is less than its line carries."""
 
     peer: PeerText
     bytes_per_s: Rate  # 0: nothing passes
 
 
 class LineInfo(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """What a peer says of its line and its part in averaging; rates of 0: unknown."""
+    """A peer's own figures of its line, and its part in averaging; rates of 0: unknown."""
 
     mode: Mode = "node"
     up_bytes_per_s: Rate = 0.0
@@ -404,7 +406,7 @@ class StateRequest(Message, frozen=True):
 
 
 class StateManifest(Message, frozen=True):
-    """What a donor vouches for; the same from all who hold the same bits at the same position."""
+    """A donor's claim to a state; the same from all donors that hold the same bits at the same position."""
 
     position: Position
     layout: Root  # digest of the names, dtypes and shapes

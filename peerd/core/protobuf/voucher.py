@@ -29,7 +29,7 @@ def seal_envelope(domain: str, kind: bytes, payload: bytes, signer: Signer) -> b
 
 
 def open_envelope(domain: str, kind: bytes, data: bytes, verify: Verify) -> tuple[PeerId, bytes]:
-    """Who signed, and what."""
+    """Signer and payload of a signed envelope."""
     signer: PeerId | None = None
     found, payload, signature = b"", b"", b""
     for number, value in read_fields(data):

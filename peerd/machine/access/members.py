@@ -58,7 +58,7 @@ class Member:
     rights: frozenset[str] | None
 
     def lacks(self, roles: frozenset[str]) -> bool:
-        """Whether none of `roles` is among its rights."""
+        """True when the member's rights are limited and include none of `roles`."""
         return self.rights is not None and not self.rights & roles
 
 
@@ -79,7 +79,7 @@ class Roll:
         return len(self._members)
 
     def judge(self, peer: PeerId, data: bytes, now: float) -> Member | str:
-        """What the token `data` makes of `peer`: a member, or the reason why not. Changes nothing."""
+        """Verdict on the token `data` that `peer` shows: a member, or the reason for a refusal. Changes nothing."""
         if peer == self.organizer:
             return self._members[peer]
         if not data:
@@ -108,7 +108,9 @@ class Roll:
         return None
 
     def may_vote(self, peer: PeerId) -> bool:
-        """Whether its clock counts: a member's does, even if the token has expired by ours, which may be off."""
+        """True when the peer's clock has a vote: a member's does, even if the token has expired by ours, which may be
+        off.
+        """
         return peer in self._members or peer in self._expired
 
     def forget(self, peer: PeerId) -> None:
@@ -118,7 +120,7 @@ class Roll:
             self._expired.discard(peer)
 
     def member(self, peer: PeerId, now: float) -> Member | None:
-        """Who `peer` is, if its token counts still."""
+        """The member record of `peer`; None: it has none, or its token has expired."""
         found = self._members.get(peer)
         if found is not None and found.token is not None and now >= found.token.expires:
             del self._members[peer]
@@ -148,7 +150,7 @@ class Roll:
         return f"{method} is served by {_listed(allowed)}; its token allows {_listed(found.rights)}"
 
     def refusal(self, why: str) -> str:
-        """What a peer without a token is told."""
+        """The text that a peer without a valid token is told."""
         return f"{NO_TOKEN} for run {self.run}: {why}; ask the organizer ({self.organizer.short}) for one"
 
     def learn_revoked(self, data: bytes) -> bool:

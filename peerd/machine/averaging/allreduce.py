@@ -110,7 +110,7 @@ class AveragingPlan:
         )
 
     def pair_bytes_per_s(self, own: str) -> dict[str, float]:
-        """How fast bytes leave `own` for each other peer when all lines are used evenly to the end; empty: not known.
+        """Sending rates from `own` to each other peer at which all lines are used evenly to the end; empty: not known.
 
         What headers take of a line is left to them: else its queue grows, round by round, until it loses packets.
         """
@@ -194,7 +194,7 @@ def cut(
 
 
 def _alike(share: int, most: int) -> int:
-    """How long the parts of a share are so that none is longer than `most`, and none much shorter than the others."""
+    """Length of the parts of a share: none is longer than `most`, and none much shorter than the others."""
     if not share:
         return most
     return min(most, _raised(-(-share // -(-share // most)), _EVEN_ELEMENTS))
@@ -300,7 +300,7 @@ class Round:
         self._heard[peer] = now, self._times_heard
 
     def missing_share(self) -> float:
-        """How much of what this member should have, from 0 to 1, has no sum yet."""
+        """Fraction, from 0 to 1, of the parts due to this member that have no complete sum."""
         due = [part for part in self.parts if part.owner == self.own or self.own in self._everyone]
         whole = len(self.senders)
         lost = [p for p in due if p.index in self._due or (p.index in self._came and self._brought[p.index] < whole)]
@@ -311,7 +311,7 @@ class Round:
         return sender in self._everyone and any(sender not in came for came in self._came.values())
 
     def silent(self, now: float) -> set[str]:
-        """Whom we have not heard of for longer than our patience, whether or not it is their turn."""
+        """Peers not heard from for longer than our patience, whether or not it is their turn."""
         return {peer for peer, (heard, _) in self._heard.items() if now - heard > self._patience_s} - {self.own}
 
     def late(self, now: float) -> tuple[str, ...]:
@@ -335,13 +335,13 @@ class Round:
         return tuple(sorted(lost & blocking or lost))
 
     def _blocking(self) -> set[str]:
-        """Who lacks the first of our parts that is not whole: all others wait for them."""
+        """Peers that have not delivered their piece of our first incomplete part: all others wait for them."""
         whole = len(self._everyone)
         return set(next((self._everyone - came for came in self._came.values() if len(came) < whole), ()))
 
 
 class PartPace:
-    """Which parts of other owners may leave now, so that all shares are sent evenly and end together.
+    """Pacing of parts to other owners: which may leave now, so that all shares are sent evenly and end together.
 
     A part's place is how far its owner's share has come with it, from 0 to 1; owners are a little apart, so that not
     all small ones' parts leave at once. What leaves is at most a window ahead of the least place, among shares as large

@@ -1,4 +1,4 @@
-"""Which measured line is given more than it has shown, to see whether it carries that: one at a time, ever more rarely.
+"""Bandwidth probes: one measured line at a time gets more load than it has shown to carry, with exponential back-off.
 
 A line is measured by what passes it, and what passes a fast line among slow ones is what the slow ones allow: with
 equal shares all look alike. So now and then a peer's line is taken for TRY times what was seen. If it then carries
@@ -28,7 +28,7 @@ class _Known:
 
 
 class Exploring:
-    """Of one stage. Lines are known by their narrower direction, in bytes/s."""
+    """The probes of one stage. Lines are known by their narrower direction, in bytes/s."""
 
     def __init__(self) -> None:
         self._attempt = 0

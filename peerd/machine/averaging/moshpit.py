@@ -1,4 +1,4 @@
-"""Who sums with whom when a large group averages in several rounds of small groups, as in Moshpit all-reduce.
+"""Group schedule of Moshpit all-reduce: a large group averages in several rounds of small groups.
 
 A run's conductor uses it through `topology`. Peers stand in one order, cut into leaves. In the first round each leaf
 sums; then clusters of `side` neighbours (leaves at first, clusters of the round before later on) sum what each of them

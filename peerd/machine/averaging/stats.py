@@ -1,4 +1,4 @@
-"""How this peer's averaging rounds ended: how long they took, who was waited for, and what was lost.
+"""Statistics of this peer's averaging rounds: how long they took, which peer was waited for, and what was lost.
 
 A round is as slow as its slowest member, and nobody but the owner of a part sees whose version of it came last: the
 time from the last but one to the last is what that sender made the others wait. Counts since the peer was started;

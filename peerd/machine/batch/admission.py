@@ -1,4 +1,4 @@
-"""Whose microbatches fill the batch: each trainer's in turn, but not one that would hold the step up.
+"""Admission of microbatches to the batch: each trainer's in turn, but not one that would hold the step up.
 
 Where trainers compute for themselves (a model of one stage) they are as fast as their machines. A step ends when the
 last admitted microbatch is done, so near its end a slow trainer gets no further one: it would still compute when the
@@ -39,7 +39,7 @@ class _Trainer:
 
     @property
     def seconds(self) -> float:
-        """Of one microbatch, measured; 0: not yet."""
+        """Measured seconds of one microbatch; 0: not yet."""
         return self.pace.seconds
 
 
@@ -57,7 +57,7 @@ class Admission:
         self._ran_out_at = 0.0
 
     def count(self) -> int:
-        """How many trainers there are."""
+        """Number of trainers."""
         return len(self._trainers)
 
     def __contains__(self, trainer: str) -> bool:
@@ -68,7 +68,7 @@ class Admission:
         return min(self._trainers, default=None)
 
     def report(self, trainer: str, wishes: tuple[int, ...], bound: Iterable[int] = (), bound_to: int = 0) -> None:
-        """What the trainer has open now; `bound` are good for step `bound_to` only."""
+        """Record what the trainer has open now; `bound` are good for step `bound_to` only."""
         known = self._trainers.setdefault(trainer, _Trainer())
         known.open, known.bound, known.bound_to = wishes, frozenset(bound), bound_to
 
@@ -134,7 +134,7 @@ class Admission:
         self._leashes = {trainer: leash for trainer, leash in self._leashes.items() if leash.step_made()}
 
     def _given(self, now: float) -> dict[str, int | None]:
-        """How many microbatches each trainer may have under way; None: any number."""
+        """Number of microbatches that each trainer may have under way; None: any number."""
         rested = [name for name in self._trainers if name not in self._leashes or self._leashes[name].until <= now]
         found: dict[str, int | None] = {}
         for name in self._trainers:
@@ -187,7 +187,7 @@ class Admission:
                     workers[mb.trainer] = WorkerPace(before.seconds, before.begun + 1, waited_s)
 
     def _at_work(self, now: float, begun: dict[str, tuple[int, float]]) -> dict[str, WorkerPace]:
-        """Who wishes for microbatches or has begun some, by name."""
+        """Trainers that wish for microbatches or have begun some, by name."""
         found = {}
         for name, trainer in self._trainers.items():
             count, since = begun.get(name, (0, now))

@@ -28,7 +28,7 @@ Unwanted = Callable[[Mb, Entry, Callable[[Mb], bool]], bool]  # the last tells w
 
 @dataclass(frozen=True, slots=True)
 class StageView:
-    """What the conductor knows of the stages when it asks: whose reports hold, and which stages have their mean."""
+    """The conductor's view of the stages: which peers' reports hold, and which stages have their mean."""
 
     serves: Callable[[str, int], bool]  # does this peer hold the state of this stage that microbatches are for?
     settled: Sequence[bool]  # by stage
@@ -56,7 +56,7 @@ class Batches:
         self.early.lose(peer, now)
 
     def told(self, now: float, who: tuple[str, int, int], due: frozenset[Mb], early: frozenset[Mb]) -> None:
-        """What a member (peer, stage, session) says it holds: the rest that was credited to it is lost.
+        """Apply a report of what a member (peer, stage, session) holds: the rest that was credited to it is lost.
 
         Only its connection had broken.
         """
@@ -207,7 +207,9 @@ class Batches:
         return self.trainers.whole_in_s(now, self.due)
 
     def redo(self, trainer: str, settled: Sequence[bool]) -> list[Redo]:
-        """What the trainer has to repeat, because a peer that held it is gone; of very much the first."""
+        """Microbatches that the trainer has to repeat, because the peer that held them is gone; of very many
+        the first.
+        """
         return (self.due.redo(trainer, settled) + self.early.redo(trainer, self._nothing))[:REDO_AT_ONCE]
 
     def _has_place(self, mb: Mb) -> bool:

@@ -1,4 +1,4 @@
-"""When the batch under way will be whole, from how fast each trainer was until now.
+"""Forecast of when the batch under way will be whole, from how fast each trainer was until now.
 
 A trainer's pace is measured where its reports arrive, while it works: what it says of its speed counts for nothing, so
 a liar makes a forecast wrong only by being slow. `whole_in_s` shares out what nobody has begun among those who work,
@@ -39,7 +39,7 @@ class TrainerPace:
 
     @property
     def seconds(self) -> float:
-        """Of one microbatch; 0: never measured."""
+        """Measured seconds of one microbatch; 0: never measured."""
         return max(self._worked_s / self._count, _LEAST_S) if self._count else 0.0
 
 

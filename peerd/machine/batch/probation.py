@@ -29,7 +29,9 @@ class _Account:
 
 
 class Probation:
-    """Of one conductor. `place_of` tells where a peer connects from; without it each is a place of its own."""
+    """Probation of newcomers, kept by one conductor. `place_of` tells where a peer connects from; without it each is a
+    place of its own.
+    """
 
     def __init__(self, place_of: Callable[[str], str] | None = None) -> None:
         self._place_of = place_of or (lambda peer: peer)
@@ -41,7 +43,7 @@ class Probation:
         return account is not None and account.until > now
 
     def times(self, now: float, newcomer: str) -> int:
-        """How often newcomers from its place were let go, as far as it is remembered."""
+        """Number of times that newcomers from its place were let go, as far as it is remembered."""
         account = self._accounts.get(self._place_of(newcomer)) if self._accounts else None
         return 0 if account is None else max(0, account.times - int((now - account.last) / _FADES_S))
 

@@ -22,7 +22,7 @@ T = TypeVar("T")  # what a microbatch carries: its samples, and what its stages 
 
 
 class Holding(NamedTuple):
-    """Who holds a microbatch's gradient in one stage, and what it has signed for that."""
+    """The peer that holds a microbatch's gradient in one stage, and the receipt that it has signed."""
 
     peer: str
     receipt: Receipt | None
@@ -74,7 +74,7 @@ Order = Start[T] | Repeat[T] | DropMicrobatch[T]
 
 @dataclass(slots=True)
 class MicrobatchTally:
-    """What became of microbatches so far."""
+    """Counters of microbatches by outcome."""
 
     begun: int = 0
     counted: int = 0
@@ -110,12 +110,12 @@ class Contribution(Generic[T]):
         return [seq for seq, item in self.items.items() if item.step == self.step + 1]
 
     def news(self) -> list[Done]:
-        """What the conductor has not heard."""
+        """Finished microbatches of which the conductor has not heard."""
         unsaid = [item for item in self.items.values() if item.finished and item.unsaid]
         return [Done(item.seq, list(item.holders), list(item.receipts)) for item in unsaid]
 
     def grant_of(self, seq: int) -> Grant | None:
-        """What shows to stage peers that this microbatch is admitted; the newest there is."""
+        """The newest grant of this microbatch, which shows stage peers that it is admitted; None: there is none."""
         item = self.items.get(seq)
         return item.grant if item is not None else None
 
@@ -225,7 +225,7 @@ class Contribution(Generic[T]):
 
 
 def told_at_once(news: Iterable[Done]) -> tuple[list[Done], list[int]]:
-    """What of the news goes into one report, and the numbers of the rest, which wait for the next.
+    """The part of the news that goes into one report, and the numbers of the rest, which wait for the next.
 
     The report has to name the rest as open: the conductor gives away what a trainer does not name any more.
     """

@@ -1,4 +1,4 @@
-"""How much a trainer is given that did not finish what it had: less each time, and more with steps it helps to make.
+"""Back-off for a trainer that did not finish what it had: less each time, and more with steps it helps to make.
 
 Half of what it had under way, then half of that, down to one microbatch at a time, then one now and then, after pauses
 that double; at once so, where it never finished anything. Each time it is also waited for half as long. Meant alike for

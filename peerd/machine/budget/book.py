@@ -30,7 +30,7 @@ EVERYBODY: Final = 3
 
 
 class Means(StrEnum):
-    """What a host has to share out; the values are how people read it."""
+    """Resources that a host shares out; the values are how people read them."""
 
     RECEIVING = "bytes being received"
     ANSWERS = "bytes of unread answers"
@@ -51,7 +51,7 @@ class User(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bounds:
-    """How much of one means there is, and how much one peer, place and region may have; the last two: of strangers."""
+    """Limits of one resource: in total, of one peer, and, for strangers, of one place and region."""
 
     total: int
     peer: int
@@ -80,7 +80,7 @@ BOUNDS: Final[Mapping[Means, Bounds]] = {
 
 
 def user_at(peer: str, remote: Multiaddr) -> User:
-    """Who `peer`, connected from `remote`, is in the book.
+    """The user that the book knows `peer`, connected from `remote`, as.
 
     Over a relay nobody knows where it is: all who come over one relay share the relay's place and region, under a name
     of their own, so that they do not use up what peers beside the relay may have. A private or loopback address is one
@@ -165,7 +165,7 @@ class Book:
         self._members.append(WeakMethod(knows) if isinstance(knows, MethodType) else lambda: knows)
 
     def is_member(self, peer: str) -> bool:
-        """Whether somebody who knows says so."""
+        """True when a registered source knows the peer as a member."""
         return any((knows := known()) is not None and knows(peer) for known in self._members)
 
     def objection(self, means: Means, user: User, amount: int = 1) -> str | None:
@@ -195,12 +195,12 @@ class Book:
         self._accounts[means].add(user, -amount)
 
     def used(self, means: Means, user: User | None = None) -> int:
-        """What `user` has, or all together."""
+        """The amount that `user` has, or all together."""
         account = self._accounts[means]
         return account.used if user is None else account.by.get(user, 0)
 
     def fullest(self, means: Means, among: Iterable[User]) -> User | None:
-        """Of these, the one to lose something first: of the fullest region the fullest place, of that the fullest peer.
+        """The first of these to lose something: of the fullest region the fullest place, of that the fullest peer.
 
         Strangers go before members; the first in order of those that are equal. None: nobody of them has any.
         """
@@ -208,7 +208,7 @@ class Book:
         return max((user for user in among if user in by), key=lambda user: self.fullness(means, user), default=None)
 
     def fullness(self, means: Means, user: User) -> tuple[bool, int, int, int]:
-        """What `fullest` compares: whether it is a stranger, what its region has, its place, the peer itself."""
+        """Sort key of `fullest`: stranger or not, then what its region, its place and the peer itself have."""
         peers, places, regions = self._accounts[means].sums
         strange = not self.is_member(user.peer)
         return strange, regions.get(user.region, 0), places.get(user.place, 0), peers.get(user.peer, 0)

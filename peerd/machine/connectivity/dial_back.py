@@ -1,4 +1,4 @@
-"""Whom to dial back for AutoNAT, and where: never anybody but the asker, and never more than a few at once.
+"""Dial-backs for AutoNAT: never to anybody but the asker, and never more than a few at once.
 
 Decides, and dials nothing. Only addresses with the very IP address from which the asker is connected are allowed, so
 that nobody can have others dialed (RFC 3489, 12.1.1). Hostile input: floods of questions from one peer, from one
@@ -34,7 +34,7 @@ class DialBackRefusal:
 
 @dataclass(frozen=True, slots=True)
 class Asker:
-    """Who asks: the link on which the question came."""
+    """The asking peer, and the link on which its question came."""
 
     peer: PeerId
     remote: Multiaddr

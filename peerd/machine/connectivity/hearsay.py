@@ -60,7 +60,7 @@ def common(ever: Iterable[str]) -> frozenset[str]:
 
 @lru_cache(maxsize=16_384)  # answers of the DHT name the same addresses over and over
 def may_dial(raw: bytes, around: Surroundings, blocks: frozenset[str]) -> bool:
-    """Whether an address may be dialed that was heard from somebody in these private blocks."""
+    """True when an address heard from a peer in these private blocks may be dialed."""
     try:
         addr = normal(decode_addr(raw))
     except ProtocolViolation:

@@ -25,7 +25,7 @@ def network_of(addr: Multiaddr) -> str:
 
 
 def votes(told: Iterable[tuple[Multiaddr, T]]) -> dict[T, float]:
-    """What is said by peers at these addresses, weighted: one vote per network, shared by addresses, then by peers."""
+    """Weighted votes on what peers at these addresses say: one vote per network, shared by addresses, then by peers."""
     return shared((network_of(at), str(ip_of(at) or at), what) for at, what in told)
 
 
@@ -43,7 +43,7 @@ def shared(told: Iterable[tuple[str, str, T]]) -> dict[T, float]:
 
 
 def majority(told: Iterable[tuple[Multiaddr, T]]) -> T | None:
-    """What more than half of the votes are for."""
+    """The statement that more than half of the votes are for; None: there is none."""
     found = votes(told)
     total = sum(found.values())
     return next((what for what, weight in found.items() if weight > total / 2 + 1e-9), None)

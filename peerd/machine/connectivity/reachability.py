@@ -31,7 +31,7 @@ _VERSIONS = (4, 6)
 
 
 class Kind(StrEnum):
-    """What lies between this peer and those who want to reach it."""
+    """Kind of obstacle between this peer and those that dial it."""
 
     UNKNOWN = "unknown"
     REACHABLE = "reachable"
@@ -110,7 +110,9 @@ class Reachability:
     # --- what happens ------------------------------------------------------------------------------------------
 
     def own(self, listen: Iterable[Multiaddr], given: Iterable[Multiaddr] = ()) -> None:
-        """Where this peer listens, and addresses that lead there for certain, such as those that a router promised."""
+        """Set the addresses where this peer listens, and others that lead there for certain, such as a router's
+        promise.
+        """
         self._own, self._given = tuple(listen), tuple(given)
 
     def saw(self, now: float, sight: Sight) -> None:
@@ -139,7 +141,9 @@ class Reachability:
             server.due, server.asked_at, server.not_before, server.asked_in = True, -math.inf, -math.inf, None
 
     def answered(self, now: float, peer: PeerId, *, tried: bool, proven: Multiaddr | None = None) -> None:
-        """What came of the question to `peer`; not `tried`: it would not, or we could not ask. `proven`: it got in."""
+        """Record the result of the question to `peer`; not `tried`: it would not, or we could not ask. `proven`: it got
+        in.
+        """
         server, sight = self._servers.get(peer), self._observers.get(peer)
         asked = server.pending if server is not None else None
         if server is None or sight is None or asked is None:
@@ -167,7 +171,7 @@ class Reachability:
         return asks
 
     def wake_at(self, now: float) -> float:
-        """When `step` has something to do by the passing of time alone."""
+        """Time at which `step` next has something to do by the passing of time alone."""
         times, covered = [math.inf], self._covered(now)
         for peer, server in self._servers.items():
             if server.pending is not None:
@@ -178,7 +182,7 @@ class Reachability:
         return min(times)
 
     def _ready_at(self, server: _Server) -> float:
-        """When the server may be asked, and there is a reason to."""
+        """Time at which the server may be asked, and there is a reason to."""
         config = self._config
         wanted = server.asked_at + (config.again_s if server.due else config.refresh_s)
         return max(wanted, server.not_before)
@@ -220,7 +224,7 @@ class Reachability:
         return asks
 
     def _is_useful(self, peer: PeerId, covered: list[str]) -> bool:
-        """Whether one more answer, this peer's, would tell us more."""
+        """True when one more answer, this peer's, would tell us more."""
         wanted = self._config.networks
         if len(covered) < wanted:
             return True
@@ -235,7 +239,7 @@ class Reachability:
         ]
 
     def _questionable(self, sight: Sight) -> tuple[Multiaddr, ...]:
-        """What to have this peer dial: our addresses as it may see them."""
+        """Addresses to have this peer dial: ours, as it may see them."""
         seen_ip = ip_of(sight.seen) if sight.seen is not None else None
         found = self._surely_ours()
         if sight.seen is not None and reach(sight.seen) == 2:
@@ -312,12 +316,12 @@ class Reachability:
         return sorted(good, key=lambda addr: -good[addr])
 
     def _is_ours(self, addr: Multiaddr) -> bool:
-        """Whether a proven address still is one of ours: the network may have changed since."""
+        """True while a proven address still is one of ours: the network may have changed since."""
         ip = self._observers.view(version_of(addr)).ip
         return ip is None or addr in self._own or addr in self._given or str(ip_of(addr)) == ip
 
     def _presumed(self) -> list[Multiaddr]:
-        """Where we listen, and where a router that passes our ports on would make us appear."""
+        """Our listening addresses, and those at which we would appear behind a router that keeps our ports."""
         ips = [ip for version in _VERSIONS if (ip := self._observers.view(version).ip) is not None]
         return [*self._given, *self._own, *(tcp_addr(ip, port) for ip in ips for port in self._ports())]
 

@@ -1,4 +1,4 @@
-"""Whom a DHT node knows, and whom it trusts to answer: the table, suspicion, and what was learned along the way.
+"""Neighbours of a DHT node: the table, suspicion, and what was learned along the way.
 
 Peers enter the table when they themselves talked to us and say where they can be dialled; hearsay never enters it.
 A peer that falls silent or closes its connection is out of consideration at once, and probed once its suspicion has
@@ -51,7 +51,7 @@ class Neighbours:
         self._given: OrderedDict[tuple[PeerId, Key], float] = OrderedDict()
 
     def usable(self, now: float, peer: PeerId) -> bool:
-        """Whether to ask this peer, and to name it to others."""
+        """True when this peer may be asked, and named to others."""
         return not (self._silence.shunned(now, peer) or self._liars.shunned(now, peer))
 
     def believed(self, now: float, contacts: Iterable[Contact]) -> list[Contact]:
@@ -112,14 +112,14 @@ class Neighbours:
         return newcomer
 
     def has_resigned(self, peer: PeerId) -> bool:
-        """Whether it said so last, whatever others still tell of it."""
+        """True when the peer itself said last that it resigns, whatever others still tell of it."""
         return peer in self._resigned
 
     def is_liar(self, now: float, peer: PeerId) -> bool:
         return self._liars.shunned(now, peer)
 
     def greets(self, now: float, peer: PeerId) -> bool:
-        """Whether the next message to `peer` should say who we are; notes that it does."""
+        """True when the next message to `peer` should say who we are; notes that it does."""
         greeted = self._greeted.get(peer)
         if greeted is not None and now - greeted < self._greet_again_s:
             return False
@@ -134,7 +134,7 @@ class Neighbours:
         self._greeted.pop(peer, None)
 
     def greet_all_again(self) -> None:
-        """What we say about ourselves has changed."""
+        """Greet all peers anew: what we say about ourselves has changed."""
         self._greeted.clear()
 
     def found_near(self, now: float, key: Key, contacts: Iterable[Contact]) -> None:
@@ -145,7 +145,9 @@ class Neighbours:
             self._near.popitem(last=False)
 
     def seeds(self, now: float, key: Key, target: int) -> list[Contact]:
-        """Where a search for `key` begins: the peers of the table, and those that the last such search found."""
+        """Contacts to begin a look-up of `key` with: the peers of the table, and those that the last such look-up
+        found.
+        """
         contacts = self.closest(now, target, self._k)
         near = self._near.get(key)
         if near is None or now - near.found_at > self._stale_s:
@@ -154,12 +156,14 @@ class Neighbours:
         return contacts + [c for c in near.contacts if c.peer not in known and self.usable(now, c.peer)]
 
     def near_is_fresh(self, now: float, key: Key) -> bool:
-        """Whether a search for `key` ended so recently that its result, with the table's, will do."""
+        """True when a look-up of `key` ended so recently that its result, with the table's, will do."""
         near = self._near.get(key)
         return near is not None and now - near.found_at <= self._near_s
 
     def may_give(self, now: float, peer: PeerId, key: Key) -> bool:
-        """Whether to offer `peer` copies of what it lacks under `key`; not again for a while, it may have refused."""
+        """True when `peer` may be offered copies of what it lacks under `key`; not again for a while, it may have
+        refused.
+        """
         given = self._given.get((peer, key))
         if given is not None and now - given < self._near_s:
             return False
@@ -170,7 +174,7 @@ class Neighbours:
         return True
 
     def probes(self, now: float) -> list[Contact]:
-        """Whom to ping now: cooled suspects, peers not heard from for long, and former ones when we are lonely."""
+        """Contacts to ping now: cooled suspects, peers not heard from for long, and former ones when we are lonely."""
         cooled = [contact for peer in self._silence.cooled(now) if (contact := self.table.contact(peer)) is not None]
         unseen = sorted(self.table.longest_unseen(), key=lambda seen: seen[0])[:_PROBES]
         stale = [contact for seen, contact in unseen if now - seen > self._stale_s]

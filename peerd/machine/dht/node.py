@@ -50,7 +50,7 @@ class Kademlia:
 
     @property
     def addrs(self) -> tuple[bytes, ...]:
-        """Where others can dial us."""
+        """Our addresses, for others to dial."""
         return self.node.contact.addrs
 
     @addrs.setter
@@ -98,7 +98,7 @@ class Kademlia:
         return self._taken()
 
     def wake_at(self, now: float) -> float:
-        """When `wake` must be called at the latest."""
+        """Latest time for the next call of `wake`."""
         if self._handover:
             return now
         times = [self._upkeep_at, self._work.wake_at(), self.node.publisher.due_at()]

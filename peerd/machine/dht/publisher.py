@@ -72,7 +72,7 @@ class Publisher:
         return [own.record for own in self._own.values() if own.record.is_live(wall)]
 
     def due(self, wall: float) -> list[Record]:
-        """What must be offered to the swarm again now, with leases renewed where that is due."""
+        """Records to offer to the swarm again now, with leases renewed where that is due."""
         records = []
         for place, own in list(self._own.items()):
             if own.until <= wall:
@@ -93,7 +93,7 @@ class Publisher:
         return records
 
     def due_at(self) -> float | None:
-        """When `due` will have something to do, in corrected Unix seconds."""
+        """Time at which `due` next has something to do, in corrected Unix seconds; None: nothing is published."""
         return min((min(own.due, own.until) for own in self._own.values()), default=None)
 
     def outbid(self, wall: float, record: Record, version: int) -> Record | None:

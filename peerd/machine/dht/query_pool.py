@@ -108,7 +108,7 @@ class Workbench:
             self._finish(now, task)
 
     def wake_at(self) -> float | None:
-        """When `pump` must be called for all tasks though no answer came."""
+        """Time at which `pump` must be called for all tasks though no answer came."""
         return min((at for task in self._tasks if (at := task.wake_at()) is not None), default=None)
 
     def _start(self, now: float, task: Task) -> None:
@@ -161,7 +161,7 @@ class Workbench:
             self._emit(q.PutDone(task.op, peers, why, refusals))
 
     def _outbid(self, now: float, task: Task) -> bool:
-        """Where a peer holds a later version of ours: publish a later one still, in a new task that then reports."""
+        """Outbid peers that hold a later version of our record: a later one still, in a new task that then reports."""
         beaten = [placement for placement in task.placements if placement.newest]
         if not beaten or task.attempt >= _ATTEMPTS:
             return False

@@ -1,4 +1,4 @@
-"""Which records a newcomer near their keys should be given, and by whom: by us, if we are the nearest that has them.
+"""Replication to newcomers near a record's key: by us, if we are the nearest that has it.
 
 Our own records we always give ourselves. A store may hold tens of thousands of keys, so they are gone through in
 slices: `step` looks at a few and says what it found.

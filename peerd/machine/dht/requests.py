@@ -32,7 +32,7 @@ class RequestInFlight:
     placements: list[tuple[Task, Placement]]
 
     def tasks(self) -> list[Task]:
-        """Whose task this concerns."""
+        """Tasks that this request serves."""
         return [task for task, _ in self.searches] + [task for task, _ in self.placements]
 
     def failed(self) -> None:
@@ -67,7 +67,7 @@ class Dispatch:
         return [self._ask(contact, q.Ping(hello), [], [])]
 
     def messages(self, now: float, tasks: Iterable[Task], hello: q.Hello) -> Iterator[q.Ask]:
-        """What these tasks want to be asked now, one message per peer and kind as far as it fits."""
+        """Messages that these tasks need sent now, one per peer and kind as far as it fits."""
         searches: dict[tuple[Contact, bool, int], list[tuple[Task, Search]]] = {}
         placements: dict[Contact, list[tuple[Task, Placement]]] = {}
         for task in tasks:
@@ -149,7 +149,7 @@ def _acceptable(wall: float, records: Sequence[Record]) -> list[Record]:
 
 
 def _batches(placed: list[tuple[Task, Placement]]) -> Iterator[list[tuple[Task, Placement]]]:
-    """As many records to a message as its limits allow."""
+    """Batches of records, each as large as the limits of one message allow."""
     batch: list[tuple[Task, Placement]] = []
     room = DHT_STORE_BYTES
     for task, placement in placed:

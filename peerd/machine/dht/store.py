@@ -46,7 +46,7 @@ N = TypeVar("N", str, bool)
 
 
 class Verdict(enum.IntEnum):
-    """What a store says to an offered record. Travels as its number."""
+    """A store's verdict on an offered record. Travels as its number."""
 
     STORED = 0
     STALE = 1  # it holds a record that beats this one
@@ -59,7 +59,7 @@ class Verdict(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreLimits:
-    """How much to keep. Bytes count values, suffixes and a fixed part per record."""
+    """Quotas of a store. Bytes count values, suffixes and a fixed part per record."""
 
     records: int = DHT_STORED_RECORDS
     bytes: int = DHT_STORED_BYTES
@@ -155,7 +155,7 @@ class Store:
             users[record.sub_key] = user
 
     def get(self, wall: float, key: Key, most_bytes: int = 0) -> list[Record]:
-        """What is held under `key` and has not expired, tombstones included, by sub-key.
+        """Records under `key` that have not expired, tombstones included, by sub-key.
 
         `most_bytes`: if an answer would take more than that, as much as fits. Then members and strangers take turns,
         of these the regions, in a region its places, in a place its publishers: the next is always the one that then
@@ -367,7 +367,7 @@ class Store:
 
 
 def answer_bytes(record: Record) -> int:
-    """What a record takes in an answer, at most."""
+    """Upper bound on the bytes that a record takes in an answer."""
     return len(record.value) + len(record.suffix) + _ANSWER_OVERHEAD_BYTES
 
 
@@ -390,7 +390,7 @@ def _size(record: Record) -> int:
 
 
 def _outweighs(one: User, other: User, fullness: Callable[[User], tuple[bool, int, int, int]], size: int) -> bool:
-    """Whether `one` has more than `other` would have with `size` more, in the widest scope that they do not share."""
+    """True when `one` has more than `other` would have with `size` more, in the widest scope that they do not share."""
     (strange, region, place_, peer), (others_strange, others_region, others_place, others) = (
         fullness(one),
         fullness(other),

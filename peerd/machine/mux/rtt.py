@@ -48,11 +48,11 @@ class Pings:
         self._told = now, rtt_s
 
     def _news(self, now: float) -> float | None:
-        """What the system told of late."""
+        """The round trip that the operating system told of late; None: it did not."""
         return self._told[1] if self._told is not None and now - self._told[0] <= _TOLD_S else None
 
     def due(self, now: float, rtt_s: float) -> bool:
-        """Whether another is worth sending while bulk comes in."""
+        """True when another ping is worth sending while bulk comes in."""
         if self._news(now) is not None:
             return False
         return len(self._waiting) < _MOST and now - self._sent_at >= max(rtt_s / _PER_RTT, _PAUSE_S_MIN)
@@ -69,7 +69,7 @@ class Pings:
         return max(smoothed_s or 0.0, self._recent[-1]) if self._recent else smoothed_s
 
     def queue_s(self, now: float, rtt_min_s: float | None) -> float | None:
-        """What bytes wait on their way to us, asked whenever some come; None while that is not known."""
+        """Queueing delay of bytes on their way to us, asked whenever some come; None while that is not known."""
         told_s = self._news(now)
         if rtt_min_s is not None and told_s is not None:
             return max(told_s - rtt_min_s, 0.0)

@@ -1,4 +1,4 @@
-"""What one yamux session has to send, and in which order.
+"""Send queue of one yamux session: what it has to send, and in which order.
 
 Control frames go first. Then streams with little queued, so that a small call passes a bulk transfer, each in turn with
 one frame; then those with much, in turn as well. Whoever sends little all the time cannot starve the others: after each
@@ -61,7 +61,7 @@ class SendQueue:
 
     @property
     def has_bulk(self) -> bool:
-        """Whether there is something to send on rails."""
+        """True when there is something to send on rails."""
         return bool(self._railed)
 
     def set_rails(self, count: int) -> None:

@@ -105,7 +105,7 @@ class Wiring:
         return peer.seconds_per_unit / peer.weight if peer is not None and peer.weight else 0.0
 
     def wakes_at(self, now: float) -> float | None:
-        """When the first resting peer may be picked again; None when nobody serves the stage."""
+        """Time at which the first resting peer may be picked again; None when nobody serves the stage."""
         return max(now, min(p.rests_until for p in self._peers.values())) if self._peers else None
 
     def __len__(self) -> int:

@@ -1,4 +1,4 @@
-"""What this machine's own line carries, from what really passed: the most in each direction over short windows.
+"""Rate of this machine's access line, from what really passed: the most in each direction over short windows.
 
 Sums over all connections, since they share the line, of bytes that have crossed it: acknowledged by the other side, or
 come in here; what waits in buffers is not counted. Looking takes time, much on a busy machine, so a window lasts from

@@ -1,4 +1,4 @@
-"""What a path carries, from samples of the rate at which bytes passed it: the third best of the newest, and whether
+"""Delivery rate of a path, from samples of the rate at which bytes passed it: the third best of the newest, and whether
 there is more to be had.
 
 The third best: neither a lost packet nor a burst, when what had waited for one comes at once, is another path. A rate
@@ -32,7 +32,7 @@ class PathRate:
 
     @property
     def grows(self) -> bool:
-        """Whether the path's end was not met yet; as long as there are few samples, too."""
+        """True while the path's end was not met; as long as there are few samples, too."""
         return self.grew_ago < _GROWS_SAMPLES
 
     @property

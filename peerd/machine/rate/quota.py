@@ -1,4 +1,4 @@
-"""How often strangers may have us do something within a minute: each of them, each target, all together.
+"""Quota of what strangers may have us do within a minute: by each of them, at each target, and in all.
 
 Sans-IO. Only what is done is counted: whoever is refused leaves no trace, so that no flood of requests pushes out what
 bounds those before it. Invariants: no bound is exceeded in any sixty seconds; nothing older than that is kept, so that

@@ -158,7 +158,7 @@ class MessageParser:
 
     @property
     def clean(self) -> bool:
-        """Whether the stream may end here."""
+        """True when the stream may end here."""
         return not self._rest and not self.wanted and self._pending is None
 
     def feed(self, data: bytes) -> list[RpcMessage]:
@@ -209,7 +209,7 @@ class MessageParser:
             self._begin()
 
     def room(self) -> memoryview | None:
-        """Where the next payload bytes go, all of one frame's at most; None: nowhere, they are skipped."""
+        """Buffer for the next payload bytes, all of one frame's at most; None: they are skipped."""
         return self._targets[0] if self._targets else None
 
     def filled(self, count: int) -> None:
@@ -252,7 +252,7 @@ class MessageParser:
 
 
 def read_head(data: bytes) -> tuple[int, int, int, int]:
-    """Of a message's head (HEAD_BYTES): the block's size, the kind, the number of frames, the call's id."""
+    """Fields of a message's head (HEAD_BYTES): the block's size, the kind, the number of frames, the call's id."""
     size, kind, frames, call_id = _HEAD.unpack(data)
     _check_head(size, kind, frames)
     return size, kind, frames, call_id

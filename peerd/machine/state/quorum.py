@@ -1,4 +1,4 @@
-"""Which state to download: donors that vouch for the same root form a camp, and the largest camp is believed.
+"""Quorum for state download: donors that vouch for the same root form a camp, and the largest camp is believed.
 
 A camp that wins has as many donors as asked for, when so many answer at all, or are named at all where the conductor
 names them: who silences all honest donors but one must not be believed alone. Ties go to the higher position, then to
@@ -25,7 +25,7 @@ _FURTHEST: Final = 64  # steps that donors may be asked to make before they answ
 
 
 class Claim(NamedTuple):
-    """What a donor vouches for."""
+    """A donor's claim to a state."""
 
     position: Position
     root: bytes
@@ -76,7 +76,7 @@ class Poll:
 
     @property
     def due(self) -> float:
-        """When waiting ends."""
+        """Time at which waiting ends."""
         return self._patience_until if self._gather_until is None else min(self._gather_until, self._patience_until)
 
     def decide(self, now: float, claims: dict[str, Claim], pending: int, named: int = 0) -> QuorumVerdict:

@@ -1,4 +1,4 @@
-"""What the conductor is told at the start, what it hears (events) and what it wants done (outputs): values only."""
+"""Starting values, events (what it hears) and outputs (what it wants done) of the conductor: values only."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class ConductorConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Origin:
-    """Whom a conductor can rely on: its own peer, the members that the one before it named as ready, by stage."""
+    """Peers that a conductor can rely on: its own, and the members that the one before it named as ready, by stage."""
 
     own: str = ""
     established: Mapping[str, int] = field(default_factory=dict)
@@ -123,14 +123,14 @@ class SendPrepare:
 
     @property
     def meets(self) -> tuple[str, ...]:
-        """Whom it averages with, itself included: in a grid only some of the group. Sorted."""
+        """Peers that it averages with, itself included: in a grid only some of the group. Sorted."""
         if not self.rounds:
             return self.group
         return tuple(sorted({peer for one in self.rounds for peer in one.meeting.peers}))
 
     @property
     def summers(self) -> frozenset[str]:
-        """Who sums a share in the rounds that the peer makes."""
+        """Peers that sum a share in the rounds that the peer makes."""
         if not self.rounds:
             return _summers(self.split, self.group)
         return frozenset[str]().union(*(_summers(one.split, one.meeting.peers) for one in self.rounds))

@@ -15,7 +15,7 @@ class Versions:
         self._of: dict[str, int] = {}
 
     def of(self, reader: str) -> int:
-        """What this reader should have seen."""
+        """The newest revision that this reader should have seen."""
         return max(self._of_all, self._of.get(reader, 0))
 
     def change(self, reader: str) -> None:

@@ -27,7 +27,7 @@ class RosterEntry:
 
     @property
     def reach(self) -> set[Position]:
-        """Where it says that it stands, or could go."""
+        """Positions where the member says that it stands, or could go."""
         return {self.position, *self.saved, *([self.prepared] if self.prepared else [])}
 
     @property
