@@ -61,7 +61,7 @@ WAITS_PERIOD_S: Final = 1.0  # how often a change in what roles wait for is look
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DaemonPlan:
-    """What to start. `data_dir` may not exist yet."""
+    """Plan of a daemon: what to start. `data_dir` may not exist yet."""
 
     roles: tuple[type[Role], ...]
     run: RunFile | None
@@ -77,7 +77,7 @@ class DaemonPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ground:
-    """What a peer stands on before there is a network: its directory, its identity, time, and its log."""
+    """Local foundations of a peer, before there is a network: its directory, identity, clock and log."""
 
     home: Path
     keypair: Keypair
@@ -101,7 +101,7 @@ class _Held:
 
 
 def _relays(plan: DaemonPlan) -> bool:
-    """Whether this peer carries others' circuits: as it is told, else as a backbone."""
+    """True when this peer carries others' circuits: as it is told, else as a backbone."""
     told = plan.run.limits.relay if plan.run is not None else None
     return told if told is not None else "backbone" in {cls.name for cls in plan.roles}
 
@@ -442,7 +442,7 @@ def assembled(plan: DaemonPlan, stream: TextIO | None) -> Iterator[Daemon]:
 
 
 def _papers(plan: DaemonPlan, home: Path, keypair: Keypair) -> PeerPapers | None:
-    """What lets this peer into a run with tokens; ConfigError when it has nothing of that kind."""
+    """Credentials of this peer in a run with tokens; None in an open run; ConfigError when it has none."""
     if plan.run is None or plan.run.access.allow == "open":
         return None
     return own_papers(plan.run, [cls.name for cls in plan.roles], home, keypair.peer_id, time.time())

@@ -174,12 +174,12 @@ class AveragingOptimizer:
 
     @property
     def global_step(self) -> int:
-        """How many steps the swarm has made that are in the parameters."""
+        """Number of the swarm's steps that are in the parameters."""
         return self._model.step
 
     @property
     def address(self) -> str:
-        """What others give as `bootstrap`; empty before this peer listens."""
+        """Address for others' `bootstrap`; empty before this peer listens."""
         return self._address
 
     def digest(self) -> str:
@@ -249,7 +249,7 @@ def _averaging(code: str, rank: int) -> AveragingSection:
 
 
 def _run_file(run: str, model: UserModel, sizes: tuple[int, int], averaging: AveragingSection, saves: bool) -> RunFile:
-    """What the peers of a run must agree on, as the settings of a run with one stage."""
+    """Run file of one stage with the settings that the peers of a run must agree on."""
     target, samples = sizes
     for name, value in (("target_samples", target), ("samples_per_step", samples)):
         if type(value) is not int or value < 1:

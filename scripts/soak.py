@@ -84,7 +84,7 @@ class Honest:
         return {}
 
     def step(self) -> int:
-        """How far its first role is; -1: it does not say."""
+        """Step of its first role; -1: it does not say."""
         return int((self.status().get("roles") or [{}])[0].get("step", -1))
 
     def memory_mb(self) -> float:
@@ -202,7 +202,7 @@ class Soak:
         return dict(sorted(counts.items()))
 
     def faults(self) -> dict[str, Any]:
-        """What each honest process says of faults of its own."""
+        """Faults of its own that each honest process tells of."""
         found = {each.name: each.status().get("faults") for each in self.honest}
         return {name: told for name, told in found.items() if told and told.get("count", 1)}
 

@@ -55,7 +55,7 @@ class PeerPapers:
 
     @property
     def is_organizer(self) -> bool:
-        """Whether this peer is the organizer's own, which needs no token."""
+        """True when this peer is the organizer's own, which needs no token."""
         return self._own == self._organizer
 
     async def token(self) -> bytes:
@@ -132,7 +132,7 @@ def _read(kind: type[K], path: Path) -> bytes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenGrant:
-    """What the organizer wants to allow."""
+    """The organizer's wish for a token: the peer, run and roles to allow."""
 
     run: str
     peer: str

@@ -38,12 +38,12 @@ class NoDiscovery(PeerdError):
 
 
 def available() -> bool:
-    """Whether the library is installed."""
+    """True when the library is installed."""
     return importlib.util.find_spec("zeroconf") is not None
 
 
 def text_of(addrs: Sequence[Multiaddr]) -> bytes:
-    """What we say of ourselves: our addresses, with /p2p."""
+    """The TXT record that announces our addresses, with /p2p."""
     texts = [_KEY + str(addr).encode() for addr in addrs]
     return b"".join(bytes([len(text)]) + text for text in texts if len(text) <= _STRING_BYTES)
 

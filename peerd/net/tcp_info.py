@@ -1,4 +1,4 @@
-"""What the system knows of one TCP connection: Linux's TCP_INFO, the fields that we use.
+"""The system's figures of one TCP connection: Linux's TCP_INFO, the fields that we use.
 
 Nothing elsewhere: `tcp_info` gives None, and who calls it makes do with estimates. Offsets: struct tcp_info of
 linux/tcp.h, which only ever grows at its end.
@@ -66,7 +66,7 @@ class TcpInfo:
 
 
 def header_bytes(family: int, *, timestamps: bool) -> int:
-    """Of one packet of a TCP connection."""
+    """Bytes of the headers of one packet of a TCP connection."""
     return (40 if family == socket.AF_INET6 else 20) + 20 + (12 if timestamps else 0)
 
 

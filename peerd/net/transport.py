@@ -97,7 +97,7 @@ class CountedLink(RawLink, Protocol):
     """A RawLink whose packets the system counts: optional, for who measures the line."""
 
     def tcp_info(self) -> TcpInfo | None:
-        """What was counted; None where this system does not."""
+        """The system's counters of this connection; None where it keeps none."""
         ...
 
 
@@ -106,12 +106,12 @@ class RankedLink(RawLink, Protocol):
     """A RawLink that shares a limited line with others: optional."""
 
     def rank_by(self, is_first: Callable[[], bool]) -> None:
-        """Whether its bytes come before those of others; asked at each turn, since who is a member changes."""
+        """Set the rule by which its bytes come before those of others; asked at each turn, since membership changes."""
         ...
 
 
 def counted(raws: Iterable[RawLink]) -> dict[CountedLink, TcpInfo]:
-    """What the system has counted on each of these; nothing where it does not."""
+    """The system's counters of each of these connections; nothing where it keeps none."""
     # `isinstance` would take longer than the system's answer.
     links = (cast(CountedLink, raw) for raw in raws if hasattr(raw, "tcp_info"))
     return {raw: info for raw in links if (info := raw.tcp_info()) is not None}
@@ -122,7 +122,9 @@ class Listener(Protocol):
 
     @property
     def addrs(self) -> list[Multiaddr]:
-        """What it really listens on at the moment: port filled in, wildcard addresses replaced by concrete ones."""
+        """The addresses it really listens on at the moment: port filled in, wildcard addresses replaced by concrete
+        ones.
+        """
         ...
 
     async def accept(self) -> RawLink:
@@ -138,7 +140,7 @@ class Transport(Protocol):
     """A way to reach addresses of one kind."""
 
     def can_dial(self, addr: Multiaddr) -> bool:
-        """Whether `addr` (without /p2p) is of this transport's kind."""
+        """True when `addr` (without /p2p) is of this transport's kind."""
         ...
 
     async def dial(self, addr: Multiaddr, *, fresh: bool = False) -> RawLink:

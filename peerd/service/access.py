@@ -82,7 +82,7 @@ class Papers(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Met:
-    """How an exchange with a peer ended."""
+    """Result of an exchange with a peer."""
 
     refused: str  # what it has against our token; empty: nothing
     until: float  # when another exchange may be worth it, in trio time
@@ -184,7 +184,7 @@ class Access:
         return why
 
     def closed(self, caller: PeerId, methods: Iterable[MethodName]) -> bool:
-        """Whether none of a service's `methods` is for this caller; not where the service has none."""
+        """True when none of a service's `methods` is for this caller; not where the service has none."""
         now, whys = self._clock.wall(), []
         for method in methods:
             if method.service == FREE or caller == self._host.id:
@@ -193,7 +193,7 @@ class Access:
         return bool(whys) and None not in whys
 
     def knows(self, peer: PeerId, method: MethodName) -> bool:
-        """Whether `method` of `peer` may be called without more ado."""
+        """True when `method` of `peer` may be called without further ado."""
         if method.service == FREE or peer == self._host.id:
             return True
         met = self._met.get(peer)
@@ -215,18 +215,18 @@ class Access:
             raise Untrusted(why, peer)
 
     def forgotten(self, peer: PeerId, refusal: Refused) -> bool:
-        """Whether `peer` seems to have forgotten our token, as one that was started anew: then it is shown again."""
+        """True when `peer` seems to have forgotten our token, as one that was started anew: then it is shown again."""
         if not str(refusal.args[0]).startswith(NO_TOKEN):
             return False
         met = self._met.pop(peer, None)
         return met is not None and not met.refused
 
     def may_vote(self, peer: PeerId) -> bool:
-        """Whether the peer's clock counts: strangers neither let tokens expire nor bring them back to life."""
+        """True when the peer's clock has a vote: strangers neither let tokens expire nor bring them back to life."""
         return self.roll.may_vote(peer)
 
     def allows(self, peer: PeerId, role: str) -> bool:
-        """Whether a peer that calls us is a member with `role`."""
+        """True when a peer that calls us is a member with `role`."""
         found = self.roll.member(peer, self._clock.wall())
         return peer == self._host.id or (found is not None and not found.lacks(frozenset({role})))
 
@@ -243,7 +243,7 @@ class Access:
         return None
 
     def waits_for(self) -> str | None:
-        """What a person should do about our own token, if anything."""
+        """Advice for the user about our own token; None when there is none."""
         why = self.roll.judge(self._host.id, self._token, self._clock.wall())
         return f"a new token: {why}" if isinstance(why, str) else None
 
@@ -341,7 +341,7 @@ class Access:
 
 
 class _Told:
-    """What was said lately: the same about a peer only now and then, and not too much in a minute."""
+    """Rate limit of log lines: the same about a peer only now and then, and not too much in a minute."""
 
     def __init__(self) -> None:
         self._said: OrderedDict[tuple[PeerId, str], float] = OrderedDict()

@@ -19,7 +19,7 @@ from peerd.sim.heapsim import HeapNode, HeapSim, HeapSimConfig
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChurnPlan:
-    """What happens. Times in virtual seconds."""
+    """Plan of a churn experiment. Times in virtual seconds."""
 
     nodes: int = 1000
     replaced: float = 0.2  # of the nodes, over the whole time
@@ -31,7 +31,7 @@ class ChurnPlan:
 
 @dataclass(frozen=True, slots=True)
 class ChurnReport:
-    """What came of it. Look-ups of nodes that died meanwhile do not count."""
+    """Result of a churn experiment. Look-ups of nodes that died meanwhile do not count."""
 
     seed: int
     lookups: int

@@ -49,7 +49,7 @@ class StandInSigner:
 
 
 def stand_in_signature(peer: PeerId, data: bytes) -> bytes:
-    """What `StandInSigner` of this peer signs `data` with."""
+    """Signature of `data` by this peer's `StandInSigner`."""
     return hashlib.blake2b(data, key=peer.public_key).digest()
 
 
@@ -79,7 +79,7 @@ def _place(contact: Contact) -> int:
 
 @dataclass(frozen=True, slots=True)
 class OperationOutcome:
-    """How an operation ended, and what it cost."""
+    """Result and cost of an operation."""
 
     done: q.GetDone | q.PutDone
     seconds: float

@@ -143,7 +143,7 @@ class MemoryLink:
 
 
 class MemoryListener:
-    """Where links to one address arrive."""
+    """Listener for links to one address."""
 
     def __init__(self, net: SimNet, node: SimNode, addr: Multiaddr) -> None:
         self._net = net
@@ -190,7 +190,7 @@ class MemoryListener:
 
 
 class MemoryTransport:
-    """How programs on `node` reach the network: a Transport."""
+    """Transport by which programs on `node` reach the network."""
 
     def __init__(self, net: SimNet, node: SimNode) -> None:
         self._net = net

@@ -59,7 +59,7 @@ class _Request:
 
 
 class SimRouter:
-    """What a home's router maps and lets in."""
+    """A home's router: its port mappings, and the packets that it lets in."""
 
     def __init__(self, kind: Kind, outside: str, inside: str) -> None:
         self.kind = kind

@@ -36,7 +36,7 @@ def measured(count: int, rounds: int, repeats: int) -> dict[str, Any] | None:
 
 
 def implementation(device: torch.device) -> str:
-    """Whether the kernels serve; if not, why."""
+    """Name of the implementation: the kernels, or plain torch and why."""
     from peerd.compute.kernels import cuda
 
     return "kernels" if cuda.available(device) else f"plain torch: {cuda.why_not(device)}"

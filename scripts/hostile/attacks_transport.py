@@ -119,7 +119,7 @@ async def h4_declared_sizes(there: Field) -> None:
 
 
 async def h5_all_places(there: Field) -> None:
-    """As many connections as there are places, each with an open stream."""
+    """Open as many connections as there are places, each with an open stream."""
     target = there.target()
 
     async def hold() -> None:

@@ -1,4 +1,4 @@
-"""What a router does with the packets of its LAN, as rules of nftables; pure text.
+"""Packet rules of a LAN's router, for nftables; pure text.
 
 | kind            | outside port                                | lets in                                          |
 |-----------------|---------------------------------------------|--------------------------------------------------|

@@ -132,7 +132,7 @@ class Child:
 
 
 class Lateness:
-    """How much longer than asked for this process sleeps, at worst."""
+    """Scheduling delay: how much longer than asked for this process sleeps, at worst."""
 
     longest_s = 0.0
 

@@ -1,4 +1,4 @@
-"""What a swarm's training is compared with: one plain torch process that makes the same steps on the same batches.
+"""Reference for a swarm's training: one plain torch process that makes the same steps on the same batches.
 
 What was in each batch is read off the peers' own books at each commit. Not imported by anything but tests.
 """
@@ -110,7 +110,7 @@ class Batches:
 
 
 def stepping(parameters: list[torch.nn.Parameter], o: OptimizerSection) -> Callable[[], object]:
-    """What makes a step with the gradients that are there: torch's own optimizer where it has one."""
+    """The function that makes a step with the gradients that are there: torch's own optimizer where it has one."""
     if o.name == "sgd":
         return torch.optim.SGD(parameters, lr=o.lr).step
     if o.name == "adamw":

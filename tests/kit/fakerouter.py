@@ -81,7 +81,7 @@ class FakeIgd:
         self.for_ever_only = False
 
     def act(self, action: str, body: str) -> str:
-        """What the action returns; LookupError holds a UPnP error's number and name."""
+        """Answer to the action; LookupError holds a UPnP error's number and name."""
 
         def field(name: str) -> str:
             found = re.search(f"<New{name}>([^<]*)<", body)

@@ -147,7 +147,7 @@ async def swarm(directory: Path) -> AsyncIterator[Swarm]:
 
 
 def events(peers: Iterable[Peer]) -> list[str]:
-    """What the peers logged, for a failing test's message."""
+    """The peers' log events, for a failing test's message."""
     return [str(event) for peer in peers for event in peer.log.recent(30)]
 
 

@@ -30,7 +30,7 @@ _AT_ONCE: Final = 4  # small frames of a message
 
 
 class Progress:
-    """How much of a frame's payload is final: a `core.frame.Ready`."""
+    """Number of a frame's payload bytes that are final: a `core.frame.Ready`."""
 
     def __init__(self, ready_bytes: int) -> None:
         self.ready_bytes = ready_bytes

@@ -32,7 +32,7 @@ class CopyLane(Protocol):
         ...
 
     def follow(self, *sources: Tensor) -> None:
-        """What is enqueued from now on comes after all that computing has enqueued; keeps `sources` alive for it."""
+        """Order what is enqueued from now on after all that computing has enqueued; keeps `sources` alive for it."""
         ...
 
     def lead(self, *results: Tensor) -> None:

@@ -48,7 +48,9 @@ class Mixture:
         return best
 
     def _draw_start(self, rng: random.Random) -> list[int]:
-        """What each source is owed before the first draw: of sum 0, small enough for the bound, not below a share."""
+        """Initial debt to each source before the first draw: of sum 0, small enough for the bound, not below a
+        share.
+        """
         lowest = [-min(self._slack, share) for share in self._shares]
         start = [0] * len(self._shares)
         for left, right in zip(range(len(start)), range(1, len(start)), strict=False):

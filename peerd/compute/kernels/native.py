@@ -50,7 +50,7 @@ class _Library:
 
 
 def available() -> bool:
-    """Whether the library was built and loads on this machine."""
+    """True when the library was built and loads on this machine."""
     return isinstance(_load(), _Library)
 
 
@@ -150,7 +150,7 @@ def _load() -> _Library | str:
 
 
 def _candidates(folder: Path) -> list[Path]:
-    """Where builds for this interpreter leave the library, the most exact name first."""
+    """Paths at which builds for this interpreter leave the library, the most exact name first."""
     return [folder / f"_blockwise{suffix}" for suffix in importlib.machinery.EXTENSION_SUFFIXES]
 
 

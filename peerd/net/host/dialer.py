@@ -73,7 +73,7 @@ class AddressBook:
             past.failed_s = now
 
     def unproven(self, peer: PeerId, addr: Multiaddr) -> User | None:
-        """Who told that `addr` leads to `peer`, unless it ever did, or our configuration says so."""
+        """The user that told us that `addr` leads to `peer`; None if it ever did, or our configuration says so."""
         past = self._book.get(peer, {}).get(addr)
         return None if past is None or past.worked else past.heard
 

@@ -129,20 +129,20 @@ class Host:
 
     @property
     def identify_s(self) -> float:
-        """How long an introduction may take."""
+        """Time-out of an introduction."""
         return self.config.identify_s
 
     @property
     def agent(self) -> str:
-        """What this host calls itself."""
+        """The name and version that this host gives of its program."""
         return self.config.agent
 
     def addrs(self) -> list[Multiaddr]:
-        """Where this host can be reached, with /p2p/<id>; the best first."""
+        """Addresses at which this host can be reached, with /p2p/<id>; the best first."""
         return self.whereabouts.addrs()
 
     def listen_addrs(self) -> list[Multiaddr]:
-        """Where this host listens, without /p2p; wildcard addresses are spelled out."""
+        """Addresses on which this host listens, without /p2p; wildcard addresses are spelled out."""
         return self.whereabouts.listen_addrs()
 
     def add_transport(self, transport: Transport) -> None:
@@ -150,7 +150,7 @@ class Host:
         self._transports.append(transport)
 
     def protocols(self) -> list[str]:
-        """What this host serves, sorted."""
+        """Protocols that this host serves, sorted."""
         return sorted(self._handlers)
 
     def handle(self, protocol: str, handler: Handler) -> None:
@@ -253,7 +253,8 @@ class Host:
                 await close_surely(raw)
 
     async def probe(self, addr: Multiaddr, peer: PeerId) -> None:
-        """Whether a stranger gets through to `peer` at `addr`: connect from a fresh port, have it prove itself, close.
+        """Test, as a stranger, that `peer` is reachable at `addr`: connect from a fresh port, have it prove itself,
+        close.
 
         Unreachable says why not. Neither a link nor the address book changes, here or there.
         """
@@ -297,7 +298,7 @@ class Host:
         return self.links.peers()
 
     def info(self, peer: PeerId) -> PeerInfo | None:
-        """What a connected peer said about itself, once it did."""
+        """A connected peer's description of itself; None until it has come."""
         return self._introductions.infos.get(peer)
 
     async def introduction(self, peer: PeerId, timeout_s: float) -> PeerInfo | None:
@@ -314,7 +315,7 @@ class Host:
 
     @property
     def window_bytes_lent(self) -> int:
-        """What all links together let their peers send beyond the windows that streams begin with."""
+        """Bytes that all links together let their peers send beyond the windows that streams begin with."""
         return self._budget.used_bytes
 
     def traffic(self) -> HostTraffic:
@@ -396,7 +397,7 @@ class Host:
             _log.debug("%s ended: %s", link, link.reason)
 
     async def _keep_links(self, *, task_status: trio.TaskStatus[trio.Nursery]) -> None:
-        """Where links run: beyond the reach of `run`'s cancellation until goodbye is said."""
+        """Run the links, beyond the reach of `run`'s cancellation until goodbye is said."""
         with trio.CancelScope(shield=True):
             async with trio.open_nursery() as nursery:
                 task_status.started(nursery)

@@ -23,7 +23,7 @@ _log = logging.getLogger("peerd.net")
 
 
 class Reception:
-    """Of one host, for all its listeners."""
+    """Admission of connections to one host, for all its listeners."""
 
     def __init__(
         self,

@@ -58,7 +58,7 @@ PeerEvent = PeerUp | PeerDown | PeerTold
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkLimits:
-    """How many links there may be."""
+    """Bounds on the number of links."""
 
     total: int = limits.LINKS
     inbound: int = limits.LINKS_INBOUND
@@ -179,7 +179,7 @@ class Links:
                         nursery.start_soon(link.close, "a better connection took over")
 
     def _due(self, link: Link) -> float:
-        """When to look at a link again, or, if it has no streams, to close it."""
+        """Time at which to look at a link again, or, if it has no streams, to close it."""
         if link.superseded_at is None or not link.usable:
             return math.inf
         wait_s = self._bounds.drain_s * (1 if self._own.raw < link.peer.raw else 3)

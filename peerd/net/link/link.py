@@ -56,7 +56,7 @@ class LinkConfig:
 
 
 class LinkOwner(Protocol):
-    """What a link needs of its host."""
+    """The host, as a link uses it."""
 
     book: Book  # for the streams that the peer opens
     faults: Faults
@@ -154,7 +154,7 @@ class Link:
             raw.rank_by(lambda: self.owner.book.is_member(self.user.peer))
 
     def tcp_infos(self) -> dict[CountedLink, TcpInfo]:
-        """What the system has counted on each of its connections; nothing where it does not, and for circuits."""
+        """The system's counters of each of its connections; nothing where it keeps none, and for circuits."""
         return counted((self._raw, *self.rails.raws()))
 
     # --- for the host --------------------------------------------------------------------------------------
@@ -236,7 +236,7 @@ class Link:
         return await self.owner.open_rail(self)
 
     def left_to_small(self, alone: bool) -> None:
-        """Whether the first connection carries small frames only: none of them waits for its measurements then."""
+        """Tell the first connection that it carries small frames only: none of them waits for its measurements then."""
         if self._lending is not None:
             self._lending.never_rest(alone)
 

@@ -101,7 +101,7 @@ class Stream:
 
     @property
     def superseded(self) -> bool:
-        """Whether a new stream would take a better link: who keeps this one for later had better open another."""
+        """True when a new stream would take a better link: whoever keeps this one for later had better open another."""
         return self._link.superseded_at is not None
 
     def __repr__(self) -> str:

@@ -56,7 +56,7 @@ class CircuitLink:
         """Only connections that carry nothing but bulk are paced, and a circuit has none."""
 
     def is_worn(self, now: float) -> bool:
-        """Whether the relay will soon cut it."""
+        """True when the relay will soon cut the circuit."""
         duration_s = self.limit.duration_s if self.limit is not None else 0
         aged = bool(duration_s) and now - self.opened_at >= _WORN * duration_s
         return aged or max(self.bytes_in, self.bytes_out) >= self._worn_bytes

@@ -30,7 +30,7 @@ _FAR: Final = {4: (socket.AF_INET, "192.0.2.1"), 6: (socket.AF_INET6, "2001:db8:
 
 @dataclass(frozen=True, slots=True)
 class NetworkPlace:
-    """Where this machine is in the network at one moment; the addresses that it uses itself come first."""
+    """This machine's place in the network at one moment; the addresses that it uses itself come first."""
 
     interfaces: tuple[IpInterface, ...] = ()  # without loopback
     loopback: tuple[Ip, ...] = ()
@@ -41,7 +41,7 @@ class NetworkPlace:
         return [str(ip) for ip in (*outside, *(ip for ip in self.loopback if ip.version == version))]
 
     def networks(self) -> tuple[IpNetwork, ...]:
-        """That the interfaces are in."""
+        """Networks that the interfaces are in."""
         return tuple(own.network for own in self.interfaces)
 
 

@@ -37,7 +37,7 @@ _WINDOW_RTT_MOST_S: Final = 0.5
 
 
 class LimitedLine:
-    """What obeys `limits.upload_mbit` and `limits.download_mbit` together: connections, and what else is read."""
+    """The line that `limits.upload_mbit` and `limits.download_mbit` bound: connections, and whatever else is read."""
 
     def __init__(self, limits: LimitsSection | None = None) -> None:
         limits = limits or LimitsSection()
@@ -114,7 +114,7 @@ class LinePace:
         self._keeper: trio.CancelScope | None = None  # of the one who sleeps until the first turn
 
     def at(self, place: str) -> Account:
-        """What strangers at one place share."""
+        """The account that strangers at one place share."""
         account = self._places.get(place)
         if account is None:
             account = self._places[place] = Account()
@@ -154,7 +154,7 @@ class LinePace:
 
     @property
     def busy(self) -> int:
-        """How many connections want to move something now; at least 1."""
+        """Number of connections that want to move something now; at least 1."""
         return max(len(self._waiting), 1)
 
     def close(self, turn: LineTurn) -> None:
@@ -301,7 +301,7 @@ class PacedLink(TcpLink):
             self._down.limiter.charge(into)
 
     def _fit_window(self, info: TcpInfo) -> None:
-        """What may come before we read it: our part of the rate at this distance. More would come in bursts."""
+        """Fit the receive window to our part of the rate at this distance. More would come in bursts."""
         if self._down is None:
             return
         rtt_s = min(info.min_rtt_s, _WINDOW_RTT_MOST_S)

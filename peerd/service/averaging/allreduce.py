@@ -87,7 +87,7 @@ class Averaging:
         rpc.serve(_ALIVE, AverageKey, self._alive)
 
     def takes_part(self, peer: str) -> bool:
-        """Whether a round that is under way here needs this peer: helpers, too, which are no members."""
+        """True when a round that is under way here needs this peer: helpers, too, which are no members."""
         return any(peer in state.plan.group for state in self._rounds.values())
 
     @contextmanager
@@ -216,7 +216,8 @@ class Averaging:
                 state.fail(state.doubt[2], (state.doubt[1],))
 
     async def _ask_the_silent(self, attempt: bytes, silent: set[str]) -> tuple[set[str], set[str]]:
-        """Who of them does not answer at all, or else who is not in the round; and who has yet to begin it.
+        """Ask the silent peers: those that do not answer at all, or else those that are not in the round; and those
+        that have yet to begin it.
 
         The rest only waits, as we do.
         """
@@ -256,7 +257,7 @@ class Averaging:
 
     @contextmanager
     def _blaming(self, state: OpenRound, owner: str) -> Iterator[None]:
-        """What goes wrong between us and an owner ends the round."""
+        """End the round by any failure between us and an owner, and name the peer to blame."""
         try:
             yield
         except (Refused, Overloaded, TooSlow) as error:

@@ -70,13 +70,13 @@ class OpenRound:
             self.over.set()
 
     def target(self, part: Part) -> Vector:
-        """Where the sum of a part goes. A helper holds no vector, only the sums that somebody still needs."""
+        """Destination of a part's sum. A helper holds no vector, only the sums that somebody still needs."""
         if not self.round.takes:
             return np.empty(part.end - part.begin, self.result.dtype)
         return self.result[part.begin : part.end]
 
     async def computed(self, job: Callable[[], T], values: int, name: str) -> T:
-        """What `job` makes of so many values."""
+        """Result of `job`, which computes so many values: at once when they are few, else on the worker."""
         if values <= SMALL_VALUES and isinstance(self.coder, PlainParts):
             return job()
         return await self.worker.run(job, name=name)
@@ -137,7 +137,7 @@ class Returns:
 
 
 class PartGate:
-    """Where parts wait until the pace of the round lets them leave: one of each owner, its next one."""
+    """Gate for parts, which wait until the pace of the round lets them leave: one of each owner, its next one."""
 
     def __init__(self, pace: PartPace) -> None:
         self._pace = pace
@@ -160,7 +160,7 @@ class PartGate:
 
 
 class Places:
-    """Where the sums of a share go: uncoded ones are received where they belong."""
+    """Destinations for the sums of a share: uncoded ones are received where they belong."""
 
     def __init__(self, state: OpenRound, share: list[Part], memory: VectorMemory) -> None:
         self._state, self._left, self._memory = state, deque(share), memory
@@ -191,7 +191,7 @@ async def as_others_see_it(state: OpenRound, part: Part) -> Version | None:
 
 
 def version_of(state: OpenRound, part: Part, frame: TensorFrame) -> Version:
-    """What a member sent, if it has the right form; a coded one is decoded with the others."""
+    """A member's version of a part, if it has the right form; a coded one is decoded with the others."""
     like = np.empty(part.end - part.begin, state.result.dtype)  # never touched: costs no memory
     if isinstance(state.coder, PlainParts):
         return state.coder.decode(frame, like)

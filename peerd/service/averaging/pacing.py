@@ -1,4 +1,4 @@
-"""How fast bytes leave for each peer of a round whose lines are known: evenly, so that short queues do not overflow.
+"""Pacing of each peer's connection in a round whose lines are known: evenly, so that short queues do not overflow.
 
 Where twenty connections share a line of 20 Mb/s, each has a window of a few packets; they fill the queue of the line
 in bursts, and one that loses its packets there waits for a timer of TCP's, and the whole round for it. So each

@@ -1,4 +1,4 @@
-"""What is computed of the parts of an averaging round: coding, sums in the order of the senders, looks for NaN.
+"""Arithmetic on the parts of an averaging round: coding, sums in the order of the senders, looks for NaN.
 
 Synchronous and without a round's books: `OpenRound.computed` says what runs on a worker. Versions that came coded are
 decoded only when the sum is due, one after the other in the same visit to the worker: that is a fraction of the visits,
@@ -35,7 +35,7 @@ def name_of(dtype: np.dtype[Any]) -> str:
 
 
 class PartCoder(Protocol):
-    """How the parts of a vector travel. Synchronous: runs on the worker, but for small plain parts."""
+    """Coding of the parts of a vector. Synchronous: runs on the worker, but for small plain parts."""
 
     def encode(self, begin: int, values: Vector, seen: Vector | None = None) -> TensorFrame:
         """The part that begins at element `begin` as a frame.
@@ -91,7 +91,7 @@ def is_plain(frame: TensorFrame | FrameHeader, like: Vector) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class SumFault:
-    """Which versions of a part make its sum impossible, and why."""
+    """The versions of a part that make its sum impossible, and why."""
 
     versions: list[int]
     reason: str
@@ -131,7 +131,7 @@ def _added(coder: PartCoder, total: Vector | None, version: Version, target: Vec
 
 
 def _not_finite(coder: PartCoder, versions: Sequence[Version], total: Vector) -> list[int]:
-    """Whose versions are to blame for this sum."""
+    """Indexes of the versions to blame for a sum that is not finite."""
     each = [_decoded(coder, version, total) for version in versions]
     if bad := [i for i, version in enumerate(each) if not finite(version)]:
         return bad
@@ -140,7 +140,7 @@ def _not_finite(coder: PartCoder, versions: Sequence[Version], total: Vector) ->
 
 
 def take_sum(coder: PartCoder, frame: TensorFrame, target: Vector) -> None:
-    """What an owner answers, into `target`, where it may lie already. What is wrong about it is the owner's doing."""
+    """Take an owner's answer into `target`, where it may lie already. What is wrong about it is the owner's doing."""
     try:
         total = _added(coder, None, frame, target)
     except Refused as error:

@@ -242,14 +242,14 @@ class Punching:
     # --- both ----------------------------------------------------------------------------------------------
 
     def _offer(self) -> list[Multiaddr]:
-        """Where we can probably be dialed, without /p2p."""
+        """Addresses at which we can probably be dialed, without /p2p."""
         return hole_punch.to_offer(self._host.whereabouts.candidates, self._seen(), self._host.listen_addrs())
 
     def _place(self) -> list[Multiaddr]:
         return hole_punch.place(self._host.whereabouts.candidates, self._seen(), self._host.listen_addrs())
 
     def _seen(self) -> list[Multiaddr]:
-        """How others see the port on which we listen, each as he says."""
+        """Addresses of the port on which we listen as peers observe them, by their word."""
         host = self._host
         ports = {_port(addr) for addr in host.listen_addrs()}
         seen = []
@@ -302,7 +302,7 @@ class Punching:
 
     @contextmanager
     def _expected(self, peer: PeerId) -> Iterator[None]:
-        """What comes from `peer` meanwhile has come through our router because we dialed it, too."""
+        """Mark what comes from `peer` meanwhile as punched: it comes through our router because we dialed it, too."""
         ours = peer not in self._host.punching
         self._host.punching.add(peer)
         try:
@@ -327,7 +327,7 @@ class Punching:
 
 
 def _said(info: PeerInfo | None) -> frozenset[Hashable]:
-    """What has to change before a meeting that failed is worth another one."""
+    """The facts that have to change before a meeting that failed is worth another one."""
     if info is None:
         return frozenset()
     return frozenset([DCUTR in info.protocols, *(addr for addr in info.addrs if not is_relayed(addr))])

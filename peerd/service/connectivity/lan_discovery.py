@@ -28,7 +28,7 @@ _TOLD: Final = 6  # addresses of ours
 
 
 class Finder(Protocol):
-    """How peers of the local network find each other."""
+    """Discovery among peers of the local network."""
 
     async def run(self, addrs: Sequence[Multiaddr], found: Callable[[bytes], None]) -> None:
         """Announce `addrs`, and call `found` with what others announce, until cancelled; NoDiscovery says why not."""
@@ -89,12 +89,12 @@ class LanDiscovery:
         }
 
     def _own_addrs(self) -> list[Multiaddr]:
-        """What neighbours can use."""
+        """Our addresses that neighbours can use."""
         addrs = [addr for addr in self._host.addrs() if not is_relayed(addr) and ip_of(addr) is not None]
         return [addr for addr in addrs if self._is_near(addr)][:_TOLD]
 
     def _is_near(self, addr: Multiaddr) -> bool:
-        """Whether it lies in a network of this machine, or in a private one where these are not known."""
+        """True when it lies in a network of this machine, or in a private one where these are not known."""
         ip, networks = ip_of(addr), self._host.whereabouts.networks()
         if ip is None or reach(addr) == 0:
             return False

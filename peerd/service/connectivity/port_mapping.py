@@ -153,7 +153,7 @@ def own_routers(clock: Clock) -> list[Router]:
 
 
 async def tried(routers: Sequence[Router], port: int) -> list[str]:
-    """What each router says when it is asked for `port`, for a moment: for `peerd doctor`."""
+    """Each router's answer, in words, when it is asked for `port` for a moment: for `peerd doctor`."""
     told: dict[str, str] = {}
 
     async def attempt(router: Router) -> None:

@@ -292,7 +292,7 @@ class Dht:
             self._handle(None)
 
     async def _follow_addrs(self) -> None:
-        """Who has us in a table hears of our new addresses, or that we have none."""
+        """Tell the peers that have us in a table of our new addresses, or that we have none."""
         while True:
             await self._host.whereabouts.readdressed()
             await trio.sleep(_TOGETHER_S)
@@ -375,11 +375,11 @@ class Dht:
         _log.info("peer %s offered %d outdated records, the first of them of %s: refused", peer, count, publisher)
 
     def _may_vote(self, peer: PeerId) -> bool:
-        """Whether its clock counts: in a run with tokens, only that of a member."""
+        """True when the peer's clock has a vote: in a run with tokens, only a member's does."""
         return self._rpc.gate is None or self._rpc.gate.may_vote(peer)
 
     def _is_dialable(self, peer: PeerId, hello: q.Hello) -> bool:
-        """Whether others can probably dial the peer where it says, without a relay.
+        """True when others can probably dial the peer where it says, without a relay.
 
         Proven if we dialed it. Not so when it calls from the internet and names only addresses of some home network,
         or ways over relays: it would be a dead entry in everybody's table, or have every question carried by a relay.

@@ -84,7 +84,7 @@ class CallStream:
 
     @property
     def full(self) -> bool:
-        """Whether enough waits to be sent."""
+        """True when enough waits to be sent."""
         return self._outbox.full
 
     def on_room(self, then: Callable[[], None] | None) -> None:

@@ -37,7 +37,7 @@ OpenStream = Callable[[], Awaitable[RpcStream]]
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What is asked, encoded; `deadline` in trio time."""
+    """A request, encoded; `deadline` in trio time."""
 
     name: bytes
     body: bytes
@@ -135,12 +135,12 @@ class Channel:
 
     @property
     def busy(self) -> bool:
-        """Whether a call waits, or any of a request was not yet sent."""
+        """True while a call waits, or any of a request was not yet sent."""
         return self.over or len(self.calls) > 0 or self._outbox.pending or self._outbox.closed
 
     @property
     def superseded(self) -> bool:
-        """Whether the next call had better take another channel: the peer can be reached on a better way by now."""
+        """True when the next call had better take another channel: the peer can be reached on a better way by now."""
         return self._stream is not None and self._stream.superseded
 
     def retire(self) -> None:

@@ -255,7 +255,7 @@ class Inbound:
 
 
 class Payment:
-    """What one message's frames have taken of a share: a step more than has come of them, at the end all of it."""
+    """Payment for one message's frames out of a share: a step more than has come of them, at the end all of it."""
 
     __slots__ = ("_share", "_total_bytes", "came_bytes", "paid_bytes")
 

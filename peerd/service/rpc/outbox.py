@@ -42,7 +42,7 @@ class Growing:
 
     @property
     def whole(self) -> bool:
-        """Whether all of it is final."""
+        """True when all of it is final."""
         return self._final == len(self._view)
 
     @property
@@ -67,7 +67,7 @@ Outgoing = Buffer | Growing
 
 
 def _own_bytes(buffers: Iterable[Outgoing]) -> int:
-    """What of these lies in memory that nobody else has."""
+    """Bytes of these that lie in memory that nobody else has."""
     return sum(len(buffer) for buffer in buffers if isinstance(buffer, bytes))
 
 
@@ -165,12 +165,12 @@ class Outbox:
 
     @property
     def full(self) -> bool:
-        """Whether so much is queued that whoever puts must wait for `room`."""
+        """True when so much is queued that whoever puts must wait for `room`."""
         return self._put_bytes - self._sent_bytes > RPC_OUTBOX_BYTES
 
     @property
     def pending(self) -> bool:
-        """Whether anything put was not yet taken by the stream."""
+        """True while anything put was not yet taken by the stream."""
         return self._sent_bytes < self._put_bytes
 
     async def room(self) -> bool:

@@ -18,12 +18,12 @@ class CallLane(Protocol):
 
     @property
     def over(self) -> bool:
-        """Whether it can carry no further call."""
+        """True when it can carry no further call."""
         ...
 
     @property
     def superseded(self) -> bool:
-        """Whether the next call had better take another one: the peer can be reached on a better way by now."""
+        """True when the next call had better take another one: the peer can be reached on a better way by now."""
         ...
 
     def close(self) -> None:

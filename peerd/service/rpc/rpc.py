@@ -80,7 +80,7 @@ class Rpc:
 
     @property
     def gate(self) -> Gate | None:
-        """Who guards this peer's calls, both ways; None: nobody."""
+        """The guard of this peer's calls, both ways; None: there is none."""
         return self._server.gate
 
     def guard(self, gate: Gate) -> None:

@@ -108,7 +108,7 @@ class ServedCall:
 
     @property
     def over(self) -> bool:
-        """Whether its caller was answered, or waits no more."""
+        """True when its caller was answered, or waits no more."""
         return self._over
 
     def about(self) -> str:

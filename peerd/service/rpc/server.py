@@ -121,12 +121,12 @@ class ServedStream:
         return f"calls of {self._stream.protocol} by {self.peer.short}"
 
     def _closed(self) -> bool:
-        """Whether this caller may use none of these methods."""
+        """True when this caller may use none of these methods."""
         gate = self._server.gate
         return gate is not None and gate.closed(self.peer, [method.name for method in self._methods.values()])
 
     def _objected(self) -> str:
-        """What the gate says to a call of the first method; it counts as one."""
+        """The gate's objection to a call of the first method; it counts as one."""
         gate, first = self._server.gate, next(iter(self._methods.values()))
         return (gate.objection(self.peer, first.name) if gate is not None else None) or "this service is not for you"
 

@@ -20,7 +20,7 @@ Supervise = Callable[[Callable[[], Awaitable[None]], Callable[[], str]], Awaitab
 
 
 class TaskJob(Protocol):
-    """What a worker does."""
+    """A worker's job."""
 
     worker: PoolWorker | None
 
@@ -151,7 +151,7 @@ class Crew:
             job.cut(crashed=False)
 
     def keep(self, worker: PoolWorker) -> bool:
-        """Whether an idle worker shall wait for the next job; if so, `start` may use it at once."""
+        """True when an idle worker shall wait for the next job; if so, `start` may use it at once."""
         if len(self._idle) >= _KEPT:
             return False
         self._idle.append(worker)

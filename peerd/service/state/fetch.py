@@ -71,7 +71,7 @@ class BegunDownload:
 
 @dataclass(slots=True)
 class FetchReport:
-    """How a download went; pieces are of STATE_PIECE_BYTES."""
+    """Figures of a download; pieces are of STATE_PIECE_BYTES."""
 
     step: int = 0
     total_bytes: int = 0
@@ -90,7 +90,7 @@ class FetchReport:
 
 @dataclass(frozen=True, slots=True)
 class FetchPlan:
-    """What a download needs to know.
+    """Settings of a download.
 
     `donors` tells those there are now; `chosen` is told what is fetched once that is decided, `notes` what happens, in
     words; `folder` is where the state lies meanwhile; None: in memory alone.

@@ -53,7 +53,7 @@ _HASHED_AT_ONCE = 16  # pieces, of a MiB each
 
 
 class Methods(NamedTuple):
-    """What the calls are named, and how many steps further than asked for an answer stands that names its step."""
+    """Names of the calls, and how many steps further than asked for an answer stands that names its step."""
 
     manifest: str
     digests: str
@@ -71,7 +71,7 @@ Named = Callable[[Position], Awaitable[tuple[Position, list[StateItem]] | None]]
 
 @dataclass(slots=True)
 class _Use:
-    """What one caller has had of a copy."""
+    """One caller's use of a copy."""
 
     since: float
     at: float  # of its last call
@@ -161,7 +161,7 @@ class _Shelf:
 
 @dataclass(slots=True)
 class _Offer:
-    """What this peer gives to others of one stage of one run."""
+    """This peer's offer to others of one stage of one run."""
 
     fingerprint: bytes
     worker: Worker

@@ -1,4 +1,4 @@
-"""What this peer gives to a run in one role: counted, kept over restarts, and published for the leader-board.
+"""Contributions of this peer to a run in one role: counted, kept over restarts, and published for the leader-board.
 
 `add` is cheap and may be called at every step; `run` publishes now and then. The figures are this peer's own word; its
 name is in the token that travels along. The totals lie in a small file of the role's directory; one that cannot be
@@ -34,7 +34,7 @@ _MOST: Final = (1 << 62) - 1
 
 @dataclass(frozen=True, slots=True)
 class TallyOf:
-    """Which totals. `file` keeps them, written on `worker`; without them they are of this process only."""
+    """Identity of the totals. `file` keeps them, written on `worker`; without them they are of this process only."""
 
     run: str
     role: str

@@ -1,4 +1,4 @@
-"""Who serves which stage of a run, as the DHT and the conductor tell it; and announcing ourselves.
+"""Directory of a run: which peer serves which stage, as the DHT and the conductor tell it; and announcing ourselves.
 
 Also who keeps checkpoints. Everybody's last known addresses go to the host's address book. Values from the DHT are
 strangers': decoded strictly, a bad one is skipped and its publisher named in the log. In a run with tokens a record
@@ -76,7 +76,7 @@ class Directory:
         return fresh
 
     def keepers(self, position: Position) -> list[PeerId]:
-        """Who keeps the checkpoints of a position."""
+        """Peers that keep the checkpoints of a position."""
         return sorted(peer for peer, positions in self.kept.items() if position in positions)
 
     def _kept_by(self, peer: PeerId, value: bytes) -> list[Position]:
@@ -141,7 +141,7 @@ class Directory:
         await self._dht.put(settings_key(self.run), text, ttl_s=RECORD_TTL_S)
 
     async def published_settings(self) -> list[bytes]:
-        """What the stage peers of this run say its settings are; others' word does not count."""
+        """Settings of this run by the word of its stage peers; others' word does not count."""
         serving = {peer for peer, _ in await self.refresh()}
         records = await self._dht.get(settings_key(self.run), most_bytes=DIRECTORY_READ_BYTES)
         return [r.value for r in records if r.publisher in serving and r.publisher != self._host.id]
@@ -193,7 +193,7 @@ class Directory:
         return not self._host.takes_inbound
 
     def own_addrs(self) -> list[str]:
-        """What others may be told; relays have a part in some of them, and may have made these too long."""
+        """Addresses to tell others; relays have a part in some of them, and may have made these too long."""
         told = [str(addr) for addr in self._host.addrs()]
         return [text for text in told if len(text) <= ADDR_BYTES][:ADDRS_PER_PEER]
 
