@@ -1,9 +1,9 @@
-"""peerd in a user's own training loop: an optimizer that averages with everybody's before it steps.
+"""peerd in a user's own training loop: an optimizer that steps with the average over all peers.
 
-`AveragingOptimizer` runs one peer, with its own trio loop, in a background thread; the user's thread meets it at a
-desk (`training/user_loop/handoff`). Nothing of the user's is touched but while his thread is inside `start`, `step` or
-`close`. What goes wrong in the background is raised there, once it is known, as the error that it was. The thread is a
-daemon, and the interpreter's exit closes what was forgotten, so nothing hangs.
+`AveragingOptimizer` runs one peer, with its own trio loop, in a background thread; the user's thread meets it at a desk
+(`training/user_loop/handoff`). Nothing of the user's is touched but while the user's thread is inside `start`, `step`
+or `close`. What goes wrong in the background is raised there, once it is known, as the error that it was. The thread is
+a daemon, and the interpreter's exit closes what was forgotten, so nothing hangs.
 """
 
 from __future__ import annotations

@@ -170,7 +170,7 @@ class Soak:
             )
 
     def watch(self, seconds: float) -> float:
-        """Let it go on; returns steps a second. Who has ended, and memory, are noted."""
+        """Let it go on; returns steps a second. Ended processes, and memory, are noted."""
         began, first, looks = time.monotonic(), self.step(), 0
         while time.monotonic() - began < seconds:
             time.sleep(SAMPLE_S)  # a measurement of a stretch of time: nothing is awaited
@@ -207,7 +207,7 @@ class Soak:
         return {name: told for name, told in found.items() if told and told.get("count", 1)}
 
     def stop(self) -> None:
-        """Leave well; who does not is killed."""
+        """Make all leave well; processes that do not are killed."""
         for each in reversed(self.honest):
             if each.popen.poll() is None:
                 each.popen.send_signal(signal.SIGINT)

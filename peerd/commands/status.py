@@ -170,7 +170,7 @@ class StatusBoard:
 
 
 async def swarm_view(dht: Dht, run: RunFile, gate: Gate | None = None) -> dict[str, Any]:
-    """The swarm of a run as the DHT shows it: how far it is, each stage's peers, and who gave how much."""
+    """The swarm of a run as the DHT shows it: its step, each stage's peers, and each peer's contribution."""
     stages = min(run.pipeline.stages, STAGES_SHOWN)
     keys = [stage_key(run.run, number) for number in range(stages)]
     try:

@@ -52,7 +52,7 @@ def swarm_of(snapshot: Snapshot) -> Snapshot:
 
 
 def render_swarm(swarm: Snapshot) -> RenderableType:
-    """A run: how far it is, who serves its stages, and who gave how much."""
+    """A run: its step, the peers of its stages, and each peer's contribution."""
     parts: list[RenderableType] = [swarm_line(swarm)]
     if swarm.get("stages"):
         parts.append(peers_table(swarm["stages"]))

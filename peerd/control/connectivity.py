@@ -1,7 +1,7 @@
 """Connectivity of this peer: builds and runs, in order, everything by which it reaches others and is reached.
 
 Composition only: each part is told the host, and knows nothing of the others but what is passed here. Used by the
-daemon, by `peerd doctor`, and by whoever has a Host of his own; needs neither torch nor a run.
+daemon, by `peerd doctor`, and by any program with a Host of its own; needs neither torch nor a run.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Tokens on disk: a peer's own, the lists of revoked ones that it kept, and the organizer's book of what he issued.
+"""Tokens on disk: a peer's own, the lists of revoked ones that it kept, and the organizer's book of issued ones.
 
 The book is a JSON-lines file to which lines are only added, in `tokens/` of the organizer's data directory; beside it
-lies the signed list of revoked tokens as text, which he can hand to others. A line that is cut off (a full disk) is
-named, never skipped: a revocation must not get lost. Tokens are no secrets, the organizer's identity key is one.
-Nothing here talks to the network; what runs beside it reads and writes in threads.
+lies the signed list of revoked tokens as text, to be handed to others. A line that is cut off (a full disk) is named,
+never skipped: a revocation must not get lost. Tokens are no secrets, the organizer's identity key is one. Nothing here
+talks to the network; what runs beside it reads and writes in threads.
 """
 
 from __future__ import annotations

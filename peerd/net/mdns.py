@@ -2,8 +2,8 @@
 
 A service `<random>._p2p._udp.local` with texts `dnsaddr=<address with /p2p>`. The library has a thread of its own; it
 is spoken to from worker threads, and what it finds comes to the event loop over one bounded table. Hostile input:
-whoever is in the local network says what he likes: texts are read strictly and in part, names are few, and each is
-looked up once in a while. Source: libp2p specs `discovery/mdns.md`.
+whoever is in the local network may say anything: texts are read strictly and in part, names are few, and each is looked
+up once in a while. Source: libp2p specs `discovery/mdns.md`.
 """
 
 from __future__ import annotations

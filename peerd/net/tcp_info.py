@@ -1,6 +1,6 @@
 """The system's figures of one TCP connection: Linux's TCP_INFO, the fields that we use.
 
-Nothing elsewhere: `tcp_info` gives None, and who calls it makes do with estimates. Offsets: struct tcp_info of
+Nothing elsewhere: `tcp_info` gives None, and its callers make do with estimates. Offsets: struct tcp_info of
 linux/tcp.h, which only ever grows at its end.
 """
 

@@ -49,7 +49,7 @@ class RawLink(Protocol):
 
 @runtime_checkable
 class LocatedLink(RawLink, Protocol):
-    """A RawLink that knows its own end's address: optional, for who wants to know from which port it was dialed."""
+    """A RawLink that knows its own end's address: optional, to tell from which port it was dialed."""
 
     @property
     def local(self) -> Multiaddr: ...
@@ -94,7 +94,7 @@ class LendingLink(RawLink, Protocol):
 
 
 class CountedLink(RawLink, Protocol):
-    """A RawLink whose packets the system counts: optional, for who measures the line."""
+    """A RawLink whose packets the system counts: optional, for measuring the line."""
 
     def tcp_info(self) -> TcpInfo | None:
         """The system's counters of this connection; None where it keeps none."""
@@ -147,8 +147,8 @@ class Transport(Protocol):
         """Connect; raises Unreachable with the reason. Only an address that leads over a relay comes with its /p2p.
 
         From the port on which this side listens, where the network knows ports and that one is free towards `addr`, so
-        that routers in between map one port only. `fresh`: from a port that was never used, as who tests whether
-        strangers get through to `addr` has to.
+        that routers in between map one port only. `fresh`: from a port that was never used, for a test of whether
+        strangers get through to `addr`.
         """
         ...
 

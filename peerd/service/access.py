@@ -1,9 +1,9 @@
 """Access to a run with tokens: this peer shows its token before its first call to a peer, and takes calls only from
 peers that showed theirs.
 
-`Access` is the gate of `Rpc`: no call of any service but access/1 is received, and none is made, without it. Both
-sides show their tokens in one exchange, so each knows whom it trusts; with them travels the organizer's newest list
-of revoked tokens, which also comes from files and from the directory. Who is refused is named in the log with the
+`Access` is the gate of `Rpc`: no call of any service but access/1 is received, and none is made, without it. Both sides
+show their tokens in one exchange, so each knows which peers it trusts; with them travels the organizer's newest list of
+revoked tokens, which also comes from files and from the directory. A peer that is refused is named in the log with the
 reason, a few lines a minute at most. Decisions are `machine.access.members`'s.
 
 A hostile peer may: show anything, never answer, answer that it does not want us, bring old or forged lists, come under
@@ -89,7 +89,7 @@ class _Met:
 
 
 class _Exchange:
-    """An exchange under way, and who waits for it."""
+    """An exchange under way, and the tasks that wait for it."""
 
     def __init__(self) -> None:
         self.over = trio.Event()
@@ -113,11 +113,11 @@ class Access:
 
     @property
     def token(self) -> bytes:
-        """Our own, sealed; empty for the organizer, who needs none."""
+        """Our own, sealed; empty for the organizer, which needs none."""
         return self._token
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        """Show tokens, keep lists, and forget who has gone, until cancelled."""
+        """Show tokens, keep lists, and forget peers that have gone, until cancelled."""
         small = MethodLimits(body_bytes=16 << 10, calls_per_peer=4)
         self._rpc.serve(_PRESENT, Present, self._answer, limits=small)
         try:

@@ -175,7 +175,7 @@ class MemoryListener:
         self._acceptors.unpark()
 
     def close(self) -> None:
-        """Stop at once; links that nobody accepted are refused. Does not wake who waits in `accept`."""
+        """Stop at once; links that nobody accepted are refused. Does not wake a task that waits in `accept`."""
         self._open = False
         listeners = self._net.memory_listeners if _is_memory(self._addr) else self.node.listeners
         listeners.pop(str(self._addr), None)

@@ -64,7 +64,7 @@ class Mortal(Protocol):
 
 
 class Listening(Protocol):
-    """Somebody who takes links at an address."""
+    """A listener for links to an address."""
 
     @property
     def node(self) -> SimNode: ...
@@ -241,7 +241,7 @@ class SimNet:
             link.die()
 
     def revive(self, name: str) -> None:
-        """The machine is back, with no memory of its links: who still uses one gets a reset."""
+        """Bring the machine back, with no memory of its links: a peer that still uses one gets a reset."""
         node = self.nodes[name]
         node.alive, node.dark, node.stalled = True, False, False
         self.trace.add(name, "revive")

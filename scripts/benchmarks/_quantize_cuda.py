@@ -21,7 +21,7 @@ from peerd.core.blockwise import CODES
 
 
 def measured(count: int, rounds: int, repeats: int) -> dict[str, Any] | None:
-    """Figures for float32 values, those for bfloat16 under "bf16", and whose they are; None without a GPU."""
+    """Figures for float32 values, those for bfloat16 under "bf16", and the implementation; None without a GPU."""
     if not torch.cuda.is_available():
         return None
     device = torch.device("cuda", torch.cuda.current_device())

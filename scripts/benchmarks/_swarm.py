@@ -43,7 +43,7 @@ class Swarm(Peers):
     rate_mbit: float | None  # of every line, up and down; None: as fast as the machine can
 
     def start(self) -> None:
-        """Start a backbone, a peer for each stage and a trainer; who is early waits for the others."""
+        """Start a backbone, a peer for each stage and a trainer; early ones wait for the others."""
         entry = self._enter()
         for stage in range(self.run["pipeline"]["stages"]):
             self._join(f"stage-{stage}", "stage", entry, {**self.run, "limits": {"stage": stage}})

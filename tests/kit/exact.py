@@ -69,7 +69,7 @@ def run_file(optimizer: str, dtype: Any, text: Path, stages: int = 2) -> RunFile
 
 
 class Batches:
-    """Every microbatch that a commit counted: by step, its samples. `digests`: of all who made a step."""
+    """Every microbatch that a commit counted: by step, its samples. `digests`: of all peers that made a step."""
 
     def __init__(self) -> None:
         self.inputs: dict[int, dict[Mb, torch.Tensor]] = {}  # as the first stage saw them
@@ -98,7 +98,7 @@ class Batches:
                     self._disputed.append(f"stage-mates had other samples of {mb} at step {step}")
 
     def faults(self, per_step: int) -> list[str]:
-        """Empty when every step had the whole batch, the same in all stages, and all who made it got the same bits."""
+        """Empty when every step had the whole batch, the same in all stages, and all that made it got the same bits."""
         faults = list(self._disputed)
         for step in range(STEPS):
             inputs, targets = self.inputs.get(step, {}), self.targets.get(step, {})

@@ -71,7 +71,7 @@ async def natpmp_router() -> AsyncIterator[FakeNatPmp]:
 
 
 class FakeIgd:
-    """`mapped[outside] = (inside, lease in seconds)`; `faults[outside]` is what it says to who asks for that port."""
+    """`mapped[outside] = (inside, lease in seconds)`; `faults[outside]` is its answer to a request for that port."""
 
     def __init__(self) -> None:
         self.url = ""

@@ -160,6 +160,6 @@ async def all_finished(s: Swarm, peers: Iterable[Peer], within_s: float = 60.0) 
 
 
 def with_line(run: RunFile, mbit: float) -> RunFile:
-    """The run file of one whose line carries so much in each direction."""
+    """The run file of a peer whose line carries so much in each direction."""
     limits = msgspec.structs.replace(run.limits, upload_mbit=mbit, download_mbit=mbit)
     return msgspec.structs.replace(run, limits=limits)

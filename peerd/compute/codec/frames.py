@@ -5,7 +5,7 @@ so that coding overlaps sending; `encode` does all of it. Nothing is copied on t
 are sent from, and an uncoded CPU tensor's frame shares its memory (it must not change while the frame is sent).
 
 What cannot be coded (NaN, infinity) is refused before a byte leaves: `NotFinite` names the tensor. Uncoded and
-half-precision frames carry such values; who must not have them asks `decode` for finite ones.
+half-precision frames carry such values; a caller that must not have them asks `decode` for finite ones.
 
 A hostile peer may send: another dtype, shape, coding or block than it may; lengths that do not fit; packed chunks
 that lie; scales whose checksum is wrong, or that are negative, tiny, huge or not numbers. Each raises

@@ -1,7 +1,7 @@
 """Contribution records: what each peer says it has given to a run, published for the leader-board.
 
 The figures are the peer's own word. Its name is not: it stands in the token that travels along, which the organizer
-signed for this very peer; who reads the record checks that. Values come from strangers, so all are bounded.
+signed for this very peer; readers of the record check that. Values come from strangers, so all are bounded.
 """
 
 from __future__ import annotations

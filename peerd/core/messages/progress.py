@@ -101,8 +101,9 @@ class TrainerProgress(Message, frozen=True):
 def foretold_in_s(told: Iterable[tuple[str, str, float]], wall: float) -> float | None:
     """Seconds until the step under way should be done, by the records of a run's stage peers; None: nobody knows.
 
-    `told`: each one's id, whom it follows, and its `step_at`. The word counts of whom most follow, so that nobody
-    foretells who conducts in his own eyes only; not if it is over for longer than records take to be renewed.
+    `told`: each peer's id, the conductor that it follows, and its `step_at`. Only the conductor that most follow
+    counts, so that a peer that conducts in its own eyes alone foretells nothing; not if the time is over for longer
+    than records take to be renewed.
     """
     rows = list(told)
     followed = Counter(conductor for _, conductor, _ in rows if conductor)

@@ -1,13 +1,13 @@
 """The messages by which stage peers and trainers make global steps together, and what each field may hold.
 
-One conductor (a peer of stage 0) keeps the ledger of the step under way: which microbatches make up the batch
-and who holds each one's gradient in each stage. Trainers and stage peers report to it by `sync` calls that wait
-for news; it closes the step by `prepare` (average inside each stage) and `commit` (step the optimizer) calls to
-the stage peers. Everything may be repeated: calls name microbatches, steps and attempts by id. In a delayed run a
-second ledger is open meanwhile, that of the step after: its microbatches are `early`.
-A microbatch's `seq` is unique for its trainer (session in the upper bits); who the trainer is, the
-authenticated connection says. Every bound here is kept by who sends, too: what is longer is told in parts (the list of
-members, what is done, what is to be repeated), or cut by a rule that stands at the field.
+One conductor (a peer of stage 0) keeps the ledger of the step under way: which microbatches make up the batch, and
+which peer holds each one's gradient in each stage. Trainers and stage peers report to it by `sync` calls that wait for
+news; it closes the step by `prepare` (average inside each stage) and `commit` (step the optimizer) calls to the stage
+peers. Everything may be repeated: calls name microbatches, steps and attempts by id. In a delayed run a second ledger
+is open meanwhile, that of the step after: its microbatches are `early`. A microbatch's `seq` is unique for its trainer
+(session in the upper bits); the authenticated connection says which trainer that is. Every bound here is kept by the
+sender, too: what is longer is told in parts (the list of members, what is done, what is to be repeated), or cut by a
+rule that stands at the field.
 """
 
 from __future__ import annotations
@@ -191,7 +191,7 @@ class MemberAnswer(Message, frozen=True):
 
 
 class Done(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """A microbatch of the calling trainer and who holds its gradient, stage by stage ("" where none does)."""
+    """A microbatch of the calling trainer and the holders of its gradient, stage by stage ("" where there is none)."""
 
     seq: Seq
     holders: Annotated[list[PeerText], msgspec.Meta(max_length=STAGES)]
@@ -249,7 +249,7 @@ class Party(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
 
 
 class GridRound(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """One round of an attempt that has several, as one who takes part has to know it: its own group's."""
+    """One round of an attempt that has several, as a participant has to know it: its own group's."""
 
     senders: Annotated[list[PeerText], msgspec.Meta(max_length=MAX_MEMBERS)]  # sums are made in this order
     # These have what one of the senders has: they bring nothing and take the sum.
@@ -318,7 +318,7 @@ class Moved(Message, frozen=True):
 
 
 class Conducts(Message, frozen=True):
-    """A conductor's answer to who it is: the term it acts in."""
+    """A conductor's answer that it is one: the term it acts in."""
 
     term: Term
 

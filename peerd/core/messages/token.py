@@ -1,4 +1,4 @@
-"""Tokens: what an organizer signs to let a peer into a run, and the list of those that he took back.
+"""Tokens: what an organizer signs to let a peer into a run, and the list of revoked ones.
 
 A token names one peer by its key, so it is no secret: whoever copies it cannot use it. It says for which run, under
 what name, for which roles and until when. A revocation list has a number that only grows: an older list never

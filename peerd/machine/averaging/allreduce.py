@@ -1,4 +1,4 @@
-"""One round of all-reduce as one member sees it: who owes which part to whom, and who is late.
+"""One round of all-reduce as one member sees it: which peer owes which part to which, and which peers are late.
 
 The vector is cut into shares, one for each owner, and each share into parts. Every sender sends each part to its
 owner, who sums all senders' versions in the order of the senders (so that the sum has the same bits for everyone)
@@ -248,7 +248,7 @@ class Round:
         self.be_patient(now)
 
     def be_patient(self, now: float) -> None:
-        """Everybody waits for those who are in an earlier round: patience starts anew."""
+        """Restart all time-outs: everybody waits for peers that are in an earlier round."""
         self._heard = dict.fromkeys({*self._everyone, *self._due.values()}, (now, 0))
 
     def check(self, index: int, sender: str) -> None:
@@ -317,9 +317,9 @@ class Round:
     def late(self, now: float) -> tuple[str, ...]:
         """Members we have waited for longer than our patience, sorted.
 
-        One that hangs soon holds up everybody, who then seem to hang as well: named is who fell silent first of those
-        we wait for. An owner may only be waiting for a late sender, and gets a little more patience; one that has
-        nothing of ours yet, because somebody else's sums hold up our parts, owes us nothing.
+        One that hangs soon holds up everybody, who then seem to hang as well: so the one named is the first that fell
+        silent of those we wait for. An owner may only be waiting for a late sender, and gets a little more patience;
+        one that has nothing of ours yet, because somebody else's sums hold up our parts, owes us nothing.
         """
         silent = self.silent(now)
         if not silent:

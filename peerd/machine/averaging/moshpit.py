@@ -95,7 +95,7 @@ def _grids(peers: int, rounds: int) -> Iterator[tuple[int, ...]]:
 
 
 def meetings(order: Sequence[str], sides: Sequence[int], weak: Collection[str] = ()) -> list[list[Meeting]]:
-    """The groups of each round. `weak` peers, who cannot sum, are spread among the others, and listen first."""
+    """The groups of each round. `weak` peers, which cannot sum, are spread among the others, and listen first."""
     order = _spread(order, weak)
     leaves = math.prod(sides[1:])
     bounds = [at * len(order) // leaves for at in range(leaves + 1)]

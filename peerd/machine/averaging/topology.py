@@ -126,7 +126,7 @@ class Grouping:
         return Ordered(split, helpers)
 
     def _grid(self, stage: int, group: tuple[str, ...], sides: tuple[int, ...]) -> Ordered | None:
-        """None where some group would have nobody who can sum."""
+        """A grid with these sides; None where some group would have no peer that can sum."""
         rounds: dict[str, list[OrderedRound]] = {peer: [] for peer in group}
         weak = frozenset(peer for peer in group if not self._lines.sums(stage, peer))
         vector_bytes, earlier_s = self._lines.vector_bytes(group), 0.0

@@ -125,7 +125,7 @@ class Admission:
         return trainer not in self._proven and any(name in self._proven for name in self._trainers)
 
     def step_made(self, helped: Iterable[str]) -> None:
-        """These have helped to make a step; who had stood in the way recovers."""
+        """Record that these helped to make a step; a trainer that had stood in the way recovers."""
         for trainer in helped:
             self._proven[trainer] = None
             self._proven.move_to_end(trainer)
@@ -147,7 +147,9 @@ class Admission:
     # --- filling ----------------------------------------------------------------------------------------------
 
     def whole_in_s(self, now: float, ledger: Ledger) -> float | None:
-        """Seconds until the batch is whole, from what is not done of it and who does it; None: nobody knows."""
+        """Seconds until the batch is whole, from what is not done of it and the pace of those at work; None: nobody
+        knows.
+        """
         begun = ledger.begun()
         dead = sum(count for name, (count, _) in begun.items() if name not in self._trainers)
         workers = self._at_work(now, begun)

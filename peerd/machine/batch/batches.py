@@ -1,9 +1,9 @@
-"""The batches that trainers fill: who may add to them, what is done, what must be done again.
+"""The batches that trainers fill: which trainers may add to them, what is done, what must be done again.
 
 `due` is the batch of the step under way. In a delayed run `early`, that of the step after it, is filled as soon as
 there is no room in `due`, and becomes it when the step is made; then it is filled with parameters that are one step
-old, and never older ones. Pure bookkeeping beneath the conductor, which knows the phase and who serves, and is told
-when `due` shrinks. Invariants (`check`): a microbatch has at most one place in one batch, and none that a step has
+old, and never older ones. Pure bookkeeping beneath the conductor, which knows the phase and the serving members, and is
+told when `due` shrinks. Invariants (`check`): a microbatch has at most one place in one batch, and none that a step has
 counted gets another. A hostile trainer can name what it likes: only its own microbatches are concerned.
 """
 

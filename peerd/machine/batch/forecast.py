@@ -67,8 +67,8 @@ class WorkerPace:
 def whole_in_s(left: int, workers: Iterable[WorkerPace]) -> float | None:
     """Seconds until `left` microbatches that nobody has begun, and all begun ones, are done; None: nobody knows.
 
-    Each worker finishes what it has begun and takes of the rest what it can do by the time at which all end together.
-    Who has no pace yet is taken to be as fast as the others on average; who is late, to go on as slowly as it shows.
+    Each worker finishes what it has begun and takes of the rest what it can do by the time at which all end together. A
+    worker without a pace is taken to be as fast as the others on average; a late one, to go on as slowly as it shows.
     """
     workers = list(workers)
     if not left and not any(worker.begun for worker in workers):
@@ -82,7 +82,7 @@ def whole_in_s(left: int, workers: Iterable[WorkerPace]) -> float | None:
 
 
 def shared_in_s(left: int, workers: Collection[WorkerPace]) -> float | None:
-    """As `whole_in_s`, but only until the `left` ones are done: by those who are free before that."""
+    """As `whole_in_s`, but only until the `left` ones are done: by the workers that are free before that."""
     usual_s = _usual_s(workers)
     if not usual_s:
         return None

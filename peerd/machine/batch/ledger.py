@@ -183,7 +183,7 @@ class Ledger:
 
 
 class Counted:
-    """The batches of the last steps: what a trainer needs to know who has not heard how its step ended."""
+    """The batches of the last steps: for a trainer that has not heard how its step ended."""
 
     def __init__(self) -> None:
         self._batches: deque[tuple[int, frozenset[Mb]]] = deque(maxlen=_STEPS_REMEMBERED)

@@ -1,10 +1,10 @@
-"""Newcomers on probation: who has not yet helped to make a step, and what their places have on their account.
+"""Probation of newcomers, peers that have not yet helped to make a step, and the account of each place.
 
 Identities are free, so what one did wrong says nothing of the next; places (an address, an IPv6 /64) are not. A
 newcomer that spoils an attempt, or does not finish what it was given, is let go at once, and all newcomers from its
-place wait: longer each time, until that fades. Whoever has helped to make a step is on its own account from then on,
-wherever it connects from. Decides only; who has helped, and who is where, the caller knows.
-Hostile input: any number of identities; those of many places cost steps a moment for each, then less and less.
+place wait: longer each time, until that fades. A peer that has helped to make a step is on its own account from then
+on, wherever it connects from. Decides only; the caller knows which peers have helped, and where each one is. Hostile
+input: any number of identities; those of many places cost steps a moment for each, then less and less.
 """
 
 from __future__ import annotations

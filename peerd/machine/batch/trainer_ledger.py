@@ -4,8 +4,8 @@ Decides from the conductor's answers what to start, to drop and to repeat; compu
 hold microbatches of two steps, the one under way and the next. Invariants: every batch of samples that was taken from
 the data is in exactly one place: waiting, begun, finished, counted, or lost, and it is lost only when nobody can say
 any more how its step ended; what was begun for a step counts in that one, or begins again under another number. With
-each goes what others must see of it: the conductor's newest grant, and the receipts of those who hold it.
-Hostile input: a conductor that names microbatches or stages that are not there is not heard.
+each goes what others must see of it: the conductor's newest grant, and the receipts of its holders. Hostile input: a
+conductor that names microbatches or stages that are not there is not heard.
 """
 
 from __future__ import annotations

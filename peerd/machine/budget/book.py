@@ -2,9 +2,9 @@
 
 Identities are free, addresses cost something, networks more: so every means is bounded by peer, by place (an IPv4
 address, an IPv6 /64) and by region (a /24, a /48), and a part of it is kept for members of the run. Members are bounded
-by peer alone, since a household or a laboratory may bring many; whoever is no member, by all three. Sans-IO: the caller
-says who uses what, and gives it back. Invariants (`check`): no bound is exceeded; what is given back was taken; nobody
-who has nothing is remembered. Hostile input: any number of identities at any number of places; the table of each means
+by peer alone, since a household or a laboratory may bring many; strangers by all three. Sans-IO: the caller says which
+user takes what, and gives it back. Invariants (`check`): no bound is exceeded; what is given back was taken; no user
+that has nothing is remembered. Hostile input: any number of identities at any number of places; the table of each means
 is as long as its users are many, and each has at least one unit of what is bounded in all.
 """
 
@@ -42,7 +42,7 @@ class Means(StrEnum):
 
 
 class User(NamedTuple):
-    """One who uses something: the peer (text of its id; "" before it has proven one), and where it connects from."""
+    """A user of resources: the peer (text of its id; "" before it has proven one), and where it connects from."""
 
     peer: str
     place: str
@@ -109,7 +109,7 @@ class Use:
 
 
 class _Account:
-    """One means: who has how much."""
+    """One resource: how much each user has."""
 
     def __init__(self, bounds: Bounds) -> None:
         self.bounds = bounds
@@ -214,7 +214,7 @@ class Book:
         return strange, regions.get(user.region, 0), places.get(user.place, 0), peers.get(user.peer, 0)
 
     def told(self) -> list[Use]:
-        """For people: of each means, how much is in use, and who has most."""
+        """For people: of each resource, how much is in use, and its largest users."""
         found = []
         for means, account in self._accounts.items():
             most = [max(table.items(), key=lambda item: (item[1], item[0]), default=("", 0)) for table in account.sums]

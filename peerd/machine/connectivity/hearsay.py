@@ -2,11 +2,11 @@
 
 What peers say of addresses (their own or others') leads anywhere: to services on this machine, in our network or in
 somebody else's, to hosts that should be flooded. So what is heard is dialed only if it is a literal address that is
-public, of a network that this machine is in, or of the same private block (or of this machine) as the peer that
-named it is connected from: it shows by that that it is there itself. Who named it is not always known; then all who
-were ever connected have to be there. Names are dialed from the configuration only. `Restraint` bounds the rest by who
-told, by target, and in all; a target that answered as the peer it should be costs nothing. Opens nothing.
-Invariants: what the book has of Means.DIALS is what was begun within a minute and has not led to its peer.
+public, of a network that this machine is in, or of the same private block (or of this machine) as the peer that named
+it is connected from: it shows by that that it is there itself. The peer that named it is not always known; then all
+that were ever connected have to be there. Names are dialed from the configuration only. `Restraint` bounds the rest by
+teller, by target, and in all; a target that answered as the peer it should be costs nothing. Opens nothing. Invariants:
+what the book has of Means.DIALS is what was begun within a minute and has not led to its peer.
 """
 
 from __future__ import annotations

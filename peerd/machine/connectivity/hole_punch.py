@@ -1,4 +1,4 @@
-"""Hole punching: who does what, where to dial and when, and what is remembered of pairs that failed.
+"""Hole punching: the part of each side, where to dial and when, and what is remembered of pairs that failed.
 
 The peer that was dialed over the relay acts: it dials the other's public addresses, then proposes a simultaneous
 open, at most PUNCH_ATTEMPTS times; after that the pair rests, each time longer, until either side's addresses change.

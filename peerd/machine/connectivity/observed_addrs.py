@@ -73,7 +73,7 @@ class Observers:
         return (sight for sight in self._sights.values() if sight.outside)
 
     def put(self, sight: Sight) -> PeerId | None:
-        """Take a sight, in place of the peer's earlier one. Returns who had to go for it."""
+        """Take a sight, in place of the peer's earlier one. Returns the peer whose sight had to go for it."""
         if sight.seen is not None and (tcp_place(sight.seen) is None or ip_of(sight.seen) is None):
             sight = replace(sight, seen=None)
         self._sights[sight.peer] = sight

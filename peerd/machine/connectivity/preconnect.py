@@ -63,7 +63,7 @@ class Assembly:
         return ripe[: max(0, places)]
 
     def ended(self, now: float, mate: str) -> None:
-        """A dial has ended, well or not: `dial` is told who is linked."""
+        """Note that a dial has ended, well or not: `dial` is told which mates are linked."""
         known = self._missing[mate]
         known.dialling = False
         known.next_try, known.retry_s = now + known.retry_s, min(2 * known.retry_s, _RETRY_MOST_S)

@@ -1,12 +1,12 @@
 """Can others reach this peer, and if not, what stands in the way? The verdict, from what many peers say.
 
-Told: where this peer listens, how each connected peer sees it, and what came of dial-backs. Answers: whom to ask next,
-and a Finding with its reason. Peers lie, so each network (IPv4 /16, IPv6 /32) has one vote, shared by its addresses,
-and these by their peers: who has many identities in one place has one vote. A majority decides, for each IP version by
-itself; where none is, the answer is the cautious one (not reachable, no candidate). Hostile input: addresses of others,
-made-up ports, false answers, answers that name what was never asked, floods of observers.
-Invariants: an address is proven only after it was asked about; no private address is a candidate or proven; at most
-one question per peer is under way; tables are bounded (limits.OBSERVERS).
+Told: where this peer listens, how each connected peer sees it, and what came of dial-backs. Answers: which peer to ask
+next, and a Finding with its reason. Peers lie, so each network (IPv4 /16, IPv6 /32) has one vote, shared by its
+addresses, and these by their peers: many identities in one place have one vote. A majority decides, for each IP version
+by itself; where none is, the answer is the cautious one (not reachable, no candidate). Hostile input: addresses of
+others, made-up ports, false answers, answers that name what was never asked, floods of observers. Invariants: an
+address is proven only after it was asked about; no private address is a candidate or proven; at most one question per
+peer is under way; tables are bounded (limits.OBSERVERS).
 """
 
 from __future__ import annotations
@@ -188,7 +188,9 @@ class Reachability:
         return max(wanted, server.not_before)
 
     def _notice_change(self) -> None:
-        """Other addresses than before: whoever has answered is asked again, and who has left counts no longer."""
+        """Take up a change of addresses: peers that have answered are asked again, and those that left count no
+        longer.
+        """
         ips = tuple(self._observers.view(version).ip for version in _VERSIONS)
         _, _, before = self._epoch
         epoch = (self._own, self._given, ips if any(ips) else before)
@@ -231,7 +233,7 @@ class Reachability:
         return self._observers.place(peer) not in covered and len(set(covered)) < wanted
 
     def _covered(self, now: float) -> list[str]:
-        """The networks of those who have answered of late, or are about to."""
+        """Networks of the peers that have answered of late, or are about to."""
         return [
             self._observers.place(peer)
             for peer, server in self._servers.items()
@@ -295,7 +297,7 @@ class Reachability:
         return Finding(kind, why, (), candidates, tuple(dead), needs_relays=True)
 
     def _may_turn(self, now: float) -> bool:
-        """There is no verdict yet, and those who were asked just now might make another one of it."""
+        """True when there is no verdict yet, and the peers asked just now might bring one."""
         since = now - self._config.patience_s
         young = [s for s in self._servers.values() if s.pending is not None and s.asked_at > since]
         return self.finding.kind == Kind.UNKNOWN and len(young) >= len(self._answers)

@@ -106,7 +106,7 @@ class Switchboard:
     # --- reservations --------------------------------------------------------------------------------------
 
     def reserve(self, now: float, peer: PeerId, ip: Ip | None) -> Granted | Refusal:
-        """`peer`, which comes from `ip`, wants to be reached here; who has a reservation gets it renewed."""
+        """Reserve a place for `peer`, which comes from `ip`; a reservation that it has is renewed."""
         self.wake(now)
         config, (place, region) = self.config, place_of(ip)
         refusal = self._too_often(now, place)

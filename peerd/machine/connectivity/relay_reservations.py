@@ -1,7 +1,7 @@
 """Reservations at relays: at least two, in different networks where possible, renewed in time.
 
-Knows candidates as it is told of them, and decides whom to ask, when to renew, and when to look for more. Hostile
-input: relays that refuse, or promise and vanish; who refuses is left alone for twice as long as the time before.
+Knows candidates as it is told of them, and decides which to ask, when to renew, and when to look for more. Hostile
+input: relays that refuse, or promise and vanish; one that refuses is left alone for twice as long as the time before.
 Invariants: nothing is asked while no place is wanted; one request per relay at a time; a lost place is replaced at the
 next step; candidates are bounded by the connections that there are.
 """

@@ -1,4 +1,4 @@
-"""One iterative look-up toward a key: whom to ask next, when to stop, and why. No network, no records, no clock.
+"""One iterative look-up toward a key: which peers to ask next, when to stop, and why. No network, no records, no clock.
 
 The idea is that of rust-libp2p's closest-peers iterator: the candidates in order of distance, each in one of five
 states. A peer that does not answer within `slow_s` no longer holds up the search but may still answer; after

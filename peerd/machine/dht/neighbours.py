@@ -1,9 +1,9 @@
 """Neighbours of a DHT node: the table, suspicion, and what was learned along the way.
 
-Peers enter the table when they themselves talked to us and say where they can be dialled; hearsay never enters it.
-A peer that falls silent or closes its connection is out of consideration at once, and probed once its suspicion has
-cooled; a second silence removes it. The removed ones are remembered, because when *our* line was down everybody
-seemed to die, and somebody must be asked when it is back. Sends nothing: it says whom to probe.
+Peers enter the table when they themselves talked to us and say where they can be dialled; hearsay never enters it. A
+peer that falls silent or closes its connection is out of consideration at once, and probed once its suspicion has
+cooled; a second silence removes it. The removed ones are remembered, because when *our* line was down everybody seemed
+to die, and somebody must be asked when it is back. Sends nothing: it says which peers to probe.
 """
 
 from __future__ import annotations
@@ -64,7 +64,9 @@ class Neighbours:
         return self.table.closest(target, count, None if self._calm else lambda peer: self.usable(now, peer))
 
     def welcome(self, now: float, contact: Contact) -> tuple[bool, Contact | None]:
-        """The peer itself talked to us and can be dialled. Returns whether it is newly seated, and whom to probe."""
+        """The peer itself talked to us and can be dialled. Returns whether it is newly seated, and the peer to
+        probe.
+        """
         self._silence.answered(contact.peer)
         self._resigned.pop(contact.peer, None)
         if self._liars.shunned(now, contact.peer):

@@ -27,7 +27,7 @@ from peerd.machine.dht.store import Verdict
 
 
 class Kademlia:
-    """One node. Tell it whom it `Met`; it does the rest."""
+    """One Kademlia node. Tell it of each peer that it `Met`; it does the rest."""
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class Kademlia:
         self._join_at = now + self.node.config.refresh_s * self._rng.random()
 
     def look_around(self, now: float) -> None:
-        """Look for our neighbours at the next `wake`, who thereby hear what we say of ourselves by now."""
+        """Look up our neighbours at the next `wake`; they thereby hear our newest introduction."""
         self._join_at = self._upkeep_at = now
 
     def handle(self, now: float, event: q.Input) -> list[q.Output]:

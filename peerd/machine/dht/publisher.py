@@ -1,8 +1,8 @@
 """This peer's own records: what it announced, for how long, and when each must be sent out again.
 
-A record's lease is at most an hour; who asked for longer gets it renewed. Each record is also offered again, unchanged,
-every `repeat_s`, because the peers that held it may have left. A withdrawal leaves a tombstone that outlives every
-copy of what it withdraws. Does not send anything and knows no peers.
+A record's lease is at most an hour; a longer one is renewed. Each record is also offered again, unchanged, every
+`repeat_s`, because the peers that held it may have left. A withdrawal leaves a tombstone that outlives every copy of
+what it withdraws. Does not send anything and knows no peers.
 
 Versions follow corrected time in milliseconds, so that a peer that starts anew outbids what it published before; if
 its clock was set back meanwhile, the refusals say which version to outbid.

@@ -1,7 +1,7 @@
 """Parts of a DHT command: searches for keys, placements of records, and tasks that are made of both.
 
-Each part says whom to ask next and takes the answers; `Kademlia` joins what goes to the same peer into one message.
-Nothing here sends, stores or verifies; nothing outlives its task.
+Each part says which peer to ask next and takes the answers; `Kademlia` joins what goes to the same peer into one
+message. Nothing here sends, stores or verifies; nothing outlives its task.
 """
 
 from __future__ import annotations

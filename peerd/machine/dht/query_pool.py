@@ -84,7 +84,7 @@ class Workbench:
         self._start(now, Task(None, "join", [self._search(now, self._node.id.key, self._join_rule, values=False)]))
 
     def refresh(self, now: float, keys: Iterable[Key]) -> None:
-        """Look around at some keys, to know who lives there."""
+        """Look up some keys, to learn which peers are near them."""
         for key in keys:
             self._start(now, Task(None, "refresh", [self._search(now, key, self._refresh_rule, values=False)]))
 

@@ -35,7 +35,7 @@ class Handover:
             self._queue.append((contact, pending))
 
     def step(self, now: float, neighbours: Neighbours) -> list[tuple[Contact, Key, bool]]:
-        """A few keys further: (newcomer, key, whether we are the one who gives it what others published)."""
+        """A few keys further: (newcomer, key, whether we are the one that gives it what others published)."""
         found: list[tuple[Contact, Key, bool]] = []
         for _ in range(_KEYS_PER_STEP):
             if not self._queue:

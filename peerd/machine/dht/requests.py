@@ -2,7 +2,7 @@
 
 An answer is believed only as far as it can be checked: of the kind that was asked for, about the keys that were asked
 for, no more of each than was asked for, every record signed by its publisher. Anything else is a lie, told to the
-caller in words. Decides nothing about whom to ask or when to stop.
+caller in words. Does not decide which peers to ask or when to stop.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class Dispatch:
         return [self._flights.pop(ask) for ask in lost]
 
     def deliver(self, now: float, wall: float, flight: RequestInFlight, reply: q.Reply) -> str | None:
-        """Give the answer to those who wait for it; returns what is wrong with it, if it is a lie."""
+        """Give the answer to the tasks that wait for it; returns what is wrong with it, if it is a lie."""
         match flight.request, reply:
             case q.Find(), q.Found():
                 return self._found(now, wall, flight, reply)

@@ -1,11 +1,11 @@
-"""The records this peer keeps for the swarm: what it accepts, until when, and how much from whom.
+"""The records this peer keeps for the swarm: what it accepts, until when, and how much from each peer and place.
 
 Every record is checked here whatever its way here: signature, expiry, version, quotas. Tombstones are kept like other
-records until they expire, so that what they withdrew cannot come back. When the store is full, the key farthest from
-us makes room for a nearer one: those records have their proper homes elsewhere. When a key is full, what came from the
+records until they expire, so that what they withdrew cannot come back. When the store is full, the key farthest from us
+makes room for a nearer one: those records have their proper homes elsewhere. When a key is full, what came from the
 region that has most there makes room, in it from the place, of that from the publisher (see `_to_give_way`), and a
 member's record only for a member's. A record comes from where its publisher offered it itself; while only others did,
-from where they are, who may have made up its publisher.
+from where these are, as they may have made up its publisher.
 
 Invariants (`check`): per sub-key the record that beats all others offered; no quota exceeded; the counts are exact.
 A hostile peer may offer: forged, replayed, expired or far-future records, records of others, floods. Each record gets
@@ -94,7 +94,7 @@ class Store:
     def __init__(
         self, own: PeerId, verifier: Verifier, limits: StoreLimits | None = None, book: Book | None = None
     ) -> None:
-        """`book`: where who has how much is written down; without one, places are not bounded."""
+        """`book`: keeps how much each user has; without one, places are not bounded."""
         self._place = place(own.key)
         self._verifier = verifier
         self._limits = limits or StoreLimits()
@@ -121,7 +121,7 @@ class Store:
     def offer(self, wall: float, record: Record, sender: User = _HERE) -> tuple[Verdict, int]:
         """Take the record if it may be taken; returns the verdict and the version that is held afterwards, or 0.
 
-        `sender`: who brought it, publisher or not.
+        `sender`: the peer that brought it, publisher or not.
         """
         held = self._held(record)
         version = held.version if held is not None else 0

@@ -1,8 +1,8 @@
 """Stochastic wiring (SWARM, appendix C): which peer of a stage gets the next microbatch.
 
-Interleaved weighted round robin: each peer has a virtual finish time that grows by cost / measured speed when it
-is picked; the smallest is next. Speed is an average of throughput, also right when calls overlap. A peer that
-failed rests for a while that doubles with each failure, and for longer where it took long to find out: who cannot be
+Interleaved weighted round robin: each peer has a virtual finish time that grows by cost / measured speed when it is
+picked; the smallest is next. Speed is an average of throughput, also right when calls overlap. A peer that failed rests
+for a while that doubles with each failure, and for longer where it took long to find out: a peer that cannot be
 reached, and does not say so, must not cost every step a time-out. One object serves one stage; `now` is monotonic
 seconds.
 """

@@ -231,7 +231,7 @@ _Queue = list[tuple[float, int, int, Flow]]  # (start, wanted, number, flow); a 
 
 
 def _tidy(queue: _Queue) -> _Queue:
-    """The queue without the entries at its head of those who left."""
+    """The queue without the entries of departed flows at its head."""
     while queue and queue[0][3].waits != queue[0][2]:
         heapq.heappop(queue)
     return queue

@@ -15,9 +15,9 @@ ends both directions. CANCEL (caller only) ends a call without an answer. Ids ar
 A stream may carry one call or thousands; the grammar is the same.
 
 A hostile peer may send: unknown kinds, block lengths or frame counts above the limits, headers that do not fit the
-block, payloads without end, or packed ones that unpack to more than is allowed. All raise `ProtocolViolation`.
-Nothing is allocated for a payload before the driver, who has seen the whole block, says `accept`; memory for a block
-grows only with the bytes that really came.
+block, payloads without end, or packed ones that unpack to more than is allowed. All raise `ProtocolViolation`. Nothing
+is allocated for a payload before the driver, which has seen the whole block, says `accept`; memory for a block grows
+only with the bytes that really came.
 """
 
 from __future__ import annotations

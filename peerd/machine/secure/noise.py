@@ -294,7 +294,7 @@ class Secrets:
 
 
 class Handshake:
-    """One hand-shake, as initiator (who speaks first) or responder.
+    """One hand-shake, as initiator (which speaks first) or responder.
 
     Send what `start` and `feed` return; once `result` is set, what `feed` returned last is the last message. Raises
     Unreachable when the other side proves to be somebody other than `expected`: an initiator knows that before it says

@@ -1,10 +1,10 @@
 """Plan of one download, sans-IO: what to ask of which donor, so that a state comes from several at once.
 
 First each donor is asked what it vouches for, then the best camp is chosen (machine/state/quorum), then one of its
-donors gives the digests of all pieces, then all of them give pieces: each has a few in flight, by its speed, and
-whoever is done early takes over what slower ones owe. A donor whose answer is wrong is a liar: it is named, and never
-asked again; one that fails is asked again a few times, after pauses. What is there stays: nothing but a change of camp
-(a larger one at the same position appears) makes the download begin anew.
+donors gives the digests of all pieces, then all of them give pieces: each has a few in flight, by its speed, and a
+donor that is done early takes over what slower ones owe. A donor whose answer is wrong is a liar: it is named, and
+never asked again; one that fails is asked again a few times, after pauses. What is there stays: nothing but a change of
+camp (a larger one at the same position appears) makes the download begin anew.
 
 The driver performs `Ask` and answers each with one event, unless it was called off by `Cancel`; it checks digests and
 pieces itself and says whether they were right. Invariants (`check`): a piece that is there is not asked again; a piece

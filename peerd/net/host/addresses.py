@@ -2,7 +2,7 @@
 
 Holds addresses and tells of changes; decides nothing about them (`machine.connectivity.reachability` does) and dials
 nowhere. Invariants: each source replaces its own announcement only; withheld addresses are named to nobody, and whoever
-waits for a change hears of each. Takes nothing from peers directly: what is announced was checked by who announces it.
+waits for a change hears of each. Takes nothing from peers directly: what is announced was checked by its source.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ class AddressBook:
     def learn(self, peer: PeerId, addrs: Iterable[Multiaddr], heard: User | None = None) -> None:
         """Add addresses; those that name another peer or cannot be dialed are left out.
 
-        `heard`: from whom; None: they are from our own configuration.
+        `heard`: the user that told them; None: they are from our own configuration.
         """
         known = self._book.pop(peer, {})
         for addr in addrs:

@@ -1,10 +1,10 @@
 """Host: this peer on the network. Listens, dials, opens streams, hands incoming streams to handlers by protocol name.
 
 Composition only: transports carry bytes, `upgrade` authenticates, `Link` runs a connection, `Links` counts and tells,
-`Dialer` finds the way, `Whereabouts` knows where we are, `Reception` takes who comes.
-A fault of ours costs the stream, the link or the connection that met it, not the host (see `faults`).
-Invariants: every task lives in `run`'s nursery; cancelling `run` says goodbye on every link and ends in bounded time;
-a stranger holds one of a bounded number of half-open places until it has proven an identity.
+`Dialer` finds the way, `Whereabouts` knows where we are, `Reception` admits connections. A fault of ours costs the
+stream, the link or the connection that met it, not the host (see `faults`). Invariants: every task lives in `run`'s
+nursery; cancelling `run` says goodbye on every link and ends in bounded time; a stranger holds one of a bounded number
+of half-open places until it has proven an identity.
 """
 
 from __future__ import annotations
@@ -168,7 +168,7 @@ class Host:
     def learn(
         self, peer: PeerId, addrs: Iterable[Multiaddr], *, by: PeerId | None = None, checked: bool = False
     ) -> None:
-        """Add to the address book what `by` says (None: nobody knows who), as far as it may be dialed.
+        """Add to the address book what `by` says (None: the source is unknown), as far as it may be dialed.
 
         `checked`: all of it was `believed` before.
         """
@@ -421,7 +421,7 @@ class Host:
         return self._nursery
 
     async def _welcome(self, raw: RawLink) -> None:
-        """Authenticate who has connected, and keep the connection as a link or as a part of one."""
+        """Authenticate an incoming connection, and keep it as a link or as a part of one."""
         fresh = self._secrets.fresh(self._clock.secure_bytes(32))
         secured = await upgrade(raw, fresh, initiator=False, muxers=OFFERS)
         way = way_to(raw.remote)

@@ -94,7 +94,7 @@ class Introductions:
                 _log.debug("identify of %s: %s", link.peer, error)
 
     async def run(self) -> None:
-        """Push news to those who take them."""
+        """Push news to the peers that take them."""
         while True:
             await self._news.wait()
             await trio.sleep(_TOGETHER_S)

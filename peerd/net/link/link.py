@@ -149,7 +149,7 @@ class Link:
         return self.mux.rtt_s
 
     def rank(self, raw: RawLink) -> None:
-        """Tell one of its connections whose it is, where that shares a limited line with others."""
+        """Tell one of its connections which peer it belongs to, where it shares a limited line with others."""
         if isinstance(raw, RankedLink):
             raw.rank_by(lambda: self.owner.book.is_member(self.user.peer))
 

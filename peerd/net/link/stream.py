@@ -233,8 +233,8 @@ class Stream:
     async def receive_into(self, into: bytearray | memoryview, landed: Callable[[int], None] = _unheard) -> None:
         """Fill all of `into`; ProtocolViolation when the stream ends before.
 
-        What comes while this waits is decrypted where it belongs, and this wakes when all is there. `landed` is told
-        of each piece, so that who cancels knows how far it came; it often runs in the link's own task.
+        What comes while this waits is decrypted where it belongs, and this wakes when all is there. `landed` is told of
+        each piece, so that a caller that cancels knows how far it came; it often runs in the link's own task.
         """
         view, mux = memoryview(into).cast("B"), self._mux
         while view:
@@ -332,7 +332,7 @@ class Stream:
             self._readable.set()
 
     def _land(self, landed: Callable[[int], None]) -> None:
-        """Tell who waits for these bytes, and wake them when they are the last."""
+        """Tell the reader that waits for these bytes, and wake it when they are the last."""
         mux = self._mux
         size, mux.landed_bytes = mux.landed_bytes, 0
         self._link.mux.consumed(mux, trio.current_time())  # the link flushes when all it has read is handed over

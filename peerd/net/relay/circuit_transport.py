@@ -152,8 +152,9 @@ class Circuits:
 
     def _relay_addrs(self, link: Link, promise: Promise) -> tuple[Multiaddr, ...]:
         """Circuit addresses of ours: by what led us there, which is known to be right, and by what the relay says of
-        itself; else by hearsay. A relay that names others' addresses has those who look for us dial them, so that few
-        are announced (see `service.connectivity.relay_client`)."""
+        itself; else by hearsay. A relay that names others' addresses has the peers that look for us dial them, so that
+        few are announced (see `service.connectivity.relay_client`).
+        """
         said = [link.remote] if link.initiator else []
         for raw in promise.relay_addrs:
             try:

@@ -1,11 +1,11 @@
-"""TCP connections that keep to limits: `machine.rate.limiter` decides, here is who waits and what is counted.
+"""TCP connections that keep to limits: `machine.rate.limiter` decides; waiting and counting are here.
 
-A Pace is one direction of this machine's line and serves all its connections; who waits in it keeps the time, one of
-them for all, so there is no task and no timer for a packet. A Paced link sends in quanta, and reads in quanta what has
-come: what it does not read fills the connection's window, which is kept small, and so TCP holds the sender back.
-Payload is counted as it is handed over. What TCP adds (headers, acknowledgements, repeats) is charged afterwards from
-what the system counted, so that the line itself keeps the rate; where the system does not say, by an estimate.
-Members of the run come first, as the host's book knows them; all others share a turn with whoever is at their place.
+A Pace is one direction of this machine's line and serves all its connections; one of the connections that wait in it
+keeps the time for all, so there is no task and no timer for a packet. A Paced link sends in quanta, and reads in quanta
+what has come: what it does not read fills the connection's window, which is kept small, and so TCP holds the sender
+back. Payload is counted as it is handed over. What TCP adds (headers, acknowledgements, repeats) is charged afterwards
+from what the system counted, so that the line itself keeps the rate; where the system does not say, by an estimate.
+Members of the run come first, as the host's book knows them; all others share a turn with the peers at their place.
 Unlimited connections are TcpLinks and have none of this on their way.
 """
 

@@ -9,7 +9,7 @@ senders. With a lossy code the owner, too, goes on with what the others can deco
 `RoundFailed` with the members at fault; nothing is applied here. Vectors are numpy, 1-D. A hostile member may send
 wrong shapes, wrong dtypes, NaN, parts of others, strangers' attempts: each is refused, what needs no look at the values
 before they are decoded, and the round ends and names it. That a call was refused or left shows only that the round has
-ended over there: whom it names is waited for, a moment, before that peer is blamed. Who is silent is asked whether it
+ended over there: the peer that it names is waited for, a moment, before it is blamed. A silent peer is asked whether it
 lives before it is named: one that hangs soon makes all others wait. In a coded run a plain part is as good as a coded
 one; in a plain run a coded one is refused.
 """
@@ -110,9 +110,9 @@ class Averaging:
     ) -> Vector:
         """The sum by all rounds of an attempt: what one gives is what the next begins with. As `sum` otherwise.
 
-        Raises RoundFailed with whom the round that fails names. Who is ahead of others has patience with them while
-        they say that they are still in an earlier round, for as long as that may take (`coming_s`); whoever holds them
-        up is named by those who wait there.
+        Raises RoundFailed with the peers that the failed round names. A member ahead of others has patience with them
+        while they say that they are still in an earlier round, for as long as that may take (`coming_s`); a peer that
+        holds them up is named by those that wait there.
         """
         began = trio.current_time()
         with self.expecting([plan.attempt for plan in plans]):

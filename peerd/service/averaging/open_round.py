@@ -96,7 +96,7 @@ class OpenRound:
 class Returns:
     """The sums that one member asks for; they leave in the order in which it asked, each as soon as it is there.
 
-    Nobody waits in between: who makes a sum puts it on every call. What a member does not take waits here.
+    Nobody waits in between: the task that makes a sum puts it on every call. What a member does not take waits here.
     """
 
     def __init__(self, state: OpenRound, parts: CallStream) -> None:
@@ -181,7 +181,7 @@ async def encoded(state: OpenRound, part: Part, values: Vector) -> TensorFrame:
 async def as_others_see_it(state: OpenRound, part: Part) -> Version | None:
     """Our version of a part that we sum ourselves; None: we bring none.
 
-    Where other groups make the same sum, each with another owner, it must be what those get who are sent it.
+    Where other groups make the same sum, each with another owner, it must be what the peers to which it is sent get.
     """
     if state.source is None:
         return None

@@ -1,7 +1,7 @@
-"""Links to all who will average together, made before their round is due: drives `machine/connectivity/preconnect` over
-the host.
+"""Links to all peers that will average together, made before their round is due: drives
+`machine/connectivity/preconnect` over the host.
 
-Who the others are, and when the step is due, the conductor says (`Following`). A list of strangers costs dials, a few
+The conductor says which peers these are, and when the step is due (`Following`). A list of strangers costs dials, a few
 at once; what cannot be reached is left to the round itself, which names it.
 """
 
@@ -31,7 +31,7 @@ class Assembling:
         self._assembly = Assembly(host.id.text)
 
     async def run(self, stage: int) -> None:
-        """Be linked to whom we meet of `stage`, helpers too, when its round begins; until cancelled."""
+        """Keep links to the peers of `stage` that we meet, helpers too, when its round begins; until cancelled."""
         following, assembly = self._following, self._assembly
         async with trio.open_nursery() as nursery:
             while True:

@@ -4,7 +4,7 @@ Synchronous and without a round's books: `OpenRound.computed` says what runs on 
 decoded only when the sum is due, one after the other in the same visit to the worker: that is a fraction of the visits,
 and nobody's decoded version waits in memory for somebody late. Invariants: a sum has the same bits whatever came coded
 and in which order it came; what is not finite is never passed on. Hostile: parts that do not decode, NaN, infinities,
-and large values that are finite each but not together: `SumFault` says whose they are.
+and large values that are finite each but not together: `SumFault` says from which members they are.
 """
 
 from __future__ import annotations

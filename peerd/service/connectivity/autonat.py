@@ -1,10 +1,10 @@
 """Reach: AutoNAT's client and server, and what follows from the verdict.
 
 Tells `machine/connectivity/reachability` how peers see this host, asks those that it names to dial back, and puts the
-finding to use: proven addresses are announced, dead ones withheld, candidates are there for those who punch holes. As a
-server it dials askers back where `machine/connectivity/dial_back` allows it, unless it is known to be unreachable
-itself. Decides nothing else. Hostile input: bounded by the two machines; a peer that sends nothing, or no end, costs
-one stream for some seconds.
+finding to use: proven addresses are announced, dead ones withheld, candidates are there for hole punching. As a server
+it dials askers back where `machine/connectivity/dial_back` allows it, unless it is known to be unreachable itself.
+Decides nothing else. Hostile input: bounded by the two machines; a peer that sends nothing, or no end, costs one stream
+for some seconds.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@
 
 The peer that was dialed over the relay acts: it dials the other's public addresses, then both dial each other at the
 same time, so that each one's router takes the other's packets for answers (`machine.connectivity.hole_punch` decides
-who, where and when). A connection that comes of it joins the host as any other; the relayed one then drains.
+which side, where and when). A connection that comes of it joins the host as any other; the relayed one then drains.
 Invariants: one meeting per peer at a time and few in all; each wait has a deadline; nothing is dialed that
 `machine.connectivity.hole_punch` does not admit. A hostile peer may claim others' addresses, never answer, or fail for
 ever: it costs itself its own pauses. Source: libp2p specs `relay/DCUtR.md`.

@@ -1,8 +1,8 @@
 """Finding peers of the local network: tells it where this peer is, and connects to those that are found.
 
 What is found is a hint: it is dialed like any address, only where it leads into this machine's own networks (so that
-nobody in a café can have us dial the world), few at a time, each peer now and then. Who belongs to another run is
-sorted out by the directory, as everywhere.
+nobody in a café can have us dial the world), few at a time, each peer now and then. A peer of another run is sorted out
+by the directory, as everywhere.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ class Guide(Protocol):
     """A source of further peers: the DHT."""
 
     def entry_peers(self) -> Collection[PeerId]:
-        """Those through whom we joined, who are relays first of all."""
+        """The peers through which we joined, the first choice as relays."""
         ...
 
     def contacts(self) -> Mapping[PeerId, Iterable[Multiaddr]]:

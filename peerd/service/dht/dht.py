@@ -67,7 +67,7 @@ class DhtConfig:
 
 @dataclass(slots=True)
 class _Operation:
-    """A command under way, and who waits for it."""
+    """A command under way, and the tasks that wait for it."""
 
     ended: trio.Event = field(default_factory=trio.Event)
     done: q.GetDone | q.PutDone | None = None
@@ -123,7 +123,7 @@ class Dht:
     # --- what others use ---------------------------------------------------------------------------------------
 
     def meet(self, peer: PeerId, addr: Multiaddr) -> None:
-        """A peer to which we are connected, and whom nobody of the DHT has named; it is at `addr`."""
+        """Consider a peer to which we are connected at `addr`, and which nobody of the DHT has named."""
         if self._nursery is not None:
             self._met(peer, addr)
 
@@ -189,7 +189,7 @@ class Dht:
         return self._entries.peers()
 
     def look_around(self) -> None:
-        """Ask those near us who else is there."""
+        """Ask our neighbours for further peers near us."""
         self._kad.look_around(self._clock.now())
         self._handle(None)
 
@@ -359,7 +359,7 @@ class Dht:
         return Answer(wire.reply_to_wire(reply, self._peer_clock.raw_wall(), values=values))
 
     def _name_replays(self, peer: PeerId, request: q.StoreRecords, reply: q.Stored) -> None:
-        """Say in the log who brought outdated records of others, and that they were refused; rarely for each peer.
+        """Log which peer brought outdated records of others, and that they were refused; rarely for each peer.
 
         No blame: an honest peer may not have heard of the newer one yet, or have a clock that is off.
         """

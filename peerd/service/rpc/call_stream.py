@@ -74,7 +74,7 @@ class CallStream:
     def put(self, part: Encoded) -> None:
         """Send one part soon; dropped when the call is over, or fails because too much is unread.
 
-        Who puts looks first whether the call is `full`, and puts more `on_room`.
+        Callers check first whether the call is `full`, and put more `on_room`.
         """
         if not self.sending:
             raise LocalError("a part after finish")

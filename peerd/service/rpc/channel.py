@@ -97,7 +97,7 @@ class Channel:
         self._retired = False  # takes no further calls; ends with the last one
 
     async def request(self, request: Request) -> Reply:
-        """Ask, and wait for the answer. The one who watches `calls.due` calls `expire`.
+        """Ask, and wait for the answer. The task that watches `calls.due` calls `expire`.
 
         Raises what the maker of a payload does, too, after which the channel cannot be used.
         """

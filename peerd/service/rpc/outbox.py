@@ -84,8 +84,8 @@ def outgoing(frames: Sequence[TensorFrame]) -> tuple[bytes, list[Outgoing]]:
 class Outbox:
     """Messages that wait to be written to one stream. Anyone puts, `run` alone writes.
 
-    Bounded by those who put: they wait for `room` (or `flushed`) before the next message. What is queued is written
-    down in `unread`, if there is such a tab, but for payloads: they lie in memory of those who put them.
+    Bounded by its callers: they wait for `room` (or `flushed`) before the next message. What is queued is written down
+    in `unread`, if there is such a tab, but for payloads: they lie in memory of the callers that put them.
     """
 
     def __init__(self, unread: Tab | None = None) -> None:
@@ -109,7 +109,7 @@ class Outbox:
     def put(self, *buffers: Outgoing) -> str | None:
         """Send one whole message now or soon; dropped when the stream is over, which its reader will notice.
 
-        Who puts payloads that grow calls `feed` next. When the other side has too much unread, here and elsewhere,
+        A caller whose payloads grow calls `feed` next. When the other side has too much unread, here and elsewhere,
         nothing is put, and this says so.
         """
         if self.closed:

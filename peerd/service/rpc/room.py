@@ -23,7 +23,7 @@ def user_of(stream: RpcStream) -> User:
 
 
 def asked(user: User) -> User:
-    """`user` as one whom we asked: peers at its place that send unasked do not use up what its answers need."""
+    """`user` as one that we asked: peers at its place that send unasked do not use up what its answers need."""
     return User(user.peer, f"asked {user.place}", f"asked {user.region}")
 
 

@@ -2,8 +2,9 @@
 
 The gate, if there is one, is asked when a stream opens, and again at each call: of a caller that may use none of a
 service's methods nothing but the heads of messages is read. Gate and limits are asked before payloads are received. A
-handler is cancelled when its caller cancels, resets the stream or is lost, and fails its own call only. Who breaks the
-grammar loses the whole stream: ProtocolViolation leaves `serve`, and the host's supervisor logs it and resets.
+handler is cancelled when its caller cancels, resets the stream or is lost, and fails its own call only. A peer that
+breaks the grammar loses the whole stream: ProtocolViolation leaves `serve`, and the host's supervisor logs it and
+resets.
 
 What is bounded, beside each method's own bounds, in the host's book: calls that run; bytes of messages, from their
 arrival to the end of their call; unread answers (above RPC_OUTBOX_BYTES the stream is not read on, and whose caller has

@@ -173,7 +173,7 @@ class Fetching:
             self._perform(self._machine.add(trio.current_time(), self._names()))
 
     async def _tell(self) -> None:
-        """For people who wait."""
+        """Log the progress of the download, for people who wait."""
         report = self.report
         while True:
             await trio.sleep(_TELL_S)

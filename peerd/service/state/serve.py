@@ -1,16 +1,16 @@
-"""The donor's side of state download: frozen copies, and pieces of them for whoever asks.
+"""The donor's side of state download: frozen copies, and pieces of them for peers that ask.
 
-A copy is frozen when somebody asks for a position of which there is none, and shared by all who ask for that
-position; it is hashed a few pieces at a time, so that the worker gets to other things in between. What is asked for by
-name (the total of a step, a kept checkpoint) is there already and only hashed. Limits: a few copies of either kind, of
-which one in use is not let go for a new one; a number of pieces on their way to one peer and to all (the calls'
-limits). Beyond each, the caller hears Overloaded and when to come back. Whoever names a step that we shall reach is
-answered then, or after _MEET_S; beyond STATE_MEETING such callers, at once.
+A copy is frozen when somebody asks for a position of which there is none, and shared by all that ask for that position;
+it is hashed a few pieces at a time, so that the worker gets to other things in between. What is asked for by name (the
+total of a step, a kept checkpoint) is there already and only hashed. Limits: a few copies of either kind, of which one
+in use is not let go for a new one; a number of pieces on their way to one peer and to all (the calls' limits). Beyond
+each, the caller hears Overloaded and when to come back. A caller that names a step that we shall reach is answered
+then, or after _MEET_S; beyond STATE_MEETING such callers, at once.
 
 A hostile caller may ask for copies at every step (each takes the place of its last one), for pieces that do not exist
-(Refused), or take its answers slowly (it holds its own share of pieces). A copy is in use for those alone who get on
-with it: after _START_S, by pieces that they had not had before, at a least rate, for STATE_COPY_LIFE_S at most. And no
-stranger's use keeps a member of the run from a copy.
+(Refused), or take its answers slowly (it holds its own share of pieces). A copy counts as in use only for callers that
+get on with it: after _START_S, by pieces that they had not had before, at a least rate, for STATE_COPY_LIFE_S at most.
+And no stranger's use keeps a member of the run from a copy.
 """
 
 from __future__ import annotations
@@ -239,7 +239,7 @@ class Giving:
         return Answer(copy.manifest)
 
     async def _meet(self, offer: _Offer, caller: PeerId, step: int) -> None:
-        """Wait until we stand at `step`; not for ever, and not where those who wait would keep others out."""
+        """Wait until we stand at `step`; not for ever, and not where callers that wait would keep others out."""
         if offer.reached is None or caller in self._meeting or len(self._meeting) >= STATE_MEETING:
             return
         self._meeting.add(caller)

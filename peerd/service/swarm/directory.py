@@ -1,7 +1,7 @@
 """Directory of a run: which peer serves which stage, as the DHT and the conductor tell it; and announcing ourselves.
 
-Also who keeps checkpoints. Everybody's last known addresses go to the host's address book. Values from the DHT are
-strangers': decoded strictly, a bad one is skipped and its publisher named in the log. In a run with tokens a record
+Also which peers keep checkpoints. Everybody's last known addresses go to the host's address book. Values from the DHT
+are strangers': decoded strictly, a bad one is skipped and its publisher named in the log. In a run with tokens a record
 counts only with its publisher's token in it, and one that allows to serve a stage, or to be a backbone.
 """
 
@@ -104,7 +104,9 @@ class Directory:
         return StagePeer(peer, progress)
 
     def learn(self, peer: PeerId, addrs: Iterable[str], by: PeerId | None = None) -> None:
-        """Remember where a peer may be reached, as `by` says (None: it is not known who); raises ProtocolViolation."""
+        """Remember where a peer may be reached, as `by` says (None: the source is unknown); raises
+        ProtocolViolation.
+        """
         try:
             self._host.learn(peer, [parse_addr(addr) for addr in addrs], by=by)
         except ConfigError as error:
@@ -147,7 +149,7 @@ class Directory:
         return [r.value for r in records if r.publisher in serving and r.publisher != self._host.id]
 
     async def needed_stage(self, since: float, clock: Clock) -> int:
-        """The stage with the fewest peers, agreed with others who join at the same moment.
+        """The stage with the fewest peers, agreed with others that join at the same moment.
 
         Joiners announce themselves first, wait, and are dealt to the stages in the order of their arrival; all see
         the same list, so two do not fill one gap. `since`: when we arrived.
