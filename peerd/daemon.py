@@ -157,7 +157,7 @@ class Daemon:
             services.cancel_scope.cancel()
         if self._failure is not None:
             raise self._failure
-        self._log.event("stopped", why=self._stop_reason)
+        self._log.event("daemon.stopped", why=self._stop_reason)
 
     async def _start_services(self, services: trio.Nursery, board: StatusBoard) -> None:
         """One after the other, as they need each other; each is begun again when it fails."""
@@ -262,7 +262,7 @@ class Daemon:
                 self._log.event("role.leave_failed", level="warn", role=held.cls.name, why=_sentence(failure))
             held.state = "left"
 
-        self._log.event("stopping", why=self._stop_reason)
+        self._log.event("daemon.stopping", why=self._stop_reason)
         with trio.move_on_after(LEAVE_S) as limit:
             async with trio.open_nursery() as nursery:
                 for held in self._held:
@@ -313,11 +313,11 @@ class Daemon:
             now = await self._reasons()
             for part, reason in now.items():
                 if reason is None and told.get(part) is not None:
-                    self._log.event("goes_on", part=part)
+                    self._log.event("clock.agreed" if part == "clock" else "role.unblocked", part=part)
                 elif reason is None or before.get(part) is None or reason == told.get(part):
                     continue
                 else:
-                    self._log.event("waits" if part != "clock" else "warns", part=part, reason=reason)
+                    self._log.event("clock.differs" if part == "clock" else "role.blocked", part=part, reason=reason)
                 told[part] = reason
             before = now
             await trio.sleep(WAITS_PERIOD_S)

@@ -48,7 +48,7 @@ from peerd.training.user_loop.handoff import Desk
 
 CLOSE_S: Final = 10.0  # the drain of a daemon; then the thread is left to itself
 _PATIENCE_S: Final = 10.0  # with a user who is elsewhere while the others step
-_DELAYED_PATIENCE_S: Final = 45.0  # where that is the rule: he computes for the next step; others wait for a minute
+_DELAYED_PATIENCE_S: Final = 45.0  # where that is the rule: the user computes for the next step; others wait a minute
 _SAVE_STEPS: Final = 50
 
 logging.getLogger("peerd").addHandler(logging.NullHandler())  # a library is silent unless its user asks

@@ -235,7 +235,7 @@ class Round:
         due = parts if self.takes else ()
         self._due = {part.index: part.owner for part in due if part.owner != own}
         self._asked: set[int] = set()  # parts that may have been sent to their owner
-        self._heard: dict[str, tuple[float, int]] = {}  # of whom, when, and as how manyth: much comes at one time
+        self._heard: dict[str, tuple[float, int]] = {}  # peer -> (last heard, sequence number as tie-break)
         self._times_heard = 0
         self.began = 0.0
         self.waited_s: dict[str, float] = {}  # for the last version of our parts, once all others were there
