@@ -142,7 +142,7 @@ class Daemon:
             self._stopping.set()
 
     async def run(self, signals: AsyncIterable[int]) -> None:
-        """Until all roles have finished or a signal asks to stop. Raises PeerdError when a role gave up."""
+        """Run until all roles have finished or a signal asks to stop. Raises PeerdError when a role gave up."""
         async with Devices() as devices, trio.open_nursery() as services:
             services.start_soon(self._obey_signals, signals, services.cancel_scope)
             board = StatusBoard((self.host, self.rpc, self.dht), self._clock, self._log, self._plan.run)
@@ -160,7 +160,7 @@ class Daemon:
         self._log.event("daemon.stopped", why=self._stop_reason)
 
     async def _start_services(self, services: trio.Nursery, board: StatusBoard) -> None:
-        """One after the other, as they need each other; each is begun again when it fails."""
+        """Start the services one after the other, as they need each other; each is begun again when it fails."""
         keep, listen = Upkeep(self.host.faults), [parse_addr(text) for text in self._plan.listen]
         bootstrap = [parse_addr(text) for text in self._plan.bootstrap]
         await services.start(keep.run, "host", functools.partial(self.host.run, listen))
@@ -363,7 +363,7 @@ class Daemon:
 
 
 async def _failure_of(action: Callable[[], Awaitable[None]]) -> Exception | None:
-    """The role supervisor's net: what a plug-in's code raised, without the groups that nurseries wrap it in."""
+    """Run a role's code and return what it raised, without the groups that nurseries wrap it in."""
     try:
         await action()
     except Exception as error:
@@ -385,7 +385,9 @@ def _sentence(error: Exception) -> str:
 
 
 def _is_expected(error: Exception) -> bool:
-    """Is it one that we raise of others, or of the user's settings? Else it is a fault of ours, or of a plug-in."""
+    """True for an error that we raise of others, or of the user's settings. Else it is a fault of ours, or of a
+    plug-in.
+    """
     return isinstance(error, PeerdError) and not isinstance(error, LocalError)
 
 
@@ -395,7 +397,9 @@ def _say(text: str) -> None:
 
 
 def _end_process_after(delay_s: float, code: Callable[[], int]) -> None:
-    """A promise to the user who pressed Ctrl+C, kept even when a job on the device does not end."""
+    """End the process after `delay_s`, as promised to the user that pressed Ctrl+C, even when a job on the device does
+    not end.
+    """
 
     def end() -> None:
         sys.stderr.write("peerd: something did not stop in time; ending the process\n")

@@ -45,7 +45,9 @@ class ConnectivityConfig:
 
 
 def relaying(line: LimitsSection) -> RelayConfig:
-    """With what the line carries known, circuits take turns before they fill it: each byte goes in and out."""
+    """Settings of the relay: with what the line carries known, circuits take turns before they fill it: each byte goes
+    in and out.
+    """
     mbit = min((most for most in (line.upload_mbit, line.download_mbit) if most), default=math.inf)
     return RelayConfig(bytes_per_s=_RELAY_SHARE * mbit * 125_000)
 

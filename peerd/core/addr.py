@@ -102,7 +102,7 @@ def decode_addr(raw: bytes) -> Multiaddr:
 
 
 def _components(raw: bytes) -> Iterator[tuple[int, int, int]]:
-    """Code, begin and end of each component; ProtocolViolation where one is not as it should be."""
+    """Code, begin and end of each component; ProtocolViolation for a malformed one."""
     at = 0
     while at < len(raw):
         begin = at
@@ -155,7 +155,7 @@ def with_peer(addr: Multiaddr, peer: PeerId) -> Multiaddr:
 
 
 def normal(addr: Multiaddr) -> Multiaddr:
-    """`addr` with an IPv4 address that is written as an IPv6 one (::ffff:1.2.3.4) as what it is."""
+    """`addr` in its normal form: an IPv4 address that is written as an IPv6 one (::ffff:1.2.3.4) becomes IPv4."""
     ip = ip_of(addr)
     if ip is None or ip.version == 4 or ip.ipv4_mapped is None:
         return addr
@@ -248,7 +248,9 @@ def reach(addr: Multiaddr) -> int:
 
 
 def block_of(ip: Ip) -> str | None:
-    """The block of addresses for private use that `ip` is of: everybody may have the same ones at home. Else None."""
+    """The block of addresses for private use that `ip` belongs to: everybody may have the same ones at home.
+    Else None.
+    """
     return next((name for name, block in _PRIVATE if ip.version == block.version and ip in block), None)
 
 

@@ -96,7 +96,7 @@ class Record:
         return self.publisher.raw + self.suffix
 
     def encode(self) -> bytes:
-        """As it travels. Only a signed record has this form."""
+        """The record's bytes, as it travels. Only a signed record has this form."""
         if len(self.signature) != _SIGNATURE_BYTES:
             raise LocalError("a record is signed before it travels")
         return self._content() + self.signature

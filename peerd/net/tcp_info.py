@@ -25,7 +25,7 @@ _DROPS: Final = struct.Struct("=32xI")  # SK_MEMINFO_DROPS of linux/sock_diag.h
 
 @dataclass(frozen=True, slots=True)
 class TcpInfo:
-    """Since the connection was made; bytes are payload, segments are packets, empty ones included."""
+    """Figures since the connection was made; bytes are payload, segments are packets, empty ones included."""
 
     header_bytes: int  # of one packet: IP and TCP
     min_rtt_s: float  # of the last minutes
@@ -71,7 +71,7 @@ def header_bytes(family: int, *, timestamps: bool) -> int:
 
 
 def tcp_info(sock: socket.socket) -> TcpInfo | None:
-    """None where the system does not say, or says less."""
+    """The figures of this socket; None where the system does not say, or says less."""
     if _OPTION is None:
         return None
     try:
@@ -100,7 +100,7 @@ def tcp_info(sock: socket.socket) -> TcpInfo | None:
 
 
 def _segs_refused(sock: socket.socket) -> int:
-    """0 where the system does not say."""
+    """Segments that the system dropped; 0 where the system does not say."""
     try:
         data = sock.getsockopt(socket.SOL_SOCKET, _MEMORY, _DROPS.size)
     except OSError:

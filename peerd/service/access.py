@@ -49,7 +49,9 @@ _LIST_TTL_S: Final = 3600.0
 
 
 class Present(Message, frozen=True):
-    """My token for this run, and the newest list of revoked tokens that I know; empty where there is none."""
+    """The caller's token for this run, and the newest list of revoked tokens that it knows; empty where there
+    is none.
+    """
 
     run: Annotated[str, msgspec.Meta(max_length=64)]
     token: TokenData
@@ -57,7 +59,9 @@ class Present(Message, frozen=True):
 
 
 class Presented(Message, frozen=True):
-    """Why yours does not count (empty: it does); mine; and my list, where it is newer than yours."""
+    """Answer to Present: why the caller's token does not count (empty: it does), our own, and our list, where it is
+    newer.
+    """
 
     why: Annotated[str, msgspec.Meta(max_length=RPC_ERROR_CHARS)]
     token: TokenData
@@ -113,7 +117,7 @@ class Access:
 
     @property
     def token(self) -> bytes:
-        """Our own, sealed; empty for the organizer, which needs none."""
+        """Our own token, sealed; empty for the organizer, which needs none."""
         return self._token
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
@@ -174,7 +178,7 @@ class Access:
     # --- the gate ----------------------------------------------------------------------------------------------
 
     def objection(self, caller: PeerId, method: MethodName) -> str | None:
-        """Why a call is not received; None when it is."""
+        """The reason why a call is not received; None when it is."""
         if method.service == FREE or caller == self._host.id:
             return None
         why = self.roll.may_call(caller, method.service, method.full, self._clock.wall())

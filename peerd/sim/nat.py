@@ -97,7 +97,7 @@ class SimRouter:
         return next(home for (home, _), seen in self._mapped.items() if seen == port)
 
     def forget(self) -> None:
-        """As if switched off and on; what is mapped next gets other ports."""
+        """Forget all mappings, as if switched off and on; what is mapped next gets other ports."""
         self._mapped.clear()
         self._contacts.clear()
 
@@ -180,7 +180,7 @@ class Home:
             self._net.agenda.at(trio.current_time() + self._net.delay(self._node, there, 1), what)
 
     def _ask(self, request: _Request) -> None:
-        """The first packet."""
+        """Send the first packet."""
         source = self.router.out(request.port, request.target)
         there = self._homes.get(request.target.host)
         if there is not None:

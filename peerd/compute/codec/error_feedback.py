@@ -44,7 +44,7 @@ class Missed:
         return self.values[begin : begin + length], self._begin(begin, begin + length)
 
     def whole(self) -> Vector:
-        """All of it; nothing was missed where nothing was added."""
+        """All of the residual; nothing was missed where nothing was added."""
         if not self._begin(0, len(self.values)):
             self.values.fill(0)
         return self.values

@@ -142,7 +142,7 @@ class Downloader:
 
 
 class _Redirects(urllib.request.HTTPRedirectHandler):
-    """Another address is followed a few times, and never from https to something weaker."""
+    """Redirects are followed a few times, and never from https to something weaker."""
 
     max_redirections = HTTP_REDIRECTS
 
@@ -157,7 +157,7 @@ class _Redirects(urllib.request.HTTPRedirectHandler):
 
 
 def _safe_opener() -> UrlOpener:
-    """http and https and nothing else, by the machine's proxies and certificates."""
+    """An opener for http and https and nothing else, by the machine's proxies and certificates."""
     opener = urllib.request.OpenerDirector()
     for handler in (
         urllib.request.ProxyHandler(),

@@ -1,4 +1,4 @@
-"""In which order a stream draws from several sources, so that at every moment each has had its share.
+"""Order of draws from several sources, such that at every moment each has had its share.
 
 This is Tijdeman's answer to the chairman assignment problem (Discrete Mathematics 32, 1980): among those that may be
 drawn, the one whose share would be exceeded first. After n draws a source of weight w was drawn n * w times, give or

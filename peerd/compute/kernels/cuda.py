@@ -115,7 +115,9 @@ def available(device: torch.device | str) -> bool:
 
 
 def why_not(device: torch.device | str) -> str:
-    """Empty when available; otherwise one sentence: what is the matter, what it costs, how to mend it."""
+    """The reason why the kernels do not serve, empty when they do: one sentence: what is the matter, what it costs, how
+    to mend it.
+    """
     device = torch.device(device)
     if device.type == _TYPE and (known := _problems.get((device.index or 0, _SCALES))) is not None:
         return known  # asked before every call: torch takes long to say whether there are GPUs

@@ -55,7 +55,9 @@ def available() -> bool:
 
 
 def why_not() -> str:
-    """Empty when available; otherwise one sentence: what is the matter, what it costs, how to mend it."""
+    """The reason why the library does not serve, empty when it does: one sentence: what is the matter, what it costs,
+    how to mend it.
+    """
     found = _load()
     return found if isinstance(found, str) else ""
 

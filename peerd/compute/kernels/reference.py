@@ -37,7 +37,7 @@ class Beside:
     seen: Tensor | None = None
 
     def take(self, values: Tensor, decoded: Tensor) -> None:
-        """In passes of their own, where no kernel does it with the coding."""
+        """Fill in the outputs in passes of their own, where no kernel does it with the coding."""
         if self.missed is not None and self.more:
             self.missed.add_(values - decoded)
         elif self.missed is not None:

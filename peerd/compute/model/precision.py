@@ -35,7 +35,7 @@ class Precision:
         self._device = device.type
 
     def casting(self) -> contextlib.AbstractContextManager[object]:
-        """In it torch chooses 16 bits where they do no harm."""
+        """A context in which torch chooses 16 bits where they do no harm."""
         if self._dtype is None:
             return contextlib.nullcontext()
         return torch.autocast(self._device, dtype=self._dtype)

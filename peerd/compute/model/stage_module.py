@@ -65,7 +65,9 @@ class StageModule:
 
     @torch.no_grad()
     def forward(self, x: Tensor) -> Tensor:
-        """First stage: int64 [B, L]; others [B, L, D]. Gives [B, L, D]; the last stage gives logits [B, L, V]."""
+        """Forward pass. First stage: int64 [B, L]; others [B, L, D]. Gives [B, L, D]; the last stage gives logits [B,
+        L, V].
+        """
         return self._compute(self._input(x))
 
     @torch.no_grad()
@@ -102,7 +104,9 @@ class StageModule:
 
     @contextmanager
     def as_of(self, at: int) -> Iterator[None]:
-        """Inside, compute with the parameters of when `at` global steps had been made: the last step's, or these."""
+        """Inside this context, compute with the parameters of when `at` global steps had been made: the last step's, or
+        these.
+        """
         if at == self.step:
             yield
             return

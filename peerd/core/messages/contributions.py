@@ -33,5 +33,5 @@ def contributions_key(run: str) -> Key:
 
 
 def decode_contributed(value: bytes) -> Contributed:
-    """Raises ProtocolViolation."""
+    """The totals in a record's value. Raises ProtocolViolation."""
     return decode(Contributed, value)

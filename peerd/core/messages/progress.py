@@ -139,10 +139,10 @@ def encode_progress(value: StageProgress | TrainerProgress) -> bytes:
 
 
 def decode_stage(value: bytes) -> StageProgress:
-    """Raises ProtocolViolation."""
+    """The announcement in a record's value. Raises ProtocolViolation."""
     return decode(StageProgress, value)
 
 
 def decode_trainer(value: bytes) -> TrainerProgress:
-    """Raises ProtocolViolation."""
+    """The announcement in a record's value. Raises ProtocolViolation."""
     return decode(TrainerProgress, value)

@@ -61,7 +61,7 @@ class StateLayout:
     """Layout of a state: the offset of each tensor in the row, and the pieces that the row is cut into."""
 
     def __init__(self, tensors: Iterable[TensorSpec | StateItem], piece_bytes: int = STATE_PIECE_BYTES) -> None:
-        """Another `piece_bytes` is for tests: peers that talk to each other must have the same."""
+        """Lay out the tensors in a row."""
         self.tensors = [TensorSpec(t.name, t.dtype, tuple(t.shape)) for t in tensors]
         self.piece_bytes = piece_bytes
         self.begins: list[int] = []  # of each tensor, in the row

@@ -142,7 +142,7 @@ class _Message:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HopMessage(_Message):
-    """Between a client and its relay."""
+    """A message between a client and its relay."""
 
     kind: HopKind
     promise: Promise | None = None
@@ -153,7 +153,7 @@ class HopMessage(_Message):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StopMessage(_Message):
-    """Between a relay and the peer that a circuit leads to."""
+    """A message between a relay and the peer that a circuit leads to."""
 
     kind: StopKind
 

@@ -114,7 +114,7 @@ class Roll:
         return peer in self._members or peer in self._expired
 
     def forget(self, peer: PeerId) -> None:
-        """It has gone; it will show its token again."""
+        """Take a peer that has gone off the roll; it will show its token again."""
         if peer != self.organizer:
             self._members.pop(peer, None)
             self._expired.discard(peer)

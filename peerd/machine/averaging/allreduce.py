@@ -139,7 +139,7 @@ class AveragingPlan:
 
 
 def parts_of_a_share(round_s: float) -> int:
-    """Into how many parts a round of so many seconds cuts each share; 0: its time is not known.
+    """Number of parts that a round of so many seconds cuts each share into; 0: its time is not known.
 
     Sums come back one part's time after the parts leave, and the round ends later by it; but each part costs time.
     """
@@ -243,7 +243,7 @@ class Round:
         self._newest: dict[int, float] = {}  # when the newest version of a part came
 
     def begin(self, now: float) -> None:
-        """Patience with the others starts here."""
+        """Start the time-outs of the others."""
         self.began = now
         self.be_patient(now)
 
@@ -292,7 +292,7 @@ class Round:
 
     @property
     def finished(self) -> bool:
-        """Have we every sum that is due to us, and every version that is due from others?"""
+        """True when we have every sum that is due to us, and every version that is due from others."""
         return not self._due and not self._missing
 
     def _hear(self, peer: str, now: float) -> None:
@@ -307,7 +307,7 @@ class Round:
         return sum(p.end - p.begin for p in lost) / max(1, sum(p.end - p.begin for p in due))
 
     def owes(self, sender: str) -> bool:
-        """Does this sender still owe us a part?"""
+        """True while this sender owes us a part."""
         return sender in self._everyone and any(sender not in came for came in self._came.values())
 
     def silent(self, now: float) -> set[str]:
@@ -350,7 +350,7 @@ class PartPace:
     """
 
     def __init__(self, parts: Sequence[Part], under_way: float) -> None:
-        """`under_way`: how many parts of an average share may be on their way to its owner."""
+        """`under_way`: number of parts of an average share that may be on their way to its owner."""
         counts = Counter(part.owner for part in parts)
         window = under_way * len(counts) / max(1, len(parts))
         self._window = {owner: max(window, _LEAST_UNDER_WAY / count) for owner, count in counts.items()}
@@ -376,7 +376,7 @@ class PartPace:
         return self._least[self._size[owner]] > before
 
     def _find_least(self) -> dict[int, float]:
-        """By size: the least place that waits, of shares of this size and above."""
+        """The least waiting place by size, of shares of that size and above."""
         found, least = {}, 1.0
         for size in sorted(set(self._size.values()), reverse=True):
             heads = (queue[0] for owner, queue in self._left.items() if queue and self._size[owner] == size)

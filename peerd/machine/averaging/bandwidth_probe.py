@@ -36,7 +36,8 @@ class Exploring:
         self._trial: tuple[str, float, int] | None = None  # who, what its line was then, since which attempt
 
     def next(self, measured: Mapping[str, float], worth: Callable[[], bool] = lambda: True) -> str | None:
-        """An attempt is ordered; these lines are measured. Whose is to be tried in it; None: nobody's.
+        """The peer whose line is probed in the attempt that is ordered now, of these measured ones; None: nobody's.
+        Whose is to be tried in it; None: nobody's.
 
         `worth`: whether there is anything to gain; asked before a new try.
         """

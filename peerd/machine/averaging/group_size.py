@@ -81,5 +81,5 @@ class FailureRate:
 
     @property
     def rate(self) -> float:
-        """Below 1, rounded to thousandths so that noise does not change the groups."""
+        """The failure rate, below 1, rounded to thousandths so that noise does not change the groups."""
         return min(0.999, round(self._lost / self._seen, 3))

@@ -39,7 +39,7 @@ class Meeting:
 
     @property
     def peers(self) -> tuple[str, ...]:
-        """Everyone in it."""
+        """All peers of the group."""
         return self.senders + self.listeners
 
 

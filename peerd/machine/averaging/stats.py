@@ -30,12 +30,12 @@ class Outcomes:
         self.last_failure: str | None = None
 
     def ended(self, now: float, round_: Round) -> None:
-        """It gave a sum."""
+        """Record a round that gave a sum."""
         self.rounds += 1
         self._count(now, round_)
 
     def broke(self, now: float, round_: Round, failure: RoundFailed) -> None:
-        """It gave none; `failure` is told how much of the vector has no sum."""
+        """Record a round that gave none; `failure` is told how much of the vector has no sum."""
         self.failed += 1
         self._count(now, round_)
         failure.lost_share = round_.missing_share()

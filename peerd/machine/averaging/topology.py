@@ -41,7 +41,7 @@ class OrderedRound:
     earlier_s: float = 0.0  # what the rounds before it take in the line model; 0: not known
 
     def message(self) -> GridRound:
-        """As a member is told."""
+        """The round as an order tells it to a member."""
         meeting, split = self.meeting, self.split
         return GridRound(
             senders=list(meeting.senders),
@@ -171,7 +171,7 @@ def _flat_s(count: int, split: Split | None, vector_bytes: int) -> float:
 
 
 def _grid_s(grid: Ordered, vector_bytes: int) -> float:
-    """Every round lasts as long as its slowest group."""
+    """Duration of a grid: every round lasts as long as its slowest group."""
     by_round = zip(*grid.rounds.values(), strict=True)
     return sum(
         max(_flat_s(len(one.meeting.peers), one.split, vector_bytes) for one in set(found)) for found in by_round

@@ -136,7 +136,7 @@ class Lines:
         return found.xi_s_per_byte * min(rates[line.peer] for line in lines if line.sends)
 
     def take_for_more(self, stage: int, peer: str | None) -> None:
-        """From now on the line of `peer` counts as TRY times what was measured; None: nobody's."""
+        """Count the line of `peer`, from now on, for TRY times what was measured; None: nobody's."""
         if self._tried.get(stage) != peer:
             self.changes += 1
             self._tried.pop(stage, None)
@@ -144,13 +144,13 @@ class Lines:
                 self._tried[stage] = peer
 
     def rest(self, stage: int, peers: frozenset[str]) -> None:
-        """From now on these of the stage take part like clients: they send their vector, and sum nothing."""
+        """Let these of the stage, from now on, take part like clients: they send their vector, and sum nothing."""
         if self._resting.get(stage, frozenset()) != peers:
             self._resting[stage] = peers
             self.changes += 1
 
     def sums(self, stage: int, peer: str) -> bool:
-        """May the member be given a share?"""
+        """True when the member may be given a share."""
         return not self.is_client(peer) and peer not in self._resting.get(stage, ())
 
     def vector_bytes(self, group: tuple[str, ...]) -> int:

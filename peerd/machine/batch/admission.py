@@ -88,7 +88,7 @@ class Admission:
     # --- who does not finish ----------------------------------------------------------------------------------
 
     def overdue(self, now: float, trainer: str, since: float, lease_s: tuple[float, float], alone: bool) -> bool:
-        """Has the trainer had its microbatch, admitted at `since`, for far too long?
+        """True when the trainer has had its microbatch, admitted at `since`, for far too long.
 
         `lease_s`: where the others show what is usual, and else; `alone`: the batch has no room for anything else.
         """
@@ -106,7 +106,9 @@ class Admission:
         return waited_s > max(lease / 2.0 ** min(strikes, 4), _LATE_FACTOR * usual) * patience
 
     def ran_out(self, now: float) -> None:
-        """Leases have run out: if nobody finishes anything before the next, all are slow, and not these."""
+        """Note that leases ran out: if nobody finishes anything before the next ones do, all are slow, and not just
+        these.
+        """
         self._patience += now > self._ran_out_at
         self._ran_out_at = now
 
@@ -121,7 +123,7 @@ class Admission:
         return leash.strike(now, self._under_way.get(trainer, 0), known is not None and known.turn_s > 0)
 
     def is_newcomer(self, trainer: str) -> bool:
-        """Has it not yet helped to make a step, while others here have?"""
+        """True when it has not yet helped to make a step, while others here have."""
         return trainer not in self._proven and any(name in self._proven for name in self._trainers)
 
     def step_made(self, helped: Iterable[str]) -> None:
@@ -199,7 +201,7 @@ class Admission:
 
 
 def _begun(ledgers: Iterable[Ledger]) -> dict[str, tuple[int, float]]:
-    """As `Ledger.begun`, of several batches together."""
+    """The result of `Ledger.begun`, of several batches together."""
     found: dict[str, tuple[int, float]] = {}
     for ledger in ledgers:
         for name, (count, since) in ledger.begun().items():
@@ -209,7 +211,9 @@ def _begun(ledgers: Iterable[Ledger]) -> dict[str, tuple[int, float]]:
 
 
 def _in_time(trainer: str, left: int, workers: dict[str, WorkerPace]) -> bool:
-    """Would the trainer be done with one more soon after all together are done with it and what else is `left`?"""
+    """True when the trainer would be done with one more soon after all together are done with it and what else is
+    `left`.
+    """
     together_s = shared_in_s(left, workers.values())
     if not workers[trainer].seconds or together_s is None:
         return True

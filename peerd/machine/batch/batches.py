@@ -51,7 +51,7 @@ class Batches:
     # --- members ----------------------------------------------------------------------------------------------
 
     def lose(self, peer: str, now: float) -> None:
-        """All that `peer` held is lost."""
+        """Take note that all that `peer` held is lost."""
         self.due.lose(peer, now)
         self.early.lose(peer, now)
 
@@ -99,7 +99,7 @@ class Batches:
         begun, unknown = {*report.open, *(done.seq for done in report.done)}, frozenset(report.unknown)
 
         def given_up(mb: Mb, entry: Entry, needed: Callable[[Mb], bool]) -> bool:
-            """The trainer no longer names it and never finished it, or cannot do it again."""
+            """True when the trainer no longer names it and never finished it, or cannot do it again."""
             if mb.trainer != report.peer:
                 return False
             return mb.seq in unknown and needed(mb) if entry.done else mb.seq not in begun
@@ -131,7 +131,9 @@ class Batches:
         return False
 
     def _shows(self, step: int, mb: Mb, done: Done) -> bool:
-        """Do the holders' receipts bear out what the trainer says? Asked of newcomers: others have shown enough."""
+        """True when the holders' receipts bear out what the trainer says. Asked of newcomers: others have shown
+        enough.
+        """
         if self.verify is None:
             return True
         return all(
@@ -161,7 +163,7 @@ class Batches:
         return bool(due), dict(late)
 
     def late(self, now: float, settled: Sequence[bool], lease_s: tuple[float, float]) -> dict[str, int]:
-        """For which trainers the step waits, for longer than for others, and for how many microbatches of each."""
+        """Trainers for which the step waits, for longer than for others, and the number of microbatches of each."""
         if not self.due.full:
             return {}
         waits = {mb for mb in set[Mb]().union(*self.due.missing) if self.due.is_missing(mb, settled)}
@@ -183,7 +185,7 @@ class Batches:
         return shrank
 
     def _drop(self, unwanted: Unwanted, settled: Sequence[bool]) -> tuple[list[Mb], list[Mb]]:
-        """From both batches; returns what was in which."""
+        """Drop unwanted microbatches from both batches; returns what was in which."""
 
         def dropped(ledger: Ledger, ready: Sequence[bool]) -> list[Mb]:
             needed = partial(ledger.is_missing, settled=ready)

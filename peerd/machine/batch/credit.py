@@ -34,7 +34,7 @@ def fault_of(
     verify: Verify | None,
     session: Callable[[str], int | None],
 ) -> dict[Mb, CreditFault]:
-    """For each microbatch that `where`, a stage and its member, should hold and does not.
+    """Party at fault for each microbatch that `where`, a stage and its member, should hold and does not.
 
     Of very many only some of each trainer are looked at: the rest is judged like the last of these.
     """

@@ -52,7 +52,7 @@ class WorkerPace:
     waited_s: float
 
     def free(self, usual_s: float = _LEAST_S) -> tuple[float, float]:
-        """In how many seconds it is done with what it has begun, and its seconds for each further one.
+        """Seconds until it is done with what it has begun, and its seconds for each further one.
 
         Without a pace it takes `usual_s`; late, it is believed to go on as slowly as it shows.
         """

@@ -130,11 +130,11 @@ class Ledger:
         return gone
 
     def complete(self, settled: Sequence[bool]) -> bool:
-        """Is the batch full and held everywhere? Stages that are `settled` have their mean already."""
+        """True when the batch is full and held everywhere. Stages that are `settled` have their mean already."""
         return self.full and all(ready or not lacking for ready, lacking in zip(settled, self.missing, strict=True))
 
     def is_missing(self, mb: Mb, settled: Sequence[bool]) -> bool:
-        """Does some stage still need `mb`?"""
+        """True while some stage still needs `mb`."""
         return any(not ready and mb in lacking for ready, lacking in zip(settled, self.missing, strict=True))
 
     def of_trainer(self, trainer: str) -> list[int]:

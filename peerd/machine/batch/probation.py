@@ -38,7 +38,7 @@ class Probation:
         self._accounts: OrderedDict[str, _Account] = OrderedDict()  # by place, the latest last
 
     def waits(self, now: float, newcomer: str) -> bool:
-        """Has this newcomer to wait, for what others from its place did?"""
+        """True while this newcomer has to wait, for what others from its place did."""
         account = self._accounts.get(self._place_of(newcomer)) if self._accounts else None
         return account is not None and account.until > now
 
@@ -48,7 +48,7 @@ class Probation:
         return 0 if account is None else max(0, account.times - int((now - account.last) / _FADES_S))
 
     def failed(self, now: float, newcomer: str) -> float:
-        """The newcomer stood in the way; for how many seconds those from its place wait now."""
+        """Record that the newcomer stood in the way; returns for how many seconds newcomers from its place wait now."""
         times, place = self.times(now, newcomer), self._place_of(newcomer)
         seconds: float = min(_WAIT_S * 2.0**times, _WAIT_MOST_S)
         self._accounts[place] = _Account(min(times + 1, 8), now, now + seconds)

@@ -120,7 +120,7 @@ class Contribution(Generic[T]):
         return item.grant if item is not None else None
 
     def pressing(self, together: int) -> bool:
-        """Should the conductor hear now? So many may be told together, but nobody shall wait for news.
+        """True when the conductor should hear now. So many may be told together, but nobody shall wait for news.
 
         Not the step: what we have done may be the last that its batch lacks. Not we: for something to begin.
         """

@@ -169,12 +169,14 @@ class Book:
         return any((knows := known()) is not None and knows(peer) for known in self._members)
 
     def objection(self, means: Means, user: User, amount: int = 1) -> str | None:
-        """Why `user` cannot have so much more; None: there is room."""
+        """The reason why `user` cannot have so much more; None: there is room."""
         closed = self._accounts[means].objection(user, amount, self.is_member(user.peer))
         return None if closed is None else closed[1]
 
     def scope(self, means: Means, user: User, amount: int = 1) -> int | None:
-        """Within what too much is in use for that: 0 the peer, 1 its place, REGION, EVERYBODY; None: there is room."""
+        """The scope in which too much is in use for that: 0 the peer, 1 its place, REGION, EVERYBODY; None: there is
+        room.
+        """
         closed = self._accounts[means].objection(user, amount, self.is_member(user.peer))
         return None if closed is None else closed[0]
 

@@ -26,7 +26,7 @@ _TOO_OFTEN = ("too many questions in this minute", "you ask too often", "your ad
 
 @dataclass(frozen=True, slots=True)
 class DialBackRefusal:
-    """Not dialed, and why."""
+    """A refusal to dial back, with its reason."""
 
     status: DialStatus
     why: str

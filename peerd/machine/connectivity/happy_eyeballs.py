@@ -1,4 +1,4 @@
-"""In which order a peer's addresses are tried, and when: happy eyeballs (RFC 8305) for peers behind home routers.
+"""Happy eyeballs (RFC 8305) for peers behind home routers: the order in which a peer's addresses are tried, and when.
 
 Decides only; `net/race.py` dials. Ways that worked come first, kinds of address take turns (so that three stale
 addresses of one kind cost one step), relayed ones wait until direct ones have had a chance, and what failed lately
@@ -91,7 +91,7 @@ def _kind(addr: Multiaddr, around: Surroundings, *, apart: bool) -> _Kind:
 
 
 def _by_turns(addrs: Sequence[tuple[Multiaddr, _Kind]]) -> list[Multiaddr]:
-    """One of each kind, then the second of each, and so on."""
+    """All, by turns: one of each kind, then the second of each, and so on."""
     place: dict[Multiaddr, tuple[int, _Kind]] = {}
     count: dict[_Kind, int] = {}
     for addr, kind in addrs:

@@ -51,7 +51,7 @@ def blocks_of(remotes: Iterable[Multiaddr]) -> frozenset[str]:
 
 
 def common(ever: Iterable[str]) -> frozenset[str]:
-    """Those in which is whoever told something, given where anybody ever was connected from."""
+    """Private blocks that the teller is surely in, given those from which any peer was ever connected."""
     found = frozenset(ever)
     if "" in found:
         return frozenset()
@@ -85,7 +85,7 @@ def may_dial(raw: bytes, around: Surroundings, blocks: frozenset[str]) -> bool:
 
 
 def _embedded(ip: Ip) -> Ip | None:
-    """The IPv4 address to which a gateway would take it."""
+    """The IPv4 address to which a gateway would take a packet to this IPv6 one; None: none would."""
     if ip.version == 4:
         return None
     return ipaddress.IPv4Address(ip.packed[-4:]) if ip in _NAT64 else ip.sixtofour
@@ -137,7 +137,9 @@ class Restraint:
             self._book.give(Means.DIALS, user)
 
     def _names(self, addr: Multiaddr, ip: Ip, teller: User) -> tuple[str, User]:
-        """Under which names it counts. At home many peers share a machine, and each of its ports is a target."""
+        """The names under which a dial counts: its target, and the user that told. At home many peers share a machine,
+        and each of its ports is a target.
+        """
         place, region = place_of(ip)
         tcp = tcp_place(addr)
         target = place if block_of(ip) is None or tcp is None else f"{place} port {tcp.port}"

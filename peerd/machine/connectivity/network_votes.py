@@ -1,4 +1,4 @@
-"""Votes of strangers: what is true if most networks say so, however many identities one network has.
+"""Votes of strangers: a statement is believed if most networks make it, however many identities one network has.
 
 Each network (IPv4 /16, IPv6 /32) has one vote, shared by its addresses, and each address's by its peers. Knows nothing
 of what is voted on. Hostile input: many identities at one address, many addresses in one network.
@@ -30,7 +30,7 @@ def votes(told: Iterable[tuple[Multiaddr, T]]) -> dict[T, float]:
 
 
 def shared(told: Iterable[tuple[str, str, T]]) -> dict[T, float]:
-    """As `votes`, of what is told by (network, address)."""
+    """The result of `votes`, for statements by (network, address)."""
     networks: dict[str, dict[str, list[T]]] = {}
     for network, address, what in told:
         networks.setdefault(network, {}).setdefault(address, []).append(what)

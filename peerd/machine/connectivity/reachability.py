@@ -1,4 +1,4 @@
-"""Can others reach this peer, and if not, what stands in the way? The verdict, from what many peers say.
+"""Reachability of this peer, and what stands in the way of those that dial it: the verdict, from what many peers say.
 
 Told: where this peer listens, how each connected peer sees it, and what came of dial-backs. Answers: which peer to ask
 next, and a Finding with its reason. Peers lie, so each network (IPv4 /16, IPv6 /32) has one vote, shared by its
@@ -278,7 +278,7 @@ class Reachability:
         return Finding(Kind.UNKNOWN, self._why_unknown(outside), (), candidates, needs_relays=needs_relays)
 
     def _decide(self, outside: list[Sight], candidates: tuple[Multiaddr, ...]) -> Finding:
-        """From the answers there are, for each IP version by itself."""
+        """Decide from the answers there are, for each IP version by itself."""
         ours, proven, dead = self._surely_ours(), list[Multiaddr](), list[Multiaddr]()
         for version in _VERSIONS:
             answers = [answer for answer in self._answers.values() if version_of(answer.place) == version]

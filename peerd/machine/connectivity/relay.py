@@ -65,7 +65,7 @@ class Admitted:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """No, and why."""
+    """A refusal, with its reason."""
 
     status: Status
     why: str

@@ -44,7 +44,7 @@ class Release:
 
 @dataclass(frozen=True, slots=True)
 class FindRelays:
-    """There are too few relays among the connected peers: connect to further peers."""
+    """Request for further peers: there are too few relays among the connected ones."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -36,7 +36,8 @@ class Find:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """Records per key in the order of asking; if that is shorter, the other keys had no room and may be asked again.
+    """Answer to Find: records per key in the order of asking; if that is shorter, the other keys had no room and may be
+    asked again.
 
     The contacts are those near any of the keys, together: a few too many do a look-up no harm.
     """
@@ -48,7 +49,7 @@ class Found:
 
 @dataclass(frozen=True, slots=True)
 class StoreRecords:
-    """Keep these."""
+    """Request to store these records."""
 
     records: tuple[Record, ...]
     hello: Hello | None = None
@@ -56,7 +57,7 @@ class StoreRecords:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """Per record the verdict, and the version that is held now (0: none)."""
+    """Answer to StoreRecords: per record the verdict, and the version that is held now (0: none)."""
 
     verdicts: tuple[tuple[Verdict, int], ...]
     hello: Hello | None = None
@@ -64,7 +65,7 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class Ping:
-    """Are you there?"""
+    """Liveness probe."""
 
     hello: Hello | None = None
 

@@ -81,30 +81,30 @@ class Neighbours:
         return seated, oldest
 
     def answered(self, now: float, peer: PeerId) -> None:
-        """A sign of life."""
+        """Note a sign of life."""
         self._silence.answered(peer)
         self.table.seen(now, peer)
 
     def silent(self, now: float, peer: PeerId) -> Contact | None:
-        """It did not answer. Returns a newcomer to probe when that cost it its seat."""
+        """Note that it did not answer. Returns a newcomer to probe when that cost it its seat."""
         if self._silence.silent(now, peer) < 2:
             return None
         return self._remove(peer)
 
     def lost(self, now: float, peer: PeerId) -> None:
-        """Its connection closed: leave it alone until it was probed."""
+        """Note that its connection closed: leave it alone until it was probed."""
         self._greeted.pop(peer, None)
         self._silence.silent(now, peer)
 
     def lied(self, now: float, peer: PeerId) -> Contact | None:
-        """It broke the protocol. Returns a newcomer to probe in its place."""
+        """Note that it broke the protocol. Returns a newcomer to probe in its place."""
         self._liars.lied(now, peer, _SHUN_LIARS_S)
         newcomer = self._remove(peer)
         self._former.pop(peer, None)
         return newcomer
 
     def resigned(self, peer: PeerId) -> Contact | None:
-        """It says that it cannot be dialed, or not any more. Returns a newcomer to probe in its place."""
+        """Note its word that it cannot be dialed, or not any more. Returns a newcomer to probe in its place."""
         self._resigned[peer] = None
         self._resigned.move_to_end(peer)
         if len(self._resigned) > _GREETED:
@@ -132,7 +132,7 @@ class Neighbours:
         return True
 
     def ungreeted(self, peer: PeerId) -> None:
-        """The greeting did not arrive."""
+        """Note that the greeting did not arrive."""
         self._greeted.pop(peer, None)
 
     def greet_all_again(self) -> None:
@@ -140,7 +140,7 @@ class Neighbours:
         self._greeted.clear()
 
     def found_near(self, now: float, key: Key, contacts: Iterable[Contact]) -> None:
-        """A search ended with these, nearest first."""
+        """Note that a search ended with these, nearest first."""
         self._near[key] = _Near(now, tuple(contacts))
         self._near.move_to_end(key)
         if len(self._near) > _NEAR_KEYS:
@@ -188,7 +188,7 @@ class Neighbours:
 
     @property
     def _calm(self) -> bool:
-        """Nobody is under suspicion: the usual case, worth a short cut."""
+        """True when no peer is under suspicion: the usual case, worth a short cut."""
         return not self._silence and not self._liars
 
     def _remove(self, peer: PeerId) -> Contact | None:

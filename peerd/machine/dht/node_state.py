@@ -75,5 +75,5 @@ class NodeState:
         return now + self.clock_ahead_s
 
     def keep(self, now: float, record: Record) -> bool:
-        """Hold a copy ourselves; whether we do."""
+        """Hold a copy ourselves; returns whether we do."""
         return self.store.offer(self.wall(now), record)[0] is Verdict.STORED

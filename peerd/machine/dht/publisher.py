@@ -115,11 +115,15 @@ class Publisher:
         return record
 
     def _due(self, wall: float, record: Record, until: float) -> float:
-        """Half of what is left of the lease if it must be renewed, and no later than the next repetition."""
+        """Time of the next publication: half of what is left of the lease if it must be renewed, and no later than the
+        next repetition.
+        """
         renewal = wall + (record.expires - wall) / 2 if _ends_early(record, until) else until
         return min(wall + self._repeat_s, renewal)
 
 
 def _ends_early(record: Record, until: float) -> bool:
-    """Does the lease end before it is meant to? Leases are in whole milliseconds: what rounding took is no reason."""
+    """True when the lease ends before it is meant to. Leases are in whole milliseconds: what rounding took is no
+    reason.
+    """
     return record.expires < until - 0.002

@@ -124,7 +124,7 @@ class Workbench:
         return Search(key, lookup, values=values, held=held, most_bytes=most_bytes)
 
     def _ourselves(self) -> list[Contact]:
-        """We are a candidate like any other, if we can be dialled."""
+        """Ourselves as a contact: we are a candidate like any other, if we can be dialled."""
         return [self._node.contact] if self._node.contact.addrs else []
 
     def _placement(self, now: float, record: Record, contacts: Sequence[Contact]) -> Placement:

@@ -36,7 +36,7 @@ class RequestInFlight:
         return [task for task, _ in self.searches] + [task for task, _ in self.placements]
 
     def failed(self) -> None:
-        """No answer will come."""
+        """Note that no answer will come."""
         for _, search in self.searches:
             search.failed(self.contact.peer)
         for _, placement in self.placements:
@@ -144,7 +144,7 @@ class Dispatch:
 
 
 def _acceptable(wall: float, records: Sequence[Record]) -> list[Record]:
-    """Without what has expired here, or claims a longer lease than anyone may have."""
+    """The records without those that have expired here, or claim a longer lease than anyone may have."""
     return [record for record in records if record.is_timely(wall)]
 
 

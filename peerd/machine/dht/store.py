@@ -243,7 +243,7 @@ class Store:
         return shelf.records.get(record.sub_key) if shelf is not None else None
 
     def _make_room(self, record: Record, held: Record | None, user: User) -> Verdict | None:
-        """None when the record, in place of `held`, keeps all quotas."""
+        """Decision on the quotas: None when the record, in place of `held`, keeps them all."""
         limits, new = self._limits, 0 if held is not None else 1
         size = _size(record) - (_size(held) if held is not None else 0)
         shelf = self._shelves.get(record.key) or _Shelf()

@@ -25,7 +25,7 @@ _ID_WALL: Final = 1 << 32
 
 
 class Pings:
-    """Times in seconds."""
+    """Pings of one session; times in seconds."""
 
     __slots__ = ("_id", "_looked_at", "_recent", "_sent_at", "_slept_s", "_told", "_waiting")
 
@@ -40,7 +40,7 @@ class Pings:
 
     @property
     def idle(self) -> bool:
-        """No answer is awaited."""
+        """True when no answer is awaited."""
         return not self._waiting
 
     def told(self, now: float, rtt_s: float) -> None:
@@ -58,7 +58,7 @@ class Pings:
         return len(self._waiting) < _MOST and now - self._sent_at >= max(rtt_s / _PER_RTT, _PAUSE_S_MIN)
 
     def send(self, now: float) -> int:
-        """One is sent; its value."""
+        """Note that a ping is sent; returns its value."""
         self._id = (self._id + 1) % _ID_WALL
         self._waiting.append((self._id, now, now - self._slept_s))
         self._sent_at = now

@@ -137,7 +137,7 @@ class YamuxStream:
 
     @property
     def closed(self) -> bool:
-        """Nothing more can arrive or leave."""
+        """True when nothing more can arrive or leave."""
         return self.was_reset or (self.fin_sent and self.fin_received)
 
     @property

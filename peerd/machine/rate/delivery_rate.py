@@ -15,12 +15,12 @@ _GROWS_SAMPLES: Final = 2  # so long after that
 
 
 class PathRate:
-    """Rates in bytes/s, oldest first."""
+    """Samples of a path's rate in bytes/s, oldest first."""
 
     __slots__ = ("grew_ago", "rates")
 
     def __init__(self, samples: int) -> None:
-        """Keep so many."""
+        """Keep so many samples."""
         self.rates: deque[float] = deque(maxlen=samples)
         self.grew_ago = 0  # samples since the rate grew
 

@@ -53,7 +53,7 @@ class FairQueue:
         return self._next
 
     def give_back(self, ticket: int) -> None:
-        """The piece does not want to pass any more."""
+        """Withdraw a piece that does not want to pass any more."""
         self._gone.add(ticket)
 
     def pop(self, now: float) -> int | None:

@@ -36,7 +36,7 @@ class Quota:
         return None
 
     def count(self, now: float, names: Sequence[Hashable]) -> None:
-        """It is done once more."""
+        """Count one more time."""
         for key in enumerate(names):
             self._done.setdefault(key, deque()).append(now)
             self._done.move_to_end(key)

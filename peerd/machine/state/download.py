@@ -166,7 +166,7 @@ class Download:
             self._begin(rivals[0].claim, rivals[0].donors, "more donors vouch for it than for the first choice", out)
 
     def _ask_again(self, now: float, names: Iterable[str], out: list[dl.Output]) -> bool:
-        """All at the same moment, or for the same step; False when there is nobody."""
+        """Ask these donors again, all at the same moment or for the same step; False when there is nobody."""
         again = [self._donors[name] for name in names if self._donors[name].standing is DonorStanding.CLAIMS]
         rounds = min((donor.asked for donor in again), default=1)
         if again and self.chosen is None:
@@ -230,7 +230,7 @@ class Download:
         return sorted(found, key=lambda d: d.takes_s(1))
 
     def _next_giver(self, givers: list[Donor]) -> Donor | None:
-        """The one with room who would be done with one more piece first."""
+        """The donor with room that would be done with one more piece first."""
         if sum(map(len, self._flying.values())) >= STATE_PIECES_IN_FLIGHT:
             return None
         free = [d for d in givers if len(d.flights) < d.window(STATE_PIECES_PER_DONOR)]
@@ -276,7 +276,7 @@ class Download:
                 self._call_off(other.ask, out)
 
     def _lost(self, flight: PieceInFlight) -> None:
-        """Nothing will come of it: somebody else has to bring the piece."""
+        """Note that nothing will come of it: somebody else has to bring the piece."""
         flight.donor.flights.remove(flight)
         left = self._flying.get(flight.piece, [])
         left.remove(flight)

@@ -118,7 +118,7 @@ class SendPrepare:
 
     @property
     def takes_part(self) -> bool:
-        """Has the peer anything to do? A helper may be left without a share when the work is divided anew."""
+        """True when the peer has anything to do. A helper may be left without a share when the work is divided anew."""
         return self.split is None or any(party.peer == self.peer for party in self.split.parties)
 
     @property
@@ -152,7 +152,7 @@ class SendMove:
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """Somebody says that this member cannot be reached: can we? If not, it is gone."""
+    """Check a member that is said to be unreachable: can we reach it? If not, it is gone."""
 
     peer: str
 

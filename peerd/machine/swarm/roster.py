@@ -32,5 +32,5 @@ class RosterEntry:
 
     @property
     def is_anywhere(self) -> bool:
-        """Does it say that it is, or could be, anywhere but at the start?"""
+        """True when it says that it is, or could be, anywhere but at the start."""
         return self.reach != {START}

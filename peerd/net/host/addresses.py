@@ -120,5 +120,5 @@ class Whereabouts:
 
 
 def _rank(addr: Multiaddr) -> int:
-    """The order in which others should try our addresses."""
+    """Sort key of our addresses: the order in which others should try them."""
     return (3, 1, 0)[reach(addr)] if not is_relayed(addr) else 2

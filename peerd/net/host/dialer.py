@@ -58,7 +58,7 @@ class AddressBook:
             del self._book[next(iter(self._book))]
 
     def worked(self, peer: PeerId, addr: Multiaddr) -> None:
-        """`addr` led to `peer`."""
+        """Record that `addr` led to `peer`."""
         bare = split_peer(normal(addr))[0]
         if bare not in self._book.get(peer, {}):
             self.learn(peer, [bare])
@@ -67,7 +67,7 @@ class AddressBook:
             self._book[peer][bare] = Past(self._successes, heard=self._book[peer][bare].heard)
 
     def failed(self, peer: PeerId, addr: Multiaddr, now: float) -> None:
-        """`addr` did not lead to `peer`."""
+        """Record that `addr` did not lead to `peer`."""
         past = self._book.get(peer, {}).get(addr)
         if past is not None:
             past.failed_s = now

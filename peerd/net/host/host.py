@@ -302,7 +302,7 @@ class Host:
         return self._introductions.infos.get(peer)
 
     async def introduction(self, peer: PeerId, timeout_s: float) -> PeerInfo | None:
-        """As `info`, but waits for it; None after `timeout_s`, or when the peer is not connected."""
+        """The result of `info`, waiting for it; None after `timeout_s`, or when the peer is not connected."""
         return await self._introductions.wait(peer, timeout_s)
 
     def watch(self, *, told: bool = False) -> AbstractContextManager[trio.MemoryReceiveChannel[PeerEvent]]:

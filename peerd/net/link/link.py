@@ -241,7 +241,7 @@ class Link:
             self._lending.never_rest(alone)
 
     def abort(self, reason: str) -> None:
-        """End now."""
+        """End the link now."""
         self.reason = self.reason or reason
         self._scope.cancel()
 

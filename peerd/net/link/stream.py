@@ -28,7 +28,7 @@ _SEND_BUFFER_BYTES = 128 * 1024  # unsent bytes above which even small sends wai
 
 
 def _unheard(_: int) -> None:
-    """Nobody wants to know."""
+    """Ignore the pieces that land: no reader asked to hear of them."""
 
 
 class StreamOwner(Protocol):

@@ -243,7 +243,7 @@ class Circuits:
     # --- incoming ------------------------------------------------------------------------------------------
 
     async def _serve_stop(self, stream: Stream) -> None:
-        """A relay brings somebody. Returns when the circuit is over: its stream ends with the handler."""
+        """Serve a circuit that a relay brings. Returns when it is over: its stream ends with the handler."""
         with trio.move_on_after(limits.CIRCUIT_REQUEST_S) as scope:
             message = StopMessage.decode(await receive_message(stream, limits.CIRCUIT_MESSAGE_BYTES))
         if scope.cancelled_caught:

@@ -92,7 +92,9 @@ class Averaging:
 
     @contextmanager
     def expecting(self, attempts: Iterable[bytes]) -> Iterator[None]:
-        """Inside, these rounds are known to belong to one attempt, though they begin later or have ended."""
+        """Inside this context, these rounds are known to belong to one attempt, though they begin later or have
+        ended.
+        """
         news = dict.fromkeys((attempt for attempt in attempts if attempt not in self._expected), False)
         self._expected |= news
         try:
@@ -195,7 +197,7 @@ class Averaging:
                 state.fail("the round was called off", ())
 
     async def _watch(self, plan: AveragingPlan, state: OpenRound) -> None:
-        """Returns when the round is done; fails it when somebody is late."""
+        """Watch over the round: returns when it is done; fails it when somebody is late."""
         waits_until = trio.current_time() + plan.coming_s
         while not state.done:
             with trio.move_on_after(min(_LOOK_S, plan.patience_s / 4)):
@@ -245,7 +247,7 @@ class Averaging:
         return Answer(AverageAlive(coming=not self._expected.get(attempt, True)))
 
     async def _exchange(self, plan: AveragingPlan, state: OpenRound, share: list[Part], gate: PartGate) -> None:
-        """Our version of one owner's share, and the sums of it."""
+        """Send our version of one owner's share, and receive the sums of it."""
         owner = share[0].owner
         first = AverageKey(plan.attempt, share[0].index)
         with self._blaming(state, owner):

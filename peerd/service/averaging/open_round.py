@@ -58,7 +58,7 @@ class OpenRound:
         self.let_go()
 
     def doubts(self, reason: str, peer: str) -> None:
-        """The round has ended at `peer`, perhaps by a fault of somebody else."""
+        """Note that the round has ended at `peer`, perhaps by a fault of somebody else."""
         self.doubt = self.doubt or (trio.current_time(), peer, reason)
 
     @property
@@ -82,7 +82,7 @@ class OpenRound:
         return await self.worker.run(job, name=name)
 
     def let_go(self) -> None:
-        """There are sums that may leave, or that never will."""
+        """Let sums go: there are some that may leave, or that never will."""
         for one in self.returns:
             one.let_go()
 

@@ -32,13 +32,13 @@ class Evenly:
         self._begun: set[str] = set()
 
     def begin(self, peer: str) -> None:
-        """There is a connection to this peer."""
+        """Begin to pace a new connection to this peer."""
         if peer in self._rates and peer not in self._begun:
             self._begun.add(peer)
             self._set(peer, max(self._rates[peer], _LEAST_BYTES_PER_S))
 
     def end(self) -> None:
-        """The round is over."""
+        """Stop pacing: the round is over."""
         for peer in self._begun:
             self._set(peer, math.inf)
 

@@ -24,7 +24,7 @@ _LOOK_S = 2.0  # links may break, and forecasts change
 
 
 class Assembling:
-    """One peer's. `group_size`: the run's."""
+    """Links of one peer. `group_size`: the run's."""
 
     def __init__(self, host: Host, following: Following, group_size: int = 0) -> None:
         self._host, self._following, self._group_size = host, following, group_size
@@ -46,7 +46,7 @@ class Assembling:
                     await told.wait()
 
     def _mates(self, stage: int) -> set[str]:
-        """Everyone, or, in a grid, the members of our own groups: helpers have no part in it."""
+        """The mates to link to: everyone or, in a grid, the members of our own groups: helpers have no part in it."""
         members = [member for member in self._following.members if member.stage == stage]
         ready = {member.peer for member in members if member.ready}
         mates = foretold_mates(self._host.id.text, ready, self._group_size)

@@ -30,7 +30,7 @@ _KEPT_BYTES_LEAST = 1 << 18  # smaller vectors are cheap to allocate
 
 @lru_cache(maxsize=8)
 def name_of(dtype: np.dtype[Any]) -> str:
-    """As numpy says it, which takes longer than all else that a look at a part's form does."""
+    """Name of a dtype by numpy, cached: asking takes longer than all else that a look at a part's form does."""
     return dtype.name
 
 
@@ -84,7 +84,7 @@ def check_form(frame: TensorFrame | FrameHeader, like: Vector) -> None:
 
 
 def is_plain(frame: TensorFrame | FrameHeader, like: Vector) -> bool:
-    """Is the frame's payload what lies in memory of such a vector?"""
+    """True when the frame's payload is what lies in memory of such a vector."""
     uncoded = frame.coding == "none" and not frame.lossless
     return uncoded and (frame.dtype, frame.shape) == (name_of(like.dtype), like.shape)
 
@@ -152,7 +152,7 @@ def take_sum(coder: PartCoder, frame: TensorFrame, target: Vector) -> None:
 
 
 def finite(values: Vector) -> bool:
-    """Are all of them?"""
+    """True when all values are finite."""
     return bool(np.isfinite(values).all())
 
 
@@ -167,7 +167,7 @@ class VectorMemory:
         self._kept: deque[Vector] = deque(maxlen=keep)
 
     def vector(self, length: int, dtype: np.dtype[Any]) -> Vector:
-        """With any content."""
+        """A vector with any content."""
         size = length * dtype.itemsize
         if size < _KEPT_BYTES_LEAST:
             return np.empty(length, dtype)

@@ -79,7 +79,7 @@ class Punching:
     # --- the side that acts --------------------------------------------------------------------------------
 
     def _look(self, peer: PeerId) -> None:
-        """Other streams than before go to this peer: perhaps over a relay, perhaps not any more."""
+        """Note that other streams than before go to this peer: perhaps over a relay, perhaps not any more."""
         self._moved.unpark_all()
         if self._nursery is not None and peer not in self._meeting and self._to_upgrade(peer) is not None:
             self._meeting[peer] = "waits for its introduction"
@@ -91,7 +91,9 @@ class Punching:
         return link if link is not None and link.way == Way.RELAYED and not link.initiator else None
 
     async def _see_to(self, peer: PeerId) -> None:
-        """Try, and try again after ever longer pauses, until a better link stands or the relayed one is gone."""
+        """Upgrade one peer's link: try, and try again after ever longer pauses, until a better link stands or the
+        relayed one is gone.
+        """
         try:
             while (link := self._to_upgrade(peer)) is not None:
                 info = await self._host.introduction(peer, _INTRODUCTION_S)
@@ -128,7 +130,7 @@ class Punching:
             _log.info("%s stays behind its relay: %s", peer, reason)
 
     async def _reverse(self, peer: PeerId, theirs: Sequence[Multiaddr]) -> None:
-        """Dial it: behind a relay it may have been only because nobody could dial us."""
+        """Dial it directly: behind a relay it may have been only because nobody could dial us."""
         self._meeting[peer] = "dials its addresses"
         addrs = self._memory.admit(peer, hole_punch.to_dial(theirs, self._host.listen_addrs()), trio.current_time())
 

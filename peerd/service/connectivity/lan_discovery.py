@@ -112,7 +112,7 @@ class LanDiscovery:
             await trio.sleep(self._config.retry_s)
 
     def _found(self, text: bytes) -> None:
-        """Somebody announced this."""
+        """Take in an announcement."""
         by_peer: dict[PeerId, list[Multiaddr]] = {}
         for addr in addrs_in(text):
             bare, peer = split_peer(addr)
@@ -153,5 +153,5 @@ class LanDiscovery:
 
 
 def own_finder(clock: Clock) -> Finder | None:
-    """Multicast DNS, with the extra `peerd[lan]`."""
+    """The finder of this machine: multicast DNS, with the extra `peerd[lan]`."""
     return Mdns(clock.rng("lan")) if available() else None

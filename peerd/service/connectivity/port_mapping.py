@@ -109,7 +109,7 @@ class PortMapping:
         return next((place.port for addr, place in four if reach(addr) == 1), None)
 
     async def _ask(self, router: Router, port: int) -> str | None:
-        """Why this router does not help; None: it does."""
+        """The reason why this router does not help; None: it does."""
         try:
             with trio.fail_after(self._config.ask_s):
                 mapped = await router.map(port, self._config.lease_s)

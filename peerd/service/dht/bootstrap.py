@@ -67,7 +67,7 @@ class EntryPoints:
                 entry.problem = f"{entry.addr}: it refuses us: {why}"
 
     def waits_for(self) -> str | None:
-        """Why nobody is known yet; None when there is nobody to know."""
+        """The reason why nobody is known yet; None when there is nobody to know."""
         if not self._entries:
             return None
         problems = [entry.problem for entry in self._entries if entry.problem]

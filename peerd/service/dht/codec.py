@@ -123,7 +123,7 @@ def request_to_wire(request: q.Request, wall: float) -> tuple[str, RequestMessag
 
 
 def request_from_wire(message: RequestMessage, *, values: bool = False) -> q.Request:
-    """Raises ProtocolViolation."""
+    """The request of a message. Raises ProtocolViolation."""
     hello = _hello(message.hello)
     match message:
         case PingMessage():
@@ -176,7 +176,7 @@ def addrs_to_wire(addrs: Iterable[Multiaddr]) -> tuple[bytes, ...]:
 
 
 def addrs_from_wire(addrs: Iterable[bytes]) -> list[Multiaddr]:
-    """Those that make sense and could be dialled."""
+    """The addresses that make sense and could be dialled."""
     found = []
     for raw in addrs:
         try:

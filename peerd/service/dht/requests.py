@@ -89,7 +89,7 @@ class DhtCalls:
 
     @asynccontextmanager
     async def _place(self) -> AsyncIterator[None]:
-        """One of the places for calls; without a turn of the loop when there is one."""
+        """A place among those for calls; without a turn of the loop when there is one."""
         try:
             self._places.acquire_nowait()
         except trio.WouldBlock:

@@ -163,7 +163,7 @@ class CallStream:
         self.no_more_parts()
 
     def discard(self) -> None:
-        """Nobody will receive any more."""
+        """Discard all parts: nobody will receive any more."""
         self.no_more_parts()
         while self._parts:
             self._share.give(self._parts.popleft()[0].frame_bytes)

@@ -199,7 +199,7 @@ class Channel:
             inbound.close()
 
     def _settle(self, message: RpcMessage) -> bool:
-        """An answer without frames."""
+        """Settle a call by an answer without frames."""
         if message.kind == wire.REPLY:
             waiting = self.calls.pop(message.id)
             if waiting is not None:

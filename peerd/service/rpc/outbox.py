@@ -289,7 +289,7 @@ class Outbox:
             self._lull.cancel()
 
     async def _wait_for_more(self, stream: RpcStream) -> None:
-        """Until the payload at hand has grown, or the stream is over: nobody else may be there to notice that."""
+        """Wait until the payload at hand has grown, or the stream is over: nobody else may be there to notice that."""
         with trio.CancelScope() as self._lull:
             await stream.wait_gone()
             self.close()

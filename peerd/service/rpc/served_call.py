@@ -103,7 +103,7 @@ class ServedCall:
         self._released = False
 
     def objection(self, part: RpcMessage) -> str | None:
-        """Why this part is not taken; None when it is within the method's limits."""
+        """The reason why this part is not taken; None when it is within the method's limits."""
         return self._method.load.limits.objection(len(part.body), len(part.headers), part.frame_bytes)
 
     @property
@@ -144,7 +144,7 @@ class ServedCall:
             self._release()
 
     def abandon(self) -> None:
-        """Not even that could be said."""
+        """Give up: not even that could be said."""
         self._settle()
         self._caller.reset()
 

@@ -201,7 +201,7 @@ class ServedStream:
         self._stream.reset()
 
     def _quick(self, message: RpcMessage) -> bool:
-        """A message without frames that needs no waiting; False when it does."""
+        """Handle a message without frames that needs no waiting; False when it needs some."""
         if message.kind <= wire.OPEN:
             if self.outbox.full:
                 return False

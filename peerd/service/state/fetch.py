@@ -161,7 +161,9 @@ class Fetching:
             self._rpc.tell(PeerId.parse(name), self._plan.methods.release, body, timeout_s=_RELEASE_S)
 
     def _remember_paces(self) -> None:
-        """So that the next download does not take a slow line for a donor that fails, and ask twice."""
+        """Remember the donors' paces, so that the next download does not take a slow line for a donor that fails, and
+        ask twice.
+        """
         paces = self._plan.paces
         paces.update({name: piece_s / self._piece_bytes for name, piece_s in self._machine.piece_s().items()})
         while len(paces) > LINKS:
@@ -310,7 +312,7 @@ class Fetching:
 
 
 def _room(size: int, folder: Path | None) -> mmap.mmap:
-    """So many zeros."""
+    """Zeroed memory of this size."""
     if folder is None:
         return mmap.mmap(-1, size)
     with tempfile.TemporaryFile(dir=folder) as file:

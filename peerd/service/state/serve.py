@@ -80,7 +80,7 @@ class _Use:
     wanted: bool = True  # it has not let go
 
     def gets_on(self, now: float, least_bytes_per_s: float) -> bool:
-        """Does it fetch, and not only hold?"""
+        """True when it fetches, and does not only hold."""
         due = (now - self.since - _START_S) * least_bytes_per_s
         return self.wanted and now - self.at < _BUSY_S and self.had_bytes >= due
 
@@ -119,7 +119,7 @@ class _Copy:
         return max((use.at for use in self.used.values() if use.wanted), default=self.made)
 
     def in_use(self, now: float, by: Callable[[PeerId], bool]) -> bool:
-        """Does anyone get on with it, of those that `by` names?"""
+        """True when any of the callers that `by` names gets on with it."""
         whole_in_time = self.layout.total_bytes / (STATE_DONORS * STATE_COPY_LIFE_S)
         rate = max(STATE_LEAST_BYTES_PER_S, whole_in_time)
         used = any(use.gets_on(now, rate) for peer, use in self.used.items() if by(peer))

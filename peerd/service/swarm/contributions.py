@@ -90,7 +90,7 @@ class Tally:
             self.seconds, self.since = float(seconds), min(since, self.since)
 
     async def _save(self) -> None:
-        """Not on the loop: a disk may be slow."""
+        """Save the totals, not on the loop: a disk may be slow."""
         file = self._file
         if file is None or self._worker is None:
             return
@@ -102,7 +102,7 @@ class Tally:
 
 
 def _write(file: Path, text: str) -> None:
-    """Whole, or not at all."""
+    """Write the file whole, or not at all."""
     temporary = file.with_name(f".{file.name}.{os.getpid()}.tmp")
     temporary.write_text(text)
     temporary.replace(file)

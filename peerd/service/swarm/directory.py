@@ -191,7 +191,7 @@ class Directory:
 
     @property
     def only_dials(self) -> bool:
-        """Nobody can dial this peer."""
+        """True when nobody can dial this peer."""
         return not self._host.takes_inbound
 
     def own_addrs(self) -> list[str]:
