@@ -1,4 +1,4 @@
-"""The wire of calls: messages on one stream, sans-IO. Who may call, and when, is rpc_calls' business.
+"""The wire of calls: messages on one stream, sans-IO. The rules of who may call, and when, are in service/rpc.
 
 A message is a head, a block, and raw payloads:
 

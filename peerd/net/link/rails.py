@@ -1,4 +1,4 @@
-"""Rails: further connections of one link, which carry its bulk data side by side (see machine.striping).
+"""Rails: further connections of one link, which carry its bulk data side by side (see machine/mux/striping).
 
 A rail is an encrypted connection of its own: the hand-shake proves the same peer, with `/peerd/rail/1` in the muxer's
 place, and its first frame names the link by the hash of the link's own hand-shake: a name and no secret, since only the

@@ -1,4 +1,4 @@
-"""Reading the messages of one stream: the parts that callers and servers share. Writing is rpc_outbox's.
+"""Reading the messages of one stream: the parts that callers and servers share. Writing is in `outbox`.
 
 `Inbound` receives no more than the peer's share of the host's memory allows, and waits neither for half a message nor
 for a trickle of payloads. `Slot` hands one value from the reader to the task that waits for it.
