@@ -145,7 +145,7 @@ class LimitsSection(Section, frozen=True):
 
 
 class AccessSection(Section, frozen=True):
-    allow: Literal["open", "tokens"] = "open"  # who may take part: everyone, or who has a token of the organizer
+    allow: Literal["open", "tokens"] = "open"  # which peers may take part: all, or those with a token of the organizer
     organizer: str = ""  # the peer id whose signature makes a token
     token: str = ""  # file with this peer's token; without it access.token in the data directory
     revoked: str = ""  # file with a list of revoked tokens, besides those that come over the network

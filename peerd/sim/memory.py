@@ -102,7 +102,7 @@ class MemoryLink:
             if not self._broken:
                 self._out.accept(b"", last=True)
             self._close_here()
-            self._in.fail_reader("closed")  # wakes who waits; both see that the link is closed
+            self._in.fail_reader("closed")  # wakes the reader; both see that the link is closed
             self._out.fail_writer("closed")
             self._net.trace.add(self._node.name, "close", str(self._remote))
         await trio.lowlevel.checkpoint()

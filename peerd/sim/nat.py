@@ -64,8 +64,8 @@ class SimRouter:
     def __init__(self, kind: Kind, outside: str, inside: str) -> None:
         self.kind = kind
         self.outside, self.inside = outside, inside
-        self._mapped: dict[tuple[int, SimPlace | None], int] = {}  # port at home, and whom it is for -> port outside
-        self._contacts: dict[int, set[SimPlace]] = {}  # by port outside: whom packets went to
+        self._mapped: dict[tuple[int, SimPlace | None], int] = {}  # (port at home, destination) -> port outside
+        self._contacts: dict[int, set[SimPlace]] = {}  # by port outside: destinations of packets
         self._next_port = _MAPPED
         self._forwarded: set[int] = set()
 

@@ -145,7 +145,7 @@ class ServedStage:
         self.module.largest = math.sqrt(torch.finfo(self.module.dtype).max) / MAX_MICROBATCHES
         self._held, self._early = _Book(), _Book()
         self._batch = max(1, run.batch.target_samples // run.pipeline.microbatch)
-        self._called: dict[str, None] = {}  # trainers, whoever called last at the end
+        self._called: dict[str, None] = {}  # trainers, the latest caller last
         self._unusable: list[Mb] = []  # found while the sum was made anew
 
     @property

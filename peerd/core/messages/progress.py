@@ -56,7 +56,7 @@ class StageProgress(Message, frozen=True):
     held: int  # samples accumulated for the step under way
     samples_per_s: float
     device: ShortText
-    conductor: PeerText  # whom it follows; "" while it looks for one
+    conductor: PeerText  # the conductor that it follows; "" while it looks for one
     waits_for: ShortText
     addrs: Annotated[list[AddrText], msgspec.Meta(max_length=16)]
     token: TokenData = b""  # in a run with tokens: that the publisher is a member, and may serve a stage

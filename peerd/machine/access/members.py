@@ -22,7 +22,7 @@ from peerd.core.ids import PeerId
 from peerd.core.limits import CLOCK_CORRECTION_S
 from peerd.core.messages.token import NO_TOKEN, Revoked, Token, fault, signed_by, unseal
 
-# Who may call a method or a whole service: roles, as tokens name them. What is not listed, every member may call.
+# Roles, as tokens name them, that may call a method or a whole service. What is not listed, every member may call.
 CALLERS: Final[dict[str, frozenset[str]]] = {
     "stage/2/forward": frozenset({"trainer"}),
     "stage/2/backward": frozenset({"trainer"}),
@@ -35,7 +35,7 @@ CALLERS: Final[dict[str, frozenset[str]]] = {
     "average/1": frozenset({"stage", "aux"}),
     "kept/1": frozenset({"stage"}),
 }
-# Whose method or service a member uses. The directory is used wherever it is: its records are signed by publishers.
+# Roles whose methods a member uses. The directory is used wherever it is: its records are signed by publishers.
 SERVERS: Final[dict[str, frozenset[str]]] = {
     "stage/2/prepare": frozenset({"stage", "aux"}),
     "stage/2": frozenset({"stage"}),

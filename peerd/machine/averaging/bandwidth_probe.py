@@ -33,7 +33,7 @@ class Exploring:
     def __init__(self) -> None:
         self._attempt = 0
         self._known: dict[str, _Known] = {}
-        self._trial: tuple[str, float, int] | None = None  # who, what its line was then, since which attempt
+        self._trial: tuple[str, float, int] | None = None  # peer, its rate then, since which attempt
 
     def next(self, measured: Mapping[str, float], worth: Callable[[], bool] = lambda: True) -> str | None:
         """The peer whose line is probed in the attempt that is ordered now, of these measured ones; None: nobody's.

@@ -74,8 +74,8 @@ class Lines:
     def __init__(self) -> None:
         self._said: dict[str, _Said] = {}
         self.changes = 0  # of what was said: the same number, the same splits
-        self._tried: dict[int, str] = {}  # by stage, whose line is taken for more than was measured
-        self._resting: dict[int, frozenset[str]] = {}  # by stage, who gets no share for now
+        self._tried: dict[int, str] = {}  # by stage, the peer whose line counts for more than measured
+        self._resting: dict[int, frozenset[str]] = {}  # by stage, peers that get no share for now
         self._splits: dict[tuple[str, ...], tuple[object, Split]] = {}  # by group, and what each was made from
 
     def tell(self, peer: str, stage: int, line: LineInfo, addrs: tuple[str, ...] = ()) -> bool:

@@ -50,7 +50,7 @@ class Admission:
         self._own_pace = own_pace
         self._trainers: dict[str, _Trainer] = {}
         self._leashes: dict[str, Leash] = {}
-        self._proven: OrderedDict[str, None] = OrderedDict()  # who has helped to make a step; the latest last
+        self._proven: OrderedDict[str, None] = OrderedDict()  # trainers that helped to make a step; the latest last
         self.probation = Probation()
         self._under_way: dict[str, int] = {}  # when `wishes` was asked last
         self._patience = 0  # how often leases ran out since anybody finished anything
@@ -85,7 +85,7 @@ class Admission:
             if trainer in self._leashes:
                 self._leashes[trainer].helped()
 
-    # --- who does not finish ----------------------------------------------------------------------------------
+    # --- trainers that do not finish --------------------------------------------------------------------------
 
     def overdue(self, now: float, trainer: str, since: float, lease_s: tuple[float, float], alone: bool) -> bool:
         """True when the trainer has had its microbatch, admitted at `since`, for far too long.
@@ -165,7 +165,7 @@ class Admission:
         `beside`: another step's batch, with other microbatches of the same trainers under way.
         """
         ledgers = [ledger] if beside is None else [ledger, beside]
-        # Who was never measured comes first, so that one step tells of them all.
+        # Trainers never measured come first, so that one step tells of them all.
         order = sorted(self._trainers.items(), key=lambda item: (item[1].seconds > 0 and self._own_pace, item[0]))
         turns = ([Mb(name, seq) for seq in t.open if t.bound_to == step or seq not in t.bound] for name, t in order)
         workers = self._at_work(now, _begun(ledgers)) if self._own_pace and not ledger.full else {}

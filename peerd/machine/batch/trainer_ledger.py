@@ -34,7 +34,7 @@ class Begun(Generic[T]):
 
     seq: int
     load: T
-    step: int | None = None  # whose batch it was admitted to
+    step: int | None = None  # the step to whose batch it was admitted
     finished: bool = False
     unsaid: bool = False  # finished, or repeated, and the conductor has not taken the news
     redoing: set[int] = field(default_factory=set)

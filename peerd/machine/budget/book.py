@@ -183,7 +183,7 @@ class Book:
     def take(self, means: Means, user: User, amount: int = 1) -> str | None:
         """Write down that `user` has so much more, if there is room; else say why there is none."""
         account = self._accounts[means]
-        # Most takes are far below every bound of a stranger, and then nobody needs to know who is a member.
+        # Most takes are far below every bound of a stranger, and then nobody needs to know the members.
         closed = account.objection(user, amount, member=False)
         if closed and self.is_member(user.peer):
             closed = account.objection(user, amount, member=True)

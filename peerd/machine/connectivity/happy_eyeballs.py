@@ -36,7 +36,7 @@ class Past:
 
     worked: int = 0  # 0: never; else the larger, the later
     failed_s: float = -math.inf  # when it last failed, unless it has worked since
-    heard: User | None = None  # from whom; None: it is from our own configuration
+    heard: User | None = None  # the teller; None: it is from our own configuration
 
 
 @dataclass(frozen=True, slots=True)

@@ -143,5 +143,5 @@ class Restraint:
         place, region = place_of(ip)
         tcp = tcp_place(addr)
         target = place if block_of(ip) is None or tcp is None else f"{place} port {tcp.port}"
-        # Where nobody knows who told, no place may be searched more than one who told could have it searched.
+        # Where the teller is unknown, no place may be searched more than one teller could have it searched.
         return target, User("", f"to {place}", f"to {region}") if teller == NOBODY else teller

@@ -67,7 +67,7 @@ class ReachabilityConfig:
 
     networks: int = 3  # whose answers are wanted
     at_once: int = 4  # questions under way
-    patience_s: float = 4.0  # the first verdict waits so long for those who were asked; a dial-back takes 3 s to fail
+    patience_s: float = 4.0  # the first verdict waits so long for peers that were asked; a dial-back takes 3 s to fail
     refresh_s: float = 300.0  # then an answer is asked for again
     again_s: float = 20.0  # the least between two questions to one peer
     refused_s: float = 60.0  # a peer that would not say is left alone for so long
@@ -124,7 +124,7 @@ class Reachability:
         if not sight.tests or not sight.outside or gone == sight.peer:
             self._servers.pop(sight.peer, None)
         elif sight.peer not in self._servers:
-            # Whoever comes back may see another address of ours than before.
+            # A peer that comes back may see another address of ours than before.
             late = self._answers.get(sight.peer)
             self._servers[sight.peer] = _Server(asked_at=late.at if late is not None else -math.inf)
         elif known is not None and known.seen != sight.seen:

@@ -19,7 +19,7 @@ from peerd.core.addr import Ip, place_of
 from peerd.core.ids import PeerId
 from peerd.core.protobuf.circuit import Status
 
-_PLACES = 4096  # whose requests of the last minute are remembered
+_PLACES = 4096  # places whose requests of the last minute are remembered
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

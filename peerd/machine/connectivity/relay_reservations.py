@@ -25,7 +25,7 @@ class Candidate:
     peer: PeerId
     at: Multiaddr
     rtt_s: float | None
-    preferred: bool  # one of those through whom we joined: made to be relays
+    preferred: bool  # one of the peers through which we joined: made to be relays
 
 
 @dataclass(frozen=True, slots=True)

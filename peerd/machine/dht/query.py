@@ -34,7 +34,7 @@ class Search:
         self.answer_bytes = most_bytes or DHT_BYTES_PER_KEY  # the most that one answer may hold
         self._left = DHT_ANSWERS_KEPT * self.answer_bytes
         self._best: dict[bytes, Record] = {}
-        self._answers: dict[Contact, dict[bytes, Record]] = {}  # who answered with what
+        self._answers: dict[Contact, dict[bytes, Record]] = {}  # by answerer
         self._gather(held)
 
     @property

@@ -31,7 +31,7 @@ SLACK_S: Final = 0.05  # a busy loop wakes us so late without a loss
 BURST_BYTES_LEAST: Final = 16 * 1024
 SMALL_BYTES: Final = 2048  # a call or an answer, of a packet or two
 _AHEAD_QUANTA: Final = 4  # of small messages in a row, before bulk has one
-_ROUNDING_BYTES: Final = 1.0  # who wakes at `wake_at` must find what it was promised
+_ROUNDING_BYTES: Final = 1.0  # a task that wakes at `wake_at` must find what it was promised
 _DEBT_S: Final = 1.0  # more is forgiven: a figure of the system's that was wrong must not silence us
 
 

@@ -69,7 +69,7 @@ class Draught:
     def end(self, now: float) -> bool:
         """A send ends, and all was taken. True: tell the system the new `waiting_bytes`."""
         self._rested_at = now
-        # Who prepares bytes more slowly than they leave never meets a full buffer: it is at least this fast.
+        # A sender slower than the line never meets a full buffer: the line is at least this fast.
         return self._taken_bytes > 4 * self.waiting_bytes and self._sample(now, was_full=False)
 
     def full(self, now: float) -> bool:

@@ -24,7 +24,7 @@ class ConductorConfig:
     gather_s: float = 1.5  # quiet time after the last new member before a new conductor decides
     gather_most_s: float = 10.0  # and when it decides, however many come
     expect_s: float = 6.0  # how long it waits for members that are known to exist
-    hearsay_s: float = 60.0  # how long a new run waits because of what those say who do not come: a record's life
+    hearsay_s: float = 60.0  # how long a new run waits for peers that only records tell of: a record's life
     broken_s: float = 4.0  # how long a stage may be empty before an older common position is looked for
     lease_s: float = 30.0  # how long a whole batch waits for one that its trainer does not finish, others being quicker
     first_lease_s: float = 120.0  # how long a microbatch may stay unfinished where nobody else shows what is usual

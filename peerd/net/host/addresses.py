@@ -27,7 +27,7 @@ class Whereabouts:
 
     def __init__(self, own: PeerId, transports: Sequence[Transport], changed: Callable[[], None]) -> None:
         """`changed` is called when `addrs` may be others; it must not block."""
-        self.candidates: list[Multiaddr] = []  # public addresses that are probably ours, for those who dial at once
+        self.candidates: list[Multiaddr] = []  # public addresses that are probably ours, for hole punching
         self._own, self._transports, self._changed = own, transports, changed
         self._listeners: list[Listener] = []
         self._announced: dict[str, list[Multiaddr]] = {}  # by source

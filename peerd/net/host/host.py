@@ -446,7 +446,7 @@ class Host:
         if transport is None:
             raise Unreachable("no transport speaks that kind of address", peer)
         if peer is not None and is_relayed(addr):
-            addr = with_peer(addr, peer)  # the relay has to be told to whom
+            addr = with_peer(addr, peer)  # the relay has to be told which peer
         return await transport.dial(addr, fresh=fresh)
 
 

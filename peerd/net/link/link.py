@@ -97,7 +97,7 @@ class Link:
         self.peer: PeerId = session.peer
         self.initiator = secured.initiator
         self.remote = secured.raw.remote
-        self.user = user_at(self.peer.text, self.remote)  # who it is in the host's book
+        self.user = user_at(self.peer.text, self.remote)  # the user that the host's book knows it as
         self.local = secured.raw.local if isinstance(secured.raw, LocatedLink) else None  # this end, where it is known
         self.opened_at = self.idle_since = trio.current_time()
         self.bytes_in = self.bytes_out = 0

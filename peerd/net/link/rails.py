@@ -40,7 +40,7 @@ from peerd.net.tcp_info import TcpInfo
 from peerd.net.transport import CountedLink, LendingLink, RawLink, counted
 
 _log = logging.getLogger("peerd.net")
-OFFERS = (YAMUX, PROTOCOL)  # of who is dialed
+OFFERS = (YAMUX, PROTOCOL)  # of the side that is dialed
 _WARM_ROUND_TRIPS = 8  # until a connection has found its rate, more or less
 _WARM_S = 0.1  # a round trip, if none was measured
 _READ_BYTES = 256 * 1024

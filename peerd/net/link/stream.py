@@ -23,7 +23,7 @@ from peerd.machine.secure.multistream import Proposal, Selector
 
 _COPY_BYTES = 64 * 1024  # about a frame: smaller sends are copied; larger ones wait until no more than this is left
 _RECEIVE_BYTES = 256 * 1024  # one receive returns no more: larger blocks make the allocator go back to the system
-_OFFER_BYTES = 16 * 1024  # given at once to one who receives each: a thousand of the smallest calls
+_OFFER_BYTES = 16 * 1024  # given at once to a reader of each piece: a thousand of the smallest calls
 _SEND_BUFFER_BYTES = 128 * 1024  # unsent bytes above which even small sends wait
 
 
@@ -87,8 +87,8 @@ class Stream:
         self._readable: trio.Event | None = None
         self._writable: trio.Event | None = None
         self._over: trio.Event | None = None  # someone waits for the end
-        self._taker: Callable[[bytes], bool] | None = None  # who waits in `receive_each`
-        self._landed: Callable[[int], None] | None = None  # who waits in `receive_into`
+        self._taker: Callable[[bytes], bool] | None = None  # the task that waits in `receive_each`
+        self._landed: Callable[[int], None] | None = None  # the task that waits in `receive_into`
         self._sending = False
 
     @property

@@ -59,7 +59,7 @@ def here() -> NetworkPlace:
             elif own is not None and (own.ip in routed or not name.startswith(_INSIDE)):
                 found.append(own)
     found.sort(key=lambda own: (own.ip not in routed, not own.is_global))  # stable
-    # One of each version is enough for who is on this machine, too.
+    # One of each version is enough for peers on this machine, too.
     first = [ipaddress.ip_address(text) for text in ("127.0.0.1", "::1")]
     return NetworkPlace(tuple(found), tuple(ip for ip in first if ip in loopback))
 

@@ -111,7 +111,7 @@ class LinePace:
         self.limiter = Limiter(mbit * BYTES_PER_MBIT)
         self._waiting: dict[LineTurn, None] = {}
         self._places: WeakValueDictionary[str, Account] = WeakValueDictionary()
-        self._keeper: trio.CancelScope | None = None  # of the one who sleeps until the first turn
+        self._keeper: trio.CancelScope | None = None  # of the task that sleeps until the first turn
 
     def at(self, place: str) -> Account:
         """The account that strangers at one place share."""

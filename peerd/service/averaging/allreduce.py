@@ -368,7 +368,7 @@ class Averaging:
 
     async def _arrive(self, state: OpenRound, part: Part, sender: str, version: Version | None) -> None:
         due = state.round.arrived(trio.current_time(), part.index, sender)
-        if version is None:  # a listener, who may come before or after the sum
+        if version is None:  # a listener, which may come before or after the sum
             state.get_on()
             return
         versions = state.versions.setdefault(part.index, {})

@@ -44,9 +44,9 @@ class OpenRound:
     unsummed: int = field(init=False)  # of our own parts
     answers: dict[int, Encoded] = field(default_factory=dict)  # sums of our own parts, as they travel
     owed: dict[int, int] = field(default_factory=dict)  # how many have not taken such an answer
-    returns: list[Returns] = field(default_factory=list)  # of each who asks for sums
+    returns: list[Returns] = field(default_factory=list)  # one for each member that asks for sums
     over: trio.Event = field(default_factory=trio.Event)  # done or failed
-    doubt: tuple[float, str, str] | None = None  # since when, of whom, why
+    doubt: tuple[float, str, str] | None = None  # since when, of which peer, why
 
     def __post_init__(self) -> None:
         self.unsummed = sum(part.owner == self.round.own for part in self.round.parts)

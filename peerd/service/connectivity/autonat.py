@@ -180,7 +180,7 @@ class Reach:
         self._host.whereabouts.candidates = list(finding.candidates)
         self._host.whereabouts.announce(PROVEN, finding.proven)
         self._host.whereabouts.withhold(finding.dead)
-        serves = finding.kind in (Kind.UNKNOWN, Kind.REACHABLE)  # who is behind a router sees the inside of it
+        serves = finding.kind in (Kind.UNKNOWN, Kind.REACHABLE)  # a peer behind a router sees the inside of it
         if serves != self._host.speaks(AUTONAT):
             if serves:
                 self._host.handle(AUTONAT, self._serve)

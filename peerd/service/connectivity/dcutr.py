@@ -2,7 +2,7 @@
 
     punching = Punching(host, clock)
     nursery.start(punching.run)
-    punching.status()                 # what was tried with whom, and what came of it
+    punching.status()                 # what was tried with which peer, and what came of it
 
 The peer that was dialed over the relay acts: it dials the other's public addresses, then both dial each other at the
 same time, so that each one's router takes the other's packets for answers (`machine.connectivity.hole_punch` decides
@@ -38,7 +38,7 @@ from peerd.net.link.stream import Stream
 from peerd.net.transport import RawLink
 
 _log = logging.getLogger("peerd.net")
-_INTRODUCTION_S = 5.0  # for the other side to say who it is and where
+_INTRODUCTION_S = 5.0  # for the other side to introduce itself
 _ANSWER_S = 10.0  # for a message of the other side
 _HANDSHAKE_S = 3.0  # a connection that both sides wait on, or that leads to somebody else, is given up
 _LOOK_S = 10.0  # between two looks whether addresses have changed
@@ -52,7 +52,7 @@ class Punching:
         self._rng = clock.rng("punching")
         self._memory = hole_punch.PunchMemory(clock.rng("punching pauses"))
         self._nursery: trio.Nursery | None = None
-        self._meeting: dict[PeerId, str] = {}  # whom we see to, and what is going on
+        self._meeting: dict[PeerId, str] = {}  # peers under treatment, and what is going on
         self._served: dict[PeerId, trio.CancelScope] = {}
         self._room = trio.CapacityLimiter(limits.PUNCH_MEETINGS)
         self._moved = trio.lowlevel.ParkingLot()

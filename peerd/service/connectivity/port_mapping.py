@@ -54,7 +54,7 @@ class PortMapping:
     def __init__(self, host: Host, routers: Sequence[Router], config: PortMapConfig | None = None) -> None:
         self._host, self._routers = host, list(routers)
         self._config = config or PortMapConfig()
-        self._held: tuple[Router, int] | None = None  # who maps which port
+        self._held: tuple[Router, int] | None = None  # the router, and the port that it maps
         self._failures = 0
         self._lease_s = math.inf
         self._status: dict[str, Any] = {"state": "asking", "address": None, "by": None, "why": None}

@@ -98,7 +98,7 @@ class Relay:
         self._asked = trio.Event()  # a piece waits for its turn
         self._passing: dict[int, trio.Event] = {}  # by ticket
         self._circuits: dict[int, _Circuit] = {}
-        self._kept: dict[PeerId, None] = {}  # whose links we keep
+        self._kept: dict[PeerId, None] = {}  # peers whose links we keep
         self._past_bytes = self._refused = 0
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:

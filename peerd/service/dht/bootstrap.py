@@ -22,7 +22,7 @@ from peerd.net.host.host import Host
 @dataclass(slots=True)
 class _Entry:
     addr: Multiaddr
-    peer: PeerId | None = None  # who is there, once we are connected
+    peer: PeerId | None = None  # the peer there, once we are connected
     problem: str = ""
     attempts: int = 0
     gone: trio.Event = field(default_factory=trio.Event)  # the connection to `peer` has closed

@@ -49,7 +49,7 @@ _CALLS_PER_PEER = 64  # at once; a peer that joins, publishes and reads at the s
 _SLACK_BYTES = 32 << 10  # of a message beyond the records in it
 _OUTDATED = (Verdict.STALE, Verdict.UNTIMELY)
 _TOGETHER_S = 0.5  # addresses often change by several at once
-_NAMED_S = 60.0  # who offers outdated records is named once in so long
+_NAMED_S = 60.0  # a peer that offers outdated records is named once in so long
 _NAMED_PEERS = 1024  # remembered for that
 
 D = TypeVar("D", q.GetDone, q.PutDone)
@@ -168,7 +168,7 @@ class Dht:
         if missing:
             done = await self._perform(lambda op: q.Get(op, missing, most_bytes), q.GetDone, timeout_s)
             found |= done.records
-            if max_age_s > 0 and not most_bytes:  # a part would not do for who wants all
+            if max_age_s > 0 and not most_bytes:  # a part would not do for a caller that wants all
                 self._remember(done.records)
         else:
             await trio.lowlevel.checkpoint()

@@ -236,7 +236,7 @@ class Outbox:
                 else:
                     await self._sleep()
         except RemoteError:
-            pass  # the reader of the same stream learns it too, and tells who waits
+            pass  # the reader of the same stream learns it too, and wakes the waiting tasks
         except trio.Cancelled:
             stream.reset()  # the service stops: the other side need not wait for its deadlines
             raise

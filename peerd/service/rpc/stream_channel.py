@@ -84,7 +84,7 @@ class StreamLane:
         self._over = True
         self._request = None
         self._running.cancel()
-        self._outbox.close()  # wakes a sender, who then sees the failure
+        self._outbox.close()  # wakes a sender, which then sees the failure
         self._stream.reset()
 
     async def _read(self) -> None:

@@ -95,7 +95,9 @@ class _Copy:
     digests: bytearray
     made: float
     name: Position | None = None  # under which it is asked for
-    used: dict[PeerId, _Use] = field(default_factory=dict)  # by whom; who let go and comes again begins where it was
+    used: dict[PeerId, _Use] = field(
+        default_factory=dict
+    )  # by caller; one that let go and comes again begins where it was
 
     def touch(self, peer: PeerId, now: float) -> None:
         use = self.used.pop(peer, None) or _Use(now, now, bytearray(-(-self.layout.pieces // 8)))
@@ -183,7 +185,7 @@ class Giving:
     def __init__(self, rpc: Rpc, methods: Methods = STATE) -> None:
         self.is_member: Callable[[PeerId], bool] = lambda _: False  # of the run, as far as we know
         self._offers: dict[int, _Offer] = {}  # by stage
-        self._meeting: set[PeerId] = set()  # who waits for a step
+        self._meeting: set[PeerId] = set()  # callers that wait for a step
         small = MethodLimits(calls_per_peer=4, calls=STATE_GIVEN)  # a state and a total may be asked for at once
         pieces = MethodLimits(calls_per_peer=STATE_GIVEN_PER_PEER, calls=STATE_GIVEN)
         rpc.serve(methods.manifest, StateRequest, self._give_manifest, limits=small)

@@ -106,7 +106,7 @@ class Snapshots(Fetcher):
         super().__init__(rpc, rng)
         self.giving = Giving(rpc)
         self.totals = Fetcher(rpc, rng)
-        self.totals._shunned = self._shunned  # who lies about one thing is not asked for another
+        self.totals._shunned = self._shunned  # a donor that lies about one thing is not asked for another
         self.totals._paces = self._paces
 
     def offer(
