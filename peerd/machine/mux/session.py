@@ -276,7 +276,7 @@ class Yamux:
             else:
                 self._take_frame(lane, header, now, events)
         if len(self._queue.control) > CONTROL_BYTES_PENDING:
-            raise ProtocolViolation("the peer asks for more answers than it reads")
+            raise ProtocolViolation(f"flood of control frames: {len(self._queue.control):,} bytes of replies unread")
         return events
 
     def _take_head(self, lane: Lane, view: memoryview, now: float, events: list[Event]) -> int:

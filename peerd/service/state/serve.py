@@ -95,9 +95,7 @@ class _Copy:
     digests: bytearray
     made: float
     name: Position | None = None  # under which it is asked for
-    used: dict[PeerId, _Use] = field(
-        default_factory=dict
-    )  # by caller; one that let go and comes again begins where it was
+    used: dict[PeerId, _Use] = field(default_factory=dict)  # by caller; one that is back begins where it was
 
     def touch(self, peer: PeerId, now: float) -> None:
         use = self.used.pop(peer, None) or _Use(now, now, bytearray(-(-self.layout.pieces // 8)))
