@@ -197,7 +197,7 @@ def doctor(
 
 @dataclass(frozen=True, slots=True)
 class Flags:
-    """What `backbone` and `join` were given."""
+    """Command-line arguments of `backbone` and `join`."""
 
     roles: list[str]
     file: Path | None

@@ -62,7 +62,7 @@ WAITS_PERIOD_S: Final = 1.0  # how often a change in what roles wait for is look
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DaemonPlan:
-    """What to start. `data_dir` may not exist yet."""
+    """Plan of a daemon: what to start. `data_dir` may not exist yet."""
 
     roles: tuple[type[Role], ...]
     run: RunFile | None
@@ -78,7 +78,7 @@ class DaemonPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ground:
-    """What a peer stands on before there is a network: its directory, its identity, time, and its log."""
+    """Local foundations of a peer, before there is a network: its directory, identity, clock and log."""
 
     home: Path
     keypair: Keypair
@@ -102,7 +102,7 @@ class _Held:
 
 
 def _relays(plan: DaemonPlan) -> bool:
-    """Whether this peer carries others' circuits: as it is told, else as a backbone."""
+    """True when this peer carries others' circuits: as it is told, else as a backbone."""
     told = plan.run.limits.relay if plan.run is not None else None
     return told if told is not None else "backbone" in {cls.name for cls in plan.roles}
 
@@ -146,7 +146,7 @@ class Daemon:
             self._stopping.set()
 
     async def run(self, signals: AsyncIterable[int]) -> None:
-        """Until all roles have finished or a signal asks to stop. Raises PeerdError when a role gave up."""
+        """Run until all roles have finished or a signal asks to stop. Raises PeerdError when a role gave up."""
         async with Devices() as devices, trio.open_nursery() as services:
             services.start_soon(self._obey_signals, signals, services.cancel_scope)
             board = StatusBoard((self.host, self.rpc, self.dht), self._clock, self._log, self._plan.run)
@@ -161,10 +161,10 @@ class Daemon:
             services.cancel_scope.cancel()
         if self._failure is not None:
             raise self._failure
-        self._log.event("stopped", why=self._stop_reason)
+        self._log.event("daemon.stopped", why=self._stop_reason)
 
     async def _start_services(self, services: trio.Nursery, board: StatusBoard) -> None:
-        """One after the other, as they need each other; each is begun again when it fails."""
+        """Start the services one after the other, as they need each other; each is begun again when it fails."""
         keep, listen = Upkeep(self.host.faults), [parse_addr(text) for text in self._plan.listen]
         bootstrap = [parse_addr(text) for text in self._plan.bootstrap]
         await services.start(keep.run, "host", functools.partial(self.host.run, listen))
@@ -268,7 +268,7 @@ class Daemon:
                 self._log.event("role.leave_failed", level="warn", role=held.cls.name, why=_sentence(failure))
             held.state = "left"
 
-        self._log.event("stopping", why=self._stop_reason)
+        self._log.event("daemon.stopping", why=self._stop_reason)
         with trio.move_on_after(LEAVE_S) as limit:
             async with trio.open_nursery() as nursery:
                 for held in self._held:
@@ -319,11 +319,11 @@ class Daemon:
             now = await self._reasons()
             for part, reason in now.items():
                 if reason is None and told.get(part) is not None:
-                    self._log.event("goes_on", part=part)
+                    self._log.event("clock.agreed" if part == "clock" else "role.unblocked", part=part)
                 elif reason is None or before.get(part) is None or reason == told.get(part):
                     continue
                 else:
-                    self._log.event("waits" if part != "clock" else "warns", part=part, reason=reason)
+                    self._log.event("clock.differs" if part == "clock" else "role.blocked", part=part, reason=reason)
                 told[part] = reason
             before = now
             await trio.sleep(WAITS_PERIOD_S)
@@ -369,7 +369,7 @@ class Daemon:
 
 
 async def _failure_of(action: Callable[[], Awaitable[None]]) -> Exception | None:
-    """The role supervisor's net: what a plug-in's code raised, without the groups that nurseries wrap it in."""
+    """Run a role's code and return what it raised, without the groups that nurseries wrap it in."""
     try:
         await action()
     except Exception as error:
@@ -391,7 +391,9 @@ def _sentence(error: Exception) -> str:
 
 
 def _is_expected(error: Exception) -> bool:
-    """Is it one that we raise of others, or of the user's settings? Else it is a fault of ours, or of a plug-in."""
+    """True for an error that we raise of others, or of the user's settings. Else it is a fault of ours, or of a
+    plug-in.
+    """
     return isinstance(error, PeerdError) and not isinstance(error, LocalError)
 
 
@@ -401,7 +403,9 @@ def _say(text: str) -> None:
 
 
 def _end_process_after(delay_s: float, code: Callable[[], int]) -> None:
-    """A promise to the user who pressed Ctrl+C, kept even when a job on the device does not end."""
+    """End the process after `delay_s`, as promised to the user that pressed Ctrl+C, even when a job on the device does
+    not end.
+    """
 
     def end() -> None:
         sys.stderr.write("peerd: something did not stop in time; ending the process\n")
@@ -448,7 +452,7 @@ def assembled(plan: DaemonPlan, stream: TextIO | None) -> Iterator[Daemon]:
 
 
 def _papers(plan: DaemonPlan, home: Path, keypair: Keypair) -> PeerPapers | None:
-    """What lets this peer into a run with tokens; ConfigError when it has nothing of that kind."""
+    """Credentials of this peer in a run with tokens; None in an open run; ConfigError when it has none."""
     if plan.run is None or plan.run.access.allow == "open":
         return None
     return own_papers(plan.run, [cls.name for cls in plan.roles], home, keypair.peer_id, time.time())

@@ -39,7 +39,7 @@ _KEY_BYTES: Final = len(_KEY_PREFIX) + 64
 
 
 def data_root() -> Path:
-    """Where this platform keeps a user's program data, with peerd's own folder."""
+    """This platform's folder for a user's program data, with peerd's own folder in it."""
     if sys.platform == "win32":
         base = Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local")
     elif sys.platform == "darwin":

@@ -1,9 +1,9 @@
-"""peerd in a user's own training loop: an optimizer that averages with everybody's before it steps.
+"""peerd in a user's own training loop: an optimizer that steps with the average over all peers.
 
-`AveragingOptimizer` runs one peer, with its own trio loop, in a background thread; the user's thread meets it at a
-desk (`training/user_loop/handoff`). Nothing of the user's is touched but while his thread is inside `start`, `step` or
-`close`. What goes wrong in the background is raised there, once it is known, as the error that it was. The thread is a
-daemon, and the interpreter's exit closes what was forgotten, so nothing hangs.
+`AveragingOptimizer` runs one peer, with its own trio loop, in a background thread; the user's thread meets it at a desk
+(`training/user_loop/handoff`). Nothing of the user's is touched but while the user's thread is inside `start`, `step`
+or `close`. What goes wrong in the background is raised there, once it is known, as the error that it was. The thread is
+a daemon, and the interpreter's exit closes what was forgotten, so nothing hangs.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from peerd.training.user_loop.handoff import Desk
 
 CLOSE_S: Final = 10.0  # the drain of a daemon; then the thread is left to itself
 _PATIENCE_S: Final = 10.0  # with a user who is elsewhere while the others step
-_DELAYED_PATIENCE_S: Final = 45.0  # where that is the rule: he computes for the next step; others wait for a minute
+_DELAYED_PATIENCE_S: Final = 45.0  # where that is the rule: the user computes for the next step; others wait a minute
 _SAVE_STEPS: Final = 50
 
 logging.getLogger("peerd").addHandler(logging.NullHandler())  # a library is silent unless its user asks
@@ -174,12 +174,12 @@ class AveragingOptimizer:
 
     @property
     def global_step(self) -> int:
-        """How many steps the swarm has made that are in the parameters."""
+        """Number of the swarm's steps that are in the parameters."""
         return self._model.step
 
     @property
     def address(self) -> str:
-        """What others give as `bootstrap`; empty before this peer listens."""
+        """Address for others' `bootstrap`; empty before this peer listens."""
         return self._address
 
     def digest(self) -> str:
@@ -249,7 +249,7 @@ def _averaging(code: str, rank: int) -> AveragingSection:
 
 
 def _run_file(run: str, model: UserModel, sizes: tuple[int, int], averaging: AveragingSection, saves: bool) -> RunFile:
-    """What the peers of a run must agree on, as the settings of a run with one stage."""
+    """Run file of one stage with the settings that the peers of a run must agree on."""
     target, samples = sizes
     for name, value in (("target_samples", target), ("samples_per_step", samples)):
         if type(value) is not int or value < 1:

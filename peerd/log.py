@@ -66,7 +66,7 @@ def clean(text: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """What happened: `wall` is Unix seconds."""
+    """One event; `wall` is Unix seconds."""
 
     wall: float
     level: str
@@ -95,7 +95,7 @@ def _brief(value: Plain) -> str:
 
 @dataclass
 class _Sink:
-    """Where events of one daemon go; shared by every log bound to it."""
+    """Destination of one daemon's events; shared by every log bound to it."""
 
     clock: Clock
     least: int

@@ -84,7 +84,7 @@ class Honest:
         return {}
 
     def step(self) -> int:
-        """How far its first role is; -1: it does not say."""
+        """Step of its first role; -1: it does not say."""
         return int((self.status().get("roles") or [{}])[0].get("step", -1))
 
     def memory_mb(self) -> float:
@@ -170,7 +170,7 @@ class Soak:
             )
 
     def watch(self, seconds: float) -> float:
-        """Let it go on; returns steps a second. Who has ended, and memory, are noted."""
+        """Let it go on; returns steps a second. Ended processes, and memory, are noted."""
         began, first, looks = time.monotonic(), self.step(), 0
         while time.monotonic() - began < seconds:
             time.sleep(SAMPLE_S)  # a measurement of a stretch of time: nothing is awaited
@@ -202,12 +202,12 @@ class Soak:
         return dict(sorted(counts.items()))
 
     def faults(self) -> dict[str, Any]:
-        """What each honest process says of faults of its own."""
+        """Faults of its own that each honest process tells of."""
         found = {each.name: each.status().get("faults") for each in self.honest}
         return {name: told for name, told in found.items() if told and told.get("count", 1)}
 
     def stop(self) -> None:
-        """Leave well; who does not is killed."""
+        """Make all leave well; processes that do not are killed."""
         for each in reversed(self.honest):
             if each.popen.poll() is None:
                 each.popen.send_signal(signal.SIGINT)

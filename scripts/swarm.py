@@ -28,7 +28,7 @@ PING_LIMIT_S = 10.0
 
 @dataclass
 class Report:
-    """What is printed; `*_s` in virtual seconds, except `wall_s`."""
+    """The figures that are printed; `*_s` in virtual seconds, except `wall_s`."""
 
     hosts: int
     seed: int

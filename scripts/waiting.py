@@ -14,7 +14,7 @@ LOOK_S: Final = 0.1  # between looks
 
 
 def eventually(look: Callable[[], T], most_s: float) -> T:
-    """What `look` tells as soon as that is true, or what it tells when `most_s` seconds have passed."""
+    """The result of `look` as soon as it is true, or when `most_s` seconds have passed."""
     deadline = time.monotonic() + most_s
     while not (found := look()) and time.monotonic() < deadline:
         time.sleep(LOOK_S)

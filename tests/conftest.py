@@ -160,7 +160,7 @@ def _only_verdict(group: BaseExceptionGroup[BaseException]) -> BaseException | N
 
 @pytest.fixture
 def batches(monkeypatch: pytest.MonkeyPatch) -> Batches:
-    """What every step of the test's swarm is made from."""
+    """The batch of every step of the test's swarm."""
     import torch
 
     from tests.kit.exact import Batches

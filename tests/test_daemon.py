@@ -124,7 +124,7 @@ async def test_a_signal_lets_roles_leave_before_they_are_cancelled(
         await one.ended.wait()
     assert Calm.happened == ["built", "left", "ended"]
     assert one.error is None
-    assert one.names()[-2:] == ["stopping", "stopped"]
+    assert one.names()[-2:] == ["daemon.stopping", "daemon.stopped"]
     assert not socket_path(one.home).exists()
 
 
@@ -303,7 +303,7 @@ async def test_status_tells_each_role_and_what_it_waits_for(
     assert (role["role"], role["state"], role["waits_for"]) == ("calm", "running", "somebody to talk to")
     assert snapshot["peer"]["addrs"][0].endswith(snapshot["peer"]["id"])
     assert {"network", "dht", "rpc", "events", "uptime_s", "data_dir"} <= set(snapshot)
-    assert "waits" in [event["name"] for event in snapshot["events"]]
+    assert "role.blocked" in [event["name"] for event in snapshot["events"]]
 
 
 async def test_an_address_that_cannot_be_had_ends_the_start(

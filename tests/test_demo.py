@@ -72,7 +72,7 @@ def test_the_figures_follow_from_what_the_processes_told() -> None:
     trainer = Told("trainer", {"step": 5, "loss": "nan", "valid_loss": None})
     scene.read({"trainer": trainer}, now_s=4.0)
     end = {"name": "trainer.finished", "step": 6, "loss": 3.75, "counted": 48, "redone": 2, "requeued": 3, "lost": 0}
-    scene.read_log([{"name": "trainer.evaluated", "step": 5, "loss": 3.5}, end, {"name": "stopped"}])
+    scene.read_log([{"name": "trainer.evaluated", "step": 5, "loss": 3.5}, end, {"name": "daemon.stopped"}])
     assert scene.valid_losses == {0: 5.5, 5: 3.5}
     assert (scene.step, scene.losses[6], scene.microbatches, scene.redone, scene.requeued) == (6, 3.75, 48, 2, 3)
     assert (scene.losses[3], 5 in scene.losses) == (4.0, False)

@@ -21,6 +21,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 FILE_LINES = 500
 FUNCTION_LINES = 60
+EVENT_NAME = re.compile(r"[a-z]+\.[a-z]+(_[a-z]+)*")  # subject.verb
 
 # Layer (a folder, or a top-level file, of peerd) -> what of peerd it may import besides itself.
 LAYERS = {
@@ -277,6 +278,28 @@ def test_files_and_functions_stay_small(file: Path) -> None:
 def test_every_file_says_what_it_is_for(file: Path) -> None:
     header = ast.get_docstring(parsed(file)) or ""
     assert len(header) > 20, f"{name_of(file)} begins without saying what it is for"
+
+
+def event_names(file: Path) -> Iterator[tuple[int, str]]:
+    """Line and name of each event that a file logs under a literal name, or under one of two."""
+    for node in ast.walk(parsed(file)):
+        if (
+            isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Attribute)
+            and node.func.attr == "event"
+            and node.args
+        ):
+            name = node.args[0]
+            for choice in (name.body, name.orelse) if isinstance(name, ast.IfExp) else (name,):
+                if isinstance(choice, ast.Constant):
+                    yield node.lineno, str(choice.value)
+
+
+@pytest.mark.parametrize("file", sources("peerd"), ids=name_of)
+def test_events_are_named_by_subject_and_verb(file: Path) -> None:
+    if layer_of(file) != "training":
+        for line, name in event_names(file):
+            assert EVENT_NAME.fullmatch(name), f"{name_of(file)}:{line} logs {name!r}; name it subject.verb"
 
 
 @pytest.mark.parametrize("file", sources("peerd", "roles"), ids=name_of)

@@ -1,1 +1,1 @@
-"""What the command line's larger commands do."""
+"""The command line's larger commands."""

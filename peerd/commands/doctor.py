@@ -47,7 +47,7 @@ DISK_WARN_BYTES: Final = 5 << 30
 CONNECT_S: Final = 15.0
 IDENTIFY_S: Final = 5.0
 SLOW_RTT_S: Final = 0.5
-VERDICT_S: Final = 8.0  # for those who dial back
+VERDICT_S: Final = 8.0  # for the peers that dial back
 CLOCK_WARN_S: Final = 2.0
 DHT_PROTOCOL: Final = "/peerd/dht/2"
 PACKAGES: Final = ("trio", "msgspec", "cryptography", "pynacl", "multiaddr", "numpy", "safetensors")
@@ -55,7 +55,7 @@ PACKAGES: Final = ("trio", "msgspec", "cryptography", "pynacl", "multiaddr", "nu
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DoctorWish:
-    """What to check for."""
+    """Settings to check."""
 
     bootstrap: tuple[str, ...]
     listen: tuple[str, ...]
@@ -176,7 +176,7 @@ async def _network(wish: DoctorWish) -> list[CheckResult]:
 
 
 async def _reachability(host: Host, reach: Reach, listen: Sequence[str]) -> CheckResult:
-    """Whether others reach this machine, as the bootstrap peers find by dialing back, and what to do about it."""
+    """Check of this machine's reachability, as the bootstrap peers find by dialing back, with advice."""
     known = trio.Event()
     reach.on_change(lambda finding: known.set() if finding.kind != Kind.UNKNOWN else None)
     outside = any(addr_reach(link.remote) == 2 for link in host.links)
@@ -211,7 +211,7 @@ async def _port(text: str, listen: Sequence[str]) -> CheckResult:
 
 
 async def _router(listen: Sequence[str]) -> list[CheckResult]:
-    """Whether the home router would open the port; nothing where nobody outside is meant to come in."""
+    """Check that the home router would open the port; nothing where nobody outside is meant to come in."""
     places = [tcp_place(parse_addr(text)) for text in listen]
     clock = RealClock()
     if not any(place is not None and not place.host.startswith(("127.", "::1")) for place in places):
@@ -253,7 +253,7 @@ async def _bootstrap(host: Host, rpc: Rpc, clock: RealClock, text: str) -> list[
 
 
 async def _skew(rpc: Rpc, clock: RealClock, peer: PeerId) -> float | None:
-    """How far the peer's clock is ahead of ours, in seconds; None when it answers members of its run only."""
+    """Seconds by which the peer's clock is ahead of ours; None when it answers members of its run only."""
     sent = clock.wall()
     body = PingMessage(HelloMessage([], sent))
     try:

@@ -1,4 +1,4 @@
-"""What one daemon and its swarm look like now, as plain data.
+"""Status of one daemon and its swarm now, as plain data.
 
 The daemon's part is read from its services at the moment of asking. The swarm's part comes from the DHT, so it is
 fetched in the background while someone asks, and shown with its age; a snapshot never waits long for the network.
@@ -170,7 +170,7 @@ class StatusBoard:
 
 
 async def swarm_view(dht: Dht, run: RunFile, gate: Gate | None = None) -> dict[str, Any]:
-    """The swarm of a run as the DHT shows it: how far it is, each stage's peers, and who gave how much."""
+    """The swarm of a run as the DHT shows it: its step, each stage's peers, and each peer's contribution."""
     stages = min(run.pipeline.stages, STAGES_SHOWN)
     keys = [stage_key(run.run, number) for number in range(stages)]
     try:
@@ -225,7 +225,7 @@ def _members(rows: list[dict[str, Any]], gate: Gate | None, role: str = "") -> l
 
 
 def leader_board(given: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What peers say they gave, one row for each peer over all its roles, the largest first."""
+    """Contributions by the peers' own word, one row for each peer over all its roles, the largest first."""
     rows: dict[PeerId, dict[str, Any]] = {}
     for told in given:
         fresh = {"peer": told["peer"], "name": told["name"], "samples": 0, "bytes_aggregated": 0, "hours": 0.0}

@@ -52,7 +52,7 @@ def swarm_of(snapshot: Snapshot) -> Snapshot:
 
 
 def render_swarm(swarm: Snapshot) -> RenderableType:
-    """A run: how far it is, who serves its stages, and who gave how much."""
+    """A run: its step, the peers of its stages, and each peer's contribution."""
     parts: list[RenderableType] = [swarm_line(swarm)]
     if swarm.get("stages"):
         parts.append(peers_table(swarm["stages"]))
@@ -99,7 +99,7 @@ def _headline(snapshot: Snapshot) -> Text:
 
 
 def _at(addr: str, proven: Iterable[str]) -> str:
-    """What this address is to those who want to connect."""
+    """Words before an address, by the way it can be reached."""
     if "/p2p-circuit" in addr:
         return "over a relay at"
     return "reachable at" if any(addr.startswith(f"{one}/p2p/") for one in proven) else "listening on"
@@ -120,7 +120,7 @@ def roles_table(roles: Iterable[Snapshot]) -> Table:
 
 
 def _details(role: Snapshot) -> Iterable[str]:
-    """What fits in a line: plain values and counts. Lists of peers and the like are for `--json`."""
+    """Details that fit in a line: plain values and counts. Lists of peers and the like are for `--json`."""
     for key, value in role.items():
         if key in _TOLD_ELSEWHERE or value is None or value is False or value == [] or value == "":
             continue
@@ -169,7 +169,7 @@ def _direction(name: str, told: Snapshot | None) -> str:
 
 
 def _ways(reached: Snapshot, peers: Iterable[Snapshot]) -> Text:
-    """How others reach this peer, what to do about it, and on which kinds of way peers are connected."""
+    """Reachability of this peer, with advice, and the kinds of way on which peers are connected."""
     text = Text()
     kinds = Counter(str(peer["way"]) for peer in peers if peer.get("way"))
     if kinds:
@@ -192,7 +192,9 @@ def _ways(reached: Snapshot, peers: Iterable[Snapshot]) -> Text:
 
 
 def fullest_table(budgets: Iterable[Snapshot]) -> Table | None:
-    """Who has more than half of what it may have, and what is used up by more than half; None: nobody, nothing."""
+    """Users that have more than half of what they may have, and resources used up by more than half; None: there are
+    none.
+    """
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name, side in (("fullest", "left"), ("of", "left"), ("has", "right"), ("may have", "right")):
         table.add_column(name, justify="right" if side == "right" else "left")
@@ -210,7 +212,7 @@ def fullest_table(budgets: Iterable[Snapshot]) -> Table | None:
 
 
 def faults_line(faults: Snapshot) -> Text:
-    """What went wrong here by our own fault: worth a report."""
+    """Line about faults of peerd's own: worth a report."""
     errors = {one.get("place"): one.get("error") for one in faults.get("places", [])}
     last = faults.get("last")
     told = f"{counted(faults['count'], 'fault')} of peerd's own, the last at {last}: {errors.get(last, '?')}"
@@ -303,7 +305,7 @@ def brief(value: object) -> str:
 
 
 def soon(seconds: float) -> str:
-    """When something is due that was foretold."""
+    """Time until something foretold is due, in words."""
     if seconds < 1:
         return "any moment"
     return f"in about {round(seconds)} s" if seconds < 100 else f"in about {duration(seconds)}"

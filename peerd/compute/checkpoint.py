@@ -33,7 +33,7 @@ _SYSTEM_SAYS: Final = re.compile(r'(?:message: "|I/O error: )([^"(]+\w)')  # ins
 
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a checkpoint is of; `extra` is the caller's own plain data."""
+    """Description of a checkpoint; `extra` is the caller's own plain data."""
 
     format: int
     step: int
@@ -179,7 +179,7 @@ class Checkpoints:
         return self.folder / f"step-{step:08d}.json"
 
     def _hint(self, step: int) -> str:
-        """What to delete to go on from an earlier checkpoint, if there is one."""
+        """The file to delete so that the run goes on from an earlier checkpoint, in words."""
         earlier = [other for other in self.steps() if other < step]
         then = f"step {earlier[-1]}" if earlier else "the start"
         return f"{self._manifest_path(step).name} to go on from {then}"
@@ -203,7 +203,7 @@ def _sync(path: Path) -> None:
 
 @contextlib.contextmanager
 def _whole_or_gone(path: Path) -> Iterator[None]:
-    """What was not written to its end takes no room on a disk that has none."""
+    """Remove a file that was not written to its end: it takes no room on a disk that has none."""
     with contextlib.ExitStack() as failed:
         failed.callback(_forget, path)
         yield

@@ -1,4 +1,4 @@
-"""What the machine offers for computing, in plain data: for `peerd doctor`, and to refuse a device that isn't there.
+"""Computing devices of this machine, in plain data: for `peerd doctor`, and to refuse a device that isn't there.
 
 Asks torch and computes nothing but one small product, which shows that the device really works.
 """

@@ -10,7 +10,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Where each parameter lies in a flat tensor; the order is that of `names`."""
+    """Layout of a flat tensor: the place of each parameter; the order is that of `names`."""
 
     names: tuple[str, ...]
     shapes: tuple[torch.Size, ...]

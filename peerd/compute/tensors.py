@@ -23,7 +23,7 @@ TORCH_DTYPES: Final[dict[str, torch.dtype]] = {name: getattr(torch, name) for na
 
 
 def all_finite(tensor: Tensor) -> bool:
-    """Whether no value is NaN or infinite. One fast sum decides nearly always: it is finite only if all are."""
+    """True when no value is NaN or infinite. One fast sum decides nearly always: it is finite only if all are."""
     if not tensor.is_floating_point():
         return True
     return bool(torch.isfinite(tensor.sum())) or bool(torch.isfinite(tensor).all())
@@ -51,7 +51,7 @@ def state_digest(state: Mapping[str, Tensor]) -> bytes:
 
 
 def fits(shape: tuple[int, ...], wanted: Sequence[int | None]) -> bool:
-    """Whether a shape is the wanted one, where None stands for any length."""
+    """True when a shape is the wanted one, where None stands for any length."""
     return len(shape) == len(wanted) and all(b is None or a == b for a, b in zip(shape, wanted, strict=True))
 
 

@@ -1,4 +1,4 @@
-"""Where computing happens: one thread per device, so that the trio loop never computes.
+"""Workers for computing: one thread per device, so that the trio loop never computes.
 
 Invariants: jobs run one at a time, urgent ones before others, else in the order they were handed in; a job that was
 started runs to its end even when its caller is cancelled (the result is dropped); a job whose caller left before it

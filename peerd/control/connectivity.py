@@ -1,7 +1,7 @@
-"""How this peer reaches others and is reached: builds and runs, in order, everything that makes ways.
+"""Connectivity of this peer: builds and runs, in order, everything by which it reaches others and is reached.
 
 Composition only: each part is told the host, and knows nothing of the others but what is passed here. Used by the
-daemon, by `peerd doctor`, and by whoever has a Host of his own; needs neither torch nor a run.
+daemon, by `peerd doctor`, and by any program with a Host of its own; needs neither torch nor a run.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _RELAY_SHARE = 0.9  # of the line, for others' circuits: the rest is encryption,
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConnectivityConfig:
-    """What this peer does for others' ways, and its figures."""
+    """Settings of this peer's connectivity, and of what it does for others'."""
 
     relay: bool = False  # carry others' circuits
     relaying: RelayConfig = field(default_factory=RelayConfig)  # how much of it
@@ -45,13 +45,15 @@ class ConnectivityConfig:
 
 
 def relaying(line: LimitsSection) -> RelayConfig:
-    """With what the line carries known, circuits take turns before they fill it: each byte goes in and out."""
+    """Settings of the relay: with what the line carries known, circuits take turns before they fill it: each byte goes
+    in and out.
+    """
     mbit = min((most for most in (line.upload_mbit, line.download_mbit) if most), default=math.inf)
     return RelayConfig(bytes_per_s=_RELAY_SHARE * mbit * 125_000)
 
 
 def own_surroundings(clock: Clock) -> ConnectivityConfig:
-    """What this machine's own network offers, as far as the optional extras are installed that make use of it."""
+    """Configuration by what this machine's own network offers, as far as the optional extras for it are installed."""
     return ConnectivityConfig(routers=tuple(own_routers(clock)), finder=own_finder(clock))
 
 
@@ -98,7 +100,7 @@ class Connectivity:
             task_status.started()
 
     def waits_for(self) -> str | None:
-        """What is missing for others to reach this peer; None when nothing is."""
+        """The lack because of which others cannot reach this peer, in words; None when there is none."""
         if self.reach.finding.needs_relays and not self.reach.finding.proven and not self.reserving.relays:
             return "a relay: without one nobody can connect to this peer"
         return None

@@ -1,9 +1,9 @@
-"""Tokens on disk: a peer's own, the lists of revoked ones that it kept, and the organizer's book of what he issued.
+"""Tokens on disk: a peer's own, the lists of revoked ones that it kept, and the organizer's book of issued ones.
 
 The book is a JSON-lines file to which lines are only added, in `tokens/` of the organizer's data directory; beside it
-lies the signed list of revoked tokens as text, which he can hand to others. A line that is cut off (a full disk) is
-named, never skipped: a revocation must not get lost. Tokens are no secrets, the organizer's identity key is one.
-Nothing here talks to the network; what runs beside it reads and writes in threads.
+lies the signed list of revoked tokens as text, to be handed to others. A line that is cut off (a full disk) is named,
+never skipped: a revocation must not get lost. Tokens are no secrets, the organizer's identity key is one. Nothing here
+talks to the network; what runs beside it reads and writes in threads.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class PeerPapers:
 
     @property
     def is_organizer(self) -> bool:
-        """Whether this peer is the organizer's own, which needs no token."""
+        """True when this peer is the organizer's own, which needs no token."""
         return self._own == self._organizer
 
     async def token(self) -> bytes:
@@ -132,7 +132,7 @@ def _read(kind: type[K], path: Path) -> bytes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenGrant:
-    """What the organizer wants to allow."""
+    """The organizer's wish for a token: the peer, run and roles to allow."""
 
     run: str
     peer: str

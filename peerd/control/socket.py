@@ -89,7 +89,7 @@ def fetch(path: str, *, timeout_s: float = ANSWER_TIMEOUT_S + 2) -> dict[str, An
 
 
 def alive(note: Running) -> bool:
-    """Whether this daemon still takes connections."""
+    """True while this daemon still takes connections."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
         client.settimeout(1.0)
         try:

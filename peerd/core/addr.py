@@ -63,7 +63,7 @@ EXAMPLE: Final = "/ip4/198.51.100.7/tcp/31337/p2p/12D3KooW..."
 
 
 class TcpPlace(NamedTuple):
-    """Where a TCP address points: `family` is ip4, ip6, dns, dns4 or dns6."""
+    """A TCP endpoint; `family` is ip4, ip6, dns, dns4 or dns6."""
 
     family: str
     host: str
@@ -71,7 +71,7 @@ class TcpPlace(NamedTuple):
 
 
 class CircuitPlace(NamedTuple):
-    """Where a circuit begins: at `relay`, which is reached at `addr`; None: wherever it is known to be."""
+    """The start of a circuit: `relay`, dialed at `addr`; None: at any address known for it."""
 
     relay: PeerId
     addr: Multiaddr | None
@@ -102,7 +102,7 @@ def decode_addr(raw: bytes) -> Multiaddr:
 
 
 def _components(raw: bytes) -> Iterator[tuple[int, int, int]]:
-    """Code, begin and end of each component; ProtocolViolation where one is not as it should be."""
+    """Code, begin and end of each component; ProtocolViolation for a malformed one."""
     at = 0
     while at < len(raw):
         begin = at
@@ -155,7 +155,7 @@ def with_peer(addr: Multiaddr, peer: PeerId) -> Multiaddr:
 
 
 def normal(addr: Multiaddr) -> Multiaddr:
-    """`addr` with an IPv4 address that is written as an IPv6 one (::ffff:1.2.3.4) as what it is."""
+    """`addr` in its normal form: an IPv4 address that is written as an IPv6 one (::ffff:1.2.3.4) becomes IPv4."""
     ip = ip_of(addr)
     if ip is None or ip.version == 4 or ip.ipv4_mapped is None:
         return addr
@@ -202,7 +202,7 @@ def circuit_addr(relay_addr: Multiaddr | None, relay: PeerId) -> Multiaddr:
 
 
 def circuit_place(addr: Multiaddr) -> CircuitPlace | None:
-    """What `circuit_addr` put together, whether the peer at its end is named or not.
+    """The inverse of `circuit_addr`, whether or not the address ends with the destination's peer id.
 
     None for every other address, also for a circuit through two relays: such chains are not made here.
     """
@@ -222,12 +222,12 @@ def circuit_place(addr: Multiaddr) -> CircuitPlace | None:
 
 
 def is_relayed(addr: Multiaddr) -> bool:
-    """Whether the way to the peer leads over a relay."""
+    """True when the address is a circuit over a relay."""
     return any(code == _CIRCUIT for code, _, _ in _components(addr.to_bytes()))
 
 
 def is_dialable(addr: Multiaddr) -> bool:
-    """Whether one can connect there as it stands: a concrete host and a port, or one relay that has these."""
+    """True when the address can be dialed as it stands: a concrete host and port, or one relay that has these."""
     if is_relayed(addr):
         circuit = circuit_place(addr)
         return circuit is not None and (circuit.addr is None or is_dialable(circuit.addr))
@@ -238,7 +238,7 @@ def is_dialable(addr: Multiaddr) -> bool:
 
 
 def reach(addr: Multiaddr) -> int:
-    """How far the address can be reached from: 0 this machine, 1 this network, 2 everywhere (names count as such)."""
+    """Scope of an address: 0 this machine, 1 this network, 2 everywhere (names count as such)."""
     ip = ip_of(addr)
     if ip is None:
         return 2
@@ -248,7 +248,9 @@ def reach(addr: Multiaddr) -> int:
 
 
 def block_of(ip: Ip) -> str | None:
-    """The block of addresses for private use that `ip` is of: everybody may have the same ones at home. Else None."""
+    """The block of addresses for private use that `ip` belongs to: everybody may have the same ones at home.
+    Else None.
+    """
     return next((name for name, block in _PRIVATE if ip.version == block.version and ip in block), None)
 
 

@@ -1,4 +1,4 @@
-"""What blockwise quantization is, apart from arithmetic: its codes, their sizes, and where scales and codes lie.
+"""Blockwise quantization apart from its arithmetic: the codes, their sizes, and the layout of scales and codes.
 
 A tensor's values in C order are cut into blocks of `block` values (the last may be shorter). Each block has a scale,
 a single of 4 bytes, and a code of 8 or 4 bits for each value; with 4 bits, two neighbours share a byte.

@@ -38,7 +38,7 @@ class RemoteError(PeerdError):
 
 
 class ProtocolViolation(RemoteError):
-    """What arrived breaks the protocol."""
+    """Input from a peer that breaks the protocol."""
 
 
 class Refused(RemoteError):

@@ -53,7 +53,7 @@ class DType:
 
 @dataclass(frozen=True, slots=True)
 class Coding:
-    """How a payload was coded: its code in the header, the bytes it takes for so many elements, what it is for."""
+    """A payload's coding: its number in the header, its size for a number of elements, and what it applies to."""
 
     code: int
     payload_bytes: Callable[[DType, int, int], int]  # dtype, elements, block size
@@ -62,7 +62,7 @@ class Coding:
 
 
 class ReadyBytes(Protocol):
-    """How much of a payload is final while the rest is still being made."""
+    """Progress of a payload that is still being made: the number of bytes that are final."""
 
     @property
     def ready_bytes(self) -> int: ...
@@ -110,7 +110,7 @@ _CODING_OF = {coding.code: name for name, coding in CODINGS.items()}
 
 @dataclass(frozen=True, slots=True)
 class FrameHeader:
-    """What a checked header says; `payload_bytes` bytes follow."""
+    """A checked frame header; `payload_bytes` bytes follow it."""
 
     dtype: str
     shape: tuple[int, ...]

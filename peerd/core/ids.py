@@ -20,7 +20,7 @@ PEER_ID_BYTES = len(_PREFIX) + 32
 
 @dataclass(frozen=True, order=True)
 class PeerId:
-    """Who a peer is: its Ed25519 public key in libp2p's form."""
+    """A peer's identity: its Ed25519 public key in libp2p's form."""
 
     raw: bytes
 
@@ -71,12 +71,14 @@ class PeerId:
 
 @lru_cache(maxsize=4096)
 def _parsed(text: str) -> PeerId:
-    """Members are named by text in every round, and decoding one takes as long as a message does."""
+    """Cached parse of a peer id: members are named by text in every round, and decoding one takes as long as a message
+    does.
+    """
     return PeerId(base58.b58decode(text))
 
 
 def is_peer_text(text: str) -> bool:
-    """Is this the text of a peer id?"""
+    """True when this is the text of a peer id."""
     try:
         PeerId.parse(text)
     except ValueError:

@@ -51,7 +51,7 @@ class Keypair:
 
 
 def verify(peer: PeerId, data: bytes, signature: bytes) -> bool:
-    """Whether `peer` signed `data`."""
+    """True when `peer` signed `data`."""
     if len(signature) != SIGNATURE_BYTES:
         return False
     try:

@@ -51,45 +51,45 @@ ANSWER_BYTES_PER_PEER: Final = 64 << 20  # of these, one peer: sixty-four parts 
 CALLS_HOST: Final = 8192  # that run at once, of all methods and peers
 RPC_BUDGET_WAIT_S: Final = 2.0  # then it is honest to say that we are overloaded
 RPC_STEP_BYTES: Final = 1 << 20  # of payloads: room is taken so far ahead of the bytes that come
-RPC_LEAST_BYTES_PER_S: Final = 32 << 10  # a quarter of a modem's line of 1 Mb/s: who sends slower holds room in vain
+RPC_LEAST_BYTES_PER_S: Final = 32 << 10  # a quarter of a modem's line of 1 Mb/s: slower senders hold room in vain
 RPC_STALL_S: Final = 15.0  # beyond what a step takes at that rate: lost packets, a laptop that changes its network
 RPC_MESSAGE_S: Final = 30.0  # likewise for a message before its payloads, which its sender has whole
 RPC_FREE_BODY_BYTES: Final = 4 << 10  # of a call under way: that much is counted with the call
 RPC_FREE_STREAM_BYTES: Final = 16 << 10  # half a message, or unread answers, of one stream: counted with the stream
 RPC_LANES: Final = 8  # idle streams kept for large calls to one service of one peer
-LINE_RATE_PEERS: Final = 1024  # whose rate is remembered: twice the connections that we hold
+LINE_RATE_PEERS: Final = 1024  # peers whose rate is remembered: twice the connections that we hold
 RPC_IDLE_S: Final = 120.0  # a shared stream that nobody used for so long is closed
 
 # --- state download --------------------------------------------------------------------------------------------
 STATE_PIECE_BYTES: Final = 1 << 20  # part of the protocol: what is checked, and sent again, by itself
 STATE_PIECES: Final = FRAME_BYTES // 32  # their digests travel as one frame: states of up to 8 TiB
-STATE_DONORS: Final = 8  # whom a newcomer asks at once; each freezes a copy of its state for it
+STATE_DONORS: Final = 8  # donors that a newcomer asks at once; each freezes a copy of its state for it
 STATE_PIECES_PER_DONOR: Final = 8  # asked of one donor at once, as many as there are idle lanes (RPC_LANES)
 STATE_PIECES_IN_FLIGHT: Final = 32  # asked of all donors together: what a download holds beside the state itself
 STATE_GIVEN_PER_PEER: Final = 16  # pieces on their way to one peer; twice what it asks for, for calls just called off
 STATE_GIVEN: Final = 64  # pieces on their way to all peers together
-STATE_MEETING: Final = 32  # who may wait for a step of ours: half of those who may ask at once
+STATE_MEETING: Final = 32  # callers that may wait for a step of ours: half of those that may ask at once
 STATE_COPIES: Final = 2  # frozen copies that a donor keeps: the newest, and one that somebody is still fetching
-STATE_TOTALS: Final = 64  # summed gradients of the last steps that a member keeps for those who come after it
+STATE_TOTALS: Final = 64  # summed gradients of the last steps that a member keeps for peers that catch up
 STATE_NAMED_COPIES: Final = 4  # totals, or kept checkpoints of one stage, hashed and ready to be fetched
 KEPT_SETS: Final = 32  # sets of checkpoints that one keeper announces
 STATE_TRAIL: Final = 256  # totals that a newcomer holds, in a file, until the state comes that they lead on from
 STATE_COPY_LIFE_S: Final = 1800.0  # the longest that a copy in use stands in the way of a new one
-STATE_LEAST_BYTES_PER_S: Final = 16 << 10  # whoever fetches slower from us keeps no copy from others: half a slow line
+STATE_LEAST_BYTES_PER_S: Final = 16 << 10  # a caller that fetches slower keeps no copy from others: half a slow line
 STATE_USERS: Final = 512  # of one copy, whose progress is remembered: as many as there are connections
 
 # --- what a stage peer keeps of microbatches ---------------------------------------------------------------------
 HELD_BATCHES: Final = 4  # worth of microbatches for one step: one is counted, others were begun and dropped meanwhile
 HELD_BATCHES_PER_TRAINER: Final = 2  # of these, one trainer
 HELD_PADDING_BYTES: Final = 4096  # by which coded frames may be larger than the tensors in them
-HELD_CONDUCTORS: Final = 4  # whose admissions count at one position: this one's, and of those that were lost meanwhile
+HELD_CONDUCTORS: Final = 4  # conductors whose admissions count at one position: this one, and those lost meanwhile
 GRANTS_VERIFIED: Final = 1024  # admissions whose signature was looked at and need not be again
 
 # --- steps: what a run file and a swarm may ask for, so that every message about them can be sent ----------------
 STAGES: Final = 1024  # of one pipeline: a microbatch's holders and receipts, stage by stage, are told in one piece
 LAST_STEP: Final = (1 << 53) - 1  # that every language can count to, in any number it has
 MICROBATCHES: Final = 16_384  # of one step: as spans of numbers, in any order, 180 KiB at most
-BATCH_TRAINERS: Final = 1024  # whose microbatches one batch has; each name takes 56 bytes wherever the batch is told
+BATCH_TRAINERS: Final = 1024  # trainers in one batch; each name takes 56 bytes wherever the batch is told
 MEMBERS: Final = 4096  # of one run, helpers counted: their names fit into an order to average
 MEMBER_ADDRS: Final = 4  # of each in the conductor's list: one of each kind, or two; the directory has more
 MEMBER_NEWS_BYTES: Final = 256 << 10  # of the list in one answer: what changed first, the rest with the next answers
@@ -108,7 +108,7 @@ AVERAGE_PARTS: Final = 1 << 20  # of one round: some hundred bytes of bookkeepin
 AVERAGE_ROUNDS: Final = 12  # of one attempt: halves of as many members as a stage may have
 AVERAGE_PART_BYTES: Final = 4 << 20  # of one part, before it is coded: what a run file may ask for
 LINE_PAIRS: Final = 64  # limited pairs that one peer may tell of
-CALLED_TRAINERS: Final = 64  # whom a stage peer dials that nobody can dial
+CALLED_TRAINERS: Final = 64  # trainers dialed by a stage peer that nobody can dial
 LINE_BYTES_PER_S: Final = 125e9  # 1 Tb/s: what anyone says beyond is taken as this
 LINE_S_PER_BYTE: Final = 1e-3  # of a round, over its vector: slower ones are not sent evenly
 LINE_BYTES_PER_S_MIN: Final = 1e3  # a line that trains nothing; what anyone says below is taken as this
@@ -212,14 +212,14 @@ TOKEN_NAME_CHARS: Final = 64  # a person's or a team's name
 TOKEN_ROLES: Final = 16  # roles that one token may name
 REVOKED_TOKENS: Final = 1024  # taken back and not yet expired; a list must fit into one record
 REVOKED_BYTES: Final = 12 << 10  # the signed list: ten bytes for each
-ACCESS_MET: Final = 1024  # peers with whom we remember to have exchanged tokens: twice the connections that we hold
+ACCESS_MET: Final = 1024  # peers remembered to have exchanged tokens with us: twice the connections that we hold
 ACCESS_TOLD: Final = 20  # lines a minute in the log about callers without a token
 
 # --- conducting ------------------------------------------------------------------------------------------------
 GRANTED_TRAINERS: Final = 1024  # trainers' grants, due and early, that are not signed anew: twice LINKS
 ESTABLISHED_MEMBERS: Final = 4096  # of one stage, remembered as part of the run: as many as it may have
 RECEIPTS_LOOKED_AT: Final = 16  # of one trainer's, when a member denies many: two thousandths of a second
-PROBATION_PLACES: Final = 4096  # whose newcomers were let go; the oldest makes room
+PROBATION_PLACES: Final = 4096  # places whose newcomers were let go; the oldest makes room
 LEASHED_TRAINERS: Final = 1024  # that are remembered for what they did not finish, here or gone: twice LINKS
 TERM_JUMP: Final = 1024  # how far above ours a term may be: so many conductors in the time that one is away
 TERM_FIRST: Final = 1 << 32  # of the first that one hears of: far more conductors than any run has

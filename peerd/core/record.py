@@ -40,7 +40,7 @@ Verify = Callable[[PeerId, bytes, bytes], bool]  # (publisher, data, signature),
 
 
 class Signer(Protocol):
-    """Who can sign records: `peerd.core.keys.Keypair`."""
+    """Anything that signs records, such as `peerd.core.keys.Keypair`."""
 
     @property
     def peer_id(self) -> PeerId: ...
@@ -90,11 +90,13 @@ class Record:
 
     @property
     def sub_key(self) -> bytes:
-        """What it replaces others by: publisher and suffix."""
+        """The slot of a record under its key: publisher and suffix; of two records with one sub-key, one replaces the
+        other.
+        """
         return self.publisher.raw + self.suffix
 
     def encode(self) -> bytes:
-        """As it travels. Only a signed record has this form."""
+        """The record's bytes, as it travels. Only a signed record has this form."""
         if len(self.signature) != _SIGNATURE_BYTES:
             raise LocalError("a record is signed before it travels")
         return self._content() + self.signature
@@ -114,19 +116,23 @@ class Record:
         return replace(self, signature=signer.sign(_DOMAIN + self._content()))
 
     def is_signed(self, verify: Verify) -> bool:
-        """Whether the publisher itself signed all of this."""
+        """True when the publisher itself signed the whole record."""
         return verify(self.publisher, _DOMAIN + self._content(), self.signature)
 
     def beats(self, other: Record) -> bool:
-        """Whether this one stays when both claim a sub-key. A total order: exactly one of two unequal ones does."""
+        """True when this record wins over another one with the same sub-key. A total order: exactly one of two unequal
+        ones does.
+        """
         return self._rank() > other._rank()
 
     def is_live(self, wall: float) -> bool:
-        """Whether it still counts at corrected Unix time `wall`."""
+        """True while the record counts, at corrected Unix time `wall`."""
         return wall < self.expires
 
     def is_timely(self, wall: float) -> bool:
-        """Whether a store may take it: not expired, no longer lease than allowed, within the clocks' tolerance."""
+        """True when a store may accept it: not expired, its lease no longer than allowed, within the clocks'
+        tolerance.
+        """
         return -CLOCK_TOLERANCE_S < self.expires - wall <= RECORD_TTL_S + CLOCK_TOLERANCE_S
 
     def _rank(self) -> tuple[int, bool, int, bytes, bytes]:
@@ -150,11 +156,11 @@ class Verifier:
         self._genuine: OrderedDict[bytes, None] = OrderedDict()  # SHA-256 of whole encoded records
 
     def knows(self, record: Record) -> bool:
-        """Whether `genuine` would answer at once."""
+        """True when `genuine` answers from its cache."""
         return _digest(record) in self._genuine
 
     def genuine(self, record: Record) -> bool:
-        """Whether the record's publisher signed it."""
+        """True when the record's publisher signed it; the answer is remembered."""
         digest = _digest(record)
         if digest in self._genuine:
             self._genuine.move_to_end(digest)

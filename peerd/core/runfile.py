@@ -151,7 +151,7 @@ class LimitsSection(Section, frozen=True):
 
 
 class AccessSection(Section, frozen=True):
-    allow: Literal["open", "tokens"] = "open"  # who may take part: everyone, or who has a token of the organizer
+    allow: Literal["open", "tokens"] = "open"  # which peers may take part: all, or those with a token of the organizer
     organizer: str = ""  # the peer id whose signature makes a token
     token: str = ""  # file with this peer's token; without it access.token in the data directory
     revoked: str = ""  # file with a list of revoked tokens, besides those that come over the network
@@ -191,7 +191,9 @@ def fingerprint(run: RunFile) -> bytes:
 
 
 def first_difference(mine: bytes, theirs: bytes) -> str | None:
-    """Which key of two `shared_text`s differs, in words; None when they agree. `theirs` may be a stranger's bytes."""
+    """The first key in which two `shared_text`s differ, in words; None when they agree. `theirs` may be a stranger's
+    bytes.
+    """
     try:
         published = msgspec.json.decode(theirs)
     except (ValueError, RecursionError):
@@ -267,7 +269,9 @@ def check(run: RunFile) -> list[tuple[str, str]]:
 
 
 def _size_faults(run: RunFile) -> list[tuple[str, str]]:
-    """What each by itself makes sense, and leads to messages that nobody takes; of a file without other faults."""
+    """Faults of values that make sense alone and together lead to messages that no peer takes; of a file without other
+    faults.
+    """
     faults: list[tuple[str, str]] = []
     m, p, steps = run.model, run.pipeline, run.optimizer.total_steps
     if p.stages > STAGES:

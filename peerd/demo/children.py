@@ -45,7 +45,7 @@ class Child:
 
     @property
     def ending(self) -> str:
-        """How it ended, in words."""
+        """The process's ending, in words."""
         code = self.process.returncode
         return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
 
@@ -58,7 +58,7 @@ class Child:
         return "\n".join(f"  | {line}" for line in lines[-TAIL_LINES:])
 
     def events(self) -> list[dict[str, Any]]:
-        """What the process wrote to its event log."""
+        """Events that the process wrote to its log."""
         found = []
         with contextlib.suppress(OSError, ValueError):
             for line in (self.data_dir / "events.jsonl").read_text("utf-8").splitlines():
@@ -66,7 +66,7 @@ class Child:
         return found
 
     def role(self) -> dict[str, Any]:
-        """What its (only) role tells about itself."""
+        """Status of its (only) role."""
         roles = self.snapshot.get("roles") or [{}]
         found: dict[str, Any] = roles[0]
         return found

@@ -31,7 +31,7 @@ def gather_checkpoint(folder: Path, run: RunFile) -> Path:
 
 
 def sample(checkpoint: Path, run: RunFile) -> str:
-    """What the model of a gathered checkpoint writes."""
+    """Text written by the model of a gathered checkpoint."""
     from peerd.compute.model.assemble import load_whole_model
     from peerd.compute.model.generate import generate
     from peerd.compute.tokenizer import load_vocabulary

@@ -49,7 +49,9 @@ class Story:
         self.scene = Scene(total, settings.batch.target_samples * settings.model.context)
 
     async def play(self, screen: Screen) -> None:
-        """Until the trainer has finished, or Ctrl+C. PeerdError when a process failed or nothing moves."""
+        """Run the story until the trainer has finished, or Ctrl+C. PeerdError when a process failed or nothing
+        moves.
+        """
         self._began = trio.current_time()
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._obey_signals, nursery.cancel_scope)

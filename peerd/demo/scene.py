@@ -1,4 +1,4 @@
-"""What the demo knows of its swarm at a moment, read from the snapshots of its processes.
+"""The demo's view of its swarm at a moment, read from the snapshots of its processes.
 
 No drawing, no processes, no clock: numbers in, numbers out, so that the view and the report agree.
 """
@@ -92,7 +92,7 @@ class Scene:
         return (steps[-1] - first) * self.tokens_per_step / passed_s if passed_s > 0 else 0.0
 
     def bytes_per_token(self) -> float:
-        """What all processes together sent, per trained token."""
+        """Bytes that all processes together sent, per trained token."""
         return self.bytes_out / (self.step * self.tokens_per_step) if self.step else math.nan
 
     def victim(self) -> StageRow | None:

@@ -61,7 +61,7 @@ def _watch_input() -> None:
 
 
 def group_is_gone(process_id: int, patience_s: float = 0.0) -> bool:
-    """Whether no process of the child's group is left, or none is before patience ends.
+    """True when no process of the child's group is left, or none is before patience ends.
 
     A child that is killed may just have had a short program run for it, as torch does when it starts.
     """
@@ -76,7 +76,7 @@ def group_is_gone(process_id: int, patience_s: float = 0.0) -> bool:
 
 
 def _lives(group: int) -> bool:
-    """Whether any process of the group does; what has ended and waits to be noticed by whoever adopted it does not."""
+    """True while any process of the group lives; not one that has ended and waits to be noticed by its adopter."""
     try:
         os.killpg(group, 0)
     except ProcessLookupError:

@@ -1,4 +1,4 @@
-"""How far this machine's clock is off, from what its peers' clocks show: the median, our own clock being one vote.
+"""Skew of this machine's clock against its peers' clocks: the median, our own clock being one vote.
 
 Peers tell each other the time of their *uncorrected* clocks, and each adopts the median of all it saw. So peers that
 see the same set agree exactly, and nobody follows a correction that follows theirs. Identities are free, so each
@@ -37,7 +37,7 @@ class _Sample(NamedTuple):
 
 
 def voice_of(at: Multiaddr) -> str:
-    """Who has one vote together with the peer at this address."""
+    """Voting unit of the peer at this address: all in one unit share a vote."""
     ip = ip_of(at)
     block = None if ip is None else block_of(ip)
     if block is None or block == LOOPBACK:
@@ -77,17 +77,17 @@ class ClockSkew:
 
     @property
     def networks(self) -> int:
-        """How many votes they have."""
+        """Number of votes of the peers sampled."""
         return len({sample.network for sample in self._samples.values()})
 
     def measured_s(self) -> float:
-        """How far the swarm's clocks are ahead of ours: the median, our own included."""
+        """Seconds by which the swarm's clocks are ahead of ours: the median, our own included."""
         told = ((s.network, s.address, (s.offset_s, peer.raw)) for peer, s in self._samples.items())
         weights = shared(told)
         return _median([(0.0, 1.0), *((offset_s, weight) for (offset_s, _), weight in weights.items())])
 
     def correction_s(self) -> float:
-        """What to add to our clock."""
+        """Seconds to add to our clock."""
         off = self._agreed_s()
         return off if abs(off) <= CLOCK_CORRECTION_S else 0.0
 
@@ -95,7 +95,7 @@ class ClockSkew:
         return self.measured_s() if self.networks >= _MIN_NETWORKS else 0.0
 
     def warning(self) -> str | None:
-        """What to tell the user about this machine's clock, if anything."""
+        """Warning for the user about this machine's clock, if there is anything to say."""
         off = self._agreed_s()
         way = "behind" if off > 0 else "ahead of"
         if abs(off) > CLOCK_CORRECTION_S:
@@ -111,7 +111,7 @@ class ClockSkew:
 
 
 def _median(told: Iterable[tuple[float, float]]) -> float:
-    """Where half of the weight is on either side; in the middle when that is a gap."""
+    """Weighted median; the middle of the gap when half of the weight lies on either side of one."""
     ranked = sorted(told)
     half = sum(weight for _, weight in ranked) / 2
     below = 0.0

@@ -26,7 +26,7 @@ _ELSEWHERE: Final = "elsewhere"  # counts what comes from further places, once t
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """What went wrong at one place: how often, what ended by it last, and how the error read."""
+    """Faults at one place: their number, what the last one ended, and its error in words."""
 
     count: int
     where: str

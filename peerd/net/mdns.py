@@ -2,8 +2,8 @@
 
 A service `<random>._p2p._udp.local` with texts `dnsaddr=<address with /p2p>`. The library has a thread of its own; it
 is spoken to from worker threads, and what it finds comes to the event loop over one bounded table. Hostile input:
-whoever is in the local network says what he likes: texts are read strictly and in part, names are few, and each is
-looked up once in a while. Source: libp2p specs `discovery/mdns.md`.
+whoever is in the local network may say anything: texts are read strictly and in part, names are few, and each is looked
+up once in a while. Source: libp2p specs `discovery/mdns.md`.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ class NoDiscovery(PeerdError):
 
 
 def available() -> bool:
-    """Whether the library is installed."""
+    """True when the library is installed."""
     return importlib.util.find_spec("zeroconf") is not None
 
 
 def text_of(addrs: Sequence[Multiaddr]) -> bytes:
-    """What we say of ourselves: our addresses, with /p2p."""
+    """The TXT record that announces our addresses, with /p2p."""
     texts = [_KEY + str(addr).encode() for addr in addrs]
     return b"".join(bytes([len(text)]) + text for text in texts if len(text) <= _STRING_BYTES)
 

@@ -45,7 +45,7 @@ class RaceRun:
         self._news.set()
 
     async def run(self) -> None:
-        """Until `stop` was called, or all addresses have failed."""
+        """Run the attempts until `stop` was called, or all addresses have failed."""
         race = Race(trio.current_time())
         async with trio.open_nursery() as nursery:
             while not self._over:

@@ -1,6 +1,6 @@
-"""What the system knows of one TCP connection: Linux's TCP_INFO, the fields that we use.
+"""The system's figures of one TCP connection: Linux's TCP_INFO, the fields that we use.
 
-Nothing elsewhere: `tcp_info` gives None, and who calls it makes do with estimates. Offsets: struct tcp_info of
+Nothing elsewhere: `tcp_info` gives None, and its callers make do with estimates. Offsets: struct tcp_info of
 linux/tcp.h, which only ever grows at its end.
 """
 
@@ -25,7 +25,7 @@ _DROPS: Final = struct.Struct("=32xI")  # SK_MEMINFO_DROPS of linux/sock_diag.h
 
 @dataclass(frozen=True, slots=True)
 class TcpInfo:
-    """Since the connection was made; bytes are payload, segments are packets, empty ones included."""
+    """Figures since the connection was made; bytes are payload, segments are packets, empty ones included."""
 
     header_bytes: int  # of one packet: IP and TCP
     min_rtt_s: float  # of the last minutes
@@ -66,12 +66,12 @@ class TcpInfo:
 
 
 def header_bytes(family: int, *, timestamps: bool) -> int:
-    """Of one packet of a TCP connection."""
+    """Bytes of the headers of one packet of a TCP connection."""
     return (40 if family == socket.AF_INET6 else 20) + 20 + (12 if timestamps else 0)
 
 
 def tcp_info(sock: socket.socket) -> TcpInfo | None:
-    """None where the system does not say, or says less."""
+    """The figures of this socket; None where the system does not say, or says less."""
     if _OPTION is None:
         return None
     try:
@@ -100,7 +100,7 @@ def tcp_info(sock: socket.socket) -> TcpInfo | None:
 
 
 def _segs_refused(sock: socket.socket) -> int:
-    """0 where the system does not say."""
+    """Segments that the system dropped; 0 where the system does not say."""
     try:
         data = sock.getsockopt(socket.SOL_SOCKET, _MEMORY, _DROPS.size)
     except OSError:

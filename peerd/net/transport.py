@@ -49,7 +49,7 @@ class RawLink(Protocol):
 
 @runtime_checkable
 class LocatedLink(RawLink, Protocol):
-    """A RawLink that knows its own end's address: optional, for who wants to know from which port it was dialed."""
+    """A RawLink that knows its own end's address: optional, to tell from which port it was dialed."""
 
     @property
     def local(self) -> Multiaddr: ...
@@ -94,10 +94,10 @@ class LendingLink(RawLink, Protocol):
 
 
 class CountedLink(RawLink, Protocol):
-    """A RawLink whose packets the system counts: optional, for who measures the line."""
+    """A RawLink whose packets the system counts: optional, for measuring the line."""
 
     def tcp_info(self) -> TcpInfo | None:
-        """What was counted; None where this system does not."""
+        """The system's counters of this connection; None where it keeps none."""
         ...
 
 
@@ -106,12 +106,12 @@ class RankedLink(RawLink, Protocol):
     """A RawLink that shares a limited line with others: optional."""
 
     def rank_by(self, is_first: Callable[[], bool]) -> None:
-        """Whether its bytes come before those of others; asked at each turn, since who is a member changes."""
+        """Set the rule by which its bytes come before those of others; asked at each turn, since membership changes."""
         ...
 
 
 def counted(raws: Iterable[RawLink]) -> dict[CountedLink, TcpInfo]:
-    """What the system has counted on each of these; nothing where it does not."""
+    """The system's counters of each of these connections; nothing where it keeps none."""
     # `isinstance` would take longer than the system's answer.
     links = (cast(CountedLink, raw) for raw in raws if hasattr(raw, "tcp_info"))
     return {raw: info for raw in links if (info := raw.tcp_info()) is not None}
@@ -122,7 +122,9 @@ class Listener(Protocol):
 
     @property
     def addrs(self) -> list[Multiaddr]:
-        """What it really listens on at the moment: port filled in, wildcard addresses replaced by concrete ones."""
+        """The addresses it really listens on at the moment: port filled in, wildcard addresses replaced by concrete
+        ones.
+        """
         ...
 
     async def accept(self) -> RawLink:
@@ -138,15 +140,15 @@ class Transport(Protocol):
     """A way to reach addresses of one kind."""
 
     def can_dial(self, addr: Multiaddr) -> bool:
-        """Whether `addr` (without /p2p) is of this transport's kind."""
+        """True when `addr` (without /p2p) is of this transport's kind."""
         ...
 
     async def dial(self, addr: Multiaddr, *, fresh: bool = False) -> RawLink:
         """Connect; raises Unreachable with the reason. Only an address that leads over a relay comes with its /p2p.
 
         From the port on which this side listens, where the network knows ports and that one is free towards `addr`, so
-        that routers in between map one port only. `fresh`: from a port that was never used, as who tests whether
-        strangers get through to `addr` has to.
+        that routers in between map one port only. `fresh`: from a port that was never used, for a test of whether
+        strangers get through to `addr`.
         """
         ...
 

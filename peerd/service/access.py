@@ -1,9 +1,9 @@
 """Access to a run with tokens: this peer shows its token before its first call to a peer, and takes calls only from
 peers that showed theirs.
 
-`Access` is the gate of `Rpc`: no call of any service but access/1 is received, and none is made, without it. Both
-sides show their tokens in one exchange, so each knows whom it trusts; with them travels the organizer's newest list
-of revoked tokens, which also comes from files and from the directory. Who is refused is named in the log with the
+`Access` is the gate of `Rpc`: no call of any service but access/1 is received, and none is made, without it. Both sides
+show their tokens in one exchange, so each knows which peers it trusts; with them travels the organizer's newest list of
+revoked tokens, which also comes from files and from the directory. A peer that is refused is named in the log with the
 reason, a few lines a minute at most. Decisions are `machine.access.members`'s.
 
 A hostile peer may: show anything, never answer, answer that it does not want us, bring old or forged lists, come under
@@ -42,14 +42,16 @@ _log = logging.getLogger("peerd.access")
 _PRESENT: Final = "access/1/present"
 REFRESH_S: Final = 20.0  # how soon a revocation reaches a peer that nobody calls
 _SHOW_S: Final = 10.0  # for one exchange of tokens
-_AGAIN_S: Final = 5.0  # who refused us, or whom we refused, is asked no sooner
+_AGAIN_S: Final = 5.0  # a peer that refused us, or that we refused, is asked no sooner
 _MINUTE_S: Final = 60.0
 _SAID_AGAIN_S: Final = 600.0  # the same trouble with the same peer is said again
 _LIST_TTL_S: Final = 3600.0
 
 
 class Present(Message, frozen=True):
-    """My token for this run, and the newest list of revoked tokens that I know; empty where there is none."""
+    """The caller's token for this run, and the newest list of revoked tokens that it knows; empty where there
+    is none.
+    """
 
     run: Annotated[str, msgspec.Meta(max_length=64)]
     token: TokenData
@@ -57,7 +59,9 @@ class Present(Message, frozen=True):
 
 
 class Presented(Message, frozen=True):
-    """Why yours does not count (empty: it does); mine; and my list, where it is newer than yours."""
+    """Answer to Present: why the caller's token does not count (empty: it does), our own, and our list, where it is
+    newer.
+    """
 
     why: Annotated[str, msgspec.Meta(max_length=RPC_ERROR_CHARS)]
     token: TokenData
@@ -82,14 +86,14 @@ class Papers(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Met:
-    """How an exchange with a peer ended."""
+    """Result of an exchange with a peer."""
 
     refused: str  # what it has against our token; empty: nothing
     until: float  # when another exchange may be worth it, in trio time
 
 
 class _Exchange:
-    """An exchange under way, and who waits for it."""
+    """An exchange under way, and the tasks that wait for it."""
 
     def __init__(self) -> None:
         self.over = trio.Event()
@@ -113,11 +117,11 @@ class Access:
 
     @property
     def token(self) -> bytes:
-        """Our own, sealed; empty for the organizer, who needs none."""
+        """Our own token, sealed; empty for the organizer, which needs none."""
         return self._token
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        """Show tokens, keep lists, and forget who has gone, until cancelled."""
+        """Show tokens, keep lists, and forget peers that have gone, until cancelled."""
         small = MethodLimits(body_bytes=16 << 10, calls_per_peer=4)
         self._rpc.serve(_PRESENT, Present, self._answer, limits=small)
         try:
@@ -174,7 +178,7 @@ class Access:
     # --- the gate ----------------------------------------------------------------------------------------------
 
     def objection(self, caller: PeerId, method: MethodName) -> str | None:
-        """Why a call is not received; None when it is."""
+        """The reason why a call is not received; None when it is."""
         if method.service == FREE or caller == self._host.id:
             return None
         why = self.roll.may_call(caller, method.service, method.full, self._clock.wall())
@@ -184,7 +188,7 @@ class Access:
         return why
 
     def closed(self, caller: PeerId, methods: Iterable[MethodName]) -> bool:
-        """Whether none of a service's `methods` is for this caller; not where the service has none."""
+        """True when none of a service's `methods` is for this caller; not where the service has none."""
         now, whys = self._clock.wall(), []
         for method in methods:
             if method.service == FREE or caller == self._host.id:
@@ -193,7 +197,7 @@ class Access:
         return bool(whys) and None not in whys
 
     def knows(self, peer: PeerId, method: MethodName) -> bool:
-        """Whether `method` of `peer` may be called without more ado."""
+        """True when `method` of `peer` may be called without further ado."""
         if method.service == FREE or peer == self._host.id:
             return True
         met = self._met.get(peer)
@@ -215,18 +219,18 @@ class Access:
             raise Untrusted(why, peer)
 
     def forgotten(self, peer: PeerId, refusal: Refused) -> bool:
-        """Whether `peer` seems to have forgotten our token, as one that was started anew: then it is shown again."""
+        """True when `peer` seems to have forgotten our token, as one that was started anew: then it is shown again."""
         if not str(refusal.args[0]).startswith(NO_TOKEN):
             return False
         met = self._met.pop(peer, None)
         return met is not None and not met.refused
 
     def may_vote(self, peer: PeerId) -> bool:
-        """Whether the peer's clock counts: strangers neither let tokens expire nor bring them back to life."""
+        """True when the peer's clock has a vote: strangers neither let tokens expire nor bring them back to life."""
         return self.roll.may_vote(peer)
 
     def allows(self, peer: PeerId, role: str) -> bool:
-        """Whether a peer that calls us is a member with `role`."""
+        """True when a peer that calls us is a member with `role`."""
         found = self.roll.member(peer, self._clock.wall())
         return peer == self._host.id or (found is not None and not found.lacks(frozenset({role})))
 
@@ -243,7 +247,7 @@ class Access:
         return None
 
     def waits_for(self) -> str | None:
-        """What a person should do about our own token, if anything."""
+        """Advice for the user about our own token; None when there is none."""
         why = self.roll.judge(self._host.id, self._token, self._clock.wall())
         return f"a new token: {why}" if isinstance(why, str) else None
 
@@ -341,7 +345,7 @@ class Access:
 
 
 class _Told:
-    """What was said lately: the same about a peer only now and then, and not too much in a minute."""
+    """Rate limit of log lines: the same about a peer only now and then, and not too much in a minute."""
 
     def __init__(self) -> None:
         self._said: OrderedDict[tuple[PeerId, str], float] = OrderedDict()

@@ -97,7 +97,8 @@ class Agenda:
 
 @contextlib.contextmanager
 def deterministic_scheduling(seed: int | str) -> Iterator[None]:
-    """Inside, trio runs the tasks of each round in an order that `seed` decides, the same in every process.
+    """Inside this context, trio runs the tasks of each round in an order that `seed` decides, the same in every
+    process.
 
     The switch is private to trio (public only through hypothesis): LocalError when this version lacks it.
     """

@@ -19,7 +19,7 @@ from peerd.sim.heapsim import HeapNode, HeapSim, HeapSimConfig
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChurnPlan:
-    """What happens. Times in virtual seconds."""
+    """Plan of a churn experiment. Times in virtual seconds."""
 
     nodes: int = 1000
     replaced: float = 0.2  # of the nodes, over the whole time
@@ -31,7 +31,7 @@ class ChurnPlan:
 
 @dataclass(frozen=True, slots=True)
 class ChurnReport:
-    """What came of it. Look-ups of nodes that died meanwhile do not count."""
+    """Result of a churn experiment. Look-ups of nodes that died meanwhile do not count."""
 
     seed: int
     lookups: int
@@ -111,7 +111,7 @@ def _store(sim: HeapSim, node: HeapNode, key: Key, ttl_s: float) -> int:
 def _schedule(
     plan: ChurnPlan, replace: Callable[[], None], look_up: Callable[[], None]
 ) -> Iterator[tuple[float, Callable[[], None]]]:
-    """Both evenly over the time, in the order of their instants."""
+    """Instants and actions of both kinds, evenly over the time, in their order."""
     deaths = round(plan.replaced * plan.nodes)
     events = [(plan.seconds * (i + 0.5) / deaths, 0, replace) for i in range(deaths)]
     events += [(plan.seconds * (i + 0.5) / plan.lookups, 1, look_up) for i in range(plan.lookups)]

@@ -22,7 +22,7 @@ Action = Callable[["World"], Awaitable[None]]
 
 @dataclass(frozen=True, slots=True)
 class FaultPlan:
-    """What happens, as (seconds after the plan starts, action) in order of time."""
+    """Faults to inject, as (seconds after the plan starts, action) in order of time."""
 
     name: str
     steps: tuple[tuple[float, Action], ...]

@@ -49,7 +49,7 @@ class StandInSigner:
 
 
 def stand_in_signature(peer: PeerId, data: bytes) -> bytes:
-    """What `StandInSigner` of this peer signs `data` with."""
+    """Signature of `data` by this peer's `StandInSigner`."""
     return hashlib.blake2b(data, key=peer.public_key).digest()
 
 
@@ -79,7 +79,7 @@ def _place(contact: Contact) -> int:
 
 @dataclass(frozen=True, slots=True)
 class OperationOutcome:
-    """How an operation ended, and what it cost."""
+    """Result and cost of an operation."""
 
     done: q.GetDone | q.PutDone
     seconds: float
@@ -153,7 +153,7 @@ class HeapSim:
             node.kad.settled(self.now)
 
     def kill(self, node: HeapNode) -> None:
-        """It is gone without a word; its connections to others stay silent or are reset, by chance."""
+        """Kill a node without a word; its connections to others stay silent or are reset, by chance."""
         node.alive = False
         node.refuses = self._rng.random() < self.config.refusing
         self._note("kill", node.number)
@@ -186,7 +186,7 @@ class HeapSim:
         self.now = max(self.now, until)
 
     def round_trip(self, one: HeapNode, other: HeapNode) -> float:
-        """The same for a pair each time, either way."""
+        """Round trip of a pair: the same each time, either way."""
         low, high = sorted((one.number, other.number))
         draw = random.Random(f"{self.seed}/{low}/{high}").gauss(
             self.config.round_trip_s, self.config.round_trip_spread_s

@@ -102,7 +102,7 @@ class MemoryLink:
             if not self._broken:
                 self._out.accept(b"", last=True)
             self._close_here()
-            self._in.fail_reader("closed")  # wakes who waits; both see that the link is closed
+            self._in.fail_reader("closed")  # wakes the reader; both see that the link is closed
             self._out.fail_writer("closed")
             self._net.trace.add(self._node.name, "close", str(self._remote))
         await trio.lowlevel.checkpoint()
@@ -143,7 +143,7 @@ class MemoryLink:
 
 
 class MemoryListener:
-    """Where links to one address arrive."""
+    """Listener for links to one address."""
 
     def __init__(self, net: SimNet, node: SimNode, addr: Multiaddr) -> None:
         self._net = net
@@ -175,7 +175,7 @@ class MemoryListener:
         self._acceptors.unpark()
 
     def close(self) -> None:
-        """Stop at once; links that nobody accepted are refused. Does not wake who waits in `accept`."""
+        """Stop at once; links that nobody accepted are refused. Does not wake a task that waits in `accept`."""
         self._open = False
         listeners = self._net.memory_listeners if _is_memory(self._addr) else self.node.listeners
         listeners.pop(str(self._addr), None)
@@ -190,7 +190,7 @@ class MemoryListener:
 
 
 class MemoryTransport:
-    """How programs on `node` reach the network: a Transport."""
+    """Transport by which programs on `node` reach the network."""
 
     def __init__(self, net: SimNet, node: SimNode) -> None:
         self._net = net

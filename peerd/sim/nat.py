@@ -59,13 +59,13 @@ class _Request:
 
 
 class SimRouter:
-    """What a home's router maps and lets in."""
+    """A home's router: its port mappings, and the packets that it lets in."""
 
     def __init__(self, kind: Kind, outside: str, inside: str) -> None:
         self.kind = kind
         self.outside, self.inside = outside, inside
-        self._mapped: dict[tuple[int, SimPlace | None], int] = {}  # port at home, and whom it is for -> port outside
-        self._contacts: dict[int, set[SimPlace]] = {}  # by port outside: whom packets went to
+        self._mapped: dict[tuple[int, SimPlace | None], int] = {}  # (port at home, destination) -> port outside
+        self._contacts: dict[int, set[SimPlace]] = {}  # by port outside: destinations of packets
         self._next_port = _MAPPED
         self._forwarded: set[int] = set()
 
@@ -97,7 +97,7 @@ class SimRouter:
         return next(home for (home, _), seen in self._mapped.items() if seen == port)
 
     def forget(self) -> None:
-        """As if switched off and on; what is mapped next gets other ports."""
+        """Forget all mappings, as if switched off and on; what is mapped next gets other ports."""
         self._mapped.clear()
         self._contacts.clear()
 
@@ -180,7 +180,7 @@ class Home:
             self._net.agenda.at(trio.current_time() + self._net.delay(self._node, there, 1), what)
 
     def _ask(self, request: _Request) -> None:
-        """The first packet."""
+        """Send the first packet."""
         source = self.router.out(request.port, request.target)
         there = self._homes.get(request.target.host)
         if there is not None:

@@ -1,4 +1,4 @@
-"""What usually runs on a node of a World: a Host alone, or Host, calls and DHT together.
+"""Programs that usually run on a node of a World: a Host alone, or Host, calls and DHT together.
 
 A test that needs more writes a program of its own, and may run one of these inside it.
 """

@@ -38,7 +38,7 @@ class SimLine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimPath:
-    """What the way between two nodes adds to their lines, one direction."""
+    """Latency, jitter and loss that the path between two nodes adds to their lines, one direction."""
 
     latency_s: float = 0.0
     jitter_s: float = 0.0
@@ -47,7 +47,7 @@ class SimPath:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NetConfig:
-    """How the whole network behaves."""
+    """Properties of the whole network."""
 
     window_bytes: int = 1 << 20  # of one link and direction: under way or unread, then the writer waits
     dial_failure: float = 0.0  # probability that a dial fails although it could succeed
@@ -64,7 +64,7 @@ class Mortal(Protocol):
 
 
 class Listening(Protocol):
-    """Somebody who takes links at an address."""
+    """A listener for links to an address."""
 
     @property
     def node(self) -> SimNode: ...
@@ -139,7 +139,7 @@ class SimNet:
 
     @property
     def window_bytes(self) -> int:
-        """Of one link and direction."""
+        """Window of one link and direction."""
         return self.config.window_bytes
 
     def node_at(self, ip: str) -> SimNode | None:
@@ -153,7 +153,7 @@ class SimNet:
         self.trace.add(name, "line", f"{line.latency_s} {line.up_mbit_s} {line.down_mbit_s} {line.loss}")
 
     def set_path(self, a: str, b: str, path: SimPath, *, both: bool = True) -> None:
-        """What the way from `a` to `b` (and back) adds to their lines."""
+        """Set what the path from `a` to `b` (and back) adds to their lines."""
         self._paths[a, b] = path
         if both:
             self._paths[b, a] = path
@@ -185,7 +185,7 @@ class SimNet:
     # --- what passes ---
 
     def passes(self, source: SimNode, target: SimNode) -> bool:
-        """Whether a packet sent now would arrive."""
+        """True when a packet sent now would arrive."""
         if source.dark or target.dark or source.stalled or target.stalled:
             return False
         return source.island == target.island and (source.name, target.name) not in self._blocked
@@ -241,7 +241,7 @@ class SimNet:
             link.die()
 
     def revive(self, name: str) -> None:
-        """The machine is back, with no memory of its links: who still uses one gets a reset."""
+        """Bring the machine back, with no memory of its links: a peer that still uses one gets a reset."""
         node = self.nodes[name]
         node.alive, node.dark, node.stalled = True, False, False
         self.trace.add(name, "revive")

@@ -1,4 +1,4 @@
-"""What happened in a simulation, as one line per event and one hash over all of them.
+"""Trace of a simulation: one line per event and one hash over all of them.
 
 Same seed, same lines, same hash: that is how a run proves that it can be repeated. Keeps the newest events and counts
 of all; the hash covers every event since the start. Times are trio's, to the nanosecond.

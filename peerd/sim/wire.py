@@ -1,4 +1,4 @@
-"""How bytes travel in the simulated network: access lines that serve flows in turn, and one-way ordered pipes.
+"""Lines and pipes of the simulated network: access lines that serve flows in turn, and one-way ordered pipes.
 
 A pipe takes segments from its writer while fewer than `window_bytes` are on the way or unread (back-pressure), sends
 each through the source's uplink, the path, and the target's downlink, and hands them to its reader in order. Loss
@@ -112,13 +112,13 @@ M = TypeVar("M", bound=Endpoint, contravariant=True)
 
 
 class Medium(Protocol[M]):
-    """What lies between two machines; `simnet.SimNet` is one."""
+    """The network between two machines; `simnet.SimNet` is one."""
 
     agenda: Agenda
 
     @property
     def window_bytes(self) -> int:
-        """Of a pipe: on the way or unread."""
+        """Window of a pipe: bytes on the way or unread."""
         ...
 
     def delay(self, source: M, target: M, size: int) -> float: ...
@@ -159,7 +159,7 @@ class Pipe(Generic[N]):
     # --- the writer's side ---
 
     def room(self) -> int:
-        """How many bytes the writer may hand over now, as one segment."""
+        """Number of bytes that the writer may hand over now, as one segment."""
         slower = min(self.source.uplink.bytes_per_s, self.target.downlink.bytes_per_s)
         turn_bytes = int(min(max(TURN_S * slower, TURN_BYTES_MIN), TURN_BYTES_MAX))
         return max(0, min(turn_bytes, self.net.window_bytes - self.unread_bytes))
@@ -186,7 +186,7 @@ class Pipe(Generic[N]):
         await self._reader.park()
 
     def take(self, max_bytes: int) -> bytes:
-        """What has arrived, at most `max_bytes`; b"" when nothing is there."""
+        """Bytes that have arrived, at most `max_bytes`; b"" when nothing is there."""
         parts: list[bytes] = []
         left = max_bytes
         while self._arrived and left > 0:
@@ -249,7 +249,9 @@ class Pipe(Generic[N]):
     # --- held back ---
 
     def retry_at(self) -> float:
-        """When the writer's system next sends what is held: exponential back-off since it was first stopped."""
+        """Time at which the writer's system next sends what is held: exponential back-off since it was first
+        stopped.
+        """
         now = trio.current_time()
         wait_s = max(RETRANSMIT_MIN_S, 2 * self.net.latency(self.source, self.target))
         at_s = self.held_since_s + wait_s

@@ -36,14 +36,16 @@ PORT = 4001  # where every node listens
 
 
 class Program(Protocol):
-    """What runs on a node. Calls `task_status.started()` when it is of use to others; returns when cancelled."""
+    """A program that runs on a node. Calls `task_status.started()` when it is of use to others; returns when
+    cancelled.
+    """
 
     def __call__(self, node: Node, *, task_status: trio.TaskStatus[None]) -> Awaitable[None]: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorldConfig:
-    """What all nodes have in common unless `World.start` says otherwise."""
+    """Defaults of all nodes, unless `World.start` says otherwise."""
 
     net: NetConfig = field(default_factory=NetConfig)
     line: Callable[[random.Random], SimLine] = lambda rng: SimLine()  # draws the line of a node that is given none
@@ -89,7 +91,7 @@ class Node:
 
     @property
     def addr(self) -> Multiaddr:
-        """Where the node listens, without its id."""
+        """Address on which the node listens, without its id."""
         return tcp_addr(self.machine.ip, PORT)
 
     @property

@@ -30,7 +30,7 @@ def ask(members: Sequence[Peer], **order: Any) -> list[dict[str, Any]]:
 
 
 def met(members: Sequence[Peer]) -> list[str]:
-    """Who they are, in their order, when all know and reach each other."""
+    """The members' peer ids, in their order, when all know and reach each other."""
     found = [peer.hear() for peer in members]
     ask(members, do="meet", peers={each["peer"]: each["addr"] for each in found})
     return [each["peer"] for each in found]

@@ -132,7 +132,7 @@ class Swarm:
         return [(began, took, error) for began, took, error in found if began >= since_s]
 
     def way_within(self, one: str, other: str, way: str, most_s: float) -> bool:
-        """Whether the best link of one to the other is of this kind by then."""
+        """True when the best link of one to the other is of this kind by then."""
         there = self.members[other].peer
         return eventually(lambda: self.members[one].where()["ways"].get(there) == way, most_s)
 
@@ -157,7 +157,7 @@ def is_settled(where: Mapping[str, Any], relays: Container[str]) -> bool:
 
 
 def meeting(found: Mapping[str, Any], there: Mapping[str, Any], caller: Member, wanted: str) -> Meeting:
-    """What became of it, by what both sides see: the worse of both counts."""
+    """Result of a meeting, by what both sides see: the worse of both counts."""
     way = max(found["way"], there["ways"].get(caller.peer, "failed"), key=WAYS.index)
     times = [at for at, each in found["ways"] if each == wanted]
     return Meeting(way, found["first_s"], times[0] if times else None, found["ways"], found["error"])

@@ -27,7 +27,7 @@ PORT = 4001
 
 @dataclass(frozen=True, slots=True)
 class Ocean:
-    """What was found on lines of one round-trip time. Shares are of the line's rate."""
+    """Findings on lines of one round-trip time. Shares are of the line's rate."""
 
     rtt_ms: float
     share: float  # from 3 s on
@@ -89,6 +89,6 @@ def whole_seconds(marks: Sequence[tuple[float, int]]) -> list[float]:
 
 
 def share(marks: Sequence[tuple[float, int]], begin_s: float, end_s: float) -> float:
-    """Of the line's rate, by the marks nearest to both times."""
+    """Share of the line's rate, by the marks nearest to both times."""
     (began, before), (ended, after) = (min(marks, key=lambda mark: abs(mark[0] - at)) for at in (begin_s, end_s))
     return (after - before) * 8e-6 / (ended - began) / RATE_MBIT

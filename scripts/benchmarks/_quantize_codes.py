@@ -1,4 +1,4 @@
-"""What codes get wrong, and what lossless packing gains and costs: the numbers of `peerd/compute/codec/policy.py`.
+"""Errors of codes, and gains and costs of lossless packing: the numbers of `peerd/compute/codec/policy.py`.
 
 Everything is measured on payloads as they travel, on one thread of a CPU.
 """
@@ -59,7 +59,7 @@ def error_percent(x: Tensor, found: Tensor) -> float:
 
 
 def packing(count: int, rounds: int) -> Figures:
-    """What packing leaves of payloads, their GB/s at either end, and the line (Mb/s) below which that pays.
+    """Compression of payloads, their GB/s at either end, and the line (Mb/s) below which packing pays.
 
     Payloads are of normal values, in every dtype and code, and of a text: its bytes, and as many tokens.
     """

@@ -21,7 +21,7 @@ from peerd.core.blockwise import CODES
 
 
 def measured(count: int, rounds: int, repeats: int) -> dict[str, Any] | None:
-    """Figures for float32 values, those for bfloat16 under "bf16", and whose they are; None without a GPU."""
+    """Figures for float32 values, those for bfloat16 under "bf16", and the implementation; None without a GPU."""
     if not torch.cuda.is_available():
         return None
     device = torch.device("cuda", torch.cuda.current_device())
@@ -36,7 +36,7 @@ def measured(count: int, rounds: int, repeats: int) -> dict[str, Any] | None:
 
 
 def implementation(device: torch.device) -> str:
-    """Whether the kernels serve; if not, why."""
+    """Name of the implementation: the kernels, or plain torch and why."""
     from peerd.compute.kernels import cuda
 
     return "kernels" if cuda.available(device) else f"plain torch: {cuda.why_not(device)}"

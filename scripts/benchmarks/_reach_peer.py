@@ -1,7 +1,7 @@
 """Part of the reach benchmark: a light peer (host, calls, ways, perhaps a directory; no torch). It obeys orders.
 
-Arguments: the address to listen on, "relay" or "leaf", "dht" or "alone" (then it meets nobody but whom it is told to),
-addresses of who is there already. Orders, one a line:
+Arguments: the address to listen on, "relay" or "leaf", "dht" or "alone" (then it meets only the peers that it is told
+to), addresses of the peers that are there already. Orders, one a line:
 
     {"do": "where"}                                               addresses, what is known of how it is reached
     {"do": "meet", "peer": P, "addrs": [...], "best": W, "patience_s": S}

@@ -1,4 +1,4 @@
-"""What a benchmark says: figures with their targets, for people as a table and for programs as JSON."""
+"""Report of a benchmark: figures with their targets, for people as a table and for programs as JSON."""
 
 from __future__ import annotations
 

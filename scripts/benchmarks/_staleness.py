@@ -36,7 +36,7 @@ class Losses:
 
     @property
     def noise(self) -> float:
-        """How far two synchronous runs are apart: the spread over orders."""
+        """Distance of two synchronous runs: the spread over orders."""
         return max(self.synchronous) - min(self.synchronous)
 
 

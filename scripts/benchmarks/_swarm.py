@@ -27,7 +27,7 @@ BASE: dict[str, Any] = {
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """What had been used when a global step was seen to end."""
+    """Resources used up to the moment when a global step was seen to end."""
 
     traffic: dict[str, Traffic]  # by host
     cpu_s: float  # of the swarm's processes
@@ -43,7 +43,7 @@ class Swarm(Peers):
     rate_mbit: float | None  # of every line, up and down; None: as fast as the machine can
 
     def start(self) -> None:
-        """Start a backbone, a peer for each stage and a trainer; who is early waits for the others."""
+        """Start a backbone, a peer for each stage and a trainer; early ones wait for the others."""
         entry = self._enter()
         for stage in range(self.run["pipeline"]["stages"]):
             self._join(f"stage-{stage}", "stage", entry, {**self.run, "limits": {"stage": stage}})
@@ -71,7 +71,7 @@ class Swarm(Peers):
         return Moment({name: host.traffic() for name, host in self.lab.hosts.items()}, cpu_s, busy_s() - cpu_s)
 
     def steps(self, peer: Peer | None = None) -> list[float]:
-        """When the trainer heard of the end of each global step, Unix seconds."""
+        """Times at which the trainer heard of the end of each global step, Unix seconds."""
         return [event["time"] for event in (peer or self.trainer).events() if event["name"] == "trainer.stepped"]
 
     def wait_for_step(self, step: int, patience_s: float, peer: Peer | None = None) -> None:

@@ -85,7 +85,7 @@ Row = dict[str, Cell]  # by way
 
 @contextmanager
 def in_lab(rates: Rates) -> Iterator[tuple[list[Peer], list[str]]]:
-    """Peers behind lines of these rates, and who they are; they know and reach each other."""
+    """Peers behind lines of these rates, and their ids; they know and reach each other."""
     with Lab() as lab:
         hosts = [lab.host(f"p{i}", rate, rate) for i, rate in enumerate(rates)]
         peers = [Peer(host.popen, f"/ip4/{host.ip}/tcp/4001") for host in hosts]

@@ -17,7 +17,7 @@ class Start(Protocol):
 
 
 class Told:
-    """The process of a module of this folder. Its first answer says who and where it is."""
+    """The process of a module of this folder. Its first answer gives its id and address."""
 
     def __init__(self, start: Start, module: str, *arguments: str) -> None:
         scripts = Path(__file__).parents[1]

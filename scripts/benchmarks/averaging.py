@@ -31,7 +31,7 @@ NAMES = {1_000_000: "1e6", 10_000_000: "1e7", 30_000_000: "3e7"}
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """How much is measured."""
+    """Extent of the measurement."""
 
     peers: Sequence[int]
     counts: Sequence[int]  # float32 values of the vector

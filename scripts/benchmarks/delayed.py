@@ -111,7 +111,7 @@ def measured(runs: list[dict[str, Any]], rate_mbit: float | None, steps: int) ->
 
 
 def mean(found: Sequence[Measured]) -> Measured:
-    """Of the same run, made several times."""
+    """Mean of the same run, made several times."""
     return Measured(*(statistics.mean(values) for values in zip(*map(astuple, found), strict=True)))
 
 
@@ -121,7 +121,7 @@ def line_mbit(alone: Measured) -> float:
 
 
 def averaging_over_computing(synchronous: Measured, alone: Measured) -> float:
-    """How long a step of the synchronous run averages, over how long it computes."""
+    """Ratio of the time that a step of the synchronous run averages to the time that it computes."""
     return synchronous.step_s / alone.step_s - 1
 
 

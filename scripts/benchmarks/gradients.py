@@ -37,7 +37,7 @@ CODES = (
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """How much is measured."""
+    """Extent of the measurement."""
 
     rounds: int  # of coding
     steps: int  # of training
@@ -98,7 +98,7 @@ def added(vectors: Sequence[Vector]) -> Vector:
 
 
 def sums_of(run: RunFile, module: StageModule) -> Callable[[Sequence[Vector]], Vector]:
-    """What everyone steps with, of the members' gradients."""
+    """The gradient that everyone steps with, of the members' gradients."""
     factors = [low_rank_of(run.averaging, module.layout, module.dtype, run.seed) for _ in range(PEERS)]
     codings = [feedback_of(run.averaging) for _ in range(PEERS + 1)]  # the last one is of the sums
 

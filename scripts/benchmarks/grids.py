@@ -1,4 +1,4 @@
-"""When a grid of small averaging groups pays: what each further peer costs, and what the line model makes of it.
+"""Break-even of a grid of small averaging groups: what each further peer costs, and what the line model makes of it.
 
 Measured is processor time: all peers are in this process, over TCP on loopback, each with a host of its own, and what
 one of them takes for one attempt is told, flat and over a grid of two rounds; where peers tell of their lines, shares

@@ -40,7 +40,7 @@ RUN: dict[str, Any] = BASE | {
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """How much is measured."""
+    """Extent of the measurement."""
 
     codes: Sequence[str]  # the first is the baseline, the second what has targets
     warm_steps: int  # before the measurement

@@ -39,7 +39,7 @@ OTHERS: dict[str, Callable[[int, int], dict[str, Any]]] = {
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """How much is measured. Counts are of values."""
+    """Extent of the measurement. Counts are of values."""
 
     rounds: int
     large: int

@@ -1,4 +1,4 @@
-"""Who reaches whom through which routers, and how; and one stream's rate, calls and first calls across an ocean.
+"""Reachability through kinds of routers; and one stream's rate, calls and first calls across an ocean.
 
 In a network lab (root, Linux). Two light peers of each kind, each pair of kinds meets once, with routers that drop an
 unexpected SYN and with routers that refuse it. Before that two hosts on lines of 500 Mb/s, with round trips of 100 and

@@ -51,7 +51,7 @@ LENGTH = struct.Struct(">H")
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """How much is measured."""
+    """Extent of the measurement."""
 
     rounds: int
     bulk_bytes: int
@@ -190,7 +190,7 @@ async def flood_per_s(once: Callable[[], Awaitable[object]], seconds: float) -> 
 # --- the run ---------------------------------------------------------------------------------------------------------
 @dataclass(slots=True)
 class Rounds:
-    """What the rounds gave."""
+    """Results of the rounds."""
 
     raw: list[Bulk]
     frames: list[Bulk]

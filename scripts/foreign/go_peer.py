@@ -210,7 +210,7 @@ class Daemon:
 
 async def echo_back(stream: trio.SocketStream) -> None:
     async with stream:
-        await receive_message(stream)  # who opened the stream, and under which name
+        await receive_message(stream)  # the opener of the stream, and its name
         with contextlib.suppress(trio.BrokenResourceError):  # the other side ended first
             async for data in stream:
                 await stream.send_all(data)

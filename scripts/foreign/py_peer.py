@@ -37,7 +37,7 @@ def say(**facts: object) -> None:
 
 
 async def parts_of(stream: INetStream) -> AsyncIterator[bytes]:
-    """What the stream brings, until its end."""
+    """Data from the stream, until its end."""
     while True:
         try:
             data = await stream.read(CHUNK_BYTES)

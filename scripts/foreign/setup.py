@@ -75,7 +75,7 @@ PEERS = {
 
 
 def digest(name: str) -> str:
-    """What the prepared folder depends on; changes when a pin does."""
+    """Digest of what the prepared folder depends on; changes when a pin does."""
     parts = [(SOURCES / part).read_bytes() for part in PEERS[name][1]]
     return hashlib.sha256(b"\0".join([HIVEMIND_SHA256.encode(), sys.version.split()[0].encode(), *parts])).hexdigest()
 

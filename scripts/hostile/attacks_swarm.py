@@ -175,7 +175,7 @@ async def h1_wishes(there: Field) -> None:
 
 
 async def h1_credits(there: Field) -> None:
-    """A trainer that says at once that all is done, and held by those who have nothing of it."""
+    """A trainer that says at once that all is done, and held by peers that have nothing of it."""
     async with there.peer() as peer:
         step, admitted = 0, list[int]()
         with trio.move_on_after(there.rng.uniform(6, 12)):

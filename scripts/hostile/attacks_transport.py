@@ -68,7 +68,7 @@ async def c2_any_frames(there: Field) -> None:
 
 
 async def h3_unread_answers(there: Field) -> None:
-    """Calls whose answers are large, from one who never reads."""
+    """Calls whose answers are large, from a peer that never reads."""
     keys = [Key.of(f"{there.run.run}/stage/{stage}").raw for stage in range(there.run.pipeline.stages)]
     ask = encode(FindMessage(keys, None))
     async with session(there, there.target(), reads=False) as mine:
@@ -90,7 +90,7 @@ async def h3_half_requests(there: Field) -> None:
 
 
 async def h3_open_and_reset(there: Field) -> None:
-    """Streams opened and reset by the thousand, from one who does not read what is said of them."""
+    """Streams opened and reset by the thousand, from a peer that does not read what is said of them."""
     async with session(there, there.target(), reads=False) as mine:
         for _ in range(40):
             pairs = [(frame(DATA, SYN, stream), frame(DATA, RST, stream)) for stream in numbers(mine, 250)]
@@ -119,7 +119,7 @@ async def h4_declared_sizes(there: Field) -> None:
 
 
 async def h5_all_places(there: Field) -> None:
-    """As many connections as there are places, each with an open stream."""
+    """Open as many connections as there are places, each with an open stream."""
     target = there.target()
 
     async def hold() -> None:

@@ -63,7 +63,7 @@ class Peer:
 
 @dataclass
 class Field:
-    """Whom to attack (addresses with /p2p), in which run, and from where."""
+    """Targets of the attacks (addresses with /p2p), their run, and the attackers' address."""
 
     targets: list[Multiaddr]
     run: RunFile
@@ -104,7 +104,7 @@ class Field:
             nursery.cancel_scope.cancel()
 
     async def positions(self, dht: Dht) -> dict[PeerId, tuple[int, int, float]]:
-        """Of stage peers, by the directory: stage, step, since."""
+        """Stage, step and start time of stage peers, by the directory."""
         keys = {stage_key(self.run.run, stage): stage for stage in range(self.run.pipeline.stages)}
         found = await dht.get_many(list(keys))
         told = {}

@@ -1,4 +1,4 @@
-"""What a router does with the packets of its LAN, as rules of nftables; pure text.
+"""Packet rules of a LAN's router, for nftables; pure text.
 
 | kind            | outside port                                | lets in                                          |
 |-----------------|---------------------------------------------|--------------------------------------------------|
@@ -10,9 +10,9 @@
 | firewall        | no translation, hosts have public addresses | answers                                          |
 
 A cone's outside port is a hash of the inside address and port, and of a key, so that it is one port however many
-connections begin at once (the kernel alone would give each of these its own). Two kinds let in who was not sent to:
-they learn from what leaves who is behind a port. An unexpected packet to a NAT ends at the router itself, and is
-dropped or refused; no kind sends back what a LAN sends to its own outside address (no hairpin).
+connections begin at once (the kernel alone would give each of these its own). Two kinds let in senders that were not
+sent to: they learn from what leaves which host is behind a port. An unexpected packet to a NAT ends at the router
+itself, and is dropped or refused; no kind sends back what a LAN sends to its own outside address (no hairpin).
 """
 
 from __future__ import annotations

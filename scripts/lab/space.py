@@ -136,7 +136,7 @@ class Ground:
         self.close()
 
     def build(self) -> None:
-        """What is there before the first host."""
+        """Build what is there before the first host."""
 
     def labels(self) -> list[str]:
         """The namespaces of this lab that exist."""
@@ -171,7 +171,7 @@ def ip(*arguments: str, text: str | None = None) -> str:
 
 
 def call(*argv: str, text: str | None = None) -> str:
-    """What the command prints; LabError with what it complained about."""
+    """Output of the command; LabError with what it complained about."""
     done = subprocess.run(argv, input=text, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise LabError(f"{' '.join(argv)}: {done.stderr.strip() or f'exit code {done.returncode}'}")
@@ -215,7 +215,7 @@ def collect() -> None:
 
 
 def born(pid: int) -> str | None:
-    """When a living process began, in ticks of the machine; None when it is dead. A number alone is used again."""
+    """Start time of a living process, in ticks of the machine; None when it is dead. A number alone is used again."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):

@@ -71,7 +71,7 @@ class Wan(Space):
 
 
 class Line:
-    """How a host or a router is joined to the WAN."""
+    """Connection of a host or a router to the WAN."""
 
     def __init__(self, wan: Wan, number: int, quality: Quality) -> None:
         self._wan, self._number, self.quality = wan, number, quality

@@ -1,4 +1,4 @@
-"""How much a test tries: little in `make test`, all of it in `make test-all` (PEERD_TEST_ALL=1).
+"""Amount of testing: little in `make test`, all of it in `make test-all` (PEERD_TEST_ALL=1).
 
 What takes long and is proven by a quicker test as well is marked `thorough`, and left to `make test-all`.
 """
@@ -19,10 +19,10 @@ def thorough(*values: Any, id: str | None = None) -> Any:
 
 
 def examples(most: int) -> int:
-    """How many examples hypothesis draws, of so many at most."""
+    """Number of examples that hypothesis draws, of so many at most."""
     return most if ALL else max(5, most // 5)
 
 
 def mutations(most: int) -> int:
-    """How many mutated inputs a decoder gets, of so many at most."""
+    """Number of mutated inputs that a decoder gets, of so many at most."""
     return most if ALL else max(50, most // 20)

@@ -1,4 +1,4 @@
-"""What attackers of a relay do, under many identities: ask and write without end, never read, never say a word."""
+"""Attackers of a relay, under many identities: ask and write without end, never read, never say a word."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from peerd.net.transport import RawLink
 
 @dataclass
 class Tally:
-    """What was tried."""
+    """Counts of what was tried."""
 
     attempts: int = 0
     opened: int = 0

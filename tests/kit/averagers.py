@@ -132,7 +132,7 @@ class Child:
 
 
 class Lateness:
-    """How much longer than asked for this process sleeps, at worst."""
+    """Scheduling delay: how much longer than asked for this process sleeps, at worst."""
 
     longest_s = 0.0
 
@@ -219,7 +219,7 @@ def averagers(folder: Path, count: int) -> Iterator[list[Averager]]:
 def order(
     members: Sequence[Averager], helpers: Sequence[Averager], shares: Sequence[float], number: int
 ) -> dict[str, Any]:
-    """An attempt of `members`, who bring vectors, and `helpers`; shares in this order."""
+    """An attempt of `members`, which bring vectors, and `helpers`; shares in this order."""
     peers = [child.peer for child in members]
     return {
         "do": "sum",

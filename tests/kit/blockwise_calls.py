@@ -61,7 +61,7 @@ def build(compiler: str, options: Sequence[str], folder: Path) -> Path:
 
 
 def carry_out(command: Sequence[str | Path], calls: Sequence[Call], folder: Path) -> list[tuple[Tensor, ...]]:
-    """What the calls put out. AssertionError when one was refused or the program failed."""
+    """Output of the calls. AssertionError when one was refused or the program failed."""
     request, reply = folder / "request", folder / "reply"
     with request.open("wb") as file:
         for call in calls:

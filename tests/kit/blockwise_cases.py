@@ -39,7 +39,7 @@ def bits_of(values: Tensor) -> list[int]:
 
 
 def same_bits(left: Tensor, right: Tensor) -> bool:
-    """Whether two tensors are equal to the bit: -0.0 is not 0.0, a NaN is itself."""
+    """True when two tensors are equal to the bit: -0.0 is not 0.0, a NaN is itself."""
     if left.shape != right.shape or left.dtype != right.dtype or left.device != right.device:
         return False
     whole = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[left.element_size()]

@@ -1,4 +1,4 @@
-"""What a conductor hears from members and trainers, for tests of what it makes of that."""
+"""Messages of members and trainers to a conductor, for tests of what it makes of them."""
 
 from __future__ import annotations
 

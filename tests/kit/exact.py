@@ -1,4 +1,4 @@
-"""What a swarm's training is compared with: one plain torch process that makes the same steps on the same batches.
+"""Reference for a swarm's training: one plain torch process that makes the same steps on the same batches.
 
 What was in each batch is read off the peers' own books at each commit. Not imported by anything but tests.
 """
@@ -69,7 +69,7 @@ def run_file(optimizer: str, dtype: Any, text: Path, stages: int = 2) -> RunFile
 
 
 class Batches:
-    """Every microbatch that a commit counted: by step, its samples. `digests`: of all who made a step."""
+    """Every microbatch that a commit counted: by step, its samples. `digests`: of all peers that made a step."""
 
     def __init__(self) -> None:
         self.inputs: dict[int, dict[Mb, torch.Tensor]] = {}  # as the first stage saw them
@@ -98,7 +98,7 @@ class Batches:
                     self._disputed.append(f"stage-mates had other samples of {mb} at step {step}")
 
     def faults(self, per_step: int) -> list[str]:
-        """Empty when every step had the whole batch, the same in all stages, and all who made it got the same bits."""
+        """Empty when every step had the whole batch, the same in all stages, and all that made it got the same bits."""
         faults = list(self._disputed)
         for step in range(STEPS):
             inputs, targets = self.inputs.get(step, {}), self.targets.get(step, {})
@@ -110,7 +110,7 @@ class Batches:
 
 
 def stepping(parameters: list[torch.nn.Parameter], o: OptimizerSection) -> Callable[[], object]:
-    """What makes a step with the gradients that are there: torch's own optimizer where it has one."""
+    """The function that makes a step with the gradients that are there: torch's own optimizer where it has one."""
     if o.name == "sgd":
         return torch.optim.SGD(parameters, lr=o.lr).step
     if o.name == "adamw":

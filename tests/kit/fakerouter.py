@@ -71,7 +71,7 @@ async def natpmp_router() -> AsyncIterator[FakeNatPmp]:
 
 
 class FakeIgd:
-    """`mapped[outside] = (inside, lease in seconds)`; `faults[outside]` is what it says to who asks for that port."""
+    """`mapped[outside] = (inside, lease in seconds)`; `faults[outside]` is its answer to a request for that port."""
 
     def __init__(self) -> None:
         self.url = ""
@@ -81,7 +81,7 @@ class FakeIgd:
         self.for_ever_only = False
 
     def act(self, action: str, body: str) -> str:
-        """What the action returns; LookupError holds a UPnP error's number and name."""
+        """Answer to the action; LookupError holds a UPnP error's number and name."""
 
         def field(name: str) -> str:
             found = re.search(f"<New{name}>([^<]*)<", body)

@@ -163,7 +163,9 @@ class ForeignPeer:
             self._waiting.pop(answer["id"]).set()
 
     async def wait_ready(self, own: bool) -> None:
-        """Until it listens, and has forgotten whom an earlier test connected it to, unless it is the test's own."""
+        """Wait until it listens, and has forgotten the peers to which an earlier test connected it, unless it is the
+        test's own.
+        """
         with trio.fail_after(START_TIMEOUT_S):
             await self._ready.wait()
             if not self.id:

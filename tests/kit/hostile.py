@@ -27,7 +27,7 @@ def frame(kind: int, flags: int, stream: int, length: int, body: bytes = b"", ve
 
 
 def hello(protocol: str) -> bytes:
-    """How a stream begins."""
+    """Opening bytes of a stream."""
     return HELLO + encode_line(protocol)
 
 

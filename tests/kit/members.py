@@ -66,7 +66,7 @@ class Papers:
 
 
 class Member:
-    """One peer: its parts, and who called what of it."""
+    """One peer: its parts, and a record of the calls to it."""
 
     def __init__(self, node: Node, papers: Papers, run: RunFile | None) -> None:
         self.node, self.papers = node, papers

@@ -122,7 +122,7 @@ class Swarm:
         self.conductor.batches.check()
 
     def say_line(self, name: str, stage: int, mode: str) -> None:
-        """What a member or a helper says of its line; never the same twice."""
+        """Report of a member or a helper on its line; never the same twice."""
         rate = self.rng.choice([0.0, 1e6, 2e7, float("nan"), float("inf")])
         line = LineInfo(mode, rate, rate, 1000, "float32")  # type: ignore[arg-type]
         self.conductor.said_of_line(self.now, name, stage, line)
@@ -150,7 +150,9 @@ class Swarm:
         return told.version(trainer), seen, set(told.redo(trainer))
 
     def check_news(self, before: dict[str, tuple[int, object, set[Redo]]], reporter: str) -> None:
-        """Who waits is woken by all that concerns it; whoever has just reported hears of it by the answer."""
+        """Check that every waiting trainer is woken by all that concerns it; the one that has just reported hears of it
+        by the answer.
+        """
         for name, (version, seen, redo) in before.items():
             now_version, now_seen, now_redo = self.seen_by(name)
             assert now_version >= version
@@ -258,11 +260,11 @@ class Swarm:
             t.unsaid.clear()
 
     def done(self, t: Trainer, seq: int) -> Done:
-        """What a trainer says of one that it has finished."""
+        """A trainer's report of a microbatch that it has finished."""
         return Done(seq, list(t.done[seq]))
 
     def check_counted(self, t: Trainer, current: Position) -> None:
-        """What a trainer hears that did not hear how its step ended."""
+        """Check what a trainer hears that did not hear how its step ended."""
         told = self.conductor.counted(t.name, t.step)
         if current.step <= t.step:
             assert told == []
@@ -345,11 +347,11 @@ class Swarm:
             self.tell(PrepareEnded(name, call.attempt, True, digest=other.digest))
 
     def sum_for(self, name: str, call: SendPrepare, total: Counter[Mb]) -> Counter[Mb]:
-        """What a member ends the round with."""
+        """The sum with which a member ends the round."""
         return total
 
     def digest(self, name: str, mean: Counter[Mb]) -> bytes:
-        """What a member says that its sum's digest is."""
+        """The digest that a member states of its sum."""
         return hashlib.sha256(repr(sorted(mean.items())).encode()).digest()
 
     def move(self, m: Member, call: SendMove) -> None:

@@ -69,7 +69,7 @@ class MuxPair:
         return data
 
     def check(self) -> None:
-        """What must hold at every moment."""
+        """Check the invariants that hold at every moment."""
         for side in (self.a, self.b):
             mux = side.mux
             assert mux.budget.used_bytes >= 0

@@ -66,7 +66,7 @@ class PaperPowerSgd:
         self.e = np.zeros((workers, *shape))
 
     def sum(self, g: Layers) -> npt.NDArray[np.floating[Any]]:
-        """What everyone steps with, of the workers' gradients."""
+        """The gradient that everyone steps with, of the workers' gradients."""
         delta = np.stack(g).astype(np.float64) + self.e
         p, _ = np.linalg.qr(np.sum([m @ self.q for m in delta], axis=0))
         own = [m.T @ p for m in delta]

@@ -83,7 +83,7 @@ class Process:
         return found
 
     def address(self) -> str:
-        """Where it listens, once it does."""
+        """Address on which it listens, once it does."""
         found: list[str] = []
 
         def known() -> bool:

@@ -1,4 +1,4 @@
-"""What calls promise, as cases that hold over any host: fake ones under a virtual clock, and real ones over TCP.
+"""Promises of calls, as cases that hold over any host: fake ones under a virtual clock, and real ones over TCP.
 
 Each case gets a fresh `Pair` of two peers that can reach each other. No case sleeps: it waits for events.
 """

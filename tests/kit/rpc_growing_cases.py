@@ -1,4 +1,4 @@
-"""What calls promise about payloads that are still being made while they are sent: cases like those of rpc_cases.
+"""Promises of calls about payloads that are still being made while they are sent: cases like those of rpc_cases.
 
 What is not final yet is filled with a byte that the final payload has nowhere, so that sending it early is noticed.
 """

@@ -1,4 +1,4 @@
-"""What streaming calls promise: cases like those of rpc_cases."""
+"""Promises of streaming calls: cases like those of rpc_cases."""
 
 from __future__ import annotations
 

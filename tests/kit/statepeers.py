@@ -62,7 +62,7 @@ class Liar(Giving):
 
 @dataclass
 class Outcome:
-    """What came of it."""
+    """Result of a download."""
 
     right: bool  # what came is what the donors have
     report: FetchReport

@@ -149,7 +149,7 @@ async def swarm(directory: Path) -> AsyncIterator[Swarm]:
 
 
 def events(peers: Iterable[Peer]) -> list[str]:
-    """What the peers logged, for a failing test's message."""
+    """The peers' log events, for a failing test's message."""
     return [str(event) for peer in peers for event in peer.log.recent(30)]
 
 
@@ -162,6 +162,6 @@ async def all_finished(s: Swarm, peers: Iterable[Peer], within_s: float = 60.0) 
 
 
 def with_line(run: RunFile, mbit: float) -> RunFile:
-    """The run file of one whose line carries so much in each direction."""
+    """The run file of a peer whose line carries so much in each direction."""
     limits = msgspec.structs.replace(run.limits, upload_mbit=mbit, download_mbit=mbit)
     return msgspec.structs.replace(run, limits=limits)

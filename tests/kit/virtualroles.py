@@ -121,7 +121,7 @@ class Roles:
         return "\n".join(f"{name}: {event}" for name, log in self.logs.items() for event in log.recent(12))
 
     def conductor_notes(self) -> list[str]:
-        """What all said of the conductor's duty."""
+        """Everybody's notes about the conductor's duty."""
         events = [event for log in self.logs.values() for event in log.recent(200)]
         return [str(event["note"]) for event in events if event["name"] == "conductor.noted"]
 

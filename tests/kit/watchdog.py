@@ -54,7 +54,7 @@ class LoopWatchdog(trio.abc.Instrument):
             self.worst_s, self.worst_task = blocked_s, task.name
 
     def complaint(self) -> str | None:
-        """What to tell the author of the test, if anything."""
+        """Complaint to the author of the test, if there is one."""
         if self.worst_s <= LIMIT_S:
             return None
         return (

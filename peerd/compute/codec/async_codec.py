@@ -30,7 +30,7 @@ _AT_ONCE: Final = 4  # small frames of a message
 
 
 class Progress:
-    """How much of a frame's payload is final: a `core.frame.Ready`."""
+    """Number of a frame's payload bytes that are final: a `core.frame.Ready`."""
 
     def __init__(self, ready_bytes: int) -> None:
         self.ready_bytes = ready_bytes
@@ -42,7 +42,7 @@ class Progress:
         self._waiting.unpark_all()
 
     def fail(self, reason: str) -> None:
-        """The rest will never be made."""
+        """Fail the frame: the rest will never be made."""
         self._failure = reason
         self._waiting.unpark_all()
 
@@ -106,13 +106,13 @@ class Coder:
         return await self._work(job, f"decode {', '.join(names)}")
 
     def _begin(self, tensor: Tensor, name: str, rate_bytes_per_s: float | None) -> tuple[Encoding, str]:
-        """On the coding thread: choose how the tensor travels, and make the first chunk."""
+        """Begin a frame, on the coding thread: choose how the tensor travels, and make the first chunk."""
         sample = sample_of(tensor) if self._boundary.code == "auto" else None
         plan, why = choose(self._boundary, rate_bytes_per_s, sample, dtype_name(tensor.dtype), tensor.numel())
         return begin(tensor, plan, name=name), f"{plan}: {why}"
 
     async def _finish(self, encoding: Encoding, progress: Progress, name: str) -> None:
-        """Chunk after chunk, so that others' tensors are coded in between."""
+        """Finish a frame chunk after chunk, so that others' tensors are coded in between."""
         try:
             while not encoding.done:
                 await self._work(encoding.advance, f"code {name}")
@@ -128,6 +128,6 @@ class Coder:
 
 
 def _is_small_and_plain(frame: TensorFrame) -> bool:
-    """Does its tensor share its memory, or is it copied in no time where that is not aligned?"""
+    """True when its tensor shares its memory, or is copied in no time where that is not aligned."""
     plain = frame.coding == "none" and not frame.lossless and frame.dtype != "bool"
     return plain and memoryview(frame.payload).nbytes <= _SMALL_BYTES

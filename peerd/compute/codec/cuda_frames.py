@@ -56,7 +56,9 @@ def _quantized(flat: Tensor, plan: CodingPlan, payload: memoryview, name: str, l
 
 
 def decoded(make: Callable[[Callable[[Tensor], Tensor]], Tensor], device: torch.device, lane: CopyLane) -> Tensor:
-    """What `make` makes on the device, given what brings flat tensors there; computing may use it at once."""
+    """The result of `make` on the device, given a function that brings flat tensors there; computing may use it at
+    once.
+    """
 
     def put(source: Tensor) -> Tensor:
         target = torch.empty(source.shape, dtype=source.dtype, device=device)

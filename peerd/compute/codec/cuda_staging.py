@@ -1,4 +1,5 @@
-"""Between a GPU's memory and payloads: in chunks through pinned buffers, on a stream beside the one that computes.
+"""Copies between a GPU's memory and payloads: in chunks through pinned buffers, on a stream beside the one that
+computes.
 
 Copies from and to pinned memory overlap computing, and the copy of one chunk overlaps what the host does with the
 one before. Payloads themselves are not pinned: a step's answers are kept, and pinned memory is scarce. Torch keeps
@@ -28,11 +29,11 @@ class CopyLane(Protocol):
     """One thread's stream beside a device's computing."""
 
     def active(self) -> AbstractContextManager[object]:
-        """Inside, what is enqueued goes to this lane."""
+        """Inside this context, what is enqueued goes to this lane."""
         ...
 
     def follow(self, *sources: Tensor) -> None:
-        """What is enqueued from now on comes after all that computing has enqueued; keeps `sources` alive for it."""
+        """Order what is enqueued from now on after all that computing has enqueued; keeps `sources` alive for it."""
         ...
 
     def lead(self, *results: Tensor) -> None:

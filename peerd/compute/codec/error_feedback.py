@@ -28,7 +28,7 @@ Vector = np.ndarray[Any, np.dtype[Any]]
 
 
 class Missed:
-    """What a round misses, while it is made. It begins uncleared: that would cost as much as filling it."""
+    """Residual of a round, while it is made. It begins uncleared: that would cost as much as filling it."""
 
     __slots__ = ("_begun", "values")
 
@@ -37,14 +37,14 @@ class Missed:
         self._begun: list[tuple[int, int]] = []  # where something was added: sorted and apart
 
     def room(self, begin: int, length: int) -> tuple[Vector, bool]:
-        """Where to write what is missed of the `length` elements from `begin` on.
+        """The place for the residual of the `length` elements from `begin` on.
 
         True: something stands there that it must be added to, as a part may be coded in several rounds.
         """
         return self.values[begin : begin + length], self._begin(begin, begin + length)
 
     def whole(self) -> Vector:
-        """All of it; nothing was missed where nothing was added."""
+        """All of the residual; nothing was missed where nothing was added."""
         if not self._begin(0, len(self.values)):
             self.values.fill(0)
         return self.values
@@ -118,6 +118,6 @@ def _tensor(vector: Vector | None) -> torch.Tensor | None:
 
 
 def feedback_of(averaging: AveragingSection) -> ErrorFeedback | None:
-    """How the parts of a run's sums are coded; None: they travel as they are."""
+    """Error feedback for the parts of a run's sums; None: they travel as they are."""
     plain = averaging.code in ("none", "powersgd")  # factors are coded gradients already
     return None if plain else ErrorFeedback(CodingPlan(averaging.code, averaging.block))

@@ -1,11 +1,11 @@
-"""How a tensor becomes a frame and a frame a tensor: codings, blockwise quantization, packing. Synchronous.
+"""Coding of tensors as frames, and decoding: codings, blockwise quantization, packing. Synchronous.
 
 `begin` makes a frame whose payload has its final place and size at once, and is filled chunk by chunk with `advance`,
 so that coding overlaps sending; `encode` does all of it. Nothing is copied on the way: codes are written where they
 are sent from, and an uncoded CPU tensor's frame shares its memory (it must not change while the frame is sent).
 
 What cannot be coded (NaN, infinity) is refused before a byte leaves: `NotFinite` names the tensor. Uncoded and
-half-precision frames carry such values; who must not have them asks `decode` for finite ones.
+half-precision frames carry such values; a caller that must not have them asks `decode` for finite ones.
 
 A hostile peer may send: another dtype, shape, coding or block than it may; lengths that do not fit; packed chunks
 that lie; scales whose checksum is wrong, or that are negative, tiny, huge or not numbers. Each raises
@@ -188,7 +188,7 @@ def decode_onto(frame: TensorFrame, into: Tensor, base: Tensor | None = None, *,
 
 
 def sample_of(tensor: Tensor) -> Sample:
-    """What a look at up to SAMPLE_VALUES of the tensor's values says, in blocks of 64 spread over all of it."""
+    """Summary of up to SAMPLE_VALUES of the tensor's values, in blocks of 64 spread over all of it."""
     flat = tensor.detach().reshape(-1)
     if not flat.numel() or not flat.is_floating_point():
         return Sample(0.0)
@@ -223,7 +223,7 @@ def _settled(plan: CodingPlan, dtype: str, name: str) -> CodingPlan:
 
 
 def _steps(tensor: Tensor, plan: CodingPlan, payload: memoryview, name: str) -> Iterator[int]:
-    """Where the tensor lies, it is coded."""
+    """Steps that code the tensor, on the device where it lies."""
     if tensor.device.type == "cuda":
         from peerd.compute.codec import cuda_frames, cuda_staging  # not needed where there is no GPU
 
@@ -272,7 +272,7 @@ def _quantized(flat: Tensor, plan: CodingPlan, payload: memoryview, name: str) -
 
 
 def _laid_out(payload: memoryview, count: int, block: int) -> tuple[Tensor, Tensor]:
-    """Where scales and codes of `count` values lie in a blockwise payload; a checksum is between them."""
+    """Views of the scales and codes of `count` values in a blockwise payload; a checksum is between them."""
     scale_bytes = SCALE_BYTES * scale_count(count, block)
     return values_of(payload[:scale_bytes], torch.float32), values_of(payload[scale_bytes + CRC_BYTES :], torch.uint8)
 
@@ -331,7 +331,7 @@ def _dequantized(frame: TensorFrame, payload: memoryview, dtype: torch.dtype, na
 def _codes_and_scales(
     frame: TensorFrame, payload: memoryview, dtype: torch.dtype, name: str
 ) -> tuple[Tensor, Tensor] | None:
-    """What a blockwise payload whose length was checked consists of, the scales looked at; None: of nothing."""
+    """Codes and checked scales of a blockwise payload whose length was checked; None: it is empty."""
     if not payload.nbytes:
         return None
     scales, codes = _laid_out(payload, math.prod(frame.shape), frame.block)

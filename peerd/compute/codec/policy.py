@@ -1,4 +1,4 @@
-"""Which code a tensor travels in, and why: a pure decision of run file, line and a look at the values. No torch.
+"""Choice of a tensor's code, with the reason: a pure decision of run file, line and a look at the values. No torch.
 
 Stateless: every frame says how it is coded, so a change of mind costs nothing, and two codes in turns harm no one.
 
@@ -21,7 +21,7 @@ from peerd.core.runfile import BoundarySection
 
 @dataclass(frozen=True, slots=True)
 class CodingPlan:
-    """How one tensor travels."""
+    """The coding of one tensor."""
 
     coding: str = "none"  # one of core.frame.CODINGS
     block: int = 0  # values that share a scale; 0: the code's own, or no blocks at all
@@ -34,8 +34,9 @@ class CodingPlan:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """What a look at a tensor's values says. `crest`: mean square of the blocks' largest magnitudes over mean square
-    of all values, in blocks of 64; 0 when all are zero."""
+    """Summary of a tensor's values. `crest`: mean square of the blocks' largest magnitudes over mean square of all
+    values, in blocks of 64; 0 when all are zero.
+    """
 
     crest: float
 
@@ -47,7 +48,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """What remains of a byte, and the raw bytes a second that one core packs and unpacks."""
+    """Compression ratio of packing, and the raw bytes a second that one core packs and unpacks."""
 
     ratio: float
     pack_bytes_per_s: float
@@ -128,7 +129,7 @@ def _by_line(rate: float | None, sample: Sample | None, dtype: str) -> tuple[str
 
 
 def packing_of(coding: str, dtype: str) -> Packing:
-    """What packing does to such a payload."""
+    """Effect of packing on such a payload."""
     if coding == "none":
         return PACKED[dtype] if DTYPES[dtype].floating else PACKED_NUMBERS
     return PACKED[_ROUNDED.get(coding, coding)]

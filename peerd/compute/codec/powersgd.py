@@ -60,7 +60,7 @@ class Whole(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class FactoredSum:
-    """What a round gives: the sum as all have it, and what stays behind once the step with it is made."""
+    """Result of a round: the sum as all have it, and what stays behind once the step with it is made."""
 
     total: Vector
     rights: Sequence[Vector] | None  # the next Q of each matrix; None: as it was
@@ -100,7 +100,7 @@ class LowRank:
         self.forget()
 
     def residual(self) -> Vector:
-        """What was missed so far and is to be sent yet, as a flat gradient."""
+        """The residual so far, yet to be sent, as a flat gradient."""
         found: Vector = np.zeros(self._count, _numpy(self._dtype))
         for matrix, residual in zip(self._matrices, self._residuals or (), strict=False):
             found[matrix.begin : matrix.begin + residual.numel()] = residual.numpy().reshape(-1)
@@ -186,7 +186,8 @@ def low_rank_of(averaging: AveragingSection, layout: Layout, dtype: torch.dtype,
 
 
 def sort_out(layout: Layout, rank: int) -> tuple[list[Matrix], list[Whole], tuple[int, int]]:
-    """Which tensors travel as factors and which whole, and the elements of the first and the second vector.
+    """Division of tensors into those that travel as factors and those that travel whole, and the elements of the first
+    and the second vector.
 
     A tensor of more than two dimensions is a matrix of its first one and all others.
     """

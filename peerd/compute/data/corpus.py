@@ -1,4 +1,4 @@
-"""Which files a source consists of, and which part of them is held out for validation.
+"""Files of a source, and the part of them that is held out for validation.
 
 Files lie on this machine or under an http(s) address (remote_files.py), and are treated alike. With many files,
 whole ones are held out by the hash of their name: the same on every peer, whatever the order and the folder. With
@@ -74,7 +74,7 @@ class Corpus:
             raise ConfigError(f"{file}: cannot be read: {error.strerror or error}") from error
 
     def _part(self, size: int) -> tuple[int, int]:
-        """Where this split's part of a file of `size` bytes or rows starts and ends."""
+        """Begin and end of this split's part of a file of `size` bytes or rows."""
         if self._whole_files:
             return 0, size
         cut = size - int(size * self._holdout)

@@ -38,7 +38,7 @@ class DataUnavailable(PeerdError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wanted:
-    """What is known of the bytes beforehand. `size`: exactly, or None where only `most` bounds it."""
+    """Expectations of the bytes to be fetched. `size`: exactly, or None where only `most` bounds it."""
 
     most: int
     size: int | None = None
@@ -47,7 +47,7 @@ class Wanted:
 
 
 class UrlOpener(Protocol):
-    """What is used of `urllib.request.OpenerDirector`."""
+    """The part of `urllib.request.OpenerDirector` that is used."""
 
     def open(self, fullurl: urllib.request.Request, *, timeout: float) -> Any: ...
 
@@ -142,7 +142,7 @@ class Downloader:
 
 
 class _Redirects(urllib.request.HTTPRedirectHandler):
-    """Another address is followed a few times, and never from https to something weaker."""
+    """Redirects are followed a few times, and never from https to something weaker."""
 
     max_redirections = HTTP_REDIRECTS
 
@@ -157,7 +157,7 @@ class _Redirects(urllib.request.HTTPRedirectHandler):
 
 
 def _safe_opener() -> UrlOpener:
-    """http and https and nothing else, by the machine's proxies and certificates."""
+    """An opener for http and https and nothing else, by the machine's proxies and certificates."""
     opener = urllib.request.OpenerDirector()
     for handler in (
         urllib.request.ProxyHandler(),
@@ -178,7 +178,7 @@ def _empty(sink: IO[bytes]) -> None:
 
 
 def _fits(wanted: Wanted, sink: IO[bytes]) -> bool:
-    """Whether the digest is right, where one is known."""
+    """True when the digest is right, or none is known."""
     if not wanted.sha256:
         return True
     digest = hashlib.sha256()
@@ -189,7 +189,7 @@ def _fits(wanted: Wanted, sink: IO[bytes]) -> bool:
 
 
 def _goes_on(answer: Any, have: int) -> bool:
-    """Whether this is the part that was asked for; a server may also send everything again."""
+    """True when this is the part that was asked for; a server may also send everything again."""
     return answer.status == 206 and str(answer.headers.get("Content-Range", "")).startswith(f"bytes {have}-")
 
 
@@ -224,7 +224,7 @@ def _asked_pause(error: HTTPError) -> float:
 
 
 def _reason(url: str, error: OSError | http.client.HTTPException) -> Exception:
-    """What to raise for a failure below http."""
+    """The exception for a failure below http."""
     cause = error.reason if isinstance(error, URLError) else error
     if isinstance(cause, ssl.SSLCertVerificationError):
         return ConfigError(f"{url}: the server's certificate is not valid: {cause.verify_message}")

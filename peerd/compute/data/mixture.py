@@ -1,4 +1,4 @@
-"""In which order a stream draws from several sources, so that at every moment each has had its share.
+"""Order of draws from several sources, such that at every moment each has had its share.
 
 This is Tijdeman's answer to the chairman assignment problem (Discrete Mathematics 32, 1980): among those that may be
 drawn, the one whose share would be exceeded first. After n draws a source of weight w was drawn n * w times, give or
@@ -48,7 +48,9 @@ class Mixture:
         return best
 
     def _draw_start(self, rng: random.Random) -> list[int]:
-        """What each source is owed before the first draw: of sum 0, small enough for the bound, not below a share."""
+        """Initial debt to each source before the first draw: of sum 0, small enough for the bound, not below a
+        share.
+        """
         lowest = [-min(self._slack, share) for share in self._shares]
         start = [0] * len(self._shares)
         for left, right in zip(range(len(start)), range(1, len(start)), strict=False):

@@ -33,12 +33,12 @@ _TRIES: Final = 5  # to open what other processes may take away
 
 
 def is_remote(path: str) -> bool:
-    """Whether `data.path` is an http(s) address."""
+    """True when `data.path` is an http(s) address."""
     return path.startswith(("http://", "https://"))
 
 
 def default_folder() -> Path:
-    """Where this platform keeps what programs can fetch again."""
+    """This platform's folder for files that programs can fetch again."""
     if sys.platform == "win32":
         base = Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local") / "peerd" / "cache"
     elif sys.platform == "darwin":
@@ -99,7 +99,7 @@ class Cache:
                 total -= size
 
     def _kept(self) -> Iterator[tuple[int, int, Path]]:
-        """When each file was used last (ns), its bytes, its path."""
+        """Time of the last use (ns), size in bytes, and path of each file."""
         for path in self.folder.iterdir():
             with contextlib.suppress(FileNotFoundError):
                 found = path.stat()

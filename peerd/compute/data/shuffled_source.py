@@ -36,7 +36,7 @@ Tokens = npt.NDArray[Any]
 
 
 class _Place(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Where a sample begins: `skip` tokens into the piece at a cursor of the n-th file of an epoch's order."""
+    """Start of a sample: `skip` tokens into the piece at a cursor of the n-th file of an epoch's order."""
 
     epoch: int = 0
     file: int = 0
@@ -45,7 +45,7 @@ class _Place(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
 
 
 class StreamPosition(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Where a stream stands: the block at hand, its size and where it begins, and how many of it were taken."""
+    """Position of a stream: the block at hand, its size and where it begins, and how many of it were taken."""
 
     block: int
     size: int
@@ -62,7 +62,7 @@ class _Run(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cutting:
-    """How a source becomes samples, and the names to use."""
+    """Rules for cutting a source into samples, and the names to use."""
 
     vocab: Vocabulary
     context: int
@@ -88,15 +88,15 @@ class SourceStream:
 
     @property
     def files(self) -> int:
-        """How many files the stream reads."""
+        """Number of files that the stream reads."""
         return len(self._documents.files)
 
     def position(self) -> StreamPosition:
-        """Where the stream stands."""
+        """The stream's position."""
         return StreamPosition(self._block, self._size, self._taken, self._block_place)
 
     def has(self, position: StreamPosition) -> bool:
-        """Whether this stream could stand there, as far as can be seen without reading."""
+        """True when this stream could stand at `position`, as far as can be seen without reading."""
         place = position.place
         if place.epoch < 0 or position.block < 0 or not 0 <= place.file < self.files or place.skip < 0:
             return False

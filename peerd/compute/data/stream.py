@@ -37,7 +37,7 @@ FIRST_BLOCK_SAMPLES: Final = 256  # at least, over all sources
 
 
 class _Places(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Where a mixed stream stands: how often each source was drawn, and where each stands."""
+    """Position of a mixed stream: the number of draws from each source, and the position of each."""
 
     drawn: list[int]
     sources: list[StreamPosition]
@@ -88,12 +88,12 @@ class SampleStream:
 
     @property
     def files(self) -> int:
-        """How many files the stream reads, of all sources."""
+        """Number of files that the stream reads, of all sources."""
         return sum(stream.files for stream in self._streams)
 
     @property
     def drawn(self) -> list[int]:
-        """How many samples of each source were taken; with one source, since it was opened."""
+        """Number of samples taken from each source; with one source, since it was opened."""
         return list(self._mixture.counts)
 
     def take(self, count: int) -> Tensor:
@@ -111,7 +111,7 @@ class SampleStream:
         return torch.from_numpy(np.stack(rows).astype(np.int64))
 
     def position(self) -> dict[str, Any]:
-        """Where the stream stands, as a few plain numbers fit for JSON."""
+        """The stream's position, as a few plain numbers fit for JSON."""
         places = [stream.position() for stream in self._streams]
         position = places[0] if len(places) == 1 else _Places(self.drawn, places)
         plain: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(position))

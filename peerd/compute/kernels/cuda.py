@@ -38,7 +38,7 @@ _MEND_ANY: Final = "install a CUDA build of torch that fits the driver to mend i
 
 
 class KernelJob(ctypes.Structure):
-    """What a kernel is told, as `struct Job` in blockwise.cu: addresses on the device, number of values."""
+    """Arguments of a kernel, as `struct Job` in blockwise.cu: addresses on the device, number of values."""
 
     _fields_ = (
         ("values", ctypes.c_uint64),
@@ -94,7 +94,7 @@ class CudaKernels:
 
 @functools.cache
 def kernel_name(kind: str, code: str, suffix: str) -> str:
-    """What a kernel is called in blockwise.cu."""
+    """Name of a kernel in blockwise.cu."""
     return f"peerd_{kind}_{code.removeprefix('fp8-')}_{suffix}" if code else f"peerd_{kind}_{suffix}"
 
 
@@ -110,12 +110,14 @@ _problems: Final[dict[tuple[int, str], str]] = {}  # by device and code: empty, 
 
 
 def available(device: torch.device | str) -> bool:
-    """Whether the kernels serve on this GPU. The first call compiles some, which takes its time."""
+    """True when the kernels serve on this GPU. The first call compiles some, which takes its time."""
     return not why_not(device)
 
 
 def why_not(device: torch.device | str) -> str:
-    """Empty when available; otherwise one sentence: what is the matter, what it costs, how to mend it."""
+    """The reason why the kernels do not serve, empty when they do: one sentence: what is the matter, what it costs, how
+    to mend it.
+    """
     device = torch.device(device)
     if device.type == _TYPE and (known := _problems.get((device.index or 0, _SCALES))) is not None:
         return known  # asked before every call: torch takes long to say whether there are GPUs

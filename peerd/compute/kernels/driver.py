@@ -92,7 +92,7 @@ class Device:
         return function
 
     def resident_blocks(self, function: ctypes.c_void_p, threads: int) -> int:
-        """How many CUDA blocks of a kernel run at the same time on the whole GPU, at least one."""
+        """Number of a kernel's CUDA blocks that run at the same time on the whole GPU, at least one."""
         blocks = ctypes.c_int()
         self._call(
             "cuOccupancyMaxActiveBlocksPerMultiprocessor", ctypes.byref(blocks), function, threads, ctypes.c_size_t(0)

@@ -50,12 +50,14 @@ class _Library:
 
 
 def available() -> bool:
-    """Whether the library was built and loads on this machine."""
+    """True when the library was built and loads on this machine."""
     return isinstance(_load(), _Library)
 
 
 def why_not() -> str:
-    """Empty when available; otherwise one sentence: what is the matter, what it costs, how to mend it."""
+    """The reason why the library does not serve, empty when it does: one sentence: what is the matter, what it costs,
+    how to mend it.
+    """
     found = _load()
     return found if isinstance(found, str) else ""
 
@@ -150,7 +152,7 @@ def _load() -> _Library | str:
 
 
 def _candidates(folder: Path) -> list[Path]:
-    """Where builds for this interpreter leave the library, the most exact name first."""
+    """Paths at which builds for this interpreter leave the library, the most exact name first."""
     return [folder / f"_blockwise{suffix}" for suffix in importlib.machinery.EXTENSION_SUFFIXES]
 
 

@@ -51,7 +51,7 @@ def load(folders: Iterable[Path], majors: Iterable[int] = MAJORS) -> ctypes.CDLL
 
 
 def folders_of(site: Path) -> list[Path]:
-    """Where under a folder of packages (site-packages) pip puts NVRTC, alone or with torch."""
+    """Folders under a folder of packages (site-packages) where pip puts NVRTC, alone or with torch."""
     under = ("nvidia/*/lib", "nvidia/*/bin", "nvidia/*/bin/*", "torch/lib")
     return [folder for pattern in under for folder in sorted(site.glob(pattern))]
 
@@ -89,7 +89,7 @@ class Nvrtc:
         return sorted(found)
 
     def target(self, capability: tuple[int, int]) -> str:
-        """What to compile for: the GPU's own machine code, or for a newer GPU PTX, which its driver finishes."""
+        """Target of a compilation: the GPU's own machine code, or for a newer GPU PTX, which its driver finishes."""
         wanted = capability[0] * 10 + capability[1]
         known = self.architectures()
         if wanted in known:

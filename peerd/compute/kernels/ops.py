@@ -52,7 +52,7 @@ _fake: Callable[[str], Callable[[Any], Any]] = torch.library.register_fake  # wh
 
 
 class Kernels(Protocol):
-    """What each implementation offers, for tensors that were checked here."""
+    """Contract of an implementation, for tensors that were checked here."""
 
     def quantize(
         self, x: Tensor, code: str, block: int, codes: Tensor | None = None, scales: Tensor | None = None
@@ -64,7 +64,7 @@ class Kernels(Protocol):
 
 
 class CpuKernels(Kernels, Protocol):
-    """What they offer on the CPU, for flat float32 that lies in one piece."""
+    """Contract of an implementation on the CPU, for flat float32 that lies in one piece."""
 
     def quantize_missing(
         self, x: Tensor, code: str, block: int, codes: Tensor, scales: Tensor, beside: Beside
@@ -92,7 +92,9 @@ def best_on_cpu() -> CpuKernels:
 
 
 def described(device: torch.device | str) -> tuple[str, str]:
-    """What codes tensors on `device`, and, when that is slow plain torch, one sentence why and how to mend it."""
+    """Name of the implementation that codes tensors on `device`, and, when that is slow plain torch, one sentence why
+    and how to mend it.
+    """
     device = torch.device(device)
     if device.type == "cuda":
         from peerd.compute.kernels import cuda
@@ -104,7 +106,7 @@ def described(device: torch.device | str) -> tuple[str, str]:
 
 
 def all_coded(scales: Tensor) -> bool:
-    """Whether every block could be coded: false when a value was NaN, infinite or beyond 3e38."""
+    """True when every block could be coded: false when a value was NaN, infinite or beyond 3e38."""
     return not bool((scales.view(torch.int32) > tables.LARGEST_BITS).any())
 
 

@@ -26,7 +26,7 @@ _E4M3_MAX: Final = 448.0
 
 @dataclass(frozen=True, slots=True)
 class Beside:
-    """What coding flat values makes beside their codes.
+    """Further outputs of coding flat values, beside their codes.
 
     `missed` gets the values minus what will be decoded, added to what stands there if `more`; `seen`, which may be the
     values themselves, gets what will be decoded.
@@ -37,7 +37,7 @@ class Beside:
     seen: Tensor | None = None
 
     def take(self, values: Tensor, decoded: Tensor) -> None:
-        """In passes of their own, where no kernel does it with the coding."""
+        """Fill in the outputs in passes of their own, where no kernel does it with the coding."""
         if self.missed is not None and self.more:
             self.missed.add_(values - decoded)
         elif self.missed is not None:
@@ -114,7 +114,7 @@ def block_scales(x: Tensor, block: int) -> Tensor:
 def room_for(
     x: Tensor, code: str, block: int, codes: Tensor | None = None, scales: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """What codes and scales of `x` are written to: the given tensors, or new ones beside x."""
+    """Tensors for the codes and scales of `x`: the given ones, or new ones on its device."""
     if codes is None:
         codes = torch.empty(code_bytes(x.numel(), code), dtype=torch.uint8, device=x.device)
     if scales is None:

@@ -326,7 +326,8 @@ DYNAMIC_LUT_FIRST: Final = (DYNAMIC_THRESHOLDS[0] >> DYNAMIC_LUT_SHIFT) - 1
 
 
 def dynamic_lut() -> list[int]:
-    """For each bucket: the code below its threshold (8 bits), and above these the threshold's lower bits.
+    """Look-up table for dynamic8, by bucket: the code below its threshold (8 bits), and above these the threshold's
+    lower bits.
 
     Bucket 0 lies below all thresholds, the last one begins at 1. Without a threshold the upper part is one more than
     any lower bits.

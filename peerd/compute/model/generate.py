@@ -13,7 +13,7 @@ from peerd.compute.tokenizer import Vocabulary
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleStyle:
-    """How to draw: `temperature` 0 takes the likeliest token; `top_k` 0 considers all."""
+    """Sampling settings: `temperature` 0 takes the likeliest token; `top_k` 0 considers all."""
 
     temperature: float = 0.8
     top_k: int = 40

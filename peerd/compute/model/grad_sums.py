@@ -1,4 +1,4 @@
-"""What microbatches have added up to: the sum of the step under way and, in a delayed run, of the step after it.
+"""Gradient accumulators: the sum of the step under way and, in a delayed run, of the step after it.
 
 Flat, one value for each parameter. `ahead` counts steps from the one under way. Knows tensors, no microbatches.
 """

@@ -26,7 +26,7 @@ from peerd.core.runfile import OptimizerSection
 
 
 def learning_rate(section: OptimizerSection, step: int) -> float:
-    """Of global step `step`, from 0: linear warm-up, then decay to `final_lr_share` at total_steps."""
+    """Learning rate of global step `step`, from 0: linear warm-up, then decay to `final_lr_share` at total_steps."""
     if step < section.warmup_steps:
         return section.lr * (step + 1) / section.warmup_steps
     if section.decay == "none":
@@ -119,7 +119,7 @@ class Optimizer:
 
 
 def moment_names(section: OptimizerSection) -> Sequence[str]:
-    """What the optimizer keeps for every parameter."""
+    """Names of the moments that the optimizer keeps for every parameter."""
     if section.name in ("sgd", "lars"):
         return ("momentum",) if section.momentum else ()
     return ("exp_avg", "exp_avg_sq")

@@ -66,7 +66,7 @@ def build(run: RunFile, stages: Sequence[int]) -> ModelPiece:
 
 
 def spans(run: RunFile) -> list[range]:
-    """Which blocks each stage of a gpt has: the slowest stage is as fast as it can be, given the head's cost.
+    """Blocks of each stage of a gpt: the slowest stage is as fast as it can be, given the head's cost.
 
     Cost in multiply-adds per token: a block's matrices and its attention, and the head's matrix for the last stage.
     """

@@ -27,7 +27,7 @@ ATTEMPTS: Final = 8
 
 
 class Precision:
-    """How one stage computes; `full` is plain torch in the dtype of the run."""
+    """Numeric precision of one stage's computing; `full` is plain torch in the dtype of the run."""
 
     def __init__(self, name: Literal["full", "bf16", "fp16"], device: torch.device) -> None:
         self._dtype = _DTYPES.get(name)
@@ -35,7 +35,7 @@ class Precision:
         self._device = device.type
 
     def casting(self) -> contextlib.AbstractContextManager[object]:
-        """In it torch chooses 16 bits where they do no harm."""
+        """A context in which torch chooses 16 bits where they do no harm."""
         if self._dtype is None:
             return contextlib.nullcontext()
         return torch.autocast(self._device, dtype=self._dtype)
@@ -43,7 +43,7 @@ class Precision:
     def backward(
         self, compute: Callable[[], Tensor], inputs: Sequence[Tensor], seed: Tensor | None, largest: float = 1.0
     ) -> tuple[Tensor, Sequence[Tensor]]:
-        """What `compute` gives and its gradients for `inputs`; these are not finite where no factor helps.
+        """The output of `compute` and its gradients for `inputs`; these are not finite where no factor helps.
 
         `seed`: the gradient of what it gives; None where that is one number. `largest`: the size of the largest
         gradient inside, of that number alone; of a seed it is found.

@@ -51,7 +51,7 @@ class Stale(PeerdError):
 
 @dataclass(slots=True)
 class StageOutcome:
-    """What a call computed. The answer is a tensor until somebody has coded it and put the frame in its place."""
+    """Result of a call. The answer is a tensor until somebody has coded it and put the frame in its place."""
 
     answer: Tensor | TensorFrame | None  # the output, or the input's gradient (none in the first stage)
     loss_sum: float  # over the samples, in the last stage
@@ -74,7 +74,9 @@ class _Book(dict[Mb, _Kept]):
 
 
 class Model(Protocol):
-    """What a member of a run holds, its own stage or a user's: gradients go in, averages step it, newcomers copy it."""
+    """The model that a member of a run holds, its own stage or a user's: gradients go in, averages step it, newcomers
+    copy it.
+    """
 
     @property
     def held(self) -> list[Mb]:
@@ -88,7 +90,9 @@ class Model(Protocol):
 
     @property
     def low_rank(self) -> LowRank | None:
-        """How the sum travels, if in factors; what that keeps from round to round is part of the state."""
+        """The low-rank code of the sum, if it travels in factors; what that keeps from round to round is part of the
+        state.
+        """
         ...
 
     def keep_only(self, step: int, wanted: Iterable[Mb]) -> list[Mb]:
@@ -141,7 +145,7 @@ class ServedStage:
         self.module.largest = math.sqrt(torch.finfo(self.module.dtype).max) / MAX_MICROBATCHES
         self._held, self._early = _Book(), _Book()
         self._batch = max(1, run.batch.target_samples // run.pipeline.microbatch)
-        self._called: dict[str, None] = {}  # trainers, whoever called last at the end
+        self._called: dict[str, None] = {}  # trainers, the latest caller last
         self._unusable: list[Mb] = []  # found while the sum was made anew
 
     @property
@@ -156,7 +160,7 @@ class ServedStage:
 
     @property
     def low_rank(self) -> LowRank | None:
-        """How the sum travels, if in factors."""
+        """The low-rank code of the sum, if it travels in factors."""
         return self.module.low_rank
 
     def forward(self, step: int | None, x: Tensor) -> StageOutcome:
@@ -247,7 +251,7 @@ class ServedStage:
         return found
 
     def _sum_anew(self) -> None:
-        """Of what is held; what cannot be computed any more is unusable."""
+        """Compute the sum anew, of what is held; what cannot be computed any more is unusable."""
         self.module.empty_sum()
         self._held.tainted = False
         for at, group in groupby(list(self._held.items()), key=lambda item: item[1].at):
@@ -295,7 +299,7 @@ class ServedStage:
         return [TensorSpec(n, dtype_name(t.dtype), tuple(t.shape)) for n, t in sorted(views.items())]
 
     def _at(self, step: int | None) -> int:
-        """How many steps ahead of the parameters the call is."""
+        """Number of steps that the call is ahead of the parameters."""
         ahead = 0 if step is None else step - self.module.step
         if not 0 <= ahead <= self.module.ahead:
             raise Stale(f"the stage is at step {self.module.step}, the call at {step}")
@@ -307,7 +311,7 @@ class ServedStage:
 
 
 def _need_no_padding(frames: Sequence[TensorFrame], *tensors: Tensor) -> None:
-    """What is kept is what came: no code of a tensor needs much more room than the tensor."""
+    """Refuse frames with padding: no code of a tensor needs much more room than the tensor."""
     held, needed = sum(len(frame.payload) for frame in frames), sum(tensor.nbytes for tensor in tensors)
     if held > needed + HELD_PADDING_BYTES:
         raise ValueError(f"the frames have {held} bytes, for tensors of {needed}")

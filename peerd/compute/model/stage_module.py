@@ -65,12 +65,14 @@ class StageModule:
 
     @torch.no_grad()
     def forward(self, x: Tensor) -> Tensor:
-        """First stage: int64 [B, L]; others [B, L, D]. Gives [B, L, D]; the last stage gives logits [B, L, V]."""
+        """Forward pass. First stage: int64 [B, L]; others [B, L, D]. Gives [B, L, D]; the last stage gives logits [B,
+        L, V].
+        """
         return self._compute(self._input(x))
 
     @torch.no_grad()
     def loss(self, x: Tensor, targets: Tensor) -> float:
-        """Of the last stage: mean over samples of the mean over tokens of the cross-entropy, in nats."""
+        """Loss of the last stage: mean over samples of the mean over tokens of the cross-entropy, in nats."""
         x = self._input(x)
         return float(self._loss_sum(x, self._targets(targets, x))) / x.shape[0]
 
@@ -102,7 +104,9 @@ class StageModule:
 
     @contextmanager
     def as_of(self, at: int) -> Iterator[None]:
-        """Inside, compute with the parameters of when `at` global steps had been made: the last step's, or these."""
+        """Inside this context, compute with the parameters of when `at` global steps had been made: the last step's, or
+        these.
+        """
         if at == self.step:
             yield
             return
@@ -120,7 +124,7 @@ class StageModule:
         self._sums.clear(0)
 
     def sum_is_finite(self) -> bool:
-        """Of the step under way: have all its values stayed within the range of numbers?"""
+        """True when all values in the sum of the step under way have stayed within the range of numbers."""
         return all_finite(self._sums.due)
 
     def gradient(self) -> Tensor:
@@ -147,7 +151,7 @@ class StageModule:
         return {name: tensor.detach().to("cpu", copy=True) for name, tensor in self.state_views().items()}
 
     def state_views(self) -> dict[str, Tensor]:
-        """What `state` copies: name to the live tensor itself; `step` is a copy."""
+        """Views of what `state` copies: name to the live tensor itself; `step` is a copy."""
         views = {f"param/{name}": v for name, v in zip(self.layout.names, self.layout.views(self._flat), strict=True)}
         for moment in moment_names(self.run.optimizer):
             parts = self.layout.views(self._optimizer.moments[moment])

@@ -67,7 +67,9 @@ class _Kept:
 
 
 class UserModel:
-    """What `optimizer` optimizes. `step` counts global steps; `failure` is what the user's own code raised."""
+    """The user's model: what `optimizer` optimizes. `step` counts global steps; `failure` is what the user's own code
+    raised.
+    """
 
     def __init__(
         self,
@@ -113,7 +115,7 @@ class UserModel:
         return list(self._early)
 
     def here(self) -> Position:
-        """Where a peer stands with these parameters when nobody told it: peers with other values stand elsewhere."""
+        """Position of a peer with these parameters when nobody told it: peers with other values stand elsewhere."""
         return Position(self.step, state_digest(self.state())[:8])
 
     def model_text(self) -> str:
@@ -339,7 +341,7 @@ def _names(optimizer: torch.optim.Optimizer, named: Iterable[tuple[str, Tensor]]
 
 
 def _outline(optimizer: torch.optim.Optimizer, named: Mapping[str, Tensor]) -> dict[str, _Kept]:
-    """What the optimizer keeps after a step, learnt with copies of everything: the real ones are only read."""
+    """State that the optimizer keeps after a step, learnt with copies of everything: the real ones are only read."""
     kind = type(optimizer)
     closure = inspect.signature(kind.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:

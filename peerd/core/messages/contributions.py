@@ -1,7 +1,7 @@
-"""What each peer says it has given to a run, as it publishes it: for the leader-board.
+"""Contribution records: what each peer says it has given to a run, published for the leader-board.
 
 The figures are the peer's own word. Its name is not: it stands in the token that travels along, which the organizer
-signed for this very peer; who reads the record checks that. Values come from strangers, so all are bounded.
+signed for this very peer; readers of the record check that. Values come from strangers, so all are bounded.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 class Contributed(Message, frozen=True):
     """The totals of one peer in one role, over all times that it took part."""
 
-    samples: Count  # whose gradients or samples it brought into global steps
+    samples: Count  # that it brought into global steps, or whose gradients it did
     bytes_aggregated: Count  # of gradients that it summed for others
     seconds: Count  # that it took part
     since: Seconds  # Unix time of its first part in the run
@@ -28,10 +28,10 @@ class Contributed(Message, frozen=True):
 
 
 def contributions_key(run: str) -> Key:
-    """Where the peers of a run publish what they gave; one sub-key for each role of a peer."""
+    """DHT key for the contributions to a run; one sub-key for each role of a peer."""
     return Key.of(f"{run}/contributions")
 
 
 def decode_contributed(value: bytes) -> Contributed:
-    """Raises ProtocolViolation."""
+    """The totals in a record's value. Raises ProtocolViolation."""
     return decode(Contributed, value)

@@ -50,7 +50,7 @@ class Seqs(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
 
     @classmethod
     def of(cls, numbers: Iterable[int]) -> Seqs:
-        """ValueError if they are too many."""
+        """The numbers as spans; ValueError if they are too many."""
         spans: list[tuple[int, int]] = []
         end = 0
         for number in numbers:
@@ -92,8 +92,9 @@ class Mbs(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=Tr
 
     @classmethod
     def of(cls, mbs: Iterable[Mb]) -> Mbs:
-        """Sorted. What is beyond the bounds is left out: a batch is within them, and whoever is told of less than
-        somebody holds has the rest done again, or taken out."""
+        """The microbatches in sorted order. What is beyond the bounds is left out: a batch is within them, and whoever
+        is told of less than somebody holds has the rest done again, or taken out.
+        """
         numbers: dict[str, list[int]] = {}
         for mb in sorted(mbs)[:MICROBATCHES]:
             numbers.setdefault(mb.trainer, []).append(mb.seq)

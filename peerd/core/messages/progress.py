@@ -1,4 +1,4 @@
-"""What peers publish about a run in the DHT, and under which keys: for finding each other, and for watchers.
+"""Records that peers publish about a run in the DHT, and their keys: for finding each other, and for watchers.
 
 All values are read from strangers: bounded here, signed and expiring in the DHT.
 """
@@ -23,27 +23,27 @@ ShortText = Annotated[str, msgspec.Meta(max_length=200)]
 
 
 def stage_key(run: str, stage: int) -> Key:
-    """Where the peers of a stage announce themselves."""
+    """DHT key under which the peers of a stage announce themselves."""
     return Key.of(f"{run}/stage/{stage}")
 
 
 def progress_key(run: str) -> Key:
-    """Where trainers announce how far they are."""
+    """DHT key under which trainers announce their progress."""
     return Key.of(f"{run}/progress")
 
 
 def joining_key(run: str) -> Key:
-    """Where peers that are about to join announce themselves."""
+    """DHT key under which joining peers announce themselves."""
     return Key.of(f"{run}/joining")
 
 
 def settings_key(run: str) -> Key:
-    """Where peers of a run publish the settings they share."""
+    """DHT key under which peers of a run publish its shared settings."""
     return Key.of(f"{run}/settings")
 
 
 def kept_key(run: str) -> Key:
-    """Where backbones announce the checkpoints that they keep."""
+    """DHT key under which backbones announce the checkpoints that they keep."""
     return Key.of(f"{run}/kept")
 
 
@@ -56,7 +56,7 @@ class StageProgress(Message, frozen=True):
     held: int  # samples accumulated for the step under way
     samples_per_s: float
     device: ShortText
-    conductor: PeerText  # whom it follows; "" while it looks for one
+    conductor: PeerText  # the conductor that it follows; "" while it looks for one
     waits_for: ShortText
     addrs: Annotated[list[AddrText], msgspec.Meta(max_length=16)]
     token: TokenData = b""  # in a run with tokens: that the publisher is a member, and may serve a stage
@@ -74,7 +74,7 @@ class Joiner(Message, frozen=True):
 
 
 class KeptCheckpoints(Message, frozen=True):
-    """What a backbone keeps: positions of which it has the checkpoints of all stages, oldest first."""
+    """Checkpoints that a backbone keeps: positions at which it has those of all stages, oldest first."""
 
     positions: Annotated[list[Position], msgspec.Meta(max_length=KEPT_SETS)]
     addrs: Annotated[list[AddrText], msgspec.Meta(max_length=16)]
@@ -101,8 +101,9 @@ class TrainerProgress(Message, frozen=True):
 def foretold_in_s(told: Iterable[tuple[str, str, float]], wall: float) -> float | None:
     """Seconds until the step under way should be done, by the records of a run's stage peers; None: nobody knows.
 
-    `told`: each one's id, whom it follows, and its `step_at`. The word counts of whom most follow, so that nobody
-    foretells who conducts in his own eyes only; not if it is over for longer than records take to be renewed.
+    `told`: each peer's id, the conductor that it follows, and its `step_at`. Only the conductor that most follow
+    counts, so that a peer that conducts in its own eyes alone foretells nothing; not if the time is over for longer
+    than records take to be renewed.
     """
     rows = list(told)
     followed = Counter(conductor for _, conductor, _ in rows if conductor)
@@ -114,13 +115,13 @@ def foretold_in_s(told: Iterable[tuple[str, str, float]], wall: float) -> float 
 
 
 def sum_told(values: Iterable[float]) -> float:
-    """Of the finite ones; a sum that is too large for a float is none of a training's figures."""
+    """Sum of the finite values; 0 when the sum itself is too large for a float, which no training's figure is."""
     total = sum(value for value in values if math.isfinite(value))
     return total if math.isfinite(total) else 0.0
 
 
 def pause_s(due_in_s: float | None, usual_s: float, longest_s: float) -> float:
-    """How long to wait before the next look at a step, or word about it, when it is due in `due_in_s` seconds.
+    """Pause before the next look at a step, or word about it, when it is due in `due_in_s` seconds.
 
     Unknown, near or past: `usual_s`, the shortest there is. Otherwise one look comes shortly before the step is due
     and one shortly after it, and before that one every `longest_s`, since forecasts change.
@@ -138,10 +139,10 @@ def encode_progress(value: StageProgress | TrainerProgress) -> bytes:
 
 
 def decode_stage(value: bytes) -> StageProgress:
-    """Raises ProtocolViolation."""
+    """The announcement in a record's value. Raises ProtocolViolation."""
     return decode(StageProgress, value)
 
 
 def decode_trainer(value: bytes) -> TrainerProgress:
-    """Raises ProtocolViolation."""
+    """The announcement in a record's value. Raises ProtocolViolation."""
     return decode(TrainerProgress, value)

@@ -32,7 +32,7 @@ def grant(sign: Sign, statement: GrantStatement) -> Grant:
 
 
 def is_granted(conductor: PeerId, run: bytes, trainer: str, shown: Grant) -> bool:
-    """Whether `conductor` has signed `shown` for `trainer` in `run`."""
+    """True when `conductor` signed the grant `shown` for `trainer` in `run`."""
     statement = GrantStatement(run, shown.term, shown.step, trainer, shown.seqs)
     return verify(conductor, _GRANT + encode(statement), shown.signature)
 
@@ -43,6 +43,6 @@ def receipt(sign: Sign, run: bytes, session: int, stage: int, step: int, mb: Mb)
 
 
 def has_received(holder: PeerId, run: bytes, stage: int, step: int, mb: Mb, shown: Receipt) -> bool:
-    """Whether `holder` has signed `shown` for `mb` of `step` in `stage` of `run`."""
+    """True when `holder` signed the receipt `shown` for `mb` of `step` in `stage` of `run`."""
     statement = ReceiptStatement(run, shown.session, stage, step, mb)
     return verify(holder, _RECEIPT + encode(statement), shown.signature)

@@ -27,7 +27,7 @@ _TAG: Final = b"peerd state 1\0"
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """What one tensor of a state is, without its values."""
+    """Name, dtype and shape of one tensor of a state, without its values."""
 
     name: str
     dtype: str
@@ -58,10 +58,10 @@ class Span(NamedTuple):
 
 
 class StateLayout:
-    """Where each tensor lies in the row, and where the row is cut."""
+    """Layout of a state: the offset of each tensor in the row, and the pieces that the row is cut into."""
 
     def __init__(self, tensors: Iterable[TensorSpec | StateItem], piece_bytes: int = STATE_PIECE_BYTES) -> None:
-        """Another `piece_bytes` is for tests: peers that talk to each other must have the same."""
+        """Lay out the tensors in a row."""
         self.tensors = [TensorSpec(t.name, t.dtype, tuple(t.shape)) for t in tensors]
         self.piece_bytes = piece_bytes
         self.begins: list[int] = []  # of each tensor, in the row
@@ -76,12 +76,12 @@ class StateLayout:
         self.digest = hashlib.sha256(text.encode()).digest()  # of names, dtypes and shapes
 
     def piece(self, number: int) -> tuple[int, int]:
-        """Where piece `number` begins and ends in the row."""
+        """Begin and end of piece `number` in the row."""
         begin = number * self.piece_bytes
         return begin, min(begin + self.piece_bytes, self.total_bytes)
 
     def spans(self, number: int) -> list[Span]:
-        """What of which tensors makes up a piece."""
+        """The parts of tensors that make up a piece."""
         begin, end = self.piece(number)
         spans = []
         for tensor in range(max(0, bisect_right(self.begins, begin) - 1), len(self.begins)):
@@ -109,7 +109,7 @@ class StateLayout:
         return [row[b : b + t.nbytes] for b, t in zip(self.begins, self.tensors, strict=True)]
 
     def root(self, position: Position, digests: bytes | bytearray | memoryview) -> bytes:
-        """What stands for a state of this layout; `digests`: of all pieces, joined."""
+        """Root hash of a state of this layout; `digests`: those of all pieces, joined."""
         lineage = position.lineage
         head = position.step.to_bytes(8, "big") + len(lineage).to_bytes(1, "big") + lineage
         return hashlib.sha256(_TAG + head + self.digest + digests).digest()

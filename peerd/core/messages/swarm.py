@@ -1,13 +1,13 @@
 """The messages by which stage peers and trainers make global steps together, and what each field may hold.
 
-One conductor (a peer of stage 0) keeps the ledger of the step under way: which microbatches make up the batch
-and who holds each one's gradient in each stage. Trainers and stage peers report to it by `sync` calls that wait
-for news; it closes the step by `prepare` (average inside each stage) and `commit` (step the optimizer) calls to
-the stage peers. Everything may be repeated: calls name microbatches, steps and attempts by id. In a delayed run a
-second ledger is open meanwhile, that of the step after: its microbatches are `early`.
-A microbatch's `seq` is unique for its trainer (session in the upper bits); who the trainer is, the
-authenticated connection says. Every bound here is kept by who sends, too: what is longer is told in parts (the list of
-members, what is done, what is to be repeated), or cut by a rule that stands at the field.
+One conductor (a peer of stage 0) keeps the ledger of the step under way: which microbatches make up the batch, and
+which peer holds each one's gradient in each stage. Trainers and stage peers report to it by `sync` calls that wait for
+news; it closes the step by `prepare` (average inside each stage) and `commit` (step the optimizer) calls to the stage
+peers. Everything may be repeated: calls name microbatches, steps and attempts by id. In a delayed run a second ledger
+is open meanwhile, that of the step after: its microbatches are `early`. A microbatch's `seq` is unique for its trainer
+(session in the upper bits); the authenticated connection says which trainer that is. Every bound here is kept by the
+sender, too: what is longer is told in parts (the list of members, what is done, what is to be repeated), or cut by a
+rule that stands at the field.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Grant(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
 
 
 class GrantStatement(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """What a grant signs."""
+    """The content that a grant signs."""
 
     run: Fingerprint
     term: Term
@@ -85,7 +85,7 @@ class Receipt(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
 
 
 class ReceiptStatement(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """What a receipt signs."""
+    """The content that a receipt signs."""
 
     run: Fingerprint
     session: Seq
@@ -95,7 +95,9 @@ class ReceiptStatement(msgspec.Struct, frozen=True, array_like=True, forbid_unkn
 
 
 class Position(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, order=True):
-    """Where a peer's parameters stand: the step, and which commit led there (differs after a split)."""
+    """The position of a peer's parameters: the step, and the lineage of the commit that led there (differs after a
+    split).
+    """
 
     step: StepNumber
     lineage: Lineage
@@ -113,7 +115,7 @@ class MemberInfo(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
 
 
 class MemberNews(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """How the conductor's list of members got from one version to another; see machine/conductor/member_list."""
+    """Changes of the conductor's list of members between two versions; see machine/conductor/member_list."""
 
     since: Version  # the list that these are changes to; 0: an empty one
     version: Version  # what it is with these changes
@@ -126,14 +128,14 @@ Mode = Literal["node", "client", "aux"]  # sends a vector and sums a share; only
 
 
 class PairLimit(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """What the sender of this can send to `peer` at most, when that is less than its line carries."""
+    """Upper bound on the rate from the sender of this message to `peer`, where that is less than its line carries."""
 
     peer: PeerText
     bytes_per_s: Rate  # 0: nothing passes
 
 
 class LineInfo(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """What a peer says of its line and its part in averaging; rates of 0: unknown."""
+    """A peer's own figures of its line, and its part in averaging; rates of 0: unknown."""
 
     mode: Mode = "node"
     up_bytes_per_s: Rate = 0.0
@@ -189,7 +191,7 @@ class MemberAnswer(Message, frozen=True):
 
 
 class Done(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """A microbatch of the calling trainer and who holds its gradient, stage by stage ("" where none does)."""
+    """A microbatch of the calling trainer and the holders of its gradient, stage by stage ("" where there is none)."""
 
     seq: Seq
     holders: Annotated[list[PeerText], msgspec.Meta(max_length=STAGES)]
@@ -247,7 +249,7 @@ class Party(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
 
 
 class GridRound(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """One round of an attempt that has several, as one who takes part has to know it: its own group's."""
+    """One round of an attempt that has several, as a participant has to know it: its own group's."""
 
     senders: Annotated[list[PeerText], msgspec.Meta(max_length=MAX_MEMBERS)]  # sums are made in this order
     # These have what one of the senders has: they bring nothing and take the sum.
@@ -316,7 +318,7 @@ class Moved(Message, frozen=True):
 
 
 class Conducts(Message, frozen=True):
-    """A conductor's answer to who it is: the term it acts in."""
+    """A conductor's answer that it is one: the term it acts in."""
 
     term: Term
 
@@ -404,7 +406,7 @@ class StateRequest(Message, frozen=True):
 
 
 class StateManifest(Message, frozen=True):
-    """What a donor vouches for; the same from all who hold the same bits at the same position."""
+    """A donor's claim to a state; the same from all donors that hold the same bits at the same position."""
 
     position: Position
     layout: Root  # digest of the names, dtypes and shapes

@@ -1,4 +1,4 @@
-"""Tokens: what an organizer signs to let a peer into a run, and the list of those that he took back.
+"""Tokens: what an organizer signs to let a peer into a run, and the list of revoked ones.
 
 A token names one peer by its key, so it is no secret: whoever copies it cannot use it. It says for which run, under
 what name, for which roles and until when. A revocation list has a number that only grows: an older list never
@@ -42,7 +42,7 @@ RevokedData = Annotated[bytes, msgspec.Meta(max_length=REVOKED_BYTES)]  # a seal
 
 
 class Token(Message, frozen=True):
-    """What the organizer signed: this peer may take part in this run, in these roles, until then."""
+    """The organizer's statement: this peer may take part in this run, in these roles, until then."""
 
     id: TokenId
     public_key: Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]  # of the peer that may use it
@@ -82,7 +82,9 @@ def seal(body: Token | Revoked, organizer: Signer) -> bytes:
 
 
 def unseal(kind: type[S], data: bytes) -> S:
-    """What was sealed; ProtocolViolation when it has not that form. Does not check the signature: see `signed_by`."""
+    """The content of a sealed message; ProtocolViolation when it has not that form. Does not check the signature: see
+    `signed_by`.
+    """
     if not SIGNATURE_BYTES < len(data) <= _SIZES[kind]:
         raise ProtocolViolation(f"a {kind.__name__} of {len(data)} bytes; allowed: up to {_SIZES[kind]}")
     body: S = decode(kind, data[SIGNATURE_BYTES:])
@@ -100,7 +102,7 @@ def unseal(kind: type[S], data: bytes) -> S:
 
 
 def signed_by(organizer: PeerId, kind: type[Token] | type[Revoked], data: bytes) -> bool:
-    """Whether `organizer` sealed this."""
+    """True when `organizer` sealed this."""
     return verify(organizer, _DOMAINS[kind] + data[SIGNATURE_BYTES:], data[:SIGNATURE_BYTES])
 
 
@@ -153,5 +155,5 @@ def normal_roles(roles: Iterable[str]) -> list[str]:
 
 
 def revoked_key(run: str) -> Key:
-    """Where the organizer of a run publishes the list of tokens that he took back."""
+    """DHT key under which the organizer of a run publishes the list of revoked tokens."""
     return Key.of(f"{run}/revoked")

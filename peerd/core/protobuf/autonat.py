@@ -21,7 +21,7 @@ _DIAL, _DIAL_RESPONSE = 0, 1
 
 
 class DialStatus(IntEnum):
-    """What came of a dial-back."""
+    """Result of a dial-back."""
 
     OK = 0
     DIAL_ERROR = 100  # tried, in vain

@@ -23,7 +23,7 @@ _VOUCHER_BYTES: Final = 1024  # an envelope with an Ed25519 key takes about 250
 
 
 class HopKind(IntEnum):
-    """What a hop message is."""
+    """Kinds of hop messages."""
 
     RESERVE = 0
     CONNECT = 1
@@ -31,14 +31,14 @@ class HopKind(IntEnum):
 
 
 class StopKind(IntEnum):
-    """What a stop message is."""
+    """Kinds of stop messages."""
 
     CONNECT = 0
     STATUS = 1
 
 
 class Status(IntEnum):
-    """How a request ended."""
+    """Result of a request."""
 
     OK = 100
     RESERVATION_REFUSED = 200
@@ -62,7 +62,7 @@ def status_words(status: int | None) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """What a relay allows one circuit; 0 stands for no limit."""
+    """A relay's bounds on one circuit; 0: no limit."""
 
     duration_s: int = 0
     data_bytes: int = 0  # in each direction
@@ -112,7 +112,7 @@ class Promise:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Message:
-    """What both protocols say; they number it differently."""
+    """Fields that hop and stop messages share; the two protocols number them differently."""
 
     peer: PeerId | None = None
     limit: Limit | None = None
@@ -142,7 +142,7 @@ class _Message:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HopMessage(_Message):
-    """Between a client and its relay."""
+    """A message between a client and its relay."""
 
     kind: HopKind
     promise: Promise | None = None
@@ -153,7 +153,7 @@ class HopMessage(_Message):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StopMessage(_Message):
-    """Between a relay and the peer that a circuit leads to."""
+    """A message between a relay and the peer that a circuit leads to."""
 
     kind: StopKind
 
@@ -178,7 +178,7 @@ def _decode_peer(data: bytes) -> PeerId:
 
 
 class _Part(NamedTuple):
-    """How one field is written under a number, and read."""
+    """Writer and reader of one field."""
 
     write: Callable[[int, Any], bytes]
     read: Callable[[int | bytes], Any]

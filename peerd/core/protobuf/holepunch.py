@@ -19,7 +19,7 @@ DCUTR: Final = "/libp2p/dcutr"
 
 
 class PunchKind(IntEnum):
-    """What a message is."""
+    """Kinds of hole-punching messages."""
 
     CONNECT = 100  # where I can be dialed
     SYNC = 300  # dial now

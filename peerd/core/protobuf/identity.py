@@ -39,7 +39,7 @@ def decode_public_key(data: bytes) -> PeerId:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NoisePayload:
-    """What each side proves in the hand-shake: who it is, and which muxers it can use at once."""
+    """Hand-shake payload: proof of a side's identity, and the muxers that it can use at once."""
 
     peer: PeerId
     signature: bytes
@@ -76,7 +76,7 @@ def _muxers(extensions: bytes) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Identify:
-    """What a peer tells about itself. Addresses stay raw: a peer may list kinds that this side does not know."""
+    """A peer's description of itself. Addresses stay raw: a peer may list kinds that this side does not know."""
 
     peer: PeerId | None = None
     listen_addrs: tuple[bytes, ...] = ()

@@ -29,7 +29,7 @@ def seal_envelope(domain: str, kind: bytes, payload: bytes, signer: Signer) -> b
 
 
 def open_envelope(domain: str, kind: bytes, data: bytes, verify: Verify) -> tuple[PeerId, bytes]:
-    """Who signed, and what."""
+    """Signer and payload of a signed envelope."""
     signer: PeerId | None = None
     found, payload, signature = b"", b"", b""
     for number, value in read_fields(data):
@@ -61,7 +61,7 @@ class Voucher:
     expires_unix_s: int
 
     def seal(self, signer: Signer) -> bytes:
-        """As it travels; `signer` is the relay."""
+        """The voucher as it travels; `signer` is the relay."""
         body = bytes_field(1, self.relay.raw) + bytes_field(2, self.peer.raw) + number_field(3, self.expires_unix_s)
         return seal_envelope(_DOMAIN, _TYPE, body, signer)
 

@@ -22,7 +22,7 @@ from peerd.core.ids import PeerId
 from peerd.core.limits import CLOCK_CORRECTION_S
 from peerd.core.messages.token import NO_TOKEN, Revoked, Token, fault, signed_by, unseal
 
-# Who may call a method or a whole service: roles, as tokens name them. What is not listed, every member may call.
+# Roles, as tokens name them, that may call a method or a whole service. What is not listed, every member may call.
 CALLERS: Final[dict[str, frozenset[str]]] = {
     "stage/3/forward": frozenset({"trainer"}),
     "stage/3/backward": frozenset({"trainer"}),
@@ -35,7 +35,7 @@ CALLERS: Final[dict[str, frozenset[str]]] = {
     "average/1": frozenset({"stage", "aux"}),
     "kept/1": frozenset({"stage"}),
 }
-# Whose method or service a member uses. The directory is used wherever it is: its records are signed by publishers.
+# Roles whose methods a member uses. The directory is used wherever it is: its records are signed by publishers.
 SERVERS: Final[dict[str, frozenset[str]]] = {
     "stage/3/prepare": frozenset({"stage", "aux"}),
     "stage/3": frozenset({"stage"}),
@@ -58,7 +58,7 @@ class Member:
     rights: frozenset[str] | None
 
     def lacks(self, roles: frozenset[str]) -> bool:
-        """Whether none of `roles` is among its rights."""
+        """True when the member's rights are limited and include none of `roles`."""
         return self.rights is not None and not self.rights & roles
 
 
@@ -79,7 +79,7 @@ class Roll:
         return len(self._members)
 
     def judge(self, peer: PeerId, data: bytes, now: float) -> Member | str:
-        """What the token `data` makes of `peer`: a member, or the reason why not. Changes nothing."""
+        """Verdict on the token `data` that `peer` shows: a member, or the reason for a refusal. Changes nothing."""
         if peer == self.organizer:
             return self._members[peer]
         if not data:
@@ -108,17 +108,19 @@ class Roll:
         return None
 
     def may_vote(self, peer: PeerId) -> bool:
-        """Whether its clock counts: a member's does, even if the token has expired by ours, which may be off."""
+        """True when the peer's clock has a vote: a member's does, even if the token has expired by ours, which may be
+        off.
+        """
         return peer in self._members or peer in self._expired
 
     def forget(self, peer: PeerId) -> None:
-        """It has gone; it will show its token again."""
+        """Take a peer that has gone off the roll; it will show its token again."""
         if peer != self.organizer:
             self._members.pop(peer, None)
             self._expired.discard(peer)
 
     def member(self, peer: PeerId, now: float) -> Member | None:
-        """Who `peer` is, if its token counts still."""
+        """The member record of `peer`; None: it has none, or its token has expired."""
         found = self._members.get(peer)
         if found is not None and found.token is not None and now >= found.token.expires:
             del self._members[peer]
@@ -148,7 +150,7 @@ class Roll:
         return f"{method} is served by {_listed(allowed)}; its token allows {_listed(found.rights)}"
 
     def refusal(self, why: str) -> str:
-        """What a peer without a token is told."""
+        """The text that a peer without a valid token is told."""
         return f"{NO_TOKEN} for run {self.run}: {why}; ask the organizer ({self.organizer.short}) for one"
 
     def learn_revoked(self, data: bytes) -> bool:

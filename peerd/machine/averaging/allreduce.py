@@ -1,4 +1,4 @@
-"""One round of all-reduce as one member sees it: who owes which part to whom, and who is late.
+"""One round of all-reduce as one member sees it: which peer owes which part to which, and which peers are late.
 
 The vector is cut into shares, one for each owner, and each share into parts. Every sender sends each part to its
 owner, who sums all senders' versions in the order of the senders (so that the sum has the same bits for everyone)
@@ -110,7 +110,7 @@ class AveragingPlan:
         )
 
     def pair_bytes_per_s(self, own: str) -> dict[str, float]:
-        """How fast bytes leave `own` for each other peer when all lines are used evenly to the end; empty: not known.
+        """Sending rates from `own` to each other peer at which all lines are used evenly to the end; empty: not known.
 
         What headers take of a line is left to them: else its queue grows, round by round, until it loses packets.
         """
@@ -139,7 +139,7 @@ class AveragingPlan:
 
 
 def parts_of_a_share(round_s: float) -> int:
-    """Into how many parts a round of so many seconds cuts each share; 0: its time is not known.
+    """Number of parts that a round of so many seconds cuts each share into; 0: its time is not known.
 
     Sums come back one part's time after the parts leave, and the round ends later by it; but each part costs time.
     """
@@ -194,7 +194,7 @@ def cut(
 
 
 def _alike(share: int, most: int) -> int:
-    """How long the parts of a share are so that none is longer than `most`, and none much shorter than the others."""
+    """Length of the parts of a share: none is longer than `most`, and none much shorter than the others."""
     if not share:
         return most
     return min(most, _raised(-(-share // -(-share // most)), _EVEN_ELEMENTS))
@@ -235,7 +235,7 @@ class Round:
         due = parts if self.takes else ()
         self._due = {part.index: part.owner for part in due if part.owner != own}
         self._asked: set[int] = set()  # parts that may have been sent to their owner
-        self._heard: dict[str, tuple[float, int]] = {}  # of whom, when, and as how manyth: much comes at one time
+        self._heard: dict[str, tuple[float, int]] = {}  # peer -> (last heard, sequence number as tie-break)
         self._times_heard = 0
         self.began = 0.0
         self.waited_s: dict[str, float] = {}  # for the last version of our parts, once all others were there
@@ -243,12 +243,12 @@ class Round:
         self._newest: dict[int, float] = {}  # when the newest version of a part came
 
     def begin(self, now: float) -> None:
-        """Patience with the others starts here."""
+        """Start the time-outs of the others."""
         self.began = now
         self.be_patient(now)
 
     def be_patient(self, now: float) -> None:
-        """Everybody waits for those who are in an earlier round: patience starts anew."""
+        """Restart all time-outs: everybody waits for peers that are in an earlier round."""
         self._heard = dict.fromkeys({*self._everyone, *self._due.values()}, (now, 0))
 
     def check(self, index: int, sender: str) -> None:
@@ -292,7 +292,7 @@ class Round:
 
     @property
     def finished(self) -> bool:
-        """Have we every sum that is due to us, and every version that is due from others?"""
+        """True when we have every sum that is due to us, and every version that is due from others."""
         return not self._due and not self._missing
 
     def _hear(self, peer: str, now: float) -> None:
@@ -300,26 +300,26 @@ class Round:
         self._heard[peer] = now, self._times_heard
 
     def missing_share(self) -> float:
-        """How much of what this member should have, from 0 to 1, has no sum yet."""
+        """Fraction, from 0 to 1, of the parts due to this member that have no complete sum."""
         due = [part for part in self.parts if part.owner == self.own or self.own in self._everyone]
         whole = len(self.senders)
         lost = [p for p in due if p.index in self._due or (p.index in self._came and self._brought[p.index] < whole)]
         return sum(p.end - p.begin for p in lost) / max(1, sum(p.end - p.begin for p in due))
 
     def owes(self, sender: str) -> bool:
-        """Does this sender still owe us a part?"""
+        """True while this sender owes us a part."""
         return sender in self._everyone and any(sender not in came for came in self._came.values())
 
     def silent(self, now: float) -> set[str]:
-        """Whom we have not heard of for longer than our patience, whether or not it is their turn."""
+        """Peers not heard from for longer than our patience, whether or not it is their turn."""
         return {peer for peer, (heard, _) in self._heard.items() if now - heard > self._patience_s} - {self.own}
 
     def late(self, now: float) -> tuple[str, ...]:
         """Members we have waited for longer than our patience, sorted.
 
-        One that hangs soon holds up everybody, who then seem to hang as well: named is who fell silent first of those
-        we wait for. An owner may only be waiting for a late sender, and gets a little more patience; one that has
-        nothing of ours yet, because somebody else's sums hold up our parts, owes us nothing.
+        One that hangs soon holds up everybody, who then seem to hang as well: so the one named is the first that fell
+        silent of those we wait for. An owner may only be waiting for a late sender, and gets a little more patience;
+        one that has nothing of ours yet, because somebody else's sums hold up our parts, owes us nothing.
         """
         silent = self.silent(now)
         if not silent:
@@ -335,13 +335,13 @@ class Round:
         return tuple(sorted(lost & blocking or lost))
 
     def _blocking(self) -> set[str]:
-        """Who lacks the first of our parts that is not whole: all others wait for them."""
+        """Peers that have not delivered their piece of our first incomplete part: all others wait for them."""
         whole = len(self._everyone)
         return set(next((self._everyone - came for came in self._came.values() if len(came) < whole), ()))
 
 
 class PartPace:
-    """Which parts of other owners may leave now, so that all shares are sent evenly and end together.
+    """Pacing of parts to other owners: which may leave now, so that all shares are sent evenly and end together.
 
     A part's place is how far its owner's share has come with it, from 0 to 1; owners are a little apart, so that not
     all small ones' parts leave at once. What leaves is at most a window ahead of the least place, among shares as large
@@ -350,7 +350,7 @@ class PartPace:
     """
 
     def __init__(self, parts: Sequence[Part], under_way: float) -> None:
-        """`under_way`: how many parts of an average share may be on their way to its owner."""
+        """`under_way`: number of parts of an average share that may be on their way to its owner."""
         counts = Counter(part.owner for part in parts)
         window = under_way * len(counts) / max(1, len(parts))
         self._window = {owner: max(window, _LEAST_UNDER_WAY / count) for owner, count in counts.items()}
@@ -376,7 +376,7 @@ class PartPace:
         return self._least[self._size[owner]] > before
 
     def _find_least(self) -> dict[int, float]:
-        """By size: the least place that waits, of shares of this size and above."""
+        """The least waiting place by size, of shares of that size and above."""
         found, least = {}, 1.0
         for size in sorted(set(self._size.values()), reverse=True):
             heads = (queue[0] for owner, queue in self._left.items() if queue and self._size[owner] == size)

@@ -1,4 +1,4 @@
-"""Which measured line is given more than it has shown, to see whether it carries that: one at a time, ever more rarely.
+"""Bandwidth probes: one measured line at a time gets more load than it has shown to carry, with exponential back-off.
 
 A line is measured by what passes it, and what passes a fast line among slow ones is what the slow ones allow: with
 equal shares all look alike. So now and then a peer's line is taken for TRY times what was seen. If it then carries
@@ -28,15 +28,16 @@ class _Known:
 
 
 class Exploring:
-    """Of one stage. Lines are known by their narrower direction, in bytes/s."""
+    """The probes of one stage. Lines are known by their narrower direction, in bytes/s."""
 
     def __init__(self) -> None:
         self._attempt = 0
         self._known: dict[str, _Known] = {}
-        self._trial: tuple[str, float, int] | None = None  # who, what its line was then, since which attempt
+        self._trial: tuple[str, float, int] | None = None  # peer, its rate then, since which attempt
 
     def next(self, measured: Mapping[str, float], worth: Callable[[], bool] = lambda: True) -> str | None:
-        """An attempt is ordered; these lines are measured. Whose is to be tried in it; None: nobody's.
+        """The peer whose line is probed in the attempt that is ordered now, of these measured ones; None: nobody's.
+        Whose is to be tried in it; None: nobody's.
 
         `worth`: whether there is anything to gain; asked before a new try.
         """

@@ -1,4 +1,4 @@
-"""How large averaging groups are: the rule of DeDLOC's appendix C, and the failure rate that it needs.
+"""Size of averaging groups: the rule of DeDLOC's appendix C, and the failure rate that it needs.
 
 Groups of m need d = log_m N rounds for the mean of all, and a group has no failure with probability (1 - p)^m; the
 choice minimises d / (1 - p)^m. `topology.Grouping` asks it in a run. There, one failure spoils the
@@ -64,7 +64,7 @@ def _ln(value: decimal.Decimal) -> decimal.Decimal:
 
 
 class FailureRate:
-    """What share of peers fails in a round, from what the last rounds showed; older rounds fade.
+    """Estimate of the share of peers that fail in a round, from the last rounds; older rounds fade.
 
     Begins at `prior`, which counts like `weight` peers seen.
     """
@@ -81,5 +81,5 @@ class FailureRate:
 
     @property
     def rate(self) -> float:
-        """Below 1, rounded to thousandths so that noise does not change the groups."""
+        """The failure rate, below 1, rounded to thousandths so that noise does not change the groups."""
         return min(0.999, round(self._lost / self._seen, 3))

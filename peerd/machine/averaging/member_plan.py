@@ -1,4 +1,4 @@
-"""What a conductor's order means to one member: the rounds that it has to make, one after the other.
+"""One member's part in a conductor's averaging order: the rounds that it has to make, one after the other.
 
 Each round's attempt id is derived from the order's and the round's number, so nobody can take a frame of one round for
 one of another. A hostile conductor may send an order that does not fit together, or in which our gradient would not
@@ -19,7 +19,7 @@ _AT_LEAST_S = 30.0  # of one round: machines compute, too, and other things besi
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """What a run file says of rounds; `align`: elements of the code's blocks (`AveragingPlan.align`)."""
+    """Averaging settings of a run file; `align`: elements of the code's blocks (`AveragingPlan.align`)."""
 
     part_bytes: int
     patience_s: float
@@ -65,8 +65,9 @@ def _plan(order: Prepare, number: int, own: str, terms: Terms) -> AveragingPlan:
 
 
 def _coming_s(order: Prepare, number: int, patience_s: float) -> float:
-    """How long others may be in a round before this one: their part of the attempt's time, or less where lines are
-    known. Whoever claims it longer holds everyone up."""
+    """Seconds that others may be in a round before this one: their part of the attempt's time, or less where lines are
+    known. Whoever claims it longer holds everyone up.
+    """
     share_s, earlier_s = order.timeout_s * number / len(order.rounds), order.rounds[number].earlier_s
     if earlier_s <= 0:
         return share_s

@@ -1,4 +1,4 @@
-"""Who sums with whom when a large group averages in several rounds of small groups, as in Moshpit all-reduce.
+"""Group schedule of Moshpit all-reduce: a large group averages in several rounds of small groups.
 
 A run's conductor uses it through `topology`. Peers stand in one order, cut into leaves. In the first round each leaf
 sums; then clusters of `side` neighbours (leaves at first, clusters of the round before later on) sum what each of them
@@ -39,7 +39,7 @@ class Meeting:
 
     @property
     def peers(self) -> tuple[str, ...]:
-        """Everyone in it."""
+        """All peers of the group."""
         return self.senders + self.listeners
 
 
@@ -95,7 +95,7 @@ def _grids(peers: int, rounds: int) -> Iterator[tuple[int, ...]]:
 
 
 def meetings(order: Sequence[str], sides: Sequence[int], weak: Collection[str] = ()) -> list[list[Meeting]]:
-    """The groups of each round. `weak` peers, who cannot sum, are spread among the others, and listen first."""
+    """The groups of each round. `weak` peers, which cannot sum, are spread among the others, and listen first."""
     order = _spread(order, weak)
     leaves = math.prod(sides[1:])
     bounds = [at * len(order) // leaves for at in range(leaves + 1)]

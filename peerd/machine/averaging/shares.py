@@ -1,4 +1,4 @@
-"""Who sums how much of a vector: shares by bandwidth, so that a round of averaging ends as early as the lines allow.
+"""Division of a vector into shares by bandwidth, so that a round of averaging ends as early as the lines allow.
 
 Model (DeDLOC, problem (1), for given roles; a vector has length 1, S peers send one): a sender that sums a share w
 moves 1 - w as a sender and (S - 1) w as the owner of its share, in each direction: 1 + (S - 2) w in all. A helper that
@@ -32,7 +32,7 @@ class NoSplit(PeerdError):
 
 
 class Mode(Enum):
-    """What a peer does in a round."""
+    """A peer's part in a round."""
 
     NODE = "node"  # sends a vector, sums a share
     CLIENT = "client"  # sends a vector, sums nothing: others cannot reach it
@@ -89,14 +89,14 @@ def shares(lines: Sequence[MemberLine]) -> Shares:
 
 
 def bound_s_per_byte(lines: Sequence[MemberLine], fractions: Mapping[str, float]) -> float:
-    """How long a round takes in the model when the work is divided so, in seconds per byte of the vector."""
+    """Duration of a round in the model when the work is divided so, in seconds per byte of the vector."""
     rates, senders = widths(lines), sum(line.sends for line in lines)
     loads = [(load(line, fractions[line.peer], senders), rates[line.peer]) for line in lines]
     return max((amount / rate for amount, rate in loads if rate > 0), default=0.0)
 
 
 def load(line: MemberLine, fraction: float, senders: int) -> float:
-    """What a peer moves in each direction, in lengths of the vector."""
+    """Load of a peer in each direction, in lengths of the vector."""
     if line.mode is Mode.AUX:
         return senders * fraction
     return 1 + (senders - 2) * fraction

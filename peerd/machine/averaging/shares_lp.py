@@ -92,7 +92,7 @@ class _Programme:
 
 
 def solved(lines: Sequence[MemberLine], pairs: Pairs) -> Shares:
-    """What `shares_within` returns, by the solver in any case."""
+    """The result of `shares_within`, by the solver in any case."""
     rates = widths(lines)
     largest = max(rates.values(), default=0.0)
     if largest <= 0 or not any(line.sends for line in lines):
@@ -145,7 +145,7 @@ def _least_time(programme: _Programme) -> float:
 
 
 def _evenest(programme: _Programme, lines: Sequence[MemberLine], rates: Mapping[str, float], xi: float) -> list[float]:
-    """Of all shares that reach `xi`, those whose sorted share / cap, largest first, are least."""
+    """The most even of all shares that reach `xi`: their sorted share / cap, largest first, is least."""
     count, xi = len(lines), xi * (1 + _SLACK)
     caps = _caps(programme, xi)
     right = [b - row.get(count, 0.0) * xi for row, b in zip(programme.rows, programme.right, strict=True)]

@@ -1,8 +1,8 @@
-"""How this peer's averaging rounds ended: how long they took, who was waited for, and what was lost.
+"""Statistics of this peer's averaging rounds: how long they took, which peer was waited for, and what was lost.
 
 A round is as slow as its slowest member, and nobody but the owner of a part sees whose version of it came last: the
-time from the last but one to the last is what that sender made the others wait. Counts since the peer was started;
-who is remembered is bounded.
+time from the last but one to the last is what that sender made the others wait. Counts since the peer was started; the
+number of peers remembered is bounded.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _TOLD = 5
 
 
 def explained(failure: RoundFailed) -> str:
-    """In a line: why, by whom, how much is lost."""
+    """The failure in a line: why, by which peers, how much is lost."""
     who = f" by {', '.join('…' + peer[-8:] for peer in failure.lost)}" if failure.lost else ""
     return f"{failure}{who}; {failure.lost_share:.0%} of the vector has no sum"
 
@@ -30,19 +30,19 @@ class Outcomes:
         self.last_failure: str | None = None
 
     def ended(self, now: float, round_: Round) -> None:
-        """It gave a sum."""
+        """Record a round that gave a sum."""
         self.rounds += 1
         self._count(now, round_)
 
     def broke(self, now: float, round_: Round, failure: RoundFailed) -> None:
-        """It gave none; `failure` is told how much of the vector has no sum."""
+        """Record a round that gave none; `failure` is told how much of the vector has no sum."""
         self.failed += 1
         self._count(now, round_)
         failure.lost_share = round_.missing_share()
         self.last_failure = explained(failure)
 
     def told(self) -> dict[str, object]:
-        """For status: seconds of the last round; whom this peer waited for longest, in seconds over all rounds."""
+        """For status: seconds of the last round; the peers that it waited for longest, in seconds over all rounds."""
         longest = sorted(self.waited_s.items(), key=lambda item: -item[1])[:_TOLD]
         return {
             "rounds": self.rounds,

@@ -1,4 +1,4 @@
-"""How one averaging attempt of a stage is ordered: flat, everyone in one group, or as the rounds of a grid.
+"""Topology of one averaging attempt of a stage: flat, with everyone in one group, or the rounds of a grid.
 
 Flat where `group_size` allows it. When the run leaves the size to us (0) a stage of up to `_FLAT` members is flat, and
 a larger one where the line model does not find a grid faster; how many rounds this has, the rule of `group_size` says
@@ -41,7 +41,7 @@ class OrderedRound:
     earlier_s: float = 0.0  # what the rounds before it take in the line model; 0: not known
 
     def message(self) -> GridRound:
-        """As a member is told."""
+        """The round as an order tells it to a member."""
         meeting, split = self.meeting, self.split
         return GridRound(
             senders=list(meeting.senders),
@@ -80,7 +80,7 @@ class Grouping:
         self._failures.observe(members, min(members, len(set(lost))))
 
     def order(self, stage: int, group: tuple[str, ...]) -> Ordered:
-        """How `group` of `stage` averages. Raises NoSplit when nobody may sum."""
+        """The topology in which `group` of `stage` averages. Raises NoSplit when nobody may sum."""
         exploring = self._exploring.setdefault(stage, Exploring())
         tried = exploring.next(self._lines.measured(stage, group), lambda: self._worth_trying(stage, group))
         self._lines.take_for_more(stage, tried)
@@ -93,7 +93,9 @@ class Grouping:
         return replace(found, news="") if known is not None and found.news == known.news else found
 
     def _worth_trying(self, stage: int, group: tuple[str, ...]) -> bool:
-        """Whether another division could be much faster; of thousands of lines that takes long to say."""
+        """True when another division could be much faster, or when there are so many lines that finding out
+        takes long.
+        """
         return len(group) > _GROUP_MOST or self._lines.slack(stage, group) > _WORTH_TRYING
 
     def _best(self, stage: int, group: tuple[str, ...], rounds: int) -> Ordered:
@@ -124,7 +126,7 @@ class Grouping:
         return Ordered(split, helpers)
 
     def _grid(self, stage: int, group: tuple[str, ...], sides: tuple[int, ...]) -> Ordered | None:
-        """None where some group would have nobody who can sum."""
+        """A grid with these sides; None where some group would have no peer that can sum."""
         rounds: dict[str, list[OrderedRound]] = {peer: [] for peer in group}
         weak = frozenset(peer for peer in group if not self._lines.sums(stage, peer))
         vector_bytes, earlier_s = self._lines.vector_bytes(group), 0.0
@@ -146,7 +148,7 @@ class Grouping:
 
 
 def foretold_mates(own: str, members: Collection[str], size: int) -> set[str] | None:
-    """Whom `own` will meet when these members average in a grid, as far as the run's group size tells; None: all.
+    """Peers that `own` will meet when these members average in a grid, as far as the run's group size tells; None: all.
 
     The conductor knows more: of lines and failures. Where that makes a difference, links are made in the round.
     """
@@ -158,7 +160,7 @@ def foretold_mates(own: str, members: Collection[str], size: int) -> set[str] | 
 
 
 def round_s(peers: int, xi_s_per_byte: float, vector_bytes: int) -> float:
-    """How long a group of so many takes for a round in the line model; xi 0: of lines that nobody knows."""
+    """Duration of a round of a group of `peers` in the line model; xi 0: their lines are unknown."""
     xi = xi_s_per_byte or 2 * (peers - 1) / peers / _UNKNOWN_BYTES_PER_S
     parts = min(_PARTS, vector_bytes // peers // _PART_BYTES) if xi_s_per_byte else 0
     return xi * vector_bytes + (_CALL_S + _PART_S * parts) * (peers - 1) + _TURN_S
@@ -169,7 +171,7 @@ def _flat_s(count: int, split: Split | None, vector_bytes: int) -> float:
 
 
 def _grid_s(grid: Ordered, vector_bytes: int) -> float:
-    """Every round lasts as long as its slowest group."""
+    """Duration of a grid: every round lasts as long as its slowest group."""
     by_round = zip(*grid.rounds.values(), strict=True)
     return sum(
         max(_flat_s(len(one.meeting.peers), one.split, vector_bytes) for one in set(found)) for found in by_round

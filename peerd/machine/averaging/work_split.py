@@ -1,4 +1,4 @@
-"""How the work of a round is divided among a stage's members and its helpers, from what they say of their lines.
+"""Division of a round's work among a stage's members and its helpers, by what they say of their lines.
 
 Keeps what was said and turns it into one `Split` for each attempt: shares by bandwidth, and parts small enough that
 what is under way at any time is a fraction of the round. Where nobody said anything there is no split: equal shares.
@@ -34,7 +34,9 @@ _ITEM_BYTES = {"float32": 4, "float64": 8}
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """Who takes part, as what, and who sums which share. `lines` and `pairs` are what it was made from."""
+    """One division of a round: the parties, their modes, and the share that each sums. `lines` and `pairs` are what it
+    was made from.
+    """
 
     parties: tuple[Party, ...]
     part_bytes: int  # 0: as the run file says
@@ -49,7 +51,9 @@ class Split:
 
     @property
     def s_per_byte(self) -> float:
-        """What `AveragingPlan.s_per_byte` says: whoever kept to less than a line carries would never learn of more."""
+        """`AveragingPlan.s_per_byte`; 0 unless lines are stated: a sender held to its estimate would never learn of
+        more.
+        """
         return self.xi_s_per_byte if self.stated and self.xi_s_per_byte <= LINE_S_PER_BYTE else 0.0
 
     def within_pairs(self) -> Split:
@@ -65,13 +69,13 @@ class _Said:
 
 
 class Lines:
-    """What peers said of their lines. See the module's header."""
+    """The line figures that peers reported. See the module's header."""
 
     def __init__(self) -> None:
         self._said: dict[str, _Said] = {}
         self.changes = 0  # of what was said: the same number, the same splits
-        self._tried: dict[int, str] = {}  # by stage, whose line is taken for more than was measured
-        self._resting: dict[int, frozenset[str]] = {}  # by stage, who gets no share for now
+        self._tried: dict[int, str] = {}  # by stage, the peer whose line counts for more than measured
+        self._resting: dict[int, frozenset[str]] = {}  # by stage, peers that get no share for now
         self._splits: dict[tuple[str, ...], tuple[object, Split]] = {}  # by group, and what each was made from
 
     def tell(self, peer: str, stage: int, line: LineInfo, addrs: tuple[str, ...] = ()) -> bool:
@@ -120,7 +124,9 @@ class Lines:
         return found
 
     def slack(self, stage: int, group: tuple[str, ...]) -> float:
-        """How many times longer a round takes, as the lines are known, than the slowest sender needs; 1: no better."""
+        """Ratio of a round's duration, as the lines are known, to what the slowest sender needs; 1: no division is
+        faster.
+        """
         said = {peer: self._line(peer) for peer in (*group, *(i.peer for i in self.helpers() if i.stage == stage))}
         lines = _as_taken(said, None)
         try:
@@ -130,7 +136,7 @@ class Lines:
         return found.xi_s_per_byte * min(rates[line.peer] for line in lines if line.sends)
 
     def take_for_more(self, stage: int, peer: str | None) -> None:
-        """From now on the line of `peer` counts as TRY times what was measured; None: nobody's."""
+        """Count the line of `peer`, from now on, for TRY times what was measured; None: nobody's."""
         if self._tried.get(stage) != peer:
             self.changes += 1
             self._tried.pop(stage, None)
@@ -138,23 +144,23 @@ class Lines:
                 self._tried[stage] = peer
 
     def rest(self, stage: int, peers: frozenset[str]) -> None:
-        """From now on these of the stage take part like clients: they send their vector, and sum nothing."""
+        """Let these of the stage, from now on, take part like clients: they send their vector, and sum nothing."""
         if self._resting.get(stage, frozenset()) != peers:
             self._resting[stage] = peers
             self.changes += 1
 
     def sums(self, stage: int, peer: str) -> bool:
-        """May the member be given a share?"""
+        """True when the member may be given a share."""
         return not self.is_client(peer) and peer not in self._resting.get(stage, ())
 
     def vector_bytes(self, group: tuple[str, ...]) -> int:
-        """Of the vectors that the group brings; 0: not known, or they are not alike."""
+        """Size of the vectors that the group brings; 0: not known, or they are not alike."""
         vectors = {(line.elements + line.further, line.dtype) for line in map(self._line, group)}
         elements, dtype = vectors.pop() if len(vectors) == 1 else (0, "")
         return elements * _ITEM_BYTES.get(dtype, 0)
 
     def split(self, stage: int, group: tuple[str, ...], *, helped: bool = True) -> Split | None:
-        """How `group` of `stage` divides a round; None: in equal shares. Raises NoSplit when nobody may sum.
+        """Division of a round among `group` of `stage`; None: in equal shares. Raises NoSplit when nobody may sum.
 
         `helped`: the stage's helpers take part.
         """
@@ -213,7 +219,7 @@ def _as_taken(said: Mapping[str, LineInfo], tried: str | None) -> tuple[MemberLi
 
 
 def _stated(line: LineInfo) -> bool:
-    """Whether the peer says what both directions of its line carry."""
+    """True when the peer states what both directions of its line carry."""
     rates = ((line.up_bytes_per_s, line.up_measured), (line.down_bytes_per_s, line.down_measured))
     return all(_rate(rate) is not None and not measured for rate, measured in rates)
 

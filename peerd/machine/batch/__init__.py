@@ -1,1 +1,1 @@
-"""The batch under way: who may add microbatches, what is done, and when it will be whole."""
+"""The batch under way: admission of microbatches, the ledger of what is done, and the forecast of its end."""

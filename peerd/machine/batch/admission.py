@@ -1,4 +1,4 @@
-"""Whose microbatches fill the batch: each trainer's in turn, but not one that would hold the step up.
+"""Admission of microbatches to the batch: each trainer's in turn, but not one that would hold the step up.
 
 Where trainers compute for themselves (a model of one stage) they are as fast as their machines. A step ends when the
 last admitted microbatch is done, so near its end a slow trainer gets no further one: it would still compute when the
@@ -39,7 +39,7 @@ class _Trainer:
 
     @property
     def seconds(self) -> float:
-        """Of one microbatch, measured; 0: not yet."""
+        """Measured seconds of one microbatch; 0: not yet."""
         return self.pace.seconds
 
 
@@ -50,14 +50,14 @@ class Admission:
         self._own_pace = own_pace
         self._trainers: dict[str, _Trainer] = {}
         self._leashes: dict[str, Leash] = {}
-        self._proven: OrderedDict[str, None] = OrderedDict()  # who has helped to make a step; the latest last
+        self._proven: OrderedDict[str, None] = OrderedDict()  # trainers that helped to make a step; the latest last
         self.probation = Probation()
         self._under_way: dict[str, int] = {}  # when `wishes` was asked last
         self._patience = 0  # how often leases ran out since anybody finished anything
         self._ran_out_at = 0.0
 
     def count(self) -> int:
-        """How many trainers there are."""
+        """Number of trainers."""
         return len(self._trainers)
 
     def __contains__(self, trainer: str) -> bool:
@@ -68,7 +68,7 @@ class Admission:
         return min(self._trainers, default=None)
 
     def report(self, trainer: str, wishes: tuple[int, ...], bound: Iterable[int] = (), bound_to: int = 0) -> None:
-        """What the trainer has open now; `bound` are good for step `bound_to` only."""
+        """Record what the trainer has open now; `bound` are good for step `bound_to` only."""
         known = self._trainers.setdefault(trainer, _Trainer())
         known.open, known.bound, known.bound_to = wishes, frozenset(bound), bound_to
 
@@ -85,10 +85,10 @@ class Admission:
             if trainer in self._leashes:
                 self._leashes[trainer].helped()
 
-    # --- who does not finish ----------------------------------------------------------------------------------
+    # --- trainers that do not finish --------------------------------------------------------------------------
 
     def overdue(self, now: float, trainer: str, since: float, lease_s: tuple[float, float], alone: bool) -> bool:
-        """Has the trainer had its microbatch, admitted at `since`, for far too long?
+        """True when the trainer has had its microbatch, admitted at `since`, for far too long.
 
         `lease_s`: where the others show what is usual, and else; `alone`: the batch has no room for anything else.
         """
@@ -106,7 +106,9 @@ class Admission:
         return waited_s > max(lease / 2.0 ** min(strikes, 4), _LATE_FACTOR * usual) * patience
 
     def ran_out(self, now: float) -> None:
-        """Leases have run out: if nobody finishes anything before the next, all are slow, and not these."""
+        """Note that leases ran out: if nobody finishes anything before the next ones do, all are slow, and not just
+        these.
+        """
         self._patience += now > self._ran_out_at
         self._ran_out_at = now
 
@@ -121,11 +123,11 @@ class Admission:
         return leash.strike(now, self._under_way.get(trainer, 0), known is not None and known.turn_s > 0)
 
     def is_newcomer(self, trainer: str) -> bool:
-        """Has it not yet helped to make a step, while others here have?"""
+        """True when it has not yet helped to make a step, while others here have."""
         return trainer not in self._proven and any(name in self._proven for name in self._trainers)
 
     def step_made(self, helped: Iterable[str]) -> None:
-        """These have helped to make a step; who had stood in the way recovers."""
+        """Record that these helped to make a step; a trainer that had stood in the way recovers."""
         for trainer in helped:
             self._proven[trainer] = None
             self._proven.move_to_end(trainer)
@@ -134,7 +136,7 @@ class Admission:
         self._leashes = {trainer: leash for trainer, leash in self._leashes.items() if leash.step_made()}
 
     def _given(self, now: float) -> dict[str, int | None]:
-        """How many microbatches each trainer may have under way; None: any number."""
+        """Number of microbatches that each trainer may have under way; None: any number."""
         rested = [name for name in self._trainers if name not in self._leashes or self._leashes[name].until <= now]
         found: dict[str, int | None] = {}
         for name in self._trainers:
@@ -147,7 +149,9 @@ class Admission:
     # --- filling ----------------------------------------------------------------------------------------------
 
     def whole_in_s(self, now: float, ledger: Ledger) -> float | None:
-        """Seconds until the batch is whole, from what is not done of it and who does it; None: nobody knows."""
+        """Seconds until the batch is whole, from what is not done of it and the pace of those at work; None: nobody
+        knows.
+        """
         begun = ledger.begun()
         dead = sum(count for name, (count, _) in begun.items() if name not in self._trainers)
         workers = self._at_work(now, begun)
@@ -161,7 +165,7 @@ class Admission:
         `beside`: another step's batch, with other microbatches of the same trainers under way.
         """
         ledgers = [ledger] if beside is None else [ledger, beside]
-        # Who was never measured comes first, so that one step tells of them all.
+        # Trainers never measured come first, so that one step tells of them all.
         order = sorted(self._trainers.items(), key=lambda item: (item[1].seconds > 0 and self._own_pace, item[0]))
         turns = ([Mb(name, seq) for seq in t.open if t.bound_to == step or seq not in t.bound] for name, t in order)
         workers = self._at_work(now, _begun(ledgers)) if self._own_pace and not ledger.full else {}
@@ -187,7 +191,7 @@ class Admission:
                     workers[mb.trainer] = WorkerPace(before.seconds, before.begun + 1, waited_s)
 
     def _at_work(self, now: float, begun: dict[str, tuple[int, float]]) -> dict[str, WorkerPace]:
-        """Who wishes for microbatches or has begun some, by name."""
+        """Trainers that wish for microbatches or have begun some, by name."""
         found = {}
         for name, trainer in self._trainers.items():
             count, since = begun.get(name, (0, now))
@@ -197,7 +201,7 @@ class Admission:
 
 
 def _begun(ledgers: Iterable[Ledger]) -> dict[str, tuple[int, float]]:
-    """As `Ledger.begun`, of several batches together."""
+    """The result of `Ledger.begun`, of several batches together."""
     found: dict[str, tuple[int, float]] = {}
     for ledger in ledgers:
         for name, (count, since) in ledger.begun().items():
@@ -207,7 +211,9 @@ def _begun(ledgers: Iterable[Ledger]) -> dict[str, tuple[int, float]]:
 
 
 def _in_time(trainer: str, left: int, workers: dict[str, WorkerPace]) -> bool:
-    """Would the trainer be done with one more soon after all together are done with it and what else is `left`?"""
+    """True when the trainer would be done with one more soon after all together are done with it and what else is
+    `left`.
+    """
     together_s = shared_in_s(left, workers.values())
     if not workers[trainer].seconds or together_s is None:
         return True

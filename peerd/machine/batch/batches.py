@@ -1,9 +1,9 @@
-"""The batches that trainers fill: who may add to them, what is done, what must be done again.
+"""The batches that trainers fill: which trainers may add to them, what is done, what must be done again.
 
 `due` is the batch of the step under way. In a delayed run `early`, that of the step after it, is filled as soon as
 there is no room in `due`, and becomes it when the step is made; then it is filled with parameters that are one step
-old, and never older ones. Pure bookkeeping beneath the conductor, which knows the phase and who serves, and is told
-when `due` shrinks. Invariants (`check`): a microbatch has at most one place in one batch, and none that a step has
+old, and never older ones. Pure bookkeeping beneath the conductor, which knows the phase and the serving members, and is
+told when `due` shrinks. Invariants (`check`): a microbatch has at most one place in one batch, and none that a step has
 counted gets another. A hostile trainer can name what it likes: only its own microbatches are concerned.
 """
 
@@ -28,7 +28,7 @@ Unwanted = Callable[[Mb, Entry, Callable[[Mb], bool]], bool]  # the last tells w
 
 @dataclass(frozen=True, slots=True)
 class StageView:
-    """What the conductor knows of the stages when it asks: whose reports hold, and which stages have their mean."""
+    """The conductor's view of the stages: which peers' reports hold, and which stages have their mean."""
 
     serves: Callable[[str, int], bool]  # does this peer hold the state of this stage that microbatches are for?
     settled: Sequence[bool]  # by stage
@@ -51,12 +51,12 @@ class Batches:
     # --- members ----------------------------------------------------------------------------------------------
 
     def lose(self, peer: str, now: float) -> None:
-        """All that `peer` held is lost."""
+        """Take note that all that `peer` held is lost."""
         self.due.lose(peer, now)
         self.early.lose(peer, now)
 
     def told(self, now: float, who: tuple[str, int, int], due: frozenset[Mb], early: frozenset[Mb]) -> None:
-        """What a member (peer, stage, session) says it holds: the rest that was credited to it is lost.
+        """Apply a report of what a member (peer, stage, session) holds: the rest that was credited to it is lost.
 
         Only its connection had broken.
         """
@@ -99,7 +99,7 @@ class Batches:
         begun, unknown = {*report.open, *(done.seq for done in report.done)}, frozenset(report.unknown)
 
         def given_up(mb: Mb, entry: Entry, needed: Callable[[Mb], bool]) -> bool:
-            """The trainer no longer names it and never finished it, or cannot do it again."""
+            """True when the trainer no longer names it and never finished it, or cannot do it again."""
             if mb.trainer != report.peer:
                 return False
             return mb.seq in unknown and needed(mb) if entry.done else mb.seq not in begun
@@ -131,7 +131,9 @@ class Batches:
         return False
 
     def _shows(self, step: int, mb: Mb, done: Done) -> bool:
-        """Do the holders' receipts bear out what the trainer says? Asked of newcomers: others have shown enough."""
+        """True when the holders' receipts bear out what the trainer says. Asked of newcomers: others have shown
+        enough.
+        """
         if self.verify is None:
             return True
         return all(
@@ -161,7 +163,7 @@ class Batches:
         return bool(due), dict(late)
 
     def late(self, now: float, settled: Sequence[bool], lease_s: tuple[float, float]) -> dict[str, int]:
-        """For which trainers the step waits, for longer than for others, and for how many microbatches of each."""
+        """Trainers for which the step waits, for longer than for others, and the number of microbatches of each."""
         if not self.due.full:
             return {}
         waits = {mb for mb in set[Mb]().union(*self.due.missing) if self.due.is_missing(mb, settled)}
@@ -183,7 +185,7 @@ class Batches:
         return shrank
 
     def _drop(self, unwanted: Unwanted, settled: Sequence[bool]) -> tuple[list[Mb], list[Mb]]:
-        """From both batches; returns what was in which."""
+        """Drop unwanted microbatches from both batches; returns what was in which."""
 
         def dropped(ledger: Ledger, ready: Sequence[bool]) -> list[Mb]:
             needed = partial(ledger.is_missing, settled=ready)
@@ -207,7 +209,9 @@ class Batches:
         return self.trainers.whole_in_s(now, self.due)
 
     def redo(self, trainer: str, settled: Sequence[bool]) -> list[Redo]:
-        """What the trainer has to repeat, because a peer that held it is gone; of very much the first."""
+        """Microbatches that the trainer has to repeat, because the peer that held them is gone; of very many
+        the first.
+        """
         return (self.due.redo(trainer, settled) + self.early.redo(trainer, self._nothing))[:REDO_AT_ONCE]
 
     def _has_place(self, mb: Mb) -> bool:

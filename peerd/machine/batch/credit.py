@@ -1,4 +1,4 @@
-"""Whose fault it is that a member does not hold what it was credited with: receipts decide.
+"""Blame for a credit that does not hold, when a member denies what it was credited with: receipts decide.
 
 A credit rests on what a trainer shows (the holder's signed receipt), on the holder's own word of a session, or on the
 trainer's word alone. Receipts are looked at only here, when a member says that something is missing: one takes a tenth
@@ -19,7 +19,7 @@ from peerd.machine.swarm.posts import peer_of
 
 
 class CreditFault(Enum):
-    """Whose fault a credit is that does not hold."""
+    """The party at fault for a credit that does not hold."""
 
     HOLDER = auto()
     TRAINER = auto()
@@ -34,7 +34,7 @@ def fault_of(
     verify: Verify | None,
     session: Callable[[str], int | None],
 ) -> dict[Mb, CreditFault]:
-    """For each microbatch that `where`, a stage and its member, should hold and does not.
+    """Party at fault for each microbatch that `where`, a stage and its member, should hold and does not.
 
     Of very many only some of each trainer are looked at: the rest is judged like the last of these.
     """

@@ -1,4 +1,4 @@
-"""When the batch under way will be whole, from how fast each trainer was until now.
+"""Forecast of when the batch under way will be whole, from how fast each trainer was until now.
 
 A trainer's pace is measured where its reports arrive, while it works: what it says of its speed counts for nothing, so
 a liar makes a forecast wrong only by being slow. `whole_in_s` shares out what nobody has begun among those who work,
@@ -39,7 +39,7 @@ class TrainerPace:
 
     @property
     def seconds(self) -> float:
-        """Of one microbatch; 0: never measured."""
+        """Measured seconds of one microbatch; 0: never measured."""
         return max(self._worked_s / self._count, _LEAST_S) if self._count else 0.0
 
 
@@ -52,7 +52,7 @@ class WorkerPace:
     waited_s: float
 
     def free(self, usual_s: float = _LEAST_S) -> tuple[float, float]:
-        """In how many seconds it is done with what it has begun, and its seconds for each further one.
+        """Seconds until it is done with what it has begun, and its seconds for each further one.
 
         Without a pace it takes `usual_s`; late, it is believed to go on as slowly as it shows.
         """
@@ -67,8 +67,8 @@ class WorkerPace:
 def whole_in_s(left: int, workers: Iterable[WorkerPace]) -> float | None:
     """Seconds until `left` microbatches that nobody has begun, and all begun ones, are done; None: nobody knows.
 
-    Each worker finishes what it has begun and takes of the rest what it can do by the time at which all end together.
-    Who has no pace yet is taken to be as fast as the others on average; who is late, to go on as slowly as it shows.
+    Each worker finishes what it has begun and takes of the rest what it can do by the time at which all end together. A
+    worker without a pace is taken to be as fast as the others on average; a late one, to go on as slowly as it shows.
     """
     workers = list(workers)
     if not left and not any(worker.begun for worker in workers):
@@ -82,7 +82,7 @@ def whole_in_s(left: int, workers: Iterable[WorkerPace]) -> float | None:
 
 
 def shared_in_s(left: int, workers: Collection[WorkerPace]) -> float | None:
-    """As `whole_in_s`, but only until the `left` ones are done: by those who are free before that."""
+    """As `whole_in_s`, but only until the `left` ones are done: by the workers that are free before that."""
     usual_s = _usual_s(workers)
     if not usual_s:
         return None

@@ -1,4 +1,4 @@
-"""Which microbatches make up the step under way, and which peer holds each one's gradient in each stage.
+"""Ledger of a step: the microbatches that make it up, and the peer that holds the gradient of each in each stage.
 
 Pure bookkeeping for the conductor: no time-outs, no peers' liveness. Invariants (`check`): never more entries
 than the batch has microbatches, and of no more than BATCH_TRAINERS; `missing[s]` names exactly the entries without a
@@ -130,11 +130,11 @@ class Ledger:
         return gone
 
     def complete(self, settled: Sequence[bool]) -> bool:
-        """Is the batch full and held everywhere? Stages that are `settled` have their mean already."""
+        """True when the batch is full and held everywhere. Stages that are `settled` have their mean already."""
         return self.full and all(ready or not lacking for ready, lacking in zip(settled, self.missing, strict=True))
 
     def is_missing(self, mb: Mb, settled: Sequence[bool]) -> bool:
-        """Does some stage still need `mb`?"""
+        """True while some stage still needs `mb`."""
         return any(not ready and mb in lacking for ready, lacking in zip(settled, self.missing, strict=True))
 
     def of_trainer(self, trainer: str) -> list[int]:
@@ -142,11 +142,13 @@ class Ledger:
         return [mb.seq for mb in self.entries if mb.trainer == trainer]
 
     def unfinished(self) -> Counter[str]:
-        """How many microbatches each trainer has under way."""
+        """Number of microbatches that each trainer has under way."""
         return Counter(mb.trainer for mb in self.undone)
 
     def begun(self) -> dict[str, tuple[int, float]]:
-        """How many microbatches each trainer has to do still, or to do again, and since when the oldest of them."""
+        """Number of microbatches that each trainer has to do still, or to do again, and the start of the oldest of
+        them.
+        """
         found: dict[str, tuple[int, float]] = {}
         for mb in set[Mb]().union(*self.missing):
             count, since = found.get(mb.trainer, (0, math.inf))
@@ -154,7 +156,7 @@ class Ledger:
         return found
 
     def redo(self, trainer: str, settled: Sequence[bool]) -> list[Redo]:
-        """What the trainer has to repeat, because a peer that held it is gone."""
+        """Microbatches that the trainer has to repeat, because the peer that held them is gone."""
         found = [
             Redo(mb.seq, stage)
             for stage, lacking in enumerate(self.missing)
@@ -165,7 +167,7 @@ class Ledger:
         return sorted(found, key=lambda redo: (redo.seq, redo.stage))
 
     def assigned(self, stage: int, group: Iterable[str]) -> dict[str, list[Mb]]:
-        """What each member of the stage contributes, sorted, so that every repeat says the same."""
+        """Microbatches that each member of the stage contributes, sorted, so that every repeat says the same."""
         parts: dict[str, list[Mb]] = {peer: [] for peer in group}
         for mb in sorted(self.entries):
             parts[self.entries[mb].holders[stage]].append(mb)
@@ -181,7 +183,7 @@ class Ledger:
 
 
 class Counted:
-    """The batches of the last steps: what a trainer needs to know who has not heard how its step ended."""
+    """The batches of the last steps: for a trainer that has not heard how its step ended."""
 
     def __init__(self) -> None:
         self._batches: deque[tuple[int, frozenset[Mb]]] = deque(maxlen=_STEPS_REMEMBERED)

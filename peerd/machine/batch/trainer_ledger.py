@@ -4,8 +4,8 @@ Decides from the conductor's answers what to start, to drop and to repeat; compu
 hold microbatches of two steps, the one under way and the next. Invariants: every batch of samples that was taken from
 the data is in exactly one place: waiting, begun, finished, counted, or lost, and it is lost only when nobody can say
 any more how its step ended; what was begun for a step counts in that one, or begins again under another number. With
-each goes what others must see of it: the conductor's newest grant, and the receipts of those who hold it.
-Hostile input: a conductor that names microbatches or stages that are not there is not heard.
+each goes what others must see of it: the conductor's newest grant, and the receipts of its holders. Hostile input: a
+conductor that names microbatches or stages that are not there is not heard.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ T = TypeVar("T")  # what a microbatch carries: its samples, and what its stages 
 
 
 class Holding(NamedTuple):
-    """Who holds a microbatch's gradient in one stage, and what it has signed for that."""
+    """The peer that holds a microbatch's gradient in one stage, and the receipt that it has signed."""
 
     peer: str
     receipt: Receipt | None
@@ -34,7 +34,7 @@ class Begun(Generic[T]):
 
     seq: int
     load: T
-    step: int | None = None  # whose batch it was admitted to
+    step: int | None = None  # the step to whose batch it was admitted
     finished: bool = False
     unsaid: bool = False  # finished, or repeated, and the conductor has not taken the news
     redoing: set[int] = field(default_factory=set)
@@ -74,7 +74,7 @@ Order = Start[T] | Repeat[T] | DropMicrobatch[T]
 
 @dataclass(slots=True)
 class MicrobatchTally:
-    """What became of microbatches so far."""
+    """Counters of microbatches by outcome."""
 
     begun: int = 0
     counted: int = 0
@@ -110,17 +110,17 @@ class Contribution(Generic[T]):
         return [seq for seq, item in self.items.items() if item.step == self.step + 1]
 
     def news(self) -> list[Done]:
-        """What the conductor has not heard."""
+        """Finished microbatches of which the conductor has not heard."""
         unsaid = [item for item in self.items.values() if item.finished and item.unsaid]
         return [Done(item.seq, list(item.holders), list(item.receipts)) for item in unsaid]
 
     def grant_of(self, seq: int) -> Grant | None:
-        """What shows to stage peers that this microbatch is admitted; the newest there is."""
+        """The newest grant of this microbatch, which shows stage peers that it is admitted; None: there is none."""
         item = self.items.get(seq)
         return item.grant if item is not None else None
 
     def pressing(self, together: int) -> bool:
-        """Should the conductor hear now? So many may be told together, but nobody shall wait for news.
+        """True when the conductor should hear now. So many may be told together, but nobody shall wait for news.
 
         Not the step: what we have done may be the last that its batch lacks. Not we: for something to begin.
         """
@@ -225,7 +225,7 @@ class Contribution(Generic[T]):
 
 
 def told_at_once(news: Iterable[Done]) -> tuple[list[Done], list[int]]:
-    """What of the news goes into one report, and the numbers of the rest, which wait for the next.
+    """The part of the news that goes into one report, and the numbers of the rest, which wait for the next.
 
     The report has to name the rest as open: the conductor gives away what a trainer does not name any more.
     """

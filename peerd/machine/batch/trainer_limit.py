@@ -1,4 +1,4 @@
-"""How much a trainer is given that did not finish what it had: less each time, and more with steps it helps to make.
+"""Back-off for a trainer that did not finish what it had: less each time, and more with steps it helps to make.
 
 Half of what it had under way, then half of that, down to one microbatch at a time, then one now and then, after pauses
 that double; at once so, where it never finished anything. Each time it is also waited for half as long. Meant alike for
@@ -18,7 +18,7 @@ _FREE = 64  # more than this under way is no bound any more
 
 @dataclass(slots=True)
 class Leash:
-    """One trainer's. `most`: microbatches under way; None: no bound."""
+    """One trainer's bounds. `most`: microbatches under way; None: no bound."""
 
     most: int | None = None
     until: float = 0.0  # nothing before this, while others are there
@@ -28,7 +28,9 @@ class Leash:
     _helped: bool = False
 
     def strike(self, now: float, under_way: int, proven: bool) -> int:
-        """It stood in the way, with so many under way; how often by now. `proven`: it has finished some before."""
+        """Record that it stood in the way, with so many under way; returns how often by now. `proven`: it has finished
+        some before.
+        """
         self.strikes += 1
         self._clean, self._helped = 0, False
         if not proven or self.most == 1:

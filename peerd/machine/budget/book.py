@@ -2,9 +2,9 @@
 
 Identities are free, addresses cost something, networks more: so every means is bounded by peer, by place (an IPv4
 address, an IPv6 /64) and by region (a /24, a /48), and a part of it is kept for members of the run. Members are bounded
-by peer alone, since a household or a laboratory may bring many; whoever is no member, by all three. Sans-IO: the caller
-says who uses what, and gives it back. Invariants (`check`): no bound is exceeded; what is given back was taken; nobody
-who has nothing is remembered. Hostile input: any number of identities at any number of places; the table of each means
+by peer alone, since a household or a laboratory may bring many; strangers by all three. Sans-IO: the caller says which
+user takes what, and gives it back. Invariants (`check`): no bound is exceeded; what is given back was taken; no user
+that has nothing is remembered. Hostile input: any number of identities at any number of places; the table of each means
 is as long as its users are many, and each has at least one unit of what is bounded in all.
 """
 
@@ -30,7 +30,7 @@ EVERYBODY: Final = 3
 
 
 class Means(StrEnum):
-    """What a host has to share out; the values are how people read it."""
+    """Resources that a host shares out; the values are how people read them."""
 
     RECEIVING = "bytes being received"
     ANSWERS = "bytes of unread answers"
@@ -42,7 +42,7 @@ class Means(StrEnum):
 
 
 class User(NamedTuple):
-    """One who uses something: the peer (text of its id; "" before it has proven one), and where it connects from."""
+    """A user of resources: the peer (text of its id; "" before it has proven one), and where it connects from."""
 
     peer: str
     place: str
@@ -51,7 +51,7 @@ class User(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bounds:
-    """How much of one means there is, and how much one peer, place and region may have; the last two: of strangers."""
+    """Limits of one resource: in total, of one peer, and, for strangers, of one place and region."""
 
     total: int
     peer: int
@@ -80,7 +80,7 @@ BOUNDS: Final[Mapping[Means, Bounds]] = {
 
 
 def user_at(peer: str, remote: Multiaddr) -> User:
-    """Who `peer`, connected from `remote`, is in the book.
+    """The user that the book knows `peer`, connected from `remote`, as.
 
     Over a relay nobody knows where it is: all who come over one relay share the relay's place and region, under a name
     of their own, so that they do not use up what peers beside the relay may have. A private or loopback address is one
@@ -109,7 +109,7 @@ class Use:
 
 
 class _Account:
-    """One means: who has how much."""
+    """One resource: how much each user has."""
 
     def __init__(self, bounds: Bounds) -> None:
         self.bounds = bounds
@@ -165,23 +165,25 @@ class Book:
         self._members.append(WeakMethod(knows) if isinstance(knows, MethodType) else lambda: knows)
 
     def is_member(self, peer: str) -> bool:
-        """Whether somebody who knows says so."""
+        """True when a registered source knows the peer as a member."""
         return any((knows := known()) is not None and knows(peer) for known in self._members)
 
     def objection(self, means: Means, user: User, amount: int = 1) -> str | None:
-        """Why `user` cannot have so much more; None: there is room."""
+        """The reason why `user` cannot have so much more; None: there is room."""
         closed = self._accounts[means].objection(user, amount, self.is_member(user.peer))
         return None if closed is None else closed[1]
 
     def scope(self, means: Means, user: User, amount: int = 1) -> int | None:
-        """Within what too much is in use for that: 0 the peer, 1 its place, REGION, EVERYBODY; None: there is room."""
+        """The scope in which too much is in use for that: 0 the peer, 1 its place, REGION, EVERYBODY; None: there is
+        room.
+        """
         closed = self._accounts[means].objection(user, amount, self.is_member(user.peer))
         return None if closed is None else closed[0]
 
     def take(self, means: Means, user: User, amount: int = 1) -> str | None:
         """Write down that `user` has so much more, if there is room; else say why there is none."""
         account = self._accounts[means]
-        # Most takes are far below every bound of a stranger, and then nobody needs to know who is a member.
+        # Most takes are far below every bound of a stranger, and then nobody needs to know the members.
         closed = account.objection(user, amount, member=False)
         if closed and self.is_member(user.peer):
             closed = account.objection(user, amount, member=True)
@@ -195,12 +197,12 @@ class Book:
         self._accounts[means].add(user, -amount)
 
     def used(self, means: Means, user: User | None = None) -> int:
-        """What `user` has, or all together."""
+        """The amount that `user` has, or all together."""
         account = self._accounts[means]
         return account.used if user is None else account.by.get(user, 0)
 
     def fullest(self, means: Means, among: Iterable[User]) -> User | None:
-        """Of these, the one to lose something first: of the fullest region the fullest place, of that the fullest peer.
+        """The first of these to lose something: of the fullest region the fullest place, of that the fullest peer.
 
         Strangers go before members; the first in order of those that are equal. None: nobody of them has any.
         """
@@ -208,13 +210,13 @@ class Book:
         return max((user for user in among if user in by), key=lambda user: self.fullness(means, user), default=None)
 
     def fullness(self, means: Means, user: User) -> tuple[bool, int, int, int]:
-        """What `fullest` compares: whether it is a stranger, what its region has, its place, the peer itself."""
+        """Sort key of `fullest`: stranger or not, then what its region, its place and the peer itself have."""
         peers, places, regions = self._accounts[means].sums
         strange = not self.is_member(user.peer)
         return strange, regions.get(user.region, 0), places.get(user.place, 0), peers.get(user.peer, 0)
 
     def told(self) -> list[Use]:
-        """For people: of each means, how much is in use, and who has most."""
+        """For people: of each resource, how much is in use, and its largest users."""
         found = []
         for means, account in self._accounts.items():
             most = [max(table.items(), key=lambda item: (item[1], item[0]), default=("", 0)) for table in account.sums]

@@ -1,4 +1,4 @@
-"""Whom to dial back for AutoNAT, and where: never anybody but the asker, and never more than a few at once.
+"""Dial-backs for AutoNAT: never to anybody but the asker, and never more than a few at once.
 
 Decides, and dials nothing. Only addresses with the very IP address from which the asker is connected are allowed, so
 that nobody can have others dialed (RFC 3489, 12.1.1). Hostile input: floods of questions from one peer, from one
@@ -26,7 +26,7 @@ _TOO_OFTEN = ("too many questions in this minute", "you ask too often", "your ad
 
 @dataclass(frozen=True, slots=True)
 class DialBackRefusal:
-    """Not dialed, and why."""
+    """A refusal to dial back, with its reason."""
 
     status: DialStatus
     why: str
@@ -34,7 +34,7 @@ class DialBackRefusal:
 
 @dataclass(frozen=True, slots=True)
 class Asker:
-    """Who asks: the link on which the question came."""
+    """The asking peer, and the link on which its question came."""
 
     peer: PeerId
     remote: Multiaddr

@@ -1,4 +1,4 @@
-"""In which order a peer's addresses are tried, and when: happy eyeballs (RFC 8305) for peers behind home routers.
+"""Happy eyeballs (RFC 8305) for peers behind home routers: the order in which a peer's addresses are tried, and when.
 
 Decides only; `net/race.py` dials. Ways that worked come first, kinds of address take turns (so that three stale
 addresses of one kind cost one step), relayed ones wait until direct ones have had a chance, and what failed lately
@@ -32,16 +32,16 @@ FAILED_LATELY_S: Final = 120.0  # so long an address that failed comes after the
 
 @dataclass(slots=True)
 class Past:
-    """How an address has fared."""
+    """History of an address."""
 
     worked: int = 0  # 0: never; else the larger, the later
     failed_s: float = -math.inf  # when it last failed, unless it has worked since
-    heard: User | None = None  # from whom; None: it is from our own configuration
+    heard: User | None = None  # the teller; None: it is from our own configuration
 
 
 @dataclass(frozen=True, slots=True)
 class Surroundings:
-    """Where this peer is; empty fields mean that it is not known."""
+    """Network surroundings of this peer; empty fields: not known."""
 
     networks: tuple[IpNetwork, ...] = ()  # that its interfaces are in
     listening: frozenset[Multiaddr] = frozenset()  # its own addresses: another peer named there is somewhere else
@@ -72,7 +72,7 @@ def order(known: Mapping[Multiaddr, Past], around: Surroundings, now: float) -> 
 
 
 def _apart(addrs: Iterable[Multiaddr], around: Surroundings) -> bool:
-    """Whether the peer is certainly behind another router: its public IPv4 addresses and ours have none in common."""
+    """True when the peer is certainly behind another router: its public IPv4 addresses and ours have none in common."""
     ours = {ip for ip in around.public if ip.version == 4}
     theirs = {ip for addr in addrs if (ip := ip_of(addr)) is not None and ip.version == 4 and reach(addr) == 2}
     return bool(ours) and bool(theirs) and not ours & theirs
@@ -91,7 +91,7 @@ def _kind(addr: Multiaddr, around: Surroundings, *, apart: bool) -> _Kind:
 
 
 def _by_turns(addrs: Sequence[tuple[Multiaddr, _Kind]]) -> list[Multiaddr]:
-    """One of each kind, then the second of each, and so on."""
+    """All, by turns: one of each kind, then the second of each, and so on."""
     place: dict[Multiaddr, tuple[int, _Kind]] = {}
     count: dict[_Kind, int] = {}
     for addr, kind in addrs:
@@ -135,7 +135,7 @@ class Race:
         return not self._running
 
     def next(self, now: float, addrs: Sequence[Multiaddr]) -> Try | DropAttempt | Wait:
-        """What to do, given all addresses known now, best first."""
+        """The next action, given all addresses known now, best first."""
         addr = next((addr for addr in addrs if addr not in self._tried), None)
         if addr is None:
             return Wait(math.inf)
@@ -158,7 +158,7 @@ class Race:
         return Try(addr)
 
     def _head_start_s(self) -> float:
-        """What the direct attempts under way are given before a relay's turn."""
+        """Head start of the direct attempts under way over a relay's."""
         direct = [addr for addr in self._running if not is_relayed(addr)]
         if any(reach(addr) == 2 for addr in direct):
             return HEAD_START_S

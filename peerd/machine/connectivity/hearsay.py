@@ -2,11 +2,11 @@
 
 What peers say of addresses (their own or others') leads anywhere: to services on this machine, in our network or in
 somebody else's, to hosts that should be flooded. So what is heard is dialed only if it is a literal address that is
-public, of a network that this machine is in, or of the same private block (or of this machine) as the peer that
-named it is connected from: it shows by that that it is there itself. Who named it is not always known; then all who
-were ever connected have to be there. Names are dialed from the configuration only. `Restraint` bounds the rest by who
-told, by target, and in all; a target that answered as the peer it should be costs nothing. Opens nothing.
-Invariants: what the book has of Means.DIALS is what was begun within a minute and has not led to its peer.
+public, of a network that this machine is in, or of the same private block (or of this machine) as the peer that named
+it is connected from: it shows by that that it is there itself. The peer that named it is not always known; then all
+that were ever connected have to be there. Names are dialed from the configuration only. `Restraint` bounds the rest by
+teller, by target, and in all; a target that answered as the peer it should be costs nothing. Opens nothing. Invariants:
+what the book has of Means.DIALS is what was begun within a minute and has not led to its peer.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def blocks_of(remotes: Iterable[Multiaddr]) -> frozenset[str]:
 
 
 def common(ever: Iterable[str]) -> frozenset[str]:
-    """Those in which is whoever told something, given where anybody ever was connected from."""
+    """Private blocks that the teller is surely in, given those from which any peer was ever connected."""
     found = frozenset(ever)
     if "" in found:
         return frozenset()
@@ -60,7 +60,7 @@ def common(ever: Iterable[str]) -> frozenset[str]:
 
 @lru_cache(maxsize=16_384)  # answers of the DHT name the same addresses over and over
 def may_dial(raw: bytes, around: Surroundings, blocks: frozenset[str]) -> bool:
-    """Whether an address may be dialed that was heard from somebody in these private blocks."""
+    """True when an address heard from a peer in these private blocks may be dialed."""
     try:
         addr = normal(decode_addr(raw))
     except ProtocolViolation:
@@ -85,7 +85,7 @@ def may_dial(raw: bytes, around: Surroundings, blocks: frozenset[str]) -> bool:
 
 
 def _embedded(ip: Ip) -> Ip | None:
-    """The IPv4 address to which a gateway would take it."""
+    """The IPv4 address to which a gateway would take a packet to this IPv6 one; None: none would."""
     if ip.version == 4:
         return None
     return ipaddress.IPv4Address(ip.packed[-4:]) if ip in _NAT64 else ip.sixtofour
@@ -137,9 +137,11 @@ class Restraint:
             self._book.give(Means.DIALS, user)
 
     def _names(self, addr: Multiaddr, ip: Ip, teller: User) -> tuple[str, User]:
-        """Under which names it counts. At home many peers share a machine, and each of its ports is a target."""
+        """The names under which a dial counts: its target, and the user that told. At home many peers share a machine,
+        and each of its ports is a target.
+        """
         place, region = place_of(ip)
         tcp = tcp_place(addr)
         target = place if block_of(ip) is None or tcp is None else f"{place} port {tcp.port}"
-        # Where nobody knows who told, no place may be searched more than one who told could have it searched.
+        # Where the teller is unknown, no place may be searched more than one teller could have it searched.
         return target, User("", f"to {place}", f"to {region}") if teller == NOBODY else teller

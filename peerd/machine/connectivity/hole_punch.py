@@ -1,4 +1,4 @@
-"""Hole punching: who does what, where to dial and when, and what is remembered of pairs that failed.
+"""Hole punching: the part of each side, where to dial and when, and what is remembered of pairs that failed.
 
 The peer that was dialed over the relay acts: it dials the other's public addresses, then proposes a simultaneous
 open, at most PUNCH_ATTEMPTS times; after that the pair rests, each time longer, until either side's addresses change.
@@ -48,7 +48,7 @@ _SILENCE_RTTS: Final = 2.5
 
 
 def speaks_first(agent: str, *, proposed: bool) -> bool:
-    """Whether we act as the initiator of the hand-shake on a connection that both sides have dialed.
+    """True when we act as the initiator of the hand-shake on a connection that both sides have dialed.
 
     `proposed`: we have proposed the meeting. Between peers of this program both may speak first: should one of the two
     packets find the other side listening instead of dialing, there is an initiator all the same. js never dials from
@@ -99,7 +99,9 @@ def _same_network(ip: Ip, home: Ip) -> bool:
 
 
 def place(candidates: Iterable[Multiaddr], seen: Iterable[Multiaddr], own: Iterable[Multiaddr]) -> list[Multiaddr]:
-    """Where we are: what is worth new attempts when it changes. One witness who says otherwise changes nothing."""
+    """Our location: the addresses whose change makes new attempts worthwhile. One dissenting witness changes
+    nothing.
+    """
     counts: dict[Ip, int] = {}
     first: dict[Ip, Multiaddr] = {}
     for addr in seen:
@@ -112,7 +114,7 @@ def place(candidates: Iterable[Multiaddr], seen: Iterable[Multiaddr], own: Itera
 
 
 def to_offer(candidates: Iterable[Multiaddr], seen: Iterable[Multiaddr], own: Iterable[Multiaddr]) -> list[Multiaddr]:
-    """What we name as our addresses: those that are probably ours, those that others saw most often, those at home."""
+    """Addresses that we offer: those that are probably ours, those that others saw most often, those at home."""
     counts: dict[Multiaddr, int] = {}
     for addr in seen:
         if _literal(addr) is not None and reach(addr) == 2:
@@ -126,18 +128,18 @@ def to_offer(candidates: Iterable[Multiaddr], seen: Iterable[Multiaddr], own: It
 
 
 def refused_pause_s(times: int, rng: random.Random) -> float:
-    """How long to wait before dialing again an address that has refused so many times in a row."""
+    """Randomized pause before dialing again an address that has refused `times` times in a row."""
     pause_s = min(_REFUSED_PAUSE_MAX_S, _REFUSED_PAUSE_S * _REFUSED_GROWTH ** min(times, 50))
     return pause_s * rng.uniform(0.5, 1.5)  # two sides in step would miss each other every time
 
 
 def silence_s(rtt_s: float) -> float:
-    """How long to wait for an address that does not answer before dialing it anew; `rtt_s`: over the relay."""
+    """Time-out after which an address that does not answer is dialed anew; `rtt_s`: over the relay."""
     return max(_SILENCE_S, _SILENCE_RTTS * rtt_s)
 
 
 def reverse_s(rtt_s: float | None) -> float:
-    """How long to dial the public addresses of a peer that may be reachable; `rtt_s`: over the relay, if known.
+    """Seconds for dialing the public addresses of a peer that may be reachable; `rtt_s`: over the relay, if known.
 
     A router that drops what it does not expect costs all of it, and those who can be reached answer in half.
     """
@@ -155,7 +157,7 @@ class Pair:
 
 
 class PunchMemory:
-    """What became of former meetings, and whom others had us dial."""
+    """Results of former meetings, and a quota for what others have us dial."""
 
     def __init__(self, rng: random.Random) -> None:
         self.pairs: dict[PeerId, Pair] = {}  # the one that failed longest ago first
@@ -164,7 +166,7 @@ class PunchMemory:
         self._quota = Quota(PUNCH_PER_PEER_MINUTE, PUNCH_TARGET_PER_MINUTE, PUNCH_PER_MINUTE)
 
     def look(self, own: Iterable[Multiaddr], peer: PeerId, theirs: Iterable[Hashable], now: float) -> tuple[bool, str]:
-        """Whether to meet `peer` now, and why; `own`: our addresses, `theirs`: what the peer says of itself.
+        """Decision whether to meet `peer` now, and why; `own`: our addresses, `theirs`: what the peer says of itself.
 
         Of our addresses the hosts count: many routers give each connection another port.
         """
@@ -197,7 +199,7 @@ class PunchMemory:
         self.pairs.pop(peer, None)
 
     def due_s(self, peer: PeerId) -> float:
-        """When to look at this peer again; -inf: at once."""
+        """Time of the next look at this peer; -inf: at once."""
         pair = self.pairs.get(peer)
         return -math.inf if pair is None else pair.due_s
 

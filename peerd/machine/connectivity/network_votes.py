@@ -1,4 +1,4 @@
-"""Votes of strangers: what is true if most networks say so, however many identities one network has.
+"""Votes of strangers: a statement is believed if most networks make it, however many identities one network has.
 
 Each network (IPv4 /16, IPv6 /32) has one vote, shared by its addresses, and each address's by its peers. Knows nothing
 of what is voted on. Hostile input: many identities at one address, many addresses in one network.
@@ -25,12 +25,12 @@ def network_of(addr: Multiaddr) -> str:
 
 
 def votes(told: Iterable[tuple[Multiaddr, T]]) -> dict[T, float]:
-    """What is said by peers at these addresses, weighted: one vote per network, shared by addresses, then by peers."""
+    """Weighted votes on what peers at these addresses say: one vote per network, shared by addresses, then by peers."""
     return shared((network_of(at), str(ip_of(at) or at), what) for at, what in told)
 
 
 def shared(told: Iterable[tuple[str, str, T]]) -> dict[T, float]:
-    """As `votes`, of what is told by (network, address)."""
+    """The result of `votes`, for statements by (network, address)."""
     networks: dict[str, dict[str, list[T]]] = {}
     for network, address, what in told:
         networks.setdefault(network, {}).setdefault(address, []).append(what)
@@ -43,7 +43,7 @@ def shared(told: Iterable[tuple[str, str, T]]) -> dict[T, float]:
 
 
 def majority(told: Iterable[tuple[Multiaddr, T]]) -> T | None:
-    """What more than half of the votes are for."""
+    """The statement that more than half of the votes are for; None: there is none."""
     found = votes(told)
     total = sum(found.values())
     return next((what for what, weight in found.items() if weight > total / 2 + 1e-9), None)

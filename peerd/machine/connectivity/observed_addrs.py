@@ -1,4 +1,4 @@
-"""How connected peers see us, and what most of them agree on.
+"""Observed addresses: how connected peers see us, and what most of them agree on.
 
 Holds one sight of each peer and finds, for each IP version, the address and the outside port that have a majority of
 networks behind them. Hostile input: made-up addresses and ports, floods of observers: when the table is full, the
@@ -22,7 +22,7 @@ from peerd.machine.connectivity.network_votes import majority, network_of
 
 @dataclass(frozen=True, slots=True)
 class Sight:
-    """How one connected peer sees us. `seen`: None when it did not say."""
+    """One connected peer's observation of us. `seen`: None when it did not say."""
 
     peer: PeerId
     at: Multiaddr  # where the peer is, as we see it
@@ -33,13 +33,13 @@ class Sight:
 
     @property
     def outside(self) -> bool:
-        """Whether the peer is somewhere in the internet, so that what it sees is what strangers see."""
+        """True when the peer is somewhere in the internet, so that what it sees is what strangers see."""
         return reach(self.at) == 2
 
 
 @dataclass(frozen=True, slots=True)
 class ObservedView:
-    """What the observers agree on, for one IP version."""
+    """Agreement of the observers, for one IP version."""
 
     ip: str | None = None
     mapped: Multiaddr | None = None
@@ -73,7 +73,7 @@ class Observers:
         return (sight for sight in self._sights.values() if sight.outside)
 
     def put(self, sight: Sight) -> PeerId | None:
-        """Take a sight, in place of the peer's earlier one. Returns who had to go for it."""
+        """Take a sight, in place of the peer's earlier one. Returns the peer whose sight had to go for it."""
         if sight.seen is not None and (tcp_place(sight.seen) is None or ip_of(sight.seen) is None):
             sight = replace(sight, seen=None)
         self._sights[sight.peer] = sight
@@ -93,7 +93,7 @@ class Observers:
             self._views.clear()
 
     def view(self, version: int) -> ObservedView:
-        """What most observers of this IP version see; nothing where there is no majority."""
+        """The majority's view for this IP version; empty where there is no majority."""
         if version not in self._views:
             self._views[version] = self._look(version)
         return self._views[version]

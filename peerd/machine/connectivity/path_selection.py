@@ -1,4 +1,4 @@
-"""Which of several connections to one peer to use: a pure function of what is known of them, with the reason as text.
+"""Choice among several connections to one peer: a pure function of what is known of them, with the reason as text.
 
 The kind of way counts first, then the round trip: a relay carries for others, has limits and adds a detour, so that it
 wins over nothing. Of two connections of the same kind the newer one wins, since the older may be the dead one of a
@@ -15,7 +15,7 @@ from typing import Final
 
 
 class Way(IntEnum):
-    """How a connection reaches the peer; the smaller, the better."""
+    """Kind of path to a peer; the smaller, the better."""
 
     LOCAL = 0  # this machine, or the same network
     DIRECT = 1  # one side dialed the other's public address
@@ -49,7 +49,7 @@ class Path:
 
 
 def choose(paths: Sequence[Path], current: int | None, *, prefer_ours: bool) -> tuple[int, str]:
-    """Which of `paths` (at least one) to use, and why; `current`: the one in use, if any.
+    """Number of the path in `paths` (at least one) to use, and why; `current`: the one in use, if any.
 
     `prefer_ours`: whether this side's peer id is the smaller one; the other side says the opposite.
     """

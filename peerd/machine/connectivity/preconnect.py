@@ -1,4 +1,4 @@
-"""Which stage-mates to connect to, and when, so that a group stands before its round is ordered.
+"""Connections to stage-mates ahead of a round: which to dial, and when, so that a group stands before it is ordered.
 
 A round begins with everyone's parts on their way to everyone: whoever must be dialled first holds all of them up. So
 links are made while the batch fills, in the last seconds before it is due (`forecast`), where they are missing; and at
@@ -47,7 +47,7 @@ class Assembly:
         *,
         first: bool = False,
     ) -> list[str]:
-        """Whom to dial now; each is answered by `ended`. `due_in_s`: until the batch is whole; None: nobody knows.
+        """Mates to dial now; each is answered by `ended`. `due_in_s`: until the batch is whole; None: nobody knows.
 
         `first`: we can not be dialed, so that it is always our turn.
         """
@@ -63,13 +63,13 @@ class Assembly:
         return ripe[: max(0, places)]
 
     def ended(self, now: float, mate: str) -> None:
-        """A dial has ended, well or not: `dial` is told who is linked."""
+        """Note that a dial has ended, well or not: `dial` is told which mates are linked."""
         known = self._missing[mate]
         known.dialling = False
         known.next_try, known.retry_s = now + known.retry_s, min(2 * known.retry_s, _RETRY_MOST_S)
 
     def wake_in_s(self, now: float, due_in_s: float | None) -> float | None:
-        """When to ask again, if nothing else happens; None: only then."""
+        """Seconds until the next call is due if nothing else happens; None: only an event makes one necessary."""
         waits = [max(0.0, known.next_try - now) for known in self._missing.values() if not known.dialling]
         if due_in_s is not None and due_in_s > _LEAD_S:
             waits.append(due_in_s - _LEAD_S)

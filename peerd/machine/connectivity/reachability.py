@@ -1,12 +1,12 @@
-"""Can others reach this peer, and if not, what stands in the way? The verdict, from what many peers say.
+"""Reachability of this peer, and what stands in the way of those that dial it: the verdict, from what many peers say.
 
-Told: where this peer listens, how each connected peer sees it, and what came of dial-backs. Answers: whom to ask next,
-and a Finding with its reason. Peers lie, so each network (IPv4 /16, IPv6 /32) has one vote, shared by its addresses,
-and these by their peers: who has many identities in one place has one vote. A majority decides, for each IP version by
-itself; where none is, the answer is the cautious one (not reachable, no candidate). Hostile input: addresses of others,
-made-up ports, false answers, answers that name what was never asked, floods of observers.
-Invariants: an address is proven only after it was asked about; no private address is a candidate or proven; at most
-one question per peer is under way; tables are bounded (limits.OBSERVERS).
+Told: where this peer listens, how each connected peer sees it, and what came of dial-backs. Answers: which peer to ask
+next, and a Finding with its reason. Peers lie, so each network (IPv4 /16, IPv6 /32) has one vote, shared by its
+addresses, and these by their peers: many identities in one place have one vote. A majority decides, for each IP version
+by itself; where none is, the answer is the cautious one (not reachable, no candidate). Hostile input: addresses of
+others, made-up ports, false answers, answers that name what was never asked, floods of observers. Invariants: an
+address is proven only after it was asked about; no private address is a candidate or proven; at most one question per
+peer is under way; tables are bounded (limits.OBSERVERS).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _VERSIONS = (4, 6)
 
 
 class Kind(StrEnum):
-    """What lies between this peer and those who want to reach it."""
+    """Kind of obstacle between this peer and those that dial it."""
 
     UNKNOWN = "unknown"
     REACHABLE = "reachable"
@@ -67,7 +67,7 @@ class ReachabilityConfig:
 
     networks: int = 3  # whose answers are wanted
     at_once: int = 4  # questions under way
-    patience_s: float = 4.0  # the first verdict waits so long for those who were asked; a dial-back takes 3 s to fail
+    patience_s: float = 4.0  # the first verdict waits so long for peers that were asked; a dial-back takes 3 s to fail
     refresh_s: float = 300.0  # then an answer is asked for again
     again_s: float = 20.0  # the least between two questions to one peer
     refused_s: float = 60.0  # a peer that would not say is left alone for so long
@@ -110,7 +110,9 @@ class Reachability:
     # --- what happens ------------------------------------------------------------------------------------------
 
     def own(self, listen: Iterable[Multiaddr], given: Iterable[Multiaddr] = ()) -> None:
-        """Where this peer listens, and addresses that lead there for certain, such as those that a router promised."""
+        """Set the addresses where this peer listens, and others that lead there for certain, such as a router's
+        promise.
+        """
         self._own, self._given = tuple(listen), tuple(given)
 
     def saw(self, now: float, sight: Sight) -> None:
@@ -122,7 +124,7 @@ class Reachability:
         if not sight.tests or not sight.outside or gone == sight.peer:
             self._servers.pop(sight.peer, None)
         elif sight.peer not in self._servers:
-            # Whoever comes back may see another address of ours than before.
+            # A peer that comes back may see another address of ours than before.
             late = self._answers.get(sight.peer)
             self._servers[sight.peer] = _Server(asked_at=late.at if late is not None else -math.inf)
         elif known is not None and known.seen != sight.seen:
@@ -139,7 +141,9 @@ class Reachability:
             server.due, server.asked_at, server.not_before, server.asked_in = True, -math.inf, -math.inf, None
 
     def answered(self, now: float, peer: PeerId, *, tried: bool, proven: Multiaddr | None = None) -> None:
-        """What came of the question to `peer`; not `tried`: it would not, or we could not ask. `proven`: it got in."""
+        """Record the result of the question to `peer`; not `tried`: it would not, or we could not ask. `proven`: it got
+        in.
+        """
         server, sight = self._servers.get(peer), self._observers.get(peer)
         asked = server.pending if server is not None else None
         if server is None or sight is None or asked is None:
@@ -167,7 +171,7 @@ class Reachability:
         return asks
 
     def wake_at(self, now: float) -> float:
-        """When `step` has something to do by the passing of time alone."""
+        """Time at which `step` next has something to do by the passing of time alone."""
         times, covered = [math.inf], self._covered(now)
         for peer, server in self._servers.items():
             if server.pending is not None:
@@ -178,13 +182,15 @@ class Reachability:
         return min(times)
 
     def _ready_at(self, server: _Server) -> float:
-        """When the server may be asked, and there is a reason to."""
+        """Time at which the server may be asked, and there is a reason to."""
         config = self._config
         wanted = server.asked_at + (config.again_s if server.due else config.refresh_s)
         return max(wanted, server.not_before)
 
     def _notice_change(self) -> None:
-        """Other addresses than before: whoever has answered is asked again, and who has left counts no longer."""
+        """Take up a change of addresses: peers that have answered are asked again, and those that left count no
+        longer.
+        """
         ips = tuple(self._observers.view(version).ip for version in _VERSIONS)
         _, _, before = self._epoch
         epoch = (self._own, self._given, ips if any(ips) else before)
@@ -220,14 +226,14 @@ class Reachability:
         return asks
 
     def _is_useful(self, peer: PeerId, covered: list[str]) -> bool:
-        """Whether one more answer, this peer's, would tell us more."""
+        """True when one more answer, this peer's, would tell us more."""
         wanted = self._config.networks
         if len(covered) < wanted:
             return True
         return self._observers.place(peer) not in covered and len(set(covered)) < wanted
 
     def _covered(self, now: float) -> list[str]:
-        """The networks of those who have answered of late, or are about to."""
+        """Networks of the peers that have answered of late, or are about to."""
         return [
             self._observers.place(peer)
             for peer, server in self._servers.items()
@@ -235,7 +241,7 @@ class Reachability:
         ]
 
     def _questionable(self, sight: Sight) -> tuple[Multiaddr, ...]:
-        """What to have this peer dial: our addresses as it may see them."""
+        """Addresses to have this peer dial: ours, as it may see them."""
         seen_ip = ip_of(sight.seen) if sight.seen is not None else None
         found = self._surely_ours()
         if sight.seen is not None and reach(sight.seen) == 2:
@@ -272,7 +278,7 @@ class Reachability:
         return Finding(Kind.UNKNOWN, self._why_unknown(outside), (), candidates, needs_relays=needs_relays)
 
     def _decide(self, outside: list[Sight], candidates: tuple[Multiaddr, ...]) -> Finding:
-        """From the answers there are, for each IP version by itself."""
+        """Decide from the answers there are, for each IP version by itself."""
         ours, proven, dead = self._surely_ours(), list[Multiaddr](), list[Multiaddr]()
         for version in _VERSIONS:
             answers = [answer for answer in self._answers.values() if version_of(answer.place) == version]
@@ -291,7 +297,7 @@ class Reachability:
         return Finding(kind, why, (), candidates, tuple(dead), needs_relays=True)
 
     def _may_turn(self, now: float) -> bool:
-        """There is no verdict yet, and those who were asked just now might make another one of it."""
+        """True when there is no verdict yet, and the peers asked just now might bring one."""
         since = now - self._config.patience_s
         young = [s for s in self._servers.values() if s.pending is not None and s.asked_at > since]
         return self.finding.kind == Kind.UNKNOWN and len(young) >= len(self._answers)
@@ -312,12 +318,12 @@ class Reachability:
         return sorted(good, key=lambda addr: -good[addr])
 
     def _is_ours(self, addr: Multiaddr) -> bool:
-        """Whether a proven address still is one of ours: the network may have changed since."""
+        """True while a proven address still is one of ours: the network may have changed since."""
         ip = self._observers.view(version_of(addr)).ip
         return ip is None or addr in self._own or addr in self._given or str(ip_of(addr)) == ip
 
     def _presumed(self) -> list[Multiaddr]:
-        """Where we listen, and where a router that passes our ports on would make us appear."""
+        """Our listening addresses, and those at which we would appear behind a router that keeps our ports."""
         ips = [ip for version in _VERSIONS if (ip := self._observers.view(version).ip) is not None]
         return [*self._given, *self._own, *(tcp_addr(ip, port) for ip in ips for port in self._ports())]
 

@@ -1,4 +1,4 @@
-"""What a relay allows: who holds a reservation, and which circuits there may be.
+"""Limits of a relay: which peers hold a reservation, and which circuits there may be.
 
 Sans-IO: `service.connectivity.relay` does what is decided here. Every refusal has its status and a reason in words.
 Invariants: the bounds of RelayConfig hold at any time, whoever asks however often; the tables hold nothing of peers
@@ -19,12 +19,14 @@ from peerd.core.addr import Ip, place_of
 from peerd.core.ids import PeerId
 from peerd.core.protobuf.circuit import Status
 
-_PLACES = 4096  # whose requests of the last minute are remembered
+_PLACES = 4096  # places whose requests of the last minute are remembered
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RelayConfig:
-    """What a relay gives away. Generous with bytes and hours, so that one can train over it; careful with places."""
+    """Bounds of what a relay gives away. Generous with bytes and hours, so that one can train over it; careful with
+    places.
+    """
 
     reservations: int = 256  # each keeps a connection open: a third of those that may come in stay for others
     reservations_per_place: int = 16  # one household or office; a place is an IPv4 address or an IPv6 /64
@@ -63,7 +65,7 @@ class Admitted:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """No, and why."""
+    """A refusal, with its reason."""
 
     status: Status
     why: str
@@ -104,7 +106,7 @@ class Switchboard:
     # --- reservations --------------------------------------------------------------------------------------
 
     def reserve(self, now: float, peer: PeerId, ip: Ip | None) -> Granted | Refusal:
-        """`peer`, which comes from `ip`, wants to be reached here; who has a reservation gets it renewed."""
+        """Reserve a place for `peer`, which comes from `ip`; a reservation that it has is renewed."""
         self.wake(now)
         config, (place, region) = self.config, place_of(ip)
         refusal = self._too_often(now, place)
@@ -125,12 +127,12 @@ class Switchboard:
         return Granted(expires, renewed)
 
     def holds(self, now: float, peer: PeerId) -> bool:
-        """Whether `peer` can be reached here."""
+        """True while `peer` holds a reservation here."""
         held = self._reservations.get(peer)
         return held is not None and now < held.expires
 
     def holders(self) -> list[PeerId]:
-        """Who has a reservation, as of the last call that told the time."""
+        """Peers with a reservation, as of the last call that told the time."""
         return list(self._reservations)
 
     def left(self, peer: PeerId) -> None:
@@ -170,7 +172,7 @@ class Switchboard:
 
     @property
     def circuits(self) -> int:
-        """How many there are, with those that are being made."""
+        """Number of circuits, with those that are being made."""
         return len(self._circuits)
 
     def _full(self, source: PeerId, place: str, destination: PeerId) -> str | None:
@@ -223,8 +225,9 @@ class Switchboard:
 
 
 def overfull(held: Sequence[tuple[str, int]], most_bytes: int) -> list[int]:
-    """Which circuits have to go, by their place and what they hold: the fullest of the place that holds most, until
-    the rest is within `most_bytes`. So who stalls many circuits loses them, and others none."""
+    """Circuits to end, given the place and the bytes held of each: the fullest of the place that holds most, until the
+    rest is within `most_bytes`. So a peer that stalls many circuits loses them, and others none.
+    """
     total = sum(size for _, size in held)
     by_place: dict[str, int] = {}
     fullest: dict[str, list[int]] = {}  # circuits by place, the fullest last

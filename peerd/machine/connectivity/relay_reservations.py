@@ -1,7 +1,7 @@
-"""Which relays to hold a place at: at least two, in different networks where possible, renewed in time.
+"""Reservations at relays: at least two, in different networks where possible, renewed in time.
 
-Knows candidates as it is told of them, and decides whom to ask, when to renew, and when to look for more. Hostile
-input: relays that refuse, or promise and vanish; who refuses is left alone for twice as long as the time before.
+Knows candidates as it is told of them, and decides which to ask, when to renew, and when to look for more. Hostile
+input: relays that refuse, or promise and vanish; one that refuses is left alone for twice as long as the time before.
 Invariants: nothing is asked while no place is wanted; one request per relay at a time; a lost place is replaced at the
 next step; candidates are bounded by the connections that there are.
 """
@@ -25,7 +25,7 @@ class Candidate:
     peer: PeerId
     at: Multiaddr
     rtt_s: float | None
-    preferred: bool  # one of those through whom we joined: made to be relays
+    preferred: bool  # one of the peers through which we joined: made to be relays
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class Release:
 
 @dataclass(frozen=True, slots=True)
 class FindRelays:
-    """There are too few relays among the connected peers: connect to further peers."""
+    """Request for further peers: there are too few relays among the connected ones."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +83,7 @@ class Reservations:
     # --- what happens ------------------------------------------------------------------------------------------
 
     def want(self, wanted: bool) -> None:
-        """Whether places are needed at all."""
+        """Set whether reservations are needed at all."""
         self._wanted = wanted
 
     def offers(self, candidate: Candidate) -> None:
@@ -133,7 +133,7 @@ class Reservations:
         return [peer for peer, relay in self._relays.items() if relay.until > now]
 
     def step(self, now: float) -> list[Reserve | Release | FindRelays]:
-        """What to do now."""
+        """Actions due now."""
         for peer, relay in list(self._relays.items()):
             if relay.candidate is None and not relay.asking and relay.not_before <= now:
                 del self._relays[peer]
@@ -157,7 +157,7 @@ class Reservations:
         return outputs
 
     def wake_at(self, now: float) -> float:
-        """When `step` has something to do by the passing of time alone."""
+        """Time at which `step` next has something to do by the passing of time alone."""
         if not self._wanted:
             return math.inf
         times = [math.inf]
@@ -175,7 +175,9 @@ class Reservations:
         return self._config.wanted - there
 
     def _best(self, now: float) -> PeerId | None:
-        """Whom to ask next: those through whom we joined, then networks where we hold no place, then the nearest."""
+        """The relay to ask next: those through which we joined, then networks where we hold no place, then the
+        nearest.
+        """
         used = {
             network_of(relay.candidate.at)
             for relay in self._relays.values()

@@ -1,4 +1,4 @@
-"""Which peers to leave alone for a while: suspicion that grows with silence and ends with an answer.
+"""Failure suspicion: which peers to leave alone for a while; it grows with silence and ends with an answer.
 
 Knows only what it is told, and forgets the peers it heard about longest ago. A silent peer is shunned for 5 s, then
 10, 20, ... (algorithms.md 12); a peer that lied is shunned for as long as its judge says. Shunning is local: it is
@@ -50,7 +50,7 @@ class Liveness:
         suspect.until = max(suspect.until, now + shun_s)
 
     def shunned(self, now: float, peer: PeerId) -> bool:
-        """Whether to leave the peer alone."""
+        """True while the peer is to be left alone."""
         suspect = self._suspects.get(peer.raw)
         return suspect is not None and now < suspect.until
 
@@ -59,7 +59,7 @@ class Liveness:
         return [PeerId(raw) for raw, suspect in self._suspects.items() if now >= suspect.until]
 
     def suspected(self, peer: PeerId) -> bool:
-        """Whether the peer's last word was silence, however long ago."""
+        """True when the last we know of the peer is silence, however long ago."""
         return peer.raw in self._suspects
 
     def __len__(self) -> int:

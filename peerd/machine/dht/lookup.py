@@ -1,4 +1,4 @@
-"""One iterative look-up toward a key: whom to ask next, when to stop, and why. No network, no records, no clock.
+"""One iterative look-up toward a key: which peers to ask next, when to stop, and why. No network, no records, no clock.
 
 The idea is that of rust-libp2p's closest-peers iterator: the candidates in order of distance, each in one of five
 states. A peer that does not answer within `slow_s` no longer holds up the search but may still answer; after
@@ -32,7 +32,7 @@ class State(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LookupRule:
-    """When to ask and when to stop."""
+    """Parameters of a look-up: when to ask and when to stop."""
 
     want: int = 8  # nearest peers whose answers end the search
     enough: int = 3  # nearest answers that do once something was found; also what counts as having come near
@@ -54,7 +54,7 @@ class _Candidate:
 
 @dataclass(slots=True)
 class _View:
-    """What `next` must know about the nearest `want` candidates that are not slow or failed."""
+    """Summary of the nearest `want` candidates that are not slow or failed, for `next`."""
 
     usable: int = 0  # how many there are
     answers: int = 0  # of them, nearer than every one that was not asked
@@ -87,7 +87,7 @@ class Lookup:
         self.learn(seeds)
 
     def next(self, now: float) -> list[Contact]:
-        """Whom to ask now; an empty list means wait, or look at `why`."""
+        """Peers to ask now; an empty list means wait, or look at `why`."""
         if self.why is not None:
             return []
         self._age(now)
@@ -136,7 +136,7 @@ class Lookup:
             self._forget_farthest(len(self._sorted) - self._rule.keep)
 
     def wake_at(self) -> float | None:
-        """When `next` should be called though nobody answered; None when it has ended or waits for nobody."""
+        """Time at which to call `next` though nobody answered; None when it has ended or waits for nobody."""
         if self.why is not None:
             return None
         times = [waiting.asked_at + self._rule.slow_s for waiting in self._waiting[:1]]

@@ -1,4 +1,4 @@
-"""What DHT nodes ask each other, and what goes into and comes out of `Kademlia`: values only, already decoded.
+"""Messages between DHT nodes, and the inputs and outputs of `Kademlia`: values only, already decoded.
 
 The wire forms and their bounds are in service/dht/codec.py; the simulator passes these objects as they are.
 """
@@ -19,14 +19,14 @@ from peerd.machine.dht.store import Verdict
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """Who is asking or answering; sent when the other side may not know it yet."""
+    """Introduction of the sender; sent when the other side may not know it yet."""
 
     addrs: tuple[bytes, ...] = ()  # where it can be dialled; none: a client, which belongs in nobody's table
 
 
 @dataclass(frozen=True, slots=True)
 class Find:
-    """Whom do you know near these keys; and with `values`, which records do you hold under them?"""
+    """Request for the peers near these keys and, with `values`, for the records held under them."""
 
     keys: tuple[Key, ...]
     values: bool
@@ -36,7 +36,8 @@ class Find:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """Records per key in the order of asking; if that is shorter, the other keys had no room and may be asked again.
+    """Answer to Find: records per key in the order of asking; if that is shorter, the other keys had no room and may be
+    asked again.
 
     The contacts are those near any of the keys, together: a few too many do a look-up no harm.
     """
@@ -48,7 +49,7 @@ class Found:
 
 @dataclass(frozen=True, slots=True)
 class StoreRecords:
-    """Keep these."""
+    """Request to store these records."""
 
     records: tuple[Record, ...]
     hello: Hello | None = None
@@ -56,7 +57,7 @@ class StoreRecords:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """Per record the verdict, and the version that is held now (0: none)."""
+    """Answer to StoreRecords: per record the verdict, and the version that is held now (0: none)."""
 
     verdicts: tuple[tuple[Verdict, int], ...]
     hello: Hello | None = None
@@ -64,7 +65,7 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class Ping:
-    """Are you there?"""
+    """Liveness probe."""
 
     hello: Hello | None = None
 
@@ -192,7 +193,9 @@ class GetDone:
 
 @dataclass(frozen=True, slots=True)
 class PutDone:
-    """How many peers hold the record, ourselves included if we hold it for others; of several records, the fewest."""
+    """Result of a put: the number of peers that hold the record, ourselves included if we hold it for others; of
+    several records, the fewest.
+    """
 
     op: int
     peers: int

@@ -1,9 +1,9 @@
-"""Whom a DHT node knows, and whom it trusts to answer: the table, suspicion, and what was learned along the way.
+"""Neighbours of a DHT node: the table, suspicion, and what was learned along the way.
 
-Peers enter the table when they themselves talked to us and say where they can be dialled; hearsay never enters it.
-A peer that falls silent or closes its connection is out of consideration at once, and probed once its suspicion has
-cooled; a second silence removes it. The removed ones are remembered, because when *our* line was down everybody
-seemed to die, and somebody must be asked when it is back. Sends nothing: it says whom to probe.
+Peers enter the table when they themselves talked to us and say where they can be dialled; hearsay never enters it. A
+peer that falls silent or closes its connection is out of consideration at once, and probed once its suspicion has
+cooled; a second silence removes it. The removed ones are remembered, because when *our* line was down everybody seemed
+to die, and somebody must be asked when it is back. Sends nothing: it says which peers to probe.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Neighbours:
         self._given: OrderedDict[tuple[PeerId, Key], float] = OrderedDict()
 
     def usable(self, now: float, peer: PeerId) -> bool:
-        """Whether to ask this peer, and to name it to others."""
+        """True when this peer may be asked, and named to others."""
         return not (self._silence.shunned(now, peer) or self._liars.shunned(now, peer))
 
     def believed(self, now: float, contacts: Iterable[Contact]) -> list[Contact]:
@@ -64,7 +64,9 @@ class Neighbours:
         return self.table.closest(target, count, None if self._calm else lambda peer: self.usable(now, peer))
 
     def welcome(self, now: float, contact: Contact) -> tuple[bool, Contact | None]:
-        """The peer itself talked to us and can be dialled. Returns whether it is newly seated, and whom to probe."""
+        """The peer itself talked to us and can be dialled. Returns whether it is newly seated, and the peer to
+        probe.
+        """
         self._silence.answered(contact.peer)
         self._resigned.pop(contact.peer, None)
         if self._liars.shunned(now, contact.peer):
@@ -79,30 +81,30 @@ class Neighbours:
         return seated, oldest
 
     def answered(self, now: float, peer: PeerId) -> None:
-        """A sign of life."""
+        """Note a sign of life."""
         self._silence.answered(peer)
         self.table.seen(now, peer)
 
     def silent(self, now: float, peer: PeerId) -> Contact | None:
-        """It did not answer. Returns a newcomer to probe when that cost it its seat."""
+        """Note that it did not answer. Returns a newcomer to probe when that cost it its seat."""
         if self._silence.silent(now, peer) < 2:
             return None
         return self._remove(peer)
 
     def lost(self, now: float, peer: PeerId) -> None:
-        """Its connection closed: leave it alone until it was probed."""
+        """Note that its connection closed: leave it alone until it was probed."""
         self._greeted.pop(peer, None)
         self._silence.silent(now, peer)
 
     def lied(self, now: float, peer: PeerId) -> Contact | None:
-        """It broke the protocol. Returns a newcomer to probe in its place."""
+        """Note that it broke the protocol. Returns a newcomer to probe in its place."""
         self._liars.lied(now, peer, _SHUN_LIARS_S)
         newcomer = self._remove(peer)
         self._former.pop(peer, None)
         return newcomer
 
     def resigned(self, peer: PeerId) -> Contact | None:
-        """It says that it cannot be dialed, or not any more. Returns a newcomer to probe in its place."""
+        """Note its word that it cannot be dialed, or not any more. Returns a newcomer to probe in its place."""
         self._resigned[peer] = None
         self._resigned.move_to_end(peer)
         if len(self._resigned) > _GREETED:
@@ -112,14 +114,14 @@ class Neighbours:
         return newcomer
 
     def has_resigned(self, peer: PeerId) -> bool:
-        """Whether it said so last, whatever others still tell of it."""
+        """True when the peer itself said last that it resigns, whatever others still tell of it."""
         return peer in self._resigned
 
     def is_liar(self, now: float, peer: PeerId) -> bool:
         return self._liars.shunned(now, peer)
 
     def greets(self, now: float, peer: PeerId) -> bool:
-        """Whether the next message to `peer` should say who we are; notes that it does."""
+        """True when the next message to `peer` should say who we are; notes that it does."""
         greeted = self._greeted.get(peer)
         if greeted is not None and now - greeted < self._greet_again_s:
             return False
@@ -130,22 +132,24 @@ class Neighbours:
         return True
 
     def ungreeted(self, peer: PeerId) -> None:
-        """The greeting did not arrive."""
+        """Note that the greeting did not arrive."""
         self._greeted.pop(peer, None)
 
     def greet_all_again(self) -> None:
-        """What we say about ourselves has changed."""
+        """Greet all peers anew: what we say about ourselves has changed."""
         self._greeted.clear()
 
     def found_near(self, now: float, key: Key, contacts: Iterable[Contact]) -> None:
-        """A search ended with these, nearest first."""
+        """Note that a search ended with these, nearest first."""
         self._near[key] = _Near(now, tuple(contacts))
         self._near.move_to_end(key)
         if len(self._near) > _NEAR_KEYS:
             self._near.popitem(last=False)
 
     def seeds(self, now: float, key: Key, target: int) -> list[Contact]:
-        """Where a search for `key` begins: the peers of the table, and those that the last such search found."""
+        """Contacts to begin a look-up of `key` with: the peers of the table, and those that the last such look-up
+        found.
+        """
         contacts = self.closest(now, target, self._k)
         near = self._near.get(key)
         if near is None or now - near.found_at > self._stale_s:
@@ -154,12 +158,14 @@ class Neighbours:
         return contacts + [c for c in near.contacts if c.peer not in known and self.usable(now, c.peer)]
 
     def near_is_fresh(self, now: float, key: Key) -> bool:
-        """Whether a search for `key` ended so recently that its result, with the table's, will do."""
+        """True when a look-up of `key` ended so recently that its result, with the table's, will do."""
         near = self._near.get(key)
         return near is not None and now - near.found_at <= self._near_s
 
     def may_give(self, now: float, peer: PeerId, key: Key) -> bool:
-        """Whether to offer `peer` copies of what it lacks under `key`; not again for a while, it may have refused."""
+        """True when `peer` may be offered copies of what it lacks under `key`; not again for a while, it may have
+        refused.
+        """
         given = self._given.get((peer, key))
         if given is not None and now - given < self._near_s:
             return False
@@ -170,7 +176,7 @@ class Neighbours:
         return True
 
     def probes(self, now: float) -> list[Contact]:
-        """Whom to ping now: cooled suspects, peers not heard from for long, and former ones when we are lonely."""
+        """Contacts to ping now: cooled suspects, peers not heard from for long, and former ones when we are lonely."""
         cooled = [contact for peer in self._silence.cooled(now) if (contact := self.table.contact(peer)) is not None]
         unseen = sorted(self.table.longest_unseen(), key=lambda seen: seen[0])[:_PROBES]
         stale = [contact for seen, contact in unseen if now - seen > self._stale_s]
@@ -182,7 +188,7 @@ class Neighbours:
 
     @property
     def _calm(self) -> bool:
-        """Nobody is under suspicion: the usual case, worth a short cut."""
+        """True when no peer is under suspicion: the usual case, worth a short cut."""
         return not self._silence and not self._liars
 
     def _remove(self, peer: PeerId) -> Contact | None:

@@ -27,7 +27,7 @@ from peerd.machine.dht.store import Verdict
 
 
 class Kademlia:
-    """One node. Tell it whom it `Met`; it does the rest."""
+    """One Kademlia node. Tell it of each peer that it `Met`; it does the rest."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class Kademlia:
 
     @property
     def addrs(self) -> tuple[bytes, ...]:
-        """Where others can dial us."""
+        """Our addresses, for others to dial."""
         return self.node.contact.addrs
 
     @addrs.setter
@@ -65,7 +65,7 @@ class Kademlia:
         self._join_at = now + self.node.config.refresh_s * self._rng.random()
 
     def look_around(self, now: float) -> None:
-        """Look for our neighbours at the next `wake`, who thereby hear what we say of ourselves by now."""
+        """Look up our neighbours at the next `wake`; they thereby hear our newest introduction."""
         self._join_at = self._upkeep_at = now
 
     def handle(self, now: float, event: q.Input) -> list[q.Output]:
@@ -98,7 +98,7 @@ class Kademlia:
         return self._taken()
 
     def wake_at(self, now: float) -> float:
-        """When `wake` must be called at the latest."""
+        """Latest time for the next call of `wake`."""
         if self._handover:
             return now
         times = [self._upkeep_at, self._work.wake_at(), self.node.publisher.due_at()]

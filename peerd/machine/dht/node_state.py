@@ -1,4 +1,4 @@
-"""What the parts of one DHT node share: its figures, its contact, its neighbours and records, its clock and counts."""
+"""State that the parts of one DHT node share: figures, contact, neighbours, records, clock and counts."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class KademliaConfig:
 
 @dataclass(slots=True)
 class Counts:
-    """What a node did, for status and benchmarks."""
+    """Counters of a node's work, for status and benchmarks."""
 
     asks: int = 0  # messages sent
     failed: int = 0  # of these, without an answer
@@ -67,7 +67,7 @@ class NodeState:
 
     @property
     def hello(self) -> Hello:
-        """How we introduce ourselves."""
+        """Our introduction to other nodes."""
         return Hello(self.contact.addrs)
 
     def wall(self, now: float) -> float:
@@ -75,5 +75,5 @@ class NodeState:
         return now + self.clock_ahead_s
 
     def keep(self, now: float, record: Record) -> bool:
-        """Hold a copy ourselves; whether we do."""
+        """Hold a copy ourselves; returns whether we do."""
         return self.store.offer(self.wall(now), record)[0] is Verdict.STORED

@@ -1,8 +1,8 @@
 """This peer's own records: what it announced, for how long, and when each must be sent out again.
 
-A record's lease is at most an hour; who asked for longer gets it renewed. Each record is also offered again, unchanged,
-every `repeat_s`, because the peers that held it may have left. A withdrawal leaves a tombstone that outlives every
-copy of what it withdraws. Does not send anything and knows no peers.
+A record's lease is at most an hour; a longer one is renewed. Each record is also offered again, unchanged, every
+`repeat_s`, because the peers that held it may have left. A withdrawal leaves a tombstone that outlives every copy of
+what it withdraws. Does not send anything and knows no peers.
 
 Versions follow corrected time in milliseconds, so that a peer that starts anew outbids what it published before; if
 its clock was set back meanwhile, the refusals say which version to outbid.
@@ -72,7 +72,7 @@ class Publisher:
         return [own.record for own in self._own.values() if own.record.is_live(wall)]
 
     def due(self, wall: float) -> list[Record]:
-        """What must be offered to the swarm again now, with leases renewed where that is due."""
+        """Records to offer to the swarm again now, with leases renewed where that is due."""
         records = []
         for place, own in list(self._own.items()):
             if own.until <= wall:
@@ -93,7 +93,7 @@ class Publisher:
         return records
 
     def due_at(self) -> float | None:
-        """When `due` will have something to do, in corrected Unix seconds."""
+        """Time at which `due` next has something to do, in corrected Unix seconds; None: nothing is published."""
         return min((min(own.due, own.until) for own in self._own.values()), default=None)
 
     def outbid(self, wall: float, record: Record, version: int) -> Record | None:
@@ -115,11 +115,15 @@ class Publisher:
         return record
 
     def _due(self, wall: float, record: Record, until: float) -> float:
-        """Half of what is left of the lease if it must be renewed, and no later than the next repetition."""
+        """Time of the next publication: half of what is left of the lease if it must be renewed, and no later than the
+        next repetition.
+        """
         renewal = wall + (record.expires - wall) / 2 if _ends_early(record, until) else until
         return min(wall + self._repeat_s, renewal)
 
 
 def _ends_early(record: Record, until: float) -> bool:
-    """Does the lease end before it is meant to? Leases are in whole milliseconds: what rounding took is no reason."""
+    """True when the lease ends before it is meant to. Leases are in whole milliseconds: what rounding took is no
+    reason.
+    """
     return record.expires < until - 0.002

@@ -1,7 +1,7 @@
-"""What a DHT node does for one command: searches for keys, placements of records, and tasks that are made of both.
+"""Parts of a DHT command: searches for keys, placements of records, and tasks that are made of both.
 
-Each part says whom to ask next and takes the answers; `Kademlia` joins what goes to the same peer into one message.
-Nothing here sends, stores or verifies; nothing outlives its task.
+Each part says which peer to ask next and takes the answers; `Kademlia` joins what goes to the same peer into one
+message. Nothing here sends, stores or verifies; nothing outlives its task.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Search:
         self.answer_bytes = most_bytes or DHT_BYTES_PER_KEY  # the most that one answer may hold
         self._left = DHT_ANSWERS_KEPT * self.answer_bytes
         self._best: dict[bytes, Record] = {}
-        self._answers: dict[Contact, dict[bytes, Record]] = {}  # who answered with what
+        self._answers: dict[Contact, dict[bytes, Record]] = {}  # by answerer
         self._gather(held)
 
     @property
@@ -58,7 +58,7 @@ class Search:
         self.lookup.failed(peer)
 
     def live(self, wall: float, own: Iterable[Record] = ()) -> list[Record]:
-        """What counts now, one record per sub-key and in their order; `own` may beat what was gathered."""
+        """Records that count now, one per sub-key and in their order; `own` may beat what was gathered."""
         self._gather(own, ours=True)
         return [r for _, r in sorted(self._best.items()) if r.is_live(wall) and not r.tombstone]
 
@@ -176,7 +176,7 @@ class Task:
         return [*self.searches, *self.placements]
 
     def next(self, now: float) -> list[tuple[Contact, Part]]:
-        """Whom to ask now, for which part."""
+        """Peers to ask now, each with the part that asks."""
         wants: list[tuple[Contact, Part]] = [(c, search) for search in self.searches for c in search.next(now)]
         for search in [search for search in self._pending if search.done]:
             self._pending.remove(search)
@@ -185,5 +185,5 @@ class Task:
         return wants
 
     def wake_at(self) -> float | None:
-        """When to call `next` though no answer came; None when only answers matter."""
+        """Time at which to call `next` though no answer came; None when only answers matter."""
         return min((at for part in self.parts() if (at := part.wake_at()) is not None), default=None)

@@ -84,7 +84,7 @@ class Workbench:
         self._start(now, Task(None, "join", [self._search(now, self._node.id.key, self._join_rule, values=False)]))
 
     def refresh(self, now: float, keys: Iterable[Key]) -> None:
-        """Look around at some keys, to know who lives there."""
+        """Look up some keys, to learn which peers are near them."""
         for key in keys:
             self._start(now, Task(None, "refresh", [self._search(now, key, self._refresh_rule, values=False)]))
 
@@ -108,7 +108,7 @@ class Workbench:
             self._finish(now, task)
 
     def wake_at(self) -> float | None:
-        """When `pump` must be called for all tasks though no answer came."""
+        """Time at which `pump` must be called for all tasks though no answer came."""
         return min((at for task in self._tasks if (at := task.wake_at()) is not None), default=None)
 
     def _start(self, now: float, task: Task) -> None:
@@ -124,7 +124,7 @@ class Workbench:
         return Search(key, lookup, values=values, held=held, most_bytes=most_bytes)
 
     def _ourselves(self) -> list[Contact]:
-        """We are a candidate like any other, if we can be dialled."""
+        """Ourselves as a contact: we are a candidate like any other, if we can be dialled."""
         return [self._node.contact] if self._node.contact.addrs else []
 
     def _placement(self, now: float, record: Record, contacts: Sequence[Contact]) -> Placement:
@@ -161,7 +161,7 @@ class Workbench:
             self._emit(q.PutDone(task.op, peers, why, refusals))
 
     def _outbid(self, now: float, task: Task) -> bool:
-        """Where a peer holds a later version of ours: publish a later one still, in a new task that then reports."""
+        """Outbid peers that hold a later version of our record: a later one still, in a new task that then reports."""
         beaten = [placement for placement in task.placements if placement.newest]
         if not beaten or task.attempt >= _ATTEMPTS:
             return False

@@ -1,4 +1,4 @@
-"""Which records a newcomer near their keys should be given, and by whom: by us, if we are the nearest that has them.
+"""Replication to newcomers near a record's key: by us, if we are the nearest that has it.
 
 Our own records we always give ourselves. A store may hold tens of thousands of keys, so they are gone through in
 slices: `step` looks at a few and says what it found.
@@ -35,7 +35,7 @@ class Handover:
             self._queue.append((contact, pending))
 
     def step(self, now: float, neighbours: Neighbours) -> list[tuple[Contact, Key, bool]]:
-        """A few keys further: (newcomer, key, whether we are the one who gives it what others published)."""
+        """A few keys further: (newcomer, key, whether we are the one that gives it what others published)."""
         found: list[tuple[Contact, Key, bool]] = []
         for _ in range(_KEYS_PER_STEP):
             if not self._queue:

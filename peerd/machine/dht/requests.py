@@ -2,7 +2,7 @@
 
 An answer is believed only as far as it can be checked: of the kind that was asked for, about the keys that were asked
 for, no more of each than was asked for, every record signed by its publisher. Anything else is a lie, told to the
-caller in words. Decides nothing about whom to ask or when to stop.
+caller in words. Does not decide which peers to ask or when to stop.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ class RequestInFlight:
     placements: list[tuple[Task, Placement]]
 
     def tasks(self) -> list[Task]:
-        """Whose task this concerns."""
+        """Tasks that this request serves."""
         return [task for task, _ in self.searches] + [task for task, _ in self.placements]
 
     def failed(self) -> None:
-        """No answer will come."""
+        """Note that no answer will come."""
         for _, search in self.searches:
             search.failed(self.contact.peer)
         for _, placement in self.placements:
@@ -67,7 +67,7 @@ class Dispatch:
         return [self._ask(contact, q.Ping(hello), [], [])]
 
     def messages(self, now: float, tasks: Iterable[Task], hello: q.Hello) -> Iterator[q.Ask]:
-        """What these tasks want to be asked now, one message per peer and kind as far as it fits."""
+        """Messages that these tasks need sent now, one per peer and kind as far as it fits."""
         searches: dict[tuple[Contact, bool, int], list[tuple[Task, Search]]] = {}
         placements: dict[Contact, list[tuple[Task, Placement]]] = {}
         for task in tasks:
@@ -97,7 +97,7 @@ class Dispatch:
         return [self._flights.pop(ask) for ask in lost]
 
     def deliver(self, now: float, wall: float, flight: RequestInFlight, reply: q.Reply) -> str | None:
-        """Give the answer to those who wait for it; returns what is wrong with it, if it is a lie."""
+        """Give the answer to the tasks that wait for it; returns what is wrong with it, if it is a lie."""
         match flight.request, reply:
             case q.Find(), q.Found():
                 return self._found(now, wall, flight, reply)
@@ -144,12 +144,12 @@ class Dispatch:
 
 
 def _acceptable(wall: float, records: Sequence[Record]) -> list[Record]:
-    """Without what has expired here, or claims a longer lease than anyone may have."""
+    """The records without those that have expired here, or claim a longer lease than anyone may have."""
     return [record for record in records if record.is_timely(wall)]
 
 
 def _batches(placed: list[tuple[Task, Placement]]) -> Iterator[list[tuple[Task, Placement]]]:
-    """As many records to a message as its limits allow."""
+    """Batches of records, each as large as the limits of one message allow."""
     batch: list[tuple[Task, Placement]] = []
     room = DHT_STORE_BYTES
     for task, placement in placed:

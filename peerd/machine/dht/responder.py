@@ -1,4 +1,4 @@
-"""What a DHT node answers when others ask: a pure function of its table and store.
+"""Answers of a DHT node to others' requests: a pure function of its table and store.
 
 Of a key that holds more than the asker wants, it gives everybody's share (see `StoreRecords.get`).
 
@@ -65,7 +65,7 @@ class Responder:
         return self._store.offer(wall, record, sender)
 
     def is_far(self, now: float, key: Key) -> bool:
-        """Whether k known peers are nearer to `key` than we are."""
+        """True when k known peers are nearer to `key` than we are."""
         target = place(key)
         nearest = self._neighbours.closest(now, target, self._k)
         return len(nearest) == self._k and nearest[-1].place ^ target < self._place ^ target

@@ -101,7 +101,7 @@ class Table:
         return seat.contact if seat is not None else None
 
     def seen_at(self, peer: PeerId) -> float | None:
-        """When a seated peer was last heard from."""
+        """Time at which a peer of the table was last heard from; None: it is not in the table."""
         seat = self._seats.get(peer.raw)
         return seat.seen if seat is not None else None
 
@@ -176,7 +176,7 @@ class Table:
         return found[:count]
 
     def longest_unseen(self) -> list[tuple[float, Contact]]:
-        """Of each bucket the peer heard from longest ago, and when."""
+        """The least recently heard peer of each k-bucket, and when that was."""
         firsts = (next(iter(bucket.seats.values()), None) for bucket in self._buckets.values())
         return [(seat.seen, seat.contact) for seat in firsts if seat is not None]
 

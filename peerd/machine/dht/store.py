@@ -1,11 +1,11 @@
-"""The records this peer keeps for the swarm: what it accepts, until when, and how much from whom.
+"""The records this peer keeps for the swarm: what it accepts, until when, and how much from each peer and place.
 
 Every record is checked here whatever its way here: signature, expiry, version, quotas. Tombstones are kept like other
-records until they expire, so that what they withdrew cannot come back. When the store is full, the key farthest from
-us makes room for a nearer one: those records have their proper homes elsewhere. When a key is full, what came from the
+records until they expire, so that what they withdrew cannot come back. When the store is full, the key farthest from us
+makes room for a nearer one: those records have their proper homes elsewhere. When a key is full, what came from the
 region that has most there makes room, in it from the place, of that from the publisher (see `_to_give_way`), and a
 member's record only for a member's. A record comes from where its publisher offered it itself; while only others did,
-from where they are, who may have made up its publisher.
+from where these are, as they may have made up its publisher.
 
 Invariants (`check`): per sub-key the record that beats all others offered; no quota exceeded; the counts are exact.
 A hostile peer may offer: forged, replayed, expired or far-future records, records of others, floods. Each record gets
@@ -46,7 +46,7 @@ N = TypeVar("N", str, bool)
 
 
 class Verdict(enum.IntEnum):
-    """What a store says to an offered record. Travels as its number."""
+    """A store's verdict on an offered record. Travels as its number."""
 
     STORED = 0
     STALE = 1  # it holds a record that beats this one
@@ -59,7 +59,7 @@ class Verdict(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreLimits:
-    """How much to keep. Bytes count values, suffixes and a fixed part per record."""
+    """Quotas of a store. Bytes count values, suffixes and a fixed part per record."""
 
     records: int = DHT_STORED_RECORDS
     bytes: int = DHT_STORED_BYTES
@@ -94,7 +94,7 @@ class Store:
     def __init__(
         self, own: PeerId, verifier: Verifier, limits: StoreLimits | None = None, book: Book | None = None
     ) -> None:
-        """`book`: where who has how much is written down; without one, places are not bounded."""
+        """`book`: keeps how much each user has; without one, places are not bounded."""
         self._place = place(own.key)
         self._verifier = verifier
         self._limits = limits or StoreLimits()
@@ -121,7 +121,7 @@ class Store:
     def offer(self, wall: float, record: Record, sender: User = _HERE) -> tuple[Verdict, int]:
         """Take the record if it may be taken; returns the verdict and the version that is held afterwards, or 0.
 
-        `sender`: who brought it, publisher or not.
+        `sender`: the peer that brought it, publisher or not.
         """
         held = self._held(record)
         version = held.version if held is not None else 0
@@ -155,7 +155,7 @@ class Store:
             users[record.sub_key] = user
 
     def get(self, wall: float, key: Key, most_bytes: int = 0) -> list[Record]:
-        """What is held under `key` and has not expired, tombstones included, by sub-key.
+        """Records under `key` that have not expired, tombstones included, by sub-key.
 
         `most_bytes`: if an answer would take more than that, as much as fits. Then members and strangers take turns,
         of these the regions, in a region its places, in a place its publishers: the next is always the one that then
@@ -243,7 +243,7 @@ class Store:
         return shelf.records.get(record.sub_key) if shelf is not None else None
 
     def _make_room(self, record: Record, held: Record | None, user: User) -> Verdict | None:
-        """None when the record, in place of `held`, keeps all quotas."""
+        """Decision on the quotas: None when the record, in place of `held`, keeps them all."""
         limits, new = self._limits, 0 if held is not None else 1
         size = _size(record) - (_size(held) if held is not None else 0)
         shelf = self._shelves.get(record.key) or _Shelf()
@@ -367,7 +367,7 @@ class Store:
 
 
 def answer_bytes(record: Record) -> int:
-    """What a record takes in an answer, at most."""
+    """Upper bound on the bytes that a record takes in an answer."""
     return len(record.value) + len(record.suffix) + _ANSWER_OVERHEAD_BYTES
 
 
@@ -390,7 +390,7 @@ def _size(record: Record) -> int:
 
 
 def _outweighs(one: User, other: User, fullness: Callable[[User], tuple[bool, int, int, int]], size: int) -> bool:
-    """Whether `one` has more than `other` would have with `size` more, in the widest scope that they do not share."""
+    """True when `one` has more than `other` would have with `size` more, in the widest scope that they do not share."""
     (strange, region, place_, peer), (others_strange, others_region, others_place, others) = (
         fullness(one),
         fullness(other),

@@ -1,4 +1,4 @@
-"""What a session lets its peer send: windows, and how they grow, within a budget.
+"""Receive windows of a session: the credit that its peer gets, and how windows grow within a budget.
 
 Credit for a stream on one connection is returned in steps of half a window or 2 MiB, and a window that is used up
 within a round trip and a half doubles. A striped stream gets as much as should be under way (see `bdp_window`), and
@@ -21,7 +21,7 @@ _TUNE_RTT_FLOOR_S: Final = 0.002  # below it scheduling, not the path, limits th
 
 
 class Credit:
-    """Of one session."""
+    """Credit of the streams of one session."""
 
     __slots__ = ("_budget", "_config", "_queue", "_usual_target")
 

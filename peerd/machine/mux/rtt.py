@@ -25,7 +25,7 @@ _ID_WALL: Final = 1 << 32
 
 
 class Pings:
-    """Times in seconds."""
+    """Pings of one session; times in seconds."""
 
     __slots__ = ("_id", "_looked_at", "_recent", "_sent_at", "_slept_s", "_told", "_waiting")
 
@@ -40,7 +40,7 @@ class Pings:
 
     @property
     def idle(self) -> bool:
-        """No answer is awaited."""
+        """True when no answer is awaited."""
         return not self._waiting
 
     def told(self, now: float, rtt_s: float) -> None:
@@ -48,17 +48,17 @@ class Pings:
         self._told = now, rtt_s
 
     def _news(self, now: float) -> float | None:
-        """What the system told of late."""
+        """The round trip that the operating system told of late; None: it did not."""
         return self._told[1] if self._told is not None and now - self._told[0] <= _TOLD_S else None
 
     def due(self, now: float, rtt_s: float) -> bool:
-        """Whether another is worth sending while bulk comes in."""
+        """True when another ping is worth sending while bulk comes in."""
         if self._news(now) is not None:
             return False
         return len(self._waiting) < _MOST and now - self._sent_at >= max(rtt_s / _PER_RTT, _PAUSE_S_MIN)
 
     def send(self, now: float) -> int:
-        """One is sent; its value."""
+        """Note that a ping is sent; returns its value."""
         self._id = (self._id + 1) % _ID_WALL
         self._waiting.append((self._id, now, now - self._slept_s))
         self._sent_at = now
@@ -69,7 +69,7 @@ class Pings:
         return max(smoothed_s or 0.0, self._recent[-1]) if self._recent else smoothed_s
 
     def queue_s(self, now: float, rtt_min_s: float | None) -> float | None:
-        """What bytes wait on their way to us, asked whenever some come; None while that is not known."""
+        """Queueing delay of bytes on their way to us, asked whenever some come; None while that is not known."""
         told_s = self._news(now)
         if rtt_min_s is not None and told_s is not None:
             return max(told_s - rtt_min_s, 0.0)

@@ -1,11 +1,12 @@
-"""What one yamux session has to send, and in which order.
+"""Send queue of one yamux session: what it has to send, and in which order.
 
 Control frames go first. Then streams with little queued, so that a small call passes a bulk transfer, each in turn with
 one frame; then those with much, in turn as well. Whoever sends little all the time cannot starve the others: after each
-`_FAIR_BYTES` of small frames one large one goes, if one waits. While none is small, one may go on without a copy.
-Once the link has rails (see `striping`), they take what is large, and the first connection is left to all the rest.
+`_FAIR_BYTES` of small frames one large one goes, if one waits. While none is small, one may go on without a copy. Once
+the link has rails (see `striping`), they take what is large, and the first connection is left to all the rest.
 Invariants: a stream stands in one ring at most, and in one exactly while it `wants_out`; credit is never exceeded; of
-streams that were reset few stay in the rings, so that who opens and resets them while we cannot send gains nothing.
+streams that were reset few stay in the rings, so that a peer that opens and resets them while we cannot send gains
+nothing.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ class SendQueue:
 
     @property
     def has_bulk(self) -> bool:
-        """Whether there is something to send on rails."""
+        """True when there is something to send on rails."""
         return bool(self._railed)
 
     def set_rails(self, count: int) -> None:

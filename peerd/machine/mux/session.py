@@ -94,7 +94,7 @@ class Yamux:
 
     @property
     def can_open(self) -> bool:
-        """Whether `open` is possible now; if not, it may be after the next `receive` or a stream's end."""
+        """True when `open` is possible now; if not, it may be after the next `receive` or a stream's end."""
         config = self.config
         return self.outbound < config.streams_outbound and self.unacked < config.ack_backlog
 
@@ -168,7 +168,7 @@ class Yamux:
             self._frame(GO_AWAY, 0, 0, code)
 
     def wake_at(self) -> float:
-        """When `wake` is next needed."""
+        """Time at which `wake` is next needed."""
         return min(self._ping_due, self._heard_at + self.config.dead_after_s, self._doubted_until, self._linger_at)
 
     def wake(self, now: float) -> list[Event]:
@@ -216,12 +216,12 @@ class Yamux:
 
     @property
     def has_bulk(self) -> bool:
-        """Whether there is something to send on rails."""
+        """True when there is something to send on rails."""
         return self._queue.has_bulk
 
     @property
     def waiting_bytes(self) -> int:
-        """What all streams still have to send."""
+        """Bytes that all streams still have to send."""
         return sum(stream.out_bytes for stream in self.streams.values())
 
     def set_rails(self, count: int, *, helping: bool) -> None:
@@ -231,7 +231,7 @@ class Yamux:
 
     @property
     def spill(self) -> memoryview | None:
-        """What the last frame of `fill` goes on with, where the writer has it."""
+        """The rest of the last frame of `fill`, in the writer's own memory; None: there is none."""
         return self._queue.spill
 
     def _frame(self, kind: int, flags: int, stream_id: int, length: int) -> None:
@@ -276,7 +276,7 @@ class Yamux:
             else:
                 self._take_frame(lane, header, now, events)
         if len(self._queue.control) > CONTROL_BYTES_PENDING:
-            raise ProtocolViolation("the peer asks for more answers than it reads")
+            raise ProtocolViolation(f"flood of control frames: {len(self._queue.control):,} bytes of replies unread")
         return events
 
     def _take_head(self, lane: Lane, view: memoryview, now: float, events: list[Event]) -> int:
@@ -449,7 +449,9 @@ class Yamux:
             self._settle(stream)
 
     def _take_reset(self, stream: YamuxStream, events: list[Event]) -> None:
-        """What came before stays in the inbox: whether it still counts is the driver's to say."""
+        """End a stream that the peer reset. What came before stays in the inbox: whether it still counts is the
+        driver's to say.
+        """
         self._end(stream)
         self._settle(stream)
         events.append(Changed(stream))

@@ -137,7 +137,7 @@ class YamuxStream:
 
     @property
     def closed(self) -> bool:
-        """Nothing more can arrive or leave."""
+        """True when nothing more can arrive or leave."""
         return self.was_reset or (self.fin_sent and self.fin_received)
 
     @property
@@ -166,7 +166,9 @@ class YamuxStream:
                 self.out[at] = bytes(piece)
 
     def place(self, size: int) -> memoryview | None:
-        """Where a reader waits for the next `size` bytes; then they must be put there before they are `put`."""
+        """Buffer of a reader that waits for the next `size` bytes, which must then be put there before they are
+        `put`.
+        """
         into = self.landing
         if into is None or len(into) < size or self.abandoned or self.was_reset:
             return None

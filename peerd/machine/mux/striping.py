@@ -45,14 +45,16 @@ class Lane:
         self.fin = False
 
     def place(self, size: int) -> memoryview | None:
-        """Where a reader waits for the next `size` bytes of plaintext; None: nobody does. What comes next is that."""
+        """Buffer of a reader that waits for the next `size` bytes of plaintext; None: nobody does. What comes next is
+        that.
+        """
         stream = self.stream
         if stream is None or size > self.left or self.at not in (NOWHERE, stream.received_bytes):
             return None
         return stream.place(size)
 
     def row(self) -> int:
-        """How many bytes of plaintext `place` has room for, all data of one frame."""
+        """Number of bytes of plaintext that `place` has room for, all data of one frame."""
         stream = self.stream
         if stream is None or stream.landing is None or self.at not in (NOWHERE, stream.received_bytes):
             return 0

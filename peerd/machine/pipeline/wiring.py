@@ -1,8 +1,8 @@
 """Stochastic wiring (SWARM, appendix C): which peer of a stage gets the next microbatch.
 
-Interleaved weighted round robin: each peer has a virtual finish time that grows by cost / measured speed when it
-is picked; the smallest is next. Speed is an average of throughput, also right when calls overlap. A peer that
-failed rests for a while that doubles with each failure, and for longer where it took long to find out: who cannot be
+Interleaved weighted round robin: each peer has a virtual finish time that grows by cost / measured speed when it is
+picked; the smallest is next. Speed is an average of throughput, also right when calls overlap. A peer that failed rests
+for a while that doubles with each failure, and for longer where it took long to find out: a peer that cannot be
 reached, and does not say so, must not cost every step a time-out. One object serves one stage; `now` is monotonic
 seconds.
 """
@@ -105,7 +105,7 @@ class Wiring:
         return peer.seconds_per_unit / peer.weight if peer is not None and peer.weight else 0.0
 
     def wakes_at(self, now: float) -> float | None:
-        """When the first resting peer may be picked again; None when nobody serves the stage."""
+        """Time at which the first resting peer may be picked again; None when nobody serves the stage."""
         return max(now, min(p.rests_until for p in self._peers.values())) if self._peers else None
 
     def __len__(self) -> int:

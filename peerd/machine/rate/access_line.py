@@ -1,4 +1,4 @@
-"""What this machine's own line carries, from what really passed: the most in each direction over short windows.
+"""Rate of this machine's access line, from what really passed: the most in each direction over short windows.
 
 Sums over all connections, since they share the line, of bytes that have crossed it: acknowledged by the other side, or
 come in here; what waits in buffers is not counted. Looking takes time, much on a busy machine, so a window lasts from
@@ -58,7 +58,7 @@ class Direction:
 
     @property
     def most_bytes_per_s(self) -> float:
-        """0: nothing is known."""
+        """Most bytes/s in any of the minutes kept. 0: nothing is known."""
         return max((rate for _, rate in self._minutes), default=0.0)
 
     def told_bytes_per_s(self) -> float:
@@ -70,7 +70,7 @@ class Direction:
 
 
 class AccessLine:
-    """Both directions."""
+    """The access line: an estimate of each direction."""
 
     def __init__(self) -> None:
         self.up, self.down = Direction(), Direction()

@@ -1,4 +1,4 @@
-"""How fast large payloads arrive from each peer: what the lines in between give us, as far as it can be seen here.
+"""Arrival rate of large payloads from each peer: what the lines in between give us, as far as it can be seen here.
 
 What this is worth: a sample is what came from a peer, in all its payloads together, from the first piece of one
 payload to its last; so several at once that share a line do not each see a part of it. It is no more than what was
@@ -24,7 +24,7 @@ SAMPLE_BYTES: Final = 128 << 10  # after the first piece; what is smaller says m
 
 
 class _Arrivals:
-    """Of one peer: payload bytes in all, and the newest rates in bytes/s."""
+    """Arrivals from one peer: payload bytes in all, and the newest rates in bytes/s."""
 
     __slots__ = ("rates", "total_bytes")
 

@@ -1,4 +1,4 @@
-"""How much of a striped stream should be under way: what the path carries in a round trip, and a little more.
+"""Credit of a striped stream by bandwidth-delay product: what the path carries in a round trip, and a little more.
 
 Each connection of a link fills the queues on its way for itself; several that are each allowed a whole window fill
 them to the brim, lose packets, and delay everybody's calls. The receiver knows better: bytes arrive at the rate of the
@@ -34,7 +34,7 @@ _KNOWN_EPOCHS: Final = 16  # after a queue was seen: there is little more to be 
 
 
 class BdpWindow:
-    """Of one stream that is received; times in seconds."""
+    """Window of one stream that is received; times in seconds."""
 
     __slots__ = ("_begun_at", "_bytes", "_full_ago", "_path", "limit_bytes")
 

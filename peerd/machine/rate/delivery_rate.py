@@ -1,4 +1,4 @@
-"""What a path carries, from samples of the rate at which bytes passed it: the third best of the newest, and whether
+"""Delivery rate of a path, from samples of the rate at which bytes passed it: the third best of the newest, and whether
 there is more to be had.
 
 The third best: neither a lost packet nor a burst, when what had waited for one comes at once, is another path. A rate
@@ -15,12 +15,12 @@ _GROWS_SAMPLES: Final = 2  # so long after that
 
 
 class PathRate:
-    """Rates in bytes/s, oldest first."""
+    """Samples of a path's rate in bytes/s, oldest first."""
 
     __slots__ = ("grew_ago", "rates")
 
     def __init__(self, samples: int) -> None:
-        """Keep so many."""
+        """Keep so many samples."""
         self.rates: deque[float] = deque(maxlen=samples)
         self.grew_ago = 0  # samples since the rate grew
 
@@ -32,7 +32,7 @@ class PathRate:
 
     @property
     def grows(self) -> bool:
-        """Whether the path's end was not met yet; as long as there are few samples, too."""
+        """True while the path's end was not met; as long as there are few samples, too."""
         return self.grew_ago < _GROWS_SAMPLES
 
     @property

@@ -1,4 +1,4 @@
-"""Whose bytes pass next: a rate for one flow, and a rate that many share.
+"""Rate limit of one flow, and start-time fair queue for a rate that many share.
 
 Sans-IO. `FairQueue` is start-time fair queueing (Goyal, Vin and Cheng, 1996): each piece is stamped with the place's
 own progress, and the smallest stamp passes first. So places that want more than there is get equal shares, however many
@@ -24,7 +24,7 @@ class FlowPace:
     _free_at: float = -math.inf
 
     def ask(self, now: float, size_bytes: int) -> float:
-        """When a piece may pass; one at a time."""
+        """Time at which a piece may pass; one at a time."""
         if math.isinf(self.bytes_per_s):
             return now
         passes = max(self._free_at, now - _BURST_S)
@@ -53,7 +53,7 @@ class FairQueue:
         return self._next
 
     def give_back(self, ticket: int) -> None:
-        """The piece does not want to pass any more."""
+        """Withdraw a piece that does not want to pass any more."""
         self._gone.add(ticket)
 
     def pop(self, now: float) -> int | None:
@@ -72,5 +72,5 @@ class FairQueue:
         return ticket
 
     def wake_at(self) -> float:
-        """When `pop` has something, unless more is asked before."""
+        """Time at which `pop` has something, unless more is asked before."""
         return self._free_at if self._waiting else math.inf

@@ -1,4 +1,4 @@
-"""How many bytes may pass a line of limited rate now, and whose turn it is: a token bucket with two fair queues.
+"""Rate limiter of a line, a token bucket with two fair queues: how many bytes may pass now, and whose turn it is.
 
 A flow (one connection in one direction) asks for what it could move at once and is granted a quantum or less. Flows of
 members of the run (`Rank.FIRST`) have fifteen sixteenths of the line as long as they want it, all others what is left.
@@ -31,12 +31,12 @@ SLACK_S: Final = 0.05  # a busy loop wakes us so late without a loss
 BURST_BYTES_LEAST: Final = 16 * 1024
 SMALL_BYTES: Final = 2048  # a call or an answer, of a packet or two
 _AHEAD_QUANTA: Final = 4  # of small messages in a row, before bulk has one
-_ROUNDING_BYTES: Final = 1.0  # who wakes at `wake_at` must find what it was promised
+_ROUNDING_BYTES: Final = 1.0  # a task that wakes at `wake_at` must find what it was promised
 _DEBT_S: Final = 1.0  # more is forgiven: a figure of the system's that was wrong must not silence us
 
 
 class Rank(IntEnum):
-    """Whose flow it is."""
+    """Priority of a flow."""
 
     FIRST = 0  # a member's, or this machine's own
     REST = 1
@@ -46,7 +46,7 @@ _WEIGHTS: Final = {Rank.FIRST: 15.0, Rank.REST: 1.0}
 
 
 class Account:
-    """What has passed for one owner, whose flows share it. Made by the owner, changed by the Limiter alone."""
+    """Fair-queue account of one owner, shared by its flows. Made by the owner, changed by the Limiter alone."""
 
     __slots__ = ("__weakref__", "finish")
 
@@ -104,7 +104,7 @@ class Limiter:
         return True
 
     def wake(self, now: float) -> list[tuple[Flow, int]]:
-        """Who may move how much now, of those who wait."""
+        """Flows that may move now, of those that wait, and how many bytes each."""
         granted: list[tuple[Flow, int]] = []
         self._fill(now)
         while (rank := self._next()) is not None:
@@ -117,7 +117,7 @@ class Limiter:
         return granted
 
     def wake_at(self) -> float:
-        """When the first who waits will have its turn; inf: nobody waits."""
+        """Time at which the first waiting flow has its turn; inf: none waits."""
         rank = self._next()
         if rank is None:
             return math.inf
@@ -143,7 +143,7 @@ class Limiter:
 
     @property
     def waiting(self) -> bool:
-        """Whether anyone is in the queue."""
+        """True when any flow waits."""
         return any(band.waiting for band in self._bands.values())
 
     def check(self) -> None:
@@ -153,7 +153,7 @@ class Limiter:
             band.check()
 
     def _next(self) -> Rank | None:
-        """Whose first entry has its turn; None: nobody waits."""
+        """The rank whose first entry has its turn; None: none waits."""
         waiting = (rank for rank, band in self._bands.items() if band.waiting)
         return min(waiting, key=lambda rank: max(self._virtual, self._bands[rank].finish), default=None)
 
@@ -202,7 +202,7 @@ class _Band:
         self._virtual = max(self._virtual, start)
 
     def head(self) -> Flow:
-        """Whose turn it is; somebody waits."""
+        """The flow whose turn it is; one must wait."""
         return self._first()[0][3]
 
     def pop(self) -> Flow:
@@ -231,7 +231,7 @@ _Queue = list[tuple[float, int, int, Flow]]  # (start, wanted, number, flow); a 
 
 
 def _tidy(queue: _Queue) -> _Queue:
-    """The queue without the entries at its head of those who left."""
+    """The queue without the entries of departed flows at its head."""
     while queue and queue[0][3].waits != queue[0][2]:
         heapq.heappop(queue)
     return queue

@@ -1,4 +1,4 @@
-"""How often strangers may have us do something within a minute: each of them, each target, all together.
+"""Quota of what strangers may have us do within a minute: by each of them, at each target, and in all.
 
 Sans-IO. Only what is done is counted: whoever is refused leaves no trace, so that no flood of requests pushes out what
 bounds those before it. Invariants: no bound is exceeded in any sixty seconds; nothing older than that is kept, so that
@@ -36,7 +36,7 @@ class Quota:
         return None
 
     def count(self, now: float, names: Sequence[Hashable]) -> None:
-        """It is done once more."""
+        """Count one more time."""
         for key in enumerate(names):
             self._done.setdefault(key, deque()).append(now)
             self._done.move_to_end(key)

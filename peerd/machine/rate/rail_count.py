@@ -1,4 +1,4 @@
-"""How many further connections a link should have: none while one fills the line, several on long fat paths.
+"""Number of further connections of a link: none while one fills the line, several on long fat paths.
 
 One TCP connection has at most its send buffer under way (usually some 3 MB, 240 Mb/s at 100 ms), and needs many round
 trips to get there. Several start faster and together hold more; but on a line that one can fill they would only push
@@ -35,7 +35,7 @@ _AGAIN_S_MAX: Final = 900.0
 
 
 class RailPlan:
-    """Of one link, on the side that dialed it."""
+    """Rail count of one link, on the side that dialed it."""
 
     def __init__(self, now: float) -> None:
         self._at, self._in, self._out = now, 0, 0
@@ -48,7 +48,7 @@ class RailPlan:
     def look(
         self, now: float, rtt_s: float | None, moved: tuple[int, int], rails: int, waiting_bytes: int = 0
     ) -> tuple[int, str]:
-        """How many rails there should be, and why, once `moved` bytes came and went in all; `rails` are there."""
+        """Number of rails that there should be, and why, once `moved` bytes came and went in all; `rails` are there."""
         passed_s = now - self._at
         most = max(moved[0] - self._in, moved[1] - self._out)
         self._at, (self._in, self._out) = now, moved
@@ -74,12 +74,12 @@ class RailPlan:
         return max(rails, _rails_for(rtt_s, min(flight, before))), f"{flight / 1e6:.1f} MB are under way"
 
     def trial_bytes(self, now: float, rtt_s: float | None, rails: int) -> float:
-        """How much has to wait for rails to be tried before anything is known of the path; else infinity."""
+        """Bytes that have to wait for rails to be tried before anything is known of the path; else infinity."""
         far = rtt_s is not None and rtt_s >= _FAR_S
         return _MUCH_BYTES if far and not rails and now >= max(self._retry_at, self._trial_at) else math.inf
 
     def _in_vain(self, now: float, flight: float) -> bool:
-        """Whether rails were tried and are not needed."""
+        """True when rails were tried and are not needed."""
         if flight >= _LARGE_BYTES:
             self._trial_until = math.inf
         over = now >= self._trial_until
@@ -88,16 +88,16 @@ class RailPlan:
         return over
 
     def look_bytes(self, rtt_s: float | None) -> int:
-        """How much should move before the next look."""
+        """Bytes that should move before the next look."""
         return _LOOK_BYTES if rtt_s is None or rtt_s < _FAR_S else _LOOK_BYTES_FAR
 
     def pause_s(self, rtt_s: float | None) -> float:
-        """How long to wait before the next look."""
+        """Pause before the next look."""
         return max(rtt_s or 0.0, _LOOK_S)
 
     @property
     def idle_s(self) -> float:
-        """How long nothing may move before a look is due all the same."""
+        """Seconds without traffic after which a look is due all the same."""
         return _IDLE_S
 
     def failed(self, now: float) -> None:

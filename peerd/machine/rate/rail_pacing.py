@@ -1,4 +1,4 @@
-"""How fast the rails of one link may send together: little faster than the path has carried of late.
+"""Pacing of the rails of one link: together they send little faster than the path has carried of late.
 
 Each connection finds a rate for itself, from what it got while others paused; a dozen of them believe in several times
 what the path carries. While credit comes at the rate of what arrives that does no harm. But when much is allowed at
@@ -24,7 +24,7 @@ _LEAST_BYTES_PER_S: Final = 40e6  # together, whatever was seen: a start that no
 
 
 class RailPace:
-    """Of one link; times in seconds."""
+    """Pace of one link's rails; times in seconds."""
 
     __slots__ = ("_acked_bytes", "_begun_at", "_path")
 
@@ -44,5 +44,5 @@ class RailPace:
         return _GAIN * max(self._path.carried, _LEAST_BYTES_PER_S) / rails
 
     def pause_s(self, rtt_s: float | None) -> float:
-        """How long to wait before the next look."""
+        """Pause before the next look."""
         return max(rtt_s or 0.0, _LOOK_S_MIN)

@@ -1,4 +1,4 @@
-"""How much to hand to a connection at once: what it takes away within some milliseconds, and no more.
+"""Send-buffer sizing: a connection holds what it takes away within some milliseconds, and no more.
 
 What lies in a socket's buffer can no longer be overtaken: a call made while megabytes wait there waits for them. Too
 little leaves the line idle while we look elsewhere. So the amount follows the rate at which the connection takes bytes,
@@ -24,7 +24,7 @@ _WEIGHT: Final = 0.5  # of a new sample; slow start doubles the rate with every 
 
 
 class Draught:
-    """Of one connection; times in seconds on any clock that does not go back."""
+    """Send buffer of one connection; times in seconds on any clock that does not go back."""
 
     __slots__ = ("_begun_at", "_kept", "_rested_at", "_taken_bytes", "_was_full", "bytes_per_s", "waiting_bytes")
 
@@ -54,7 +54,7 @@ class Draught:
 
     @property
     def batch_bytes(self) -> int:
-        """What is worth preparing for one send: half of what may wait, or a frame where the rate is given."""
+        """Bytes worth preparing for one send: half of what may wait, or a frame where the rate is given."""
         return KEPT_BYTES_MAX if self._kept else self.waiting_bytes // 2
 
     def begin(self, now: float) -> None:
@@ -69,7 +69,7 @@ class Draught:
     def end(self, now: float) -> bool:
         """A send ends, and all was taken. True: tell the system the new `waiting_bytes`."""
         self._rested_at = now
-        # Who prepares bytes more slowly than they leave never meets a full buffer: it is at least this fast.
+        # A sender slower than the line never meets a full buffer: the line is at least this fast.
         return self._taken_bytes > 4 * self.waiting_bytes and self._sample(now, was_full=False)
 
     def full(self, now: float) -> bool:

@@ -28,7 +28,7 @@ E = TypeVar("E")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MethodLimits:
-    """What one method takes from its callers; more is refused, or answered with Overloaded."""
+    """Limits of one method on its callers; more is refused, or answered with Overloaded."""
 
     body_bytes: int = RPC_DEFAULT_BODY_BYTES  # of a request or part
     frames: int = 0  # of a request or part
@@ -68,7 +68,7 @@ def method_name(full: str) -> MethodName:
 
 @dataclass(slots=True)
 class Counters:
-    """What happened to the calls of one method or service, on one side."""
+    """Counters of the calls of one method or service, on one side."""
 
     calls: int = 0
     failed: int = 0  # ended with an error, whoever's fault
@@ -78,7 +78,7 @@ class Counters:
 
 @dataclass(slots=True)
 class MethodLoad:
-    """How many calls of a method run now, and what the finished ones cost."""
+    """Load of a method: the calls that run now, and what the finished ones cost."""
 
     limits: MethodLimits
     counters: Counters = field(default_factory=Counters)
@@ -108,7 +108,7 @@ class MethodLoad:
             del self.by_peer[peer]
 
     def retry_after_s(self) -> float:
-        """When it is worth trying again: about the time that one call takes."""
+        """Seconds after which a retry is worthwhile: about the time that one call takes."""
         finished = self.counters.calls - self.running
         mean_s = self.counters.busy_s / finished if finished else 0.1
         return min(max(mean_s, 0.02), 5.0)

@@ -1,4 +1,4 @@
-"""The wire of calls: messages on one stream, sans-IO. Who may call, and when, is rpc_calls' business.
+"""The wire of calls: messages on one stream, sans-IO. The rules of who may call, and when, are in service/rpc.
 
 A message is a head, a block, and raw payloads:
 
@@ -15,9 +15,9 @@ ends both directions. CANCEL (caller only) ends a call without an answer. Ids ar
 A stream may carry one call or thousands; the grammar is the same.
 
 A hostile peer may send: unknown kinds, block lengths or frame counts above the limits, headers that do not fit the
-block, payloads without end, or packed ones that unpack to more than is allowed. All raise `ProtocolViolation`.
-Nothing is allocated for a payload before the driver, who has seen the whole block, says `accept`; memory for a block
-grows only with the bytes that really came.
+block, payloads without end, or packed ones that unpack to more than is allowed. All raise `ProtocolViolation`. Nothing
+is allocated for a payload before the driver, which has seen the whole block, says `accept`; memory for a block grows
+only with the bytes that really came.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ class MessageParser:
 
     @property
     def clean(self) -> bool:
-        """Whether the stream may end here."""
+        """True when the stream may end here."""
         return not self._rest and not self.wanted and self._pending is None
 
     def feed(self, data: bytes) -> list[RpcMessage]:
@@ -209,7 +209,7 @@ class MessageParser:
             self._begin()
 
     def room(self) -> memoryview | None:
-        """Where the next payload bytes go, all of one frame's at most; None: nowhere, they are skipped."""
+        """Buffer for the next payload bytes, all of one frame's at most; None: they are skipped."""
         return self._targets[0] if self._targets else None
 
     def filled(self, count: int) -> None:
@@ -252,7 +252,7 @@ class MessageParser:
 
 
 def read_head(data: bytes) -> tuple[int, int, int, int]:
-    """Of a message's head (HEAD_BYTES): the block's size, the kind, the number of frames, the call's id."""
+    """Fields of a message's head (HEAD_BYTES): the block's size, the kind, the number of frames, the call's id."""
     size, kind, frames, call_id = _HEAD.unpack(data)
     _check_head(size, kind, frames)
     return size, kind, frames, call_id

@@ -55,7 +55,9 @@ class Proposal:
         self._greeted = False
 
     def feed(self, data: bytes | bytearray | memoryview) -> bytes | None:
-        """What follows the agreement, or None while it is not reached; Refused when the peer says no."""
+        """Take bytes of the negotiation. Returns what follows the agreement, or None while it is not reached; Refused
+        when the peer says no.
+        """
         if not self._buffer and data == self.hello:  # the usual answer, in one piece
             return b""
         self._buffer += data

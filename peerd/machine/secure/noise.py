@@ -53,7 +53,7 @@ Row = Callable[[], int]  # how many bytes of plaintext belong there one behind t
 
 @dataclass(frozen=True, slots=True)
 class Suite:
-    """What seals the frames after a hand-shake."""
+    """Cipher suite that seals the frames after a hand-shake."""
 
     cipher: type[ChaCha20Poly1305 | AESGCM]
     nonce: struct.Struct
@@ -121,7 +121,7 @@ class Opener(_Direction):
 
     @property
     def missing_bytes(self) -> int:
-        """How many bytes make nothing whole: less than so many need not be fed."""
+        """Number of bytes that nothing becomes whole without: fewer need not be fed."""
         part = self._part
         if part is None or self._part_bytes < 2:
             return 1
@@ -215,7 +215,7 @@ class Opener(_Direction):
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """What a hand-shake ends with."""
+    """Result of a hand-shake."""
 
     peer: PeerId
     sealer: Sealer
@@ -276,7 +276,7 @@ def _hkdf(chain: bytes, material: bytes) -> tuple[bytes, bytes]:
 
 
 class Secrets:
-    """What one side brings to a hand-shake: `static` (32 secret bytes) may serve many, `ephemeral` only one."""
+    """Keys of one side of a hand-shake: `static` (32 secret bytes) may serve many, `ephemeral` only one."""
 
     __slots__ = ("ephemeral", "identity", "signature", "static", "static_public")
 
@@ -294,7 +294,7 @@ class Secrets:
 
 
 class Handshake:
-    """One hand-shake, as initiator (who speaks first) or responder.
+    """One hand-shake, as initiator (which speaks first) or responder.
 
     Send what `start` and `feed` return; once `result` is set, what `feed` returned last is the last message. Raises
     Unreachable when the other side proves to be somebody other than `expected`: an initiator knows that before it says
@@ -327,7 +327,7 @@ class Handshake:
 
     @property
     def initiator(self) -> bool:
-        """Whether this side is the initiator, perhaps after a crossing."""
+        """True when this side is the initiator, perhaps after a crossing."""
         return self._initiator
 
     def start(self) -> bytes:

@@ -21,7 +21,7 @@ _HORIZON_S = 2.0  # how much work to have in flight at a donor
 
 
 class DonorStanding(enum.Enum):
-    """What we know of a donor."""
+    """Standing of a donor."""
 
     NEW = "to be asked for its claim"
     ASKED = "asked for its claim"
@@ -62,17 +62,17 @@ class Donor:
         return self.standing not in (DonorStanding.GONE, DonorStanding.LIAR)
 
     def takes_s(self, pieces: int) -> float:
-        """How long so many pieces take, as far as we know."""
+        """Expected seconds for so many pieces, as far as known."""
         return pieces * (UNKNOWN_PIECE_S if self.piece_s is None else self.piece_s)
 
     def window(self, most: int) -> int:
-        """How many pieces to have in flight: work for some seconds, and never none."""
+        """Number of pieces to have in flight: work for some seconds, and never none."""
         if self.piece_s is None or self.strikes:
             return 1 if self.strikes else min(2, most)
         return max(1, min(most, round(_HORIZON_S / max(self.piece_s, 1e-6))))
 
     def quiet_at(self) -> float:
-        """When it counts as quiet if nothing arrives before; only while something is under way."""
+        """Time at which the donor counts as quiet if nothing arrives before; only while something is under way."""
         return self.heard_at + max(LEAST_PIECE_S, _LATE_FACTOR * self.takes_s(1))
 
     def depart(self, now: float, ask: int, piece: int) -> PieceInFlight:

@@ -1,10 +1,10 @@
-"""What to ask of whom, so that a state comes from several donors at once: the plan of one download, sans-IO.
+"""Plan of one download, sans-IO: what to ask of which donor, so that a state comes from several at once.
 
 First each donor is asked what it vouches for, then the best camp is chosen (machine/state/quorum), then one of its
-donors gives the digests of all pieces, then all of them give pieces: each has a few in flight, by its speed, and
-whoever is done early takes over what slower ones owe. A donor whose answer is wrong is a liar: it is named, and never
-asked again; one that fails is asked again a few times, after pauses. What is there stays: nothing but a change of camp
-(a larger one at the same position appears) makes the download begin anew.
+donors gives the digests of all pieces, then all of them give pieces: each has a few in flight, by its speed, and a
+donor that is done early takes over what slower ones owe. A donor whose answer is wrong is a liar: it is named, and
+never asked again; one that fails is asked again a few times, after pauses. What is there stays: nothing but a change of
+camp (a larger one at the same position appears) makes the download begin anew.
 
 The driver performs `Ask` and answers each with one event, unless it was called off by `Cancel`; it checks digests and
 pieces itself and says whether they were right. Invariants (`check`): a piece that is there is not asked again; a piece
@@ -103,7 +103,7 @@ class Download:
         return out + self.wake(now)
 
     def wake(self, now: float) -> list[dl.Output]:
-        """What is to be done now; call it at `wake_at` and at the start."""
+        """Decide what is to be done now; call it at `wake_at` and at the start."""
         out: list[dl.Output] = []
         self._now = now
         self._wakes = [self._moved_at + _STALL_S]
@@ -117,18 +117,18 @@ class Download:
         return out
 
     def piece_s(self) -> dict[str, float]:
-        """How long a piece takes of each donor of whom that is known."""
+        """Seconds of a piece by donor, where that is known."""
         return {name: donor.piece_s for name, donor in self._donors.items() if donor.piece_s is not None}
 
     def claims(self) -> dict[str, Claim]:
-        """What donors vouch for that were not caught lying."""
+        """Claims of the donors that were not caught lying."""
         return {d.name: d.claim for d in self._donors.values() if d.claim and d.standing is not DonorStanding.LIAR}
 
     def _donor(self, name: str) -> Donor:
         return Donor(name, piece_s=self._kept.piece_s.get(name))
 
     def wake_at(self) -> float:
-        """When `wake` is due; inf: only after an event."""
+        """Time at which `wake` is due; inf: only after an event."""
         return math.inf if self._over else min((t for t in self._wakes if t > self._now), default=math.inf)
 
     # --- claims -----------------------------------------------------------------------------------------------
@@ -166,7 +166,7 @@ class Download:
             self._begin(rivals[0].claim, rivals[0].donors, "more donors vouch for it than for the first choice", out)
 
     def _ask_again(self, now: float, names: Iterable[str], out: list[dl.Output]) -> bool:
-        """All at the same moment, or for the same step; False when there is nobody."""
+        """Ask these donors again, all at the same moment or for the same step; False when there is nobody."""
         again = [self._donors[name] for name in names if self._donors[name].standing is DonorStanding.CLAIMS]
         rounds = min((donor.asked for donor in again), default=1)
         if again and self.chosen is None:
@@ -208,7 +208,7 @@ class Download:
             self._help_out(now, givers, out)
 
     def _send_for_digests(self, now: float, givers: list[Donor], out: list[dl.Output]) -> None:
-        """Of one donor; of one more whenever those asked are late."""
+        """Ask one donor for the digests; one more whenever those asked are late."""
         asked = [donor for donor, piece, _ in self._asks.values() if piece == dl.DIGESTS]
         others = [donor for donor in givers if donor not in asked]
         if others and (not asked or now >= self._digests_due):
@@ -218,7 +218,7 @@ class Download:
             self._wakes.append(self._digests_due)
 
     def _givers(self, now: float) -> list[Donor]:
-        """Who can be asked for a piece now, the quick ones first."""
+        """Donors that can be asked for a piece now, the quick ones first."""
         found = []
         for donor in self._donors.values():
             if donor.standing is DonorStanding.CLAIMS and donor.claim == self.chosen and self._may_ask(now, donor):
@@ -230,7 +230,7 @@ class Download:
         return sorted(found, key=lambda d: d.takes_s(1))
 
     def _next_giver(self, givers: list[Donor]) -> Donor | None:
-        """The one with room who would be done with one more piece first."""
+        """The donor with room that would be done with one more piece first."""
         if sum(map(len, self._flying.values())) >= STATE_PIECES_IN_FLIGHT:
             return None
         free = [d for d in givers if len(d.flights) < d.window(STATE_PIECES_PER_DONOR)]
@@ -276,7 +276,7 @@ class Download:
                 self._call_off(other.ask, out)
 
     def _lost(self, flight: PieceInFlight) -> None:
-        """Nothing will come of it: somebody else has to bring the piece."""
+        """Note that nothing will come of it: somebody else has to bring the piece."""
         flight.donor.flights.remove(flight)
         left = self._flying.get(flight.piece, [])
         left.remove(flight)

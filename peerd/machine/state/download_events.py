@@ -1,4 +1,4 @@
-"""What a download is told (events) and what it wants done (outputs): values only.
+"""Events and outputs of a download: values only.
 
 `machine/state/download` has the rules.
 """
@@ -16,7 +16,9 @@ MANIFEST: Final = -2
 
 @dataclass(slots=True)
 class PartialState:
-    """What there is of a state from before: the digests of its pieces, and these pieces; and how fast donors were."""
+    """Remains of an earlier download: the digests of its pieces, the pieces that are there, and how fast donors
+    were.
+    """
 
     root: bytes = b""  # empty: nothing of any state
     have: set[int] = field(default_factory=set)
@@ -43,7 +45,7 @@ class Arrived:
 
 @dataclass(frozen=True, slots=True)
 class Wrong:
-    """What came is not what the donor vouched for, or no answer at all: it lies."""
+    """The donor lies: its answer is not what it vouched for, or no answer at all."""
 
     ask: int
     why: str

@@ -1,9 +1,9 @@
-"""Which state to download: donors that vouch for the same root form a camp, and the largest camp is believed.
+"""Quorum for state download: donors that vouch for the same root form a camp, and the largest camp is believed.
 
 A camp that wins has as many donors as asked for, when so many answer at all, or are named at all where the conductor
-names them: who silences all honest donors but one must not be believed alone. Ties go to the higher position, then to
-the greater root, so that all newcomers decide alike. A donor that was caught lying does not count; one that was lost
-after it vouched does. Decisions come with a reason. Times are arguments, in seconds.
+names them: an attacker that silences all honest donors but one must not be believed alone. Ties go to the higher
+position, then to the greater root, so that all newcomers decide alike. A donor that was caught lying does not count;
+one that was lost after it vouched does. Decisions come with a reason. Times are arguments, in seconds.
 
 A hostile donor may: vouch for a state of its own making (it stays alone, unless it has as many friends as there are
 honest donors), name a position far ahead (that breaks ties only), or not answer (nobody waits longer than
@@ -25,7 +25,7 @@ _FURTHEST: Final = 64  # steps that donors may be asked to make before they answ
 
 
 class Claim(NamedTuple):
-    """What a donor vouches for."""
+    """A donor's claim to a state."""
 
     position: Position
     root: bytes
@@ -61,7 +61,7 @@ def meeting_step(claims: Iterable[Claim], rounds: int) -> int:
     """The step at which donors that do not agree should copy their states, after so many rounds; 0: at once.
 
     Where steps are slow, asking all once more is enough, and quicker. After that, ahead of most of them, further with
-    each round: a step that is over when they are asked brings nothing. The median, so that one who names a step
+    each round: a step that is over when they are asked brings nothing. The median, so that a donor that names a step
     far ahead does not make the others wait for it.
     """
     return median_low(claim.position.step for claim in claims) + min(2**rounds, _FURTHEST) if rounds >= 2 else 0
@@ -76,7 +76,7 @@ class Poll:
 
     @property
     def due(self) -> float:
-        """When waiting ends."""
+        """Time at which waiting ends."""
         return self._patience_until if self._gather_until is None else min(self._gather_until, self._patience_until)
 
     def decide(self, now: float, claims: dict[str, Claim], pending: int, named: int = 0) -> QuorumVerdict:

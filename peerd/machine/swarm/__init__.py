@@ -1,1 +1,1 @@
-"""What the conductor's parts share: events, orders, and the members as it knows them."""
+"""Events, orders and members: what the conductor's parts share."""

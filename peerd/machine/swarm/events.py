@@ -1,4 +1,4 @@
-"""What the conductor is told at the start, what it hears (events) and what it wants done (outputs): values only."""
+"""Starting values, events (what it hears) and outputs (what it wants done) of the conductor: values only."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class ConductorConfig:
     gather_s: float = 1.5  # quiet time after the last new member before a new conductor decides
     gather_most_s: float = 10.0  # and when it decides, however many come
     expect_s: float = 6.0  # how long it waits for members that are known to exist
-    hearsay_s: float = 60.0  # how long a new run waits because of what those say who do not come: a record's life
+    hearsay_s: float = 60.0  # how long a new run waits for peers that only records tell of: a record's life
     broken_s: float = 4.0  # how long a stage may be empty before an older common position is looked for
     lease_s: float = 30.0  # how long a whole batch waits for one that its trainer does not finish, others being quicker
     first_lease_s: float = 120.0  # how long a microbatch may stay unfinished where nobody else shows what is usual
@@ -36,7 +36,7 @@ class ConductorConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Origin:
-    """Whom a conductor can rely on: its own peer, the members that the one before it named as ready, by stage."""
+    """Peers that a conductor can rely on: its own, and the members that the one before it named as ready, by stage."""
 
     own: str = ""
     established: Mapping[str, int] = field(default_factory=dict)
@@ -118,19 +118,19 @@ class SendPrepare:
 
     @property
     def takes_part(self) -> bool:
-        """Has the peer anything to do? A helper may be left without a share when the work is divided anew."""
+        """True when the peer has anything to do. A helper may be left without a share when the work is divided anew."""
         return self.split is None or any(party.peer == self.peer for party in self.split.parties)
 
     @property
     def meets(self) -> tuple[str, ...]:
-        """Whom it averages with, itself included: in a grid only some of the group. Sorted."""
+        """Peers that it averages with, itself included: in a grid only some of the group. Sorted."""
         if not self.rounds:
             return self.group
         return tuple(sorted({peer for one in self.rounds for peer in one.meeting.peers}))
 
     @property
     def summers(self) -> frozenset[str]:
-        """Who sums a share in the rounds that the peer makes."""
+        """Peers that sum a share in the rounds that the peer makes."""
         if not self.rounds:
             return _summers(self.split, self.group)
         return frozenset[str]().union(*(_summers(one.split, one.meeting.peers) for one in self.rounds))
@@ -152,7 +152,7 @@ class SendMove:
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """Somebody says that this member cannot be reached: can we? If not, it is gone."""
+    """Check a member that is said to be unreachable: can we reach it? If not, it is gone."""
 
     peer: str
 

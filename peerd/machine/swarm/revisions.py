@@ -1,4 +1,5 @@
-"""Version numbers of what each reader sees: who has the newest waits, without being woken by what concerns others.
+"""Version numbers of what each reader sees: a reader that has the newest waits, without being woken by what concerns
+others.
 
 One counter numbers all changes; a reader's version is the number of the last change that it can see. Invariant: it is
 never smaller than before, and greater after each such change, also for a reader that was forgotten and is back.
@@ -15,7 +16,7 @@ class Versions:
         self._of: dict[str, int] = {}
 
     def of(self, reader: str) -> int:
-        """What this reader should have seen."""
+        """The newest revision that this reader should have seen."""
         return max(self._of_all, self._of.get(reader, 0))
 
     def change(self, reader: str) -> None:

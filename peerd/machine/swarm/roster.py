@@ -27,10 +27,10 @@ class RosterEntry:
 
     @property
     def reach(self) -> set[Position]:
-        """Where it says that it stands, or could go."""
+        """Positions where the member says that it stands, or could go."""
         return {self.position, *self.saved, *([self.prepared] if self.prepared else [])}
 
     @property
     def is_anywhere(self) -> bool:
-        """Does it say that it is, or could be, anywhere but at the start?"""
+        """True when it says that it is, or could be, anywhere but at the start."""
         return self.reach != {START}

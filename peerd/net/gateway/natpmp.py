@@ -34,7 +34,7 @@ _RESULTS: Final = {
 
 
 def external_request() -> bytes:
-    """What is your public address?"""
+    """Request for the router's public address."""
     return struct.pack("!BB", 0, _EXTERNAL)
 
 
@@ -59,7 +59,7 @@ def parse_mapped(answer: bytes, port: int) -> tuple[int, int]:
 
 
 def _is_answer(answer: bytes, operation: int) -> bool:
-    """Whether this answers that question, be it with an error (which may be shorter)."""
+    """True when this answers that question, be it with an error (which may be shorter)."""
     return len(answer) >= 4 and answer[0] == 0 and answer[1] == _ANSWER + operation
 
 

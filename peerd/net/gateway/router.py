@@ -1,4 +1,4 @@
-"""What a home router can be asked for: that connections to a port of its public address come to this machine.
+"""Port mapping by a home router: it sends connections to a port of its public address to this machine.
 
 Kinds of router are in `natpmp` and `upnp`; when to ask is `service/connectivity/port_mapping`'s affair.
 """
@@ -18,7 +18,7 @@ class NoMapping(PeerdError):
 
 @dataclass(frozen=True, slots=True)
 class Mapped:
-    """What the router promised: its own address and port, and for how long (0: until it is told otherwise)."""
+    """A router's promise: its own address and port, and for how long (0: until it is told otherwise)."""
 
     ip: Ip
     port: int

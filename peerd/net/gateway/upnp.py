@@ -27,7 +27,7 @@ _FOR_EVER_ONLY: Final = "OnlyPermanentLeasesSupported"  # older routers: we take
 
 
 def available() -> bool:
-    """Whether the library is installed."""
+    """True when the library is installed."""
     return importlib.util.find_spec("miniupnpc") is not None
 
 
@@ -65,7 +65,9 @@ class Igd:
         return await trio.to_thread.run_sync(work, abandon_on_cancel=True, limiter=self._limiter)
 
     def _router(self) -> Any:
-        """Who is there now: this machine may be elsewhere since, and asking happens every few minutes only."""
+        """The router that is there now: this machine may be elsewhere since, and asking happens every few
+        minutes only.
+        """
         igd = importlib.import_module("miniupnpc").UPnP()
         igd.discoverdelay = _DISCOVERY_MS
         with _Failing():

@@ -1,8 +1,8 @@
-"""Where one host can be found: where it listens, what else was announced, what is withheld, and the networks around.
+"""Addresses of one host: where it listens, what else was announced, what is withheld, and the networks around.
 
 Holds addresses and tells of changes; decides nothing about them (`machine.connectivity.reachability` does) and dials
 nowhere. Invariants: each source replaces its own announcement only; withheld addresses are named to nobody, and whoever
-waits for a change hears of each. Takes nothing from peers directly: what is announced was checked by who announces it.
+waits for a change hears of each. Takes nothing from peers directly: what is announced was checked by its source.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ _log = logging.getLogger("peerd.net")
 
 
 class Whereabouts:
-    """Of one host, with its transports."""
+    """The addresses of one host, with its transports."""
 
     def __init__(self, own: PeerId, transports: Sequence[Transport], changed: Callable[[], None]) -> None:
         """`changed` is called when `addrs` may be others; it must not block."""
-        self.candidates: list[Multiaddr] = []  # public addresses that are probably ours, for those who dial at once
+        self.candidates: list[Multiaddr] = []  # public addresses that are probably ours, for hole punching
         self._own, self._transports, self._changed = own, transports, changed
         self._listeners: list[Listener] = []
         self._announced: dict[str, list[Multiaddr]] = {}  # by source
@@ -45,22 +45,24 @@ class Whereabouts:
         self._listeners.clear()
 
     def addrs(self) -> list[Multiaddr]:
-        """Where this host can be reached, with /p2p/<id>: where it listens and what was announced, less what is known
-        to lead nowhere. Public addresses first, then those of this network, then ways over relays, then loopback."""
+        """Addresses at which this host can be reached, with /p2p/<id>: where it listens and what was announced, less
+        what is known to lead nowhere. Public addresses first, then those of this network, then ways over relays, then
+        loopback.
+        """
         found = [*self._announced_all(), *self.listen_addrs()]
         kept = [addr for addr in dict.fromkeys(found) if addr not in self._withheld]
         return [with_peer(addr, self._own) for addr in sorted(kept, key=_rank)]
 
     def listen_addrs(self) -> list[Multiaddr]:
-        """Where this host listens, without /p2p; wildcard addresses are spelled out."""
+        """Addresses on which this host listens, without /p2p; wildcard addresses are spelled out."""
         return list(dict.fromkeys(addr for listener in self._listeners for addr in listener.addrs))
 
     def networks(self) -> tuple[IpNetwork, ...]:
-        """That this machine is in; empty when that is not known."""
+        """Networks that this machine is in; empty when they are not known."""
         return tuple(net for way in self._transports if isinstance(way, RoamingTransport) for net in way.networks())
 
     def surroundings(self) -> Surroundings:
-        """What the order of dials depends on."""
+        """Network surroundings, on which the order of dials depends."""
         own = self.listen_addrs()
         seen = [addr for addr in (*own, *self._announced_all(), *self.candidates) if reach(addr) == 2]
         public = frozenset(ip for addr in seen if not is_relayed(addr) and (ip := ip_of(addr)) is not None)
@@ -74,7 +76,7 @@ class Whereabouts:
             self._tell()
 
     def announced(self, source: str) -> list[Multiaddr]:
-        """What `source` announced last."""
+        """Addresses that `source` announced last."""
         return list(self._announced.get(source, ()))
 
     def _announced_all(self) -> list[Multiaddr]:
@@ -118,5 +120,5 @@ class Whereabouts:
 
 
 def _rank(addr: Multiaddr) -> int:
-    """The order in which others should try our addresses."""
+    """Sort key of our addresses: the order in which others should try them."""
     return (3, 1, 0)[reach(addr)] if not is_relayed(addr) else 2

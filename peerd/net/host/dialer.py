@@ -39,7 +39,7 @@ class AddressBook:
     def learn(self, peer: PeerId, addrs: Iterable[Multiaddr], heard: User | None = None) -> None:
         """Add addresses; those that name another peer or cannot be dialed are left out.
 
-        `heard`: from whom; None: they are from our own configuration.
+        `heard`: the user that told them; None: they are from our own configuration.
         """
         known = self._book.pop(peer, {})
         for addr in addrs:
@@ -58,7 +58,7 @@ class AddressBook:
             del self._book[next(iter(self._book))]
 
     def worked(self, peer: PeerId, addr: Multiaddr) -> None:
-        """`addr` led to `peer`."""
+        """Record that `addr` led to `peer`."""
         bare = split_peer(normal(addr))[0]
         if bare not in self._book.get(peer, {}):
             self.learn(peer, [bare])
@@ -67,13 +67,13 @@ class AddressBook:
             self._book[peer][bare] = Past(self._successes, heard=self._book[peer][bare].heard)
 
     def failed(self, peer: PeerId, addr: Multiaddr, now: float) -> None:
-        """`addr` did not lead to `peer`."""
+        """Record that `addr` did not lead to `peer`."""
         past = self._book.get(peer, {}).get(addr)
         if past is not None:
             past.failed_s = now
 
     def unproven(self, peer: PeerId, addr: Multiaddr) -> User | None:
-        """Who told that `addr` leads to `peer`, unless it ever did, or our configuration says so."""
+        """The user that told us that `addr` leads to `peer`; None if it ever did, or our configuration says so."""
         past = self._book.get(peer, {}).get(addr)
         return None if past is None or past.worked else past.heard
 

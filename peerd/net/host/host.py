@@ -1,10 +1,10 @@
 """Host: this peer on the network. Listens, dials, opens streams, hands incoming streams to handlers by protocol name.
 
 Composition only: transports carry bytes, `upgrade` authenticates, `Link` runs a connection, `Links` counts and tells,
-`Dialer` finds the way, `Whereabouts` knows where we are, `Reception` takes who comes.
-A fault of ours costs the stream, the link or the connection that met it, not the host (see `faults`).
-Invariants: every task lives in `run`'s nursery; cancelling `run` says goodbye on every link and ends in bounded time;
-a stranger holds one of a bounded number of half-open places until it has proven an identity.
+`Dialer` finds the way, `Whereabouts` knows where we are, `Reception` admits connections. A fault of ours costs the
+stream, the link or the connection that met it, not the host (see `faults`). Invariants: every task lives in `run`'s
+nursery; cancelling `run` says goodbye on every link and ends in bounded time; a stranger holds one of a bounded number
+of half-open places until it has proven an identity.
 """
 
 from __future__ import annotations
@@ -129,20 +129,20 @@ class Host:
 
     @property
     def identify_s(self) -> float:
-        """How long an introduction may take."""
+        """Time-out of an introduction."""
         return self.config.identify_s
 
     @property
     def agent(self) -> str:
-        """What this host calls itself."""
+        """The name and version that this host gives of its program."""
         return self.config.agent
 
     def addrs(self) -> list[Multiaddr]:
-        """Where this host can be reached, with /p2p/<id>; the best first."""
+        """Addresses at which this host can be reached, with /p2p/<id>; the best first."""
         return self.whereabouts.addrs()
 
     def listen_addrs(self) -> list[Multiaddr]:
-        """Where this host listens, without /p2p; wildcard addresses are spelled out."""
+        """Addresses on which this host listens, without /p2p; wildcard addresses are spelled out."""
         return self.whereabouts.listen_addrs()
 
     def add_transport(self, transport: Transport) -> None:
@@ -150,7 +150,7 @@ class Host:
         self._transports.append(transport)
 
     def protocols(self) -> list[str]:
-        """What this host serves, sorted."""
+        """Protocols that this host serves, sorted."""
         return sorted(self._handlers)
 
     def handle(self, protocol: str, handler: Handler) -> None:
@@ -168,7 +168,7 @@ class Host:
     def learn(
         self, peer: PeerId, addrs: Iterable[Multiaddr], *, by: PeerId | None = None, checked: bool = False
     ) -> None:
-        """Add to the address book what `by` says (None: nobody knows who), as far as it may be dialed.
+        """Add to the address book what `by` says (None: the source is unknown), as far as it may be dialed.
 
         `checked`: all of it was `believed` before.
         """
@@ -253,7 +253,8 @@ class Host:
                 await close_surely(raw)
 
     async def probe(self, addr: Multiaddr, peer: PeerId) -> None:
-        """Whether a stranger gets through to `peer` at `addr`: connect from a fresh port, have it prove itself, close.
+        """Test, as a stranger, that `peer` is reachable at `addr`: connect from a fresh port, have it prove itself,
+        close.
 
         Unreachable says why not. Neither a link nor the address book changes, here or there.
         """
@@ -297,11 +298,11 @@ class Host:
         return self.links.peers()
 
     def info(self, peer: PeerId) -> PeerInfo | None:
-        """What a connected peer said about itself, once it did."""
+        """A connected peer's description of itself; None until it has come."""
         return self._introductions.infos.get(peer)
 
     async def introduction(self, peer: PeerId, timeout_s: float) -> PeerInfo | None:
-        """As `info`, but waits for it; None after `timeout_s`, or when the peer is not connected."""
+        """The result of `info`, waiting for it; None after `timeout_s`, or when the peer is not connected."""
         return await self._introductions.wait(peer, timeout_s)
 
     def watch(self, *, told: bool = False) -> AbstractContextManager[trio.MemoryReceiveChannel[PeerEvent]]:
@@ -314,7 +315,7 @@ class Host:
 
     @property
     def window_bytes_lent(self) -> int:
-        """What all links together let their peers send beyond the windows that streams begin with."""
+        """Bytes that all links together let their peers send beyond the windows that streams begin with."""
         return self._budget.used_bytes
 
     def traffic(self) -> HostTraffic:
@@ -396,7 +397,7 @@ class Host:
             _log.debug("%s ended: %s", link, link.reason)
 
     async def _keep_links(self, *, task_status: trio.TaskStatus[trio.Nursery]) -> None:
-        """Where links run: beyond the reach of `run`'s cancellation until goodbye is said."""
+        """Run the links, beyond the reach of `run`'s cancellation until goodbye is said."""
         with trio.CancelScope(shield=True):
             async with trio.open_nursery() as nursery:
                 task_status.started(nursery)
@@ -420,7 +421,7 @@ class Host:
         return self._nursery
 
     async def _welcome(self, raw: RawLink) -> None:
-        """Authenticate who has connected, and keep the connection as a link or as a part of one."""
+        """Authenticate an incoming connection, and keep it as a link or as a part of one."""
         fresh = self._secrets.fresh(self._clock.secure_bytes(32))
         secured = await upgrade(raw, fresh, initiator=False, muxers=OFFERS)
         way = way_to(raw.remote)
@@ -445,7 +446,7 @@ class Host:
         if transport is None:
             raise Unreachable("no transport speaks that kind of address", peer)
         if peer is not None and is_relayed(addr):
-            addr = with_peer(addr, peer)  # the relay has to be told to whom
+            addr = with_peer(addr, peer)  # the relay has to be told which peer
         return await transport.dial(addr, fresh=fresh)
 
 

@@ -30,7 +30,7 @@ _MORE_S = 2.0  # after a whole message: some peers send further parts, some forg
 
 @dataclass(frozen=True, slots=True)
 class PeerInfo:
-    """What a connected peer said about itself."""
+    """A connected peer's description of itself."""
 
     agent: str
     protocols: tuple[str, ...]

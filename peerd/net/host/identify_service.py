@@ -48,7 +48,7 @@ class Introduced(Protocol):
 
 
 class Introductions:
-    """What one host says of itself, and what it was told."""
+    """Introductions of one host: its own to its peers, and theirs to it."""
 
     def __init__(self, host: Introduced) -> None:
         self.infos: dict[PeerId, PeerInfo] = {}  # of connected peers
@@ -57,14 +57,14 @@ class Introductions:
         self._arrived = trio.lowlevel.ParkingLot()
 
     async def wait(self, peer: PeerId, timeout_s: float) -> PeerInfo | None:
-        """What `peer` says of itself, as soon as it does; None after `timeout_s`."""
+        """Description of `peer` by itself, as soon as it has come; None after `timeout_s`."""
         with trio.move_on_after(timeout_s):
             while peer not in self.infos:
                 await self._arrived.park()
         return self.infos.get(peer)
 
     def changed(self) -> None:
-        """What we say of ourselves is not what we said."""
+        """Note that our own introduction is not what we said: it is sent anew."""
         self._news.set()
 
     def forget(self, peer: PeerId) -> None:
@@ -94,7 +94,7 @@ class Introductions:
                 _log.debug("identify of %s: %s", link.peer, error)
 
     async def run(self) -> None:
-        """Push news to those who take them."""
+        """Push news to the peers that take them."""
         while True:
             await self._news.wait()
             await trio.sleep(_TOGETHER_S)

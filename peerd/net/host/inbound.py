@@ -1,4 +1,4 @@
-"""Those who connect to us, up to the moment they have proven who they are.
+"""Incoming connections, up to the moment when the other side has proven its identity.
 
 Accepts, and gives each connection a bounded time in one of a bounded number of places; what a proof is, and what comes
 of it, is the Host's (`prove`). Hostile input: strangers who connect and say nothing, from one address or many: when
@@ -23,7 +23,7 @@ _log = logging.getLogger("peerd.net")
 
 
 class Reception:
-    """Of one host, for all its listeners."""
+    """Admission of connections to one host, for all its listeners."""
 
     def __init__(
         self,
@@ -38,7 +38,7 @@ class Reception:
         self._half_open: dict[RawLink, tuple[User, trio.CancelScope]] = {}  # oldest first
 
     async def serve(self, listener: Listener) -> None:
-        """Take who comes, until the listener is closed."""
+        """Accept connections, until the listener is closed."""
         async with trio.open_nursery() as nursery:
             while True:
                 try:

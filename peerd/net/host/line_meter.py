@@ -24,12 +24,12 @@ PERIOD_S: Final = 0.25
 
 
 def over_the_line(link: Link) -> bool:
-    """Whether a connection leaves the machine's own networks."""
+    """True when a connection leaves the machine's own networks."""
     return link.way is not Way.LOCAL
 
 
 class LineMeter:
-    """Of one host; what it finds is `host.line`."""
+    """Meter of one host's access line; what it finds is `host.line`."""
 
     def __init__(self, host: Host, counts: Callable[[Link], bool] = over_the_line) -> None:
         self._host, self._counts = host, counts
@@ -44,7 +44,7 @@ class LineMeter:
             await trio.sleep(PERIOD_S)
 
     def _look(self) -> Count:
-        """What has passed since the last look; a connection's first one says where it begins."""
+        """Bytes that have passed since the last look; a connection's first look says where it begins."""
         sent = received = 0
         waited = 0.0
         seen: dict[CountedLink, TcpInfo] = {}

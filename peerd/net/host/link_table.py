@@ -1,11 +1,11 @@
-"""The table of links: who is connected, how many may be, which one is used, who watches, how much has passed.
+"""The table of links: connected peers, bounds, the link in use to each, watchers, and the bytes that have passed.
 
 Does not dial or accept. Of several links to a peer new streams take the best (`machine.connectivity.path_selection`);
 the others are superseded, stand by for its end, and are closed once they have been idle for some seconds. Invariants: a
 peer is up exactly while it has a usable link, and every change is told to watchers at once and in order; limits hold
 for every link; those that came in are in the book, and where that, or the table, is full, the fullest place there makes
 room (see `make_room`): no number of identities, open streams or idle hours lets one place keep out the others. Links
-that we dialed end for nobody who comes in.
+that we dialed are not ended for incoming ones.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ PeerEvent = PeerUp | PeerDown | PeerTold
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkLimits:
-    """How many links there may be."""
+    """Bounds on the number of links."""
 
     total: int = limits.LINKS
     inbound: int = limits.LINKS_INBOUND
@@ -179,7 +179,7 @@ class Links:
                         nursery.start_soon(link.close, "a better connection took over")
 
     def _due(self, link: Link) -> float:
-        """When to look at a link again, or, if it has no streams, to close it."""
+        """Time at which to look at a link again, or, if it has no streams, to close it."""
         if link.superseded_at is None or not link.usable:
             return math.inf
         wait_s = self._bounds.drain_s * (1 if self._own.raw < link.peer.raw else 3)

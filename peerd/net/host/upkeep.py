@@ -26,7 +26,7 @@ class Service(Protocol):
 
 
 class Upkeep:
-    """Of one process; `faults` counts what ended services."""
+    """Supervisor of one process's services; `faults` counts what ended them."""
 
     def __init__(self, faults: Faults) -> None:
         self._faults = faults

@@ -1,4 +1,4 @@
-"""What this machine's processor has in hardware.
+"""Detection of ciphers that the processor has in hardware.
 
 A guess that is wrong costs speed only: both ciphers that a link may use are always there.
 """
@@ -19,7 +19,7 @@ _FLAGS: Final = ({"aes", "pclmulqdq"}, {"aes", "pmull"})
 
 @cache
 def has_aes() -> bool:
-    """Whether AES-GCM runs in hardware, where it is faster than ChaCha20; False where nobody says."""
+    """True when AES-GCM runs in hardware, where it is faster than ChaCha20; False where nobody says."""
     if sys.platform == "darwin":
         return platform.machine() in ("arm64", "x86_64")  # each that Python still runs on
     try:
@@ -30,7 +30,7 @@ def has_aes() -> bool:
 
 
 def tells_aes(cpuinfo: str) -> bool:
-    """What Linux says of the first processor."""
+    """True when Linux's description of the first processor lists the instructions for AES-GCM."""
     for line in cpuinfo.splitlines():
         name, _, value = line.partition(":")
         if name.strip() in ("flags", "Features"):

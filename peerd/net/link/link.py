@@ -56,7 +56,7 @@ class LinkConfig:
 
 
 class LinkOwner(Protocol):
-    """What a link needs of its host."""
+    """The host, as a link uses it."""
 
     book: Book  # for the streams that the peer opens
     faults: Faults
@@ -97,7 +97,7 @@ class Link:
         self.peer: PeerId = session.peer
         self.initiator = secured.initiator
         self.remote = secured.raw.remote
-        self.user = user_at(self.peer.text, self.remote)  # who it is in the host's book
+        self.user = user_at(self.peer.text, self.remote)  # the user that the host's book knows it as
         self.local = secured.raw.local if isinstance(secured.raw, LocatedLink) else None  # this end, where it is known
         self.opened_at = self.idle_since = trio.current_time()
         self.bytes_in = self.bytes_out = 0
@@ -149,12 +149,12 @@ class Link:
         return self.mux.rtt_s
 
     def rank(self, raw: RawLink) -> None:
-        """Tell one of its connections whose it is, where that shares a limited line with others."""
+        """Tell one of its connections which peer it belongs to, where it shares a limited line with others."""
         if isinstance(raw, RankedLink):
             raw.rank_by(lambda: self.owner.book.is_member(self.user.peer))
 
     def tcp_infos(self) -> dict[CountedLink, TcpInfo]:
-        """What the system has counted on each of its connections; nothing where it does not, and for circuits."""
+        """The system's counters of each of its connections; nothing where it keeps none, and for circuits."""
         return counted((self._raw, *self.rails.raws()))
 
     # --- for the host --------------------------------------------------------------------------------------
@@ -236,12 +236,12 @@ class Link:
         return await self.owner.open_rail(self)
 
     def left_to_small(self, alone: bool) -> None:
-        """Whether the first connection carries small frames only: none of them waits for its measurements then."""
+        """Tell the first connection that it carries small frames only: none of them waits for its measurements then."""
         if self._lending is not None:
             self._lending.never_rest(alone)
 
     def abort(self, reason: str) -> None:
-        """End now."""
+        """End the link now."""
         self.reason = self.reason or reason
         self._scope.cancel()
 

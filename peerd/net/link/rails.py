@@ -1,4 +1,4 @@
-"""Rails: further connections of one link, which carry its bulk data side by side (see machine.striping).
+"""Rails: further connections of one link, which carry its bulk data side by side (see machine/mux/striping).
 
 A rail is an encrypted connection of its own: the hand-shake proves the same peer, with `/peerd/rail/1` in the muxer's
 place, and its first frame names the link by the hash of the link's own hand-shake: a name and no secret, since only the
@@ -40,7 +40,7 @@ from peerd.net.tcp_info import TcpInfo
 from peerd.net.transport import CountedLink, LendingLink, RawLink, counted
 
 _log = logging.getLogger("peerd.net")
-OFFERS = (YAMUX, PROTOCOL)  # of who is dialed
+OFFERS = (YAMUX, PROTOCOL)  # of the side that is dialed
 _WARM_ROUND_TRIPS = 8  # until a connection has found its rate, more or less
 _WARM_S = 0.1  # a round trip, if none was measured
 _READ_BYTES = 256 * 1024
@@ -195,7 +195,7 @@ class Rails:
         return [rail.raw for rail in self._all]
 
     def is_of(self, binding: bytes) -> bool:
-        """Whether a rail that names this link means this one."""
+        """True when a rail that names `binding` belongs to this link."""
         return hmac.compare_digest(binding, self.binding)
 
     def wake(self) -> None:
@@ -219,7 +219,7 @@ class Rails:
             self._ask_rtt(now)
 
     def filled(self) -> None:
-        """Of what waits, a batch is about to go."""
+        """A batch is about to go; if what waits is much, the plan looks at once whether to open rails."""
         if self._enough is not None and self._much < math.inf and self._link.mux.waiting_bytes >= self._much:
             self._enough.set()
 
@@ -237,7 +237,7 @@ class Rails:
         self.changed()
 
     def stuck(self, now: float, stall_s: float) -> bool:
-        """Whether the peer takes nothing on one of them."""
+        """True when the peer takes nothing on one of them."""
         return any(rail.send_began is not None and now - rail.send_began > stall_s for rail in self._all)
 
     def add(self, secured: Secured, early: list[bytes | memoryview]) -> Rail:
@@ -372,7 +372,7 @@ async def attach_rail(secured: Secured, links: Iterable[RailOwner]) -> None:
 
 
 async def _receive_binding(secured: Secured) -> tuple[bytes, list[bytes | memoryview]]:
-    """What a rail's first frame says: which link it belongs to; and the plaintexts behind it."""
+    """The link that a rail's first frame says it belongs to; and the plaintexts behind that frame."""
     early = list(secured.early)
     try:
         while not early:

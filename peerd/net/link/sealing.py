@@ -45,7 +45,7 @@ class Sealing:
 
     @property
     def alone(self) -> bool:
-        """Whether a batch is one frame at most, for now."""
+        """True when a batch is one frame at most, for now."""
         return self._lending is not None and self._lending.batch_bytes < 2 * PLAIN_BYTES
 
     def batch(self, into: memoryview, fill: Fill, mux: Yamux) -> int:

@@ -23,12 +23,12 @@ from peerd.machine.secure.multistream import Proposal, Selector
 
 _COPY_BYTES = 64 * 1024  # about a frame: smaller sends are copied; larger ones wait until no more than this is left
 _RECEIVE_BYTES = 256 * 1024  # one receive returns no more: larger blocks make the allocator go back to the system
-_OFFER_BYTES = 16 * 1024  # given at once to one who receives each: a thousand of the smallest calls
+_OFFER_BYTES = 16 * 1024  # given at once to a reader of each piece: a thousand of the smallest calls
 _SEND_BUFFER_BYTES = 128 * 1024  # unsent bytes above which even small sends wait
 
 
 def _unheard(_: int) -> None:
-    """Nobody wants to know."""
+    """Ignore the pieces that land: no reader asked to hear of them."""
 
 
 class StreamOwner(Protocol):
@@ -87,8 +87,8 @@ class Stream:
         self._readable: trio.Event | None = None
         self._writable: trio.Event | None = None
         self._over: trio.Event | None = None  # someone waits for the end
-        self._taker: Callable[[bytes], bool] | None = None  # who waits in `receive_each`
-        self._landed: Callable[[int], None] | None = None  # who waits in `receive_into`
+        self._taker: Callable[[bytes], bool] | None = None  # the task that waits in `receive_each`
+        self._landed: Callable[[int], None] | None = None  # the task that waits in `receive_into`
         self._sending = False
 
     @property
@@ -101,7 +101,7 @@ class Stream:
 
     @property
     def superseded(self) -> bool:
-        """Whether a new stream would take a better link: who keeps this one for later had better open another."""
+        """True when a new stream would take a better link: whoever keeps this one for later had better open another."""
         return self._link.superseded_at is not None
 
     def __repr__(self) -> str:
@@ -233,8 +233,8 @@ class Stream:
     async def receive_into(self, into: bytearray | memoryview, landed: Callable[[int], None] = _unheard) -> None:
         """Fill all of `into`; ProtocolViolation when the stream ends before.
 
-        What comes while this waits is decrypted where it belongs, and this wakes when all is there. `landed` is told
-        of each piece, so that who cancels knows how far it came; it often runs in the link's own task.
+        What comes while this waits is decrypted where it belongs, and this wakes when all is there. `landed` is told of
+        each piece, so that a caller that cancels knows how far it came; it often runs in the link's own task.
         """
         view, mux = memoryview(into).cast("B"), self._mux
         while view:
@@ -332,7 +332,7 @@ class Stream:
             self._readable.set()
 
     def _land(self, landed: Callable[[int], None]) -> None:
-        """Tell who waits for these bytes, and wake them when they are the last."""
+        """Tell the reader that waits for these bytes, and wake it when they are the last."""
         mux = self._mux
         size, mux.landed_bytes = mux.landed_bytes, 0
         self._link.mux.consumed(mux, trio.current_time())  # the link flushes when all it has read is handed over

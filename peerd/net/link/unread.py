@@ -1,4 +1,4 @@
-"""What lies unread in the streams of all links, and what gives way when that is too much.
+"""Unread bytes in the streams of all links, and the streams that are reset when there are too many.
 
 The window that every stream begins with is granted unasked (yamux has it so); a peer may open hundreds of streams, fill
 each, and wait for handlers that do not read, because they are busy or because it makes them be. So the bytes are
@@ -34,7 +34,7 @@ class Filled(Protocol):
 
 
 class Unread:
-    """Of one host."""
+    """The unread bytes of one host."""
 
     def __init__(self, link_bytes: int, host_bytes: int) -> None:
         self._link_bytes, self._host_bytes = link_bytes, host_bytes

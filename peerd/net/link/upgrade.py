@@ -45,7 +45,7 @@ async def upgrade(
     expected: PeerId | None = None,
     muxers: tuple[str, ...] = (YAMUX,),
 ) -> Secured:
-    """Run the hand-shake on a fresh link; who goes first is a parameter, as hole punching needs.
+    """Run the hand-shake on a fresh link; which side goes first is a parameter, as hole punching needs.
 
     `muxers`: what to offer; `session.muxer` says what was chosen. Without yamux among them there is no fallback.
 
@@ -68,7 +68,7 @@ async def upgrade(
 
 
 async def recognise(raw: RawLink, secrets: noise.Secrets, expected: PeerId) -> None:
-    """Learn that `expected` is there, and go no further: it proves itself in the second message, we send no third.
+    """Verify that `expected` is there, and go no further: it proves itself in the second message, we send no third.
 
     So the other side neither learns who we are, nor ever holds a connection that is about to close.
     """

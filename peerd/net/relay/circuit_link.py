@@ -47,16 +47,16 @@ class CircuitLink:
         return _BATCH_BYTES
 
     def begin_small(self) -> None:
-        """Little waits here anyway."""
+        """No-op: little waits here anyway."""
 
     def never_rest(self, always: bool) -> None:
-        """The connection to the relay is not this circuit's alone."""
+        """No-op: the connection to the relay is not this circuit's alone."""
 
     def pace(self, bytes_per_s: float) -> None:
-        """Only connections that carry nothing but bulk are paced, and a circuit has none."""
+        """No-op: only connections that carry nothing but bulk are paced, and a circuit has none."""
 
     def is_worn(self, now: float) -> bool:
-        """Whether the relay will soon cut it."""
+        """True when the relay will soon cut the circuit."""
         duration_s = self.limit.duration_s if self.limit is not None else 0
         aged = bool(duration_s) and now - self.opened_at >= _WORN * duration_s
         return aged or max(self.bytes_in, self.bytes_out) >= self._worn_bytes

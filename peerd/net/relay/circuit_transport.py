@@ -152,8 +152,9 @@ class Circuits:
 
     def _relay_addrs(self, link: Link, promise: Promise) -> tuple[Multiaddr, ...]:
         """Circuit addresses of ours: by what led us there, which is known to be right, and by what the relay says of
-        itself; else by hearsay. A relay that names others' addresses has those who look for us dial them, so that few
-        are announced (see `service.connectivity.relay_client`)."""
+        itself; else by hearsay. A relay that names others' addresses has the peers that look for us dial them, so that
+        few are announced (see `service.connectivity.relay_client`).
+        """
         said = [link.remote] if link.initiator else []
         for raw in promise.relay_addrs:
             try:
@@ -242,7 +243,7 @@ class Circuits:
     # --- incoming ------------------------------------------------------------------------------------------
 
     async def _serve_stop(self, stream: Stream) -> None:
-        """A relay brings somebody. Returns when the circuit is over: its stream ends with the handler."""
+        """Serve a circuit that a relay brings. Returns when it is over: its stream ends with the handler."""
         with trio.move_on_after(limits.CIRCUIT_REQUEST_S) as scope:
             message = StopMessage.decode(await receive_message(stream, limits.CIRCUIT_MESSAGE_BYTES))
         if scope.cancelled_caught:

@@ -30,7 +30,7 @@ _FAR: Final = {4: (socket.AF_INET, "192.0.2.1"), 6: (socket.AF_INET6, "2001:db8:
 
 @dataclass(frozen=True, slots=True)
 class NetworkPlace:
-    """Where this machine is in the network at one moment; the addresses that it uses itself come first."""
+    """This machine's place in the network at one moment; the addresses that it uses itself come first."""
 
     interfaces: tuple[IpInterface, ...] = ()  # without loopback
     loopback: tuple[Ip, ...] = ()
@@ -41,7 +41,7 @@ class NetworkPlace:
         return [str(ip) for ip in (*outside, *(ip for ip in self.loopback if ip.version == version))]
 
     def networks(self) -> tuple[IpNetwork, ...]:
-        """That the interfaces are in."""
+        """Networks that the interfaces are in."""
         return tuple(own.network for own in self.interfaces)
 
 
@@ -59,7 +59,7 @@ def here() -> NetworkPlace:
             elif own is not None and (own.ip in routed or not name.startswith(_INSIDE)):
                 found.append(own)
     found.sort(key=lambda own: (own.ip not in routed, not own.is_global))  # stable
-    # One of each version is enough for who is on this machine, too.
+    # One of each version is enough for peers on this machine, too.
     first = [ipaddress.ip_address(text) for text in ("127.0.0.1", "::1")]
     return NetworkPlace(tuple(found), tuple(ip for ip in first if ip in loopback))
 

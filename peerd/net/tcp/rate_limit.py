@@ -1,11 +1,11 @@
-"""TCP connections that keep to limits: `machine.rate.limiter` decides, here is who waits and what is counted.
+"""TCP connections that keep to limits: `machine.rate.limiter` decides; waiting and counting are here.
 
-A Pace is one direction of this machine's line and serves all its connections; who waits in it keeps the time, one of
-them for all, so there is no task and no timer for a packet. A Paced link sends in quanta, and reads in quanta what has
-come: what it does not read fills the connection's window, which is kept small, and so TCP holds the sender back.
-Payload is counted as it is handed over. What TCP adds (headers, acknowledgements, repeats) is charged afterwards from
-what the system counted, so that the line itself keeps the rate; where the system does not say, by an estimate.
-Members of the run come first, as the host's book knows them; all others share a turn with whoever is at their place.
+A Pace is one direction of this machine's line and serves all its connections; one of the connections that wait in it
+keeps the time for all, so there is no task and no timer for a packet. A Paced link sends in quanta, and reads in quanta
+what has come: what it does not read fills the connection's window, which is kept small, and so TCP holds the sender
+back. Payload is counted as it is handed over. What TCP adds (headers, acknowledgements, repeats) is charged afterwards
+from what the system counted, so that the line itself keeps the rate; where the system does not say, by an estimate.
+Members of the run come first, as the host's book knows them; all others share a turn with the peers at their place.
 Unlimited connections are TcpLinks and have none of this on their way.
 """
 
@@ -37,7 +37,7 @@ _WINDOW_RTT_MOST_S: Final = 0.5
 
 
 class LimitedLine:
-    """What obeys `limits.upload_mbit` and `limits.download_mbit` together: connections, and what else is read."""
+    """The line that `limits.upload_mbit` and `limits.download_mbit` bound: connections, and whatever else is read."""
 
     def __init__(self, limits: LimitsSection | None = None) -> None:
         limits = limits or LimitsSection()
@@ -111,10 +111,10 @@ class LinePace:
         self.limiter = Limiter(mbit * BYTES_PER_MBIT)
         self._waiting: dict[LineTurn, None] = {}
         self._places: WeakValueDictionary[str, Account] = WeakValueDictionary()
-        self._keeper: trio.CancelScope | None = None  # of the one who sleeps until the first turn
+        self._keeper: trio.CancelScope | None = None  # of the task that sleeps until the first turn
 
     def at(self, place: str) -> Account:
-        """What strangers at one place share."""
+        """The account that strangers at one place share."""
         account = self._places.get(place)
         if account is None:
             account = self._places[place] = Account()
@@ -154,7 +154,7 @@ class LinePace:
 
     @property
     def busy(self) -> int:
-        """How many connections want to move something now; at least 1."""
+        """Number of connections that want to move something now; at least 1."""
         return max(len(self._waiting), 1)
 
     def close(self, turn: LineTurn) -> None:
@@ -301,7 +301,7 @@ class PacedLink(TcpLink):
             self._down.limiter.charge(into)
 
     def _fit_window(self, info: TcpInfo) -> None:
-        """What may come before we read it: our part of the rate at this distance. More would come in bursts."""
+        """Fit the receive window to our part of the rate at this distance. More would come in bursts."""
         if self._down is None:
             return
         rtt_s = min(info.min_rtt_s, _WINDOW_RTT_MOST_S)

@@ -122,7 +122,7 @@ class TcpLink:
         return self._draught.batch_bytes
 
     def tcp_info(self) -> TcpInfo | None:
-        """What the system has counted; None where it does not."""
+        """The system's counters of this connection; None where it keeps none."""
         return tcp_info(self._socket)
 
     def begin_small(self) -> None:
@@ -356,7 +356,7 @@ class TcpTransport:
             sock.close()  # a link has taken the descriptor for itself; what is left here is empty, or failed
 
     def _source(self, family: int, host: str) -> tuple[str, int] | None:
-        """Where a dial to `host` leaves from; None: the system chooses."""
+        """The local address and port that a dial to `host` leaves from; None: the system chooses."""
         if not _CAN_SHARE_PORT or _is_loopback(host):
             return None  # on one machine nobody remembers ports, and its programs often share the address
         for sock in self._listening:
@@ -368,7 +368,9 @@ class TcpTransport:
 
 
 def _leads_from(own: str, host: str, family: int) -> bool:
-    """Whether packets to `host` leave with the address `own`: those of another interface would not come back there."""
+    """True when packets to `host` leave with the address `own`: those of another interface would not come back
+    there.
+    """
     if ipaddress.ip_address(own).is_unspecified:
         return True
     try:

@@ -9,7 +9,7 @@ senders. With a lossy code the owner, too, goes on with what the others can deco
 `RoundFailed` with the members at fault; nothing is applied here. Vectors are numpy, 1-D. A hostile member may send
 wrong shapes, wrong dtypes, NaN, parts of others, strangers' attempts: each is refused, what needs no look at the values
 before they are decoded, and the round ends and names it. That a call was refused or left shows only that the round has
-ended over there: whom it names is waited for, a moment, before that peer is blamed. Who is silent is asked whether it
+ended over there: the peer that it names is waited for, a moment, before it is blamed. A silent peer is asked whether it
 lives before it is named: one that hangs soon makes all others wait. In a coded run a plain part is as good as a coded
 one; in a plain run a coded one is refused.
 """
@@ -88,7 +88,7 @@ class Averaging:
         rpc.serve(_ALIVE, AverageKey, self._alive)
 
     def takes_part(self, peer: str) -> bool:
-        """Whether a round that is under way here needs this peer: helpers, too, which are no members."""
+        """True when a round that is under way here needs this peer: helpers, too, which are no members."""
         return any(peer in state.plan.group for state in self._rounds.values())
 
     def newly_aggregated_bytes(self) -> int:
@@ -98,7 +98,9 @@ class Averaging:
 
     @contextmanager
     def expecting(self, attempts: Iterable[bytes]) -> Iterator[None]:
-        """Inside, these rounds are known to belong to one attempt, though they begin later or have ended."""
+        """Inside this context, these rounds are known to belong to one attempt, though they begin later or have
+        ended.
+        """
         news = dict.fromkeys((attempt for attempt in attempts if attempt not in self._expected), False)
         self._expected |= news
         try:
@@ -116,9 +118,9 @@ class Averaging:
     ) -> Vector:
         """The sum by all rounds of an attempt: what one gives is what the next begins with. As `sum` otherwise.
 
-        Raises RoundFailed with whom the round that fails names. Who is ahead of others has patience with them while
-        they say that they are still in an earlier round, for as long as that may take (`coming_s`); whoever holds them
-        up is named by those who wait there.
+        Raises RoundFailed with the peers that the failed round names. A member ahead of others has patience with them
+        while they say that they are still in an earlier round, for as long as that may take (`coming_s`); a peer that
+        holds them up is named by those that wait there.
         """
         began = trio.current_time()
         with self.expecting([plan.attempt for plan in plans]):
@@ -201,7 +203,7 @@ class Averaging:
                 state.fail("the round was called off", ())
 
     async def _watch(self, plan: AveragingPlan, state: OpenRound) -> None:
-        """Returns when the round is done; fails it when somebody is late."""
+        """Watch over the round: returns when it is done; fails it when somebody is late."""
         waits_until = trio.current_time() + plan.coming_s
         while not state.done:
             with trio.move_on_after(min(_LOOK_S, plan.patience_s / 4)):
@@ -222,7 +224,8 @@ class Averaging:
                 state.fail(state.doubt[2], (state.doubt[1],))
 
     async def _ask_the_silent(self, attempt: bytes, silent: set[str]) -> tuple[set[str], set[str]]:
-        """Who of them does not answer at all, or else who is not in the round; and who has yet to begin it.
+        """Ask the silent peers: those that do not answer at all, or else those that are not in the round; and those
+        that have yet to begin it.
 
         The rest only waits, as we do.
         """
@@ -250,7 +253,7 @@ class Averaging:
         return Answer(AverageAlive(coming=not self._expected.get(attempt, True)))
 
     async def _exchange(self, plan: AveragingPlan, state: OpenRound, share: list[Part], gate: PartGate) -> None:
-        """Our version of one owner's share, and the sums of it."""
+        """Send our version of one owner's share, and receive the sums of it."""
         owner = share[0].owner
         first = AverageKey(plan.attempt, share[0].index)
         with self._blaming(state, owner):
@@ -262,7 +265,7 @@ class Averaging:
 
     @contextmanager
     def _blaming(self, state: OpenRound, owner: str) -> Iterator[None]:
-        """What goes wrong between us and an owner ends the round."""
+        """End the round by any failure between us and an owner, and name the peer to blame."""
         try:
             yield
         except (Refused, Overloaded, TooSlow) as error:
@@ -371,7 +374,7 @@ class Averaging:
 
     async def _arrive(self, state: OpenRound, part: Part, sender: str, version: Version | None) -> None:
         due = state.round.arrived(trio.current_time(), part.index, sender)
-        if version is None:  # a listener, who may come before or after the sum
+        if version is None:  # a listener, which may come before or after the sum
             state.get_on()
             return
         versions = state.versions.setdefault(part.index, {})

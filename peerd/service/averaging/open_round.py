@@ -44,9 +44,9 @@ class OpenRound:
     unsummed: int = field(init=False)  # of our own parts
     answers: dict[int, Encoded] = field(default_factory=dict)  # sums of our own parts, as they travel
     owed: dict[int, int] = field(default_factory=dict)  # how many have not taken such an answer
-    returns: list[Returns] = field(default_factory=list)  # of each who asks for sums
+    returns: list[Returns] = field(default_factory=list)  # one for each member that asks for sums
     over: trio.Event = field(default_factory=trio.Event)  # done or failed
-    doubt: tuple[float, str, str] | None = None  # since when, of whom, why
+    doubt: tuple[float, str, str] | None = None  # since when, of which peer, why
 
     def __post_init__(self) -> None:
         self.unsummed = sum(part.owner == self.round.own for part in self.round.parts)
@@ -58,7 +58,7 @@ class OpenRound:
         self.let_go()
 
     def doubts(self, reason: str, peer: str) -> None:
-        """The round has ended at `peer`, perhaps by a fault of somebody else."""
+        """Note that the round has ended at `peer`, perhaps by a fault of somebody else."""
         self.doubt = self.doubt or (trio.current_time(), peer, reason)
 
     @property
@@ -70,19 +70,19 @@ class OpenRound:
             self.over.set()
 
     def target(self, part: Part) -> Vector:
-        """Where the sum of a part goes. A helper holds no vector, only the sums that somebody still needs."""
+        """Destination of a part's sum. A helper holds no vector, only the sums that somebody still needs."""
         if not self.round.takes:
             return np.empty(part.end - part.begin, self.result.dtype)
         return self.result[part.begin : part.end]
 
     async def computed(self, job: Callable[[], T], values: int, name: str) -> T:
-        """What `job` makes of so many values."""
+        """Result of `job`, which computes so many values: at once when they are few, else on the worker."""
         if values <= SMALL_VALUES and isinstance(self.coder, PlainParts):
             return job()
         return await self.worker.run(job, name=name)
 
     def let_go(self) -> None:
-        """There are sums that may leave, or that never will."""
+        """Let sums go: there are some that may leave, or that never will."""
         for one in self.returns:
             one.let_go()
 
@@ -96,7 +96,7 @@ class OpenRound:
 class Returns:
     """The sums that one member asks for; they leave in the order in which it asked, each as soon as it is there.
 
-    Nobody waits in between: who makes a sum puts it on every call. What a member does not take waits here.
+    Nobody waits in between: the task that makes a sum puts it on every call. What a member does not take waits here.
     """
 
     def __init__(self, state: OpenRound, parts: CallStream) -> None:
@@ -137,7 +137,7 @@ class Returns:
 
 
 class PartGate:
-    """Where parts wait until the pace of the round lets them leave: one of each owner, its next one."""
+    """Gate for parts, which wait until the pace of the round lets them leave: one of each owner, its next one."""
 
     def __init__(self, pace: PartPace) -> None:
         self._pace = pace
@@ -160,7 +160,7 @@ class PartGate:
 
 
 class Places:
-    """Where the sums of a share go: uncoded ones are received where they belong."""
+    """Destinations for the sums of a share: uncoded ones are received where they belong."""
 
     def __init__(self, state: OpenRound, share: list[Part], memory: VectorMemory) -> None:
         self._state, self._left, self._memory = state, deque(share), memory
@@ -181,7 +181,7 @@ async def encoded(state: OpenRound, part: Part, values: Vector) -> TensorFrame:
 async def as_others_see_it(state: OpenRound, part: Part) -> Version | None:
     """Our version of a part that we sum ourselves; None: we bring none.
 
-    Where other groups make the same sum, each with another owner, it must be what those get who are sent it.
+    Where other groups make the same sum, each with another owner, it must be what the peers to which it is sent get.
     """
     if state.source is None:
         return None
@@ -191,7 +191,7 @@ async def as_others_see_it(state: OpenRound, part: Part) -> Version | None:
 
 
 def version_of(state: OpenRound, part: Part, frame: TensorFrame) -> Version:
-    """What a member sent, if it has the right form; a coded one is decoded with the others."""
+    """A member's version of a part, if it has the right form; a coded one is decoded with the others."""
     like = np.empty(part.end - part.begin, state.result.dtype)  # never touched: costs no memory
     if isinstance(state.coder, PlainParts):
         return state.coder.decode(frame, like)

@@ -1,11 +1,11 @@
-"""How fast bytes leave for each peer of a round whose lines are known: evenly, so that short queues do not overflow.
+"""Pacing of each peer's connection in a round whose lines are known: evenly, so that short queues do not overflow.
 
-Where twenty connections share a line of 20 Mb/s, each has a window of a few packets; they fill the queue of the line
-in bursts, and one that loses its packets there waits for a timer of TCP's, and the whole round for it. So each
-connection leaves at the rate that it needs for everyone to end together (`AveragingPlan.pair_bytes_per_s`), to the end
-of the round: who hurries then only pushes others aside. Nothing here is of use, nor of harm, where the system cannot
-pace. Invariant: whoever was held back is let go when the round ends. A conductor that says too low a rate slows its
-round down as it could by any other division; the least rate is bounded.
+Where twenty connections share a line of 20 Mb/s, each has a window of a few packets; they fill the queue of the line in
+bursts, and one that loses its packets there waits for a timer of TCP's, and the whole round for it. So each connection
+leaves at the rate that it needs for everyone to end together (`AveragingPlan.pair_bytes_per_s`), to the end of the
+round: a connection that hurries then only pushes others aside. Nothing here is of use, nor of harm, where the system
+cannot pace. Invariant: whoever was held back is let go when the round ends. A conductor that says too low a rate slows
+its round down as it could by any other division; the least rate is bounded.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ class Evenly:
         self._begun: set[str] = set()
 
     def begin(self, peer: str) -> None:
-        """There is a connection to this peer."""
+        """Begin to pace a new connection to this peer."""
         if peer in self._rates and peer not in self._begun:
             self._begun.add(peer)
             self._set(peer, max(self._rates[peer], _LEAST_BYTES_PER_S))
 
     def end(self) -> None:
-        """The round is over."""
+        """Stop pacing: the round is over."""
         for peer in self._begun:
             self._set(peer, math.inf)
 

@@ -1,7 +1,7 @@
-"""Links to all who will average together, made before their round is due: drives `machine/connectivity/preconnect` over
-the host.
+"""Links to all peers that will average together, made before their round is due: drives
+`machine/connectivity/preconnect` over the host.
 
-Who the others are, and when the step is due, the conductor says (`Following`). A list of strangers costs dials, a few
+The conductor says which peers these are, and when the step is due (`Following`). A list of strangers costs dials, a few
 at once; what cannot be reached is left to the round itself, which names it.
 """
 
@@ -24,14 +24,14 @@ _LOOK_S = 2.0  # links may break, and forecasts change
 
 
 class Assembling:
-    """One peer's. `group_size`: the run's."""
+    """Links of one peer. `group_size`: the run's."""
 
     def __init__(self, host: Host, following: Following, group_size: int = 0) -> None:
         self._host, self._following, self._group_size = host, following, group_size
         self._assembly = Assembly(host.id.text)
 
     async def run(self, stage: int) -> None:
-        """Be linked to whom we meet of `stage`, helpers too, when its round begins; until cancelled."""
+        """Keep links to the peers of `stage` that we meet, helpers too, when its round begins; until cancelled."""
         following, assembly = self._following, self._assembly
         async with trio.open_nursery() as nursery:
             while True:
@@ -46,7 +46,7 @@ class Assembling:
                     await told.wait()
 
     def _mates(self, stage: int) -> set[str]:
-        """Everyone, or, in a grid, the members of our own groups: helpers have no part in it."""
+        """The mates to link to: everyone or, in a grid, the members of our own groups: helpers have no part in it."""
         members = [member for member in self._following.members if member.stage == stage]
         ready = {member.peer for member in members if member.ready}
         mates = foretold_mates(self._host.id.text, ready, self._group_size)

@@ -1,10 +1,10 @@
-"""What is computed of the parts of an averaging round: coding, sums in the order of the senders, looks for NaN.
+"""Arithmetic on the parts of an averaging round: coding, sums in the order of the senders, looks for NaN.
 
 Synchronous and without a round's books: `OpenRound.computed` says what runs on a worker. Versions that came coded are
 decoded only when the sum is due, one after the other in the same visit to the worker: that is a fraction of the visits,
 and nobody's decoded version waits in memory for somebody late. Invariants: a sum has the same bits whatever came coded
 and in which order it came; what is not finite is never passed on. Hostile: parts that do not decode, NaN, infinities,
-and large values that are finite each but not together: `SumFault` says whose they are.
+and large values that are finite each but not together: `SumFault` says from which members they are.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ _KEPT_BYTES_LEAST = 1 << 18  # smaller vectors are cheap to allocate
 
 @lru_cache(maxsize=8)
 def name_of(dtype: np.dtype[Any]) -> str:
-    """As numpy says it, which takes longer than all else that a look at a part's form does."""
+    """Name of a dtype by numpy, cached: asking takes longer than all else that a look at a part's form does."""
     return dtype.name
 
 
 class PartCoder(Protocol):
-    """How the parts of a vector travel. Synchronous: runs on the worker, but for small plain parts."""
+    """Coding of the parts of a vector. Synchronous: runs on the worker, but for small plain parts."""
 
     def encode(self, begin: int, values: Vector, seen: Vector | None = None) -> TensorFrame:
         """The part that begins at element `begin` as a frame.
@@ -84,14 +84,14 @@ def check_form(frame: TensorFrame | FrameHeader, like: Vector) -> None:
 
 
 def is_plain(frame: TensorFrame | FrameHeader, like: Vector) -> bool:
-    """Is the frame's payload what lies in memory of such a vector?"""
+    """True when the frame's payload is what lies in memory of such a vector."""
     uncoded = frame.coding == "none" and not frame.lossless
     return uncoded and (frame.dtype, frame.shape) == (name_of(like.dtype), like.shape)
 
 
 @dataclass(frozen=True, slots=True)
 class SumFault:
-    """Which versions of a part make its sum impossible, and why."""
+    """The versions of a part that make its sum impossible, and why."""
 
     versions: list[int]
     reason: str
@@ -131,7 +131,7 @@ def _added(coder: PartCoder, total: Vector | None, version: Version, target: Vec
 
 
 def _not_finite(coder: PartCoder, versions: Sequence[Version], total: Vector) -> list[int]:
-    """Whose versions are to blame for this sum."""
+    """Indexes of the versions to blame for a sum that is not finite."""
     each = [_decoded(coder, version, total) for version in versions]
     if bad := [i for i, version in enumerate(each) if not finite(version)]:
         return bad
@@ -140,7 +140,7 @@ def _not_finite(coder: PartCoder, versions: Sequence[Version], total: Vector) ->
 
 
 def take_sum(coder: PartCoder, frame: TensorFrame, target: Vector) -> None:
-    """What an owner answers, into `target`, where it may lie already. What is wrong about it is the owner's doing."""
+    """Take an owner's answer into `target`, where it may lie already. What is wrong about it is the owner's doing."""
     try:
         total = _added(coder, None, frame, target)
     except Refused as error:
@@ -152,7 +152,7 @@ def take_sum(coder: PartCoder, frame: TensorFrame, target: Vector) -> None:
 
 
 def finite(values: Vector) -> bool:
-    """Are all of them?"""
+    """True when all values are finite."""
     return bool(np.isfinite(values).all())
 
 
@@ -167,7 +167,7 @@ class VectorMemory:
         self._kept: deque[Vector] = deque(maxlen=keep)
 
     def vector(self, length: int, dtype: np.dtype[Any]) -> Vector:
-        """With any content."""
+        """A vector with any content."""
         size = length * dtype.itemsize
         if size < _KEPT_BYTES_LEAST:
             return np.empty(length, dtype)

@@ -1,10 +1,10 @@
 """Reach: AutoNAT's client and server, and what follows from the verdict.
 
 Tells `machine/connectivity/reachability` how peers see this host, asks those that it names to dial back, and puts the
-finding to use: proven addresses are announced, dead ones withheld, candidates are there for those who punch holes. As a
-server it dials askers back where `machine/connectivity/dial_back` allows it, unless it is known to be unreachable
-itself. Decides nothing else. Hostile input: bounded by the two machines; a peer that sends nothing, or no end, costs
-one stream for some seconds.
+finding to use: proven addresses are announced, dead ones withheld, candidates are there for hole punching. As a server
+it dials askers back where `machine/connectivity/dial_back` allows it, unless it is known to be unreachable itself.
+Decides nothing else. Hostile input: bounded by the two machines; a peer that sends nothing, or no end, costs one stream
+for some seconds.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class ReachConfig:
 
 
 class Reach:
-    """Whether others can reach this host. Nothing moves until `run`."""
+    """Reachability of this host by others. Nothing moves until `run`."""
 
     def __init__(self, host: Host, clock: Clock, config: ReachConfig | None = None) -> None:
         self._host, self._clock = host, clock
@@ -121,7 +121,7 @@ class Reach:
         self._timer.deadline = min(self._timer.deadline, self._wake_at(now))
 
     def _open_or_shut(self, now: float) -> None:
-        """Whether others can come in at all; that they cannot counts only once it has lasted."""
+        """Set whether others can come in at all; that they cannot counts only once it has lasted."""
         if self.finding.kind in (Kind.UNKNOWN, Kind.REACHABLE) or self._relays():
             self._shut_at, self._host.takes_inbound = math.inf, True
         elif self._host.takes_inbound:
@@ -163,7 +163,7 @@ class Reach:
         self._machine.saw(self._clock.now(), sight)
 
     def _from_our_port(self, link: StreamOwner) -> bool:
-        """Whether we dialed from the port on which we listen: only then its outside port says something."""
+        """True when we dialed from the port on which we listen: only then its outside port says something."""
         local = tcp_place(link.local) if link.local is not None else None
         return local is not None and any(
             (place := tcp_place(addr)) is not None and (place.family, place.port) == (local.family, local.port)
@@ -180,7 +180,7 @@ class Reach:
         self._host.whereabouts.candidates = list(finding.candidates)
         self._host.whereabouts.announce(PROVEN, finding.proven)
         self._host.whereabouts.withhold(finding.dead)
-        serves = finding.kind in (Kind.UNKNOWN, Kind.REACHABLE)  # who is behind a router sees the inside of it
+        serves = finding.kind in (Kind.UNKNOWN, Kind.REACHABLE)  # a peer behind a router sees the inside of it
         if serves != self._host.speaks(AUTONAT):
             if serves:
                 self._host.handle(AUTONAT, self._serve)
@@ -275,7 +275,9 @@ class Reach:
 
 
 def _proven_addr(answer: Dialed, ask: AskDialBack) -> Multiaddr | None:
-    """Where the dial got through; ProtocolViolation when that is no address, or none that was asked about."""
+    """Address at which the dial got through; ProtocolViolation when that is no address, or none that was asked
+    about.
+    """
     if not answer.addr:
         return ask.addrs[0] if len(ask.addrs) == 1 else None
     addr = split_peer(decode_addr(answer.addr))[0]

@@ -2,11 +2,11 @@
 
     punching = Punching(host, clock)
     nursery.start(punching.run)
-    punching.status()                 # what was tried with whom, and what came of it
+    punching.status()                 # what was tried with which peer, and what came of it
 
 The peer that was dialed over the relay acts: it dials the other's public addresses, then both dial each other at the
 same time, so that each one's router takes the other's packets for answers (`machine.connectivity.hole_punch` decides
-who, where and when). A connection that comes of it joins the host as any other; the relayed one then drains.
+which side, where and when). A connection that comes of it joins the host as any other; the relayed one then drains.
 Invariants: one meeting per peer at a time and few in all; each wait has a deadline; nothing is dialed that
 `machine.connectivity.hole_punch` does not admit. A hostile peer may claim others' addresses, never answer, or fail for
 ever: it costs itself its own pauses. Source: libp2p specs `relay/DCUtR.md`.
@@ -38,7 +38,7 @@ from peerd.net.link.stream import Stream
 from peerd.net.transport import RawLink
 
 _log = logging.getLogger("peerd.net")
-_INTRODUCTION_S = 5.0  # for the other side to say who it is and where
+_INTRODUCTION_S = 5.0  # for the other side to introduce itself
 _ANSWER_S = 10.0  # for a message of the other side
 _HANDSHAKE_S = 3.0  # a connection that both sides wait on, or that leads to somebody else, is given up
 _LOOK_S = 10.0  # between two looks whether addresses have changed
@@ -52,7 +52,7 @@ class Punching:
         self._rng = clock.rng("punching")
         self._memory = hole_punch.PunchMemory(clock.rng("punching pauses"))
         self._nursery: trio.Nursery | None = None
-        self._meeting: dict[PeerId, str] = {}  # whom we see to, and what is going on
+        self._meeting: dict[PeerId, str] = {}  # peers under treatment, and what is going on
         self._served: dict[PeerId, trio.CancelScope] = {}
         self._room = trio.CapacityLimiter(limits.PUNCH_MEETINGS)
         self._moved = trio.lowlevel.ParkingLot()
@@ -79,7 +79,7 @@ class Punching:
     # --- the side that acts --------------------------------------------------------------------------------
 
     def _look(self, peer: PeerId) -> None:
-        """Other streams than before go to this peer: perhaps over a relay, perhaps not any more."""
+        """Note that other streams than before go to this peer: perhaps over a relay, perhaps not any more."""
         self._moved.unpark_all()
         if self._nursery is not None and peer not in self._meeting and self._to_upgrade(peer) is not None:
             self._meeting[peer] = "waits for its introduction"
@@ -91,7 +91,9 @@ class Punching:
         return link if link is not None and link.way == Way.RELAYED and not link.initiator else None
 
     async def _see_to(self, peer: PeerId) -> None:
-        """Try, and try again after ever longer pauses, until a better link stands or the relayed one is gone."""
+        """Upgrade one peer's link: try, and try again after ever longer pauses, until a better link stands or the
+        relayed one is gone.
+        """
         try:
             while (link := self._to_upgrade(peer)) is not None:
                 info = await self._host.introduction(peer, _INTRODUCTION_S)
@@ -128,7 +130,7 @@ class Punching:
             _log.info("%s stays behind its relay: %s", peer, reason)
 
     async def _reverse(self, peer: PeerId, theirs: Sequence[Multiaddr]) -> None:
-        """Dial it: behind a relay it may have been only because nobody could dial us."""
+        """Dial it directly: behind a relay it may have been only because nobody could dial us."""
         self._meeting[peer] = "dials its addresses"
         addrs = self._memory.admit(peer, hole_punch.to_dial(theirs, self._host.listen_addrs()), trio.current_time())
 
@@ -242,14 +244,14 @@ class Punching:
     # --- both ----------------------------------------------------------------------------------------------
 
     def _offer(self) -> list[Multiaddr]:
-        """Where we can probably be dialed, without /p2p."""
+        """Addresses at which we can probably be dialed, without /p2p."""
         return hole_punch.to_offer(self._host.whereabouts.candidates, self._seen(), self._host.listen_addrs())
 
     def _place(self) -> list[Multiaddr]:
         return hole_punch.place(self._host.whereabouts.candidates, self._seen(), self._host.listen_addrs())
 
     def _seen(self) -> list[Multiaddr]:
-        """How others see the port on which we listen, each as he says."""
+        """Addresses of the port on which we listen as peers observe them, by their word."""
         host = self._host
         ports = {_port(addr) for addr in host.listen_addrs()}
         seen = []
@@ -302,7 +304,7 @@ class Punching:
 
     @contextmanager
     def _expected(self, peer: PeerId) -> Iterator[None]:
-        """What comes from `peer` meanwhile has come through our router because we dialed it, too."""
+        """Mark what comes from `peer` meanwhile as punched: it comes through our router because we dialed it, too."""
         ours = peer not in self._host.punching
         self._host.punching.add(peer)
         try:
@@ -327,7 +329,7 @@ class Punching:
 
 
 def _said(info: PeerInfo | None) -> frozenset[Hashable]:
-    """What has to change before a meeting that failed is worth another one."""
+    """The facts that have to change before a meeting that failed is worth another one."""
     if info is None:
         return frozenset()
     return frozenset([DCUTR in info.protocols, *(addr for addr in info.addrs if not is_relayed(addr))])

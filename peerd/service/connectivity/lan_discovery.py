@@ -1,8 +1,8 @@
 """Finding peers of the local network: tells it where this peer is, and connects to those that are found.
 
 What is found is a hint: it is dialed like any address, only where it leads into this machine's own networks (so that
-nobody in a café can have us dial the world), few at a time, each peer now and then. Who belongs to another run is
-sorted out by the directory, as everywhere.
+nobody in a café can have us dial the world), few at a time, each peer now and then. A peer of another run is sorted out
+by the directory, as everywhere.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _TOLD: Final = 6  # addresses of ours
 
 
 class Finder(Protocol):
-    """How peers of the local network find each other."""
+    """Discovery among peers of the local network."""
 
     async def run(self, addrs: Sequence[Multiaddr], found: Callable[[bytes], None]) -> None:
         """Announce `addrs`, and call `found` with what others announce, until cancelled; NoDiscovery says why not."""
@@ -89,12 +89,12 @@ class LanDiscovery:
         }
 
     def _own_addrs(self) -> list[Multiaddr]:
-        """What neighbours can use."""
+        """Our addresses that neighbours can use."""
         addrs = [addr for addr in self._host.addrs() if not is_relayed(addr) and ip_of(addr) is not None]
         return [addr for addr in addrs if self._is_near(addr)][:_TOLD]
 
     def _is_near(self, addr: Multiaddr) -> bool:
-        """Whether it lies in a network of this machine, or in a private one where these are not known."""
+        """True when it lies in a network of this machine, or in a private one where these are not known."""
         ip, networks = ip_of(addr), self._host.whereabouts.networks()
         if ip is None or reach(addr) == 0:
             return False
@@ -112,7 +112,7 @@ class LanDiscovery:
             await trio.sleep(self._config.retry_s)
 
     def _found(self, text: bytes) -> None:
-        """Somebody announced this."""
+        """Take in an announcement."""
         by_peer: dict[PeerId, list[Multiaddr]] = {}
         for addr in addrs_in(text):
             bare, peer = split_peer(addr)
@@ -153,5 +153,5 @@ class LanDiscovery:
 
 
 def own_finder(clock: Clock) -> Finder | None:
-    """Multicast DNS, with the extra `peerd[lan]`."""
+    """The finder of this machine: multicast DNS, with the extra `peerd[lan]`."""
     return Mdns(clock.rng("lan")) if available() else None

@@ -54,7 +54,7 @@ class PortMapping:
     def __init__(self, host: Host, routers: Sequence[Router], config: PortMapConfig | None = None) -> None:
         self._host, self._routers = host, list(routers)
         self._config = config or PortMapConfig()
-        self._held: tuple[Router, int] | None = None  # who maps which port
+        self._held: tuple[Router, int] | None = None  # the router, and the port that it maps
         self._failures = 0
         self._lease_s = math.inf
         self._status: dict[str, Any] = {"state": "asking", "address": None, "by": None, "why": None}
@@ -109,7 +109,7 @@ class PortMapping:
         return next((place.port for addr, place in four if reach(addr) == 1), None)
 
     async def _ask(self, router: Router, port: int) -> str | None:
-        """Why this router does not help; None: it does."""
+        """The reason why this router does not help; None: it does."""
         try:
             with trio.fail_after(self._config.ask_s):
                 mapped = await router.map(port, self._config.lease_s)
@@ -153,7 +153,7 @@ def own_routers(clock: Clock) -> list[Router]:
 
 
 async def tried(routers: Sequence[Router], port: int) -> list[str]:
-    """What each router says when it is asked for `port`, for a moment: for `peerd doctor`."""
+    """Each router's answer, in words, when it is asked for `port` for a moment: for `peerd doctor`."""
     told: dict[str, str] = {}
 
     async def attempt(router: Router) -> None:

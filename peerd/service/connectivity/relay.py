@@ -59,7 +59,7 @@ _ADDRS_BYTES = 3072  # of our addresses in one answer, so that it stays within a
 
 @dataclass(frozen=True, slots=True)
 class RelayTraffic:
-    """What this relay does at the moment, and has carried since its start."""
+    """Load of this relay at the moment, and traffic since its start."""
 
     reservations: int
     circuits: int
@@ -79,7 +79,7 @@ class _Circuit:
 
     @property
     def held_bytes(self) -> int:
-        """What has come and has not left."""
+        """Bytes that have come and have not left."""
         return sum(stream.mux.inbox_bytes + stream.mux.out_bytes for stream in (self.source, self.destination))
 
 
@@ -98,7 +98,7 @@ class Relay:
         self._asked = trio.Event()  # a piece waits for its turn
         self._passing: dict[int, trio.Event] = {}  # by ticket
         self._circuits: dict[int, _Circuit] = {}
-        self._kept: dict[PeerId, None] = {}  # whose links we keep
+        self._kept: dict[PeerId, None] = {}  # peers whose links we keep
         self._past_bytes = self._refused = 0
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
@@ -188,7 +188,7 @@ class Relay:
         await send_message(stream, answer.encode())
 
     def _addrs(self, stream: Stream) -> tuple[bytes, ...]:
-        """Where we can be reached without a relay, as far as that is of use to who asks."""
+        """Addresses at which we can be reached without a relay, as far as they are of use to the asker."""
         local = reach(stream.link.remote) == 0
         direct = [addr for addr in self._host.addrs() if not is_relayed(addr) and (local or reach(addr) > 0)]
         found: list[bytes] = []

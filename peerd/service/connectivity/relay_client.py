@@ -40,10 +40,10 @@ _LOST_KEPT = 8  # relays that we held a place at, to be tried again
 
 
 class Guide(Protocol):
-    """Who knows further peers: the DHT."""
+    """A source of further peers: the DHT."""
 
     def entry_peers(self) -> Collection[PeerId]:
-        """Those through whom we joined, who are relays first of all."""
+        """The peers through which we joined, the first choice as relays."""
         ...
 
     def contacts(self) -> Mapping[PeerId, Iterable[Multiaddr]]:
@@ -82,7 +82,7 @@ class Reserving:
         self._heard.append(hear)
 
     def want(self, wanted: bool) -> None:
-        """Whether places are needed."""
+        """Set whether reservations are needed."""
         self._machine.want(wanted)
         self.look()
 
@@ -128,7 +128,9 @@ class Reserving:
             self.look()
 
     def _consider(self, peer: PeerId) -> None:
-        """Whether this connected peer relays, and is reached without a relay or a punched hole itself."""
+        """Offer this connected peer as a relay if it is one, and is reached without a relay or a punched hole
+        itself.
+        """
         link, info = self._host.links.direct(peer), self._host.info(peer)
         if link is None or info is None:
             return

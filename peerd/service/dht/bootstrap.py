@@ -22,7 +22,7 @@ from peerd.net.host.host import Host
 @dataclass(slots=True)
 class _Entry:
     addr: Multiaddr
-    peer: PeerId | None = None  # who is there, once we are connected
+    peer: PeerId | None = None  # the peer there, once we are connected
     problem: str = ""
     attempts: int = 0
     gone: trio.Event = field(default_factory=trio.Event)  # the connection to `peer` has closed
@@ -67,7 +67,7 @@ class EntryPoints:
                 entry.problem = f"{entry.addr}: it refuses us: {why}"
 
     def waits_for(self) -> str | None:
-        """Why nobody is known yet; None when there is nobody to know."""
+        """The reason why nobody is known yet; None when there is nobody to know."""
         if not self._entries:
             return None
         problems = [entry.problem for entry in self._entries if entry.problem]

@@ -42,7 +42,7 @@ Version = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 
 
 class HelloMessage(Message, frozen=True):
-    """Who speaks: addresses (none: cannot be dialled), and what its uncorrected clock shows."""
+    """Introduction: the sender's addresses (none: cannot be dialled), and what its uncorrected clock shows."""
 
     addrs: Addrs
     wall: float
@@ -68,7 +68,7 @@ class PongMessage(Message, frozen=True):
 
 
 class FindMessage(Message, frozen=True):
-    """Of dht/2/find and dht/2/get. `most_bytes`: wanted of one key; 0: all of it."""
+    """Request of dht/2/find and dht/2/get. `most_bytes`: wanted of one key; 0: all of it."""
 
     keys: Annotated[list[KeyBytes], msgspec.Meta(min_length=1, max_length=DHT_KEYS_PER_CALL)]
     hello: HelloMessage | None
@@ -123,7 +123,7 @@ def request_to_wire(request: q.Request, wall: float) -> tuple[str, RequestMessag
 
 
 def request_from_wire(message: RequestMessage, *, values: bool = False) -> q.Request:
-    """Raises ProtocolViolation."""
+    """The request of a message. Raises ProtocolViolation."""
     hello = _hello(message.hello)
     match message:
         case PingMessage():
@@ -169,14 +169,14 @@ def hello_to_wire(hello: q.Hello | None, wall: float) -> HelloMessage | None:
 
 
 def addrs_to_wire(addrs: Iterable[Multiaddr]) -> tuple[bytes, ...]:
-    """What to say of where we listen: dialable, without our id; loopback only when there is nothing else."""
+    """The addresses that we tell of ourselves: dialable, without our id; loopback only when there is nothing else."""
     bare = [addr for addr in dict.fromkeys(split_peer(addr)[0] for addr in addrs) if is_dialable(addr)]
     outside = [addr for addr in bare if reach(addr) > 0]
     return tuple(addr.to_bytes() for addr in (outside or bare)[:ADDRS_PER_PEER])
 
 
 def addrs_from_wire(addrs: Iterable[bytes]) -> list[Multiaddr]:
-    """Those that make sense and could be dialled."""
+    """The addresses that make sense and could be dialled."""
     found = []
     for raw in addrs:
         try:

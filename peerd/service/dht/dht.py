@@ -49,7 +49,7 @@ _CALLS_PER_PEER = 64  # at once; a peer that joins, publishes and reads at the s
 _SLACK_BYTES = 32 << 10  # of a message beyond the records in it
 _OUTDATED = (Verdict.STALE, Verdict.UNTIMELY)
 _TOGETHER_S = 0.5  # addresses often change by several at once
-_NAMED_S = 60.0  # who offers outdated records is named once in so long
+_NAMED_S = 60.0  # a peer that offers outdated records is named once in so long
 _NAMED_PEERS = 1024  # remembered for that
 
 D = TypeVar("D", q.GetDone, q.PutDone)
@@ -67,7 +67,7 @@ class DhtConfig:
 
 @dataclass(slots=True)
 class _Operation:
-    """A command under way, and who waits for it."""
+    """A command under way, and the tasks that wait for it."""
 
     ended: trio.Event = field(default_factory=trio.Event)
     done: q.GetDone | q.PutDone | None = None
@@ -123,7 +123,7 @@ class Dht:
     # --- what others use ---------------------------------------------------------------------------------------
 
     def meet(self, peer: PeerId, addr: Multiaddr) -> None:
-        """A peer to which we are connected, and whom nobody of the DHT has named; it is at `addr`."""
+        """Consider a peer to which we are connected at `addr`, and which nobody of the DHT has named."""
         if self._nursery is not None:
             self._met(peer, addr)
 
@@ -168,7 +168,7 @@ class Dht:
         if missing:
             done = await self._perform(lambda op: q.Get(op, missing, most_bytes), q.GetDone, timeout_s)
             found |= done.records
-            if max_age_s > 0 and not most_bytes:  # a part would not do for who wants all
+            if max_age_s > 0 and not most_bytes:  # a part would not do for a caller that wants all
                 self._remember(done.records)
         else:
             await trio.lowlevel.checkpoint()
@@ -189,7 +189,7 @@ class Dht:
         return self._entries.peers()
 
     def look_around(self) -> None:
-        """Ask those near us who else is there."""
+        """Ask our neighbours for further peers near us."""
         self._kad.look_around(self._clock.now())
         self._handle(None)
 
@@ -292,7 +292,7 @@ class Dht:
             self._handle(None)
 
     async def _follow_addrs(self) -> None:
-        """Who has us in a table hears of our new addresses, or that we have none."""
+        """Tell the peers that have us in a table of our new addresses, or that we have none."""
         while True:
             await self._host.whereabouts.readdressed()
             await trio.sleep(_TOGETHER_S)
@@ -359,7 +359,7 @@ class Dht:
         return Answer(wire.reply_to_wire(reply, self._peer_clock.raw_wall(), values=values))
 
     def _name_replays(self, peer: PeerId, request: q.StoreRecords, reply: q.Stored) -> None:
-        """Say in the log who brought outdated records of others, and that they were refused; rarely for each peer.
+        """Log which peer brought outdated records of others, and that they were refused; rarely for each peer.
 
         No blame: an honest peer may not have heard of the newer one yet, or have a clock that is off.
         """
@@ -375,11 +375,11 @@ class Dht:
         _log.info("peer %s offered %d outdated records, the first of them of %s: refused", peer, count, publisher)
 
     def _may_vote(self, peer: PeerId) -> bool:
-        """Whether its clock counts: in a run with tokens, only that of a member."""
+        """True when the peer's clock has a vote: in a run with tokens, only a member's does."""
         return self._rpc.gate is None or self._rpc.gate.may_vote(peer)
 
     def _is_dialable(self, peer: PeerId, hello: q.Hello) -> bool:
-        """Whether others can probably dial the peer where it says, without a relay.
+        """True when others can probably dial the peer where it says, without a relay.
 
         Proven if we dialed it. Not so when it calls from the internet and names only addresses of some home network,
         or ways over relays: it would be a dead entry in everybody's table, or have every question carried by a relay.

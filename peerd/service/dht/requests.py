@@ -33,7 +33,7 @@ class PeerClock:
     """Our clock among those of our peers: shows it uncorrected, and corrects it by what they show."""
 
     def __init__(self, clock: Clock, may_vote: Callable[[PeerId], bool]) -> None:
-        """`may_vote`: whose clocks count."""
+        """`may_vote`: True for peers whose clocks count."""
         self.skew = ClockSkew()
         self._clock, self._may_vote = clock, may_vote
         self._adjustable = clock if isinstance(clock, AdjustableClock) else None
@@ -89,7 +89,7 @@ class DhtCalls:
 
     @asynccontextmanager
     async def _place(self) -> AsyncIterator[None]:
-        """One of the places for calls; without a turn of the loop when there is one."""
+        """A place among those for calls; without a turn of the loop when there is one."""
         try:
             self._places.acquire_nowait()
         except trio.WouldBlock:

@@ -74,7 +74,7 @@ class CallStream:
     def put(self, part: Encoded) -> None:
         """Send one part soon; dropped when the call is over, or fails because too much is unread.
 
-        Who puts looks first whether the call is `full`, and puts more `on_room`.
+        Callers check first whether the call is `full`, and put more `on_room`.
         """
         if not self.sending:
             raise LocalError("a part after finish")
@@ -84,7 +84,7 @@ class CallStream:
 
     @property
     def full(self) -> bool:
-        """Whether enough waits to be sent."""
+        """True when enough waits to be sent."""
         return self._outbox.full
 
     def on_room(self, then: Callable[[], None] | None) -> None:
@@ -163,7 +163,7 @@ class CallStream:
         self.no_more_parts()
 
     def discard(self) -> None:
-        """Nobody will receive any more."""
+        """Discard all parts: nobody will receive any more."""
         self.no_more_parts()
         while self._parts:
             self._share.give(self._parts.popleft()[0].frame_bytes)

@@ -37,7 +37,7 @@ OpenStream = Callable[[], Awaitable[RpcStream]]
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What is asked, encoded; `deadline` in trio time."""
+    """A request, encoded; `deadline` in trio time."""
 
     name: bytes
     body: bytes
@@ -97,7 +97,7 @@ class Channel:
         self._retired = False  # takes no further calls; ends with the last one
 
     async def request(self, request: Request) -> Reply:
-        """Ask, and wait for the answer. The one who watches `calls.due` calls `expire`.
+        """Ask, and wait for the answer. The task that watches `calls.due` calls `expire`.
 
         Raises what the maker of a payload does, too, after which the channel cannot be used.
         """
@@ -135,12 +135,12 @@ class Channel:
 
     @property
     def busy(self) -> bool:
-        """Whether a call waits, or any of a request was not yet sent."""
+        """True while a call waits, or any of a request was not yet sent."""
         return self.over or len(self.calls) > 0 or self._outbox.pending or self._outbox.closed
 
     @property
     def superseded(self) -> bool:
-        """Whether the next call had better take another channel: the peer can be reached on a better way by now."""
+        """True when the next call had better take another channel: the peer can be reached on a better way by now."""
         return self._stream is not None and self._stream.superseded
 
     def retire(self) -> None:
@@ -199,7 +199,7 @@ class Channel:
             inbound.close()
 
     def _settle(self, message: RpcMessage) -> bool:
-        """An answer without frames."""
+        """Settle a call by an answer without frames."""
         if message.kind == wire.REPLY:
             waiting = self.calls.pop(message.id)
             if waiting is not None:

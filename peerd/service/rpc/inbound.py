@@ -1,4 +1,4 @@
-"""Reading the messages of one stream: the parts that callers and servers share. Writing is rpc_outbox's.
+"""Reading the messages of one stream: the parts that callers and servers share. Writing is in `outbox`.
 
 `Inbound` receives no more than the peer's share of the host's memory allows, and waits neither for half a message nor
 for a trickle of payloads. `Slot` hands one value from the reader to the task that waits for it.
@@ -255,7 +255,7 @@ class Inbound:
 
 
 class Payment:
-    """What one message's frames have taken of a share: a step more than has come of them, at the end all of it."""
+    """Payment for one message's frames out of a share: a step more than has come of them, at the end all of it."""
 
     __slots__ = ("_share", "_total_bytes", "came_bytes", "paid_bytes")
 
@@ -267,7 +267,7 @@ class Payment:
 
     @property
     def due_bytes(self) -> int:
-        """To be paid before anything more is received."""
+        """Bytes to be paid for before anything more is received."""
         left = self._total_bytes - self.paid_bytes
         if self.came_bytes < self.paid_bytes or not left:
             return 0
@@ -275,7 +275,7 @@ class Payment:
 
     @property
     def patience_s(self) -> float:
-        """For so long it may take until the next step is due."""
+        """Seconds that it may take until the next step is due."""
         return RPC_STALL_S + (self.paid_bytes - self.came_bytes) / RPC_LEAST_BYTES_PER_S
 
     def next_nowait(self) -> bool:
@@ -292,7 +292,7 @@ class Payment:
         self.paid_bytes += due
 
     async def whole(self) -> None:
-        """All has come: pay for what it unpacks to, too."""
+        """Settle when all has come: pay for what it unpacks to, too."""
         left = self._total_bytes - self.paid_bytes
         if left:
             await self._share.wait(left)
@@ -304,7 +304,9 @@ class Payment:
 
 
 def _memory(size: int) -> memoryview:
-    """For a payload of so many bytes that have not come yet; what is large costs nothing before they are put there."""
+    """Memory for a payload of so many bytes that have not come yet; what is large costs nothing before they are put
+    there.
+    """
     return memoryview(bytearray(size) if size <= RPC_FREE_STREAM_BYTES else _untouched(None, size))
 
 

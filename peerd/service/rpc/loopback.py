@@ -36,7 +36,7 @@ class LocalStream:
         self._changed = trio.lowlevel.ParkingLot()
 
     def doubt(self) -> None:
-        """Who talks to himself is there."""
+        """No-op: the local peer is always reachable."""
 
     async def send(self, data: bytes | bytearray | memoryview) -> None:
         view, other = memoryview(data).cast("B"), self._other
@@ -107,7 +107,7 @@ class LocalStream:
 
     @property
     def closed(self) -> bool:
-        """Whether both sides are done with it."""
+        """True when both sides are done with it."""
         return self._gone is not None or (self._closed and self._other._closed)
 
     def reset(self) -> None:

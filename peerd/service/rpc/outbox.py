@@ -42,7 +42,7 @@ class Growing:
 
     @property
     def whole(self) -> bool:
-        """Whether all of it is final."""
+        """True when all of it is final."""
         return self._final == len(self._view)
 
     @property
@@ -67,7 +67,7 @@ Outgoing = Buffer | Growing
 
 
 def _own_bytes(buffers: Iterable[Outgoing]) -> int:
-    """What of these lies in memory that nobody else has."""
+    """Bytes of these that lie in memory that nobody else has."""
     return sum(len(buffer) for buffer in buffers if isinstance(buffer, bytes))
 
 
@@ -84,8 +84,8 @@ def outgoing(frames: Sequence[TensorFrame]) -> tuple[bytes, list[Outgoing]]:
 class Outbox:
     """Messages that wait to be written to one stream. Anyone puts, `run` alone writes.
 
-    Bounded by those who put: they wait for `room` (or `flushed`) before the next message. What is queued is written
-    down in `unread`, if there is such a tab, but for payloads: they lie in memory of those who put them.
+    Bounded by its callers: they wait for `room` (or `flushed`) before the next message. What is queued is written down
+    in `unread`, if there is such a tab, but for payloads: they lie in memory of the callers that put them.
     """
 
     def __init__(self, unread: Tab | None = None) -> None:
@@ -109,7 +109,7 @@ class Outbox:
     def put(self, *buffers: Outgoing) -> str | None:
         """Send one whole message now or soon; dropped when the stream is over, which its reader will notice.
 
-        Who puts payloads that grow calls `feed` next. When the other side has too much unread, here and elsewhere,
+        A caller whose payloads grow calls `feed` next. When the other side has too much unread, here and elsewhere,
         nothing is put, and this says so.
         """
         if self.closed:
@@ -165,12 +165,12 @@ class Outbox:
 
     @property
     def full(self) -> bool:
-        """Whether so much is queued that whoever puts must wait for `room`."""
+        """True when so much is queued that whoever puts must wait for `room`."""
         return self._put_bytes - self._sent_bytes > RPC_OUTBOX_BYTES
 
     @property
     def pending(self) -> bool:
-        """Whether anything put was not yet taken by the stream."""
+        """True while anything put was not yet taken by the stream."""
         return self._sent_bytes < self._put_bytes
 
     async def room(self) -> bool:
@@ -236,7 +236,7 @@ class Outbox:
                 else:
                     await self._sleep()
         except RemoteError:
-            pass  # the reader of the same stream learns it too, and tells who waits
+            pass  # the reader of the same stream learns it too, and wakes the waiting tasks
         except trio.Cancelled:
             stream.reset()  # the service stops: the other side need not wait for its deadlines
             raise
@@ -289,7 +289,7 @@ class Outbox:
             self._lull.cancel()
 
     async def _wait_for_more(self, stream: RpcStream) -> None:
-        """Until the payload at hand has grown, or the stream is over: nobody else may be there to notice that."""
+        """Wait until the payload at hand has grown, or the stream is over: nobody else may be there to notice that."""
         with trio.CancelScope() as self._lull:
             await stream.wait_gone()
             self.close()

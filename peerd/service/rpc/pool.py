@@ -18,12 +18,12 @@ class CallLane(Protocol):
 
     @property
     def over(self) -> bool:
-        """Whether it can carry no further call."""
+        """True when it can carry no further call."""
         ...
 
     @property
     def superseded(self) -> bool:
-        """Whether the next call had better take another one: the peer can be reached on a better way by now."""
+        """True when the next call had better take another one: the peer can be reached on a better way by now."""
         ...
 
     def close(self) -> None:
@@ -35,7 +35,7 @@ L = TypeVar("L", bound=CallLane)
 
 
 class Lanes(Generic[L]):
-    """The idle ones, by peer and protocol."""
+    """Idle lanes, by peer and protocol."""
 
     def __init__(self) -> None:
         self._idle: dict[tuple[PeerId, str], list[L]] = {}
@@ -44,7 +44,7 @@ class Lanes(Generic[L]):
         return sum(map(len, self._idle.values()))
 
     def take(self, peer: PeerId, protocol: str) -> L | None:
-        """One for the next call; None: a new one has to be opened."""
+        """A lane for the next call; None: a new one has to be opened."""
         lanes = self._idle.get((peer, protocol), [])
         while lanes:
             lane = lanes.pop()

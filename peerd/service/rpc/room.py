@@ -15,13 +15,15 @@ from peerd.service.rpc.types import RpcStream
 
 
 def user_of(stream: RpcStream) -> User:
-    """Who the peer of `stream` is in the book. What has no address, such as a stream to oneself, is its own place."""
+    """The user that the book knows the peer of `stream` as. What has no address, such as a stream to oneself, is its
+    own place.
+    """
     peer, link = stream.peer.text, stream.link
     return User(peer, peer, peer) if link is None else user_at(peer, link.remote)
 
 
 def asked(user: User) -> User:
-    """`user` as one whom we asked: peers at its place that send unasked do not use up what its answers need."""
+    """`user` as one that we asked: peers at its place that send unasked do not use up what its answers need."""
     return User(user.peer, f"asked {user.place}", f"asked {user.region}")
 
 
@@ -60,7 +62,7 @@ class Room:
 
 
 class Share:
-    """What one stream's peer may have of the room."""
+    """One stream's share of the room."""
 
     __slots__ = ("_demanding", "_room", "_user")
 
@@ -80,5 +82,5 @@ class Share:
 
     @property
     def patient(self) -> bool:
-        """Whether it may send as slowly as it likes, until its deadline."""
+        """True when it may send as slowly as it likes, until its deadline."""
         return not self._demanding or self._room.book.is_member(self._user.peer)

@@ -80,7 +80,7 @@ class Rpc:
 
     @property
     def gate(self) -> Gate | None:
-        """Who guards this peer's calls, both ways; None: nobody."""
+        """The guard of this peer's calls, both ways; None: there is none."""
         return self._server.gate
 
     def guard(self, gate: Gate) -> None:
@@ -205,7 +205,9 @@ class Rpc:
         return await channel.request(request)
 
     async def _send_as_member(self, peer: PeerId, name: MethodName, request: Request) -> Reply:
-        """Once the gate lets us; once more when the peer has forgotten us. Frames that are on their way go once."""
+        """Send a call once the gate lets us; once more when the peer has forgotten us. Frames that are on their way go
+        once.
+        """
         await self._pass_gate(peer, name, request)
         try:
             return await self._send(peer, name, request)
@@ -301,7 +303,7 @@ class Rpc:
         return channel
 
     def _move(self, peer: PeerId) -> None:
-        """A better way to `peer` stands: what is idle goes at once, calls under way end where they are."""
+        """Take up a better way to `peer`: what is idle goes at once, calls under way end where they are."""
         for key, channel in list(self._channels.items()):
             if key[0] == peer and channel.superseded:
                 del self._channels[key]

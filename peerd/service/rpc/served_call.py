@@ -103,12 +103,12 @@ class ServedCall:
         self._released = False
 
     def objection(self, part: RpcMessage) -> str | None:
-        """Why this part is not taken; None when it is within the method's limits."""
+        """The reason why this part is not taken; None when it is within the method's limits."""
         return self._method.load.limits.objection(len(part.body), len(part.headers), part.frame_bytes)
 
     @property
     def over(self) -> bool:
-        """Whether its caller was answered, or waits no more."""
+        """True when its caller was answered, or waits no more."""
         return self._over
 
     def about(self) -> str:
@@ -144,7 +144,7 @@ class ServedCall:
             self._release()
 
     def abandon(self) -> None:
-        """Not even that could be said."""
+        """Give up: not even that could be said."""
         self._settle()
         self._caller.reset()
 

@@ -2,8 +2,9 @@
 
 The gate, if there is one, is asked when a stream opens, and again at each call: of a caller that may use none of a
 service's methods nothing but the heads of messages is read. Gate and limits are asked before payloads are received. A
-handler is cancelled when its caller cancels, resets the stream or is lost, and fails its own call only. Who breaks the
-grammar loses the whole stream: ProtocolViolation leaves `serve`, and the host's supervisor logs it and resets.
+handler is cancelled when its caller cancels, resets the stream or is lost, and fails its own call only. A peer that
+breaks the grammar loses the whole stream: ProtocolViolation leaves `serve`, and the host's supervisor logs it and
+resets.
 
 What is bounded, beside each method's own bounds, in the host's book: calls that run; bytes of messages, from their
 arrival to the end of their call; unread answers (above RPC_OUTBOX_BYTES the stream is not read on, and whose caller has
@@ -121,12 +122,12 @@ class ServedStream:
         return f"calls of {self._stream.protocol} by {self.peer.short}"
 
     def _closed(self) -> bool:
-        """Whether this caller may use none of these methods."""
+        """True when this caller may use none of these methods."""
         gate = self._server.gate
         return gate is not None and gate.closed(self.peer, [method.name for method in self._methods.values()])
 
     def _objected(self) -> str:
-        """What the gate says to a call of the first method; it counts as one."""
+        """The gate's objection to a call of the first method; it counts as one."""
         gate, first = self._server.gate, next(iter(self._methods.values()))
         return (gate.objection(self.peer, first.name) if gate is not None else None) or "this service is not for you"
 
@@ -200,7 +201,7 @@ class ServedStream:
         self._stream.reset()
 
     def _quick(self, message: RpcMessage) -> bool:
-        """A message without frames that needs no waiting; False when it does."""
+        """Handle a message without frames that needs no waiting; False when it needs some."""
         if message.kind <= wire.OPEN:
             if self.outbox.full:
                 return False

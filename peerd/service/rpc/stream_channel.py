@@ -84,7 +84,7 @@ class StreamLane:
         self._over = True
         self._request = None
         self._running.cancel()
-        self._outbox.close()  # wakes a sender, who then sees the failure
+        self._outbox.close()  # wakes a sender, which then sees the failure
         self._stream.reset()
 
     async def _read(self) -> None:
@@ -102,7 +102,7 @@ class StreamLane:
             inbound.close()
 
     def _settle(self, message: RpcMessage) -> bool:
-        """What ends the call; False for a part."""
+        """Settle the call by a message that ends it; False for a part, which does not."""
         _, parts = self._current(message)
         if message.kind == wire.ERROR:
             self._fail(decode_failure(message.body, self._stream.peer))

@@ -1,9 +1,9 @@
 """The crew: tasks that run handlers of calls, kept for the next call when they are done. And tasks beside the calls.
 
-A worker keeps its task and cancel scope from call to call, which costs less than new ones.
-A worker whose scope was cancelled, or whose handler crashed, ends; the next call gets a new one. Workers are
-started on demand: how many calls run at once is bounded by whoever starts them.
-Whatever runs here, an error of ours ends the call or stream that it works for, and no other.
+A worker keeps its task and cancel scope from call to call, which costs less than new ones. A worker whose scope was
+cancelled, or whose handler crashed, ends; the next call gets a new one. Workers are started on demand: their callers
+bound how many calls run at once. Whatever runs here, an error of ours ends the call or stream that it works for, and no
+other.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Supervise = Callable[[Callable[[], Awaitable[None]], Callable[[], str]], Awaitab
 
 
 class TaskJob(Protocol):
-    """What a worker does."""
+    """A worker's job."""
 
     worker: PoolWorker | None
 
@@ -151,7 +151,7 @@ class Crew:
             job.cut(crashed=False)
 
     def keep(self, worker: PoolWorker) -> bool:
-        """Whether an idle worker shall wait for the next job; if so, `start` may use it at once."""
+        """True when an idle worker shall wait for the next job; if so, `start` may use it at once."""
         if len(self._idle) >= _KEPT:
             return False
         self._idle.append(worker)

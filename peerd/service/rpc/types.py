@@ -1,4 +1,6 @@
-"""What calls need from below, and what handlers and callers hold in their hands. Values and contracts only."""
+"""Contracts of calls: what they need from below, and what handlers and callers hold in their hands. Values and
+contracts only.
+"""
 
 from __future__ import annotations
 
@@ -39,12 +41,12 @@ class RpcStream(Protocol):
 
     @property
     def link(self) -> Located | None:
-        """What it runs on; None: it does not leave this machine's memory."""
+        """The link that it runs on; None: it does not leave this machine's memory."""
         ...
 
     @property
     def superseded(self) -> bool:
-        """Whether a new stream to this peer would take a better way."""
+        """True when a new stream to this peer would take a better way."""
         ...
 
     def doubt(self) -> None:
@@ -87,14 +89,14 @@ class RpcStream(Protocol):
 
 
 class RpcHost(Protocol):
-    """What calls use of `net.host.host`."""
+    """The part of `net.host.host` that calls use."""
 
     @property
     def id(self) -> PeerId: ...
 
     @property
     def book(self) -> Book:
-        """What each peer, place and region has of this host's means."""
+        """The use of this host's resources by each peer, place and region."""
         ...
 
     async def open_stream(self, peer: PeerId, protocol: str) -> RpcStream: ...
@@ -111,11 +113,11 @@ class RpcHost(Protocol):
 
 
 class Gate(Protocol):
-    """Who may call, and who is called: `service.access` in a run with tokens. Without a gate, everyone."""
+    """Guard of calls, in and out: `service.access` in a run with tokens. Without a gate, everyone."""
 
     @property
     def token(self) -> bytes:
-        """What shows others that we are a member; it goes into the records that we publish."""
+        """Proof that we are a member, shown to others; it goes into the records that we publish."""
         ...
 
     def objection(self, caller: PeerId, method: MethodName) -> str | None:
@@ -123,11 +125,11 @@ class Gate(Protocol):
         ...
 
     def closed(self, caller: PeerId, methods: Iterable[MethodName]) -> bool:
-        """Whether none of a service's `methods` is for this caller; not where the service has none."""
+        """True when none of a service's `methods` is for this caller; not where the service has none."""
         ...
 
     def knows(self, peer: PeerId, method: MethodName) -> bool:
-        """Whether `method` of `peer` can be called at once."""
+        """True when `method` of `peer` can be called at once."""
         ...
 
     async def introduce(self, peer: PeerId, method: MethodName) -> None:
@@ -135,15 +137,17 @@ class Gate(Protocol):
         ...
 
     def forgotten(self, peer: PeerId, refusal: Refused) -> bool:
-        """Whether a call was refused only because `peer` has forgotten us: another `introduce` shows our token anew."""
+        """True when a call was refused only because `peer` has forgotten us: another `introduce` shows our
+        token anew.
+        """
         ...
 
     def may_vote(self, peer: PeerId) -> bool:
-        """Whether the peer's clock counts among those by which ours is corrected."""
+        """True when the peer's clock counts among those by which ours is corrected."""
         ...
 
     def allows(self, peer: PeerId, role: str) -> bool:
-        """Whether a peer that calls us is a member with `role`."""
+        """True when a peer that calls us is a member with `role`."""
         ...
 
     def named(self, peer: PeerId, token: bytes, role: str = "") -> str | None:

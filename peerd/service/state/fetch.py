@@ -71,7 +71,7 @@ class BegunDownload:
 
 @dataclass(slots=True)
 class FetchReport:
-    """How a download went; pieces are of STATE_PIECE_BYTES."""
+    """Figures of a download; pieces are of STATE_PIECE_BYTES."""
 
     step: int = 0
     total_bytes: int = 0
@@ -90,7 +90,7 @@ class FetchReport:
 
 @dataclass(frozen=True, slots=True)
 class FetchPlan:
-    """What a download needs to know.
+    """Settings of a download.
 
     `donors` tells those there are now; `chosen` is told what is fetched once that is decided, `notes` what happens, in
     words; `folder` is where the state lies meanwhile; None: in memory alone.
@@ -161,7 +161,9 @@ class Fetching:
             self._rpc.tell(PeerId.parse(name), self._plan.methods.release, body, timeout_s=_RELEASE_S)
 
     def _remember_paces(self) -> None:
-        """So that the next download does not take a slow line for a donor that fails, and ask twice."""
+        """Remember the donors' paces, so that the next download does not take a slow line for a donor that fails, and
+        ask twice.
+        """
         paces = self._plan.paces
         paces.update({name: piece_s / self._piece_bytes for name, piece_s in self._machine.piece_s().items()})
         while len(paces) > LINKS:
@@ -173,7 +175,7 @@ class Fetching:
             self._perform(self._machine.add(trio.current_time(), self._names()))
 
     async def _tell(self) -> None:
-        """For people who wait."""
+        """Log the progress of the download, for people who wait."""
         report = self.report
         while True:
             await trio.sleep(_TELL_S)
@@ -310,7 +312,7 @@ class Fetching:
 
 
 def _room(size: int, folder: Path | None) -> mmap.mmap:
-    """So many zeros."""
+    """Zeroed memory of this size."""
     if folder is None:
         return mmap.mmap(-1, size)
     with tempfile.TemporaryFile(dir=folder) as file:

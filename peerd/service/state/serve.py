@@ -1,16 +1,16 @@
-"""The donor's side of state download: frozen copies, and pieces of them for whoever asks.
+"""The donor's side of state download: frozen copies, and pieces of them for peers that ask.
 
-A copy is frozen when somebody asks for a position of which there is none, and shared by all who ask for that
-position; it is hashed a few pieces at a time, so that the worker gets to other things in between. What is asked for by
-name (the total of a step, a kept checkpoint) is there already and only hashed. Limits: a few copies of either kind, of
-which one in use is not let go for a new one; a number of pieces on their way to one peer and to all (the calls'
-limits). Beyond each, the caller hears Overloaded and when to come back. Whoever names a step that we shall reach is
-answered then, or after _MEET_S; beyond STATE_MEETING such callers, at once.
+A copy is frozen when somebody asks for a position of which there is none, and shared by all that ask for that position;
+it is hashed a few pieces at a time, so that the worker gets to other things in between. What is asked for by name (the
+total of a step, a kept checkpoint) is there already and only hashed. Limits: a few copies of either kind, of which one
+in use is not let go for a new one; a number of pieces on their way to one peer and to all (the calls' limits). Beyond
+each, the caller hears Overloaded and when to come back. A caller that names a step that we shall reach is answered
+then, or after _MEET_S; beyond STATE_MEETING such callers, at once.
 
 A hostile caller may ask for copies at every step (each takes the place of its last one), for pieces that do not exist
-(Refused), or take its answers slowly (it holds its own share of pieces). A copy is in use for those alone who get on
-with it: after _START_S, by pieces that they had not had before, at a least rate, for STATE_COPY_LIFE_S at most. And no
-stranger's use keeps a member of the run from a copy.
+(Refused), or take its answers slowly (it holds its own share of pieces). A copy counts as in use only for callers that
+get on with it: after _START_S, by pieces that they had not had before, at a least rate, for STATE_COPY_LIFE_S at most.
+And no stranger's use keeps a member of the run from a copy.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _HASHED_AT_ONCE = 16  # pieces, of a MiB each
 
 
 class Methods(NamedTuple):
-    """What the calls are named, and how many steps further than asked for an answer stands that names its step."""
+    """Names of the calls, and how many steps further than asked for an answer stands that names its step."""
 
     manifest: str
     digests: str
@@ -71,7 +71,7 @@ Named = Callable[[Position], Awaitable[tuple[Position, list[StateItem]] | None]]
 
 @dataclass(slots=True)
 class _Use:
-    """What one caller has had of a copy."""
+    """One caller's use of a copy."""
 
     since: float
     at: float  # of its last call
@@ -80,7 +80,7 @@ class _Use:
     wanted: bool = True  # it has not let go
 
     def gets_on(self, now: float, least_bytes_per_s: float) -> bool:
-        """Does it fetch, and not only hold?"""
+        """True when it fetches, and does not only hold."""
         due = (now - self.since - _START_S) * least_bytes_per_s
         return self.wanted and now - self.at < _BUSY_S and self.had_bytes >= due
 
@@ -95,7 +95,7 @@ class _Copy:
     digests: bytearray
     made: float
     name: Position | None = None  # under which it is asked for
-    used: dict[PeerId, _Use] = field(default_factory=dict)  # by whom; who let go and comes again begins where it was
+    used: dict[PeerId, _Use] = field(default_factory=dict)  # by caller; one that is back begins where it was
 
     def touch(self, peer: PeerId, now: float) -> None:
         use = self.used.pop(peer, None) or _Use(now, now, bytearray(-(-self.layout.pieces // 8)))
@@ -119,7 +119,7 @@ class _Copy:
         return max((use.at for use in self.used.values() if use.wanted), default=self.made)
 
     def in_use(self, now: float, by: Callable[[PeerId], bool]) -> bool:
-        """Does anyone get on with it, of those that `by` names?"""
+        """True when any of the callers that `by` names gets on with it."""
         whole_in_time = self.layout.total_bytes / (STATE_DONORS * STATE_COPY_LIFE_S)
         rate = max(STATE_LEAST_BYTES_PER_S, whole_in_time)
         used = any(use.gets_on(now, rate) for peer, use in self.used.items() if by(peer))
@@ -161,7 +161,7 @@ class _Shelf:
 
 @dataclass(slots=True)
 class _Offer:
-    """What this peer gives to others of one stage of one run."""
+    """This peer's offer to others of one stage of one run."""
 
     fingerprint: bytes
     worker: Worker
@@ -183,7 +183,7 @@ class Giving:
     def __init__(self, rpc: Rpc, methods: Methods = STATE) -> None:
         self.is_member: Callable[[PeerId], bool] = lambda _: False  # of the run, as far as we know
         self._offers: dict[int, _Offer] = {}  # by stage
-        self._meeting: set[PeerId] = set()  # who waits for a step
+        self._meeting: set[PeerId] = set()  # callers that wait for a step
         small = MethodLimits(calls_per_peer=4, calls=STATE_GIVEN)  # a state and a total may be asked for at once
         pieces = MethodLimits(calls_per_peer=STATE_GIVEN_PER_PEER, calls=STATE_GIVEN)
         rpc.serve(methods.manifest, StateRequest, self._give_manifest, limits=small)
@@ -243,7 +243,7 @@ class Giving:
         return Answer(copy.manifest)
 
     async def _meet(self, offer: _Offer, caller: PeerId, step: int) -> None:
-        """Wait until we stand at `step`; not for ever, and not where those who wait would keep others out."""
+        """Wait until we stand at `step`; not for ever, and not where callers that wait would keep others out."""
         if offer.reached is None or caller in self._meeting or len(self._meeting) >= STATE_MEETING:
             return
         self._meeting.add(caller)

@@ -3,10 +3,10 @@
 Besides states this is also how totals (`training.catchup.step_totals`) and kept checkpoints
 (`training.checkpoints.keeper`) travel.
 
-What is fetched is whole, and vouched for: digests that the largest camp of donors agrees on (two donors at least,
-where two answer). Nothing is applied here; the caller gets everything or an error. What a failed attempt got is kept
-in memory, for one state, and the next attempt at the same state goes on from there. Donors that were caught lying are
-left alone for a while. The sides: `serve`, `fetch`; whom to ask what: `machine/state/download`.
+What is fetched is whole, and vouched for: digests that the largest camp of donors agrees on (two donors at least, where
+two answer). Nothing is applied here; the caller gets everything or an error. What a failed attempt got is kept in
+memory, for one state, and the next attempt at the same state goes on from there. Donors that were caught lying are left
+alone for a while. The sides: `serve`, `fetch`; which donor to ask for what: `machine/state/download`.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class Snapshots(Fetcher):
         super().__init__(rpc, rng)
         self.giving = giving if giving is not None else Giving(rpc)
         self.totals = Fetcher(rpc, rng)
-        self.totals._shunned = self._shunned  # who lies about one thing is not asked for another
+        self.totals._shunned = self._shunned  # a donor that lies about one thing is not asked for another
         self.totals._paces = self._paces
 
     def offer(

@@ -1,1 +1,1 @@
-"""What peers publish about a run, and who finds whom by it."""
+"""Records that peers publish about a run, and finding peers by them."""

@@ -1,4 +1,4 @@
-"""What this peer gives to a run in one role: counted, kept over restarts, and published for the leader-board.
+"""Contributions of this peer to a run in one role: counted, kept over restarts, and published for the leader-board.
 
 `add` is cheap and may be called at every step; `run` publishes now and then. The figures are this peer's own word; its
 name is in the token that travels along. The totals lie in a small file of the role's directory; one that cannot be
@@ -34,7 +34,7 @@ _MOST: Final = (1 << 62) - 1
 
 @dataclass(frozen=True, slots=True)
 class TallyOf:
-    """Which totals. `file` keeps them, written on `worker`; without them they are of this process only."""
+    """Identity of the totals. `file` keeps them, written on `worker`; without them they are of this process only."""
 
     run: str
     role: str
@@ -90,7 +90,7 @@ class Tally:
             self.seconds, self.since = float(seconds), min(since, self.since)
 
     async def _save(self) -> None:
-        """Not on the loop: a disk may be slow."""
+        """Save the totals, not on the loop: a disk may be slow."""
         file = self._file
         if file is None or self._worker is None:
             return
@@ -102,7 +102,7 @@ class Tally:
 
 
 def _write(file: Path, text: str) -> None:
-    """Whole, or not at all."""
+    """Write the file whole, or not at all."""
     temporary = file.with_name(f".{file.name}.{os.getpid()}.tmp")
     temporary.write_text(text)
     temporary.replace(file)

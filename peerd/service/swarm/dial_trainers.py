@@ -1,9 +1,9 @@
-"""For a stage peer that can only dial: links to the run's trainers, which could not make them.
+"""Links from a stage peer that can only dial to the run's trainers, which could not make them.
 
-Trainers announce where they can be dialed; who takes no connections reads that now and then and keeps a link to each.
-With mates and conductor it has links anyway (`preconnect`, `conductor_client`). While the peer can be dialed, nothing
-is done. Hostile input: records of strangers name few addresses each, a limited number of peers is dialed, a few at
-once, and each that failed again only after a pause that doubles (`machine.connectivity.preconnect`); in a run with
+Trainers announce where they can be dialed; a peer that takes no connections reads that now and then and keeps a link to
+each. With mates and conductor it has links anyway (`preconnect`, `conductor_client`). While the peer can be dialed,
+nothing is done. Hostile input: records of strangers name few addresses each, a limited number of peers is dialed, a few
+at once, and each that failed again only after a pause that doubles (`machine.connectivity.preconnect`); in a run with
 tokens only members.
 """
 
@@ -29,7 +29,7 @@ _TEND_S = 2.0  # at the links
 
 
 class CallingIn:
-    """One stage peer's."""
+    """Links of one stage peer to the trainers."""
 
     def __init__(self, host: Host, dht: Dht, directory: Directory) -> None:
         self._host, self._dht, self._directory = host, dht, directory

@@ -1,7 +1,7 @@
-"""Who serves which stage of a run, as the DHT and the conductor tell it; and announcing ourselves.
+"""Directory of a run: which peer serves which stage, as the DHT and the conductor tell it; and announcing ourselves.
 
-Also who keeps checkpoints. Everybody's last known addresses go to the host's address book. Values from the DHT are
-strangers': decoded strictly, a bad one is skipped and its publisher named in the log. In a run with tokens a record
+Also which peers keep checkpoints. Everybody's last known addresses go to the host's address book. Values from the DHT
+are strangers': decoded strictly, a bad one is skipped and its publisher named in the log. In a run with tokens a record
 counts only with its publisher's token in it, and one that allows to serve a stage, or to be a backbone.
 """
 
@@ -76,7 +76,7 @@ class Directory:
         return fresh
 
     def keepers(self, position: Position) -> list[PeerId]:
-        """Who keeps the checkpoints of a position."""
+        """Peers that keep the checkpoints of a position."""
         return sorted(peer for peer, positions in self.kept.items() if position in positions)
 
     def _kept_by(self, peer: PeerId, value: bytes) -> list[Position]:
@@ -104,7 +104,9 @@ class Directory:
         return StagePeer(peer, progress)
 
     def learn(self, peer: PeerId, addrs: Iterable[str], by: PeerId | None = None) -> None:
-        """Remember where a peer may be reached, as `by` says (None: it is not known who); raises ProtocolViolation."""
+        """Remember where a peer may be reached, as `by` says (None: the source is unknown); raises
+        ProtocolViolation.
+        """
         try:
             self._host.learn(peer, [parse_addr(addr) for addr in addrs], by=by)
         except ConfigError as error:
@@ -141,13 +143,13 @@ class Directory:
         await self._dht.put(settings_key(self.run), text, ttl_s=RECORD_TTL_S)
 
     async def published_settings(self) -> list[bytes]:
-        """What the stage peers of this run say its settings are; others' word does not count."""
+        """Settings of this run by the word of its stage peers; others' word does not count."""
         serving = {peer for peer, _ in await self.refresh()}
         records = await self._dht.get(settings_key(self.run), most_bytes=DIRECTORY_READ_BYTES)
         return [r.value for r in records if r.publisher in serving and r.publisher != self._host.id]
 
     async def needed_stage(self, since: float, clock: Clock) -> int:
-        """The stage with the fewest peers, agreed with others who join at the same moment.
+        """The stage with the fewest peers, agreed with others that join at the same moment.
 
         Joiners announce themselves first, wait, and are dealt to the stages in the order of their arrival; all see
         the same list, so two do not fill one gap. `since`: when we arrived.
@@ -189,11 +191,11 @@ class Directory:
 
     @property
     def only_dials(self) -> bool:
-        """Nobody can dial this peer."""
+        """True when nobody can dial this peer."""
         return not self._host.takes_inbound
 
     def own_addrs(self) -> list[str]:
-        """What others may be told; relays have a part in some of them, and may have made these too long."""
+        """Addresses to tell others; relays have a part in some of them, and may have made these too long."""
         told = [str(addr) for addr in self._host.addrs()]
         return [text for text in told if len(text) <= ADDR_BYTES][:ADDRS_PER_PEER]
 
