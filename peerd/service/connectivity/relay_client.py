@@ -15,6 +15,7 @@ import trio
 from multiaddr import Multiaddr
 
 from peerd.core.addr import is_relayed, reach
+from peerd.core.bounded_dict import BoundedDict
 from peerd.core.clock import Clock
 from peerd.core.errors import RemoteError
 from peerd.core.ids import PeerId
@@ -69,7 +70,7 @@ class Reserving:
         self._machine = Reservations(clock.rng("reservations"), config)
         self._nursery: trio.Nursery | None = None
         self._timer = trio.CancelScope()
-        self._lost: dict[PeerId, None] = {}
+        self._lost = BoundedDict[PeerId, None](_LOST_KEPT)
         self._heard: list[Callable[[], None]] = []
 
     @property
@@ -143,10 +144,7 @@ class Reserving:
         now = self._clock.now()
         if peer in self._machine.held(now):
             _log.info("the relay %s is lost", peer)
-            self._lost.pop(peer, None)
             self._lost[peer] = None
-            while len(self._lost) > _LOST_KEPT:
-                del self._lost[next(iter(self._lost))]
         self._machine.gone(now, peer)
         self._circuits.forget(peer)
 

@@ -20,10 +20,10 @@ from random import Random
 import msgspec
 import trio
 
+from peerd.core.bounded_dict import BoundedDict
 from peerd.core.errors import Overloaded, ProtocolViolation, Refused, RemoteError, TooSlow, Unreachable
 from peerd.core.frame import TensorFrame
 from peerd.core.ids import PeerId
-from peerd.core.limits import LINKS
 from peerd.core.messages.encoding import Empty
 from peerd.core.messages.state import DIGEST_BYTES, StateLayout, piece_digest
 from peerd.core.messages.swarm import Position, StateDigests, StateManifest, StatePiece, StateRelease, StateRequest
@@ -105,7 +105,7 @@ class FetchPlan:
     chosen: Callable[[Position], None]
     folder: Path | None
     all_have_it: bool  # are all donors known to have it, whether they answer or not?
-    paces: dict[str, float]  # seconds a byte, by donor, from earlier downloads: kept up to date here
+    paces: BoundedDict[str, float]  # seconds a byte, by donor, from earlier downloads: kept up to date here
 
 
 class Fetching:
@@ -162,10 +162,8 @@ class Fetching:
 
     def _remember_paces(self) -> None:
         """So that the next download does not take a slow line for a donor that fails, and ask twice."""
-        paces = self._plan.paces
-        paces.update({name: piece_s / self._piece_bytes for name, piece_s in self._machine.piece_s().items()})
-        while len(paces) > LINKS:
-            del paces[next(iter(paces))]
+        measured = self._machine.piece_s().items()
+        self._plan.paces.update({name: piece_s / self._piece_bytes for name, piece_s in measured})
 
     async def _look_for_donors(self) -> None:
         while True:
