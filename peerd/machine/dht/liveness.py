@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from peerd.core.bounded_dict import BoundedDict
 from peerd.core.ids import PeerId
+from peerd.machine.rate.backoff import backoff_s
 
 BASE_S = 5.0  # of the first silence; doubles with each further one
 LONGEST_S = 640.0
@@ -40,7 +41,7 @@ class Liveness:
         suspect = self._suspect(peer)
         if now >= suspect.until:
             suspect.silences += 1
-            suspect.until = now + min(BASE_S * 2 ** (suspect.silences - 1), LONGEST_S)
+            suspect.until = now + backoff_s(suspect.silences, BASE_S, LONGEST_S)
         return suspect.silences
 
     def lied(self, now: float, peer: PeerId, shun_s: float) -> None:
