@@ -32,6 +32,7 @@ from peerd.machine.connectivity.relay_reservations import (
 )
 from peerd.net.host.host import Host, PeerDown, PeerTold
 from peerd.net.relay.circuit_transport import Circuits
+from peerd.net.timer import Timer
 
 _log = logging.getLogger("peerd.reach")
 CIRCUITS = "circuits"  # announces ways over relays
@@ -69,7 +70,7 @@ class Reserving:
         self._host, self._circuits, self._clock, self._guide = host, circuits, clock, guide
         self._machine = Reservations(clock.rng("reservations"), config)
         self._nursery: trio.Nursery | None = None
-        self._timer = trio.CancelScope()
+        self._timer = Timer(lambda: self._machine.wake_at(clock.now()), self.look)
         self._lost = BoundedDict[PeerId, None](_LOST_KEPT)
         self._heard: list[Callable[[], None]] = []
 
@@ -95,7 +96,7 @@ class Reserving:
                     for peer in self._host.connected():
                         self._consider(peer)
                     self.look()
-                    self._nursery.start_soon(self._keep_time)
+                    self._nursery.start_soon(self._timer.run)
                     task_status.started()
                     async for event in events:
                         if isinstance(event, PeerDown):
@@ -120,13 +121,7 @@ class Reserving:
                 case FindRelays():
                     self._nursery.start_soon(self._search)
         self._announce()
-        self._timer.deadline = min(self._timer.deadline, self._machine.wake_at(now))
-
-    async def _keep_time(self) -> None:
-        while True:
-            with trio.CancelScope(deadline=self._machine.wake_at(self._clock.now())) as self._timer:
-                await trio.sleep_forever()
-            self.look()
+        self._timer.rearm()
 
     def _consider(self, peer: PeerId) -> None:
         """Whether this connected peer relays, and is reached without a relay or a punched hole itself."""
