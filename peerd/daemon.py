@@ -40,15 +40,13 @@ from peerd.devices import Devices
 from peerd.home import Running, load_identity, locked, make_private_dir, noted, socket_path
 from peerd.log import EventLog, plain
 from peerd.net.clock import RealClock
-from peerd.net.host.host import Host
 from peerd.net.host.host_status import faults_told
 from peerd.net.host.line_meter import LineMeter
 from peerd.net.host.upkeep import Upkeep
 from peerd.net.tcp.rate_limit import LimitedLine
 from peerd.role import Role, RoleContext
 from peerd.service.access import Access
-from peerd.service.dht.dht import Dht
-from peerd.service.rpc.rpc import Rpc
+from peerd.service.peer_stack import PeerStack, peer_stack
 from peerd.service.run_services import RunServices
 
 LEAVE_S: Final = 6.5  # for roles to hand in what they hold
@@ -110,25 +108,23 @@ def _relays(plan: DaemonPlan) -> bool:
 class Daemon:
     """One peer with its roles. `run` once; `stop` from anywhere in the loop asks it to drain."""
 
-    def __init__(self, plan: DaemonPlan, ground: Ground, host: Host) -> None:
+    def __init__(self, plan: DaemonPlan, ground: Ground, stack: PeerStack) -> None:
         self._plan = plan
         self._home = ground.home
         self._log = ground.log
         self._clock, self._line = ground.clock, ground.line
-        self.host = host
-        self.rpc = Rpc(host, ground.clock)
+        self.host, self.rpc, self.dht = stack.host, stack.rpc, stack.dht
         self.access: Access | None = None
         if plan.run is not None and ground.papers is not None:
-            self.access = Access(plan.run, host, self.rpc, ground.clock, ground.papers)
+            self.access = Access(plan.run, self.host, self.rpc, ground.clock, ground.papers)
             self.rpc.guard(self.access)
-        self.dht = Dht(host, self.rpc, ground.clock, ground.keypair)
         line = plan.run.limits if plan.run is not None else LimitsSection()
         ways = replace(ground.ways, relay=_relays(plan), relaying=relaying(line))
-        self.connectivity = Connectivity(host, (self.rpc, self.dht), ground.clock, ground.keypair, ways)
+        self.connectivity = Connectivity(self.host, (self.rpc, self.dht), ground.clock, ground.keypair, ways)
         self._held = [_Held(cls) for cls in plan.roles]
         self._services: RunServices | None = None
         if plan.run is not None:
-            self._services = RunServices(plan.run, host, self.rpc, self.dht, ground.clock)
+            self._services = RunServices(plan.run, self.host, self.rpc, self.dht, ground.clock)
         self._failure: Exception | None = None
         self._stopping = trio.Event()
         self._stop_reason = ""
@@ -448,7 +444,7 @@ def assembled(plan: DaemonPlan, stream: TextIO | None) -> Iterator[Daemon]:
         stack.enter_context(noted(Running(os.getpid(), str(home), str(socket_path(home)), run, names)))
         ways, line = own_surroundings(clock), LimitedLine(plan.run.limits if plan.run is not None else LimitsSection())
         ground = Ground(home=home, keypair=keypair, clock=clock, log=log, papers=papers, ways=ways, line=line)
-        yield Daemon(plan, ground, Host(keypair, clock, [line.tcp()]))
+        yield Daemon(plan, ground, peer_stack(keypair, clock, [line.tcp()]))
 
 
 def _papers(plan: DaemonPlan, home: Path, keypair: Keypair) -> PeerPapers | None:

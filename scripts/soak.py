@@ -36,9 +36,8 @@ import torch
 from peerd.compute.model.assemble import load_whole_model
 from peerd.compute.model.partition import whole_model
 from peerd.config import load_run
-from peerd.control import socket
 from peerd.core.runfile import RunFile
-from peerd.home import socket_path
+from scripts.peerd_process import PeerdProcess
 from scripts.waiting import eventually
 
 STAGES: Final = 2
@@ -66,26 +65,15 @@ limits: {{upload_mbit: 20, download_mbit: 20{stage}}}
 """
 
 
-@dataclass
-class Honest:
+class Honest(PeerdProcess):
     """One honest process."""
 
-    name: str
-    data_dir: Path
-    popen: subprocess.Popen[bytes]
-    start_mb: float = 0.0
-    most_mb: float = 0.0
-    address: str = ""
-
-    def status(self) -> dict[str, Any]:
-        """Its snapshot; {} while it does not answer."""
-        with contextlib.suppress(OSError, ValueError):
-            return socket.fetch(str(socket_path(self.data_dir)))
-        return {}
+    start_mb = most_mb = 0.0
+    address = ""
 
     def step(self) -> int:
         """Step of its first role; -1: it does not say."""
-        return int((self.status().get("roles") or [{}])[0].get("step", -1))
+        return int(self.role().get("step", -1))
 
     def memory_mb(self) -> float:
         """Resident; 0 once it has ended."""
@@ -115,16 +103,7 @@ class Soak:
         return file
 
     def start(self, name: str, *arguments: str) -> Honest:
-        data_dir = self.folder / name
-        with (self.folder / f"{name}.log").open("ab") as output:
-            popen = subprocess.Popen(
-                [sys.executable, "-m", "peerd", *arguments, "--data-dir", str(data_dir)],
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, "OMP_NUM_THREADS": "1", "XDG_RUNTIME_DIR": str(self.folder / "runtime")},
-            )
-        found = Honest(name, data_dir, popen)
+        found = Honest(name, self.folder, arguments)
         self.honest.append(found)
         return found
 
@@ -132,7 +111,7 @@ class Soak:
         """The backbone, all stage peers, the trainers; returns when the first steps are made."""
         listen = ("--listen", "/ip4/127.0.0.1/tcp/0")
         backbone = self.start("backbone", "backbone", *listen)
-        bootstrap = str(eventually(lambda: (backbone.status().get("peer", {}).get("addrs") or [""])[0], 60))
+        bootstrap = eventually(backbone.addr, 60)
         if not bootstrap:
             raise SystemExit(f"the backbone never listened: see {self.folder}/backbone.log")
         join = ("--bootstrap", bootstrap, *listen)
@@ -144,7 +123,7 @@ class Soak:
         if not eventually(lambda: self.step() >= 20, 180):
             raise SystemExit(f"training did not begin: see the logs in {self.folder}")
         for each in self.honest:
-            each.address = (each.status().get("peer", {}).get("addrs") or [""])[0]
+            each.address = each.addr()
             each.start_mb = each.most_mb = each.memory_mb()
 
     def step(self) -> int:
@@ -303,7 +282,6 @@ def main() -> int:
     options = parser.parse_args()
     folder = options.keep or Path(tempfile.mkdtemp(prefix="peerd-soak-"))
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "runtime").mkdir(mode=0o700, exist_ok=True)
     soak = Soak(folder)
     try:
         report = measure(soak, options)

@@ -22,9 +22,9 @@ from peerd.core.runfile import LimitsSection, RunFile, fingerprint
 from peerd.daemon import Daemon, DaemonPlan, Ground
 from peerd.home import socket_path
 from peerd.log import EventLog
-from peerd.net.host.host import Host
 from peerd.net.tcp.rate_limit import LimitedLine
 from peerd.role import RoleContext
+from peerd.service.peer_stack import peer_stack
 from peerd.sim.clock import SimClock
 from peerd.sim.simnet import SimNet
 from tests.kit.virtual import running_net, transport
@@ -76,7 +76,7 @@ class Peer:
         plan = DaemonPlan(roles=roles, run=None, bootstrap=(), listen=(listen,), data_dir=home)
         line = LimitedLine(LimitsSection(download_mbit=8))
         ground = Ground(home=home, keypair=keypair, clock=clock, log=self.log, line=line)
-        self.daemon = Daemon(plan, ground, Host(keypair, clock, [transport(net, name)]))
+        self.daemon = Daemon(plan, ground, peer_stack(keypair, clock, [transport(net, name)]))
         self.press, self._signals = trio.open_memory_channel[int](4)
         self.ended = trio.Event()
         self.error: PeerdError | None = None

@@ -39,9 +39,9 @@ def breaking(original: Callable[..., Any], times: int = 1) -> Callable[..., Any]
 SERVICES: list[tuple[Callable[[Daemon], Any], str, str]] = [
     (lambda d: d.host.links, "run", "service host"),
     (lambda d: d.rpc, "_keep_time", "service calls"),
-    (lambda d: d.dht, "_keep_time", "service directory"),
+    (lambda d: d.dht._timer, "run", "service directory"),
     (lambda d: d.dht, "_follow_addrs", "service directory"),
-    (lambda d: d.connectivity.reach, "_keep_time", "service reach"),
+    (lambda d: d.connectivity.reach._timer, "run", "service reach"),
     (lambda d: d.connectivity.reserving, "look", "service reserving"),
     (lambda d: d.connectivity.circuits._renewal, "run", "service circuits"),
     (lambda d: d.connectivity.punching._host, "connected", "service"),

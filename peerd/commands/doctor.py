@@ -23,6 +23,7 @@ from rich.text import Text
 
 from peerd.core.addr import parse_addr, split_peer, tcp_place
 from peerd.core.addr import reach as addr_reach
+from peerd.core.clock import Clock
 from peerd.core.errors import ConfigError, Refused, RemoteError
 from peerd.core.ids import PeerId
 from peerd.core.keys import Keypair
@@ -40,6 +41,7 @@ from peerd.net.transport import NoSuchFamily
 from peerd.service.connectivity.autonat import Reach, port_of
 from peerd.service.connectivity.port_mapping import own_routers, tried
 from peerd.service.dht.codec import HelloMessage, PingMessage, PongMessage
+from peerd.service.peer_stack import PeerStack, peer_stack
 from peerd.service.rpc.rpc import Rpc
 
 DISK_FAIL_BYTES: Final = 200 << 20  # not even one small checkpoint
@@ -155,22 +157,21 @@ async def _network(wish: DoctorWish) -> list[CheckResult]:
         advice_ = "to try one, give --bootstrap or --config"
         return [*findings, CheckResult("bootstrap", "ok", "none given, so none was tried", advice_)]
     clock = RealClock()
-    host = Host(Keypair.generate(clock.secure_bytes), clock, [TcpTransport()])
-    rpc, reach = Rpc(host, clock), Reach(host, clock)
+    stack = peer_stack(Keypair.generate(clock.secure_bytes), clock, [TcpTransport()])
+    reach = Reach(stack.host, clock)
     listens = not any(finding.verdict == "fail" for finding in findings)
     results: dict[str, list[CheckResult]] = {}
 
     async def check(text: str) -> None:
-        results[text] = await _bootstrap(host, rpc, clock, text)
+        results[text] = await _bootstrap(stack, text)
 
     async with trio.open_nursery() as nursery:
-        await nursery.start(host.run, [parse_addr(text) for text in wish.listen] if listens else [])
-        await nursery.start(rpc.run)
+        await nursery.start(stack.run, [parse_addr(text) for text in wish.listen] if listens else [])
         await nursery.start(reach.run)
         async with trio.open_nursery() as checks:
             for text in dict.fromkeys(wish.bootstrap):
                 checks.start_soon(check, text)
-        reached = await _reachability(host, reach, wish.listen)
+        reached = await _reachability(stack.host, reach, wish.listen)
         nursery.cancel_scope.cancel()
     return [*findings, *(finding for found in results.values() for finding in found), *([reached] if listens else [])]
 
@@ -225,7 +226,7 @@ async def _router(listen: Sequence[str]) -> list[CheckResult]:
     return [CheckResult("router", "ok", maps or f"opens no port by itself: {'; '.join(told)}", advice)]
 
 
-async def _bootstrap(host: Host, rpc: Rpc, clock: RealClock, text: str) -> list[CheckResult]:
+async def _bootstrap(stack: PeerStack, text: str) -> list[CheckResult]:
     """Connect, shake hands, ask what the peer speaks, and measure the round trip."""
     addr = parse_addr(text)
     name = f"bootstrap {text}"
@@ -235,10 +236,10 @@ async def _bootstrap(host: Host, rpc: Rpc, clock: RealClock, text: str) -> list[
         findings.append(CheckResult(name, "warn", "the address does not say which peer it is", advice))
     try:
         with trio.fail_after(CONNECT_S):
-            peer = await host.connect_addr(addr)
-            agent, protocols = await _introduction(host, peer)
-            rtt_s = await host.ping(peer)
-            skew_s = await _skew(rpc, clock, peer) if DHT_PROTOCOL in protocols else 0.0
+            peer = await stack.host.connect_addr(addr)
+            agent, protocols = await _introduction(stack.host, peer)
+            rtt_s = await stack.host.ping(peer)
+            skew_s = await _skew(stack.rpc, stack.clock, peer) if DHT_PROTOCOL in protocols else 0.0
     except trio.TooSlowError:
         return [*findings, CheckResult(name, "fail", f"no answer within {CONNECT_S:.0f} s", _advice("no answer"))]
     except RemoteError as error:
@@ -252,7 +253,7 @@ async def _bootstrap(host: Host, rpc: Rpc, clock: RealClock, text: str) -> list[
     return [*findings, _clock(skew_s, rtt_s)]
 
 
-async def _skew(rpc: Rpc, clock: RealClock, peer: PeerId) -> float | None:
+async def _skew(rpc: Rpc, clock: Clock, peer: PeerId) -> float | None:
     """Seconds by which the peer's clock is ahead of ours; None when it answers members of its run only."""
     sent = clock.wall()
     body = PingMessage(HelloMessage([], sent))

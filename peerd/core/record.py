@@ -17,11 +17,11 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Final, Protocol
 
+from peerd.core.bounded_dict import BoundedDict
 from peerd.core.errors import LocalError, ProtocolViolation
 from peerd.core.ids import Key, PeerId
 from peerd.core.limits import CLOCK_TOLERANCE_S, RECORD_SUFFIX_BYTES, RECORD_TTL_S, RECORD_VALUE_BYTES
@@ -152,8 +152,7 @@ class Verifier:
 
     def __init__(self, verify: Verify, remember: int = 4096) -> None:
         self._verify = verify
-        self._remember = remember
-        self._genuine: OrderedDict[bytes, None] = OrderedDict()  # SHA-256 of whole encoded records
+        self._genuine = BoundedDict[bytes, None](remember)  # SHA-256 of whole encoded records
 
     def knows(self, record: Record) -> bool:
         """True when `genuine` answers from its cache."""
@@ -168,8 +167,6 @@ class Verifier:
         if not record.is_signed(self._verify):
             return False
         self._genuine[digest] = None
-        if len(self._genuine) > self._remember:
-            self._genuine.popitem(last=False)
         return True
 
 

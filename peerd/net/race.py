@@ -14,6 +14,7 @@ from multiaddr import Multiaddr
 from peerd.core.addr import is_relayed
 from peerd.core.errors import Unreachable
 from peerd.machine.connectivity.happy_eyeballs import GIVE_WAY_S, DropAttempt, Race, Try
+from peerd.net.signal import Signal
 
 Attempt = Callable[[Multiaddr], Awaitable[None]]
 Order = Callable[[], Sequence[Multiaddr]]
@@ -26,14 +27,14 @@ class RaceRun:
         """`order` gives the addresses known at the moment, best first. `failed` is told those that led nowhere."""
         self._order, self._attempt, self._failed = order, attempt, failed
         self._scopes: dict[Multiaddr, trio.CancelScope] = {}
-        self._news = trio.Event()
+        self._news = Signal()
         self._over = False
         self.awaits_more = False  # addresses are being looked up: the race goes on without any
         self.reasons: list[str] = []
 
     def learned(self) -> None:
         """`order`, or `awaits_more`, has changed."""
-        self._news.set()
+        self._news.notify()
 
     def stop(self, *, direct_may_end: bool = False) -> None:
         """The goal is reached: no further attempts. `direct_may_end`: it was over a relay, so that an attempt at a
@@ -42,14 +43,13 @@ class RaceRun:
         for addr, scope in self._scopes.items():
             if not direct_may_end or is_relayed(addr):
                 scope.cancel()
-        self._news.set()
+        self._news.notify()
 
     async def run(self) -> None:
         """Run the attempts until `stop` was called, or all addresses have failed."""
         race = Race(trio.current_time())
         async with trio.open_nursery() as nursery:
             while not self._over:
-                self._news = trio.Event()
                 step = race.next(trio.current_time(), self._order())
                 if isinstance(step, Try):
                     scope = self._scopes[step.addr] = trio.CancelScope()
@@ -72,7 +72,7 @@ class RaceRun:
         finally:
             del self._scopes[addr]
             race.ended(trio.current_time(), addr)
-            self._news.set()
+            self._news.notify()
 
     def _note(self, addr: Multiaddr, reason: str) -> None:
         self.reasons.append(f"{addr}: {reason}")

@@ -22,6 +22,7 @@ from typing import Annotated, Any, Final, Protocol
 import msgspec
 import trio
 
+from peerd.core.bounded_dict import BoundedDict
 from peerd.core.clock import Clock
 from peerd.core.errors import ConfigError, ProtocolViolation, Refused, RemoteError, Untrusted
 from peerd.core.ids import PeerId
@@ -110,7 +111,7 @@ class Access:
         self._token = b""
         self._ready = trio.Event()  # our papers were read
         self._newer = trio.Event()  # a list came that is not kept yet
-        self._met: dict[PeerId, _Met] = {}  # connected peers
+        self._met = BoundedDict[PeerId, _Met](ACCESS_MET)  # connected peers
         self._exchanges: dict[PeerId, _Exchange] = {}
         self._told = _Told()
         host.book.members_by(self._knows_member)
@@ -282,8 +283,6 @@ class Access:
         exchange = self._exchanges[peer] = _Exchange()
         try:
             self._met[peer] = await self._exchange(peer)
-            if len(self._met) > ACCESS_MET:
-                del self._met[next(iter(self._met))]
         except RemoteError as error:
             exchange.failure = error
             raise

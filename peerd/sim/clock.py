@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import heapq
+import math
 import random
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any, Final, TypeVar
@@ -19,6 +20,7 @@ import trio
 import trio.testing
 
 from peerd.core.errors import LocalError
+from peerd.net.timer import Timer
 
 T = TypeVar("T")
 
@@ -57,7 +59,7 @@ class Agenda:
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, Callable[[], None]]] = []
         self._asked = 0
-        self._sleep: trio.CancelScope | None = None
+        self._timer = Timer(lambda: self._heap[0][0] if self._heap else math.inf, self._serve)
         self._running = False
 
     def at(self, when: float, action: Callable[[], None]) -> None:
@@ -70,23 +72,16 @@ class Agenda:
             raise LocalError("the simulated network does not run: start SimNet.run in a nursery first")
         self._asked += 1
         heapq.heappush(self._heap, (when, self._asked, action))
-        if self._sleep is not None and when < self._sleep.deadline:
-            self._sleep.deadline = when
+        self._timer.rearm()
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Serve until cancelled."""
         self._running = True
         task_status.started()
         try:
-            while True:
-                self._serve()
-                due = self._heap[0][0] if self._heap else float("inf")
-                with trio.CancelScope(deadline=due) as self._sleep:
-                    await trio.sleep_forever()
-                self._sleep = None
+            await self._timer.run()
         finally:
             self._running = False
-            self._sleep = None
             self._heap.clear()
 
     def _serve(self) -> None:

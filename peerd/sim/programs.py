@@ -12,8 +12,8 @@ import trio
 from peerd.core.errors import RemoteError
 from peerd.net.host.host import Host, HostConfig
 from peerd.net.link.link import Stream
-from peerd.service.dht.dht import Dht, DhtConfig
-from peerd.service.rpc.rpc import Rpc
+from peerd.service.dht.dht import DhtConfig
+from peerd.service.peer_stack import PeerStack, peer_stack
 from peerd.sim.world import Node, Program
 
 ECHO = "/peerd-sim/echo/1"  # every node answers it: what comes in goes back
@@ -23,7 +23,8 @@ def hosts(config: HostConfig | None = None) -> Program:
     """Nodes with a Host that listens and echoes, and nothing else."""
 
     def program(node: Node, *, task_status: trio.TaskStatus[None]) -> Awaitable[None]:
-        node.host = _host(node, config)
+        node.host = Host(node.keypair, node.clock, [node.transport], config)
+        node.host.handle(ECHO, _echo)
         return node.host.run([node.addr], task_status=task_status)
 
     return program
@@ -32,24 +33,20 @@ def hosts(config: HostConfig | None = None) -> Program:
 def swarm(host_config: HostConfig | None = None, dht_config: DhtConfig | None = None) -> Program:
     """Nodes with Host, calls and DHT; the DHT joins over the world's bootstrap addresses."""
 
-    async def program(node: Node, *, task_status: trio.TaskStatus[None]) -> None:
-        node.host = _host(node, host_config)
-        node.rpc = Rpc(node.host, node.clock)
-        node.dht = Dht(node.host, node.rpc, node.clock, node.keypair, dht_config)
+    def program(node: Node, *, task_status: trio.TaskStatus[None]) -> Awaitable[None]:
+        stack = stack_on(node, host_config, dht_config)
+        stack.host.handle(ECHO, _echo)
         others = [addr for addr in node.world.bootstrap if addr != node.full_addr]
-        async with trio.open_nursery() as nursery:
-            await nursery.start(node.host.run, [node.addr])
-            await nursery.start(node.rpc.run)
-            await nursery.start(node.dht.run, others)
-            task_status.started()
+        return stack.run([node.addr], others, task_status=task_status)
 
     return program
 
 
-def _host(node: Node, config: HostConfig | None) -> Host:
-    host = Host(node.keypair, node.clock, [node.transport], config or HostConfig())
-    host.handle(ECHO, _echo)
-    return host
+def stack_on(node: Node, host_config: HostConfig | None = None, dht_config: DhtConfig | None = None) -> PeerStack:
+    """The protocol stack of a node, which has its parts as attributes from now on."""
+    stack = peer_stack(node.keypair, node.clock, [node.transport], host_config, dht_config)
+    node.host, node.rpc, node.dht = stack.host, stack.rpc, stack.dht
+    return stack
 
 
 async def _echo(stream: Stream) -> None:

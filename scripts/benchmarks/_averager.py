@@ -16,14 +16,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 import trio
 
-from benchmarks._far import new_host
+from benchmarks._far import new_stack
 from peerd.core.addr import parse_addr
 from peerd.core.ids import PeerId
 from peerd.core.messages.swarm import Mbs, Prepare, Prepared
 from peerd.core.runfile import AveragingSection
 from peerd.core.work import Worker
 from peerd.machine.averaging.allreduce import AveragingPlan
-from peerd.net.clock import RealClock
 from peerd.net.host.host import Host
 from peerd.net.host.line_meter import LineMeter
 from peerd.service.averaging.allreduce import Averaging
@@ -171,15 +170,13 @@ class Averager:
 
 async def main(address: str, *place: str) -> None:
     gloo = Gloo(int(place[0]), int(place[1]), place[2]) if place else None
-    host = new_host()
-    rpc = Rpc(host, RealClock())
+    stack = new_stack()
     read: Callable[[], str] = sys.stdin.readline
     async with trio.open_nursery() as nursery:
-        await nursery.start(host.run, [parse_addr(address)])
-        await nursery.start(rpc.run)
-        nursery.start_soon(LineMeter(host, lambda link: True).run)  # lines of a lab are in one network
-        averager = Averager(host, rpc, gloo)
-        say({"peer": host.id.text, "addr": str(host.addrs()[0])})
+        await nursery.start(stack.run, [parse_addr(address)])
+        nursery.start_soon(LineMeter(stack.host, lambda link: True).run)  # lines of a lab are in one network
+        averager = Averager(stack.host, stack.rpc, gloo)
+        say({"peer": stack.host.id.text, "addr": str(stack.host.addrs()[0])})
         while line := await trio.to_thread.run_sync(read):
             say(await averager.obey(json.loads(line)))
         nursery.cancel_scope.cancel()

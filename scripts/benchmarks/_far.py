@@ -20,11 +20,11 @@ from peerd.core.addr import parse_addr
 from peerd.core.keys import Keypair
 from peerd.core.messages.encoding import Message
 from peerd.net.clock import RealClock
-from peerd.net.host.host import Host
 from peerd.net.link.cpu import has_aes
 from peerd.net.link.stream import Stream
 from peerd.net.tcp.tcp_transport import TcpTransport
-from peerd.service.rpc.rpc import Answer, Incoming, Rpc
+from peerd.service.peer_stack import PeerStack, peer_stack
+from peerd.service.rpc.rpc import Answer, Incoming
 
 READ_BYTES = 1 << 18  # what every receiver asks the socket for at once
 FRAME_BYTES = 65535  # a Noise frame without its two bytes of length
@@ -44,9 +44,9 @@ class Blob(Message, frozen=True):
     data: bytes
 
 
-def new_host() -> Host:
+def new_stack() -> PeerStack:
     clock = RealClock()
-    return Host(Keypair.generate(clock.secure_bytes), clock, [TcpTransport()])
+    return peer_stack(Keypair.generate(clock.secure_bytes), clock, [TcpTransport()])
 
 
 # --- plain TCP -----------------------------------------------------------------------------------------------------
@@ -111,17 +111,15 @@ async def answer(call: Incoming[Blob]) -> Answer[Blob]:
 
 
 async def main() -> None:
-    host = new_host()
-    host.handle(SINK, peerd_sink)
-    host.handle(ECHO, peerd_echo)
+    stack = new_stack()
+    stack.host.handle(SINK, peerd_sink)
+    stack.host.handle(ECHO, peerd_echo)
     async with trio.open_nursery() as nursery:
-        await nursery.start(host.run, [parse_addr("/ip4/127.0.0.1/tcp/0")])
-        rpc = Rpc(host, RealClock())
-        await nursery.start(rpc.run)
-        rpc.serve("bench/1/echo", Blob, answer)
+        await nursery.start(stack.run, [parse_addr("/ip4/127.0.0.1/tcp/0")])
+        stack.rpc.serve("bench/1/echo", Blob, answer)
         ports = {"sink": raw_sink, "echo": raw_echo, "frames": frame_sink}
         places = {name: await listen(serve, nursery) for name, serve in ports.items()}
-        print(json.dumps({**places, "peerd": str(host.addrs()[0])}), flush=True)
+        print(json.dumps({**places, "peerd": str(stack.host.addrs()[0])}), flush=True)
         await trio.to_thread.run_sync(sys.stdin.buffer.read)
         nursery.cancel_scope.cancel()
 

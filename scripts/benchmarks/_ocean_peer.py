@@ -24,6 +24,7 @@ from peerd.net.clock import RealClock
 from peerd.net.host.host import Host
 from peerd.net.link.stream import Stream
 from peerd.net.tcp.tcp_transport import TcpTransport
+from peerd.service.peer_stack import peer_stack
 from peerd.service.rpc.rpc import Answer, Incoming, Rpc
 
 CALL_BYTES = 100
@@ -62,14 +63,12 @@ async def echo(call: Incoming[Blob]) -> Answer[Blob]:
 async def peer(*listen: str) -> AsyncIterator[tuple[Host, Rpc]]:
     """A host of a fresh identity, as long as the block runs."""
     clock = RealClock()
-    host = Host(Keypair.generate(clock.secure_bytes), clock, [TcpTransport()])
-    rpc = Rpc(host, clock)
-    host.handle(SINK, sink)
+    stack = peer_stack(Keypair.generate(clock.secure_bytes), clock, [TcpTransport()])
+    stack.host.handle(SINK, sink)
     async with trio.open_nursery() as nursery:
-        await nursery.start(host.run, [parse_addr(addr) for addr in listen])
-        await nursery.start(rpc.run)
-        rpc.serve(CALL, Blob, echo)
-        yield host, rpc
+        await nursery.start(stack.run, [parse_addr(addr) for addr in listen])
+        stack.rpc.serve(CALL, Blob, echo)
+        yield stack.host, stack.rpc
         nursery.cancel_scope.cancel()
 
 

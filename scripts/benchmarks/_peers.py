@@ -5,23 +5,19 @@ What they do is read from their control sockets and event files: namespaces of n
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-import json
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 from lab import Space
+from peerd_process import PeerdProcess
 from waiting import eventually
 
-from peerd.control.socket import fetch
 from peerd.core.keys import Keypair
-from peerd.home import IDENTITY_FILE, socket_path, write_atomically
+from peerd.home import IDENTITY_FILE, write_atomically
 
 ROOT = Path(__file__).resolve().parents[2]
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
@@ -32,31 +28,12 @@ class SwarmFailed(Exception):
     """A process ended or nothing happened for too long; says what the processes said last."""
 
 
-@dataclass(slots=True)
-class Peer:
-    """One peerd process on one host. `log` holds what it said."""
-
-    name: str
-    host: Space
-    data_dir: Path
-    log: Path
-    process: subprocess.Popen[Any]
-
-    def status(self) -> dict[str, Any]:
-        """Its snapshot; empty while it does not answer yet."""
-        with contextlib.suppress(OSError, ValueError):
-            return fetch(str(socket_path(self.data_dir)))
-        return {}
-
-    def events(self) -> list[dict[str, Any]]:
-        with contextlib.suppress(FileNotFoundError):
-            lines = (self.data_dir / "events.jsonl").read_text("utf-8").splitlines(keepends=True)
-            return [json.loads(line) for line in lines if line.endswith("\n")]
-        return []
+class Peer(PeerdProcess):
+    """One peerd process on one host."""
 
     def cpu_s(self) -> float:
         """Processor time of the process, its own and the kernel's on its behalf."""
-        fields = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
+        fields = Path(f"/proc/{self.popen.pid}/stat").read_text().rpartition(")")[2].split()
         return (int(fields[11]) + int(fields[12])) / TICKS_PER_S
 
 
@@ -69,20 +46,9 @@ class Peers:
 
     def start_peer(self, host: Space, name: str, *arguments: str) -> Peer:
         """Start `peerd` with these arguments on `host`; it ends with the lab."""
-        data_dir, log = self.folder / name, self.folder / f"{name}.log"
-        data_dir.mkdir(mode=0o700, exist_ok=True)
-        identify(data_dir, name)
-        environment = {"OMP_NUM_THREADS": "1", "XDG_RUNTIME_DIR": str(self.folder)}
-        with log.open("wb") as output:
-            process = host.popen(
-                [sys.executable, "-m", "peerd", *arguments, "--data-dir", str(data_dir)],
-                cwd=ROOT,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, **environment},
-            )
-        peer = Peer(name, host, data_dir, log, process)
+        (self.folder / name).mkdir(mode=0o700, exist_ok=True)
+        identify(self.folder / name, name)
+        peer = Peer(name, self.folder, arguments, partial(host.popen, cwd=ROOT))
         self.peers.append(peer)
         return peer
 
@@ -90,11 +56,11 @@ class Peers:
         """Wait until `done`; SwarmFailed with what all said last when a process ends before, or it takes too long."""
         eventually(lambda: self._failed() or done(), patience_s)
         if not done():
-            said = "".join(f"\n--- {p.name}\n{p.log.read_text('utf-8', 'replace')[-2000:]}" for p in self.peers)
+            said = "".join(f"\n--- {p.name}\n{p.said[-2000:]}" for p in self.peers)
             raise SwarmFailed(f"{complaint}; ended: {self._failed()}{said}")
 
     def _failed(self) -> list[str]:
-        return [peer.name for peer in self.peers if peer.process.poll() not in (None, 0)]
+        return [peer.name for peer in self.peers if peer.popen.poll() not in (None, 0)]
 
 
 def identify(data_dir: Path, name: str) -> None:

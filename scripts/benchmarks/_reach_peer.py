@@ -30,10 +30,9 @@ from peerd.core.keys import Keypair
 from peerd.core.messages.encoding import Message
 from peerd.machine.connectivity.path_selection import Way
 from peerd.net.clock import RealClock
-from peerd.net.host.host import Host
 from peerd.net.tcp.tcp_transport import TcpTransport
-from peerd.service.dht.dht import Dht
-from peerd.service.rpc.rpc import Answer, Incoming, Rpc
+from peerd.service.peer_stack import peer_stack
+from peerd.service.rpc.rpc import Answer, Incoming
 
 ECHO = "bench/1/echo"
 PAYLOAD_BYTES = 20_000
@@ -57,21 +56,18 @@ class Leaf:
     def __init__(self, *, relay: bool, dht: bool) -> None:
         clock = RealClock()
         keypair = Keypair.generate(clock.secure_bytes)
-        self.host = Host(keypair, clock, [TcpTransport()])
-        self.rpc = Rpc(self.host, clock)
-        self.dht = Dht(self.host, self.rpc, clock, keypair) if dht else None
-        net = (self.rpc, self.dht)
+        self.stack = peer_stack(keypair, clock, [TcpTransport()])
+        self.host, self.rpc, self._joins = self.stack.host, self.stack.rpc, dht
+        net = (self.rpc, self.stack.dht if dht else None)
         self.ways = Connectivity(self.host, net, clock, keypair, ConnectivityConfig(relay=relay))
         self._chats: dict[PeerId, list[tuple[float, float, str | None]]] = {}
 
     async def run(self, listen: str, known: Sequence[str]) -> None:
         async with trio.open_nursery() as nursery:
             self._nursery = nursery
-            await nursery.start(self.host.run, [parse_addr(listen)])
-            await nursery.start(self.rpc.run)
+            bootstrap = [parse_addr(addr) for addr in known] if self._joins else None
+            await nursery.start(self.stack.run, [parse_addr(listen)], bootstrap)
             self.rpc.serve(ECHO, Blob, echo)
-            if self.dht is not None:
-                await nursery.start(self.dht.run, [parse_addr(addr) for addr in known])
             await nursery.start(self.ways.run)
             for addr in known:
                 await self.host.connect_addr(parse_addr(addr))

@@ -28,7 +28,7 @@ from peerd.net.clock import RealClock
 from peerd.net.host.host import Host
 from peerd.net.tcp.tcp_transport import TcpTransport
 from peerd.service.averaging.allreduce import Averaging
-from peerd.service.rpc.rpc import Rpc
+from peerd.service.peer_stack import peer_stack
 
 T = TypeVar("T")
 TERMS = Terms(part_bytes=4 << 20, patience_s=60.0)
@@ -60,12 +60,10 @@ class Peers:
     async def start(self, count: int) -> None:
         for number in range(count):
             clock = RealClock()
-            host = Host(Keypair.from_seed(number.to_bytes(32, "big")), clock, [TcpTransport()])
-            rpc = Rpc(host, clock)
-            await self._nursery.start(host.run, [parse_addr("/ip4/127.0.0.1/tcp/0")])
-            await self._nursery.start(rpc.run)
-            self._hosts.append(host)
-            self._averaging[host.id.text] = Averaging(rpc, host.id)
+            stack = peer_stack(Keypair.from_seed(number.to_bytes(32, "big")), clock, [TcpTransport()])
+            await self._nursery.start(stack.run, [parse_addr("/ip4/127.0.0.1/tcp/0")])
+            self._hosts.append(stack.host)
+            self._averaging[stack.host.id.text] = Averaging(stack.rpc, stack.host.id)
         for number, host in enumerate(self._hosts):
             for other in self._hosts[:number]:
                 await host.connect(other.id, other.addrs())

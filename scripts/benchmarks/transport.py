@@ -34,12 +34,11 @@ from benchmarks._far import (
     TAG_BYTES,
     TOTAL,
     Blob,
-    new_host,
+    new_stack,
 )
 from benchmarks._report import Figure, Report
 from peerd.core.addr import parse_addr
 from peerd.core.ids import PeerId
-from peerd.net.clock import RealClock
 from peerd.net.host.host import Host
 from peerd.service.rpc.rpc import Rpc
 
@@ -223,13 +222,11 @@ async def run_rounds(near: Near, sizes: Sizes) -> Rounds:
 
 
 async def with_peerd(places: dict[str, Any], sizes: Sizes) -> Rounds:
-    host = new_host()
+    stack = new_stack()
     async with trio.open_nursery() as nursery:
-        await nursery.start(host.run)
-        rpc = Rpc(host, RealClock())
-        await nursery.start(rpc.run)
-        peer = await host.connect_addr(parse_addr(places["peerd"]))
-        rounds = await run_rounds(Near(places, host, rpc, peer), sizes)
+        await nursery.start(stack.run)
+        peer = await stack.host.connect_addr(parse_addr(places["peerd"]))
+        rounds = await run_rounds(Near(places, stack.host, stack.rpc, peer), sizes)
         nursery.cancel_scope.cancel()
     return rounds
 

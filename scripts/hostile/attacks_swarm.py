@@ -36,8 +36,9 @@ from peerd.core.messages.swarm import (
     TrainerAnswer,
     TrainerSync,
 )
+from peerd.service.peer_stack import PeerStack
 from peerd.service.rpc.rpc import Answer, Incoming
-from scripts.hostile.field import FAR, Field, Peer, each
+from scripts.hostile.field import FAR, Field, each
 
 _MOST = (1 << 53) - 1
 _START = Position(0, b"")
@@ -69,12 +70,12 @@ def wishes(there: Field, **other: object) -> TrainerSync:
     return msgspec.structs.replace(told, **other)
 
 
-async def tell_all(there: Field, peer: Peer, method: str, body: Message, reply: type[msgspec.Struct]) -> None:
+async def tell_all(there: Field, peer: PeerStack, method: str, body: Message, reply: type[msgspec.Struct]) -> None:
     """One call to every honest peer; most refuse."""
     await each([lambda to=to: peer.rpc.call(to, method, body, reply, timeout_s=4.0) for to in there.peers()])
 
 
-async def announce(there: Field, peer: Peer, stage: int, step: int, since: float = 1.0, addrs: int = 1) -> None:
+async def announce(there: Field, peer: PeerStack, stage: int, step: int, since: float = 1.0, addrs: int = 1) -> None:
     """A record of a stage peer that serves since long ago."""
     at = [f"/ip4/10.1.2.{number + 1}/tcp/6379" for number in range(addrs)]
     told = StageProgress(stage, since, step, 0, 1e9, "cpu", "", "", at)
@@ -116,8 +117,8 @@ async def h1_accuses(there: Field) -> None:
 
         async def prepare(call: Incoming[Prepare]) -> Answer[Prepared]:
             there.done("h1 was asked to average")
-            others = [name for name in call.body.group if name != peer.name]
-            made_up = [Mb(there.rng.choice([peer.name, *others]), there.rng.getrandbits(60)) for _ in range(5)]
+            others = [name for name in call.body.group if name != peer.host.id.text]
+            made_up = [Mb(there.rng.choice([peer.host.id.text, *others]), there.rng.getrandbits(60)) for _ in range(5)]
             return Answer(Prepared(False, Mbs.of(there.rng.choice([[], made_up])), there.rng.choice([[], others])))
 
         async def move(_: Incoming[Leave]) -> Answer[Moved]:
@@ -280,7 +281,7 @@ async def m5_hold_copies(there: Field) -> None:
                 await trio.sleep(1.0)
 
 
-def ask_state(there: Field, peer: Peer, to: PeerId, stage: int) -> Callable[[], Awaitable[object]]:
+def ask_state(there: Field, peer: PeerStack, to: PeerId, stage: int) -> Callable[[], Awaitable[object]]:
     """A call for what a newcomer asks first."""
     body = StateRequest(there.fingerprint, stage)
     return lambda: peer.rpc.call(to, "state/1/manifest", body, StateManifest, timeout_s=4.0)

@@ -18,10 +18,9 @@ from peerd.core.messages.progress import decode_stage, stage_key
 from peerd.core.messages.swarm import Position
 from peerd.core.runfile import RunFile, fingerprint
 from peerd.net.clock import RealClock
-from peerd.net.host.host import Host
 from peerd.net.tcp.tcp_transport import TcpTransport
 from peerd.service.dht.dht import Dht
-from peerd.service.rpc.rpc import Rpc
+from peerd.service.peer_stack import PeerStack, peer_stack
 
 
 class OwnAddress(TcpTransport):
@@ -44,21 +43,6 @@ class WrongClock(RealClock):
 
     def wall(self) -> float:
         return super().wall() + self.off_s
-
-
-@dataclass
-class Peer:
-    """One hostile identity, connected or not."""
-
-    keypair: Keypair
-    host: Host
-    rpc: Rpc
-    dht: Dht
-    clock: RealClock
-
-    @property
-    def name(self) -> str:
-        return self.host.id.text
 
 
 @dataclass
@@ -87,20 +71,15 @@ class Field:
         return Keypair(self.rng.randbytes(32))
 
     @asynccontextmanager
-    async def peer(self, clock_off_s: float = 0.0, listen: bool = False) -> AsyncIterator[Peer]:
+    async def peer(self, clock_off_s: float = 0.0, listen: bool = False) -> AsyncIterator[PeerStack]:
         """A hostile peer that speaks all that honest ones speak; connected to every target that lets it."""
-        keypair = self.keypair()
-        clock = WrongClock(self.rng.getrandbits(32), clock_off_s)
-        host = Host(keypair, clock, [OwnAddress(self.address)])
-        rpc = Rpc(host, clock)
-        dht = Dht(host, rpc, clock, keypair)
+        keypair, clock = self.keypair(), WrongClock(self.rng.getrandbits(32), clock_off_s)
+        stack = peer_stack(keypair, clock, [OwnAddress(self.address)])
         at = [Multiaddr(f"/ip4/{self.address}/tcp/0")] if listen else []
         async with trio.open_nursery() as nursery:
-            await nursery.start(host.run, at)
-            await nursery.start(rpc.run)
-            await nursery.start(dht.run, self.targets[:1])
-            await each([lambda addr=addr: host.connect_addr(addr) for addr in self.targets])
-            yield Peer(keypair, host, rpc, dht, clock)
+            await nursery.start(stack.run, at, self.targets[:1])
+            await each([lambda addr=addr: stack.host.connect_addr(addr) for addr in self.targets])
+            yield stack
             nursery.cancel_scope.cancel()
 
     async def positions(self, dht: Dht) -> dict[PeerId, tuple[int, int, float]]:

@@ -32,7 +32,7 @@ from peerd.net.host.host import Host
 from peerd.net.tcp.tcp_transport import TcpTransport
 from peerd.service.averaging import open_round
 from peerd.service.averaging.allreduce import Averaging, PlainParts, Vector
-from peerd.service.rpc.rpc import Rpc
+from peerd.service.peer_stack import peer_stack
 
 T = TypeVar("T")
 
@@ -145,13 +145,11 @@ class Lateness:
 
 async def main(seed: int) -> None:
     open_round.SMALL_VALUES = 0  # every sum is made in the thread, where a process can be halted in it
-    clock = RealClock()
-    host = Host(Keypair.from_seed(bytes([seed]) * 32), clock, [TcpTransport()])
-    rpc = Rpc(host, clock)
+    stack = peer_stack(Keypair.from_seed(bytes([seed]) * 32), RealClock(), [TcpTransport()])
+    host = stack.host
     async with trio.open_nursery() as nursery:
-        await nursery.start(host.run, [parse_addr("/ip4/127.0.0.1/tcp/0")])
-        await nursery.start(rpc.run)
-        child = Child(host, Averaging(rpc, host.id))
+        await nursery.start(stack.run, [parse_addr("/ip4/127.0.0.1/tcp/0")])
+        child = Child(host, Averaging(stack.rpc, host.id))
         say({"peer": host.id.text, "addr": str(host.addrs()[0])})
         while line := await trio.to_thread.run_sync(sys.stdin.readline):
             order = json.loads(line)

@@ -14,11 +14,10 @@ from peerd.core.keys import Keypair
 from peerd.core.messages.encoding import Empty
 from peerd.core.messages.token import Revoked, Token, normal_roles, seal
 from peerd.core.runfile import AccessSection, PipelineSection, RunFile
-from peerd.net.host.host import Host
 from peerd.service.access import Access
-from peerd.service.dht.dht import Dht
-from peerd.service.rpc.rpc import Answer, Incoming, MethodLimits, Rpc
+from peerd.service.rpc.rpc import Answer, Incoming, MethodLimits
 from peerd.sim.clock import EPOCH_S, run_virtual
+from peerd.sim.programs import stack_on
 from peerd.sim.world import Node, World
 
 ORGANIZER = Keypair.from_seed(b"organizer".ljust(32, b"."))
@@ -71,9 +70,8 @@ class Member:
     def __init__(self, node: Node, papers: Papers, run: RunFile | None) -> None:
         self.node, self.papers = node, papers
         self.id = node.id
-        self.host = Host(node.keypair, node.clock, [node.transport])
-        self.rpc = Rpc(self.host, node.clock)
-        self.dht = Dht(self.host, self.rpc, node.clock, node.keypair)
+        stack = stack_on(node)
+        self.host, self.rpc, self.dht = stack.host, stack.rpc, stack.dht
         self.access: Access | None = None
         self.called: list[tuple[PeerId, str]] = []
         if run is not None:

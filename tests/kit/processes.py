@@ -6,17 +6,12 @@ Everything of a test lies in one folder: data directories, logs, the list of run
 from __future__ import annotations
 
 import contextlib
-import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
-from peerd.control import socket
-from peerd.home import socket_path
+from scripts.peerd_process import PeerdProcess
 from scripts.waiting import eventually
 
 LISTEN = "/ip4/127.0.0.1/tcp/0"
@@ -40,26 +35,8 @@ def run_file(folder: Path, extra: str = "", name: str = "run.yaml") -> Path:
     return file
 
 
-class Process:
+class Process(PeerdProcess):
     """One peerd process and everything it has said."""
-
-    def __init__(self, name: str, folder: Path, arguments: list[str]) -> None:
-        self.name = name
-        self.data_dir = folder / name
-        self.log = folder / f"{name}.log"
-        environment = {"OMP_NUM_THREADS": "1", "XDG_RUNTIME_DIR": str(folder / "runtime")}
-        with self.log.open("ab") as output:
-            self.popen = subprocess.Popen(
-                [sys.executable, "-m", "peerd", *arguments, "--data-dir", str(self.data_dir)],
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, **environment},
-            )
-
-    @property
-    def said(self) -> str:
-        return self.log.read_text("utf-8", "replace")
 
     def wait_for(self, text: str, timeout_s: float = 60.0) -> None:
         """Until it has said `text`; fails at once when it ends without."""
@@ -72,26 +49,10 @@ class Process:
             how = f" ended with {ended}; {complaint}" if ended is not None else f": {complaint} within {timeout_s} s"
             raise AssertionError(f"{self.name}{how}:\n{self.said}")
 
-    def status(self) -> dict[str, Any]:
-        """Its snapshot; {} while it does not answer yet."""
-        with contextlib.suppress(OSError, ValueError):
-            return socket.fetch(str(socket_path(self.data_dir)))
-        return {}
-
-    def role(self) -> dict[str, Any]:
-        found: dict[str, Any] = (self.status().get("roles") or [{}])[0]
-        return found
-
     def address(self) -> str:
         """Address on which it listens, once it does."""
-        found: list[str] = []
-
-        def known() -> bool:
-            found[:] = self.status().get("peer", {}).get("addrs", [])
-            return bool(found)
-
-        self.wait_until(known, "it never listened")
-        return found[0]
+        self.wait_until(lambda: bool(self.addr()), "it never listened")
+        return self.addr()
 
     def end(self, number: int = signal.SIGINT, timeout_s: float = 15.0) -> tuple[int, float]:
         """Send a signal and wait: exit code and seconds."""
@@ -109,7 +70,7 @@ class Processes:
         self.all: list[Process] = []
 
     def start(self, name: str, *arguments: str) -> Process:
-        process = Process(name, self.folder, list(arguments))
+        process = Process(name, self.folder, arguments)
         self.all.append(process)
         return process
 
@@ -124,7 +85,6 @@ class Processes:
 @contextlib.contextmanager
 def processes(folder: Path) -> Iterator[Processes]:
     """No process outlives the block."""
-    (folder / "runtime").mkdir(mode=0o700, exist_ok=True)
     started = Processes(folder)
     try:
         yield started

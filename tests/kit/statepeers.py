@@ -32,6 +32,7 @@ from peerd.core.work import Worker
 from peerd.net.clock import RealClock
 from peerd.net.host.host import Host
 from peerd.net.tcp.tcp_transport import TcpTransport
+from peerd.service.peer_stack import peer_stack
 from peerd.service.rpc.rpc import Answer, Incoming, Rpc
 from peerd.service.state.serve import Giving
 from peerd.service.state.snapshot import FetchReport, Snapshots, StateItem
@@ -145,17 +146,10 @@ def _same(ours: list[StateItem], theirs: list[StateItem]) -> bool:
 
 
 async def _peer(name: str, *, task_status: trio.TaskStatus[tuple[Host, Rpc]]) -> None:
-    host, rpc = _host(name)
+    stack = peer_stack(Keypair.from_seed(name.encode().ljust(32, b".")), RealClock(seed=1), [TcpTransport()])
     async with trio.open_nursery() as nursery:
-        await nursery.start(host.run, [parse_addr("/ip4/127.0.0.1/tcp/0")])
-        await nursery.start(rpc.run)
-        task_status.started((host, rpc))
-
-
-def _host(name: str) -> tuple[Host, Rpc]:
-    clock = RealClock(seed=1)
-    host = Host(Keypair.from_seed(name.encode().ljust(32, b".")), clock, [TcpTransport()])
-    return host, Rpc(host, clock)
+        await nursery.start(stack.run, [parse_addr("/ip4/127.0.0.1/tcp/0")])
+        task_status.started((stack.host, stack.rpc))
 
 
 async def stand_still(step: int) -> None:

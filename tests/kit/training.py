@@ -30,8 +30,7 @@ from peerd.net.clock import RealClock
 from peerd.net.host.host import Host
 from peerd.net.tcp.tcp_transport import TcpTransport
 from peerd.role import Role, RoleContext
-from peerd.service.dht.dht import Dht
-from peerd.service.rpc.rpc import Rpc
+from peerd.service.peer_stack import peer_stack
 from peerd.service.run_services import RunServices
 
 
@@ -94,18 +93,13 @@ class Swarm:
     async def _run(
         self, name: str, role: type[Role], run: RunFile | None, *, task_status: trio.TaskStatus[Peer]
     ) -> None:
-        keypair = Keypair.from_seed(name.encode().ljust(32, b"."))
         clock = RealClock(seed=1)
-        host = Host(keypair, clock, [TcpTransport()])
-        rpc = Rpc(host, clock)
-        dht = Dht(host, rpc, clock, keypair)
+        net = peer_stack(Keypair.from_seed(name.encode().ljust(32, b".")), clock, [TcpTransport()])
         directory = self._directory / name
         directory.mkdir(parents=True, exist_ok=True)
         async with AsyncExitStack() as stack, trio.open_nursery() as nursery:
             with trio.CancelScope() as scope:
-                await nursery.start(host.run, [parse_addr("/ip4/127.0.0.1/tcp/0")])
-                await nursery.start(rpc.run)
-                await nursery.start(dht.run, self.entry)
+                await nursery.start(net.run, [parse_addr("/ip4/127.0.0.1/tcp/0")], self.entry)
                 log = EventLog(clock)
                 workers: dict[str, Worker] = {}
                 for device in ("cpu", "files", "data", "coding"):
@@ -113,10 +107,10 @@ class Swarm:
                 built = role(
                     RoleContext(
                         run=run,
-                        services=RunServices(run, host, rpc, dht, clock) if run is not None else None,
-                        host=host,
-                        rpc=rpc,
-                        dht=dht,
+                        services=RunServices(run, net.host, net.rpc, net.dht, clock) if run is not None else None,
+                        host=net.host,
+                        rpc=net.rpc,
+                        dht=net.dht,
                         clock=clock,
                         data_dir=directory,
                         device="cpu",
@@ -125,7 +119,7 @@ class Swarm:
                         worker=workers.__getitem__,
                     )
                 )
-                peer = Peer(name, host, built, log, scope)
+                peer = Peer(name, net.host, built, log, scope)
                 task_status.started(peer)
                 async with trio.open_nursery() as inner:
                     await inner.start(built.run)

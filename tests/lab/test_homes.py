@@ -80,12 +80,12 @@ class Village:
     def kill(self, name: str) -> None:
         peer = next(peer for peer in self.peers.peers if peer.name == name)
         self.peers.peers.remove(peer)
-        peer.process.kill()
-        peer.process.wait()
+        peer.popen.kill()
+        peer.popen.wait()
 
     def finish(self) -> dict[str, Any]:
         """What the trainer says at its end."""
-        self.peers.until(lambda: self.trainer.process.poll() == 0, "the trainer never ended", PATIENCE_S)
+        self.peers.until(lambda: self.trainer.popen.poll() == 0, "the trainer never ended", PATIENCE_S)
         return next(event for event in self.trainer.events() if event["name"] == "trainer.finished")
 
 

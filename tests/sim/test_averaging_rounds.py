@@ -16,10 +16,9 @@ from peerd.core.messages.swarm import LineInfo
 from peerd.machine.averaging.allreduce import AveragingPlan
 from peerd.machine.averaging.shares import bound_s_per_byte
 from peerd.machine.averaging.work_split import Lines, Split
-from peerd.net.host.host import Host
 from peerd.service.averaging.allreduce import Averaging, Vector
-from peerd.service.rpc.rpc import Rpc
 from peerd.sim.clock import run_virtual
+from peerd.sim.programs import stack_on
 from peerd.sim.simnet import SimLine
 from peerd.sim.world import Node, World, WorldConfig
 from tests.kit.amount import thorough
@@ -35,12 +34,7 @@ SETUPS = {
 
 
 async def program(node: Node, *, task_status: trio.TaskStatus[None]) -> None:
-    node.host = Host(node.keypair, node.clock, [node.transport])
-    node.rpc = Rpc(node.host, node.clock)
-    async with trio.open_nursery() as nursery:
-        await nursery.start(node.host.run, [node.addr])
-        await nursery.start(node.rpc.run)
-        task_status.started()
+    await stack_on(node).run([node.addr], task_status=task_status)
 
 
 def split_of(names: Sequence[str], rates: Sequence[float], helpers: int = 0) -> Split:

@@ -10,11 +10,8 @@ import pytest
 import trio
 
 from peerd.core.runfile import ModelSection, PipelineSection, RunFile
-from peerd.net.host.host import Host
-from peerd.service.dht.dht import Dht
-from peerd.service.rpc.rpc import Rpc
 from peerd.sim.clock import run_virtual
-from peerd.sim.programs import swarm
+from peerd.sim.programs import stack_on, swarm
 from peerd.sim.world import Node, World, WorldConfig
 from peerd.training.stage.line_info import own_line
 from roles.stage import StageRole
@@ -30,15 +27,9 @@ STEPS = 12
 
 async def shut(node: Node, *, task_status: trio.TaskStatus[None]) -> None:
     """A node that listens nowhere, and knows it: as behind a router, without a relay."""
-    node.host = Host(node.keypair, node.clock, [node.transport])
-    node.host.takes_inbound = False
-    node.rpc = Rpc(node.host, node.clock)
-    node.dht = Dht(node.host, node.rpc, node.clock, node.keypair)
-    async with trio.open_nursery() as nursery:
-        await nursery.start(node.host.run)
-        await nursery.start(node.rpc.run)
-        await nursery.start(node.dht.run, node.world.bootstrap)
-        task_status.started()
+    stack = stack_on(node)
+    stack.host.takes_inbound = False
+    await stack.run([], node.world.bootstrap, task_status=task_status)
 
 
 def pinned(roles: Roles, stage: int, network: Any) -> Any:

@@ -13,10 +13,10 @@ the list.
 from __future__ import annotations
 
 import hashlib
-from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Final
 
+from peerd.core.bounded_dict import BoundedDict
 from peerd.core.errors import ProtocolViolation
 from peerd.core.ids import PeerId
 from peerd.core.limits import CLOCK_CORRECTION_S
@@ -73,7 +73,7 @@ class Roll:
         self._one_stage = stages == 1
         self._members: dict[PeerId, Member] = {organizer: Member("organizer", None, None)}
         self._expired: set[PeerId] = set()  # with a token that counts but for our clock, which may be wrong
-        self._genuine: OrderedDict[bytes, None] = OrderedDict()  # SHA-256 of sealed tokens
+        self._genuine = BoundedDict[bytes, None](_REMEMBERED)  # SHA-256 of sealed tokens
 
     def __len__(self) -> int:
         return len(self._members)
@@ -181,8 +181,6 @@ class Roll:
             if not signed_by(self.organizer, Token, data):
                 return False
             self._genuine[digest] = None
-            if len(self._genuine) > _REMEMBERED:
-                self._genuine.popitem(last=False)
         return True
 
 

@@ -10,12 +10,13 @@ finish what it had is given less (`Leash`), and its place goes to others when th
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from statistics import median
 
+from peerd.core.bounded_dict import BoundedDict
 from peerd.core.limits import LEASHED_TRAINERS
 from peerd.core.messages.swarm import Mb
 from peerd.machine.batch.forecast import TrainerPace, WorkerPace, shared_in_s, whole_in_s
@@ -49,8 +50,8 @@ class Admission:
     def __init__(self, own_pace: bool) -> None:
         self._own_pace = own_pace
         self._trainers: dict[str, _Trainer] = {}
-        self._leashes: dict[str, Leash] = {}
-        self._proven: OrderedDict[str, None] = OrderedDict()  # trainers that helped to make a step; the latest last
+        self._leashes = BoundedDict[str, Leash](LEASHED_TRAINERS)
+        self._proven = BoundedDict[str, None](LEASHED_TRAINERS)  # trainers that helped to make a step
         self.probation = Probation()
         self._under_way: dict[str, int] = {}  # when `wishes` was asked last
         self._patience = 0  # how often leases ran out since anybody finished anything
@@ -117,8 +118,6 @@ class Admission:
         if self.is_newcomer(trainer):
             self.probation.failed(now, trainer)
         leash = self._leashes.setdefault(trainer, Leash())
-        if len(self._leashes) > LEASHED_TRAINERS:
-            del self._leashes[next(iter(self._leashes))]
         known = self._trainers.get(trainer)
         return leash.strike(now, self._under_way.get(trainer, 0), known is not None and known.turn_s > 0)
 
@@ -130,10 +129,8 @@ class Admission:
         """Record that these helped to make a step; a trainer that had stood in the way recovers."""
         for trainer in helped:
             self._proven[trainer] = None
-            self._proven.move_to_end(trainer)
-            if len(self._proven) > LEASHED_TRAINERS:
-                self._proven.popitem(last=False)
-        self._leashes = {trainer: leash for trainer, leash in self._leashes.items() if leash.step_made()}
+        for trainer in [trainer for trainer, leash in self._leashes.items() if not leash.step_made()]:
+            del self._leashes[trainer]
 
     def _given(self, now: float) -> dict[str, int | None]:
         """Number of microbatches that each trainer may have under way; None: any number."""

@@ -9,11 +9,11 @@ input: any number of identities; those of many places cost steps a moment for ea
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
+from peerd.core.bounded_dict import BoundedDict
 from peerd.core.limits import PROBATION_PLACES
 
 _WAIT_S: Final = 15.0  # the first time
@@ -35,7 +35,7 @@ class Probation:
 
     def __init__(self, place_of: Callable[[str], str] | None = None) -> None:
         self._place_of = place_of or (lambda peer: peer)
-        self._accounts: OrderedDict[str, _Account] = OrderedDict()  # by place, the latest last
+        self._accounts = BoundedDict[str, _Account](PROBATION_PLACES)  # by place
 
     def waits(self, now: float, newcomer: str) -> bool:
         """True while this newcomer has to wait, for what others from its place did."""
@@ -52,7 +52,4 @@ class Probation:
         times, place = self.times(now, newcomer), self._place_of(newcomer)
         seconds: float = min(_WAIT_S * 2.0**times, _WAIT_MOST_S)
         self._accounts[place] = _Account(min(times + 1, 8), now, now + seconds)
-        self._accounts.move_to_end(place)
-        if len(self._accounts) > PROBATION_PLACES:
-            self._accounts.popitem(last=False)
         return seconds

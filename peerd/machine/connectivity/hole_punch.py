@@ -21,6 +21,7 @@ from typing import Final
 from multiaddr import Multiaddr
 
 from peerd.core.addr import Ip, decode_addr, ip_of, is_dialable, place_of, reach, split_peer, tcp_place
+from peerd.core.bounded_dict import BoundedDict
 from peerd.core.errors import ProtocolViolation
 from peerd.core.ids import PeerId
 from peerd.core.limits import (
@@ -160,7 +161,7 @@ class PunchMemory:
     """Results of former meetings, and a quota for what others have us dial."""
 
     def __init__(self, rng: random.Random) -> None:
-        self.pairs: dict[PeerId, Pair] = {}  # the one that failed longest ago first
+        self.pairs = BoundedDict[PeerId, Pair](PUNCH_PAIRS)  # the one that failed longest ago first
         self._rng = rng
         self._own: frozenset[Ip] = frozenset()
         self._quota = Quota(PUNCH_PER_PEER_MINUTE, PUNCH_TARGET_PER_MINUTE, PUNCH_PER_MINUTE)
@@ -187,13 +188,11 @@ class PunchMemory:
 
     def failed(self, peer: PeerId, theirs: Iterable[Hashable], reason: str, now: float) -> None:
         """A whole meeting came to nothing."""
-        before = self.pairs.pop(peer, None)
+        before = self.pairs.get(peer)
         failures = 1 if before is None else before.failures + 1
         pause_s = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * _GROWTH ** min(failures - 1, 10))
         due_s = now + pause_s * self._rng.uniform(0.75, 1.25)
         self.pairs[peer] = Pair(failures, due_s, reason, frozenset(theirs))
-        while len(self.pairs) > PUNCH_PAIRS:
-            del self.pairs[next(iter(self.pairs))]
 
     def succeeded(self, peer: PeerId) -> None:
         self.pairs.pop(peer, None)

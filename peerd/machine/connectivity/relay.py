@@ -11,11 +11,11 @@ place cannot take all circuits to a peer. Source: libp2p specs `relay/circuit-v2
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from peerd.core.addr import Ip, place_of
+from peerd.core.bounded_dict import BoundedDict
 from peerd.core.ids import PeerId
 from peerd.core.protobuf.circuit import Status
 
@@ -100,7 +100,7 @@ class Switchboard:
     config: RelayConfig = field(default_factory=RelayConfig)
     _reservations: dict[PeerId, _Reservation] = field(default_factory=dict)  # the next to expire first
     _circuits: dict[int, _Circuit] = field(default_factory=dict)
-    _requests: OrderedDict[str, _Allowance] = field(default_factory=OrderedDict)  # by place, the latest last
+    _requests: BoundedDict[str, _Allowance] = field(default_factory=lambda: BoundedDict(_PLACES))  # by place
     _next: int = 0
 
     # --- reservations --------------------------------------------------------------------------------------
@@ -198,10 +198,7 @@ class Switchboard:
 
     def _too_often(self, now: float, place: str) -> Refusal | None:
         most = self.config.requests_per_place_min
-        allowance = self._requests.pop(place, None) or _Allowance(most, now)
-        self._requests[place] = allowance
-        while len(self._requests) > _PLACES:
-            self._requests.popitem(last=False)
+        allowance = self._requests[place] = self._requests.get(place) or _Allowance(most, now)
         allowance.left = min(most, allowance.left + (now - allowance.at) * most / 60)
         allowance.at = now
         if allowance.left < 1:

@@ -16,6 +16,7 @@ from multiaddr import Multiaddr
 
 from peerd.core.ids import PeerId
 from peerd.machine.connectivity.network_votes import network_of
+from peerd.machine.rate.backoff import backoff_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +125,7 @@ class Reservations:
         if relay.until > now:
             relay.renew_at = now + config.renew_again_s
         else:
-            relay.not_before = now + min(config.rest_s * 2 ** (relay.failures - 1), config.longest_rest_s)
+            relay.not_before = now + backoff_s(relay.failures, config.rest_s, config.longest_rest_s)
 
     # --- what to do --------------------------------------------------------------------------------------------
 

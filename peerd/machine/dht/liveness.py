@@ -7,10 +7,11 @@ never told to others, so that nobody can be slandered.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from dataclasses import dataclass
 
+from peerd.core.bounded_dict import BoundedDict
 from peerd.core.ids import PeerId
+from peerd.machine.rate.backoff import backoff_s
 
 BASE_S = 5.0  # of the first silence; doubles with each further one
 LONGEST_S = 640.0
@@ -26,8 +27,7 @@ class Liveness:
     """Suspicion of each peer. Every method takes and returns monotonic seconds."""
 
     def __init__(self, remember: int = 4096) -> None:
-        self._remember = remember
-        self._suspects: OrderedDict[bytes, _Suspect] = OrderedDict()  # by raw peer id, which hashes fast
+        self._suspects = BoundedDict[bytes, _Suspect](remember)  # by raw peer id, which hashes fast
 
     def answered(self, peer: PeerId) -> None:
         """The peer is well: suspicion ends."""
@@ -41,7 +41,7 @@ class Liveness:
         suspect = self._suspect(peer)
         if now >= suspect.until:
             suspect.silences += 1
-            suspect.until = now + min(BASE_S * 2 ** (suspect.silences - 1), LONGEST_S)
+            suspect.until = now + backoff_s(suspect.silences, BASE_S, LONGEST_S)
         return suspect.silences
 
     def lied(self, now: float, peer: PeerId, shun_s: float) -> None:
@@ -66,8 +66,5 @@ class Liveness:
         return len(self._suspects)
 
     def _suspect(self, peer: PeerId) -> _Suspect:
-        suspect = self._suspects.setdefault(peer.raw, _Suspect())
-        self._suspects.move_to_end(peer.raw)
-        if len(self._suspects) > self._remember:
-            self._suspects.popitem(last=False)
+        suspect = self._suspects[peer.raw] = self._suspects.get(peer.raw) or _Suspect()
         return suspect

@@ -8,10 +8,10 @@ to die, and somebody must be asked when it is back. Sends nothing: it says which
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from peerd.core.bounded_dict import BoundedDict
 from peerd.core.ids import Key, PeerId
 from peerd.machine.dht.liveness import Liveness
 from peerd.machine.dht.routing_table import Contact, Table
@@ -44,11 +44,11 @@ class Neighbours:
         self._stale_s = stale_s
         self._silence = Liveness()
         self._liars = Liveness()
-        self._greeted: OrderedDict[PeerId, float] = OrderedDict()
-        self._near: OrderedDict[Key, _Near] = OrderedDict()
-        self._former: OrderedDict[PeerId, Contact] = OrderedDict()
-        self._resigned: OrderedDict[PeerId, None] = OrderedDict()  # cannot be dialed, as they say themselves
-        self._given: OrderedDict[tuple[PeerId, Key], float] = OrderedDict()
+        self._greeted = BoundedDict[PeerId, float](_GREETED)
+        self._near = BoundedDict[Key, _Near](_NEAR_KEYS)
+        self._former = BoundedDict[PeerId, Contact](_FORMER)
+        self._resigned = BoundedDict[PeerId, None](_GREETED)  # cannot be dialed, as they say themselves
+        self._given = BoundedDict[tuple[PeerId, Key], float](_NEAR_KEYS)
 
     def usable(self, now: float, peer: PeerId) -> bool:
         """True when this peer may be asked, and named to others."""
@@ -106,9 +106,6 @@ class Neighbours:
     def resigned(self, peer: PeerId) -> Contact | None:
         """Note its word that it cannot be dialed, or not any more. Returns a newcomer to probe in its place."""
         self._resigned[peer] = None
-        self._resigned.move_to_end(peer)
-        if len(self._resigned) > _GREETED:
-            self._resigned.popitem(last=False)
         newcomer = self._remove(peer)
         self._former.pop(peer, None)
         return newcomer
@@ -126,9 +123,6 @@ class Neighbours:
         if greeted is not None and now - greeted < self._greet_again_s:
             return False
         self._greeted[peer] = now
-        self._greeted.move_to_end(peer)
-        if len(self._greeted) > _GREETED:
-            self._greeted.popitem(last=False)
         return True
 
     def ungreeted(self, peer: PeerId) -> None:
@@ -142,9 +136,6 @@ class Neighbours:
     def found_near(self, now: float, key: Key, contacts: Iterable[Contact]) -> None:
         """Note that a search ended with these, nearest first."""
         self._near[key] = _Near(now, tuple(contacts))
-        self._near.move_to_end(key)
-        if len(self._near) > _NEAR_KEYS:
-            self._near.popitem(last=False)
 
     def seeds(self, now: float, key: Key, target: int) -> list[Contact]:
         """Contacts to begin a look-up of `key` with: the peers of the table, and those that the last such look-up
@@ -170,9 +161,6 @@ class Neighbours:
         if given is not None and now - given < self._near_s:
             return False
         self._given[peer, key] = now
-        self._given.move_to_end((peer, key))
-        if len(self._given) > _NEAR_KEYS:
-            self._given.popitem(last=False)
         return True
 
     def probes(self, now: float) -> list[Contact]:
@@ -196,6 +184,4 @@ class Neighbours:
         if contact is None:
             return None
         self._former[peer] = contact
-        if len(self._former) > _FORMER:
-            self._former.popitem(last=False)
         return self.table.remove(peer)

@@ -12,10 +12,11 @@ twice; never ourselves.
 from __future__ import annotations
 
 import random
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
+from peerd.core.bounded_dict import BoundedDict
 from peerd.core.errors import LocalError
 from peerd.core.ids import Key, PeerId
 
@@ -51,8 +52,8 @@ class _Seat:
 
 @dataclass(slots=True)
 class _Bucket:
+    reserve: BoundedDict[bytes, Contact]  # latest newcomer last
     seats: dict[bytes, _Seat] = field(default_factory=dict)  # by raw peer id; least recently seen first
-    reserve: OrderedDict[bytes, Contact] = field(default_factory=OrderedDict)  # latest newcomer last
     refreshed: float = 0.0
 
 
@@ -122,12 +123,9 @@ class Table:
         index = self._index(contact.place)
         bucket = self._buckets.get(index)
         if bucket is None:
-            bucket = self._buckets[index] = _Bucket(refreshed=now)
+            bucket = self._buckets[index] = _Bucket(BoundedDict(self._k), refreshed=now)
         if len(bucket.seats) >= self._k and not self._make_room(bucket, contact):
             bucket.reserve[raw] = contact
-            bucket.reserve.move_to_end(raw)
-            if len(bucket.reserve) > self._k:
-                bucket.reserve.popitem(last=False)
             return False, next(iter(bucket.seats.values())).contact
         bucket.reserve.pop(raw, None)
         bucket.seats[raw] = self._seats[raw] = _Seat(contact, network_of(contact.addrs), index, now, now)
@@ -192,7 +190,7 @@ class Table:
         for index in range(nearest, KEY_BITS + 1):
             bucket = self._buckets.get(index)
             if bucket is None:
-                bucket = self._buckets[index] = _Bucket(refreshed=now - every_s)
+                bucket = self._buckets[index] = _Bucket(BoundedDict(self._k), refreshed=now - every_s)
             if now - bucket.refreshed >= every_s:
                 bucket.refreshed = now
                 due.append(index)

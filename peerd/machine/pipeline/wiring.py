@@ -13,6 +13,8 @@ import random
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
+from peerd.machine.rate.backoff import backoff_s
+
 BACKWARD_COST = 2.5  # of a forward; the paper's code uses the same
 _UNMEASURED_S = 1.0  # virtual seconds a unit costs before a peer's first answer: probed at once, never flooded
 _SMOOTHING = 0.1
@@ -87,9 +89,9 @@ class Wiring:
         if peer is None:
             return 0
         if peer.rests_until <= now:  # calls that were sent together fail together: that is one failure
-            rest_s = min(_LONGEST_REST_S, _FIRST_REST_S * 2.0 ** min(peer.failures, 10))
-            peer.rests_until = now + max(rest_s, min(_REST_PER_LOST_S * took_s, _LONGEST_LOST_REST_S))
             peer.failures += 1
+            rest_s = backoff_s(peer.failures, _FIRST_REST_S, _LONGEST_REST_S)
+            peer.rests_until = now + max(rest_s, min(_REST_PER_LOST_S * took_s, _LONGEST_LOST_REST_S))
             return peer.failures
         return peer.failures + 1
 

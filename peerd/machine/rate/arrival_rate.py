@@ -13,9 +13,10 @@ Bounded: the peers heard from last are kept. No clock here: times are arguments.
 from __future__ import annotations
 
 import statistics
-from collections import OrderedDict, deque
+from collections import deque
 from typing import Final
 
+from peerd.core.bounded_dict import BoundedDict
 from peerd.core.ids import PeerId
 from peerd.core.limits import LINE_RATE_PEERS
 
@@ -37,7 +38,7 @@ class LineRates:
     """The rates of payloads that arrive, by peer."""
 
     def __init__(self) -> None:
-        self._peers: OrderedDict[PeerId, _Arrivals] = OrderedDict()
+        self._peers = BoundedDict[PeerId, _Arrivals](LINE_RATE_PEERS)
 
     def count(self, peer: PeerId, count: int) -> int:
         """So many payload bytes have come from `peer`; returns how many have in all, until it was forgotten."""
@@ -63,11 +64,5 @@ class LineRates:
         return {peer: statistics.median(arrivals.rates) for peer, arrivals in self._peers.items() if arrivals.rates}
 
     def _of(self, peer: PeerId) -> _Arrivals:
-        arrivals = self._peers.get(peer)
-        if arrivals is None:
-            arrivals = self._peers[peer] = _Arrivals()
-            if len(self._peers) > LINE_RATE_PEERS:
-                self._peers.popitem(last=False)
-        else:
-            self._peers.move_to_end(peer)
+        arrivals = self._peers[peer] = self._peers.get(peer) or _Arrivals()
         return arrivals

@@ -20,6 +20,7 @@ from collections.abc import Iterable
 from random import Random
 
 from peerd.core.limits import STATE_DONORS, STATE_PIECES_IN_FLIGHT, STATE_PIECES_PER_DONOR
+from peerd.machine.rate.backoff import backoff_s
 from peerd.machine.state import download_events as dl
 from peerd.machine.state.donors import LEAST_PIECE_S, UNKNOWN_PIECE_S, Donor, DonorStanding, PieceInFlight
 from peerd.machine.state.quorum import VOUCHERS, Claim, Poll, camps, meeting_step
@@ -171,7 +172,7 @@ class Download:
         rounds = min((donor.asked for donor in again), default=1)
         if again and self.chosen is None:
             self._meet = meeting_step((donor.claim for donor in again if donor.claim), rounds)
-        pause_s = min(_AGAIN_S * 2 ** (rounds - 1), _MOST_PAUSE_S)
+        pause_s = backoff_s(rounds, _AGAIN_S, _MOST_PAUSE_S)
         for donor in again:
             donor.standing, donor.not_before = DonorStanding.NEW, now + pause_s
         self._ask_claims(now, out)

@@ -17,6 +17,7 @@ import trio
 from multiaddr import Multiaddr
 
 from peerd.core.addr import is_dialable, is_relayed, normal, split_peer
+from peerd.core.bounded_dict import BoundedDict
 from peerd.core.errors import Unreachable
 from peerd.core.ids import PeerId
 from peerd.core.limits import ADDRS_PER_PEER, PEERS_KNOWN
@@ -33,7 +34,7 @@ class AddressBook:
     """Addresses per peer, without their /p2p part, and how each has fared."""
 
     def __init__(self) -> None:
-        self._book: dict[PeerId, dict[Multiaddr, Past]] = {}
+        self._book = BoundedDict[PeerId, dict[Multiaddr, Past]](PEERS_KNOWN)
         self._successes = 0
 
     def learn(self, peer: PeerId, addrs: Iterable[Multiaddr], heard: User | None = None) -> None:
@@ -54,8 +55,6 @@ class AddressBook:
                 del known[next((a for a, past in known.items() if not past.worked), next(iter(known)))]
         if known:
             self._book[peer] = known  # now the youngest entry
-        while len(self._book) > PEERS_KNOWN:
-            del self._book[next(iter(self._book))]
 
     def worked(self, peer: PeerId, addr: Multiaddr) -> None:
         """Record that `addr` led to `peer`."""

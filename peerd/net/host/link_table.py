@@ -26,6 +26,7 @@ from peerd.machine.connectivity.path_selection import Path, Way, choose
 from peerd.net.faults import Faults
 from peerd.net.link.link import Link
 from peerd.net.link.stream import StreamOwner
+from peerd.net.signal import Signal
 
 _log = logging.getLogger("peerd.net")
 
@@ -102,7 +103,7 @@ class Links:
         self._usable: dict[PeerId, list[Link]] = {}  # newest last
         self._best: dict[PeerId, tuple[Link, str]] = {}  # the one in use, and why
         self._moved: list[Callable[[PeerId], None]] = []
-        self._news = trio.Event()  # a link was superseded
+        self._news = Signal()  # a link was superseded
         self._all: dict[Link, None] = {}  # oldest first, with those that are on their way out
         self._booked: dict[Link, User] = {}  # those that came in, less those that made room
         self._cut: set[Link] = set()  # those that made room, until they have ended
@@ -151,7 +152,7 @@ class Links:
         for link in links:
             link.superseded_at = None if link is best else link.superseded_at or now
         if len(links) > 1:
-            self._news.set()
+            self._news.notify()
         if before is None or before[0] is not best:
             _log.debug("new streams to %s take %s (%s)", peer, best, why)
             for told in self._moved:
@@ -168,7 +169,6 @@ class Links:
             due = min((self._due(link) for link in self._all), default=math.inf)
             with trio.move_on_at(due):
                 await self._news.wait()
-                self._news = trio.Event()
                 continue
             for peer, links in list(self._usable.items()):
                 if len(links) > 1:

@@ -35,6 +35,7 @@ from peerd.net.link.stream import Stream
 from peerd.net.link.unread import Unread
 from peerd.net.link.upgrade import Secured
 from peerd.net.tcp_info import TcpInfo
+from peerd.net.timer import Timer
 from peerd.net.transport import CountedLink, LendingLink, LocatedLink, RankedLink, RawLink, counted
 
 __all__ = ["Buffers", "Link", "LinkConfig", "LinkOwner", "Stream"]
@@ -119,7 +120,8 @@ class Link:
         self._raw, self._opener, self._early = secured.raw, session.opener, secured.early
         self.owner, self._config, self.buffers = owner, config, buffers
         self._scope = trio.CancelScope()
-        self._resting = trio.CancelScope()  # of the task that keeps time
+        self._leave_at = float("inf")
+        self._timer = Timer(lambda: min(self.mux.wake_at(), self._leave_at), self._tend)
         self._ended = trio.Event()
         self._work: trio.Event | None = None  # the writer waits on it
         self._quiet: trio.Event | None = None  # set when everything is handed to the raw link
@@ -134,7 +136,6 @@ class Link:
         self._look_at = 0  # received bytes at which the unread ones are counted next
         self._violated = False  # the peer broke the protocol
         self._told = False  # the owner knows that the link is not to be used
-        self._leave_at = float("inf")
 
     def __repr__(self) -> str:
         return f"<Link {'to' if self.initiator else 'from'} {self.peer.short} {self.remote}>"
@@ -181,7 +182,7 @@ class Link:
             async with trio.open_nursery() as nursery:
                 self._nursery = nursery
                 nursery.start_soon(self._write_loop)
-                nursery.start_soon(self._tend_loop)
+                nursery.start_soon(self._timer.run)
                 if self._opens_rails:
                     nursery.start_soon(self.rails.tend, nursery)
                 await self._read_loop()
@@ -293,7 +294,7 @@ class Link:
     def doubt(self) -> None:
         """A call on this link was not answered in time: if the peer says nothing at all, it is soon taken for lost."""
         self.mux.doubt(trio.current_time())
-        self._resting.deadline = min(self._resting.deadline, self.mux.wake_at())
+        self._timer.rearm()
         self.flush()
 
     def release(self, stream: Stream) -> None:
@@ -468,24 +469,22 @@ class Link:
                 self._quiet = trio.Event()
                 await self._quiet.wait()
 
-    async def _tend_loop(self) -> None:
-        while True:
-            with trio.CancelScope(deadline=min(self.mux.wake_at(), self._leave_at)) as self._resting:
-                await trio.sleep_forever()
-            now = trio.current_time()
-            for event in self.mux.wake(now):
-                if isinstance(event, Dead):
-                    self.abort(f"no answer for {event.silent_s:.0f} s")
-            if now >= self._leave_at:
-                self.abort("the peer left")
-            if self._send_began is not None and now - self._send_began > self._config.stall_s:
-                self.abort(f"the peer took nothing for {self._config.stall_s:.0f} s")
-            if self.rails.stuck(now, self._config.stall_s):
-                self.abort(f"the peer took nothing on a rail for {self._config.stall_s:.0f} s")
-            for stream in [s for s in self.streams if s.negotiating and s.mux.inbound]:
-                if now - stream.opened_at > self._config.negotiate_s:
-                    stream.reset()
-            self.flush()
+    def _tend(self) -> None:
+        """Time has passed: end what takes too long."""
+        now = trio.current_time()
+        for event in self.mux.wake(now):
+            if isinstance(event, Dead):
+                self.abort(f"no answer for {event.silent_s:.0f} s")
+        if now >= self._leave_at:
+            self.abort("the peer left")
+        if self._send_began is not None and now - self._send_began > self._config.stall_s:
+            self.abort(f"the peer took nothing for {self._config.stall_s:.0f} s")
+        if self.rails.stuck(now, self._config.stall_s):
+            self.abort(f"the peer took nothing on a rail for {self._config.stall_s:.0f} s")
+        for stream in [s for s in self.streams if s.negotiating and s.mux.inbound]:
+            if now - stream.opened_at > self._config.negotiate_s:
+                stream.reset()
+        self.flush()
 
     def _leaving(self, reason: str) -> None:
         if not self._told:

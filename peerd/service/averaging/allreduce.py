@@ -32,6 +32,7 @@ from peerd.core.messages.swarm import AverageAlive, AverageKey
 from peerd.core.work import Worker
 from peerd.machine.averaging.allreduce import AveragingPlan, Part, PartPace, Round, RoundFailed
 from peerd.machine.averaging.stats import Outcomes
+from peerd.net.signal import Signal
 from peerd.service.averaging.open_round import (
     OpenRound,
     PartGate,
@@ -82,7 +83,7 @@ class Averaging:
         self._rounds: dict[bytes, OpenRound] = {}
         self._memory, self._parts_memory = VectorMemory(), VectorMemory(_PARTS_KEPT)
         self._expected: dict[bytes, bool] = {}  # rounds of our attempts, and which have begun
-        self._opened = trio.Event()  # set and replaced whenever a round opens
+        self._opened = Signal()  # a round opens
         limits = MethodLimits(frames=1, frame_bytes=8 << 20, calls_per_peer=8)  # rounds that were called off end slowly
         rpc.serve_stream(METHOD, AverageKey, self._take_parts, limits=limits)
         rpc.serve(_ALIVE, AverageKey, self._alive)
@@ -192,8 +193,7 @@ class Averaging:
     def _registered(self, attempt: bytes, state: OpenRound) -> Iterator[None]:
         self._rounds[attempt] = state
         self._expected |= {attempt: True} if attempt in self._expected else {}
-        self._opened.set()
-        self._opened = trio.Event()
+        self._opened.notify()
         try:
             yield
         finally:

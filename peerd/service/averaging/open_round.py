@@ -18,6 +18,7 @@ import trio
 from peerd.core.frame import FrameHeader, TensorFrame
 from peerd.core.work import Worker
 from peerd.machine.averaging.allreduce import AveragingPlan, Part, PartPace, Round, RoundFailed
+from peerd.net.signal import Signal
 from peerd.service.averaging.pacing import Evenly
 from peerd.service.averaging.reduce import PartCoder, PlainParts, Vector, VectorMemory, Version, check_form, is_plain
 from peerd.service.rpc.rpc import CallStream, Encoded
@@ -102,7 +103,7 @@ class Returns:
     def __init__(self, state: OpenRound, parts: CallStream) -> None:
         self._state, self._parts = state, parts
         self._due = deque[int]()
-        self._left = trio.Event()
+        self._left = Signal()
         self.scope = trio.CancelScope()  # cancelled when something due will never be there
 
     def __enter__(self) -> Returns:
@@ -125,14 +126,13 @@ class Returns:
             state.taken(due.popleft())
             self._parts.put(answer)
         if not due:
-            self._left.set()
+            self._left.notify()
         elif state.failure is not None:
             self.scope.cancel()
 
     async def left(self) -> None:
         """Wait until all that is due has been put."""
         while self._due:
-            self._left = trio.Event()
             await self._left.wait()
 
 

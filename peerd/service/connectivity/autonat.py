@@ -31,6 +31,7 @@ from peerd.net.host.host import Host, PeerDown, PeerTold
 from peerd.net.host.link_table import PeerEvent
 from peerd.net.link.delimited import receive_message, send_message
 from peerd.net.link.stream import Stream, StreamOwner
+from peerd.net.timer import Timer
 
 _log = logging.getLogger("peerd.reach")
 PROVEN = "proven"  # announces addresses at which strangers got through
@@ -58,7 +59,7 @@ class Reach:
         self._dial_backs = DialBacks()
         self._dialed_back = {"through": 0, "in_vain": 0, "refused": 0}
         self._nursery: trio.Nursery | None = None
-        self._timer = trio.CancelScope()
+        self._timer = Timer(self._wake_at, self.look)
         self._heard: list[Callable[[Finding], None]] = []
         self._relays: Callable[[], int] = lambda: 0
         self._shut_at = math.inf
@@ -88,7 +89,7 @@ class Reach:
                     for peer in self._host.connected():
                         self._told(self._host.links.best(peer))
                     self.look()
-                    self._nursery.start_soon(self._keep_time)
+                    self._nursery.start_soon(self._timer.run)
                     self._nursery.start_soon(self._follow_machine)
                     task_status.started()
                     async for event in events:
@@ -118,7 +119,7 @@ class Reach:
         if self._machine.finding != before:
             self._apply(before)
         self._open_or_shut(now)
-        self._timer.deadline = min(self._timer.deadline, self._wake_at(now))
+        self._timer.rearm()
 
     def _open_or_shut(self, now: float) -> None:
         """Set whether others can come in at all; that they cannot counts only once it has lasted."""
@@ -130,14 +131,8 @@ class Reach:
                 _log.warning("nobody can connect to this peer: it only dials out")
                 self._shut_at, self._host.takes_inbound = math.inf, False
 
-    def _wake_at(self, now: float) -> float:
-        return min(self._machine.wake_at(now), self._shut_at)
-
-    async def _keep_time(self) -> None:
-        while True:
-            with trio.CancelScope(deadline=self._wake_at(self._clock.now())) as self._timer:
-                await trio.sleep_forever()
-            self.look()
+    def _wake_at(self) -> float:
+        return min(self._machine.wake_at(self._clock.now()), self._shut_at)
 
     async def _follow_machine(self) -> None:
         """Ask again when this machine is elsewhere."""

@@ -16,6 +16,7 @@ import trio
 from multiaddr import Multiaddr
 
 from peerd.core.addr import ip_of, is_relayed, reach, split_peer
+from peerd.core.bounded_dict import BoundedDict
 from peerd.core.clock import Clock
 from peerd.core.errors import RemoteError
 from peerd.core.ids import PeerId
@@ -60,7 +61,7 @@ class LanDiscovery:
         """`met` hears of each neighbour that was reached, and at which address."""
         self._host, self._finder, self._met = host, finder, met
         self._config = config or LanConfig()
-        self._neighbours: dict[PeerId, _Neighbour] = {}  # those found lately are last
+        self._neighbours = BoundedDict[PeerId, _Neighbour](LAN_PEERS)
         self._dials = 0
         self._problem: str | None = None
         self._nursery: trio.Nursery | None = None
@@ -119,11 +120,8 @@ class LanDiscovery:
             if peer is not None and peer != self._host.id and self._is_near(bare):
                 by_peer.setdefault(peer, []).append(bare)
         for peer, addrs in list(by_peer.items())[:1]:  # one announcement speaks of one peer
-            neighbour = self._neighbours.pop(peer, None) or _Neighbour(addrs)
+            neighbour = self._neighbours[peer] = self._neighbours.get(peer) or _Neighbour(addrs)
             neighbour.addrs = addrs
-            self._neighbours[peer] = neighbour
-        while len(self._neighbours) > LAN_PEERS:
-            del self._neighbours[next(iter(self._neighbours))]
         self._dial_some()
 
     async def _try_again(self) -> None:

@@ -18,6 +18,7 @@ import trio
 
 from peerd.core.addr import reach, tcp_addr, tcp_place
 from peerd.core.clock import Clock
+from peerd.machine.rate.backoff import backoff_s
 from peerd.net.gateway.natpmp import NatPmp
 from peerd.net.gateway.router import NoMapping, Router
 from peerd.net.gateway.upnp import Igd, available
@@ -79,7 +80,7 @@ class PortMapping:
     def _pause_s(self) -> float:
         if not self._failures:
             return min(self._config.renew_s, self._lease_s / 2)
-        return min(self._config.retry_s * 2.0 ** (self._failures - 1), self._config.longest_retry_s)
+        return backoff_s(self._failures, self._config.retry_s, self._config.longest_retry_s)
 
     async def _look(self) -> None:
         port = self._inside_port()

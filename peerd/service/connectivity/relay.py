@@ -48,6 +48,7 @@ from peerd.net.host.host import Host
 from peerd.net.host.link_table import PeerDown
 from peerd.net.link.delimited import receive_message, send_message
 from peerd.net.link.stream import Stream
+from peerd.net.timer import Timer
 
 _log = logging.getLogger("peerd.relay")
 _PIECE_BYTES = 64 * 1024  # about a frame: what one direction hands on in its turn
@@ -95,8 +96,8 @@ class Relay:
         # trip grows, and windows that follow it would crowd it further.
         under_way = min(self.config.bytes_per_s * _ROUND_TRIP_S, limits.WINDOW_BYTES_MAX)
         self._window_bytes = max(limits.WINDOW_BYTES_INITIAL, int(under_way))
-        self._asked = trio.Event()  # a piece waits for its turn
-        self._passing: dict[int, trio.Event] = {}  # by ticket
+        self._passing: dict[int, trio.Event] = {}  # by ticket: a piece that waits for its turn
+        self._turns = Timer(self._shares.wake_at, self._pass_turns)
         self._circuits: dict[int, _Circuit] = {}
         self._kept: dict[PeerId, None] = {}  # peers whose links we keep
         self._past_bytes = self._refused = 0
@@ -107,7 +108,7 @@ class Relay:
         try:
             with self._host.watch() as events:
                 async with trio.open_nursery() as nursery:
-                    nursery.start_soon(self._keep_turns)
+                    nursery.start_soon(self._turns.run)
                     nursery.start_soon(self._keep_small)
                     task_status.started()
                     while True:
@@ -311,21 +312,17 @@ class Relay:
     async def _take_turn(self, place: str, size_bytes: int) -> None:
         ticket = self._shares.ask(place, size_bytes)
         turn = self._passing[ticket] = trio.Event()
-        self._asked.set()
+        self._turns.rearm()
         try:
             await turn.wait()
         finally:
             if self._passing.pop(ticket, None) is not None:
                 self._shares.give_back(ticket)
 
-    async def _keep_turns(self) -> None:
+    def _pass_turns(self) -> None:
         """Let pieces pass in their order, at the rate of all together."""
-        while True:
-            self._asked = trio.Event()
-            while (ticket := self._shares.pop(trio.current_time())) is not None:
-                self._passing.pop(ticket).set()
-            with trio.move_on_at(self._shares.wake_at()):
-                await self._asked.wait()
+        while (ticket := self._shares.pop(trio.current_time())) is not None:
+            self._passing.pop(ticket).set()
 
     def _end(self, circuit: _Circuit, why: str) -> None:
         circuit.over = circuit.over or why

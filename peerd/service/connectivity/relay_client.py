@@ -15,6 +15,7 @@ import trio
 from multiaddr import Multiaddr
 
 from peerd.core.addr import is_relayed, reach
+from peerd.core.bounded_dict import BoundedDict
 from peerd.core.clock import Clock
 from peerd.core.errors import RemoteError
 from peerd.core.ids import PeerId
@@ -31,6 +32,7 @@ from peerd.machine.connectivity.relay_reservations import (
 )
 from peerd.net.host.host import Host, PeerDown, PeerTold
 from peerd.net.relay.circuit_transport import Circuits
+from peerd.net.timer import Timer
 
 _log = logging.getLogger("peerd.reach")
 CIRCUITS = "circuits"  # announces ways over relays
@@ -68,8 +70,8 @@ class Reserving:
         self._host, self._circuits, self._clock, self._guide = host, circuits, clock, guide
         self._machine = Reservations(clock.rng("reservations"), config)
         self._nursery: trio.Nursery | None = None
-        self._timer = trio.CancelScope()
-        self._lost: dict[PeerId, None] = {}
+        self._timer = Timer(lambda: self._machine.wake_at(clock.now()), self.look)
+        self._lost = BoundedDict[PeerId, None](_LOST_KEPT)
         self._heard: list[Callable[[], None]] = []
 
     @property
@@ -94,7 +96,7 @@ class Reserving:
                     for peer in self._host.connected():
                         self._consider(peer)
                     self.look()
-                    self._nursery.start_soon(self._keep_time)
+                    self._nursery.start_soon(self._timer.run)
                     task_status.started()
                     async for event in events:
                         if isinstance(event, PeerDown):
@@ -119,13 +121,7 @@ class Reserving:
                 case FindRelays():
                     self._nursery.start_soon(self._search)
         self._announce()
-        self._timer.deadline = min(self._timer.deadline, self._machine.wake_at(now))
-
-    async def _keep_time(self) -> None:
-        while True:
-            with trio.CancelScope(deadline=self._machine.wake_at(self._clock.now())) as self._timer:
-                await trio.sleep_forever()
-            self.look()
+        self._timer.rearm()
 
     def _consider(self, peer: PeerId) -> None:
         """Offer this connected peer as a relay if it is one, and is reached without a relay or a punched hole
@@ -145,10 +141,7 @@ class Reserving:
         now = self._clock.now()
         if peer in self._machine.held(now):
             _log.info("the relay %s is lost", peer)
-            self._lost.pop(peer, None)
             self._lost[peer] = None
-            while len(self._lost) > _LOST_KEPT:
-                del self._lost[next(iter(self._lost))]
         self._machine.gone(now, peer)
         self._circuits.forget(peer)
 

@@ -35,6 +35,7 @@ from peerd.machine.dht.routing_table import Contact
 from peerd.machine.dht.store import Verdict
 from peerd.machine.rpc.accounting import MethodLimits
 from peerd.net.host.host import Host, PeerDown
+from peerd.net.timer import Timer
 from peerd.service.dht import codec as wire
 from peerd.service.dht.bootstrap import EntryPoints
 from peerd.service.dht.requests import DhtCalls, PeerClock
@@ -85,7 +86,7 @@ class Dht:
         self._calls = DhtCalls(host, rpc, self._peer_clock, verifier, self._config.calls)
         self._entries = EntryPoints(host, self._met, self._config.retry_s, self._config.longest_retry_s)
         self._nursery: trio.Nursery | None = None
-        self._timer = trio.CancelScope()
+        self._timer = Timer(lambda: self._kad.wake_at(clock.now()), self._wake)
         self._numbers = itertools.count(1)
         self._operations: dict[int, _Operation] = {}
         self._responses: dict[int, q.Reply] = {}
@@ -105,7 +106,7 @@ class Dht:
                 with self._host.watch() as events:
                     self._serve()
                     self._tell_addrs()
-                    nursery.start_soon(self._keep_time)
+                    nursery.start_soon(self._timer.run)
                     nursery.start_soon(self._follow_addrs)
                     self._entries.start(nursery, bootstrap)
                     task_status.started()
@@ -280,16 +281,11 @@ class Dht:
                     _log.warning("peer %s broke the DHT's rules: %s", peer, why)
         if self._kad.node.joined:
             self._entries.settled.set()
-        wake_at = self._kad.wake_at(now)
-        if wake_at < self._timer.deadline:
-            self._timer.deadline = wake_at
+        self._timer.rearm()
 
-    async def _keep_time(self) -> None:
-        while True:
-            with trio.CancelScope(deadline=self._kad.wake_at(self._clock.now())) as self._timer:
-                await trio.sleep_forever()
-            self._tell_addrs()
-            self._handle(None)
+    def _wake(self) -> None:
+        self._tell_addrs()
+        self._handle(None)
 
     async def _follow_addrs(self) -> None:
         """Tell the peers that have us in a table of our new addresses, or that we have none."""

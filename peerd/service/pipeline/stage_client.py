@@ -27,6 +27,7 @@ from peerd.core.messages.swarm import Grant, Mb, MemberInfo, StageAnswer, StageB
 from peerd.core.runfile import RunFile, fingerprint
 from peerd.machine.batch.trainer_ledger import Holding
 from peerd.machine.pipeline.wiring import BACKWARD_COST, Wiring
+from peerd.net.signal import Signal
 from peerd.service.rpc.rpc import Answer, Rpc
 
 log = logging.getLogger("peerd.service.pipeline.stage_client")
@@ -86,7 +87,7 @@ class Pipeline:
         self._wirings = [Wiring(clock.rng(f"wiring {stage}")) for stage in range(self._stages)]
         self._calls: dict[str, dict[trio.CancelScope, float]] = {}  # by peer, and since when
         self._uplinks: list[dict[str, float]] = [{} for _ in range(self._stages)]  # bytes/s to each peer, as it says
-        self._changed = trio.Event()
+        self._changed = Signal()
         self.waits_for: str | None = None
         self.retries = 0
         self.sent_bytes = 0
@@ -103,8 +104,7 @@ class Pipeline:
         for name in self._calls.keys() - {m.peer for m in ready}:
             for scope in self._calls[name]:  # whoever has left will not answer: do not wait for the deadline
                 scope.cancel()
-        self._changed.set()
-        self._changed = trio.Event()
+        self._changed.notify()
 
     def look(self) -> None:
         """To be called now and then: of whom an answer is overdue, we see whether it is still there.

@@ -20,10 +20,10 @@ from random import Random
 import msgspec
 import trio
 
+from peerd.core.bounded_dict import BoundedDict
 from peerd.core.errors import Overloaded, ProtocolViolation, Refused, RemoteError, TooSlow, Unreachable
 from peerd.core.frame import TensorFrame
 from peerd.core.ids import PeerId
-from peerd.core.limits import LINKS
 from peerd.core.messages.encoding import Empty
 from peerd.core.messages.state import DIGEST_BYTES, StateLayout, piece_digest
 from peerd.core.messages.swarm import Position, StateDigests, StateManifest, StatePiece, StateRelease, StateRequest
@@ -31,6 +31,7 @@ from peerd.core.work import Worker
 from peerd.machine.state import download_events as dl
 from peerd.machine.state.download import Download
 from peerd.machine.state.quorum import Claim
+from peerd.net.timer import Timer
 from peerd.service.rpc.rpc import Rpc
 from peerd.service.state.serve import Methods
 
@@ -105,7 +106,7 @@ class FetchPlan:
     chosen: Callable[[Position], None]
     folder: Path | None
     all_have_it: bool  # are all donors known to have it, whether they answer or not?
-    paces: dict[str, float]  # seconds a byte, by donor, from earlier downloads: kept up to date here
+    paces: BoundedDict[str, float]  # seconds a byte, by donor, from earlier downloads: kept up to date here
 
 
 class Fetching:
@@ -123,7 +124,7 @@ class Fetching:
         now, known = trio.current_time(), plan.all_have_it
         self._machine = Download(now, plan.layout.pieces, rng, self._names(), kept, all_have_it=known)
         self._nursery: trio.Nursery | None = None
-        self._timer = trio.CancelScope()
+        self._timer = Timer(self._machine.wake_at, self._wake)
         self._scopes: dict[int, trio.CancelScope] = {}
         self._errors: dict[str, RemoteError] = {}
         self._last: dl.Downloaded | dl.GaveUp | None = None
@@ -136,15 +137,10 @@ class Fetching:
         began = trio.current_time()
         async with trio.open_nursery() as nursery:
             self._nursery = nursery
-            self._perform(self._machine.wake(began))
+            self._wake()
             nursery.start_soon(self._look_for_donors)
             nursery.start_soon(self._tell)
-            while self._last is None:
-                with trio.CancelScope(deadline=self._machine.wake_at()) as self._timer:
-                    await trio.sleep_forever()
-                if self._last is None:
-                    self._perform(self._machine.wake(trio.current_time()))
-            nursery.cancel_scope.cancel()
+            await self._timer.run()  # until `_perform` ends it
         self.report.seconds = trio.current_time() - began
         self._remember_paces()
         if isinstance(self._last, dl.GaveUp):
@@ -152,6 +148,9 @@ class Fetching:
         assert self.begun is not None
         self._release()
         return self.begun
+
+    def _wake(self) -> None:
+        self._perform(self._machine.wake(trio.current_time()))
 
     def _release(self) -> None:
         """Let donors go of the copies that they made for us: others may wait for the room."""
@@ -161,13 +160,9 @@ class Fetching:
             self._rpc.tell(PeerId.parse(name), self._plan.methods.release, body, timeout_s=_RELEASE_S)
 
     def _remember_paces(self) -> None:
-        """Remember the donors' paces, so that the next download does not take a slow line for a donor that fails, and
-        ask twice.
-        """
-        paces = self._plan.paces
-        paces.update({name: piece_s / self._piece_bytes for name, piece_s in self._machine.piece_s().items()})
-        while len(paces) > LINKS:
-            del paces[next(iter(paces))]
+        """Remember the donors' paces: the next download does not take a slow line for a donor that fails, and ask twice."""
+        measured = self._machine.piece_s().items()
+        self._plan.paces.update({name: piece_s / self._piece_bytes for name, piece_s in measured})
 
     async def _look_for_donors(self) -> None:
         while True:
@@ -209,7 +204,7 @@ class Fetching:
                 case dl.Downloaded() | dl.GaveUp():
                     self._last = output
                     self._nursery.cancel_scope.cancel()
-        self._timer.deadline = self._machine.wake_at()
+        self._timer.rearm()
 
     def _begin(self, chosen: dl.Chosen) -> None:
         claim, layout = chosen.claim, self._plan.layout

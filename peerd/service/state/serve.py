@@ -22,6 +22,7 @@ from typing import NamedTuple
 
 import trio
 
+from peerd.core.bounded_dict import BoundedDict
 from peerd.core.errors import Overloaded, Refused
 from peerd.core.frame import TensorFrame
 from peerd.core.ids import PeerId
@@ -95,14 +96,13 @@ class _Copy:
     digests: bytearray
     made: float
     name: Position | None = None  # under which it is asked for
-    used: dict[PeerId, _Use] = field(default_factory=dict)  # by caller; one that is back begins where it was
+    # By caller; one that is back begins where it was.
+    used: BoundedDict[PeerId, _Use] = field(default_factory=lambda: BoundedDict(STATE_USERS))
 
     def touch(self, peer: PeerId, now: float) -> None:
-        use = self.used.pop(peer, None) or _Use(now, now, bytearray(-(-self.layout.pieces // 8)))
+        use = self.used.get(peer) or _Use(now, now, bytearray(-(-self.layout.pieces // 8)))
         use.at, use.wanted = now, True
         self.used[peer] = use
-        if len(self.used) > STATE_USERS:
-            del self.used[next(iter(self.used))]
 
     def gave(self, peer: PeerId, piece: int, count: int) -> None:
         """`peer` has got a piece: what it has had before is no progress."""

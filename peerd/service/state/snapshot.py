@@ -18,7 +18,9 @@ from random import Random
 
 import trio
 
+from peerd.core.bounded_dict import BoundedDict
 from peerd.core.ids import PeerId
+from peerd.core.limits import LINKS
 from peerd.core.messages.state import StateItem, StateLayout, TensorSpec
 from peerd.core.messages.swarm import Position, StateRequest
 from peerd.core.work import Worker
@@ -45,7 +47,7 @@ class Fetcher:
         self._lock = trio.Lock()
         self._begun: BegunDownload | None = None  # what a failed attempt got
         self._shunned: dict[str, float] = {}  # until when
-        self._paces: dict[str, float] = {}  # of donors, seconds a byte
+        self._paces = BoundedDict[str, float](LINKS)  # of donors, seconds a byte
 
     async def fetch(
         self, donors: Donors, request: StateRequest, expected: Sequence[TensorSpec | StateItem], worker: Worker

@@ -8,21 +8,18 @@ from peerd.core.keys import Keypair
 from peerd.core.runfile import LimitsSection, RunFile
 from peerd.machine.rate.access_line import Count
 from peerd.net.clock import RealClock
-from peerd.net.host.host import Host
-from peerd.service.dht.dht import Dht
-from peerd.service.rpc.rpc import Rpc
+from peerd.service.peer_stack import peer_stack
 from peerd.service.run_services import Carries, RunServices
 from peerd.training.stage.line_info import own_line
 
 
 async def carries(limits: LimitsSection, takes_inbound: bool = True, *, busy: bool = True) -> Carries:
     keypair, clock = Keypair.from_seed(bytes(32)), RealClock(1)
-    host = Host(keypair, clock, [])
-    rpc = Rpc(host, clock)
-    host.takes_inbound = takes_inbound
+    stack = peer_stack(keypair, clock, [])
+    stack.host.takes_inbound = takes_inbound
     for number in range(8):
-        host.line.note(number * 0.25, number * 0.25, Count(250_000, 500_000) if busy else Count(0, 0))
-    return RunServices(RunFile(run="x", limits=limits), host, rpc, Dht(host, rpc, clock, keypair), clock).carries()
+        stack.host.line.note(number * 0.25, number * 0.25, Count(250_000, 500_000) if busy else Count(0, 0))
+    return RunServices(RunFile(run="x", limits=limits), stack.host, stack.rpc, stack.dht, clock).carries()
 
 
 async def test_what_was_measured_counts_where_nothing_is_stated() -> None:

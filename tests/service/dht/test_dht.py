@@ -11,10 +11,8 @@ from peerd.core.addr import parse_addr
 from peerd.core.errors import LocalError
 from peerd.core.ids import Key
 from peerd.core.limits import RECORD_VALUE_BYTES
-from peerd.net.host.host import Host
-from peerd.service.dht.dht import Dht
-from peerd.service.rpc.rpc import Rpc
 from peerd.sim.clock import run_virtual
+from peerd.sim.programs import stack_on
 from peerd.sim.simnet import NetConfig
 from peerd.sim.world import Node, World, WorldConfig
 
@@ -22,23 +20,12 @@ KEY, OTHER = Key.of("run/stage/0"), Key.of("run/stage/1")
 
 
 async def program(node: Node, *, task_status: trio.TaskStatus[None]) -> None:
-    await live(node, task_status, client=False)
+    """Joins through whatever the world calls its bootstrap."""
+    await stack_on(node).run([node.addr], list(node.world.bootstrap), task_status=task_status)
 
 
 async def client(node: Node, *, task_status: trio.TaskStatus[None]) -> None:
-    await live(node, task_status, client=True)
-
-
-async def live(node: Node, task_status: trio.TaskStatus[None], *, client: bool) -> None:
-    """Host, calls and DHT together, joining through whatever the world calls its bootstrap."""
-    node.host = Host(node.keypair, node.clock, [node.transport])
-    node.rpc = Rpc(node.host, node.clock)
-    node.dht = Dht(node.host, node.rpc, node.clock, node.keypair)
-    async with trio.open_nursery() as nursery:
-        await nursery.start(node.host.run, [] if client else [node.addr])
-        await nursery.start(node.rpc.run)
-        await nursery.start(node.dht.run, list(node.world.bootstrap))
-        task_status.started()
+    await stack_on(node).run([], list(node.world.bootstrap), task_status=task_status)
 
 
 def in_world(main: Callable[[World], Awaitable[None]], count: int = 1, seed: int = 1) -> None:
@@ -396,9 +383,7 @@ def test_a_caller_that_gives_up_leaves_nothing_behind() -> None:
 
 async def test_before_it_runs_it_can_do_nothing(autojump_clock: trio.testing.MockClock) -> None:
     async def nothing(node: Node, *, task_status: trio.TaskStatus[None]) -> None:
-        node.host = Host(node.keypair, node.clock, [node.transport])
-        node.rpc = Rpc(node.host, node.clock)
-        node.dht = Dht(node.host, node.rpc, node.clock, node.keypair)
+        stack_on(node)
         task_status.started()
 
     async with World(1, nothing).running() as world:

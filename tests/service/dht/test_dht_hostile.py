@@ -23,37 +23,22 @@ from peerd.core.limits import (
 )
 from peerd.core.record import Record
 from peerd.machine.dht.store import Verdict
-from peerd.net.host.host import Host
 from peerd.service.dht import codec as wire
-from peerd.service.dht.dht import Dht
-from peerd.service.rpc.rpc import Rpc
 from peerd.service.rpc.types import Answer, Incoming
 from peerd.sim.clock import run_virtual
+from peerd.sim.programs import stack_on
 from peerd.sim.world import Node, World
 
 KEY = Key.of("run/stage/0")
 
 
 async def honest(node: Node, *, task_status: trio.TaskStatus[None]) -> None:
-    async with trio.open_nursery() as nursery:
-        await nursery.start(_network, node)
-        node.dht = Dht(node.host, node.rpc, node.clock, node.keypair)
-        await nursery.start(node.dht.run, list(node.world.bootstrap))
-        task_status.started()
+    await stack_on(node).run([node.addr], list(node.world.bootstrap), task_status=task_status)
 
 
 async def stranger(node: Node, *, task_status: trio.TaskStatus[None]) -> None:
     """A host with calls and no DHT: the test decides what it says."""
-    await _network(node, task_status=task_status)
-
-
-async def _network(node: Node, *, task_status: trio.TaskStatus[None]) -> None:
-    node.host = Host(node.keypair, node.clock, [node.transport])
-    node.rpc = Rpc(node.host, node.clock)
-    async with trio.open_nursery() as nursery:
-        await nursery.start(node.host.run, [node.addr])
-        await nursery.start(node.rpc.run)
-        task_status.started()
+    await stack_on(node).run([node.addr], task_status=task_status)
 
 
 def against(main: Callable[[Node, Node, Node], Awaitable[None]]) -> None:

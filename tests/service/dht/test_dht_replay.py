@@ -20,11 +20,9 @@ from peerd.core.messages.progress import progress_key, stage_key
 from peerd.core.record import Record
 from peerd.machine.dht.store import Verdict
 from peerd.net.clock import RealClock
-from peerd.net.host.host import Host
 from peerd.net.tcp.tcp_transport import TcpTransport
 from peerd.service.dht import codec as wire
-from peerd.service.dht.dht import Dht
-from peerd.service.rpc.rpc import Rpc
+from peerd.service.peer_stack import PeerStack, peer_stack
 from peerd.service.rpc.types import Answer, Incoming
 
 pytestmark = pytest.mark.socket
@@ -48,15 +46,8 @@ class CalendarClock(RealClock):
         return super().wall() + self._calendar.ahead_s
 
 
-@dataclass
-class Peer:
-    keypair: Keypair
-    host: Host
-    rpc: Rpc
-    dht: Dht
-
-    async def values(self) -> list[bytes]:
-        return [record.value for record in await self.dht.get(KEY)]
+async def values(peer: PeerStack) -> list[bytes]:
+    return [record.value for record in await peer.dht.get(KEY)]
 
 
 @dataclass
@@ -64,9 +55,9 @@ class Cast:
     """`holder` stores what `publisher` announces; `mallory` speaks the DHT's protocol and plays records back."""
 
     calendar: Calendar
-    publisher: Peer
-    holder: Peer
-    mallory: Peer
+    publisher: PeerStack
+    holder: PeerStack
+    mallory: PeerStack
 
     async def put(self, value: bytes, ttl_s: float = TTL_S) -> Record:
         """The publisher announces `value`; the record as everybody can read it."""
@@ -85,16 +76,15 @@ class Cast:
 async def cast() -> AsyncIterator[Cast]:
     calendar = Calendar()
     async with trio.open_nursery() as nursery:
-        peers: list[Peer] = []
+        peers: list[PeerStack] = []
         for name in ("holder", "publisher", "mallory"):
-            keypair, clock = Keypair.from_seed(name.encode().ljust(32, b".")), CalendarClock(calendar)
-            host = Host(keypair, clock, [TcpTransport()])
-            rpc = Rpc(host, clock)
-            peers.append(Peer(keypair, host, rpc, Dht(host, rpc, clock, keypair)))
-            await nursery.start(host.run, [parse_addr("/ip4/127.0.0.1/tcp/0")])
-            await nursery.start(rpc.run)
-            if name != "mallory":
-                await nursery.start(peers[-1].dht.run, peers[0].host.addrs() if len(peers) > 1 else [])
+            keypair = Keypair.from_seed(name.encode().ljust(32, b"."))
+            stack = peer_stack(keypair, CalendarClock(calendar), [TcpTransport()])
+            bootstrap = peers[0].host.addrs() if peers else []
+            await nursery.start(
+                stack.run, [parse_addr("/ip4/127.0.0.1/tcp/0")], None if name == "mallory" else bootstrap
+            )
+            peers.append(stack)
         holder, publisher, mallory = peers
         await mallory.host.connect_addr(holder.host.addrs()[0])
         yield Cast(calendar, publisher, holder, mallory)
@@ -113,7 +103,7 @@ async def test_an_older_version_does_not_replace_the_newer_one_and_its_bearer_is
         assert len(said) == 1  # once a minute is enough
         assert "outdated" in said[0]
         assert c.publisher.host.id.text in said[0]
-        assert await c.holder.values() == await c.publisher.values() == [b"new"]
+        assert await values(c.holder) == await values(c.publisher) == [b"new"]
 
 
 async def test_an_older_version_does_not_come_back_after_the_newer_one_has_ended() -> None:
@@ -122,7 +112,7 @@ async def test_an_older_version_does_not_come_back_after_the_newer_one_has_ended
         await c.put(b"new")
         c.calendar.ahead_s = TTL_S + 60
         assert await c.replay(old) == [Verdict.UNTIMELY]
-        assert await c.holder.values() == []
+        assert await values(c.holder) == []
 
 
 async def test_an_older_version_with_a_longer_lease_ends_with_the_newer_one() -> None:
@@ -133,10 +123,10 @@ async def test_an_older_version_with_a_longer_lease_ends_with_the_newer_one() ->
         # Its publisher has withdrawn the newer one at its end, for as long as a copy of the older one could count.
         await c.publisher.dht.withdraw(KEY)
         assert await c.replay(old) == [Verdict.STALE]
-        assert await c.holder.values() == []
+        assert await values(c.holder) == []
         c.calendar.ahead_s = TTL_S + 60
         assert await c.replay(old) == [Verdict.UNTIMELY]
-        assert await c.holder.values() == []
+        assert await values(c.holder) == []
 
 
 async def test_what_was_withdrawn_does_not_come_back() -> None:
@@ -144,7 +134,7 @@ async def test_what_was_withdrawn_does_not_come_back() -> None:
         old = await c.put(b"old")
         await c.publisher.dht.withdraw(KEY)
         assert await c.replay(old) == [Verdict.STALE]
-        assert await c.holder.values() == []
+        assert await values(c.holder) == []
 
 
 @pytest.mark.parametrize("key", [OTHER_RUN, progress_key("a")], ids=["another run", "another key"])
@@ -158,7 +148,7 @@ async def test_a_record_under_another_key_is_refused_and_its_bearer_named_and_dr
             assert await c.replay(moved) == [Verdict.FORGED]
         assert c.mallory.host.id.text in caplog.text
         assert await c.holder.dht.get(moved.key) == []
-        assert await c.holder.values() == [b"mine"]
+        assert await values(c.holder) == [b"mine"]
 
 
 async def test_a_record_as_ones_own_or_with_a_later_version_or_lease_is_forged() -> None:
@@ -167,7 +157,7 @@ async def test_a_record_as_ones_own_or_with_a_later_version_or_lease_is_forged()
             genuine = await c.put(b"mine")
             changed = c.mallory.host.id if change == "publisher" else getattr(genuine, change) + 1000
             assert await c.replay(replace(genuine, **{change: changed})) == [Verdict.FORGED]
-            assert await c.holder.values() == [b"mine"]
+            assert await values(c.holder) == [b"mine"]
 
 
 @pytest.mark.parametrize("other_run", [False, True])
@@ -194,6 +184,6 @@ async def test_a_reader_is_not_deceived_by_a_holder_that_answers_with_old_or_for
         to = c.holder.host.id
         await c.mallory.rpc.call(to, "dht/2/ping", wire.PingMessage(hello), wire.PongMessage, timeout_s=5)
         with caplog.at_level(logging.WARNING, "peerd.dht"):
-            assert await c.holder.values() == [b"new"]
+            assert await values(c.holder) == [b"new"]
         assert asked.is_set()
         assert (c.mallory.host.id.text in caplog.text) == other_run  # an old record may be an honest one

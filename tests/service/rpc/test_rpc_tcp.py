@@ -15,7 +15,7 @@ from peerd.net.clock import RealClock
 from peerd.net.faults import Faults
 from peerd.net.host.host import Host
 from peerd.net.tcp.tcp_transport import TcpTransport
-from peerd.service.rpc.rpc import Rpc
+from peerd.service.peer_stack import peer_stack
 from tests.kit.fakehost import leaves
 from tests.kit.rpc_cases import CASES, NEEDS_CUT, Case, Pair, Text, ask, echo
 from tests.kit.rpc_growing_cases import GROWING_CASES, GROWING_NEEDS_CUT
@@ -56,18 +56,14 @@ async def tcp_pair() -> AsyncIterator[Pair]:
     log.addHandler(crashes)
     log.propagate = False
     clock = RealClock(1)
-    hosts = [Host(Keypair.generate(clock.secure_bytes), clock, [TcpTransport()]) for _ in range(2)]
-    for host in hosts:
-        host.faults = Noted(crashes)
-    a, b = (Rpc(host, clock) for host in hosts)
+    a, b = (peer_stack(Keypair.generate(clock.secure_bytes), clock, [TcpTransport()]) for _ in range(2))
     try:
         async with trio.open_nursery() as nursery:
-            for rpc in (a, b):
-                await nursery.start(rpc.run)
-            for host in hosts:
-                await nursery.start(host.run, [parse_addr("/ip4/127.0.0.1/tcp/0")])
-            hosts[0].learn(hosts[1].id, hosts[1].addrs())
-            yield Pair(a, b, hosts[0], hosts[1], crashes.seen, lambda: cut(hosts[0]))
+            for stack in (a, b):
+                stack.host.faults = Noted(crashes)
+                await nursery.start(stack.run, [parse_addr("/ip4/127.0.0.1/tcp/0")])
+            a.host.learn(b.host.id, b.host.addrs())
+            yield Pair(a.rpc, b.rpc, a.host, b.host, crashes.seen, lambda: cut(a.host))
             nursery.cancel_scope.cancel()
     finally:
         log.removeHandler(crashes)

@@ -20,6 +20,7 @@ from peerd.core.limits import STATE_COPIES, STATE_PIECE_BYTES
 from peerd.core.messages.encoding import Empty
 from peerd.core.messages.state import TensorSpec
 from peerd.core.messages.swarm import Position, StateDigests, StateManifest, StatePiece, StateRequest
+from peerd.net.signal import Signal
 from peerd.service.rpc.rpc import Answer, Incoming, Rpc
 from peerd.service.state.serve import Giving
 from peerd.service.state.snapshot import Donors, Snapshots, StateItem
@@ -56,7 +57,7 @@ class Donor(Snapshots):
         self.stopped = trio.Event()
         self.go_on = trio.Event()
         self.piece_s = 0.01
-        self.stepped = trio.Event()
+        self.stepped = Signal()
         self._items = items or state(step, sizes)
         self._rpc.unserve("state/1")
         self.giving = Counting(self)
@@ -68,8 +69,7 @@ class Donor(Snapshots):
     def move(self) -> None:
         """Make a step."""
         self.step, self._items = self.step + 1, state(self.step + 1)
-        self.stepped.set()
-        self.stepped = trio.Event()
+        self.stepped.notify()
 
     async def reached(self, step: int) -> None:
         while self.step < step:

@@ -1,0 +1,70 @@
+"""`peerd` as a process of its own: started with its data directory and log in one folder, and asked from outside.
+
+For tests, benchmarks and the soak. Ends nobody: that is for whoever starts it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from peerd.control import socket
+from peerd.home import socket_path
+
+
+class PeerdProcess:
+    """One process, and everything it has said. `folder` is that of all processes of one run."""
+
+    def __init__(
+        self,
+        name: str,
+        folder: Path,
+        arguments: Sequence[str],
+        start: Callable[..., subprocess.Popen[bytes]] = subprocess.Popen,
+    ) -> None:
+        """`start`: as subprocess.Popen, such as one that starts it on another host."""
+        self.name = name
+        self.data_dir, self.log = folder / name, folder / f"{name}.log"
+        runtime = folder / "runtime"
+        runtime.mkdir(mode=0o700, exist_ok=True)
+        with self.log.open("ab") as output:
+            self.popen = start(
+                [sys.executable, "-m", "peerd", *arguments, "--data-dir", str(self.data_dir)],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, "OMP_NUM_THREADS": "1", "XDG_RUNTIME_DIR": str(runtime)},
+            )
+
+    @property
+    def said(self) -> str:
+        return self.log.read_text("utf-8", "replace")
+
+    def events(self) -> list[dict[str, Any]]:
+        """Its event log, as far as it is written."""
+        with contextlib.suppress(FileNotFoundError):
+            lines = (self.data_dir / "events.jsonl").read_text("utf-8").splitlines(keepends=True)
+            return [json.loads(line) for line in lines if line.endswith("\n")]
+        return []
+
+    def status(self) -> dict[str, Any]:
+        """Its snapshot; {} while it does not answer."""
+        with contextlib.suppress(OSError, ValueError):
+            return socket.fetch(str(socket_path(self.data_dir)))
+        return {}
+
+    def role(self) -> dict[str, Any]:
+        """What its first role says of itself."""
+        found: dict[str, Any] = (self.status().get("roles") or [{}])[0]
+        return found
+
+    def addr(self) -> str:
+        """The first address where it listens; "" while there is none."""
+        addrs: list[str] = self.status().get("peer", {}).get("addrs") or [""]
+        return addrs[0]
