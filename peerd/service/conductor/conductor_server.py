@@ -39,8 +39,9 @@ from peerd.core.messages.swarm import (
     TrainerSync,
 )
 from peerd.core.work import Worker
-from peerd.machine.conductor.conductor import Conductor, Phase
+from peerd.machine.conductor.conductor import Conductor
 from peerd.machine.conductor.member_list import MemberList
+from peerd.machine.conductor.phases import Phase
 from peerd.machine.conductor.standstill import Standstill
 from peerd.machine.conductor.step_eta import Outlook
 from peerd.machine.swarm.events import (
@@ -170,7 +171,7 @@ class Conducting:
             self._listed = MemberList(self._clock.rng(f"member list {own} {self._term} {now}"))
             self._standstill = Standstill()
             expected = [(p, stage) for p, stage in self._following.posts() if not self._following.suspected(p)]
-            self._machine.announced_step = self._following.announced_step()
+            self._machine.search.announced_step = self._following.announced_step()
             self._machine.expect(post_name(peer.text, stage) for peer, stage in expected)
             for peer, stage in expected:
                 self._nursery.start_soon(self._probe, self._machine, peer, stage)
@@ -239,18 +240,18 @@ class Conducting:
 
     def _reigning(self, machine: Conductor) -> Reigning:
         followers = {peer_of(post.peer) for post in machine.members() if post.since and post.peer in self._heard}
-        return Reigning(self._term, followers, machine.has_stepped)
+        return Reigning(self._term, followers, machine.course.has_stepped)
 
     async def _hear_of_steps(self) -> None:
         """What is said of steps elsewhere: that of keepers who can be reached counts for longer."""
         machine, directory = self._machine, self._following.directory
         if machine is None:
             return
-        machine.announced_step = self._following.announced_step()
+        machine.search.announced_step = self._following.announced_step()
         kept = {peer: max(position.step for position in kept) for peer, kept in directory.kept.items()}
         if machine.current is None and kept:
             there = await self._rivals.reachable(kept)
-            machine.kept_step = max((kept[peer] for peer in there), default=0)
+            machine.search.kept_step = max((kept[peer] for peer in there), default=0)
 
     async def _watch_silence(self) -> None:
         while True:
@@ -350,7 +351,7 @@ class Conducting:
             if machine.members_version != version:
                 self._wake_waiting()
         if body.stage == 0 and not helps:
-            self._following.note_stage0(call.peer, body.since, machine.lines.is_client(name))
+            self._following.note_stage0(call.peer, body.since, machine.roster.lines.is_client(name))
         if body.held is not None and not helps:
             hello = MemberHello(
                 peer=name,
