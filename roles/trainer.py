@@ -28,7 +28,7 @@ from peerd.core.messages.swarm import MemberInfo, TrainerAnswer
 from peerd.core.runfile import RunFile
 from peerd.machine.batch.trainer_ledger import Holding
 from peerd.role import RoleContext
-from peerd.service.pipeline.stage_client import Load
+from peerd.service.pipeline.schedule import Load
 from peerd.training.contributor import Contributor
 from peerd.training.stage.member import StageMember
 

@@ -21,8 +21,9 @@ from peerd.service.conductor.conductor_client import Following
 from peerd.service.conductor.conductor_server import Conducting
 from peerd.service.conductor.orders import ConductingConfig
 from peerd.service.dht.dht import Dht
+from peerd.service.pipeline.schedule import Pipeline
 from peerd.service.pipeline.stage_calls import StageCalls
-from peerd.service.pipeline.stage_client import Pipeline, TrainerPapers
+from peerd.service.pipeline.stage_client import TrainerPapers
 from peerd.service.rpc.rpc import Rpc
 from peerd.service.state.snapshot import KEPT, Fetcher, Giving, Snapshots
 from peerd.service.swarm.contributions import Tally, TallyOf

@@ -13,7 +13,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from peerd.core.messages.swarm import Done, LineInfo, Mb, Position, Redo
-from peerd.machine.conductor.conductor import Conductor, Phase
+from peerd.machine.conductor.conductor import Conductor
+from peerd.machine.conductor.phases import Phase
 from peerd.machine.swarm.events import (
     CancelAttempt,
     ConductorConfig,
@@ -120,6 +121,7 @@ class Swarm:
             self.take(self.conductor.wake(self.now))
             self.check_news(before, "")
         self.conductor.batches.check()
+        self.conductor.course.check()
 
     def say_line(self, name: str, stage: int, mode: str) -> None:
         """Report of a member or a helper on its line; never the same twice."""

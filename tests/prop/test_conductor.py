@@ -7,7 +7,8 @@ import random
 import pytest
 
 from peerd.core.messages.swarm import LineInfo, Mb
-from peerd.machine.conductor.conductor import Conductor, Phase
+from peerd.machine.conductor.conductor import Conductor
+from peerd.machine.conductor.phases import Phase
 from peerd.machine.swarm.events import CancelAttempt, ConductorConfig, MemberGone, PrepareEnded, SendMove, SendPrepare
 from tests.kit.conducting import first_order
 from tests.kit.modelswarm import Swarm

@@ -189,7 +189,7 @@ async def hangs_among_the_unreachable(roles: Roles) -> None:
         world.partition([silent])
         gone = silent.id.text
         noticed = await world.until(
-            lambda: all(m.peer != gone for m in conductor._machine.members()), within_s=20, step_s=0.5
+            lambda: all(m.peer != gone for m in conductor.machine.members()), within_s=20, step_s=0.5
         )
         assert noticed, roles.story()
         wanted = roles.replica_step() + 3

@@ -13,7 +13,7 @@ from peerd.core.limits import SAVED_TOLD
 from peerd.core.runfile import BatchSection, CheckpointSection, ModelSection, OptimizerSection, PipelineSection
 from peerd.machine.batch import trainer_ledger
 from peerd.machine.conductor.member_list import MemberList
-from peerd.service.conductor import conductor_server
+from peerd.service.conductor import tenure
 from peerd.sim.clock import run_virtual
 from peerd.sim.programs import swarm
 from peerd.sim.world import World, WorldConfig
@@ -77,7 +77,7 @@ def test_a_swarm_goes_on_when_every_answer_and_report_holds_one_entry(
 ) -> None:
     torch.set_num_threads(1)
     monkeypatch.setattr(trainer_ledger, "REPORT_DONE_BYTES", 1)
-    monkeypatch.setattr(conductor_server, "MemberList", partial(MemberList, news_bytes=1))
+    monkeypatch.setattr(tenure, "MemberList", partial(MemberList, news_bytes=1))
     run = virtual_run(
         tmp_path,
         (4000,) * 4,

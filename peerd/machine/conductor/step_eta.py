@@ -10,7 +10,8 @@ import math
 
 from peerd.core.limits import FORESEEABLE_S
 from peerd.core.messages.swarm import Forecast
-from peerd.machine.conductor.conductor import Conductor, Phase
+from peerd.machine.conductor.conductor import Conductor
+from peerd.machine.conductor.phases import Phase
 
 _KEPT_S = 0.2
 _SMOOTHING = 0.3

@@ -1,10 +1,19 @@
-"""Members as a conductor knows them: where each stands, what it holds, and where it could go."""
+"""The roster of a run: its living members, where each stands and what it holds, and the lines that peers state.
+
+A member is a peer at one stage (a post); a helper only sums for a stage, and is known by its line alone. `version`
+numbers what members are told: it grows with each change of it. Bookkeeping only: who is let in, who is ready for what
+and who must go, its conductor decides. Hostile input: hellos of any content; each tells of its sender's post only, and
+there are never more than MAX_MEMBERS members.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from peerd.core.messages.swarm import Mb, Position
+from peerd.core.messages.swarm import MAX_MEMBERS, LineInfo, Mb, MemberInfo, Position
+from peerd.machine.averaging.work_split import Lines
+from peerd.machine.swarm.events import MemberHello
 
 START = Position(0, b"")  # where every peer begins: parameters are a pure function of the run's seed
 
@@ -25,6 +34,23 @@ class RosterEntry:
     since: float = 0.0
     digest: bytes = b""  # of the last mean it has
 
+    @classmethod
+    def of(cls, hello: MemberHello) -> RosterEntry:
+        """The entry of a member that has just said all this."""
+        return cls(
+            stage=hello.stage,
+            session=hello.session,
+            position=hello.position,
+            prepared=hello.prepared,
+            saved=frozenset(hello.saved),
+            held=hello.held,
+            counted=hello.counted,
+            addrs=hello.addrs,
+            early=hello.early,
+            since=hello.since,
+            digest=hello.digest,
+        )
+
     @property
     def reach(self) -> set[Position]:
         """Positions where the member says that it stands, or could go."""
@@ -34,3 +60,98 @@ class RosterEntry:
     def is_anywhere(self) -> bool:
         """True when it says that it is, or could be, anywhere but at the start."""
         return self.reach != {START}
+
+    def move(self, position: Position, *, stepped: bool) -> None:
+        """Arrival at `position`. `stepped`: by this conductor's own step, of which trainers tell what it holds early.
+
+        Else, where it goes on from what it had prepared, what it held early is of the step under way now.
+        """
+        goes_on = position == self.prepared and not stepped
+        self.held, self.early = self.early if goes_on else frozenset(), frozenset()
+        self.position, self.prepared, self.counted = position, None, frozenset()
+
+
+class Roster:
+    """The members of all `stages`. `delayed`: a member may hold microbatches for the step after its own."""
+
+    def __init__(self, stages: int, *, delayed: bool = False) -> None:
+        self._stages, self._delayed = range(stages), delayed
+        self.entries: dict[str, RosterEntry] = {}  # by post
+        self.lines = Lines()
+        self.version = 1  # of what members see
+
+    # --- changes ----------------------------------------------------------------------------------------------
+
+    def has_room(self, peer: str) -> bool:
+        """May this peer have an entry?"""
+        return peer in self.entries or len(self.entries) < MAX_MEMBERS
+
+    def enter(self, hello: MemberHello) -> RosterEntry:
+        """The member's entry, made anew from its hello."""
+        entry = self.entries[hello.peer] = RosterEntry.of(hello)
+        if not self._delayed:
+            entry.early = frozenset()
+        self.version += 1
+        return entry
+
+    def remove(self, peer: str) -> RosterEntry | None:
+        """The entry of a member that is gone; None: it had none, it may have been a helper."""
+        entry = self.entries.pop(peer, None)
+        self.version += self.lines.forget(peer)
+        self.version += entry is not None
+        return entry
+
+    def note_saved(self, peer: str, positions: Iterable[Position]) -> None:
+        """The checkpoints that a member has now."""
+        if peer in self.entries:
+            self.entries[peer].saved = frozenset(positions)
+
+    def note_line(self, peer: str, stage: int, line: LineInfo, addrs: tuple[str, ...]) -> None:
+        """The line of a member, or of a helper of `stage`, as it states it."""
+        self.version += self.lines.tell(peer, stage, line, addrs)
+
+    def change(self) -> None:
+        """A change of something else that members are told of."""
+        self.version += 1
+
+    # --- views ------------------------------------------------------------------------------------------------
+
+    def session(self, peer: str) -> int | None:
+        """The session of a living member; None: it is none."""
+        return entry.session if (entry := self.entries.get(peer)) is not None else None
+
+    def since(self, peer: str) -> float:
+        """When a member joined its stage; 0 where it is none."""
+        return entry.since if (entry := self.entries.get(peer)) is not None else 0.0
+
+    def of_stage(self, stage: int) -> list[str]:
+        """A stage's members, sorted."""
+        return sorted(peer for peer, entry in self.entries.items() if entry.stage == stage)
+
+    def at(self, stage: int, position: Position | None) -> list[str]:
+        """A stage's members that stand at `position`, sorted."""
+        return [peer for peer in self.of_stage(stage) if self.entries[peer].position == position]
+
+    def empty_stages(self) -> list[int]:
+        """Stages without any member."""
+        return [stage for stage in self._stages if not self.of_stage(stage)]
+
+    def lagging_stages(self, position: Position | None) -> list[int]:
+        """Stages of which no member stands at `position`."""
+        return [stage for stage in self._stages if not self.at(stage, position)]
+
+    def batch_before(self, target: Position) -> set[Mb]:
+        """The batch that led to `target`, from what the members remember of it."""
+        batch: set[Mb] = set()
+        for entry in self.entries.values():
+            if target == (entry.prepared or entry.position):  # the last mean it has
+                batch |= entry.counted
+        return batch
+
+    def members(self, serves: Callable[[str, Position], bool]) -> list[MemberInfo]:
+        """Every living member, sorted by post, and then the helpers. `serves`: is one that stands there ready?"""
+        members = [
+            MemberInfo(peer, m.stage, list(m.addrs), serves(peer, m.position), self.lines.is_client(peer), m.since)
+            for peer, m in sorted(self.entries.items())
+        ]
+        return members + self.lines.helpers()

@@ -22,7 +22,7 @@ class _Granted(NamedTuple):
 
 
 class Granting:
-    """The grants of one run, by trainer; `sign` with the identity that conducts."""
+    """The grants of one reign, by trainer; `sign` with the identity that conducts."""
 
     def __init__(self, run: bytes, sign: Sign) -> None:
         self._run, self._sign = run, sign
@@ -42,7 +42,3 @@ class Granting:
         if len(self._granted) > GRANTED_TRAINERS:
             del self._granted[next(iter(self._granted))]
         return made
-
-    def forget(self) -> None:
-        """The reign is over."""
-        self._granted.clear()

@@ -54,15 +54,15 @@ class Rivals:
     """One peer's view of who else conducts its run."""
 
     def __init__(self, run: bytes, rpc: Rpc, host: Host, following: Following) -> None:
-        self._run, self._rpc, self._host, self._following = run, rpc, host, following
+        self._run, self._rpc, self._host, self.following = run, rpc, host, following
         self._at_once = trio.CapacityLimiter(LOOKED_AT_ONCE)
         self._named: set[PeerId] = set()  # whose terms are not believed, and it was said
 
     async def conducting(self) -> dict[PeerId, int]:
         """Who of stage 0 answers that it conducts, and in which term."""
-        own, linked = self._following.own, set(self._host.connected())
-        order = [peer for peer in self._following.order() if peer != own]
-        others = [peer for peer in order if peer in linked or not self._following.suspected(peer)]
+        own, linked = self.following.own, set(self._host.connected())
+        order = [peer for peer in self.following.order() if peer != own]
+        others = [peer for peer in order if peer in linked or not self.following.suspected(peer)]
         others.sort(key=lambda peer: peer not in linked)  # stable: in order otherwise
         found: dict[PeerId, int] = {}
 
@@ -104,27 +104,27 @@ class Rivals:
                 self._named = {*list(self._named)[-LOOKED_AT_PEERS:], peer}
                 log.warning("%s says that it conducts in term %d: that is not believed", peer.short, claimed)
             return False
-        mine = {self._following.own.text, *ours.followers} - {peer.text}
-        theirs = {peer.text, *self._following.followers_of(peer)} - mine
+        mine = {self.following.own.text, *ours.followers} - {peer.text}
+        theirs = {peer.text, *self.following.followers_of(peer)} - mine
         if len(theirs) > len(mine):
             return True
         if ours.has_stepped and len(theirs) < len(mine):
             return False
-        order = self._following.order()
+        order = self.following.order()
         places = {one: place for place, one in enumerate(order)}
-        earlier = places.get(peer, len(order)) < places.get(self._following.own, len(order))
+        earlier = places.get(peer, len(order)) < places.get(self.following.own, len(order))
         return claimed > term or (claimed == term and earlier)
 
     async def _term(self, peer: PeerId) -> int | None:
         if not await self._linked(peer):
-            self._following.suspect(peer)
+            self.following.suspect(peer)
             return None
         try:
             body = WhoConducts(self._run)
             term = (await self._rpc.call(peer, "swarm/3/who", body, Conducts, timeout_s=_ANSWER_S)).body.term
         except RemoteError:
             return None
-        self._following.trust(peer)
+        self.following.trust(peer)
         return term
 
     async def _linked(self, peer: PeerId) -> bool:

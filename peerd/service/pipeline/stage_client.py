@@ -1,10 +1,9 @@
-"""A microbatch's way through the stages, from the trainer's side: pick a peer, call it, try another when it fails.
+"""A trainer's client of the stages: pick a peer of a stage, call it, check its answer, try another when it fails.
 
-Works on frames as they travel: an output of one stage is checked for its header and sent on, never decoded here.
-For each microbatch the inputs and output gradients of every stage are kept until the step is averaged, so that a
-stage whose peer died can be done again alone. Calls are repeated until they succeed or the caller cancels:
-a repeat counts once, since the stage knows the microbatch's number. With a backward goes the conductor's newest grant,
-and what comes back is a receipt. A peer may answer with a wrong shape or receipt: refused.
+Works on frames as they travel: an answer is checked for its header and handed on, never decoded here. Calls are
+repeated until they succeed or the caller cancels: a repeat counts once, since the stage knows the microbatch's number.
+With a backward goes the conductor's newest grant, and what comes back is a receipt. In which order the stages are
+called, and what is kept for a repeat, `schedule` knows. A peer may answer with a wrong shape or receipt: refused.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 import msgspec
@@ -39,24 +38,8 @@ _OVERDUE_S = 5.0  # that an answer takes before one looks whether its peer lives
 _AWAY_S = 0.5  # between looks whether one of those that can only dial is connected
 
 
-@dataclass(slots=True)
-class Load:
-    """One microbatch on its way. Frames: tokens int64 [B, L]; inputs and gradients [B, L, D] between stages."""
-
-    tokens: TensorFrame
-    targets: TensorFrame
-    inputs: dict[int, TensorFrame] = field(default_factory=dict)  # of each stage, as sent
-    gradients: dict[int, TensorFrame] = field(default_factory=dict)  # of each stage's output (targets in the last)
-    loss_sum: float = 0.0  # over the samples
-
-    def forget(self) -> None:
-        """Begin again from the tokens."""
-        self.inputs.clear()
-        self.gradients.clear()
-
-
 class Ways(Protocol):
-    """What the pipeline knows of the ways to stage peers."""
+    """What the client knows of the ways to stage peers."""
 
     def linked(self, peer: PeerId) -> bool:
         """Whether calls get through to `peer` though it cannot be dialed."""
@@ -75,23 +58,134 @@ class TrainerPapers:
     grant_of: Callable[[int], Grant | None]
 
 
-class Pipeline:
-    """Calls to the stages of one run."""
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """What a stage is asked for. `frames`: the input first."""
+
+    stage: int
+    verb: str
+    body: StageForward | StageBackward | StageLoss
+    frames: Sequence[TensorFrame]
+
+    @property
+    def cost(self) -> float:
+        """In forwards of one sample."""
+        return self.frames[0].shape[0] * (BACKWARD_COST if self.verb == "backward" else 1.0)
+
+    @property
+    def timeout_s(self) -> float:
+        return BACKWARD_TIMEOUT_S if self.verb == "backward" else FORWARD_TIMEOUT_S
+
+    @property
+    def onward(self) -> int:
+        """The stage that takes the answer; one that is not there takes none."""
+        return self.stage + 1 if self.verb == "forward" else self.stage - 1
+
+
+class StageClient:
+    """Calls to the stages of one run, whichever peers serve them."""
 
     def __init__(self, run: RunFile, rpc: Rpc, clock: Clock, ways: Ways, papers: TrainerPapers) -> None:
         self._rpc, self._ways, self._papers = rpc, ways, papers
         self._clients: set[str] = set()  # stage peers that only dial: called while they are connected
         self._fingerprint = fingerprint(run)
-        self._stages = run.pipeline.stages
         self._dtype, self._width = run.model.dtype, run.model.d_model
-        self._wirings = [Wiring(clock.rng(f"wiring {stage}")) for stage in range(self._stages)]
+        stages = range(run.pipeline.stages)
+        self._wirings = [Wiring(clock.rng(f"wiring {stage}")) for stage in stages]
         self._calls: dict[str, dict[trio.CancelScope, float]] = {}  # by peer, and since when
-        self._uplinks: list[dict[str, float]] = [{} for _ in range(self._stages)]  # bytes/s to each peer, as it says
-        self._changed = Signal()
+        self._uplinks: list[dict[str, float]] = [{} for _ in stages]  # bytes/s to each peer, as it says
+        self._changed = Signal()  # when other peers serve
         self.waits_for: str | None = None
         self.retries = 0
         self.sent_bytes = 0
         self.received_bytes = 0
+
+    # --- calls ------------------------------------------------------------------------------------------------
+
+    async def forward(self, stage: int, step: int | None, x: TensorFrame) -> TensorFrame:
+        """The stage's output for the input `x`; `step` None: with whatever parameters the stage has now."""
+        _, answer = await self._call(_Call(stage, "forward", StageForward(self._fingerprint, stage, step), [x]))
+        return answer.frames[0]
+
+    async def backward(
+        self, stage: int, step: int, seq: int, x: TensorFrame, gradient: TensorFrame
+    ) -> tuple[Holding, Answer[StageAnswer]]:
+        """Who holds microbatch `seq` now, and the answer: the input's gradient, and after the last stage the loss."""
+        body = StageBackward(self._fingerprint, stage, step, seq)
+        name, answer = await self._call(_Call(stage, "backward", body, [x, gradient]))
+        return Holding(name, answer.body.receipt), answer
+
+    async def loss(self, stage: int, x: TensorFrame, targets: TensorFrame) -> float:
+        """The last stage's loss sum over the samples."""
+        _, answer = await self._call(_Call(stage, "loss", StageLoss(self._fingerprint, stage), [x, targets]))
+        return answer.body.loss_sum
+
+    async def _call(self, call: _Call) -> tuple[str, Answer[StageAnswer]]:
+        """Call one peer of the stage after the other until one answers well."""
+        wiring, failed = self._wirings[call.stage], set[str]()
+        while True:
+            name = await self._pick(call.stage, call.cost, failed)
+            started = trio.current_time()
+            try:
+                answer = await self._ask(name, call)
+            except Overloaded as error:  # not yet, it says: it has not failed
+                wiring.rest(name, trio.current_time() + min(max(_SOON_S, error.retry_after_s), _NOT_SO_SOON_S))
+                log.debug("stage %d %s, another peer is asked: %s", call.stage, call.verb, error)
+            except RemoteError as error:
+                times = wiring.failed(name, trio.current_time(), trio.current_time() - started)
+                level = logging.INFO if times == 1 else logging.DEBUG  # the first failure tells it all
+                log.log(level, "stage %d %s failed, another peer is asked: %s", call.stage, call.verb, error)
+            else:
+                wiring.answered(name, call.cost, started, trio.current_time())
+                self._note(name, call, answer)
+                return name, answer
+            failed.add(name)
+            self.retries += 1
+
+    async def _ask(self, name: str, call: _Call) -> Answer[StageAnswer]:
+        """One peer's answer, which is as it should be."""
+        peer, body = PeerId.parse(name), call.body
+        if not isinstance(body, StageLoss):
+            body = msgspec.structs.replace(body, line_bytes_per_s=self._line(call, peer))
+        if isinstance(body, StageBackward):
+            body = msgspec.structs.replace(body, grant=self._papers.grant_of(body.seq))
+        with self._call_to(name):
+            answer = await self._rpc.call(
+                peer, f"stage/3/{call.verb}", body, StageAnswer, frames=call.frames, timeout_s=call.timeout_s
+            )
+            self._check(call, answer)
+            if isinstance(body, StageBackward):
+                self._check_receipt(peer, body, answer.body)
+        return answer
+
+    def _line(self, call: _Call, peer: PeerId) -> float:
+        """The slowest line, in bytes/s, that the answer passes: to us, and on to whoever takes it; 0: unknown."""
+        onward = self._uplinks[call.onward].values() if call.onward >= 0 else ()
+        return min((rate for rate in [self._rpc.arrival_rate(peer), *onward] if rate), default=0.0)
+
+    def _note(self, name: str, call: _Call, answer: Answer[StageAnswer]) -> None:
+        """What an answer tells of the line to its peer, and what has passed."""
+        if answer.body.arrival_bytes_per_s > 0:
+            self._uplinks[call.stage][name] = answer.body.arrival_bytes_per_s
+        self.sent_bytes += sum(len(frame.payload) for frame in call.frames)
+        self.received_bytes += sum(len(frame.payload) for frame in answer.frames)
+
+    @contextmanager
+    def _call_to(self, name: str) -> Iterator[None]:
+        """Raises Unreachable when the peer leaves the swarm meanwhile."""
+        scopes = self._calls.setdefault(name, {})
+        with trio.CancelScope() as scope:
+            scopes[scope] = trio.current_time()
+            try:
+                yield
+            finally:
+                del scopes[scope]
+                if not scopes:
+                    self._calls.pop(name, None)
+        if scope.cancelled_caught:
+            raise Unreachable("the peer has left the swarm", PeerId.parse(name))
+
+    # --- peers ------------------------------------------------------------------------------------------------
 
     def update(self, members: Iterable[MemberInfo]) -> None:
         """These peers serve now."""
@@ -120,108 +214,6 @@ class Pipeline:
         """Stage peers that may be called."""
         return sum(len(wiring) for wiring in self._wirings)
 
-    async def train(self, step: int, seq: int, load: Load) -> list[Holding]:
-        """Send a microbatch through all stages and back; returns who holds its gradient, by stage."""
-        load.forget()
-        last = self._stages - 1
-        load.inputs[0] = load.tokens
-        for stage in range(last):
-            body = StageForward(self._fingerprint, stage, step)
-            _, answer = await self._call(stage, "forward", body, [load.inputs[stage]])
-            load.inputs[stage + 1] = answer.frames[0]
-        load.gradients[last] = load.targets
-        holdings = [Holding("", None)] * self._stages
-        for stage in range(last, -1, -1):
-            holdings[stage], answer = await self._backward(step, seq, stage, load)
-            if stage == last:
-                load.loss_sum = answer.body.loss_sum
-            if stage > 0:
-                load.gradients[stage - 1] = answer.frames[0]
-        return holdings
-
-    async def repeat(self, step: int, seq: int, stage: int, load: Load) -> Holding:
-        """Do one stage's backward again, from what was kept; returns who holds it now."""
-        holding, _ = await self._backward(step, seq, stage, load)
-        return holding
-
-    async def evaluate(self, tokens: TensorFrame, targets: TensorFrame) -> float:
-        """The loss sum over the samples, with whatever parameters the stages have now."""
-        x = tokens
-        for stage in range(self._stages - 1):
-            _, answer = await self._call(stage, "forward", StageForward(self._fingerprint, stage, None), [x])
-            x = answer.frames[0]
-        body = StageLoss(self._fingerprint, self._stages - 1)
-        _, answer = await self._call(self._stages - 1, "loss", body, [x, targets])
-        return answer.body.loss_sum
-
-    async def _backward(self, step: int, seq: int, stage: int, load: Load) -> tuple[Holding, Answer[StageAnswer]]:
-        body = StageBackward(self._fingerprint, stage, step, seq)
-        name, answer = await self._call(stage, "backward", body, [load.inputs[stage], load.gradients[stage]])
-        return Holding(name, answer.body.receipt), answer
-
-    async def _call(
-        self, stage: int, verb: str, body: StageForward | StageBackward | StageLoss, frames: Sequence[TensorFrame]
-    ) -> tuple[str, Answer[StageAnswer]]:
-        """Call one peer of the stage after the other until one answers well."""
-        cost = frames[0].shape[0] * (BACKWARD_COST if verb == "backward" else 1.0)
-        timeout_s = BACKWARD_TIMEOUT_S if verb == "backward" else FORWARD_TIMEOUT_S
-        wiring, failed = self._wirings[stage], set[str]()
-        while True:
-            name = await self._pick(stage, cost, failed)
-            peer, started = PeerId.parse(name), trio.current_time()
-            if not isinstance(body, StageLoss):
-                body = msgspec.structs.replace(body, line_bytes_per_s=self._line(stage, verb, peer))
-            if isinstance(body, StageBackward):
-                body = msgspec.structs.replace(body, grant=self._papers.grant_of(body.seq))
-            try:
-                with self._call_to(name):
-                    answer = await self._rpc.call(
-                        peer, f"stage/3/{verb}", body, StageAnswer, frames=frames, timeout_s=timeout_s
-                    )
-                    self._check(stage, verb, answer, frames[0].shape)
-                    if isinstance(body, StageBackward):
-                        self._check_receipt(peer, body, answer.body)
-            except Overloaded as error:  # not yet, it says: it has not failed
-                wiring.rest(name, trio.current_time() + min(max(_SOON_S, error.retry_after_s), _NOT_SO_SOON_S))
-                log.debug("stage %d %s, another peer is asked: %s", stage, verb, error)
-                failed.add(name)
-                self.retries += 1
-                continue
-            except RemoteError as error:
-                times = wiring.failed(name, trio.current_time(), trio.current_time() - started)
-                level = logging.INFO if times == 1 else logging.DEBUG  # the first failure tells it all
-                log.log(level, "stage %d %s failed, another peer is asked: %s", stage, verb, error)
-                failed.add(name)
-                self.retries += 1
-                continue
-            wiring.answered(name, cost, started, trio.current_time())
-            if answer.body.arrival_bytes_per_s > 0:
-                self._uplinks[stage][name] = answer.body.arrival_bytes_per_s
-            self.sent_bytes += sum(len(frame.payload) for frame in frames)
-            self.received_bytes += sum(len(frame.payload) for frame in answer.frames)
-            return name, answer
-
-    def _line(self, stage: int, verb: str, peer: PeerId) -> float:
-        """The slowest line, in bytes/s, that the answer passes: to us, and on to whoever takes it; 0: unknown."""
-        onward = stage + 1 if verb == "forward" else stage - 1
-        rates = [self._rpc.arrival_rate(peer), *(self._uplinks[onward].values() if onward >= 0 else ())]
-        return min((rate for rate in rates if rate), default=0.0)
-
-    @contextmanager
-    def _call_to(self, name: str) -> Iterator[None]:
-        """Raises Unreachable when the peer leaves the swarm meanwhile."""
-        scopes = self._calls.setdefault(name, {})
-        with trio.CancelScope() as scope:
-            scopes[scope] = trio.current_time()
-            try:
-                yield
-            finally:
-                del scopes[scope]
-                if not scopes:
-                    self._calls.pop(name, None)
-        if scope.cancelled_caught:
-            raise Unreachable("the peer has left the swarm", PeerId.parse(name))
-
     async def _pick(self, stage: int, cost: float, avoid: set[str]) -> str:
         """The stage's next peer; waits while all rest or none is there."""
         wiring = self._wirings[stage]
@@ -241,18 +233,20 @@ class Pipeline:
             with trio.move_on_at(due + 0.01 if due is not None else now + 5.0):
                 await self._changed.wait()
 
+    # --- answers ----------------------------------------------------------------------------------------------
+
     def _check_receipt(self, peer: PeerId, body: StageBackward, answer: StageAnswer) -> None:
         """Raise ProtocolViolation unless the peer has signed that it holds the microbatch: nobody would believe us."""
         mb, shown = Mb(self._papers.own, body.seq), answer.receipt
         if shown is None or not has_received(peer, body.run, body.stage, body.step, mb, shown):
             raise ProtocolViolation("backward was answered without a receipt that is good", peer)
 
-    def _check(self, stage: int, verb: str, answer: Answer[StageAnswer], input_shape: tuple[int, ...]) -> None:
+    def _check(self, call: _Call, answer: Answer[StageAnswer]) -> None:
         """Raise ProtocolViolation unless the answer's frames are what the next stage takes."""
-        due = verb == "forward" or (verb == "backward" and stage > 0)
+        due = call.verb == "forward" or (call.verb == "backward" and call.stage > 0)
         if len(answer.frames) != int(due):
-            raise ProtocolViolation(f"{verb} was answered with {len(answer.frames)} frames")
+            raise ProtocolViolation(f"{call.verb} was answered with {len(answer.frames)} frames")
         if due:
-            shape, frame = (*input_shape[:2], self._width), answer.frames[0]
+            shape, frame = (*call.frames[0].shape[:2], self._width), answer.frames[0]
             if frame.shape != shape or frame.dtype != self._dtype:
-                raise ProtocolViolation(f"{verb} was answered with {frame.dtype} {list(frame.shape)}")
+                raise ProtocolViolation(f"{call.verb} was answered with {frame.dtype} {list(frame.shape)}")

@@ -160,7 +160,7 @@ class Fetching:
             self._rpc.tell(PeerId.parse(name), self._plan.methods.release, body, timeout_s=_RELEASE_S)
 
     def _remember_paces(self) -> None:
-        """Remember the donors' paces: the next download does not take a slow line for a donor that fails, and ask twice."""
+        """Remember the donors' paces, so that the next download does not take a slow line for a donor that fails."""
         measured = self._machine.piece_s().items()
         self._plan.paces.update({name: piece_s / self._piece_bytes for name, piece_s in measured})
 

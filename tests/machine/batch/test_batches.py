@@ -7,7 +7,8 @@ import random
 import pytest
 
 from peerd.core.messages.swarm import Done, Mb, Position, Redo
-from peerd.machine.conductor.conductor import Conductor, Phase
+from peerd.machine.conductor.conductor import Conductor
+from peerd.machine.conductor.phases import Phase
 from peerd.machine.swarm.events import (
     ConductorConfig,
     MemberGone,

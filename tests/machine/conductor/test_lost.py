@@ -5,7 +5,8 @@ from __future__ import annotations
 import random
 
 from peerd.core.messages.swarm import Position
-from peerd.machine.conductor.conductor import Conductor, Phase
+from peerd.machine.conductor.conductor import Conductor
+from peerd.machine.conductor.phases import Phase
 from peerd.machine.swarm.events import ConductorConfig, MemberGone, MemberHello, MoveEnded, SendMove
 from peerd.machine.swarm.roster import START
 from tests.kit.conducting import hello
@@ -15,7 +16,7 @@ KEPT = Position(50, b"kept")
 
 def conductor(announced: int) -> Conductor:
     made = Conductor(ConductorConfig(stages=2, microbatches=4, first_save=10), random.Random(1), 0.0)
-    made.announced_step = announced
+    made.search.announced_step = announced
     return made
 
 

@@ -8,7 +8,8 @@ from collections.abc import Iterable
 import pytest
 
 from peerd.core.messages.swarm import Done, Mb, Receipt
-from peerd.machine.conductor.conductor import Conductor, Phase
+from peerd.machine.conductor.conductor import Conductor
+from peerd.machine.conductor.phases import Phase
 from peerd.machine.swarm.events import (
     ConductorConfig,
     MoveEnded,

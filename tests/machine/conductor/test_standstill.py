@@ -5,7 +5,8 @@ from __future__ import annotations
 import random
 
 from peerd.core.messages.swarm import Done, Position
-from peerd.machine.conductor.conductor import Conductor, Phase
+from peerd.machine.conductor.conductor import Conductor
+from peerd.machine.conductor.phases import Phase
 from peerd.machine.conductor.standstill import Standstill, named
 from peerd.machine.swarm.events import ConductorConfig, MemberHello, SendPrepare, TrainerReport
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import random
 
 from peerd.core.messages.swarm import Done, Forecast, Position
-from peerd.machine.conductor.conductor import Conductor, Phase
+from peerd.machine.conductor.conductor import Conductor
+from peerd.machine.conductor.phases import Phase
 from peerd.machine.conductor.step_eta import Outlook
 from peerd.machine.swarm.events import (
     ConductorConfig,
+    MemberGone,
     MoveEnded,
     Output,
     PrepareEnded,
@@ -89,5 +91,5 @@ def test_nothing_is_foretold_while_something_else_is_waited_for() -> None:
     one = One()
     one.compute()
     assert one.look() is not None
-    one.conductor._member_gone(one.now, "m")
+    one.conductor.handle(one.now, MemberGone("m"))
     assert one.look() is None

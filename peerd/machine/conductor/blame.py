@@ -1,0 +1,115 @@
+"""Blame for a step that is not made: whose fault a failed attempt or a missing microbatch is, and what follows.
+
+Evidence, not claims. What a member says to miss counts only within what it was to bring, and then a receipt decides
+whose fault it is: the holder's that signed it in its present session; nobody's, of a session before; else the trainer's
+that credited it. Newcomers, who have not yet helped to make a step, go at once and wait (`Probation`); others are put
+aside as they fail (`Standing`); trainers get less to do. The conductor, which owns the members, takes from here whom to
+let go (`aside`) and whether the batch shrank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+
+from peerd.core.messages.swarm import Mb
+from peerd.machine.batch.batches import Batches
+from peerd.machine.batch.credit import CreditFault, fault_of
+from peerd.machine.batch.probation import Probation
+from peerd.machine.conductor.recovery import Established
+from peerd.machine.conductor.standing import PutAside, Standing
+from peerd.machine.swarm.events import Note, Origin, Output
+from peerd.machine.swarm.posts import peer_of
+from peerd.machine.swarm.roster import Roster
+
+
+class Blame:
+    """Faults of one run's members and trainers. `established`: the members that have helped to make a step."""
+
+    def __init__(
+        self, ban_s: float, batches: Batches, roster: Roster, established: Established, origin: Origin
+    ) -> None:
+        self._batches, self._roster, self._established = batches, roster, established
+        self._verify, self._probation = origin.verify, Probation(origin.place_of)
+        batches.trainers.probation, batches.verify, batches.tell = self._probation, origin.verify, self.note
+        self._standing = Standing(ban_s)
+        self._refusals: dict[str, set[str]] = {}  # whose microbatches each member could not sum
+        self.aside: list[PutAside] = []  # whom the conductor is to let go of: it takes them from here
+        self.shrank = False  # microbatches were dropped: the batch is not whole; the conductor takes this too
+        self.out: list[Output] = []  # notes, among what else there is to do
+
+    def note(self, text: str) -> None:
+        """Something that a person may want to know."""
+        self.out.append(Note(text))
+
+    def keeps_out(self, now: float, peer: str) -> bool:
+        """Is this peer put aside, or a newcomer from a place whose newcomers have to wait?"""
+        newcomer = self._roster.session(peer) is None and peer not in self._established
+        return self._standing.banned(peer, now) or (newcomer and self._probation.waits(now, peer))
+
+    def step_made(self) -> None:
+        """A step was made: everybody's strikes fade."""
+        self._standing.step_made()
+        self._refusals.clear()
+
+    # --- members ----------------------------------------------------------------------------------------------
+
+    def newcomers(self, group: Collection[str], peers: Iterable[str]) -> list[str]:
+        """Those of them who have not yet helped to make a step, where others of the attempt's group have."""
+        if not any(peer in self._established for peer in group):
+            return []
+        return sorted(peer for peer in peers if peer in group and peer not in self._established)
+
+    def let_go(self, now: float, newcomer: str, why: str) -> None:
+        """A newcomer, or a helper, that stood in the way: a round can do without this one."""
+        self._put(self._standing.let_go(now, newcomer, self._probation.failed(now, newcomer), why))
+
+    def failed(self, now: float, member: str, why: str) -> None:
+        """The member failed by itself, for certain: it is put aside when it does so often."""
+        self._put(self._standing.failed(now, member, why))
+
+    def put_aside(self, now: float, member: str, why: str) -> None:
+        """The member has to go."""
+        self._put(self._standing.put_aside(now, member, why))
+
+    def contradict(self, now: float, accused: Iterable[tuple[str, str]], members: int) -> None:
+        """In an attempt of so many `members`, each first of a pair could not reach the second, as it says."""
+        for found in self._standing.contradict(now, accused, members, self._roster.since):
+            self._put(found)
+
+    # --- microbatches -----------------------------------------------------------------------------------------
+
+    def missing(self, now: float, step: int, where: tuple[int, str], mbs: frozenset[Mb]) -> None:
+        """What a member (`where`: its stage, and who) was said to hold for the batch of `step` is not there."""
+        stage, member = where
+        faults = fault_of(self._batches.due, step, where, mbs, self._verify, self._roster.session)
+        trainers = sorted({mb.trainer for mb, fault in faults.items() if fault is CreditFault.TRAINER})
+        void = {trainer for trainer in trainers if self._strike(now, trainer, "credits peers with what they never got")}
+        self._batches.due.unhold_of(member, mbs, stage, now)
+        voided = [mb for mb in sorted(mbs) if mb.trainer in void and mb.trainer != peer_of(member)]
+        self.shrank |= self._batches.void(voided)
+        if CreditFault.HOLDER in faults.values():
+            self.failed(now, member, "has lost what it signed to hold")
+
+    def refused(self, now: float, member: str, mbs: frozenset[Mb]) -> None:
+        """The member could not sum these values: they are out of the batch, everywhere."""
+        trainers = sorted({mb.trainer for mb in mbs})
+        known = self._refusals.setdefault(member, set())
+        known.update(trainers)
+        self.shrank |= self._batches.void(sorted(mbs))
+        if len(known) > max(1, self._batches.trainers.count() / 3):  # so many do not err at once
+            known.clear()
+            self.put_aside(now, member, "refuses what many trainers bring")
+            return
+        for trainer in trainers:
+            self._strike(now, trainer, "brings values that cannot be summed")
+
+    def _strike(self, now: float, trainer: str, why: str) -> bool:
+        """The trainer gets less to do; True from its second time on."""
+        often = self._batches.trainers.strike(now, trainer)
+        self.note(f"trainer …{trainer[-8:]} {why}: it is given less")
+        return often > 1
+
+    def _put(self, found: PutAside | None) -> None:
+        if found is not None:
+            self.note(found.text())
+            self.aside.append(found)

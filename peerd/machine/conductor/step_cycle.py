@@ -1,0 +1,121 @@
+"""The cycle of a step: microbatches are admitted, every stage averages (`Closing`), all members commit.
+
+OPEN: trainers' microbatches fill the batch; what nobody finishes goes to others. CLOSING: each stage that has its part
+of all of them averages; when the batch shrinks, every mean is forgotten and the step is OPEN again. With the last mean,
+all members are sent to the next position, and the phase is MOVING. In a delayed run the next batch is filled meanwhile.
+Decides only; the conductor calls each in its phase, and hands out what is to be done (`take`).
+"""
+
+from __future__ import annotations
+
+from peerd.machine.batch.batches import Batches, StageView
+from peerd.machine.conductor.phases import Course, Phase
+from peerd.machine.conductor.stage_close import Closing
+from peerd.machine.swarm.events import ConductorConfig, Note, Output, SendMove, TrainerReport
+from peerd.machine.swarm.roster import Roster
+
+_LATE_PARTS = 3  # a trainer is named as late when one of so many parts of its lease is over
+
+
+class StepCycle:
+    """See the module's header. One conductor's; `closing` averages for it."""
+
+    def __init__(
+        self, config: ConductorConfig, batches: Batches, roster: Roster, course: Course, closing: Closing
+    ) -> None:
+        self._config, self._batches, self._roster = config, batches, roster
+        self._course, self._closing, self._blame = course, closing, closing.blame
+        self._leases_s = config.lease_s, config.first_lease_s
+        self.late: dict[str, int] = {}  # for which trainers the step waits, and for how many microbatches of each
+        self.out: list[Output] = []  # what is to be done beside averaging
+
+    def take(self) -> list[Output]:
+        """What is to be done now, in order; it is told once."""
+        out, self.out = self._closing.take() + self.out, []
+        return out
+
+    # --- open -------------------------------------------------------------------------------------------------
+
+    def report(self, now: float, report: TrainerReport) -> None:
+        """A trainer's news of the step under way."""
+        view = StageView(self.serves, self._closing.settled)
+        if self._batches.take(now, report, view, self._config.delayed):
+            self.reopen()
+
+    def drop_dead(self, now: float) -> None:
+        """Hand what nobody finishes to others."""
+        settled = self._closing.settled
+        lease_s, first_lease_s = self._leases_s
+        self.late = self._batches.late(now, settled, (lease_s / _LATE_PARTS, first_lease_s / _LATE_PARTS))
+        shrank, late = self._batches.drop_dead(now, settled, self._leases_s)
+        for trainer, count in late.items():
+            told = f"trainer …{trainer[-8:]} does not finish {count} microbatches that it was given"
+            self.out.append(Note(f"{told}: others do them, and it is given less"))
+        if shrank:
+            self.reopen()
+
+    def fill(self, now: float) -> None:
+        """Admit microbatches; with the last of them done, the step closes."""
+        step = self._course.step
+        self._batches.fill(now, step, early=False)
+        if self._batches.due.complete([False] * self._config.stages):
+            self._course.close(self._closing.start(step))
+            self._roster.change()
+
+    def fill_early(self, now: float) -> None:
+        """In a delayed run, what this step has no room for is begun for the next one, if there is to be one."""
+        if not self._config.delayed or not self._course.works or not self._batches.due.full:
+            return
+        stages, step = range(self._config.stages), self._course.step
+        served = all(any(self.serves(peer, stage) for peer in self._roster.of_stage(stage)) for stage in stages)
+        if served and step + 1 != self._config.total_steps:
+            self._batches.fill(now, step, early=True)
+
+    def serves(self, peer: str, stage: int) -> bool:
+        """Can it take microbatches of this step, or of the next one, in this stage?"""
+        entry = self._roster.entries.get(peer)
+        return entry is not None and entry.stage == stage and self._course.serves(peer, entry.position)
+
+    # --- closing ----------------------------------------------------------------------------------------------
+
+    def close(self, now: float) -> None:
+        """Have every stage average what it has all of; with the last mean, all commit."""
+        self._closing.look(now)
+        self.let_go(now)
+        due, target = self._batches.due, self._course.target
+        if self._course.phase is not Phase.CLOSING or target is None or not due.full:
+            return
+        for stage in range(self._config.stages):
+            group = self._roster.at(stage, self._course.current)
+            if group and not due.missing[stage]:
+                self._closing.begin(now, stage, tuple(group), target.lineage)
+        if all(self._closing.settled):
+            movers = self._closing.prepared()
+            self._course.move(target, movers, commits=True)
+            self.out += [SendMove(peer, target, commit=True) for peer in movers]
+
+    def reopen(self) -> None:
+        """Forget every mean of a step that closes: the batch is not whole any more."""
+        if self._course.phase is Phase.CLOSING:
+            self._closing.renew()
+            self._closing.changed = True
+            self._course.reopen()
+
+    def let_go(self, now: float) -> None:
+        """Drop the members that stood in the way, and what they took out of the batch with them."""
+        while self._blame.aside or self._blame.shrank:
+            aside, self._blame.aside = self._blame.aside, []
+            for found in aside:
+                self.lose(now, found.peer)
+            if self._blame.shrank:
+                self._blame.shrank = False
+                self.reopen()
+
+    def lose(self, now: float, peer: str) -> None:
+        """A member, or a helper, is gone: so is what it held, averaged and was to reach."""
+        entry = self._roster.remove(peer)
+        self._closing.lost(peer, entry.stage if entry is not None else None)
+        if entry is not None:
+            self._batches.lose(peer, now)
+            self._course.moving.discard(peer)
+            self._closing.changed = True

@@ -1,0 +1,170 @@
+"""The conductor's duty: taken on when it is this peer's turn, given up when a peer with the better claim conducts.
+
+Somebody reports, and every peer before this one in the order is suspected (`Following.duty`): then a tenure begins, in
+a term above all that are believed. Every few seconds, and soon after somebody names a later term, the peers of stage 0
+are asked whether they conduct as well; `Rivals` weighs their claims. What is heard of steps elsewhere goes to the
+machine. Hostile input: terms named by anyone only make this peer look.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import trio
+
+from peerd.core.clock import Clock
+from peerd.core.errors import Refused, RemoteError
+from peerd.core.ids import PeerId
+from peerd.core.messages.proof import has_received
+from peerd.core.messages.swarm import Mb, Receipt
+from peerd.machine.conductor.conductor import Conductor
+from peerd.machine.conductor.phases import Phase
+from peerd.machine.swarm.events import Origin
+from peerd.machine.swarm.posts import peer_of, post_name
+from peerd.net.host.host import Host
+from peerd.service.conductor.grants import Granting
+from peerd.service.conductor.machine_driver import MachineDriver
+from peerd.service.conductor.orders import ConductingConfig
+from peerd.service.conductor.rivals import Reigning, Rivals, believed, next_term
+from peerd.service.conductor.tenure import Tenure
+
+_LOOK_S = 2.0
+_REFRESH_S = 10.0  # for the directory, which asks many
+_FIRST_LOOK_S = 0.5
+_TAKE_OVER_GATHER_S = 0.3
+
+
+class Duty:
+    """See the module's header. `driver` has the tenure while there is one."""
+
+    def __init__(
+        self, config: ConductingConfig, host: Host, clock: Clock, rivals: Rivals, driver: MachineDriver
+    ) -> None:
+        self._config, self._host, self._clock, self._driver = config, host, clock, driver
+        self._rivals, self._following = rivals, rivals.following
+        self.term = 0  # the latest that is believed: the one it acts in, if it acts
+        self._doubt = trio.Event()  # set, and replaced, when somebody names a later term than ours
+
+    def hear_of_term(self, heard: int) -> None:
+        """Somebody, whom we follow, conducts in this term."""
+        if self._driver.tenure is None:
+            self.term = believed(self.term, heard)
+
+    # --- taking on --------------------------------------------------------------------------------------------
+
+    def act(self, seen_term: int) -> Tenure:
+        """The tenure, which begins if it is our turn; Refused tells whom to ask instead."""
+        tenure = self._driver.tenure
+        if tenure is None:
+            return self._take_on(seen_term)
+        if seen_term > self.term:
+            self._doubt.set()
+        return tenure
+
+    def _take_on(self, seen_term: int) -> Tenure:
+        own, duty, nursery = self._following.own, self._following.duty(), self._driver.nursery
+        if duty != own or self._following.joined_since is None or nursery is None:
+            raise Refused(f"the conductor is {duty.short}")
+        self.term = next_term(self.term, seen_term)
+        tenure = self._new_tenure()
+        self._driver.begin(tenure)
+        expected = [(p, stage) for p, stage in self._following.posts() if not self._following.suspected(p)]
+        tenure.machine.search.announced_step = self._following.announced_step()
+        tenure.machine.expect(post_name(peer.text, stage) for peer, stage in expected)
+        for peer, stage in expected:
+            nursery.start_soon(self._look_for, tenure.machine, peer, stage)
+        self._driver.notes(f"conducts the run from now on (term {self.term})")
+        return tenure
+
+    def _new_tenure(self) -> Tenure:
+        own, now = self._following.own, trio.current_time()
+        sizes = self._config.conductor
+        if self.term > 1:  # a run that is on its way: its members are known, and all but here
+            sizes = replace(sizes, gather_s=_TAKE_OVER_GATHER_S)
+        origin = Origin(
+            own=post_name(own.text, 0),
+            established=self._following.established,
+            verify=self._is_receipt,
+            place_of=self._place,
+        )
+        machine = Conductor(sizes, self._clock.rng(f"conductor {own} {self.term} {now}"), now, origin)
+        granting = Granting(self._config.fingerprint, self._host.sign)
+        return Tenure(self.term, machine, granting, self._clock.rng(f"member list {own} {self.term} {now}"))
+
+    def _place(self, name: str) -> str:
+        """Where a connected peer connects from; else one of its own."""
+        link = self._host.links.best(PeerId.parse(peer_of(name)))
+        return peer_of(name) if link is None else link.user.place
+
+    def _is_receipt(self, holder: str, stage: int, step: int, mb: Mb, shown: Receipt) -> bool:
+        """Has the holder signed this?"""
+        try:
+            return has_received(PeerId.parse(peer_of(holder)), self._config.fingerprint, stage, step, mb, shown)
+        except ValueError:
+            return False
+
+    async def _look_for(self, machine: Conductor, peer: PeerId, stage: int) -> None:
+        """A member that is announced, but cannot be reached, is not waited for."""
+        if peer != self._following.own:
+            try:
+                await self._host.connect(peer)
+            except RemoteError:
+                machine.unexpect(post_name(peer.text, stage))
+                self._driver.wake_waiting()
+
+    # --- giving up --------------------------------------------------------------------------------------------
+
+    def _resign(self, why: str) -> None:
+        self._driver.notes(f"hands the conductor's duty on: {why}")
+        self._driver.end()
+
+    async def look_around(self) -> None:
+        """Two peers may conduct for a moment: the later term stays, of one term the earlier in order.
+
+        A run that begins looks more than once before its first step: peers that start together announce themselves
+        while each believes that it is alone.
+        """
+        while True:
+            with trio.move_on_after(_FIRST_LOOK_S if self._gathers else _LOOK_S):
+                await self._doubt.wait()
+                await trio.sleep(_FIRST_LOOK_S)  # who names one term after another makes us look no more often
+            self._doubt = trio.Event()
+            if self._driver.tenure is not None:
+                await self._look()
+
+    async def _look(self) -> None:
+        directory = self._following.directory
+        if directory.only_dials and self._following.duty() != self._following.own:
+            self._following.conductor = None
+            self._resign("others can be dialed, and this peer cannot")
+            return
+        with trio.move_on_after(_REFRESH_S):
+            await (directory.refresh() if self._gathers else self._following.refresh())
+        await self._hear_of_steps()
+        for peer, term in (await self._rivals.conducting()).items():
+            machine = self._driver.machine
+            if machine is not None and self._rivals.better(self._reigning(machine), peer, term):
+                self._following.trust(peer)
+                self._following.conductor = peer
+                self._resign(f"{peer.short} conducts, too, and has the better claim")
+
+    @property
+    def _gathers(self) -> bool:
+        """Has this peer's duty, if it comes, not yet come to a first decision?"""
+        return self._driver.machine is None or self._driver.machine.phase is Phase.GATHERING
+
+    def _reigning(self, machine: Conductor) -> Reigning:
+        reporting = self._driver.heard
+        followers = {peer_of(post.peer) for post in machine.members() if post.since and post.peer in reporting}
+        return Reigning(self.term, followers, machine.course.has_stepped)
+
+    async def _hear_of_steps(self) -> None:
+        """What is said of steps elsewhere: that of keepers who can be reached counts for longer."""
+        machine, directory = self._driver.machine, self._following.directory
+        if machine is None:
+            return
+        machine.search.announced_step = self._following.announced_step()
+        kept = {peer: max(position.step for position in kept) for peer, kept in directory.kept.items()}
+        if machine.current is None and kept:
+            there = await self._rivals.reachable(kept)
+            machine.search.kept_step = max((kept[peer] for peer in there), default=0)

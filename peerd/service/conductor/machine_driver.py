@@ -1,0 +1,156 @@
+"""Driver of a conductor's machine: feeds it events, carries out what it decides, and keeps its time.
+
+While this peer has a tenure, reports and the ends of orders go to the machine as events; its outputs become calls to
+members (`Orders`), probes and notes. Whoever waits for news of the run is woken when something it may see has changed.
+A peer that has not reported for a while is gone, and so is one that nobody reaches. Decides nothing itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterable
+
+import trio
+
+from peerd.core.ids import PeerId
+from peerd.machine.conductor.conductor import Conductor
+from peerd.machine.swarm.events import (
+    CancelAttempt,
+    Event,
+    MemberGone,
+    Note,
+    Output,
+    Probe,
+    SendMove,
+    SendPrepare,
+    TrainerGone,
+)
+from peerd.machine.swarm.posts import peer_of, short
+from peerd.service.conductor.orders import Orders, Reign
+from peerd.service.conductor.tenure import Tenure
+
+_SILENT_S = 12.0  # a report comes at least every few seconds
+_SILENCE_LOOK_S = 2.0
+_IDLE_S = 5.0  # between looks while there is no machine
+
+
+class MachineDriver:
+    """See the module's header. `answers`: does this peer answer a call? `notes`: what a person may want to know."""
+
+    def __init__(
+        self, orders: Orders, answers: Callable[[PeerId], Awaitable[bool]], notes: Callable[[str], None]
+    ) -> None:
+        self._orders, self._answers, self.notes = orders, answers, notes
+        self.tenure: Tenure | None = None
+        self.heard: dict[str, float] = {}  # posts and trainers that report, and when each was heard last
+        self.nursery: trio.Nursery | None = None  # for what a tenure begins; None: not running
+        self._changed = trio.Event()  # set, and replaced, with whatever somebody who waits may see
+        self._changed_to: tuple[Conductor | None, tuple[int, int]] = None, (0, 0)
+        self._fed = trio.Event()  # set, and replaced, with all that may move the next deadline
+
+    @property
+    def machine(self) -> Conductor | None:
+        """What decides; None while this peer does not conduct."""
+        return self.tenure.machine if self.tenure is not None else None
+
+    # --- a tenure's begin and end -----------------------------------------------------------------------------
+
+    def begin(self, tenure: Tenure) -> None:
+        """Drive this tenure's machine from now on."""
+        self.tenure = tenure
+
+    def end(self) -> None:
+        """Drop the machine and all that it ordered; those who wait for news of it are woken."""
+        self.tenure = None
+        self._orders.cancel_all()
+        self.heard.clear()
+        self.wake_waiting()
+
+    # --- events and outputs -----------------------------------------------------------------------------------
+
+    def feed(self, event: Event) -> None:
+        """Let the machine take an event, if there is one."""
+        if self.tenure is not None:
+            self._carry_out(self.tenure, self.tenure.machine.handle(trio.current_time(), event))
+
+    def gone(self, names: Iterable[str]) -> None:
+        """Posts and trainers that are there no more."""
+        for name in names:
+            if self.tenure is not None and self.heard.pop(name, None) is not None:
+                self.feed(MemberGone(name))
+                self.feed(TrainerGone(name))
+
+    def peer_gone(self, peer: PeerId) -> None:
+        """A peer is there no more: none of its posts is, nor does it train."""
+        self.gone(name for name in list(self.heard) if peer_of(name) == peer.text)
+
+    def still_heard(self, name: str) -> None:
+        """A report has waited until now; a peer that was lost meanwhile is not heard of by that."""
+        if name in self.heard:
+            self.heard[name] = trio.current_time()
+
+    def _carry_out(self, tenure: Tenure, outputs: list[Output]) -> None:
+        assert self.nursery is not None
+        reign = Reign(tenure.term, tenure.step, lambda event: self.feed(event) if self.tenure is tenure else None)
+        prepares: list[SendPrepare] = []
+        for output in outputs:
+            match output:
+                case SendPrepare():
+                    prepares.append(output)
+                case SendMove():
+                    self.nursery.start_soon(self._orders.move, output, reign)
+                case CancelAttempt(attempt):
+                    self._orders.cancel(attempt)
+                case Probe(peer):
+                    self.nursery.start_soon(self._probe, tenure, peer)
+                case Note(text):
+                    self.notes(text)
+        self._orders.begin(self.nursery, prepares, reign)
+        self.wake_waiting()
+
+    async def _probe(self, tenure: Tenure, name: str) -> None:
+        """A member that others cannot reach, and we neither, is gone."""
+        try:
+            answers = await self._answers(PeerId.parse(peer_of(name)))
+        except ValueError:
+            return
+        if not answers and tenure is self.tenure:
+            self.notes(f"peer {short(name)} does not answer")
+            self.gone([name])
+
+    # --- time and news ----------------------------------------------------------------------------------------
+
+    async def keep_time(self) -> None:
+        """Wake the machine whenever it is due."""
+        while True:
+            machine, now = self.machine, trio.current_time()
+            due = machine.wake_at(now) if machine is not None else now + _IDLE_S
+            with trio.move_on_at(due):
+                await self._fed.wait()
+                continue
+            if self.tenure is not None:
+                self._carry_out(self.tenure, self.tenure.machine.wake(trio.current_time()))
+
+    async def watch_silence(self) -> None:
+        """Drop whoever does not report any more."""
+        while True:
+            await trio.sleep(_SILENCE_LOOK_S)
+            now = trio.current_time()
+            for name in [n for n, heard in self.heard.items() if now - heard > _SILENT_S]:
+                self.notes(f"peer {short(name)} is silent")
+                self.gone([name])
+
+    def wake_waiting(self) -> None:
+        """Something may have changed: deadlines are looked at anew, and whoever waits if it sees something new."""
+        self._fed.set()
+        self._fed = trio.Event()
+        news = self.machine, self.machine.newest if self.machine is not None else (0, 0)
+        if news != self._changed_to:
+            self._changed_to = news
+            self._changed.set()
+            self._changed = trio.Event()
+
+    async def wait_for_news(self, news: Callable[[], bool], tenure: Tenure, wait_s: float) -> None:
+        """Until there are `news`, the tenure ends, or `wait_s` have passed."""
+        with trio.move_on_after(wait_s):
+            while self.tenure is tenure and not news():
+                await self._changed.wait()

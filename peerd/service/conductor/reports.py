@@ -1,0 +1,217 @@
+"""Reports to the conductor and its answers: `swarm/3/member`, `trainer`, `leave` and `who`.
+
+A report is what a stage peer, a helper or a trainer says of itself; the machine takes it as events. A report that has
+nothing new waits here until something has changed, so that news need no calls of their own. A peer that does not
+conduct refuses it, and tells who does. Hostile input: any body. It speaks for its sender's posts only, and what it says
+of other peers counts for their posts at the sender's stage.
+"""
+
+from __future__ import annotations
+
+import msgspec
+import trio
+
+from peerd.core.errors import Refused
+from peerd.core.ids import PeerId
+from peerd.core.messages.encoding import Empty
+from peerd.core.messages.swarm import (
+    Conducts,
+    Done,
+    Leave,
+    LineInfo,
+    Mbs,
+    MemberAnswer,
+    MemberSync,
+    Seqs,
+    TrainerAnswer,
+    TrainerSync,
+    WhoConducts,
+)
+from peerd.machine.conductor.conductor import Conductor
+from peerd.machine.conductor.phases import Phase
+from peerd.machine.swarm.events import MemberGone, MemberHello, TrainerReport
+from peerd.machine.swarm.posts import post_name
+from peerd.service.conductor.conductor_client import Following
+from peerd.service.conductor.duty import Duty
+from peerd.service.conductor.machine_driver import MachineDriver
+from peerd.service.conductor.tenure import Tenure
+from peerd.service.rpc.rpc import Answer, Incoming, MethodLimits, Rpc
+
+_REPORTS = MethodLimits(body_bytes=1 << 20, calls_per_peer=8, calls=8192)
+_PUT_ASIDE_S = 1.0  # between two reports of a member that is not heard
+
+
+class Reports:
+    """See the module's header. `run`: the fingerprint of the run that is conducted."""
+
+    def __init__(self, run: bytes, rpc: Rpc, following: Following, duty: Duty, driver: MachineDriver) -> None:
+        self._run, self._rpc, self._following = run, rpc, following
+        self._duty, self._driver = duty, driver
+
+    def serve(self) -> None:
+        """Answer calls from now on."""
+        self._rpc.serve("swarm/3/member", MemberSync, self._member, limits=_REPORTS)
+        self._rpc.serve("swarm/3/trainer", TrainerSync, self._trainer, limits=_REPORTS)
+        self._rpc.serve("swarm/3/leave", Leave, self._leave)
+        self._rpc.serve("swarm/3/who", WhoConducts, self._who)
+
+    def unserve(self) -> None:
+        """Answer no more."""
+        self._rpc.unserve("swarm/3")
+
+    def _check_run(self, fingerprint: bytes) -> None:
+        if fingerprint != self._run:
+            raise Refused("your run file differs from this run's")
+
+    # --- members and helpers ----------------------------------------------------------------------------------
+
+    async def _member(self, call: Incoming[MemberSync]) -> Answer[MemberAnswer]:
+        body, name = call.body, post_name(call.peer.text, call.body.stage)
+        self._check_run(body.run)
+        tenure = self._duty.act(body.term)
+        machine = tenure.machine
+        self._driver.heard[name] = trio.current_time()
+        helps = body.line is not None and body.line.mode == "aux"
+        if helps:
+            self._take_helper(machine, name, body)
+        else:
+            self._take_member(machine, call.peer, name, body)
+        machine.saved(name, body.saved)
+        resend = not helps and not (machine.is_member(name, body.session) and machine.knows(name, body.position))
+        # Who has just said all, and is put aside, would say it again at once, and again.
+        wait_s = body.wait_s if not resend else _PUT_ASIDE_S if body.held is not None else 0.0
+        await self._driver.wait_for_news(lambda: machine.members_version != body.seen, tenure, wait_s)
+        self._still(tenure, name)
+        resend = not helps and (resend or not machine.is_member(name, body.session))
+        return Answer(self._to_member(tenure, body, resend=resend))
+
+    def _take_helper(self, machine: Conductor, name: str, body: MemberSync) -> None:
+        if machine.is_member(name, body.session):
+            self._driver.feed(MemberGone(name))
+        self._take_line(machine, name, body)
+
+    def _take_member(self, machine: Conductor, peer: PeerId, name: str, body: MemberSync) -> None:
+        gate = self._rpc.gate
+        if gate is not None and not gate.allows(peer, "stage"):
+            raise Refused("your token does not allow stage")
+        self._take_line(machine, name, body)
+        if body.stage == 0:
+            self._following.note_stage0(peer, body.since, machine.roster.lines.is_client(name))
+        if body.held is not None:
+            self._driver.feed(_hello(name, body, body.held))
+
+    def _take_line(self, machine: Conductor, name: str, body: MemberSync) -> None:
+        if body.line is None:
+            return
+        version, line = machine.members_version, _with_posts(body.line, body.stage)
+        machine.said_of_line(trio.current_time(), name, body.stage, line, tuple(body.addrs))
+        if machine.members_version != version:
+            self._driver.wake_waiting()
+
+    def _to_member(self, tenure: Tenure, body: MemberSync, *, resend: bool) -> MemberAnswer:
+        machine = tenure.machine
+        return MemberAnswer(
+            term=tenure.term,
+            current=machine.settled,
+            complete=machine.phase is Phase.COMPLETE,
+            waits_for=tenure.waits_for(),
+            resend=resend,
+            version=machine.members_version,
+            members=tenure.members_since(body.listed),
+            forecast=tenure.forecast(),
+            lost=machine.lost,
+        )
+
+    # --- trainers ---------------------------------------------------------------------------------------------
+
+    async def _trainer(self, call: Incoming[TrainerSync]) -> Answer[TrainerAnswer]:
+        body, name = call.body, call.peer.text
+        self._check_run(body.run)
+        tenure = self._duty.act(body.term)
+        machine = tenure.machine
+        self._driver.heard[name] = trio.current_time()
+        taken = machine.takes(body.step)
+        begun, done = tuple(body.open), tuple(map(_held_by_posts, body.done))
+        self._driver.feed(TrainerReport(name, body.step, begun, done, tuple(body.early), tuple(body.unknown)))
+        await self._driver.wait_for_news(lambda: machine.version(name) != body.seen, tenure, body.wait_s)
+        self._still(tenure, name)
+        return Answer(self._to_trainer(tenure, name, body, taken=taken))
+
+    def _to_trainer(self, tenure: Tenure, name: str, body: TrainerSync, *, taken: bool) -> TrainerAnswer:
+        machine = tenure.machine
+        step = machine.current.step if machine.current is not None else body.step
+        admitted, early = machine.admitted(name), machine.admitted(name, early=True)
+        return TrainerAnswer(
+            term=tenure.term,
+            step=step,
+            taken=taken,
+            admitted=Seqs.of(admitted),
+            redo=machine.redo(name),
+            counted=_seqs(machine.counted(name, body.step)),
+            evaluate=machine.evaluates(name),
+            complete=machine.phase is Phase.COMPLETE,
+            waits_for=tenure.waits_for(),
+            version=machine.version(name),
+            members=tenure.members_since(body.seen_members),
+            forecast=tenure.forecast(),
+            early=Seqs.of(early),
+            counted_early=_seqs(machine.counted(name, body.step + 1)),
+            grant=tenure.grant(step, name, admitted),
+            grant_early=tenure.grant(step + 1, name, early, early=True),
+        )
+
+    def _still(self, tenure: Tenure, name: str) -> None:
+        """A report has waited: Refused where we conduct no more; who was lost meanwhile is not heard of by this."""
+        if self._driver.tenure is not tenure:
+            raise Refused("this peer has handed the conductor's duty on")
+        self._driver.still_heard(name)
+
+    # --- others -----------------------------------------------------------------------------------------------
+
+    async def _leave(self, call: Incoming[Leave]) -> Answer[Empty]:
+        """A peer leaves a stage, or trains no more."""
+        self._check_run(call.body.run)
+        name = call.peer.text if call.body.stage is None else post_name(call.peer.text, call.body.stage)
+        self._driver.gone([name])
+        return Answer(Empty())
+
+    async def _who(self, call: Incoming[WhoConducts]) -> Answer[Conducts]:
+        """Does this peer conduct? Answers, or refuses."""
+        self._check_run(call.body.run)
+        if self._driver.tenure is None:
+            raise Refused("this peer does not conduct")
+        return Answer(Conducts(self._duty.term))
+
+
+def _hello(name: str, body: MemberSync, held: Mbs) -> MemberHello:
+    """A member's report that says all, as the machine hears it."""
+    return MemberHello(
+        peer=name,
+        stage=body.stage,
+        session=body.session,
+        position=body.position,
+        prepared=body.prepared,
+        saved=tuple(body.saved),
+        held=frozenset(held),
+        counted=frozenset(body.counted),
+        addrs=tuple(body.addrs),
+        early=frozenset(body.early),
+        since=body.since,
+        digest=body.digest,
+    )
+
+
+def _with_posts(line: LineInfo, stage: int) -> LineInfo:
+    """What a peer says of its line, with the posts of `stage` in place of their peers."""
+    pairs = [msgspec.structs.replace(pair, peer=post_name(pair.peer, stage)) for pair in line.pairs]
+    return msgspec.structs.replace(line, pairs=pairs) if pairs else line
+
+
+def _held_by_posts(done: Done) -> Done:
+    """A report of what is done, with the posts that hold it in place of their peers."""
+    holders = [post_name(peer, stage) if peer else peer for stage, peer in enumerate(done.holders)]
+    return msgspec.structs.replace(done, holders=holders)
+
+
+def _seqs(numbers: list[int] | None) -> Seqs | None:
+    return None if numbers is None else Seqs.of(numbers)

@@ -1,0 +1,107 @@
+"""The schedule of a microbatch: forward through all stages, backward from the last, one stage again where it was lost.
+
+For each microbatch the inputs and output gradients of every stage are kept until the step is averaged, so that a stage
+whose peer died can be done again alone. Which peer of a stage is called, and what comes of it, `StageClient` sees to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from peerd.core.clock import Clock
+from peerd.core.frame import TensorFrame
+from peerd.core.messages.swarm import MemberInfo, StageAnswer
+from peerd.core.runfile import RunFile
+from peerd.machine.batch.trainer_ledger import Holding
+from peerd.service.pipeline.stage_client import StageClient, TrainerPapers, Ways
+from peerd.service.rpc.rpc import Answer, Rpc
+
+
+@dataclass(slots=True)
+class Load:
+    """One microbatch on its way. Frames: tokens int64 [B, L]; inputs and gradients [B, L, D] between stages."""
+
+    tokens: TensorFrame
+    targets: TensorFrame
+    inputs: dict[int, TensorFrame] = field(default_factory=dict)  # of each stage, as sent
+    gradients: dict[int, TensorFrame] = field(default_factory=dict)  # of each stage's output (targets in the last)
+    loss_sum: float = 0.0  # over the samples
+
+    def forget(self) -> None:
+        """Begin again from the tokens."""
+        self.inputs.clear()
+        self.gradients.clear()
+
+
+class Pipeline:
+    """A run's stages in their order, for one trainer."""
+
+    def __init__(self, run: RunFile, rpc: Rpc, clock: Clock, ways: Ways, papers: TrainerPapers) -> None:
+        self._stages = StageClient(run, rpc, clock, ways, papers)
+        self._last = run.pipeline.stages - 1
+
+    async def train(self, step: int, seq: int, load: Load) -> list[Holding]:
+        """Send a microbatch through all stages and back; returns who holds its gradient, by stage."""
+        load.forget()
+        load.inputs[0] = load.tokens
+        for stage in range(self._last):
+            load.inputs[stage + 1] = await self._stages.forward(stage, step, load.inputs[stage])
+        load.gradients[self._last] = load.targets
+        holdings = [Holding("", None)] * (self._last + 1)
+        for stage in range(self._last, -1, -1):
+            holdings[stage], answer = await self._backward(step, seq, stage, load)
+            if stage == self._last:
+                load.loss_sum = answer.body.loss_sum
+            if stage > 0:
+                load.gradients[stage - 1] = answer.frames[0]
+        return holdings
+
+    async def repeat(self, step: int, seq: int, stage: int, load: Load) -> Holding:
+        """Do one stage's backward again, from what was kept; returns who holds it now."""
+        holding, _ = await self._backward(step, seq, stage, load)
+        return holding
+
+    async def evaluate(self, tokens: TensorFrame, targets: TensorFrame) -> float:
+        """The loss sum over the samples, with whatever parameters the stages have now."""
+        x = tokens
+        for stage in range(self._last):
+            x = await self._stages.forward(stage, None, x)
+        return await self._stages.loss(self._last, x, targets)
+
+    async def _backward(self, step: int, seq: int, stage: int, load: Load) -> tuple[Holding, Answer[StageAnswer]]:
+        return await self._stages.backward(stage, step, seq, load.inputs[stage], load.gradients[stage])
+
+    # --- the stages' peers ------------------------------------------------------------------------------------
+
+    def update(self, members: Iterable[MemberInfo]) -> None:
+        """These peers serve now."""
+        self._stages.update(members)
+
+    def look(self) -> None:
+        """To be called now and then: see whether those are still there of whom an answer is overdue."""
+        self._stages.look()
+
+    def peers(self) -> int:
+        """Stage peers that may be called."""
+        return self._stages.peers()
+
+    @property
+    def waits_for(self) -> str | None:
+        """Why no peer of a stage is called; None: nothing is in the way."""
+        return self._stages.waits_for
+
+    @property
+    def retries(self) -> int:
+        """Calls that another peer was asked for again."""
+        return self._stages.retries
+
+    @property
+    def sent_bytes(self) -> int:
+        """Of frames, to stages."""
+        return self._stages.sent_bytes
+
+    @property
+    def received_bytes(self) -> int:
+        """Of frames, from stages."""
+        return self._stages.received_bytes

@@ -1,0 +1,105 @@
+"""The search for a position: what all can reach, how members get there, and when an older one is looked for."""
+
+from __future__ import annotations
+
+import math
+
+from peerd.core.messages.swarm import Position
+from peerd.machine.conductor.phases import Course
+from peerd.machine.conductor.position_search import PositionSearch
+from peerd.machine.swarm.events import ConductorConfig, MemberHello, Origin, SendMove
+from peerd.machine.swarm.roster import START, Roster
+from tests.kit.conducting import hello
+
+OLD, NOW, NEXT = Position(4, b"old"), Position(5, b"now"), Position(6, b"next")
+CONFIG = ConductorConfig(stages=2, microbatches=1, first_save=2, gather_s=1.0, broken_s=3.0, hearsay_s=60.0)
+
+
+def search(*hellos: MemberHello, own: str = "") -> PositionSearch:
+    roster = Roster(2)
+    for one in hellos:
+        roster.enter(one)
+    return PositionSearch(CONFIG, Origin(own=own), roster, Course(), 0.0)
+
+
+def stand(made: PositionSearch, position: Position) -> None:
+    """All have gone there."""
+    made._course.move(position, [], commits=False)
+    made._course.arrive(0)
+    made.arrived()
+
+
+def test_members_restore_what_they_saved_and_commit_what_they_prepared() -> None:
+    made = search(
+        hello("a", NOW, saved=(OLD,)),
+        hello("b", OLD),
+        hello("c", OLD, stage=1, prepared=NOW, digest=b"same"),
+        hello("d", NOW, stage=1, digest=b"same"),
+        hello("e", OLD, stage=1, prepared=NOW, digest=b"other"),
+    )
+    assert made.best() == NOW
+    assert made.moves(NOW) == [SendMove("c", NOW, commit=True)], "the other sum is nobody's to step with"
+    assert made.moves(OLD) == [SendMove("a", OLD, commit=False)]
+    assert [(order.peer, order.commit) for order in made.moves(START)] == [(peer, False) for peer in "abcde"]
+
+
+def test_it_is_decided_after_quiet_time_and_once_more_where_nothing_was_found_before() -> None:
+    made = search(hello("a", NOW))
+    assert made.due(0.0) == 1.0
+    assert not made.is_over(0.5)
+    assert made.is_over(1.0)
+    assert made.decide(1.0) is None
+    assert "the conductor" not in made.problem()
+    made._roster.enter(hello("c", NOW, stage=1))
+    assert made.decide(1.5) is None, "others may have more to say"
+    assert not made.is_over(2.0)
+    assert made.problem() == "the conductor gathers the members"
+    assert made.decide(2.5) == NOW
+
+
+def test_an_older_position_is_looked_for_when_a_stage_has_long_lost_the_current_one() -> None:
+    made = search(hello("a", NOW, saved=(OLD,)), hello("c", NOW, stage=1))
+    stand(made, NOW)
+    assert not made.falls_back(10.0)
+    assert made.due(10.0) == math.inf
+    made._roster.enter(hello("c", OLD, stage=1))
+    assert not made.falls_back(10.0)
+    assert made.due(10.0) == 13.0
+    assert made.falls_back(13.0)
+    made.begin(13.0)
+    assert made.due(13.0) == math.inf
+
+
+def test_it_is_lost_where_every_stage_has_members_and_no_position_in_common() -> None:
+    made = search(hello("a", NOW), hello("c", START, stage=1))
+    assert not made.look_lost(0.5)
+    assert made.look_lost(1.0)
+    assert made.lost
+    assert not made.look_lost(1.5)
+    made._roster.enter(hello("c", START, stage=1, saved=(NOW,)))
+    assert made.look_lost(2.0)
+    assert not made.lost
+
+
+def test_a_step_that_is_only_heard_of_counts_for_a_while_and_a_keeper_always() -> None:
+    made = search(hello("a"), hello("c", stage=1))
+    assert made.best() == START
+    made.announced_step = 9
+    assert made.best() is None
+    made.look(60.0)
+    assert made.best() == START
+    made.kept_step = 9
+    assert made.best() is None
+
+
+def test_a_member_is_ahead_when_enough_others_stand_behind_it() -> None:
+    made = search(hello("a", NOW), hello("c", NOW, stage=1), own="a")
+    for peer, stage in ("a", 0), ("b", 0), ("c", 1):
+        made.established.add(peer, stage)
+    stand(made, NOW)
+    made._roster.enter(hello("c", NEXT, stage=1))
+    assert not made.is_ahead("c"), "the other stage cannot go there"
+    made._roster.enter(hello("b", NEXT))
+    assert not made.is_ahead("b"), "one alone says so, and our own peer knows nothing of it"
+    made._roster.enter(hello("a", NEXT))
+    assert made.is_ahead("a")

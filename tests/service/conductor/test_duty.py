@@ -1,0 +1,111 @@
+"""The conductor's duty: taken on in turn and in a later term, given up to a better claim and to nobody's word alone."""
+
+from __future__ import annotations
+
+import pytest
+import trio
+from trio.testing import MockClock
+
+from peerd.core.errors import Refused
+from peerd.core.messages.swarm import MemberInfo, Position
+from peerd.machine.conductor.phases import Phase
+from peerd.machine.swarm.posts import post_name
+from tests.kit.conducting import hello
+from tests.kit.conductor_scene import OTHER, OWN, THIRD, Scene
+
+
+async def test_the_duty_is_taken_on_only_in_turn_and_while_this_peer_runs(autojump_clock: MockClock) -> None:
+    scene = Scene()
+    with pytest.raises(Refused):
+        scene.duty.act(0)
+    async with trio.open_nursery() as nursery:
+        scene.start(nursery)
+        scene.following.note_stage0(OTHER.peer_id, 0.5, False)
+        with pytest.raises(Refused, match=OTHER.peer_id.short):
+            scene.duty.act(0)
+        scene.following.suspect(OTHER.peer_id)
+        tenure = scene.duty.act(4)
+        assert (tenure.term, scene.duty.term) == (5, 5)
+        assert scene.duty.act(0) is tenure
+        nursery.cancel_scope.cancel()
+
+
+async def test_a_term_that_is_named_makes_it_look_soon_and_changes_nothing(autojump_clock: MockClock) -> None:
+    async with trio.open_nursery() as nursery:
+        scene = Scene()
+        scene.start(nursery)
+        tenure = scene.duty.act(0)
+        assert tenure.machine.phase is Phase.GATHERING
+        scene.feed(hello(post_name(OWN.peer_id.text, 0)))
+        await trio.sleep(4.0)
+        assert tenure.machine.phase is Phase.OPEN
+        before = len(scene.others.looks)
+        await trio.sleep(0.1)
+        assert scene.duty.act(9) is tenure
+        scene.duty.hear_of_term(9)
+        await trio.sleep(0.6)
+        assert len(scene.others.looks) == before + 1
+        assert scene.duty.term == 1
+        nursery.cancel_scope.cancel()
+
+
+async def test_a_peer_that_conducts_with_the_better_claim_gets_the_duty(autojump_clock: MockClock) -> None:
+    async with trio.open_nursery() as nursery:
+        scene = Scene()
+        scene.start(nursery)
+        scene.duty.act(0)
+        post = post_name(THIRD.peer_id.text, 0)
+        scene.driver.heard[post] = trio.current_time()
+        scene.feed(hello(post, since=1.0))
+        scene.feed(hello(post_name(OWN.peer_id.text, 0), since=1.0))
+        scene.others.terms = {OTHER.peer_id: 1}
+        await trio.sleep(3.0)
+        assert scene.driver.tenure is not None
+        assert scene.others.ours[-1].followers == {THIRD.peer_id.text}, "those who report, and not who only should"
+        scene.others.terms = {OTHER.peer_id: 2}
+        await trio.sleep(3.0)
+        assert scene.driver.tenure is None
+        assert scene.following.conductor == OTHER.peer_id
+        assert scene.notes[-1].endswith("conducts, too, and has the better claim")
+        scene.duty.hear_of_term(2)
+        assert scene.duty.term == 2
+        nursery.cancel_scope.cancel()
+
+
+async def test_a_peer_that_only_dials_gives_the_duty_to_one_that_can_be_dialed(autojump_clock: MockClock) -> None:
+    async with trio.open_nursery() as nursery:
+        scene = Scene()
+        scene.start(nursery)
+        scene.duty.act(0)
+        scene.directory.only_dials = True
+        scene.following.note_stage0(OTHER.peer_id, 5.0, False)
+        await trio.sleep(3.0)
+        assert scene.driver.tenure is None
+        assert scene.following.conductor is None
+        nursery.cancel_scope.cancel()
+
+
+async def test_members_that_are_announced_are_waited_for_unless_nobody_reaches_them(autojump_clock: MockClock) -> None:
+    for gone in (False, True):
+        async with trio.open_nursery() as nursery:
+            scene = Scene(expect_s=6.0)
+            scene.start(nursery)
+            scene.following.members = [MemberInfo(OTHER.peer_id.text, 0, [], True, since=1.0)]
+            scene.unreachable = {OTHER.peer_id} if gone else set()
+            machine = scene.duty.act(0).machine
+            scene.feed(hello(post_name(OWN.peer_id.text, 0)))
+            await trio.sleep(2.0)
+            assert (machine.phase is Phase.OPEN) is gone
+            nursery.cancel_scope.cancel()
+
+
+async def test_what_a_keeper_has_that_can_be_reached_counts(autojump_clock: MockClock) -> None:
+    async with trio.open_nursery() as nursery:
+        scene = Scene()
+        scene.directory.kept = {OTHER.peer_id: [Position(8, b"kept")], THIRD.peer_id: [Position(9, b"kept")]}
+        scene.others.silent = {THIRD.peer_id}
+        scene.start(nursery)
+        search = scene.duty.act(0).machine.search
+        await trio.sleep(3.0)
+        assert (search.announced_step, search.kept_step) == (9, 8)
+        nursery.cancel_scope.cancel()

@@ -1,0 +1,112 @@
+"""The driver of a conductor's machine: its decisions become orders, its time is kept, the silent are dropped."""
+
+from __future__ import annotations
+
+import trio
+from trio.testing import MockClock
+
+from peerd.core.messages.swarm import Done
+from peerd.machine.conductor.phases import Phase
+from peerd.machine.swarm.events import MemberGone, Output, PrepareEnded, Probe, TrainerReport
+from peerd.machine.swarm.posts import post_name
+from tests.kit.conducting import hello
+from tests.kit.conductor_scene import OTHER, OWN, Scene
+
+POST = post_name(OTHER.peer_id.text, 0)
+
+
+def begun(nursery: trio.Nursery) -> Scene:
+    """A tenure with one member."""
+    scene = Scene()
+    scene.start(nursery)
+    scene.duty.act(0)
+    scene.driver.heard[POST] = trio.current_time()
+    scene.feed(hello(POST))
+    return scene
+
+
+async def test_the_machine_wakes_in_time_and_its_decisions_become_orders(autojump_clock: MockClock) -> None:
+    async with trio.open_nursery() as nursery:
+        scene = begun(nursery)
+        await trio.sleep(1.1)
+        machine = scene.driver.machine
+        assert machine is not None
+        assert machine.phase is Phase.OPEN
+        assert "the swarm stands at step 0" in scene.notes
+        scene.feed(TrainerReport("t", 0, (1,), ()))
+        scene.feed(TrainerReport("t", 0, (), (Done(1, [POST]),)))
+        (prepare,), reign = scene.orders.prepares, scene.orders.reign
+        assert reign is not None
+        assert (reign.term, reign.step) == (1, 0)
+        reign.tell(PrepareEnded(POST, prepare.attempt, True))
+        await trio.sleep(0.1)
+        assert [(move.peer, move.commit) for move in scene.orders.moves] == [(POST, True)]
+        scene.driver.end()
+        reign.tell(PrepareEnded(POST, prepare.attempt, False))
+        assert machine.phase is Phase.MOVING, "a machine whose tenure has ended hears no more"
+        assert scene.orders.cancelled == [b"all"]
+        nursery.cancel_scope.cancel()
+
+
+async def test_a_peer_that_does_not_report_any_more_is_gone(autojump_clock: MockClock) -> None:
+    async with trio.open_nursery() as nursery:
+        scene = begun(nursery)
+        await trio.sleep(11.0)
+        scene.driver.still_heard(POST)
+        await trio.sleep(11.0)
+        assert scene.driver.machine is not None
+        assert [m.peer for m in scene.driver.machine.members()] == [POST]
+        await trio.sleep(4.0)
+        assert scene.driver.machine.members() == []
+        assert [note for note in scene.notes if note.endswith("is silent")]
+        scene.driver.still_heard(POST)
+        assert scene.driver.heard == {}, "what waited since does not bring it back"
+        nursery.cancel_scope.cancel()
+
+
+async def test_a_peer_whose_connection_is_lost_is_gone_with_all_its_posts(autojump_clock: MockClock) -> None:
+    async with trio.open_nursery() as nursery:
+        scene = begun(nursery)
+        scene.driver.heard |= {OTHER.peer_id.text: 0.0, OWN.peer_id.text: 0.0}
+        scene.driver.peer_gone(OTHER.peer_id)
+        assert list(scene.driver.heard) == [OWN.peer_id.text]
+        assert scene.driver.machine is not None
+        assert scene.driver.machine.members() == []
+        nursery.cancel_scope.cancel()
+
+
+async def test_a_member_that_others_miss_is_gone_only_if_we_do_not_reach_it_either(autojump_clock: MockClock) -> None:
+    async with trio.open_nursery() as nursery:
+        scene = begun(nursery)
+        tenure = scene.driver.tenure
+        assert tenure is not None
+        probes: list[Output] = [Probe(POST), Probe("no peer")]
+        for silent in (False, True):
+            scene.others.silent = {OTHER.peer_id} if silent else set()
+            scene.driver._carry_out(tenure, probes)
+            await trio.sleep(0.1)
+            assert (tenure.machine.members() == []) is silent
+        nursery.cancel_scope.cancel()
+
+
+async def test_whoever_waits_is_woken_by_news_and_by_the_tenures_end(autojump_clock: MockClock) -> None:
+    async with trio.open_nursery() as nursery:
+        scene = begun(nursery)
+        tenure, woken = scene.driver.tenure, list[float]()
+        assert tenure is not None
+        seen = tenure.machine.members_version
+
+        async def wait(news_at: int) -> None:
+            await scene.driver.wait_for_news(lambda: tenure.machine.members_version >= news_at, tenure, 60.0)
+            woken.append(trio.current_time())
+
+        began = trio.current_time()
+        nursery.start_soon(wait, seen + 1)
+        nursery.start_soon(wait, seen + 1000)
+        await trio.sleep(0.5)
+        scene.feed(MemberGone(POST))
+        await trio.sleep(0.5)
+        scene.driver.end()
+        await trio.sleep(0.5)
+        assert [round(at - began, 2) for at in woken] == [0.5, 1.0]
+        nursery.cancel_scope.cancel()
