@@ -19,6 +19,7 @@ from peerd.core.messages.swarm import Position
 from peerd.core.runfile import RunFile, first_difference, shared_text
 from peerd.role import RoleContext
 from peerd.service.run_services import RunServices
+from peerd.signals import Signal
 from peerd.training.checkpoints.kept_list import KeptList
 from peerd.training.learning_curve import Curves
 from peerd.training.run_monitor import RunSight, Watching
@@ -44,7 +45,7 @@ class BackboneRole:
         self._curves: Curves | None = None
         self._keeping: Keeping | None = None
         self._sight: RunSight | None = None
-        self._looked = trio.Event()
+        self._looked = Signal()
         self._listed: list[Position] = []  # what is said to be kept, until that was looked at
         self._not_kept: str | None = None
         self._no_table = False
@@ -104,8 +105,7 @@ class BackboneRole:
                     await trio.to_thread.run_sync(curves.append, point)
                 except OSError as error:
                     self._ctx.log.event("curve.not_written", level="warning", reason=str(error))
-            self._looked.set()
-            self._looked = trio.Event()
+            self._looked.notify()
             await trio.sleep(pause_s(sight.due_in_s, self.look_s, max(self.look_s, _LOOK_RARELY_S)))
 
     async def _renew_table(self) -> None:

@@ -27,15 +27,16 @@ EVENT_NAME = re.compile(r"[a-z]+\.[a-z]+(_[a-z]+)*")  # subject.verb
 LAYERS = {
     "core": set(),
     "machine": {"core"},
-    "net": {"core", "machine"},
-    "service": {"core", "machine", "net"},
+    "signals": set(),
+    "net": {"core", "machine", "signals"},
+    "service": {"core", "machine", "net", "signals"},
     "compute": {"core"},
     "log": {"core"},
     "home": {"core"},
     "devices": {"core"},
     "config": {"core", "log"},
     "role": {"core", "net", "service", "log"},
-    "training": {"core", "machine", "service", "compute", "role", "log"},
+    "training": {"core", "machine", "service", "compute", "role", "log", "signals"},
     "library": {"core", "net", "compute", "training", "config", "daemon", "home", "log"},
     "registry": {"core", "log", "role"},
     "control": {"core", "machine", "net", "service", "home"},
@@ -84,7 +85,7 @@ PACKAGES = {
     "training/user_loop": {"training", "training/stage"},
 }
 FILES_IN_A_FOLDER = 15
-ROLE_IMPORTS = {"core", "machine", "service", "compute", "role", "training"}
+ROLE_IMPORTS = {"core", "machine", "service", "compute", "role", "training", "signals"}
 SANS_IO = {"trio", "torch", "socket", "time", "logging", "asyncio", "threading", "select", "secrets", "subprocess"}
 WITH_TORCH = {"compute", "training", "library", "sim"}
 BANNED = {
@@ -299,9 +300,8 @@ def event_names(file: Path) -> Iterator[tuple[int, str]]:
 
 @pytest.mark.parametrize("file", sources("peerd"), ids=name_of)
 def test_events_are_named_by_subject_and_verb(file: Path) -> None:
-    if layer_of(file) != "training":
-        for line, name in event_names(file):
-            assert EVENT_NAME.fullmatch(name), f"{name_of(file)}:{line} logs {name!r}; name it subject.verb"
+    for line, name in event_names(file):
+        assert EVENT_NAME.fullmatch(name), f"{name_of(file)}:{line} logs {name!r}; name it subject.verb"
 
 
 @pytest.mark.parametrize("file", sources("peerd", "roles"), ids=name_of)

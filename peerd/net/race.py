@@ -14,7 +14,7 @@ from multiaddr import Multiaddr
 from peerd.core.addr import is_relayed
 from peerd.core.errors import Unreachable
 from peerd.machine.connectivity.happy_eyeballs import GIVE_WAY_S, DropAttempt, Race, Try
-from peerd.net.signal import Signal
+from peerd.signals import Signal
 
 Attempt = Callable[[Multiaddr], Awaitable[None]]
 Order = Callable[[], Sequence[Multiaddr]]

@@ -28,6 +28,7 @@ from peerd.machine.batch.trainer_ledger import (
 from peerd.machine.conductor.member_list import KnownMembers
 from peerd.role import RoleContext
 from peerd.service.run_services import RunServices
+from peerd.signals import Signal
 
 T = TypeVar("T")  # what a microbatch carries
 
@@ -96,7 +97,7 @@ class Contributor(Generic[T]):
         self._dirty = False
         self._said: list[Done] = []
         self._refused = False  # the conductor cannot take news now, and has nothing new to tell
-        self._heard = trio.Event()  # set, and replaced, with each answer
+        self._heard = Signal()  # with each answer
         self._changes = -1
         self._seen, self._listed = 0, KnownMembers()
 
@@ -153,8 +154,7 @@ class Contributor(Generic[T]):
                     self._refused = self._has_news and not answer.taken and answer.version == self._seen
                     self._take(answer, nursery)
                 self._idle = None
-                self._heard.set()
-                self._heard = trio.Event()
+                self._heard.notify()
             nursery.cancel_scope.cancel()
 
     @property

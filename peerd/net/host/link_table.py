@@ -26,7 +26,7 @@ from peerd.machine.connectivity.path_selection import Path, Way, choose
 from peerd.net.faults import Faults
 from peerd.net.link.link import Link
 from peerd.net.link.stream import StreamOwner
-from peerd.net.signal import Signal
+from peerd.signals import Signal
 
 _log = logging.getLogger("peerd.net")
 

@@ -32,7 +32,6 @@ from peerd.core.messages.swarm import AverageAlive, AverageKey
 from peerd.core.work import Worker
 from peerd.machine.averaging.allreduce import AveragingPlan, Part, PartPace, Round, RoundFailed
 from peerd.machine.averaging.stats import Outcomes
-from peerd.net.signal import Signal
 from peerd.service.averaging.open_round import (
     OpenRound,
     PartGate,
@@ -54,6 +53,7 @@ from peerd.service.averaging.reduce import (
     take_sum,
 )
 from peerd.service.rpc.rpc import Answer, CallStream, Encoded, Incoming, MethodLimits, Rpc
+from peerd.signals import Signal
 
 __all__ = ["METHOD", "Averaging", "PartCoder", "PlainParts", "Vector"]
 

@@ -18,10 +18,10 @@ import trio
 from peerd.core.frame import FrameHeader, TensorFrame
 from peerd.core.work import Worker
 from peerd.machine.averaging.allreduce import AveragingPlan, Part, PartPace, Round, RoundFailed
-from peerd.net.signal import Signal
 from peerd.service.averaging.pacing import Evenly
 from peerd.service.averaging.reduce import PartCoder, PlainParts, Vector, VectorMemory, Version, check_form, is_plain
 from peerd.service.rpc.rpc import CallStream, Encoded
+from peerd.signals import Signal
 
 T = TypeVar("T")
 

@@ -24,6 +24,7 @@ from peerd.core.messages.swarm import Forecast, Leave, MemberInfo
 from peerd.machine.swarm.posts import peer_of, post_name
 from peerd.service.rpc.rpc import Rpc
 from peerd.service.swarm.directory import Directory
+from peerd.signals import Signal
 
 A = TypeVar("A", bound=msgspec.Struct)
 
@@ -48,7 +49,7 @@ class Following:
     waits_for: str | None = None
     members: list[MemberInfo] = field(default_factory=list)  # by the conductor's last word
     established: dict[str, int] = field(default_factory=dict)  # the stage of each post that it named as ready last
-    told: trio.Event = field(default_factory=trio.Event)  # set, and replaced, with each such list
+    told: Signal = field(default_factory=Signal)  # with each such list
     _serving: frozenset[str] = frozenset()  # the peers of `established`
     _forecast: tuple[float, Forecast] | None = None  # when it was told
     _suspects: dict[PeerId, float] = field(default_factory=dict)
@@ -82,8 +83,7 @@ class Following:
         stages = set(ready.values())  # of the others, and while a new conductor gathers, the list before counts
         self.established = {p: s for p, s in self.established.items() if s not in stages} | ready
         self._serving = frozenset(map(peer_of, self.established))
-        self.told.set()
-        self.told = trio.Event()
+        self.told.notify()
         alive = {m.peer for m in known}
         for peer in [p for p in self._seen if p.text not in alive and p != self.conductor]:
             del self._seen[peer]

@@ -27,6 +27,7 @@ from peerd.machine.swarm.events import (
 from peerd.machine.swarm.posts import peer_of, short
 from peerd.service.conductor.orders import Orders, Reign
 from peerd.service.conductor.tenure import Tenure
+from peerd.signals import Signal
 
 _SILENT_S = 12.0  # a report comes at least every few seconds
 _SILENCE_LOOK_S = 2.0
@@ -43,9 +44,9 @@ class MachineDriver:
         self.tenure: Tenure | None = None
         self.heard: dict[str, float] = {}  # posts and trainers that report, and when each was heard last
         self.nursery: trio.Nursery | None = None  # for what a tenure begins; None: not running
-        self._changed = trio.Event()  # set, and replaced, with whatever somebody who waits may see
+        self._changed = Signal()  # with whatever somebody who waits may see
         self._changed_to: tuple[Conductor | None, tuple[int, int]] = None, (0, 0)
-        self._fed = trio.Event()  # set, and replaced, with all that may move the next deadline
+        self._fed = Signal()  # with all that may move the next deadline
 
     @property
     def machine(self) -> Conductor | None:
@@ -141,13 +142,11 @@ class MachineDriver:
 
     def wake_waiting(self) -> None:
         """Something may have changed: deadlines are looked at anew, and whoever waits if it sees something new."""
-        self._fed.set()
-        self._fed = trio.Event()
+        self._fed.notify()
         news = self.machine, self.machine.newest if self.machine is not None else (0, 0)
         if news != self._changed_to:
             self._changed_to = news
-            self._changed.set()
-            self._changed = trio.Event()
+            self._changed.notify()
 
     async def wait_for_news(self, news: Callable[[], bool], tenure: Tenure, wait_s: float) -> None:
         """Until there are `news`, the tenure ends, or `wait_s` have passed."""

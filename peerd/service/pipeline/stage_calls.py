@@ -20,6 +20,7 @@ from peerd.core.errors import LocalError, PeerdError, Refused
 from peerd.core.ids import PeerId
 from peerd.core.messages.swarm import Commit, Prepare, Restore, StageBackward, StageForward, StageLoss
 from peerd.service.rpc.rpc import Answer, Incoming, MethodLimits, Rpc
+from peerd.signals import Signal
 
 Handler = Callable[[Incoming[Any]], Awaitable[Answer[Any]]]
 
@@ -56,7 +57,7 @@ class StageCalls:
         self._rpc, self._fingerprint = rpc, fingerprint
         self._posts: dict[int, StageHandlers] = {}
         self._helpers: dict[int, tuple[StageHandlers, trio.CancelScope]] = {}
-        self._changed = trio.Event()  # set, and replaced, when a post begins or ends
+        self._changed = Signal()  # when a post begins or ends
 
     @property
     def stages(self) -> list[int]:
@@ -101,8 +102,7 @@ class StageCalls:
                 del self._helpers[stage]
 
     def _notify(self) -> None:
-        self._changed.set()
-        self._changed = trio.Event()
+        self._changed.notify()
 
     @contextmanager
     def _open(self) -> Iterator[None]:

@@ -26,8 +26,8 @@ from peerd.core.messages.swarm import Grant, Mb, MemberInfo, StageAnswer, StageB
 from peerd.core.runfile import RunFile, fingerprint
 from peerd.machine.batch.trainer_ledger import Holding
 from peerd.machine.pipeline.wiring import BACKWARD_COST, Wiring
-from peerd.net.signal import Signal
 from peerd.service.rpc.rpc import Answer, Rpc
+from peerd.signals import Signal
 
 log = logging.getLogger("peerd.service.pipeline.stage_client")
 

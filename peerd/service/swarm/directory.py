@@ -35,6 +35,7 @@ from peerd.core.messages.swarm import MemberInfo, Position
 from peerd.net.host.host import Host
 from peerd.service.dht.dht import Dht
 from peerd.service.rpc.types import Gate
+from peerd.signals import Signal
 
 log = logging.getLogger("peerd.service.swarm.directory")
 
@@ -178,7 +179,7 @@ class Directory:
             count[stage] += 1
         return count.index(min(count))
 
-    async def moved_or(self, event: trio.Event) -> None:
+    async def moved_or(self, event: Signal) -> None:
         """Wait until our addresses change, so that records which name them are old, or until `event`."""
         async with trio.open_nursery() as nursery:
 

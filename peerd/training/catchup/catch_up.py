@@ -27,6 +27,7 @@ from peerd.core.work import Worker
 from peerd.role import RoleContext
 from peerd.service.run_services import RunServices
 from peerd.service.state.snapshot import StateItem
+from peerd.signals import Signal
 from peerd.training.catchup.replay import Trail
 from peerd.training.catchup.step_totals import Leap, Totals
 from peerd.training.catchup.validate import state_at
@@ -105,7 +106,7 @@ class CatchingUp:
         self._stage = -1
         self._totals: Totals | None = None
         self._goal: Position | None = None  # where the swarm stands, while we stand elsewhere
-        self._seen = trio.Event()
+        self._seen = Signal()
         self._trail: Trail | None = None
 
     # --- giving -------------------------------------------------------------------------------------------------
@@ -146,8 +147,7 @@ class CatchingUp:
         if self._goal is None and (stated != position or position == current):
             return  # a commit has come in between, or all is well
         self._goal = None if position == current else current
-        self._seen.set()
-        self._seen = trio.Event()
+        self._seen.notify()
         if self._trail is not None:
             self._trail.look()
 

@@ -16,6 +16,7 @@ import trio
 from peerd.core.errors import Refused, RemoteError
 from peerd.core.limits import STATE_TRAIL
 from peerd.core.messages.swarm import Position
+from peerd.signals import Signal
 from peerd.training.catchup.step_totals import Leap
 
 _PAUSE_S = 0.3  # before a total is asked for again
@@ -32,7 +33,7 @@ class Trail:
         self._leaps: deque[Leap] = deque()
         self._start: Position | None = None  # of the first leap that nobody has taken
         self._end: Position | None = None
-        self._changed = trio.Event()
+        self._changed = Signal()
         self.broken: str | None = None
 
     def begin(self, position: Position) -> None:
@@ -44,8 +45,7 @@ class Trail:
 
     def look(self) -> None:
         """The goal has moved."""
-        self._changed.set()
-        self._changed = trio.Event()
+        self._changed.notify()
 
     async def lay(self) -> None:
         """Fetch, until the trail breaks."""

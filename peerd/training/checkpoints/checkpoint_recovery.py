@@ -23,6 +23,7 @@ from peerd.core.errors import ConfigError, RemoteError
 from peerd.core.messages.swarm import Position, StateRequest
 from peerd.role import RoleContext
 from peerd.service.run_services import RunServices
+from peerd.signals import Signal
 from peerd.training.catchup.catch_up import CatchingMember, Reports
 from peerd.training.catchup.validate import checked
 from peerd.training.checkpoints.stage_checkpoints import Saving
@@ -47,7 +48,7 @@ class Recalling:
         self._fetcher.folder = ctx.data_dir
         self._files = ctx.worker("files")
         self._lost_since: float | None = None
-        self._news = trio.Event()
+        self._news = Signal()
         self._patient_until = 0.0
         self._patience_s = _PATIENCE_S
         self._failed: dict[Position, float] = {}  # until when it is not tried again
@@ -58,8 +59,7 @@ class Recalling:
             return
         self._lost_since = trio.current_time() if lost else None
         self._patient_until, self._patience_s, self.waits_for, self.problem = 0.0, _PATIENCE_S, None, None
-        self._news.set()
-        self._news = trio.Event()
+        self._news.notify()
 
     async def run(self, stage: int) -> None:
         """Fetch, while the swarm is lost, one position after another, the newest first."""

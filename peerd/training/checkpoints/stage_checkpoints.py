@@ -19,6 +19,7 @@ from peerd.core.errors import ConfigError
 from peerd.core.limits import SAVED_TOLD
 from peerd.core.messages.swarm import Position
 from peerd.role import RoleContext
+from peerd.signals import Signal
 
 _HANGS_S = 30.0  # that a checkpoint takes to be written before one says so
 
@@ -39,7 +40,7 @@ class Saving:
         self._waiting: tuple[Position, Mapping[str, Tensor]] | None = None
         self._writing: tuple[Position, float] | None = None  # and since when
         self._failed: str | None = None
-        self._news = trio.Event()
+        self._news = Signal()
         self.directory: Path = self._root
         self._stage = -1
         self.positions: list[Position] = []  # oldest first
@@ -96,8 +97,7 @@ class Saving:
             self._tell()
 
     def _tell(self) -> None:
-        self._news.set()
-        self._news = trio.Event()
+        self._news.notify()
 
     async def newest_stage(self, stages: int) -> int | None:
         """The stage of which we have the newest checkpoint, if any."""

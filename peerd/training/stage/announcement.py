@@ -11,15 +11,16 @@ from peerd.core.errors import RemoteError
 from peerd.core.messages.progress import StageProgress, pause_s
 from peerd.role import RoleContext
 from peerd.service.run_services import RunServices
+from peerd.signals import Signal
 
 _ANNOUNCE_S: Final = 5.0
 _ANNOUNCE_RARELY_S: Final = 20.0  # a third of a record's life
 
 
 async def announce_now_and_then(
-    ctx: RoleContext, services: RunServices, progress: Callable[[], StageProgress], stepped: Callable[[], trio.Event]
+    ctx: RoleContext, services: RunServices, progress: Callable[[], StageProgress], stepped: Signal
 ) -> None:
-    """Until cancelled. `stepped`: the event of the next step."""
+    """Announce until cancelled. `stepped`: given at each step."""
     while True:
         try:
             await services.directory.announce(progress())
@@ -27,5 +28,5 @@ async def announce_now_and_then(
         except RemoteError as error:
             ctx.log.event("dht.announce_failed", level="warning", reason=str(error))
         with trio.move_on_after(pause_s(services.following.step_in_s, _ANNOUNCE_S, _ANNOUNCE_RARELY_S)):
-            await services.directory.moved_or(stepped())
+            await services.directory.moved_or(stepped)
             await trio.sleep(1.0)  # steps may be shorter than anyone wants to read about

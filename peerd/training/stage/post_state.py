@@ -22,6 +22,7 @@ from peerd.core.messages.swarm import Position
 from peerd.core.runfile import RunFile
 from peerd.machine.swarm.roster import START
 from peerd.role import RoleContext
+from peerd.signals import Signal
 from peerd.training.catchup.catch_up import Elsewhere
 from peerd.training.catchup.step_totals import Leap
 from peerd.training.checkpoints.stage_checkpoints import Saving
@@ -44,7 +45,7 @@ class PostState:
         self.stage = stage
         self.position = START
         self.moving = trio.Lock()
-        self.stepped = trio.Event()  # set, and replaced, at each new position
+        self.stepped = Signal()  # at each new position
         self.arrived: Callable[[bool], None] = lambda anew: None  # `anew`: otherwise than by a step of our own
 
     @property
@@ -154,8 +155,7 @@ class PostState:
     def _arrive(self, position: Position, anew: bool) -> None:
         self._before, self.position = None if anew else self.position, position
         self.arrived(anew)
-        self.stepped.set()
-        self.stepped = trio.Event()
+        self.stepped.notify()
 
     # --- keeping ----------------------------------------------------------------------------------------------
 

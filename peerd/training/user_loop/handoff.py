@@ -22,6 +22,7 @@ from torch import Tensor
 
 from peerd.core.errors import Refused
 from peerd.core.messages.swarm import Position
+from peerd.signals import Signal
 
 Gradients = list[Tensor | None]
 
@@ -61,7 +62,7 @@ class Desk:
         self._changing = self._reading = False
         self._granted: Position | None = None
         self._pending: _HandedIn | None = None
-        self._moved = trio.Event()
+        self._moved = Signal()
         self._turn = trio.Lock()
         self._leavers: list[threading.Event] = []
 
@@ -120,8 +121,7 @@ class Desk:
 
     def look_again(self) -> None:
         """Something that waits here may go on."""
-        self._moved.set()
-        self._moved = trio.Event()
+        self._moved.notify()
 
     @asynccontextmanager
     async def gradients(self, origins: Callable[[], list[Position]], step: int) -> AsyncIterator[Gradients]:

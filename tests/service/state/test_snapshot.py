@@ -20,10 +20,10 @@ from peerd.core.limits import STATE_COPIES, STATE_PIECE_BYTES
 from peerd.core.messages.encoding import Empty
 from peerd.core.messages.state import TensorSpec
 from peerd.core.messages.swarm import Position, StateDigests, StateManifest, StatePiece, StateRequest
-from peerd.net.signal import Signal
 from peerd.service.rpc.rpc import Answer, Incoming, Rpc
 from peerd.service.state.serve import Giving
 from peerd.service.state.snapshot import Donors, Snapshots, StateItem
+from peerd.signals import Signal
 from tests.kit.fakehost import FakeNet, TrioClock, fake_net
 from tests.kit.workers import InlineWorker
 
