@@ -298,7 +298,7 @@ def event_names(file: Path) -> Iterator[tuple[int, str]]:
                     yield node.lineno, str(choice.value)
 
 
-@pytest.mark.parametrize("file", sources("peerd"), ids=name_of)
+@pytest.mark.parametrize("file", sources("peerd", "roles"), ids=name_of)
 def test_events_are_named_by_subject_and_verb(file: Path) -> None:
     for line, name in event_names(file):
         assert EVENT_NAME.fullmatch(name), f"{name_of(file)}:{line} logs {name!r}; name it subject.verb"

@@ -73,7 +73,7 @@ class CatchingMember(Protocol):
         ...
 
 
-class Reports(Protocol):
+class ConductorReports(Protocol):
     """The member's session with the conductor."""
 
     @property
@@ -94,7 +94,7 @@ class CatchingUp:
     """One member's downloads, and what it gives to others. Serves nothing before `offer`."""
 
     def __init__(
-        self, ctx: RoleContext, services: RunServices, coding: Worker, joiner: CatchingMember, reports: Reports
+        self, ctx: RoleContext, services: RunServices, coding: Worker, joiner: CatchingMember, reports: ConductorReports
     ) -> None:
         self.waits_for: str | None = None
         self._ctx, self._services, self._coding, self._joiner, self._reports = ctx, services, coding, joiner, reports

@@ -24,7 +24,7 @@ from peerd.core.messages.swarm import Position, StateRequest
 from peerd.role import RoleContext
 from peerd.service.run_services import RunServices
 from peerd.signals import Signal
-from peerd.training.catchup.catch_up import CatchingMember, Reports
+from peerd.training.catchup.catch_up import CatchingMember, ConductorReports
 from peerd.training.catchup.validate import checked
 from peerd.training.checkpoints.stage_checkpoints import Saving
 
@@ -38,7 +38,7 @@ class Recalling:
     """One member's side. `run` does the work."""
 
     def __init__(
-        self, ctx: RoleContext, services: RunServices, saving: Saving, joiner: CatchingMember, reports: Reports
+        self, ctx: RoleContext, services: RunServices, saving: Saving, joiner: CatchingMember, reports: ConductorReports
     ) -> None:
         self.waits_for: str | None = None
         self.problem: str | None = None  # why the last position that was tried is not to be had
