@@ -5,17 +5,15 @@ touches them). He is let go with the position of his parameters; a gradient coun
 still, or in a delayed run one step further, else it is late and dropped. Invariants: parameters change only while he is
 inside, and he is not let go meanwhile; each gradient is taken once. All of the desk's state belongs to the loop's
 thread; the user's thread asks through the loop's entry queue and waits on a queue of its own, so that Ctrl+C reaches
-him at any time.
+him at any time (`bridge`).
 """
 
 from __future__ import annotations
 
-import queue
 import threading
 from collections.abc import AsyncIterator, Callable
-from contextlib import ExitStack, asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Final
 
 import trio
 from torch import Tensor
@@ -23,10 +21,9 @@ from torch import Tensor
 from peerd.core.errors import Refused
 from peerd.core.messages.swarm import Position
 from peerd.signals import Signal
+from peerd.training.user_loop.bridge import LoopBridge
 
 Gradients = list[Tensor | None]
-
-_RETREAT_S: Final = 10.0  # for a change that is under way when the user's thread is interrupted
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,9 +51,7 @@ class Desk:
         self.told: Callable[[], None] = lambda: None  # called on the loop when the user has come in
         self._patience_s = patience_s
         self._delay = delay
-        self._answers: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
-        self._token: trio.lowlevel.TrioToken | None = None
-        self._failure: BaseException | None = None
+        self._bridge = LoopBridge(self._leave)
         self._inside = True  # he waits for the start
         self._stays = False
         self._changing = self._reading = False
@@ -70,43 +65,24 @@ class Desk:
 
     def open(self, token: trio.lowlevel.TrioToken) -> None:
         """Called on the loop, before anything else there."""
-        self._token = token
+        self._bridge.open(token)
 
     def wait(self) -> None:
-        """Until he may compute; raises what ended the loop."""
-        with ExitStack() as interrupted:
-            interrupted.callback(self._retreat)
-            answer = self._answers.get()
-            interrupted.pop_all()
-        if answer is not None:
-            self._failure = answer
-            raise answer
+        """Wait until the user may compute; raises what ended the loop."""
+        self._bridge.wait()
 
     def hand_in(self, gradients: Gradients) -> None:
         """Come in with a gradient, wait until the next one may be computed."""
-        if self._failure is not None:
-            raise self._failure
-        self._call(lambda: self._come_in(gradients))
-        self.wait()
+        self._bridge.call(lambda: self._come_in(gradients))
+        self._bridge.wait()
 
     def come_to_stay(self) -> None:
-        """Come in for good: he computes nothing more."""
-        self._call(self._stay)
+        """Come in for good: the user computes nothing more."""
+        self._bridge.send(self._stay)
 
     def end(self, failure: BaseException) -> None:
-        """The loop has ended: whoever waits, or comes later, gets `failure`."""
-        self._answers.put(failure)
-
-    def _call(self, job: Callable[[], None]) -> None:
-        if self._token is not None:
-            with suppress(trio.RunFinishedError):  # `end` has left the reason in the queue
-                self._token.run_sync_soon(job)
-
-    def _retreat(self) -> None:
-        """He was interrupted while he waited: he leaves when no change is under way."""
-        gone = threading.Event()
-        self._call(lambda: self._leave(gone))
-        gone.wait(_RETREAT_S if self._token is not None and self._failure is None else 0)
+        """The loop has ended: a wait under way, or a later one, raises `failure`."""
+        self._bridge.fail(failure)
 
     # --- the loop -----------------------------------------------------------------------------------------------
 
@@ -117,7 +93,7 @@ class Desk:
 
     def fail(self, failure: BaseException) -> None:
         """Let the user's next wait, or the one under way, raise."""
-        self._answers.put(failure)
+        self._bridge.fail(failure)
 
     def look_again(self) -> None:
         """Something that waits here may go on."""
@@ -150,7 +126,7 @@ class Desk:
                 self.counts.late += 1
             elif self._inside and not self._stays and not self._changing and here in good:
                 self._inside, self._granted = False, here
-                self._answers.put(None)
+                self._bridge.let_go()
             else:
                 await self._moved.wait()
 
@@ -190,9 +166,7 @@ class Desk:
         if self._changing or self._reading or not self._leavers:
             return
         self._inside, self._granted, self._pending = False, None, None
-        waiting = [self._answers.get_nowait() for _ in range(self._answers.qsize())]
-        for failure in filter(None, waiting):
-            self._answers.put(failure)
+        self._bridge.take_back()
         for gone in self._leavers:
             gone.set()
         self._leavers.clear()
