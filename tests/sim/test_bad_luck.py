@@ -104,7 +104,7 @@ def check(
 
 @pytest.mark.parametrize("both", [thorough(True, id="both ways"), pytest.param(False, id="one way")])
 @pytest.mark.parametrize("count", [pytest.param(1, id="one peer"), thorough(3, id="the stage")])
-@pytest.mark.parametrize("stage", [0, 1])
+@pytest.mark.parametrize("stage", [thorough(0), 1])
 def test_a_trainer_reaches_the_conductor_and_not_a_stage(
     run: RunFile, tmp_path: Path, stage: int, count: int, both: bool
 ) -> None:
@@ -117,7 +117,7 @@ def test_a_trainer_reaches_the_conductor_and_not_a_stage(
 
 
 @pytest.mark.parametrize("direction", ["out", thorough("in")])
-@pytest.mark.parametrize("whom", ["conductor", "stage-mate", "next stage"])
+@pytest.mark.parametrize("whom", [thorough("conductor"), "stage-mate", thorough("next stage")])
 def test_a_member_reaches_another_in_one_direction_only(
     run: RunFile, tmp_path: Path, whom: str, direction: str
 ) -> None:
@@ -132,7 +132,7 @@ def test_a_member_reaches_another_in_one_direction_only(
 # --- a peer that stands still -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("whom", ["member", "conductor", thorough("trainer")])
+@pytest.mark.parametrize("whom", ["member", thorough("conductor"), thorough("trainer")])
 def test_a_peer_stands_still_for_20_s_while_a_step_is_prepared(run: RunFile, tmp_path: Path, whom: str) -> None:
     async def trouble(world: World, roles: Roles) -> None:
         victim = {"member": of_stage(roles, 1)[0], "conductor": of_stage(roles, 0)[-1], "trainer": "trainer0"}[whom]

@@ -18,6 +18,7 @@ from peerd.sim.programs import swarm
 from peerd.sim.simnet import SimLine
 from peerd.sim.world import World, WorldConfig
 from roles.trainer import TrainerRole
+from tests.kit.amount import thorough
 from tests.kit.virtualroles import PacedDevice, Roles, start_replicas, virtual_run
 from tests.kit.world import home_line
 
@@ -51,7 +52,7 @@ async def join(seed: int, roles: Roles) -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("seed", [1, thorough(2)])
 def test_whose_line_carries_a_gradient_a_step_arrives_though_a_state_takes_longer(
     tmp_path: Path, run: RunFile, seed: int
 ) -> None:
