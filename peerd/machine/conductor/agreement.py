@@ -1,12 +1,12 @@
-"""Whose fault it is when members of one stage end a round with different sums: they name digests, all must be equal.
+"""Culprit search by bisection when members of one stage report different digests of a round's sum: all must be equal.
 
-Either somebody who summed a share sent different sums to different members, or a member has, or names, another vector
-than it was sent. Which of the two, a digest does not show; so the round is repeated, and first without the shares of
-half of those who may have done it, then of half of the rest: when sums differ still, it is one of those who had shares
-in every such round, else one of those who had none. Whoever is left alone so is `barred`: it takes part and sums
-nothing, for a long time. Where sums differ although so many were barred as may lie (a third), those who named another
-digest than most are at fault instead; without a majority, the members by turns. One stage's; decides only.
-A liar costs an attempt for each halving and in the end its share, or its place; never a wrong step.
+Either a peer that summed a share sent different sums to different members, or a member has, or reports, another vector
+than it was sent. A digest does not show which of the two; so the round is repeated without the shares of half of the
+suspects, then of half of the rest: when sums still differ, the culprit is one of the peers that had shares in every
+such round, else one of those that had none. The last suspect is `barred`: it takes part and sums nothing, for a long
+time. Where sums differ although as many are barred as may lie (a third), the members that reported another digest than
+the majority are at fault instead; without a majority, the members by turns. For one stage; decides only.
+Hostile input: a liar costs an attempt for each halving and in the end its share, or its place; never a wrong step.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
-_BARRED_STEPS = 64  # how long somebody sums nothing; twice as long each time
+_BARRED_STEPS = 64  # for which a barred peer sums nothing; twice as many each time
 _TIMES_MOST = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    """What follows when digests differ. `note`: in words; `guilty`: members that are put aside."""
+    """The verdict on digests that differ. `note`: in words; `guilty`: members that are to be put aside."""
 
     note: str
     guilty: tuple[str, ...] = ()
@@ -29,21 +29,21 @@ class Judgement:
 
 @dataclass(frozen=True, slots=True)
 class Summing:
-    """Who had shares in a round, and which members could have: those that others can reach."""
+    """The peers that had shares in a round (`summers`), and the members that could have: those that can be reached."""
 
     summers: frozenset[str]
     able: frozenset[str]
 
 
 class Agreement:
-    """See the module's header. `idle` is who gets no share in the next attempt."""
+    """See the module's header. `idle`: the peers that get no share in the next attempt."""
 
     def __init__(self) -> None:
         self._suspects: tuple[str, ...] = ()
         self._resting: frozenset[str] = frozenset()  # without a share, to see whether sums agree then
-        self._barred: dict[str, int] = {}  # until which step
+        self._barred: dict[str, int] = {}  # peer -> the step until which it is barred
         self._times: Counter[str] = Counter()
-        self._found = 0  # how many were barred for the disagreement that goes on
+        self._found = 0  # peers barred for the disagreement that goes on
         self._turns: Counter[str] = Counter()
 
     @property
@@ -51,13 +51,13 @@ class Agreement:
         return self._resting | self._barred.keys()
 
     def agreed(self) -> None:
-        """All digests are equal: if somebody lies as a summer, it is one of those who had no share."""
+        """All digests are equal: a summer that lies is one of those that had no share."""
         if self._resting:
             self._suspects = tuple(sorted(self._resting))
         self._found = 0
 
     def step_made(self, step: int) -> None:
-        """Innocent ones get their shares back; the rest when their time is over."""
+        """Innocent peers get their shares back; barred ones when their time is over."""
         if len(self._suspects) == 1:
             self._bar(self._suspects[0], step)
         self._resting = frozenset()
@@ -66,11 +66,11 @@ class Agreement:
     def judge(
         self, step: int, digests: Mapping[str, bytes], round_: Summing, since: Callable[[str], float]
     ) -> Judgement:
-        """Members of the round name these digests, and not all the same."""
+        """The verdict on a round whose members report these digests, not all equal."""
         most, count = Counter(digests.values()).most_common(1)[0]
         others = tuple(sorted(peer for peer, digest in digests.items() if digest != most))
         told = f"{len(set(digests.values()))} different sums among {len(digests)} members"
-        if self._found > len(digests) // 3:  # bound: so many liars were looked for among those who sum
+        if self._found > len(digests) // 3:  # bound on the liars that are sought among summers
             guilty = others if 2 * count > len(digests) else (self._next_in_turn(digests, since),)
             self._pardon()
             return Judgement(f"{told}, whoever sums", guilty)
@@ -96,7 +96,7 @@ class Agreement:
         self._suspects, self._resting = (), frozenset()
 
     def _pardon(self) -> None:
-        """It was not those who sum."""
+        """Clear all summers: none of them was at fault."""
         self._suspects, self._resting, self._found = (), frozenset(), 0
         self._barred.clear()
         self._times.clear()

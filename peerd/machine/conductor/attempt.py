@@ -1,4 +1,4 @@
-"""One stage's averaging of a step: who takes part in the attempt under way, who has answered what, when to look again.
+"""Record of one stage's averaging of a step: the attempt under way, the members' answers, and the next deadline.
 
 A record only: `stage_close` orders attempts and judges them.
 """
@@ -15,38 +15,38 @@ from peerd.core.messages.swarm import Mb
 class StageClose:
     """Averaging in one stage: one attempt at a time, until one succeeds.
 
-    `prepared` have the mean, `waiting` are to say whether they have it, `helpers` only sum for them.
+    `prepared` have the mean, `waiting` have not answered yet, `helpers` only sum for them.
     """
 
     attempt: bytes = b""  # empty: none under way
     group: tuple[str, ...] = ()
     helpers: frozenset[str] = frozenset()
     assigned: dict[str, frozenset[Mb]] = field(default_factory=dict)
-    meets: dict[str, frozenset[str]] = field(default_factory=dict)  # whom each meets, in a grid; else all meet all
+    meets: dict[str, frozenset[str]] = field(default_factory=dict)  # member -> its mates, in a grid; else all
     summers: frozenset[str] = frozenset()
     waiting: set[str] = field(default_factory=set)
     prepared: set[str] = field(default_factory=set)
     digests: dict[str, bytes] = field(default_factory=dict)
     began: float = 0.0
-    late_at: float | None = None  # when who has not answered is left behind; None: too few have
-    accused: list[tuple[str, str]] = field(default_factory=list)  # by whom, who
-    heard_at: float | None = None  # when that is judged; None: nobody is accused
+    late_at: float | None = None  # when late members are left behind; None: too few have answered
+    accused: list[tuple[str, str]] = field(default_factory=list)  # (accuser, accused)
+    heard_at: float | None = None  # when the accusations are judged; None: there are none
     settled: bool = False
     failures: int = 0
     not_before: float = 0.0
     problem: str = ""  # why no attempt can be made
 
     def involves(self, peer: str) -> bool:
-        """Does the attempt under way need this peer?"""
+        """True when the attempt under way needs this peer."""
         return bool(self.attempt) and (peer in self.group or peer in self.helpers)
 
     def met(self, peer: str) -> Collection[str]:
-        """Whom of the members a member meets."""
+        """The members that this member averages with directly: those of its grid rounds, else all of the group."""
         return self.meets.get(peer, self.group)
 
     @property
     def due(self) -> float | None:
-        """When to look at it without being told anything."""
+        """The next deadline of this stage, where nothing is reported before; None: there is none."""
         if self.settled:
             return None
         if not self.attempt:

@@ -1,10 +1,10 @@
 """Blame for a step that is not made: whose fault a failed attempt or a missing microbatch is, and what follows.
 
-Evidence, not claims. What a member says to miss counts only within what it was to bring, and then a receipt decides
-whose fault it is: the holder's that signed it in its present session; nobody's, of a session before; else the trainer's
-that credited it. Newcomers, who have not yet helped to make a step, go at once and wait (`Probation`); others are put
-aside as they fail (`Standing`); trainers get less to do. The conductor, which owns the members, takes from here whom to
-let go (`aside`) and whether the batch shrank.
+Evidence, not claims. What a member reports as missing counts only within what it was assigned, and then a receipt
+decides the fault: the holder's, when it signed one in its present session; nobody's, when in an earlier session; else
+the trainer's that credited it. Newcomers, which have not yet helped to make a step, go at once and wait (`Probation`);
+others are put aside as they fail (`Standing`); trainers get less to do. The conductor, which owns the members, takes
+from here the members to let go of (`aside`) and whether the batch shrank.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ class Blame:
         self._verify, self._probation = origin.verify, Probation(origin.place_of)
         batches.trainers.probation, batches.verify, batches.tell = self._probation, origin.verify, self.note
         self._standing = Standing(ban_s)
-        self._refusals: dict[str, set[str]] = {}  # whose microbatches each member could not sum
-        self.aside: list[PutAside] = []  # whom the conductor is to let go of: it takes them from here
+        self._refusals: dict[str, set[str]] = {}  # member -> trainers whose microbatches it could not sum
+        self.aside: list[PutAside] = []  # members that the conductor is to let go of: it takes them from here
         self.shrank = False  # microbatches were dropped: the batch is not whole; the conductor takes this too
         self.out: list[Output] = []  # notes, among what else there is to do
 
     def note(self, text: str) -> None:
-        """Something that a person may want to know."""
+        """A note for the log."""
         self.out.append(Note(text))
 
     def keeps_out(self, now: float, peer: str) -> bool:
-        """Is this peer put aside, or a newcomer from a place whose newcomers have to wait?"""
+        """True when this peer is put aside, or a newcomer from a place whose newcomers are on probation."""
         newcomer = self._roster.session(peer) is None and peer not in self._established
         return self._standing.banned(peer, now) or (newcomer and self._probation.waits(now, peer))
 
@@ -54,32 +54,32 @@ class Blame:
     # --- members ----------------------------------------------------------------------------------------------
 
     def newcomers(self, group: Collection[str], peers: Iterable[str]) -> list[str]:
-        """Those of them who have not yet helped to make a step, where others of the attempt's group have."""
+        """The newcomers among `peers`, where others of the attempt's group have helped to make a step; else none."""
         if not any(peer in self._established for peer in group):
             return []
         return sorted(peer for peer in peers if peer in group and peer not in self._established)
 
     def let_go(self, now: float, newcomer: str, why: str) -> None:
-        """A newcomer, or a helper, that stood in the way: a round can do without this one."""
+        """Put aside a newcomer or a helper that stood in the way: a round can do without it."""
         self._put(self._standing.let_go(now, newcomer, self._probation.failed(now, newcomer), why))
 
     def failed(self, now: float, member: str, why: str) -> None:
-        """The member failed by itself, for certain: it is put aside when it does so often."""
+        """Count a failure that is certainly the member's own; often enough, and it is put aside."""
         self._put(self._standing.failed(now, member, why))
 
     def put_aside(self, now: float, member: str, why: str) -> None:
-        """The member has to go."""
+        """Put the member aside at once."""
         self._put(self._standing.put_aside(now, member, why))
 
     def contradict(self, now: float, accused: Iterable[tuple[str, str]], members: int) -> None:
-        """In an attempt of so many `members`, each first of a pair could not reach the second, as it says."""
+        """Weigh accusations from an attempt of so many `members`: pairs (accuser, peer that it could not reach)."""
         for found in self._standing.contradict(now, accused, members, self._roster.since):
             self._put(found)
 
     # --- microbatches -----------------------------------------------------------------------------------------
 
     def missing(self, now: float, step: int, where: tuple[int, str], mbs: frozenset[Mb]) -> None:
-        """What a member (`where`: its stage, and who) was said to hold for the batch of `step` is not there."""
+        """Microbatches that a member (`where`: stage, member) should hold for the batch of `step` are not there."""
         stage, member = where
         faults = fault_of(self._batches.due, step, where, mbs, self._verify, self._roster.session)
         trainers = sorted({mb.trainer for mb, fault in faults.items() if fault is CreditFault.TRAINER})
@@ -91,7 +91,7 @@ class Blame:
             self.failed(now, member, "has lost what it signed to hold")
 
     def refused(self, now: float, member: str, mbs: frozenset[Mb]) -> None:
-        """The member could not sum these values: they are out of the batch, everywhere."""
+        """Microbatches whose values the member could not sum: drop them from the batch in every stage."""
         trainers = sorted({mb.trainer for mb in mbs})
         known = self._refusals.setdefault(member, set())
         known.update(trainers)
@@ -104,7 +104,7 @@ class Blame:
             self._strike(now, trainer, "brings values that cannot be summed")
 
     def _strike(self, now: float, trainer: str, why: str) -> bool:
-        """The trainer gets less to do; True from its second time on."""
+        """Give the trainer less to do; True from its second strike on."""
         often = self._batches.trainers.strike(now, trainer)
         self.note(f"trainer …{trainer[-8:]} {why}: it is given less")
         return often > 1

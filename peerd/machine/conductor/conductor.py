@@ -1,4 +1,4 @@
-"""The conductor's decisions: who takes part, when the batch is whole, when every stage averages and steps.
+"""The conductor's decisions: membership, the batch's microbatches, and when every stage averages and steps.
 
 A step goes OPEN (microbatches are admitted and reported) -> CLOSING (each stage averages; a stage whose attempt
 fails tries again with the peers that are left) -> MOVING (every member commits) -> OPEN. A new conductor starts
@@ -62,7 +62,7 @@ class Conductor:
     # --- what drives it ---------------------------------------------------------------------------------------
 
     def handle(self, now: float, event: Event) -> list[Output]:
-        """Take one event; returns what to do now."""
+        """Take one event; returns the outputs to carry out now."""
         match event:
             case MemberHello():
                 self._hello(now, event)
@@ -80,28 +80,28 @@ class Conductor:
         return self._advance(now)
 
     def expect(self, peers: Iterable[str]) -> None:
-        """Members that are said to live: a new conductor does not decide at once without them."""
+        """Members that are reported alive: a new conductor waits for them before it decides."""
         self.search.expect(peers)
 
     def unexpect(self, peer: str) -> None:
-        """This one cannot be reached."""
+        """The peer cannot be reached: do not wait for it."""
         self.search.unexpect(peer)
 
     def saved(self, peer: str, positions: Iterable[Position]) -> None:
-        """The checkpoints a member has now."""
+        """Note the checkpoints that a member has now."""
         self.roster.note_saved(peer, positions)
 
     def said_of_line(self, now: float, peer: str, stage: int, line: LineInfo, addrs: tuple[str, ...] = ()) -> None:
-        """What a member, or a helper of `stage`, says of its line; a helper that is put aside is not heard."""
+        """Note the line that a member, or a helper of `stage`, declares; a peer that is kept out is not heard."""
         if not self._blame.keeps_out(now, peer):
             self.roster.note_line(peer, stage, line, addrs)
 
     def wake(self, now: float) -> list[Output]:
-        """Time passed."""
+        """Time passed: returns the outputs to carry out now."""
         return self._advance(now)
 
     def wake_at(self, now: float) -> float:
-        """When `wake` is due at the latest."""
+        """The time at which `wake` is due at the latest."""
         due = min(now + _IDLE_S, self.search.due(now))
         if self.phase is Phase.CLOSING and (close_due := self._closing.due()) is not None:
             due = min(due, close_due)
@@ -117,26 +117,26 @@ class Conductor:
 
     @property
     def current(self) -> Position | None:
-        """Where all stood last; None: this conductor does not know yet."""
+        """The position that all members had last; None: this conductor does not know yet."""
         return self.course.current
 
     @property
     def settled(self) -> Position | None:
-        """Where every member should stand; None while members are on their way."""
+        """The position that every member should have; None while members are on their way."""
         return self.course.settled
 
     @property
     def lost(self) -> bool:
-        """Every stage has members, and they cannot go on with what they have."""
+        """True when every stage has members, and no common position to go on from."""
         return self.search.lost
 
     def version(self, trainer: str) -> int:
-        """Of what this trainer sees."""
+        """The version of what this trainer sees."""
         return self._versions.of(trainer)
 
     @property
     def members_version(self) -> int:
-        """Of what members see."""
+        """The version of what members see."""
         return self.roster.version
 
     @property
@@ -148,7 +148,7 @@ class Conductor:
         return self.roster.session(peer) == session
 
     def knows(self, peer: str, position: Position) -> bool:
-        """Is this where we believe the member to stand?"""
+        """True when the roster has the member at this position."""
         return self.roster.entries[peer].position == position
 
     def members(self) -> list[MemberInfo]:
@@ -160,23 +160,23 @@ class Conductor:
         return (self.batches.early if early else self.batches.due).of_trainer(trainer)
 
     def redo(self, trainer: str) -> list[Redo]:
-        """What the trainer has to repeat, because a peer that held it is gone."""
+        """The microbatches that the trainer has to repeat, because a peer that held them is gone."""
         return self.batches.redo(trainer, self._closing.settled)
 
     def counted(self, trainer: str, step: int) -> list[int] | None:
-        """The trainer's microbatches in the batch of `step`; None: nobody knows any more."""
+        """The trainer's microbatches that counted in the batch of `step`; None: that is no longer known."""
         return self.batches.counted.of(trainer, step) if self.current is not None and step < self.current.step else []
 
     def takes(self, step: int) -> bool:
-        """Are reports about microbatches of `step`, and early ones, taken now? If not, they are repeated later."""
+        """True when reports on microbatches of `step`, and early ones, are taken now; else they are repeated later."""
         return self.current is not None and step == self.current.step and self.course.works
 
     def evaluates(self, trainer: str) -> bool:
-        """One trainer evaluates: the first by name."""
+        """True for the one trainer that evaluates: the first by name."""
         return trainer == self.batches.trainers.first()
 
     def waits_for(self) -> str:
-        """Why no microbatch is admitted, or for whom the step waits; "" when nobody is in the way."""
+        """The reason that no microbatch is admitted, or the trainers that the step waits for; "" when there is none."""
         if blocked := self._blocked():
             return blocked
         late = [
@@ -185,7 +185,7 @@ class Conductor:
         return f"trainer {', '.join(late)}" if late and self.phase is Phase.OPEN else ""
 
     def _blocked(self) -> str:
-        """Why no microbatch is admitted, or "" when the step is open."""
+        """The reason that no microbatch is admitted; "" when the step is open."""
         if empty := self.roster.empty_stages():
             return f"stage {', '.join(map(str, empty))} has no peers"
         if self.phase is Phase.GATHERING:
@@ -201,7 +201,7 @@ class Conductor:
         return self.course.moving or self._closing.awaited()
 
     def whole_in_s(self, now: float) -> float | None:
-        """Seconds until the batch is whole; None: nobody knows, or something else is waited for."""
+        """Seconds until the batch is whole; None: unknown, or the step is blocked by something else."""
         if self.phase is Phase.OPEN and not self._blocked():
             return self.batches.whole_in_s(now)
         return 0.0 if self.phase in (Phase.CLOSING, Phase.MOVING) else None
@@ -249,7 +249,7 @@ class Conductor:
     # --- phases -----------------------------------------------------------------------------------------------
 
     def _advance(self, now: float) -> list[Output]:
-        """Every phase's turn, in an order in which one may lead to the next."""
+        """Give every phase its turn, in an order in which one may lead to the next."""
         self.search.look(now)
         if self.phase is Phase.GATHERING and self.search.is_over(now):
             self._decide_position(now)
@@ -273,14 +273,14 @@ class Conductor:
         return self._step.take()
 
     def _gather_anew(self, now: float, why: str) -> None:
-        """Nothing is certain any more but what the members say."""
+        """Begin gathering again: nothing is certain but what the members report."""
         self._step.out.append(Note(why))
         self._step.reopen()
         self.course.gather()
         self.search.begin(now)
 
     def _decide_position(self, now: float) -> None:
-        """The end of gathering: everybody goes where the swarm goes on from, if there is such a position."""
+        """End of gathering: order all members to the position to go on from, if there is one."""
         target = self.search.decide(now)
         if target is None:
             return
@@ -291,7 +291,7 @@ class Conductor:
         self._step.out += [*moves, Note(f"the swarm stands at step {target.step}")]
 
     def _arrive(self, now: float) -> None:
-        """Every member that could has reached the target."""
+        """End of a move: every member that could has reached the target."""
         target, stepped = self.course.target, self.course.commits
         assert target is not None
         if target != self.current:

@@ -1,9 +1,9 @@
-"""How long a conductor waits for members before it decides where the swarm stands, and for whose sake it waits longer.
+"""The gathering wait: the time a conductor gives members to report before it decides the swarm's position.
 
-Quiet time after the last new member, a longer time for members that are known to exist, and an end in any case: who
-says hello again, or comes in ever new sessions, does not hold the decision up. What is only heard of, a step in
-somebody's record, keeps a new run from beginning at the start for as long as such a record lives; a keeper that can be
-reached does for as long as it can.
+It ends after a quiet time since the last new member; later where members that are known to exist are missing; and at a
+limit in any case: a peer that says hello again, or in ever new sessions, does not hold the decision up. Hearsay, a step
+in some peer's record, keeps a new run from beginning at the start for as long as such a record lives; a keeper that can
+be reached does for as long as it can.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable
 
 from peerd.machine.swarm.events import ConductorConfig
 
-_ANEW_MOST = 8  # a liar may claim a way, and take it back
+_ANEW_MOST = 8  # a liar may claim a position, and take it back
 
 
 class Gathering:
@@ -22,23 +22,23 @@ class Gathering:
         self._config = config
         self._began = self._quiet_since = now
         self._seen: set[str] = set()
-        self._fruitless = False  # it was over, and there was no way to go
+        self._fruitless = False  # the wait was over, and there was no position to go on from
         self._anew = 0
         self._expected: frozenset[str] = frozenset()
         self._expect_until = now + config.expect_s
         self._hearsay_until = now + config.hearsay_s
 
     def begin(self, now: float) -> None:
-        """Once more: nothing is certain."""
+        """Start the wait over."""
         self._began = self._quiet_since = now
         self._seen.clear()
 
     def expect(self, peers: Iterable[str]) -> None:
-        """Members that are said to live."""
+        """Members that are reported alive: wait for them longer."""
         self._expected = frozenset(peers)
 
     def unexpect(self, peer: str) -> None:
-        """This one cannot be reached."""
+        """The peer cannot be reached: do not wait for it."""
         self._expected -= {peer}
 
     def heard(self, now: float, peer: str) -> None:
@@ -49,11 +49,11 @@ class Gathering:
 
     @property
     def due(self) -> float:
-        """When it is over, if nobody else comes."""
+        """The end of the wait, if no further member comes."""
         return min(self._quiet_since + self._config.gather_s, self._began + self._config.gather_most_s)
 
     def over(self, now: float, members: Collection[str]) -> bool:
-        """Has it waited long enough, with these members here?"""
+        """True when the wait is over, with these members here."""
         if now >= self._began + self._config.gather_most_s:
             return True
         if now < self._quiet_since + self._config.gather_s:
@@ -61,7 +61,7 @@ class Gathering:
         return all(peer in members for peer in self._expected) or now >= self._expect_until
 
     def begins_anew(self, now: float, finds: bool) -> bool:
-        """It is over, and `finds` a way to go or not: where there was none before, others may have more to say."""
+        """True when the wait starts over at its end: `finds` a position where there was none, others may have newer."""
         anew = finds and self._fruitless and self._anew < _ANEW_MOST
         self._fruitless = not finds
         if anew:
@@ -70,5 +70,5 @@ class Gathering:
         return anew
 
     def believes_hearsay(self, now: float) -> bool:
-        """Do steps count still that are only heard of?"""
+        """True while steps that are known by hearsay only still count."""
         return now < self._hearsay_until

@@ -1,12 +1,12 @@
-"""The conductor's list of members as it travels: by differences, each answer a bounded number of bytes.
+"""Delta transfer of the conductor's member list: each answer holds changes since a version, in bounded bytes.
 
 `MemberList` is the conductor's side: every change of an entry gets the next version, so an answer may end after any of
-them, and the next one goes on from there. Whoever asks from a version that this list never had, or of which it has
-forgotten who went away, gets it from its beginning. `KnownMembers` is the side of who asks. Versions begin at a random
+them, and the next one goes on from there. A reader that asks from a version that this list never had, or that is older
+than the removals it remembers, gets the whole list. `KnownMembers` is the reader's side. Versions begin at a random
 number: one of another conductor's list is then not taken for one of this list. Invariants (`check`): versions are
-unique; who has asked until nothing more was to come has the list. Hostile input: a conductor may tell of changes to a
-list that the reader has not (left alone: the next question says again which it has), and of ever more members (a list
-that grows beyond what a run may have begins anew).
+unique; a reader that has asked until nothing more was to come has the list. Hostile input: a conductor may send changes
+to a list that the reader has not (left alone: the next request names again the version it has), and ever more members
+(a list that grows beyond what a run may have begins anew).
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ class MemberList:
         self._follows = -1
 
     def follow(self, version: int, members: Callable[[], Sequence[MemberInfo]]) -> None:
-        """`update`, if there is another `version` of what the list is made from."""
+        """Call `update` when the source of the list has another `version`."""
         if version != self._follows:
             self._follows = version
             self.update(members())
 
     def update(self, members: Sequence[MemberInfo]) -> None:
-        """The members now; of too many the first. Their addresses are cut to the best."""
+        """Set the members of now; of too many the first. Their addresses are cut to the best."""
         given = {post_name(m.peer, m.stage): m for m in members[: self._most]}
         changed = [post for post in self._entries if post not in given]
         for post in changed:
@@ -75,14 +75,14 @@ class MemberList:
             self._order = [(version, post) for post, version in self._at.items()]
 
     def _forget(self) -> None:
-        """Remember no more who went away than there may be members."""
+        """Forget the oldest removals: no more are remembered than there may be members."""
         gone = [post for post in self._at if post not in self._entries]
         for post in gone[: max(0, len(gone) - self._most)]:
             self._first = self._at.pop(post)  # older lists would keep this one
             del self._sizes[post]
 
     def news(self, version: int) -> MemberNews | None:
-        """What has changed since `version`, as much as one answer holds; None: nothing."""
+        """The changes since `version`, as many as one answer holds; None: none."""
         if version == self.version:
             return None
         since = version if self._first <= version < self.version else 0
@@ -113,7 +113,7 @@ class MemberList:
 
 
 class KnownMembers:
-    """The list as its reader has it. `version` belongs into the next question; `forget` when another is asked."""
+    """The reader's copy of the list. `version` goes into the next request; `forget` when another peer is asked."""
 
     def __init__(self) -> None:
         self.version = 0
@@ -125,7 +125,7 @@ class KnownMembers:
         self.version, self.more = 0, False
 
     def take(self, news: MemberNews | None) -> list[MemberInfo] | None:
-        """Apply an answer's changes; the whole list, sorted, once it is complete and has changed, else None."""
+        """Apply an answer's changes; returns the whole list, sorted, once it is complete, else None."""
         if news is None:
             return None
         if news.since == 0:
@@ -145,9 +145,9 @@ class KnownMembers:
 
 
 def best_addrs(addrs: Iterable[str], most: int = MEMBER_ADDRS) -> list[str]:
-    """Of one peer's addresses so many, the first of each kind before the second of any.
+    """At most `most` of one peer's addresses, the first of each kind before the second of any.
 
-    The kinds: of everywhere by IPv4, or by name; by IPv6; over a relay; of the same network; of the same machine.
+    The kinds: public by IPv4, or by name; public by IPv6; over a relay; of the same network; of the same machine.
     """
     kinds: list[list[str]] = [[] for _ in range(5)]
     if len(given := list(dict.fromkeys(addrs))) <= most:
@@ -160,7 +160,7 @@ def best_addrs(addrs: Iterable[str], most: int = MEMBER_ADDRS) -> list[str]:
 
 
 def _kind(text: str) -> int | None:
-    """None: not an address."""
+    """The kind of an address; None: it is not one."""
     try:
         addr = parse_addr(text)
     except ConfigError:

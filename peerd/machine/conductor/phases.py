@@ -1,4 +1,4 @@
-"""The phases of a run under one conductor, and its course: where the members stand, and where they go.
+"""The phases of a run under one conductor, and its course: the members' position, and the one they move to.
 
     GATHERING -> MOVING                     the newest position that every stage can reach
     OPEN -> CLOSING -> MOVING -> OPEN       a step: the batch is filled, averaged, committed
@@ -42,16 +42,16 @@ class Course:
     def __init__(self, *, delayed: bool = False) -> None:
         self._delayed = delayed
         self.phase = Phase.GATHERING
-        self.current: Position | None = None  # where all stood last; None: this conductor does not know yet
+        self.current: Position | None = None  # that all members had last; None: this conductor does not know yet
         self.target: Position | None = None  # where a close or a move leads
-        self.commits = False  # is this move a step?
+        self.commits = False  # True while the move is a step
         self.moving: set[str] = set()  # members that have not yet arrived
         self.has_stepped = False  # in this conductor's reign
 
     # --- transitions ------------------------------------------------------------------------------------------
 
     def gather(self) -> None:
-        """Members say anew where they stand. The target of a move that was begun stays: some may have reached it."""
+        """Ask members for their positions again. The target of a move under way stays: some may have reached it."""
         self.moving.clear()
         self.commits = False
         self._enter(Phase.GATHERING)
@@ -72,7 +72,7 @@ class Course:
         self._enter(Phase.MOVING)
 
     def arrive(self, total_steps: int) -> None:
-        """Every member that could has reached the target, where the run may end (`total_steps`; 0: never)."""
+        """End of a move: the target is reached, where the run may end (`total_steps`; 0: never)."""
         assert self.target is not None
         self.current, self.target = self.target, None
         self.has_stepped |= self.commits
@@ -92,16 +92,16 @@ class Course:
 
     @property
     def settled(self) -> Position | None:
-        """Where every member should stand; None while members are on their way."""
+        """The position that every member should have; None while members are on their way."""
         return self.current if self.phase in (Phase.OPEN, Phase.CLOSING, Phase.COMPLETE) else None
 
     @property
     def works(self) -> bool:
-        """Do microbatches count now?"""
+        """True while microbatches count."""
         return self.phase in (Phase.OPEN, Phase.CLOSING) or (self._delayed and self.commits)
 
     def serves(self, peer: str, position: Position) -> bool:
-        """Can a member that stands at `position` take microbatches of this step, or of the next one?"""
+        """True when a member at `position` can take microbatches of this step, or of the next one."""
         if self.current is None:
             return False
         if self.commits:  # a member that was not in time for the average fetches the next state, and forgets

@@ -1,9 +1,9 @@
-"""Search for the position that a swarm goes on from: when enough has been heard, and what follows from it.
+"""Search for the position that a swarm goes on from: when enough members have reported, and the moves that follow.
 
 A new conductor gathers members (`Gathering`) and then takes the newest position that every stage can reach
 (`recovery`). Later the same is looked for when a stage has long lost the current state, and when members turn out to be
-further than the conductor knew. Of a step that is only heard of, in a record, it is believed for a while that somebody
-has it; of a keeper that can be reached, always. Decides only; the roster and the course are the conductor's.
+further than the conductor knew. A step known by hearsay only, from a record, counts as present for a while; one that a
+reachable keeper has, always. Decides only; the roster and the course are the conductor's.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ class PositionSearch:
         self._roster, self._course = roster, course
         self._gathering = Gathering(config, now)
         self._believes_hearsay = True
-        self._broken_since: float | None = None  # since when a stage has no member with the current state
+        self._broken_since: float | None = None  # since then a stage has no member with the current state
         self.established = Established(origin.own, origin.established)
-        self.announced_step = 0  # the newest step that anyone out of reach is said to be at: counts for a while
-        self.kept_step = 0  # the newest that somebody keeps who can be reached
+        self.announced_step = 0  # newest step reported of a peer out of reach: counts for a while
+        self.kept_step = 0  # newest step that a reachable peer keeps
         self.lost = False  # every stage has members, and they cannot go on with what they have
 
     # --- what is heard ----------------------------------------------------------------------------------------
 
     def expect(self, peers: Iterable[str]) -> None:
-        """Members that are said to live: nothing is decided at once without them."""
+        """Members that are reported alive: wait for them before deciding."""
         self._gathering.expect(peers)
 
     def unexpect(self, peer: str) -> None:
-        """This one cannot be reached."""
+        """The peer cannot be reached: do not wait for it."""
         self._gathering.unexpect(peer)
 
     def heard(self, now: float, peer: str) -> None:
@@ -71,17 +71,17 @@ class PositionSearch:
 
     @property
     def known(self) -> Position | None:
-        """Where the swarm stands, as far as the conductor knows itself: by its own peer, when it is new."""
+        """The swarm's position as the conductor itself knows it; a new conductor's own peer's. None: unknown."""
         own = self._roster.entries.get(self._own)
         return self._course.target or self._course.current or (own.position if own is not None else None)
 
     def is_ahead(self, peer: str) -> bool:
-        """Says the member that it is further than the conductor knew, and has it enough others behind it?"""
+        """True when the member reports a later position than the conductor knew, with enough others behind it."""
         known, position = self.known, self._roster.entries[peer].position
         return known is not None and position.step > known.step and self.best() == position
 
     def is_over(self, now: float) -> bool:
-        """Have members been gathered for long enough?"""
+        """True when the gathering wait is over."""
         return self._gathering.over(now, self._roster.entries)
 
     def decide(self, now: float) -> Position | None:
@@ -90,7 +90,7 @@ class PositionSearch:
         return None if self._gathering.begins_anew(now, target is not None) else target
 
     def moves(self, target: Position) -> list[SendMove]:
-        """What members have to do to stand at `target`: commit what they have prepared, or restore what they saved."""
+        """The orders that bring members to `target`: commit a prepared step, or restore a checkpoint."""
         stages, members = range(self._config.stages), self._roster.entries
         agreeing = set[str]().union(*(agreeing_on(stage, target, members) for stage in stages))
         orders = list[SendMove]()
@@ -101,7 +101,7 @@ class PositionSearch:
         return orders
 
     def falls_back(self, now: float) -> bool:
-        """Is it time to look for an older position, since a stage has long been without the current one?"""
+        """True when a stage has long been without the current position, and there is an older one to go on from."""
         if not self._roster.lagging_stages(self._course.current):
             self._broken_since = None
         elif self._broken_since is None:
@@ -111,7 +111,7 @@ class PositionSearch:
         return False
 
     def look_lost(self, now: float) -> bool:
-        """Judge whether nothing here leads on (`lost`); True when that has changed."""
+        """Recompute `lost`, that no common position is left; True when it has changed."""
         waits = self._is_broken(now) or (self._course.phase is Phase.GATHERING and self.is_over(now))
         before = self.lost
         self.lost = waits and not self._roster.empty_stages() and self.best() is None
@@ -121,7 +121,7 @@ class PositionSearch:
         return self._broken_since is not None and now - self._broken_since >= self._config.broken_s
 
     def due(self, now: float) -> float:
-        """When time alone decides something; infinite where it does not."""
+        """The next deadline; infinite where there is none."""
         due = math.inf
         if self._course.phase is Phase.GATHERING and self._gathering.due > now:
             due = self._gathering.due
@@ -130,7 +130,7 @@ class PositionSearch:
         return due
 
     def problem(self) -> str:
-        """Why the members that are gathered do not go on yet."""
+        """The reason that the gathered members do not go on yet."""
         if self.best() is not None:
             return "the conductor gathers the members"
         ahead = furthest(self._roster.entries)

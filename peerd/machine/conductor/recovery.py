@@ -1,11 +1,12 @@
-"""Which position a swarm can go on from: what each member holds, has prepared or has saved, and whose word that is.
+"""Choice of the position a swarm goes on from: the newest that every stage can reach, with a quorum behind it.
 
-Anyone can say that it stands at step 10^9. A position ahead of what the conductor knows counts only when enough members
-say so that were there before: more than a third of those of the stage that took part in a commit, or that the conductor
-before named, present or not (`Established`). Where nobody is known so (a cold start) it needs more than a third of the
-stage's members that are anywhere but at the start, so that the lone survivor of a run counts, and one liar among three
-does not. Positions behind what the conductor knows, and the start, need no such backing: they take nobody ahead.
-Hostile input: any position, in hellos of anyone. A claim that does not count makes its member one that is not ready.
+A member can reach what it holds, has prepared or has saved. Any peer can claim step 10^9: a position ahead of what the
+conductor knows counts only when enough established members claim it: more than a third of those of the stage that took
+part in a commit, or that the conductor before named, present or not (`Established`). Where none are known (a cold
+start) it needs more than a third of the stage's members that are anywhere but at the start, so that the lone survivor
+of a run counts, and one liar among three does not. Positions behind what the conductor knows, and the start, need no
+quorum: they take nobody ahead.
+Hostile input: any position, in hellos of any peer. A claim that does not count makes its member one that is not ready.
 """
 
 from __future__ import annotations
@@ -45,19 +46,22 @@ class Established:
         return peer in self._stage
 
     def back(self, stage: int, claims: Set[str], anywhere: int) -> bool:
-        """Are these members of the stage enough for what they say together? `anywhere`: how many say anything."""
+        """True when the members that claim a position are a quorum of the stage.
+
+        `anywhere`: the number of its members that claim any position but the start.
+        """
         known = self._of.get(stage, {}).keys()
         if not known:
             return 3 * len(claims) > anywhere
         claims = claims & known
-        # The conductor's own peer was there as well: what one other says alone is not more than what itself knows.
+        # The conductor's own peer was established too: a claim of one other alone is no more than its own knowledge.
         alone = len(claims) == 1 and self._own in known - claims
         return 3 * len(claims) > len(known) and not alone
 
 
 @dataclass(frozen=True, slots=True)
 class Knowledge:
-    """What the conductor goes by. `known`: the position that it knows the swarm to be at; None: not yet."""
+    """The conductor's facts for the choice. `known`: the position that it knows the swarm to be at; None: not yet."""
 
     stages: int
     first_save: int  # the first step after which peers write checkpoints
@@ -66,15 +70,15 @@ class Knowledge:
     announced: int  # the newest step that anyone out of reach is believed to be at, or to keep the checkpoints of
 
     def ahead(self, position: Position) -> bool:
-        """Does it need backing?"""
+        """True when the position needs a quorum: it is not behind what the conductor knows."""
         return position not in (START, self.known) and (self.known is None or position.step >= self.known.step)
 
 
 def best_position(knowledge: Knowledge, members: Mapping[str, RosterEntry]) -> Position | None:
     """The newest position that every stage can reach; None when there is none.
 
-    Everyone can make the parameters of step 0 again. But back to them from a step that somebody may have saved
-    (`first_save` or later) would throw work away that returns with a peer.
+    Every peer can make the parameters of step 0 again. But going back to them from a step that some peer may have saved
+    (`first_save` or later) would throw away work that returns with that peer.
     """
     claims: list[dict[Position, set[str]]] = [{} for _ in range(knowledge.stages)]
     anywhere, holders = [0] * knowledge.stages, Counter[Position]()
@@ -95,9 +99,9 @@ def best_position(knowledge: Knowledge, members: Mapping[str, RosterEntry]) -> P
 
 
 def agreeing_on(stage: int, target: Position, members: Mapping[str, RosterEntry]) -> set[str]:
-    """Those of a stage whose last mean led, or leads, to `target`, and is the same as that of most of them.
+    """The members of a stage whose last mean led, or leads, to `target`, and has the majority's digest.
 
-    A conductor that died may not have compared all of them: who was sent another sum must not step with it.
+    A conductor that died may not have compared all digests: a member that was sent another sum must not step with it.
     """
     means = {p: m.digest for p, m in sorted(members.items()) if m.stage == stage and target in (m.position, m.prepared)}
     most = Counter(means.values()).most_common(1)
@@ -105,6 +109,6 @@ def agreeing_on(stage: int, target: Position, members: Mapping[str, RosterEntry]
 
 
 def furthest(members: Mapping[str, RosterEntry]) -> tuple[str, int] | None:
-    """The peer that says that it could be further than all others, and at which step; None: nobody is anywhere."""
+    """The peer that claims the latest step of all, and that step; None: no member is past the start."""
     found = [(max(p.step for p in m.reach), peer) for peer, m in sorted(members.items()) if m.is_anywhere]
     return max(found)[::-1] if found else None

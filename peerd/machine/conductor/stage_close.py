@@ -1,8 +1,8 @@
-"""Closing a step: each stage averages, in attempts, until its members have one sum.
+"""Closing of a step: each stage averages, in attempts, until its members have one sum.
 
-Who does not answer when at least half have is left behind: the sum is there. What failed attempts tell of whom is
-weighed by `Blame`: what a member says of others who failed counts only of those it met in that attempt. Sums that
-differ are looked into by `Agreement`. Decides only; what is to be done is taken from here by the conductor (`take`).
+Members that do not answer in time once half have are left behind: the sum is there. `Blame` weighs the reports of
+failed attempts: a member's report of lost peers counts only for those it met in that attempt. `Agreement` looks into
+sums that differ. Decides only; the conductor takes the outputs from here (`take`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from peerd.machine.conductor.blame import Blame
 from peerd.machine.swarm.events import CancelAttempt, ConductorConfig, Output, PrepareEnded, Probe, SendPrepare
 from peerd.machine.swarm.roster import Roster
 
-_HEAR_S = 0.5  # for what others say when a member has lost somebody: they lose it in the same moments
+_HEAR_S = 0.5  # wait for others' reports when a member has lost a peer: they lose it in the same moments
 _LATE_FACTOR = 3.0  # times as long as the first half of the members took, the rest may take
 _RETRY_MOST_S = 5.0
 
@@ -36,29 +36,29 @@ class Closing:
         self._step = 0  # the batch's
         self._out = blame.out  # one list: what is noted stands before what follows from it
         self.stages = [StageClose() for _ in range(config.stages)]
-        self.changed = False  # what all see is different now; the conductor takes this from here
+        self.changed = False  # what trainers see has changed; the conductor takes this from here
 
     # --- what the conductor calls -----------------------------------------------------------------------------
 
     def start(self, step: int) -> bytes:
-        """The batch of `step` is whole, and no stage has averaged it: the lineage of what its step leads to."""
+        """Begin the close of `step`, whose batch is whole; returns the lineage of the position it leads to."""
         self.renew()
         self._step = step
         return self._rng.randbytes(8)
 
     def renew(self) -> None:
-        """No stage has anything: another batch, or another position."""
+        """Forget all attempts and means: another batch, or another position."""
         for close in self.stages:
             self._cancel(close)
         self.stages = [StageClose() for _ in self.stages]
 
     @property
     def settled(self) -> list[bool]:
-        """By stage: has it its mean?"""
+        """Per stage, True when it has its mean."""
         return [close.settled for close in self.stages]
 
     def awaited(self) -> set[str]:
-        """Members that have not yet said how their part in an attempt ended."""
+        """Members that have not yet reported the end of their part in an attempt."""
         return {peer for close in self.stages if close.attempt for peer in close.waiting}
 
     def prepared(self) -> list[str]:
@@ -66,16 +66,16 @@ class Closing:
         return [peer for close in self.stages for peer in sorted(close.prepared)]
 
     def problem(self) -> str:
-        """Why a stage cannot even try to average; "" where all can."""
+        """The reason that a stage cannot even try to average; "" where all can."""
         found = ((stage, close.problem) for stage, close in enumerate(self.stages) if close.problem)
         return next((f"stage {stage} cannot average: {problem}" for stage, problem in found), "")
 
     def due(self) -> float | None:
-        """When `look` has something to do at the latest."""
+        """The next deadline of any stage; None: there is none."""
         return min((at for close in self.stages if (at := close.due) is not None), default=None)
 
     def lost(self, peer: str, stage: int | None) -> None:
-        """The member, of `stage`, or the helper, is gone."""
+        """A member of `stage`, or a helper (None), is gone: call off the attempts that need it."""
         for close in self.stages:
             if close.involves(peer):
                 self._grouping.observe(len(close.group), (peer,))
@@ -94,7 +94,7 @@ class Closing:
             self._rest(stage)
 
     def take(self) -> list[Output]:
-        """What is to be done now, in order; it is told once."""
+        """The outputs to carry out now, in order; each is returned once."""
         out = list(self._out)
         self._out.clear()
         return out
@@ -102,7 +102,7 @@ class Closing:
     # --- attempts ---------------------------------------------------------------------------------------------
 
     def begin(self, now: float, stage: int, group: tuple[str, ...], lineage: bytes) -> None:
-        """Order one more attempt of these members, if it is time and they can average."""
+        """Order one more attempt of these members, once the pause is over, if they can average."""
         close = self.stages[stage]
         if close.settled or close.attempt or now < close.not_before:
             return
@@ -127,7 +127,7 @@ class Closing:
         self._out += orders
 
     def look(self, now: float) -> None:
-        """Judge what has been heard long enough, and leave behind who does not answer."""
+        """Act on deadlines: judge accusations, and leave late members behind."""
         for close in self.stages:
             if close.attempt and close.heard_at is not None and now >= close.heard_at:
                 self._judge_accused(now, close)
@@ -135,7 +135,7 @@ class Closing:
                 self._leave_behind(now, close)
 
     def _leave_behind(self, now: float, close: StageClose) -> None:
-        """The attempt ends without those who have not answered."""
+        """End the attempt without the members that have not answered."""
         newcomers = self.blame.newcomers(close.group, close.waiting)
         for peer in newcomers:
             self.blame.let_go(now, peer, "does not say that it averaged")
@@ -146,7 +146,7 @@ class Closing:
         self._all_answered(now, close)
 
     def ended(self, now: float, end: PrepareEnded) -> None:
-        """A member, or a helper, says how its part in an attempt ended."""
+        """A member, or a helper, reports the end of its part in an attempt."""
         close = next((c for c in self.stages if c.attempt and c.attempt == end.attempt), None)
         if close is None:
             return
@@ -199,7 +199,7 @@ class Closing:
         self._fail(now, close)
 
     def _accuse(self, now: float, close: StageClose, by: str, mates: list[str]) -> None:
-        """A member has lost these: others may say the same in a moment."""
+        """A member has lost these peers: wait a moment for others to report the same."""
         close.accused += [(by, mate) for mate in mates]
         if close.heard_at is None:
             close.heard_at = now + _HEAR_S
@@ -214,7 +214,7 @@ class Closing:
         self._fail(now, close)
 
     def _all_answered(self, now: float, close: StageClose) -> None:
-        """Everybody says that it has the sum: the same one?"""
+        """Compare the digests of all sums: equal ones settle the stage, different ones cost the attempt."""
         stage = self.stages.index(close)
         if len(set(close.digests.values())) <= 1:
             close.settled, close.attempt, close.late_at = True, b"", None
@@ -232,7 +232,7 @@ class Closing:
         self._fail(now, close)
 
     def _judge_different(self, now: float, stage: int, close: StageClose) -> None:
-        """Members of long standing name different sums."""
+        """Established members report different sums: ask `Agreement` for the culprits."""
         able = frozenset(peer for peer in close.group if not self._roster.lines.is_client(peer))
         summing = Summing(close.summers, able)
         found = self._agreements[stage].judge(self._step, close.digests, summing, self._roster.since)
@@ -242,11 +242,11 @@ class Closing:
         self._rest(stage)
 
     def _rest(self, stage: int) -> None:
-        """Tell the lines who gets no share for now."""
+        """Pass the peers that get no share for now to the lines."""
         self._roster.lines.rest(stage, self._agreements[stage].idle)
 
     def _fail(self, now: float, close: StageClose) -> None:
-        """This attempt is over: another one soon."""
+        """End this attempt; the next one follows after an exponential pause."""
         self._cancel(close)
         close.not_before = now + min(_RETRY_MOST_S, self._config.retry_s * 2**close.failures)
         close.failures += 1

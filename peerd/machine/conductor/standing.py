@@ -1,10 +1,10 @@
-"""Who has stood in the way of steps, how often, and who is put aside for it, until when.
+"""Failure record of members and helpers: counts what stood in the way of steps, and puts peers aside for a time.
 
-A member that fails by itself is put aside at the third time in one step. What one member says of another, that it could
-not be reached, counts against both alike: they contradict each other, and nobody else can know who is right. Put aside
-is who is contradicted by more than a third of the attempt's members, and by two at least; until that is clear the two
-take turns, the one with more against it first, then the one that joined later, so that steps go on meanwhile. Once
-somebody is found out, what it said of others counts no longer. Helpers are put aside at once: a round can do without.
+A member that fails by itself is put aside at the third time in one step. An accusation, that a member could not reach
+another, counts against both alike: they contradict each other, and no other peer can know which is right. A member that
+more than a third of the attempt's members contradict, and two at least, is put aside; until that is clear the two take
+turns, the one with more against it first, then the one that joined later, so that steps go on meanwhile. Once a member
+is found out, its accusations count no longer. Helpers are put aside at once: a round can do without.
 Each time is twice as long as the last, and less again with the steps that are made.
 Hostile input: any accusation. A liar alone among four or more costs honest peers a turn each, and then itself.
 """
@@ -18,14 +18,14 @@ from dataclasses import dataclass
 from peerd.core.messages.swarm import MAX_MEMBERS
 
 _FAILURES = 3  # of a member in one step, before it is put aside
-_TIMES_MOST = 8  # doublings of the time that somebody is put aside for
-_FORGIVE_STEPS = 16  # steps after which half of it is forgotten: what was contradicted, and how often put aside
-_PAIR_FAILURES = 2  # attempts that two spoil who contradict each other, before one of them has to wait
+_TIMES_MOST = 8  # doublings of the time that a peer is put aside for
+_FORGIVE_STEPS = 16  # steps after which accusations are forgotten, and half of the times put aside
+_PAIR_FAILURES = 2  # attempts that two members that contradict each other spoil before one has to wait
 
 
 @dataclass(frozen=True, slots=True)
 class PutAside:
-    """Not heard, and not in any round, for so many seconds."""
+    """A peer that is put aside: not heard, and in no round, for so many seconds."""
 
     peer: str
     seconds: float
@@ -43,9 +43,9 @@ class Standing:
         self._failed: Counter[str] = Counter()  # in this step
         self._times: Counter[str] = Counter()  # put aside, kept from step to step
         self._until: dict[str, float] = {}
-        self._against: dict[str, set[str]] = {}  # by whom each is contradicted
+        self._against: dict[str, set[str]] = {}  # peer -> those that contradict it
         self._pairs: Counter[frozenset[str]] = Counter()
-        self._turns: Counter[str] = Counter()  # how often each has waited for a contradiction
+        self._turns: Counter[str] = Counter()  # peer -> times that it waited for a contradiction
         self._waiting: set[str] = set()  # put aside in turn only
         self._steps = 0
 
@@ -53,7 +53,7 @@ class Standing:
         return self._until.get(peer, now) > now
 
     def failed(self, now: float, peer: str, why: str) -> PutAside | None:
-        """The member failed by itself, for certain."""
+        """Count a failure that is certainly the member's own; the third in one step puts it aside."""
         self._failed[peer] += 1
         if self._failed[peer] < _FAILURES:
             return None
@@ -61,12 +61,12 @@ class Standing:
         return self.put_aside(now, peer, why)
 
     def let_go(self, now: float, peer: str, seconds: float, why: str) -> PutAside:
-        """A newcomer that stood in the way: not heard of for so long."""
+        """Put a newcomer that stood in the way aside for so many seconds."""
         self._until = {p: until for p, until in self._until.items() if until > now} | {peer: now + seconds}
         return PutAside(peer, seconds, why)
 
     def put_aside(self, now: float, peer: str, why: str) -> PutAside:
-        """Not heard of for a while, longer each time."""
+        """Put the peer aside for a while, twice as long each time."""
         seconds: float = self._ban_s * 2 ** min(self._times[peer], _TIMES_MOST)
         self._times[peer] += 1
         if len(self._times) > MAX_MEMBERS:
@@ -77,13 +77,13 @@ class Standing:
     def contradict(
         self, now: float, said: Iterable[tuple[str, str]], members: int, since: Callable[[str], float]
     ) -> list[PutAside]:
-        """In an attempt of so many `members`, each first of a pair said that it could not reach the second."""
+        """Weigh accusations from an attempt of so many `members`: pairs (accuser, peer that it could not reach)."""
         pairs = list(dict.fromkeys(said))
         counted: set[str] = set()
         for accuser, accused in pairs:
             self._against.setdefault(accused, set()).add(accuser)
             fresh = accuser not in counted and accused not in self._against.get(accuser, ())
-            if fresh:  # who lost several at once has lost one thing, its line or its honesty
+            if fresh:  # a peer that lost several at once lost one thing: its line or its honesty
                 counted.add(accuser)
                 self._against.setdefault(accuser, set()).add(accused)
         found = [
@@ -113,7 +113,7 @@ class Standing:
         return len(self._against.get(peer, ()))
 
     def _found_out(self, now: float, peer: str) -> PutAside:
-        """Forget what it said of others; who waited only because of it need not."""
+        """Put the peer aside and forget its accusations; peers that waited only because of them need not."""
         accusers = self._against.pop(peer, set())
         for other in list(self._against):
             self._against[other].discard(peer)
@@ -127,7 +127,7 @@ class Standing:
         return self.put_aside(now, peer, "is contradicted by several others on who could be reached")
 
     def step_made(self) -> None:
-        """Members begin anew; what is older fades."""
+        """Clear the failures of this step; older accusations and bans fade."""
         self._failed.clear()
         self._steps += 1
         if self._steps % _FORGIVE_STEPS == 0:

@@ -1,7 +1,7 @@
-"""What a step waits for when nothing has moved for a while: whose microbatches, who has not averaged, who not stepped.
+"""Text on what a stalled step waits for: trainers' microbatches, or members that have not averaged or stepped yet.
 
-For people: it changes nothing. A step may take long because work takes long; then it says whose work that is. The
-text names no times, so that it stays the same while the same is waited for.
+For the log and the user: it changes nothing. A step may take long because work takes long; then it names the peers that
+do that work. The text has no times, so that it stays the same while the same is waited for.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from peerd.machine.conductor.conductor import Conductor
 from peerd.machine.conductor.phases import Phase
 
 _PATIENCE_S: Final = 10.0
-_NAMED: Final = 4  # of those who are waited for; the others are counted
+_NAMED: Final = 4  # of the peers that are waited for; the others are counted
 
 
 class Standstill:
-    """One conductor's term."""
+    """The stall watch of one conductor's term."""
 
     def __init__(self) -> None:
         self._view: object = None
         self._since = 0.0
 
     def look(self, now: float, conductor: Conductor) -> str:
-        """What is waited for; "" while things move, or where `Conductor.waits_for` tells why they do not."""
+        """The text; "" while things move, or where `Conductor.waits_for` gives the reason that they do not."""
         due = conductor.batches.due
         view = conductor.current, conductor.phase, len(due.entries), len(due.undone), *map(len, due.missing)
         if view != self._view:
@@ -45,7 +45,7 @@ class Standstill:
 
 
 def named(peers: Iterable[str]) -> str:
-    """The first few by the end of their names, and how many others there are."""
+    """The first few peers by the end of their names, and the number of the others."""
     names = [f"…{peer[-8:]}" for peer in peers]
     more = [f"{len(names) - _NAMED} others"] if len(names) > _NAMED else []
     return " and ".join(filter(None, [", ".join(names[:_NAMED]), *more]))

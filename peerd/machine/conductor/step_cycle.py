@@ -1,9 +1,9 @@
 """The cycle of a step: microbatches are admitted, every stage averages (`Closing`), all members commit.
 
-OPEN: trainers' microbatches fill the batch; what nobody finishes goes to others. CLOSING: each stage that has its part
+OPEN: trainers' microbatches fill the batch; those whose lease ends go to others. CLOSING: each stage that has its part
 of all of them averages; when the batch shrinks, every mean is forgotten and the step is OPEN again. With the last mean,
 all members are sent to the next position, and the phase is MOVING. In a delayed run the next batch is filled meanwhile.
-Decides only; the conductor calls each in its phase, and hands out what is to be done (`take`).
+Decides only; the conductor calls each in its phase, and hands out the outputs (`take`).
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ class StepCycle:
         self._config, self._batches, self._roster = config, batches, roster
         self._course, self._closing, self._blame = course, closing, closing.blame
         self._leases_s = config.lease_s, config.first_lease_s
-        self.late: dict[str, int] = {}  # for which trainers the step waits, and for how many microbatches of each
-        self.out: list[Output] = []  # what is to be done beside averaging
+        self.late: dict[str, int] = {}  # trainer that the step waits for -> number of its microbatches
+        self.out: list[Output] = []  # beside those of averaging
 
     def take(self) -> list[Output]:
-        """What is to be done now, in order; it is told once."""
+        """The outputs to carry out now, in order; each is returned once."""
         out, self.out = self._closing.take() + self.out, []
         return out
 
     # --- open -------------------------------------------------------------------------------------------------
 
     def report(self, now: float, report: TrainerReport) -> None:
-        """A trainer's news of the step under way."""
+        """Take a trainer's report on the step under way."""
         view = StageView(self.serves, self._closing.settled)
         if self._batches.take(now, report, view, self._config.delayed):
             self.reopen()
 
     def drop_dead(self, now: float) -> None:
-        """Hand what nobody finishes to others."""
+        """End leases that ran out: their microbatches go to other trainers."""
         settled = self._closing.settled
         lease_s, first_lease_s = self._leases_s
         self.late = self._batches.late(now, settled, (lease_s / _LATE_PARTS, first_lease_s / _LATE_PARTS))
@@ -63,7 +63,7 @@ class StepCycle:
             self._roster.change()
 
     def fill_early(self, now: float) -> None:
-        """In a delayed run, what this step has no room for is begun for the next one, if there is to be one."""
+        """In a delayed run, admit microbatches into the next batch once this one is full, if another step follows."""
         if not self._config.delayed or not self._course.works or not self._batches.due.full:
             return
         stages, step = range(self._config.stages), self._course.step
@@ -72,14 +72,14 @@ class StepCycle:
             self._batches.fill(now, step, early=True)
 
     def serves(self, peer: str, stage: int) -> bool:
-        """Can it take microbatches of this step, or of the next one, in this stage?"""
+        """True when the peer can take microbatches of this step, or of the next one, in this stage."""
         entry = self._roster.entries.get(peer)
         return entry is not None and entry.stage == stage and self._course.serves(peer, entry.position)
 
     # --- closing ----------------------------------------------------------------------------------------------
 
     def close(self, now: float) -> None:
-        """Have every stage average what it has all of; with the last mean, all commit."""
+        """Begin averaging in every stage that has its whole part of the batch; with the last mean, all commit."""
         self._closing.look(now)
         self.let_go(now)
         due, target = self._batches.due, self._course.target
@@ -112,7 +112,7 @@ class StepCycle:
                 self.reopen()
 
     def lose(self, now: float, peer: str) -> None:
-        """A member, or a helper, is gone: so is what it held, averaged and was to reach."""
+        """Remove a member, or a helper, with the microbatches it held, its part in averaging and its move."""
         entry = self._roster.remove(peer)
         self._closing.lost(peer, entry.stage if entry is not None else None)
         if entry is not None:

@@ -1,7 +1,7 @@
-"""One conductor's forecast for all who ask: when the batch is whole, and when the step that it makes is done.
+"""Forecast of a step, the same for all peers that ask: when the batch is whole, and when the step is made.
 
 Between the two lies averaging and stepping, for as long as it took in the last steps. A forecast looks at the whole
-batch, so one is kept for a moment and counted down. Takes what the machine shows; changes nothing.
+batch, so one is kept for a moment and counted down. Reads the conductor's views; changes nothing.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _SMOOTHING = 0.3
 
 
 class Outlook:
-    """See the module's header. One conductor's term."""
+    """See the module's header. For one conductor's term."""
 
     def __init__(self) -> None:
         self._made, self._view = -math.inf, (-1, Phase.GATHERING)
@@ -28,7 +28,7 @@ class Outlook:
         self._closing_s: float | None = None  # from the whole batch to the next step; None: never seen
 
     def look(self, now: float, conductor: Conductor) -> Forecast | None:
-        """None: nobody knows."""
+        """The forecast as of now; None: unknown."""
         view = conductor.members_version, conductor.phase
         if view != self._view or now - self._made >= _KEPT_S:
             self._watch_closing(now, conductor)
@@ -42,7 +42,7 @@ class Outlook:
         return Forecast(whole_in_s, min(whole_in_s + closing_s, FORESEEABLE_S))
 
     def _watch_closing(self, now: float, conductor: Conductor) -> None:
-        """How long averaging and stepping take: the machine tells whoever asks of each change at once."""
+        """Measure, smoothed, the time from the whole batch to the step made; each change of phase wakes an asker."""
         step = conductor.current.step if conductor.current is not None else 0
         match conductor.phase:
             case Phase.CLOSING:
