@@ -1,8 +1,8 @@
-"""The Role contract: what a plug-in is, and all that it may touch.
+"""The Role contract: the interface of a plug-in of the daemon, and everything of the daemon that it may use.
 
 A role is one class in one file: it serves calls, announces records and does its own work, through the
 `RoleContext` it is given. It sees nothing else of the daemon. The daemon builds it, runs `run` under a
-supervisor, asks `status` for people to read, and calls `leave` before it is cancelled.
+supervisor, shows the user its `status`, and calls `leave` before it is cancelled.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Role(Protocol):
     """One part that a peer plays in the swarm."""
 
     name: ClassVar[str]  # as in the entry point group `peerd.roles`
-    needs_run: ClassVar[bool]  # whether it can't start without a run file
+    needs_run: ClassVar[bool]  # True when it can't start without a run file
 
     def __init__(self, ctx: RoleContext) -> None: ...
 
@@ -55,8 +55,8 @@ class Role(Protocol):
         """Serve and work. Calls `task_status.started()` when ready, or when it waits for something that `status`
         names. Returning means the work is finished: when all roles have returned the daemon leaves and exits
         with 0. An exception makes the supervisor build the role anew after a pause; `ConfigError` does not: it
-        stops the daemon with the message. What it serves it takes back (`ctx.rpc.unserve`) when it ends, however
-        it ends: the next one of its kind will want to serve it."""
+        stops the daemon with the message. It unserves its calls (`ctx.rpc.unserve`) when it ends, however it
+        ends: the next role object of its kind will serve them again."""
         ...
 
     async def leave(self) -> None:
@@ -65,5 +65,5 @@ class Role(Protocol):
         ...
 
     def status(self) -> dict[str, object]:
-        """Plain data for people and programs; `waits_for` is a sentence, or None when nothing is awaited."""
+        """Plain data for users and programs; `waits_for` is a sentence, or None when nothing is awaited."""
         ...

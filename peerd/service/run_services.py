@@ -1,4 +1,4 @@
-"""The services of one run on one peer, shared by all roles of the process: built when first asked for, once each."""
+"""RunServices: the services of one run on one peer, shared by all roles of the process, each built at first use."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Carries:
-    """What this peer's line carries: its limits, else what was measured; rates of 0: unknown."""
+    """This peer's line: rates by its limits, else as measured; 0: unknown. `takes_inbound`: others can connect in."""
 
     up_bytes_per_s: float
     down_bytes_per_s: float
@@ -56,30 +56,30 @@ class RunServices:
         self._tallies: dict[str, Tally] = {}
         self.directory = Directory(run.run, run.pipeline.stages, host, dht, rpc.gate)
         self.following = Following(rpc, host.id, self.directory)
-        host.book.members_by(self.serves)  # with tokens, too: whoever serves has shown one
+        host.book.members_by(self.serves)  # in runs with tokens, too: a peer that serves has shown one
 
     def serves(self, peer: str) -> bool:
-        """Whether the conductor that we follow has named this peer as one that serves."""
+        """True when the conductor that we follow has named this peer as one that serves."""
         return self.following.serves(peer)
 
     async def compare_settings(self) -> None:
-        """Peers of one run must agree on its settings; ConfigError names the key that differs."""
+        """Compare our settings with the run's published ones and publish ours; ConfigError names a key that differs."""
         mine = shared_text(self.run)
         try:
             published = await self.directory.published_settings()
         except RemoteError:
-            return  # alone for now; whoever differs is refused by the others later
+            return  # alone for now; a peer that differs is refused by the others later
         if published and mine not in published:
             found = first_difference(mine, published[0])
             raise ConfigError(f"run {self.run.run!r} is on its way with other settings: {found}")
         await self.publish_settings()
 
     async def publish_settings(self) -> None:
-        """Say which settings we follow; raises RemoteError."""
+        """Publish our settings as a record of the run; raises RemoteError."""
         await self.directory.publish_settings(shared_text(self.run))
 
     def carries(self) -> Carries:
-        """What this peer's line carries, and whether others can come in."""
+        """This peer's line: limits of the run file, else the rates that were measured."""
         limits, line = self.run.limits, self._host.line
         up, down = limits.upload_mbit * BYTES_PER_MBIT, limits.download_mbit * BYTES_PER_MBIT
         return Carries(
@@ -91,22 +91,22 @@ class RunServices:
         )
 
     def pipeline(self, grant_of: Callable[[int], Grant | None]) -> Pipeline:
-        """For a trainer: calls to the stages. `grant_of`: what shows that a microbatch of ours is admitted."""
+        """For a trainer: calls to the stages. `grant_of`: the grant for a microbatch of ours, by its number."""
         return Pipeline(self.run, self._rpc, self.clock, self, TrainerPapers(self._host.id.text, grant_of))
 
     def linked(self, peer: PeerId) -> bool:
-        """Whether calls get through to `peer` though it cannot be dialed; a replica is called by its own trainer."""
+        """True when calls get through to `peer` though it cannot be dialed; a replica is called by its own trainer."""
         return peer == self._host.id or self._host.links.best(peer) is not None
 
     def doubt(self, peer: PeerId) -> None:
-        """An answer is overdue: see whether the peer is still there."""
+        """An answer is overdue: check that the peer is still there."""
         link = self._host.links.best(peer)
         if link is not None:
             link.doubt()
 
     @cached_property
     def calls(self) -> StageCalls:
-        """The calls of `stage/3`, given to this peer's posts."""
+        """The dispatch of `stage/3` calls to this peer's posts."""
         return StageCalls(self._rpc, self.fingerprint)
 
     @cached_property
@@ -119,7 +119,7 @@ class RunServices:
         return averaging
 
     def tally(self, role: str, file: Path, worker: Worker) -> Tally:
-        """What a role gives, counted for the leader-board; `file`, written on `worker`, outlives a restart."""
+        """A role's tally of contributions, for the leader-board; `file`, written on `worker`, outlives a restart."""
         if role not in self._tallies:
             of = TallyOf(self.run.run, role, file, worker)
             self._tallies[role] = Tally(of, self._dht, self.clock, self._rpc.gate)
@@ -139,30 +139,30 @@ class RunServices:
         return peer in self.following.known()
 
     def assembling(self) -> Assembling:
-        """For who takes part in averaging: links to all others, before they are needed."""
+        """For a member or a helper: links to all others of its rounds, before they are needed."""
         return Assembling(self._host, self.following, self.run.averaging.group_size)
 
     def calling_in(self) -> CallingIn:
-        """For a stage peer: links to trainers, which cannot make them where it only dials."""
+        """For a stage peer: links to trainers, which cannot make them where this peer can only dial."""
         return CallingIn(self._host, self._dht, self.directory)
 
     def fetcher(self) -> Fetcher:
-        """For a watcher: fetch what stage peers give."""
+        """For an observer: fetch state from stage peers."""
         return Fetcher(self._rpc, self.clock.rng("state"))
 
     def kept_fetcher(self) -> Fetcher:
-        """For a stage peer: fetch what backbones keep."""
+        """For a stage peer: fetch checkpoints that backbones keep."""
         return Fetcher(self._rpc, self.clock.rng("kept"), KEPT)
 
     def kept_giving(self) -> Giving:
-        """For a backbone: give what it keeps; serves `kept/1` from now on."""
+        """For a backbone: give the checkpoints that it keeps; serves `kept/1` from now on."""
         giving = Giving(self._rpc, KEPT)
         giving.is_member = self._is_member
         return giving
 
     @cached_property
     def conducting(self) -> Conducting:
-        """The conductor's duty, when it comes to this peer; run by its post of stage 0."""
+        """The conductor's service of this peer, idle until it has the duty; run by its post of stage 0."""
         run = self.run
         sizes = ConductorConfig(
             stages=run.pipeline.stages,

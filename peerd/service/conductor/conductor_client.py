@@ -1,9 +1,9 @@
-"""Finding and following the conductor: the stage-0 peer that has been there longest and can be reached.
+"""Client of the conductor: find and follow the stage-0 peer that has served longest and can be reached.
 
-Every peer of a run goes by the same order (those that can be dialed first, then since, peer id), so all end at the same
-conductor without an election. Who cannot be reached is suspected for a while and the next in order is asked; a peer
-that is asked takes the duty on only when it suspects all before it, too (`duty`). Answers of `ask` come from the
-conductor of the moment; when it changes, `changes` goes up, and the caller says again all that the new one cannot know.
+Every peer of a run sorts stage 0 alike (those that can be dialed first, then since, peer id), so all end at the same
+conductor without an election. A peer that cannot be reached is suspected for a while and the next in order is asked; a
+peer that is asked takes the duty on only when it suspects all before it, too (`duty`). Answers of `ask` come from the
+conductor of the moment; when it changes, `changes` goes up, and the caller reports again all that it cannot know.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _GOODBYE_S = 1.0
 
 @dataclass(slots=True)
 class Following:
-    """Whom this peer follows. `joined_since`: when this peer joined stage 0; None when it is not of stage 0."""
+    """See the module's header. `joined_since`: when this peer joined stage 0; None when it is not of stage 0."""
 
     rpc: Rpc
     own: PeerId
@@ -47,17 +47,17 @@ class Following:
     conductor: PeerId | None = None
     changes: int = 0
     waits_for: str | None = None
-    members: list[MemberInfo] = field(default_factory=list)  # by the conductor's last word
-    established: dict[str, int] = field(default_factory=dict)  # the stage of each post that it named as ready last
-    told: Signal = field(default_factory=Signal)  # with each such list
+    members: list[MemberInfo] = field(default_factory=list)  # as the conductor listed them last
+    established: dict[str, int] = field(default_factory=dict)  # post that it listed as ready last -> its stage
+    told: Signal = field(default_factory=Signal)  # set with each such list
     _serving: frozenset[str] = frozenset()  # the peers of `established`
-    _forecast: tuple[float, Forecast] | None = None  # when it was told
+    _forecast: tuple[float, Forecast] | None = None  # (received at, forecast)
     _suspects: dict[PeerId, float] = field(default_factory=dict)
-    _failures: dict[PeerId, tuple[int, float]] = field(default_factory=dict)  # how many in a row, and the last one
-    # Stage-0 peers heard of otherwise than from the directory: can they not be dialed, and since when do they serve?
+    _failures: dict[PeerId, tuple[int, float]] = field(default_factory=dict)  # (failures in a row, last at)
+    # Stage-0 peers known otherwise than from the directory -> (True when they cannot be dialed, serving since).
     _seen: dict[PeerId, tuple[bool, float]] = field(default_factory=dict)
     _refreshed: float = float("-inf")
-    _reported: dict[str, float] = field(default_factory=dict)  # of each kind: until when, at the rate that is allowed
+    _reported: dict[str, float] = field(default_factory=dict)  # kind of report -> time up to which its rate is used
 
     def order(self) -> list[PeerId]:
         """Stage-0 peers by the order in which they conduct; those that cannot be dialed come last."""
@@ -73,10 +73,10 @@ class Following:
         return [peer for _, peer in sorted((rank, peer) for peer, rank in known.items())]
 
     def note_members(self, members: Iterable[MemberInfo]) -> list[MemberInfo]:
-        """The conductor's list of members: their addresses, and who else may conduct. Returns who can be a peer.
+        """Take the conductor's member list: addresses, and the order of conductors. Returns the well-formed members.
 
-        It has whoever joined just now, of whom the directory may not know yet: all have the same order when the
-        conductor is lost a moment later.
+        The list has peers that joined just now, which the directory may not know yet: so all peers have the same order
+        when the conductor is lost a moment later.
         """
         self.members = known = self.directory.learn_members(members)
         ready = {post_name(m.peer, m.stage): m.stage for m in known if m.ready}
@@ -95,7 +95,7 @@ class Following:
         return peer in self._serving
 
     def posts(self) -> set[tuple[PeerId, int]]:
-        """Members that should live, by peer and stage: by the directory, and by the conductor's last word."""
+        """Members that should be alive, as (peer, stage): by the directory, and by the conductor's last list."""
         return {*self.directory.announced, *((PeerId.parse(m.peer), m.stage) for m in self.members if m.since)}
 
     def known(self) -> set[PeerId]:
@@ -103,27 +103,27 @@ class Following:
         return {peer for peer, _ in self.posts()}
 
     def announced_step(self) -> int:
-        """The newest step that any record tells of, of one who stands there or keeps its checkpoints."""
+        """The newest step in any record, of a peer at that step or a keeper of its checkpoints."""
         steps = [entry.progress.step for entry in self.directory.announced.values()]
         steps += [position.step for positions in self.directory.kept.values() for position in positions]
         return max(steps, default=0)
 
     def followers_of(self, conductor: PeerId) -> set[str]:
-        """Whose records say that they follow this peer."""
+        """The peers whose records say that they follow this conductor."""
         announced = self.directory.announced.values()
         return {entry.peer.text for entry in announced if entry.progress.conductor == conductor.text}
 
     def note_stage0(self, peer: PeerId, since: float, client: bool) -> None:
-        """A peer of stage 0 says since when it serves; a client can dial, and not be dialed."""
+        """Note the time since which a peer of stage 0 serves; a `client` can dial, and not be dialed."""
         self._seen[peer] = client, since
 
     def note_forecast(self, forecast: Forecast | None) -> None:
-        """What the conductor foretells of the step under way."""
+        """Take the conductor's forecast of the step under way."""
         self._forecast = (trio.current_time(), forecast) if forecast is not None else None
 
     @property
     def forecast(self) -> Forecast | None:
-        """Of the step under way, by the conductor's last word, counted down; None: nobody knows."""
+        """The conductor's last forecast of the step under way, counted down; None: unknown."""
         if self._forecast is None:
             return None
         at, told = self._forecast
@@ -132,11 +132,11 @@ class Following:
 
     @property
     def step_in_s(self) -> float | None:
-        """Seconds until the step under way should be done; None: nobody knows."""
+        """Seconds until the step under way should be done; None: unknown."""
         return self.forecast.step_in_s if self.forecast is not None else None
 
     def duty(self) -> PeerId:
-        """Who should conduct, as we see it: ourselves only when everyone before us is suspected."""
+        """The peer that should conduct, as we see it: ourselves only when all before us are suspected."""
         now = trio.current_time()
         for peer in self.order():
             if peer == self.own or self._suspects.get(peer, now) <= now:
@@ -144,9 +144,9 @@ class Following:
         return self.own
 
     def suspect(self, peer: PeerId) -> None:
-        """`peer` could not be reached: the next in order is asked for a while.
+        """Suspect a peer that could not be reached: for a while the next in order is asked instead.
 
-        For longer each time, when it fails again and again: of many records that lead nowhere, few are tried.
+        The time grows with failures in a row: of many records that lead nowhere, few are tried.
         """
         now, times = trio.current_time(), self._failures.pop(peer, (0, 0.0))[0] + 1
         self._failures[peer] = times, now
@@ -160,7 +160,7 @@ class Following:
             self.conductor = None
 
     def suspected(self, peer: PeerId) -> bool:
-        """Has this peer failed us just now?"""
+        """True while this peer is suspected."""
         return self._suspects.get(peer, float("-inf")) > trio.current_time()
 
     def trust(self, peer: PeerId) -> None:
@@ -168,7 +168,7 @@ class Following:
         self._failures.pop(peer, None)
 
     async def refresh(self) -> None:
-        """Read the stage records again, if that was not done just now; more often while nobody is known."""
+        """Read the stage records again, if that was not done just now; more often while no peer of stage 0 is known."""
         if trio.current_time() - self._refreshed >= (_REFRESH_S if self.order() else _RETRY_S):
             self._refreshed = trio.current_time()
             await self.directory.refresh()
@@ -176,7 +176,7 @@ class Following:
     async def ask(
         self, method: str, make: Callable[[], msgspec.Struct], reply: type[A], timeout_s: float, by: str = ""
     ) -> A:
-        """Call the conductor until one answers; `make` builds the request for each try, `by` names who asks here."""
+        """Call the conductor until one answers; `make` builds the request for each try, `by` names the caller here."""
         while True:
             await self._pace(method + by)
             peer = await self._choose()
@@ -202,7 +202,7 @@ class Following:
                 return answer.body
 
     async def _pace(self, kind: str) -> None:
-        """A pause where a conductor answers at once, without news, and would have us report without end."""
+        """Rate limit on reports: a conductor that answers at once, without news, would have us report without end."""
         reported = self._reported.get(kind, 0.0)
         ahead_s = reported - trio.current_time() - REPORTS_AT_ONCE / REPORTS_PER_S
         if ahead_s > 0:
@@ -210,9 +210,9 @@ class Following:
         self._reported[kind] = max(reported, trio.current_time()) + 1 / REPORTS_PER_S
 
     async def say_goodbye(self, run: bytes, stage: int | None = None) -> None:
-        """Tell the conductor that we leave a stage of this run, or stop to train (None): nobody waits for us then.
+        """Tell the conductor that we leave a stage of this run, or stop training (None), so that no step waits for us.
 
-        A conductor that leaves stage 0 conducts no longer: there is nobody to tell.
+        A conductor that leaves stage 0 conducts no longer: there is no peer to tell.
         """
         if self.conductor is None or (self.conductor == self.own and not stage):
             return
@@ -230,7 +230,7 @@ class Following:
             awake = [peer for peer in order if self._suspects.get(peer, now) <= now]
             if awake:
                 return awake[0]
-            # It may have been our own line: the one that failed the least is asked again, before its time is over.
+            # It may have been our own line: the peer with the fewest failures is asked again, before its time is over.
             tried = [(*self._failures.get(p, (0, 0.0)), place) for place, p in enumerate(order)]
             if rested := [(times, place) for times, at, place in tried if now - at >= _SUSPECT_S]:
                 return order[min(rested)[1]]

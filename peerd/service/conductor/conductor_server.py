@@ -1,7 +1,7 @@
 """The conductor's service on a stage-0 peer: conducts the run whenever the duty is this peer's.
 
-Inactive until somebody reports to it and it is its turn (`Duty`); then a tenure begins, whose machine takes everyone's
-reports (`Reports`) and is driven (`MachineDriver`). Whoever lets go of its connection, or is silent for too long, is
+Inactive until a peer reports to it and the duty is its own (`Duty`); then a tenure begins, whose machine takes all
+reports (`Reports`) and is driven by `MachineDriver`. A peer that closes its connection, or is silent for too long, is
 gone at once. Every call that is awaited has a deadline.
 """
 
@@ -54,7 +54,7 @@ class Conducting:
 
     @property
     def term(self) -> int:
-        """The latest term that is believed: the one it acts in, if it acts."""
+        """The latest term that is believed; this peer's own while it conducts."""
         return self._duty.term
 
     @term.setter
@@ -63,12 +63,12 @@ class Conducting:
 
     @property
     def acting(self) -> bool:
-        """Is this peer the conductor now?"""
+        """True while this peer is the conductor."""
         return self._driver.tenure is not None
 
     @property
     def machine(self) -> Conductor | None:
-        """What decides; None while this peer does not conduct."""
+        """The machine that decides; None while this peer does not conduct."""
         return self._driver.machine
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:

@@ -1,9 +1,9 @@
 """The conductor's duty: taken on when it is this peer's turn, given up when a peer with the better claim conducts.
 
-Somebody reports, and every peer before this one in the order is suspected (`Following.duty`): then a tenure begins, in
-a term above all that are believed. Every few seconds, and soon after somebody names a later term, the peers of stage 0
-are asked whether they conduct as well; `Rivals` weighs their claims. What is heard of steps elsewhere goes to the
-machine. Hostile input: terms named by anyone only make this peer look.
+When a peer reports, and every peer before this one in the order is suspected (`Following.duty`), a tenure begins, in a
+term above all that are believed. Every few seconds, and soon after a report names a later term, the peers of stage 0
+are asked whether they conduct as well; `Rivals` weighs their claims. Steps known by hearsay go to the machine.
+Hostile input: a term in any peer's report only makes this peer look.
 """
 
 from __future__ import annotations
@@ -42,18 +42,18 @@ class Duty:
     ) -> None:
         self._config, self._host, self._clock, self._driver = config, host, clock, driver
         self._rivals, self._following = rivals, rivals.following
-        self.term = 0  # the latest that is believed: the one it acts in, if it acts
-        self._doubt = trio.Event()  # set, and replaced, when somebody names a later term than ours
+        self.term = 0  # the latest that is believed; this peer's own while it conducts
+        self._doubt = trio.Event()  # set, and replaced, when a report names a later term than ours
 
     def hear_of_term(self, heard: int) -> None:
-        """Somebody, whom we follow, conducts in this term."""
+        """Note the term of the conductor that we follow."""
         if self._driver.tenure is None:
             self.term = believed(self.term, heard)
 
     # --- taking on --------------------------------------------------------------------------------------------
 
     def act(self, seen_term: int) -> Tenure:
-        """The tenure, which begins if it is our turn; Refused tells whom to ask instead."""
+        """The tenure, which begins if the duty is ours; else raises Refused, with the peer to ask instead."""
         tenure = self._driver.tenure
         if tenure is None:
             return self._take_on(seen_term)
@@ -79,7 +79,7 @@ class Duty:
     def _new_tenure(self) -> Tenure:
         own, now = self._following.own, trio.current_time()
         sizes = self._config.conductor
-        if self.term > 1:  # a run that is on its way: its members are known, and all but here
+        if self.term > 1:  # a run that is on its way: its members are known, and will soon report
             sizes = replace(sizes, gather_s=_TAKE_OVER_GATHER_S)
         origin = Origin(
             own=post_name(own.text, 0),
@@ -92,19 +92,19 @@ class Duty:
         return Tenure(self.term, machine, granting, self._clock.rng(f"member list {own} {self.term} {now}"))
 
     def _place(self, name: str) -> str:
-        """Where a connected peer connects from; else one of its own."""
+        """The place that a connected peer connects from; for others its peer id, a place of its own."""
         link = self._host.links.best(PeerId.parse(peer_of(name)))
         return peer_of(name) if link is None else link.user.place
 
     def _is_receipt(self, holder: str, stage: int, step: int, mb: Mb, shown: Receipt) -> bool:
-        """Has the holder signed this?"""
+        """True when the holder has signed this receipt."""
         try:
             return has_received(PeerId.parse(peer_of(holder)), self._config.fingerprint, stage, step, mb, shown)
         except ValueError:
             return False
 
     async def _look_for(self, machine: Conductor, peer: PeerId, stage: int) -> None:
-        """A member that is announced, but cannot be reached, is not waited for."""
+        """Try to connect to an announced member; the machine does not wait for one that cannot be reached."""
         if peer != self._following.own:
             try:
                 await self._host.connect(peer)
@@ -119,7 +119,7 @@ class Duty:
         self._driver.end()
 
     async def look_around(self) -> None:
-        """Two peers may conduct for a moment: the later term stays, of one term the earlier in order.
+        """Watch for rivals: two peers may conduct for a moment, and the one with the worse claim resigns.
 
         A run that begins looks more than once before its first step: peers that start together announce themselves
         while each believes that it is alone.
@@ -127,7 +127,7 @@ class Duty:
         while True:
             with trio.move_on_after(_FIRST_LOOK_S if self._gathers else _LOOK_S):
                 await self._doubt.wait()
-                await trio.sleep(_FIRST_LOOK_S)  # who names one term after another makes us look no more often
+                await trio.sleep(_FIRST_LOOK_S)  # a peer that names one term after another makes us look no more often
             self._doubt = trio.Event()
             if self._driver.tenure is not None:
                 await self._look()
@@ -150,7 +150,7 @@ class Duty:
 
     @property
     def _gathers(self) -> bool:
-        """Has this peer's duty, if it comes, not yet come to a first decision?"""
+        """True until the machine has made its first decision; also while there is no machine."""
         return self._driver.machine is None or self._driver.machine.phase is Phase.GATHERING
 
     def _reigning(self, machine: Conductor) -> Reigning:
@@ -159,7 +159,7 @@ class Duty:
         return Reigning(self.term, followers, machine.course.has_stepped)
 
     async def _hear_of_steps(self) -> None:
-        """What is said of steps elsewhere: that of keepers who can be reached counts for longer."""
+        """Pass steps known by hearsay to the machine; those of keepers that can be reached count for longer."""
         machine, directory = self._driver.machine, self._following.directory
         if machine is None:
             return

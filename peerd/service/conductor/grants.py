@@ -1,4 +1,4 @@
-"""A conductor's signed word on what it has admitted, for trainers to show to stage peers; see core/messages/proof.
+"""Grants: a conductor's signatures on admitted microbatches, for trainers to show to stage peers; see `proof`.
 
 Signed anew only when a trainer's list has changed: a report comes with each microbatch, and most change nothing.
 """
@@ -13,7 +13,7 @@ from peerd.core.messages.swarm import Grant, GrantStatement, Seqs
 
 
 class _Granted(NamedTuple):
-    """What was signed last: of which term and step, and for which microbatches."""
+    """The grant that was signed last, with the term, step and microbatches it is for."""
 
     term: int
     step: int
@@ -29,7 +29,7 @@ class Granting:
         self._granted: dict[tuple[str, bool], _Granted] = {}
 
     def grant(self, term: int, step: int, trainer: str, seqs: list[int], *, early: bool = False) -> Grant | None:
-        """Of these microbatches of `trainer`, for `step`; None: there are none."""
+        """A grant for these microbatches of `trainer` in `step`; None: there are none."""
         key = trainer, early
         known = self._granted.get(key)
         if known is not None and known[:3] == (term, step, seqs):

@@ -1,8 +1,8 @@
-"""Driver of a conductor's machine: feeds it events, carries out what it decides, and keeps its time.
+"""Driver of a conductor's machine: feeds it events, carries out its outputs, and keeps its time.
 
 While this peer has a tenure, reports and the ends of orders go to the machine as events; its outputs become calls to
-members (`Orders`), probes and notes. Whoever waits for news of the run is woken when something it may see has changed.
-A peer that has not reported for a while is gone, and so is one that nobody reaches. Decides nothing itself.
+members (`Orders`), probes and notes. Waiting reports are woken when something that their senders may see has changed.
+A peer that has not reported for a while is gone, and so is one that neither members nor we can reach. Decides nothing.
 """
 
 from __future__ import annotations
@@ -35,22 +35,22 @@ _IDLE_S = 5.0  # between looks while there is no machine
 
 
 class MachineDriver:
-    """See the module's header. `answers`: does this peer answer a call? `notes`: what a person may want to know."""
+    """See the module's header. `answers`: True when a peer answers a call; `notes` takes texts for the log."""
 
     def __init__(
         self, orders: Orders, answers: Callable[[PeerId], Awaitable[bool]], notes: Callable[[str], None]
     ) -> None:
         self._orders, self._answers, self.notes = orders, answers, notes
         self.tenure: Tenure | None = None
-        self.heard: dict[str, float] = {}  # posts and trainers that report, and when each was heard last
-        self.nursery: trio.Nursery | None = None  # for what a tenure begins; None: not running
-        self._changed = Signal()  # with whatever somebody who waits may see
+        self.heard: dict[str, float] = {}  # post or trainer that reports -> when it was heard last
+        self.nursery: trio.Nursery | None = None  # for a tenure's tasks; None: not running
+        self._changed = Signal()  # set when anything that a waiting report may see has changed
         self._changed_to: tuple[Conductor | None, tuple[int, int]] = None, (0, 0)
-        self._fed = Signal()  # with all that may move the next deadline
+        self._fed = Signal()  # set by all that may move the next deadline
 
     @property
     def machine(self) -> Conductor | None:
-        """What decides; None while this peer does not conduct."""
+        """The machine that decides; None while this peer does not conduct."""
         return self.tenure.machine if self.tenure is not None else None
 
     # --- a tenure's begin and end -----------------------------------------------------------------------------
@@ -60,7 +60,7 @@ class MachineDriver:
         self.tenure = tenure
 
     def end(self) -> None:
-        """Drop the machine and all that it ordered; those who wait for news of it are woken."""
+        """Drop the machine and all that it ordered; reports that wait for news of it are woken."""
         self.tenure = None
         self._orders.cancel_all()
         self.heard.clear()
@@ -74,18 +74,18 @@ class MachineDriver:
             self._carry_out(self.tenure, self.tenure.machine.handle(trio.current_time(), event))
 
     def gone(self, names: Iterable[str]) -> None:
-        """Posts and trainers that are there no more."""
+        """Tell the machine that these posts and trainers are gone."""
         for name in names:
             if self.tenure is not None and self.heard.pop(name, None) is not None:
                 self.feed(MemberGone(name))
                 self.feed(TrainerGone(name))
 
     def peer_gone(self, peer: PeerId) -> None:
-        """A peer is there no more: none of its posts is, nor does it train."""
+        """Tell the machine that a peer is gone: all its posts, and as a trainer."""
         self.gone(name for name in list(self.heard) if peer_of(name) == peer.text)
 
     def still_heard(self, name: str) -> None:
-        """A report has waited until now; a peer that was lost meanwhile is not heard of by that."""
+        """Count a report that has waited until now as heard, unless its sender was lost meanwhile."""
         if name in self.heard:
             self.heard[name] = trio.current_time()
 
@@ -109,7 +109,7 @@ class MachineDriver:
         self.wake_waiting()
 
     async def _probe(self, tenure: Tenure, name: str) -> None:
-        """A member that others cannot reach, and we neither, is gone."""
+        """Call a member that others cannot reach; it is gone when we cannot reach it either."""
         try:
             answers = await self._answers(PeerId.parse(peer_of(name)))
         except ValueError:
@@ -132,7 +132,7 @@ class MachineDriver:
                 self._carry_out(self.tenure, self.tenure.machine.wake(trio.current_time()))
 
     async def watch_silence(self) -> None:
-        """Drop whoever does not report any more."""
+        """Drop posts and trainers that do not report any more."""
         while True:
             await trio.sleep(_SILENCE_LOOK_S)
             now = trio.current_time()
@@ -141,7 +141,7 @@ class MachineDriver:
                 self.gone([name])
 
     def wake_waiting(self) -> None:
-        """Something may have changed: deadlines are looked at anew, and whoever waits if it sees something new."""
+        """Read the next deadline again, and wake waiting reports if there is anything new for their senders."""
         self._fed.notify()
         news = self.machine, self.machine.newest if self.machine is not None else (0, 0)
         if news != self._changed_to:
@@ -149,7 +149,7 @@ class MachineDriver:
             self._changed.notify()
 
     async def wait_for_news(self, news: Callable[[], bool], tenure: Tenure, wait_s: float) -> None:
-        """Until there are `news`, the tenure ends, or `wait_s` have passed."""
+        """Wait until there are `news`, the tenure ends, or `wait_s` have passed."""
         with trio.move_on_after(wait_s):
             while self.tenure is tenure and not news():
                 await self._changed.wait()

@@ -1,7 +1,7 @@
 """A conductor's calls to stage peers: average in this attempt, commit, restore. Each ends in one event.
 
-Decides nothing; what is to be done is `machine/conductor/conductor`'s word, and what came of it goes back by `tell`.
-Every call has a deadline. Hostile answers: whatever a member says reaches the machine as its claim, under its name.
+Decides nothing: orders come from `machine/conductor/conductor`, and results go back by `tell`. Every call has a
+deadline. Hostile answers: whatever a member answers reaches the machine as its claim, under its name.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class ConductingConfig:
 
 @dataclass(frozen=True, slots=True)
 class Reign:
-    """Whose orders these are: the term, the step they belong to, and who is told how they ended."""
+    """The context of orders: their term and step, and `tell`, which takes the event of each one's end."""
 
     term: int
     step: int
@@ -58,7 +58,7 @@ class Orders:
         self._attempts: dict[bytes, trio.CancelScope] = {}
 
     def begin(self, nursery: trio.Nursery, orders: list[SendPrepare], reign: Reign) -> None:
-        """Have everyone average who takes part in these attempts."""
+        """Have all peers of these attempts average."""
         attempts: dict[bytes, list[SendPrepare]] = {}
         for order in orders:
             attempts.setdefault(order.attempt, []).append(order)
@@ -99,10 +99,10 @@ class Orders:
             return split
         try:
             solved = await self.solver.run(split.within_pairs, name="divide a round")
-        except NoSplit as error:  # what a pair cannot pass will show, and somebody is put aside
+        except NoSplit as error:  # a pair that cannot pass its part will fail, and one of it is put aside
             self.notes(f"the lines between some pairs were not counted: {error}")
             return split
-        # Whom the conductor has not chosen, it would not ask.
+        # Peers that the conductor has not chosen would not be asked.
         return solved if {p.peer for p in solved.parties} <= {p.peer for p in split.parties} else split
 
     async def _prepare(self, order: SendPrepare, reign: Reign) -> None:
@@ -164,6 +164,6 @@ def _parties(posts: Iterable[Party]) -> list[Party]:
 
 
 def _of_peers(one: GridRound) -> GridRound:
-    """A round of posts as their peers are told of it."""
+    """The round with peers in place of their posts, as it travels."""
     senders, listeners = _peers(one.senders), _peers(one.listeners)
     return msgspec.structs.replace(one, senders=senders, listeners=listeners, split=_parties(one.split))

@@ -1,9 +1,9 @@
 """Reports to the conductor and its answers: `swarm/3/member`, `trainer`, `leave` and `who`.
 
-A report is what a stage peer, a helper or a trainer says of itself; the machine takes it as events. A report that has
-nothing new waits here until something has changed, so that news need no calls of their own. A peer that does not
-conduct refuses it, and tells who does. Hostile input: any body. It speaks for its sender's posts only, and what it says
-of other peers counts for their posts at the sender's stage.
+A report is a stage peer's, a helper's or a trainer's state by its own account; the machine takes it as events. Where
+there is no news for its sender, a report waits here until there is some (long polling), so that news need no calls of
+their own. A peer that does not conduct refuses it, and names the peer that does. Hostile input: any body. It speaks for
+its sender's posts only, and names of other peers in it mean their posts at the sender's stage.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Reports:
             self._take_member(machine, call.peer, name, body)
         machine.saved(name, body.saved)
         resend = not helps and not (machine.is_member(name, body.session) and machine.knows(name, body.position))
-        # Who has just said all, and is put aside, would say it again at once, and again.
+        # A member that has just reported in full, and is put aside, would do so again at once, and again.
         wait_s = body.wait_s if not resend else _PUT_ASIDE_S if body.held is not None else 0.0
         await self._driver.wait_for_news(lambda: machine.members_version != body.seen, tenure, wait_s)
         self._still(tenure, name)
@@ -161,7 +161,7 @@ class Reports:
         )
 
     def _still(self, tenure: Tenure, name: str) -> None:
-        """A report has waited: Refused where we conduct no more; who was lost meanwhile is not heard of by this."""
+        """After a report has waited: Refused where we conduct no more; else its sender counts as heard, unless lost."""
         if self._driver.tenure is not tenure:
             raise Refused("this peer has handed the conductor's duty on")
         self._driver.still_heard(name)
@@ -176,7 +176,7 @@ class Reports:
         return Answer(Empty())
 
     async def _who(self, call: Incoming[WhoConducts]) -> Answer[Conducts]:
-        """Does this peer conduct? Answers, or refuses."""
+        """Answer with the term when this peer conducts; else refuse."""
         self._check_run(call.body.run)
         if self._driver.tenure is None:
             raise Refused("this peer does not conduct")
@@ -184,7 +184,7 @@ class Reports:
 
 
 def _hello(name: str, body: MemberSync, held: Mbs) -> MemberHello:
-    """A member's report that says all, as the machine hears it."""
+    """A member's full report as an event of the machine."""
     return MemberHello(
         peer=name,
         stage=body.stage,
@@ -202,7 +202,7 @@ def _hello(name: str, body: MemberSync, held: Mbs) -> MemberHello:
 
 
 def _with_posts(line: LineInfo, stage: int) -> LineInfo:
-    """What a peer says of its line, with the posts of `stage` in place of their peers."""
+    """A peer's line information, with the posts of `stage` in place of their peers."""
     pairs = [msgspec.structs.replace(pair, peer=post_name(pair.peer, stage)) for pair in line.pairs]
     return msgspec.structs.replace(line, pairs=pairs) if pairs else line
 

@@ -1,10 +1,10 @@
-"""Who else conducts: the peers of stage 0 are asked, side by side and for a bounded time, and what they say is weighed.
+"""Rival conductors: asks the peers of stage 0, in parallel and for a bounded time, and weighs the claims of others.
 
-A term alone gives nobody a duty. Only a peer that itself answers that it conducts can take it over, by those who follow
+A term alone moves no duty. Only a peer that itself answers that it conducts can take the duty over, by the followers of
 each: the members that report here against those whose records name the other. Between equals, and while this peer's
 reign has made no step, the later term decides, and of one term the earlier place in the order. Terms far above ours are
-not believed. So two that conduct for a moment agree on one of them, and the claim of one whom nobody follows costs a
-look. Hostile input: any term, from anyone of stage 0; silence; records.
+not believed. So two that conduct for a moment agree on one of them, and the claim of a peer without followers costs a
+look. Hostile input: any term, from any peer of stage 0; silence; records.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ _ANSWER_S = 3.0
 
 
 def believed(own: int, heard: int) -> int:
-    """The term to go by when somebody names one: not further above ours than conductors may have come and gone."""
-    jump = TERM_JUMP if own else TERM_FIRST  # who has just come knows none
+    """The later of both terms; a heard one further above ours than conductors can have come and gone is ignored."""
+    jump = TERM_JUMP if own else TERM_FIRST  # a peer that has just come knows no term
     return max(own, heard) if heard <= own + jump else own
 
 
@@ -43,7 +43,7 @@ def next_term(own: int, heard: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Reigning:
-    """What we are as a conductor: the term, the members that report to us, and whether they made a step with us."""
+    """Our own claim as a conductor: the term, the members that report to us, and True once they made a step with us."""
 
     term: int
     followers: Collection[str]
@@ -51,15 +51,15 @@ class Reigning:
 
 
 class Rivals:
-    """One peer's view of who else conducts its run."""
+    """One peer's view of the other conductors of its run."""
 
     def __init__(self, run: bytes, rpc: Rpc, host: Host, following: Following) -> None:
         self._run, self._rpc, self._host, self.following = run, rpc, host, following
         self._at_once = trio.CapacityLimiter(LOOKED_AT_ONCE)
-        self._named: set[PeerId] = set()  # whose terms are not believed, and it was said
+        self._named: set[PeerId] = set()  # peers whose term was reported in the log as not believed
 
     async def conducting(self) -> dict[PeerId, int]:
-        """Who of stage 0 answers that it conducts, and in which term."""
+        """The peers of stage 0 that answer that they conduct, each with its term."""
         own, linked = self.following.own, set(self._host.connected())
         order = [peer for peer in self.following.order() if peer != own]
         others = [peer for peer in order if peer in linked or not self.following.suspected(peer)]
@@ -75,7 +75,7 @@ class Rivals:
         return found
 
     async def reachable(self, peers: Iterable[PeerId]) -> set[PeerId]:
-        """Who of these can be reached."""
+        """Those of the peers that can be reached."""
         found: set[PeerId] = set()
 
         async def look(peer: PeerId) -> None:
@@ -86,7 +86,7 @@ class Rivals:
         return found
 
     async def answers(self, peer: PeerId) -> bool:
-        """Does the peer answer a call, be it with a refusal?"""
+        """True when the peer answers a call, be it with a refusal."""
         async with self._at_once:
             try:
                 await self._rpc.call(peer, "swarm/3/who", WhoConducts(self._run), Conducts, timeout_s=_ANSWER_S)
@@ -97,7 +97,7 @@ class Rivals:
         return True
 
     def better(self, ours: Reigning, peer: PeerId, claimed: int) -> bool:
-        """Should `peer`, which conducts in term `claimed`, have the duty that is ours?"""
+        """True when `peer`, which conducts in term `claimed`, has the better claim to the duty that is ours."""
         term = ours.term
         if believed(term, claimed) != max(term, claimed):
             if peer not in self._named:

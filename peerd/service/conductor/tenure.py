@@ -1,7 +1,7 @@
-"""A tenure: one term of this peer as its run's conductor, and what it tells those who report.
+"""A tenure: one term of this peer as its run's conductor, with the machine and the sources of its answers.
 
-Holds the machine that decides, and beside it what is made from the machine for answers: the list of members by
-differences, the forecast, what a step waits for, signed grants. With the tenure all of that goes.
+Beside the machine it holds what answers to reports are made of: the member list by differences, the forecast, the text
+on what a step waits for, signed grants. All of that ends with the tenure.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from peerd.service.conductor.grants import Granting
 
 
 class Tenure:
-    """See the module's header. `rng`: where the list's version numbers begin."""
+    """See the module's header. `rng` draws the list's first version number."""
 
     def __init__(self, term: int, machine: Conductor, granting: Granting, rng: random.Random) -> None:
         self.term, self.machine = term, machine
@@ -36,23 +36,23 @@ class Tenure:
         return self.machine.course.step
 
     def members_since(self, version: int) -> MemberNews | None:
-        """What has changed in the list of members since `version`, as much as one answer holds; None: nothing."""
+        """The member list's changes since `version`, as many as one answer holds; None: none."""
         self._listed.follow(self.machine.members_version, lambda: list(map(_as_peer, self.machine.members())))
         return self._listed.news(version)
 
     def forecast(self) -> Forecast | None:
-        """When the batch is whole, and when the step is done; None: nobody knows."""
+        """Seconds until the batch is whole, and until the step is made; None: unknown."""
         return self._outlook.look(trio.current_time(), self.machine)
 
     def waits_for(self) -> str:
-        """What the step waits for, for people; "" while things move."""
+        """Text on what the step waits for, for the log and the user; "" while things move."""
         return (self.machine.waits_for() or self._standstill.look(trio.current_time(), self.machine))[:WAITS_CHARS]
 
     def grant(self, step: int, trainer: str, seqs: list[int], *, early: bool = False) -> Grant | None:
-        """Signed word that these microbatches are admitted to the batch of `step`; None: there are none."""
+        """A grant for these microbatches in the batch of `step`; None: there are none."""
         return self._granting.grant(self.term, step, trainer, seqs, early=early)
 
 
 def _as_peer(post: MemberInfo) -> MemberInfo:
-    """A post as members are told of it."""
+    """A post's entry with its peer in place of the post, as it travels."""
     return msgspec.structs.replace(post, peer=peer_of(post.peer))

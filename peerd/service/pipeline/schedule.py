@@ -1,7 +1,7 @@
-"""The schedule of a microbatch: forward through all stages, backward from the last, one stage again where it was lost.
+"""Pipeline schedule of a microbatch: forward through all stages, backward from the last, replay of a lost stage.
 
 For each microbatch the inputs and output gradients of every stage are kept until the step is averaged, so that a stage
-whose peer died can be done again alone. Which peer of a stage is called, and what comes of it, `StageClient` sees to.
+whose peer died can be done again alone. `StageClient` picks the peer of a stage, calls it and checks its answer.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Pipeline:
         self._last = run.pipeline.stages - 1
 
     async def train(self, step: int, seq: int, load: Load) -> list[Holding]:
-        """Send a microbatch through all stages and back; returns who holds its gradient, by stage."""
+        """Send a microbatch through all stages and back; returns the holder of its gradient in each stage."""
         load.forget()
         load.inputs[0] = load.tokens
         for stage in range(self._last):
@@ -58,7 +58,7 @@ class Pipeline:
         return holdings
 
     async def repeat(self, step: int, seq: int, stage: int, load: Load) -> Holding:
-        """Do one stage's backward again, from what was kept; returns who holds it now."""
+        """Do one stage's backward again, from the kept input and gradient; returns its holder now."""
         holding, _ = await self._backward(step, seq, stage, load)
         return holding
 
@@ -79,7 +79,7 @@ class Pipeline:
         self._stages.update(members)
 
     def look(self) -> None:
-        """To be called now and then: see whether those are still there of whom an answer is overdue."""
+        """Check the links to peers with overdue answers; to be called now and then."""
         self._stages.look()
 
     def peers(self) -> int:
@@ -88,20 +88,20 @@ class Pipeline:
 
     @property
     def waits_for(self) -> str | None:
-        """Why no peer of a stage is called; None: nothing is in the way."""
+        """The reason that no peer of a stage is called; None: nothing is in the way."""
         return self._stages.waits_for
 
     @property
     def retries(self) -> int:
-        """Calls that another peer was asked for again."""
+        """The number of calls that were repeated to another peer."""
         return self._stages.retries
 
     @property
     def sent_bytes(self) -> int:
-        """Of frames, to stages."""
+        """Bytes of frames sent to stages."""
         return self._stages.sent_bytes
 
     @property
     def received_bytes(self) -> int:
-        """Of frames, from stages."""
+        """Bytes of frames received from stages."""
         return self._stages.received_bytes

@@ -1,9 +1,9 @@
-"""The calls of `stage/3` on one peer, by stage: each goes to the post that serves the stage it names.
+"""Dispatch of `stage/3` calls on one peer: each goes to the post that serves the stage it names.
 
 One process may hold several posts: stages that it serves, and stages whose sums it helps to make. The methods are
-served from the first post's beginning to the last one's end. Of one stage a peer is a member or a helper, never both:
-a helper gives way to a post that serves the same stage. Hostile calls: another run's, of stages that are not served
-here, or of what the post does not answer, are refused before their frames are received.
+served from the first post's beginning to the last one's end. In one stage a peer is a member or a helper, never both:
+a helper gives way to a post that serves the same stage. Hostile calls: calls of another run, to stages that are not
+served here, or of methods that the post does not answer, are refused before their frames are received.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class StageHandlers:
     loss: Handler | None = None
     backward: Handler | None = None
     objection: Callable[[PeerId, StageBackward], PeerdError | None] | None = None  # to a backward, before its frames
-    samples_per_s: Callable[[], float] = lambda: 0.0  # of its device, never idle; 0: not known yet
+    samples_per_s: Callable[[], float] = lambda: 0.0  # of a device that is never idle; 0: not known yet
 
 
 class StageCalls:
@@ -57,7 +57,7 @@ class StageCalls:
         self._rpc, self._fingerprint = rpc, fingerprint
         self._posts: dict[int, StageHandlers] = {}
         self._helpers: dict[int, tuple[StageHandlers, trio.CancelScope]] = {}
-        self._changed = Signal()  # when a post begins or ends
+        self._changed = Signal()  # set when a post begins or ends
 
     @property
     def stages(self) -> list[int]:
@@ -75,7 +75,7 @@ class StageCalls:
 
     @contextmanager
     def serving(self, stage: int, handlers: StageHandlers) -> Iterator[None]:
-        """Inside, this peer serves `stage`; LocalError when it does so already. A helper of the stage is cancelled."""
+        """Serve `stage` within the context; LocalError when it is served already. Cancels a helper of the stage."""
         if stage in self._posts:
             raise LocalError(f"stage {stage} is served by this process already")
         with self._open():
@@ -91,7 +91,7 @@ class StageCalls:
 
     @contextmanager
     def helping(self, stage: int, handlers: StageHandlers) -> Iterator[trio.CancelScope]:
-        """Inside, this peer helps `stage`; cancelled when it begins to serve it. LocalError when it does either."""
+        """Help `stage` within the context; cancelled when a post serves it. LocalError when it is served or helped."""
         if stage in self._posts or stage in self._helpers:
             raise LocalError(f"stage {stage} is served or helped by this process already")
         with self._open(), trio.CancelScope() as scope:

@@ -2,8 +2,8 @@
 
 Works on frames as they travel: an answer is checked for its header and handed on, never decoded here. Calls are
 repeated until they succeed or the caller cancels: a repeat counts once, since the stage knows the microbatch's number.
-With a backward goes the conductor's newest grant, and what comes back is a receipt. In which order the stages are
-called, and what is kept for a repeat, `schedule` knows. A peer may answer with a wrong shape or receipt: refused.
+With a backward goes the conductor's newest grant, and a receipt comes back. The order of stages, and the inputs kept
+for a repeat, are `schedule`'s. Hostile input: an answer with a wrong shape or receipt is a protocol violation.
 """
 
 from __future__ import annotations
@@ -34,25 +34,25 @@ log = logging.getLogger("peerd.service.pipeline.stage_client")
 FORWARD_TIMEOUT_S = 30.0
 BACKWARD_TIMEOUT_S = 75.0
 _SOON_S, _NOT_SO_SOON_S = 0.05, 5.0  # before a peer is asked again that says it cannot take a call now
-_OVERDUE_S = 5.0  # that an answer takes before one looks whether its peer lives
-_AWAY_S = 0.5  # between looks whether one of those that can only dial is connected
+_OVERDUE_S = 5.0  # that an answer takes before its peer's link is checked
+_AWAY_S = 0.5  # between looks for a connection from one of the peers that can only dial
 
 
 class Ways(Protocol):
-    """What the client knows of the ways to stage peers."""
+    """The links to stage peers, as the client sees them."""
 
     def linked(self, peer: PeerId) -> bool:
-        """Whether calls get through to `peer` though it cannot be dialed."""
+        """True when calls get through to `peer` though it cannot be dialed."""
         ...
 
     def doubt(self, peer: PeerId) -> None:
-        """An answer is overdue: see whether the peer is still there."""
+        """An answer is overdue: check that the peer is still there."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class TrainerPapers:
-    """Who the trainer is, and what shows that the conductor has admitted a microbatch of its."""
+    """The trainer's peer id (`own`), and its newest grant for each of its microbatches."""
 
     own: str
     grant_of: Callable[[int], Grant | None]
@@ -60,7 +60,7 @@ class TrainerPapers:
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """What a stage is asked for. `frames`: the input first."""
+    """One call to a stage. `frames`: the input first."""
 
     stage: int
     verb: str
@@ -69,7 +69,7 @@ class _Call:
 
     @property
     def cost(self) -> float:
-        """In forwards of one sample."""
+        """The cost in forwards of one sample."""
         return self.frames[0].shape[0] * (BACKWARD_COST if self.verb == "backward" else 1.0)
 
     @property
@@ -78,7 +78,7 @@ class _Call:
 
     @property
     def onward(self) -> int:
-        """The stage that takes the answer; one that is not there takes none."""
+        """The stage that takes the answer; a number out of range where there is none."""
         return self.stage + 1 if self.verb == "forward" else self.stage - 1
 
 
@@ -92,8 +92,8 @@ class StageClient:
         self._dtype, self._width = run.model.dtype, run.model.d_model
         stages = range(run.pipeline.stages)
         self._wirings = [Wiring(clock.rng(f"wiring {stage}")) for stage in stages]
-        self._calls: dict[str, dict[trio.CancelScope, float]] = {}  # by peer, and since when
-        self._uplinks: list[dict[str, float]] = [{} for _ in stages]  # bytes/s to each peer, as it says
+        self._calls: dict[str, dict[trio.CancelScope, float]] = {}  # peer -> its calls, each with its start
+        self._uplinks: list[dict[str, float]] = [{} for _ in stages]  # peer -> bytes/s that it says arrive there
         self._changed = Signal()  # when other peers serve
         self.waits_for: str | None = None
         self.retries = 0
@@ -110,7 +110,7 @@ class StageClient:
     async def backward(
         self, stage: int, step: int, seq: int, x: TensorFrame, gradient: TensorFrame
     ) -> tuple[Holding, Answer[StageAnswer]]:
-        """Who holds microbatch `seq` now, and the answer: the input's gradient, and after the last stage the loss."""
+        """The holder of microbatch `seq` now, and the answer: the input's gradient; of the last stage, also the loss."""
         body = StageBackward(self._fingerprint, stage, step, seq)
         name, answer = await self._call(_Call(stage, "backward", body, [x, gradient]))
         return Holding(name, answer.body.receipt), answer
@@ -121,7 +121,7 @@ class StageClient:
         return answer.body.loss_sum
 
     async def _call(self, call: _Call) -> tuple[str, Answer[StageAnswer]]:
-        """Call one peer of the stage after the other until one answers well."""
+        """Call one peer of the stage after the other until one gives a valid answer."""
         wiring, failed = self._wirings[call.stage], set[str]()
         while True:
             name = await self._pick(call.stage, call.cost, failed)
@@ -143,7 +143,7 @@ class StageClient:
             self.retries += 1
 
     async def _ask(self, name: str, call: _Call) -> Answer[StageAnswer]:
-        """One peer's answer, which is as it should be."""
+        """Ask one peer; returns its answer once it is checked."""
         peer, body = PeerId.parse(name), call.body
         if not isinstance(body, StageLoss):
             body = msgspec.structs.replace(body, line_bytes_per_s=self._line(call, peer))
@@ -159,12 +159,12 @@ class StageClient:
         return answer
 
     def _line(self, call: _Call, peer: PeerId) -> float:
-        """The slowest line, in bytes/s, that the answer passes: to us, and on to whoever takes it; 0: unknown."""
+        """The slowest line, in bytes/s, that the answer passes: to us, and on to the next stage; 0: unknown."""
         onward = self._uplinks[call.onward].values() if call.onward >= 0 else ()
         return min((rate for rate in [self._rpc.arrival_rate(peer), *onward] if rate), default=0.0)
 
     def _note(self, name: str, call: _Call, answer: Answer[StageAnswer]) -> None:
-        """What an answer tells of the line to its peer, and what has passed."""
+        """Note the rate of the line to the peer, and the bytes that a call took."""
         if answer.body.arrival_bytes_per_s > 0:
             self._uplinks[call.stage][name] = answer.body.arrival_bytes_per_s
         self.sent_bytes += sum(len(frame.payload) for frame in call.frames)
@@ -172,7 +172,7 @@ class StageClient:
 
     @contextmanager
     def _call_to(self, name: str) -> Iterator[None]:
-        """Raises Unreachable when the peer leaves the swarm meanwhile."""
+        """The scope of a call to a peer: raises Unreachable when the peer leaves the swarm meanwhile."""
         scopes = self._calls.setdefault(name, {})
         with trio.CancelScope() as scope:
             scopes[scope] = trio.current_time()
@@ -196,14 +196,14 @@ class StageClient:
             wiring.update(peers)
             self._uplinks[stage] = {peer: rate for peer, rate in self._uplinks[stage].items() if peer in peers}
         for name in self._calls.keys() - {m.peer for m in ready}:
-            for scope in self._calls[name]:  # whoever has left will not answer: do not wait for the deadline
+            for scope in self._calls[name]:  # a peer that has left will not answer: do not wait for the deadline
                 scope.cancel()
         self._changed.notify()
 
     def look(self) -> None:
-        """To be called now and then: of whom an answer is overdue, we see whether it is still there.
+        """Check the links to peers with overdue answers; to be called now and then.
 
-        Otherwise one whose answers do not come through would cost us what it may take to compute.
+        Otherwise a peer whose answers do not come through would cost us the whole time limit of a call.
         """
         now = trio.current_time()
         for name, since in self._calls.items():
@@ -228,7 +228,7 @@ class StageClient:
             self.waits_for = (
                 f"stage {stage} has no peers" if due is None else f"the peers of stage {stage} failed just now"
             )
-            if due is not None and due <= now:  # who is awake can only dial, and has not yet
+            if due is not None and due <= now:  # the peers that do not rest can only dial, and have not yet
                 self.waits_for, due = f"the peers of stage {stage} can only dial, and are not connected", now + _AWAY_S
             with trio.move_on_at(due + 0.01 if due is not None else now + 5.0):
                 await self._changed.wait()
@@ -236,7 +236,7 @@ class StageClient:
     # --- answers ----------------------------------------------------------------------------------------------
 
     def _check_receipt(self, peer: PeerId, body: StageBackward, answer: StageAnswer) -> None:
-        """Raise ProtocolViolation unless the peer has signed that it holds the microbatch: nobody would believe us."""
+        """Raise ProtocolViolation unless the peer has signed a valid receipt: without one, our credit does not hold."""
         mb, shown = Mb(self._papers.own, body.seq), answer.receipt
         if shown is None or not has_received(peer, body.run, body.stage, body.step, mb, shown):
             raise ProtocolViolation("backward was answered without a receipt that is good", peer)
