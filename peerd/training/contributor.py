@@ -1,9 +1,9 @@
-"""What everyone does who gives microbatches to a run, wherever they are computed. Not a role.
+"""Contributor: one peer's microbatches in a run's batches, wherever they are computed. Not a role.
 
-Follows the run's conductor: reports what is wished for, begun and done, and carries out what the answer orders, by the
-books of `machine/batch/trainer_ledger`. What a microbatch is and how it is done is the `Work`: role `trainer` sends
-text through the stages, the library asks a user's own loop for a gradient. Publishes how far it is. Invariants: nothing
-is begun that the conductor has not admitted; what it drops is cancelled; done is said until the conductor has taken it.
+Follows the run's conductor: reports microbatches wished for, begun and done, and carries out the orders in the answer,
+by the books of `machine/batch/trainer_ledger`. `Work` defines a microbatch and computes it: role `trainer` sends text
+through the stages, the library asks a user's own loop for a gradient. Publishes its progress. Invariants: no microbatch
+is begun that the conductor has not admitted; one that it drops is cancelled; a done one is reported until it is taken.
 """
 
 from __future__ import annotations
@@ -40,42 +40,42 @@ _LEAVE_PATIENCE_S = 4.0
 
 
 class Work(Protocol[T]):
-    """What is contributed; everything is called on the loop."""
+    """The source of microbatches and their computation; all methods are called on the loop."""
 
     def in_flight(self) -> int:
-        """How many microbatches to have open now; 0: begin nothing new."""
+        """The number of microbatches to have open now; 0: begin nothing new."""
         ...
 
     def told_together(self) -> int:
-        """How many microbatches that are done may be told in one report, where nobody waits for them; at least 1."""
+        """The number of done microbatches that one report may collect, where no step waits for them; at least 1."""
         ...
 
     def refill(self, waiting: list[T]) -> None:
-        """Before each report: see to it that something waits for a number."""
+        """Add loads to `waiting`, those that have no number yet; called before each report."""
         ...
 
     async def train(self, step: int, seq: int, load: T) -> list[Holding]:
-        """Do microbatch `seq` of `step` in every stage; returns who holds its gradient, by stage."""
+        """Compute microbatch `seq` of `step` in every stage; returns the holder of its gradient in each stage."""
         ...
 
     async def repeat(self, step: int, seq: int, stage: int, load: T) -> Holding:
-        """Do it again in one stage whose peer is gone; returns who holds it now."""
+        """Compute it again in one stage whose peer is gone; returns its holder now."""
         ...
 
     def note_members(self, members: list[MemberInfo]) -> None:
-        """Who serves now."""
+        """Take the conductor's member list."""
         ...
 
     def stepped(self, before: int) -> None:
-        """The swarm has gone on from step `before`."""
+        """The swarm has made the step from `before`."""
         ...
 
     def answered(self, answer: TrainerAnswer) -> None:
-        """The conductor's answer, once the books have it."""
+        """Take the conductor's answer, after the books have."""
         ...
 
     def progress(self) -> TrainerProgress:
-        """What to publish."""
+        """The record to publish."""
         ...
 
 
@@ -90,24 +90,24 @@ class Contributor(Generic[T]):
         self.answer: TrainerAnswer | None = None
         self.complete = False
         self.leaving = False
-        self._longest_s = [0.0, 0.0]  # until news were answered, in the step before and since
+        self._longest_s = [0.0, 0.0]  # until reports with news were answered: in the step before, and since
         self._waits_for: str | None = None
         self._scopes: dict[int, list[trio.CancelScope]] = {}
-        self._idle: trio.CancelScope | None = None  # of a report without news: cancelled when there is some
+        self._idle: trio.CancelScope | None = None  # of a report without news: cancelled when there are some
         self._dirty = False
         self._said: list[Done] = []
-        self._refused = False  # the conductor cannot take news now, and has nothing new to tell
+        self._refused = False  # the conductor cannot take news now, and has none itself
         self._heard = Signal()  # with each answer
         self._changes = -1
         self._seen, self._listed = 0, KnownMembers()
 
     @property
     def waits_for(self) -> str | None:
-        """What the conductor, or the way to it, waits for."""
+        """The text on what the conductor, or the connection to it, waits for; None: nothing."""
         return self._following.waits_for or self._waits_for
 
     def counts(self) -> dict[str, int]:
-        """What became of microbatches, for status."""
+        """Counts of microbatches by their outcome, for status."""
         tally = self.books.tally
         return {
             "in_flight": len(self.books.open()),
@@ -120,13 +120,13 @@ class Contributor(Generic[T]):
 
     @property
     def answer_s(self) -> float:
-        """The longest that it took lately until news were answered: in each step, lines are full for a while."""
+        """The longest recent wait for the answer to a report with news: in each step, lines are full for a while."""
         return max(self._longest_s)
 
     # --- following the conductor ------------------------------------------------------------------------------
 
     def in_flight(self) -> int:
-        """How many microbatches should be open now."""
+        """The number of microbatches that should be open now."""
         return 0 if self.leaving or self.complete else self._work.in_flight()
 
     def tell(self) -> None:
@@ -159,7 +159,7 @@ class Contributor(Generic[T]):
 
     @property
     def _has_news(self) -> bool:
-        """Does the report under way say something that the conductor must take?"""
+        """True when the report under way has news that the conductor must take."""
         return bool(self._said or self.books.unknown)
 
     @property
@@ -239,9 +239,9 @@ class Contributor(Generic[T]):
     # --- leaving ----------------------------------------------------------------------------------------------
 
     async def hand_in(self, unfinished: bool = True) -> None:
-        """Begin nothing new; wait a little until what is done is said, and what is begun done.
+        """Begin no microbatch any more; wait a little until those begun are done, and those done are reported.
 
-        Without `unfinished` what is begun is given back at once: the batch has room for others'.
+        Without `unfinished`, those begun are given back at once: their places in the batch go to others.
         """
         self.leaving = True
         if not unfinished:
@@ -251,7 +251,7 @@ class Contributor(Generic[T]):
                 await self._heard.wait()
 
     async def say_goodbye(self) -> None:
-        """Tell the conductor that we train no more: nobody waits for our microbatches then."""
+        """Tell the conductor that we train no more, so that no step waits for our microbatches."""
         await self._following.say_goodbye(self._services.fingerprint)
 
     def _give_back(self) -> None:
@@ -269,7 +269,7 @@ class Contributor(Generic[T]):
             await trio.sleep(pause_s(self._following.step_in_s, _PUBLISH_S, _PUBLISH_RARELY_S))
 
     async def publish(self) -> None:
-        """Announce how far we are; it expires by itself."""
+        """Publish our progress in the DHT, as a record that expires."""
         value = encode_progress(self._work.progress())
         try:
             await self._ctx.dht.put(progress_key(self._services.run.run), value, ttl_s=_RECORD_TTL_S)

@@ -1,8 +1,8 @@
 """A run's learning curve on disk: one JSON line for each global step that was seen, and the same as a Parquet table.
 
 Steps only go up: a restart goes on behind the last whole line, and of a line that a crash or a full disk cut short
-nothing is left; who reads meanwhile, in another thread, sees whole lines only. When a swarm goes back to an older
-checkpoint there are no lines until it is past what was written. The table is made anew from the lines now and then,
+nothing is left; a reader in another thread sees whole lines only. When a swarm goes back to an older
+checkpoint there are no lines until it is past the last one. The table is made anew from the lines now and then,
 written aside and renamed; it needs pyarrow (extra `data`). All methods are synchronous and touch the disk; of
 `append`, and of `write_table`, one call at a time. Imports no torch: a backbone that only watches has none.
 """
@@ -24,8 +24,8 @@ class Point(msgspec.Struct, frozen=True):
     """The swarm at one global step. Losses in nats per token; rates over the whole swarm."""
 
     step: int
-    time: float  # Unix seconds, of the one who looked
-    loss: float | None  # None: no trainer told one
+    time: float  # Unix seconds, by the observer's clock
+    loss: float | None  # None: no trainer reported one
     valid_loss: float | None  # None: not evaluated since the line before
     valid_step: int | None  # the step that `valid_loss` belongs to
     peers: list[int]  # by stage
@@ -38,16 +38,16 @@ class Curves:
     """The files of one run; one process writes them. `open` comes first."""
 
     def __init__(self, folder: Path, run: str) -> None:
-        """`run` may hold anything: what cannot stand in a file's name is written as its number."""
+        """`run` may hold any character: those that cannot stand in a file's name are written as their number."""
         name = "".join(c if c.isalnum() or c in "-_" else f"%{ord(c):x}" for c in run)
         self.lines = folder / f"{name}.jsonl"
         self.table = folder / f"{name}.parquet"
         self.step = 0  # of the last line
         self.valid_step = 0  # the newest evaluation in it
-        self._whole_bytes = 0  # of the file: what is behind them is a line that was cut short
+        self._whole_bytes = 0  # of the file, up to the end of its last whole line
 
     def open(self) -> None:
-        """Find where the curve ends, and cut off what a crash left; ConfigError when a line cannot be read."""
+        """Find the curve's last step, and cut off an incomplete last line; ConfigError when a line cannot be read."""
         try:
             self.lines.parent.mkdir(parents=True, exist_ok=True)
             if not self.lines.exists():
@@ -61,7 +61,7 @@ class Curves:
             raise ConfigError(f"{error.filename or self.lines}: {error.strerror or error}") from error
 
     def read(self) -> list[Point]:
-        """All that is written, oldest first."""
+        """All written points, oldest first."""
         points = []
         with self.lines.open("rb") as file:
             for number, line in enumerate(file, 1):
@@ -89,7 +89,7 @@ class Curves:
         return True
 
     def write_table(self) -> bool:
-        """Make the Parquet table of what is written so far; ConfigError when pyarrow is missing. Raises OSError."""
+        """Make the Parquet table of all written points; ConfigError when pyarrow is missing. Raises OSError."""
         try:
             pyarrow, parquet = import_module("pyarrow"), import_module("pyarrow.parquet")
         except ImportError as error:

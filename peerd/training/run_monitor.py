@@ -1,8 +1,8 @@
-"""What a watcher sees of a run in the directory: who takes part, and how far the swarm is. Not a role.
+"""Observer of a run by its directory records: the peers that take part, and the swarm's progress. Not a role.
 
-Records are strangers' words. About where the swarm is, the lower median of the stage peers' steps says (without any,
-of the trainers'), so fewer than half of them cannot move it beyond what the others say; only trainers near that count,
-for the step, the loss and the rates. In a run with tokens only members' stage records count. Imports no torch.
+Records are strangers' claims. The swarm's step is about the lower median of the stage peers' steps (without any, of the
+trainers'), so fewer than half of them cannot move it beyond the others' claims; only trainers near that count, for the
+step, the loss and the rates. In a run with tokens only members' stage records count. Imports no torch.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from peerd.service.run_services import RunServices
 from peerd.training.learning_curve import Point
 
 MOST_STEPS: Final = 1 << 53  # as in `core.messages.swarm.StepNumber`
-NEAR_STEPS: Final = 100  # records are a few seconds old: so far one may be from the swarm's step
-FORGET_S: Final = 600.0  # who was not seen for so long is welcomed anew
+NEAR_STEPS: Final = 100  # records are a few seconds old: the most that one may be off the swarm's step
+FORGET_S: Final = 600.0  # a peer that was not seen for so long is welcomed anew
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,23 +35,23 @@ class Newcomer:
 
 @dataclass(frozen=True, slots=True)
 class RunSight:
-    """One look."""
+    """One observation of a run."""
 
-    point: Point | None  # None: nobody is there
-    stages: list[list[PeerId]]  # who announces each stage
+    point: Point | None  # None: no peer is there
+    stages: list[list[PeerId]]  # the peers that announce each stage
     newcomers: list[Newcomer]
-    due_in_s: float | None = None  # until the step under way should end; None: nobody knows
+    due_in_s: float | None = None  # until the step under way should end; None: unknown
 
 
 class Watching:
-    """Looks at one run."""
+    """The observer of one run."""
 
     def __init__(self, ctx: RoleContext, services: RunServices) -> None:
         self._ctx, self._services = ctx, services
         self._met: dict[tuple[PeerId, int | None], float] = {}  # when seen last
 
     async def look(self) -> RunSight:
-        """Read the directory. What it does not answer is missing from the sight."""
+        """Observe the run once by its records. Records that the DHT does not return are missing."""
         announced = await self._services.directory.refresh()
         trainers = await self._trainers()
         stages: list[list[PeerId]] = [[] for _ in range(self._services.run.pipeline.stages)]
@@ -89,7 +89,7 @@ class Watching:
 def summary(
     peers: list[int], stage_steps: Sequence[int], trainers: Sequence[TrainerProgress], wall: float
 ) -> Point | None:
-    """The swarm in one line; None when nobody has said anything. `peers`: how many, by stage."""
+    """The swarm in one line of the curve; None when there are no records. `peers`: their number in each stage."""
     told_by_trainers = [told.step for told in trainers]
     about = _low_median(stage_steps) if stage_steps else _low_median(told_by_trainers)
     if about is None:

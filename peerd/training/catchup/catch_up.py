@@ -1,12 +1,12 @@
-"""How a member that stands elsewhere than the swarm gets there: by a state of its stage-mates, and by the steps since.
+"""Catch-up of a member that is behind: downloads a state from its stage-mates, then replays the steps made since.
 
-A state takes a while to come, and the swarm goes on meanwhile. So the totals of the steps that it makes are fetched as
-well, from the moment the state is chosen, and the optimizer steps made with them: the same bits as everybody's. Only
-when a total is no longer kept anywhere is a state fetched anew; a member that is a few steps late needs none at all.
-Also the other side of it: what this peer gives to those who come later.
+A download takes a while, and the swarm goes on meanwhile. So the totals of its steps are fetched as well, from the
+moment the state is chosen, and the optimizer steps made with them: the same bits as all others have. Only when a total
+is no longer kept anywhere is a state fetched anew; a member that is a few steps late needs none at all. Also the
+donor's side: the state and totals that this peer gives to peers that come later.
 
-Invariants: the member's parameters change only in its own hands (`CatchingMember`), whole, from the position that they
-were thought to be at, and by what most donors vouch for. A hostile donor: see `service.state.snapshot`.
+Invariants: the member's parameters change only by its own methods (`CatchingMember`), whole, from the position that
+they were thought to be at, and by a root that most donors vouch for. A hostile donor: see `service.state.snapshot`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from peerd.training.catchup.validate import state_at
 T = TypeVar("T")
 
 _PAUSE_S = 0.5  # after a download that failed, or while there is no donor
-_TIDY_S = 30.0  # between two looks for copies that nobody asks for any more
+_TIDY_S = 30.0  # between two looks for copies that no peer asks for any more
 
 
 class CatchingMember(Protocol):
@@ -43,17 +43,17 @@ class CatchingMember(Protocol):
 
     @property
     def position(self) -> Position:
-        """Where its parameters stand."""
+        """The position of its parameters."""
         ...
 
     @property
     def model(self) -> Model:
-        """What it holds."""
+        """The model that it holds."""
         ...
 
     @property
     def moving(self) -> trio.Lock:
-        """Held by whoever changes or copies the parameters."""
+        """The lock that each change or copy of the parameters holds."""
         ...
 
     async def work(self, job: Callable[[], T], name: str) -> T:
@@ -69,7 +69,7 @@ class CatchingMember(Protocol):
         ...
 
     async def reached(self, step: int) -> None:
-        """Wait until the parameters stand at that step, or further."""
+        """Wait until the parameters have that step, or a later one."""
         ...
 
 
@@ -78,20 +78,20 @@ class ConductorReports(Protocol):
 
     @property
     def members(self) -> list[MemberInfo]:
-        """All of the swarm, by the conductor's last word."""
+        """All members and helpers of the swarm, as the conductor listed them last."""
         ...
 
     def tell(self) -> None:
-        """Say at once where the parameters stand now."""
+        """Report the present position to the conductor at once."""
         ...
 
 
 class Elsewhere(PeerdError):
-    """The member is not where it was thought to be: somebody else has moved it meanwhile."""
+    """The member is at another position than expected: another task has moved it meanwhile."""
 
 
 class CatchingUp:
-    """One member's downloads, and what it gives to others. Serves nothing before `offer`."""
+    """One member's downloads, and the state and totals that it gives. Serves nothing before `offer`."""
 
     def __init__(
         self, ctx: RoleContext, services: RunServices, coding: Worker, joiner: CatchingMember, reports: ConductorReports
@@ -105,32 +105,32 @@ class CatchingUp:
         self._turn = int.from_bytes(ctx.clock.secure_bytes(6), "big")
         self._stage = -1
         self._totals: Totals | None = None
-        self._goal: Position | None = None  # where the swarm stands, while we stand elsewhere
+        self._goal: Position | None = None  # the swarm's position, while ours is another
         self._seen = Signal()
         self._trail: Trail | None = None
 
     # --- giving -------------------------------------------------------------------------------------------------
 
     def offer(self, stage: int) -> None:
-        """From now on give our state, and the totals of our last steps, to others of our stage."""
+        """Give our state, and the totals of our last steps, to stage-mates from now on."""
         self._stage = stage
         joiner, run, snapshots = self._joiner, self._services.fingerprint, self._snapshots
         snapshots.offer(run, stage, self.freeze, self._coding, lambda: joiner.position, joiner.reached)
         snapshots.giving.offer_named(run, stage, self._total_after, self._coding)
 
     def withdraw(self) -> None:
-        """Give nothing of this stage any more."""
+        """Stop giving this stage's state and totals."""
         self._snapshots.giving.withdraw(self._stage)
 
     def keep(self, before: Position, leap: Leap) -> None:
-        """A step was made: others may need its total."""
+        """Keep the total of a step from `before`: others may need it."""
         if self._totals is None:
             state_bytes = sum(spec.nbytes for spec in self._joiner.model.outline())
             self._totals = Totals(state_bytes, self._services.run.limits.keep_totals)
         self._totals.keep(before, leap)
 
     async def freeze(self) -> tuple[Position, list[StateItem]]:
-        """What a donor gives: a copy of the state and the position it belongs to."""
+        """The donor's copy of its state, with the position it belongs to."""
         async with self._joiner.moving:
             items = await self._joiner.work(lambda: self._joiner.model.describe(), "freeze the state")
             return self._joiner.position, [StateItem(*item) for item in items]
@@ -142,7 +142,7 @@ class CatchingUp:
     # --- catching up --------------------------------------------------------------------------------------------
 
     def swarm_at(self, current: Position, stated: Position) -> None:
-        """The conductor says where the swarm stands, in answer to a report that we stand at `stated`."""
+        """Take the swarm's position from the conductor's answer to a report of our position as `stated`."""
         position = self._joiner.position
         if self._goal is None and (stated != position or position == current):
             return  # a commit has come in between, or all is well
@@ -152,7 +152,7 @@ class CatchingUp:
             self._trail.look()
 
     async def run(self) -> None:
-        """Go to where the swarm stands whenever we do not."""
+        """Catch up whenever the swarm's position is not ours."""
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._tidy)
             while True:
@@ -173,7 +173,7 @@ class CatchingUp:
             self._snapshots.giving.let_go()
 
     async def _attempt(self) -> bool:
-        """By the steps alone, if that is less to fetch; else by a state and the steps since. False: not moved."""
+        """Catch up by totals alone, if they are fewer bytes; else by a state and totals. False: not moved."""
         goal, begun = self._goal, self._joiner.position
         assert goal is not None
         if not self._donors():
@@ -193,7 +193,7 @@ class CatchingUp:
         return self._joiner.position != begun
 
     async def _along_a_trail(self, start: Callable[[Trail], Awaitable[Position]]) -> None:
-        """Walk a trail that is laid meanwhile, from where `start` brings us."""
+        """Replay a trail that is fetched meanwhile, from the position that `start` brings us to."""
         trail = self._trail = Trail(self._fetch_total, lambda: self._goal)
         failure: Exception | None = None
         try:
@@ -214,7 +214,7 @@ class CatchingUp:
         return self._joiner.position
 
     async def _from_a_state(self, expected: Sequence[TensorSpec], trail: Trail) -> Position:
-        """Take over a stage-mate's state; `trail` begins where it stands, before it is here."""
+        """Take over a stage-mate's state; `trail` begins at its position, before the download ends."""
         before = self._joiner.position
         request = StateRequest(self._services.fingerprint, self._stage)
         self._snapshots.chosen = trail.begin
@@ -225,7 +225,7 @@ class CatchingUp:
         return position
 
     async def _walk(self, position: Position, trail: Trail) -> None:
-        """Make the steps of the trail, to its end."""
+        """Make the trail's steps, to its end."""
         first = position.step
         while (leap := await trail.next()) is not None:
             await self._joiner.step_on(position, leap)
@@ -243,7 +243,7 @@ class CatchingUp:
         return Leap.of(position, items)
 
     def _donors(self) -> list[PeerId]:
-        """Stage-mates that have the state; each joiner begins with another, so that none has to serve them all."""
+        """Stage-mates that have the state; each newcomer begins with another, so that none has to serve them all."""
         own = self._ctx.host.id.text
         names = [m.peer for m in self._reports.members if m.ready and m.stage == self._stage and m.peer != own]
         turn = self._turn % max(1, len(names))

@@ -1,8 +1,8 @@
-"""The way from a position to where the swarm stands: totals, fetched one after another, ahead of whoever walks it.
+"""Trail: the totals of the steps from a position to the swarm's, fetched one after another, ahead of their replay.
 
-It can be laid from a state that is still on its way: donors keep a total for a few steps, a download may take many.
-Invariants: each leap begins where the one before it ends; of leaps that nobody has taken yet there are never more than
-STATE_TRAIL; a trail that ends (`broken` says why) stays so. What is fetched, others vouch for: see
+Fetching can begin at a state that is still downloading: donors keep a total for a few steps, a download may take many.
+Invariants: each leap begins where the one before it ends; never more than STATE_TRAIL leaps wait for their replay; a
+trail that ends (`broken` has the reason) stays ended. Several donors vouch for each total: see
 `service.state.snapshot`.
 """
 
@@ -20,7 +20,7 @@ from peerd.signals import Signal
 from peerd.training.catchup.step_totals import Leap
 
 _PAUSE_S = 0.3  # before a total is asked for again
-_TRIES = 4  # for one total, while nobody says that it is gone
+_TRIES = 4  # for one total, while no donor says that it is gone
 _REFUSALS = 2  # members commit one after another: the first may come too early
 
 
@@ -28,27 +28,27 @@ class Trail:
     """See the module's header."""
 
     def __init__(self, fetch: Callable[[Position], Awaitable[Leap]], goal: Callable[[], Position | None]) -> None:
-        """`fetch` gets the leap from a position, or raises RemoteError; `goal` None: there is nowhere to go."""
+        """`fetch` gets the leap from a position, or raises RemoteError; `goal`: the swarm's position; None: no goal."""
         self._fetch, self._goal = fetch, goal
         self._leaps: deque[Leap] = deque()
-        self._start: Position | None = None  # of the first leap that nobody has taken
+        self._start: Position | None = None  # of the first leap that was not taken yet
         self._end: Position | None = None
         self._changed = Signal()
         self.broken: str | None = None
 
     def begin(self, position: Position) -> None:
-        """From here on; what was laid from another position is of no use."""
+        """Start the trail at a position; leaps from another one are dropped."""
         if position != self._start:
             self._leaps.clear()
             self._start = self._end = position
             self.look()
 
     def look(self) -> None:
-        """The goal has moved."""
+        """Read the goal again: it has moved."""
         self._changed.notify()
 
     async def lay(self) -> None:
-        """Fetch, until the trail breaks."""
+        """Fetch leaps until the trail breaks."""
         failures = refusals = 0
         while self.broken is None:
             end, goal = self._end, self._goal()

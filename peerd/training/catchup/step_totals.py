@@ -1,10 +1,10 @@
-"""The totals of the last steps: what each optimizer step was made with, so that a peer that was late can make it, too.
+"""Totals: the summed gradients of the last optimizer steps, kept so that a peer that was late can make those steps.
 
 With the same parameters and the same total an optimizer step gives the same bits everywhere, so a newcomer whose state
-is a few steps old needs one vector for each step, and no second state. (With it goes what the code of gradients keeps
-from step to step, such as PowerSGD's Q: it is a part of the state, too.) Invariants: memory only; never more bytes than
-`most_bytes`, nor more totals than STATE_TOTALS; the oldest goes first; a total stands under the position that it led on
-from, and whoever asks for one gets the position it leads to with it.
+is a few steps old needs one vector for each step, and no second state. (With it goes the state that the gradients' code
+keeps from step to step, such as PowerSGD's Q: it is a part of the state, too.) Invariants: memory only; never more
+bytes than `most_bytes`, nor more totals than STATE_TOTALS; the oldest goes first; a total is stored under the position
+that it led on from, and goes out with the position that it leads to.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from peerd.service.state.snapshot import StateItem
 
 
 class Leap(NamedTuple):
-    """One optimizer step: where it leads, and all that it takes to make it."""
+    """One optimizer step: the position it leads to, and all that it takes to make it."""
 
     target: Position
     total: Vector  # the summed gradient, flat
-    code: Mapping[str, Tensor] = {}  # what the gradients' code has kept after this step, where it keeps anything
+    code: Mapping[str, Tensor] = {}  # state of the gradients' code after this step, where it keeps any
 
     @classmethod
     def made(cls, model: Model, target: Position, total: Vector) -> Leap:
@@ -46,13 +46,13 @@ class Leap(NamedTuple):
 
     @staticmethod
     def outline(model: Model) -> list[TensorSpec]:
-        """What `items` gives for a step of `model`."""
+        """The specs of `items` for a step of `model`."""
         kept = model.low_rank.outline() if model.low_rank is not None else []
         specs = [TensorSpec(name, dtype_name(dtype), tuple(shape)) for name, dtype, shape in sorted(kept)]
         return [model.vector_outline(), *specs]
 
     def items(self) -> list[StateItem]:
-        """To travel as a state."""
+        """The leap as state items, to travel."""
         total = StateItem("total", self.total.dtype.name, self.total.shape, self.total.data.cast("B"))
         return [total, *(StateItem(*item) for item in items_of(dict(self.code)))]
 
@@ -69,21 +69,21 @@ class Leap(NamedTuple):
 
 
 class Totals:
-    """See the module's header. What is kept is shared, not copied: nobody may change it."""
+    """See the module's header. Kept totals are shared, not copied: they must not be changed."""
 
     def __init__(self, most_bytes: int, most: int = STATE_TOTALS) -> None:
         self._most_bytes, self._most = most_bytes, min(most, STATE_TOTALS)
         self._leaps: dict[Position, Leap] = {}  # oldest first
 
     def keep(self, before: Position, leap: Leap) -> None:
-        """A step from `before` was made."""
+        """Keep the step that was made from `before`."""
         self._leaps.pop(before, None)
         self._leaps[before] = leap
         while len(self._leaps) > self._most or self.nbytes > self._most_bytes:
             del self._leaps[next(iter(self._leaps))]
 
     def after(self, before: Position) -> Leap | None:
-        """The step that led on from there, if it is kept still."""
+        """The step that was made from `before`; None: it is not kept any more."""
         return self._leaps.get(before)
 
     @property

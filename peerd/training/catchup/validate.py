@@ -1,4 +1,4 @@
-"""A state that was fetched, as tensors: what any member can say about whether it is what it was offered as."""
+"""Validation of a fetched state: its tensors, after the checks that any member can make by itself."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from peerd.service.state.snapshot import StateItem
 
 
 def state_at(position: Position, items: Sequence[StateItem]) -> dict[str, Tensor]:
-    """The state, sharing memory with `items`; ValueError when it says that it is of another step."""
+    """The state, sharing memory with `items`; ValueError when its own step is another."""
     state = state_of((item.name, item.dtype, item.shape, item.payload) for item in items)
     if int(state["step"]) != position.step:
         raise ValueError(f"the state offered as that of step {position.step} says it is of step {int(state['step'])}")
@@ -21,7 +21,7 @@ def state_at(position: Position, items: Sequence[StateItem]) -> dict[str, Tensor
 
 
 def checked(position: Position, items: Sequence[StateItem]) -> dict[str, Tensor]:
-    """The same; ValueError also when no stage could go on from it."""
+    """The state, as by `state_at`; ValueError also when a tensor of it is not finite."""
     state = state_at(position, items)
     bad = [name for name, tensor in state.items() if not all_finite(tensor)]
     if bad:

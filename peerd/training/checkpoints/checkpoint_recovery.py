@@ -1,15 +1,15 @@
-"""A member of a swarm that has lost its way back fetches a checkpoint of its stage from the backbones that keep some.
+"""Checkpoint recovery: fetches a checkpoint of a member's stage from backbones when the swarm has no common position.
 
 When every stage has members and there is no position that all stages can reach (a stage's peers were all lost; or all
 are new, and the run is far beyond its start), the conductor says so, and each stage fetches the newest position that
-backbones announce. It becomes a checkpoint of our own, which the conductor hears of as of any other. Two members of a
-stage do so at once, the others only when that leads nowhere. Not a role; serves nothing.
+backbones announce. It becomes a checkpoint of our own, which is reported to the conductor like any other. Two members
+of a stage fetch at once, the others only when that fails. Not a role; serves nothing.
 
-A hostile keeper may announce what it cannot give (the next older position is tried), give what its digests do not say
-or another position (it is named and left alone), or a state of its own making: then it is believed only as far as no
-other keeper of that position contradicts it, and only if the state is finite, of the right shape and of its step.
-Where keepers contradict each other, what most of them give is taken; of two, nobody can say which lies: none is
-believed, the next older position is tried, and `problem` tells who says what.
+A hostile keeper may announce a position that it cannot give (the next older one is tried), send bytes that differ from
+its digests or another position (it is named and left alone), or a state of its own making: then it is believed only as
+far as no other keeper of that position contradicts it, and only if the state is finite, of the right shape and of its
+step. Where keepers contradict each other, the majority's state is taken; of two, no peer can tell which lies: neither
+is believed, the next older position is tried, and `problem` names both.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from peerd.training.catchup.catch_up import CatchingMember, ConductorReports
 from peerd.training.catchup.validate import checked
 from peerd.training.checkpoints.stage_checkpoints import Saving
 
-_LOOK_S: Final = 2.0  # between two looks at what is kept
+_LOOK_S: Final = 2.0  # between two looks at the positions that backbones announce
 _FAILED_S: Final = 30.0  # before a position that could not be had is tried again
 _PATIENCE_S: Final = 60.0  # for the other stages to fetch the same position; then an older one may be the common one
 _AT_ONCE: Final = 2  # members of one stage that fetch without waiting for each other
 
 
 class Recalling:
-    """One member's side. `run` does the work."""
+    """The recovery of one member; `run` does the work."""
 
     def __init__(
         self, ctx: RoleContext, services: RunServices, saving: Saving, joiner: CatchingMember, reports: ConductorReports
     ) -> None:
         self.waits_for: str | None = None
-        self.problem: str | None = None  # why the last position that was tried is not to be had
+        self.problem: str | None = None  # the reason that the last position that was tried is not to be had
         self._ctx, self._services, self._saving, self._joiner, self._reports = ctx, services, saving, joiner, reports
         self._fetcher = services.kept_fetcher()
         self._fetcher.notes = lambda text: ctx.log.event("stage.download_noted", note=text)
@@ -51,10 +51,10 @@ class Recalling:
         self._news = Signal()
         self._patient_until = 0.0
         self._patience_s = _PATIENCE_S
-        self._failed: dict[Position, float] = {}  # until when it is not tried again
+        self._failed: dict[Position, float] = {}  # position -> time until which it is not tried again
 
     def swarm_is_lost(self, lost: bool) -> None:
-        """The conductor says whether there is a way on with what the members have."""
+        """Take the conductor's word on whether the swarm is without a common position."""
         if lost == (self._lost_since is not None):
             return
         self._lost_since = trio.current_time() if lost else None
@@ -62,7 +62,7 @@ class Recalling:
         self._news.notify()
 
     async def run(self, stage: int) -> None:
-        """Fetch, while the swarm is lost, one position after another, the newest first."""
+        """Fetch one position after another, the newest first, while the swarm is lost."""
         while True:
             if self._lost_since is None:
                 await self._news.wait()
@@ -73,7 +73,7 @@ class Recalling:
                 await trio.sleep(_LOOK_S)
 
     def _next(self, now: float, stage: int) -> Position | None:
-        """What to fetch now, if anything."""
+        """The position to fetch now; None: none."""
         since = self._lost_since
         mates = sorted(m.peer for m in self._reports.members if m.stage == stage)
         own = self._ctx.host.id.text

@@ -1,11 +1,11 @@
-"""Keeps a run's checkpoints on a peer that takes no part in it: fetches all stages' states, of one position.
+"""Keeper of a run's checkpoints on a peer that trains nothing: fetches the states of all stages at one position.
 
 Not a role. Nothing of a set is written before the states of all stages are here, checked, and of the same position, so
-a set is never of two steps; what a full disk cut short while it was written is dropped, and what a crash did at the
-next start. The files are those of a stage peer, one more set than the run's `checkpoint.keep`, so that the set being
-written costs none of the whole ones; `kept.json` lists the whole sets. It reports to no conductor, gives no gradient,
-and serves but `kept/1`: what it keeps, to stage peers that have lost theirs. A set is held in memory while it is
-fetched. A hostile donor: see `service.state.snapshot`; one that lies costs an attempt.
+a set is never of two steps; an incomplete set is dropped, after a full disk at once, after a crash at the next start.
+The files are those of a stage peer, one more set than the run's `checkpoint.keep`, so that the set being written costs
+none of the whole ones; `kept.json` lists the whole sets. It reports to no conductor, gives no gradient, and serves only
+`kept/1`: its checkpoints, to stage peers that have lost theirs. A set is held in memory while it is fetched. A hostile
+donor: see `service.state.snapshot`; one that lies costs an attempt.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Keeping:
         self._list = KeptList(ctx.data_dir, run.run)
 
     async def open(self) -> None:
-        """Find what is kept, drop what is not whole, and give the rest to whoever asks.
+        """Find the kept sets, drop incomplete ones, and give the rest to peers that ask.
 
         ConfigError names a checkpoint that cannot be read.
         """
@@ -64,7 +64,7 @@ class Keeping:
             self._giving.offer_named(self._services.fingerprint, stage, partial(self._kept_of, stage), self._files)
 
     async def _kept_of(self, stage: int, position: Position) -> tuple[Position, list[StateItem]] | None:
-        """A checkpoint, for those who have lost theirs: its file is mapped, not read into memory."""
+        """A checkpoint, for peers that have lost theirs; None: not kept. Its file is mapped, not read into memory."""
         if position not in self.kept:
             return None
         try:
@@ -77,23 +77,23 @@ class Keeping:
         return position, [StateItem(*item) for item in items_of(state)]
 
     async def _drop_what_is_not_whole(self) -> None:
-        """Or each would cost a whole set its place in the stages that it got to."""
+        """Drop incomplete sets: in the stages that it has, each would take the place of a whole set."""
         whole = set(self.kept)
         for saving in self._savings:
             await saving.drop([p.step for p in saving.positions if p not in whole])
 
     @property
     def kept(self) -> list[Position]:
-        """The positions of which every stage is here, oldest first."""
+        """The positions with checkpoints of every stage here, oldest first."""
         return sorted(set.intersection(*(set(saving.positions) for saving in self._savings)))
 
     def tidy(self) -> None:
-        """Let go of what nobody fetches any more. To be called now and then."""
+        """Let go of states that no peer fetches any more; to be called now and then."""
         if self._giving is not None:
             self._giving.let_go()
 
     def due(self, step: int) -> bool:
-        """Is a set to be fetched, now that the swarm is at `step`?"""
+        """True when a set is to be fetched, now that the swarm is at `step`."""
         now, every = trio.current_time(), self._settings.every_steps
         pause_s = min(2.0**self._failures, _LONGEST_S) if self._failures else 0.0
         if step == self._tried_step:
@@ -133,7 +133,7 @@ class Keeping:
         return None
 
     async def _outline(self) -> None:
-        """What each stage's state looks like: from the run's own model, built and let go again, one at a time."""
+        """Find the specs of each stage's state, from the run's own model, built and let go again, one at a time."""
         run = self._services.run
         for stage in range(len(self._outlines), len(self._savings)):
             outline = partial(_outline_of, run, stage)

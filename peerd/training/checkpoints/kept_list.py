@@ -1,6 +1,6 @@
-"""`kept.json`: which whole sets of checkpoints a keeper has. Read before anything of torch is there.
+"""`kept.json`: the list of a keeper's whole sets of checkpoints. Read before torch is loaded.
 
-The list is written after a set is; what it names may be gone or broken, which whoever opens the sets finds out.
+The list is written after a set is; a set that it names may be gone or broken, which shows when the set is opened.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class KeptList:
         self._run = run
 
     def read(self) -> list[Position]:
-        """What it names, oldest first; nothing when there is none, or it cannot be read."""
+        """The positions of its sets, oldest first; none when there is no list, or it cannot be read."""
         try:
             found = msgspec.json.decode(self.path.read_bytes(), type=_Sets)
             return sorted(Position(one.step, bytes.fromhex(one.lineage)) for one in found.sets)
@@ -42,7 +42,7 @@ class KeptList:
             return []
 
     def write(self, positions: Sequence[Position], stages: int) -> None:
-        """Replace it, whole or not at all; ConfigError names the file that could not be written."""
+        """Replace the list atomically; ConfigError names the file that could not be written."""
         sets = [_Set(position.step, position.lineage.hex(), stages) for position in positions]
         text = msgspec.json.format(msgspec.json.encode(_Sets(self._run, sets)), indent=2)
         aside = self.path.with_name(self.path.name + ".new")

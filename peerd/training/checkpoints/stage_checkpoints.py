@@ -1,9 +1,9 @@
-"""Checkpoints of a stage peer: when they are due, where they lie, which positions it can return to.
+"""Checkpoints of a stage peer: their schedule, their folder, and the positions that the peer can return to.
 
 A thin layer over `peerd.compute.checkpoint` that knows positions (step and lineage) and keeps files off the
-device's worker. Not a role. Training never waits for the disk: what is handed in is written beside it, one checkpoint
-at a time, and a newer one takes the place of one that waits. A disk that is full, or hangs, costs checkpoints and
-nothing else: `problem` says so, and the next that is due is tried again.
+device's worker. Not a role. Training never waits for the disk: a state that is handed in is written beside it, one
+checkpoint at a time, and a newer one takes the place of one that waits. A disk that is full, or hangs, costs
+checkpoints and nothing else: `problem` says so, and the next that is due is tried again.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from peerd.core.messages.swarm import Position
 from peerd.role import RoleContext
 from peerd.signals import Signal
 
-_HANGS_S = 30.0  # that a checkpoint takes to be written before one says so
+_HANGS_S = 30.0  # that writing a checkpoint takes before `problem` reports it
 
 
 class Saving:
     """The checkpoints of one peer in one run. `open` comes before everything but `newest_stage`."""
 
     def __init__(self, ctx: RoleContext, fingerprint: bytes, spare: int = 0) -> None:
-        """`spare`: how many more checkpoints to keep than the run says."""
+        """`spare`: the number of checkpoints to keep beyond the run's `checkpoint.keep`."""
         assert ctx.run is not None
         self._settings = ctx.run.checkpoint
         self._keep = ctx.run.checkpoint.keep + spare
@@ -38,7 +38,7 @@ class Saving:
         self._ctx, self._files = ctx, ctx.worker("files")
         self._checkpoints: Checkpoints | None = None
         self._waiting: tuple[Position, Mapping[str, Tensor]] | None = None
-        self._writing: tuple[Position, float] | None = None  # and since when
+        self._writing: tuple[Position, float] | None = None  # (position, begun at)
         self._failed: str | None = None
         self._news = Signal()
         self.directory: Path = self._root
@@ -48,36 +48,36 @@ class Saving:
 
     @property
     def told(self) -> list[Position]:
-        """What the conductor hears of, oldest first: recalled positions, which others go back to, and the newest."""
+        """The positions to report, oldest first: recalled ones, which others go back to, and the newest."""
         recalled = [p for p in self.positions if p in self._recalled][-SAVED_TOLD:]
         others = [p for p in self.positions if p not in self._recalled]
         return sorted([*recalled, *others[max(0, len(others) - SAVED_TOLD + len(recalled)) :]])
 
     @property
     def problem(self) -> str | None:
-        """Why the newest checkpoint is not on the disk, if there is something to be done about it."""
+        """The reason that the newest checkpoint is not on the disk, if the user can do something about it."""
         if self._writing is not None and trio.current_time() - self._writing[1] > _HANGS_S:
             for_s = trio.current_time() - self._writing[1]
             return f"{self.directory} has not taken the checkpoint of step {self._writing[0].step} for {for_s:.0f} s"
         return self._failed
 
     def has(self, position: Position) -> bool:
-        """Is it saved, or about to be?"""
+        """True when the position is saved, or about to be."""
         coming = [one[0] for one in (self._waiting, self._writing) if one is not None]
         return position in self.positions or position in coming
 
     def hand_in(self, position: Position, state: Mapping[str, Tensor]) -> None:
-        """Write a checkpoint, soon. `state` must not change any more."""
+        """Queue a checkpoint to be written. `state` must not change any more."""
         self._waiting = position, state
         self._tell()
 
     async def written(self) -> None:
-        """Wait until nothing is to be written any more."""
+        """Wait until all queued checkpoints are written."""
         while self._waiting is not None or self._writing is not None:
             await self._news.wait()
 
     async def run(self) -> None:
-        """Write what is handed in."""
+        """Write queued checkpoints until cancelled."""
         while True:
             while self._waiting is None:
                 await self._news.wait()
@@ -110,7 +110,7 @@ class Saving:
         return await self._files.run(look, name="look for checkpoints")
 
     async def open(self, stage: int) -> None:
-        """Find what is saved of `stage`; ConfigError names a checkpoint that cannot be read."""
+        """Find the saved checkpoints of `stage`; ConfigError names one that cannot be read."""
         self.directory, self._stage = self._of_stage(stage), stage
 
         def look() -> tuple[Checkpoints, list[Position]]:
@@ -133,7 +133,7 @@ class Saving:
         self.positions = [p for p in self.positions if p.step not in steps]
 
     def due(self, step: int) -> bool:
-        """Is a checkpoint to be written after `step`?"""
+        """True when a checkpoint is to be written after `step`."""
         every = self._settings.every_steps
         return step == self._total_steps or (every > 0 and step % every == 0)
 

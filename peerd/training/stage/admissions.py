@@ -1,9 +1,9 @@
-"""What a conductor has admitted, as trainers show it to a stage peer: whose grants count here, and for what.
+"""Admission check at a stage peer: the grants that trainers show for their microbatches, verified once each.
 
 A grant counts when a conductor signed it that this peer follows, or has followed since it came to the position before
-this one: so a change of conductor in the middle of a step costs nothing. Each is verified once. Hostile input: grants
-of any content; those of others than the conductor, for other trainers or steps, do not count. Who merely follows
-another conductor than we do at the moment is told to come again soon.
+this one: so a change of conductor in the middle of a step costs nothing. Hostile input: grants of any content; those of
+peers other than the conductor, for other trainers or steps, do not count. A trainer that merely follows another
+conductor than we do at the moment gets Overloaded, to try again soon.
 """
 
 from __future__ import annotations
@@ -17,37 +17,37 @@ from peerd.core.limits import BATCH_TRAINERS, GRANTS_VERIFIED, HELD_CONDUCTORS
 from peerd.core.messages.proof import is_granted
 from peerd.core.messages.swarm import Grant
 
-_AGAIN_S = 0.3  # by then, who follows the wrong one has heard of the right one, usually
+_AGAIN_S = 0.3  # by then, a peer that follows the wrong conductor has usually found the right one
 
 
 class Admissions:
-    """One stage peer's. `conductor`: whom it follows now."""
+    """The admissions of one stage peer. `conductor`: the one that it follows now."""
 
     def __init__(self, run: bytes, conductor: Callable[[], PeerId | None]) -> None:
         self._run, self._conductor = run, conductor
         self._followed: dict[PeerId, None] = {}  # at this position
         self._followed_before: dict[PeerId, None] = {}
-        self._verified: dict[bytes, tuple[str, Grant]] = {}  # by signature: for whom, and what; oldest first
-        self._trainers: OrderedDict[str, None] = OrderedDict()  # who has shown a good one; the latest last
+        self._verified: dict[bytes, tuple[str, Grant]] = {}  # signature -> (trainer, grant), oldest first
+        self._trainers: OrderedDict[str, None] = OrderedDict()  # that have shown a valid one; the latest last
 
     def follow(self, conductor: PeerId | None) -> None:
-        """This peer has had an answer of `conductor`."""
+        """Note a conductor that has answered this peer: its grants count."""
         if conductor is not None and conductor not in self._followed:
             self._followed[conductor] = None
             if len(self._followed) > HELD_CONDUCTORS:
                 del self._followed[next(iter(self._followed))]
 
     def has_admitted(self, peer: str) -> bool:
-        """Whether a conductor that we follow has lately admitted work of this peer."""
+        """True when a conductor that we follow has lately admitted microbatches of this peer."""
         return peer in self._trainers
 
     def arrive(self) -> None:
-        """This peer has come to another position."""
+        """Note a new position: conductors followed at it and at the one before it count, earlier ones no longer."""
         self._followed_before, self._followed = self._followed, {}
         self.follow(self._conductor())
 
     def objection(self, trainer: PeerId, step: int, seq: int, shown: Grant | None) -> PeerdError | None:
-        """Why microbatch `seq` of `trainer` does not count towards `step` here; None: a conductor has admitted it."""
+        """The reason that microbatch `seq` of `trainer` does not count in `step` here; None: it is admitted."""
         if shown is None:
             return Refused("the call shows no grant of the conductor")
         if shown.step != step:

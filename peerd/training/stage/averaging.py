@@ -1,8 +1,8 @@
-"""A member's part in its stage's averaging rounds: plan, residual, sums, and what it says of its line meanwhile.
+"""A member's part in its stage's averaging rounds: plan, residual, sums, and the line it declares for the next plan.
 
-What a round leaves behind counts once the step with its total is made (`Total.settle`), and not before. An attempt ends
-when it is made, its conductor hangs up, a later one is ordered, or another conductor is followed: who ordered it and
-hangs, or is gone without a word, keeps the member from nothing.
+A round's residual is settled once the step with its total is made (`Total.settle`), and not before. An attempt ends
+when it is made, its conductor hangs up, a later one is ordered, or another conductor is followed: a conductor that
+hangs, or is gone without a word, does not block the member.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ Plans = Sequence[AveragingPlan]  # of the rounds of one attempt, one after the o
 
 @dataclass(frozen=True, slots=True)
 class Total:
-    """What a round gives: the sum of all members' gradients, and what is to be done once the step with it is made."""
+    """A round's result: the sum of all members' gradients. `settle` keeps its residual once the step is made."""
 
     vector: Vector
     settle: Callable[[], None]
-    also: Sequence[Vector] = ()  # what all members keep of the round beside the sum
+    also: Sequence[Vector] = ()  # vectors that all members keep of the round beside the sum
 
     def digest(self) -> bytes:
-        """SHA-256 of what all members of the stage must have got alike; RoundFailed when no step can be made with it.
+        """SHA-256 of the vectors that all members of the stage must have alike; RoundFailed when the sum is not finite.
 
         For the coding worker.
         """
@@ -57,22 +57,22 @@ class Total:
         return found.digest()
 
     def commit(self, model: Model, step: int, samples: int) -> None:
-        """Make the step: a job for the model's worker, so that nobody sees one without the other."""
+        """Make the step and settle: one job of the model's worker, so that no other job comes in between."""
         model.commit(step, self.vector, samples)
         self.settle()
 
     def step(self, model: Model, target: Position, samples: int) -> Leap:
-        """Make the step to `target`; returns what others need to make it, too. For the model's worker."""
+        """Make the step to `target`; returns the leap that others make it by. For the model's worker."""
         self.commit(model, target.step - 1, samples)
         return Leap.made(model, target, self.vector)
 
 
-_LONG_S = 10.0  # a round that takes longer is something that one waits for
+_LONG_S = 10.0  # a round that takes longer is reported as waiting
 
 
 @dataclass(frozen=True, slots=True)
 class _Attempt:
-    """One that is under way."""
+    """The attempt under way."""
 
     name: bytes
     conductor: PeerId
@@ -81,7 +81,7 @@ class _Attempt:
 
 
 class Rounds:
-    """Coding and sums run on `worker`; one round at a time."""
+    """A member's averaging rounds, one at a time; coding and sums run on `worker`."""
 
     def __init__(self, run: RunFile, services: RunServices, worker: Worker, own: PeerId) -> None:
         self._run = run
@@ -91,18 +91,18 @@ class Rounds:
         self._feedback, self._forgetful = feedback_of(run.averaging), feedback_of(run.averaging)
         align = max(BLOCKS) if run.averaging.code in CODES else 1
         self._terms = Terms(run.averaging.part_bytes, run.averaging.sender_timeout_s, align)
-        self._vector_is = (0, "", 0)  # elements and dtype of what we bring, once we did: helpers must know
+        self._vector_is = (0, "", 0)  # elements, dtype and further of our vector, once there was one: helpers must know
         self._attempt: _Attempt | None = None
 
     @property
     def waits_for(self) -> str | None:
-        """Whom a round that takes long waits for."""
+        """The text on what a long round waits for; None: no round takes long."""
         long = self._attempt is not None and trio.current_time() - self._attempt.since > _LONG_S
         return "the gradients of its stage-mates" if long else None
 
     @contextmanager
     def under_way(self, attempt: bytes, conductor: PeerId) -> Iterator[None]:
-        """Inside, rounds are made; Refused when the attempt is called off."""
+        """The scope of an attempt's rounds; Refused when the attempt is called off."""
         with trio.CancelScope() as scope:
             self._attempt = _Attempt(attempt, conductor, trio.current_time(), scope)
             try:
@@ -113,17 +113,17 @@ class Rounds:
             raise Refused("the attempt was called off: another one was ordered, or this peer follows another conductor")
 
     def call_off_for(self, attempt: bytes) -> None:
-        """A new one is ordered: its conductor has given up whatever else is under way."""
+        """Call off another attempt under way: the conductor gave it up when it ordered this one."""
         if self._attempt is not None and self._attempt.name != attempt:
             self._attempt.scope.cancel()
 
     def call_off_unless_of(self, conductor: PeerId | None) -> None:
-        """Nobody will commit what another conductor than this one has ordered."""
+        """Call off an attempt of another conductor than this one: it will never be committed."""
         if self._attempt is not None and self._attempt.conductor != conductor:
             self._attempt.scope.cancel()
 
     def check(self, model: Model) -> None:
-        """ConfigError when rounds cannot carry what `model` brings to them: nobody would hear why the run stands."""
+        """ConfigError when rounds cannot carry the model's gradient: later, the run would only stall."""
         outline, code = model.vector_outline(), model.low_rank
         elements = max(code.elements) if code is not None else math.prod(outline.shape)
         if elements > FRAME_ELEMENTS:
@@ -135,7 +135,7 @@ class Rounds:
             raise ConfigError(f"{told}; allowed for a gradient of {elements} values: {least_bytes} and more")
 
     def line(self) -> LineInfo:
-        """What the conductor should know of our line and of what we bring."""
+        """Our line, and the size of our vector, for the conductor to divide rounds by."""
         return own_line(self._services.carries(), "node", *self._vector_is)
 
     def plans(self, order: Prepare, sender: PeerId) -> tuple[AveragingPlan, ...]:
@@ -157,7 +157,7 @@ class Rounds:
         return Total(total, lambda: feedback.settle(new))
 
     async def _sum(self, plans: Sequence[AveragingPlan], vector: Vector) -> Vector:
-        """One sum, over all rounds. Of groups that make the same sum, one remembers what its code took away."""
+        """One sum, over all rounds. Of groups that make the same sum, one keeps the residual of its code."""
 
         def coder(plan: AveragingPlan) -> ErrorFeedback | None:
             return self._forgetful if plan.copy else self._feedback
@@ -165,7 +165,7 @@ class Rounds:
         return await self._averaging.sum_over(plans, vector, self._worker, coder)
 
     async def _of_factors(self, plans: Sequence[AveragingPlan], vector: Vector, code: LowRank) -> Total:
-        """Two sums, the second of what the first one led to."""
+        """The sum by PowerSGD's factors: two sums, the second of a projection on the first."""
         first_elements, further = code.elements
         self._vector_is = (first_elements, vector.dtype.name, further)
         if any(plan.length and plan.further != further for plan in plans):
@@ -188,10 +188,10 @@ class Rounds:
         return await self._worker.run(total.digest, name="digest the sum")
 
     def forget(self) -> None:
-        """The parameters are no longer those that the residual was meant for."""
+        """Drop the residual: the parameters are no longer those that it was meant for."""
         if self._feedback is not None:
             self._feedback.forget()
 
     def told(self) -> dict[str, object]:
-        """How rounds ended, for status."""
+        """Outcomes of rounds, for status."""
         return self._averaging.outcomes.told()

@@ -1,4 +1,4 @@
-"""What crosses a stage's boundary: trainers' tensors on their way in, outputs and gradients on their way out.
+"""Coding at a stage's boundary: decodes trainers' tensors on their way in, codes outputs and gradients on the way out.
 
 Decodes and codes on a thread of its own, never on the device's. Tensors are larger than the frames they come in, so
 only a few calls may have theirs decoded at a time; the others wait with their frames.
@@ -28,7 +28,7 @@ _DECODED_CALLS: Final = 4  # enough that the device never waits for the next one
 
 
 class Boundary:
-    """One stage peer's; nothing passes before `run` has started."""
+    """The boundary of one post; nothing passes before `run` has started."""
 
     def __init__(self, ctx: RoleContext, run: RunFile) -> None:
         self._ctx = ctx
@@ -39,7 +39,7 @@ class Boundary:
 
     @property
     def choices(self) -> dict[str, str]:
-        """By tensor: how it travelled last, and why."""
+        """Tensor -> the coding that it last travelled in, with the reason."""
         return self._coder.choices
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
@@ -48,7 +48,7 @@ class Boundary:
         await self._coder.run(task_status=task_status)
 
     async def tensors(self, call: Incoming[Any], *names: str) -> list[Tensor]:
-        """A trainer's tensors, decoded; whatever is wrong with them is its fault."""
+        """A trainer's tensors, decoded; ProtocolViolation of the trainer when they are malformed."""
         if len(call.frames) != len(names):
             raise ProtocolViolation(f"the call has {len(call.frames)} frames; expected {len(names)}", call.peer)
         try:
@@ -59,7 +59,7 @@ class Boundary:
     async def answer(
         self, call: Incoming[Any], outcome: StageOutcome, name: str, line_bytes_per_s: float = 0.0
     ) -> Answer[StageAnswer]:
-        """Code what was computed for the slowest line that it has to pass. A repeat finds it coded."""
+        """Code the outcome for the slowest line that it has to pass. A repeat finds it coded."""
         if isinstance(outcome.answer, Tensor):
             outcome.answer = await self._coder.encode(outcome.answer, name=name, rate_bytes_per_s=line_bytes_per_s)
         frames = (outcome.answer,) if isinstance(outcome.answer, TensorFrame) else ()
@@ -67,7 +67,7 @@ class Boundary:
         return Answer(StageAnswer(outcome.loss_sum, outcome.seconds, arrival), frames)
 
     async def _note_slow_kernels(self) -> None:
-        """Say so once when this machine lacks the kernels that the run's codes want."""
+        """Log once that this machine lacks the fast kernels for the run's codes."""
         boundary, averaging = self._run.pipeline.boundary.code, self._run.averaging.code
         devices = {self._ctx.device: boundary in CODES or boundary == "auto"}
         devices["cpu"] = devices.get("cpu", False) or averaging in CODES

@@ -1,4 +1,4 @@
-"""What a member holds in place of a stage of the run's own model: a model that somebody else computes with."""
+"""External model of a member, in place of a stage of the run's own: the user's code computes with it."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from peerd.compute.model.user_model import UserModel
 
 @dataclass(frozen=True, slots=True)
 class Own:
-    """`changing` is entered around each change of the model's parameters.
+    """A user's model. `changing` is entered around each change of its parameters.
 
-    It waits until whoever computes lets them go; unless it is told to be patient it may raise Refused: not now.
+    It waits until the user's thread lets them go; unless it is told to be patient it may raise Refused: not now.
     """
 
     model: UserModel
     changing: Callable[[bool], AbstractAsyncContextManager[None]]
-    saves: bool  # whether checkpoints are of use to anybody
+    saves: bool  # True when checkpoints are of use to the user

@@ -1,4 +1,4 @@
-"""What a peer says of its own line, for the conductor to divide averaging by."""
+"""Line information that a peer declares, for the conductor to divide averaging by."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ _NOTHING_BYTES_PER_S: Final = 1.0  # 0 would be unknown
 def own_line(
     carries: Carries, mode: Literal["node", "aux"], elements: int = 0, dtype: str = "", further: int = 0
 ) -> LineInfo:
-    """The line as its limits have it, else as it was measured; `elements` and `dtype` of what is brought to a round.
+    """The line by its limits, else as measured; `elements` and `dtype` of the vector that the peer brings to a round.
 
-    Who can only dial sums nothing: a member becomes a client, and a helper is left out of every round.
+    A peer that can only dial sums nothing: a member becomes a client, and a helper is left out of every round.
     """
     up, down = carries.up_bytes_per_s, carries.down_bytes_per_s
     if mode == "aux" and not carries.takes_inbound:

@@ -1,8 +1,8 @@
-"""A peer's posts in a run: chooses its stages, enters and leaves them, and counts what they give. Not a role.
+"""A peer's posts in a run: chooses its stages, enters and leaves them, and tallies their contributions. Not a role.
 
-What role `stage` is, and what role `trainer` holds where the model is one stage: a replica of its own; with `Own` it is
-a user's model, whose gradients nobody else computes. Stages are the run file's (`limits.stage`), else those that this
-peer has a checkpoint of, else the one that needs a peer most.
+It is role `stage`; role `trainer` holds one where the model is one stage: a replica of its own; with `Own` it is a
+user's model, whose gradients the user alone computes. Stages are the run file's (`limits.stage`), else the one that
+this peer has the newest checkpoint of, else the one that needs a peer most.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class StageMember:
             task_status.started()
 
     async def leave(self) -> None:
-        """Leave every post well, all at once."""
+        """Leave every post gracefully, all at once."""
         async with trio.open_nursery() as nursery:
             for post in self.posts:
                 nursery.start_soon(post.leave)
@@ -78,7 +78,7 @@ class StageMember:
         return held.post
 
     async def exit(self, stage: int) -> None:
-        """Leave the post of `stage` well, and serve it no more; returns when nothing is left of it."""
+        """Leave the post of `stage` gracefully, and serve it no more; returns when its task has ended."""
         held = self._held[stage]
         await held.post.leave()
         held.scope.cancel()
@@ -93,7 +93,7 @@ class StageMember:
             held.ended.set()
 
     async def _choose_stages(self) -> list[int]:
-        """The configured stage; else the one we have a checkpoint of; else the one with the fewest peers."""
+        """The configured stages; else the one we have the newest checkpoint of; else the one that needs a peer most."""
         if self._run.limits.stages:
             return self._run.limits.stages
         saved = Saving(self._ctx, self._services.fingerprint)
@@ -126,17 +126,17 @@ class StageMember:
 
     @property
     def position(self) -> Position:
-        """Where the parameters of the first post stand."""
+        """The position of the first post's parameters."""
         return self.post.state.position if self.post is not None else START
 
     async def moved(self) -> None:
-        """Wait until the parameters of the first post stand elsewhere; where there is no post yet, until there is."""
+        """Wait until the first post is at another position; where there is no post yet, until there is."""
         post = self.post
         await (post.state.stepped if post is not None else self._entered).wait()
 
     @property
     def members(self) -> list[MemberInfo]:
-        """All of the swarm, by the conductor's last word to the first post."""
+        """All members and helpers of the swarm, as the conductor listed them last to the first post."""
         return self.post.members if self.post is not None else []
 
     @property
@@ -148,7 +148,7 @@ class StageMember:
         self._tally.add(samples=samples, bytes_aggregated=self._services.averaging.newly_aggregated_bytes())
 
     def status(self) -> dict[str, object]:
-        """The first post's; all of them under `posts`, where there are several."""
+        """The first post's status; all of them under `posts`, where there are several."""
         told = [post.status() for post in self.posts]
         if not told:
             return {"stage": -1, "step": 0, "waits_for": "a stage to serve"}

@@ -1,9 +1,9 @@
-"""The conductor's orders to a post: bring your part and average (prepare), step (commit), go back (restore).
+"""The conductor's orders to a post: average its part (prepare), step (commit), go back to a checkpoint (restore).
 
 Only the conductor that this peer follows is obeyed; `StageCalls` has checked the run and the stage. Invariant: a post
-steps with the sum that it named the digest of, or not at all. A hostile conductor may order rounds with members that
-do not exist or fail (the round fails and names them), positions that nobody has (refused), and the same again and
-again (it finds the post there).
+steps with the sum whose digest it reported, or not at all. A hostile conductor may order rounds with members that
+do not exist or fail (the round fails and names them), positions that no peer has (refused), and the same order again
+and again (a no-op: the post is there).
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from peerd.training.stage.averaging import Plans, Rounds, Total
 from peerd.training.stage.post_state import PostState
 from peerd.training.stage.serving import Serving
 
-Stepped = Callable[[Position, Leap, int], None]  # from where, what others need to follow, microbatches of ours in it
+Stepped = Callable[[Position, Leap, int], None]  # position before, leap for others, number of our microbatches in it
 
 
 class PostOrders:
-    """One post's. `counted` and `digest`: of the last sum that lies ready or was stepped with."""
+    """The orders to one post. `counted` and `digest`: of the last sum that was prepared or stepped with."""
 
     def __init__(
         self, ctx: RoleContext, services: RunServices, state: PostState, rounds: Rounds, serving: Serving
@@ -36,13 +36,13 @@ class PostOrders:
         self._ctx, self._services = ctx, services
         self._state, self._rounds, self._serving = state, rounds, serving
         self.stepped: Stepped = lambda before, leap, counted: None
-        self.prepared: Position | None = None  # where a commit would lead
-        self._total: Total | None = None  # what it would step with
+        self.prepared: Position | None = None  # that a commit would lead to
+        self._total: Total | None = None  # that a commit would step with
         self.counted: list[Mb] = []
         self.digest = b""
 
     def arrived(self, anew: bool) -> None:
-        """The post stands elsewhere now; `anew`: otherwise than by a step of its own."""
+        """Forget the prepared sum: the post has another position. `anew`: otherwise than by a step of its own."""
         self.prepared, self._total = None, None
         if anew:
             self.counted, self.digest = [], b""
@@ -55,7 +55,7 @@ class PostOrders:
     # --- averaging --------------------------------------------------------------------------------------------
 
     async def prepare(self, call: Incoming[Prepare]) -> Answer[Prepared]:
-        """Average the gradients of a step with stage-mates; the mean lies ready with the answer."""
+        """Average the gradients of a step with stage-mates; the answer says that the sum is prepared."""
         body = call.body
         self._obey(call.peer)
         if not all(map(is_peer_text, body.group)):
@@ -69,7 +69,7 @@ class PostOrders:
                 return Answer(await self._average(body, plans))
 
     async def _average(self, order: Prepare, plans: Plans) -> Prepared:
-        """Bring our part, take the sum."""
+        """Copy our gradient, sum it with stage-mates, keep the sum for the commit."""
         self._serving.closing = True
         model = self._state.model
         try:
@@ -93,7 +93,7 @@ class PostOrders:
         return Prepared(True, Mbs(), [], digest)
 
     def _part_of(self, order: Prepare) -> Vector | list[Mb]:
-        """The post's part of the average, or what is missing for it. One job on the device: nothing comes between."""
+        """The post's part of the average, or the microbatches missing for it. One job on the device, so atomic."""
         model = self._state.model
         if missing := model.keep_only(order.step, order.assigned):
             return missing
@@ -104,7 +104,7 @@ class PostOrders:
     # --- moving -----------------------------------------------------------------------------------------------
 
     async def commit(self, call: Incoming[Commit]) -> Answer[Moved]:
-        """Step with the mean that lies ready."""
+        """Step with the prepared sum."""
         self._obey(call.peer)
         return Answer(Moved(await self._state.move(call.body.target, self._step_to)))
 

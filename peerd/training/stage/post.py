@@ -1,10 +1,10 @@
-"""A post: one stage of the run, served once by this peer, from the moment it is entered until it is left.
+"""Post: one stage of the run, served once by this peer, from the moment it is entered until it is left.
 
 Takes its state from a checkpoint of its own or from a stage-mate, serves trainers (`serving`), obeys the conductor
-(`orders`), reports to it (`session`), and is the conductor itself when that is its turn and the stage is the first. A
-process may hold several posts at once, of different stages, and enter and leave them while it lives. Invariants: every
-call names its step and is refused at any other; what a trainer hears is never computed with parameters of two steps;
-when `run` ends nothing of the post is served or offered any more.
+(`orders`), reports to it (`session`), and on stage 0 is ready to be the conductor itself. A process may hold several
+posts at once, of different stages, and enter and leave them while it lives. Invariants: every call names its step and
+is refused at any other; no answer to a trainer is computed with parameters of two steps; when `run` ends the post
+serves and offers nothing any more.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _LEAVE_PATIENCE_S: Final = 4.0
 
 
 class Post:
-    """See the module's header. `stepped` hears how many samples of a step were this post's."""
+    """See the module's header. `stepped` is called after each step with the number of this post's samples in it."""
 
     def __init__(self, ctx: RoleContext, services: RunServices, stage: int, own: Own | None = None) -> None:
         assert ctx.run is not None
@@ -92,7 +92,7 @@ class Post:
                     self._following.joined_since = None
 
     async def _conduct(self, nursery: trio.Nursery) -> None:
-        """Be ready to conduct, as all peers of the first stage are."""
+        """Run the conductor's service, as all peers of stage 0 do, idle until they have the duty."""
         self._following.joined_since = self.session.since
         self._conducting.notes = lambda text: self._ctx.log.event("conductor.noted", note=text)
         self._conducting.solver = self._coding
@@ -104,7 +104,7 @@ class Post:
         nursery.start_soon(self.saving.run)
         nursery.start_soon(self.catching_up.run)
         nursery.start_soon(self._services.assembling().run, self.stage)
-        if self._own is None:  # nobody keeps a user's checkpoints
+        if self._own is None:  # no backbone keeps a user's checkpoints
             nursery.start_soon(self._recalling.run, self.stage)
         nursery.start_soon(self.session.run)
 
@@ -124,7 +124,7 @@ class Post:
         )
 
     async def leave(self) -> None:
-        """Let the step under way end, so that nobody has to repeat our part; then say goodbye."""
+        """Let the step under way end, so that no trainer has to repeat our part; then say goodbye."""
         if not self.state.built:
             return
         self._leaving = True
@@ -147,16 +147,16 @@ class Post:
 
     @property
     def served(self) -> ServedStage:
-        """The stage that trainers' calls are computed with."""
+        """The stage that computes trainers' calls."""
         return self.state.served
 
     def receipt(self, step: int, mb: Mb) -> Receipt:
-        """Proof, for a trainer to show, that this peer holds that microbatch's gradient."""
+        """A receipt, for a trainer to show, that this peer holds that microbatch's gradient."""
         return receipt(self._ctx.host.sign, self._services.fingerprint, self.session.id, self.stage, step, mb)
 
     @property
     def members(self) -> list[MemberInfo]:
-        """All of the swarm, by the conductor's last word."""
+        """All members and helpers of the swarm, as the conductor listed them last."""
         return self.session.members
 
     @property
@@ -230,7 +230,7 @@ class Post:
         }
 
     def _progress(self) -> StageProgress:
-        """For the directory; the conductor's tells when the step is due."""
+        """Our record for the directory; the conductor's has the time when the step is due."""
         conductor, step_in_s = self._following.conductor, self._following.step_in_s
         foretells = self.stage == 0 and self._conducting.acting and step_in_s is not None
         return StageProgress(

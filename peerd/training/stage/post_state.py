@@ -1,8 +1,8 @@
-"""A post's parameters and where they stand: they are built, loaded, stepped and saved here, and nowhere else.
+"""State of a post: its parameters and their position, built, loaded, stepped and saved here, and nowhere else.
 
-Invariants: parameters change only by a step, a checkpoint of the post's own, or what stage-mates gave, one change at a
-time (`moving`), from the position that they were thought to be at. `arrived` hears of each new position before those
-who wait for it do.
+Invariants: parameters change only by a step, a checkpoint of the post's own, or a stage-mate's state or total, one
+change at a time (`moving`), from the position that they were thought to be at. `arrived` is called at each new position
+before tasks that wait for it are woken.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 
 class PostState:
-    """One post's. `own`: a user's model in place of a stage of the run's."""
+    """The state of one post. `own`: a user's model in place of a stage of the run's."""
 
     def __init__(self, ctx: RoleContext, stage: int, saving: Saving, own: Own | None = None) -> None:
         assert ctx.run is not None
@@ -41,7 +41,7 @@ class PostState:
         self._run: RunFile = ctx.run
         self._worker = ctx.worker(ctx.device)
         self._served: ServedStage | UserModel | None = None
-        self._before: Position | None = None  # where the last step began
+        self._before: Position | None = None  # the position that the last step began at
         self.stage = stage
         self.position = START
         self.moving = trio.Lock()
@@ -61,30 +61,29 @@ class PostState:
 
     @property
     def served(self) -> ServedStage:
-        """The stage that trainers' calls are computed with."""
+        """The stage that computes trainers' calls."""
         assert isinstance(self._served, ServedStage)
         return self._served
 
     @property
     def origins(self) -> list[Position]:
-        """Positions at which a gradient may have been computed that counts here: this one, and in a delayed run the
-        one before."""
+        """Positions that a gradient that counts may be computed at: this one, and in a delayed run the one before."""
         before = [self._before] if self._before is not None and self._run.optimizer.delayed else []
         return [self.position, *before]
 
     async def work(self, job: Callable[[], T], name: str, urgent: bool = False) -> T:
-        """Run a job on the model's device; an urgent one goes before what trainers ask for."""
+        """Run a job on the model's device; an urgent one goes before trainers' calls."""
         return await self._worker.run(job, name=name, urgent=urgent)
 
     async def reached(self, step: int) -> None:
-        """Wait until the parameters stand at that step, or further."""
+        """Wait until the parameters have that step, or a later one."""
         while self.position.step < step:
             await self.stepped.wait()
 
     # --- beginning --------------------------------------------------------------------------------------------
 
     async def build(self) -> None:
-        """Make the model, at the run's start or, of a user's, wherever its parameters are."""
+        """Build the model at the run's start; a user's has the position of the parameters it comes with."""
         self._served = await self.work(self._build, "build the stage")
         if self._own is not None:  # a user's first parameters are anything, not a function of the run's seed
             self.position = await self.work(self._own.model.here, "name the parameters")
@@ -103,7 +102,7 @@ class PostState:
     # --- moving -----------------------------------------------------------------------------------------------
 
     async def move(self, target: Position, how: Callable[[Position], Awaitable[None]]) -> Position:
-        """Go to `target` unless the parameters are there; a caller that hangs up does not stop it half-way."""
+        """Go to `target` by `how`, unless the parameters are there; shielded from a caller that hangs up."""
         with trio.CancelScope(shield=True):
             async with self.moving:
                 if self.position != target:
@@ -111,7 +110,7 @@ class PostState:
         return self.position
 
     async def load_saved(self, target: Position) -> None:
-        """Go to a position of the post's own past; START needs no file."""
+        """Go back to a checkpoint of the post's own; START needs no file."""
         if target == START and self._own is None:
             self._served = await self.work(self._build, "build the stage anew")
         elif self._own is not None and target not in self._saving.positions:
@@ -124,13 +123,13 @@ class PostState:
         self._ctx.log.event("stage.restored", stage=self.stage, step=target.step)
 
     async def step(self, target: Position, total: Total) -> Leap:
-        """Make the optimizer step to `target`; returns what others need to make it, too. `arrive` comes after it."""
+        """Make the optimizer step to `target`; returns the leap that others make it by. `arrive` comes after it."""
         model, samples = self.model, self._run.batch.target_samples
         async with self._changing():
             return await self.work(lambda: total.step(model, target, samples), "step", urgent=True)
 
     def arrive(self, target: Position) -> None:
-        """A step of our own has led to `target`."""
+        """Note that a step of our own has led to `target`."""
         self._arrive(target, anew=False)
 
     async def take_over(self, before: Position, position: Position, state: dict[str, Tensor]) -> None:
@@ -160,12 +159,12 @@ class PostState:
     # --- keeping ----------------------------------------------------------------------------------------------
 
     async def save_if_due(self) -> None:
-        """Save where the run file wants a checkpoint."""
+        """Save if the run file wants a checkpoint of this step."""
         if self._saving.due(self.position.step):
             await self.save()
 
     async def save(self) -> None:
-        """Copy the state; the time that the disk takes to hold it, nobody waits for."""
+        """Copy the state and queue it for the disk: training does not wait for the write."""
         kept = self._own is None or self._own.saves
         if kept and self.position.step and not self._saving.has(self.position):
             self._saving.hand_in(self.position, await self.work(self.model.state, "copy the state"))

@@ -1,11 +1,11 @@
-"""A stage as trainers call it: forward, loss and backward, with the parameters and for the step that are there now.
+"""Serving of a stage to trainers: forward, loss and backward, with the present parameters and for the present step.
 
-Only computes what is asked: what a step counts, and when parameters change, the member decides. Invariants: every call
+Only computes: the post decides which microbatches a step counts, and when parameters change. Invariants: every call
 names its run, stage and step, and is refused at any other, but for the next one in a delayed run; a step that is being
-averaged takes nothing new, nor does who leaves; a sum takes nothing that no conductor has admitted; at most one
-call's tensors are computed with at a time. A hostile trainer may send wrong frames, shapes and values, steps that are
-not, microbatches that were not admitted, and any number of calls: each is refused, the last before its frames are
-received, and named where it broke the protocol.
+averaged takes nothing new, nor does a peer that leaves; a sum takes no microbatch that no conductor has admitted; at
+most one call's tensors are computed with at a time. A hostile trainer may send wrong frames, shapes and values, steps
+that are not, microbatches that were not admitted, and any number of calls: each is refused, the last before its frames
+are received, and the trainer is named where it broke the protocol.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ class StagePlace(Protocol):
 
     @property
     def step(self) -> int:
-        """Of the parameters."""
+        """The step of the parameters."""
         ...
 
     def receipt(self, step: int, mb: Mb) -> Receipt:
-        """That this peer holds a microbatch's gradient."""
+        """A receipt that this peer holds a microbatch's gradient."""
         ...
 
     @property
@@ -46,7 +46,7 @@ class StagePlace(Protocol):
 
     @property
     def relieved(self) -> bool:
-        """Does it leave, with others of its stage there?"""
+        """True when the post is being left, and others of its stage are there to take its place."""
         ...
 
 
@@ -71,7 +71,7 @@ class Serving:
         return self._place.served
 
     async def _compute(self, peer: PeerId, job: Callable[[], StageOutcome], name: str) -> StageOutcome:
-        """Run a trainer's call; whatever is wrong with its tensors is its fault."""
+        """Run a trainer's call; ProtocolViolation of the trainer when its tensors are wrong."""
         try:
             outcome = await self._worker.run(job, name=name)
         except Stale as error:
@@ -100,7 +100,7 @@ class Serving:
             return await self.boundary.answer(call, outcome, "")
 
     def objection(self, peer: PeerId, body: StageBackward) -> PeerdError | None:
-        """Why a microbatch is not taken, by what its trainer says of it and shows."""
+        """The reason that a microbatch is not taken, by the call's body alone, its grant with it; None: it is taken."""
         try:
             self._check(body.step)
             self._refuse_when_closing(body.step)
@@ -110,7 +110,7 @@ class Serving:
         return self._place.admissions.objection(peer, body.step, body.seq, body.grant)
 
     async def backward(self, call: Incoming[StageBackward]) -> Answer[StageAnswer]:
-        """The gradient of a microbatch: it counts here, and the input's goes back."""
+        """The backward of a microbatch: its gradient counts here, and the input's goes back."""
         body, served = call.body, self._check(call.body.step)
         mb = Mb(call.peer.text, body.seq)
         self._need_a_microbatch(call)
@@ -129,7 +129,7 @@ class Serving:
         return Answer(structs.replace(answer.body, receipt=self._place.receipt(body.step, mb)), answer.frames)
 
     def _need_a_microbatch(self, call: Incoming[StageBackward]) -> None:
-        """A step divides by the samples that the run file says."""
+        """ProtocolViolation for another number of samples than a microbatch has: a step divides by that number."""
         due = self._run.pipeline.microbatch
         if any(frame.shape[:1] != (due,) for frame in call.frames):
             raise ProtocolViolation(f"a microbatch has {due} samples, these frames another number", call.peer)

@@ -1,8 +1,8 @@
-"""A post's session with the conductor: says where the post stands and what it holds, hears where the swarm stands.
+"""Session of a post with the conductor: reports the post's position and holdings, takes the swarm's position.
 
-Of members and helpers alike: what differs is what they say (`Reporting`). A report that has nothing new waits at the
+Of members and helpers alike: only their reports differ (`Reporting`). A report that has nothing new waits at the
 conductor until there is news. Whole reports are made to a conductor that is new, that asks for one, and whenever
-`tell` was called; otherwise what was said before still holds. Invariant: an answer is taken only for the report that
+`tell` was called; otherwise the last whole report still holds. Invariant: an answer is taken only for the report that
 it answers.
 """
 
@@ -34,7 +34,7 @@ class Holdings:
 
 @dataclass(frozen=True, slots=True)
 class PostReport:
-    """A post's word on itself. `helps`: it sums for others and holds nothing."""
+    """A post's report on itself. `helps`: it sums for others and holds nothing."""
 
     line: LineInfo
     helps: bool = False
@@ -45,35 +45,35 @@ class PostReport:
 
 
 class Reporting(Protocol):
-    """A post, as its session asks it and tells it."""
+    """The post, as its session needs it."""
 
     def report(self, whole: bool) -> PostReport:
         """The present state; without `whole`, `holdings` may be left out."""
         ...
 
     def heard(self, answer: MemberAnswer, stated: Position) -> None:
-        """The conductor has answered a report that the post stands at `stated`."""
+        """Take the conductor's answer to a report of the post's position as `stated`."""
         ...
 
 
 class ConductorSession:
-    """One post's. `members`: all of the swarm, by the conductor's last word."""
+    """The session of one post. `members`: all of the swarm, as the conductor listed them last."""
 
     def __init__(self, services: RunServices, stage: int, post: Reporting) -> None:
         self.stage, self.id = stage, int.from_bytes(services.clock.secure_bytes(6), "big")
         self.since = services.clock.wall()  # when the post began
         self.members: list[MemberInfo] = []
-        self.term = 0  # the highest that was heard
+        self.term = 0  # the latest that was heard
         self._services, self._following, self._post = services, services.following, post
         self._listed = KnownMembers()
-        self._seen, self._changes, self._resend = 0, -1, True  # what the conductor and the post know of each other
+        self._seen, self._changes, self._resend = 0, -1, True  # version seen, change of conductor, whole report due
         self._asking = trio.CancelScope()  # a report that waits for news
-        self._told, self._news = 0, 0  # how often there was something to tell, and what of it is told
+        self._told, self._news = 0, 0  # calls of `tell`: those reported, and all
         self._line_said: LineInfo | None = None
         self._stated = START
 
     async def run(self) -> None:
-        """PostReport until cancelled."""
+        """Report until cancelled."""
         by = f" of stage {self.stage}"
         while True:
             told = self._news
@@ -95,7 +95,7 @@ class ConductorSession:
         self._asking.cancel()
 
     async def say_goodbye(self) -> None:
-        """Tell the conductor that the post is left: nobody waits for it then."""
+        """Tell the conductor that the post is left, so that no step waits for it."""
         await self._following.say_goodbye(self._services.fingerprint, self.stage)
 
     def _report(self) -> MemberSync:

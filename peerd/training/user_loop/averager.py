@@ -1,8 +1,9 @@
 """Role `library`: a user's own loop as one peer of a data parallel run. Built by `peerd.library`, not by name.
 
-Holds a member whose model is the user's and contributes the gradients that his thread hands in at the desk. A place in
-the batch is asked for only when a gradient may come soon: the user waits, and his parameters are those of the swarm.
-So whoever computes has a place, and a step ends when all who compute have handed in. Ends when it is told to.
+Holds a member whose model is the user's and contributes the gradients that the user's thread hands in at the desk. A
+place in the batch is asked for only when a gradient may come soon: the user's thread waits, and its parameters are
+those of the swarm. So each user that computes has a place, and a step ends when all of them have handed in. Ends when
+it is told to.
 """
 
 from __future__ import annotations
@@ -33,12 +34,12 @@ _NOT_FINITE: Final = 10  # microbatches in a row: the model is broken, more of i
 
 @dataclass(frozen=True, slots=True)
 class UserTurn:
-    """A microbatch that the user has still to compute: nothing is known of it."""
+    """A microbatch that the user has still to compute; it has no content here."""
 
 
 @dataclass(slots=True)
 class UserPart:
-    """What the user's side gives to the role, and may look at."""
+    """The user's side of the role: its model, desk and settings, and the role at work."""
 
     model: UserModel
     desk: Desk
@@ -49,7 +50,7 @@ class UserPart:
 
 
 class AveragerRole:
-    """See the module's header. Each user gets a class of his own by `role_for`."""
+    """See the module's header. Each user gets a class of their own by `role_for`."""
 
     name: ClassVar[str] = "library"
     needs_run: ClassVar[bool] = True
@@ -66,7 +67,7 @@ class AveragerRole:
         self._member = StageMember(ctx, Own(part.model, self._changing, part.saves))
         self._contributor: Contributor[UserTurn] = Contributor(ctx, self._services, self)
         self._worker = ctx.worker(ctx.device)
-        self._ready = 0  # members that stand where the swarm does
+        self._ready = 0  # members at the swarm's position
         self._own_ready = False
         self._begun = False
         self._bad = 0  # microbatches in a row that were not finite
@@ -88,7 +89,7 @@ class AveragerRole:
             nursery.cancel_scope.cancel()
 
     async def leave(self) -> None:
-        """Give back what is not computed, let the step end that has a part of ours, say goodbye."""
+        """Give back microbatches that are not computed, let the step end that has a part of ours, say goodbye."""
         await self._contributor.hand_in(unfinished=False)
         await self._member.leave()
         await self._contributor.say_goodbye()
@@ -110,7 +111,7 @@ class AveragerRole:
         }
 
     async def _watch_settings(self) -> None:
-        """Peers that start together read each other's settings only when both have published them."""
+        """Compare settings until the first step: peers that start together may not have published theirs yet."""
         while not self._begun:
             await trio.sleep(_SETTINGS_S)
             await self._services.compare_settings()
@@ -138,11 +139,11 @@ class AveragerRole:
         return 1 + delay if self._begun and self._own_ready and self._desk.useful and here else 0
 
     def told_together(self) -> int:
-        """Each by itself: a user's own microbatches are few."""
+        """One: a user's own microbatches are few, each is reported by itself."""
         return 1
 
     def refill(self, waiting: list[UserTurn]) -> None:
-        """There is always a next one."""
+        """Keep one user's turn waiting: there is always a next one."""
         if not waiting:
             waiting.append(UserTurn())
 
@@ -151,13 +152,13 @@ class AveragerRole:
         mb = Mb(self._ctx.host.id.text, seq)
         while True:
             async with self._desk.gradients(lambda: self._post.state.origins, step) as gradients:
-                with trio.CancelScope(shield=True):  # the user must stay inside while his tensors are read
+                with trio.CancelScope(shield=True):  # the user must stay inside while their tensors are read
                     added = await self._add(step, mb, gradients)
             if added:
                 return [Holding(mb.trainer, self._post.receipt(step, mb))]
 
     async def repeat(self, step: int, seq: int, stage: int, load: UserTurn) -> Holding:
-        """The sum it was in is lost: another microbatch under the same number is as good."""
+        """Train again: the sum that had it is lost, and another gradient under the same number is as good."""
         return (await self.train(step, seq, load))[0]
 
     @property
@@ -179,14 +180,14 @@ class AveragerRole:
         return added
 
     def note_members(self, members: list[MemberInfo]) -> None:
-        """Who stands where the swarm does; are we among them?"""
+        """Count the members at the swarm's position, and note whether we are one of them."""
         ready = {m.peer for m in members if m.ready}
         self._ready, self._own_ready = len(ready), self._ctx.host.id.text in ready
         self._begun = self._begun or self._ready >= self._min_peers
         self._desk.look_again()
 
     def stepped(self, before: int) -> None:
-        """The rate is of our own samples."""
+        """Update the rate of our own samples that counted."""
         now = trio.current_time()
         counted = self._contributor.books.tally.counted
         rate = (counted - self._counted) * self._samples / max(now - self._stepped_at, 1e-6)
@@ -194,10 +195,10 @@ class AveragerRole:
         self._stepped_at, self._counted = now, counted
 
     def answered(self, answer: TrainerAnswer) -> None:
-        """Nothing to do: what is evaluated, the user evaluates."""
+        """Nothing to do: evaluation is the user's."""
 
     def progress(self) -> TrainerProgress:
-        """For the directory; nobody but the user knows a loss."""
+        """Our record for the directory, without losses: only the user knows them."""
         tally = self._contributor.books.tally
         return TrainerProgress(
             step=self._model.step,
@@ -214,7 +215,7 @@ class AveragerRole:
 
 
 def role_for(user: UserPart) -> type[AveragerRole]:
-    """A role of this one user."""
+    """A role class for this one user."""
 
     class Bound(AveragerRole):
         part = user

@@ -1,11 +1,11 @@
-"""Where a user's thread and the loop meet: he hands a gradient in and is let go when he may compute the next one.
+"""Desk: hand-off between a user's thread and the loop: takes a gradient, lets the thread compute the next one.
 
-The user's thread is inside (it waits here, and the loop may touch its tensors) or outside (it computes, and nobody else
-touches them). He is let go with the position of his parameters; a gradient counts only while the swarm stands there
-still, or in a delayed run one step further, else it is late and dropped. Invariants: parameters change only while he is
-inside, and he is not let go meanwhile; each gradient is taken once. All of the desk's state belongs to the loop's
-thread; the user's thread asks through the loop's entry queue and waits on a queue of its own, so that Ctrl+C reaches
-him at any time (`bridge`).
+The user's thread is inside (it waits here, and the loop may touch its tensors) or outside (it computes, and no other
+thread touches them). It is let go with the position of its parameters; a gradient counts only while the swarm is still
+at that position, or in a delayed run one step further, else it is late and dropped. Invariants: parameters change only
+while the thread is inside, and it is not let go meanwhile; each gradient is taken once. All of the desk's state belongs
+to the loop's thread; the user's thread asks through the loop's entry queue and waits on a queue of its own, so that
+Ctrl+C reaches it at any time (`bridge`).
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ class _HandedIn:
 
 @dataclass(slots=True)
 class DeskCounts:
-    """What became of gradients that did not count."""
+    """Counts of gradients that did not count, by reason."""
 
     late: int = 0  # the swarm had gone on without them
     not_finite: int = 0
 
 
 class Desk:
-    """One user's. `patience_s`: how long a change of the parameters waits for him to come in.
+    """The desk of one user. `patience_s`: the time that a change of the parameters waits for the user to come in.
 
-    `delay`: how many steps older than the step that it counts in a gradient's parameters may be.
+    `delay`: the number of steps that a gradient's parameters may be older than the step that it counts in.
     """
 
     def __init__(self, patience_s: float, delay: int = 0) -> None:
@@ -52,7 +52,7 @@ class Desk:
         self._patience_s = patience_s
         self._delay = delay
         self._bridge = LoopBridge(self._leave)
-        self._inside = True  # he waits for the start
+        self._inside = True  # the user's thread waits for the start
         self._stays = False
         self._changing = self._reading = False
         self._granted: Position | None = None
@@ -68,7 +68,7 @@ class Desk:
         self._bridge.open(token)
 
     def wait(self) -> None:
-        """Wait until the user may compute; raises what ended the loop."""
+        """Wait until the user may compute; raises the failure that ended the loop."""
         self._bridge.wait()
 
     def hand_in(self, gradients: Gradients) -> None:
@@ -88,22 +88,22 @@ class Desk:
 
     @property
     def useful(self) -> bool:
-        """May a gradient come soon: does he wait, or compute with parameters that he was let go with?"""
+        """True when a gradient may come soon: the user waits, or computes with parameters they were let go with."""
         return not self._stays and (self._inside or self._granted is not None)
 
     def fail(self, failure: BaseException) -> None:
-        """Let the user's next wait, or the one under way, raise."""
+        """Have the user's next wait, or the one under way, raise `failure`."""
         self._bridge.fail(failure)
 
     def look_again(self) -> None:
-        """Something that waits here may go on."""
+        """Wake the tasks that wait here: one may go on."""
         self._moved.notify()
 
     @asynccontextmanager
     async def gradients(self, origins: Callable[[], list[Position]], step: int) -> AsyncIterator[Gradients]:
         """A gradient computed with parameters that are good for `step`; the user stays inside until the block ends.
 
-        `origins`: where the parameters stand now, and then others that a gradient may be of. Waits for as long as they
+        `origins`: the parameters' position now, and then others that a gradient may be of. Waits for as long as they
         are not good for `step`.
         """
         async with self._turn:
@@ -132,7 +132,7 @@ class Desk:
 
     @asynccontextmanager
     async def changing(self, patient: bool) -> AsyncIterator[None]:
-        """The user's parameters change inside the block; Refused when he does not come in time."""
+        """The scope of a change of the user's parameters; Refused when the user does not come in in time."""
         with trio.move_on_after(float("inf") if patient else self._patience_s) as limit:
             while self._changing or not self._inside:
                 await self._moved.wait()
@@ -162,7 +162,7 @@ class Desk:
         self._let_leave()
 
     def _let_leave(self) -> None:
-        """Whoever was interrupted goes when nobody touches his tensors; nobody knows what he computes next."""
+        """Let an interrupted thread leave once no task touches its tensors; its grant and gradient are dropped."""
         if self._changing or self._reading or not self._leavers:
             return
         self._inside, self._granted, self._pending = False, None, None
