@@ -1,9 +1,9 @@
 """Role `aux`: sums gradients for the peers of one stage, without a model or data of its own.
 
-A machine with a good line and no accelerator: it takes part in averaging rounds as an owner of parts that sends none,
-with a share as large as its line. The conductor learns of it by its reports and names it in the orders to average; a
-round can do without it, so nothing is lost when it goes. Obeys only the conductor that it follows. Of a stage that the
-same process serves it is no helper: members sum as much as their line carries already, so it helps another stage.
+For a machine with a good line and no accelerator: it takes part in averaging rounds as an owner of parts that sends
+none, with a share as large as its line. The conductor learns of it by its reports and names it in the orders to
+average; a round can do without it, so nothing is lost when it goes. Obeys only the conductor that it follows. It does
+not help a stage that the same process serves: members sum as much as their line carries already.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class AuxRole:
         return next((stage for stage in (*self._run.limits.stages, *stages) if stage not in served), None)
 
     async def _help(self, stage: int) -> None:
-        """Returns when this process serves the stage itself."""
+        """Help `stage`; returns when this process serves it itself."""
         self._session = session = ConductorSession(self._services, stage, self)
         self._waits_for = "the conductor"
         with self._services.calls.helping(stage, StageHandlers(prepare=self._prepare)):

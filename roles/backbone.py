@@ -1,4 +1,4 @@
-"""Role `backbone`: a dialable peer that stays: way into the DHT for everybody else; with a run file, the run's memory.
+"""Role `backbone`: a dialable peer that stays: entry to the DHT for all others; with a run file, the run's memory.
 
 The DHT and the host do the work of the first part. With a run file it also welcomes newcomers, writes the run's
 learning curve, and keeps checkpoints of all stages, which it announces and gives to stage peers that have lost theirs.
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
 _LOOK_RARELY_S = 10.0  # while it is far
 _TABLE_PERIOD_S = 300.0  # between two Parquet tables
-_ANNOUNCE_S = 20.0  # between two announcements of what is kept
-_HINDERED_S = 30.0  # before what could not be kept is looked at again
+_ANNOUNCE_S = 20.0  # between two announcements of kept checkpoints
+_HINDERED_S = 30.0  # before keeping is tried again after an error
 
 
 class BackboneRole:
@@ -46,7 +46,7 @@ class BackboneRole:
         self._keeping: Keeping | None = None
         self._sight: RunSight | None = None
         self._looked = Signal()
-        self._listed: list[Position] = []  # what is said to be kept, until that was looked at
+        self._listed: list[Position] = []  # positions by `kept.json`, until the files were opened
         self._not_kept: str | None = None
         self._no_table = False
         self._at_table = trio.Lock()
@@ -72,7 +72,7 @@ class BackboneRole:
             self._ctx.rpc.unserve("kept/1")
 
     async def leave(self) -> None:
-        """The last table."""
+        """Write the last table."""
         await self._write_table()
 
     def status(self) -> dict[str, object]:
@@ -126,7 +126,7 @@ class BackboneRole:
     # --- checkpoints ------------------------------------------------------------------------------------------
 
     async def _keep(self, services: RunServices) -> None:
-        """Keep what is due. What hinders it never stops the rest: this peer is others' way in."""
+        """Keep sets of checkpoints that are due. An error here never stops the rest: others join through this peer."""
         if self._listed:
             await self._open_what_is_there(services)
         while True:
@@ -150,7 +150,7 @@ class BackboneRole:
                 await self._announce(services)
 
     async def _open_what_is_there(self, services: RunServices) -> None:
-        """Give what is kept from before, also when there is nobody yet to agree with."""
+        """Give the checkpoints kept from before, also when no stage peer is there yet to compare settings with."""
         try:
             self._keeping = await self._begin(services)
         except ConfigError as error:
@@ -176,7 +176,7 @@ class BackboneRole:
             self._ctx.log.event("dht.announce_failed", level="warning", reason=str(error))
 
     async def _agrees(self, services: RunServices) -> bool:
-        """Do stage peers say that the run's settings are ours? Raises ConfigError when they are others."""
+        """True when the run's published settings are ours, False when there are none; ConfigError when they differ."""
         try:
             published = await services.directory.published_settings()
         except RemoteError:
@@ -187,7 +187,7 @@ class BackboneRole:
         return bool(published)
 
     async def _begin(self, services: RunServices) -> Keeping:
-        """What torch is needed for, and only now loaded; in a thread, since it takes seconds."""
+        """Open the keeper. It needs torch, which is loaded only now, in a thread, since that takes seconds."""
         module = await trio.to_thread.run_sync(importlib.import_module, "peerd.training.checkpoints.keeper")
         keeping: Keeping = module.Keeping(self._ctx, services)
         await keeping.open()

@@ -8,7 +8,7 @@ from peerd.training.stage.member import StageMember
 
 
 class StageRole(StageMember):
-    """Chooses its stage by need, or as the run file says; all else is what every member of a stage does."""
+    """A member of a stage, which it chooses by need or by the run file; see `StageMember`."""
 
     name: ClassVar[str] = "stage"
     needs_run: ClassVar[bool] = True

@@ -2,9 +2,9 @@
 
 With a model in several stages it computes nothing itself: samples come from a worker, activations pass through as
 frames. With a model of one stage it holds a replica of its own and sends its microbatches nowhere else: data parallel
-training, in which each peer goes at its own pace and all average once the swarm has the batch together. What the step
-counts is the conductor's word; `Contribution` keeps the books. Evaluates on held-out text when the conductor asks for
-it. Ends when the run has made all its steps.
+training, in which each peer goes at its own pace and all average once the swarm has the batch together. The conductor
+decides which microbatches a step counts; `Contribution` keeps the books. Evaluates on held-out text when the conductor
+asks for it. Ends when the run has made all its steps.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from peerd.training.stage.member import StageMember
 _AHEAD = 4  # microbatches of samples that lie ready, at least: as many as the next report may wish for
 _EVALUATION_BATCH = 16  # samples
 _DATA_RETRY_S = 10.0  # when a server of data cannot be reached
-_REPLICA_IN_FLIGHT = 2  # one that is computed and the next: others may be faster with what would wait here
-_TELL_S = 0.15  # of a delayed replica's work may be told together: each report costs all who are concerned
+_REPLICA_IN_FLIGHT = 2  # one that is computed and the next: others may be faster with those that would wait here
+_TELL_S = 0.15  # of a delayed replica's work may go into one report: each report costs the conductor and all members
 _DELAYED_IN_FLIGHT = 32  # at most, where news travel beside the gradients and take their time
 
 
@@ -92,7 +92,7 @@ class TrainerRole:
             nursery.cancel_scope.cancel()
 
     async def leave(self) -> None:
-        """Begin nothing new, let what is on its way arrive, say goodbye."""
+        """Begin no microbatch any more, let those under way end, say goodbye."""
         await self._contributor.hand_in()
         await self._save_position()
         if self.replica is not None:
@@ -124,7 +124,7 @@ class TrainerRole:
     # --- samples ----------------------------------------------------------------------------------------------
 
     def _open_data(self) -> SampleStream:
-        """The stream of samples; goes on where this peer's last one ended."""
+        """The stream of samples, from the position where this peer's last one ended."""
         run, name = self._run, self._ctx.host.id.text
         self._token_dtype = _narrowest(load_vocabulary(run.model.vocab).size)
         stream = samples_of(run, name, in_turn=self._ctx.read_in_turn)
@@ -141,7 +141,7 @@ class TrainerRole:
             self._ctx.log.event("data.restarted", level="warning", reason=f"{path}: {error}")
 
     async def _save_position(self) -> None:
-        """So that a restart does not show the swarm the same text again."""
+        """Save the data position, so that a restart does not show the swarm the same text again."""
         text = json.dumps(self._position)
         path = self._ctx.data_dir / f"{self._run.run}-position.json"
 
@@ -183,24 +183,24 @@ class TrainerRole:
     # --- the work ---------------------------------------------------------------------------------------------
 
     def in_flight(self) -> int:
-        """How many microbatches to have open: enough that no stage peer is idle while others answer."""
+        """The number of microbatches to have open: enough that no stage peer is idle while others answer."""
         wanted, peers = self._run.limits.microbatches_in_flight, self._pipeline.peers()
         if not self._is_replica:
             return wanted or 2 + 2 * max(1, peers)
         if not peers:
-            return 0  # it still takes the state over: whatever had a place in the batch would hold everyone up
+            return 0  # it still takes the state over: a microbatch with a place in the batch would hold the step up
         return wanted or max(_REPLICA_IN_FLIGHT, self._done_unheard())
 
     def told_together(self) -> int:
-        """See `_done_unheard`: of a delayed replica, what it does in _TELL_S."""
+        """One; of a delayed replica, the number of microbatches that it does in _TELL_S (see `_done_unheard`)."""
         if not self._is_replica or not self._run.optimizer.delayed or self._run.limits.microbatches_in_flight:
             return 1
         return max(1, min(int(_TELL_S / self._microbatch_s), self._most_unheard // 2))
 
     def _done_unheard(self) -> int:
-        """How many microbatches a replica has under way or done until it hears what comes next.
+        """The number of microbatches that a delayed replica computes while it waits for the answer that admits more.
 
-        In a delayed run gradients fill the line meanwhile. News that just miss a report wait for two answers.
+        Gradients fill the line meanwhile, so answers take long. News that just miss a report wait for two answers.
         """
         if not self._run.optimizer.delayed:
             return 0
@@ -217,21 +217,21 @@ class TrainerRole:
         return min(_DELAYED_IN_FLIGHT, self._run.batch.target_samples // self._run.pipeline.microbatch // 2)
 
     def refill(self, waiting: list[Load]) -> None:
-        """See `_feed`."""
+        """Wake `_feed`, which adds loads to `waiting`."""
         self._wanted.set()
 
     async def train(self, step: int, seq: int, load: Load) -> list[Holding]:
-        """Through all stages and back."""
+        """Send the microbatch through all stages and back; returns the holder of its gradient in each stage."""
         holdings = await self._pipeline.train(step, seq, load)
         self._losses.setdefault(step, []).append(load.loss_sum / self._run.pipeline.microbatch)
         return holdings
 
     async def repeat(self, step: int, seq: int, stage: int, load: Load) -> Holding:
-        """From what was kept of it."""
+        """Do one stage's backward again, from the kept input and gradient; returns its holder now."""
         return await self._pipeline.repeat(step, seq, stage, load)
 
     def note_members(self, members: list[MemberInfo]) -> None:
-        """Keep the peers to send microbatches to: a replica of our own takes ours, and nobody else does."""
+        """Take the stage peers to send microbatches to; with a replica of our own, that one alone."""
         if self._is_replica:
             members = [m for m in members if m.peer == self._ctx.host.id.text]
         self._pipeline.update(members)
@@ -254,7 +254,7 @@ class TrainerRole:
     # --- evaluation and progress ------------------------------------------------------------------------------
 
     def answered(self, answer: TrainerAnswer) -> None:
-        """Look after what is on its way; evaluate when it is our turn."""
+        """Check on overdue calls; evaluate when the conductor asks for it."""
         self._pipeline.look()
         if answer.evaluate and not answer.complete:
             self._evaluate_if_due(answer.step)
@@ -266,7 +266,7 @@ class TrainerRole:
             self._nursery.start_soon(self._evaluate, step)
 
     async def _evaluate(self, step: int) -> None:
-        """Mean loss of held-out samples, the same ones each time."""
+        """Evaluate: the mean loss of held-out samples, the same ones each time."""
         if not self._held_out:
             self._held_out = await self._worker.run(self._take_held_out, name="take held-out samples")
         total = 0.0
@@ -287,7 +287,7 @@ class TrainerRole:
         return Load(to_frame(tokens[:, :-1].contiguous()), to_frame(tokens[:, 1:].contiguous()))
 
     async def _finish(self) -> None:
-        """The last evaluation, the last word."""
+        """Make the last evaluation, publish the last progress, save the data position."""
         answer = self._contributor.answer
         if answer is not None and answer.evaluate and self._run.evaluate.every_steps:
             self._evaluated_step = answer.step
@@ -306,7 +306,7 @@ class TrainerRole:
         )
 
     def progress(self) -> TrainerProgress:
-        """For the directory."""
+        """Our record for the directory."""
         tally = self._books.tally
         return TrainerProgress(
             step=self._books.step,
@@ -325,6 +325,6 @@ class TrainerRole:
 
 
 def _narrowest(vocabulary_size: int) -> torch.dtype:
-    """The smallest dtype that holds every token: a byte's worth of text need not travel as eight."""
+    """The smallest dtype that holds every token: a token of one byte need not travel as eight."""
     narrow = (torch.uint8, torch.int16, torch.int32)
     return next((dtype for dtype in narrow if vocabulary_size - 1 <= torch.iinfo(dtype).max), torch.int64)
