@@ -110,7 +110,7 @@ class StageClient:
     async def backward(
         self, stage: int, step: int, seq: int, x: TensorFrame, gradient: TensorFrame
     ) -> tuple[Holding, Answer[StageAnswer]]:
-        """The holder of microbatch `seq` now, and the answer: the input's gradient; of the last stage, also the loss."""
+        """Do a backward; returns its holder, and the answer: the input's gradient, and of the last stage the loss."""
         body = StageBackward(self._fingerprint, stage, step, seq)
         name, answer = await self._call(_Call(stage, "backward", body, [x, gradient]))
         return Holding(name, answer.body.receipt), answer
