@@ -1,4 +1,4 @@
-"""What the READMEs say is so: keys, commands, roles, protocols, make targets, and its example of a role."""
+"""Facts in the READMEs hold: keys, commands, roles, protocols, make targets, and the example of a role."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What both workers promise: order, results, exceptions, and jobs that end whatever happens to their callers."""
+"""Contract of both workers: order, results, exceptions, and jobs that end whatever happens to their callers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from peerd.core.work import Worker
 
 
 async def check_promises(worker: Worker) -> None:
-    """What every Worker must do: results, exceptions, order."""
+    """Check the contract of every Worker: results, exceptions, order."""
     assert await worker.run(lambda: 41 + 1, name="sum") == 42
 
     def fail() -> None:

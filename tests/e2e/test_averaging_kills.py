@@ -103,7 +103,7 @@ def test_a_replica_is_killed_in_mid_step_and_nothing_is_lost(tmp_path: Path, vic
 
 
 def time_of_steps(peer: Process) -> float:
-    """How long the end of the step under way, and one more, take."""
+    """The time until the step under way has ended, and one more."""
     before = step_of(peer)
     return soon(lambda: step_of(peer) >= before + 2, "no step is made", 60.0)
 

@@ -1,4 +1,4 @@
-"""What users get wrong: each ends in one message that says what and where, exit code 2 or 1, and no traceback.
+"""Mistakes of users: each ends in one message that names it and its place, exit code 2 or 1, and no traceback.
 
 The table is the list. Commands run in this process where nothing keeps running; what needs other peers or files of a
 run follows below it.

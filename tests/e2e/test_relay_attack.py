@@ -36,7 +36,7 @@ PLACES = ("127.0.66.1", "127.0.77.1", "127.0.88.1")
 
 
 class Told:
-    """What a process said last."""
+    """The last values that a process reported."""
 
     def __init__(self) -> None:
         self.last: dict[str, Any] = {}

@@ -108,7 +108,7 @@ class Answering(Hostile):
         return said + b"".join(data_frames(stream, one) for one in self._calls(stream, inbox))
 
     def _calls(self, stream: int, inbox: bytearray) -> list[bytes]:
-        """What is said to the calls, and parts of them, that have come whole."""
+        """The replies to the calls, and parts of them, that have come whole."""
         said = []
         while True:
             skipped = min(self._skip.get(stream, 0), len(inbox))

@@ -24,7 +24,7 @@ BEYOND = 0.02  # how often a value is none that the type allows
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """What to fill texts and bytes with, apart from noise."""
+    """Values for texts and bytes, apart from noise."""
 
     texts: Sequence[str]
     data: Sequence[bytes]

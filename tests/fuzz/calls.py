@@ -1,4 +1,4 @@
-"""What a hostile peer says in calls: requests, parts and answers that are mostly right, and often not.
+"""Calls of a hostile peer: requests, parts and answers that are mostly right, and often not.
 
 A `Menu` says which calls a point is about, with a good body of each; `talk` of it makes plaintexts of the muxer, whole
 calls on fresh streams, more of them on streams that stand, parts, cancellings, ends, and junk in between.
@@ -42,7 +42,7 @@ class Good:
 
 @dataclass(frozen=True, slots=True)
 class Menu:
-    """What a point is about. `replies`: what the hostile peer answers to calls of the host."""
+    """The calls of a point. `replies`: the hostile peer's answers to calls of the host."""
 
     pool: Pool
     goods: Sequence[Good]

@@ -148,7 +148,7 @@ def _record(key: Key, value: bytes, suffix: bytes = b"", version: int = 1) -> by
 
 
 def _records() -> list[bytes]:
-    """What the hostile peer has signed: valid records of values that are odd."""
+    """Records that the hostile peer has signed: valid ones, of odd values."""
     say = StageProgress(0, EPOCH_S, 1 << 40, 0, 1e300, "cpu", HOST.text, "", ["/ip4/10.0.0.4/tcp/4001"])
     trains = TrainerProgress(1 << 50, float("nan"), float("inf"), 0, -1.0, 1e300, 1, 1, 1, "")
     later = msgspec.structs.replace(say, stage=1, since=EPOCH_S + 9)

@@ -1,4 +1,4 @@
-"""What a link makes of plaintext, with streams and handlers on it, for the table in `tests.fuzz.parsers`.
+"""A link as a parser of plaintext, with streams and handlers on it, for the table in `tests.fuzz.parsers`.
 
 Unlike the muxer's own parser nobody asks here whether a stream was reset: that is the link's to know.
 """

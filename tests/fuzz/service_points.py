@@ -68,7 +68,7 @@ def _served(stage: Stage) -> ServiceStage:
 
 
 async def _back_to_start(stage: Stage) -> None:
-    """Where the good bodies are good: another session may have moved the host."""
+    """Move the host's post back to the start, where the good bodies are valid: another session may have moved it."""
     role = _served(stage).served.role
     if role.position != START:
         await role.post.state.move(START, role.post.state.load_saved)
@@ -217,7 +217,7 @@ async def _in_grid(stage: Stage) -> Sequence[Hostile]:
 
 # --- state -----------------------------------------------------------------------------------------------------------
 async def _newcomer(stage: Stage, service: str) -> tuple[Hostile, bytes]:
-    """Who has asked for a manifest, and the root that it names."""
+    """A hostile peer that has asked for a manifest, and the root in the answer."""
     hostile = await _entered(stage)
     answer = await ask(hostile, goods.state(service)[0])
     return hostile, decode(StateManifest, answer).root if answer else b""
@@ -225,7 +225,7 @@ async def _newcomer(stage: Stage, service: str) -> tuple[Hostile, bytes]:
 
 @functools.cache
 def _root(service: str) -> bytes:
-    """What the copy is called, in every scene: a session has to know before it begins."""
+    """The root of the copy, the same in every scene: a session has to know it before it begins."""
 
     async def learned() -> bytes:
         async with services() as made:

@@ -66,7 +66,7 @@ LENT = (Means.RECEIVING, Means.ANSWERS, Means.STREAMS, Means.CALLS, Means.LINKS)
 
 
 async def still_lent(host: Host, friends: frozenset[str]) -> str:
-    """What strangers still have of a host's means a while after they have gone; "": nothing."""
+    """The means of a host that strangers still hold a while after they have gone; "": none."""
 
     def has(means: Means) -> bool:
         return any(user.peer not in friends for user in host.book._accounts[means].by)

@@ -59,7 +59,7 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What is said at once, on which of the session's connections, and how long it waits then."""
+    """Plaintexts sent at once, the session's connection (`lane`) that takes them, and the pause after them."""
 
     plains: tuple[bytes, ...]
     lane: int
@@ -96,7 +96,7 @@ def point(name: str, talk: Talk, points: list[Point] = POINTS) -> Callable[[Reac
 
 
 def serving(add: Callable[[Host, trio.Nursery], None]) -> Callable[[Host, trio.Nursery], None]:
-    """What the host under attack serves besides; called before the first session."""
+    """Registers further services of the host under attack; called before the first session."""
     SERVING.append(add)
     return add
 
@@ -125,7 +125,7 @@ class Stage:
         return Hostile(await self.listener.accept())
 
     async def check(self) -> str:
-        """What is wrong after a session; "" when nothing is."""
+        """The fault that a session has left behind; "" when there is none."""
         host, since = self.host, trio.current_time()
         while others := [link for link in host.links if link not in self.links]:
             if trio.current_time() - since > WITHIN_S:
@@ -212,7 +212,7 @@ async def play(made: Stage, script: Script) -> None:
 
 @dataclass
 class Found:
-    """What went wrong, and in which session."""
+    """A fault, and the number of the session that caused it."""
 
     number: int = -1
     what: str = ""

@@ -77,7 +77,7 @@ async def until(what: Callable[[], Awaitable[object]], timeout_s: float = 10) ->
 
 
 async def their_info(host: Host, foreign: ForeignPeer) -> PeerInfo:
-    """What the peer's identify said, once it did."""
+    """The foreign peer's identify information, once it has arrived."""
 
     async def there() -> bool:
         return host.info(id_of(foreign)) is not None

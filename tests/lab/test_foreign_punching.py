@@ -59,7 +59,7 @@ class Js:
 
 
 def until(what: Callable[[], object]) -> bool:
-    """Whether it becomes true while we can wait."""
+    """True when the condition holds within PATIENCE_S."""
     return bool(eventually(what, PATIENCE_S))
 
 

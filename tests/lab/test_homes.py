@@ -72,7 +72,7 @@ class Village:
         self.peers.until(there, f"step {step} was not done by all", PATIENCE_S)
 
     def ways(self, name: str) -> dict[str, str]:
-        """How this peer reaches the others now, by their names."""
+        """Name of another peer -> the way in which this peer reaches it now."""
         told = {peer.name: peer.status() for peer in self.peers.peers}
         names = {status["peer"]["id"]: name for name, status in told.items() if status}
         return {names[row["peer"]]: row["way"] for row in told[name]["network"]["peers"] if row["peer"] in names}
@@ -84,7 +84,7 @@ class Village:
         peer.popen.wait()
 
     def finish(self) -> dict[str, Any]:
-        """What the trainer says at its end."""
+        """The trainer's last event, once it has ended."""
         self.peers.until(lambda: self.trainer.popen.poll() == 0, "the trainer never ended", PATIENCE_S)
         return next(event for event in self.trainer.events() if event["name"] == "trainer.finished")
 

@@ -48,7 +48,7 @@ CONNECT = "import socket, sys; socket.create_connection((sys.argv[1], int(sys.ar
 
 
 def rate_mbit(sender: Host, receiver: Host, megabits: float) -> float:
-    """What one TCP connection carries, in 10^6 bits of payload per second."""
+    """The rate of one TCP connection, in 10^6 bits of payload per second."""
     with receiver.popen([sys.executable, "-c", RECEIVER], stdout=subprocess.PIPE, text=True) as sink:
         assert sink.stdout.readline() == "ready\n"
         sender.run([sys.executable, "-c", SENDER, receiver.ip, str(round(megabits / 0.8))])
@@ -57,7 +57,7 @@ def rate_mbit(sender: Host, receiver: Host, megabits: float) -> float:
 
 
 def gone(condition: Callable[[], bool]) -> bool:
-    """Whether it holds soon: the kernel ends processes in its own time."""
+    """True when the condition holds soon: the kernel ends processes in its own time."""
     return eventually(condition, 10)
 
 

@@ -1,4 +1,4 @@
-"""What passes the line of a peer with limits, counted on the line itself, in packets with their headers."""
+"""Traffic of a peer with limits, counted on the line itself, in packets with their headers."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ def accepted(stack: contextlib.ExitStack, listener: socket.socket) -> tuple[sock
 
 
 def tried(space: Space, to: Address, port: int = 0) -> str:
-    """What becomes of a connection: "open", "refused" or "silence"."""
+    """The outcome of a connection attempt: "open", "refused" or "silence"."""
     with contextlib.ExitStack() as stack:
         attempt = bound(stack, space, port)
         attempt.settimeout(SOON_S)

@@ -50,7 +50,7 @@ def of_all_kinds(request: pytest.FixtureRequest) -> Iterator[Swarm]:
 
 
 def judged(swarm: Swarm) -> dict[str, dict[str, Any]]:
-    """What each peer knows, once all know or PATIENCE_S have passed."""
+    """Each peer's status of its reachability, once all know theirs or PATIENCE_S have passed."""
     told: dict[str, dict[str, Any]] = {}
 
     def all_know() -> bool:

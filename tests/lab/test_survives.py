@@ -70,7 +70,7 @@ def calm(swarm: Swarm, most_s: float) -> float | None:
 
 
 def kept_deadlines(swarm: Swarm) -> bool:
-    """Whether each call ended in time, however it ended, and none is still under way that should have."""
+    """True when each call ended in time, with any result, and none is under way past its deadline."""
     calls = [call for pair in PAIRS for call in swarm.chats(pair, 0.0)]
     last = [swarm.chats(pair, 0.0)[-1] for pair in PAIRS]
     limit = TIMEOUT_S + LATE_S

@@ -1,4 +1,4 @@
-"""What every transport must do, as one class of tests: subclass it and give `ends`.
+"""Compliance suite of every transport, as one class of tests: subclass it and give `ends`.
 
 Not collected by itself. The same tests run over TCP and over the simulated network: one may stand for the other.
 """

@@ -24,7 +24,7 @@ RELAYED = parse_addr(f"/ip4/9.9.9.9/tcp/4001/p2p/{RELAY}/p2p-circuit")
 
 
 class Ways:
-    """What each address leads to after so many seconds: a link or, below zero, a refusal; unknown ones are silent."""
+    """The outcome of each address after so many seconds: a link or, below zero, a refusal; unknown ones are silent."""
 
     def __init__(self) -> None:
         self.answers: dict[Multiaddr, float] = {}

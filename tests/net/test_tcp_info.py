@@ -1,4 +1,4 @@
-"""What the system counts on a connection: bytes count when they come, also while a packet before them is missing."""
+"""The system's counts of a connection: bytes count when they come, also while a packet before them is missing."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ Sample = tuple[torch.Tensor, torch.Tensor, int]  # tokens, targets, and the step
 
 
 class Books:
-    """What each step's average was made of, by the peers of this process; `digests`: of all who made a step."""
+    """The samples in each step's average, by the peers of this process; `digests`: of all that made a step."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.batches: dict[int, dict[Mb, Sample]] = {}
@@ -98,7 +98,7 @@ class Books:
         return next(peer for peer in peers if peer.role.replica.post.state.model is self._holder)
 
     def ages(self) -> set[int]:
-        """How many steps old the parameters of what counted were."""
+        """The ages, in steps, of the parameters that counted samples were computed with."""
         return {step - at for step, batch in self.batches.items() for _, _, at in batch.values()}
 
     def check(self) -> None:

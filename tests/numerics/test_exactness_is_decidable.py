@@ -1,4 +1,4 @@
-"""What "equal" allows is far more than what rounding does to one plain process that sums in another order.
+"""Tolerance of "equal": far more than rounding does to one plain process that sums in another order.
 
 Else a swarm, whose order is a matter of chance, would now and then be told unequal though it is not.
 """

@@ -39,7 +39,7 @@ def loss_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 
 class Books:
-    """What each step counted, by peer, and the parameters that everyone had after it."""
+    """The microbatches that each step counted, by peer, and the parameters that all had after it."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.batches: dict[int, dict[Mb, torch.Tensor]] = {}

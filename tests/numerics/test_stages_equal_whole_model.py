@@ -64,7 +64,7 @@ def gradients_of(stages: list[StageModule]) -> dict[str, Tensor]:
 
 
 def apart(mine: dict[str, Tensor], theirs: dict[str, Tensor], tolerance: float) -> list[str]:
-    """What only one of them has, or where the relative difference is larger than `tolerance`."""
+    """The names that only one of them has, or whose relative difference is larger than `tolerance`."""
     found = [f"only one has {name}" for name in mine.keys() ^ theirs.keys()]
     for name in mine.keys() & theirs.keys():
         tensor = theirs[name]

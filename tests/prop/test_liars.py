@@ -91,7 +91,7 @@ class Lied(Swarm):
         self.tell(MemberHello(name, stage, session, ahead, ahead, (ahead,), held, held, ()))
 
     def give_up_rounds(self) -> None:
-        """Who waited for one that did not take part says so; a call that is not answered ends after a while."""
+        """Members that waited for one that did not take part report it; an unanswered call ends after a while."""
         for attempt, (decliner, since) in list(self.declined.items()):
             for name in sorted(self.rounds.pop(attempt, {}).keys() - self.liars):
                 self.tell(PrepareEnded(name, attempt, False, lost=(decliner,)))

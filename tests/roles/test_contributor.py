@@ -1,4 +1,4 @@
-"""What a contributor remembers of the conductor's answers, and how many samples a trainer keeps ready for it."""
+"""A contributor's memory of the conductor's answers, and the number of samples that a trainer keeps ready."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ async def test_what_is_done_is_told_at_once_or_so_many_together(
 
 
 async def fed(waiting: int, open_: int, in_flight: int) -> tuple[int, int]:
-    """How many samples lie ready in the end, and how often the conductor was told while they were loaded."""
+    """The number of samples ready in the end, and of reports asked for while they were loaded."""
     role: Any = TrainerRole.__new__(TrainerRole)
     role._run = SimpleNamespace(pipeline=SimpleNamespace(microbatch=2))
     role._books = SimpleNamespace(waiting=["samples"] * waiting, open=lambda: range(open_))
@@ -186,5 +186,5 @@ async def test_as_many_samples_lie_ready_as_the_next_report_may_wish_for(in_flig
 
 @pytest.mark.parametrize(("waiting", "told"), [(0, 1), (1, 0)])
 async def test_samples_are_news_only_where_the_last_report_lacked_some(waiting: int, told: int) -> None:
-    """What was done since then is told with others, and the wish for more with it."""
+    """Otherwise the wish for more goes with the next report of done microbatches."""
     assert await fed(waiting, 5, 6) == (6, told)

@@ -35,7 +35,7 @@ def run(tmp_path: Path) -> RunFile:
 
 
 class Disk:
-    """What happens to checkpoints below `folder`."""
+    """A disk that fills up or hangs, for checkpoints below `folder`."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.full, self.hangs, self.lets_go = False, False, threading.Event()

@@ -1,4 +1,4 @@
-"""How many microbatches a replica has open: enough for the time until it hears what comes next, and no more."""
+"""Open microbatches of a replica: enough for the time until the next answer, and no more."""
 
 from __future__ import annotations
 

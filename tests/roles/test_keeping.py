@@ -1,4 +1,4 @@
-"""What a backbone keeps, without a network: whole sets only, over crashes; when one is due; what is no state."""
+"""Sets that a backbone keeps, without a network: whole ones only, over crashes; their schedule; invalid states."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ NEW, OLD = Position(7, b"a" * 16), Position(5, b"b" * 16)
 
 
 def disagreement() -> str:
-    """What the poll says of two keepers, each with a state of its own."""
+    """The poll's verdict on two keepers, each with a state of its own."""
     claims = {"12D3KooWaaaaaa": Claim(NEW, b"1" * 32), "12D3KooWbbbbbb": Claim(NEW, b"2" * 32)}
     verdict = Poll(0.0).decide(0.0, claims, 0)
     assert verdict.hopeless

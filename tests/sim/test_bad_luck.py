@@ -56,7 +56,7 @@ def of_stage(roles: Roles, stage: int) -> list[str]:
 
 
 def told(roles: Roles) -> list[str]:
-    """What everybody's status says that they wait for."""
+    """The `waits_for` of all roles that wait, with their peers' names."""
     return [f"{name}: {why}" for name, role in sorted(roles.live.items()) if (why := role.status()["waits_for"])]
 
 

@@ -37,7 +37,7 @@ def run(tmp_path: Path) -> RunFile:
 
 @pytest.fixture
 def unlinked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[float, list[str]]]:
-    """When each member began each round, and whom of its group it had no link to then."""
+    """The time at which each member began each round, with the peers of its group that it had no link to then."""
     found: list[tuple[float, list[str]]] = []
     plain = Averaging.sum
 

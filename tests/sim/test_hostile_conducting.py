@@ -1,4 +1,4 @@
-"""What strangers can say to a conductor over the network: terms, positions, wishes. The run goes on under it."""
+"""Hostile reports of strangers to a conductor over the network: terms, positions, wishes. The run goes on."""
 
 from __future__ import annotations
 

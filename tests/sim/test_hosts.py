@@ -31,7 +31,7 @@ CONFIG = WorldConfig(line=_line)
 
 @dataclass
 class Seen:
-    """What one run has shown."""
+    """The results of one run."""
 
     connected: int = 0
     pings: int = 0
@@ -58,7 +58,7 @@ async def _introduce(nodes: list[Node], seen: Seen) -> None:
 
 
 async def _count_pings(pairs: list[tuple[Node, Node]], within_s: float) -> int:
-    """How many of the pairs can talk when all try at once."""
+    """The number of pairs that can talk when all try at once."""
     answered = 0
 
     async def one(a: Node, b: Node) -> None:
@@ -143,7 +143,7 @@ def test_thirty_hosts_meet_survive_a_partition_and_deaths_and_repeat_exactly(see
 
 
 async def _talks(a: Node, b: Node) -> bool:
-    """Whether `a` reaches `b`. The first try may find a link that the other side has forgotten; a death excuses."""
+    """True when `a` reaches `b`. The first try may find a link that the other side has forgotten; a death excuses."""
     lives = a.incarnation, b.incarnation
     a.host.learn(b.id, [b.addr])  # it may have come back with an empty memory
     for _ in range(2):

@@ -137,7 +137,7 @@ async def goes_on(seed: int, roles: Roles, trouble: Trouble) -> None:
 
 
 def told(roles: Roles) -> dict[str, Any]:
-    """What each says that it waits for."""
+    """Name of a peer -> its role's `waits_for`."""
     return {name: role.status()["waits_for"] for name, role in sorted(roles.live.items())}
 
 

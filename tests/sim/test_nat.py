@@ -21,7 +21,7 @@ CONES = ("firewall", "full-cone", "port-restricted")
 
 
 def best_ways(a: Kind, b: Kind) -> set[str]:
-    """What `a` may end on that has dialed `b` over a relay, although it need not have if `b` is public."""
+    """The ways that `a` may end on after dialing `b` over a relay, which it need not do when `b` is public."""
     if a == "public":
         return {"direct"}
     if b == "public":
@@ -32,7 +32,7 @@ def best_ways(a: Kind, b: Kind) -> set[str]:
 
 
 def moves(a: Peer, b: Peer) -> list[tuple[float, Way]]:
-    """When `a` begins to use another link to `b`, and its kind: grows."""
+    """The times at which `a` changes its link to `b`, each with the new way; a list that grows."""
     found: list[tuple[float, Way]] = []
 
     def note(peer: PeerId) -> None:

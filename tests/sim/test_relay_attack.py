@@ -69,7 +69,7 @@ class Scene:
             self.got[stream.peer] += len(data)
 
     def held_bytes(self) -> int:
-        """What the relay holds of others' bytes."""
+        """The bytes of others that the relay holds."""
         muxes = [stream.mux for link in self.relay.links for stream in link.streams]
         return sum(mux.inbox_bytes + mux.out_bytes for mux in muxes)
 

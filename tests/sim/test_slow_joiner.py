@@ -33,7 +33,7 @@ def run(tmp_path: Path) -> RunFile:
 
 
 async def join(seed: int, roles: Roles) -> list[dict[str, Any]]:
-    """What a newcomer logs until it holds what the others do."""
+    """The log of a newcomer until it has the others' state."""
     async with World(seed, swarm(), WorldConfig(line=home_line)).running() as world:
         await start_replicas(world, roles, 3)
         assert await world.until(lambda: roles.replica_step() >= 6, within_s=120), roles.story()

@@ -36,7 +36,7 @@ async def _echo(link: MemoryLink) -> None:
 
 
 async def ask(source: Node, target: Node, within_s: float = 5.0) -> bool:
-    """Whether `target` answers."""
+    """True when `target` answers."""
     with trio.move_on_after(within_s):
         try:
             link = await source.transport.dial(target.addr)

@@ -286,7 +286,7 @@ def test_any_codes_at_all_decode_to_finite_values() -> None:
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("code", CODES)
 def test_every_code_under_the_largest_scale_that_is_let_in_is_finite(code: str, dtype: torch.dtype) -> None:
-    """What was read from a peer is not looked through again for infinities."""
+    """Decoded frames are not scanned for infinities later, so the limit on scales must rule them out."""
     largest = tables.FLOAT16_LARGEST_BITS if dtype is torch.float16 else tables.LARGEST_BITS
     name, count = str(dtype).removeprefix("torch."), 256 * 8 // CODES[code].bits
 

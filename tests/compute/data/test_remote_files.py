@@ -71,7 +71,7 @@ def read_first(web: WebServer, cache: Cache, digest: str = "") -> bytes:
 
 
 def kept(cache: Cache) -> set[str]:
-    """What the cache's files are, by their first letter."""
+    """The cache's files, each by its first letter."""
     return {chr(path.read_bytes()[0]) for path in cache.folder.iterdir()}
 
 

@@ -39,13 +39,13 @@ BITS_4 = [name for name in NAMES if CODES[name].bits == 4]
 
 
 def round_trip(x: Tensor, code: str, block: int) -> Tensor:
-    """What a receiver gets."""
+    """The values that a receiver decodes."""
     codes, scales = reference.quantize(x, code, block)
     return reference.dequantize(codes, scales, code, block, torch.empty_like(x))
 
 
 def wrong(x: Tensor, code: str, block: int) -> list[str]:
-    """Whether it is encoded and decoded as the oracle says, to the bit: what is not."""
+    """The results of encoding and decoding `x` that differ from the oracle's by a bit; empty when all are equal."""
     if x.dtype == torch.float16:  # which single its NaN becomes is the processor's choice
         x = x.masked_fill(x.isnan(), torch.inf)
     codes, scales = reference.quantize(x, code, block)

@@ -72,7 +72,7 @@ def test_the_constants_are_the_singles_they_are_said_to_be() -> None:
 
 
 def looked_up(magnitude_bits: int, lut: list[int]) -> int:
-    """What the kernels do with a magnitude's bits."""
+    """The kernels' table look-up of a magnitude's bits."""
     shift, first = tables.DYNAMIC_LUT_SHIFT, tables.DYNAMIC_LUT_FIRST
     clamped = min(max(magnitude_bits, first << shift), tables.ONE_BITS)
     entry = lut[(clamped >> shift) - first]

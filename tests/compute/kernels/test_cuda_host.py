@@ -1,4 +1,4 @@
-"""What finds, compiles and starts the CUDA kernels, against a fake NVRTC and driver that run them on this CPU.
+"""Host side of the CUDA kernels, which finds, compiles and starts them, against a fake NVRTC and driver on this CPU.
 
 Grids, streams and contexts are what a real driver needs; every failure becomes one sentence, and plain torch goes on.
 """
@@ -53,7 +53,7 @@ def gpu(emulated: Emulated, monkeypatch: pytest.MonkeyPatch) -> Iterator[Emulate
 
 
 def called(gpu: Emulated, name: str) -> int:
-    """How often the code under test called a function."""
+    """The number of calls of a function by the code under test."""
     return int(gpu.library.fake_calls(name.encode()))
 
 

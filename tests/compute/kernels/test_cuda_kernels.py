@@ -46,7 +46,7 @@ def surrounded(count: int, dtype: torch.dtype, fill: Tensor, shift: int) -> tupl
 
 
 def untouched(whole: Tensor, inside: Tensor, before: Tensor) -> bool:
-    """Whether nothing but `inside` was written."""
+    """True when nothing but `inside` was written."""
     begin, end = inside.storage_offset(), inside.storage_offset() + inside.numel()
     return same_bits(whole[:begin], before[:begin]) and same_bits(whole[end:], before[end:])
 
@@ -59,7 +59,7 @@ def same_scales(left: Tensor, right: Tensor, dtype: torch.dtype) -> bool:
 
 
 def wrong(kernels: Emulated, x: Tensor, code: str, block: int) -> list[str]:
-    """Whether it is quantized and decoded as the reference does: what is not."""
+    """The results of quantizing and decoding `x` that differ from the reference's; empty when all are equal."""
     codes, scales = reference.quantize(x, code, block)
     found, found_scales = kernels.quantize(x, code, block)
     same = {

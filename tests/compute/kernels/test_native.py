@@ -65,7 +65,7 @@ def same(left: Tensor, right: Tensor) -> bool:
 
 
 def wrong(x: Tensor, code: str, block: int) -> list[str]:
-    """Whether codes, scales and decoded values are the reference's: which are not."""
+    """Those of codes, scales and decoded values that differ from the reference's; empty when all are equal."""
     codes, scales = native.quantize(x, code, block)
     expected_codes, expected_scales = reference.quantize(x, code, block)
     right = {
@@ -78,7 +78,7 @@ def wrong(x: Tensor, code: str, block: int) -> list[str]:
 
 
 def wrongly_decoded(codes: Tensor, scales: Tensor, code: str, block: int, count: int, dtype: torch.dtype) -> list[str]:
-    """Whether `count` values come out as the reference has them, in the tensor that was given: what does not."""
+    """The differences of `count` decoded values from the reference's, and of the output tensor from the given one."""
     out, expected = torch.empty(count, dtype=dtype), torch.empty(count, dtype=dtype)
     given_back = native.dequantize(codes, scales, code, block, out) is out
     reference.dequantize(codes, scales, code, block, expected)
@@ -255,7 +255,7 @@ def test_the_library_is_there_where_a_compiler_is() -> None:
 
 
 def says(monkeypatch: pytest.MonkeyPatch, folder: Path) -> str:
-    """What is said of the library in this folder, which cannot serve."""
+    """The reason given for the unusable library in this folder."""
     monkeypatch.setattr(native, "_FOLDER", folder)
     assert not native.available()
     assert native.isas() == []

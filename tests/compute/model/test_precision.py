@@ -78,7 +78,7 @@ def test_fp16_serves_gradients_of_any_size_alike(power: int) -> None:
 
 
 def test_without_a_factor_fp16_would_lose_small_gradients() -> None:
-    """What the factor is for."""
+    """The purpose of the loss factor: without it, gradients underflow."""
     weight = torch.ones(8, 8, requires_grad=True)
     with torch.autocast("cpu", dtype=torch.float16):
         output = (torch.full((1, 8), 1e-4) @ weight).float()

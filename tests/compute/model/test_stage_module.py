@@ -26,7 +26,7 @@ def stage(request: pytest.FixtureRequest) -> StageModule:
 
 
 def pair(stage: StageModule) -> tuple[Tensor, Tensor]:
-    """What `backward` of this stage takes."""
+    """The arguments of `backward` of this stage: input, and targets or output gradient."""
     return (TOKENS if stage.first else HIDDEN), (TOKENS if stage.last else HIDDEN)
 
 

@@ -1,4 +1,4 @@
-"""How rounds ended is counted by who was waited for, and what was lost."""
+"""Statistics of rounds: outcomes are counted by the peer that was waited for or lost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How attempts are ordered: flat or in a grid, and what each member is told of it."""
+"""Topology of averaging attempts: flat or in a grid, and each member's part of the order."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def grouping(count: int, size: int = 0, elements: int = 1_000_000, mbyte_s: floa
 
 
 def order_to(found: Ordered, peer: str) -> Prepare:
-    """What the conductor sends to `peer`, through the wire."""
+    """The conductor's order to `peer`, encoded and decoded."""
     met = sorted({other for one in found.rounds[peer] for other in one.meeting.peers})
     rounds = [one.message() for one in found.rounds[peer]]
     return decode(Prepare, encode(Prepare(bytes(16), 1, 5, b"a" * 16, b"", met, Mbs(), 8, 60.0, rounds=rounds)))

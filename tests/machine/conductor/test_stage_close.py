@@ -1,4 +1,4 @@
-"""Whose fault a failed attempt is: receipts decide what is missing, several decide who is lost, digests who differs."""
+"""Fault for a failed attempt: receipts decide on missing microbatches, accusations on lost peers, digests on sums."""
 
 from __future__ import annotations
 

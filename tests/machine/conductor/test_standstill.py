@@ -1,4 +1,4 @@
-"""What a step waits for, once nothing has moved for a while."""
+"""Text on what a stalled step waits for, once nothing has moved for a while."""
 
 from __future__ import annotations
 

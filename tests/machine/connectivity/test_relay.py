@@ -1,4 +1,4 @@
-"""What a relay allows: bounds for peers, places and in total, whoever asks however often."""
+"""Relay limits: bounds per peer, per place and in total hold for any number of requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a hostile peer gains from a yamux session by opening, resetting and breaking rules: nothing that stays."""
+"""Hostile yamux sessions: opening, resetting and breaking rules gain a peer nothing that stays."""
 
 from __future__ import annotations
 

@@ -353,7 +353,7 @@ class World:
                 assert stream.inbox_bytes == sum(map(len, stream.inbox))
 
     def finishes(self) -> bool:
-        """Whether all that was sent arrives once everyone reads; no stream starves."""
+        """True when all sent bytes arrive once both sides read: no stream starves."""
         for _ in range(3000):
             for mux in (self.pair.a, self.pair.b):
                 mux.set_rails(RAILS, helping=False)

@@ -1,4 +1,4 @@
-"""What should be under way of a striped stream: what the path holds, found quickly, with little that queues."""
+"""In-flight window of a striped stream: the path's bandwidth-delay product, found quickly, with little queueing."""
 
 from __future__ import annotations
 

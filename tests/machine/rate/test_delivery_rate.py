@@ -1,4 +1,4 @@
-"""What a path carries, from samples: odd ones do not move it, growth is seen."""
+"""Delivery-rate estimate of a path from samples: outliers do not move it, growth is seen."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ RATE, PIECE_BYTES, SECONDS = 1e6, 10_000, 20.0
 
 
 def run(flows: list[tuple[str, float]], rng: random.Random) -> list[int]:
-    """What each flow gets in 20 s; a flow is its place and how many bytes/s it wants."""
+    """The bytes that each flow gets in 20 s; a flow is its place and the bytes/s that it asks for."""
     shares = FairQueue(RATE)
     carried = [0] * len(flows)
     waiting: dict[int, int] = {}

@@ -1,4 +1,4 @@
-"""When a link gets further connections: on long fat paths, and nowhere else."""
+"""Number of a link's rails: further connections on long fat paths, and on no others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How fast rails may send together: freely while the rate grows, then little faster than what the path carries."""
+"""Pacing of a link's rails together: free while the rate grows, then little faster than the path's delivery rate."""
 
 from __future__ import annotations
 

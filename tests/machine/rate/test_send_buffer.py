@@ -1,4 +1,4 @@
-"""How much is handed to a connection at once follows the rate at which it takes bytes."""
+"""Send-buffer sizing: the bytes handed to a connection at once follow the rate at which it takes them."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ def conversation() -> bytes:
 
 
 def drive(pieces: list[bytes], accept: bool = True) -> tuple[list[Seen], bool]:
-    """What a driver sees that is given these pieces, and whether the stream may end there."""
+    """The messages that a driver sees for these pieces, and True when the stream may end there."""
     parser, seen = MessageParser(), []
     data = b"".join(pieces)
     sizes, at = [len(piece) for piece in pieces], 0
@@ -218,7 +218,7 @@ def test_a_packed_frame_counts_as_what_it_unpacks_to() -> None:
 
 
 def seen_or_refused(wire: bytes) -> bool:
-    """Whether these bytes were read as messages or stopped with a violation: anything else raises."""
+    """True when these bytes are read as messages or stopped with a violation: anything else raises."""
     try:
         return isinstance(drive([wire]), tuple)
     except ProtocolViolation:

@@ -1,4 +1,4 @@
-"""What an optimistic opener sends under a name that is refused must not look like a broken negotiation."""
+"""Optimistic opening under a refused name: the bytes already sent must not look like a broken negotiation."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ NEWER = Claim(Position(8, b"y"), b"8" * 32)
 
 @dataclass
 class Behaviour:
-    """How a donor answers. Times in virtual seconds."""
+    """A donor's behaviour. Times in virtual seconds."""
 
     claim: Claim = TRUTH
     piece_s: float = 0.1

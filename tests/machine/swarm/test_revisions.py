@@ -1,4 +1,4 @@
-"""Who has seen the newest version of what it sees is not woken by what concerns others."""
+"""Versions of trainers' views: a trainer that has its newest version is not woken by changes of others'."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What routers say, over real sockets: NAT-PMP byte for byte, and UPnP through the library."""
+"""Answers of routers over real sockets: NAT-PMP byte for byte, and UPnP through the library."""
 
 from __future__ import annotations
 

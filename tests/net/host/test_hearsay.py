@@ -1,4 +1,4 @@
-"""What peers say of addresses: none of it leads to services that are nobody's business, and nobody is flooded."""
+"""Addresses known by hearsay: none leads to private services, and no peer is flooded with dials."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What peers say of themselves: read in parts, within bounds, and a peer that talks nonsense keeps its link."""
+"""Identify messages of peers: read in parts, within bounds, and a peer that sends nonsense keeps its link."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def part(raw: bytes) -> bytes:
 
 
 async def told(said: bytes) -> tuple[bool, str]:
-    """Whether a peer that says this of itself is introduced, and as what; it can be talked to all the same."""
+    """True, with its agent version, when a peer with this identify message is introduced; its link works always."""
 
     async def say(stream: Stream) -> None:
         await stream.send(said)

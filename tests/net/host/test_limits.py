@@ -1,4 +1,4 @@
-"""What strangers and greedy peers can take from a host: always bounded, and others still get in."""
+"""Limits on a host's means for strangers and greedy peers: use is always bounded, and others still get in."""
 
 from __future__ import annotations
 

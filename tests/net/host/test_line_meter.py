@@ -1,4 +1,4 @@
-"""What passes real connections is measured, and what stays in the machine is not taken for the line."""
+"""Line meter: traffic of real connections is measured, traffic inside the machine does not count as the line's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether a processor has AES, as Linux tells it."""
+"""AES support of a processor, as Linux reports it."""
 
 from __future__ import annotations
 

@@ -299,7 +299,7 @@ async def test_a_silent_relay_costs_a_bounded_wait(autojump_clock: trio.testing.
 
 
 async def stop_status(hosts: Hosts, b: Client, relay: str, message: StopMessage) -> int | None:
-    """What `b` says to this message from a relay."""
+    """The status that `b` answers to this message from a relay."""
     from_relay = await hosts.start(relay)
     await from_relay.connect(b.host.id, b.host.listen_addrs())
     stream = await from_relay.open_stream(b.host.id, STOP)

@@ -1,4 +1,4 @@
-"""Where a host listens, what it says of that, and how it notices that its machine has moved."""
+"""Listening addresses of a host, their announcement, and the detection of a machine that has moved."""
 
 from __future__ import annotations
 

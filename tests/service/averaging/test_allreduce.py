@@ -179,7 +179,7 @@ async def test_parts_of_wrong_shape_and_of_strangers_are_refused(autojump_clock:
 
 
 async def test_a_member_that_does_not_take_its_sums_fills_no_queue(autojump_clock: MockClock) -> None:
-    """What it is owed beyond a call's measure waits as what it is: one sum for all."""
+    """Sums that exceed a call's queue wait uncopied: as the one sum for all members."""
     async with group(2) as (_, (lazy, honest)):
         how = AveragingPlan(b"a" * 16, (lazy.id.text, honest.id.text), 64 << 10, 30.0, shares=(0.0, 1.0))
         vector = np.ones(1 << 20, dtype="float32")

@@ -38,7 +38,7 @@ RUN = RunFile(
 
 @dataclass
 class Services:
-    """What `Rounds` takes of a run's services."""
+    """The part of a run's services that `Rounds` uses."""
 
     averaging: Averaging
 

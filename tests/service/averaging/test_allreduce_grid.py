@@ -77,7 +77,7 @@ class Swarm:
 def ordered(
     nodes: list[Node], size: int, terms: Terms, rates: Sequence[float] = ()
 ) -> dict[str, tuple[AveragingPlan, ...]]:
-    """What a conductor's order makes each member do."""
+    """Each member's plans by a conductor's order."""
     names, lines = tuple(node.id.text for node in nodes), Lines()
     for name, rate in zip(names, rates, strict=False):
         mode = "node" if rate else "client"

@@ -198,7 +198,7 @@ async def test_a_part_that_comes_twice_is_refused_and_its_sender_named(autojump_
 
 
 async def test_large_but_finite_values_are_summed(autojump_clock: MockClock) -> None:
-    """Whether they make sense is not for averaging to say: nobody is named before a sum overflows."""
+    """Averaging does not judge values: no peer is blamed before a sum overflows."""
     async with group(3) as (_, nodes):
         how, sums = plan(nodes), []
 
@@ -324,7 +324,7 @@ async def test_an_owner_that_answers_nonsense_is_named(autojump_clock: MockClock
 
 @pytest.mark.parametrize("what", ["plain", "NaN in a code", "another length"])
 async def test_a_coded_run_takes_plain_parts_and_no_others(autojump_clock: MockClock, what: str) -> None:
-    """How a part travels is its sender's choice, as everywhere; what it holds is not."""
+    """The code of a part is its sender's choice, as everywhere; its content is not."""
     async with liar_and_others() as (net, liar, honest, how), trio.open_nursery() as nursery:
         coders = [ErrorFeedback(CodingPlan("int8", 64)) for _ in honest]
         for owner in honest:

@@ -1,4 +1,4 @@
-"""What a conductor grants can be checked by whoever knows it, and is signed once."""
+"""Grants of a conductor: verifiable by all peers that know it, and signed once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a peer says of its line: limits before what was measured, and what it can not do when it can only dial."""
+"""Line information of a peer: limits before measured rates, and the mode of a peer that can only dial."""
 
 from __future__ import annotations
 

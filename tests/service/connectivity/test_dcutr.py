@@ -37,7 +37,7 @@ async def relayed(around: Neighbourhood, kind: str, agent: str = "") -> tuple[Pe
 
 
 def dials(peer: Peer) -> list[Multiaddr]:
-    """Where `peer` dials from now on: grows."""
+    """The addresses that `peer` dials from now on; a list that grows."""
     found: list[Multiaddr] = []
     dial = peer.home.dial
 

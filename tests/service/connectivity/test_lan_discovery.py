@@ -32,7 +32,7 @@ PEER = keypair("somebody").peer_id
 
 
 class Air:
-    """What every host of one network hears."""
+    """The multicast medium of one network: every host hears each announcement."""
 
     def __init__(self) -> None:
         self.listeners: list[Callable[[bytes], None]] = []

@@ -1,4 +1,4 @@
-"""What the first call to a new peer costs, in round trips: each of them is a whole second across an ocean, five times.
+"""Round trips of the first call to a new peer: across an ocean, five of them take a whole second.
 
 TCP one, the hand-shake one (its third message travels with what follows), the call one: the muxer is chosen early, the
 stream and its protocol are optimistic, identify and the directory run beside it. In a run with tokens both sides first

@@ -26,7 +26,7 @@ EVERY_CASE = CASES + STREAM_CASES + GROWING_CASES + NEEDS_CUT + GROWING_NEEDS_CU
 
 
 class Crashes(logging.Handler):
-    """What the hosts log of peers that broke a protocol, and what their supervisors note, as (text, exception)."""
+    """The log of hosts on peers that broke a protocol, and of their supervisors, as (text, exception)."""
 
     def __init__(self) -> None:
         super().__init__()

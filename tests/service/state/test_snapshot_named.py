@@ -1,4 +1,4 @@
-"""What donors give by name: the totals of steps, and kept checkpoints."""
+"""Named offers of donors: the totals of steps, and kept checkpoints."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a peer gave: counted, kept over restarts, published now and then, and never a reason to fail."""
+"""Contributions of a peer: counted, kept over restarts, published now and then, and never a reason to fail."""
 
 from __future__ import annotations
 
