@@ -30,7 +30,7 @@ from peerd.role import RoleContext
 from peerd.service.run_services import RunServices
 from peerd.signals import Signal
 
-T = TypeVar("T")  # what a microbatch carries
+T = TypeVar("T")  # a microbatch's load
 
 _SYNC_WAIT_S = 2.0
 _PUBLISH_S = 3.0

@@ -86,7 +86,7 @@ class Agreement:
         self._bar(culprit, step)
         if round_.able - self._barred.keys():
             return Judgement(f"{told}: peer …{culprit[-8:]} had a share whenever they differed, and sums nothing now")
-        self._found = len(digests)  # nobody else is left to sum: only the members can be asked now
+        self._found = len(digests)  # no other peer is left to sum: only members can be at fault
         self._barred.clear()
         return Judgement(told)
 

@@ -1,7 +1,7 @@
-"""Blame for a step that is not made: whose fault a failed attempt or a missing microbatch is, and what follows.
+"""Blame for a step that is not made: the peer at fault for a failed attempt or a missing microbatch, and the penalty.
 
 Evidence, not claims. What a member reports as missing counts only within what it was assigned, and then a receipt
-decides the fault: the holder's, when it signed one in its present session; nobody's, when in an earlier session; else
+decides the fault: the holder's, when it signed one in its present session; no peer's, when in an earlier session; else
 the trainer's that credited it. Newcomers, which have not yet helped to make a step, go at once and wait (`Probation`);
 others are put aside as they fail (`Standing`); trainers get less to do. The conductor, which owns the members, takes
 from here the members to let go of (`aside`) and whether the batch shrank.
@@ -35,7 +35,7 @@ class Blame:
         self._refusals: dict[str, set[str]] = {}  # member -> trainers whose microbatches it could not sum
         self.aside: list[PutAside] = []  # members that the conductor is to let go of: it takes them from here
         self.shrank = False  # microbatches were dropped: the batch is not whole; the conductor takes this too
-        self.out: list[Output] = []  # notes, among what else there is to do
+        self.out: list[Output] = []  # notes, in one list with the outputs of `Closing`
 
     def note(self, text: str) -> None:
         """A note for the log."""
@@ -47,7 +47,7 @@ class Blame:
         return self._standing.banned(peer, now) or (newcomer and self._probation.waits(now, peer))
 
     def step_made(self) -> None:
-        """A step was made: everybody's strikes fade."""
+        """A step was made: all strikes fade."""
         self._standing.step_made()
         self._refusals.clear()
 

@@ -40,7 +40,7 @@ from peerd.machine.swarm.revisions import Versions
 from peerd.machine.swarm.roster import Roster
 
 _IDLE_S = 5.0  # between looks where nothing is due
-_LATE_LOOK_S = 1.0  # between looks at a whole batch: somebody may be late
+_LATE_LOOK_S = 1.0  # between looks at a full batch: a trainer may be late
 _NAMED_LATE = 3  # of the trainers that a step waits for
 
 
@@ -141,7 +141,7 @@ class Conductor:
 
     @property
     def newest(self) -> tuple[int, int]:
-        """Versions of all that trainers and members see: nobody has news while these stay."""
+        """Versions of all that trainers and members see: there is no news while these stay."""
         return self._versions.newest, self.roster.version
 
     def is_member(self, peer: str, session: int) -> bool:
@@ -305,7 +305,7 @@ class Conductor:
         for peer, entry in members:
             if entry.position != target:
                 self.batches.lose(peer, now)
-        if not stepped:  # else trainers and we know better than what members said once
+        if not stepped:  # else trainers and we know more than members' hellos
             self.batches.adopt(now, {peer: entry for peer, entry in members if entry.position == target})
         self._versions.change_all()
         self.roster.change()

@@ -6,7 +6,7 @@
     MOVING -> COMPLETE                      the last step is made
     any -> GATHERING                        nothing is certain but what members say
 
-`Course` holds the phase and the positions that belong to it, and nothing of members but who is on its way. Invariant
+`Course` holds the phase and the positions that belong to it, and of members only those under way. Invariant
 (`check`): a phase follows another only as in `NEXT`; CLOSING and MOVING have a target; only a move has movers.
 """
 

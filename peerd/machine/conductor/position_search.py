@@ -31,7 +31,7 @@ class PositionSearch:
         self.established = Established(origin.own, origin.established)
         self.announced_step = 0  # newest step reported of a peer out of reach: counts for a while
         self.kept_step = 0  # newest step that a reachable peer keeps
-        self.lost = False  # every stage has members, and they cannot go on with what they have
+        self.lost = False  # True: every stage has members, and there is no common position to go on from
 
     # --- what is heard ----------------------------------------------------------------------------------------
 
@@ -53,11 +53,11 @@ class PositionSearch:
         self._gathering.begin(now)
 
     def arrived(self) -> None:
-        """All stand at one position: no stage lacks it."""
+        """All members have one position: no stage lacks it."""
         self._broken_since = None
 
     def look(self, now: float) -> None:
-        """Time passed: hearsay grows old."""
+        """Time passed: hearsay expires."""
         self._believes_hearsay = self._gathering.believes_hearsay(now)
 
     # --- what follows -----------------------------------------------------------------------------------------

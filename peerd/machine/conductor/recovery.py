@@ -5,7 +5,7 @@ conductor knows counts only when enough established members claim it: more than 
 part in a commit, or that the conductor before named, present or not (`Established`). Where none are known (a cold
 start) it needs more than a third of the stage's members that are anywhere but at the start, so that the lone survivor
 of a run counts, and one liar among three does not. Positions behind what the conductor knows, and the start, need no
-quorum: they take nobody ahead.
+quorum: they take no member ahead.
 Hostile input: any position, in hellos of any peer. A claim that does not count makes its member one that is not ready.
 """
 
@@ -67,7 +67,7 @@ class Knowledge:
     first_save: int  # the first step after which peers write checkpoints
     established: Established
     known: Position | None
-    announced: int  # the newest step that anyone out of reach is believed to be at, or to keep the checkpoints of
+    announced: int  # the newest step believed of a peer out of reach, or of kept checkpoints
 
     def ahead(self, position: Position) -> bool:
         """True when the position needs a quorum: it is not behind what the conductor knows."""

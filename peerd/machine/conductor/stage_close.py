@@ -34,7 +34,7 @@ class Closing:
         self._grouping = Grouping(roster.lines, config.group_size)
         self._agreements = [Agreement() for _ in range(config.stages)]
         self._step = 0  # the batch's
-        self._out = blame.out  # one list: what is noted stands before what follows from it
+        self._out = blame.out  # one list: a note stands before the orders that follow from it
         self.stages = [StageClose() for _ in range(config.stages)]
         self.changed = False  # what trainers see has changed; the conductor takes this from here
 
@@ -159,7 +159,7 @@ class Closing:
         if end.ok:
             self._ok(now, close, end)
         elif self.blame.newcomers(close.group, [end.peer]):
-            self.blame.let_go(now, end.peer, "failed averaging")  # and what it says of others is not heard
+            self.blame.let_go(now, end.peer, "failed averaging")  # and its report of others is ignored
             self._fail(now, close)
         else:
             self._not_ok(now, close, end)

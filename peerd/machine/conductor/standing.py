@@ -102,7 +102,7 @@ class Standing:
             del self._pairs[pair]
         parties = frozenset[str]().union(*tired)
         peer = max(parties, key=lambda p: (self._weight(p), -self._turns[p], since(p), p))
-        if members == 2:  # nobody else can ever say more: in turns, whatever was said before
+        if members == 2:  # no third member can ever decide it: in turns, whatever was said before
             peer = max(parties, key=lambda p: (-self._turns[p], since(p), p))
         self._turns[peer] += 1
         self._waiting.add(peer)
