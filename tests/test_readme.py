@@ -80,13 +80,17 @@ def test_every_protocol_of_ours_is_in_the_table() -> None:
     assert set(re.findall(r"\| `/peerd/([a-z]+/\d+)`", page)) == methods
 
 
-def test_the_example_role_can_be_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    code = (ROOT / "roles/README.md").read_text("utf-8").partition("```python\n")[2].partition("```")[0]
-    (tmp_path / "hello.py").write_text(code)
+@pytest.mark.parametrize(("number", "target", "needs_run"), [(0, "hello:Hello", False), (1, "observer:Observer", True)])
+def test_the_example_roles_can_be_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, target: str, needs_run: bool
+) -> None:
+    code = re.findall(r"```python\n(.*?)```", (ROOT / "roles/README.md").read_text("utf-8"), re.DOTALL)[number]
+    name = target.partition(":")[0]
+    (tmp_path / f"{name}.py").write_text(code)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     try:
-        cls = registry.load("hello:Hello")
-        assert (cls.name, cls.needs_run) == ("hello", False)
+        cls = registry.load(target)
+        assert (cls.name, cls.needs_run) == (name, needs_run)
     finally:
-        sys.modules.pop("hello", None)
+        sys.modules.pop(name, None)
