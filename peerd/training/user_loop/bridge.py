@@ -1,8 +1,8 @@
-"""A bridge between a plain thread and a trio loop: jobs go to the loop, permissions and failures come back.
+"""Bridge between a plain thread and a trio loop: jobs go to the loop, permissions and failures come back.
 
 The thread waits on a queue of its own, never inside trio, so that Ctrl+C reaches it at any time; a thread that is
-interrupted while it waits says so to the loop, and is let go within a bounded time. Nothing here knows what the two
-have to do with each other.
+interrupted while it waits tells the loop, and is let go within a bounded time. Independent of the jobs and of the
+reason to wait.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from typing import Final
 
 import trio
 
-_RETREAT_S: Final = 10.0  # for what the loop has under way when the thread is interrupted
+_RETREAT_S: Final = 10.0  # for the loop's work under way when the thread is interrupted
 
 
 class LoopBridge:
-    """One thread's. `interrupted` runs on the loop when the thread stopped waiting; it sets the event to let it go."""
+    """The bridge of one thread. `interrupted` runs on the loop when the thread stopped waiting; its event ends that."""
 
     def __init__(self, interrupted: Callable[[threading.Event], None]) -> None:
         self._interrupted = interrupted
@@ -30,13 +30,13 @@ class LoopBridge:
     # --- the thread ---------------------------------------------------------------------------------------------
 
     def call(self, job: Callable[[], None]) -> None:
-        """Run a job on the loop, soon; raises what the thread was told that the loop failed with."""
+        """Run a job on the loop, soon; raises the failure that an earlier wait raised, if any."""
         if self._failure is not None:
             raise self._failure
         self.send(job)
 
     def wait(self) -> None:
-        """Wait until the loop lets the thread go; raises the failure that it was told instead."""
+        """Wait until the loop lets the thread go; raises the loop's failure instead, if there is one."""
         with ExitStack() as interrupted:
             interrupted.callback(self._retreat)
             answer = self._answers.get()
