@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.test_processes import soon, step_of
+from tests.kit.amount import few, thorough
 from tests.kit.averagers import PHASES, Averager, averagers, expected, order
 from tests.kit.processes import Process, processes, run_file
 
@@ -50,12 +51,21 @@ def assert_goes_on_without(others: list[Averager]) -> None:
     assert not [child.said for child in others if "Traceback" in child.said]
 
 
-@pytest.mark.parametrize("number", SIGNALS, ids=lambda number: number.name)
+LOST = [
+    *(("node", phase) for phase in PHASES),
+    *(("client", phase) for phase in ("before", "sending")),
+    *(("helper", phase) for phase in ("before", "reducing", "answer")),
+]
+
+
 @pytest.mark.parametrize(
-    ("part", "phase"),
-    [("node", phase) for phase in PHASES]
-    + [("client", phase) for phase in ("before", "sending")]
-    + [("helper", phase) for phase in ("before", "reducing", "answer")],
+    ("part", "phase", "number"),
+    few(
+        [(*lost, number) for lost in LOST for number in SIGNALS],
+        ("node", "sending", signal.SIGKILL),
+        ("node", "answer", signal.SIGSTOP),
+    ),
+    ids=lambda told: told.name if isinstance(told, signal.Signals) else told,
 )
 def test_a_member_is_lost_in_a_phase_and_the_others_end_in_time(
     tmp_path: Path, part: str, phase: str, number: signal.Signals
@@ -73,7 +83,7 @@ def test_a_member_is_lost_in_a_phase_and_the_others_end_in_time(
         assert_goes_on_without(others)
 
 
-@pytest.mark.parametrize("victim", [0, 2], ids=["the conductor", "another"])
+@pytest.mark.parametrize("victim", [pytest.param(0, id="the conductor"), thorough(2, id="another")])
 def test_a_replica_is_killed_in_mid_step_and_nothing_is_lost(tmp_path: Path, victim: int) -> None:
     """Three replicas of a whole model, real peers; the first one conducts."""
     extra = f"averaging: {{sender_timeout_s: {SENDER_TIMEOUT_S}}}\noptimizer: {{total_steps: {STEPS}}}\n"

@@ -37,6 +37,7 @@ def start(started: Processes, file: Path) -> tuple[Process, str]:
     return backbone, backbone.address()
 
 
+@pytest.mark.thorough
 def test_invited_peers_train_while_others_are_refused_and_a_revoked_one_is_dropped(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

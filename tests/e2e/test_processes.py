@@ -116,6 +116,7 @@ def test_a_run_that_lost_all_its_peers_goes_on_from_what_a_backbone_kept(tmp_pat
         reaches(trainer, kept + 3)
 
 
+@pytest.mark.thorough
 def test_a_whole_swarm_that_was_killed_goes_on_from_its_checkpoints(tmp_path: Path) -> None:
     file = run_file(tmp_path)
     with processes(tmp_path) as started:

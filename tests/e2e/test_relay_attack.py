@@ -88,6 +88,7 @@ async def a_host(nursery: trio.Nursery, ip: str, relay: PeerId, addr: str) -> tu
     return host, circuits
 
 
+@pytest.mark.thorough
 async def test_honest_circuits_over_sockets_keep_their_rate_under_attack() -> None:
     got: dict[PeerId, int] = {}
     flowing = trio.Event()

@@ -6,6 +6,7 @@ What takes long and is proven by a quicker test as well is marked `thorough`, an
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
 import pytest
@@ -26,3 +27,15 @@ def examples(most: int) -> int:
 def mutations(most: int) -> int:
     """Number of mutated inputs that a decoder gets, of so many at most."""
     return most if ALL else max(50, most // 20)
+
+
+def few(cases: Iterable[tuple[Any, ...]], *kept: tuple[Any, ...]) -> list[Any]:
+    """Cases for `parametrize` of which all but those `kept` are left to `make test-all`."""
+    every = list(cases)
+    assert set(kept) <= set(every), "a case is kept that there is none of"
+    return [case if case in kept else thorough(*case) for case in every]
+
+
+def some(values: Sequence[Any], count: int) -> list[Any]:
+    """Values for `parametrize` of which all but the first `count` are left to `make test-all`."""
+    return [*values[:count], *(thorough(value) for value in values[count:])]

@@ -18,6 +18,7 @@ from peerd.machine.averaging.allreduce import AveragingPlan
 from peerd.service.averaging.allreduce import Averaging
 from roles.backbone import BackboneRole
 from roles.trainer import TrainerRole
+from tests.kit.amount import thorough
 from tests.kit.exact import STEPS, Batches, differences, plain_torch, run_file, write_texts
 from tests.kit.training import Peer, Swarm, all_finished, swarm
 
@@ -69,7 +70,7 @@ async def replicas(s: Swarm, run: RunFile, sums: Sums) -> list[Peer]:
     return peers
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("dtype", [thorough("float32"), "float64"])
 async def test_nine_replicas_in_a_grid_train_like_one_process(
     tmp_path: Path, batches: Batches, monkeypatch: pytest.MonkeyPatch, dtype: str
 ) -> None:
@@ -87,7 +88,7 @@ async def test_nine_replicas_in_a_grid_train_like_one_process(
         assert differences(run, plain, [module]) == []
 
 
-@pytest.mark.parametrize("code", ["int8", "powersgd"])
+@pytest.mark.parametrize("code", ["int8", thorough("powersgd")])
 async def test_replicas_in_a_grid_stay_equal_though_gradients_are_coded(
     tmp_path: Path, batches: Batches, monkeypatch: pytest.MonkeyPatch, code: str
 ) -> None:

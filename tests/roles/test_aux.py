@@ -51,6 +51,7 @@ async def test_a_helper_sums_for_replicas_with_slow_lines_and_changes_no_bit(tmp
         assert differences(run, plain, [module]) == []
 
 
+@pytest.mark.thorough
 async def test_a_helper_that_vanishes_is_done_without(tmp_path: Path, batches: Batches) -> None:
     run = run_file("sgd", "float64", write_texts(tmp_path), stages=1)
     async with swarm(tmp_path / "peers") as s:

@@ -181,6 +181,7 @@ async def kept_by(s: Swarm, run: RunFile, backbones: int) -> int:
     return max(common())
 
 
+@pytest.mark.thorough
 async def test_a_fresh_peer_does_not_begin_at_the_start_when_nobody_can_give_what_is_kept(
     tmp_path: Path, run: RunFile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -199,6 +200,7 @@ async def test_a_fresh_peer_does_not_begin_at_the_start_when_nobody_can_give_wha
         assert "no position that every stage can reach" in str(fresh[0].role.status()["waits_for"])
 
 
+@pytest.mark.thorough
 async def test_a_backbone_that_gives_wrong_bytes_is_refused_and_named(
     tmp_path: Path, run: RunFile, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -18,6 +18,7 @@ from peerd.service.state.snapshot import Giving
 from roles.backbone import BackboneRole
 from roles.stage import StageRole
 from roles.trainer import TrainerRole
+from tests.kit.amount import thorough
 from tests.kit.exact import write_texts
 from tests.kit.training import Peer, Swarm, events, pinned, small_run, swarm
 
@@ -82,7 +83,9 @@ def told(peer: Peer, name: str) -> list[dict[str, Any]]:
     return [event for event in peer.log.recent(500) if event["name"] == name]
 
 
-@pytest.mark.parametrize(("code", "delayed"), [("none", False), ("int8", False), ("powersgd", False), ("none", True)])
+@pytest.mark.parametrize(
+    ("code", "delayed"), [thorough("none", False), ("int8", False), thorough("powersgd", False), thorough("none", True)]
+)
 async def test_a_download_that_spans_many_steps_is_not_begun_anew(
     tmp_path: Path, run: RunFile, line: SlowLine, code: Any, delayed: bool
 ) -> None:

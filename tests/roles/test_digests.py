@@ -15,6 +15,7 @@ from peerd.service.rpc.rpc import Answer, Incoming
 from peerd.training.stage.orders import PostOrders
 from roles.backbone import BackboneRole
 from roles.trainer import TrainerRole
+from tests.kit.amount import thorough
 from tests.kit.exact import run_file, write_texts
 from tests.kit.training import all_finished, swarm
 
@@ -28,12 +29,11 @@ pytestmark = [
 @pytest.mark.parametrize(
     "averaging",
     [
-        AveragingSection(),
-        AveragingSection(code="int8"),
-        AveragingSection(code="powersgd", rank=2),
-        AveragingSection(group_size=3),  # four make a grid of two by two
+        thorough(AveragingSection(), id="lossless"),
+        pytest.param(AveragingSection(code="int8"), id="int8"),
+        thorough(AveragingSection(code="powersgd", rank=2), id="powersgd"),
+        thorough(AveragingSection(group_size=3), id="grid"),  # four make a grid of two by two
     ],
-    ids=["lossless", "int8", "powersgd", "grid"],
 )
 async def test_all_members_say_one_digest_of_one_attempt(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, averaging: AveragingSection

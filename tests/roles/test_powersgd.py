@@ -19,6 +19,7 @@ from peerd.core.runfile import AveragingSection, CheckpointSection, OptimizerSec
 from roles.aggregator import AuxRole
 from roles.backbone import BackboneRole
 from roles.trainer import TrainerRole
+from tests.kit.amount import thorough
 from tests.kit.exact import Batches, run_file, write_texts
 from tests.kit.training import Peer, Swarm, all_finished, events, swarm, with_line
 
@@ -60,6 +61,7 @@ def loss_of(module: StageModule, text: Path) -> float:
     return module.loss(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
 
 
+@pytest.mark.thorough
 async def test_replicas_agree_and_learn_as_with_whole_gradients(tmp_path: Path, batches: Batches) -> None:
     texts = write_sentences(tmp_path)
     ends: dict[str, float] = {}
@@ -85,7 +87,7 @@ async def test_replicas_agree_and_learn_as_with_whole_gradients(tmp_path: Path, 
         assert not torch.equal(q, done[0].low_rank.state()[name]), f"{name} is as it was at the start"
 
 
-@pytest.mark.parametrize("delayed", [False, True], ids=["at once", "delayed"])
+@pytest.mark.parametrize("delayed", [thorough(False, id="at once"), pytest.param(True, id="delayed")])
 async def test_survivors_and_a_newcomer_have_the_same_bits(tmp_path: Path, batches: Batches, delayed: bool) -> None:
     """Parameters, moments and Q: `StageModule.digest` is of them all."""
     run = run_with(LOW_RANK, write_texts(tmp_path), STEPS_FOR_A_NEWCOMER)
@@ -107,6 +109,7 @@ async def test_survivors_and_a_newcomer_have_the_same_bits(tmp_path: Path, batch
     assert any(module.step == STEPS_FOR_A_NEWCOMER for module in modules)
 
 
+@pytest.mark.thorough
 async def test_a_helper_takes_part_in_both_sums_and_changes_no_bit(tmp_path: Path, batches: Batches) -> None:
     run = run_with(LOW_RANK, write_texts(tmp_path))
     async with swarm(tmp_path / "peers") as s:
@@ -126,6 +129,7 @@ async def test_a_helper_takes_part_in_both_sums_and_changes_no_bit(tmp_path: Pat
     assert rounds * 0.5 * whole < status["aggregated_bytes"] <= rounds * whole * 1.01, status
 
 
+@pytest.mark.thorough
 async def test_a_swarm_goes_on_from_its_checkpoints_with_the_q_of_that_step(
     tmp_path: Path, batches: Batches, monkeypatch: pytest.MonkeyPatch
 ) -> None:
