@@ -9,8 +9,12 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 TORCH_INDEX ?=
 INSTALL := $(PIP) install --quiet -c constraints.txt $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 FAST := -m "not slow and not interop and not socket"
-# Virtual time does not mind who else computes. Real time does: what opens sockets has the machine for itself, afterwards.
-SIDE_BY_SIDE := -n logical --maxprocesses 8 --dist worksteal -m "not socket"
+# Virtual time does not mind who else computes. Of what opens sockets, most waits more than it computes; what measures
+# has the machine for itself.
+VIRTUAL := -n logical --maxprocesses 8 --dist worksteal -m "not socket"
+SOCKETS := -n 3 --dist worksteal -m "socket and not (alone or lab or interop)"
+ALONE := -m "alone and not (lab or interop)"
+ALONE_ALL := -m "alone or lab or interop"
 NONE_CHOSEN := 5
 KERNELS := $(wildcard peerd/compute/kernels/*.cpp peerd/compute/kernels/*.h)
 ARGS ?=
@@ -42,13 +46,15 @@ run: $(VENV)/.installed  ## train a swarm on this machine and watch it (options:
 	$(BIN)/peerd demo $(ARGS)
 
 test: $(VENV)/.installed-dev  ## the whole product in some minutes; what takes long is left to test-all
-	$(BIN)/python -m pytest $(SIDE_BY_SIDE) $(ARGS) || [ $$? = $(NONE_CHOSEN) ]
-	$(BIN)/python -m pytest -m "socket and not lab and not interop" $(ARGS) || [ $$? = $(NONE_CHOSEN) ]
+	$(BIN)/python -m pytest $(VIRTUAL) $(ARGS) || [ $$? = $(NONE_CHOSEN) ]
+	$(BIN)/python -m pytest $(SOCKETS) $(ARGS) || [ $$? = $(NONE_CHOSEN) ]
+	$(BIN)/python -m pytest $(ALONE) $(ARGS) || [ $$? = $(NONE_CHOSEN) ]
 
 test-all: $(VENV)/.installed-dev  ## everything there is: network lab, foreign libp2p peers, many examples and mutations
 	-@$(BIN)/python scripts/foreign/setup.py
-	PEERD_TEST_ALL=1 $(BIN)/python -m pytest $(SIDE_BY_SIDE) $(ARGS) || [ $$? = $(NONE_CHOSEN) ]
-	PEERD_TEST_ALL=1 $(BIN)/python -m pytest -m socket $(ARGS) || [ $$? = $(NONE_CHOSEN) ]
+	PEERD_TEST_ALL=1 $(BIN)/python -m pytest $(VIRTUAL) $(ARGS) || [ $$? = $(NONE_CHOSEN) ]
+	PEERD_TEST_ALL=1 $(BIN)/python -m pytest $(SOCKETS) $(ARGS) || [ $$? = $(NONE_CHOSEN) ]
+	PEERD_TEST_ALL=1 $(BIN)/python -m pytest $(ALONE_ALL) $(ARGS) || [ $$? = $(NONE_CHOSEN) ]
 
 check: lint types fast  ## what to run before a commit: lint, types, fast tests
 

@@ -15,7 +15,7 @@ from tests.kit.amount import few, thorough
 from tests.kit.averagers import PHASES, Averager, averagers, expected, order
 from tests.kit.processes import Process, processes, run_file
 
-pytestmark = [pytest.mark.slow, pytest.mark.socket, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.slow, pytest.mark.socket, pytest.mark.alone, pytest.mark.timeout(120)]
 
 SENDER_TIMEOUT_S = 2.0
 STEPS = 60

@@ -17,6 +17,7 @@ TRANSPORT = {"stream_mb_s", "raw_tcp_mb_s", "noise_frames_mb_s", "cpu_s_per_gb",
 
 @pytest.mark.slow
 @pytest.mark.socket
+@pytest.mark.alone
 def test_the_transport_benchmark_prints_its_figures(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -38,6 +39,7 @@ def test_the_transport_benchmark_prints_its_figures(
 
 @pytest.mark.slow
 @pytest.mark.socket
+@pytest.mark.alone
 def test_the_grids_benchmark_prints_its_figures(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

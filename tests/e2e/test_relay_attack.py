@@ -26,6 +26,7 @@ from tests.kit.relay_process import CONFIG, FromPlace
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.socket,
+    pytest.mark.alone,
     pytest.mark.skipif(sys.platform != "linux", reason="needs all of 127.0.0.0/8, and /proc"),
 ]
 ROOT = Path(__file__).resolve().parents[2]

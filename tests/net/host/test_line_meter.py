@@ -30,6 +30,7 @@ def known() -> bool:
 
 @pytest.mark.slow
 @pytest.mark.socket
+@pytest.mark.alone
 async def test_both_ends_measure_what_passes_and_not_what_stays_in_the_machine() -> None:
     if not known():
         pytest.skip("this system does not say what was acknowledged")

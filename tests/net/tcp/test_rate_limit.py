@@ -50,21 +50,25 @@ class _Paced(TransportCompliance):
 
 
 @pytest.mark.socket
+@pytest.mark.alone
 class TestBothLimited(_Paced):
     limits = LimitsSection(upload_mbit=400, download_mbit=400)
 
 
 @pytest.mark.socket
+@pytest.mark.alone
 class TestUploadLimited(_Paced):
     limits = LimitsSection(upload_mbit=400)
 
 
 @pytest.mark.socket
+@pytest.mark.alone
 class TestDownloadLimited(_Paced):
     limits = LimitsSection(download_mbit=400)
 
 
 @pytest.mark.socket
+@pytest.mark.alone
 async def test_without_limits_there_is_nothing_on_the_way() -> None:
     async with two_ends(LimitsSection()) as ends:
         assert type(ends.near) is TcpLink
@@ -72,6 +76,7 @@ async def test_without_limits_there_is_nothing_on_the_way() -> None:
 
 @pytest.mark.slow
 @pytest.mark.socket
+@pytest.mark.alone
 @pytest.mark.parametrize("known", [True, False])
 async def test_what_passes_in_half_a_second_is_what_the_limits_allow(
     known: bool, monkeypatch: pytest.MonkeyPatch
@@ -168,6 +173,7 @@ async def test_closing_ends_the_wait_for_a_turn(autojump_clock: trio.testing.Moc
 
 
 @pytest.mark.socket
+@pytest.mark.alone
 async def test_a_slow_line_is_given_small_batches() -> None:
     async with two_ends(LimitsSection(upload_mbit=1)) as ends:
         near, far = ends.near, ends.far
@@ -177,6 +183,7 @@ async def test_a_slow_line_is_given_small_batches() -> None:
 
 
 @pytest.mark.socket
+@pytest.mark.alone
 async def test_the_system_counts_what_a_connection_costs() -> None:
     async with two_ends(LimitsSection(upload_mbit=1000)) as ends:
         assert isinstance(ends.near, PacedLink)
@@ -237,6 +244,7 @@ def test_without_a_limit_a_thread_reads_at_once() -> None:
 
 @pytest.mark.slow
 @pytest.mark.socket
+@pytest.mark.alone
 @pytest.mark.parametrize("way", ["into", "out of"])
 async def test_strangers_who_fill_the_line_leave_it_to_members(way: str) -> None:
     """Three strangers at another address and one member all move as much as they can, over the host's limited line."""
