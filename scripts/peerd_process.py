@@ -60,7 +60,7 @@ class PeerdProcess:
         return {}
 
     def role(self) -> dict[str, Any]:
-        """What its first role says of itself."""
+        """Status of its first role."""
         found: dict[str, Any] = (self.status().get("roles") or [{}])[0]
         return found
 

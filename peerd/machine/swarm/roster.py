@@ -121,7 +121,7 @@ class Roster:
         return entry.session if (entry := self.entries.get(peer)) is not None else None
 
     def since(self, peer: str) -> float:
-        """When a member joined its stage; 0 where it is none."""
+        """The moment at which a member joined its stage; 0 where it is none."""
         return entry.since if (entry := self.entries.get(peer)) is not None else 0.0
 
     def of_stage(self, stage: int) -> list[str]:
