@@ -210,14 +210,32 @@ def test_each_package_imports_only_what_the_table_says(file: Path) -> None:
             assert theirs in PACKAGES.get(package, set()), f"{name_of(file)} imports {name_of(other)}"
 
 
-def test_no_files_import_each_other_in_a_circle() -> None:
+def in_a_circle() -> list[str]:
+    """Files of peerd that import each other in a circle, or stand above one."""
     left = {file: files_imported(file) for file in sources("peerd")}
     # peerd.AveragingOptimizer is imported when it is asked for, which nothing inside does.
     left[ROOT / "peerd/__init__.py"].discard(ROOT / "peerd/library.py")
     while free := [file for file, needs in left.items() if not needs & left.keys()]:
         for file in free:
             del left[file]
-    assert not left, f"in a circle, or above one: {sorted(map(name_of, left))}"
+    return sorted(map(name_of, left))
+
+
+def test_no_files_import_each_other_in_a_circle() -> None:
+    assert in_a_circle() == []
+
+
+def test_the_house_at_a_glance() -> None:
+    """Run with `-s` to read it."""
+    folders = Counter(file.parent for file in sources("peerd", "roles"))
+    (largest, files), *_ = folders.most_common(1)
+    print(f"\nlayers {len(LAYERS)}: {', '.join(LAYERS)}")
+    print(f"packages that use others of their layer, {len(PACKAGES)}: {', '.join(PACKAGES)}")
+    print(f"files in import circles: {', '.join(in_a_circle()) or 'none'}")
+    names = Counter(name for file in sources("peerd") for name in public_classes(file))
+    print(f"class names that stand for two things: {', '.join(n for n, c in names.items() if c > 1) or 'none'}")
+    print(f"largest folder: {name_of(largest)}, {files} files")
+    assert set(PACKAGES) <= {package_of(file) for file in sources("peerd")}
 
 
 def test_no_folder_is_crowded() -> None:
@@ -230,12 +248,15 @@ def test_a_module_name_is_unique_inside_its_layer() -> None:
     assert [name for name, count in names.items() if count > 1] == []
 
 
+def public_classes(file: Path) -> list[str]:
+    return [n.name for n in parsed(file).body if isinstance(n, ast.ClassDef) and not n.name.startswith("_")]
+
+
 def test_a_public_class_name_stands_for_one_thing() -> None:
     found = defaultdict(list)
     for file in sources("peerd"):
-        for node in parsed(file).body:
-            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
-                found[node.name].append(name_of(file))
+        for name in public_classes(file):
+            found[name].append(name_of(file))
     assert {name: files for name, files in found.items() if len(files) > 1} == {}
 
 
