@@ -68,10 +68,13 @@ class AuxRole:
         """Help `stage`; returns when this process serves it itself."""
         self._session = session = ConductorSession(self._services, stage, self)
         self._waits_for = "the conductor"
-        with self._services.calls.helping(stage, StageHandlers(prepare=self._prepare)):
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(self._services.assembling().run, stage)
-                await session.run()
+        try:
+            with self._services.calls.helping(stage, StageHandlers(prepare=self._prepare)):
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(self._services.assembling().run, stage)
+                    await session.run()
+        finally:
+            self._session = None  # nobody says goodbye for a post that is the stage's own now
 
     async def leave(self) -> None:
         """Say goodbye: the next round is made without us."""

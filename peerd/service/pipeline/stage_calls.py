@@ -82,12 +82,12 @@ class StageCalls:
             self._posts[stage] = handlers
             if stage in self._helpers:
                 self._helpers[stage][1].cancel()
-            self._notify()
+            self._changed.notify()
             try:
                 yield
             finally:
                 del self._posts[stage]
-                self._notify()
+                self._changed.notify()
 
     @contextmanager
     def helping(self, stage: int, handlers: StageHandlers) -> Iterator[trio.CancelScope]:
@@ -100,9 +100,6 @@ class StageCalls:
                 yield scope
             finally:
                 del self._helpers[stage]
-
-    def _notify(self) -> None:
-        self._changed.notify()
 
     @contextmanager
     def _open(self) -> Iterator[None]:

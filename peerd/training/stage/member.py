@@ -27,6 +27,7 @@ class _Held:
 
     post: Post
     scope: trio.CancelScope = field(default_factory=trio.CancelScope)
+    begun: bool = False
     ended: trio.Event = field(default_factory=trio.Event)
 
 
@@ -63,8 +64,8 @@ class StageMember:
     async def leave(self) -> None:
         """Leave every post gracefully, all at once."""
         async with trio.open_nursery() as nursery:
-            for post in self.posts:
-                nursery.start_soon(post.leave)
+            for held in self._held.values():
+                nursery.start_soon(self._end, held)
 
     async def enter(self, stage: int) -> Post:
         """Serve `stage`, too, from now on; LocalError when this process does so already."""
@@ -75,15 +76,21 @@ class StageMember:
         held.post.stepped = self._stepped
         self._entered.set()
         await self._nursery.start(self._serve, held)
+        held.begun = True
         return held.post
 
     async def exit(self, stage: int) -> None:
         """Leave the post of `stage` gracefully, and serve it no more; returns when its task has ended."""
-        held = self._held[stage]
+        await self._end(self._held[stage])
+        del self._held[stage]
+
+    async def _end(self, held: _Held) -> None:
+        if not held.begun:
+            return  # nobody knows of it, and the task that begins it would miss it
         await held.post.leave()
         held.scope.cancel()
-        await held.ended.wait()
-        del self._held[stage]
+        await held.ended.wait()  # the record goes after it: a post announces itself as long as it runs
+        await self._services.directory.withdraw(held.post.stage)
 
     async def _serve(self, held: _Held, *, task_status: trio.TaskStatus[None]) -> None:
         try:

@@ -136,7 +136,6 @@ class Post:
         with trio.move_on_after(_LEAVE_PATIENCE_S):
             await self.saving.written()
         await self.session.say_goodbye()
-        await self._services.directory.withdraw(self.stage)
 
     # --- as its parts see it ----------------------------------------------------------------------------------
 

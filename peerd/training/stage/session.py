@@ -48,7 +48,7 @@ class Reporting(Protocol):
     """The post, as its session needs it."""
 
     def report(self, whole: bool) -> PostReport:
-        """The present state; without `whole`, `holdings` may be left out."""
+        """The present state, with `holdings` only in a `whole` report of a member."""
         ...
 
     def heard(self, answer: MemberAnswer, stated: Position) -> None:
@@ -104,7 +104,7 @@ class ConductorSession:
             self._changes, self._seen, self._resend = self._following.changes, 0, True
             self._listed.forget()
         whole, said = self._resend, self._post.report(self._resend)
-        has = said.holdings if whole else None
+        has = said.holdings
         news, self._line_said, self._stated = said.line != self._line_said, said.line, said.position
         return MemberSync(
             run=self._services.fingerprint,
