@@ -143,6 +143,14 @@ def test_an_empty_section_means_its_defaults(file: Path) -> None:
         ("run: x\nlimits: {keep_totals: 65}", ["limits.keep_totals is 65; allowed: 0 to 64"]),
         ("run: x\nlimits: {microbatches_in_flight: -1}", ["limits.microbatches_in_flight is -1; allowed: 0"]),
         ("run: x\nlimits: {stage: 1}", ["line 2: limits.stage is 1; allowed: 0 to pipeline.stages - 1 (0)"]),
+        (
+            "run: x\nlimits: {stage: []}",
+            ["limits.stage is []; allowed: 0", "or a list of 1 to 2 of them"],
+        ),
+        (
+            "run: x\nlimits: {stage: [0, 0]}",
+            ["limits.stage is [0, 0]; allowed: 0", "each once"],
+        ),
         ("run: x\nlimits: {upload_mbit: -2}", ["limits.upload_mbit is -2.0; allowed: 0 (no limit) to 1000000"]),
         ("run: x\nlimits: {relay: 1}", ["limits.relay"]),
         ("run: x\nevaluate: {samples: 0}", ["evaluate.samples is 0; allowed: 1 to 1048576"]),

@@ -20,6 +20,7 @@ from peerd.core.limits import (
     FRAME_BYTES,
     LAST_STEP,
     MICROBATCHES,
+    POSTS,
     RECORD_VALUE_BYTES,
     RPC_MESSAGE_FRAME_BYTES,
     STAGES,
@@ -145,9 +146,8 @@ class LimitsSection(Section, frozen=True):
 
     @property
     def stages(self) -> list[int]:
-        """The stages that `stage` names, each once, as they are named; empty: none."""
-        named = self.stage if isinstance(self.stage, list) else [] if self.stage is None else [self.stage]
-        return list(dict.fromkeys(named))
+        """The stages that `stage` names, in its order; empty: none."""
+        return self.stage if isinstance(self.stage, list) else [] if self.stage is None else [self.stage]
 
 
 class AccessSection(Section, frozen=True):
@@ -339,14 +339,12 @@ def _limits_faults(limits: LimitsSection, stages: int) -> list[tuple[str, str]]:
 
 
 def _posts_faults(limits: LimitsSection, stages: int) -> list[tuple[str, str]]:
-    told = limits.stage
-    if told is None or (
-        limits.stages
-        and len(limits.stages) == (len(told) if isinstance(told, list) else 1)
-        and all(0 <= stage < stages for stage in limits.stages)
-    ):
+    told, named = limits.stage, limits.stages
+    listed = isinstance(told, list)
+    once = len(set(named)) == len(named) and (not listed or 0 < len(named) <= POSTS)
+    if once and all(0 <= stage < stages for stage in named):
         return []
-    several = " or several of them, each once" if isinstance(told, list) else ""
+    several = f", or a list of 1 to {POSTS} of them, each once" if listed else ""
     return [("limits.stage", f"is {told}; allowed: 0 to pipeline.stages - 1 ({stages - 1}){several}")]
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import trio
 
 from peerd.core.errors import LocalError
+from peerd.core.limits import POSTS
 from peerd.core.messages.swarm import MemberInfo, Position
 from peerd.core.runfile import RunFile
 from peerd.machine.swarm.roster import START
@@ -72,6 +73,8 @@ class StageMember:
         assert self._nursery is not None
         if stage in self._held:
             raise LocalError(f"stage {stage} is served by this process already")
+        if len(self._held) >= POSTS:
+            raise LocalError(f"this process serves {POSTS} stages already")
         held = self._held[stage] = _Held(Post(self._ctx, self._services, stage, self._own))
         held.post.stepped = self._stepped
         self._entered.set()
