@@ -16,7 +16,7 @@ SOCKETS := -n 3 --dist worksteal -m "socket and not (alone or lab or interop)"
 ALONE := -m "alone and not (lab or interop)"
 ALONE_ALL := -m "alone or lab or interop"
 NONE_CHOSEN := 5
-KERNELS := $(wildcard peerd/compute/kernels/*.cpp peerd/compute/kernels/*.h)
+KERNELS := $(wildcard peerd/compute/kernels/source/*.cpp peerd/compute/kernels/source/*.h)
 ARGS ?=
 
 .DEFAULT_GOAL := help

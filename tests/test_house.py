@@ -227,8 +227,7 @@ def test_no_files_import_each_other_in_a_circle() -> None:
 
 def test_the_house_at_a_glance() -> None:
     """Run with `-s` to read it."""
-    folders = Counter(file.parent for file in sources("peerd", "roles"))
-    (largest, files), *_ = folders.most_common(1)
+    (largest, files), *_ = source_folders().most_common(1)
     print(f"\nlayers {len(LAYERS)}: {', '.join(LAYERS)}")
     print(f"packages that use others of their layer, {len(PACKAGES)}: {', '.join(PACKAGES)}")
     print(f"files in import circles: {', '.join(in_a_circle()) or 'none'}")
@@ -238,8 +237,14 @@ def test_the_house_at_a_glance() -> None:
     assert set(PACKAGES) <= {package_of(file) for file in sources("peerd")}
 
 
+def source_folders() -> Counter[Path]:
+    """Number of source files in each folder, in whatever language they are."""
+    found = [path for folder in ("peerd", "roles") for path in (ROOT / folder).rglob("*")]
+    return Counter(path.parent for path in found if path.suffix in {".py", ".cpp", ".cu", ".h"})
+
+
 def test_no_folder_is_crowded() -> None:
-    folders = Counter(file.parent for file in sources("peerd", "roles"))
+    folders = source_folders()
     assert {name_of(folder): count for folder, count in folders.items() if count > FILES_IN_A_FOLDER} == {}
 
 
@@ -437,7 +442,7 @@ def test_the_wheel_holds_all_of_peerd_and_roles_and_nothing_else(tmp_path: Path)
         held = set(wheel.namelist())
         points = wheel.read(next(name for name in held if name.endswith("entry_points.txt"))).decode()
     expected = {name_of(file) for file in sources("peerd", "roles")} | {"peerd/py.typed"}
-    kernels = ROOT / "peerd" / "compute" / "kernels"
+    kernels = ROOT / "peerd" / "compute" / "kernels" / "source"
     expected |= {name_of(file) for ending in ("cpp", "cu", "h") for file in kernels.glob(f"*.{ending}")}
     compiled = {name for name in held if re.fullmatch(r"peerd/compute/kernels/_blockwise\.[^/]+", name)}
     assert len(compiled) == (1 if compiler() else 0)

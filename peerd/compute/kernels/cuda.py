@@ -28,7 +28,7 @@ THREADS: Final = 256  # of a CUDA block
 TILE_VALUES: Final = 4096  # that a CUDA block takes at a time
 SUFFIXES: Final = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
 
-_FOLDER: Final = Path(__file__).parent
+_FOLDER: Final = Path(__file__).parent / "source"
 _SCALES: Final = ""  # stands for a code's name where scales alone are wanted
 _MEND: Final = {
     driver.NO_BINARY_FOR_GPU: "a newer torch may know this GPU",

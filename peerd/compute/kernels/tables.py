@@ -343,7 +343,9 @@ def dynamic_lut() -> list[int]:
 
 def c_header() -> str:
     """`tables.h`. Whoever includes it defines PEERD_TABLE, the storage class of the arrays, before."""
-    lines = ["/* Made from tables.py, where all is explained: python -m peerd.compute.kernels.tables > tables.h */"]
+    lines = [
+        "/* Made from tables.py, where all is explained: python -m peerd.compute.kernels.tables > source/tables.h */"
+    ]
     for name in ("SMALLEST", "LARGEST", "ONE", "INV127", "INV7", "INV448"):
         lines.append(f"#define PEERD_{name}_BITS 0x{globals()[f'{name}_BITS']:08X}u")
     lut = dynamic_lut()

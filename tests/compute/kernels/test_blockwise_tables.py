@@ -98,5 +98,5 @@ def test_no_bucket_of_the_look_up_holds_two_thresholds() -> None:
 
 
 def test_the_header_of_the_compiled_kernels_is_made_of_these_tables() -> None:
-    header = Path(tables.__file__).with_name("tables.h").read_text()
+    header = (Path(tables.__file__).with_name("source") / "tables.h").read_text()
     assert header == tables.c_header()

@@ -20,7 +20,7 @@ from peerd.compute.kernels import cuda
 from peerd.core.blockwise import code_bytes, scale_count
 
 HERE = Path(__file__).parent
-KERNELS = Path(cuda.__file__).parent
+KERNELS = Path(cuda.__file__).parent / "source"
 SOURCES = ("cuda_shim.cpp", "fake_cuda.cpp")
 FLAGS = ("-std=c++17", "-O1", "-fPIC", "-shared", "-pthread", "-ffp-contract=off", "-fno-strict-aliasing")
 WARNINGS = ("-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas")
