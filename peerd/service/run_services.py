@@ -107,7 +107,7 @@ class RunServices:
     @cached_property
     def calls(self) -> StageCalls:
         """The dispatch of `stage/3` calls to this peer's posts."""
-        return StageCalls(self._rpc, self.fingerprint)
+        return StageCalls(self._rpc, self.fingerprint, lambda: self.following.conductor)
 
     @cached_property
     def averaging(self) -> Averaging:

@@ -3,7 +3,8 @@
 One process may hold several posts: stages that it serves, and stages whose sums it helps to make. The methods are
 served from the first post's beginning to the last one's end. In one stage a peer is a member or a helper, never both:
 a helper gives way to a post that serves the same stage. Hostile calls: calls of another run, to stages that are not
-served here, or of methods that the post does not answer, are refused before their frames are received.
+served here, of methods that the post does not answer, and orders of a peer that does not conduct in this peer's eyes,
+are refused before their frames are received.
 """
 
 from __future__ import annotations
@@ -51,10 +52,10 @@ class StageHandlers:
 
 
 class StageCalls:
-    """The posts of this peer in one run."""
+    """The posts of this peer in one run. `conductor`: the peer whose orders are taken; None: nobody's."""
 
-    def __init__(self, rpc: Rpc, fingerprint: bytes) -> None:
-        self._rpc, self._fingerprint = rpc, fingerprint
+    def __init__(self, rpc: Rpc, fingerprint: bytes, conductor: Callable[[], PeerId | None]) -> None:
+        self._rpc, self._fingerprint, self._conductor = rpc, fingerprint, conductor
         self._posts: dict[int, StageHandlers] = {}
         self._helpers: dict[int, tuple[StageHandlers, trio.CancelScope]] = {}
         self._changed = Signal()  # set when a post begins or ends
@@ -114,26 +115,27 @@ class StageCalls:
             if not self._posts and not self._helpers:
                 self._rpc.unserve("stage/3")
 
-    def _find(self, name: str, body: Any) -> Handler:
+    def _find(self, name: str, peer: PeerId, body: Any) -> tuple[StageHandlers, Handler]:
+        """The post that a call is for, and what it answers such a call with; raises Refused."""
         if body.run != self._fingerprint:
             raise Refused("your run file differs from this run's")
+        if _METHODS[name][1] is _ORDERS and peer != self._conductor():
+            raise Refused("this peer does not follow you")
         helper = self._helpers.get(body.stage)
         post = self._posts.get(body.stage) or (helper[0] if helper is not None else None)
         handler: Handler | None = getattr(post, name, None)
-        if handler is None:
+        if post is None or handler is None:
             told = f"stage {', '.join(map(str, self.stages))}" if self._posts else "no stage"
             raise Refused(f"this peer serves {told}; the call is for stage {body.stage}")
-        return handler
+        return post, handler
 
     async def _answer(self, name: str, call: Incoming[Any]) -> Answer[Any]:
-        return await self._find(name, call.body)(call)
+        _, handler = self._find(name, call.peer, call.body)
+        return await handler(call)
 
     def _objection(self, name: str, peer: PeerId, body: Any) -> PeerdError | None:
         try:
-            self._find(name, body)
+            post, _ = self._find(name, peer, body)
         except Refused as error:
             return error
-        post = self._posts.get(body.stage)
-        if name != "backward" or post is None or post.objection is None:
-            return None
-        return post.objection(peer, body)
+        return post.objection(peer, body) if name == "backward" and post.objection is not None else None

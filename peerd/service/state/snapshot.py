@@ -26,7 +26,7 @@ from peerd.core.messages.swarm import Position, StateRequest
 from peerd.core.work import Worker
 from peerd.service.rpc.rpc import Rpc
 from peerd.service.state.fetch import BegunDownload, Donors, Fetching, FetchPlan, FetchReport
-from peerd.service.state.serve import KEPT, STATE, Freeze, Giving, Methods, Reached
+from peerd.service.state.serve import KEPT, STATE, Freeze, Giving, Methods
 
 __all__ = ["KEPT", "Donors", "FetchReport", "Fetcher", "Freeze", "Giving", "Snapshots", "StateItem"]
 
@@ -111,15 +111,3 @@ class Snapshots(Fetcher):
         self.totals = Fetcher(rpc, rng)
         self.totals._shunned = self._shunned  # a donor that lies about one thing is not asked for another
         self.totals._paces = self._paces
-
-    def offer(
-        self,
-        fingerprint: bytes,
-        stage: int,
-        freeze: Freeze,
-        worker: Worker,
-        standing: Callable[[], Position],
-        reached: Reached,
-    ) -> None:
-        """As `Giving.offer`."""
-        self.giving.offer(fingerprint, stage, freeze, worker, standing, reached)

@@ -114,9 +114,9 @@ class CatchingUp:
     def offer(self, stage: int) -> None:
         """Give our state, and the totals of our last steps, to stage-mates from now on."""
         self._stage = stage
-        joiner, run, snapshots = self._joiner, self._services.fingerprint, self._snapshots
-        snapshots.offer(run, stage, self.freeze, self._coding, lambda: joiner.position, joiner.reached)
-        snapshots.giving.offer_named(run, stage, self._total_after, self._coding)
+        joiner, run, giving = self._joiner, self._services.fingerprint, self._snapshots.giving
+        giving.offer(run, stage, self.freeze, self._coding, lambda: joiner.position, joiner.reached)
+        giving.offer_named(run, stage, self._total_after, self._coding)
 
     def withdraw(self) -> None:
         """Stop giving this stage's state and totals."""

@@ -1,9 +1,9 @@
 """The conductor's orders to a post: average its part (prepare), step (commit), go back to a checkpoint (restore).
 
-Only the conductor that this peer follows is obeyed; `StageCalls` has checked the run and the stage. Invariant: a post
-steps with the sum whose digest it reported, or not at all. A hostile conductor may order rounds with members that
-do not exist or fail (the round fails and names them), positions that no peer has (refused), and the same order again
-and again (a no-op: the post is there).
+`StageCalls` has checked that they are of this run, for this stage, and of the conductor that this peer follows.
+Invariant: a post steps with the sum whose digest it reported, or not at all. A hostile conductor may order rounds with
+members that do not exist or fail (the round fails and names them), positions that no peer has (refused), and the same
+order again and again (a no-op: the post is there).
 """
 
 from __future__ import annotations
@@ -12,13 +12,12 @@ from collections.abc import Callable
 
 from peerd.compute.model.served_stage import Stale, Unusable, Vector
 from peerd.core.errors import ProtocolViolation, Refused
-from peerd.core.ids import PeerId, is_peer_text
+from peerd.core.ids import is_peer_text
 from peerd.core.messages.swarm import Commit, Mb, Mbs, Moved, Position, Prepare, Prepared, Restore
 from peerd.machine.averaging.allreduce import RoundFailed
 from peerd.machine.averaging.stats import explained
 from peerd.role import RoleContext
 from peerd.service.rpc.rpc import Answer, Incoming
-from peerd.service.run_services import RunServices
 from peerd.training.catchup.step_totals import Leap
 from peerd.training.stage.averaging import Plans, Rounds, Total
 from peerd.training.stage.post_state import PostState
@@ -30,10 +29,8 @@ Stepped = Callable[[Position, Leap, int], None]  # position before, leap for oth
 class PostOrders:
     """The orders to one post. `counted` and `digest`: of the last sum that was prepared or stepped with."""
 
-    def __init__(
-        self, ctx: RoleContext, services: RunServices, state: PostState, rounds: Rounds, serving: Serving
-    ) -> None:
-        self._ctx, self._services = ctx, services
+    def __init__(self, ctx: RoleContext, state: PostState, rounds: Rounds, serving: Serving) -> None:
+        self._ctx = ctx
         self._state, self._rounds, self._serving = state, rounds, serving
         self.stepped: Stepped = lambda before, leap, counted: None
         self.prepared: Position | None = None  # that a commit would lead to
@@ -48,16 +45,11 @@ class PostOrders:
             self.counted, self.digest = [], b""
             self._rounds.forget()
 
-    def _obey(self, peer: PeerId) -> None:
-        if peer != self._services.following.conductor:
-            raise Refused("this peer does not follow you")
-
     # --- averaging --------------------------------------------------------------------------------------------
 
     async def prepare(self, call: Incoming[Prepare]) -> Answer[Prepared]:
         """Average the gradients of a step with stage-mates; the answer says that the sum is prepared."""
         body = call.body
-        self._obey(call.peer)
         if not all(map(is_peer_text, body.group)):
             raise ProtocolViolation("the group names somebody who can't be a peer", call.peer)
         if body.step != self._state.position.step or self._ctx.host.id.text not in body.group:
@@ -105,12 +97,10 @@ class PostOrders:
 
     async def commit(self, call: Incoming[Commit]) -> Answer[Moved]:
         """Step with the prepared sum."""
-        self._obey(call.peer)
         return Answer(Moved(await self._state.move(call.body.target, self._step_to)))
 
     async def restore(self, call: Incoming[Restore]) -> Answer[Moved]:
         """Go back to a checkpoint of our own."""
-        self._obey(call.peer)
         return Answer(Moved(await self._state.move(call.body.target, self._state.load_saved)))
 
     async def _step_to(self, target: Position) -> None:

@@ -58,7 +58,7 @@ class Post:
         ctx.host.book.members_by(self.admissions.has_admitted)
         self.serving = Serving(ctx, ctx.run, self)
         self._rounds = Rounds(ctx.run, services, self._coding, ctx.host.id)
-        self.orders = PostOrders(ctx, services, self.state, self._rounds, self.serving)
+        self.orders = PostOrders(ctx, self.state, self._rounds, self.serving)
         self.catching_up = CatchingUp(ctx, services, self._coding, self.state, self.session)
         self._recalling = Recalling(ctx, services, self.saving, self.state, self.session)
         self.state.arrived, self.orders.stepped = self._arrived, self._made_step

@@ -64,7 +64,7 @@ class Donor(Snapshots):
         self.give()
 
     def give(self) -> None:
-        self.offer(RUN, 1, self.freeze, InlineWorker(), lambda: Position(self.step, b"x"), self.reached)
+        self.giving.offer(RUN, 1, self.freeze, InlineWorker(), lambda: Position(self.step, b"x"), self.reached)
 
     def move(self) -> None:
         """Make a step."""
