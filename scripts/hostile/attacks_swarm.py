@@ -15,9 +15,9 @@ from peerd.core.ids import PeerId
 from peerd.core.messages.encoding import Message
 from peerd.core.messages.progress import StageProgress, encode_progress, stage_key
 from peerd.core.messages.swarm import (
+    Commit,
     Conducts,
     Done,
-    Leave,
     LineInfo,
     Mb,
     Mbs,
@@ -35,6 +35,7 @@ from peerd.core.messages.swarm import (
     StateRequest,
     TrainerAnswer,
     TrainerSync,
+    WhoConducts,
 )
 from peerd.service.peer_stack import PeerStack
 from peerd.service.rpc.rpc import Answer, Incoming
@@ -86,10 +87,10 @@ async def c3_a_term(there: Field) -> None:
     """Reports of the highest term there is, and a stage 0 peer that says it conducts in it."""
     async with there.peer(listen=True) as peer:
 
-        async def conducts(_: Incoming[Leave]) -> Answer[Conducts]:
+        async def conducts(_: Incoming[WhoConducts]) -> Answer[Conducts]:
             return Answer(Conducts(_MOST))
 
-        peer.rpc.serve("swarm/3/who", Leave, conducts)
+        peer.rpc.serve("swarm/3/who", WhoConducts, conducts)
         await announce(there, peer, 0, 10)
         for term in (_MOST, _MOST - 1, there.rng.randint(2, 10_000), 1 << 40):
             await tell_all(there, peer, "swarm/3/trainer", wishes(there, term=term), TrainerAnswer)
@@ -121,11 +122,11 @@ async def h1_accuses(there: Field) -> None:
             made_up = [Mb(there.rng.choice([peer.host.id.text, *others]), there.rng.getrandbits(60)) for _ in range(5)]
             return Answer(Prepared(False, Mbs.of(there.rng.choice([[], made_up])), there.rng.choice([[], others])))
 
-        async def move(_: Incoming[Leave]) -> Answer[Moved]:
+        async def move(_: Incoming[Commit]) -> Answer[Moved]:
             return Answer(Moved(at))
 
         peer.rpc.serve("stage/3/prepare", Prepare, prepare)
-        peer.rpc.serve("stage/3/commit", Leave, move)
+        peer.rpc.serve("stage/3/commit", Commit, move)
         addrs = [str(addr) for addr in peer.host.addrs()]
         with trio.move_on_after(there.rng.uniform(6, 12)):
             while True:

@@ -75,7 +75,7 @@ class Roster:
     """The members of all `stages`. `delayed`: a member may hold microbatches for the step after its own."""
 
     def __init__(self, stages: int, *, delayed: bool = False) -> None:
-        self._stages, self._delayed = range(stages), delayed
+        self.stages, self._delayed = range(stages), delayed
         self.entries: dict[str, RosterEntry] = {}  # by post
         self.lines = Lines()
         self.version = 1  # of what members see
@@ -134,11 +134,11 @@ class Roster:
 
     def empty_stages(self) -> list[int]:
         """Stages without any member."""
-        return [stage for stage in self._stages if not self.of_stage(stage)]
+        return [stage for stage in self.stages if not self.of_stage(stage)]
 
     def lagging_stages(self, position: Position | None) -> list[int]:
         """Stages of which no member stands at `position`."""
-        return [stage for stage in self._stages if not self.at(stage, position)]
+        return [stage for stage in self.stages if not self.at(stage, position)]
 
     def batch_before(self, target: Position) -> set[Mb]:
         """The batch that led to `target`, from what the members remember of it."""

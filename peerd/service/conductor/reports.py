@@ -13,6 +13,7 @@ import trio
 
 from peerd.core.errors import Refused
 from peerd.core.ids import PeerId
+from peerd.core.limits import POSTS
 from peerd.core.messages.encoding import Empty
 from peerd.core.messages.swarm import (
     Conducts,
@@ -70,6 +71,7 @@ class Reports:
         self._check_run(body.run)
         tenure = self._duty.act(body.term)
         machine = tenure.machine
+        self._check_post(machine, call.peer.text, body.stage)
         self._driver.heard[name] = trio.current_time()
         helps = body.line is not None and body.line.mode == "aux"
         if helps:
@@ -84,6 +86,15 @@ class Reports:
         self._still(tenure, name)
         resend = not helps and (resend or not machine.is_member(name, body.session))
         return Answer(self._to_member(tenure, body, resend=resend))
+
+    def _check_post(self, machine: Conductor, peer: str, stage: int) -> None:
+        """Refused: a stage that the run does not have, or more posts than one identity may take up."""
+        stages, heard = machine.roster.stages, self._driver.heard
+        if stage not in stages:
+            raise Refused(f"the run has {len(stages)} stages, and no stage {stage}")
+        others = sum(post_name(peer, other) in heard for other in stages if other != stage)
+        if others > POSTS and post_name(peer, stage) not in heard:
+            raise Refused(f"one peer serves {POSTS} stages at most, and helps one")
 
     def _take_helper(self, machine: Conductor, name: str, body: MemberSync) -> None:
         if machine.is_member(name, body.session):

@@ -9,6 +9,7 @@ import trio
 from trio.testing import MockClock
 
 from peerd.core.errors import Refused
+from peerd.core.limits import POSTS
 from peerd.core.messages.proof import is_granted
 from peerd.core.messages.swarm import Done, Leave, LineInfo, MemberAnswer, Seqs, WhoConducts
 from peerd.machine.swarm.posts import post_name
@@ -31,6 +32,25 @@ async def test_what_is_meant_for_another_run_is_refused(autojump_clock: MockCloc
             with pytest.raises(Refused):
                 await report()
         assert scene.driver.tenure is None
+        nursery.cancel_scope.cancel()
+
+
+async def test_one_identity_takes_up_few_posts_and_none_of_stages_that_are_not(autojump_clock: MockClock) -> None:
+    async with trio.open_nursery() as nursery:
+        scene = Scene(stages=6)
+        scene.start(nursery)
+        with pytest.raises(Refused, match="no stage 6"):
+            await scene.reports._member(member(OTHER, stage=6))
+        for stage in range(POSTS + 1):  # one more as a helper
+            await scene.reports._member(member(OTHER, stage=stage))
+        for _ in range(2):
+            with pytest.raises(Refused, match=f"one peer serves {POSTS} stages at most"):
+                await scene.reports._member(member(OTHER, stage=POSTS + 1))
+        await scene.reports._member(member(OTHER, stage=0))  # what it has, it keeps
+        await scene.reports._leave(Incoming(OTHER.peer_id, Leave(RUN, 0), (), 60.0))
+        await scene.reports._member(member(OTHER, stage=POSTS + 1))
+        await scene.reports._member(member(THIRD, stage=0))
+        assert len(scene.driver.heard) == POSTS + 2
         nursery.cancel_scope.cancel()
 
 
