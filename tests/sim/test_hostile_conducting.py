@@ -15,11 +15,11 @@ import trio
 from peerd.core.errors import RemoteError
 from peerd.core.ids import PeerId
 from peerd.core.keys import Keypair
-from peerd.core.limits import TERM_MAX
+from peerd.core.limits import POSTS, STAGES, TERM_MAX
 from peerd.core.messages.swarm import (
     Conducts,
     Done,
-    Leave,
+    LineInfo,
     Mb,
     Mbs,
     MemberAnswer,
@@ -28,6 +28,7 @@ from peerd.core.messages.swarm import (
     Seqs,
     TrainerAnswer,
     TrainerSync,
+    WhoConducts,
 )
 from peerd.core.runfile import AveragingSection, OptimizerSection
 from peerd.service.rpc.rpc import Answer, Incoming
@@ -86,11 +87,11 @@ class Hostile:
         return None
 
     def claims_to_conduct(self, term: int) -> None:
-        async def who(call: Incoming[Leave]) -> Answer[Conducts]:
+        async def who(call: Incoming[WhoConducts]) -> Answer[Conducts]:
             await trio.lowlevel.checkpoint()
             return Answer(Conducts(term))
 
-        self.node.rpc.serve("swarm/3/who", Leave, who)
+        self.node.rpc.serve("swarm/3/who", WhoConducts, who)
 
 
 async def names_terms(hostile: Hostile) -> None:
@@ -137,6 +138,18 @@ async def credits_others(hostile: Hostile) -> None:
         await trio.sleep(0.3)
 
 
+async def takes_every_post(hostile: Hostile) -> None:
+    """One identity reports from every stage that a message can name, as a member and as a helper."""
+    while True:
+        for stage in range(0, STAGES, 64):
+            await hostile.member(stage=stage)
+            await hostile.member(stage=stage, held=None, line=LineInfo("aux", 1e9, 1e9))
+        own = hostile.node.id.text
+        taken = [post for post in hostile.conducting._driver.heard if post.startswith(own)]
+        assert len(taken) <= POSTS + 1, taken
+        await trio.sleep(0.3)
+
+
 async def attacked(roles: Roles, attack: Attack, within_s: float) -> None:
     async with World(3, swarm(), WorldConfig(line=home_line)).running() as world:
         await start_replicas(world, roles, 3)
@@ -163,6 +176,7 @@ async def attacked(roles: Roles, attack: Attack, within_s: float) -> None:
         (stands_far_ahead, 60.0),
         (only_wishes, 150.0),
         (credits_others, 150.0),
+        (takes_every_post, 60.0),
     ],
 )
 def test_a_stranger_neither_stops_a_run_nor_takes_it_over(tmp_path: Path, attack: Attack, within_s: float) -> None:
