@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from typing import Any
 
 import pytest
@@ -102,6 +103,16 @@ def test_the_next_step_is_foretold(seconds: float, words: str) -> None:
     text = " ".join(shown(snapshot(roles=[role], swarm=swarm)).split())
     assert text.count(f"next step {words}") == 2
     assert f"next step {words}" in " ".join(plain_text(render_swarm(swarm)).split())
+
+
+def test_each_post_of_a_role_has_a_row() -> None:
+    posts = [{"stage": 0, "step": 8, "waits_for": None}, {"stage": 3, "step": 7, "waits_for": "the steps up to 8"}]
+    role = {"role": "stage", "state": "running", "waits_for": "the steps up to 8", **posts[0], "posts": posts}
+    rows = [line for line in shown(snapshot(roles=[role])).splitlines() if line.startswith("stage  running")]
+    assert [re.split(" {2,}", line.strip())[2:] for line in rows] == [
+        ["-", "stage 0, step 8"],
+        ["the steps up to 8", "stage 3, step 7"],
+    ]
 
 
 def test_the_line_is_shown_with_its_limits_and_what_it_was_seen_to_carry() -> None:

@@ -106,10 +106,11 @@ def _at(addr: str, proven: Iterable[str]) -> str:
 
 
 def roles_table(roles: Iterable[Snapshot]) -> Table:
+    """A row for each role; for one that holds several posts, a row for each of these."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name in ("role", "state", "waits for", "details"):
         table.add_column(name, overflow="fold")
-    for role in roles:
+    for role in (each | post for each in roles for post in each.get("posts") or [{}]):
         details = ", ".join(_details(role))
         why = role.get("waits_for") or role.get("failure") or "-"
         state = str(role.get("state", "?")) + (
