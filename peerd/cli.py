@@ -98,11 +98,12 @@ def join(
     listen: Listen = None,
     data_dir: DataDir = None,
     device: Device = "cpu",
+    alone: Annotated[bool, typer.Option("--alone", help="Begin even if no bootstrap peer can be reached.")] = False,
     seed: Seed = None,
     log_level: LogLevel = "info",
 ) -> None:
     """Join a swarm in one or more roles."""
-    _start(Flags(role, model, bootstrap, listen, data_dir, device, seed, log_level))
+    _start(Flags(role, model, bootstrap, listen, data_dir, device, seed, log_level, alone))
 
 
 @app.command()
@@ -207,6 +208,7 @@ class Flags:
     device: str
     seed: int | None
     log_level: str
+    alone: bool = False
 
 
 def _start(flags: Flags) -> None:
@@ -227,6 +229,7 @@ def _start(flags: Flags) -> None:
     import trio
 
     from peerd import daemon
+    from peerd.control import company
 
     plan = daemon.DaemonPlan(
         roles=classes,
@@ -238,6 +241,7 @@ def _start(flags: Flags) -> None:
         device=flags.device,
         seed=flags.seed,
         log_level=flags.log_level,
+        company=company.CompanyWish(alone=flags.alone),
     )
     try:
         trio.run(daemon.main, plan)

@@ -29,6 +29,7 @@ import trio
 
 from peerd.commands.status import RoleState, StatusBoard
 from peerd.control import socket
+from peerd.control.company import Company, CompanyWish
 from peerd.control.connectivity import Connectivity, ConnectivityConfig, own_surroundings, relaying
 from peerd.control.papers import PeerPapers, own_papers
 from peerd.core.addr import parse_addr, with_peer
@@ -72,6 +73,8 @@ class DaemonPlan:
     seed: int | None = None
     log_level: str = "info"
     announce: Callable[[str], None] | None = None  # told the best address, in place of a greeting to the terminal
+    company: CompanyWish = field(default_factory=CompanyWish)
+    warn: Callable[[str], None] = lambda text: None  # told, beside the log, why the start waits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,6 +128,7 @@ class Daemon:
         self._services: RunServices | None = None
         if plan.run is not None:
             self._services = RunServices(plan.run, self.host, self.rpc, self.dht, ground.clock)
+        self.company = Company((self.host, self.dht), self._services, plan.company, self._tell_of_company)
         self._failure: Exception | None = None
         self._stopping = trio.Event()
         self._stop_reason = ""
@@ -171,6 +175,8 @@ class Daemon:
             await services.start(keep.run, "access", self.access.run)
             services.start_soon(keep.run_plain, "access refresh", functools.partial(self.access.refresh, self.dht))
         await services.start(keep.run, "directory", functools.partial(self.dht.run, bootstrap))
+        if any(held.cls.needs_run for held in self._held):
+            await services.start(keep.run, "company", self.company.run)
         await services.start(keep.run, "status", board.run)
         if socket.SUPPORTED:
             serve = functools.partial(socket.serve, socket_path(self._home), functools.partial(self._snapshot, board))
@@ -214,6 +220,11 @@ class Daemon:
 
     async def _supervise(self, held: _Held, ctx: RoleContext) -> None:
         pauses = list(RESTART_PAUSES_S)
+        if held.cls.needs_run and (failure := await _failure_of(self.company.wait)) is not None:
+            self._failure = self._failure or failure
+            held.state = "failed"
+            held.done.set()
+            return self.stop("no other peer can be reached")
         while True:
             began = trio.current_time()
             failure = await _failure_of(functools.partial(self._run_role, held, ctx))
@@ -285,7 +296,8 @@ class Daemon:
     async def _role_states(self) -> list[RoleState]:
         states = []
         for held in self._held:
-            told: dict[str, Any] = {}
+            waits = held.cls.needs_run and held.role is None and not held.restarts
+            told: dict[str, Any] = {"waits_for": self.company.waits_for()} if waits else {}
 
             async def read(role: Role | None = held.role, told: dict[str, Any] = told) -> None:
                 told.update(role.status() if role is not None else {})
@@ -298,6 +310,7 @@ class Daemon:
 
     async def _snapshot(self, board: StatusBoard) -> dict[str, Any]:
         own: dict[str, Any] = {"data_dir": str(self._home), "stopping": self._stop_reason or None}
+        own["alone"] = self.company.alone()
         own["access"] = plain(self.access.status()) if self.access is not None else None
 
         async def look() -> None:
@@ -319,7 +332,9 @@ class Daemon:
                 elif reason is None or before.get(part) is None or reason == told.get(part):
                     continue
                 else:
-                    self._log.event("clock.differs" if part == "clock" else "role.blocked", part=part, reason=reason)
+                    level = "warn" if part == "network" else "info"
+                    name = "clock.differs" if part == "clock" else "role.blocked"
+                    self._log.event(name, level=level, part=part, reason=reason)
                 told[part] = reason
             before = now
             await trio.sleep(WAITS_PERIOD_S)
@@ -328,8 +343,19 @@ class Daemon:
         told = self.dht.status()
         roles = {state.name: state.told.get("waits_for") or None for state in await self._role_states()}
         access = self.access.waits_for() if self.access is not None else None
+        if self._waits_for_company:  # which says by itself what it has tried
+            return {"clock": told["clock_warning"], "access": access}
         ways = {"network": told["waits_for"], "reachability": self.connectivity.waits_for()}
         return {**ways, "clock": told["clock_warning"], "access": access, **roles}
+
+    @property
+    def _waits_for_company(self) -> bool:
+        return self.company.waits_for() is not None and any(held.cls.needs_run for held in self._held)
+
+    def _tell_of_company(self, event: str, reason: str) -> None:
+        self._log.event(event, level="info" if event == "company.found" else "warn", reason=reason)
+        if event == "company.missing":
+            self._plan.warn(reason)
 
     def _greet(self) -> None:
         plan, addrs = self._plan, [str(addr) for addr in self.host.addrs()]
@@ -343,7 +369,7 @@ class Daemon:
         _say(f"peer id {self.host.id}")
         for addr in self.host.listen_addrs():  # what relays and routers add comes and goes: `peerd status` has it
             _say(f"listening on {with_peer(addr, self.host.id)}")
-        if addrs and not plan.bootstrap:
+        if addrs and (plan.company.alone or not plan.bootstrap):
             _say(f"others join with: peerd join --role stage --model {plan.run_file} --bootstrap {best_addr(addrs)}")
 
     # --- ending --------------------------------------------------------------------------------------------------

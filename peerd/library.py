@@ -11,6 +11,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import logging
+import math
 import os
 import sys
 import tempfile
@@ -28,6 +29,7 @@ from torch import Tensor
 
 from peerd.compute.model.user_model import UserModel
 from peerd.config import check_addresses
+from peerd.control.company import CompanyWish
 from peerd.core.errors import ConfigError, PeerdError
 from peerd.core.messages.swarm import MAX_MICROBATCHES
 from peerd.core.runfile import (
@@ -80,6 +82,8 @@ class AveragingOptimizer:
         lr: Callable[[int], float] | None = None,
         delayed: bool = False,
         min_peers: int = 1,
+        alone: bool = False,
+        wait_s: float | None = None,
         code: str = "none",
         rank: int = RANK,
         announce: Callable[[str], None] = lambda address: None,
@@ -92,8 +96,10 @@ class AveragingOptimizer:
         peer's, from another thread, as soon as it listens. `data_dir`: identity and checkpoints, for going on another
         day. `lr`: the learning rate by global step, from 0; without it that of the optimizer's groups, never changed.
         `delayed`: while a step's gradients are averaged, the next step's are computed already, with the parameters from
-        before it. `min_peers`: nobody begins before so many are there. `code` and `rank`: how gradients travel, as in
-        `averaging` of a run file; the same on all peers. `log_level`: what to write to stderr; None: nothing.
+        before it. `min_peers`: nobody begins before so many are there. With `bootstrap` given nobody begins either
+        before a peer there answers, and stderr says so, unless `alone`; after `wait_s` seconds of that `start` raises
+        Unreachable with what was tried. `code` and `rank`: how gradients travel, as in
+        `averaging` of a run file; the same on all peers. `log_level`: what else to write to stderr; None: nothing.
         """
         self.optimizer = optimizer
         averaging = _averaging(code, rank)
@@ -108,6 +114,7 @@ class AveragingOptimizer:
         self._part = UserPart(self._model, self._desk, samples_per_step, min_peers, saves=data_dir is not None)
         self._home = Path(data_dir) if data_dir is not None else None
         self._bootstrap, self._listen, self._log_level = tuple(bootstrap), tuple(listen), log_level
+        self._company = _company(alone, wait_s)
         self._announce, self._address = announce, ""
         self._thread: threading.Thread | None = None
         self._daemon: Daemon | None = None
@@ -220,6 +227,8 @@ class AveragingOptimizer:
                 data_dir=self._home or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="peerd-"))),
                 log_level=self._log_level or "info",
                 announce=self._listens,
+                company=self._company,
+                warn=self._warn if self._log_level is None else lambda text: None,  # else it is in the log
             )
             self._daemon = stack.enter_context(assembled(plan, sys.stderr if self._log_level is not None else None))
             if not self._closing:
@@ -230,10 +239,21 @@ class AveragingOptimizer:
         self._address = address
         self._announce(address)
 
+    def _warn(self, text: str) -> None:
+        with contextlib.suppress(OSError, ValueError):
+            print(f"peerd {self._run.run}: {text}", file=sys.stderr, flush=True)
+
     def _stop(self) -> None:
         self._last_status = self._snapshot()
         if self._daemon is not None:
             self._daemon.stop("closed")
+
+
+def _company(alone: bool, wait_s: float | None) -> CompanyWish:
+    if wait_s is not None and not wait_s > 0:
+        raise ConfigError(f"wait_s is {wait_s}; it must be above 0, or None: for as long as it takes")
+    patience_s = math.inf if wait_s is None else wait_s
+    return CompanyWish(alone=alone, advice="alone=True begins without", patience_s=patience_s)
 
 
 def _averaging(code: str, rank: int) -> AveragingSection:

@@ -26,6 +26,7 @@ from peerd.net.tcp.rate_limit import LimitedLine
 from peerd.role import RoleContext
 from peerd.service.peer_stack import peer_stack
 from peerd.sim.clock import SimClock
+from peerd.sim.memory import MemoryTransport
 from peerd.sim.simnet import SimNet
 from tests.kit.virtual import running_net, transport
 
@@ -67,16 +68,26 @@ class Quiet:
 class Peer:
     """A daemon in a test: its log, its signals, and how it ended."""
 
-    def __init__(self, net: SimNet, name: str, home: Path, roles: tuple[type[Any], ...], listen: str = LISTEN) -> None:
+    def __init__(
+        self,
+        net: SimNet,
+        name: str,
+        home: Path,
+        roles: tuple[type[Any], ...],
+        listen: str = LISTEN,
+        **more: Any,
+    ) -> None:
         clock = SimClock(1, name)
         keypair = Keypair.generate(clock.secure_bytes)
         self.log = EventLog(clock)
         self.home = home
-        home.mkdir()
-        plan = DaemonPlan(roles=roles, run=None, bootstrap=(), listen=(listen,), data_dir=home)
+        home.mkdir(exist_ok=True)
+        way = MemoryTransport(net, net.nodes[name]) if name in net.nodes else transport(net, name)
+        settings: dict[str, Any] = {"run": None, "bootstrap": (), "listen": (listen,)}
+        plan = DaemonPlan(roles=roles, data_dir=home, **settings | more)
         line = LimitedLine(LimitsSection(download_mbit=8))
         ground = Ground(home=home, keypair=keypair, clock=clock, log=self.log, line=line)
-        self.daemon = Daemon(plan, ground, peer_stack(keypair, clock, [transport(net, name)]))
+        self.daemon = Daemon(plan, ground, peer_stack(keypair, clock, [way]))
         self.press, self._signals = trio.open_memory_channel[int](4)
         self.ended = trio.Event()
         self.error: PeerdError | None = None

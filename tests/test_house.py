@@ -37,7 +37,7 @@ LAYERS = {
     "config": {"core", "log"},
     "role": {"core", "net", "service", "log"},
     "training": {"core", "machine", "service", "compute", "role", "log", "signals"},
-    "library": {"core", "net", "compute", "training", "config", "daemon", "home", "log"},
+    "library": {"core", "net", "compute", "control", "training", "config", "daemon", "home", "log"},
     "registry": {"core", "log", "role"},
     "control": {"core", "machine", "net", "service", "home"},
     "commands": {"core", "machine", "net", "service", "compute", "control", "home", "log"},
@@ -111,6 +111,7 @@ FLAGS = {
     "backbone": {"--config", "--bootstrap", "--listen", "--data-dir", "--seed", "--log-level", "--help"},
     "join": {
         *("--role", "--model", "--bootstrap", "--listen", "--data-dir", "--device", "--seed", "--log-level", "--help"),
+        "--alone",
     },
     "status": {"--swarm", "--watch", "--json", "--data-dir", "--help"},
     "demo": {"--steps", "--data", "--calm", "--json", "--data-dir", "--help"},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -18,7 +19,7 @@ import trio
 from torch import nn
 
 import peerd
-from peerd.core.errors import ConfigError, PeerdError, Refused
+from peerd.core.errors import ConfigError, PeerdError, Refused, Unreachable
 from peerd.core.messages.swarm import Position
 from peerd.training.user_loop.handoff import Desk, Gradients
 
@@ -57,6 +58,7 @@ def backward(model: nn.Module) -> None:
         ({"samples_per_step": 4.0}, "samples_per_step is 4.0; it must be a whole number"),
         ({"run": ""}, "run has 0 characters; allowed: 1 to 64"),
         ({"min_peers": 0}, "min_peers is 0"),
+        ({"wait_s": 0}, "wait_s is 0; it must be above 0"),
         ({"code": "int9"}, "code is 'int9' and rank 4: Invalid enum value 'int9'"),
         ({"code": "powersgd", "rank": 0}, "averaging.rank is 0; allowed: 1 to 128"),
         ({"code": "int8", "rank": 2}, "averaging.rank is 2, but int8 has no rank"),
@@ -329,19 +331,59 @@ def test_another_run_of_the_same_name_is_refused_with_the_difference(changes: di
         raise AssertionError("it must not begin")
 
 
+def dead() -> str:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return f"/ip4/127.0.0.1/tcp/{server.getsockname()[1]}"
+
+
+@pytest.mark.slow
+@pytest.mark.socket
+def test_nobody_trains_alone_unawares(capfd: pytest.CaptureFixture[str]) -> None:
+    """A bootstrap that does not answer: one line says so, and the time that the user gives ends in an error."""
+    addr = dead()
+    tried = f"reached no peer at the bootstrap address {addr}: connection refused"
+    with pytest.raises(Unreachable) as caught, made(bootstrap=[addr], wait_s=2):
+        raise AssertionError("it must not begin")
+    assert str(caught.value) == f"{tried}; waited for 2 s"
+    assert capfd.readouterr().err == f"peerd test: {tried}; trying again; alone=True begins without\n"
+    with made(bootstrap=[addr], alone=True) as opt:
+        assert opt.status()["peers"] == 1
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.slow
+@pytest.mark.socket
+def test_a_loop_that_waits_begins_when_its_bootstrap_comes(capfd: pytest.CaptureFixture[str]) -> None:
+    addr = dead()
+    second = made(bootstrap=[addr])
+    thread = threading.Thread(target=second.start)
+    thread.start()
+    try:
+        with made(listen=[addr]):
+            assert capfd.readouterr().err.count("peerd test:") <= 1, "who has no bootstrap says nothing"
+            thread.join(20)
+            assert not thread.is_alive()
+    finally:
+        second.close()
+
+
 LOOP = """
 import sys, torch, peerd
 model = torch.nn.Linear(3, 2)
-settings = dict(run="ctrl-c", target_samples=8, samples_per_step=4, listen=["/ip4/127.0.0.1/tcp/0"])
+settings = dict(run="ctrl-c", target_samples=8, samples_per_step=4, listen=["/ip4/127.0.0.1/tcp/0"], %s)
 def announce(address):
-    if %d > 1: print("at it")
-opt = peerd.AveragingOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), announce=announce, min_peers=%d, **settings)
+    if len(settings) > 4: print("at it")
+opt = peerd.AveragingOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), announce=announce, **settings)
 %s
 """
 BODIES = {
-    "in the loop": (1, "with opt:\n  while True: model(torch.ones(4, 3)).sum().backward(); opt.step(); print('at it')"),
-    "at the start": (2, "with opt: pass"),
-    "forgotten": (1, "opt.start(); print('at it')"),
+    "in the loop": (
+        "",
+        "with opt:\n  while True: model(torch.ones(4, 3)).sum().backward(); opt.step(); print('at it')",
+    ),
+    "at the start": ("min_peers=2", "with opt: pass"),
+    "at a dead bootstrap": ("bootstrap=['/ip4/127.0.0.1/tcp/9']", "with opt: pass"),
+    "forgotten": ("", "opt.start(); print('at it')"),
 }
 
 
@@ -349,7 +391,7 @@ BODIES = {
 @pytest.mark.socket
 @pytest.mark.parametrize("where", BODIES)
 def test_a_process_ends_in_time_by_ctrl_c_and_when_closing_is_forgotten(where: str) -> None:
-    command = [sys.executable, "-u", "-c", LOOP % (BODIES[where][0], *BODIES[where])]
+    command = [sys.executable, "-u", "-c", LOOP % BODIES[where]]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None

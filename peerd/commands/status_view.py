@@ -30,6 +30,8 @@ Snapshot = dict[str, Any]
 def render(snapshot: Snapshot) -> RenderableType:
     """The whole snapshot, this daemon first, then the swarm as it sees it."""
     parts: list[RenderableType] = [_headline(snapshot), roles_table(snapshot.get("roles", [])), _network(snapshot)]
+    if snapshot.get("alone"):
+        parts.insert(0, Text(snapshot["alone"], "yellow"))
     fullest = fullest_table(snapshot.get("budgets", []))
     if fullest is not None:
         parts += [Text(""), fullest]

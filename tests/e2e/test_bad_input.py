@@ -26,6 +26,7 @@ from peerd.core.keys import Keypair
 from peerd.core.messages.token import Token, seal, to_text
 from peerd.core.runfile import fingerprint
 from tests.kit.processes import LISTEN, processes, run_file
+from tests.kit.webserver import serving
 
 PEER = "12D3KooWDpJ7As7BWAwRMfu1VU2WCqNjvq387JEYKDBj4kx6nXTN"
 ORGANIZER = Keypair.from_seed(b"o" * 32)
@@ -203,6 +204,38 @@ def test_a_bootstrap_that_is_down_is_waited_for_and_the_reason_shown(tmp_path: P
         assert (code, seconds < 10) == (0, True)
         assert peer.said.count("connection refused") == 1
         assert "Traceback" not in peer.said
+
+
+@pytest.mark.slow
+@pytest.mark.socket
+def test_a_peer_that_reaches_nobody_waits_says_what_it_tried_and_begins_when_told(
+    tmp_path: Path,
+) -> None:
+    """A closed port, a web server, and the right port with the wrong peer id: each is told as what it is."""
+    file = run_file(tmp_path)
+    with processes(tmp_path) as started, serving(tmp_path) as web:
+        addr = started.backbone().address()
+        closed, page = "/ip4/127.0.0.1/tcp/9", f"/ip4/127.0.0.1/tcp/{web.address.rpartition(':')[2]}"
+        wrong, _, right = addr.partition("/p2p/")
+        options = ["--role", "stage", "--model", str(file), "--listen", LISTEN]
+        for place in (closed, page, f"{wrong}/p2p/{PEER}"):
+            options += ["--bootstrap", place]
+        lost = started.start("lost", "join", *options)
+        lost.wait_for("company.missing")
+        (line,) = [line for line in lost.said.splitlines() if "company.missing" in line]
+        print(line)
+        assert "warning: company.missing" in line
+        assert "reached none of the 3 bootstrap addresses: " in line
+        assert f"{closed}: connection refused; " in line
+        assert f"{page}: answers, but is no peerd peer; " in line
+        assert f"{wrong}: another peer answers there: …{right[-8:]}, not …{PEER[-8:]}; trying again;" in line
+        assert line.endswith('give --alone to begin without"')
+        assert lost.status()["roles"][0]["waits_for"].startswith("reached none of the 3 bootstrap addresses")
+        assert "role.started" not in lost.said
+        assert lost.end()[0] == 0
+        alone = started.start("alone", "join", *options, "--alone")
+        alone.wait_for("role.started role=stage")
+        assert "company.missing" not in alone.said
 
 
 @pytest.mark.slow

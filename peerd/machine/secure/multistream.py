@@ -61,10 +61,10 @@ class Proposal:
         if not self._buffer and data == self.hello:  # the usual answer, in one piece
             return b""
         self._buffer += data
+        if not self._greeted and not HEADER.startswith(bytes(self._buffer[: len(HEADER)])):
+            raise ProtocolViolation(f"the negotiation begins with {bytes(self._buffer[:20])!r}")
         while (line := take_line(self._buffer)) is not None:
             if not self._greeted:
-                if line != HEADER[1:-1]:
-                    raise ProtocolViolation(f"negotiation begins with {line[:40]!r}")
                 self._greeted = True
             elif line == b"na":
                 raise Refused(f"the peer does not speak {self.protocol}")

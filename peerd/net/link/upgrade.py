@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import trio
 
-from peerd.core.errors import Refused, Unreachable
+from peerd.core.errors import ProtocolViolation, Refused, Unreachable
 from peerd.core.ids import PeerId
 from peerd.machine.mux.frames import PROTOCOL as YAMUX
 from peerd.machine.secure import noise
@@ -73,13 +73,8 @@ async def recognise(raw: RawLink, secrets: noise.Secrets, expected: PeerId) -> N
     So the other side neither learns who we are, nor ever holds a connection that is about to close.
     """
     handshake = noise.Handshake(secrets, initiator=True, muxers=(YAMUX,), expected=expected)
-    proposal = Proposal(noise.PROTOCOL)
     try:
-        await raw.send_all(proposal.hello + handshake.start())
-        rest = None
-        while rest is None:
-            rest = proposal.feed(await _receive(raw))
-        handshake.feed(rest)
+        handshake.feed(await _propose(raw, handshake))
         while handshake.result is None:
             handshake.feed(await _receive(raw))
     except (trio.BrokenResourceError, trio.ClosedResourceError) as error:
@@ -89,11 +84,7 @@ async def recognise(raw: RawLink, secrets: noise.Secrets, expected: PeerId) -> N
 async def _handshake(raw: RawLink, handshake: noise.Handshake) -> tuple[noise.Session, bool]:
     """The session, and whether this side is its initiator."""
     if handshake.initiator:
-        proposal = Proposal(noise.PROTOCOL)
-        await raw.send_all(proposal.hello + handshake.start())
-        rest = None
-        while rest is None:
-            rest = proposal.feed(await _receive(raw))
+        rest = await _propose(raw, handshake)
     else:
         await raw.send_all(HEADER)
         selector = Selector(noise.PROTOCOL.__eq__)
@@ -110,6 +101,22 @@ async def _handshake(raw: RawLink, handshake: noise.Handshake) -> tuple[noise.Se
         if handshake.result is not None:
             return handshake.result, handshake.initiator
         data = await _receive(raw)
+
+
+async def _propose(raw: RawLink, handshake: noise.Handshake) -> bytes:
+    """The initiator's first message, and what follows the other side's agreement to /noise.
+
+    Unreachable where something else than a peer answers, such as a web server: of a peer nobody would blame this.
+    """
+    proposal = Proposal(noise.PROTOCOL)
+    await raw.send_all(proposal.hello + handshake.start())
+    rest = None
+    try:
+        while rest is None:
+            rest = proposal.feed(await _receive(raw))
+    except (ProtocolViolation, Refused) as error:
+        raise Unreachable(f"answers, but is no peerd peer: in its hand-shake, {error.args[0]}") from error
+    return rest
 
 
 async def _negotiate_muxer(

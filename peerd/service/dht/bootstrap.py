@@ -6,9 +6,10 @@ Says for each address what came of it, in words that a user can act on. Knows no
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 import trio
 from multiaddr import Multiaddr
@@ -17,6 +18,10 @@ from peerd.core.addr import split_peer
 from peerd.core.errors import RemoteError
 from peerd.core.ids import PeerId
 from peerd.net.host.host import Host
+
+_OURSELVES: Final = "that is this peer itself"  # as the host and the hand-shake say it
+_OTHER_PEER: Final = re.compile(r"expected (\w+), but the peer there is (\w+)")
+_NO_PEERD: Final = "answers, but is no peerd peer"  # as the hand-shake says it, too, with what it heard instead
 
 
 @dataclass(slots=True)
@@ -35,6 +40,8 @@ class EntryPoints:
         self, host: Host, met: Callable[[PeerId, Multiaddr], None], retry_s: float, longest_retry_s: float
     ) -> None:
         self.settled = trio.Event()  # set by the owner once it has joined, and here when there is no way to join by
+        self.failed = trio.Event()  # every address has been tried, and none led to a peer that answers
+        self.reached = trio.Event()  # a peer at one of the addresses has answered, or there is no address but our own
         self._host = host
         self._met = met
         self._retry_s = retry_s
@@ -45,8 +52,7 @@ class EntryPoints:
         """Begin; our own address among them means nothing."""
         others = [addr for addr in dict.fromkeys(bootstrap) if split_peer(addr)[1] != self._host.id]
         self._entries = [_Entry(addr) for addr in others]
-        if not self._entries:
-            self.settled.set()
+        self._settle_if_none()
         for entry in self._entries:
             nursery.start_soon(self._keep, entry)
 
@@ -60,11 +66,27 @@ class EntryPoints:
             if entry.peer == peer:
                 entry.gone.set()
 
-    def refused(self, peer: PeerId, why: str) -> None:
-        """`peer` is there, but does not answer us."""
+    def answered(self, peer: PeerId) -> None:
+        """`peer` has answered a question of the directory."""
         for entry in self._entries:
             if entry.peer == peer:
-                entry.problem = f"{entry.addr}: it refuses us: {why}"
+                entry.problem = ""
+                self.reached.set()
+
+    def refused(self, peer: PeerId, why: str) -> None:
+        """`peer` is there, but does not answer us."""
+        told = _NO_PEERD if "does not speak" in why else f"it refuses us: {why}"
+        for entry in self._entries:
+            if entry.peer == peer:
+                entry.problem = f"{entry.addr}: {told}"
+                self._note_failures()
+
+    def tried(self) -> list[tuple[str, str]]:
+        """Each address, without the peer's id, and why it has not led to a peer yet."""
+        return [
+            (str(split_peer(entry.addr)[0]), entry.problem.removeprefix(f"{entry.addr}: ") or "no answer yet")
+            for entry in self._entries
+        ]
 
     def waits_for(self) -> str | None:
         """The reason why nobody is known yet; None when there is nobody to know."""
@@ -90,6 +112,20 @@ class EntryPoints:
             for entry in self._entries
         ]
 
+    def _note_failures(self) -> bool:
+        """True when no address leads to a peer that answers."""
+        failed = all(entry.problem for entry in self._entries)
+        if failed:
+            self.failed.set()
+        return failed
+
+    def _settle_if_none(self) -> None:
+        """Where no address is left but our own, there is nobody to wait for."""
+        if not self._entries:
+            self.reached.set()
+        if self._note_failures():
+            self.settled.set()
+
     async def _keep(self, entry: _Entry) -> None:
         delay_s = self._retry_s
         while True:
@@ -97,8 +133,11 @@ class EntryPoints:
             try:
                 entry.peer = await self._host.connect_addr(entry.addr)
             except RemoteError as error:
+                if _OURSELVES in str(error.args[0]):  # an address without a peer's id, and it is ours
+                    self._entries.remove(entry)
+                    return self._settle_if_none()
                 entry.problem = _describe(entry.addr, error)
-                if all(other.problem for other in self._entries):
+                if self._note_failures():
                     self.settled.set()
                 await trio.sleep(delay_s)
                 delay_s = min(2 * delay_s, self._longest_retry_s)
@@ -115,4 +154,11 @@ def _describe(addr: Multiaddr, error: RemoteError) -> str:
     """The address once, then the reason; dialling puts the addresses it tried in front."""
     bare, reason = str(split_peer(addr)[0]), str(error.args[0])
     _, found, rest = reason.partition(f"{bare}: ")
-    return f"{addr}: {rest if found else reason}"
+    own = rest.partition("; /")[0] if found else reason  # other addresses of the same peer may follow
+    return f"{addr}: {_NO_PEERD if _NO_PEERD in own else _OTHER_PEER.sub(_another, own)}"
+
+
+def _another(found: re.Match[str]) -> str:
+    """The two ids as people compare them."""
+    wanted, there = (PeerId.parse(text).short for text in found.groups())
+    return f"another peer answers there: {there}, not {wanted}"

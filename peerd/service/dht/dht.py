@@ -84,7 +84,7 @@ class Dht:
         self._kad = Kademlia(keypair, verifier, clock.rng("dht"), self._config.node, host.book)
         self._peer_clock = PeerClock(clock, self._may_vote)
         self._calls = DhtCalls(host, rpc, self._peer_clock, verifier, self._config.calls)
-        self._entries = EntryPoints(host, self._met, self._config.retry_s, self._config.longest_retry_s)
+        self.entries = EntryPoints(host, self._met, self._config.retry_s, self._config.longest_retry_s)
         self._nursery: trio.Nursery | None = None
         self._timer = Timer(lambda: self._kad.wake_at(clock.now()), self._wake)
         self._numbers = itertools.count(1)
@@ -108,11 +108,11 @@ class Dht:
                     self._tell_addrs()
                     nursery.start_soon(self._timer.run)
                     nursery.start_soon(self._follow_addrs)
-                    self._entries.start(nursery, bootstrap)
+                    self.entries.start(nursery, bootstrap)
                     task_status.started()
                     async for event in events:
                         if isinstance(event, PeerDown):
-                            self._entries.lost(event.peer)
+                            self.entries.lost(event.peer)
                             self._handle(q.Lost(event.peer))
             finally:
                 self._rpc.unserve(_PROTOCOL)
@@ -187,7 +187,7 @@ class Dht:
 
     def entry_peers(self) -> list[PeerId]:
         """Connected peers at bootstrap addresses."""
-        return self._entries.peers()
+        return self.entries.peers()
 
     def look_around(self) -> None:
         """Ask our neighbours for further peers near us."""
@@ -209,7 +209,7 @@ class Dht:
             "records_held": len(node.store),
             "bytes_held": node.store.held_bytes,
             "records_published": len(node.publisher),
-            "bootstrap": self._entries.status(),
+            "bootstrap": self.entries.status(),
             "clock_offset_s": skew.correction_s(),
             "clock_votes": skew.votes,
             "clock_networks": skew.networks,
@@ -223,7 +223,7 @@ class Dht:
     def _waits_for(self) -> str | None:
         if self._nursery is None:
             return "the DHT to start"
-        return None if len(self._kad.node.neighbours.table) else self._entries.waits_for()
+        return None if len(self._kad.node.neighbours.table) else self.entries.waits_for()
 
     async def _perform(
         self, command: Callable[[int], q.Input], kind: type[D], timeout_s: float, *, leaving: bool = False
@@ -235,7 +235,7 @@ class Dht:
         deadline = trio.current_time() + timeout_s
         if not leaving:
             with trio.CancelScope(deadline=deadline):
-                await self._entries.settled.wait()
+                await self.entries.settled.wait()
         if self._nursery is None:
             raise LocalError("the DHT does not run")
         number, operation = next(self._numbers), _Operation()
@@ -280,7 +280,7 @@ class Dht:
                 case q.BlamePeer(peer, why):
                     _log.warning("peer %s broke the DHT's rules: %s", peer, why)
         if self._kad.node.joined:
-            self._entries.settled.set()
+            self.entries.settled.set()
         self._timer.rearm()
 
     def _wake(self) -> None:
@@ -313,13 +313,14 @@ class Dht:
                 if reply.hello is not None and not self._is_dialable(ask.contact.peer, reply.hello):
                     reply = replace(reply, hello=q.Hello())
                 outcome = q.Answered(ask.id, reply)
+                self.entries.answered(ask.contact.peer)
         except ProtocolViolation as error:
             _log.info("peer %s: %s", ask.contact.peer, error)
             outcome = q.AskFailed(ask.id, lied=True)
         except RemoteError as error:
             _log.debug("a question to %s failed: %s", ask.contact.peer, error)
             if isinstance(error, Refused):
-                self._entries.refused(ask.contact.peer, str(error.args[0]))
+                self.entries.refused(ask.contact.peer, str(error.args[0]))
         self._handle(outcome)
 
     # --- answering ---------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import msgspec
@@ -42,6 +43,7 @@ log = logging.getLogger("peerd.service.swarm.directory")
 RECORD_TTL_S = 60.0
 _JOINING_TTL_S = 15.0
 _JOINING_WAIT_S = 1.0
+_FELLOWS_ASKED = 8  # in one look: one that is there is enough
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +150,16 @@ class Directory:
         serving = {peer for peer, _ in await self.refresh()}
         records = await self._dht.get(settings_key(self.run), most_bytes=DIRECTORY_READ_BYTES)
         return [r.value for r in records if r.publisher in serving and r.publisher != self._host.id]
+
+    async def fellows(self) -> list[PeerId]:
+        """Other peers that have published settings of this run, and that we are linked with, or can be now."""
+        records = await self._dht.get(settings_key(self.run), most_bytes=DIRECTORY_READ_BYTES)
+        linked = []
+        for peer in sorted({r.publisher for r in records} - {self._host.id})[:_FELLOWS_ASKED]:
+            with suppress(RemoteError):
+                await self._host.connect(peer)
+                linked.append(peer)
+        return linked
 
     async def needed_stage(self, since: float, clock: Clock) -> int:
         """The stage with the fewest peers, agreed with others that join at the same moment.

@@ -1,0 +1,142 @@
+"""Company of a peer: whether it has reached anybody, so that nobody trains alone unawares.
+
+A peer that was given bootstrap addresses waits with its part in the run until it has company, or was told to begin
+without (`alone`). Company is a peer at one of these addresses that answers us, or one of the same run that we are
+linked with, however it was found (it came to us, or lies in our local network): such peers know each other by the
+settings that each publishes in the directory, also while it waits. What was tried, and how that ended, is told
+rarely; a peer that has lost its last link is told so, and goes on.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Final
+
+import trio
+
+from peerd.core.errors import RemoteError, Unreachable
+from peerd.net.host.host import Host
+from peerd.service.dht.dht import Dht
+from peerd.service.run_services import RunServices
+
+_FIRST_WORD_S: Final = 5.0  # an address that says nothing is told of after this
+_AGAIN_S: Final = 60.0  # between two such words, each time twice as long, up to ...
+_RARELY_S: Final = 900.0
+_FELLOWS_S: Final = 2.0  # between two looks for peers of the run among those that we are linked with
+_LOOK_S: Final = 1.0  # between two looks at our links
+_LOST_S: Final = 5.0  # without any link
+_TOLD: Final = 3  # addresses in one line
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompanyWish:
+    """The user's wish. `advice`: how to begin without company. `patience_s`: after it waiting is an error."""
+
+    alone: bool = False
+    advice: str = "give --alone to begin without"
+    patience_s: float = math.inf
+
+
+class Company:
+    """See the module's header. `tell(event, reason)` is called for the user; nothing moves until `run`."""
+
+    def __init__(
+        self, net: tuple[Host, Dht], services: RunServices | None, wish: CompanyWish, tell: Callable[[str, str], None]
+    ) -> None:
+        self._host, self._dht = net
+        self._services, self._wish, self._tell = services, wish, tell
+        self._found = trio.Event()
+        self._lost_at: float | None = None  # when the last link was lost
+        self._said = False
+
+    async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Look for company, and tell of it, until cancelled; the directory must run."""
+        if self._wish.alone or self._dht.entries.reached.is_set():
+            self._found.set()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._seek)
+            nursery.start_soon(self._watch_links)
+            task_status.started()
+
+    async def wait(self) -> None:
+        """Wait for company; Unreachable says what was tried, when the user's patience has ended."""
+        with trio.move_on_after(self._wish.patience_s):
+            await self._found.wait()
+        if not self._found.is_set():
+            raise Unreachable(f"{self._tried()}; waited for {self._wish.patience_s:g} s")
+
+    def waits_for(self) -> str | None:
+        """What this peer has tried so far; None once it has company, or needs none."""
+        return None if self._found.is_set() else f"{self._tried()}; trying again; {self._wish.advice}"
+
+    def alone(self) -> str | None:
+        """Since when nobody is there any more; None while somebody is, and before anybody was."""
+        if self._lost_at is None or (gone_s := trio.current_time() - self._lost_at) < _LOST_S:
+            return None
+        told = f"{gone_s:.0f} s" if gone_s < 100 else f"{gone_s / 60:.0f} min"
+        return f"alone since {told}: no other peer can be reached"
+
+    def _tried(self) -> str:
+        tried = [f"{addr}: {why}" for addr, why in self._dht.entries.tried()]
+        if len(tried) == 1:
+            return f"reached no peer at the bootstrap address {tried[0]}"
+        more = [f"and {len(tried) - _TOLD} more"] if len(tried) > _TOLD else []
+        return f"reached none of the {len(tried)} bootstrap addresses: {'; '.join(tried[:_TOLD] + more)}"
+
+    # --- looking --------------------------------------------------------------------------------------------------
+
+    async def _seek(self) -> None:
+        """Look for company until it is there."""
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._complain)
+            nursery.start_soon(self._look_for_fellows)
+            nursery.start_soon(self._await_entry)
+            await self._found.wait()
+            nursery.cancel_scope.cancel()
+        if self._said and not self._wish.alone:
+            self._tell("company.found", "another peer has been reached")
+
+    async def _await_entry(self) -> None:
+        await self._dht.entries.reached.wait()
+        self._found.set()
+
+    async def _look_for_fellows(self) -> None:
+        """Look for peers of our run that came otherwise than by our bootstrap addresses."""
+        while True:
+            await trio.sleep(_FELLOWS_S)
+            if self._services is None or not self._host.connected():
+                continue
+            with suppress(RemoteError):
+                await self._services.publish_settings()
+                if await self._services.directory.fellows():
+                    self._found.set()
+
+    async def _complain(self) -> None:
+        """Say what was tried: once every address has failed or been silent for long, and then rarely."""
+        with trio.move_on_after(_FIRST_WORD_S):
+            await self._dht.entries.failed.wait()
+        pause_s = _AGAIN_S
+        while (reason := self.waits_for()) is not None:
+            self._said = True
+            self._tell("company.missing", reason)
+            await trio.sleep(pause_s)
+            pause_s = min(2 * pause_s, _RARELY_S)
+
+    async def _watch_links(self) -> None:
+        """Note when the last link is lost, and say so once it stays lost."""
+        had, said = False, False
+        while True:
+            await trio.sleep(_LOOK_S)
+            if self._host.connected():
+                had, self._lost_at = True, None
+                if said:
+                    self._tell("company.found", "another peer has been reached again")
+                said = False
+            elif had:
+                self._lost_at = trio.current_time() if self._lost_at is None else self._lost_at
+                if not said and self.alone() is not None:
+                    said = True
+                    self._tell("company.lost", "no other peer can be reached any more; this one goes on alone")
