@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Annotated, Final, NoReturn
 import typer
 
 from peerd.commands import token
-from peerd.core.errors import ConfigError, PeerdError
+from peerd.core.errors import ConfigError, PeerdError, missing_package
 from peerd.core.version import VERSION
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ app = typer.Typer(
 
 app.add_typer(token.app, name="token")
 
-RunFileOption = Annotated[Path | None, typer.Option(metavar="FILE", help="The run file (YAML).")]
+RunFileOption = Annotated[Path | None, typer.Option("--model", "--config", metavar="FILE", help="The run file (YAML).")]
 Bootstrap = Annotated[
     list[str] | None, typer.Option(metavar="ADDR", help="A peer to start from, in place of the run file's. Repeatable.")
 ]
@@ -79,7 +79,7 @@ def _root(
 
 @app.command()
 def backbone(
-    config: RunFileOption = None,
+    model: RunFileOption = None,
     bootstrap: Bootstrap = None,
     listen: Listen = None,
     data_dir: DataDir = None,
@@ -87,7 +87,7 @@ def backbone(
     log_level: LogLevel = "info",
 ) -> None:
     """Run an entry point of the swarm: others join through it."""
-    _start(Flags(["backbone"], config, bootstrap, listen, data_dir, "cpu", seed, log_level))
+    _start(Flags(["backbone"], model, bootstrap, listen, data_dir, "cpu", seed, log_level))
 
 
 @app.command()
@@ -175,7 +175,7 @@ def identity(data_dir: DataDir = None, as_json: AsJson = False) -> None:
 
 @app.command()
 def doctor(
-    config: RunFileOption = None,
+    model: RunFileOption = None,
     bootstrap: Bootstrap = None,
     listen: Listen = None,
     data_dir: DataDir = None,
@@ -185,7 +185,7 @@ def doctor(
     """Check what a peer needs on this machine, and say what to do about what is wrong."""
     from peerd.commands import doctor as checks
 
-    loaded = _load(config, bootstrap, listen)
+    loaded = _load(model, bootstrap, listen)
     run = loaded.run if loaded is not None else None
     wish = checks.DoctorWish(
         bootstrap=_chosen(bootstrap, run.bootstrap if run is not None else []),
@@ -271,7 +271,8 @@ def _chosen(given: list[str] | None, otherwise: Sequence[str]) -> tuple[str, ...
 def _roles(texts: list[str], run: RunFile | None) -> tuple[type[Role], ...]:
     from peerd import registry
 
-    classes = [registry.load(text) for text in texts]
+    own = {text: registry.load(text) for text in sorted(texts, key=lambda text: ":" in text)}  # the user's code last
+    classes = [own[text] for text in texts]
     names = [cls.name for cls in classes]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
@@ -312,6 +313,11 @@ def invoke(argv: list[str]) -> int:
     except PeerdError as error:
         sys.stderr.write(f"peerd: {error}\n")
         return 2 if isinstance(error, ConfigError) else 1
+    except ModuleNotFoundError as error:
+        if (error.name or "peerd").partition(".")[0] in ("peerd", "roles"):
+            raise
+        sys.stderr.write(f"peerd: this needs {missing_package(error)}\n")
+        return 2
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise

@@ -11,13 +11,13 @@ import difflib
 import importlib
 import importlib.util
 import json
-import os
-import sys
 from importlib.metadata import Distribution, EntryPoint, entry_points
 from pathlib import Path
+from types import ModuleType
 from urllib.parse import unquote, urlsplit
 from urllib.request import url2pathname
 
+from peerd import local_code
 from peerd.core.errors import ConfigError
 from peerd.log import clean
 from peerd.role import Role
@@ -34,15 +34,15 @@ def load(text: str) -> type[Role]:
     """The class behind a role's name or `module:Class`; ConfigError says why there is none."""
     if ":" in text:
         module, _, attribute = text.partition(":")
-        here = os.getcwd()
-        if here not in sys.path:  # a user's own file beside them, without any install
-            sys.path.append(here)
-        return _class(text, module, attribute)
+        if not module or not attribute:
+            raise ConfigError(f"role {clean(text)!r} names no module and class; allowed: a name, or module:Class")
+        return _class(text, local_code.imported(module, f"role {clean(text)!r}"), attribute)
     point = next((p for p in entry_points(group=GROUP) if p.name == text), None)
     if point is None:
         raise ConfigError(_unknown(text))
     refuse_foreign(point)
-    return _class(text, point.module, point.attr)
+    what = f"role {clean(text)!r}"
+    return _class(text, local_code.guarded(lambda: importlib.import_module(point.module), what), point.attr)
 
 
 def _unknown(text: str) -> str:
@@ -68,9 +68,12 @@ def refuse_foreign(point: EntryPoint) -> None:
         if origin is None:
             raise ConfigError(f"role {point.name!r}: its module {module} is missing; install {dist.name} again")
         if not _owns(dist, origin):
+            advice = f"install {dist.name} in an environment of its own"
+            if origin.is_relative_to(Path.cwd()):
+                advice = f"start peerd in another folder, or rename {origin}"
             raise ConfigError(
                 f"role {point.name!r} of {dist.name} can't be loaded: another package provides the module {module} "
-                f"({origin}). Install {dist.name} in an environment of its own"
+                f"({origin}); {advice}"
             )
 
 
@@ -105,17 +108,10 @@ def _source_root(dist: Distribution) -> Path | None:
     return Path(url2pathname(unquote(urlsplit(told["url"]).path))).resolve()
 
 
-def _class(text: str, module: str, attribute: str) -> type[Role]:
-    try:
-        found = getattr(importlib.import_module(module), attribute, None)
-    except ModuleNotFoundError as error:
-        if error.name is None or not (module == error.name or module.startswith(error.name + ".")):
-            raise ConfigError(f"role {clean(text)!r} needs the package {error.name}, which is not installed") from error
-        raise ConfigError(f"role {clean(text)!r}: there is no module {module}") from error
-    except (ImportError, SyntaxError, ValueError) as error:
-        raise ConfigError(f"role {clean(text)!r}: module {module} can't be loaded: {error}") from error
+def _class(text: str, module: ModuleType, attribute: str) -> type[Role]:
+    found = getattr(module, attribute, None)
     if not isinstance(found, type):
-        raise ConfigError(f"role {clean(text)!r}: module {module} has no class {attribute!r}")
+        raise ConfigError(f"role {clean(text)!r}: module {module.__name__} has no class {attribute!r}")
     missing = [name for name in ("name", "needs_run", "run", "leave", "status") if not hasattr(found, name)]
     if missing:
         raise ConfigError(f"role {clean(text)!r}: {attribute} is not a role; it lacks {', '.join(missing)}")

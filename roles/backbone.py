@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import trio
 
-from peerd.core.errors import ConfigError, RemoteError
+from peerd.core.errors import ConfigError, RemoteError, missing_package
 from peerd.core.messages.progress import pause_s
 from peerd.core.messages.swarm import Position
 from peerd.core.runfile import RunFile, first_difference, shared_text
@@ -188,7 +188,10 @@ class BackboneRole:
 
     async def _begin(self, services: RunServices) -> Keeping:
         """Open the keeper. It needs torch, which is loaded only now, in a thread, since that takes seconds."""
-        module = await trio.to_thread.run_sync(importlib.import_module, "peerd.training.checkpoints.keeper")
+        try:
+            module = await trio.to_thread.run_sync(importlib.import_module, "peerd.training.checkpoints.keeper")
+        except ModuleNotFoundError as error:
+            raise ConfigError(f"to keep checkpoints a backbone needs {missing_package(error)}") from error
         keeping: Keeping = module.Keeping(self._ctx, services)
         await keeping.open()
         return keeping

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 from pathlib import Path
 
@@ -33,6 +34,38 @@ def issue(place: Path, capsys: pytest.CaptureFixture[str], *more: str, peer: Key
     argv = ["token", "issue", "--run", "tiny", "--peer", str(peer.peer_id), "--data-dir", str(place), *more]
     assert invoke(argv) == 0, capsys.readouterr().err
     return capsys.readouterr().out.strip()
+
+
+@pytest.mark.parametrize(
+    ("roles", "says"),
+    [
+        ("stage,trainr", "--roles: 'trainr' is no role here; did you mean trainer?"),
+        ("walrus", "--roles: 'walrus' is no role here; allowed: aux, backbone, stage, trainer; a role of your own is"),
+        ("no_such_file:Role", "there is no module no_such_file"),
+    ],
+)
+def test_a_role_that_nobody_knows_is_refused_and_nothing_is_issued(
+    organizer: Path, capsys: pytest.CaptureFixture[str], roles: str, says: str
+) -> None:
+    argv = ["token", "issue", "--run", "tiny", "--peer", str(ANN.peer_id), "--data-dir", str(organizer)]
+    assert invoke([*argv, "--roles", roles]) == 2
+    told = capsys.readouterr()
+    assert (told.out, says in told.err) == ("", True), told.err
+    assert listed(organizer, capsys) == []
+
+
+def test_the_token_of_a_role_of_ones_own_has_the_name_that_its_peer_is_asked_for(
+    organizer: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = "class Hello:\n    name = 'greeter'\n    needs_run = True\n    run = leave = status = None\n"
+    (tmp_path / "greeting_of_test_token.py").write_text(text)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    token = issue(organizer, capsys, "--roles", "greeting_of_test_token:Hello, aux")
+    run, place = peer_of(organizer, tmp_path / "peer")
+    (place / membership.TOKEN_FILE).write_text(token)
+    assert listed(organizer, capsys)[0]["roles"] == ["aux", "greeter"]
+    membership.own_papers(run, ["greeter"], place, ANN.peer_id, time.time())
 
 
 def listed(place: Path, capsys: pytest.CaptureFixture[str]) -> list[dict[str, object]]:

@@ -6,6 +6,7 @@ so that they can be piped; what to do with them goes to stderr.
 
 from __future__ import annotations
 
+import difflib
 import json
 import time
 from dataclasses import asdict
@@ -33,7 +34,9 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object for 
 def issue(
     run: Annotated[str, typer.Option(metavar="NAME", help="The run that the token is for.")],
     peer: Annotated[str, typer.Option(metavar="ID", help="The peer that may use it: 12D3KooW...")],
-    roles: Annotated[str, typer.Option(metavar="NAMES", help="What it may be, with commas.")] = "stage,trainer",
+    roles: Annotated[
+        str, typer.Option(metavar="NAMES", help="What it may be, with commas: names of roles, or module:Class.")
+    ] = "stage,trainer",
     name: Annotated[str, typer.Option(metavar="TEXT", help="Whose peer it is, for the leader-board.")] = "",
     days: Annotated[int, typer.Option(min=1, max=LONGEST_DAYS, help="How long it is valid.")] = 30,
     data_dir: Organizer = None,
@@ -43,7 +46,8 @@ def issue(
     from peerd.core.messages.token import Token, from_text, unseal
 
     _, book = _book(data_dir)
-    text = book.issue(TokenGrant(run=run, peer=peer, name=name, roles=roles.split(","), days=days), time.time())
+    grant = TokenGrant(run=run, peer=peer, name=name, roles=_role_names(roles), days=days)
+    text = book.issue(grant, time.time())
     token = unseal(Token, from_text(Token, text))
     typer.echo(text)
     typer.echo(
@@ -85,6 +89,23 @@ def revoke(
         f"{book.folder / REVOKED_FILE} and have their run files name it: access.revoked",
         err=True,
     )
+
+
+def _role_names(text: str) -> list[str]:
+    """The names that a token lists: those of installed roles, and of a `module:Class` the one that its class has."""
+    from peerd import registry
+    from peerd.core.errors import ConfigError
+    from peerd.log import clean
+
+    known, found = registry.names(), []
+    for given in filter(None, (part.strip() for part in text.split(","))):
+        if ":" not in given and given not in known:
+            near = difflib.get_close_matches(given, known, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"allowed: {', '.join(known)}"
+            own = "; a role of your own is given as module:Class, from the folder with its file"
+            raise ConfigError(f"--roles: {clean(given)!r} is no role here; {hint}{'' if near else own}")
+        found.append(registry.load(given).name if ":" in given else given)
+    return found
 
 
 def _book(data_dir: Path | None) -> tuple[Path, TokenBook]:

@@ -6,13 +6,13 @@ user put there: nothing that comes over the network ever reaches this file.
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
 from peerd.core.errors import ConfigError
+from peerd.local_code import guarded, imported, look_here
 
 
 def find_function(text: str, key: str, otherwise: str = "") -> Callable[..., object]:
@@ -33,9 +33,17 @@ def _module(name: str, where: str) -> ModuleType:
         spec = importlib.util.spec_from_file_location(file.stem, file)
         if spec is not None and spec.loader is not None:
             module = importlib.util.module_from_spec(spec)
-            spec.loader.exec_module(module)
+            loader = spec.loader
+            look_here()  # for what it imports from beside it
+            guarded(lambda: loader.exec_module(module), f"{where}: {file} can't be loaded")
             return module
+    if not _is_installed(name.partition(".")[0]):
+        raise ConfigError(f"{where}: there is no file {file} here and no module {name} (looked from {Path.cwd()})")
+    return imported(name, where)
+
+
+def _is_installed(package: str) -> bool:
     try:
-        return importlib.import_module(name)
-    except (ImportError, ValueError) as error:
-        raise ConfigError(f"{where}: there is no file {file} here and no module {name} ({error})") from error
+        return importlib.util.find_spec(package) is not None
+    except (ImportError, ValueError):
+        return False

@@ -5,7 +5,11 @@ A decoder raises `ProtocolViolation`; the driver that knows the peer calls `blam
 
 from __future__ import annotations
 
+from typing import Final
+
 from peerd.core.ids import PeerId
+
+_DISTRIBUTIONS: Final = {"yaml": "PyYAML", "nacl": "pynacl", "google": "protobuf", "sklearn": "scikit-learn"}
 
 
 class PeerdError(Exception):
@@ -14,6 +18,13 @@ class PeerdError(Exception):
 
 class ConfigError(PeerdError):
     """The user gave something that cannot be used: says what, where, and what is allowed."""
+
+
+def missing_package(error: ModuleNotFoundError) -> str:
+    """The package that an import lacks, and what to type to get it."""
+    package = (error.name or str(error)).partition(".")[0]
+    distribution = _DISTRIBUTIONS.get(package, package)
+    return f"the package {package}, which is not installed; type: pip install {distribution}"
 
 
 class LocalError(PeerdError):

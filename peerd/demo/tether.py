@@ -24,13 +24,14 @@ _LOOK_S: Final = 0.02
 
 
 def start(arguments: list[str], log: Path, environment: dict[str, str]) -> subprocess.Popen[bytes]:
-    """`python -m peerd ...` in a process group of its own, tied to this process; its output goes to `log`.
+    """`python -P -m peerd ...` in a process group of its own, tied to this process; its output goes to `log`.
 
+    With -P no file in the working directory takes the place of a module that peerd imports.
     Must be called from the main thread: Linux counts the end of the starting thread as the parent's death.
     """
     with log.open("ab") as output:
         return subprocess.Popen(
-            [sys.executable, "-m", "peerd", *arguments],
+            [sys.executable, "-P", "-m", "peerd", *arguments],
             stdin=subprocess.PIPE,
             stdout=output,
             stderr=subprocess.STDOUT,
