@@ -221,6 +221,8 @@ def _start(flags: Flags) -> None:
     for stop in (signal.SIGINT, signal.SIGTERM):  # until the daemon's loop takes them over
         signal.signal(stop, _stop_early)
     classes = _roles(flags.roles, run)
+    if loaded is not None:
+        _tell_of_files(loaded, any(cls.needs_run for cls in classes))
     if flags.device != "cpu":
         from peerd.compute.devices import describe
 
@@ -255,6 +257,16 @@ def _load(file: Path | None, bootstrap: list[str] | None, listen: list[str] | No
     config.check_addresses("--bootstrap", bootstrap or [])
     config.check_addresses("--listen", listen or [])
     return config.load_run(file) if file is not None else None
+
+
+def _tell_of_files(loaded: LoadedRun, takes_part: bool) -> None:
+    """Say what cannot be compared with other peers; ConfigError where a peer that takes part must compare it."""
+    if loaded.unknown and takes_part:
+        raise ConfigError("; ".join(loaded.unknown))
+    for text in loaded.unknown:
+        typer.echo(f"peerd: {text}; until then no checkpoints of this run are kept", err=True)
+    for text in loaded.notes:
+        typer.echo(f"peerd: {text}", err=True)
 
 
 def _own_listen(loaded: LoadedRun | None, roles: list[str]) -> Sequence[str]:

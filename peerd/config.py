@@ -11,7 +11,7 @@ from __future__ import annotations
 import difflib
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import NoneType, UnionType
@@ -20,6 +20,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 import msgspec
 import yaml
 
+from peerd.contents import not_compared, unknown, with_digests
 from peerd.core.addr import parse_addr
 from peerd.core.errors import ConfigError
 from peerd.core.runfile import RunFile, check
@@ -31,22 +32,46 @@ DEPTH = 16
 
 Path_ = tuple[str | int, ...]
 
+# Keys whose rules look at the values of others.
+_LOOKS_AT = {
+    "model.heads": ("model.kind", "model.d_model"),
+    "model.precision": ("model.dtype",),
+    "model.kind_digest": ("model.kind",),
+    "model.vocab_digest": ("model.vocab",),
+    "pipeline.stages": ("model.kind", "model.layers"),
+    "pipeline.microbatch": ("model", "pipeline"),
+    "pipeline.boundary.code": ("model.dtype",),
+    "pipeline.boundary.block": ("pipeline.boundary.code",),
+    "batch.target_samples": ("pipeline.microbatch",),
+    "averaging.code": ("model.dtype",),
+    "averaging.block": ("averaging.code",),
+    "averaging.rank": ("averaging.code",),
+    "optimizer.decay": ("optimizer.total_steps", "optimizer.warmup_steps"),
+    "limits.stage": ("pipeline.stages",),
+}
+
 
 @dataclass(frozen=True, slots=True)
 class LoadedRun:
-    """A run as its file gives it. `given` holds the top-level keys that the file names itself."""
+    """A run as its file gives it, with the digests of the local files that it names.
+
+    `given` holds the top-level keys that the file names itself.
+    """
 
     run: RunFile
     path: Path
     given: frozenset[str]
+    unknown: tuple[str, ...] = ()  # sentences on files that it names, and that are not here to be compared
+    notes: tuple[str, ...] = ()  # and on what they import, which nobody compares
 
 
 @dataclass(slots=True)
 class _Faults:
-    """The mistakes found so far, and the line of every key."""
+    """The mistakes found so far, the line of every key, and the keys whose values are not known for a mistake."""
 
     lines: dict[Path_, int] = field(default_factory=dict)
     found: list[tuple[int | None, str]] = field(default_factory=list)
+    broken: set[Path_] = field(default_factory=set)
 
     def add(self, path: Path_, message: str) -> None:
         line = next((self.lines[path[:n]] for n in range(len(path), 0, -1) if path[:n] in self.lines), None)
@@ -55,7 +80,10 @@ class _Faults:
         self.found.append((line, f"{name}{space}{message}"))
 
     def error(self, file: Path) -> ConfigError:
-        told = [f"line {line}: {text}" if line else text for line, text in sorted(self.found, key=lambda f: f[0] or 0)]
+        told = [
+            f"line {line}: {text}" if line else text
+            for line, text in sorted(self.found, key=lambda f: (f[0] or 0, f[1]))
+        ]
         if len(told) == 1:
             return ConfigError(f"{file}, {told[0]}" if self.found[0][0] else f"{file}: {told[0]}")
         return ConfigError(f"{file} has {len(told)} mistakes:\n" + "\n".join(f"  {text}" for text in told))
@@ -89,12 +117,35 @@ def load_run(path: Path) -> LoadedRun:
                 parse_addr(str(text))
             except ConfigError as error:
                 faults.add((place, index), f": {error}")
-    if run is not None and not faults.found:
-        for name, message in check(run):
+    for name, message in check(run):
+        if not _follows(_parts(name), faults.broken):
             faults.add(_parts(name), message)
-    if run is None or faults.found:
+    if faults.found:
         raise faults.error(path)
-    return LoadedRun(run, path, frozenset(map(str, tree)))
+    try:
+        run = with_digests(run)
+    except ConfigError as error:
+        key, _, message = str(error).partition(" ")
+        faults.add(_parts(key), message)
+        raise faults.error(path) from None
+    return LoadedRun(run, path, frozenset(map(str, tree)), tuple(unknown(run)), tuple(not_compared(run)))
+
+
+def section_of(cls: type[Any], values: Mapping[str, object]) -> Any:
+    """A section of a run file from values that a program gives; ConfigError names every mistake, as in a file."""
+    faults = _Faults()
+    section = _section(cls, dict(values), (), faults)
+    if faults.found:
+        raise ConfigError("; ".join(text for _, text in faults.found))
+    return section
+
+
+def _follows(path: Path_, broken: set[Path_]) -> bool:
+    """True when a fault of the key at `path` may come of a broken key's stand-in, and not of the file."""
+    seen = {path, *(_parts(other) for other in _LOOKS_AT.get(dotted(path), ()))}
+    if path[-1] in ("path", "digest", "sources", "organizer", "token", "revoked"):  # as allowed by those beside them
+        seen.add(path[:-1])
+    return any(one[: len(bad)] == bad or bad[: len(one)] == one for one in seen for bad in broken)
 
 
 def check_addresses(option: str, texts: Sequence[str]) -> None:
@@ -189,26 +240,29 @@ def _walk(node: yaml.Node, path: Path_, faults: _Faults, budget: Iterator[int]) 
 
 
 def _section(cls: type[Any], tree: object, path: Path_, faults: _Faults) -> Any:
-    """`tree` as a struct of type `cls`; None when a mistake was noted in it."""
+    """`tree` as a struct of type `cls`; where a mistake was noted in it, something stands in for the value."""
     fields = {f.name: f for f in msgspec.structs.fields(cls)}
     tree = {} if tree is None else tree
     if not isinstance(tree, dict):
+        faults.broken.add(path)
         faults.add(path, f"is {_shown(tree)}; allowed: keys and values ({', '.join(fields)})")
-        return None
-    before = len(faults.found)
-    for name in tree:
-        if name not in fields:
+        tree = {}
+    else:
+        for name in [name for name in tree if name not in fields]:
             faults.add((*path, str(name)), f"is not a known key; {_nearest(str(name), list(fields), path)}")
-    values: dict[str, Any] = {}
-    for name, info in fields.items():
-        if name in tree:
-            values[name] = _value(info.type, tree[name], (*path, name), faults)
-        elif info.required:
-            faults.add((), f"{dotted((*path, name))} is missing; allowed: {_allowed(info.type)}")
-    return cls(**values) if len(faults.found) == before else None
+            near = difflib.get_close_matches(str(name), list(fields), n=1)
+            faults.broken |= {(*path, meant) for meant in near}  # its value is what was to be given
+        for name, info in fields.items():
+            if name not in tree and info.required:
+                faults.broken.add((*path, name))
+                faults.add((), f"{dotted((*path, name))} is missing; allowed: {_allowed(info.type)}")
+    values = {name: _value(fields[name].type, tree[name], (*path, name), faults) for name in fields if name in tree}
+    kept = {name: value for name, value in values.items() if value is not None or (*path, name) not in faults.broken}
+    return cls(**{name: "?" for name, info in fields.items() if info.required} | kept)
 
 
 def _value(kind: Any, value: object, path: Path_, faults: _Faults) -> Any:
+    """The value in its type; None where a mistake was noted that leaves nothing of it."""
     if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
         return _section(kind, value, path, faults)
     if isinstance(value, list) and (section := _item_section(kind)):
@@ -219,9 +273,12 @@ def _value(kind: Any, value: object, path: Path_, faults: _Faults) -> Any:
         hint = _nearest_choice(kind, value)
         quotes = " (put it in quotes)" if kind is str and not isinstance(value, dict | list | None) else ""
         faults.add(path, f"is {_shown(value)}; allowed: {_allowed(kind)}{quotes}{hint}")
+        faults.broken.add(path)
         return None
     if isinstance(typed, float) and not math.isfinite(typed):
         faults.add(path, f"is {value}; allowed: a finite number")
+        faults.broken.add(path)
+        return None
     return typed
 
 

@@ -28,6 +28,7 @@ from typing import Any, Final, TextIO
 import trio
 
 from peerd.commands.status import RoleState, StatusBoard
+from peerd.contents import digest_at, named_files
 from peerd.control import socket
 from peerd.control.company import Company, CompanyWish
 from peerd.control.connectivity import Connectivity, ConnectivityConfig, own_surroundings, relaying
@@ -369,8 +370,12 @@ class Daemon:
         _say(f"peer id {self.host.id}")
         for addr in self.host.listen_addrs():  # what relays and routers add comes and goes: `peerd status` has it
             _say(f"listening on {with_peer(addr, self.host.id)}")
+        if plan.run is not None:
+            for key, file in named_files(plan.run).items():
+                _say(f"{key}: {digest_at(plan.run, key) or 'unknown'}  # of {file}")
         if addrs and (plan.company.alone or not plan.bootstrap):
-            _say(f"others join with: peerd join --role stage --model {plan.run_file} --bootstrap {best_addr(addrs)}")
+            role = "trainer" if plan.run is not None and plan.run.pipeline.stages == 1 else "stage"
+            _say(f"others join with: peerd join --role {role} --model {plan.run_file} --bootstrap {best_addr(addrs)}")
 
     # --- ending --------------------------------------------------------------------------------------------------
 

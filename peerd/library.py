@@ -28,7 +28,7 @@ import trio
 from torch import Tensor
 
 from peerd.compute.model.user_model import UserModel
-from peerd.config import check_addresses
+from peerd.config import check_addresses, section_of
 from peerd.control.company import CompanyWish
 from peerd.core.errors import ConfigError, PeerdError
 from peerd.core.messages.swarm import MAX_MICROBATCHES
@@ -258,10 +258,7 @@ def _company(alone: bool, wait_s: float | None) -> CompanyWish:
 
 def _averaging(code: str, rank: int) -> AveragingSection:
     """Checked before the model is: what that keeps from step to step follows from it."""
-    try:
-        made = msgspec.convert({"code": code, "rank": rank}, AveragingSection)
-    except msgspec.ValidationError as error:
-        raise ConfigError(f"code is {code!r} and rank {rank!r}: {error}") from None
+    made: AveragingSection = section_of(AveragingSection, {"code": code, "rank": rank})
     faults = [f"{path} {message}" for path, message in check(RunFile(run="any", averaging=made))]
     if faults:
         raise ConfigError("; ".join(faults))

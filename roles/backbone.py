@@ -16,7 +16,7 @@ import trio
 from peerd.core.errors import ConfigError, RemoteError, missing_package
 from peerd.core.messages.progress import pause_s
 from peerd.core.messages.swarm import Position
-from peerd.core.runfile import RunFile, first_difference, shared_text
+from peerd.core.runfile import RunFile
 from peerd.role import RoleContext
 from peerd.service.run_services import RunServices
 from peerd.signals import Signal
@@ -89,9 +89,9 @@ class BackboneRole:
     def _invite(self, run: RunFile) -> None:
         addrs = [str(addr) for addr in self._ctx.host.addrs()]
         addr = next((a for a in addrs if not a.startswith(("/ip4/127.", "/ip6/::1/"))), next(iter(addrs), "ADDR"))
-        self._ctx.log.event(
-            "run.joinable", run=run.run, line=f"peerd join --role stage --model FILE --bootstrap {addr}"
-        )
+        role = "trainer" if run.pipeline.stages == 1 else "stage"
+        line = f"peerd join --role {role} --model FILE --bootstrap {addr}"
+        self._ctx.log.event("run.joinable", run=run.run, line=line)
 
     async def _watch(self, watching: Watching, curves: Curves) -> None:
         while True:
@@ -178,13 +178,9 @@ class BackboneRole:
     async def _agrees(self, services: RunServices) -> bool:
         """True when the run's published settings are ours, False when there are none; ConfigError when they differ."""
         try:
-            published = await services.directory.published_settings()
+            return await services.agrees()
         except RemoteError:
             return False
-        mine = shared_text(services.run)
-        if published and mine not in published:
-            raise ConfigError(f"the run has other settings: {first_difference(mine, published[0])}")
-        return bool(published)
 
     async def _begin(self, services: RunServices) -> Keeping:
         """Open the keeper. It needs torch, which is loaded only now, in a thread, since that takes seconds."""

@@ -137,7 +137,7 @@ def test_an_empty_section_means_its_defaults(file: Path) -> None:
         ("run: x\ndata: {path: 'https://h:99999/'}", ["data.path is 'https://h:99999/'; not an address: Port out of"]),
         ("run: x\ndata: {path: 'http://h/'}", ["data.digest is missing: anyone on the way may change what http"]),
         ("run: x\ndata: {path: 'https://h/', digest: abc}", ["data.digest is not a SHA-256 in hex; allowed: 64 of"]),
-        (f"run: x\ndata: {{digest: {'ab' * 32}}}", ["data.digest is of an index under an http(s) path"]),
+        (f"run: x\ndata: {{digest: {'ab' * 32}}}", ["data.digest is given, but every Python has a standard library"]),
         ("run: x\ndata: {kind: dataset}", ["data.path is 'stdlib'; allowed with kind dataset: module:function"]),
         ("run: x\nlimits: {data_cache_mb: 0}", ["limits.data_cache_mb is 0; allowed: 1 to 1073741824"]),
         ("run: x\nlimits: {keep_totals: 65}", ["limits.keep_totals is 65; allowed: 0 to 64"]),
@@ -253,3 +253,60 @@ def test_the_shipped_run_files_are_right() -> None:
 def test_a_model_of_ones_own_has_no_heads_to_be_checked(file: Path) -> None:
     file.write_text("run: x\nmodel: {kind: 'mine:make', heads: 5}\n")
     assert load_run(file).run.model.heads == 5
+
+
+def test_all_mistakes_are_told_at_once_whatever_their_kinds(file: Path) -> None:
+    text = """\
+run: x
+sede: 3
+model:
+  d_modle: 64
+  heads: 5
+  context: 0
+pipeline: {microbatch: many, boundary: {code: int7, block: 3}}
+optimizer: {lr: -1, beta1: one, beta2: 2}
+data: {holdout: 1, shuffle_buffer: 0, kind: csv, digest: abc}
+checkpoint: 5
+evaluate: {samples: 0}
+limits: {stage: 9}
+"""
+    lines = complaint(file, text).splitlines()
+    assert lines[0] == "FILE has 14 mistakes:"
+    assert [line.split(" is ")[0].strip() for line in lines[1:]] == [
+        "line 2: sede",
+        "line 4: model.d_modle",
+        "line 6: model.context",
+        "line 7: pipeline.boundary.code",
+        "line 7: pipeline.microbatch",
+        "line 8: optimizer.beta1",
+        "line 8: optimizer.beta2",
+        "line 8: optimizer.lr",
+        "line 9: data.holdout",
+        "line 9: data.kind",
+        "line 9: data.shuffle_buffer",
+        "line 10: checkpoint",
+        "line 11: evaluate.samples",
+        "line 12: limits.stage",
+    ]
+
+
+def test_no_mistake_is_told_that_only_follows_from_another(file: Path) -> None:
+    """`heads` does not divide the default that stands in for what `d_model` was to be."""
+    assert "heads" not in complaint(file, "run: x\nmodel: {d_model: '96', heads: 3}\n")
+    assert "heads" not in complaint(file, "run: x\nmodel: {d_modl: 96, heads: 3}\n")
+    assert "stages" not in complaint(file, "run: x\nmodel: {layers: eight}\npipeline: {stages: 8}\n")
+    assert "allowed: 0 to pipeline" not in complaint(file, "run: x\npipeline: {stages: two}\nlimits: {stage: 1}\n")
+
+
+def test_a_model_of_ones_own_may_have_more_stages_than_gpt_has_layers(file: Path) -> None:
+    file.write_text("run: x\nmodel: {kind: 'no_such_file:build', heads: 0, d_model: 7}\npipeline: {stages: 9}\n")
+    loaded = load_run(file)
+    assert loaded.run.pipeline.stages == 9
+    assert loaded.unknown[0].startswith("model.kind: there is no file no_such_file.py here")
+
+
+def test_a_digest_may_be_given_for_text_on_this_machine_or_be_any(file: Path) -> None:
+    for digest in ("ab" * 32, "any"):
+        file.write_text(f"run: x\ndata: {{path: 'corpus/*.txt', digest: {digest}}}\n")
+        assert load_run(file).run.data.digest == digest
+    assert "or any: every trainer" in complaint(file, "run: x\ndata: {path: a, digest: some}\n")

@@ -59,7 +59,7 @@ def backward(model: nn.Module) -> None:
         ({"run": ""}, "run has 0 characters; allowed: 1 to 64"),
         ({"min_peers": 0}, "min_peers is 0"),
         ({"wait_s": 0}, "wait_s is 0; it must be above 0"),
-        ({"code": "int9"}, "code is 'int9' and rank 4: Invalid enum value 'int9'"),
+        ({"code": "int9"}, "code is int9 .text.; allowed: one of none, bf16, .*; did you mean int8?"),
         ({"code": "powersgd", "rank": 0}, "averaging.rank is 0; allowed: 1 to 128"),
         ({"code": "int8", "rank": 2}, "averaging.rank is 2, but int8 has no rank"),
         ({"bootstrap": "/ip4/127.0.0.1/tcp/1"}, "give a list of addresses"),

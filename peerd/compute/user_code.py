@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
+from peerd.contents import local_file
 from peerd.core.errors import ConfigError
 from peerd.local_code import guarded, imported, look_here
 
@@ -28,7 +29,7 @@ def find_function(text: str, key: str, otherwise: str = "") -> Callable[..., obj
 
 
 def _module(name: str, where: str) -> ModuleType:
-    file = Path(name if name.endswith(".py") else name.replace(".", "/") + ".py")
+    file = local_file(name)
     if file.is_file():
         spec = importlib.util.spec_from_file_location(file.stem, file)
         if spec is not None and spec.loader is not None:

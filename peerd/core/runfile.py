@@ -31,6 +31,9 @@ FINGERPRINT_SECTIONS = ("run", "seed", "model", "pipeline", "optimizer", "batch"
 RANK = 4  # of gradients in powersgd, unless the run file says otherwise
 RANKS = 128  # the most: each column costs two passes over the gradient
 SOURCES = 64  # of data: each holds a part of the shuffle buffer
+CORPUS_BYTES = 96  # that a trainer publishes with the settings for each source: its key and the digest of what it read
+PUBLISHED_BYTES = 1536  # that it publishes with them besides: a token
+_NO_DIGEST = "is not a SHA-256 in hex; allowed: 64 of 0-9 and a-f"
 
 
 class Section(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
@@ -47,6 +50,8 @@ class ModelSection(Section, frozen=True):
     context: int = 128  # tokens of one sample
     dtype: Literal["float32", "float64"] = "float32"
     precision: Literal["full", "bf16", "fp16"] = "full"  # of computing inside a stage; what is kept has `dtype`
+    kind_digest: str = ""  # SHA-256 of the function's source, in hex; empty: that of the file here, if there is one
+    vocab_digest: str = ""  # the same of the tokenizers file
 
 
 class BoundarySection(Section, frozen=True):
@@ -101,7 +106,9 @@ class SourceSection(Section, frozen=True):
     # dataset: the path is module:function of a local file, which gives a torch IterableDataset.
     kind: Literal["text", "jsonl", "parquet", "dataset"] = "text"
     field: str = "text"  # the field of a JSONL line, or the column of a Parquet file
-    digest: str = ""  # SHA-256 of the index under an http(s) path, in hex; empty: the server is believed
+    # SHA-256 of the index under an http(s) path, or of the text here, in hex; any: trainers read texts of their own;
+    # empty: the server is believed, and trainers compare what they read.
+    digest: str = ""
     weight: float = 1.0  # share of the samples, over the sum of all weights
 
 
@@ -177,9 +184,16 @@ class RunFile(Section, frozen=True):
 
 
 def shared_text(run: RunFile) -> bytes:
-    """The sections that all peers of a run share, as canonical JSON."""
+    """The settings that all peers of a run share, as canonical JSON.
+
+    Where a peer keeps its tokenizer and its text is its own matter: digests of their contents stand for them.
+    """
     tree = msgspec.to_builtins(run)
     shared = {name: tree[name] for name in FINGERPRINT_SECTIONS}
+    if run.model.vocab != "bytes":
+        shared["model"]["vocab"] = "file"
+    for section in (shared["data"], *shared["data"]["sources"]):
+        del section["path"]
     if run.access.allow != "open":  # an open run's fingerprint is that of the time before there were tokens
         shared["access"] = {"allow": run.access.allow, "organizer": run.access.organizer}
     return msgspec.json.encode(shared, order="sorted")
@@ -188,28 +202,6 @@ def shared_text(run: RunFile) -> bytes:
 def fingerprint(run: RunFile) -> bytes:
     """16 bytes that differ when any shared setting differs."""
     return hashlib.sha256(shared_text(run)).digest()[:16]
-
-
-def first_difference(mine: bytes, theirs: bytes) -> str | None:
-    """The first key in which two `shared_text`s differ, in words; None when they agree. `theirs` may be a stranger's
-    bytes.
-    """
-    try:
-        published = msgspec.json.decode(theirs)
-    except (ValueError, RecursionError):
-        return "what is published cannot be read"
-    return _difference(msgspec.json.decode(mine), published, "")
-
-
-def _difference(mine: object, theirs: object, path: str) -> str | None:
-    if isinstance(mine, dict) and isinstance(theirs, dict):
-        for key in sorted(mine.keys() | theirs.keys()):
-            name = key if key.isprintable() else ascii(key)
-            found = _difference(mine.get(key), theirs.get(key), f"{path}.{name}" if path else name)
-            if found:
-                return found
-        return None
-    return None if mine == theirs else f"{path[:200]} is {_shown(mine)} here and {_shown(theirs)} there"
 
 
 def _shown(value: object) -> str:
@@ -241,7 +233,14 @@ def check(run: RunFile) -> list[tuple[str, str]]:
     mixed = f"is {m.precision}, which is for float32, but model.dtype is {m.dtype}; allowed: full"
     need(m.precision == "full" or m.dtype == "float32", "model.precision", mixed)
     need(1 <= m.context <= 1 << 20, "model.context", f"is {m.context}; allowed: 1 to 1048576")
-    need(1 <= p.stages <= m.layers, "pipeline.stages", f"is {p.stages}; allowed: 1 to model.layers ({m.layers})")
+    if m.kind == "gpt":
+        need(1 <= p.stages <= m.layers, "pipeline.stages", f"is {p.stages}; allowed: 1 to model.layers ({m.layers})")
+    else:  # how many layers a function returns is known when it has run
+        need(1 <= p.stages <= STAGES, "pipeline.stages", f"is {p.stages}; allowed: 1 to {STAGES}")
+    for name, digest in (("kind_digest", m.kind_digest), ("vocab_digest", m.vocab_digest)):
+        need(not digest or _is_digest(digest), f"model.{name}", _NO_DIGEST)
+    need(not m.kind_digest or m.kind != "gpt", "model.kind_digest", "is of a function's source, but model.kind is gpt")
+    need(not m.vocab_digest or m.vocab != "bytes", "model.vocab_digest", "is of a file, but model.vocab is bytes")
     need(1 <= p.microbatch <= 65536, "pipeline.microbatch", f"is {p.microbatch}; allowed: 1 to 65536")
     for path, coded in (("pipeline.boundary", p.boundary), ("averaging", run.averaging)):
         faults += _coding_faults(path, coded.code, coded.block, m.dtype)
@@ -290,7 +289,7 @@ def _size_faults(run: RunFile) -> list[tuple[str, str]]:
         faults.append(("optimizer.total_steps", f"is {steps}; allowed: 0 (no end) to {LAST_STEP}"))
     if not -(1 << 63) <= run.seed < 1 << 63:
         faults.append(("seed", f"is {run.seed}; allowed: {-(1 << 63)} to {(1 << 63) - 1}"))
-    shared = len(shared_text(run))
+    shared = len(shared_text(run)) + PUBLISHED_BYTES + CORPUS_BYTES * len(sources_of(run.data))
     if shared > RECORD_VALUE_BYTES:
         tree = msgspec.to_builtins(run)
         longest = max(FINGERPRINT_SECTIONS, key=lambda name: len(msgspec.json.encode(tree[name])))
@@ -390,16 +389,20 @@ def _source_faults(source: SourceSection) -> list[tuple[str, str]]:
     faults = []
     if not 1e-6 <= source.weight <= 1e6:
         faults.append(("weight", f"is {source.weight}; allowed: 0.000001 to 1000000"))
-    if source.digest and not re.fullmatch("[0-9a-f]{64}", source.digest):
-        faults.append(("digest", "is not a SHA-256 in hex; allowed: 64 of 0-9 and a-f"))
+    if source.digest not in ("", "any") and not _is_digest(source.digest):
+        faults.append(("digest", f"{_NO_DIGEST}, or any: every trainer has a text of its own"))
     if source.kind == "dataset":
         if not re.fullmatch(r"[^:]+:[^:]+", source.path):
             faults.append(("path", f"is {source.path!r}; allowed with kind dataset: module:function of a local file"))
     elif source.path.startswith(("http://", "https://")):
         faults += _address_faults(source)
-    elif source.digest:
-        faults.append(("digest", "is of an index under an http(s) path, but the path is not one"))
+    elif source.path == "stdlib" and source.digest:
+        faults.append(("digest", "is given, but every Python has a standard library of its own; leave it out"))
     return faults
+
+
+def _is_digest(text: str) -> bool:
+    return re.fullmatch("[0-9a-f]{64}", text) is not None
 
 
 def _address_faults(source: SourceSection) -> list[tuple[str, str]]:
@@ -410,6 +413,6 @@ def _address_faults(source: SourceSection) -> list[tuple[str, str]]:
         return [("path", f"is {source.path!r}; not an address: {error}")]
     if not host or user is not None or url.query or url.fragment or not source.path.isprintable():
         return [("path", f"is {source.path!r}; allowed: https://host/folder, without a user, a query or a fragment")]
-    if url.scheme == "http" and not source.digest and host not in ("localhost", "127.0.0.1", "::1"):
+    if url.scheme == "http" and source.digest in ("", "any") and host not in ("localhost", "127.0.0.1", "::1"):
         return [("digest", "is missing: anyone on the way may change what http brings; allowed: a digest, or https")]
     return []

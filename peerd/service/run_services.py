@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from peerd.contents import named_files
 from peerd.core.clock import Clock
 from peerd.core.errors import ConfigError, RemoteError
 from peerd.core.ids import PeerId
+from peerd.core.messages.settings import PublishedSettings, differences
 from peerd.core.messages.swarm import Grant
-from peerd.core.runfile import BYTES_PER_MBIT, RunFile, fingerprint, first_difference, shared_text
+from peerd.core.runfile import BYTES_PER_MBIT, RunFile, fingerprint, shared_text, sources_of
 from peerd.core.work import Worker
 from peerd.machine.swarm.events import ConductorConfig
 from peerd.net.host.host import Host
@@ -45,6 +48,10 @@ class Carries:
     takes_inbound: bool
 
 
+def _listed(told: Sequence[str]) -> str:
+    return told[0] if len(told) == 1 else "".join(f"\n  {one}" for one in told)
+
+
 class RunServices:
     """See the module's header. Building it starts nothing."""
 
@@ -54,6 +61,7 @@ class RunServices:
         self.clock = clock
         self._host, self._rpc, self._dht = host, rpc, dht
         self._tallies: dict[str, Tally] = {}
+        self._corpus: dict[str, str] = {}
         self.directory = Directory(run.run, run.pipeline.stages, host, dht, rpc.gate)
         self.following = Following(rpc, host.id, self.directory)
         host.book.members_by(self.serves)  # in runs with tokens, too: a peer that serves has shown one
@@ -62,21 +70,52 @@ class RunServices:
         """True when the conductor that we follow has named this peer as one that serves."""
         return self.following.serves(peer)
 
-    async def compare_settings(self) -> None:
-        """Compare our settings with the run's published ones and publish ours; ConfigError names a key that differs."""
-        mine = shared_text(self.run)
+    async def compare_settings(self, corpus: Mapping[str, str] | None = None) -> None:
+        """Compare our settings with the run's published ones and publish ours; ConfigError names all that differs.
+
+        `corpus`: of a trainer, the digest of what it reads, by the key of its source; others' that differ are refused.
+        """
+        if corpus is not None:
+            self._corpus = {key: digest for key, digest in corpus.items() if digest}
         try:
-            published = await self.directory.published_settings()
+            await self._compare()
         except RemoteError:
             return  # alone for now; a peer that differs is refused by the others later
-        if published and mine not in published:
-            found = first_difference(mine, published[0])
-            raise ConfigError(f"run {self.run.run!r} is on its way with other settings: {found}")
         await self.publish_settings()
+
+    async def agrees(self) -> bool:
+        """True when the run's published settings are ours, False when there are none; ConfigError when they differ."""
+        published = await self.directory.published_settings()
+        found = Counter(settings.shared for settings in published.serving)
+        if found and shared_text(self.run) not in found:
+            most = max(found, key=lambda shared: (found[shared], shared))
+            told = differences(shared_text(self.run), most, named_files(self.run))
+            raise ConfigError(f"run {self.run.run!r} is on its way with other settings: {_listed(told)}")
+        return bool(found)
+
+    async def _compare(self) -> None:
+        await self.agrees()
+        told = await self.other_texts() if self._corpus else []
+        if told:
+            raise ConfigError(f"run {self.run.run!r} is on its way with other text: {_listed(told)}")
+
+    async def other_texts(self) -> list[str]:
+        """A sentence on each source of which every other trainer reads another text than we; raises RemoteError."""
+        published = (await self.directory.published_settings()).training
+        others = {key: {s.corpus[key] for s in published if key in s.corpus} for key in self._corpus}
+        paths = {key: source.path for key, source in sources_of(self.run.data)}
+        return [
+            f"{key}.path {paths[key][:200]}: the text is not that of the other trainers (sha256 {mine[:12]}... here, "
+            f"{min(others[key])[:12]}... there); read the same text, or let the organizer set {key}.digest: any, "
+            "with which every trainer reads its own"
+            for key, mine in sorted(self._corpus.items())
+            if others[key] and mine not in others[key]
+        ]
 
     async def publish_settings(self) -> None:
         """Publish our settings as a record of the run; raises RemoteError."""
-        await self.directory.publish_settings(shared_text(self.run))
+        token = self._rpc.gate.token if self._rpc.gate is not None else b""
+        await self.directory.publish_settings(PublishedSettings(shared_text(self.run), self._corpus, token))
 
     def carries(self) -> Carries:
         """This peer's line: limits of the run file, else the rates that were measured."""

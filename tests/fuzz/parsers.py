@@ -19,12 +19,12 @@ from peerd.core.ids import Key, PeerId
 from peerd.core.keys import Keypair, verify
 from peerd.core.limits import RPC_MESSAGE_FRAME_BYTES
 from peerd.core.messages.encoding import decode, encode
+from peerd.core.messages.settings import differences, read_settings
 from peerd.core.protobuf.circuit import HopKind, HopMessage, Limit, Promise, Status, StopKind, StopMessage, status_words
 from peerd.core.protobuf.holepunch import HolePunch, PunchKind
 from peerd.core.protobuf.identity import Identify, NoisePayload, decode_public_key, encode_public_key
 from peerd.core.protobuf.voucher import Voucher
 from peerd.core.record import Record
-from peerd.core.runfile import first_difference
 from peerd.machine.buffers import BufferPool
 from peerd.machine.connectivity.hole_punch import to_dial
 from peerd.machine.dht import messages as q
@@ -489,9 +489,11 @@ def _addr_text(data: bytes) -> None:
 
 
 SETTINGS = b'{"run":"r","model":{"kind":"gpt","heads":8},"seed":17,"data":[1,2.5,null]}'
+READ = b'{"run":"r","corpus":{"data":"%s"},"token":"YWJj"}' % (b"ab" * 32)
 
 
-@parser("published settings", lambda: [SETTINGS, SETTINGS, SETTINGS, b"[" * 1500, b'{"a":' * 1500], share=0.3)
+@parser("published settings", lambda: [SETTINGS, SETTINGS, READ, b"[" * 1500, b'{"a":' * 1500], share=0.3)
 def _settings(data: bytes) -> None:
-    found = first_difference(SETTINGS, data)
-    assert found is None or (found.isprintable() and len(found) < 1000)
+    told = read_settings(data)
+    assert all(len(digest) == 64 for digest in told.corpus.values())
+    assert all(found.isprintable() and len(found) < 1000 for found in differences(SETTINGS, told.shared))

@@ -325,5 +325,5 @@ def test_what_a_run_file_asks_for_can_be_sent_or_is_refused_with_its_place(run: 
 
 
 def test_the_settings_of_a_run_fit_into_one_record() -> None:
-    run = RunFile(run="long", data=DataSection(sources=[SourceSection(path="x" * 300)] * 64))
+    run = RunFile(run="long", data=DataSection(sources=[SourceSection(path="x", field="y" * 300)] * 64))
     assert [(path, "allowed: up to 16384" in text) for path, text in check(run)] == [("data", True)]

@@ -29,9 +29,11 @@ from peerd.core.messages.progress import (
     encode_progress,
     joining_key,
     kept_key,
+    progress_key,
     settings_key,
     stage_key,
 )
+from peerd.core.messages.settings import PublishedSettings, read_settings
 from peerd.core.messages.swarm import MemberInfo, Position
 from peerd.net.host.host import Host
 from peerd.service.dht.dht import Dht
@@ -52,6 +54,14 @@ class StagePeer:
 
     peer: PeerId
     progress: StageProgress
+
+
+@dataclass(frozen=True, slots=True)
+class SettingsTold:
+    """Published settings of others: of peers that serve a stage, and of those that train."""
+
+    serving: list[PublishedSettings]
+    training: list[PublishedSettings]
 
 
 class Directory:
@@ -141,15 +151,25 @@ class Directory:
         kept = KeptCheckpoints(list(positions)[-KEPT_SETS:], self.own_addrs(), token)
         await self._dht.put(kept_key(self.run), encode(kept), ttl_s=RECORD_TTL_S)
 
-    async def publish_settings(self, text: bytes) -> None:
+    async def publish_settings(self, settings: PublishedSettings) -> None:
         """Publish the settings that this peer follows."""
-        await self._dht.put(settings_key(self.run), text, ttl_s=RECORD_TTL_S)
+        await self._dht.put(settings_key(self.run), settings.encode(), ttl_s=RECORD_TTL_S)
 
-    async def published_settings(self) -> list[bytes]:
-        """Settings of this run by the word of its stage peers; others' word does not count."""
+    async def published_settings(self) -> SettingsTold:
+        """Settings of this run by the word of its stage peers and its trainers; others' word does not count."""
         serving = {peer for peer, _ in await self.refresh()}
-        records = await self._dht.get(settings_key(self.run), most_bytes=DIRECTORY_READ_BYTES)
-        return [r.value for r in records if r.publisher in serving and r.publisher != self._host.id]
+        keys = [settings_key(self.run), progress_key(self.run)]
+        found = await self._dht.get_many(keys, most_bytes=DIRECTORY_READ_BYTES)
+        training = {record.publisher for record in found.get(keys[1], [])}
+        own = self._host.id
+        told = [(r.publisher, read_settings(r.value)) for r in found.get(keys[0], []) if r.publisher != own]
+        return SettingsTold(
+            serving=[settings for peer, settings in told if peer in serving],
+            training=[s for peer, s in told if peer in training and self._is_trainer(peer, s)],
+        )
+
+    def _is_trainer(self, peer: PeerId, settings: PublishedSettings) -> bool:
+        return self._gate is None or self._gate.named(peer, settings.token, "trainer") is not None
 
     async def fellows(self) -> list[PeerId]:
         """Other peers that have published settings of this run, and that we are linked with, or can be now."""

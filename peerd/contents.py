@@ -1,0 +1,191 @@
+"""Contents of the local files that a run file names: what peers must have in common is compared by these digests.
+
+Of a tokenizers file it is the SHA-256 of its text; of a function (`module:function`) that of its source together with
+the local files that this imports, as far as the import statements tell. Line ends count as one kind, since copies
+between systems change them. Packages that are installed are not looked into: `imported` names them. Nothing here runs
+anyone's code or loads torch, so that a backbone can compare, too. Reads files: not for the loop.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import importlib.util
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from peerd.core.errors import ConfigError
+from peerd.core.runfile import RunFile, sources_of
+
+_FILES: Final = 256  # of one function's source
+_COMMON: Final = sys.stdlib_module_names | {"torch", "numpy", "peerd"}  # not worth a word
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Source of a function: its files, the first the one that has it, and what these import that is installed."""
+
+    digest: str
+    files: tuple[Path, ...]
+    imported: tuple[str, ...]
+
+
+def is_function(text: str) -> bool:
+    """True for the form `module:function`."""
+    return re.fullmatch(r"[^\s:]+:[^\s:]+", text) is not None
+
+
+def local_file(module: str) -> Path:
+    """The file below the working directory that has a module, if there is one."""
+    return Path(module if module.endswith(".py") else module.replace(".", "/") + ".py")
+
+
+def text_digest(file: Path) -> str:
+    """SHA-256 of a text file, whatever its line ends; raises OSError."""
+    return hashlib.sha256(_text(file)).hexdigest()
+
+
+def source_of(function: str) -> Source | None:
+    """The source of `module:function`; None where there is none that can be read."""
+    module = function.partition(":")[0]
+    file = _find(module)
+    if file is None:
+        return None
+    beside = (Path.cwd(), file.parent) if local_file(module).is_file() else ()  # an installed one is a file alone
+    found: dict[str, Path] = {"": file}  # by the names under which they are imported, the same on every machine
+    packages: set[str] = set()
+    queue = [file]
+    while queue and len(found) < _FILES:
+        one = queue.pop(0)
+        for name, folder in _imports(one):
+            local = _local(name, beside if folder is None else (folder,))
+            if local is not None and local not in {known.resolve() for known in found.values()}:
+                found[name if name not in found else f"{name} {len(found)}"] = local
+                queue.append(local)
+            elif local is None and folder is None:
+                packages.add(name.partition(".")[0])
+    whole = hashlib.sha256()
+    for name, path in sorted(found.items()):
+        text = _text(path)
+        whole.update(f"{name} {len(text)}\n".encode() + text)
+    return Source(
+        whole.hexdigest(),
+        tuple(found.values()),
+        tuple(sorted(packages - _COMMON - {name.partition(".")[0] for name in found})),
+    )
+
+
+def with_digests(run: RunFile) -> RunFile:
+    """`run` with the digests of the files that it names and that are here; ConfigError where one is not the run's.
+
+    The error's text begins with the key.
+    """
+    vocab, kind = run.model.vocab_digest, run.model.kind_digest
+    if run.model.vocab != "bytes" and (found := _digest_of(Path(run.model.vocab))):
+        vocab = _same("model.vocab_digest", run.model.vocab, vocab, found)
+    if is_function(run.model.kind) and (source := source_of(run.model.kind)) is not None:
+        kind = _same("model.kind_digest", str(source.files[0]), kind, source.digest)
+    return msgspec.structs.replace(run, model=msgspec.structs.replace(run.model, vocab_digest=vocab, kind_digest=kind))
+
+
+def unknown(run: RunFile) -> list[str]:
+    """Sentences on the files that `run` names and whose contents are unknown: they cannot be compared."""
+    told, m = [], run.model
+    advice = "put it there, or write the digest that a peer which has it prints into"
+    if m.vocab != "bytes" and not m.vocab_digest:
+        told.append(f"model.vocab: there is no file {m.vocab} here; {advice} model.vocab_digest")
+    if is_function(m.kind) and not m.kind_digest:
+        file = local_file(m.kind.partition(":")[0])
+        told.append(f"model.kind: there is no file {file} here; {advice} model.kind_digest")
+    return told
+
+
+def not_compared(run: RunFile) -> list[str]:
+    """A sentence on each function of `run` that uses installed packages: their versions are not compared."""
+    functions = [("model.kind", run.model.kind)]
+    functions += [(f"{key}.path", source.path) for key, source in sources_of(run.data) if source.kind == "dataset"]
+    sources = [(key, text, source_of(text)) for key, text in functions if is_function(text)]
+    return [
+        f"{key} {text} imports {', '.join(source.imported)}: their versions are not compared between peers"
+        for key, text, source in sources
+        if source is not None and source.imported
+    ]
+
+
+def named_files(run: RunFile) -> dict[str, str]:
+    """Key of a digest -> the file here that it is of."""
+    files = {"model.vocab_digest": run.model.vocab} if run.model.vocab != "bytes" else {}
+    if is_function(run.model.kind):
+        files["model.kind_digest"] = str(local_file(run.model.kind.partition(":")[0]))
+    return files
+
+
+def digest_at(run: RunFile, key: str) -> str:
+    """The digest under one of the keys that `named_files` has; empty: unknown."""
+    return {"model.vocab_digest": run.model.vocab_digest, "model.kind_digest": run.model.kind_digest}[key]
+
+
+def _same(key: str, file: str, told: str, found: str) -> str:
+    if told and told != found:
+        raise ConfigError(f"{key} is {told}, but {file} here is another: {found}")
+    return found
+
+
+def _digest_of(file: Path) -> str:
+    try:
+        return text_digest(file)
+    except OSError:
+        return ""
+
+
+def _text(file: Path) -> bytes:
+    return file.read_bytes().removeprefix(b"\xef\xbb\xbf").replace(b"\r\n", b"\n")
+
+
+def _find(module: str) -> Path | None:
+    """A module's file: a local one, else an installed one; no package is imported to find it."""
+    file = local_file(module)
+    if file.is_file():
+        return file
+    first, _, rest = module.partition(".")
+    try:
+        spec = importlib.util.find_spec(first)
+    except (ImportError, ValueError):
+        return None
+    if spec is None:
+        return None
+    if not rest:
+        return Path(spec.origin) if spec.origin and spec.origin.endswith(".py") else None
+    return _local(rest, tuple(Path(place) for place in spec.submodule_search_locations or []))
+
+
+def _local(name: str, folders: tuple[Path, ...]) -> Path | None:
+    inner = name.replace(".", "/")
+    for folder in folders:
+        for file in (folder / f"{inner}.py", folder / inner / "__init__.py"):
+            if file.is_file():
+                return file.resolve()
+    return None
+
+
+def _imports(file: Path) -> Iterator[tuple[str, Path | None]]:
+    """Names of modules, with the folder to look in for those of the file's own package; none of what is no Python."""
+    try:
+        tree = ast.parse(_text(file))
+    except (SyntaxError, ValueError):
+        return
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, None) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            folder = file.resolve().parents[node.level - 1] if node.level else None
+            if node.module:
+                yield node.module, folder
+            inside = f"{node.module}." if node.module else ""
+            yield from ((inside + alias.name, folder) for alias in node.names)  # a module each, or not
