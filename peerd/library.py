@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import logging
 import math
 import os
@@ -19,14 +20,17 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 import outcome
 import torch
 import trio
 from torch import Tensor
+from torch.optim.lr_scheduler import LRScheduler
 
+from peerd.compute.model.schedule import Made
+from peerd.compute.model.user_buffers import GradientNotFinite, Live, buffers_of
 from peerd.compute.model.user_model import UserModel
 from peerd.config import check_addresses, section_of
 from peerd.control.company import CompanyWish
@@ -66,6 +70,19 @@ class AveragingOptimizer:
     In the loop of each peer: `loss.backward(); opt.step(); opt.zero_grad()`, with the loss being the mean over
     `samples_per_step` samples. `step` returns when the next gradient may be computed; meanwhile the swarm may have made
     any number of global steps, or none. Use it as a context manager, or call `start` and `close`.
+
+    Peers of one `run` need the same parameters, optimizer settings and sizes; their first values may differ, those
+    of one peer are taken. `bootstrap`: addresses of peers that take part already; `announce` is called with this
+    peer's, from another thread, as soon as it listens. `data_dir`: identity and checkpoints, for going on another
+    day. `model`: where `named_parameters` and `named_buffers` come from, unless they are given. Only buffers that
+    are known are kept alike, by `buffers` (average, first or local), and given to newcomers. `scheduler`: a fresh
+    torch scheduler of `optimizer`, or a function that makes one; it steps when the swarm does, never call its
+    step(). `lr`: in place of one, the learning rate by global step, from 0; without both that of the optimizer's
+    groups, never changed. `delayed`: while a step's gradients are averaged, the next step's are computed already,
+    with the parameters from before it. `min_peers`: nobody begins before so many are there. With `bootstrap` given
+    nobody begins either before a peer there answers, and stderr says so, unless `alone`; after `wait_s` seconds of
+    that `start` raises Unreachable with what was tried. `code` and `rank`: how gradients travel, as in `averaging`
+    of a run file; the same on all peers. `log_level`: what else to write to stderr; None: nothing.
     """
 
     def __init__(
@@ -78,7 +95,11 @@ class AveragingOptimizer:
         bootstrap: Sequence[str] = (),
         listen: Sequence[str] = ("/ip4/0.0.0.0/tcp/0", "/ip6/::/tcp/0"),
         data_dir: str | os.PathLike[str] | None = None,
+        model: torch.nn.Module | None = None,
         named_parameters: Iterable[tuple[str, Tensor]] | None = None,
+        named_buffers: Iterable[tuple[str, Tensor]] | None = None,
+        buffers: str = "average",
+        scheduler: Made | None = None,
         lr: Callable[[int], float] | None = None,
         delayed: bool = False,
         min_peers: int = 1,
@@ -89,23 +110,18 @@ class AveragingOptimizer:
         announce: Callable[[str], None] = lambda address: None,
         log_level: str | None = None,
     ) -> None:
-        """ConfigError says what cannot be used. Nothing starts yet.
-
-        Peers of one `run` need the same parameters, optimizer settings and sizes; their first values may differ, those
-        of one peer are taken. `bootstrap`: addresses of peers that take part already; `announce` is called with this
-        peer's, from another thread, as soon as it listens. `data_dir`: identity and checkpoints, for going on another
-        day. `lr`: the learning rate by global step, from 0; without it that of the optimizer's groups, never changed.
-        `delayed`: while a step's gradients are averaged, the next step's are computed already, with the parameters from
-        before it. `min_peers`: nobody begins before so many are there. With `bootstrap` given nobody begins either
-        before a peer there answers, and stderr says so, unless `alone`; after `wait_s` seconds of that `start` raises
-        Unreachable with what was tried. `code` and `rank`: how gradients travel, as in
-        `averaging` of a run file; the same on all peers. `log_level`: what else to write to stderr; None: nothing.
-        """
+        """ConfigError says what cannot be used. Nothing starts yet."""
         self.optimizer = optimizer
         averaging = _averaging(code, rank)
-        self._model = UserModel(optimizer, named_parameters, lr, averaging, delayed)
+        if scheduler is not None and lr is not None:
+            raise ConfigError("scheduler and lr are both given; one of them sets the learning rate")
+        if named_parameters is None and model is not None:
+            named_parameters = model.named_parameters()
+        kept = (_live(model, named_buffers), buffers)
+        self._model = UserModel(optimizer, named_parameters, lr, averaging, delayed, scheduler=scheduler, buffers=kept)
         sizes = (target_samples, samples_per_step)
-        self._run = _run_file(run, self._model, sizes, averaging, data_dir is not None)
+        self._made_run = functools.partial(_run_file, run, self._model, sizes, averaging, data_dir is not None)
+        self._run = self._made_run()
         _check_texts("bootstrap", bootstrap)
         _check_texts("listen", listen)
         if min_peers < 1:
@@ -128,6 +144,7 @@ class AveragingOptimizer:
         """Join the run; returns when the first gradient may be computed, with the parameters of the swarm."""
         if self._thread is not None:
             raise ConfigError("this optimizer has been started already; make a new one")
+        self._model.check_unchanged()
         self._thread = threading.Thread(target=self._work, name=f"peerd {self._run.run}", daemon=True)
         self._thread.start()
         atexit.register(self.close)
@@ -139,12 +156,19 @@ class AveragingOptimizer:
     def step(self) -> None:
         """Hand in the gradients at the parameters, as of one microbatch; returns when the next may be computed.
 
-        A parameter without a gradient counts as one with zeros. Raises what went wrong in the background.
+        A parameter without a gradient counts as one with zeros. Raises GradientNotFinite, which names the parameter,
+        for one that is not finite (nothing is handed in, and the loop may go on), and what went wrong in the
+        background.
         """
         if self._thread is None or self._closing:
             raise Closed("this optimizer is not running: use it in a with block, or call start()")
         self._model.check_unchanged()
         gradients = self._model.gradients()
+        try:
+            self._model.check_finite(gradients)
+        except GradientNotFinite:
+            self._desk.counts.not_finite += 1
+            raise
         for device in {p.device for p in gradients if p is not None and p.is_cuda}:
             torch.cuda.synchronize(device)
         self._desk.hand_in(gradients)
@@ -176,6 +200,30 @@ class AveragingOptimizer:
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As the optimizer's own."""
         self.optimizer.zero_grad(set_to_none)
+
+    # --- as torch knows an optimizer ----------------------------------------------------------------------------
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The wrapped optimizer's own. Settings in them are for looking at: changed ones are an error at `step`."""
+        return self.optimizer.param_groups
+
+    @property
+    def scheduler(self) -> LRScheduler | None:
+        """The torch scheduler that goes by the global step; None: there is none."""
+        return self._model.schedule.scheduler if self._model.schedule is not None else None
+
+    def state_dict(self) -> dict[str, Any]:
+        """The wrapped optimizer's state, as of the parameters now."""
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Give the wrapped optimizer a state to begin with, before `start`: in a run the swarm's state counts."""
+        if self._thread is not None:
+            raise ConfigError("load_state_dict after the start: the optimizer's state is the swarm's now")
+        self.optimizer.load_state_dict(state_dict)
+        self._model.settings_changed()
+        self._run = self._made_run()
 
     # --- for looking at -----------------------------------------------------------------------------------------
 
@@ -247,6 +295,14 @@ class AveragingOptimizer:
         self._last_status = self._snapshot()
         if self._daemon is not None:
             self._daemon.stop("closed")
+
+
+def _live(model: torch.nn.Module | None, named: Iterable[tuple[str, Tensor]] | None) -> Live:
+    """The buffers to keep alike: those given, else the model's, else none."""
+    if named is not None:
+        given = dict(named)
+        return lambda: given
+    return buffers_of(model) if model is not None else dict
 
 
 def _company(alone: bool, wait_s: float | None) -> CompanyWish:

@@ -58,6 +58,9 @@ def backward(model: nn.Module) -> None:
         ({"samples_per_step": 4.0}, "samples_per_step is 4.0; it must be a whole number"),
         ({"run": ""}, "run has 0 characters; allowed: 1 to 64"),
         ({"min_peers": 0}, "min_peers is 0"),
+        ({"scheduler": lambda o: None}, "scheduler must give a torch scheduler of the optimizer"),
+        ({"lr": float, "scheduler": lambda o: None}, "scheduler and lr are both given"),
+        ({"model": nn.BatchNorm1d(2), "buffers": "mean"}, "buffers is 'mean'; allowed: average, first, local"),
         ({"wait_s": 0}, "wait_s is 0; it must be above 0"),
         ({"code": "int9"}, "code is int9 .text.; allowed: one of none, bf16, .*; did you mean int8?"),
         ({"code": "powersgd", "rank": 0}, "averaging.rank is 0; allowed: 1 to 128"),
@@ -288,12 +291,13 @@ def test_one_peer_alone_trains_and_closes_twice(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.socket
-@pytest.mark.parametrize("fault", ["lr", "nan", "group", "user"])
+@pytest.mark.parametrize("fault", ["lr", "nan", "group", "user", "scheduler"])
 def test_what_goes_wrong_is_raised_in_the_users_loop(fault: str) -> None:
     def lr(step: int) -> float:
         return 1 / step if fault == "lr" else 0.1
 
     kinds: dict[str, type[BaseException]] = {"lr": ZeroDivisionError, "nan": FloatingPointError, "group": ConfigError}
+    kinds["scheduler"] = ConfigError
     model = nn.Linear(3, 2)
     opt = made(model, lr=lr)
 
@@ -304,6 +308,8 @@ def test_what_goes_wrong_is_raised_in_the_users_loop(fault: str) -> None:
                 model.bias.grad.fill_(float("nan"))  # type: ignore[union-attr]
             elif fault == "group":
                 opt.optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
+            elif fault == "scheduler":
+                opt.param_groups[0]["lr"] *= 0.5  # as a scheduler that steps by itself
             elif fault == "user":
                 raise KeyError("the user's own")
             opt.step()
@@ -329,6 +335,66 @@ def test_what_goes_wrong_is_raised_in_the_users_loop(fault: str) -> None:
 def test_another_run_of_the_same_name_is_refused_with_the_difference(changes: dict[str, Any], words: str) -> None:
     with made() as first, pytest.raises(ConfigError, match=words), made(bootstrap=[first.address], **changes):
         raise AssertionError("it must not begin")
+
+
+@pytest.mark.slow
+@pytest.mark.socket
+def test_a_gradient_that_is_not_finite_is_an_error_that_names_it_and_the_loop_may_go_on() -> None:
+    model = nn.Linear(3, 2)
+    with made(model) as opt:
+        backward(model)
+        opt.step()
+        model.weight.grad[1, 1] = float("nan")  # type: ignore[index]
+        with pytest.raises(
+            FloatingPointError, match=r"the gradient of weight is not finite \(1 of 6 values\)"
+        ) as caught:
+            opt.step()
+        print(caught.value)
+        opt.zero_grad()
+        while opt.global_step < 2:
+            backward(model)
+            opt.step()
+            opt.zero_grad()
+        assert opt.status()["not_finite"] == 1
+    assert all(torch.isfinite(p).all() for p in model.parameters())
+
+
+def scaled(model: nn.Module, opt: peerd.AveragingOptimizer, factors: list[float]) -> list[float]:
+    """A loop with torch's scaler, as for half precision: it skips what is not finite by itself."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    scales = []
+    for factor in factors:
+        scaler.scale(model(torch.ones(4, 3)).square().mean() * factor).backward()
+        scaler.step(opt)
+        scaler.update()
+        opt.zero_grad()
+        scales.append(scaler.get_scale())
+    return scales
+
+
+@pytest.mark.slow
+@pytest.mark.socket
+def test_torchs_gradient_scaler_skips_what_is_not_finite_and_hands_in_the_rest() -> None:
+    model = nn.Linear(3, 2)
+    with made(model) as opt:
+        assert scaled(model, opt, [1, float("inf"), 1, 1, 1]) == [4, 2, 2, 2, 2]
+        assert opt.global_step == 2
+        assert opt.status()["not_finite"] == 0
+
+
+def test_the_optimizers_state_is_told_and_taken_before_the_start() -> None:
+    model, other = nn.Linear(3, 2), nn.Linear(3, 2)
+    plain = torch.optim.Adam(other.parameters(), lr=0.7)
+    backward(other)
+    plain.step()
+    opt = made(model, make=lambda p: torch.optim.Adam(p, lr=0.1))
+    before = opt._run.optimizer.name
+    opt.load_state_dict(plain.state_dict())
+    assert opt.param_groups is opt.optimizer.param_groups
+    assert opt.param_groups[0]["lr"] == 0.7
+    assert str(opt.state_dict()) == str(plain.state_dict())
+    assert opt._run.optimizer.name != before, "others must agree with what was loaded"
+    opt._model.check_unchanged()
 
 
 def dead() -> str:

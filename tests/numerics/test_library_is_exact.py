@@ -71,19 +71,23 @@ class Books:
         monkeypatch.setattr(UserModel, "add", noting_add)
         monkeypatch.setattr(UserModel, "commit", noting_commit)
 
-    def plain(self, make: Callable[[Any], torch.optim.Optimizer]) -> nn.Module:
-        """The same steps in one loop."""
+    def plain(self, make: Callable[[Any], torch.optim.Optimizer], scheduler: Any = None) -> nn.Module:
+        """The same steps in one loop; the learning rate by `scheduler`, or by `lr`."""
         model = network(0)
         with torch.no_grad():
             for p, value in zip(model.parameters(), self.start, strict=True):
                 p.copy_(value)
         optimizer = make(model.parameters())
+        follows = scheduler(optimizer) if scheduler is not None else None
         for step in range(STEPS):
             assert len(self.batches[step]) == TARGET // MICROBATCH
-            optimizer.param_groups[0]["lr"] = lr(step)
+            if follows is None:
+                optimizer.param_groups[0]["lr"] = lr(step)
             optimizer.zero_grad()
             loss_of(model, torch.cat([x for _, x in sorted(self.batches[step].items())])).backward()
             optimizer.step()
+            if follows is not None:
+                follows.step()
         return model
 
 
@@ -114,8 +118,8 @@ class User(threading.Thread):
             target_samples=TARGET,
             samples_per_step=MICROBATCH,
             listen=["/ip4/127.0.0.1/tcp/0"],
-            lr=lr,
             announce=lambda address: self.listening.set(),
+            **{} if "scheduler" in more else {"lr": lr},
             **more,
         )
         self.state: dict[str, torch.Tensor] = {}
@@ -159,9 +163,9 @@ def check_that_they_agree(books: Books, users: list[User]) -> None:
     assert len({mb.trainer for batch in books.batches.values() for mb in batch}) == len(users)
 
 
-def check(books: Books, users: list[User], make: Callable[[Any], torch.optim.Optimizer]) -> None:
+def check(books: Books, users: list[User], make: Callable[[Any], torch.optim.Optimizer], scheduler: Any = None) -> None:
     check_that_they_agree(books, users)
-    for name, value in books.plain(make).state_dict().items():
+    for name, value in books.plain(make, scheduler).state_dict().items():
         for user in users:
             assert float((user.state[name] - value).norm() / value.norm()) <= 1e-10, name
 
@@ -184,6 +188,32 @@ def test_a_loop_that_joins_later_takes_the_state_over_and_goes_on_exactly(name: 
     assert second.opt.global_step == STEPS // 2
     first.goes_on.set()
     check(books, [first, second], make)
+
+
+SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
+    "warm-up, then cosine": lambda o: torch.optim.lr_scheduler.SequentialLR(
+        o,
+        [torch.optim.lr_scheduler.LinearLR(o, 0.1, 1, 3), torch.optim.lr_scheduler.CosineAnnealingLR(o, STEPS - 3)],
+        [3],
+    ),
+    "one cycle": lambda o: torch.optim.lr_scheduler.OneCycleLR(o, 0.2, total_steps=STEPS),
+    "lambda": lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda step: 1 / (1 + step)),
+}
+
+
+@pytest.mark.parametrize("name", some([*SCHEDULERS], 2))
+def test_torchs_schedulers_go_by_the_global_step_on_all_peers_and_on_one_that_joins_later(
+    name: str, books: Books
+) -> None:
+    make, scheduler = OPTIMIZERS["sgd"], SCHEDULERS[name]
+    first = User(1, make, books, pauses=True, scheduler=scheduler)
+    assert first.half_way.wait(30)
+    second = User(2, make, books, bootstrap=first.address(), scheduler=scheduler)
+    assert second.at_work.wait(30)
+    first.goes_on.set()
+    check(books, [first, second], make, scheduler)
+    rates = {user.opt.param_groups[0]["lr"] for user in (first, second)}
+    assert rates == set(first.opt.scheduler.get_last_lr())
 
 
 def test_loops_that_average_in_low_rank_agree_also_with_one_that_joins_later(books: Books) -> None:

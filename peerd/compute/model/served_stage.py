@@ -103,8 +103,8 @@ class Model(Protocol):
         """The microbatches that bring the sum of `step` out of the range of numbers; they are in it no longer."""
         ...
 
-    def vector(self) -> Vector:
-        """A copy of the sum of the step under way, flat."""
+    def vector(self, leads: bool = True) -> Vector:
+        """A copy of the sum of the step under way, flat; `leads`: this peer has the lowest id of those that average."""
         ...
 
     def vector_outline(self) -> TensorSpec:
@@ -264,7 +264,7 @@ class ServedStage:
                         self._unusable.append(mb)
                         del self._held[mb]
 
-    def vector(self) -> Vector:
+    def vector(self, leads: bool = True) -> Vector:
         """A copy of the gradient sum of the step under way, flat."""
         vector: Vector = self.module.gradient().cpu().numpy()
         return vector

@@ -1,14 +1,14 @@
 """A model and a torch optimizer of somebody else's making, as a member of a run holds them.
 
 Knows tensors and nothing of how the user computes: gradients come in, their sum goes out, the mean of everybody's
-comes back and the optimizer steps with it. Sums are over samples, in float64 if any parameter is, else in float32 (so
-half precision loses nothing in them). A sum cannot be taken apart again: when a microbatch in it must not count, all
-are forgotten and reported as missing, to be computed anew. In a delayed run gradients for the step after the one under
-way are taken too, in a sum of their own that is the next one's beginning. The state for newcomers is the parameters
-and whatever the optimizer keeps for each of them; its outline is learnt from a step with copies, so that a newcomer
-knows it before its first own step. Methods are synchronous, one at a time; whoever calls `commit` and `load` sees to
-it that nobody uses the parameters meanwhile. Hostile input: a state of other names, shapes or dtypes, or not finite,
-is a ValueError.
+comes back and the optimizer steps with it, and its schedule with that. Sums are over samples, in float64 if any
+parameter is, else in float32 (so half precision loses nothing in them). A sum cannot be taken apart again: when a
+microbatch in it must not count, all are forgotten and reported as missing, to be computed anew. In a delayed run
+gradients for the step after the one under way are taken too, in a sum of their own that is the next one's beginning.
+The state for newcomers is the parameters, whatever the optimizer keeps for each of them, and the model's buffers
+(`user_buffers`); its outline is learnt from a step with copies, so that a newcomer knows it before its first own step.
+Methods are synchronous, one at a time; whoever calls `commit` and `load` sees to it that nobody uses the parameters
+meanwhile. Hostile input: a state of other names, shapes or dtypes, or not finite, is a ValueError.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+import numpy as np
 import outcome
 import torch
 from torch import Tensor
@@ -28,7 +29,9 @@ from torch import Tensor
 from peerd.compute.codec.powersgd import low_rank_of
 from peerd.compute.flat import Layout
 from peerd.compute.model.grad_sums import Sums
+from peerd.compute.model.schedule import Made, Schedule
 from peerd.compute.model.served_stage import Stale, Vector, items_of
+from peerd.compute.model.user_buffers import GradientNotFinite, Live, UserBuffers
 from peerd.compute.tensors import TORCH_DTYPES, all_finite, dtype_name, state_digest
 from peerd.core.errors import ConfigError
 from peerd.core.messages.state import TensorSpec
@@ -78,10 +81,14 @@ class UserModel:
         lr: Callable[[int], float] | None = None,
         averaging: AveragingSection | None = None,
         delayed: bool = False,
+        *,
+        scheduler: Made | None = None,
+        buffers: tuple[Live, str] = (dict, "average"),
     ) -> None:
         """`named` gives every parameter of the optimizer a name; ConfigError says what cannot be averaged.
 
-        `averaging`: of the run, whose codes may keep something from step to step.
+        `averaging`: of the run, whose codes may keep something from step to step. `buffers`: the model's, and how they
+        are kept.
         """
         self.step = 0
         self.failure: BaseException | None = None
@@ -100,7 +107,13 @@ class UserModel:
         self._held: dict[Mb, None] = {}
         self._early: dict[Mb, None] = {}
         self._outline = _outline(optimizer, self._named)
-        self.low_rank = low_rank_of(averaging or AveragingSection(), self.layout, self.dtype, 0)
+        averaging = averaging or AveragingSection()
+        self.buffers = UserBuffers(*buffers, averaging, self.dtype, 1 + self._ahead)
+        names, shapes = tuple(self.buffers.shapes), tuple(self.buffers.shapes.values())
+        self._total = Layout(self.layout.names + names, self.layout.shapes + shapes)  # of what travels
+        self.low_rank = low_rank_of(averaging, self._total, self.dtype, 0)
+        self.schedule = Schedule(optimizer, scheduler) if scheduler is not None else None
+        self._settings = self._settings_now()
 
     # --- what it is ---------------------------------------------------------------------------------------------
 
@@ -116,12 +129,14 @@ class UserModel:
 
     def here(self) -> Position:
         """Position of a peer with these parameters when nobody told it: peers with other values stand elsewhere."""
+        if not (self.step or self._held or self._early):
+            self.buffers.begin()  # the user may have loaded weights since
         return Position(self.step, state_digest(self.state())[:8])
 
     def model_text(self) -> str:
         """Names, shapes and dtypes in one line, the same on all peers of a run."""
         parts = [f"{name} {list(p.shape)} {dtype_name(p.dtype)}" for name, p in self._named.items()]
-        return _bounded(f"user: {len(parts)} parameters: {', '.join(parts)}")
+        return _bounded(f"user: {len(parts)} parameters: {', '.join(parts)}{self.buffers.text()}")
 
     def optimizer_text(self) -> str:
         """The optimizer's class, and all settings that decide what it does."""
@@ -135,17 +150,40 @@ class UserModel:
                 "" if len(self._optimizer.param_groups) == 1 else ":" + "+".join(names[id(p)] for p in group["params"])
             )
             groups.append(f"{', '.join(settings)}{members}")
-        return _bounded(f"{kind.__module__}.{kind.__qualname__}({'; '.join(groups)})")
+        follows = f", {self.schedule.text}" if self.schedule is not None else ""
+        return _bounded(f"{kind.__module__}.{kind.__qualname__}({'; '.join(groups)}){follows}")
 
     def digest(self) -> bytes:
         """32-byte hash of the parameters: equal digests mean equal bits."""
         return state_digest({name: p.detach() for name, p in self._named.items()})
 
     def check_unchanged(self) -> None:
-        """ConfigError when the optimizer has other parameters than at the start."""
+        """ConfigError when the optimizer has other parameters, or settings of others' making, than after its step."""
         now = [id(p) for group in self._optimizer.param_groups for p in group["params"]]
         if now != [id(p) for p in self._parameters]:
             raise ConfigError("the optimizer's parameters have changed; make a new AveragingOptimizer")
+        for key, value in self._settings_now().items():
+            before = self._settings.get(key, "not there")
+            if value != before:
+                raise ConfigError(
+                    f"{key} was {before} and is {value} now: peers would differ. A torch scheduler goes by global "
+                    "step: give it as scheduler=lambda opt: StepLR(opt, 100), without calling its step()"
+                )
+
+    def settings_changed(self) -> None:
+        """The user has loaded settings before the start; a schedule's are its own."""
+        if self.schedule is not None:
+            self.schedule.begin_anew()
+        self._settings = self._settings_now()
+
+    def _settings_now(self) -> dict[str, str]:
+        groups = enumerate(self._optimizer.param_groups)
+        return {
+            f"{key} of the optimizer's group {index}": _plain(value)
+            for index, group in groups
+            for key, value in group.items()
+            if key not in _ANY_WAY and key != "param_names"
+        }
 
     # --- one step -----------------------------------------------------------------------------------------------
 
@@ -158,6 +196,20 @@ class UserModel:
             raise ConfigError("sparse gradients cannot be averaged")
         return found
 
+    def check_finite(self, gradients: Sequence[Tensor | None]) -> None:
+        """GradientNotFinite, with the names, when a gradient or a buffer has a value that is no finite number."""
+        bad = [n for n, g in zip(self._named, gradients, strict=True) if g is not None and not all_finite(g)]
+        if bad:
+            gradient = gradients[list(self._named).index(bad[0])]
+            assert gradient is not None
+            values = int((~torch.isfinite(gradient)).sum())
+            more = f", and of {', '.join(bad[1:3])}{f' and {len(bad) - 3} more' * (len(bad) > 3)}" if bad[1:] else ""
+            raise GradientNotFinite(
+                f"the gradient of {bad[0]} is not finite ({values} of {gradient.numel()} values){more}; "
+                "nothing was handed in"
+            )
+        self.buffers.check()
+
     def add(self, step: int, mb: Mb, gradients: Sequence[Tensor | None], samples: int) -> bool:
         """Count a microbatch once: `samples` times its mean gradient. False, and no change, when it is not finite."""
         ahead = step - self.step
@@ -169,6 +221,7 @@ class UserModel:
         if not all(gradient is None or all_finite(gradient) for gradient in gradients):
             return False
         self._sums.add(gradients, samples, ahead)
+        self.buffers.note(ahead, samples)
         book[mb] = None
         return True
 
@@ -178,8 +231,7 @@ class UserModel:
         wanted = set(wanted)
         missing = sorted(wanted - self._held.keys())
         if not missing and self._held.keys() - wanted:
-            self._held.clear()
-            self._sums.clear(0)
+            self._drop_due()
             return sorted(wanted)
         return missing
 
@@ -189,18 +241,22 @@ class UserModel:
         if all_finite(self._sums.due):
             return []
         lost = sorted(self._held)
-        self._held.clear()
-        self._sums.clear(0)
+        self._drop_due()
         return lost
 
-    def vector(self) -> Vector:
-        """A copy of the sum of the step under way, flat."""
-        vector: Vector = self._sums.due.to("cpu", copy=True).numpy()
-        return vector
+    def _drop_due(self) -> None:
+        self._held.clear()
+        self._sums.clear(0)
+        self.buffers.clear(0)
+
+    def vector(self, leads: bool = True) -> Vector:
+        """A copy of the sum of the step under way, flat, and what of the buffers travels with it."""
+        due: Vector = self._sums.due.to("cpu", copy=True).numpy()
+        return np.concatenate([due, self.buffers.part(leads)]) if self.buffers.shared else due
 
     def vector_outline(self) -> TensorSpec:
         """Dtype and shape of what `vector` gives, without copying anything."""
-        return TensorSpec("total", dtype_name(self.dtype), (self.layout.count,))
+        return TensorSpec("total", dtype_name(self.dtype), (self._total.count,))
 
     def commit(self, step: int, total: Vector, samples: int) -> None:
         """Step the optimizer with `total / samples`; what was held is counted, what was early is held now.
@@ -209,15 +265,29 @@ class UserModel:
         """
         self._at(step)
         mean = torch.from_numpy(total) / samples
-        if mean.dtype != self.dtype or mean.shape != self._sums.due.shape or not all_finite(mean):
+        if mean.dtype != self.dtype or mean.shape != (self._total.count,) or not all_finite(mean):
             raise ValueError("the mean gradient does not fit, or is not finite")
-        result = outcome.capture(self._apply, self.layout.views(mean))
+        views, count = self._total.views(mean), len(self._parameters)
+        self._run_theirs(lambda: self._apply(views[:count]))
+        self.step += 1
+        self._sums.step()
+        self.buffers.step(views[count:])
+        self._held, self._early = self._early, {}
+        self._follow_schedule()
+
+    def _run_theirs(self, job: Callable[[], None]) -> None:
+        """Run what calls code of the user's: what it raises is kept for them, and ConfigError ends this peer."""
+        result = outcome.capture(job)
         if isinstance(result, outcome.Error):
             self.failure = result.error
             raise ConfigError(f"the optimizer failed: {type(result.error).__name__}: {result.error}")
-        self.step += 1
-        self._sums.step()
-        self._held, self._early = self._early, {}
+
+    def _follow_schedule(self) -> None:
+        """Give the optimizer the settings for the next step."""
+        schedule = self.schedule
+        if schedule is not None:
+            self._run_theirs(lambda: schedule.go_to(self.step))
+        self._settings = self._settings_now()
 
     def _apply(self, means: list[Tensor]) -> None:
         if self._lr is not None:
@@ -268,6 +338,7 @@ class UserModel:
             state["present"] = present
         if self.low_rank is not None:
             state |= {name: tensor.clone() for name, tensor in self.low_rank.state().items()}
+        state |= self.buffers.state()
         return state | {"step": torch.tensor(self.step, dtype=torch.int64)}
 
     def describe(self) -> list[tuple[str, str, tuple[int, ...], memoryview]]:
@@ -282,6 +353,7 @@ class UserModel:
             specs.append(("present", torch.uint8, torch.Size([len(self._outline)])))
         if self.low_rank is not None:
             specs += self.low_rank.outline()
+        specs += self.buffers.outline()
         specs.append(("step", torch.int64, torch.Size()))
         return [TensorSpec(name, dtype_name(dtype), tuple(shape)) for name, dtype, shape in sorted(specs)]
 
@@ -306,9 +378,11 @@ class UserModel:
                 self._optimizer.state[kept.parameter].pop(kept.key, None)
         if self.low_rank is not None:
             self.low_rank.load(state)
+        self.buffers.load(state)
         self._wait_for_devices()
         self.step = int(state["step"])
         self._forget()
+        self._follow_schedule()
 
 
 def _names(optimizer: torch.optim.Optimizer, named: Iterable[tuple[str, Tensor]] | None) -> dict[str, Tensor]:

@@ -91,7 +91,7 @@ class PostOrders:
             return missing
         if refused := model.unusable(order.step):
             raise Unusable(refused)
-        return model.vector()
+        return model.vector(leads=self._ctx.host.id.text == min(order.group))
 
     # --- moving -----------------------------------------------------------------------------------------------
 

@@ -29,7 +29,6 @@ from peerd.training.stage.post import Post
 from peerd.training.user_loop.handoff import Desk, Gradients
 
 _SETTINGS_S: Final = 3.0  # between two looks at others' settings before the first step
-_NOT_FINITE: Final = 10  # microbatches in a row: the model is broken, more of it would change nothing
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +69,6 @@ class AveragerRole:
         self._ready = 0  # members at the swarm's position
         self._own_ready = False
         self._begun = False
-        self._bad = 0  # microbatches in a row that were not finite
         self._stepped_at, self._counted = 0.0, 0
         self._samples_per_s = 0.0
         part.role = self
@@ -173,10 +171,7 @@ class AveragerRole:
         except Stale:
             self._desk.counts.late += 1
             return False
-        self._bad = 0 if added else self._bad + 1
-        self._desk.counts.not_finite += not added
-        if self._bad >= _NOT_FINITE:
-            self._desk.fail(FloatingPointError(f"the gradients of the last {_NOT_FINITE} microbatches were not finite"))
+        self._desk.counts.not_finite += not added  # where it was found only now: see `AveragingOptimizer.step`
         return added
 
     def note_members(self, members: list[MemberInfo]) -> None:

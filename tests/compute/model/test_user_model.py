@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from peerd.compute.model.served_stage import Stale, state_of
+from peerd.compute.model.user_buffers import GradientNotFinite
 from peerd.compute.model.user_model import UserModel
 from peerd.core.errors import ConfigError
 from peerd.core.messages.swarm import Mb
@@ -184,6 +185,36 @@ def test_a_gradient_that_is_not_finite_is_left_out() -> None:
     assert not model.vector().any()
     with pytest.raises(Stale):
         model.add(1, Mb("a", 1), model.gradients(), samples=4)
+
+
+def test_what_is_not_finite_is_named() -> None:
+    m, model = user(OPTIMIZERS["sgd"])
+    fill(m, 1)
+    model.check_finite(model.gradients())
+    m[0].bias.grad[1:3] = float("nan")  # type: ignore[index]
+    with pytest.raises(
+        GradientNotFinite, match=r"the gradient of 0\.bias is not finite \(2 of 4 values\); nothing was handed"
+    ):
+        model.check_finite(model.gradients())
+    for p in m.parameters():
+        p.grad = torch.full_like(p, float("inf"))
+    words = r"of 0\.weight is not finite \(20 of 20 values\), and of 0\.bias, 2\.weight and 1 more; nothing"
+    with pytest.raises(FloatingPointError, match=words):
+        model.check_finite(model.gradients())
+
+
+def test_settings_that_others_than_the_schedule_change_are_noticed() -> None:
+    _, model = user(OPTIMIZERS["sgd"])
+    scheduler = torch.optim.lr_scheduler.StepLR(model._optimizer, 1, 0.5)
+    model.check_unchanged()
+    model._optimizer.step()
+    scheduler.step()
+    with pytest.raises(
+        ConfigError, match=r"lr of the optimizer's group 0 was 0\.1 and is 0\.05 now: peers would differ.*"
+    ):
+        model.check_unchanged()
+    model.settings_changed()
+    model.check_unchanged()
 
 
 def test_half_precision_is_summed_in_single() -> None:
