@@ -17,15 +17,18 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Annotated, Final, NoReturn
 
 import typer
+from msgspec import structs
 
 from peerd.commands import token
+from peerd.control.guest import GuestFlags, obey, settled
 from peerd.core.errors import ConfigError, PeerdError, missing_package
+from peerd.core.runfile import LimitsSection
 from peerd.core.version import VERSION
 
 if TYPE_CHECKING:
@@ -60,6 +63,12 @@ Device = Annotated[str, typer.Option(metavar="NAME", help="Where to compute: cpu
 Seed = Annotated[int | None, typer.Option(help="Makes this peer's random choices repeatable.")]
 LogLevel = Annotated[str, typer.Option(metavar="LEVEL", help="debug, info, warn or error.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object for programs.")]
+UploadMbit = Annotated[float | None, typer.Option(metavar="MBIT", help="Send no faster: Mb/s.")]
+DownloadMbit = Annotated[float | None, typer.Option(metavar="MBIT", help="Receive no faster: Mb/s.")]
+Threads = Annotated[int | None, typer.Option(metavar="N", help="Keep no more processors busy than so many.")]
+Nice = Annotated[int | None, typer.Option(metavar="0-19", help="Priority: 19 after all other programs. [default: 10]")]
+MemoryGb = Annotated[float | None, typer.Option(metavar="GB", help="Hold no more memory.")]
+HoursOfDay = Annotated[str | None, typer.Option("--hours", metavar="HH:MM-HH:MM", help="When it takes part.")]
 
 
 def _version(wanted: bool) -> None:
@@ -99,11 +108,25 @@ def join(
     data_dir: DataDir = None,
     device: Device = "cpu",
     alone: Annotated[bool, typer.Option("--alone", help="Begin even if no bootstrap peer can be reached.")] = False,
+    upload_mbit: UploadMbit = None,
+    download_mbit: DownloadMbit = None,
+    threads: Threads = None,
+    nice: Nice = None,
+    memory_gb: MemoryGb = None,
+    hours: HoursOfDay = None,
     seed: Seed = None,
     log_level: LogLevel = "info",
 ) -> None:
     """Join a swarm in one or more roles."""
-    _start(Flags(role, model, bootstrap, listen, data_dir, device, seed, log_level, alone))
+    guest = GuestFlags(
+        upload_mbit=upload_mbit,
+        download_mbit=download_mbit,
+        threads=threads,
+        nice=nice,
+        memory_gb=memory_gb,
+        hours=hours,
+    )
+    _start(Flags(role, model, bootstrap, listen, data_dir, device, seed, log_level, alone, guest))
 
 
 @app.command()
@@ -209,6 +232,7 @@ class Flags:
     seed: int | None
     log_level: str
     alone: bool = False
+    guest: GuestFlags = field(default_factory=GuestFlags)
 
 
 def _start(flags: Flags) -> None:
@@ -218,9 +242,13 @@ def _start(flags: Flags) -> None:
     _device(flags.device)
     loaded = _load(flags.file, flags.bootstrap, flags.listen)
     run = loaded.run if loaded is not None else None
+    limits = flags.guest.over(run.limits if run is not None else LimitsSection())
     for stop in (signal.SIGINT, signal.SIGTERM):  # until the daemon's loop takes them over
         signal.signal(stop, _stop_early)
     classes = _roles(flags.roles, run)
+    limits = settled(limits, [cls.name for cls in classes])
+    run = structs.replace(run, limits=limits) if run is not None else None
+    obey(limits)  # before torch or the loop start threads, which inherit it
     if loaded is not None:
         _tell_of_files(loaded, any(cls.needs_run for cls in classes))
     if flags.device != "cpu":
@@ -230,7 +258,7 @@ def _start(flags: Flags) -> None:
 
     import trio
 
-    from peerd import daemon
+    from peerd import daemon, launch
     from peerd.control import company
 
     plan = daemon.DaemonPlan(
@@ -244,9 +272,10 @@ def _start(flags: Flags) -> None:
         seed=flags.seed,
         log_level=flags.log_level,
         company=company.CompanyWish(alone=flags.alone),
+        limits=limits,
     )
     try:
-        trio.run(daemon.main, plan)
+        trio.run(launch.main, plan)
     except ExceptionGroup as group:
         raise daemon.leaf(group) from group
 

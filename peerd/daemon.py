@@ -2,28 +2,25 @@
 
 Start: lock and identity, host, calls, DHT, control socket, roles. Stop: roles leave (refuse new work, hand in what
 is finished), records are withdrawn, links are closed with a goodbye; all within `DRAIN_S`. The first signal asks
-for that, the second stops at once. A role that fails is built anew after a pause, a few times; then the daemon
-gives up and says why. A service that fails begins again for as long as the daemon lives (`net/host/upkeep`). This is
-the only file that sees all layers, and the role supervisor below is one of the places where any exception is caught: a
-plug-in's bug must not take the other roles with it.
+for that, the second stops at once; when its hours are over, a guest's peer does so by itself. A role that fails is
+built anew after a pause, a few times; then the daemon gives up and says why. A service that fails begins again for as
+long as the daemon lives (`net/host/upkeep`). The role supervisor below is one of the places where any exception is
+caught: a plug-in's bug must not take the other roles with it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import gc
-import hashlib
 import os
 import signal
 import sys
 import threading
-import time
 import traceback
-from collections.abc import AsyncIterable, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterable, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Final, TextIO
+from typing import Any, Final
 
 import trio
 
@@ -31,24 +28,25 @@ from peerd.commands.status import RoleState, StatusBoard
 from peerd.contents import digest_at, named_files
 from peerd.control import socket
 from peerd.control.company import Company, CompanyWish
-from peerd.control.connectivity import Connectivity, ConnectivityConfig, own_surroundings, relaying
-from peerd.control.papers import PeerPapers, own_papers
+from peerd.control.connectivity import Connectivity, ConnectivityConfig, relaying
+from peerd.control.guest import limits_told
+from peerd.control.open_hours import OpenHours
+from peerd.control.papers import PeerPapers
 from peerd.core.addr import parse_addr, with_peer
 from peerd.core.clock import Clock
 from peerd.core.errors import ConfigError, LocalError, PeerdError
 from peerd.core.keys import Keypair
 from peerd.core.runfile import LimitsSection, RunFile
 from peerd.devices import Devices
-from peerd.home import Running, load_identity, locked, make_private_dir, noted, socket_path
+from peerd.home import make_private_dir, socket_path
 from peerd.log import EventLog, plain
-from peerd.net.clock import RealClock
 from peerd.net.host.host_status import faults_told
 from peerd.net.host.line_meter import LineMeter
 from peerd.net.host.upkeep import Upkeep
 from peerd.net.tcp.rate_limit import LimitedLine
 from peerd.role import Role, RoleContext
 from peerd.service.access import Access
-from peerd.service.peer_stack import PeerStack, peer_stack
+from peerd.service.peer_stack import PeerStack
 from peerd.service.run_services import RunServices
 
 LEAVE_S: Final = 6.5  # for roles to hand in what they hold
@@ -76,6 +74,12 @@ class DaemonPlan:
     announce: Callable[[str], None] | None = None  # told the best address, in place of a greeting to the terminal
     company: CompanyWish = field(default_factory=CompanyWish)
     warn: Callable[[str], None] = lambda text: None  # told, beside the log, why the start waits
+    limits: LimitsSection = field(default_factory=LimitsSection)  # of a peer without a run file
+
+    @property
+    def own_limits(self) -> LimitsSection:
+        """Limits of this peer."""
+        return self.run.limits if self.run is not None else self.limits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,6 +93,7 @@ class Ground:
     papers: PeerPapers | None = None  # in a run with tokens
     ways: ConnectivityConfig = field(default_factory=ConnectivityConfig)  # what the machine's network offers
     line: LimitedLine = field(default_factory=LimitedLine)  # what passes it within the user's limits
+    hours: OpenHours | None = None  # of a guest; None: always
 
 
 @dataclass(slots=True, eq=False)
@@ -105,7 +110,7 @@ class _Held:
 
 def _relays(plan: DaemonPlan) -> bool:
     """True when this peer carries others' circuits: as it is told, else as a backbone."""
-    told = plan.run.limits.relay if plan.run is not None else None
+    told = plan.own_limits.relay
     return told if told is not None else "backbone" in {cls.name for cls in plan.roles}
 
 
@@ -116,14 +121,13 @@ class Daemon:
         self._plan = plan
         self._home = ground.home
         self._log = ground.log
-        self._clock, self._line = ground.clock, ground.line
+        self._clock, self._line, self._hours = ground.clock, ground.line, ground.hours
         self.host, self.rpc, self.dht = stack.host, stack.rpc, stack.dht
         self.access: Access | None = None
         if plan.run is not None and ground.papers is not None:
             self.access = Access(plan.run, self.host, self.rpc, ground.clock, ground.papers)
             self.rpc.guard(self.access)
-        line = plan.run.limits if plan.run is not None else LimitsSection()
-        ways = replace(ground.ways, relay=_relays(plan), relaying=relaying(line))
+        ways = replace(ground.ways, relay=_relays(plan), relaying=relaying(plan.own_limits))
         self.connectivity = Connectivity(self.host, (self.rpc, self.dht), ground.clock, ground.keypair, ways)
         self._held = [_Held(cls) for cls in plan.roles]
         self._services: RunServices | None = None
@@ -133,12 +137,9 @@ class Daemon:
         self._failure: Exception | None = None
         self._stopping = trio.Event()
         self._stop_reason = ""
+        self.rests = False  # it stops because its hours are over
         self._up = False
         self._drained = False
-
-    def adopt_logging(self) -> None:
-        """Bring what is said through `logging` into the events: for a process that is this peer's alone."""
-        self._log.adopt_logging()
 
     def stop(self, reason: str) -> None:
         """Ask for an orderly end; repeated asking changes nothing."""
@@ -148,13 +149,15 @@ class Daemon:
 
     async def run(self, signals: AsyncIterable[int]) -> None:
         """Run until all roles have finished or a signal asks to stop. Raises PeerdError when a role gave up."""
-        async with Devices() as devices, trio.open_nursery() as services:
+        async with Devices(self._plan.own_limits) as devices, trio.open_nursery() as services:
             services.start_soon(self._obey_signals, signals, services.cancel_scope)
             board = StatusBoard((self.host, self.rpc, self.dht), self._clock, self._log, self._plan.run)
             board.reachability = self.connectivity.status
             await self._start_services(services, board)
             self._greet()
             self._up = True
+            if self._hours is not None:
+                services.start_soon(self._keep_hours, self._hours)
             await self._run_roles(devices)
             with trio.move_on_after(WITHDRAW_S):
                 await self.dht.withdraw_all()
@@ -183,6 +186,12 @@ class Daemon:
             serve = functools.partial(socket.serve, socket_path(self._home), functools.partial(self._snapshot, board))
             await services.start(keep.run, "control socket", serve)
         services.start_soon(keep.run_plain, "waits", self._tell_waits)
+
+    async def _keep_hours(self, hours: OpenHours) -> None:
+        await hours.closed()
+        if not self._stopping.is_set():
+            self.rests = True
+            self.stop(f"its hours are over (limits.hours {hours.text})")
 
     # --- roles ---------------------------------------------------------------------------------------------------
 
@@ -312,6 +321,7 @@ class Daemon:
     async def _snapshot(self, board: StatusBoard) -> dict[str, Any]:
         own: dict[str, Any] = {"data_dir": str(self._home), "stopping": self._stop_reason or None}
         own["alone"] = self.company.alone()
+        own["limits"] = limits_told(self._plan.own_limits)
         own["access"] = plain(self.access.status()) if self.access is not None else None
 
         async def look() -> None:
@@ -366,16 +376,16 @@ class Daemon:
             return
         names = ", ".join(cls.name for cls in plan.roles)
         run = f" of run {plan.run.run}" if plan.run is not None else ""
-        _say(f"peerd {names}{run}; data in {self._home}")
-        _say(f"peer id {self.host.id}")
+        say(f"peerd {names}{run}; data in {self._home}")
+        say(f"peer id {self.host.id}")
         for addr in self.host.listen_addrs():  # what relays and routers add comes and goes: `peerd status` has it
-            _say(f"listening on {with_peer(addr, self.host.id)}")
+            say(f"listening on {with_peer(addr, self.host.id)}")
         if plan.run is not None:
             for key, file in named_files(plan.run).items():
-                _say(f"{key}: {digest_at(plan.run, key) or 'unknown'}  # of {file}")
+                say(f"{key}: {digest_at(plan.run, key) or 'unknown'}  # of {file}")
         if addrs and (plan.company.alone or not plan.bootstrap):
             role = "trainer" if plan.run is not None and plan.run.pipeline.stages == 1 else "stage"
-            _say(f"others join with: peerd join --role {role} --model {plan.run_file} --bootstrap {best_addr(addrs)}")
+            say(f"others join with: peerd join --role {role} --model {plan.run_file} --bootstrap {best_addr(addrs)}")
 
     # --- ending --------------------------------------------------------------------------------------------------
 
@@ -383,8 +393,9 @@ class Daemon:
         """The first signal drains, the second ends all at once; one that comes before the start is over does too."""
         async for number in signals:
             name = signal.Signals(number).name
-            if self._up and not self._stopping.is_set():
-                _say("stopping; once more to stop at once")
+            if self._up and (self.rests or not self._stopping.is_set()):
+                self.rests = False
+                say("stopping; once more to stop at once")
                 _end_process_after(DRAIN_S, lambda: 0 if self._drained else 1)
                 self.stop(name)
                 continue
@@ -424,7 +435,7 @@ def _is_expected(error: Exception) -> bool:
     return isinstance(error, PeerdError) and not isinstance(error, LocalError)
 
 
-def _say(text: str) -> None:
+def say(text: str) -> None:
     with contextlib.suppress(OSError, ValueError):
         print(text, flush=True)
 
@@ -447,54 +458,3 @@ def best_addr(addrs: Sequence[str]) -> str:
     """The address to show to others: not loopback if there is another."""
     loopback = ("/ip4/127.", "/ip6/::1/")
     return next((addr for addr in addrs if not addr.startswith(loopback)), addrs[0])
-
-
-async def main(plan: DaemonPlan) -> None:
-    """Run one peer until it has finished or is asked to stop. Raises PeerdError when it could not do its work."""
-    # First the signals: none may go astray.
-    with trio.open_signal_receiver(*_stop_signals()) as signals, assembled(plan, sys.stderr) as daemon:
-        daemon.adopt_logging()
-        # Modules stay for good, yet each full collection searches them: 0.1 s for torch's, in which no thread of this
-        # process runs, the loop's included. In a process that is not this peer's alone, that is for its owner to say.
-        gc.freeze()
-        await daemon.run(signals)
-
-
-@contextlib.contextmanager
-def assembled(plan: DaemonPlan, stream: TextIO | None) -> Iterator[Daemon]:
-    """The peer of `plan`, which has its directory for itself until the block ends; events go to `stream`, too."""
-    home = make_private_dir(plan.data_dir)
-    run = plan.run.run if plan.run is not None else ""
-    with locked(home), contextlib.ExitStack() as stack:
-        keypair = load_identity(home)
-        papers = _papers(plan, home, keypair)
-        clock = RealClock(_own_seed(plan.seed, keypair))
-        log = EventLog(clock, level=plan.log_level, stream=stream, path=home / "events.jsonl")
-        stack.callback(log.close)
-        names = [cls.name for cls in plan.roles]
-        stack.enter_context(noted(Running(os.getpid(), str(home), str(socket_path(home)), run, names)))
-        ways, line = own_surroundings(clock), LimitedLine(plan.run.limits if plan.run is not None else LimitsSection())
-        ground = Ground(home=home, keypair=keypair, clock=clock, log=log, papers=papers, ways=ways, line=line)
-        yield Daemon(plan, ground, peer_stack(keypair, clock, [line.tcp()]))
-
-
-def _papers(plan: DaemonPlan, home: Path, keypair: Keypair) -> PeerPapers | None:
-    """Credentials of this peer in a run with tokens; None in an open run; ConfigError when it has none."""
-    if plan.run is None or plan.run.access.allow == "open":
-        return None
-    return own_papers(plan.run, [cls.name for cls in plan.roles], home, keypair.peer_id, time.time())
-
-
-def _stop_signals() -> list[signal.Signals]:
-    """Ctrl+C, a service manager's request, and a terminal that closes (unless nohup said to ignore that)."""
-    asked = [signal.SIGINT, signal.SIGTERM]
-    if sys.platform != "win32" and signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
-        asked.append(signal.SIGHUP)
-    return asked
-
-
-def _own_seed(seed: int | None, keypair: Keypair) -> int | None:
-    """Peers that are given one seed still make different choices."""
-    if seed is None:
-        return None
-    return int.from_bytes(hashlib.sha256(f"{seed}/{keypair.peer_id}".encode()).digest()[:8], "big")

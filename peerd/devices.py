@@ -1,4 +1,4 @@
-"""One worker per device for all roles of a daemon, opened when the first job comes.
+"""One worker per device for all roles of a daemon, opened when the first job comes; all keep to one guest's limits.
 
 Only then is torch imported, in a thread, so that a peer without computing roles never loads it and one with them
 keeps answering meanwhile.
@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import trio
 
+from peerd.core.runfile import LimitsSection
 from peerd.core.work import Worker
 
 T = TypeVar("T")
@@ -22,7 +24,9 @@ T = TypeVar("T")
 class Devices:
     """The workers; an async context manager whose end closes them."""
 
-    def __init__(self) -> None:
+    def __init__(self, limits: LimitsSection | None = None) -> None:
+        self._limits = limits or LimitsSection()
+        self._pace: Any = None  # a compute.cpu_pace.CpuPace, once torch is here
         self._open: dict[str, Worker] = {}
         self._lock = trio.Lock()
         self._stack = contextlib.AsyncExitStack()
@@ -41,8 +45,17 @@ class Devices:
         async with self._lock:
             if device not in self._open:
                 module = await trio.to_thread.run_sync(importlib.import_module, "peerd.compute.worker")
-                self._open[device] = await self._stack.enter_async_context(module.DeviceWorker(device))
+                worker = await trio.to_thread.run_sync(self._bounded, module, device)
+                self._open[device] = await self._stack.enter_async_context(worker)
             return self._open[device]
+
+    def _bounded(self, module: Any, device: str) -> Any:
+        """A worker that keeps to the limits."""
+        threads = self._limits.threads
+        module.bound(device, threads, int(self._limits.memory_gb * 1e9))
+        if threads and self._pace is None and threads < (os.cpu_count() or 1):
+            self._pace = module.CpuPace(threads)
+        return module.DeviceWorker(device, threads=threads or None, pace=self._pace)
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,7 +48,8 @@ from peerd.core.runfile import (
     RunFile,
     check,
 )
-from peerd.daemon import Daemon, DaemonPlan, assembled, leaf
+from peerd.daemon import Daemon, DaemonPlan, leaf
+from peerd.launch import assembled
 from peerd.training.user_loop.averager import UserPart, role_for
 from peerd.training.user_loop.handoff import Desk
 

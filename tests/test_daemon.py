@@ -13,7 +13,7 @@ import pytest
 import trio
 import trio.testing
 
-from peerd import daemon
+from peerd import daemon, launch
 from peerd.control import socket
 from peerd.control.connectivity import relaying
 from peerd.core.errors import ConfigError, PeerdError
@@ -359,7 +359,7 @@ def test_a_process_that_is_the_peers_own_never_searches_its_modules_for_garbage(
     held = len(gc.get_objects())
     try:
         plan = DaemonPlan(roles=(Counts,), run=None, bootstrap=(), listen=(LOOPBACK,), data_dir=tmp_path)
-        trio.run(daemon.main, plan)
+        trio.run(launch.main, plan)
     finally:
         gc.unfreeze()
     assert 0 < Counts.searched < held / 4, "a full collection would stop the loop and every worker for long"

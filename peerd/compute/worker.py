@@ -24,6 +24,7 @@ import outcome
 import torch
 import trio
 
+from peerd.compute.cpu_pace import CpuPace
 from peerd.core.errors import LocalError
 
 T = TypeVar("T")
@@ -34,6 +35,17 @@ CLOSE_TIMEOUT_S: Final = 10.0  # what a job in flight gets when its worker close
 def use_threads(count: int) -> None:
     """Let torch use `count` threads in the calling thread: several peerd processes may share one machine."""
     torch.set_num_threads(max(1, count))
+
+
+def bound(device: str, threads: int, memory_bytes: int) -> None:
+    """Bound what torch takes of this machine, in all threads; 0: no bound. Before torch has computed anything."""
+    if threads:
+        use_threads(threads)
+        with contextlib.suppress(RuntimeError):  # torch has begun, in a process that is not only this peer's
+            torch.set_num_interop_threads(threads)
+    if memory_bytes and device.startswith("cuda"):
+        total = torch.cuda.get_device_properties(device).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, memory_bytes / total), device)
 
 
 @dataclass(slots=True, eq=False)
@@ -100,14 +112,15 @@ class _Turn:
 class DeviceWorker:
     """A `peerd.core.work.Worker` with one thread of its own; use it as an async context manager.
 
-    `threads`: how many torch may use inside one job; None keeps torch's own choice.
+    `threads`: how many torch may use inside one job; None keeps torch's own choice. `pace`: what jobs wait for before
+    they start.
     """
 
-    def __init__(self, device: str = "cpu", *, threads: int | None = None) -> None:
+    def __init__(self, device: str = "cpu", *, threads: int | None = None, pace: CpuPace | None = None) -> None:
         self.device = device
         self.busy_s = 0.0  # time spent in jobs so far
         self.jobs_done = 0
-        self._threads = threads
+        self._threads, self._pace = threads, pace
         self._tickets: queue.PriorityQueue[_Place] = queue.PriorityQueue()
         self._numbers = itertools.count()
         self._waiting: dict[_Ticket, None] = {}
@@ -165,6 +178,8 @@ class DeviceWorker:
         if self._threads is not None:
             use_threads(self._threads)
         while (ticket := self._tickets.get()[2]) is not None:
+            if ticket.wanted and self._pace is not None:
+                self._pace.rest()
             if ticket.wanted:
                 self._current = ticket.name
                 started = time.perf_counter()

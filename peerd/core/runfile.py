@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from peerd.core.blockwise import BLOCKS, CODES
+from peerd.core.clock import Hours
 from peerd.core.ids import is_peer_text
 from peerd.core.limits import (
     FRAME_BYTES,
@@ -150,6 +151,10 @@ class LimitsSection(Section, frozen=True):
     upload_mbit: float = 0.0  # what this peer may send, Mb/s: its share of averaging follows it; 0: no limit
     download_mbit: float = 0.0  # what it may receive
     relay: bool | None = None  # carry connections between peers that cannot reach each other; none: backbones do
+    threads: int = 0  # processors that this process may keep busy, and threads of one computation; 0: no limit
+    nice: int | None = None  # priority of the process, as of `nice`; none: 10 where it joins, 0 where it is a backbone
+    memory_gb: float = 0.0  # of this process, 10^9 bytes; on a GPU, of that too; 0: no limit
+    hours: str = ""  # of the day, by this machine's clock: 22:00-08:00, several with commas; empty: always
 
     @property
     def stages(self) -> list[int]:
@@ -321,20 +326,36 @@ def _access_faults(access: AccessSection) -> list[tuple[str, str]]:
     return [(f"access.{name}", "has no meaning without allow: tokens") for name in idle]
 
 
+_LIMIT_RANGES: Final = {
+    "microbatches_in_flight": (0, 4096, "0 (chosen) to 4096"),
+    "data_cache_mb": (1, 1 << 30, f"1 to {1 << 30}"),
+    "keep_totals": (0, STATE_TOTALS, f"0 to {STATE_TOTALS}"),
+    "upload_mbit": (0, 1_000_000, "0 (no limit) to 1000000"),
+    "download_mbit": (0, 1_000_000, "0 (no limit) to 1000000"),
+    "threads": (0, 1024, "0 (no limit) to 1024"),
+    "nice": (0, 19, "0 (as other programs) to 19 (after all others)"),
+    "memory_gb": (0, 1_000_000, "0 (no limit) to 1000000"),
+}
+
+
+def limits_faults(limits: LimitsSection) -> list[tuple[str, str]]:
+    """Faults of a volunteer's own limits, each with its key."""
+    faults = []
+    for key, (least, most, allowed) in _LIMIT_RANGES.items():
+        value = getattr(limits, key)
+        if value is not None and not least <= value <= most:
+            faults.append((key, f"is {value}; allowed: {allowed}"))
+    if limits.hours:
+        try:
+            Hours.parse(limits.hours)
+        except ValueError as error:
+            faults.append(("hours", str(error)))
+    return faults
+
+
 def _limits_faults(limits: LimitsSection, stages: int) -> list[tuple[str, str]]:
-    rules = [
-        ("microbatches_in_flight", 0, 4096, "0 (chosen) to 4096"),
-        ("data_cache_mb", 1, 1 << 30, f"1 to {1 << 30}"),
-        ("keep_totals", 0, STATE_TOTALS, f"0 to {STATE_TOTALS}"),
-        ("upload_mbit", 0, 1_000_000, "0 (no limit) to 1000000"),
-        ("download_mbit", 0, 1_000_000, "0 (no limit) to 1000000"),
-    ]
-    found = [(key, getattr(limits, key), least, most, allowed) for key, least, most, allowed in rules]
-    return _posts_faults(limits, stages) + [
-        (f"limits.{key}", f"is {value}; allowed: {allowed}")
-        for key, value, least, most, allowed in found
-        if value is not None and not least <= value <= most
-    ]
+    own = [(f"limits.{key}", message) for key, message in limits_faults(limits)]
+    return _posts_faults(limits, stages) + own
 
 
 def _posts_faults(limits: LimitsSection, stages: int) -> list[tuple[str, str]]:

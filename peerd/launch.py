@@ -1,0 +1,113 @@
+"""The start of one peer's process: its directory, identity, clock and log, and the peer as long as it takes part.
+
+What `peerd join` and `peerd backbone` run. A guest's peer rests outside its hours: then the daemon has left in order,
+and another is built when they begin. Signals reach whichever there is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import hashlib
+import os
+import signal
+import sys
+import time
+from collections.abc import AsyncIterable, Iterator
+from pathlib import Path
+from typing import TextIO
+
+import trio
+
+from peerd.control.connectivity import own_surroundings
+from peerd.control.open_hours import OpenHours
+from peerd.control.papers import PeerPapers, own_papers
+from peerd.control.resting import Rester
+from peerd.core.keys import Keypair
+from peerd.daemon import Daemon, DaemonPlan, Ground, say
+from peerd.home import Running, load_identity, locked, make_private_dir, noted, socket_path
+from peerd.log import EventLog
+from peerd.net.clock import RealClock
+from peerd.net.tcp.rate_limit import LimitedLine
+from peerd.service.peer_stack import peer_stack
+
+
+async def main(plan: DaemonPlan) -> None:
+    """Run one peer until it has finished or is asked to stop. Raises PeerdError when it could not do its work."""
+    # First the signals: none may go astray.
+    with trio.open_signal_receiver(*_stop_signals()) as signals, grounded(plan, sys.stderr) as ground:
+        ground.log.adopt_logging()
+        # Modules stay for good, yet each full collection searches them: 0.1 s for torch's, in which no thread of this
+        # process runs, the loop's included. In a process that is not this peer's alone, that is for its owner to say.
+        gc.freeze()
+        await in_its_hours(plan, ground, signals)
+
+
+async def in_its_hours(plan: DaemonPlan, ground: Ground, signals: AsyncIterable[int]) -> None:
+    """Run the peer; outside its hours it rests, and is built anew when they begin."""
+    hours = ground.hours or OpenHours("", ground.clock)
+    rester = Rester(
+        home=ground.home,
+        peer=ground.keypair.peer_id,
+        run=plan.run.run if plan.run is not None else "",
+        roles=[cls.name for cls in plan.roles],
+        limits=plan.own_limits,
+        hours=hours,
+        log=ground.log,
+    )
+    while True:
+        if not hours.open:
+            say(f"rests until {hours.opens} (limits.hours {hours.text}); Ctrl+C ends it")
+            if not await rester.rest(signals):
+                return
+        peer = Daemon(plan, ground, peer_stack(ground.keypair, ground.clock, [ground.line.tcp()]))
+        await peer.run(signals)
+        if not peer.rests:
+            return
+
+
+@contextlib.contextmanager
+def assembled(plan: DaemonPlan, stream: TextIO | None) -> Iterator[Daemon]:
+    """The peer of `plan`, which has its directory for itself until the block ends; events go to `stream`, too."""
+    with grounded(plan, stream) as ground:
+        yield Daemon(plan, ground, peer_stack(ground.keypair, ground.clock, [ground.line.tcp()]))
+
+
+@contextlib.contextmanager
+def grounded(plan: DaemonPlan, stream: TextIO | None) -> Iterator[Ground]:
+    """The foundations of `plan`'s peer, whose directory is locked until the block ends."""
+    home = make_private_dir(plan.data_dir)
+    run = plan.run.run if plan.run is not None else ""
+    with locked(home), contextlib.ExitStack() as stack:
+        keypair = load_identity(home)
+        papers = _papers(plan, home, keypair)
+        clock = RealClock(_own_seed(plan.seed, keypair))
+        log = EventLog(clock, level=plan.log_level, stream=stream, path=home / "events.jsonl")
+        stack.callback(log.close)
+        names = [cls.name for cls in plan.roles]
+        stack.enter_context(noted(Running(os.getpid(), str(home), str(socket_path(home)), run, names)))
+        ways, line = own_surroundings(clock), LimitedLine(plan.own_limits)
+        hours = OpenHours(plan.own_limits.hours, clock) if plan.own_limits.hours else None
+        yield Ground(home=home, keypair=keypair, clock=clock, log=log, papers=papers, ways=ways, line=line, hours=hours)
+
+
+def _papers(plan: DaemonPlan, home: Path, keypair: Keypair) -> PeerPapers | None:
+    """Credentials of this peer in a run with tokens; None in an open run; ConfigError when it has none."""
+    if plan.run is None or plan.run.access.allow == "open":
+        return None
+    return own_papers(plan.run, [cls.name for cls in plan.roles], home, keypair.peer_id, time.time())
+
+
+def _stop_signals() -> list[signal.Signals]:
+    """Ctrl+C, a service manager's request, and a terminal that closes (unless nohup said to ignore that)."""
+    asked = [signal.SIGINT, signal.SIGTERM]
+    if sys.platform != "win32" and signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+        asked.append(signal.SIGHUP)
+    return asked
+
+
+def _own_seed(seed: int | None, keypair: Keypair) -> int | None:
+    """Peers that are given one seed still make different choices."""
+    if seed is None:
+        return None
+    return int.from_bytes(hashlib.sha256(f"{seed}/{keypair.peer_id}".encode()).digest()[:8], "big")
