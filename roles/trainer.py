@@ -27,6 +27,7 @@ from peerd.core.messages.progress import TrainerProgress
 from peerd.core.messages.swarm import MemberInfo, TrainerAnswer
 from peerd.core.runfile import RunFile
 from peerd.machine.batch.trainer_ledger import Holding
+from peerd.machine.rate.work_rate import WorkRate
 from peerd.role import RoleContext
 from peerd.service.pipeline.schedule import Load
 from peerd.training.contributor import Contributor
@@ -69,21 +70,23 @@ class TrainerRole:
         self._step_loss = math.nan
         self._held_out: list[Load] = []
         self._evaluations: deque[tuple[int, float]] = deque(maxlen=500)
-        self._stepped_at = 0.0
-        self._samples_per_s = 0.0
+        self._tally = self._services.tally("trainer", ctx.data_dir / "brought.json", ctx.worker("files"))
+        self._rate = WorkRate(ctx.clock.now())
+        self._counted = 0  # microbatches, at the last step
 
     # --- life -------------------------------------------------------------------------------------------------
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         stream = await self._worker.run(self._open_data, name="open the data")
         await self._services.compare_settings()
-        self._stepped_at = trio.current_time()
+        self._rate = WorkRate(self._ctx.clock.now())
         async with trio.open_nursery() as nursery:
             self._nursery = nursery
             if self.replica is not None:
                 await nursery.start(self.replica.run)
             nursery.start_soon(self._feed, stream)
             nursery.start_soon(self._contributor.publish_now_and_then)
+            nursery.start_soon(self._tally.run)
             task_status.started()
             await self._contributor.follow()
             await self._finish()
@@ -116,6 +119,10 @@ class TrainerRole:
             "complete": self._contributor.complete,
             "waits_for": self._waits_for(),
         }
+
+    @property
+    def _samples_per_s(self) -> float:
+        return self._rate.at(self._ctx.clock.now())
 
     def _waits_for(self) -> str | None:
         reason = "the first samples" if self._contributor.answer is None else None
@@ -224,6 +231,7 @@ class TrainerRole:
         """Send the microbatch through all stages and back; returns the holder of its gradient in each stage."""
         holdings = await self._pipeline.train(step, seq, load)
         self._losses.setdefault(step, []).append(load.loss_sum / self._run.pipeline.microbatch)
+        self._rate.worked(self._ctx.clock.now())
         return holdings
 
     async def repeat(self, step: int, seq: int, stage: int, load: Load) -> Holding:
@@ -237,15 +245,14 @@ class TrainerRole:
         self._pipeline.update(members)
 
     def stepped(self, before: int) -> None:
-        """Close the step's loss and rate."""
-        now = trio.current_time()
+        """Close the step's loss and rate, and count what we brought."""
         losses = [loss for step, found in sorted(self._losses.items()) if step < self._books.step for loss in found]
         self._losses = {step: found for step, found in self._losses.items() if step == self._books.step}
         if losses:
             self._step_loss = sum(losses) / len(losses)
-            rate = len(losses) * self._run.pipeline.microbatch / max(now - self._stepped_at, 1e-6)
-            self._samples_per_s += (0.2 if self._samples_per_s else 1.0) * (rate - self._samples_per_s)
-        self._stepped_at = now
+        self._rate.stepped(self._ctx.clock.now(), len(losses) * self._run.pipeline.microbatch)
+        counted, self._counted = self._books.tally.counted - self._counted, self._books.tally.counted
+        self._tally.add(samples=counted * self._run.pipeline.microbatch)
         self._ctx.log.event("trainer.stepped", level="debug", step=before, loss=self._step_loss)
         every = self._run.checkpoint.every_steps
         if every and self._books.step % every == 0:

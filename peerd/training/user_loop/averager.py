@@ -21,6 +21,7 @@ from peerd.compute.model.user_model import UserModel
 from peerd.core.messages.progress import TrainerProgress
 from peerd.core.messages.swarm import Mb, MemberInfo, TrainerAnswer
 from peerd.machine.batch.trainer_ledger import Holding
+from peerd.machine.rate.work_rate import WorkRate
 from peerd.role import RoleContext
 from peerd.training.contributor import Contributor
 from peerd.training.stage.external_model import Own
@@ -69,15 +70,14 @@ class AveragerRole:
         self._ready = 0  # members at the swarm's position
         self._own_ready = False
         self._begun = False
-        self._stepped_at, self._counted = 0.0, 0
-        self._samples_per_s = 0.0
+        self._rate, self._counted = WorkRate(ctx.clock.now()), 0
         part.role = self
 
     # --- life -------------------------------------------------------------------------------------------------
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         self._desk.told = self._came_in
-        self._stepped_at = trio.current_time()
+        self._rate = WorkRate(self._ctx.clock.now())
         async with trio.open_nursery() as nursery:
             await nursery.start(self._member.run)
             nursery.start_soon(self._watch_settings)
@@ -100,7 +100,7 @@ class AveragerRole:
             "step": self._model.step,
             "next_step_in_s": self._services.following.step_in_s,
             "peers": self._ready,
-            "samples_per_s": self._samples_per_s,
+            "samples_per_s": self._rate.at(self._ctx.clock.now()),
             "microbatches": self._contributor.counts(),
             "late": self._desk.counts.late,
             "not_finite": self._desk.counts.not_finite,
@@ -171,6 +171,7 @@ class AveragerRole:
         except Stale:
             self._desk.counts.late += 1
             return False
+        self._rate.worked(self._ctx.clock.now())
         self._desk.counts.not_finite += not added  # where it was found only now: see `AveragingOptimizer.step`
         return added
 
@@ -183,11 +184,9 @@ class AveragerRole:
 
     def stepped(self, before: int) -> None:
         """Update the rate of our own samples that counted."""
-        now = trio.current_time()
         counted = self._contributor.books.tally.counted
-        rate = (counted - self._counted) * self._samples / max(now - self._stepped_at, 1e-6)
-        self._samples_per_s += (0.2 if self._samples_per_s else 1.0) * (rate - self._samples_per_s)
-        self._stepped_at, self._counted = now, counted
+        self._rate.stepped(self._ctx.clock.now(), (counted - self._counted) * self._samples)
+        self._counted = counted
 
     def answered(self, answer: TrainerAnswer) -> None:
         """Nothing to do: evaluation is the user's."""
@@ -200,7 +199,7 @@ class AveragerRole:
             loss=math.nan,
             valid_loss=math.nan,
             valid_step=0,
-            samples_per_s=self._samples_per_s,
+            samples_per_s=self._rate.at(self._ctx.clock.now()),
             tokens_per_s=0.0,
             microbatches=tally.counted,
             redone=tally.redone,
