@@ -57,6 +57,7 @@ class PortMapping:
         self._config = config or PortMapConfig()
         self._held: tuple[Router, int] | None = None  # the router, and the port that it maps
         self._failures = 0
+        self._was_mapped = False
         self._lease_s = math.inf
         self._status: dict[str, Any] = {"state": "asking", "address": None, "by": None, "why": None}
 
@@ -132,7 +133,9 @@ class PortMapping:
         told = {"state": state, "address": address, "by": by, "why": why}
         if told != self._status:
             self._status = told
-            _log.info("%s", _WORDS[state].format(**told))
+            news = state == "mapped" or self._was_mapped  # that there is none, at each start, is told by `peerd status`
+            self._was_mapped = state == "mapped"
+            _log.log(logging.INFO if news else logging.DEBUG, "%s", _WORDS[state].format(**told))
         if address is None:
             self._host.whereabouts.announce(MAPPED, [])
 

@@ -369,7 +369,7 @@ class Dht:
             self._named.clear()
         self._named[peer] = now
         publisher, count = outdated[0].publisher, len(outdated)
-        _log.info("peer %s offered %d outdated records, the first of them of %s: refused", peer, count, publisher)
+        _log.debug("peer %s offered %d outdated records, the first of them of %s: refused", peer, count, publisher)
 
     def _may_vote(self, peer: PeerId) -> bool:
         """True when the peer's clock has a vote: in a run with tokens, only a member's does."""
