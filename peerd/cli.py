@@ -137,7 +137,7 @@ def status(
     data_dir: DataDir = None,
 ) -> None:
     """Show a running daemon and the swarm as it sees it."""
-    from peerd.commands import status_view
+    from peerd.commands.status import status_view, watch_view
     from peerd.control import socket
 
     def ask() -> status_view.Snapshot:
@@ -147,7 +147,8 @@ def status(
     render = status_view.render_swarm if swarm else status_view.render
     with contextlib.suppress(KeyboardInterrupt):
         if watch:
-            status_view.watch(ask, as_json=as_json, render=render)
+            watcher = watch_view.Watcher()
+            watch_view.watch(ask, as_json=as_json, draw=watcher.draw_swarm if swarm else watcher.draw)
         elif as_json:
             typer.echo(json.dumps(ask(), indent=1, ensure_ascii=False))
         else:

@@ -24,7 +24,9 @@ from typing import Any, Final
 
 import trio
 
-from peerd.commands.status import RoleState, StatusBoard
+from peerd.commands.status.progress_line import tell_progress
+from peerd.commands.status.status_board import RoleState, StatusBoard
+from peerd.commands.status.waits import WaitTeller
 from peerd.contents import digest_at, named_files
 from peerd.control import socket
 from peerd.control.company import Company, CompanyWish
@@ -80,6 +82,12 @@ class DaemonPlan:
     def own_limits(self) -> LimitsSection:
         """Limits of this peer."""
         return self.run.limits if self.run is not None else self.limits
+
+    @property
+    def tells_progress(self) -> bool:
+        """True when the terminal gets a line now and then: of a peer that works in a run, where it shows infos."""
+        works = self.run is not None and any(cls.name != "backbone" for cls in self.roles)
+        return works and self.announce is None and self.log_level in ("debug", "info")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,9 +159,10 @@ class Daemon:
         """Run until all roles have finished or a signal asks to stop. Raises PeerdError when a role gave up."""
         async with Devices(self._plan.own_limits) as devices, trio.open_nursery() as services:
             services.start_soon(self._obey_signals, signals, services.cancel_scope)
-            board = StatusBoard((self.host, self.rpc, self.dht), self._clock, self._log, self._plan.run)
-            board.reachability = self.connectivity.status
-            await self._start_services(services, board)
+            net = self.host, self.rpc, self.dht
+            self._board = StatusBoard(net, self._clock, self._log, self._plan.run, self._services)
+            self._board.reachability = self.connectivity.status
+            await self._start_services(services, self._board)
             self._greet()
             self._up = True
             if self._hours is not None:
@@ -186,6 +195,8 @@ class Daemon:
             serve = functools.partial(socket.serve, socket_path(self._home), functools.partial(self._snapshot, board))
             await services.start(keep.run, "control socket", serve)
         services.start_soon(keep.run_plain, "waits", self._tell_waits)
+        if self._plan.tells_progress:
+            services.start_soon(keep.run_plain, "progress", functools.partial(tell_progress, board, say))
 
     async def _keep_hours(self, hours: OpenHours) -> None:
         await hours.closed()
@@ -333,26 +344,16 @@ class Daemon:
 
     async def _tell_waits(self) -> None:
         """Say what the network and each role wait for, once it lasts from one look to the next."""
-        told: dict[str, str | None] = {}
-        before: dict[str, str | None] = {}
+        teller = WaitTeller(self._log)
         while not self._stopping.is_set():
-            now = await self._reasons()
-            for part, reason in now.items():
-                if reason is None and told.get(part) is not None:
-                    self._log.event("clock.agreed" if part == "clock" else "role.unblocked", part=part)
-                elif reason is None or before.get(part) is None or reason == told.get(part):
-                    continue
-                else:
-                    level = "warn" if part == "network" else "info"
-                    name = "clock.differs" if part == "clock" else "role.blocked"
-                    self._log.event(name, level=level, part=part, reason=reason)
-                told[part] = reason
-            before = now
+            teller.look(await self._reasons())
             await trio.sleep(WAITS_PERIOD_S)
 
     async def _reasons(self) -> dict[str, str | None]:
         told = self.dht.status()
-        roles = {state.name: state.told.get("waits_for") or None for state in await self._role_states()}
+        states = await self._role_states()
+        self._board.note_roles(states)
+        roles = {state.name: state.told.get("waits_for") or None for state in states}
         access = self.access.waits_for() if self.access is not None else None
         if self._waits_for_company:  # which says by itself what it has tried
             return {"clock": told["clock_warning"], "access": access}

@@ -22,6 +22,7 @@ from typing import Final, TextIO
 from peerd.core.clock import Clock
 from peerd.core.errors import ConfigError
 from peerd.core.ids import Key, PeerId
+from peerd.screen.units import number
 
 LEVELS: Final = ("debug", "info", "warn", "error")
 RECENT_EVENTS: Final = 200  # kept for status: about a screen for each of the last few minutes
@@ -85,8 +86,10 @@ class Event:
 
 def _brief(value: Plain) -> str:
     if isinstance(value, float):
-        return f"{value:.4g}"
+        return number(value)
     if isinstance(value, str):
+        if value == "nan":
+            return "-"
         if value.startswith("12D3KooW") and len(value) == 52:
             return "…" + value[-8:]
         return f'"{value}"' if " " in value or not value else value

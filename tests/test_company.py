@@ -17,8 +17,8 @@ import trio
 import trio.testing
 
 from peerd import daemon
-from peerd.commands.status import StatusBoard
-from peerd.commands.status_view import render
+from peerd.commands.status.status_board import StatusBoard
+from peerd.commands.status.status_view import render
 from peerd.control.company import CompanyWish
 from peerd.core.addr import parse_addr, split_peer
 from peerd.core.errors import Unreachable

@@ -13,17 +13,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
+from rich.cells import cell_len
 
 from peerd.config import load_run
 from peerd.core.errors import ConfigError
 from peerd.demo import children as children_module
 from peerd.demo import tether
-from peerd.demo.chart import chart
 from peerd.demo.children import Child, Children
 from peerd.demo.scene import Scene
 from peerd.demo.screen import LineScreen, picture
 from peerd.demo.setting import DemoWish, prepare
+from peerd.screen.frame import compose
 
 
 def wish(folder: Path, **changes: Any) -> DemoWish:
@@ -87,30 +87,41 @@ def test_a_trainer_that_has_not_answered_yet_changes_nothing() -> None:
     assert math.isnan(scene.bytes_per_token())
 
 
-def test_the_chart_falls_from_the_upper_left_to_the_lower_right() -> None:
-    lines = chart([(0, 5.0), (10, 1.0)], width=27, height=5, x_end=10)
-    assert [len(line) for line in lines] == [27] * 5
-    assert lines[0].startswith(" 5.00 ┤")
-    assert lines[-1].startswith(" 1.00 ┤")
-    assert lines[0][7] != "\u2800"
-    assert lines[-1][-1] != "\u2800"
-    assert lines[0][-1] == lines[-1][7] == "\u2800"
+def drawn(scene: Scene, width: int, height: int) -> list[str]:
+    lines = [line.plain for line in compose(picture(scene, 150.0), width, height)]
+    assert len(lines) == height
+    assert all(cell_len(line) <= width for line in lines)
+    return lines
 
 
-@pytest.mark.parametrize("points", [[], [(0, math.nan)], [(0, 2.0)], [(0, 2.0), (1, 2.0)], [(99, 1.0), (0, 3.0)]])
-def test_the_chart_stands_with_any_points(points: list[tuple[float, float]]) -> None:
-    assert [len(line) for line in chart(points, width=40, height=4, x_end=10)] == [40] * 4
-
-
-def test_the_picture_shows_stages_losses_and_events() -> None:
-    scene = scene_of(stage("stage-1", 0, 1), stage("stage-2", 1, 1, running=False))
+def busy_scene() -> Scene:
+    """A demo after the kill and the newcomer, with more events than a small screen holds."""
+    peers = [stage(f"stage-{number}", number % 2, 1, running=number != 2) for number in range(1, 6)]
+    scene = scene_of(*peers)
+    scene.losses |= {step: 5.0 - step / 4 for step in range(10)}
+    for number in range(20):
+        scene.say(
+            float(number), f"event {number} [of] many, with words that go on for longer than eighty columns are wide"
+        )
     scene.killed.append("stage-2")
-    scene.say(1.0, "killed stage-2 [of] stage 1")
-    console = Console(file=io.StringIO(), width=100)
-    console.print(picture(scene, 9.0, 100))
-    shown = console.file.getvalue()  # type: ignore[attr-defined]
-    for part in ("step 3 of 10", "loss 4.000", "validation 5.500", "killed stage-2 [of] stage 1", "again 1, lost 0"):
+    scene.say(40.0, "killed stage-2 of stage 0 at step 3; it held 16 samples' gradients")
+    scene.say(60.0, "started stage-5 at step 5")
+    return scene
+
+
+@pytest.mark.parametrize(("width", "height"), [(80, 24), (120, 40), (200, 60), (70, 20)])
+def test_the_demo_fits_the_screen_and_shows_the_kill_the_counters_and_the_way_out(width: int, height: int) -> None:
+    lines = drawn(busy_scene(), width, height)
+    shown = "\n".join(lines)
+    for part in (
+        *("step 3 of 10", "loss 2.750", "validation 5.500", "killed stage-2 of stage 0 at step 3", "started stage-5"),
+        *("done again 1, lost 0", "bytes per token", "Ctrl+C stops everything"),
+    ):
         assert part in shown
+    assert "stage-2" in shown
+    assert sum(any("\u2801" <= c <= "\u28ff" for c in line) for line in lines) >= 4
+    assert shown.index("killed stage-2") < shown.index("started stage-5")
+    assert "event 0 " not in "\n".join(drawn(busy_scene(), 80, 24))
 
 
 def test_without_a_terminal_events_come_once_and_progress_now_and_then() -> None:

@@ -9,7 +9,8 @@ from typing import Any, cast
 
 import msgspec
 
-from peerd.commands.status import RoleState, foretold_by, swarm_view
+from peerd.commands.status.status_board import RoleState
+from peerd.commands.status.swarm_view import foretold_by, swarm_view
 from peerd.core.errors import Unreachable
 from peerd.core.ids import Key, PeerId
 from peerd.core.keys import Keypair
@@ -26,6 +27,8 @@ class Found:
 
     publisher: PeerId
     value: bytes
+    version: int = 0
+    suffix: bytes = b""
 
 
 class Directory:

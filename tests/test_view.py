@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from rich.console import Console, RenderableType
 
-from peerd.commands import status_view
-from peerd.commands.status_view import brief, duration, render, render_swarm, size
+from peerd.commands.status import status_view, watch_view
+from peerd.commands.status.status_view import render, render_swarm
 
 PEER = "12D3KooWDpJ7As7BWAwRMfu1VU2WCqNjvq387JEYKDBj4kx6nXTN"
 
@@ -164,22 +164,23 @@ def test_watching_prints_one_object_per_line_for_programs(
         if next(pauses, "end") == "end":
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(status_view.time, "sleep", pause)
+    monkeypatch.setattr(watch_view.time, "sleep", pause)
     with pytest.raises(KeyboardInterrupt):
-        status_view.watch(snapshot, as_json=True, render=render)
+        watch_view.watch(snapshot, as_json=True, draw=watch_view.Watcher().draw)
     lines = capsys.readouterr().out.splitlines()
     assert [json.loads(line)["version"] for line in lines] == ["0.1.0"] * 3
 
 
-def test_numbers_come_in_units_that_people_read() -> None:
-    sizes = [size(n) for n in (0, 999, 1000, 1.5e6, 2e9, 3e15)]
-    assert sizes == ["0 B", "999 B", "1.0 kB", "1.5 MB", "2.0 GB", "3000.0 TB"]
-    assert [duration(s) for s in (5.9, 61, 3600)] == ["5 s", "1 min 01 s", "1 h 00 min"]
-    assert brief({"a": [1.23456, None, PEER]}) == "{a [1.235, -, …4kx6nXTN]}"
-
-
 def board(**changes: Any) -> dict[str, Any]:
-    ann = {"peer": PEER, "name": "Ann", "samples": 12345, "bytes_aggregated": 2_000_000, "hours": 1.25, "since": 0}
+    ann = {
+        "peer": PEER,
+        "name": "Ann",
+        "samples": 12345,
+        "brought": 480,
+        "bytes_aggregated": 2_000_000,
+        "hours": 1.25,
+        "since": 0,
+    }
     bob = {"peer": PEER[:-1] + "M", "name": "", "samples": 10, "bytes_aggregated": 0, "hours": 0.0, "since": 0}
     return snapshot()["swarm"] | {"contributions": [ann, bob]} | changes
 
@@ -187,8 +188,8 @@ def board(**changes: Any) -> dict[str, Any]:
 def test_the_swarm_alone_is_shown_with_its_leader_board() -> None:
     text = plain_text(render_swarm(board()))
     lines = [line.split() for line in text.splitlines()]
-    assert lines[-2][:7] == ["1", "Ann", "…4kx6nXTN", "12,345", "2.0", "MB", "1.2"]
-    assert lines[-1][:7] == ["2", "-", "…4kx6nXTM", "10", "0", "B", "0.0"]
+    assert lines[-2][:8] == ["1", "Ann", "…4kx6nXTN", "12,345", "480", "2.0", "MB", "1.2"]
+    assert lines[-1][:8] == ["2", "-", "…4kx6nXTM", "10", "0", "0", "B", "0.0"]
     assert "run tiny: step 7" in text
     assert "no peer" in text
     assert "listening" not in text

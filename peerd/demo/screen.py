@@ -5,19 +5,19 @@ from __future__ import annotations
 import sys
 from typing import Final, Protocol, TextIO
 
-from rich.columns import Columns
-from rich.console import Console, Group, RenderableType
-from rich.live import Live
-from rich.panel import Panel
-from rich.table import Table
+from rich.console import Console
 from rich.text import Text
 
-from peerd.commands.status_view import size
-from peerd.demo.chart import chart
-from peerd.demo.scene import Scene
+from peerd.commands.status.watch_view import TRAIN, VALID, console_of_now
+from peerd.demo.scene import Scene, StageRow
+from peerd.screen import units
+from peerd.screen.chart import Curve
+from peerd.screen.frame import Columns, Picture, bar, compose
+from peerd.screen.live import FullScreen
 
 LINE_PERIOD_S: Final = 5.0
-EVENTS_SHOWN: Final = 8
+LEFT_LINES: Final = 24  # of the last picture, which stays on the usual screen
+BAR: Final = 16  # columns
 
 
 class Screen(Protocol):
@@ -30,7 +30,7 @@ def open_screen(*, as_json: bool) -> Screen:
     """Live where someone looks on; lines otherwise, on stderr when stdout is for a program."""
     if as_json:
         return LineScreen(sys.stderr)
-    console = Console()
+    console = console_of_now()
     return LiveScreen(console) if console.is_terminal else LineScreen(sys.stdout)
 
 
@@ -48,7 +48,7 @@ class LineScreen:
         self._told_events = len(scene.events)
         if scene.losses and scene.step != self._told[1] and now_s - self._told[0] >= LINE_PERIOD_S:
             self._told = (now_s, scene.step)
-            self._write(f"{now_s:6.1f} s  {headline(scene)}")
+            self._write(f"{now_s:6.1f} s  {', '.join(headline(scene))}")
 
     def _write(self, text: str) -> None:
         self._stream.write(text + "\n")
@@ -59,61 +59,71 @@ class LineScreen:
 
 
 class LiveScreen:
-    """Loss curve, speed, peers per stage, traffic and events, redrawn in place."""
+    """Loss curves, speed, peers per stage, traffic and events on the whole screen; the last picture stays behind."""
 
     def __init__(self, console: Console) -> None:
-        self._console = console
-        self._live = Live(Text("starting"), console=console, auto_refresh=False)
-        self._live.start()
+        self._screen = FullScreen(console)
+        self._screen.__enter__()
+        self._last: Picture | None = None
 
     def update(self, scene: Scene, now_s: float) -> None:
-        self._live.update(picture(scene, now_s, self._console.width), refresh=True)
+        self._last = picture(scene, now_s)
+        self._screen.show(self._last)
 
     def close(self) -> None:
-        self._live.stop()
+        self._screen.__exit__(None, None, None)
+        if self._last is not None:
+            console = self._screen.console
+            for line in compose(self._last, console.width, min(console.height, LEFT_LINES))[:-1]:
+                console.print(line, crop=True)
 
 
-def headline(scene: Scene) -> str:
-    """One line: where training is and how fast it goes."""
-    facts = [f"step {scene.step} of {scene.total_steps}"]
+def headline(scene: Scene) -> list[str]:
+    """Where training is and how fast it goes."""
+    facts = [f"step {units.count(scene.step)} of {units.count(scene.total_steps)}"]
     if scene.losses:
-        facts.append(f"loss {scene.losses[max(scene.losses)]:.3f}")
+        facts.append(f"loss {units.loss(scene.losses[max(scene.losses)])}")
     if scene.valid_losses:
-        facts.append(f"validation {scene.valid_losses[max(scene.valid_losses)]:.3f}")
-    facts.append(f"{scene.tokens_per_s(10):,.0f} tokens/s")
+        facts.append(f"validation {units.loss(scene.valid_losses[max(scene.valid_losses)])}")
+    facts.append(units.rate(scene.tokens_per_s(10), "tokens"))
     if scene.waits_for and scene.step < scene.total_steps:
-        facts.append(f"waits for {scene.waits_for}")
-    return ", ".join(facts)
+        facts.append(f"waits: {scene.waits_for}")
+    return facts
 
 
-def picture(scene: Scene, now_s: float, width: int) -> RenderableType:
+def picture(scene: Scene, now_s: float) -> Picture:
     """Everything at once."""
-    curve = chart(sorted(scene.losses.items()), width=max(40, width - 4), height=10, x_end=scene.total_steps)
-    body = Text("\n".join(curve), no_wrap=True)
-    sent = f"{size(scene.bytes_out)} sent"
-    if scene.step:
-        sent += f", {scene.bytes_per_token():,.0f} bytes per token"
     again = scene.redone + scene.requeued
-    done = Text(f"microbatches {scene.microbatches}, done again {again}, lost {scene.lost}; {sent}", "dim")
-    return Group(
-        Panel(body, title="training loss, nats per byte", subtitle=headline(scene), title_align="left"),
-        Columns([_stages(scene), _events(scene)], padding=(0, 4)),
-        done,
-        Text(f"{now_s:.0f} s; Ctrl+C stops everything", "dim"),
+    done = [f"microbatches {units.count(scene.microbatches)}, done again {units.count(again)}, lost {scene.lost}"]
+    done.append(f"{units.size(scene.bytes_out)} sent")
+    if scene.step:
+        done.append(f"{units.count(scene.bytes_per_token())} bytes per token")
+    step, *figures = headline(scene)
+    progress = bar(scene.step / max(scene.total_steps, 1), BAR)
+    first = [Text("peerd demo", "bold"), Text(step, "bold"), progress, Text(f"after {units.duration(now_s)}")]
+    return Picture(
+        head=[first, [Text(told) for told in figures]],
+        title=Text.assemble(("loss, nats per byte: ", "bold"), ("training", TRAIN), "  ", ("validation", VALID)),
+        curves=[Curve(sorted(scene.losses.items()), TRAIN), Curve(sorted(scene.valid_losses.items()), VALID)],
+        x_range=(0, scene.total_steps),
+        table=Columns(("peer", "stage", "step", "can do", "waits"), _rows(scene), frozenset({1, 2, 3})),
+        facts=[[Text(told) for told in done]],
+        events=[_event(at, text) for at, text in scene.events],
+        foot=Text("Ctrl+C stops everything", "dim"),
     )
 
 
-def _stages(scene: Scene) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("peer", "stage", "step", "samples/s", ""):
-        table.add_column(name, justify="left" if name in ("peer", "") else "right")
-    for peer in scene.stage_peers:
-        note = "killed" if peer.name in scene.killed else "gone" if not peer.running else peer.waits_for[:40]
-        stage = "-" if peer.stage is None else str(peer.stage)
-        style = "red" if peer.name in scene.killed else "" if peer.running else "dim"
-        table.add_row(peer.name, stage, str(peer.step), f"{peer.samples_per_s:.1f}", Text(note), style=style)
-    return table
+def _event(at: float, text: str) -> Text:
+    return Text.assemble((f"{at:5.0f} s  ", "dim"), (text, "bold red" if text.startswith("killed ") else ""))
 
 
-def _events(scene: Scene) -> Text:
-    return Text("\n".join(f"{at:5.0f} s  {text}" for at, text in scene.events[-EVENTS_SHOWN:]))
+def _rows(scene: Scene) -> list[list[Text]]:
+    return [_row(peer, killed=peer.name in scene.killed) for peer in scene.stage_peers]
+
+
+def _row(peer: StageRow, *, killed: bool) -> list[Text]:
+    note = "killed" if killed else "gone" if not peer.running else peer.waits_for or "-"
+    stage = "-" if peer.stage is None else str(peer.stage)
+    speed = f"{units.number(round(peer.samples_per_s, 1))}/s" if peer.samples_per_s else "-"
+    style = "red" if killed else "" if peer.running else "dim"
+    return [Text(cell, style) for cell in (peer.name, stage, units.count(peer.step), speed, note)]

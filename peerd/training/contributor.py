@@ -8,6 +8,7 @@ is begun that the conductor has not admitted; one that it drops is cancelled; a 
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Generic, Protocol, TypeVar
 
 import trio
@@ -192,16 +193,24 @@ class Contributor(Generic[T]):
         if (members := self._listed.take(answer.members)) is not None:
             self._work.note_members(self._following.note_members(members))
         self._waits_for = answer.waits_for or None
-        self._following.note_forecast(answer.forecast)
+        self._following.note_forecast(answer.forecast, answer.waits_for)
         before = self.books.step
         orders = self.books.answered(answer, self._said)
         if self.books.step != before:
             self._longest_s = [self._longest_s[1], 0.0]
             self._work.stepped(before)
+        self._tell_repeats(orders)
         for order in orders:
             self._carry_out(order, nursery)
         self._work.answered(answer)
         self.complete = answer.complete
+
+    def _tell_repeats(self, orders: list[Order[T]]) -> None:
+        """Log the orders to repeat, one line for each stage of a step: a lost peer held many microbatches."""
+        found = Counter((order.item.step, order.stage) for order in orders if isinstance(order, Repeat))
+        for (step, stage), number in found.items():
+            reason = "the peer that held these gradients is gone"
+            self._ctx.log.event("microbatches.redone", step=step, stage=stage, microbatches=number, reason=reason)
 
     def _carry_out(self, order: Order[T], nursery: trio.Nursery) -> None:
         match order:
@@ -223,9 +232,6 @@ class Contributor(Generic[T]):
 
     async def _repeat(self, item: Begun[T], stage: int) -> None:
         assert item.step is not None
-        self._ctx.log.event(
-            "microbatch.redone", step=item.step, stage=stage, reason="the peer that held this gradient is gone"
-        )
         with self._scope(item):
             holder, receipt = await self._work.repeat(item.step, item.seq, stage, item.load)
             self.books.repeated(item, stage, holder, receipt)

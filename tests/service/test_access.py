@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import trio
 
-from peerd.commands.status import swarm_view
+from peerd.commands.status.swarm_view import swarm_view
 from peerd.core.errors import Refused, RemoteError, Untrusted
 from peerd.core.frame import TensorFrame
 from peerd.core.ids import PeerId

@@ -11,7 +11,7 @@ import pytest
 import torch
 import trio
 
-from peerd.commands.status import foretold_by, swarm_view
+from peerd.commands.status.swarm_view import foretold_by, swarm_view
 from peerd.core.runfile import (
     OptimizerSection,
     RunFile,

@@ -47,6 +47,7 @@ class Following:
     conductor: PeerId | None = None
     changes: int = 0
     waits_for: str | None = None
+    run_waits_for: str = ""  # the reason that the run stands still, by the conductor's last answer; "" when it moves
     members: list[MemberInfo] = field(default_factory=list)  # as the conductor listed them last
     established: dict[str, int] = field(default_factory=dict)  # post that it listed as ready last -> its stage
     told: Signal = field(default_factory=Signal)  # set with each such list
@@ -117,8 +118,9 @@ class Following:
         """Note the time since which a peer of stage 0 serves; a `client` can dial, and not be dialed."""
         self._seen[peer] = client, since
 
-    def note_forecast(self, forecast: Forecast | None) -> None:
-        """Take the conductor's forecast of the step under way."""
+    def note_forecast(self, forecast: Forecast | None, waits_for: str = "") -> None:
+        """Take the conductor's forecast of the step under way, and its word on what that waits for."""
+        self.run_waits_for = waits_for
         self._forecast = (trio.current_time(), forecast) if forecast is not None else None
 
     @property

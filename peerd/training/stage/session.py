@@ -84,7 +84,7 @@ class ConductorSession:
                 continue
             self._seen, self._resend, self._told = answer.version, answer.resend, told
             self.term = max(self.term, answer.term)
-            self._following.note_forecast(answer.forecast)
+            self._following.note_forecast(answer.forecast, answer.waits_for)
             if (members := self._listed.take(answer.members)) is not None:
                 self.members = self._following.note_members(members)
             self._post.heard(answer, self._stated)

@@ -1,4 +1,4 @@
-"""A status snapshot for people: tables in the terminal, once or live.
+"""A status snapshot for people: tables in the terminal, printed once.
 
 Knows the snapshot's keys and nothing of the daemon. What a snapshot says may have come from strangers: it is shown
 as plain text, never as markup.
@@ -6,21 +6,19 @@ as plain text, never as markup.
 
 from __future__ import annotations
 
-import json
-import sys
-import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
 
-from rich.console import Console, Group, RenderableType
-from rich.live import Live
+from rich.console import Console, Group, OverflowMethod, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-PERIOD_S: Final = 1.0
+from peerd.commands.status import swarm_words
+from peerd.commands.status.role_words import details, parts_of
+from peerd.screen.units import brief, counted, duration, named, number, short, size
+
 EVENTS_SHOWN: Final = 8
-_TOLD_ELSEWHERE: Final = {"waits_for", "role", "state", "restarts", "failure"}
 
 _WAYS: Final = {"punched": "by hole punching", "relayed": "over relays"}  # the others' names say it
 
@@ -29,22 +27,24 @@ Snapshot = dict[str, Any]
 
 def render(snapshot: Snapshot) -> RenderableType:
     """The whole snapshot, this daemon first, then the swarm as it sees it."""
-    parts: list[RenderableType] = [_headline(snapshot), roles_table(snapshot.get("roles", [])), _network(snapshot)]
+    swarm = snapshot.get("swarm") or {}
+    parts: list[RenderableType] = [*halt_line(swarm), _headline(snapshot), roles_table(snapshot.get("roles", []))]
     if snapshot.get("alone"):
         parts.insert(0, Text(snapshot["alone"], "yellow"))
+    parts.append(_network(snapshot))
     fullest = fullest_table(snapshot.get("budgets", []))
     if fullest is not None:
         parts += [Text(""), fullest]
     if (snapshot.get("faults") or {}).get("count"):
         parts.append(faults_line(snapshot["faults"]))
-    swarm = snapshot.get("swarm") or {}
     if swarm:
         parts += [Text(""), swarm_line(swarm)]
         if swarm.get("stages"):
-            parts.append(peers_table(swarm["stages"]))
+            parts.append(peers_table(swarm))
     events = snapshot.get("events", [])[-EVENTS_SHOWN:]
     if events:
-        parts += [Text(""), *(event_line(event) for event in events)]
+        names = swarm_words.names_of(swarm)
+        parts += [Text(""), *(swarm_words.event_line(event, names) for event in events)]
     return Group(*parts)
 
 
@@ -55,9 +55,9 @@ def swarm_of(snapshot: Snapshot) -> Snapshot:
 
 def render_swarm(swarm: Snapshot) -> RenderableType:
     """A run: its step, the peers of its stages, and each peer's contribution."""
-    parts: list[RenderableType] = [swarm_line(swarm)]
+    parts: list[RenderableType] = [*halt_line(swarm), swarm_line(swarm)]
     if swarm.get("stages"):
-        parts.append(peers_table(swarm["stages"]))
+        parts.append(peers_table(swarm))
     if swarm.get("contributions"):
         parts += [Text(""), contributions_table(swarm["contributions"])]
     return Group(*parts)
@@ -69,24 +69,6 @@ Render = Callable[[Snapshot], RenderableType]
 def show(snapshot: Snapshot, render: Render) -> None:
     """Print it once."""
     Console().print(render(snapshot), crop=False)  # addresses may be longer than the screen is wide
-
-
-def watch(ask: Callable[[], Snapshot], *, as_json: bool, render: Render) -> None:
-    """Show it again and again until interrupted; with `as_json` one object per line."""
-    snapshots = _again_and_again(ask)
-    if as_json:
-        for snapshot in snapshots:
-            sys.stdout.write(json.dumps(snapshot, ensure_ascii=False) + "\n")
-            sys.stdout.flush()
-    with Live(render(next(snapshots)), auto_refresh=False, screen=False) as live:
-        for snapshot in snapshots:
-            live.update(render(snapshot), refresh=True)
-
-
-def _again_and_again(ask: Callable[[], Snapshot]) -> Iterator[Snapshot]:
-    while True:
-        yield ask()
-        time.sleep(PERIOD_S)  # no loop runs in this process, and Ctrl+C, the only end there is, breaks a sleep off
 
 
 def _headline(snapshot: Snapshot) -> Text:
@@ -110,32 +92,15 @@ def _at(addr: str, proven: Iterable[str]) -> str:
 def roles_table(roles: Iterable[Snapshot]) -> Table:
     """A row for each role; for one that holds several posts, a row for each of these."""
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("role", "state", "waits for", "details"):
+    for name in ("role", "state", "waits", "details"):
         table.add_column(name, overflow="fold")
-    for role in (each | post for each in roles for post in each.get("posts") or [{}]):
-        details = ", ".join(_details(role))
+    for role in (part for each in roles for part in parts_of(each)):
         why = role.get("waits_for") or role.get("failure") or "-"
         state = str(role.get("state", "?")) + (
             f" ({counted(role['restarts'], 'restart')})" if role.get("restarts") else ""
         )
-        table.add_row(*map(Text, (str(role.get("role", "?")), state, str(why), details)))
+        table.add_row(*map(Text, (str(role.get("role", "?")), state, str(why), ", ".join(details(role)))))
     return table
-
-
-def _details(role: Snapshot) -> Iterable[str]:
-    """Details that fit in a line: plain values and counts. Lists of peers and the like are for `--json`."""
-    for key, value in role.items():
-        if key in _TOLD_ELSEWHERE or value is None or value is False or value == [] or value == "":
-            continue
-        if isinstance(value, float) and value != value:  # nothing measured yet
-            continue
-        if isinstance(value, list) and isinstance(value[0], dict):
-            continue
-        if key == "next_step_in_s":
-            yield f"next step {soon(value)}"
-            continue
-        name = key.replace("_", " ").replace(" per s", "/s")
-        yield f"{name} {brief(value).strip('{}')}" if value is not True else name
 
 
 def _network(snapshot: Snapshot) -> Text:
@@ -160,7 +125,7 @@ def _network(snapshot: Snapshot) -> Text:
             text.append(f"\nbootstrap {entry.get('addr')}: {state}", "dim" if entry.get("connected") else "yellow")
         for key in ("waits_for", "clock_warning"):
             if dht.get(key):
-                text.append(f"\n{'waits for ' if key == 'waits_for' else ''}{dht[key]}", "yellow")
+                text.append(f"\n{'the directory waits: ' if key == 'waits_for' else ''}{dht[key]}", "yellow")
     return text
 
 
@@ -168,9 +133,9 @@ def _direction(name: str, told: Snapshot | None) -> str:
     """One direction of the line; nothing where nothing is known."""
     if not told or not (told.get("limit_mbit") or told.get("measured_mbit")):
         return ""
-    facts = [f"limit {told['limit_mbit']:.4g}"] if told.get("limit_mbit") else []
-    facts += [f"up to {told['measured_mbit']:.4g} seen"] if told.get("measured_mbit") else []
-    return f"{name} {told.get('now_mbit', 0.0):.3g} Mb/s now ({', '.join(facts)})"
+    facts = [f"limit {number(told['limit_mbit'])}"] if told.get("limit_mbit") else []
+    facts += [f"up to {number(told['measured_mbit'])} seen"] if told.get("measured_mbit") else []
+    return f"{name} {number(round(told.get('now_mbit', 0.0), 1))} Mb/s now ({', '.join(facts)})"
 
 
 def _ways(reached: Snapshot, peers: Iterable[Snapshot]) -> Text:
@@ -225,111 +190,40 @@ def faults_line(faults: Snapshot) -> Text:
 
 
 def swarm_line(swarm: Snapshot) -> Text:
-    if swarm.get("why"):
+    if swarm.get("why") and "stages" not in swarm:
         return Text(f"swarm: {swarm['why']}", "yellow")
-    facts = [f"step {swarm['step']}"] if swarm.get("step") is not None else []
-    for key, form in (
-        ("loss", "loss {:.3f}"),
-        ("valid_loss", "validation {:.3f}"),
-        ("samples_per_s", "{:.1f} samples/s"),
-        ("tokens_per_s", "{:,.0f} tokens/s"),
-    ):
-        if isinstance(swarm.get(key), int | float):
-            facts.append(form.format(swarm[key]))
-    facts.append(counted(len(swarm.get("trainers", [])), "trainer"))
-    if isinstance(swarm.get("next_step_in_s"), int | float):
-        facts.append(f"next step {soon(swarm['next_step_in_s'])}")
-    return Text.assemble((f"run {swarm.get('run', '?')}", "bold"), ": " + ", ".join(facts))
+    names = swarm_words.names_of(swarm)
+    facts = [swarm_words.position(swarm), swarm_words.left(swarm), *swarm_words.figures(swarm), swarm_words.seen(swarm)]
+    line = Text.assemble((f"run {swarm.get('run', '?')}", "bold"), ": " + ", ".join(filter(None, facts)))
+    if swarm.get("why"):
+        line.append(f"\n{swarm['why']}", "yellow")
+    if swarm.get("own_wait") and not swarm.get("standstill"):
+        line.append(f"\nthis peer waits: {named(str(swarm['own_wait']), names)}", "yellow")
+    return line
 
 
-def peers_table(stages: Iterable[Snapshot]) -> Table:
+def halt_line(swarm: Snapshot) -> list[RenderableType]:
+    """The first line where a run stands still."""
+    told = swarm_words.halt(swarm, swarm_words.names_of(swarm))
+    return [Text(f"run {swarm.get('run', '?')} ", "bold red") + told] if told is not None else []
+
+
+def _table(heads: Sequence[str], figures: frozenset[int], rows: Iterable[Sequence[Text]]) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for name, side in (("stage", "right"), ("peer", "left"), ("step", "right"), ("held", "right")):
-        table.add_column(name, justify="right" if side == "right" else "left")
-    table.add_column("samples/s", justify="right")
-    table.add_column("device")
-    table.add_column("waits for", overflow="fold")
-    for stage in stages:
-        if not stage["peers"]:
-            table.add_row(str(stage["stage"]), Text("no peer", "red"))
-        for peer in stage["peers"]:
-            table.add_row(
-                str(stage["stage"]),
-                Text(short(str(peer.get("peer", "?")))),
-                str(peer.get("step", "?")),
-                str(peer.get("held", "?")),
-                brief(peer.get("samples_per_s", 0.0)),
-                Text(str(peer.get("device", "?"))),
-                Text(str(peer.get("waits_for") or "-")),
-            )
+    for column, name in enumerate(heads):
+        overflow: OverflowMethod = "fold" if column == len(heads) - 1 else "ellipsis"
+        table.add_column(name, justify="right" if column in figures else "left", overflow=overflow)
+    for row in rows:
+        table.add_row(*row)
     return table
+
+
+def peers_table(swarm: Snapshot) -> Table:
+    """A row for each stage peer and trainer."""
+    rows = swarm_words.peer_rows(swarm, swarm_words.names_of(swarm))
+    return _table(swarm_words.PEER_HEADS, swarm_words.PEER_FIGURES, rows)
 
 
 def contributions_table(rows: Iterable[Snapshot]) -> Table:
-    """The leader-board: peers by what they say they gave; a name in it was signed by the organizer."""
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("", "who", "peer", "samples", "summed for others", "hours", "since"):
-        table.add_column(name, justify="left" if name in ("who", "peer") else "right")
-    for place, row in enumerate(rows, 1):
-        since = time.strftime("%Y-%m-%d", time.localtime(float(row.get("since", 0))))
-        table.add_row(
-            str(place),
-            Text(str(row.get("name") or "-")),
-            Text(short(str(row.get("peer", "?")))),
-            f"{row.get('samples', 0):,}",
-            size(row.get("bytes_aggregated", 0)),
-            f"{row.get('hours', 0.0):.1f}",
-            since,
-        )
-    return table
-
-
-def event_line(event: Snapshot) -> Text:
-    facts = " ".join(f"{k}={brief(v)}" for k, v in event.items() if k not in ("time", "level", "name"))
-    at = time.strftime("%H:%M:%S", time.localtime(float(event.get("time", 0.0))))
-    style = {"warn": "yellow", "error": "red"}.get(str(event.get("level")), "")
-    return Text.assemble((f"{at} ", "dim"), (str(event.get("name", "?")), style), f" {facts}")
-
-
-def short(peer: str) -> str:
-    """The eight characters by which people tell peers apart."""
-    return "…" + peer[-8:] if peer.startswith("12D3KooW") else peer
-
-
-def brief(value: object) -> str:
-    if isinstance(value, float):
-        return f"{value:.4g}"
-    if isinstance(value, str):
-        return short(value)
-    if isinstance(value, dict):
-        told = [f"{short(key)} {brief(item)}" for key, item in value.items() if item not in (None, {})]
-        return "{" + ", ".join(told) + "}"
-    if isinstance(value, list):
-        return f"[{', '.join(brief(item) for item in value[:6])}{', …' if len(value) > 6 else ''}]"
-    return "-" if value is None else str(value)
-
-
-def soon(seconds: float) -> str:
-    """Time until something foretold is due, in words."""
-    if seconds < 1:
-        return "any moment"
-    return f"in about {round(seconds)} s" if seconds < 100 else f"in about {duration(seconds)}"
-
-
-def counted(count: int, thing: str) -> str:
-    return f"{count} {thing}" if count == 1 else f"{count} {thing}s"
-
-
-def size(count: float) -> str:
-    """Bytes in the unit that people read."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if abs(count) < 1000:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1000
-    return f"{count:.1f} TB"
-
-
-def duration(seconds: float) -> str:
-    minutes, rest = divmod(int(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes:02} min" if hours else f"{minutes} min {rest:02} s" if minutes else f"{rest} s"
+    """The leader-board."""
+    return _table(swarm_words.BOARD_HEADS, swarm_words.BOARD_FIGURES, swarm_words.board_rows(rows))

@@ -1,0 +1,119 @@
+"""What a role tells of itself, in words: for the details column of `peerd status`.
+
+The built-in roles' figures have phrases of their own; those of others are shown by their names and units.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Final
+
+from peerd.screen import units
+
+Told = Mapping[str, Any]
+
+_ELSEWHERE: Final = {
+    *("waits_for", "role", "state", "restarts", "failure", "posts", "members", "evaluations", "valid_step"),
+    *("replica", "member"),
+}
+
+
+def parts_of(role: Told) -> list[Told]:
+    """A role's rows: one for each of its posts, and for the replica that a trainer holds."""
+    rows: list[Told] = [{**role, **post} for post in role.get("posts") or [{}]]
+    for name in ("replica", "member"):
+        if isinstance(role.get(name), dict):
+            rows.append({"state": role.get("state"), **role[name], "role": "replica"})
+    return rows
+
+
+def details(role: Told) -> Iterator[str]:
+    """Phrases, the most important first."""
+    for key, value in role.items():
+        if key in _ELSEWHERE or value is None or value is False or value in ("", [], {}):
+            continue
+        phrase = _PHRASES.get(key)
+        told = phrase(value, role) if phrase is not None else _plain(key, value)
+        if told:
+            yield told
+
+
+def _plain(key: str, value: object) -> str:
+    """A figure by its name, whose ending tells the unit."""
+    if value == "nan" or (isinstance(value, float) and units.known(value) is None):
+        return ""
+    if isinstance(value, list) and value and isinstance(value[0], dict):
+        return ""  # for `--json`
+    name = key.replace("_", " ")
+    if value is True:
+        return name
+    if units.known(value) is not None:
+        for ending, form in (("_bytes", units.size), ("_s", units.took)):
+            if key.endswith(ending) and not key.endswith("_per_s"):
+                return f"{key.removesuffix(ending).replace('_', ' ')} {form(value)}"
+    return f"{name.replace(' per s', '/s')} {units.brief(value)}"
+
+
+def _averaging(told: Any, role: Told) -> str:
+    if not isinstance(told, dict):
+        return ""
+    if not told.get("rounds"):
+        return f"averaging failed: {told['last_failure']}" if told.get("last_failure") else ""
+    phrase = f"{units.counted(told['rounds'], 'round')} averaged, the last in {units.took(told.get('last_s'))}"
+    if told.get("failed"):
+        phrase += f", {units.count(told['failed'])} failed ({told.get('last_failure') or 'for no known reason'})"
+    return phrase
+
+
+def _microbatches(told: Any, role: Told) -> str:
+    if not isinstance(told, dict):
+        return f"{units.count(told)} microbatches"
+    phrase = f"{units.count(told.get('counted', 0))} microbatches counted"
+    for key, words in (("redone", "done again"), ("requeued", "begun anew"), ("lost", "lost")):
+        if told.get(key):
+            phrase += f", {units.count(told[key])} {words}"
+    return phrase
+
+
+def _validation(value: Any, role: Told) -> str:
+    if units.known(value) is None:
+        return ""
+    step = role.get("valid_step")
+    at = f" at step {units.count(step)}" if isinstance(step, int) and step >= 0 else ""
+    return f"validation {units.loss(value)}{at}"
+
+
+def _speed(value: Any, role: Told) -> str:
+    if not value:
+        return ""
+    return f"can do {units.rate(value)}" if "held_samples" in role else units.rate(value)
+
+
+_PHRASES: Final[Mapping[str, Callable[[Any, Told], str]]] = {
+    "stage": lambda value, role: f"stage {value}" if isinstance(value, int) and value >= 0 else "no stage yet",
+    "step": lambda value, role: f"step {units.count(value)}",
+    "next_step_in_s": lambda value, role: f"next step {units.soon(value)}" if units.known(value) is not None else "",
+    "loss": lambda value, role: f"loss {units.loss(value)}" if units.known(value) is not None else "",
+    "valid_loss": _validation,
+    "samples_per_s": _speed,
+    "tokens_per_s": lambda value, role: units.rate(value, "tokens") if value else "",
+    "held_samples": lambda value, role: f"holds {units.counted(value, 'sample')}" if value else "",
+    "samples": lambda value, role: f"{units.counted(value, 'sample')} computed" if value else "",
+    "averaging": _averaging,
+    "microbatches": _microbatches,
+    "retries": lambda value, role: f"{units.counted(value, 'call')} repeated" if value else "",
+    "payload_bytes": lambda value, role: f"{units.size(value)} of tensors",
+    "aggregated_bytes": lambda value, role: f"{units.size(value)} summed for others",
+    "busy_s": lambda value, role: f"busy for {units.duration(value)}" if value else "",
+    "conducts": lambda value, role: "conducts the run" if value else "",
+    "conductor": lambda value, role: "" if role.get("conducts") else f"follows {units.short(str(value))}",
+    "complete": lambda value, role: "the run is complete",
+    "saved_steps": lambda value, role: f"saved at step {units.count(value[-1])}",
+    "checkpoint": lambda value, role: f"checkpoints in {value}",
+    "not_saved": lambda value, role: f"not saved: {value}",
+    "not_kept": lambda value, role: f"no checkpoints kept: {value}",
+    "connected": lambda value, role: f"{units.counted(value, 'peer')} connected",
+    "curve": lambda value, role: f"learning curve in {value}",
+    "curve_step": lambda value, role: f"curve up to step {units.count(value)}" if value else "",
+    "kept_steps": lambda value, role: f"keeps checkpoints of step {', '.join(map(units.count, value))}",
+}

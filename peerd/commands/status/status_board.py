@@ -1,0 +1,284 @@
+"""Status of one daemon and its swarm now, as plain data.
+
+The daemon's part is read from its services at the moment of asking. The swarm's part comes from the DHT: it is fetched
+when someone asks and what is there is older than a few seconds, and says how old it is; a snapshot never waits long for
+the network. What a peer that takes part hears from the conductor corrects the records: who is gone, and why the run
+stands still.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Final
+
+import trio
+
+from peerd.commands.status.run_pulse import GrowingShares, LossHistory, Presence, Pulse, Stillness
+from peerd.commands.status.swarm_view import FRESH_S, foretold_by, summary, swarm_view
+from peerd.core.clock import Clock
+from peerd.core.messages.progress import pause_s
+from peerd.core.runfile import BYTES_PER_MBIT, LimitsSection, RunFile
+from peerd.core.version import VERSION
+from peerd.log import EventLog, plain
+from peerd.net.host.host import Host
+from peerd.net.host.host_status import budgets_told, faults_told
+from peerd.service.dht.dht import Dht
+from peerd.service.rpc.rpc import Rpc
+from peerd.service.run_services import RunServices
+
+SWARM_PERIOD_S: Final = 2.0  # one look into the DHT per period at most, and only while someone asks
+SWARM_RARELY_S: Final = 4.0  # while the end of a long step is far
+LOOK_WAIT_S: Final = 1.0  # how long a caller waits for a look, where there is none or an old one
+RATE_WINDOW_S: Final = 5.0
+JOINING_S: Final = 15.0  # so long after it came, a peer that the conductor does not list may be on its way to it
+_WORK: Final = ("step", "held_samples", "samples", "microbatches", "aggregated_bytes")  # of a role that works
+
+Told = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class RoleState:
+    """One role as the supervisor and the role itself tell it."""
+
+    name: str
+    state: str
+    restarts: int
+    failure: str
+    told: Told
+
+    def as_dict(self) -> Told:
+        fixed = {"role": self.name, "state": self.state, "restarts": self.restarts, "failure": self.failure or None}
+        return {"waits_for": None, **self.told, **fixed}
+
+    def posts(self) -> list[Told]:
+        """Each part that works in the run: the posts of a role that has several, with a trainer's replica."""
+        nested = [self.told[name] for name in ("replica", "member") if isinstance(self.told.get(name), dict)]
+        return [post for told in (self.told, *nested) for post in told.get("posts") or [told]]
+
+
+class StatusBoard:
+    """Answers `snapshot`. Its `run` measures rates and looks into the DHT when asked to."""
+
+    def __init__(
+        self,
+        net: tuple[Host, Rpc, Dht],
+        clock: Clock,
+        log: EventLog,
+        run: RunFile | None,
+        services: RunServices | None = None,
+    ) -> None:
+        self._host, self._rpc, self._dht = net
+        self._clock = clock
+        self._log = log
+        self._run, self._services = run, services
+        self._began = clock.now()
+        self._samples: deque[tuple[float, int, int]] = deque()
+        self._asked, self._seen = trio.Event(), trio.Event()
+        self._swarm: Told = {}
+        self._looked_at = float("-inf")
+        self._pulse, self._presence = Pulse(), Presence()
+        self._train, self._valid = LossHistory(), LossHistory()
+        self._shares = {"samples": GrowingShares(), "brought": GrowingShares(), "bytes_aggregated": GrowingShares()}
+        # As this process's roles tell: whether they work in the run, whether it is done, what they wait for.
+        self._works, self._complete, self._waits_for = False, False, ""
+        self.reachability: Callable[[], Told] = dict  # tells whether and how others reach us
+
+    async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._measure)
+            if self._run is not None:
+                nursery.start_soon(self._look, self._run)
+            task_status.started()
+
+    async def snapshot(self, roles: Callable[[], Awaitable[list[RoleState]]]) -> Told:
+        """Everything a watcher may want to know, as plain data."""
+        await self._refresh()
+        states = await roles()
+        self.note_roles(states)
+        shown: Told = {
+            "version": VERSION,
+            "pid": os.getpid(),
+            "time": self._clock.wall(),
+            "uptime_s": self._clock.now() - self._began,
+            "run": self._run.run if self._run is not None else None,
+            "peer": {"id": self._host.id, "addrs": [str(addr) for addr in self._host.addrs()]},
+            "roles": [state.as_dict() for state in states],
+            "network": self._network(),
+            "reachability": self.reachability(),
+            "dht": self._dht.status(),
+            "rpc": self._rpc.status(),
+            "budgets": budgets_told(self._host.book),
+            "faults": faults_told(self._host.faults),
+            "swarm": self._swarm_now(),
+            "events": self._log.recent(),
+        }
+        return {key: plain(value) for key, value in shown.items()}
+
+    async def swarm(self) -> Told:
+        """The swarm's part of a snapshot alone."""
+        await self._refresh()
+        return {key: plain(value) for key, value in self._swarm_now().items()}
+
+    async def _refresh(self) -> None:
+        """Look again where the last look is too old; wait a little for it where there is nothing better to show."""
+        if self._run is None:
+            return
+        age_s, due_at = self._clock.now() - self._looked_at, self._swarm.get("next_step_at")
+        due_in_s = None if due_at is None else due_at - self._clock.wall()
+        if age_s < pause_s(due_in_s, SWARM_PERIOD_S, SWARM_RARELY_S):
+            return
+        seen = self._seen
+        self._asked.set()
+        if age_s >= SWARM_RARELY_S:
+            with trio.move_on_after(LOOK_WAIT_S):
+                await seen.wait()
+
+    # --- what is seen ---------------------------------------------------------------------------------------------
+
+    def note_roles(self, states: Iterable[RoleState]) -> None:
+        """Take what the roles tell, about once a second: whether there is work, losses, and who is listed."""
+        states = list(states)
+        self._waits_for = next((str(s.told["waits_for"]) for s in states if s.told.get("waits_for")), "")
+        posts = [post for state in states for post in state.posts()]
+        working = [post for post in posts if any(key in post for key in _WORK)]
+        self._works = bool(working)
+        for post in posts:
+            self._train.note(post.get("step"), post.get("loss"))
+            for evaluation in (post.get("evaluations") or [])[-1:]:
+                self._valid.note(evaluation.get("step"), evaluation.get("loss"))
+        if self._services is None or not working:
+            return
+        self._complete = any(post.get("complete") is True for post in posts)
+        now, following = self._clock.now(), self._services.following
+        why = following.waits_for or (following.run_waits_for if following.step_in_s is None else "")
+        work = [[post.get(key) for key in _WORK] for post in working]
+        self._pulse.note(now, work, "" if self._complete else why or "")
+        if following.members:
+            self._presence.note(now, ((member.peer, member.stage) for member in following.members))
+
+    def _note_swarm(self, found: Told, wall: float) -> None:
+        """Take a look's result; one that failed leaves the figures of the look before, which grow old."""
+        if found.get("why") and "stages" in self._swarm:
+            self._swarm |= found
+            return
+        due_in_s = foretold_by(found, wall)
+        self._swarm = found | {"seen": wall, "next_step_at": None if due_in_s is None else wall + due_in_s}
+        self._looked_at = self._clock.now()
+        self._train.note(found.get("step"), found.get("loss"))
+        self._valid.note(found.get("valid_step"), found.get("valid_loss"))
+        for key, shares in self._shares.items():
+            shares.note({row["peer"].text: row[key] for row in found.get("contributions", [])})
+        if not self._works:
+            work = found.get("step"), found.get("microbatches")
+            self._pulse.note(self._clock.now(), work, _told_reason(found, wall))
+
+    # --- what is shown --------------------------------------------------------------------------------------------
+
+    def _swarm_now(self) -> Told:
+        """The last look, as old as it is by now; its forecast is counted down, and who is gone is marked."""
+        swarm, wall, now = self._swarm, self._clock.wall(), self._clock.now()
+        if self._run is None or not swarm:
+            return swarm
+        still = self._pulse.standstill(now)
+        told: Told = {"age_s": max(0.0, now - self._looked_at), "standstill": still, "complete": self._complete}
+        told["own_wait"] = self._waits_for or None
+        if "stages" in swarm:
+            told |= summary(swarm["stages"], swarm["trainers"], wall)
+            told["stages"] = [s | {"peers": [self._row(r, wall, now) for r in s["peers"]]} for s in swarm["stages"]]
+            told["trainers"] = [row | {"age_s": _age_s(row, wall)} for row in swarm["trainers"]]
+        if swarm.get("next_step_at") is not None:
+            told["next_step_in_s"] = max(0.0, swarm["next_step_at"] - wall)
+        told |= self._ahead(swarm | told, still)
+        told["curve"] = {"train": self._train.told(), "valid": self._valid.told()}
+        return swarm | told
+
+    def _row(self, row: Told, wall: float, now: float) -> Told:
+        """A stage peer's row; `gone`: the conductor, which knows who lives, lists it no more."""
+        post, age_s = (row["peer"].text, row["stage"]), _age_s(row, wall)
+        gone = self._works and self._presence.is_gone(now, post)
+        if self._works and self._presence.follows() and not self._presence.is_listed(post):
+            gone |= age_s > FRESH_S and wall - row["since"] > JOINING_S
+        return row | {"age_s": age_s, "gone": gone, "own": row["peer"] == self._host.id}
+
+    def _ahead(self, swarm: Told, still: Stillness | None) -> Told:
+        """How far the run is to go, how long that takes at the present rate, and this peer's shares."""
+        assert self._run is not None
+        total, step = self._run.optimizer.total_steps, swarm.get("step")
+        rate = 0.0 if still is not None else swarm.get("samples_per_s") or 0.0
+        left = None
+        if total and step is not None and rate > 0:
+            left = max(0, total - step) * self._run.batch.target_samples / rate
+        own = self._host.id.text
+        shares = {key: shares.of(own) for key, shares in self._shares.items()}
+        return {"total_steps": total or None, "left_s": left, "shares": shares}
+
+    def _network(self) -> Told:
+        traffic = self._host.traffic()
+        since, bytes_in, bytes_out = self._samples[0] if self._samples else (0.0, 0, 0)
+        passed_s = max(self._clock.now() - since, 0.1)
+        return {
+            "links": traffic.links,
+            "streams": traffic.streams,
+            "bytes_in": traffic.bytes_in,
+            "bytes_out": traffic.bytes_out,
+            "in_per_s": (traffic.bytes_in - bytes_in) / passed_s,
+            "out_per_s": (traffic.bytes_out - bytes_out) / passed_s,
+            "line": self._line(),
+            "peers": list(traffic.peers.values()),
+        }
+
+    def _line(self) -> Told:
+        """Per direction, in Mb/s: the limit, the most that was seen to pass, and what passes now."""
+        limits, line = self._run.limits if self._run is not None else LimitsSection(), self._host.line
+        return {
+            name: {
+                "limit_mbit": limit or None,
+                "measured_mbit": direction.most_bytes_per_s / BYTES_PER_MBIT or None,
+                "now_mbit": direction.now_bytes_per_s / BYTES_PER_MBIT,
+            }
+            for name, limit, direction in (
+                ("up", limits.upload_mbit, line.up),
+                ("down", limits.download_mbit, line.down),
+            )
+        }
+
+    # --- tasks ----------------------------------------------------------------------------------------------------
+
+    async def _measure(self) -> None:
+        """Keep the totals of the last few seconds, for the rates."""
+        while True:
+            traffic, now = self._host.traffic(), self._clock.now()
+            self._samples.append((now, traffic.bytes_in, traffic.bytes_out))
+            while now - self._samples[0][0] > RATE_WINDOW_S:
+                self._samples.popleft()
+            await trio.sleep(RATE_WINDOW_S / 10)
+
+    async def _look(self, run: RunFile) -> None:
+        """Look into the DHT whenever that is asked for."""
+        while True:
+            await self._asked.wait()
+            self._asked = trio.Event()
+            found = await swarm_view(self._dht, run, self._rpc.gate, self._clock.wall())
+            self._note_swarm(found, self._clock.wall())
+            self._seen.set()
+            self._seen = trio.Event()
+            await trio.sleep(SWARM_PERIOD_S)
+
+
+def _age_s(row: Told, wall: float) -> float:
+    return float(max(0.0, wall - row["told_at"]))
+
+
+def _told_reason(swarm: Told, wall: float) -> str:
+    """The reason that a run stands still, by its records, for a watcher that takes no part in it; "" when it moves."""
+    if swarm.get("why"):
+        return ""
+    empty = [s["stage"] for s in swarm["stages"] if not any(_age_s(row, wall) <= FRESH_S for row in s["peers"])]
+    if empty:
+        return f"stage {', '.join(map(str, empty))} has no peers"
+    rows = [row for stage in swarm["stages"] for row in stage["peers"]]
+    told = [row for row in rows if row["peer"].text == row["conductor"] and _age_s(row, wall) <= FRESH_S]
+    return next((row["waits_for"] for row in told if row["waits_for"] and not row["step_at"]), "")

@@ -1,0 +1,140 @@
+"""The swarm of a run as its directory records show it: steps, losses and rates, peers by stage, contributions.
+
+Records in the DHT are strangers' words: decoded strictly, counted when unreadable. Each is as old as it is: `told_at`
+is when its publisher last spoke, and a rate counts only while it is fresh, so that what stands still shows no speed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, Final
+
+from peerd.core.errors import ProtocolViolation, RemoteError
+from peerd.core.ids import PeerId
+from peerd.core.limits import DIRECTORY_READ_BYTES
+from peerd.core.messages.contributions import contributions_key, decode_contributed
+from peerd.core.messages.progress import (
+    decode_stage,
+    decode_trainer,
+    foretold_in_s,
+    progress_key,
+    stage_key,
+    sum_told,
+)
+from peerd.core.record import Record
+from peerd.core.runfile import RunFile
+from peerd.service.dht.dht import Dht
+from peerd.service.rpc.types import Gate
+
+SWARM_TIMEOUT_S: Final = 5.0
+STAGES_SHOWN: Final = 64  # of a swarm view: bounds its look-ups
+FRESH_S: Final = 22.0  # a rate in a record that is older counts no more: peers speak every 20 s at least
+
+
+async def swarm_view(dht: Dht, run: RunFile, gate: Gate | None = None, wall: float = 0.0) -> dict[str, Any]:
+    """The swarm of a run as the DHT shows it at `wall`: its step, each stage's peers, and each peer's contribution."""
+    stages = min(run.pipeline.stages, STAGES_SHOWN)
+    keys = [stage_key(run.run, number) for number in range(stages)]
+    try:
+        wanted = [*keys, progress_key(run.run), contributions_key(run.run)]
+        found = await dht.get_many(wanted, timeout_s=SWARM_TIMEOUT_S, most_bytes=DIRECTORY_READ_BYTES)
+    except RemoteError as error:
+        return {"run": run.run, "why": f"the directory gave no answer: {error}"}
+    unreadable: list[Record] = []
+    rows = [
+        {"stage": number, "peers": _members(_read(found.get(key, []), decode_stage, unreadable), gate, role="stage")}
+        for number, key in enumerate(keys)
+    ]
+    trainers = _read(found.get(progress_key(run.run), []), decode_trainer, unreadable)
+    given = _members(_given(found.get(contributions_key(run.run), []), unreadable), gate)
+    return {
+        "run": run.run,
+        **summary(rows, trainers, wall),
+        "stages": rows,
+        "trainers": trainers,
+        "contributions": leader_board(given),
+    } | ({"unreadable_records": len(unreadable)} if unreadable else {})
+
+
+def foretold_by(swarm: dict[str, Any], wall: float) -> float | None:
+    """Seconds until the step under way should end, as the stage peers of `swarm_view` have it; None: nobody knows."""
+    rows = [row for stage in swarm.get("stages", []) for row in stage["peers"]]
+    return foretold_in_s([(row["peer"].text, row["conductor"], row["step_at"]) for row in rows], wall)
+
+
+def _read(records: list[Record], decode: Callable[[bytes], Any], unreadable: list[Record]) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = []
+    for record in records:
+        try:
+            value = decode(record.value)
+        except ProtocolViolation:
+            unreadable.append(record)
+            continue
+        told = {name: getattr(value, name) for name in value.__struct_fields__}
+        rows.append({"peer": record.publisher, **told, "told_at": record.version / 1000})
+    return rows
+
+
+def _given(records: list[Record], unreadable: list[Record]) -> list[dict[str, Any]]:
+    """Contributions, each with the role in which it was made: the suffix of its record."""
+    found = []
+    for record in records:
+        for row in _read([record], decode_contributed, unreadable):
+            found.append(row | {"role": record.suffix.decode("ascii", "replace")})
+    return found
+
+
+def _members(rows: list[dict[str, Any]], gate: Gate | None, role: str = "") -> list[dict[str, Any]]:
+    """In a run with tokens: only members' rows, under the names that the organizer signed."""
+    found = []
+    for row in rows:
+        peer, token = row["peer"], row.pop("token")
+        name = gate.named(peer, token, role) if gate is not None else ""
+        if name is not None:
+            found.append(row | {"name": name})
+    return found
+
+
+def leader_board(given: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Contributions by the peers' own word, one row for each peer over all its roles, the largest first.
+
+    `samples`: those whose gradients it computed or held; `brought`: those that it brought to the stages, as a trainer.
+    """
+    rows: dict[PeerId, dict[str, Any]] = {}
+    for told in given:
+        fresh = {"peer": told["peer"], "name": told["name"], "samples": 0, "brought": 0}
+        fresh |= {"bytes_aggregated": 0, "hours": 0.0}
+        row = rows.setdefault(told["peer"], fresh)
+        row["brought" if told["role"] == "trainer" else "samples"] += told["samples"]
+        row["bytes_aggregated"] += told["bytes_aggregated"]
+        row["hours"] = max(row["hours"], told["seconds"] / 3600)
+        row["since"] = min(row.get("since", told["since"]), told["since"])
+
+    def most(row: dict[str, Any]) -> tuple[int, int, int, PeerId]:
+        return -row["samples"], -row["brought"], -row["bytes_aggregated"], row["peer"]
+
+    return sorted(rows.values(), key=most)
+
+
+def summary(stages: list[dict[str, Any]], trainers: list[dict[str, Any]], wall: float) -> dict[str, Any]:
+    """The run's step, loss and speed from what its trainers say; the step from its stages when none is there.
+
+    Only rates that were told within the last FRESH_S count.
+    """
+    steps = [row["step"] for row in trainers] or [peer["step"] for stage in stages for peer in stage["peers"]]
+    losses = [row["loss"] for row in trainers if math.isfinite(row["loss"])]
+    judged = [row for row in trainers if math.isfinite(row["valid_loss"])]
+    valid = max(judged, key=lambda row: int(row["valid_step"]), default=None)
+    fresh = [row for row in trainers if wall - row["told_at"] <= FRESH_S]
+    return {
+        "step": max(steps, default=None),
+        "loss": sum_told(loss / len(losses) for loss in losses) if losses else None,
+        "valid_loss": valid["valid_loss"] if valid else None,
+        "valid_step": valid["valid_step"] if valid else None,
+        "samples_per_s": sum_told(row["samples_per_s"] for row in fresh),
+        "tokens_per_s": sum_told(row["tokens_per_s"] for row in fresh),
+        "microbatches": sum(row["microbatches"] for row in trainers),
+        "redone": sum(row["redone"] for row in trainers),
+        "lost": sum(row["lost"] for row in trainers),
+    }

@@ -1,0 +1,179 @@
+"""The swarm's part of a snapshot in words: figures as phrases, and rows of peers. Used by `status` and `--watch`.
+
+What a snapshot says may have come from strangers: all of it becomes plain text, never markup.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Final
+
+from rich.text import Text
+
+from peerd.screen import units
+
+Swarm = Mapping[str, Any]
+
+SILENT_S: Final = 25.0  # a peer speaks every 20 s at least
+PEER_HEADS: Final = ("stage", "peer", "step", "held", "can do", "device", "waits")
+PEER_FIGURES: Final = frozenset({2, 3, 4})
+BOARD_HEADS: Final = ("", "name", "peer", "computed", "brought", "summed", "hours", "since")
+BOARD_FIGURES: Final = frozenset({0, 3, 4, 5, 6})
+
+
+def names_of(swarm: Swarm) -> dict[str, str]:
+    """Peers' names, as the organizer signed them, by id."""
+    rows = [row for stage in swarm.get("stages") or [] for row in stage["peers"]]
+    rows += swarm.get("contributions") or []
+    return {str(row.get("peer")): str(row["name"]) for row in rows if row.get("name")}
+
+
+def halt(swarm: Swarm, names: Mapping[str, str]) -> Text | None:
+    """Why the run stands still, and for how long; None while it moves."""
+    still = swarm.get("standstill")
+    if not still:
+        return None
+    why = units.named(str(still.get("why")), names)
+    return Text(f"stands still for {units.duration(still.get('for_s'))}: {why}", "bold red")
+
+
+def position(swarm: Swarm) -> str:
+    """The step, of the total where there is one."""
+    if swarm.get("step") is None:
+        return "no step yet"
+    total = f" of {units.count(swarm['total_steps'])}" if swarm.get("total_steps") else ""
+    return f"step {units.count(swarm['step'])}{total}"
+
+
+def figures(swarm: Swarm) -> list[str]:
+    """Loss, validation, rates, own share, forecast and age."""
+    told = []
+    if units.known(swarm.get("loss")) is not None:
+        told.append(f"loss {units.loss(swarm['loss'])}")
+    if units.known(swarm.get("valid_loss")) is not None:
+        at = f" at step {units.count(swarm['valid_step'])}" if swarm.get("valid_step") else ""
+        told.append(f"validation {units.loss(swarm['valid_loss'])}{at}")
+    if units.known(swarm.get("samples_per_s")) is not None:
+        told.append(units.rate(swarm["samples_per_s"]))
+    if swarm.get("tokens_per_s"):
+        told.append(units.rate(swarm["tokens_per_s"], "tokens"))
+    if (part := own_share(swarm)) is not None:
+        told.append(f"mine {units.share(part)}")
+    told.append(units.counted(len(swarm.get("trainers") or []), "trainer"))
+    if units.known(swarm.get("next_step_in_s")) is not None:
+        told.append(f"next step {units.soon(swarm['next_step_in_s'])}")
+    return told
+
+
+def own_share(swarm: Swarm) -> float | None:
+    """This peer's share: of the samples computed; where it computes none, of those brought, else of what was summed."""
+    shares = swarm.get("shares") or {}
+    told = [part for key in ("samples", "brought", "bytes_aggregated") if (part := units.known(shares.get(key)))]
+    return told[0] if told else None
+
+
+def left(swarm: Swarm) -> str:
+    """The time left, where it is known."""
+    if swarm.get("complete"):
+        return "complete"
+    return f"{units.duration(swarm['left_s'])} left" if units.known(swarm.get("left_s")) is not None else ""
+
+
+def seen(swarm: Swarm) -> str:
+    """When the figures were seen."""
+    age_s = units.known(swarm.get("age_s"))
+    return "" if age_s is None else f"seen {units.duration(age_s)} ago" if age_s >= 1 else "seen just now"
+
+
+def peer_rows(swarm: Swarm, names: Mapping[str, str]) -> list[list[Text]]:
+    """A row for each stage peer and trainer, in PEER_HEADS."""
+    rows = []
+    for stage in swarm.get("stages") or []:
+        number = str(stage.get("stage"))
+        if not stage["peers"]:
+            rows.append([Text(number), Text("no peer", "bold red"), *[Text("")] * 5])
+        rows += [_peer_row(number, peer, names) for peer in stage["peers"]]
+    return rows + [_trainer_row(row, names) for row in swarm.get("trainers") or []]
+
+
+def stage_rows(swarm: Swarm) -> list[list[Text]]:
+    """A row for each stage, where there is no room for all peers."""
+    rows = []
+    for stage in swarm.get("stages") or []:
+        there = [peer for peer in stage["peers"] if not peer.get("gone")]
+        steps = sorted({peer.get("step") or 0 for peer in there})
+        gone = f"{len(stage['peers']) - len(there)} gone" if len(there) < len(stage["peers"]) else ""
+        told = [Text(units.counted(len(there), "peer"), "" if there else "bold red")]
+        told.append(Text(units.count(steps[-1]) if steps else units.UNKNOWN))
+        told.append(Text(units.count(sum(peer.get("held") or 0 for peer in there))))
+        speed = sum(units.known(peer.get("samples_per_s")) or 0.0 for peer in there)
+        told += [Text(f"{units.number(round(speed, 1))}/s"), Text(""), Text(gone)]
+        rows.append([Text(str(stage.get("stage"))), *told])
+    if trainers := swarm.get("trainers"):
+        told = [Text("-"), Text(units.counted(len(trainers), "trainer"))]
+        rows.append([*told, Text(units.count(max(row.get("step") or 0 for row in trainers))), *[Text("")] * 4])
+    return rows
+
+
+def _peer_row(stage: str, peer: Swarm, names: Mapping[str, str]) -> list[Text]:
+    style = "red" if peer.get("gone") else "dim" if _silent(peer) else ""
+    speed = units.known(peer.get("samples_per_s"))
+    cells = [
+        stage,
+        _name(peer, names),
+        units.count(peer.get("step")),
+        units.count(peer.get("held")),
+        units.UNKNOWN if not speed else f"{units.number(round(speed, 1))}/s",
+        str(peer.get("device", "?")),
+        _state(peer, names),
+    ]
+    return [Text(cell, style) for cell in cells]
+
+
+def _trainer_row(row: Swarm, names: Mapping[str, str]) -> list[Text]:
+    speed = units.known(row.get("samples_per_s"))
+    told = ["-", _name(row, names), units.count(row.get("step")), "", "", "trainer", _state(row, names)]
+    if speed and not _silent(row):
+        told[4] = f"{units.number(round(speed, 1))}/s"
+    return [Text(cell, "dim" if _silent(row) else "") for cell in told]
+
+
+def _name(peer: Swarm, names: Mapping[str, str]) -> str:
+    told = str(peer.get("peer", "?"))
+    return (names.get(told) or units.short(told)) + (" (this one)" if peer.get("own") else "")
+
+
+def _silent(peer: Swarm) -> bool:
+    return (units.known(peer.get("age_s")) or 0.0) > SILENT_S
+
+
+def _state(peer: Swarm, names: Mapping[str, str]) -> str:
+    """What it waits for; in its place, that it is gone, or how long it has said nothing."""
+    if peer.get("gone"):
+        return "gone"
+    if _silent(peer):
+        return f"silent for {units.duration(peer['age_s'])}"
+    return units.named(str(peer.get("waits_for") or units.UNKNOWN), names)
+
+
+def board_rows(rows: Iterable[Swarm]) -> Iterator[Sequence[Text]]:
+    """The leader-board: peers by what they say they gave; a name in it was signed by the organizer."""
+    for place, row in enumerate(rows, 1):
+        since = time.strftime("%Y-%m-%d", time.localtime(float(row.get("since", 0))))
+        told = [str(place), str(row.get("name") or units.UNKNOWN), units.short(str(row.get("peer", "?")))]
+        told += [units.count(row.get("samples", 0)), units.count(row.get("brought", 0))]
+        told += [units.size(row.get("bytes_aggregated", 0)), f"{row.get('hours', 0.0):.1f}", since]
+        yield [Text(cell) for cell in told]
+
+
+def event_line(event: Swarm, names: Mapping[str, str]) -> Text:
+    """An event of this daemon: time, name, facts."""
+    facts = " ".join(
+        f"{key}={units.named(units.brief(value), names)}"
+        for key, value in event.items()
+        if key not in ("time", "level", "name") and units.brief(value) != units.UNKNOWN
+    )
+    at = time.strftime("%H:%M:%S", time.localtime(float(event.get("time", 0.0))))
+    style = {"warn": "yellow", "error": "red"}.get(str(event.get("level")), "")
+    return Text.assemble((f"{at} ", "dim"), (str(event.get("name", "?")), style), f" {facts}")

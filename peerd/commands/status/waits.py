@@ -1,0 +1,30 @@
+"""The log's words about waits: a reason is told once it lasts from one look to the next, and its end is, too."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from peerd.log import EventLog
+
+
+class WaitTeller:
+    """Tells changes in what the parts of a daemon wait for; `look` is called about once a second."""
+
+    def __init__(self, log: EventLog) -> None:
+        self._log = log
+        self._told: dict[str, str | None] = {}
+        self._before: dict[str, str | None] = {}
+
+    def look(self, reasons: Mapping[str, str | None]) -> None:
+        """Take each part's reason of now; None: it waits for nothing."""
+        for part, reason in reasons.items():
+            if reason is None and self._told.get(part) is not None:
+                self._log.event("clock.agreed" if part == "clock" else "role.unblocked", part=part)
+            elif reason is None or self._before.get(part) is None or reason == self._told.get(part):
+                continue
+            else:
+                level = "warn" if part == "network" else "info"
+                name = "clock.differs" if part == "clock" else "role.blocked"
+                self._log.event(name, level=level, part=part, reason=reason)
+            self._told[part] = reason
+        self._before = dict(reasons)

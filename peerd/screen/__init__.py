@@ -1,0 +1,1 @@
+"""What people read on a terminal: words and units, charts, and pictures that fit the room there is."""

@@ -1,0 +1,165 @@
+"""A picture that fills exactly the room that a terminal has: loss curves, a table, facts and events.
+
+What matters most is never cut: the head, the facts and the foot flow into as many lines as they need. The chart, the
+table and the events share what is left; of the events the newest stay, at the bottom. A wide screen has the events
+beside the table. Knows nothing of training or of terminals: text in, lines out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.text import Text
+
+from peerd.screen.chart import Curve, Point, chart
+
+WIDE: Final = 110  # columns: from here on events stand beside the table
+_GAP: Final = "   "  # between the table and the events beside it
+_TABLE_PART: Final = 0.55  # of a wide screen's width, at most
+_CHART_LEAST, _EVENTS_LEAST, _TABLE_LEAST = 5, 3, 3  # lines, where there is room for all three
+_CHART_PART: Final = 0.6  # of the lines that the three share, at most
+
+Parts = Sequence[Text]  # they flow into lines, and are kept whole where a line can hold one
+
+
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """Columns with heads; the last one takes what is left of the width. `fewer`: rows in place of too many."""
+
+    heads: Sequence[str]
+    rows: Sequence[Sequence[Text]]
+    right: frozenset[int] = frozenset()  # columns of figures
+    fewer: Sequence[Sequence[Text]] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """See the module's header. Events are oldest first."""
+
+    head: Sequence[Parts]
+    title: Text
+    curves: Sequence[Curve]
+    x_range: Point
+    table: Columns
+    facts: Sequence[Parts]
+    events: Sequence[Text]
+    foot: Text
+    empty: str = "waiting for the first step"
+
+
+@dataclass(frozen=True, slots=True)
+class Framed:
+    """A picture as rich draws it: as large as the screen is at that moment."""
+
+    picture: Picture
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        width, height = options.max_width, options.height or console.height
+        yield Text("\n").join(compose(self.picture, width, height))
+
+
+def compose(picture: Picture, width: int, height: int) -> list[Text]:
+    """`height` lines, none wider than `width`; on a screen that is too small for all of it the top stays."""
+    head = [line for parts in picture.head for line in flow(parts, width)]
+    foot = [line for parts in [*picture.facts, [picture.foot]] for line in flow(parts, width)]
+    room = height - len(head) - len(foot)
+    middle = _middle(picture, width, room) if room > 0 else []
+    middle += [Text("")] * (room - len(middle))
+    lines = [*head, *middle, *foot] if room >= 0 else [*head, *foot[room - len(foot) :]]
+    return [_cut(line, width) for line in lines[:height]]
+
+
+def flow(parts: Parts, width: int, between: str = " · ") -> list[Text]:
+    """The parts in as few lines as they need; one that is wider than a line is broken between words."""
+    lines: list[Text] = []
+    for part in parts:
+        if lines and lines[-1].cell_len + len(between) + part.cell_len <= width:
+            lines[-1] = lines[-1].copy().append(between, "dim").append_text(part)
+        elif part.cell_len <= width:
+            lines.append(part.copy())
+        else:
+            console = Console(width=width, color_system=None)
+            lines += list(part.wrap(console, width))
+            for line in lines:
+                line.rstrip()
+    return lines
+
+
+def table_lines(table: Columns, width: int, most: int) -> list[Text]:
+    """The table in at most `most` lines; the last one counts the rows that have no room."""
+    rows = table.rows if len(table.rows) < most or not table.fewer else table.fewer
+    left = len(rows) - (most - 1)
+    if left > 0:
+        rows, left = rows[: most - 2], left + 1
+    sizes = [max([len(name), *(row[column].cell_len for row in rows)]) for column, name in enumerate(table.heads)]
+    heads = [Text(name, "bold") for name in table.heads]
+    lines = [_row(row, sizes, table.right) for row in (heads, *rows)]
+    if left > 0:
+        lines.append(Text(f"and {left:,} more", "dim"))
+    return [_cut(line, width) for line in lines[: max(0, most)]]
+
+
+def _row(cells: Sequence[Text], sizes: Sequence[int], right: frozenset[int]) -> Text:
+    line = Text(no_wrap=True)
+    for column, (cell, size) in enumerate(zip(cells, sizes, strict=True)):
+        pad = " " * (size - cell.cell_len)
+        if column:
+            line.append("  ")
+        line.append_text(Text(pad) + cell if column in right else cell + Text(pad))
+    line.rstrip()
+    return line
+
+
+def _middle(picture: Picture, width: int, room: int) -> list[Text]:
+    """Chart, table and events, in at most `room` lines."""
+    if width >= WIDE and picture.events:
+        return _side_by_side(picture, width, room)
+    want = 1 + len(picture.table.rows)
+    table = min(want, max(_TABLE_LEAST, room - _CHART_LEAST - min(_EVENTS_LEAST, len(picture.events))), room)
+    rest = room - table
+    events = min(len(picture.events), max(min(_EVENTS_LEAST, rest), rest // 3))
+    if rest - events < _CHART_LEAST - 1:
+        events = min(len(picture.events), rest)
+    shown = table_lines(picture.table, width, table)
+    newest = list(picture.events[-events:]) if events else []
+    return [*_chart(picture, width, room - len(shown) - len(newest)), *shown, *newest]
+
+
+def _side_by_side(picture: Picture, width: int, room: int) -> list[Text]:
+    want = max(1 + len(picture.table.rows), min(len(picture.events), room // 3), round(room * (1 - _CHART_PART)))
+    low = min(want, max(_TABLE_LEAST, room - _CHART_LEAST), room)
+    table = table_lines(picture.table, int(width * _TABLE_PART), low)
+    across = max((line.cell_len for line in table), default=0)
+    newest = list(picture.events[-low:])
+    lines = []
+    for number in range(low):
+        line = table[number].copy() if number < len(table) else Text("")
+        line.append(" " * (across - line.cell_len) + _GAP)
+        if number < len(newest):
+            line.append_text(_cut(newest[number], width - across - len(_GAP)))
+        lines.append(line)
+    return [*_chart(picture, width, room - low), *lines]
+
+
+def _chart(picture: Picture, width: int, height: int) -> list[Text]:
+    """The chart under its title; nothing where there is no room for a curve."""
+    if height < _CHART_LEAST - 1:
+        return [Text("")] * max(0, height)
+    lines = chart(picture.curves, width=width, height=height - 1, x_range=picture.x_range, empty=picture.empty)
+    return [picture.title, *lines]
+
+
+def _cut(line: Text, width: int) -> Text:
+    line = line.copy()
+    line.no_wrap = True
+    line.truncate(max(0, width), overflow="ellipsis")
+    return line
+
+
+def bar(done: float, columns: int) -> Text:
+    """Progress as a line: heavy for what is done."""
+    filled = round(columns * min(max(done, 0.0), 1.0))
+    return Text("━" * filled, "green") + Text("─" * (columns - filled), "dim")

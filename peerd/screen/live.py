@@ -1,0 +1,64 @@
+"""A terminal's whole screen with one picture that changes: drawn anew to the size that the screen has by then.
+
+It is the alternate screen: what was there before comes back at the end. Where the size changes between two pictures,
+`follow_size` draws the last one again, so that no torn frame stays.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import Final
+
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+from peerd.screen.frame import Framed, Picture
+
+RESIZE_S: Final = 0.1  # between two looks at the screen's size
+
+
+class FullScreen:
+    """Use it as a context manager; `show` draws."""
+
+    def __init__(self, console: Console) -> None:
+        self.console = console
+        self._live = Live(Text(""), console=console, screen=True, auto_refresh=False)
+        self._picture: Picture | None = None
+        self._size = (0, 0)
+
+    def __enter__(self) -> FullScreen:
+        self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._live.stop()
+
+    def show(self, picture: Picture) -> None:
+        """Draw the picture over the whole screen."""
+        self._picture, size = picture, self._now()
+        if size != self._size:
+            self.console.clear()
+        self._size = size
+        self._live.update(Framed(picture), refresh=True)
+
+    def follow_size(self) -> None:
+        """Draw the last picture again when the screen has another size now."""
+        if self._picture is not None and self._now() != self._size:
+            self.show(self._picture)
+
+    def _now(self) -> tuple[int, int]:
+        """Columns and lines of the screen at this moment."""
+        size = self.console.size
+        return size.width, size.height
+
+    def pause(self, seconds: float, sleep: Callable[[float], None] = time.sleep) -> None:
+        """Wait, and follow the screen's size meanwhile."""
+        end = time.monotonic() + seconds
+        while (left := end - time.monotonic()) > 0:
+            sleep(min(RESIZE_S, left))
+            self.follow_size()
