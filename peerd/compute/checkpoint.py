@@ -24,6 +24,7 @@ from torch import Tensor
 
 from peerd.compute.tensors import state_digest
 from peerd.core.errors import ConfigError
+from peerd.core.limits import LAST_STEP
 
 FORMAT: Final = 1
 _MANIFEST: Final = re.compile(r"step-(\d{8,})\.json")
@@ -101,7 +102,7 @@ class Checkpoints:
                 _sync(aside)
                 os.replace(aside, path)
             _sync(self.folder)
-        self._prune()
+        self._prune(step)
         return path
 
     def load(self, step: int) -> tuple[dict[str, Tensor], Manifest]:
@@ -150,11 +151,14 @@ class Checkpoints:
         """Remove what a crash left behind; call it once at the start, before the first `save`."""
         self._prune()
 
-    def _prune(self) -> None:
-        """Keep the newest checkpoints and the tensors they name; leave alone whatever is not surely ours."""
+    def _prune(self, written: int = LAST_STEP) -> None:
+        """Keep the newest checkpoints and the tensors they name; leave alone whatever is not surely ours.
+
+        After `written` later ones go first: a run that went back has left the branch that they are of.
+        """
         with _disk(self.folder):
             mine = {step: manifest for step in self.steps() if (manifest := self._mine(step)) is not None}
-            for step in sorted(mine.keys() - self._held)[: -self._keep]:
+            for step in sorted(mine.keys() - self._held, key=lambda step: (step <= written, step))[: -self._keep]:
                 self._manifest_path(step).unlink(missing_ok=True)
                 del mine[step]
             left = set(self.steps())

@@ -88,6 +88,7 @@ GRANTS_VERIFIED: Final = 1024  # admissions whose signature was looked at and ne
 # --- steps: what a run file and a swarm may ask for, so that every message about them can be sent ----------------
 STAGES: Final = 1024  # of one pipeline: a microbatch's holders and receipts, stage by stage, are told in one piece
 POSTS: Final = 2  # stages that one peer serves at once: orders to all and to a helper fit into what one peer may call
+JOINER_STAGES: Final = 8  # stages whose checkpoints a peer that joins tells of: more than it will have served
 LAST_STEP: Final = (1 << 53) - 1  # that every language can count to, in any number it has
 MICROBATCHES: Final = 16_384  # of one step: as spans of numbers, in any order, 180 KiB at most
 BATCH_TRAINERS: Final = 1024  # trainers in one batch; each name takes 56 bytes wherever the batch is told

@@ -23,6 +23,8 @@ from peerd.service.averaging.preconnect import Assembling
 from peerd.service.conductor.conductor_client import Following
 from peerd.service.conductor.conductor_server import Conducting
 from peerd.service.conductor.orders import ConductingConfig
+from peerd.service.conductor.placing import Placing
+from peerd.service.conductor.rivals import Rivals
 from peerd.service.dht.dht import Dht
 from peerd.service.pipeline.schedule import Pipeline
 from peerd.service.pipeline.stage_calls import StageCalls
@@ -181,6 +183,11 @@ class RunServices:
         """For a member or a helper: links to all others of its rounds, before they are needed."""
         return Assembling(self._host, self.following, self.run.averaging.group_size)
 
+    def placing(self) -> Placing:
+        """For a stage peer: the stage to serve, when it joins and when another one is empty."""
+        rivals = Rivals(self.fingerprint, self._rpc, self._host, self.following)
+        return Placing(self.fingerprint, self.following, rivals, self.clock)
+
     def calling_in(self) -> CallingIn:
         """For a stage peer: links to trainers, which cannot make them where this peer can only dial."""
         return CallingIn(self._host, self._dht, self.directory)
@@ -209,6 +216,9 @@ class RunServices:
             delayed=run.optimizer.delayed,
             total_steps=run.optimizer.total_steps,
             group_size=run.averaging.group_size,
+            forsake_s=3.0,
+            forsake_unseen_s=20.0,
+            forsake_most_s=600.0,
             first_save=run.checkpoint.every_steps or run.optimizer.total_steps or 1 << 53,
         )
         config = ConductingConfig(

@@ -49,6 +49,16 @@ def test_the_newest_are_kept_and_their_files_alone(tmp_path: Path) -> None:
     assert mine.load(15)[0]["param/a"][0, 0] == 15
 
 
+def test_what_a_run_writes_after_it_went_back_outlasts_the_branch_that_it_left(tmp_path: Path) -> None:
+    mine = checkpoints(tmp_path, keep=3)
+    for step in (100, 150, 200, 250, 300, 50):
+        mine.save(step, state(step))
+    assert mine.steps() == [50, 250, 300]
+    for step in (100, 150):
+        mine.save(step, state(step))
+    assert mine.steps() == [50, 100, 150]
+
+
 def test_one_that_is_held_stays_however_old_and_counts_for_nothing(tmp_path: Path) -> None:
     mine = checkpoints(tmp_path, keep=2)
     mine.hold(5)

@@ -27,11 +27,13 @@ from peerd.core.messages.swarm import (
     GridRound,
     Leave,
     LineInfo,
+    ListMembers,
     Mb,
     Mbs,
     MemberAnswer,
     MemberInfo,
     MemberNews,
+    MembersListed,
     MemberSync,
     Moved,
     PairLimit,
@@ -112,6 +114,7 @@ DONE = Good(
     msgspec.structs.replace(WISH, done=[Done(SEQ, [HOST.text, MATE.text], [Receipt(1, bytes(64)), None])]),
 )
 LEAVE, WHO_CONDUCTS = Good("swarm/3/leave", Leave(MARK)), Good("swarm/3/who", WhoConducts(MARK))
+LIST_MEMBERS = Good("swarm/3/members", ListMembers(MARK))
 GRANT = grant(keypair("host").sign, GrantStatement(MARK, 1, 0, SELF.text, Seqs.of([SEQ, SEQ + 1])))
 FORWARD = Good("stage/3/forward", StageForward(MARK, 0, 0), tuple(microbatch(1)[:1]))
 LOSS = Good("stage/3/loss", StageLoss(MARK, 0), tuple(microbatch(1)))
@@ -189,7 +192,7 @@ REPLIES = [
     StateManifest(Position(1, b"next"), bytes(32), bytes(32)),
     Empty(),
 ]
-SWARM = [MEMBER, HELPER, OF_STAGE_1, TRAINER, DONE, LEAVE, WHO_CONDUCTS]
+SWARM = [MEMBER, HELPER, OF_STAGE_1, TRAINER, DONE, LEAVE, LIST_MEMBERS, WHO_CONDUCTS]
 STAGE = [FORWARD, LOSS, BACKWARD]
 ORDERS = [PREPARE, PREPARE_ALONE, PREPARE_SPLIT, PREPARE_GRID, COMMIT, RESTORE]
 # What is asked of the last stage, where the host's is not: for its mate.
@@ -230,6 +233,7 @@ ANSWERS = [
     Good("swarm/3/trainer", REPLIES[5]),
     Good("swarm/3/who", Conducts(9)),
     Good("swarm/3/leave", Empty()),
+    Good("swarm/3/members", MembersListed(_LIST, [0])),
     Good("stage/3/prepare", REPLIES[0]),
     Good("stage/3/prepare", REPLIES[1]),
     Good("stage/3/commit", Moved(_NEXT)),

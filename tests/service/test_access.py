@@ -25,6 +25,7 @@ from peerd.core.messages.progress import (
 )
 from peerd.core.messages.swarm import Position
 from peerd.core.messages.token import revoked_key
+from peerd.machine.swarm.placement import Arrival
 from peerd.service.access import Present, Presented
 from peerd.service.swarm.contributions import Tally, TallyOf
 from peerd.service.swarm.directory import Directory
@@ -247,7 +248,9 @@ def test_who_claims_in_the_directory_to_serve_counts_only_with_a_token_for_that(
         assert mine.keepers(places[0]) == [keeper.id]
         now = a.node.clock.wall()
         await outsider.dht.put(joining_key("tiny"), encode(Joiner(now - 0.1)), ttl_s=60)
-        assert await mine.needed_stage(now, a.node.clock) == 1  # 0, if a stranger's place in the line counted
+        assert await mine.arrivals(now) == [], "a stranger has no place in the line"
+        await mine.announce_arrival(now - 0.1, [1], takes=0)
+        assert await mine.arrivals(now) == [Arrival(now - 0.1, a.id.text, (1,), 0)]
         with pytest.raises(RemoteError):
             await a.ask(open_backbone, "stage/3/forward")
 

@@ -13,7 +13,7 @@ from typing import Annotated, Final
 import msgspec
 
 from peerd.core.ids import Key
-from peerd.core.limits import FORESEEABLE_S, KEPT_SETS, STAGES
+from peerd.core.limits import FORESEEABLE_S, JOINER_STAGES, KEPT_SETS, STAGES
 from peerd.core.messages.encoding import Message, decode, encode
 from peerd.core.messages.swarm import AddrText, Moment, PeerText, Position, StageNumber
 from peerd.core.messages.token import TokenData
@@ -67,10 +67,13 @@ class StageProgress(Message, frozen=True):
 
 
 class Joiner(Message, frozen=True):
-    """A peer that is about to choose its stage; `since`: when it arrived, Unix time."""
+    """A peer that is about to serve a stage; `since`: when it arrived, Unix time."""
 
     since: Moment
     token: TokenData = b""  # as in StageProgress
+    # Stages that it has a checkpoint of, the newest first.
+    has: Annotated[list[StageNumber], msgspec.Meta(max_length=JOINER_STAGES)] = msgspec.field(default_factory=list)
+    takes: StageNumber | None = None  # the stage that it has chosen; None: not yet
 
 
 class KeptCheckpoints(Message, frozen=True):

@@ -190,6 +190,20 @@ class MemberAnswer(Message, frozen=True):
     lost: bool = False  # there is no position that every stage can reach: what others keep is needed
 
 
+class ListMembers(Message, frozen=True):
+    """A question of a peer that is about to choose a stage: which members does the conductor know?"""
+
+    run: Fingerprint
+    listed: Version = 0  # of the list that it has
+
+
+class MembersListed(Message, frozen=True):
+    """The conductor's list, as in MemberAnswer, and the stages of which a member has a state beyond the start."""
+
+    members: MemberNews | None
+    held: Annotated[list[StageNumber], msgspec.Meta(max_length=STAGES)]
+
+
 class Done(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """A microbatch of the calling trainer and the holders of its gradient, stage by stage ("" where there is none)."""
 

@@ -286,9 +286,10 @@ class Conductor:
             return
         if target != self.current:
             self.batches.go_to(target.step, self.roster.batch_before(target))
+        loss = self.search.loss(target)
         moves = self.search.moves(target)
         self.course.move(target, (order.peer for order in moves), commits=False)
-        self._step.out += [*moves, Note(f"the swarm stands at step {target.step}")]
+        self._step.out += [*moves, Note(loss or f"the swarm stands at step {target.step}", warning=bool(loss))]
 
     def _arrive(self, now: float) -> None:
         """End of a move: every member that could has reached the target."""

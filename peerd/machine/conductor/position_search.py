@@ -3,7 +3,8 @@
 A new conductor gathers members (`Gathering`) and then takes the newest position that every stage can reach
 (`recovery`). Later the same is looked for when a stage has long lost the current state, and when members turn out to be
 further than the conductor knew. A step known by hearsay only, from a record, counts as present for a while; one that a
-reachable keeper has, always. Decides only; the roster and the course are the conductor's.
+reachable keeper has, for long. A state that is nowhere is forsaken in the end: then the start is a position, too; what
+comes back later is taken up again if a quorum is behind it. Decides only; roster and course are the conductor's.
 """
 
 from __future__ import annotations
@@ -32,6 +33,9 @@ class PositionSearch:
         self.announced_step = 0  # newest step reported of a peer out of reach: counts for a while
         self.kept_step = 0  # newest step that a reachable peer keeps
         self.lost = False  # True: every stage has members, and there is no common position to go on from
+        self._lost_since = math.inf
+        self._forsaken = False
+        self._lacking: list[int] = []  # the stages without the current position, while it was looked for
 
     # --- what is heard ----------------------------------------------------------------------------------------
 
@@ -54,7 +58,7 @@ class PositionSearch:
 
     def arrived(self) -> None:
         """All members have one position: no stage lacks it."""
-        self._broken_since = None
+        self._broken_since, self._forsaken, self._lacking = None, False, []
 
     def look(self, now: float) -> None:
         """Time passed: hearsay expires."""
@@ -66,7 +70,7 @@ class PositionSearch:
         """The newest position that every stage can reach, as far as it is backed; None: there is none."""
         announced = max(self.announced_step if self._believes_hearsay else 0, self.kept_step)
         config = self._config
-        knowledge = Knowledge(config.stages, config.first_save, self.established, self.known, announced)
+        knowledge = Knowledge(config.stages, config.first_save, self.established, self.known, announced, self._forsaken)
         return best_position(knowledge, self._roster.entries)
 
     @property
@@ -102,9 +106,11 @@ class PositionSearch:
 
     def falls_back(self, now: float) -> bool:
         """True when a stage has long been without the current position, and there is an older one to go on from."""
-        if not self._roster.lagging_stages(self._course.current):
+        if not (lagging := self._roster.lagging_stages(self._course.current)):
             self._broken_since = None
-        elif self._broken_since is None:
+            return False
+        self._lacking = lagging
+        if self._broken_since is None:
             self._broken_since = now
         else:
             return self._is_broken(now) and self.best() is not None
@@ -115,7 +121,49 @@ class PositionSearch:
         waits = self._is_broken(now) or (self._course.phase is Phase.GATHERING and self.is_over(now))
         before = self.lost
         self.lost = waits and not self._roster.empty_stages() and self.best() is None
+        self._lost_since = min(self._lost_since, now) if self.lost else math.inf
+        self._forsaken |= now - self._lost_since >= self._patience_s
         return self.lost != before
+
+    @property
+    def lacks(self) -> bool:
+        """True while it is unknown what all stages can reach, or a stage is without the current position."""
+        return self._course.current is None or self._broken_since is not None
+
+    @property
+    def _will_forsake(self) -> bool:
+        return self.lost and self._patience_s < math.inf
+
+    @property
+    def _patience_s(self) -> float:
+        """Seconds that a state which is nowhere is waited for."""
+        config = self._config
+        if self.kept_step:
+            return config.forsake_most_s
+        if self._course.current is not None or all(map(self.established.knows_of, self._without_any_state())):
+            return config.forsake_s
+        there = [entry for entry in self._roster.entries.values() if entry.is_anywhere]
+        stepped = [entry for entry in there if entry.digest]  # since they began: the run was under way just now
+        return config.forsake_unseen_s if 2 * len(stepped) > len(there) else config.forsake_most_s
+
+    def loss(self, target: Position) -> str:
+        """The text on what it costs to go to `target`; "" where nothing is lost."""
+        current = self._course.current
+        ahead = furthest(self._roster.entries)
+        before = current.step if current is not None else ahead[1] if ahead is not None else 0
+        if target.step >= before:
+            return ""
+        back = f"the swarm goes back from step {before} to step {target.step}"
+        lacking = self._lacking if current is not None else self._without_any_state()
+        if not lacking:
+            return f"not all stages have the state of step {before}: {back}"
+        names = f"stage {lacking[0]}" if len(lacking) == 1 else f"stages {', '.join(map(str, lacking))}"
+        was = "was" if len(lacking) == 1 else "were"
+        return f"{names} {was} lost with {'its' if len(lacking) == 1 else 'their'} last peer: {back}"
+
+    def _without_any_state(self) -> list[int]:
+        held = self._roster.held_stages()
+        return [stage for stage in range(self._config.stages) if stage not in held]
 
     def _is_broken(self, now: float) -> bool:
         return self._broken_since is not None and now - self._broken_since >= self._config.broken_s
@@ -127,6 +175,8 @@ class PositionSearch:
             due = self._gathering.due
         if self._broken_since is not None and (decided := self._broken_since + self._config.broken_s) > now:
             due = min(due, decided)
+        if self.lost:
+            due = min(due, max(now, self._lost_since + self._patience_s))
         return due
 
     def problem(self) -> str:
@@ -135,4 +185,6 @@ class PositionSearch:
             return "the conductor gathers the members"
         ahead = furthest(self._roster.entries)
         told = f"; peer …{ahead[0][-8:]} says that it has step {ahead[1]}" if ahead else ""
-        return f"no position that every stage can reach: a peer or a checkpoint with newer state is missing{told}"
+        begins_anew = f"; without it the run begins anew after {self._patience_s:.0f} s" if self._will_forsake else ""
+        missing = "a peer or a checkpoint with newer state is missing"
+        return f"no position that every stage can reach: {missing}{told}{begins_anew}"

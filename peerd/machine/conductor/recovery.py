@@ -45,6 +45,10 @@ class Established:
     def __contains__(self, peer: object) -> bool:
         return peer in self._stage
 
+    def knows_of(self, stage: int) -> bool:
+        """True when members of this stage are known."""
+        return bool(self._of.get(stage))
+
     def back(self, stage: int, claims: Set[str], anywhere: int) -> bool:
         """True when the members that claim a position are a quorum of the stage.
 
@@ -68,6 +72,7 @@ class Knowledge:
     established: Established
     known: Position | None
     announced: int  # the newest step believed of a peer out of reach, or of kept checkpoints
+    forsaken: bool = False  # what is missing was waited for long enough: the start will do
 
     def ahead(self, position: Position) -> bool:
         """True when the position needs a quorum: it is not behind what the conductor knows."""
@@ -78,7 +83,7 @@ def best_position(knowledge: Knowledge, members: Mapping[str, RosterEntry]) -> P
     """The newest position that every stage can reach; None when there is none.
 
     Every peer can make the parameters of step 0 again. But going back to them from a step that some peer may have saved
-    (`first_save` or later) would throw away work that returns with that peer.
+    (`first_save` or later) would throw away work that returns with that peer; so it is done only when that is forsaken.
     """
     claims: list[dict[Position, set[str]]] = [{} for _ in range(knowledge.stages)]
     anywhere, holders = [0] * knowledge.stages, Counter[Position]()
@@ -93,7 +98,7 @@ def best_position(knowledge: Knowledge, members: Mapping[str, RosterEntry]) -> P
     ]
     common = set.intersection(*reach) - {START}
     newest = max((p.step for found in reach for p in found), default=0)
-    if all(claims) and max(newest, knowledge.announced) < knowledge.first_save:
+    if all(claims) and (knowledge.forsaken or max(newest, knowledge.announced) < knowledge.first_save):
         common.add(START)
     return max(common, key=lambda p: (p.step, holders[p], p.lineage), default=None)
 

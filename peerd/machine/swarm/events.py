@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
@@ -26,6 +27,12 @@ class ConductorConfig:
     expect_s: float = 6.0  # how long it waits for members that are known to exist
     hearsay_s: float = 60.0  # how long a new run waits for peers that only records tell of: a record's life
     broken_s: float = 4.0  # how long a stage may be empty before an older common position is looked for
+    # How long a stage's state may be nowhere before the run begins anew without it: where the peers that had it are
+    # known, and are heard when they come back; where they are not; and where the whole run comes back, or a peer that
+    # can be reached keeps a checkpoint.
+    forsake_s: float = math.inf
+    forsake_unseen_s: float = math.inf
+    forsake_most_s: float = math.inf
     lease_s: float = 30.0  # how long a whole batch waits for one that its trainer does not finish, others being quicker
     first_lease_s: float = 120.0  # how long a microbatch may stay unfinished where nobody else shows what is usual
     retry_s: float = 0.2  # before a failed attempt is repeated; doubles up to 5 s
@@ -159,9 +166,10 @@ class Probe:
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """Something a person may want to know."""
+    """Something a person may want to know; `warning`: it cost something."""
 
     text: str
+    warning: bool = False
 
 
 Output = SendPrepare | CancelAttempt | SendMove | Probe | Note

@@ -136,6 +136,10 @@ class Roster:
         """Stages without any member."""
         return [stage for stage in self.stages if not self.of_stage(stage)]
 
+    def held_stages(self) -> list[int]:
+        """Stages with a member that is, or could go, anywhere but to the start."""
+        return sorted({entry.stage for entry in self.entries.values() if entry.is_anywhere})
+
     def lagging_stages(self, position: Position | None) -> list[int]:
         """Stages of which no member stands at `position`."""
         return [stage for stage in self.stages if not self.at(stage, position)]

@@ -20,7 +20,8 @@ from peerd.core.errors import Refused, RemoteError
 from peerd.core.ids import PeerId
 from peerd.core.limits import REPORTS_AT_ONCE, REPORTS_PER_S, SUSPECTS
 from peerd.core.messages.encoding import Empty
-from peerd.core.messages.swarm import Forecast, Leave, MemberInfo
+from peerd.core.messages.swarm import Forecast, Leave, ListMembers, MemberInfo, MembersListed
+from peerd.machine.conductor.member_list import KnownMembers
 from peerd.machine.swarm.posts import peer_of, post_name
 from peerd.service.rpc.rpc import Rpc
 from peerd.service.swarm.directory import Directory
@@ -34,6 +35,17 @@ _PATIENT_TIMES = 3  # that a peer may fail in a row before it is suspected for l
 _RETRY_S = 0.3
 _REFRESH_S = 3.0
 _GOODBYE_S = 1.0
+_LIST_S = 3.0  # for each answer with a part of the conductor's list
+_PARTS = 64  # of one list, at most
+_ASKED = 4  # peers of stage 0 that are asked for it: the first that can be reached should conduct
+
+
+@dataclass(frozen=True, slots=True)
+class MembersListing:
+    """The conductor's list of members. `held`: the stages of which a member has a state beyond the start."""
+
+    members: list[MemberInfo]
+    held: frozenset[int]
 
 
 @dataclass(slots=True)
@@ -220,6 +232,29 @@ class Following:
             return
         with trio.move_on_after(_GOODBYE_S), suppress(RemoteError):  # it will notice when the connection closes
             await self.rpc.call(self.conductor, "swarm/3/leave", Leave(run, stage), Empty, timeout_s=_GOODBYE_S)
+
+    async def list_members(self, run: bytes) -> MembersListing | None:
+        """The conductor's list, for a peer that serves nothing yet; None: nobody that can be reached conducts."""
+        await self.refresh()
+        for peer in [one for one in self.order() if not self.suspected(one)][:_ASKED]:
+            try:
+                if (listing := await self._list_of(peer, run)) is not None:
+                    return listing
+            except Refused:
+                continue  # it does not conduct
+            except RemoteError:
+                self.suspect(peer)
+        return None
+
+    async def _list_of(self, peer: PeerId, run: bytes) -> MembersListing | None:
+        """The list of a peer that conducts; None: it has no end."""
+        known = KnownMembers()
+        for _ in range(_PARTS):
+            body = ListMembers(run, known.version)
+            told = (await self.rpc.call(peer, "swarm/3/members", body, MembersListed, timeout_s=_LIST_S)).body
+            if (members := known.take(told.members)) is not None:
+                return MembersListing(self.note_members(members), frozenset(told.held))
+        return None
 
     async def _choose(self) -> PeerId:
         """The conductor to ask now; waits until stage 0 has a peer."""

@@ -33,10 +33,12 @@ class Conducting:
     def __init__(self, config: ConductingConfig, rpc: Rpc, host: Host, clock: Clock, following: Following) -> None:
         self._host, self._following = host, following
         self.notes: Callable[[str], None] = log.info
+        self.warnings: Callable[[str], None] = log.warning
         self.orders = Orders(config, rpc)
         self.orders.notes = self._note
         rivals = Rivals(config.fingerprint, rpc, host, following)
         self._driver = MachineDriver(self.orders, rivals.answers, self._note)
+        self._driver.warnings = lambda text: self.warnings(text)
         self._duty = Duty(config, host, clock, rivals, self._driver)
         self._reports = Reports(config.fingerprint, rpc, following, self._duty, self._driver)
 

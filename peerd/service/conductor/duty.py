@@ -165,6 +165,6 @@ class Duty:
             return
         machine.search.announced_step = self._following.announced_step()
         kept = {peer: max(position.step for position in kept) for peer, kept in directory.kept.items()}
-        if machine.current is None and kept:
+        if machine.search.lacks and kept:
             there = await self._rivals.reachable(kept)
             machine.search.kept_step = max((kept[peer] for peer in there), default=0)

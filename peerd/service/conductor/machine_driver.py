@@ -35,12 +35,13 @@ _IDLE_S = 5.0  # between looks while there is no machine
 
 
 class MachineDriver:
-    """See the module's header. `answers`: True when a peer answers a call; `notes` takes texts for the log."""
+    """See the module's header. `answers`: True when a peer answers a call; `notes` and `warnings` take texts to log."""
 
     def __init__(
         self, orders: Orders, answers: Callable[[PeerId], Awaitable[bool]], notes: Callable[[str], None]
     ) -> None:
         self._orders, self._answers, self.notes = orders, answers, notes
+        self.warnings = notes
         self.tenure: Tenure | None = None
         self.heard: dict[str, float] = {}  # post or trainer that reports -> when it was heard last
         self.nursery: trio.Nursery | None = None  # for a tenure's tasks; None: not running
@@ -103,8 +104,8 @@ class MachineDriver:
                     self._orders.cancel(attempt)
                 case Probe(peer):
                     self.nursery.start_soon(self._probe, tenure, peer)
-                case Note(text):
-                    self.notes(text)
+                case Note(text, warning):
+                    (self.warnings if warning else self.notes)(text)
         self._orders.begin(self.nursery, prepares, reign)
         self.wake_waiting()
 

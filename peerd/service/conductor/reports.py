@@ -1,4 +1,4 @@
-"""Reports to the conductor and its answers: `swarm/3/member`, `trainer`, `leave` and `who`.
+"""Reports to the conductor and its answers: `swarm/3/member`, `trainer`, `leave`, `members` and `who`.
 
 A report is a stage peer's, a helper's or a trainer's state by its own account; the machine takes it as events. Where
 there is no news for its sender, a report waits here until there is some (long polling), so that news need no calls of
@@ -20,8 +20,10 @@ from peerd.core.messages.swarm import (
     Done,
     Leave,
     LineInfo,
+    ListMembers,
     Mbs,
     MemberAnswer,
+    MembersListed,
     MemberSync,
     Seqs,
     TrainerAnswer,
@@ -54,6 +56,7 @@ class Reports:
         self._rpc.serve("swarm/3/member", MemberSync, self._member, limits=_REPORTS)
         self._rpc.serve("swarm/3/trainer", TrainerSync, self._trainer, limits=_REPORTS)
         self._rpc.serve("swarm/3/leave", Leave, self._leave)
+        self._rpc.serve("swarm/3/members", ListMembers, self._list)
         self._rpc.serve("swarm/3/who", WhoConducts, self._who)
 
     def unserve(self) -> None:
@@ -185,6 +188,14 @@ class Reports:
         name = call.peer.text if call.body.stage is None else post_name(call.peer.text, call.body.stage)
         self._driver.gone([name])
         return Answer(Empty())
+
+    async def _list(self, call: Incoming[ListMembers]) -> Answer[MembersListed]:
+        """The member list, for a peer that is about to choose a stage; refused when this peer does not conduct."""
+        self._check_run(call.body.run)
+        tenure = self._driver.tenure
+        if tenure is None:
+            raise Refused("this peer does not conduct")
+        return Answer(MembersListed(tenure.members_since(call.body.listed), tenure.machine.roster.held_stages()))
 
     async def _who(self, call: Incoming[WhoConducts]) -> Answer[Conducts]:
         """Answer with the term when this peer conducts; else refuse."""

@@ -16,10 +16,9 @@ import msgspec
 import trio
 
 from peerd.core.addr import parse_addr
-from peerd.core.clock import Clock
 from peerd.core.errors import ConfigError, ProtocolViolation, RemoteError
 from peerd.core.ids import PeerId
-from peerd.core.limits import ADDR_BYTES, ADDRS_PER_PEER, DIRECTORY_READ_BYTES, KEPT_SETS
+from peerd.core.limits import ADDR_BYTES, ADDRS_PER_PEER, DIRECTORY_READ_BYTES, JOINER_STAGES, KEPT_SETS
 from peerd.core.messages.encoding import decode, encode
 from peerd.core.messages.progress import (
     Joiner,
@@ -35,6 +34,7 @@ from peerd.core.messages.progress import (
 )
 from peerd.core.messages.settings import PublishedSettings, read_settings
 from peerd.core.messages.swarm import MemberInfo, Position
+from peerd.machine.swarm.placement import CHOOSING_S, TAKING_S, Arrival
 from peerd.net.host.host import Host
 from peerd.service.dht.dht import Dht
 from peerd.service.rpc.types import Gate
@@ -43,8 +43,6 @@ from peerd.signals import Signal
 log = logging.getLogger("peerd.service.swarm.directory")
 
 RECORD_TTL_S = 60.0
-_JOINING_TTL_S = 15.0
-_JOINING_WAIT_S = 1.0
 _FELLOWS_ASKED = 8  # in one look: one that is there is enough
 
 
@@ -181,35 +179,31 @@ class Directory:
                 linked.append(peer)
         return linked
 
-    async def needed_stage(self, since: float, clock: Clock) -> int:
-        """The stage with the fewest peers, agreed with others that join at the same moment.
+    async def announce_arrival(self, since: float, has: Sequence[int] = (), takes: int | None = None) -> None:
+        """Say that this peer, which came at `since`, is about to choose a stage, or has chosen one."""
+        token = self._gate.token if self._gate is not None else b""
+        joiner = Joiner(since, token, list(has)[:JOINER_STAGES], takes)
+        ttl_s = CHOOSING_S if takes is None else TAKING_S
+        await self._dht.put(joining_key(self.run), encode(joiner), ttl_s=ttl_s)
 
-        Joiners announce themselves first, wait, and are dealt to the stages in the order of their arrival; all see
-        the same list, so two do not fill one gap. `since`: when we arrived.
-        """
-        key = joining_key(self.run)
-        mine = Joiner(since, self._gate.token if self._gate is not None else b"")
-        await self._dht.put(key, encode(mine), ttl_s=_JOINING_TTL_S)
-        await trio.sleep(_JOINING_WAIT_S)
-        await self.refresh()
-        joiners = {self._host.id: since}
-        for record in await self._dht.get(key, most_bytes=DIRECTORY_READ_BYTES):
+    async def withdraw_arrival(self) -> None:
+        """Say so no more: this peer serves a stage now."""
+        await self._dht.withdraw(joining_key(self.run))
+
+    async def arrivals(self, wall: float) -> list[Arrival]:
+        """The peers that are about to serve a stage."""
+        found = list[Arrival]()
+        for record in await self._dht.get(joining_key(self.run), most_bytes=DIRECTORY_READ_BYTES):
             try:
-                joiner = decode(Joiner, record.value)
-                if self._gate is None or self._gate.named(record.publisher, joiner.token, "stage") is not None:
-                    joiners.setdefault(record.publisher, joiner.since)
+                one = decode(Joiner, record.value)
             except ProtocolViolation as error:
                 log.warning("skipped a joiner's record: %s", error.blame(record.publisher))
-        count = [0] * self.stages
-        for entry in self.announced.values():
-            count[entry.progress.stage] += 1
-            joiners.pop(entry.peer, None)
-        for _, peer in sorted((s, p) for p, s in joiners.items() if clock.wall() - s < _JOINING_TTL_S):
-            stage = count.index(min(count))
-            if peer == self._host.id:
-                break
-            count[stage] += 1
-        return count.index(min(count))
+                continue
+            if self._gate is None or self._gate.named(record.publisher, one.token, "stage") is not None:
+                arrival = Arrival(one.since, record.publisher.text, tuple(one.has), one.takes)
+                if arrival.counts(wall):
+                    found.append(arrival)
+        return found
 
     async def moved_or(self, event: Signal) -> None:
         """Wait until our addresses change, so that records which name them are old, or until `event`."""

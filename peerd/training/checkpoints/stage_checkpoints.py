@@ -25,7 +25,7 @@ _HANGS_S = 30.0  # that writing a checkpoint takes before `problem` reports it
 
 
 class Saving:
-    """The checkpoints of one peer in one run. `open` comes before everything but `newest_stage`."""
+    """The checkpoints of one peer in one run. `open` comes before everything but `stages`."""
 
     def __init__(self, ctx: RoleContext, fingerprint: bytes, spare: int = 0) -> None:
         """`spare`: the number of checkpoints to keep beyond the run's `checkpoint.keep`."""
@@ -99,13 +99,12 @@ class Saving:
     def _tell(self) -> None:
         self._news.notify()
 
-    async def newest_stage(self, stages: int) -> int | None:
-        """The stage of which we have the newest checkpoint, if any."""
+    async def stages(self, stages: int) -> list[int]:
+        """The stages that we have checkpoints of, the newest first."""
 
-        def look() -> int | None:
+        def look() -> list[int]:
             steps = {s: self._open(s).steps() for s in range(stages) if self._of_stage(s).is_dir()}
-            found = [(max(saved), s) for s, saved in steps.items() if saved]
-            return max(found)[1] if found else None
+            return [s for _, s in sorted(((max(saved), s) for s, saved in steps.items() if saved), reverse=True)]
 
         return await self._files.run(look, name="look for checkpoints")
 

@@ -1,8 +1,9 @@
 """A peer's posts in a run: chooses its stages, enters and leaves them, and tallies their contributions. Not a role.
 
 It is role `stage`; role `trainer` holds one where the model is one stage: a replica of its own; with `Own` it is a
-user's model, whose gradients the user alone computes. Stages are the run file's (`limits.stage`), else the one that
-this peer has the newest checkpoint of, else the one that needs a peer most.
+user's model, whose gradients the user alone computes. Stages are the run file's (`limits.stage`), and then it stays
+there; else the one that needs a peer most, and when another one has long been without any, this peer may move there
+(`service/conductor/placing`).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from peerd.core.messages.swarm import MemberInfo, Position
 from peerd.core.runfile import RunFile
 from peerd.machine.swarm.roster import START
 from peerd.role import RoleContext
+from peerd.signals import Signal
 from peerd.training.checkpoints.stage_checkpoints import Saving
 from peerd.training.stage.external_model import Own
 from peerd.training.stage.post import Post
@@ -43,8 +45,10 @@ class StageMember:
         self._services = ctx.services
         self._tally = self._services.tally("stage", ctx.data_dir / "contributed.json", ctx.worker("files"))
         self._arrived_at = ctx.clock.wall()
+        self._placing = self._services.placing()
         self._held: dict[int, _Held] = {}  # by stage, in the order in which they were entered
-        self._entered = trio.Event()  # the first post is there
+        self._entered = Signal()  # a post is there
+        self._moves = trio.CancelScope()
         self._nursery: trio.Nursery | None = None
 
     # --- life -------------------------------------------------------------------------------------------------
@@ -52,7 +56,7 @@ class StageMember:
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Serve stages until cancelled."""
         await self._services.compare_settings()
-        stages = await self._choose_stages()
+        stages = self._run.limits.stages or [await self._choose_stage()]
         async with trio.open_nursery() as nursery:
             self._nursery = nursery
             for stage in stages:
@@ -60,10 +64,14 @@ class StageMember:
             nursery.start_soon(self._tally.run)
             if self._own is None:  # trainers do not call a user's model
                 nursery.start_soon(self._services.calling_in().run)
+            if self._is_free:
+                await self._placing.serves_now()
+                nursery.start_soon(self._move_when_needed)
             task_status.started()
 
     async def leave(self) -> None:
         """Leave every post gracefully, all at once."""
+        self._moves.cancel()
         async with trio.open_nursery() as nursery:
             for held in self._held.values():
                 nursery.start_soon(self._end, held)
@@ -77,15 +85,17 @@ class StageMember:
             raise LocalError(f"this process serves {POSTS} stages already")
         held = self._held[stage] = _Held(Post(self._ctx, self._services, stage, self._own))
         held.post.stepped = self._stepped
-        self._entered.set()
+        self._entered.notify()
         await self._nursery.start(self._serve, held)
         held.begun = True
         return held.post
 
     async def exit(self, stage: int) -> None:
         """Leave the post of `stage` gracefully, and serve it no more; returns when its task has ended."""
-        await self._end(self._held[stage])
+        held = self._held[stage]
+        await self._end(held)
         del self._held[stage]
+        held.post.state.stepped.notify()  # for those that wait for its next position
 
     async def _end(self, held: _Held) -> None:
         if not held.begun:
@@ -102,15 +112,35 @@ class StageMember:
         finally:
             held.ended.set()
 
-    async def _choose_stages(self) -> list[int]:
-        """The configured stages; else the one we have the newest checkpoint of; else the one that needs a peer most."""
-        if self._run.limits.stages:
-            return self._run.limits.stages
-        saved = Saving(self._ctx, self._services.fingerprint)
-        wanted = await saved.newest_stage(self._run.pipeline.stages)
-        if wanted is None:
-            wanted = await self._services.directory.needed_stage(self._arrived_at, self._ctx.clock)
-        return [wanted]
+    # --- where it serves --------------------------------------------------------------------------------------
+
+    @property
+    def _is_free(self) -> bool:
+        """True when the stage is this peer's own choice, among several."""
+        return self._run.pipeline.stages > 1 and not self._run.limits.stages
+
+    async def _choose_stage(self) -> int:
+        """The stage to serve, by need; of a run of one stage that one."""
+        if not self._is_free:
+            return 0
+        has = await Saving(self._ctx, self._services.fingerprint).stages(self._run.pipeline.stages)
+        stage, why = await self._placing.choose(self._arrived_at, has)
+        self._ctx.log.event("stage.chosen", stage=stage, why=why)
+        return stage
+
+    async def _move_when_needed(self) -> None:
+        """Move to a stage that has lost its peers, whenever it is this peer's turn."""
+        with self._moves:
+            while True:
+                move = await self._placing.next_move(lambda: self.step)
+                if list(self._held) != [move.source]:
+                    continue
+                why = f"stage {move.target} has had no peer for {move.empty_s:.0f} s, stage {move.source} has others"
+                self._ctx.log.event("stage.moved", stage=move.target, before=move.source, why=why)
+                await self._placing.goes(move.target)
+                await self.exit(move.source)
+                await self.enter(move.target)
+                await self._placing.serves_now()
 
     # --- what it holds ----------------------------------------------------------------------------------------
 

@@ -62,6 +62,7 @@ class Post:
         self.catching_up = CatchingUp(ctx, services, self._coding, self.state, self.session)
         self._recalling = Recalling(ctx, services, self.saving, self.state, self.session)
         self.state.arrived, self.orders.stepped = self._arrived, self._made_step
+        self.state.restored = self._restored
         self._leaving = False
         self._waits_for: str | None = "the stage to be built"
         self._complete = False
@@ -95,6 +96,7 @@ class Post:
         """Run the conductor's service, as all peers of stage 0 do, idle until they have the duty."""
         self._following.joined_since = self.session.since
         self._conducting.notes = lambda text: self._ctx.log.event("conductor.noted", note=text)
+        self._conducting.warnings = lambda text: self._ctx.log.event("conductor.noted", level="warning", note=text)
         self._conducting.solver = self._coding
         await nursery.start(self._conducting.run)
 
@@ -124,13 +126,13 @@ class Post:
         )
 
     async def leave(self) -> None:
-        """Let the step under way end, so that no trainer has to repeat our part; then say goodbye."""
+        """Let the step under way end, if it can, so that no trainer has to repeat our part; then say goodbye."""
         if not self.state.built:
             return
         self._leaving = True
         model = self.state.model
         with trio.move_on_after(_LEAVE_PATIENCE_S):
-            while (model.held or model.early) and not self._complete:
+            while (model.held or model.early) and not self._complete and not self._stands_still:
                 await self.state.stepped.wait()
         await self.state.save()
         with trio.move_on_after(_LEAVE_PATIENCE_S):
@@ -164,9 +166,23 @@ class Post:
         own = self._ctx.host.id.text
         return self._leaving and any(m.ready and m.stage == self.stage and m.peer != own for m in self.members)
 
+    @property
+    def _stands_still(self) -> bool:
+        """True while no step can end, since a stage has no peer."""
+        staffed = {m.stage for m in self.members if m.since}
+        return not staffed.issuperset(range(self._run.pipeline.stages))
+
     def _arrived(self, anew: bool) -> None:
         self.orders.arrived(anew)
         self.admissions.arrive()
+
+    def _restored(self, before: Position, target: Position) -> None:
+        """Log a return to `target`; a step back is a warning, of the conductor's where this peer conducts."""
+        back = target.step < before.step
+        warns = back and not (self.stage == 0 and self._conducting.acting)
+        facts = {"before": before.step} if back else {}
+        level = "warning" if warns else "info"
+        self._ctx.log.event("stage.restored", level=level, stage=self.stage, step=target.step, **facts)
 
     def _made_step(self, before: Position, leap: Leap, counted: int) -> None:
         self.catching_up.keep(before, leap)

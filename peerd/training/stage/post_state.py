@@ -46,6 +46,7 @@ class PostState:
         self.position = START
         self.moving = trio.Lock()
         self.stepped = Signal()  # at each new position
+        self.restored: Callable[[Position, Position], None] = lambda before, target: None
         self.arrived: Callable[[bool], None] = lambda anew: None  # `anew`: otherwise than by a step of our own
 
     @property
@@ -111,6 +112,7 @@ class PostState:
 
     async def load_saved(self, target: Position) -> None:
         """Go back to a checkpoint of the post's own; START needs no file."""
+        before = self.position
         if target == START and self._own is None:
             self._served = await self.work(self._build, "build the stage anew")
         elif self._own is not None and target not in self._saving.positions:
@@ -120,7 +122,7 @@ class PostState:
             async with self._changing():
                 await self.work(lambda: self.model.load(state), "load the checkpoint")
         self._arrive(target, anew=True)
-        self._ctx.log.event("stage.restored", stage=self.stage, step=target.step)
+        self.restored(before, target)
 
     async def step(self, target: Position, total: Total) -> Leap:
         """Make the optimizer step to `target`; returns the leap that others make it by. `arrive` comes after it."""

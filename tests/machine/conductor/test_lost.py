@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 from peerd.core.messages.swarm import Position
 from peerd.machine.conductor.conductor import Conductor
 from peerd.machine.conductor.phases import Phase
-from peerd.machine.swarm.events import ConductorConfig, MemberGone, MemberHello, MoveEnded, SendMove
+from peerd.machine.swarm.events import (
+    ConductorConfig,
+    MemberGone,
+    MemberHello,
+    MoveEnded,
+    Note,
+    Origin,
+    Output,
+    SendMove,
+)
 from peerd.machine.swarm.roster import START
 from tests.kit.conducting import hello
 
@@ -73,3 +83,113 @@ def test_a_stage_that_comes_back_with_nothing_is_lost_after_a_while() -> None:
     assert made.members_version > version
     made.wake(11.0)
     assert not made.lost
+
+
+# --- forsaken -----------------------------------------------------------------------------------------------------
+
+SAVED, HERE, FRESH = Position(30, b"saved"), Position(34, b"here"), Position(1, b"fresh")
+
+
+def forsaking(known: dict[str, int] | None = None) -> Conductor:
+    """Two stages at step 34, of which peers have checkpoints of step 30."""
+    config = ConductorConfig(
+        stages=2, microbatches=4, first_save=10, forsake_s=3.0, forsake_unseen_s=20.0, forsake_most_s=600.0
+    )
+    return Conductor(config, random.Random(1), 0.0, Origin(own="0a", established=known or {}))
+
+
+def here(peer: str, digest: bytes = b"mean") -> MemberHello:
+    return replace(at_stage(peer, HERE, saved=(SAVED,)), digest=digest)
+
+
+def steps(made: Conductor, begin: float, end: float) -> list[tuple[float, Output]]:
+    """What it wants done, each second; members go where they are sent."""
+    found: list[tuple[float, Output]] = []
+    now = begin
+    while now <= end:
+        outputs = made.wake(now)
+        while outputs:
+            found += [(now, output) for output in outputs]
+            moves = [output for output in outputs if isinstance(output, SendMove)]
+            outputs = [further for move in moves for further in made.handle(now, MoveEnded(move.peer, move.target))]
+        now += 0.5
+    return found
+
+
+def warnings(found: list[tuple[float, Output]]) -> list[tuple[float, str]]:
+    return [(at, output.text) for at, output in found if isinstance(output, Note) and output.warning]
+
+
+def test_a_state_that_went_with_its_last_peer_is_forsaken_and_the_loss_is_said_once() -> None:
+    made = forsaking()
+    made.handle(0.0, here("0a"))
+    made.handle(0.0, here("1a"))
+    steps(made, 0.5, 5.0)
+    assert made.current == HERE
+    made.handle(6.0, MemberGone("1a"))
+    made.handle(7.0, at_stage("1b"))
+    found = steps(made, 7.0, 30.0)
+    said = "stage 1 was lost with its last peer: the swarm goes back from step 34 to step 0"
+    assert [text for _, text in warnings(found)] == [said]
+    assert made.current == START
+    assert warnings(found)[0][0] <= 6.0 + 4.0 + 3.0 + 2.0
+
+
+def test_a_checkpoint_that_comes_back_in_time_is_gone_back_to() -> None:
+    made = forsaking()
+    made.handle(0.0, here("0a"))
+    made.handle(0.0, here("1a"))
+    steps(made, 0.5, 5.0)
+    made.handle(6.0, MemberGone("1a"))
+    made.handle(7.0, at_stage("1a", SAVED, saved=(SAVED,)))
+    found = steps(made, 7.0, 30.0)
+    said = "stage 1 was lost with its last peer: the swarm goes back from step 34 to step 30"
+    assert [text for _, text in warnings(found)] == [said]
+    assert made.current == SAVED
+
+
+def test_what_was_forsaken_is_taken_up_again_when_its_peer_comes_back() -> None:
+    made = forsaking({"0a": 0, "1a": 1})
+    made.handle(0.0, here("0a"))
+    made.handle(0.0, here("1a"))
+    steps(made, 0.5, 5.0)
+    made.handle(6.0, MemberGone("1a"))
+    made.handle(7.0, at_stage("1b"))
+    steps(made, 7.0, 30.0)
+    assert made.current == START
+    made.handle(31.0, at_stage("1liar", SAVED, saved=(SAVED,)))
+    steps(made, 31.0, 40.0)
+    assert made.current == START, "a stranger's word takes no swarm ahead"
+    made.handle(41.0, MemberGone("1liar"))
+    made.handle(41.0, at_stage("0a", START, saved=(SAVED,)))
+    made.handle(42.0, at_stage("1a", SAVED, saved=(SAVED,)))
+    steps(made, 42.0, 60.0)
+    assert made.current == SAVED
+
+
+def test_a_stage_lost_with_the_conductor_is_waited_for_longer_and_a_whole_run_that_comes_back_much_longer() -> None:
+    for digest, least, most in ((b"mean", 20.0, 30.0), (b"", 600.0, 620.0)):
+        made = forsaking()
+        made.handle(0.0, at_stage("0a"))
+        made.handle(0.0, here("1a", digest=digest))
+        found = steps(made, 0.5, 640.0)
+        ((at, text),) = warnings(found)
+        assert least <= at <= most
+        assert text == "stage 0 was lost with its last peer: the swarm goes back from step 34 to step 0"
+
+
+def test_what_a_keeper_keeps_is_waited_for() -> None:
+    made = forsaking()
+    made.handle(0.0, here("0a"))
+    made.handle(0.0, here("1a"))
+    steps(made, 0.5, 5.0)
+    made.search.kept_step = 30
+    made.handle(6.0, MemberGone("1a"))
+    made.handle(7.0, at_stage("1b"))
+    steps(made, 7.0, 60.0)
+    assert made.lost
+    assert "the run begins anew after 600 s" in made.search.problem()
+    made.handle(60.0, at_stage("1b", saved=(SAVED,)))
+    ((_, text),) = warnings(steps(made, 60.0, 70.0))
+    assert text.endswith("from step 34 to step 30")
+    assert made.current == SAVED

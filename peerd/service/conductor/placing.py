@@ -1,0 +1,117 @@
+"""Placing: finds the stage that this peer serves, when it joins and when it moves, with evidence from the living.
+
+A newcomer asks the conductor for its list of members. Where nobody conducts, the run's records count instead, but only
+those of peers that can be reached: a record outlives its peer by a minute. A peer that has its turn to move
+(`machine/swarm/placement`) moves only when no peer that announces the empty stage can be reached, nobody is on the way
+there, and a stage-mate with the state can be reached. Hostile input: records, arrivals, the list. Records of a peer
+that answers and does not serve delay a move by _DOUBT_S, no longer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from itertools import zip_longest
+from typing import Final
+
+import trio
+
+from peerd.core.clock import Clock
+from peerd.core.errors import RemoteError
+from peerd.core.ids import PeerId
+from peerd.machine.swarm.placement import Arrival, Move, Need, Seat, Vacancies, place
+from peerd.service.conductor.conductor_client import Following
+from peerd.service.conductor.rivals import Rivals
+
+_TOGETHER_S: Final = 1.0  # for others that join at the same moment to be seen
+_LOOK_S: Final = 1.0  # between looks at the list
+_DOUBT_S: Final = 60.0  # a stage that only the list calls empty, or that others are on their way to, waits so long
+_DIRECTORY_S: Final = 10.0  # for the directory, which asks many
+
+
+class Placing:
+    """See the module's header. `run`: the run's fingerprint."""
+
+    def __init__(self, run: bytes, following: Following, rivals: Rivals, clock: Clock) -> None:
+        self._run, self._following, self._rivals, self._clock = run, following, rivals, clock
+        self._directory, self._own = following.directory, following.own
+        self._vacancies = Vacancies(self._own.text, self._directory.stages)
+
+    # --- joining ----------------------------------------------------------------------------------------------
+
+    async def choose(self, since: float, has: Sequence[int]) -> tuple[int, str]:
+        """The stage to serve, and the reason. `since`: our arrival; `has`: stages we have states of, the newest first.
+
+        Raises RemoteError when there is no directory.
+        """
+        await self._directory.announce_arrival(since, has)
+        await trio.sleep(_TOGETHER_S)
+        need = await self._need()
+        others = [one for one in await self._directory.arrivals(self._clock.wall()) if one.peer != self._own.text]
+        stage, why = place(need, [*others, Arrival(since, self._own.text, tuple(has))], self._own.text)
+        await self._directory.announce_arrival(since, has, takes=stage)
+        return stage, why
+
+    async def serves_now(self) -> None:
+        """Say that this peer serves now. A directory that fails is no error: what was said expires."""
+        with trio.move_on_after(_DIRECTORY_S):
+            await self._directory.withdraw_arrival()
+
+    async def _need(self) -> Need:
+        stages = self._directory.stages
+        listing = await self._following.list_members(self._run)
+        if listing is not None:
+            seats = [Seat(m.peer, m.stage) for m in listing.members if m.since]
+            return Need(stages, seats, listing.held)
+        announced = await self._directory.refresh()
+        there = await self._rivals.reachable(_by_turns(announced, stages))
+        living = [entry for (peer, _), entry in announced.items() if peer in there or entry.progress.client]
+        seats = [Seat(entry.peer.text, entry.progress.stage) for entry in living]
+        return Need(stages, seats, frozenset(entry.progress.stage for entry in living if entry.progress.step))
+
+    # --- moving -----------------------------------------------------------------------------------------------
+
+    async def next_move(self, step: Callable[[], int]) -> Move:
+        """Wait until this peer is to move; from then on it stays for a while. `step`: that of its own state."""
+        changes = self._following.changes
+        while True:
+            await trio.sleep(_LOOK_S)
+            if self._following.conductor is None or self._following.changes != changes:
+                changes = self._following.changes
+                self._vacancies.forget()
+                continue
+            move = self._vacancies.look(trio.current_time(), self._following.members)
+            if move is not None and await self._is_backed(move, step()):
+                self._vacancies.moved(trio.current_time())
+                return move
+
+    async def goes(self, stage: int) -> None:
+        """Say that this peer is on its way to `stage`. A directory that fails is no error: others may come, too."""
+        with trio.move_on_after(_DIRECTORY_S), suppress(RemoteError):
+            await self._directory.announce_arrival(self._clock.wall(), takes=stage)
+
+    async def _is_backed(self, move: Move, step: int) -> bool:
+        """True when the evidence is for the move: see the module's header."""
+        with trio.move_on_after(_DIRECTORY_S):
+            try:
+                announced = await self._directory.refresh()
+                coming = await self._directory.arrivals(self._clock.wall())
+            except RemoteError:
+                return False
+            serving = {peer for peer, stage in announced if stage == move.target and peer != self._own}
+            awaited = [one for one in coming if one.peer != self._own.text and one.takes in (None, move.target)]
+            if move.empty_s < _DOUBT_S and (awaited or await self._rivals.reachable(serving)):
+                return False
+            with_state = set(move.ready)
+            for mate in move.mates:
+                entry = announced.get((PeerId.parse(mate), move.source))
+                if step == 0 or (not move.ready and entry is not None and entry.progress.step >= step):
+                    with_state.add(mate)
+            return bool(await self._rivals.reachable(PeerId.parse(mate) for mate in sorted(with_state)))
+        return False
+
+
+def _by_turns(posts: Iterable[tuple[PeerId, int]], stages: int) -> list[PeerId]:
+    """The peers of these posts, one of each stage after the other: some of each come first."""
+    of = [sorted(peer for peer, at in posts if at == stage) for stage in range(stages)]
+    return list(dict.fromkeys(peer for row in zip_longest(*of) for peer in row if peer is not None))

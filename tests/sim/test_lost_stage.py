@@ -1,0 +1,165 @@
+"""A stage that lost all its peers: a newcomer takes it, or a peer that idles beside it moves there; the run goes on."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trio
+from trio.testing import MockClock
+
+from peerd.core.runfile import CheckpointSection, ModelSection, OptimizerSection, PipelineSection, RunFile
+from peerd.sim.programs import swarm
+from peerd.sim.world import World, WorldConfig
+from roles.stage import StageRole
+from roles.trainer import TrainerRole
+from tests.kit.training import pinned
+from tests.kit.virtualroles import Roles, virtual_run
+from tests.kit.world import home_line
+
+WITHIN_S = 15.0
+
+
+def run_of(tmp_path: Path, every_steps: int = 4) -> RunFile:
+    return virtual_run(
+        tmp_path,
+        (40_000,),
+        model=ModelSection(d_model=8, heads=1, layers=2, context=8),
+        pipeline=PipelineSection(stages=2, microbatch=2),
+        optimizer=OptimizerSection(name="adamw", lr=1e-3),
+        checkpoint=CheckpointSection(every_steps=every_steps, keep=2),
+    )
+
+
+@asynccontextmanager
+async def training(roles: Roles, stage_peers: int) -> AsyncIterator[World]:
+    """A boot node, so many peers that choose their stages, and a trainer; begun."""
+    async with World(1, swarm(), WorldConfig(line=home_line)).running() as world:
+        boot = await world.start("boot")
+        world.bootstrap.append(boot.full_addr)
+        for number in range(stage_peers):
+            await world.start(f"stage{number}", program=roles.program(StageRole))
+        await world.start("trainer", program=roles.program(TrainerRole))
+        assert await world.until(lambda: len(roles.steps()) == stage_peers and min(roles.steps()) >= 6, within_s=60)
+        yield world
+
+
+def serving(roles: Roles, stage: int) -> list[str]:
+    return [name for name, role in sorted(roles.live.items()) if isinstance(role, StageRole) and role.stage == stage]
+
+
+async def lose(world: World, roles: Roles, stage: int) -> str:
+    """Kill all peers of a stage, one in the middle of a sentence."""
+    names = serving(roles, stage)
+    for node in [node for node in world.living() if node.name in names]:
+        await world.kill(node)
+    return names[0]
+
+
+async def goes_on(world: World, roles: Roles, within_s: float = WITHIN_S) -> None:
+    """Steps are made: by then, and from wherever it goes on."""
+    steps: list[int] = []
+    trainer: Any = roles.live["trainer"]
+
+    def moved_on() -> bool:
+        if not steps or trainer.status()["step"] != steps[-1]:
+            steps.append(trainer.status()["step"])
+        return len(steps) > 3
+
+    began = trio.current_time()
+    assert await world.until(moved_on, within_s=within_s), roles.story()
+    print(f"went on after {trio.current_time() - began:.1f} s")
+
+
+def events(roles: Roles, name: str) -> list[dict[str, Any]]:
+    return [event for log in roles.logs.values() for event in log.recent(200) if event["name"] == name]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [0, 1])
+async def test_a_newcomer_serves_the_stage_whose_peer_was_killed(
+    tmp_path: Path, autojump_clock: MockClock, stage: int
+) -> None:
+    roles = Roles(run_of(tmp_path), tmp_path / "peers")
+    async with training(roles, 2) as world:
+        await lose(world, roles, stage)
+        await trio.sleep(2.0)
+        await world.start("new", program=roles.program(StageRole))
+        await goes_on(world, roles, WITHIN_S if stage else 40.0)
+        assert serving(roles, stage) == ["new"]
+        warned = [event for event in events(roles, "conductor.noted") if event["level"] == "warn"]
+        assert len(warned) == 1
+        assert f"stage {stage} was lost with its last peer: the swarm goes back from step" in str(warned[0]["note"])
+
+
+@pytest.mark.slow
+async def test_its_own_checkpoint_does_not_lead_a_restarted_peer_past_an_empty_stage(
+    tmp_path: Path, autojump_clock: MockClock
+) -> None:
+    roles = Roles(run_of(tmp_path), tmp_path / "peers")
+    async with training(roles, 3) as world:
+        most = max((0, 1), key=lambda stage: len(serving(roles, stage)))
+        again = serving(roles, most)[1]
+        (node,) = [node for node in world.living() if node.name == again]
+        with trio.fail_after(30):
+            await roles.live[again].leave()
+        await world.kill(node)
+        await lose(world, roles, 1 - most)
+        shutil.copytree(roles.directory / again, roles.directory / "back")  # a name is of one node
+        await world.start("back", program=roles.program(StageRole))
+        await goes_on(world, roles, 40.0)
+        assert serving(roles, 1 - most) == ["back"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("peers", [3, 5])
+async def test_one_peer_moves_to_a_stage_that_lost_all_its_own(
+    tmp_path: Path, autojump_clock: MockClock, peers: int
+) -> None:
+    roles = Roles(run_of(tmp_path, every_steps=0), tmp_path / "peers")
+    async with training(roles, peers) as world:
+        few = min((0, 1), key=lambda stage: len(serving(roles, stage)))
+        before = serving(roles, 1 - few)
+        await lose(world, roles, few)
+        await goes_on(world, roles, 40.0)
+        await trio.sleep(60.0)
+        assert len(serving(roles, few)) == 1, "exactly one has moved"
+        assert len(serving(roles, 1 - few)) == len(before) - 1
+        (moved,) = events(roles, "stage.moved")
+        assert (moved["before"], moved["stage"]) == (1 - few, few)
+        assert f"stage {few} has had no peer for" in str(moved["why"])
+        await goes_on(world, roles)
+
+
+@pytest.mark.slow
+async def test_a_peer_whose_stage_the_user_has_set_never_moves(tmp_path: Path, autojump_clock: MockClock) -> None:
+    run = run_of(tmp_path)
+    roles = Roles(run, tmp_path / "peers")
+    async with World(1, swarm(), WorldConfig(line=home_line)).running() as world:
+        boot = await world.start("boot")
+        world.bootstrap.append(boot.full_addr)
+        for number, stage in enumerate((0, 0, 1)):
+            await world.start(f"stage{number}", program=roles.program(StageRole, run=pinned(run, stage)))
+        await world.start("trainer", program=roles.program(TrainerRole))
+        assert await world.until(lambda: len(roles.steps()) == 3 and min(roles.steps()) >= 6, within_s=60)
+        await lose(world, roles, 1)
+        await trio.sleep(120.0)
+        assert serving(roles, 0) == ["stage0", "stage1"]
+        assert events(roles, "stage.moved") == []
+
+
+@pytest.mark.slow
+async def test_newcomers_that_come_together_fill_both_gaps(tmp_path: Path, autojump_clock: MockClock) -> None:
+    run = run_of(tmp_path)
+    roles = Roles(run, tmp_path / "peers")
+    async with training(roles, 2) as world:
+        await lose(world, roles, 0)
+        await lose(world, roles, 1)
+        async with trio.open_nursery() as nursery:
+            for name in ("new0", "new1"):
+                nursery.start_soon(lambda name=name: world.start(name, program=roles.program(StageRole)))
+        assert await world.until(lambda: serving(roles, 0) != [] and serving(roles, 1) != [], within_s=30)
