@@ -1,4 +1,4 @@
-"""Several roles, and several posts, in one process: each pair trains, exactly, in whichever order they begin."""
+"""Several roles, and several posts, in one process: any set trains, exactly, in whichever order they begin."""
 
 from __future__ import annotations
 
@@ -34,6 +34,28 @@ PAIRS = [
         pair, stages, marks=() if stages == 2 and pair in [*itertools.combinations(ALL, 2)] else pytest.mark.thorough
     )
     for pair in itertools.permutations(ALL, 2)
+    for stages in (2, 1)
+]
+# Three and four, in each order; of these one of each set, and one other order of all four, in every run of the tests.
+MORE = [
+    pytest.param(
+        roles,
+        stages,
+        marks=() if stages == 2 and (roles in [*itertools.combinations(ALL, 3), ALL[::-1]]) else pytest.mark.thorough,
+    )
+    for roles in (*itertools.permutations(ALL, 3), *itertools.permutations(ALL, 4))
+    for stages in (2, 1)
+]
+# Sets that can be the first process of a run.
+FIRST = [
+    pytest.param(
+        roles, stages, marks=() if (roles, stages) in [((StageRole, TrainerRole), 1)] else pytest.mark.thorough
+    )
+    for roles in (
+        *itertools.permutations((StageRole, TrainerRole)),
+        *itertools.permutations((StageRole, TrainerRole, AuxRole)),
+        (TrainerRole, AuxRole),
+    )
     for stages in (2, 1)
 ]
 
@@ -92,27 +114,58 @@ def stage_helped(both: Together, stages: int) -> int:
     return next((stage for stage in range(stages) if stage not in served), -1)
 
 
+async def train_together(run: RunFile, roles: Roles, world: World, held_here: tuple[Any, ...]) -> None:
+    """Beside the process `both`, whatever a run cannot do without: a peer for each stage, and a trainer; to its end."""
+    stages = run.pipeline.stages
+    if stages > 1 or StageRole not in held_here:
+        for number in range(stages if StageRole not in held_here else 1):
+            await world.start(f"stage{number}", program=roles.program(StageRole))
+    if TrainerRole not in held_here:
+        await world.start("trainer", program=roles.program(TrainerRole))
+    assert await world.until(lambda: bool(held(roles, TrainerRole)), within_s=30)
+    await finished(world, roles, held(roles, TrainerRole)[0])
+
+
+def check_helper(roles: Roles, stages: int) -> None:
+    """The helper of the process `both`, if it has one, sums for a stage that the process does not serve."""
+    both = roles.live["both"]
+    if "aux" in both.status():
+        assert both.status()["aux"]["stage"] == stage_helped(both, stages)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(("pair", "stages"), PAIRS, ids=lambda told: told if isinstance(told, int) else names_of(told))
-async def test_any_two_roles_train_in_one_process(
-    tmp_path: Path, autojump_clock: MockClock, batches: Batches, pair: tuple[Any, Any], stages: int
+@pytest.mark.parametrize(
+    ("several", "stages"), PAIRS + MORE, ids=lambda told: told if isinstance(told, int) else names_of(told)
+)
+async def test_any_roles_train_in_one_process(
+    tmp_path: Path, autojump_clock: MockClock, batches: Batches, several: tuple[Any, ...], stages: int
 ) -> None:
     run = run_file("sgd", "float64", write_texts(tmp_path), stages)
     roles = Roles(run, tmp_path)
     async with world_of(roles) as world:
-        await world.start("both", program=roles.program(together(*pair)))
-        # Whatever a run cannot do without comes in processes of its own: a peer for each stage, and a trainer.
-        if stages > 1 or StageRole not in pair:
-            for number in range(stages if StageRole not in pair else 1):
-                await world.start(f"stage{number}", program=roles.program(StageRole))
-        if TrainerRole not in pair:
-            await world.start("trainer", program=roles.program(TrainerRole))
-        assert await world.until(lambda: bool(held(roles, TrainerRole)), within_s=30)
-        await finished(world, roles, held(roles, TrainerRole)[0])
+        await world.start("both", program=roles.program(together(*several)))
+        await train_together(run, roles, world, several)
         check(run, roles, batches)
-        assert roles.live["both"].status().keys() == {role.name for role in pair}
-        if AuxRole in pair:
-            assert roles.live["both"].status()["aux"]["stage"] == stage_helped(roles.live["both"], stages)
+        assert roles.live["both"].status().keys() == {role.name for role in several}
+        check_helper(roles, stages)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("several", "stages"), FIRST, ids=lambda told: told if isinstance(told, int) else names_of(told)
+)
+async def test_roles_train_in_the_first_process_of_a_run(
+    tmp_path: Path, autojump_clock: MockClock, batches: Batches, several: tuple[Any, ...], stages: int
+) -> None:
+    """It has nobody to join through, waits for what the run cannot do without, and others join through it."""
+    run = run_file("sgd", "float64", write_texts(tmp_path), stages)
+    roles = Roles(run, tmp_path)
+    async with World(1, swarm(), WorldConfig(line=home_line)).running() as world:
+        first = await world.start("both", program=roles.program(together(*several)))
+        await trio.sleep(20.0)
+        world.bootstrap.append(first.full_addr)
+        await train_together(run, roles, world, several)
+        check(run, roles, batches)
 
 
 async def test_one_process_serves_two_stages(tmp_path: Path, autojump_clock: MockClock, batches: Batches) -> None:
