@@ -54,7 +54,7 @@ class Placing:
 
     async def serves_now(self) -> None:
         """Say that this peer serves now. A directory that fails is no error: what was said expires."""
-        with trio.move_on_after(_DIRECTORY_S):
+        with trio.move_on_after(_DIRECTORY_S), suppress(RemoteError):
             await self._directory.withdraw_arrival()
 
     async def _need(self) -> Need:
