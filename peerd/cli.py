@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Annotated, Final, NoReturn
 import typer
 from msgspec import structs
 
-from peerd.commands import token
+from peerd.commands import evaluate, export, generate, token
 from peerd.control.guest import GuestFlags, obey, settled
 from peerd.core.errors import ConfigError, PeerdError, missing_package
 from peerd.core.runfile import LimitsSection
@@ -50,6 +50,9 @@ app = typer.Typer(
 )
 
 app.add_typer(token.app, name="token")
+app.command()(export.export)
+app.command()(generate.generate)
+app.command()(evaluate.evaluate)
 
 RunFileOption = Annotated[Path | None, typer.Option("--model", "--config", metavar="FILE", help="The run file (YAML).")]
 Bootstrap = Annotated[

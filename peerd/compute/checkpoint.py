@@ -124,14 +124,7 @@ class Checkpoints:
     def manifest(self, step: int) -> Manifest:
         """The manifest alone, checked to be of this run and stage."""
         path = self._manifest_path(step)
-        with _disk(path):
-            raw = path.read_bytes()
-        try:
-            found = msgspec.json.decode(raw, type=Manifest)
-        except msgspec.DecodeError as error:
-            raise ConfigError(f"{path} is damaged: {error}; delete {self._hint(step)}") from error
-        if found.format != FORMAT:
-            raise ConfigError(f"{path} has format {found.format}; this peerd reads format {FORMAT}")
+        found = read_manifest(path, f"delete {self._hint(step)}")
         if found.fingerprint != self._fingerprint:
             raise ConfigError(f"{path} is of another run: fingerprint {found.fingerprint}, not {self._fingerprint}")
         if (found.stage, found.step) != (self._stage, step):
@@ -187,6 +180,19 @@ class Checkpoints:
         earlier = [other for other in self.steps() if other < step]
         then = f"step {earlier[-1]}" if earlier else "the start"
         return f"{self._manifest_path(step).name} to go on from {then}"
+
+
+def read_manifest(path: Path, advice: str = "") -> Manifest:
+    """A manifest of whichever run and stage; ConfigError, with `advice`, when it cannot be read."""
+    with _disk(path):
+        raw = path.read_bytes()
+    try:
+        found = msgspec.json.decode(raw, type=Manifest)
+    except msgspec.DecodeError as error:
+        raise ConfigError(f"{path} is damaged: {error}{advice and '; '}{advice}") from error
+    if found.format != FORMAT:
+        raise ConfigError(f"{path} has format {found.format}; this peerd reads format {FORMAT}")
+    return found
 
 
 def _sha256(path: Path) -> str:

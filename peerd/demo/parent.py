@@ -206,4 +206,5 @@ def _report(story: Story, settings: RunFile, children: Children) -> report.Repor
         data_dir=str(children.folder),
         sample=outcome.sample(checkpoint, settings),
         processes_left=sum(child.running for child in children.by_name.values()),
+        commands=outcome.commands(children.folder, settings),
     )

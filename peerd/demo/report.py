@@ -32,6 +32,7 @@ class Report:
     data_dir: str
     sample: str
     processes_left: int
+    commands: list[str]  # to type next, as they are
 
     def as_json(self) -> str:
         return json.dumps(asdict(self), ensure_ascii=False)
@@ -47,6 +48,8 @@ class Report:
             f"checkpoint        {self.checkpoint}",
             "what the model writes:",
             *(f"  {line}" for line in self.sample.splitlines()),
+            "to take the model with you, let it write, and measure it on text that it was not trained on:",
+            *(f"  {line}" for line in self.commands),
         ]
         return "\n".join(lines)
 

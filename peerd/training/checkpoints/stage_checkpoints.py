@@ -8,6 +8,7 @@ checkpoints and nothing else: `problem` says so, and the next that is due is tri
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -15,6 +16,7 @@ import trio
 from torch import Tensor
 
 from peerd.compute.checkpoint import Checkpoints, Manifest
+from peerd.compute.run_record import write_record
 from peerd.core.errors import ConfigError
 from peerd.core.limits import SAVED_TOLD
 from peerd.core.messages.swarm import Position
@@ -30,7 +32,7 @@ class Saving:
     def __init__(self, ctx: RoleContext, fingerprint: bytes, spare: int = 0) -> None:
         """`spare`: the number of checkpoints to keep beyond the run's `checkpoint.keep`."""
         assert ctx.run is not None
-        self._settings = ctx.run.checkpoint
+        self._settings, self._run = ctx.run.checkpoint, ctx.run
         self._keep = ctx.run.checkpoint.keep + spare
         self._total_steps = ctx.run.optimizer.total_steps
         self._fingerprint = fingerprint
@@ -40,6 +42,7 @@ class Saving:
         self._waiting: tuple[Position, Mapping[str, Tensor]] | None = None
         self._writing: tuple[Position, float] | None = None  # (position, begun at)
         self._failed: str | None = None
+        self._recorded = False  # the run's settings, beside the checkpoints
         self._news = Signal()
         self.directory: Path = self._root
         self._stage = -1
@@ -145,6 +148,7 @@ class Saving:
         lineage = {"lineage": position.lineage.hex()}
 
         def write() -> list[int]:
+            self._record()
             if hold:
                 checkpoints.hold(position.step)
             checkpoints.save(position.step, state, lineage)
@@ -153,6 +157,13 @@ class Saving:
         kept = await self._files.run(write, name="write a checkpoint")
         others = [p for p in self.positions if p.step != position.step]
         self.positions = sorted(p for p in [*others, position] if p.step in kept)
+
+    def _record(self) -> None:
+        """Write the run's settings, once, for `peerd export`. A checkpoint without them is worth as much to peers."""
+        if not self._recorded:
+            with contextlib.suppress(OSError):
+                write_record(self._root, self._run, self._fingerprint)
+                self._recorded = True
 
     async def load(self, position: Position) -> dict[str, Tensor]:
         """The state saved at `position`; ConfigError when it is not there or broken."""

@@ -1,4 +1,4 @@
-"""The model: its cut into stages, its starting parameters, its mathematics, models of one's own, text from it."""
+"""The model: its cut into stages, its starting parameters, its mathematics, models of one's own."""
 
 from __future__ import annotations
 
@@ -11,11 +11,9 @@ import torch
 from torch import Tensor
 
 from peerd.compute.model.assemble import load_whole_model
-from peerd.compute.model.generate import SampleStyle, generate
 from peerd.compute.model.layers import Attention, rotate
 from peerd.compute.model.partition import build, spans, whole_model
 from peerd.compute.model.stage_module import StageModule
-from peerd.compute.tokenizer import load_vocabulary
 from peerd.core.errors import ConfigError
 from peerd.core.runfile import ModelSection, PipelineSection, RunFile
 
@@ -233,17 +231,3 @@ def test_states_that_do_not_make_up_the_model_are_refused() -> None:
         load_whole_model(run, [first, first])
     with pytest.raises(ConfigError, match="at different steps: 1, 9"):
         load_whole_model(run, [first, last | {"step": torch.tensor(9)}])
-
-
-@pytest.mark.slow
-def test_text_from_a_model_repeats_with_its_seed_and_has_no_separator() -> None:
-    model, vocab = whole_model(make_run()), load_vocabulary("bytes")
-
-    def text(**style: object) -> str:
-        return generate(model, vocab, 8, "import ", 30, SampleStyle(**style))  # type: ignore[arg-type]
-
-    assert text(seed=1) == text(seed=1)
-    assert text(seed=1) != text(seed=2)
-    assert text(seed=1, temperature=0.0) == text(seed=2, temperature=0.0) == text(top_k=1)
-    assert "\0" not in text(top_k=0, temperature=5.0)
-    assert generate(model, vocab, 8, "", 3) != ""

@@ -1,0 +1,93 @@
+"""`peerd export`: a run's model out of its checkpoints, into a folder that needs no peerd.
+
+The work is `compute/export`'s, loaded when the command runs; here are the flags and what is said of the result.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from peerd.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from peerd.compute.export.export import Exported
+
+
+def export(
+    out: Annotated[Path, typer.Option("--out", metavar="FOLDER", help="Where the model goes: a new folder.")],
+    run_dir: Annotated[
+        Path | None,
+        typer.Argument(metavar="[RUN_DIR]", help="A peer's data directory, or a folder that holds several."),
+    ] = None,
+    backbone: Annotated[
+        Path | None,
+        typer.Option("--backbone", metavar="DIR", help="Data directory of a backbone that keeps a run."),
+    ] = None,
+    run: Annotated[str | None, typer.Option("--run", metavar="NAME", help="Which run, of several.")] = None,
+    step: Annotated[int | None, typer.Option("--step", min=0, help="Which step; the newest without it.")] = None,
+    model: Annotated[
+        Path | None,
+        typer.Option(
+            "--model", "--config", metavar="FILE", help="The run file, where the checkpoints have no settings."
+        ),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object for programs.")] = False,
+) -> None:
+    """Write a run's model: safetensors, its config, and a torch file that loads it without peerd."""
+    from peerd.compute.export import export as work
+    from peerd.config import load_run
+
+    if run_dir is not None and backbone is not None:
+        raise ConfigError("RUN_DIR and --backbone are both given; give one of them")
+    wish = work.ExportWish(
+        root=_root(run_dir, backbone),
+        out=out,
+        run_name=run,
+        settings=load_run(model).run if model is not None else None,
+        step=step,
+    )
+    made = work.export(wish)
+    if as_json:
+        typer.echo(json.dumps(_plain(made, out), ensure_ascii=False))
+    else:
+        typer.echo(_told(made, out, work.loss_line(made.config)))
+
+
+def _root(run_dir: Path | None, backbone: Path | None) -> Path:
+    """The folder to look below: a backbone's own part of its data directory, where there is one."""
+    if backbone is not None:
+        return backbone / "backbone" if (backbone / "backbone").is_dir() else backbone
+    from peerd.home import data_root
+
+    return run_dir if run_dir is not None else data_root()
+
+
+def _plain(made: Exported, out: Path) -> dict[str, object]:
+    config = made.config
+    return {
+        "out": str(out.resolve()),
+        **{name: getattr(config, name) for name in ("run", "step", "valid_loss", "valid_step", "kind", "parameters")},
+        "sources": [str(path) for path in made.sources],
+        "notes": made.notes,
+    }
+
+
+def _told(made: Exported, out: Path, loss: str) -> str:
+    config = made.config
+    lines = [f"run {config.run}, step {config.step}; {loss}; {config.parameters:,} parameters"]
+    lines += [f"  stage {stage} from {path}" for stage, path in enumerate(made.sources)]
+    lines += [f"  {note}" for note in made.notes]
+    lines.append(f"written to {out}: {', '.join(sorted(path.name for path in out.iterdir()))}")
+    if config.kind == "gpt":
+        lines += generate_hint(out)
+    return "\n".join(lines)
+
+
+def generate_hint(folder: Path) -> list[str]:
+    """What to type next."""
+    return [f'try: peerd generate --from {shlex.quote(str(folder))} "a prompt"']

@@ -1,0 +1,132 @@
+"""Loss of a model on a file of text, cut as training cuts its samples.
+
+The tokens of the whole file, a separator after each document, are cut into windows of `context` tokens; each token is
+predicted from those before it in its window, and the last of a window is predicted there and begins the next one. So
+every token but the first is predicted once; the last window may be shorter. The loss is the mean over all predicted
+tokens: where the windows are whole, the mean over samples that training reports as its validation loss.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from peerd.compute.data.readers import DataFile, Field, TextPiece, read_jsonl, read_parquet, read_text
+from peerd.compute.export.loaded_model import LoadedModel
+from peerd.compute.tokenizer import Vocabulary
+from peerd.core.errors import ConfigError
+
+BATCH_TOKENS: Final = 16_384  # of the windows that are computed at once
+LARGEST_BATCH: Final = 64
+KINDS: Final = {".jsonl": "jsonl", ".parquet": "parquet"}  # by the end of the name; all others are text
+_FIELD: Final = Field("text", "the field that is read")
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """Figures so far. `nats`: summed over the tokens that were predicted."""
+
+    nats: float
+    tokens: int  # predicted
+    text_bytes: int  # of the text that they are of
+    batch: int  # windows at once
+
+    @property
+    def loss(self) -> float:
+        """Nats per token."""
+        return self.nats / self.tokens
+
+    @property
+    def perplexity(self) -> float:
+        return math.exp(min(self.loss, 700.0))
+
+    @property
+    def bits_per_byte(self) -> float:
+        """Over the bytes of the text, whatever the tokens are."""
+        return self.nats / math.log(2) / self.text_bytes
+
+
+def evaluate(loaded: LoadedModel, path: Path, progress: Callable[[Evaluation], None] | None = None) -> Evaluation:
+    """Loss of the model on the text of a file; ConfigError in one sentence when there is nothing to measure."""
+    context, vocab = loaded.config.context, loaded.vocab
+    batch = max(1, min(LARGEST_BATCH, BATCH_TOKENS // context))
+    counted = _Counted(path, vocab)
+    nats, tokens = 0.0, 0
+    for windows in _windows(counted.tokens(), context, batch):
+        nats += _nats(loaded, windows)
+        tokens += windows.shape[0] * (windows.shape[1] - 1)
+        if progress is not None:
+            progress(Evaluation(nats, tokens, max(1, counted.text_bytes), batch))
+    if not tokens:
+        raise ConfigError(f"{path} has {counted.text_bytes} bytes of text: too little to predict a token")
+    if not math.isfinite(nats):
+        raise ConfigError(f"the model's loss on {path} is not finite: this model has diverged")
+    return Evaluation(nats, tokens, max(1, counted.text_bytes), batch)
+
+
+@torch.no_grad()
+def _nats(loaded: LoadedModel, windows: Tensor) -> float:
+    windows = windows.to(loaded.device)
+    logits_BLV = loaded.model(windows[:, :-1])
+    return float(F.cross_entropy(logits_BLV.flatten(0, 1), windows[:, 1:].flatten(), reduction="none").double().sum())
+
+
+class _Counted:
+    """The tokens of a file, and how many bytes of text they were made of."""
+
+    def __init__(self, path: Path, vocab: Vocabulary) -> None:
+        self.text_bytes = 0
+        self._path, self._vocab = path, vocab
+
+    def tokens(self) -> Iterator[npt.NDArray[Any]]:
+        """Runs of tokens, as they are read."""
+        try:
+            for piece in _pieces(self._path):
+                assert isinstance(piece.text, bytes)
+                self.text_bytes += len(piece.text)
+                yield self._vocab.encode(piece.text)
+                if piece.ends and self._vocab.separator is not None and piece.text:
+                    yield np.asarray([self._vocab.separator])
+        except OSError as error:
+            raise ConfigError(f"{self._path} can't be read: {error.strerror or error}") from error
+
+
+def _pieces(path: DataFile) -> Iterator[TextPiece]:
+    kind = KINDS.get(Path(path.name).suffix.lower(), "text")
+
+    def whole(size: int) -> tuple[int, int]:
+        return 0, size
+
+    if kind == "jsonl":
+        return read_jsonl(path, whole, None, _FIELD)
+    return read_parquet(path, whole, None, _FIELD) if kind == "parquet" else read_text(path, whole, None)
+
+
+def _windows(runs: Iterator[npt.NDArray[Any]], context: int, batch: int) -> Iterator[Tensor]:
+    """int64 [up to batch, context + 1], neighbours sharing a token; the last one alone, if it is shorter."""
+    held = np.empty(0, dtype=np.int64)
+    for run in runs:
+        held = np.concatenate([held, run.astype(np.int64)])
+        while len(held) > batch * context:
+            yield _cut(held, batch, context)
+            held = held[batch * context :]
+    whole = max(0, len(held) - 1) // context
+    if whole:
+        yield _cut(held, whole, context)
+        held = held[whole * context :]
+    if len(held) > 1:
+        yield torch.from_numpy(held[None].copy())
+
+
+def _cut(tokens: npt.NDArray[Any], count: int, context: int) -> Tensor:
+    view = np.lib.stride_tricks.sliding_window_view(tokens[: count * context + 1], context + 1)[::context]
+    return torch.from_numpy(view.copy())

@@ -1,0 +1,140 @@
+"""From checkpoints to an exported folder: finds a whole set, names its tensors plainly, checks them, writes."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from peerd.compute.export import standalone
+from peerd.compute.export.folder import (
+    CODE,
+    FORMAT,
+    TOKENIZER,
+    ExportConfig,
+    need_fitting,
+    refuse_other_content,
+    shapes_of,
+    write_export,
+)
+from peerd.compute.export.gather import Choice, choose_run, choose_set, find_runs, load_set
+from peerd.compute.export.known_loss import KnownLoss, known_loss
+from peerd.compute.export.names import architecture, plainly_named
+from peerd.compute.tensors import all_finite
+from peerd.core.errors import ConfigError
+from peerd.core.runfile import RunFile
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExportWish:
+    """What to export, and where to."""
+
+    root: Path  # the folder to look below
+    out: Path
+    run_name: str | None = None  # of several runs there
+    settings: RunFile | None = None  # the run file, where the checkpoints have no record of it
+    step: int | None = None  # none: the newest
+
+
+@dataclass(frozen=True, slots=True)
+class Exported:
+    """What was written, and from what."""
+
+    config: ExportConfig
+    sources: list[Path]  # by stage
+    notes: list[str]
+
+
+def export(wish: ExportWish) -> Exported:
+    """Write the model of one run to a folder; ConfigError or PeerdError in one sentence."""
+    refuse_other_content(wish.out)
+    runs, notes = find_runs(wish.root)
+    found = choose_run(runs, wish.root, wish.run_name, wish.settings)
+    choice = choose_set(found, wish.root, wish.step)
+    run = choice.run
+    tensors, sources, damaged = load_set(choice)
+    plain = plainly_named(run, tensors)
+    loss = known_loss(wish.root, run.run, choice.place.step, alone=len(runs) == 1)
+    config = _config(choice, plain, loss)
+    if run.model.kind == "gpt":
+        with torch.device("meta"):
+            wanted = shapes_of(standalone.GPT({"separator": config.separator, **architecture(run)}))
+        need_fitting({name: tuple(tensor.shape) for name, tensor in plain.items()}, wanted, str(sources[0].parent))
+    wrong = [name for name, tensor in sorted(plain.items()) if not all_finite(tensor)]
+    if wrong:
+        notes.append(f"{wrong[0]} has values that are not finite: this model has diverged; try an earlier --step")
+    tokenizer = None if run.model.vocab == "bytes" else Path(run.model.vocab)
+    write_export(wish.out, config, plain, readme_of(config, wish.out), tokenizer)
+    return Exported(config, sources, [*choice.notes, *notes, *damaged])
+
+
+def _config(choice: Choice, tensors: Mapping[str, Tensor], loss: KnownLoss | None) -> ExportConfig:
+    model = choice.run.model
+    return ExportConfig(
+        format=FORMAT,
+        run=choice.run.run,
+        step=choice.place.step,
+        valid_loss=loss.loss if loss is not None else None,
+        valid_step=loss.step if loss is not None else None,
+        tokenizer="bytes" if model.vocab == "bytes" else TOKENIZER,
+        parameters=sum(tensor.numel() for tensor in tensors.values()),
+        **architecture(choice.run),
+    )
+
+
+def loss_line(config: ExportConfig) -> str:
+    """The known validation loss, in words."""
+    if config.valid_loss is None:
+        return "validation loss unknown"
+    when = "" if config.valid_step == config.step else f" at step {config.valid_step}"
+    return f"validation loss {config.valid_loss:.4f} nats per token{when}"
+
+
+def readme_of(config: ExportConfig, out: Path) -> str:
+    """The folder's README.md."""
+    head = f"""\
+        # {config.run}, step {config.step}
+
+        {config.parameters:,} parameters, {config.dtype}; {loss_line(config)}. Trained with peerd.
+
+        """
+    own = f"""\
+        The layers are code of the run's own, `{config.kind}`, and are not in this folder. `config.json` has the run's
+        settings, which the function gets. In your own program:
+
+        ```python
+        layers = torch.nn.ModuleList(function(run))  # the list that {config.kind} returns
+        model = torch.nn.ModuleDict({{"layers": layers}})
+        safetensors.torch.load_model(model, "model.safetensors")
+        ```
+
+        With peerd, beside that code and the run file: `peerd generate --from {out.name} --model run.yaml "a prompt"`.
+        """
+    gpt = f"""\
+        * `model.safetensors`: the weights; `config.json`: their shape
+        * `{CODE}`: the model in plain PyTorch; needs torch and safetensors, and not peerd
+
+        ```
+        python {CODE} "a prompt"
+        peerd generate --from {out.name} "a prompt"
+        peerd evaluate --from {out.name} text.txt
+        ```
+
+        Tokens: {"bytes" if config.tokenizer == "bytes" else "those of `tokenizer.json` (pip install tokenizers)"}.
+        """
+    return textwrap.dedent(head) + textwrap.dedent(gpt if config.kind == "gpt" else own)
+
+
+def need_gpt_or_run(config: ExportConfig, run: RunFile | None, folder: Path) -> None:
+    """ConfigError when a model of one's own comes without the run file that names its code on this machine."""
+    if config.kind != "gpt" and run is None:
+        raise ConfigError(
+            f"{folder} is a model of the run's own ({config.kind[:100]}); add --model FILE: the run file, where that "
+            "code is"
+        )
+    if run is not None and run.model.kind != config.kind:
+        raise ConfigError(f"--model: the run file's model is {run.model.kind}, but {folder} is a {config.kind[:100]}")

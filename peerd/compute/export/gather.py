@@ -1,0 +1,206 @@
+"""Checkpoints of a whole run found below a folder, whoever's they are: of several peers, of replicas, of a backbone.
+
+Looks only where peerd writes (`.../stage-N/step-*.json`), some folders deep, and follows no links. A set is one
+position (step and lineage) of which every stage has a checkpoint; where several peers saved one, the first that is
+whole is read. A running peer may delete a checkpoint while we look: then it is as if it had not been there. A write
+that was not finished has no manifest and is not seen. Nothing is unpickled, and nothing found is run.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from torch import Tensor
+
+from peerd.compute.checkpoint import Checkpoints, read_manifest
+from peerd.compute.export.names import parameters_in
+from peerd.compute.run_record import read_record
+from peerd.core.errors import ConfigError
+from peerd.core.runfile import RunFile, fingerprint
+
+DEPTH: Final = 6  # FOLDER/peer/role/checkpoints/run/stage-N, and one more
+_STAGE: Final = re.compile(r"stage-(\d{1,4})")
+_MANIFEST: Final = re.compile(r"step-\d{8,}\.json")
+_TOLD: Final = 8  # steps in a message
+
+
+class Place(NamedTuple):
+    """A position: two runs of one step that do not share their past have different lineages."""
+
+    step: int
+    lineage: str
+
+
+@dataclass(slots=True)
+class SavedRun:
+    """All checkpoints found of one run: by stage and position, the manifests' paths."""
+
+    fingerprint: str
+    name: str
+    run: RunFile | None = None  # None: no record of its settings beside the checkpoints
+    saved: dict[int, dict[Place, list[Path]]] = field(default_factory=lambda: defaultdict(lambda: defaultdict(list)))
+
+    def steps(self, stage: int) -> list[int]:
+        """Steps that are saved of a stage, ascending."""
+        return sorted({place.step for place in self.saved.get(stage, {})})
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A set of checkpoints, and what there is beyond it, in words."""
+
+    found: SavedRun
+    run: RunFile
+    place: Place
+    sources: list[list[Path]]  # by stage: manifests of equal checkpoints
+    notes: list[str]
+
+
+def find_runs(root: Path) -> tuple[list[SavedRun], list[str]]:
+    """The runs with checkpoints below `root`, by name, and a note on each checkpoint that cannot be read."""
+    if not root.is_dir():
+        raise ConfigError(f"{root}: there is no such folder")
+    runs: dict[str, SavedRun] = {}
+    notes: list[str] = []
+    for folder in _stage_folders(root):
+        for path in sorted(folder.iterdir()):
+            if _MANIFEST.fullmatch(path.name):
+                try:
+                    _take_in(path, int(folder.name.removeprefix("stage-")), runs)
+                except ConfigError as error:
+                    notes.append(f"left out: {error}")
+    return sorted(runs.values(), key=lambda run: (run.name, run.fingerprint)), notes
+
+
+def _stage_folders(root: Path) -> Iterator[Path]:
+    top = len(root.parts)
+    if _STAGE.fullmatch(root.name):
+        yield root
+    for folder, folders, _ in os.walk(root):
+        folders.sort()
+        yield from (Path(folder, name) for name in folders if _STAGE.fullmatch(name))
+        if len(Path(folder).parts) - top >= DEPTH - 1:
+            folders.clear()
+
+
+def _take_in(path: Path, stage: int, runs: dict[str, SavedRun]) -> None:
+    manifest = read_manifest(path)
+    if manifest.stage != stage:
+        raise ConfigError(f"{path} is of stage {manifest.stage}, but lies in the folder of stage {stage}")
+    key, above = manifest.fingerprint, path.parent.parent
+    if not re.fullmatch("[0-9a-f]{2,128}", key) or len(key) % 2:
+        raise ConfigError(f"{path} is damaged: its fingerprint is not in hexadecimal")
+    run = runs.setdefault(key, SavedRun(key, above.name))
+    place = Place(manifest.step, str(manifest.extra.get("lineage", "")))
+    run.saved[stage][place].append(path)
+    if run.run is None:
+        try:
+            recorded, settings = read_record(above)
+        except FileNotFoundError:
+            return
+        if recorded == key:
+            run.run, run.name = settings, settings.run
+
+
+def choose_run(runs: Sequence[SavedRun], root: Path, name: str | None, settings: RunFile | None) -> SavedRun:
+    """The one run meant: by `name`, or by its run file. ConfigError says which there are."""
+    if not runs:
+        raise ConfigError(f"{root} holds no checkpoint; give a peer's data directory, or a folder with several")
+    if settings is not None:
+        mine = fingerprint(settings).hex()
+        fitting = [run for run in runs if run.fingerprint == mine]
+        if not fitting:
+            raise ConfigError(f"{root} holds no checkpoint of a run with the run file's settings, but {_names(runs)}")
+        fitting[0].run, fitting[0].name = settings, settings.run
+        return fitting[0]
+    fitting = [run for run in runs if name is None or run.name == name]
+    if not fitting:
+        raise ConfigError(f"{root} holds no checkpoint of run {name!r}, but {_names(runs)}")
+    if len({run.name for run in fitting}) > 1:
+        raise ConfigError(f"{root} holds checkpoints of {len(fitting)} runs: {_names(fitting)}; add --run NAME")
+    if len(fitting) > 1:
+        raise ConfigError(
+            f"{root} holds checkpoints of run {fitting[0].name} with {len(fitting)} different settings; add "
+            "--model FILE with the run file that is meant"
+        )
+    return fitting[0]
+
+
+def _names(runs: Sequence[SavedRun]) -> str:
+    return ", ".join(sorted({run.name for run in runs}))
+
+
+def choose_set(found: SavedRun, root: Path, step: int | None = None) -> Choice:
+    """The newest position that every stage has, or that of `step`; ConfigError says what each stage has."""
+    run = found.run
+    if run is None:
+        raise ConfigError(
+            f"run {found.name} in {root} was saved without its settings (by an older peerd); add --model FILE with its "
+            "run file"
+        )
+    stages = range(run.pipeline.stages)
+    lacking = [stage for stage in stages if not found.saved.get(stage)]
+    if lacking:
+        raise ConfigError(
+            f"{root} holds no checkpoint of stage {lacking[0]} of run {found.name} ({_told(found, run)}); "
+            "give a folder that also holds the data directory of a peer of that stage, or a backbone's, which keeps "
+            "all stages: --backbone DIR"
+        )
+    whole = set.intersection(*(set(found.saved[stage]) for stage in stages))
+    fitting = [place for place in whole if step is None or place.step == step]
+    if not fitting:
+        what = "no step is saved by every stage" if step is None else f"step {step} is not saved by every stage"
+        able = sorted({place.step for place in whole})
+        advice = f"steps that all have: {_listed(able)}" if able else "wait for the next checkpoint"
+        raise ConfigError(f"run {found.name} in {root}: {what} ({_told(found, run)}); {advice}")
+    place = max(fitting, key=lambda one: (one.step, _written(found, one), one.lineage))
+    notes = [
+        f"stage {stage} has step {found.steps(stage)[-1]}, too; not every stage has"
+        for stage in stages
+        if step is None and found.steps(stage)[-1] > place.step
+    ]
+    if sum(other.step == place.step for other in fitting) > 1:
+        notes.append(f"step {place.step} was made more than once; this is the one that was saved last")
+    return Choice(found, run, place, [found.saved[stage][place] for stage in stages], notes)
+
+
+def _written(found: SavedRun, place: Place) -> float:
+    """When a position was last saved, by the file system's clock."""
+    paths = [path for stage in found.saved.values() for path in stage.get(place, [])]
+    return max((path.stat().st_mtime for path in paths if path.exists()), default=0.0)
+
+
+def _told(found: SavedRun, run: RunFile) -> str:
+    return "; ".join(f"stage {n}: {_listed(found.steps(n))}" for n in range(run.pipeline.stages))
+
+
+def _listed(steps: Sequence[int]) -> str:
+    shown = ", ".join(map(str, steps[-_TOLD:])) or "none"
+    return f"..., {shown}" if len(steps) > _TOLD else shown
+
+
+def load_set(choice: Choice) -> tuple[dict[str, Tensor], list[Path], list[str]]:
+    """The model's tensors by the run's names, the manifest that each stage's came from, and notes on damaged ones."""
+    tensors: dict[str, Tensor] = {}
+    used: list[Path] = []
+    notes: list[str] = []
+    for stage, manifests in enumerate(choice.sources):
+        for path in manifests:
+            checkpoints = Checkpoints(path.parent, 1, bytes.fromhex(choice.found.fingerprint), stage)
+            try:
+                state, _ = checkpoints.load(choice.place.step)
+            except ConfigError as error:
+                if path == manifests[-1]:
+                    raise
+                notes.append(f"left out: {error}")
+                continue
+            tensors |= parameters_in(state)
+            used.append(path)
+            break
+    return tensors, used, notes

@@ -1,0 +1,64 @@
+"""Validation losses that peers of a run noted beside its checkpoints: a backbone in its learning curve, a trainer in
+its events.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from peerd.compute.export.gather import DEPTH
+
+
+class KnownLoss(NamedTuple):
+    """Nats per token, of the model after `step`."""
+
+    step: int
+    loss: float
+
+
+def known_loss(root: Path, run: str, step: int, *, alone: bool) -> KnownLoss | None:
+    """The last validation loss noted below `root` up to `step`; None: nobody noted one.
+
+    `alone`: there is no other run below `root`, so that events, which do not name theirs, may be read, too.
+    """
+    found = [*_of_curves(root, run), *(_of_events(root) if alone else ())]
+    return max((loss for loss in found if loss.step <= step), default=None)
+
+
+def _of_curves(root: Path, run: str) -> Iterator[KnownLoss]:
+    name = "".join(c if c.isalnum() or c in "-_" else f"%{ord(c):x}" for c in run)  # as the backbone writes it
+    for line in _lines(root, f"{name}.jsonl", b'"valid_loss"'):
+        yield from _read(line, "valid_step", "valid_loss")
+
+
+def _of_events(root: Path) -> Iterator[KnownLoss]:
+    for line in _lines(root, "events.jsonl", b'"trainer.evaluated"'):
+        yield from _read(line, "step", "loss")
+
+
+def _lines(root: Path, name: str, word: bytes) -> Iterator[dict[str, Any]]:
+    """The JSON lines with `word` in the files of this name, as far as they can be read."""
+    for folder, folders, names in os.walk(root):
+        folders.sort()
+        if len(Path(folder).parts) - len(root.parts) >= DEPTH - 1:
+            folders.clear()
+        if name not in names:
+            continue
+        try:
+            with Path(folder, name).open("rb") as file:
+                for line in file:
+                    if word in line:
+                        yield msgspec.json.decode(line, type=dict[str, Any])
+        except (OSError, msgspec.DecodeError):
+            continue  # a line that is being written
+
+
+def _read(line: dict[str, Any], step_key: str, loss_key: str) -> Iterator[KnownLoss]:
+    step, loss = line.get(step_key), line.get(loss_key)
+    if isinstance(step, int) and isinstance(loss, float):
+        yield KnownLoss(step, loss)

@@ -1,0 +1,144 @@
+"""An exported model at work: loaded from its folder, it continues a text and is measured on one.
+
+A gpt is peerd's own copy of the folder's `model.py`, with a cache of keys and values. A model of one's own is built by
+the function that the user's own run file names; it knows no cache and computes the whole window for each token.
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+import torch
+from torch import Tensor, nn
+
+from peerd.compute.export.export import need_gpt_or_run
+from peerd.compute.export.folder import TOKENIZER, ExportConfig, load_gpt, load_weights, read_config
+from peerd.compute.export.standalone import generate
+from peerd.compute.model.partition import whole_model
+from peerd.compute.tokenizer import ByteVocabulary, Vocabulary, load_vocabulary
+from peerd.core.errors import ConfigError
+from peerd.core.runfile import RunFile
+
+
+class LanguageModel(Protocol):
+    """What `standalone.generate` takes."""
+
+    context: int
+    separator: int | None
+
+    def __call__(self, tokens: Tensor, cache: list[Any] | None = None) -> Tensor: ...
+
+    def parameters(self) -> Iterator[nn.Parameter]: ...
+
+
+class Uncached:
+    """A model that computes the whole window for each token: int64 [B, L] to logits [B, L, V]."""
+
+    def __init__(self, model: nn.Module, context: int, separator: int | None) -> None:
+        self.model, self.context, self.separator = model, context, separator
+
+    def __call__(self, tokens: Tensor, cache: list[Any] | None = None) -> Tensor:
+        logits_BLV: Tensor = self.model(tokens)
+        return logits_BLV
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        return self.model.parameters()
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model that is ready to compute, and its vocabulary."""
+
+    config: ExportConfig
+    model: LanguageModel
+    vocab: Vocabulary
+    device: str
+
+
+def load_export(folder: Path, device: str = "cpu", run: RunFile | None = None) -> LoadedModel:
+    """The model of an exported folder; `run` for a model of one's own: the user's run file, which names its code."""
+    config = read_config(folder)
+    need_gpt_or_run(config, run, folder)
+    vocab = load_vocabulary("bytes" if config.tokenizer == "bytes" else str(folder / TOKENIZER))
+    if vocab.size != config.vocab_size:
+        raise ConfigError(f"{folder}: the tokenizer has {vocab.size} tokens, but the model has {config.vocab_size}")
+    if config.kind == "gpt":
+        return LoadedModel(config, load_gpt(folder, config).to(device), vocab, device)
+    assert run is not None
+    model = _own(folder, config, run).to(device)
+    return LoadedModel(config, Uncached(model, config.context, vocab.separator), vocab, device)
+
+
+def _own(folder: Path, config: ExportConfig, run: RunFile) -> nn.Module:
+    """The layers that the user's function returns, with the folder's weights."""
+    local = msgspec.structs.replace(run.model, dtype=config.dtype)
+    model = whole_model(msgspec.structs.replace(run, model=local))
+    mine = dict(model.named_parameters())
+    names = {name: f"layers.{name.removeprefix('layer')}" for name in mine}
+    wanted = {names[name]: tuple(parameter.shape) for name, parameter in mine.items()}
+    tensors = load_weights(folder, wanted, config.dtype)
+    with torch.no_grad():
+        for name, parameter in mine.items():
+            parameter.copy_(tensors[names[name]])
+    return model.eval().requires_grad_(False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Style:
+    """Sampling settings: `temperature` 0 takes the likeliest token; `top_k` 0 considers all."""
+
+    temperature: float = 0.8
+    top_k: int = 40
+    seed: int = 0
+
+
+def write_text(
+    model: LanguageModel, vocab: Vocabulary, prompt: str, count: int, style: Style | None = None
+) -> Iterator[str]:
+    """`prompt` continued by `count` tokens, in pieces of whole characters as they come; the prompt is not repeated.
+
+    A prompt longer than the context is cut at its start.
+    """
+    style = style or Style()
+    tokens = [int(token) for token in vocab.encode(prompt.encode(errors="replace"))]
+    pieces = TextPieces(vocab)
+    for token in generate(model, tokens, count, temperature=style.temperature, top_k=style.top_k, seed=style.seed):
+        if piece := pieces.feed(token):
+            yield piece
+    if piece := pieces.end():
+        yield piece
+
+
+class TextPieces:
+    """Tokens to text, as they come: a character is given once its last byte is there. Joined, the pieces are
+    `vocab.decode` of all tokens; what is no valid UTF-8 becomes the replacement character.
+    """
+
+    def __init__(self, vocab: Vocabulary) -> None:
+        self._vocab = vocab
+        self._bytes = codecs.getincrementaldecoder("utf-8")("replace") if isinstance(vocab, ByteVocabulary) else None
+        self._tokens: list[int] = []
+        self._given = 0  # characters of the text so far
+
+    def feed(self, token: int) -> str:
+        """The text that is certain now and was not before."""
+        if self._bytes is not None:
+            return self._bytes.decode(bytes([token]))
+        self._tokens.append(token)
+        text = self._vocab.decode(self._tokens)
+        return "" if text.endswith("\N{REPLACEMENT CHARACTER}") else self._rest(text)
+
+    def end(self) -> str:
+        """What is left at the end."""
+        if self._bytes is not None:
+            return self._bytes.decode(b"", final=True)
+        return self._rest(self._vocab.decode(self._tokens))
+
+    def _rest(self, text: str) -> str:
+        piece, self._given = text[self._given :], max(self._given, len(text))
+        return piece

@@ -1,0 +1,87 @@
+"""Names of an exported model: from the places in a run's layers to the plain names of a GPT in torch, and its config.
+
+A gpt's `block3.attention.qkv.weight` becomes `blocks.3.attn.qkv.weight`; blocks whose weights are shared inside a
+stage are numbered from 0 and told apart by how often each is applied. Of a model of one's own `layer3.NAME` becomes
+`layers.3.NAME`: what `torch.nn.ModuleDict({"layers": torch.nn.ModuleList(function(run))})` calls it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from torch import Tensor
+
+from peerd.compute.model.layers import feed_forward_width
+from peerd.compute.model.partition import spans
+from peerd.compute.run_record import settings_of
+from peerd.compute.tokenizer import load_vocabulary
+from peerd.core.errors import ConfigError
+from peerd.core.runfile import RunFile
+
+_PREFIXES: Final = ("param/", "buffer/")  # of a stage's state; the rest is the optimizer's
+_ENDS: Final = {"embed.table": "embed.weight", "head.norm.gain": "norm.weight", "head.out.weight": "head.weight"}
+_PARTS: Final = {
+    "attention_norm.gain": "attn_norm.weight",
+    "attention.qkv.weight": "attn.qkv.weight",
+    "attention.out.weight": "attn.out.weight",
+    "feed_norm.gain": "mlp_norm.weight",
+    "feed.up.weight": "mlp.up.weight",
+    "feed.down.weight": "mlp.down.weight",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """Blocks of a gpt: the number in the run of each that has weights of its own, and how often it is applied."""
+
+    starts: list[int]
+    repeats: list[int]
+
+
+def blocks_of(run: RunFile) -> Blocks:
+    """The blocks of the run's model, in order."""
+    if not run.model.share_layers:
+        return Blocks(list(range(run.model.layers)), [1] * run.model.layers)
+    stages = spans(run)
+    return Blocks([stage.start for stage in stages], [len(stage) for stage in stages])
+
+
+def architecture(run: RunFile) -> dict[str, Any]:
+    """What `config.json` says of the model itself."""
+    model, vocab = run.model, load_vocabulary(run.model.vocab)
+    said: dict[str, Any] = {"kind": model.kind, "dtype": model.dtype, "context": model.context}
+    said |= {"vocab_size": vocab.size, "separator": vocab.separator}
+    if model.kind != "gpt":
+        return {**said, "settings": settings_of(run)}
+    sizes = {"d_model": model.d_model, "heads": model.heads, "d_feed": feed_forward_width(model.d_model)}
+    return {**said, **sizes, "repeats": blocks_of(run).repeats}
+
+
+def parameters_in(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The parameters, and what else belongs to the model, in a stage's state, by the run's names."""
+    return {
+        name.removeprefix(prefix): tensor
+        for prefix in _PREFIXES
+        for name, tensor in state.items()
+        if name.startswith(prefix)
+    }
+
+
+def plainly_named(run: RunFile, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The same tensors by their plain names; ConfigError for one that the run's model does not have."""
+    if run.model.kind != "gpt":
+        return {re.sub(r"^layer(\d+)\.", r"layers.\1.", name): tensor for name, tensor in tensors.items()}
+    numbers = {start: index for index, start in enumerate(blocks_of(run).starts)}
+    return {_plain(name, numbers): tensor for name, tensor in tensors.items()}
+
+
+def _plain(name: str, numbers: Mapping[int, int]) -> str:
+    if name in _ENDS:
+        return _ENDS[name]
+    found = re.fullmatch(r"block(\d+)\.(.+)", name)
+    if found is None or int(found[1]) not in numbers or found[2] not in _PARTS:
+        raise ConfigError(f"the checkpoints hold {name[:100]}, which is no parameter of a gpt with these settings")
+    return f"blocks.{numbers[int(found[1])]}.{_PARTS[found[2]]}"

@@ -1,0 +1,159 @@
+"""The exported model without peerd: its own torch file computes what the stages compute, and writes the same text."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import safetensors
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers  # type: ignore[import-untyped, unused-ignore]
+
+from peerd.compute.export.export import ExportWish, export
+from peerd.compute.export.loaded_model import Style, load_export, write_text
+from peerd.compute.export.standalone import GPT, generate
+from peerd.core.runfile import RunFile
+from tests.kit.exporting import logits, make_run, save_all
+
+# Alone: no site-packages but those of torch and safetensors, no environment, no working directory.
+ALONE = """
+import json, sys
+sys.path[:0] = json.loads(sys.argv[1])
+try:
+    import peerd
+except ImportError:
+    pass
+else:
+    sys.exit("peerd can be imported")
+from pathlib import Path
+sys.path.insert(0, sys.argv[2])
+import model, torch
+torch.set_num_threads(1)
+gpt, encode, decode = model.load(Path(sys.argv[2]))
+tokens = torch.tensor(json.loads(sys.argv[3]))
+with torch.no_grad():
+    logits = gpt(tokens)
+text = decode(list(model.generate(gpt, encode("ab ba"), 30, temperature=0.9, top_k=20, seed=4)))
+print(json.dumps([logits.tolist(), text]))
+"""
+
+
+def alone(folder: Path, tokens: torch.Tensor) -> tuple[torch.Tensor, str]:
+    """Logits and text of a folder's `model.py`, from a process that has no peerd."""
+    places = sorted({str(Path(package.__file__ or "").parent.parent) for package in (torch, safetensors)})
+    command = [sys.executable, "-I", "-S", "-c", ALONE, json.dumps(places), str(folder), json.dumps(tokens.tolist())]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
+    found, text = json.loads(ended.stdout)
+    return torch.tensor(found, dtype=torch.float64), text
+
+
+RUNS = {
+    "one stage": make_run(),
+    "two stages": make_run(2),
+    "shared layers": make_run(2, layers=5, share_layers=True),
+    "float64": make_run(2, dtype="float64"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RUNS)
+def test_the_torch_file_alone_gives_the_logits_and_the_text_that_peerd_gives(name: str, tmp_path: Path) -> None:
+    run = RUNS[name]
+    stages = save_all(tmp_path / "peers", run)
+    export(ExportWish(root=tmp_path / "peers", out=tmp_path / "out"))
+    tokens = torch.randint(0, 256, (3, run.model.context))
+    expected = logits(stages, tokens)
+    found, text = alone(tmp_path / "out", tokens)
+    furthest = float((found - expected.double()).abs().max())
+    print(f"{name}: furthest logit {furthest:.1e} of {float(expected.abs().max()):.1f}")
+    assert furthest <= (1e-12 if run.model.dtype == "float64" else 1e-6) * max(1.0, float(expected.abs().max()))
+    loaded = load_export(tmp_path / "out")
+    assert torch.equal(loaded.model(tokens), found.to(expected.dtype))
+    style = Style(temperature=0.9, top_k=20, seed=4)
+    assert text == "".join(write_text(loaded.model, loaded.vocab, "ab ba", 30, style))
+
+
+def vocabulary(folder: Path) -> Path:
+    tokenizer = Tokenizer(models.WordLevel({word: n for n, word in enumerate(["<eos>", "ab", "ba", "é", "?"])}, "?"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    path = folder / "words.json"
+    tokenizer.save(str(path))
+    return path
+
+
+@pytest.mark.slow
+def test_a_tokenizer_comes_along_and_the_torch_file_uses_it(tmp_path: Path) -> None:
+    run = make_run(vocab=str(vocabulary(tmp_path)))
+    stages = save_all(tmp_path / "peers", run)
+    (tmp_path / "words.json").unlink()  # the copy beside the checkpoints is enough
+    export(ExportWish(root=tmp_path / "peers", out=tmp_path / "out"))
+    tokens = torch.randint(0, 5, (2, 9))
+    found, text = alone(tmp_path / "out", tokens)
+    assert torch.equal(found.float(), logits(stages, tokens))
+    loaded = load_export(tmp_path / "out")
+    style = Style(temperature=0.9, top_k=20, seed=4)
+    assert text == "".join(write_text(loaded.model, loaded.vocab, "ab ba", 30, style))
+    assert set(text.split()) <= {"ab", "ba", "é", "?"}
+
+
+class WithoutCache:
+    """The model, computing its whole window for each token."""
+
+    def __init__(self, model: GPT) -> None:
+        self.context, self.separator, self.parameters, self._model = (
+            model.context,
+            model.separator,
+            model.parameters,
+            model,
+        )
+
+    def __call__(self, tokens: torch.Tensor, cache: object) -> torch.Tensor:
+        self.seen = tokens.shape[1]
+        out: torch.Tensor = self._model(tokens)
+        return out
+
+
+def exported(run: RunFile, folder: Path) -> GPT:
+    save_all(folder / "peers", run)
+    export(ExportWish(root=folder / "peers", out=folder / "out"))
+    model = load_export(folder / "out").model
+    assert isinstance(model, GPT)
+    return model
+
+
+@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("prompt", [0, 1, 5, 12, 13, 40])
+def test_the_cache_changes_no_token_whatever_the_lengths(
+    name: str, temperature: float, prompt: int, tmp_path: Path, seed: int
+) -> None:
+    """Prompts empty, shorter than the context (12), of its length and longer; the text outgrows it several times."""
+    model = exported(RUNS[name], tmp_path)
+    tokens = torch.randint(0, 256, (prompt,)).tolist()
+    settings = {"temperature": temperature, "top_k": 50, "seed": seed}
+    with_cache = list(generate(model, tokens, 40, **settings))
+    assert with_cache == list(generate(WithoutCache(model), tokens, 40, **settings))
+    assert len(with_cache) == 40
+    assert 0 not in with_cache  # the separator
+
+
+def test_the_cache_holds_what_it_must_and_the_model_never_sees_more_than_its_context(tmp_path: Path) -> None:
+    model = exported(RUNS["two stages"], tmp_path)
+    whole, fed = WithoutCache(model), []
+    for _ in generate(whole, [1, 2, 3], 30):
+        fed.append(whole.seen)
+    assert fed == [*range(3, 13), *range(6, 13), *range(6, 13), *range(6, 12)]
+    lengths: list[int] = []
+    forward = model.forward
+
+    def watched(tokens: torch.Tensor, cache: list[tuple[torch.Tensor, torch.Tensor]] | None = None) -> torch.Tensor:
+        lengths.append(tokens.shape[1])
+        return forward(tokens, cache)
+
+    model.forward = watched  # type: ignore[method-assign]
+    list(generate(model, [1, 2, 3], 30))
+    assert lengths == [3, *[1] * 9, 6, *[1] * 6, 6, *[1] * 6, 6, *[1] * 5]

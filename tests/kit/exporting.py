@@ -1,0 +1,65 @@
+"""Checkpoints as a run's peers leave them, with settings beside them, for tests of what is exported from them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+import torch
+
+from peerd.compute.checkpoint import Checkpoints
+from peerd.compute.model.stage_module import StageModule
+from peerd.compute.run_record import write_record
+from peerd.core.runfile import ModelSection, PipelineSection, RunFile, fingerprint
+
+MODEL = ModelSection(d_model=16, heads=2, layers=4, context=12)
+
+
+def make_run(stages: int = 1, **model: object) -> RunFile:
+    section = msgspec.structs.replace(MODEL, **model)
+    return RunFile(run="out", model=section, pipeline=PipelineSection(stages=stages, microbatch=2))
+
+
+def stages_of(run: RunFile) -> list[StageModule]:
+    """The stages of a run at step 3, with parameters that no run starts with and that make no token certain."""
+    stages = [StageModule(run, stage) for stage in range(run.pipeline.stages)]
+    generator = torch.Generator().manual_seed(5)
+    for stage in stages:
+        state = stage.state()
+        for name, tensor in state.items():
+            if name.startswith("param/"):
+                noise = torch.randn(tensor.shape, generator=generator, dtype=torch.float64)
+                tensor.add_((0.3 * noise).to(tensor.dtype))
+        stage.load_state(state | {"step": torch.tensor(3)})
+    return stages
+
+
+def save(
+    peer: Path, run: RunFile, stage: StageModule, steps: Sequence[int], lineage: str = "aa", record: bool = True
+) -> Path:
+    """What a stage peer with the data directory `peer` has saved of `steps`; gives its folder of checkpoints."""
+    above = peer / "stage" / "checkpoints" / run.run
+    if record:
+        write_record(above, run, fingerprint(run))
+    folder = above / f"stage-{stage.stage}"
+    for step in steps:
+        state = stage.state() | {"step": torch.tensor(step)}
+        Checkpoints(folder, 9, fingerprint(run), stage.stage).save(step, state, {"lineage": lineage})
+    return folder
+
+
+def save_all(root: Path, run: RunFile, steps: Sequence[int] = (3,)) -> list[StageModule]:
+    """One peer for each stage of `run`, below `root`."""
+    stages = stages_of(run)
+    for stage in stages:
+        save(root / f"peer-{stage.stage}", run, stage, steps)
+    return stages
+
+
+def logits(stages: Sequence[StageModule], tokens: torch.Tensor) -> torch.Tensor:
+    """What the stages compute together, as in training."""
+    x = tokens
+    for stage in stages:
+        x = stage.forward(x)
+    return x
