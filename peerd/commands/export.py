@@ -22,7 +22,7 @@ def export(
     out: Annotated[Path, typer.Option("--out", metavar="FOLDER", help="Where the model goes: a new folder.")],
     run_dir: Annotated[
         Path | None,
-        typer.Argument(metavar="[RUN_DIR]", help="A peer's data directory, or a folder that holds several."),
+        typer.Argument(metavar="RUN_DIR", help="A peer's data directory, or a folder that holds several."),
     ] = None,
     backbone: Annotated[
         Path | None,

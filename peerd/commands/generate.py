@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import secrets
 import sys
 import time
@@ -27,7 +28,7 @@ LARGEST_TEMPERATURE: Final = 100.0
 
 def generate(
     folder: Annotated[Path, typer.Option("--from", metavar="FOLDER", help="The folder of an exported model.")],
-    prompt: Annotated[str, typer.Argument(metavar="[PROMPT]", help="The text to continue.")] = "",
+    prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="The text to continue.")] = "",
     tokens: Annotated[int, typer.Option("--tokens", min=1, help="How many tokens to write.")] = 200,
     temperature: Annotated[
         float, typer.Option("--temperature", min=0.0, max=LARGEST_TEMPERATURE, help="0: always the likeliest token.")
@@ -72,6 +73,8 @@ def load(folder: Path, device: str, model: Path | None) -> LoadedModel:
     from peerd.config import load_run
 
     run = load_run(model).run if model is not None else None
+    if not re.fullmatch(r"cpu|mps|cuda(:\d+)?", device):
+        raise ConfigError(f"--device {device!r} is unknown; allowed: cpu, cuda, cuda:N, mps")
     if device != "cpu":
         describe(device)
     return load_export(folder, device, run)

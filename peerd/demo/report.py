@@ -48,7 +48,7 @@ class Report:
             f"checkpoint        {self.checkpoint}",
             "what the model writes:",
             *(f"  {line}" for line in self.sample.splitlines()),
-            "to take the model with you, let it write, and measure it on text that it was not trained on:",
+            "to take the model with you, let it write, and measure it:",
             *(f"  {line}" for line in self.commands),
         ]
         return "\n".join(lines)

@@ -59,6 +59,20 @@ def test_the_demo_trains_through_a_kill_and_prints_its_figures(tmp_path: Path) -
     assert (Path(found["checkpoint"]) / "run.yaml").exists()
     assert found["processes_left"] == 0
     assert processes_of(tmp_path) == []
+    assert_the_commands_work(found["commands"], tmp_path)
+
+
+def assert_the_commands_work(commands: list[str], folder: Path) -> None:
+    """The three lines with which a demo ends, pasted into a shell elsewhere."""
+    said = []
+    for command in commands:
+        ended = subprocess.run(command, shell=True, cwd=folder, capture_output=True, text=True, check=False)
+        assert ended.returncode == 0, f"{command}\n{ended.stderr}"
+        said.append(ended.stdout)
+    exported, written, measured = said
+    assert "run demo, step 12; validation loss " in exported
+    assert written.startswith("def ")
+    assert "perplexity" in measured
 
 
 def test_ctrl_c_stops_every_process_of_the_demo(tmp_path: Path) -> None:

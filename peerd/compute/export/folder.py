@@ -8,6 +8,7 @@ is run: the layers are peerd's own copy of it. What is wrong is a ConfigError th
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 from collections.abc import Mapping
@@ -74,7 +75,7 @@ def write_export(
         finally:
             shutil.rmtree(aside, ignore_errors=True)
     except OSError as error:
-        raise PeerdError(f"{error.filename or out}: {error.strerror or error}{_room(out)}") from error
+        raise PeerdError(f"{error.filename or out}: {error.strerror or error}{_room(out, error)}") from error
     except safetensors.SafetensorError as error:
         raise PeerdError(f"{aside / WEIGHTS} can't be written: {error}{_room(out)}") from error
 
@@ -128,7 +129,9 @@ def _move(aside: Path, out: Path) -> None:
     shutil.rmtree(earlier, ignore_errors=True)
 
 
-def _room(path: Path) -> str:
+def _room(path: Path, error: OSError | None = None) -> str:
+    if error is not None and error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        return ""
     there = next((folder for folder in path.parents if folder.is_dir()), None)
     return f" ({shutil.disk_usage(there).free / 1e6:.1f} MB free)" if there is not None else ""
 
