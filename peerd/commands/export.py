@@ -32,9 +32,7 @@ def export(
     step: Annotated[int | None, typer.Option("--step", min=0, help="Which step; the newest without it.")] = None,
     model: Annotated[
         Path | None,
-        typer.Option(
-            "--model", "--config", metavar="FILE", help="The run file, where the checkpoints have no settings."
-        ),
+        typer.Option("--model", "--config", metavar="FILE", help="The run file, for checkpoints without settings."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object for programs.")] = False,
 ) -> None:
