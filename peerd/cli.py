@@ -203,21 +203,27 @@ def identity(data_dir: DataDir = None, as_json: AsJson = False) -> None:
 @app.command()
 def doctor(
     model: RunFileOption = None,
+    role: Annotated[
+        list[str] | None, typer.Option(metavar="ROLE", help="The role to check for; without it, for all. Repeatable.")
+    ] = None,
     bootstrap: Bootstrap = None,
     listen: Listen = None,
     data_dir: DataDir = None,
     device: Device = "cpu",
     as_json: AsJson = False,
 ) -> None:
-    """Check what a peer needs on this machine, and say what to do about what is wrong."""
-    from peerd.commands import doctor as checks
+    """Check what `peerd join` needs on this machine, and say what to do about what is wrong."""
+    from peerd.commands.doctor import checkup as checks
 
     loaded = _load(model, bootstrap, listen)
     run = loaded.run if loaded is not None else None
     wish = checks.DoctorWish(
+        roles=tuple(role or ()),
+        run=run,
+        uncompared=tuple(loaded.unknown) if loaded is not None else (),
         bootstrap=_chosen(bootstrap, run.bootstrap if run is not None else []),
         listen=_chosen(listen, run.listen if run is not None else ANY_PORT),
-        data_dir=data_dir or home_of(run, []),
+        data_dir=data_dir or home_of(run, role or []),
         device=_device(device),
     )
     raise typer.Exit(checks.run(wish, as_json=as_json))

@@ -86,6 +86,10 @@ class ClockSkew:
         weights = shared(told)
         return _median([(0.0, 1.0), *((offset_s, weight) for (offset_s, _), weight in weights.items())])
 
+    def furthest_s(self) -> float:
+        """Offset of the peer whose clock differs most from ours; 0 where no clock is known."""
+        return max((sample.offset_s for sample in self._samples.values()), key=abs, default=0.0)
+
     def correction_s(self) -> float:
         """Seconds to add to our clock."""
         off = self._agreed_s()

@@ -16,7 +16,7 @@ from peerd.service.connectivity.autonat import Reach
 from peerd.service.dht.dht import Dht
 from peerd.service.rpc.rpc import Rpc
 from peerd.sim.clock import SimClock
-from peerd.sim.nat import Internet, Kind, SimRouter
+from peerd.sim.nat import Home, Internet, Kind, SimRouter
 from peerd.sim.simnet import SimLine, SimNet
 from tests.kit.hosts import keypair
 from tests.kit.virtual import running_net
@@ -59,9 +59,14 @@ class Peers:
         await self.nursery.start(dht.run, [self.addr(other) for other in others])
         return ways
 
-    async def _host(self, name: str, kind: Kind) -> tuple[Host, SimClock]:
+    def home(self, name: str, kind: Kind) -> Home:
+        """A machine behind such a router, with nothing that runs on it yet."""
         home = self._internet.home(name, kind, line=SimLine(latency_s=0.02))
         self.routers[name] = home.router
+        return home
+
+    async def _host(self, name: str, kind: Kind) -> tuple[Host, SimClock]:
+        home = self.home(name, kind)
         clock = SimClock(1, name)
         host = self.hosts[name] = Host(keypair(name), clock, [home])
         await self.nursery.start(self._run, name, host)

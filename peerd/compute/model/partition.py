@@ -28,6 +28,7 @@ from peerd.compute.tokenizer import load_vocabulary
 from peerd.compute.user_code import find_function
 from peerd.core.errors import ConfigError
 from peerd.core.runfile import RunFile
+from peerd.local_code import guarded
 
 DTYPES: Final = {"float32": torch.float32, "float64": torch.float64}
 EMBEDDING_STD: Final = 0.5  # measured on configs/tiny.yaml: 0.02 learns later, 1.0 no better
@@ -91,7 +92,15 @@ def _even(count: int, parts: int) -> list[range]:
     return [range(a, b) for a, b in itertools.pairwise(starts)]
 
 
-def _gpt(run: RunFile, stages: Sequence[int]) -> ModelPiece:
+def outline(run: RunFile, stages: Sequence[int]) -> ModelPiece:
+    """As `build`, with shapes in place of values: it takes no memory."""
+    if run.model.kind == "gpt":
+        return _gpt_outline(run, stages)
+    with torch.device("meta"):
+        return build(run, stages)
+
+
+def _gpt_outline(run: RunFile, stages: Sequence[int]) -> ModelPiece:
     m, vocab = run.model, load_vocabulary(run.model.vocab).size
     layers: list[tuple[str, nn.Module, int]] = []
     with torch.device("meta"):  # no memory and no random numbers until the values below
@@ -105,7 +114,11 @@ def _gpt(run: RunFile, stages: Sequence[int]) -> ModelPiece:
                 layers += [(f"block{index}", Block(m.d_model, m.heads), 1) for index in blocks]
             if stage == run.pipeline.stages - 1:
                 layers.append(("head", Head(m.d_model, vocab), 1))
-    piece = ModelPiece(layers).to_empty(device="cpu").to(DTYPES[m.dtype])
+    return ModelPiece(layers).to(DTYPES[m.dtype])
+
+
+def _gpt(run: RunFile, stages: Sequence[int]) -> ModelPiece:
+    piece = _gpt_outline(run, stages).to_empty(device="cpu")
     with torch.no_grad():
         for name, parameter in piece.named_parameters():
             parameter.copy_(_start(name, parameter.shape, run))
@@ -135,7 +148,7 @@ def _own(run: RunFile, stages: Sequence[int]) -> ModelPiece:
     function = find_function(kind, "model.kind", "gpt, or ")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(run.seed)
-        modules = function(run)
+        modules = guarded(lambda: function(run), f"model.kind {kind}")
     if not isinstance(modules, list) or not all(isinstance(module, nn.Module) for module in modules):
         raise ConfigError(f"model.kind {kind} must return a list of torch.nn.Module, one per layer")
     if len(modules) < run.pipeline.stages:

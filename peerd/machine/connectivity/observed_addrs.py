@@ -45,6 +45,7 @@ class ObservedView:
     mapped: Multiaddr | None = None
     split: bool = False  # several see the outside port, and not the same
     observers: int = 0
+    port_observers: int = 0  # machines that see the outside port
 
 
 class Observers:
@@ -108,7 +109,8 @@ class Observers:
         ports = [(at, seen) for at, seen, mapped in told if mapped]
         mapped = majority(ports)
         split = mapped is None and len({seen for _, seen in ports}) > 1
-        return ObservedView(ip, mapped, split=split, observers=len(told))
+        seers = len({ip_of(at) for at, _ in ports})
+        return ObservedView(ip, mapped, split=split, observers=len(told), port_observers=seers)
 
 
 def version_of(addr: Multiaddr) -> int:

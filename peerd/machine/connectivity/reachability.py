@@ -51,6 +51,7 @@ class Finding:
     candidates: tuple[Multiaddr, ...] = ()  # where our listening port probably appears to the outside
     dead: tuple[Multiaddr, ...] = ()  # our own public addresses that strangers tried in vain
     needs_relays: bool = False  # there is an outside, and no IPv4 address that is surely ours is proven
+    guessed: bool = False  # one machine alone has seen our outside port: whether others see the same is not known
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,7 +295,9 @@ class Reachability:
             why = f"strangers get through to {proven[0]}"
             return Finding(Kind.REACHABLE, why, tuple(proven), candidates, tuple(dead), needs_relays=not sure)
         kind, why = self._obstacle(ours)
-        return Finding(kind, why, (), candidates, tuple(dead), needs_relays=True)
+        views = [self._observers.view(version) for version in _VERSIONS]
+        guessed = kind == Kind.KEEPS_PORTS and all(view.port_observers < 2 for view in views)
+        return Finding(kind, why, (), candidates, tuple(dead), needs_relays=True, guessed=guessed)
 
     def _may_turn(self, now: float) -> bool:
         """True when there is no verdict yet, and the peers asked just now might bring one."""
@@ -346,6 +349,11 @@ class Reachability:
         if any(view.split for view in views):
             return Kind.SYMMETRIC, f"{failed}; a router shows this peer under another port to each"
         mapped = next((view.mapped for view in views if view.mapped is not None), None)
+        if mapped is not None and all(view.port_observers < 2 for view in views):
+            return (
+                Kind.KEEPS_PORTS,
+                f"{failed}; one shows it as {mapped}: whether others see the same needs two to tell",
+            )
         if mapped is not None:
             return Kind.KEEPS_PORTS, f"{failed}; a router shows this peer as {mapped}"
         return Kind.KEEPS_PORTS, f"{failed}; how the router chooses ports is not known yet"
@@ -388,6 +396,8 @@ def advice(finding: Finding, port: int | None, relays: int) -> str:
     match finding.kind:
         case Kind.REACHABLE:
             return "reachable"
+        case Kind.KEEPS_PORTS if finding.guessed:
+            return f"behind a router: whether hole punching can work needs two peers elsewhere to tell{inbound}"
         case Kind.KEEPS_PORTS:
             return f"behind a port-restricted NAT: direct connections by hole punching{inbound}"
         case Kind.FIREWALL:

@@ -21,7 +21,7 @@ from peerd.net.host.host import Host
 
 _OURSELVES: Final = "that is this peer itself"  # as the host and the hand-shake say it
 _OTHER_PEER: Final = re.compile(r"expected (\w+), but the peer there is (\w+)")
-_NO_PEERD: Final = "answers, but is no peerd peer"  # as the hand-shake says it, too, with what it heard instead
+NO_PEERD: Final = "answers, but is no peerd peer"  # as the hand-shake says it, too, with what it heard instead
 
 
 @dataclass(slots=True)
@@ -75,7 +75,7 @@ class EntryPoints:
 
     def refused(self, peer: PeerId, why: str) -> None:
         """`peer` is there, but does not answer us."""
-        told = _NO_PEERD if "does not speak" in why else f"it refuses us: {why}"
+        told = NO_PEERD if "does not speak" in why else f"it refuses us: {why}"
         for entry in self._entries:
             if entry.peer == peer:
                 entry.problem = f"{entry.addr}: {told}"
@@ -151,11 +151,17 @@ class EntryPoints:
 
 
 def _describe(addr: Multiaddr, error: RemoteError) -> str:
-    """The address once, then the reason; dialling puts the addresses it tried in front."""
+    return f"{addr}: {why_unreachable(addr, error)}"
+
+
+def why_unreachable(addr: Multiaddr, error: RemoteError) -> str:
+    """The reason why `addr` led nowhere, in plain words and without the address: dialling puts those it tried in
+    front.
+    """
     bare, reason = str(split_peer(addr)[0]), str(error.args[0])
     _, found, rest = reason.partition(f"{bare}: ")
     own = rest.partition("; /")[0] if found else reason  # other addresses of the same peer may follow
-    return f"{addr}: {_NO_PEERD if _NO_PEERD in own else _OTHER_PEER.sub(_another, own)}"
+    return NO_PEERD if NO_PEERD in own else _OTHER_PEER.sub(_another, own)
 
 
 def _another(found: re.Match[str]) -> str:

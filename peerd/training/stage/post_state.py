@@ -15,6 +15,7 @@ from typing import TypeVar
 import trio
 from torch import Tensor
 
+from peerd.compute.model.footprint import refuse_if_too_large
 from peerd.compute.model.served_stage import Model, ServedStage
 from peerd.compute.model.user_model import UserModel
 from peerd.core.errors import Refused
@@ -85,6 +86,9 @@ class PostState:
 
     async def build(self) -> None:
         """Build the model at the run's start; a user's has the position of the parameters it comes with."""
+        if self._own is None:
+            need = partial(refuse_if_too_large, self._run, self.stage, self._ctx.device)
+            await self.work(need, "see whether the stage fits")
         self._served = await self.work(self._build, "build the stage")
         if self._own is not None:  # a user's first parameters are anything, not a function of the run's seed
             self.position = await self.work(self._own.model.here, "name the parameters")

@@ -1,0 +1,1 @@
+"""`peerd doctor`: tries what a peer needs, one file for each subject."""

@@ -1,0 +1,98 @@
+"""All checks of `peerd doctor`, in order, and how they are shown.
+
+Each check does the real thing (bind the port, read the token, open the text, connect and shake hands) with the very
+functions that `peerd join` uses, and changes nothing: no identity is made, and a running daemon is not disturbed. A
+check never raises: it ends in ok, warn, FAIL or unknown, with what was found and what to do.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import trio
+from rich.console import Console
+from rich.text import Text
+
+from peerd import registry
+from peerd.commands.doctor.finding import CheckResult, CheckVerdict, failed
+from peerd.commands.doctor.machine_checks import data_dir_checks, device_checks, version_checks
+from peerd.commands.doctor.network_checks import Visit, network_checks
+from peerd.commands.doctor.run_checks import RunNeeds, run_checks, visiting_as
+from peerd.core.errors import ConfigError
+from peerd.core.runfile import RunFile
+
+_STYLES = {
+    CheckVerdict.OK: "green",
+    CheckVerdict.WARN: "yellow",
+    CheckVerdict.FAIL: "bold red",
+    CheckVerdict.UNKNOWN: "cyan",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DoctorWish:
+    """Settings to check. `roles`: as on the command line; empty: whatever a run's peers may need."""
+
+    roles: tuple[str, ...]
+    run: RunFile | None
+    bootstrap: tuple[str, ...]
+    listen: tuple[str, ...]
+    data_dir: Path
+    device: str
+    uncompared: tuple[str, ...] = ()  # of the run file's files, those that join would miss
+
+
+def run(wish: DoctorWish, *, as_json: bool) -> int:
+    """All checks, shown; 1 when something fails."""
+    console, findings = Console(), list[CheckResult]()
+    for finding in _all(wish):
+        findings.append(finding)
+        if not as_json:
+            _show(console, finding)
+    fails = any(finding.verdict == CheckVerdict.FAIL for finding in findings)
+    if as_json:
+        print(json.dumps({"ok": not fails, "checks": [asdict(finding) for finding in findings]}, ensure_ascii=False))
+    return 1 if fails else 0
+
+
+def _all(wish: DoctorWish) -> Iterator[CheckResult]:
+    yield from version_checks()
+    yield from device_checks(wish.device)
+    names, findings = _role_names(wish.roles)
+    yield from findings
+    yield from data_dir_checks(wish.data_dir, wish.run is not None)
+    identity, papers = None, None
+    if wish.run is None:
+        checks = "token, text, model, memory and room for checkpoints"
+        yield CheckResult("run", CheckVerdict.UNKNOWN, f"{checks} were not checked", "give --model FILE, as for join")
+    else:
+        needs = RunNeeds(wish.run, names, wish.data_dir, wish.device)
+        for text in wish.uncompared if not names or set(names) - {"backbone"} else ():
+            yield CheckResult("files to compare", CheckVerdict.FAIL, *text.partition("; ")[::2])
+        yield from run_checks(needs)
+        identity, papers = visiting_as(needs)
+    yield from trio.run(network_checks, Visit(wish.bootstrap, wish.listen, wish.run, identity, papers))
+
+
+def _role_names(texts: tuple[str, ...]) -> tuple[tuple[str, ...], list[CheckResult]]:
+    """Names of the roles that can be loaded, and the checks of all."""
+    names, findings = [], []
+    for text in texts:
+        try:
+            names.append(registry.load(text).name)
+        except ConfigError as error:
+            findings.append(failed(f"role {text}", error, "see README.md for the roles there are"))
+        else:
+            findings.append(CheckResult(f"role {text}", CheckVerdict.OK, "can be loaded"))
+    return tuple(names), findings
+
+
+def _show(console: Console, finding: CheckResult) -> None:
+    label = "FAIL" if finding.verdict == CheckVerdict.FAIL else finding.verdict.value
+    line = Text.assemble((f"{label:8}", _STYLES[finding.verdict]), f"{finding.check}: {finding.found}")
+    console.print(line, soft_wrap=True)
+    if finding.advice:
+        console.print(Text(f"        {finding.advice}", "dim"), soft_wrap=True)

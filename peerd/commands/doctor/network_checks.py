@@ -1,0 +1,263 @@
+"""Checks of the network: ports, router, bootstrap peers, clocks, and whether others can come in.
+
+Connects and shakes hands with a throw-away identity, so that a running daemon is not disturbed; in a run with tokens
+with the peer's own, since others answer nobody else. What is said of a bootstrap address is what `peerd join` says.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import trio
+from multiaddr import Multiaddr
+
+from peerd.commands.doctor.finding import CheckResult, CheckVerdict
+from peerd.control.papers import PeerPapers
+from peerd.core.addr import parse_addr, split_peer, tcp_place
+from peerd.core.addr import reach as addr_reach
+from peerd.core.errors import ConfigError, Refused, RemoteError
+from peerd.core.ids import PeerId
+from peerd.core.keys import Keypair
+from peerd.core.limits import CLOCK_CORRECTION_S, CLOCK_TOLERANCE_S
+from peerd.core.messages.token import NO_TOKEN
+from peerd.core.protobuf.circuit import HOP
+from peerd.core.runfile import RunFile
+from peerd.log import clean
+from peerd.machine.clock_skew import REPORTED_S, ClockSkew
+from peerd.machine.connectivity.reachability import Kind, advice
+from peerd.net.clock import RealClock
+from peerd.net.host.host import Host
+from peerd.net.tcp.listen import other_family
+from peerd.net.tcp.tcp_transport import TcpTransport
+from peerd.net.transport import NoSuchFamily
+from peerd.service.access import Access
+from peerd.service.connectivity.autonat import Reach, port_of
+from peerd.service.connectivity.port_mapping import own_routers, tried
+from peerd.service.dht.bootstrap import NO_PEERD, why_unreachable
+from peerd.service.dht.codec import HelloMessage, PingMessage, PongMessage
+from peerd.service.peer_stack import PeerStack, peer_stack
+
+_CONNECT_S: Final = 15.0
+_IDENTIFY_S: Final = 5.0
+_SLOW_RTT_S: Final = 0.5
+_VERDICT_S: Final = 8.0  # for the peers that dial back
+_DHT_PROTOCOL: Final = "/peerd/dht/2"
+
+
+@dataclass(frozen=True, slots=True)
+class Visit:
+    """Addresses to try, and as which peer; without an identity as one made for this."""
+
+    bootstrap: Sequence[str]
+    listen: Sequence[str]
+    run: RunFile | None = None
+    identity: Keypair | None = None
+    papers: PeerPapers | None = None
+
+
+@dataclass(slots=True)
+class _Sights:
+    """What the bootstrap peers showed: findings by address, clocks, and whether anyone would not tell the time."""
+
+    findings: dict[str, list[CheckResult]]
+    clocks: ClockSkew
+    silent: bool = False
+
+
+async def network_checks(visit: Visit) -> list[CheckResult]:
+    """All of them; addresses are tried at the same time."""
+    findings = [await _port(text, visit.listen) for text in visit.listen]
+    listens = not any(finding.verdict == CheckVerdict.FAIL for finding in findings)
+    findings += await _router(visit.listen)
+    if not visit.bootstrap:
+        more = "clock, reachability and bootstrap addresses were not checked"
+        return [
+            *findings,
+            CheckResult("bootstrap", CheckVerdict.UNKNOWN, f"none given; {more}", "give --bootstrap ADDR"),
+        ]
+    clock = RealClock()
+    stack = peer_stack(visit.identity or Keypair.generate(clock.secure_bytes), clock, [TcpTransport()])
+    listen = [parse_addr(text) for text in visit.listen] if listens else []
+    return findings + await bootstrap_checks(stack, visit, listen)
+
+
+async def bootstrap_checks(stack: PeerStack, visit: Visit, listen: Sequence[Multiaddr]) -> list[CheckResult]:
+    """The bootstrap peers, and what they say of this machine's clock and reachability."""
+    reach, sights = Reach(stack.host, stack.clock), _Sights({}, ClockSkew())
+    access = None
+    if visit.run is not None and visit.papers is not None:
+        access = Access(visit.run, stack.host, stack.rpc, stack.clock, visit.papers)
+        stack.rpc.guard(access)
+    async with trio.open_nursery() as nursery:
+        await nursery.start(stack.run, listen)
+        await nursery.start(reach.run)
+        if access is not None:
+            await nursery.start(access.run)
+        async with trio.open_nursery() as checks:
+            for text in dict.fromkeys(visit.bootstrap):
+                checks.start_soon(_bootstrap, stack, text, sights)
+        reached = await _reachability(stack.host, reach, visit.listen)
+        nursery.cancel_scope.cancel()
+    found = [finding for text in dict.fromkeys(visit.bootstrap) for finding in sights.findings[text]]
+    return [*found, _clock(sights), *([reached] if listen else [])]
+
+
+async def _reachability(host: Host, reach: Reach, listen: Sequence[str]) -> CheckResult:
+    """Check of this machine's reachability, as the bootstrap peers find by dialing back, with advice."""
+    known = trio.Event()
+    reach.on_change(lambda finding: known.set() if finding.kind != Kind.UNKNOWN else None)
+    outside = any(addr_reach(link.remote) == 2 for link in host.links)
+    if outside and reach.finding.kind == Kind.UNKNOWN:
+        with trio.move_on_after(_VERDICT_S):
+            await known.wait()
+    found = reach.finding
+    relays = sum(HOP in info.protocols for peer in host.connected() if (info := host.info(peer)) is not None)
+    words, _, advice_ = advice(found, port_of(host), relays).partition(": ")
+    if found.kind == Kind.UNKNOWN:
+        more = "" if outside else "give --bootstrap with peers elsewhere in the internet, two or more"
+        return CheckResult("reachability", CheckVerdict.UNKNOWN, found.why, more)
+    if found.kind == Kind.REACHABLE:
+        return CheckResult("reachability", CheckVerdict.OK, f"reachable: {found.why}")
+    if found.guessed:
+        more = "give a second --bootstrap, of a peer at another address: that needs two observers"
+        return CheckResult("reachability", CheckVerdict.UNKNOWN, f"{words}: {found.why}", more)
+    if any((place := tcp_place(parse_addr(text))) is not None and place.port == 0 for text in listen):
+        advice_ += "; first choose a port that stays the same, as in --listen /ip4/0.0.0.0/tcp/31337"
+    verdict = CheckVerdict.OK if found.kind == Kind.KEEPS_PORTS and relays else CheckVerdict.WARN
+    return CheckResult("reachability", verdict, f"{words}: {found.why}", advice_)
+
+
+async def _port(text: str, listen: Sequence[str]) -> CheckResult:
+    """Try to listen there, for a moment; `listen` are all such addresses."""
+    addr = parse_addr(text)
+    try:
+        listener = await TcpTransport().listen(addr)
+    except ConfigError as error:
+        if isinstance(error, NoSuchFamily) and other_family(addr) in [parse_addr(other) for other in listen]:
+            return CheckResult(
+                "listen", CheckVerdict.OK, f"this machine has no address of the kind of {text}, and needs none"
+            )
+        advice = "choose another port with --listen, or stop what uses this one (a peerd daemon of yours, perhaps)"
+        return CheckResult("listen", CheckVerdict.FAIL, str(error), advice)
+    await listener.aclose()
+    return CheckResult("listen", CheckVerdict.OK, f"{text} is free")
+
+
+async def _router(listen: Sequence[str]) -> list[CheckResult]:
+    """Check that the home router would open the port; nothing where nobody outside is meant to come in."""
+    places = [tcp_place(parse_addr(text)) for text in listen]
+    clock = RealClock()
+    if not any(place is not None and not place.host.startswith(("127.", "::1")) for place in places):
+        return []
+    routers = own_routers(clock)
+    if not routers:
+        return [
+            CheckResult(
+                "router", CheckVerdict.UNKNOWN, "not asked for a port", "pip install 'peerd[portmap]' makes peerd ask"
+            )
+        ]
+    told = await tried(routers, clock.rng("doctor").randrange(20000, 60000))
+    maps = next((text for text in told if " maps " in text), None)
+    advice = "" if maps else "if nobody reaches this machine from outside, forward the port in the router's settings"
+    return [
+        CheckResult(
+            "router",
+            CheckVerdict.OK if maps else CheckVerdict.WARN,
+            maps or f"opens no port by itself: {'; '.join(told)}",
+            advice,
+        )
+    ]
+
+
+async def _bootstrap(stack: PeerStack, text: str, sights: _Sights) -> None:
+    """Connect, shake hands, ask what the peer speaks, measure the round trip, and compare clocks."""
+    addr = parse_addr(text)
+    name = f"bootstrap {text}"
+    findings = sights.findings[text] = []
+    if split_peer(addr)[1] is None:
+        advice = "ask the organizer for the address with /p2p/12D3...; without it anyone could answer in its place"
+        findings.append(CheckResult(name, CheckVerdict.WARN, "the address does not say which peer it is", advice))
+    try:
+        with trio.fail_after(_CONNECT_S):
+            peer = await stack.host.connect_addr(addr)
+            info = await stack.host.introduction(peer, _IDENTIFY_S)
+            rtt_s = await stack.host.ping(peer)
+            if info is not None and _DHT_PROTOCOL in info.protocols:
+                await _compare_clocks(stack, peer, addr, sights)
+    except trio.TooSlowError:
+        findings.append(_unreached(name, f"no answer within {_CONNECT_S:.0f} s"))
+        return
+    except RemoteError as error:
+        findings.append(_unreached(name, clean(why_unreachable(addr, error))))
+        return
+    if info is None or _DHT_PROTOCOL not in info.protocols:
+        findings.append(_unreached(name, f"{NO_PEERD} ({clean(info.agent) if info is not None else 'it is silent'})"))
+        return
+    slow = rtt_s > _SLOW_RTT_S
+    found = f"reached {clean(info.agent)}, round trip {rtt_s * 1000:.0f} ms"
+    advice = "a nearer backbone would help" if slow else ""
+    findings.append(CheckResult(name, CheckVerdict.WARN if slow else CheckVerdict.OK, found, advice))
+
+
+async def _compare_clocks(stack: PeerStack, peer: PeerId, addr: Multiaddr, sights: _Sights) -> None:
+    """Take the peer's word for the time; Refused when it takes no question of ours."""
+    sent = stack.clock.wall()
+    body = PingMessage(HelloMessage([], sent))
+    try:
+        answer = await stack.rpc.call(peer, "dht/2/ping", body, PongMessage, timeout_s=_CONNECT_S)
+    except Refused as error:
+        if NO_TOKEN not in str(error):
+            raise
+        sights.silent = True
+        return
+    hello = answer.body.hello
+    if hello is not None and math.isfinite(hello.wall):
+        sights.clocks.sample(peer, addr, sent, stack.clock.wall(), hello.wall)
+
+
+def _clock(sights: _Sights) -> CheckResult:
+    """This machine's clock beside those of all bootstrap peers, as a running peer weighs them."""
+    clocks, let_ntp = sights.clocks, "let NTP set this machine's clock, as in: timedatectl set-ntp true"
+    if not clocks.votes:
+        why = "no bootstrap peer answered"
+        if sights.silent:
+            why, let_ntp = "that peer is of a run with tokens and answers members only", "give --model FILE and --role"
+        return CheckResult("clock", CheckVerdict.UNKNOWN, f"not compared: {why}", let_ntp if sights.silent else "")
+    off_s = clocks.furthest_s()
+    theirs = "that peer's" if clocks.votes == 1 else f"those of {clocks.votes} peers"
+    if abs(off_s) <= REPORTED_S:
+        return CheckResult("clock", CheckVerdict.OK, f"{abs(off_s):.1f} s from {theirs}")
+    way = "behind" if off_s > 0 else "ahead of"
+    found = f"this machine's clock is {abs(off_s):.1f} s {way} {theirs}"
+    if abs(off_s) > CLOCK_CORRECTION_S:
+        return CheckResult("clock", CheckVerdict.FAIL, f"{found}, too far to correct", let_ntp)
+    if abs(clocks.correction_s() - off_s) <= CLOCK_TOLERANCE_S:
+        return CheckResult("clock", CheckVerdict.WARN, f"{found}; it is corrected", let_ntp)
+    if abs(off_s) > CLOCK_TOLERANCE_S:
+        advice = f"{let_ntp}; or give a second --bootstrap, which shows whose clock is wrong"
+        return CheckResult("clock", CheckVerdict.FAIL, f"{found}: they refuse each other's records", advice)
+    return CheckResult("clock", CheckVerdict.WARN, found, let_ntp)
+
+
+def _unreached(name: str, why: str) -> CheckResult:
+    return CheckResult(name, CheckVerdict.FAIL, why, _advice(why))
+
+
+_ADVICE: Final = {
+    "refused": "nothing listens there: is the backbone running, and is the port right?",
+    "no answer": "a firewall or router drops the packets: open the port there, and check the address",
+    "timed out": "a firewall or router drops the packets: open the port there, and check the address",
+    "another peer answers there": "another peer answers there: ask the organizer for the new join line",
+    NO_PEERD: "what answers there is no libp2p peer of peerd's: check the port",
+    "no valid token": "ask the organizer for a token: see `peerd token --help`",
+    "resolved": "check the name, and this machine's DNS",
+    "unreachable": "this machine has no way there: check its network",
+    "no route": "this machine has no way there: check its network",
+}
+
+
+def _advice(reason: str) -> str:
+    return next((advice for sign, advice in _ADVICE.items() if sign in reason.lower()), "check address and port")

@@ -1,0 +1,198 @@
+"""Checks of what a run needs here: token, tokenizer, text, model, memory for a stage, room for its checkpoints.
+
+Which of them apply follows from the roles. Each asks the functions that the roles ask, so that it ends as they would.
+"""
+
+from __future__ import annotations
+
+import importlib
+import shutil
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from peerd.commands.doctor.finding import CheckResult, CheckVerdict, failed
+from peerd.control.papers import PeerPapers, own_papers
+from peerd.core.errors import ConfigError
+from peerd.core.keys import Keypair
+from peerd.core.runfile import RunFile, sources_of
+from peerd.home import IDENTITY_FILE, load_identity, locked
+
+if TYPE_CHECKING:
+    from peerd.compute.model.footprint import StageFootprint
+
+
+@dataclass(frozen=True, slots=True)
+class RunNeeds:
+    """A run, and the roles that are meant to take part in it from this data directory; none: any."""
+
+    run: RunFile
+    roles: tuple[str, ...]
+    data_dir: Path
+    device: str
+
+    @property
+    def holds_model(self) -> bool:
+        """True when a stage, or the whole model, is computed here."""
+        whole = "trainer" in self.roles and self.run.pipeline.stages == 1
+        return not self.roles or "stage" in self.roles or whole
+
+    @property
+    def reads_text(self) -> bool:
+        return not self.roles or "trainer" in self.roles
+
+
+def run_checks(needs: RunNeeds) -> Iterator[CheckResult]:
+    """All checks that apply to the roles."""
+    yield token_check(needs)
+    try:
+        importlib.import_module("peerd.compute.devices")
+    except ImportError:
+        yield CheckResult("model", CheckVerdict.UNKNOWN, "not checked: torch is not there", "pip install torch")
+        return
+    if needs.holds_model or needs.reads_text:
+        vocabulary = _vocabulary(needs.run)
+        yield vocabulary
+        if vocabulary.verdict == CheckVerdict.FAIL:
+            return
+    if needs.reads_text:
+        yield from _text(needs.run)
+    if needs.holds_model:
+        yield from _model(needs)
+
+
+def token_check(needs: RunNeeds) -> CheckResult:
+    """The token that a run for invited peers asks for."""
+    run, place = needs.run, needs.data_dir
+    if run.access.allow == "open":
+        return CheckResult("token", CheckVerdict.OK, "the run is open to all")
+    if not (place / IDENTITY_FILE).exists():
+        found = f"run {run.run} takes members by token, and this peer has no identity yet, for which one is issued"
+        typed = f"peerd identity --data-dir {place}"
+        return CheckResult(
+            "token", CheckVerdict.FAIL, found, f"type: {typed}; ask the organizer for a token for what it shows"
+        )
+    try:
+        papers = own_papers(run, needs.roles, place, load_identity(place).peer_id, time.time())
+    except ConfigError as error:
+        return failed("token", error)
+    found = "none needed: this is the organizer's own peer" if papers.is_organizer else f"valid: {papers.token_path}"
+    return CheckResult("token", CheckVerdict.OK, found)
+
+
+def visiting_as(needs: RunNeeds) -> tuple[Keypair | None, PeerPapers | None]:
+    """Identity and token with which peers of a run for invited ones answer; none: they are not valid, not needed, or a
+    daemon runs as that peer.
+    """
+    if needs.run.access.allow == "open" or token_check(needs).verdict != CheckVerdict.OK:
+        return None, None
+    try:
+        with locked(needs.data_dir):
+            pass
+    except ConfigError:
+        return None, None
+    keypair = load_identity(needs.data_dir)
+    return keypair, own_papers(needs.run, needs.roles, needs.data_dir, keypair.peer_id, time.time())
+
+
+def _vocabulary(run: RunFile) -> CheckResult:
+    from peerd.compute.tokenizer import load_vocabulary
+
+    try:
+        vocabulary = load_vocabulary(run.model.vocab)
+    except ConfigError as error:
+        return failed("tokenizer", error, "ask the organizer for the file, and have model.vocab name it")
+    return CheckResult("tokenizer", CheckVerdict.OK, f"{run.model.vocab}, {vocabulary.size:,} tokens")
+
+
+def _text(run: RunFile) -> Iterator[CheckResult]:
+    """The sources open, indexes over http(s) are fetched and agree with their digests, and samples come out."""
+    from peerd.compute.data.http_fetch import DataUnavailable
+    from peerd.compute.data.stream import samples_of
+
+    paths = ", ".join(source.path for _, source in sources_of(run.data))
+    splits = [("text", "train"), *([("text to validate", "valid")] if run.evaluate.every_steps else [])]
+    for check, split in splits:
+        try:
+            stream = samples_of(run, "doctor", "train" if split == "train" else "valid")
+            stream.take(1)
+        except ConfigError as error:
+            yield failed(check, error, "put the text there, or have data.path name where it is")
+            return
+        except DataUnavailable as error:
+            yield CheckResult(check, CheckVerdict.FAIL, str(error), "a trainer would wait for it: is the server up?")
+            return
+        yield CheckResult(check, CheckVerdict.OK, f"{paths}: {stream.files} files, samples come out")
+
+
+def _model(needs: RunNeeds) -> Iterator[CheckResult]:
+    """The model can be built, and there is room for a stage of it."""
+    from peerd.compute.model.footprint import footprint
+    from peerd.compute.model.partition import build
+
+    run = needs.run
+    stages = run.limits.stages or list(range(run.pipeline.stages))
+    try:
+        taken = [footprint(run, stage) for stage in stages]
+    except ConfigError as error:
+        yield failed("model", error, "ask the organizer for the file, or mend it")
+        return
+    total = sum(one.parameters for one in taken)
+    yield CheckResult("model", CheckVerdict.OK, f"{run.model.kind}, {total:,} parameters in stages {_listed(stages)}")
+    memory = _memory(needs, taken)
+    yield memory
+    if memory.verdict != CheckVerdict.FAIL and run.model.kind != "gpt":
+        try:
+            build(run, stages[:1])
+        except ConfigError as error:
+            yield failed("model", error, "ask the organizer for the file, or mend it")
+    yield _disk(needs, taken)
+
+
+def _memory(needs: RunNeeds, taken: list[StageFootprint]) -> CheckResult:
+    """The memory for the stage that takes most, or that the run file names."""
+    from peerd.compute.model.footprint import lacking
+
+    allowed = getattr(needs.run.limits, "memory_gb", 0.0) * 1e9
+    try:
+        lacks = {one.stage: lack for one in taken if (lack := lacking(one, needs.device, allowed)) is not None}
+    except RuntimeError as error:  # of a device that is not there
+        return CheckResult("memory", CheckVerdict.UNKNOWN, str(error).splitlines()[0])
+    if not lacks:
+        most = max(sum(one.on(needs.device)) for one in taken)
+        return CheckResult("memory", CheckVerdict.OK, f"enough for each stage, {most / 1e9:.2f} GB at most")
+    found = next(iter(lacks.values()))
+    if len(lacks) < len(taken):
+        fits = [one.stage for one in taken if one.stage not in lacks]
+        advice = f"have this peer serve one that fits: limits.stage: {fits[0]} (fit: {_listed(fits)})"
+        return CheckResult("memory", CheckVerdict.WARN, found, advice)
+    return CheckResult(
+        "memory", CheckVerdict.FAIL, found, "more memory, or a run with more stages: each is smaller then"
+    )
+
+
+def _disk(needs: RunNeeds, taken: list[StageFootprint]) -> CheckResult:
+    """Room for the checkpoints that a stage keeps, and one more that is written."""
+    place = needs.data_dir
+    keep = needs.run.checkpoint.keep
+    each = max(one.checkpoint_bytes for one in taken)
+    try:
+        free = shutil.disk_usage(place).free
+        there = sum(file.stat().st_size for file in place.glob(f"*/checkpoints/{needs.run.run}/*/*.safetensors"))
+    except OSError as error:
+        return CheckResult("room for checkpoints", CheckVerdict.FAIL, f"{place}: {error.strerror or error}")
+    need = (keep + 1) * each
+    found = f"{keep} checkpoints and one that is written take {_size(need)}; free are {_size(free)}"
+    if need <= free + there:
+        return CheckResult("room for checkpoints", CheckVerdict.OK, found)
+    return CheckResult("room for checkpoints", CheckVerdict.FAIL, found, "free some, or choose another --data-dir")
+
+
+def _listed(stages: list[int]) -> str:
+    return f"{stages[0]} to {stages[-1]}" if len(stages) > 2 else " and ".join(map(str, stages))
+
+
+def _size(count: float) -> str:
+    return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"

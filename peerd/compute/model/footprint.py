@@ -1,0 +1,86 @@
+"""Room that a stage takes: memory where it computes, memory of the machine, and disk for each checkpoint.
+
+Counts what a stage holds for certain: parameters, the sums of their gradients (one more in a delayed run), one
+microbatch's gradients, the optimizer's moments, and the copy of parameters and moments from which a checkpoint is
+written. Activations and messages come on top. Shapes are those of the model itself, built without values, so nothing
+here takes memory. A post refuses to begin what surely does not fit, and `peerd doctor` says so before.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import outcome
+import psutil
+import torch
+
+from peerd.compute.model.optim import moment_names
+from peerd.compute.model.partition import DTYPES, ModelPiece, build, outline
+from peerd.core.errors import ConfigError
+from peerd.core.runfile import RunFile
+
+
+@dataclass(frozen=True, slots=True)
+class StageFootprint:
+    """Bytes that one stage takes."""
+
+    stage: int
+    parameters: int
+    device_bytes: int  # where it computes
+    machine_bytes: int  # of main memory; on the CPU, that of `device_bytes` besides
+    checkpoint_bytes: int
+
+    def on(self, device: str) -> tuple[int, int]:
+        """Bytes of the device's own memory and of the machine's."""
+        own = 0 if device == "cpu" else self.device_bytes
+        return own, self.machine_bytes + self.device_bytes - own
+
+
+def footprint(run: RunFile, stage: int) -> StageFootprint:
+    """The room that `stage` of `run` takes; ConfigError when the model cannot be built."""
+    count = sum(parameter.numel() for parameter in _shapes(run, stage).parameters())
+    each = count * DTYPES[run.model.dtype].itemsize
+    moments = len(moment_names(run.optimizer))
+    sums = 2 if run.optimizer.delayed else 1
+    there = 1 + sums + 1 + (0 if run.optimizer.offload else moments)
+    here = 1 + moments + (moments if run.optimizer.offload else 0)
+    return StageFootprint(stage, count, there * each, here * each, (1 + moments) * each)
+
+
+def _shapes(run: RunFile, stage: int) -> ModelPiece:
+    """A function of the user's own may compute values, which shapes alone do not have: then it is built with them."""
+    shapes = outcome.capture(outline, run, [stage])
+    if isinstance(shapes, outcome.Value):
+        return shapes.value
+    if not isinstance(shapes.error, Exception) or run.model.kind == "gpt":
+        raise shapes.error
+    return build(run, [stage])
+
+
+def lacking(taken: StageFootprint, device: str, own_limit_bytes: float = 0) -> str | None:
+    """The memory that is too small for a stage, in words; None when there is enough. `own_limit_bytes`: what the user
+    lets this process take, 0: no limit.
+    """
+    there, here = taken.on(device)
+    name = f"stage {taken.stage} ({taken.parameters:,} parameters)"
+    if device.startswith("cuda"):
+        free, _ = torch.cuda.mem_get_info(device)
+        if there > free:
+            return f"{name} takes {_gb(there)} of {device}'s memory, and {_gb(free)} are free"
+    free = psutil.virtual_memory().available + psutil.swap_memory().free
+    if 0 < own_limit_bytes < here:
+        return f"{name} takes {_gb(here)} of memory, and limits.memory_gb allows {_gb(own_limit_bytes)}"
+    if here > free:
+        return f"{name} takes {_gb(here)} of memory, and {_gb(free)} are free"
+    return None
+
+
+def refuse_if_too_large(run: RunFile, stage: int, device: str) -> None:
+    """Raise ConfigError when this machine lacks the memory for `stage`, before anything is allocated."""
+    lack = lacking(footprint(run, stage), device, getattr(run.limits, "memory_gb", 0.0) * 1e9)
+    if lack is not None:
+        raise ConfigError(f"{lack}; give this peer a smaller stage (limits.stage) or a machine with more memory")
+
+
+def _gb(count: float) -> str:
+    return f"{count / 1e9:.1f} GB" if count < 1e12 else f"{count / 1e9:,.0f} GB"
