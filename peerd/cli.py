@@ -178,21 +178,31 @@ def demo(
 
 
 @app.command()
-def identity(data_dir: DataDir = None, as_json: AsJson = False) -> None:
-    """Show this machine's peer ids; with --data-dir, make one there if there is none."""
+def identity(
+    model: RunFileOption = None,
+    run: Annotated[str | None, typer.Option(metavar="NAME", help="The run, by name in place of its file.")] = None,
+    data_dir: DataDir = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show this machine's peer ids; with --model, --run or --data-dir the one that `join` would use, made if needed."""
     from peerd import home
 
-    if data_dir is not None:
-        place = home.make_private_dir(data_dir)
+    name = run or (loaded.run.run if (loaded := _load(model, None, None)) is not None else None)
+    if data_dir is not None or name is not None:
+        place = home.make_private_dir(data_dir or home.run_data_dir(name or "", []))
         if not (place / home.IDENTITY_FILE).exists():
             with home.locked(place):
                 home.load_identity(place)
-        places = [place]
+        places = [place] if data_dir is not None else home.run_identities(name or "")
     else:
         places = home.known_identities()
     found = [{"peer_id": home.load_identity(place).peer_id.text, "data_dir": str(place)} for place in places]
     if as_json:
-        typer.echo(json.dumps(found[0] if data_dir is not None else {"identities": found}))
+        typer.echo(
+            json.dumps(
+                found[0] if data_dir is not None or (len(found) == 1 and name is not None) else {"identities": found}
+            )
+        )
     elif not found:
         typer.echo(f"no identity yet under {home.data_root()}; one is made when a peer first starts")
     else:
@@ -342,11 +352,11 @@ def _device(name: str) -> str:
 
 def home_of(run: RunFile | None, roles: list[str]) -> Path:
     """The data directory when none is given."""
-    from peerd.home import data_root, default_data_dir
+    from peerd.home import data_root, default_data_dir, run_data_dir
 
-    if run is None and not roles:
-        return data_root()
-    return default_data_dir(run.run if run is not None else None, roles)
+    if run is not None:
+        return run_data_dir(run.run, roles)
+    return default_data_dir(None, roles) if roles else data_root()
 
 
 def _stop_early(number: int, frame: FrameType | None) -> NoReturn:

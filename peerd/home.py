@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import json
 import os
 import re
 import stat
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Final
@@ -31,6 +32,8 @@ else:
     import fcntl
 
 IDENTITY_FILE: Final = "identity.key"
+ORGANIZER_DIR: Final = "organizer"  # under the data root, of whoever issues tokens
+_NOT_OF_RUNS: Final = frozenset({ORGANIZER_DIR, "backbone"})
 SOCKET_PATH_BYTES: Final = 100  # the system's limit is 104 to 108
 
 # Protobuf of libp2p's PrivateKey: field 1 = Ed25519 (1), field 2 = 64 bytes: the seed, then the public key.
@@ -49,13 +52,64 @@ def data_root() -> Path:
     return base / "peerd"
 
 
-def default_data_dir(run: str | None, roles: list[str]) -> Path:
-    """One directory per run and set of roles, so that a peer keeps its identity and state from day to day."""
+def default_data_dir(run: str | None, roles: Sequence[str]) -> Path:
+    """One directory per run and set of roles, as earlier versions had it; without a run it still is the one."""
     name = "-".join(part for part in (run, *sorted(roles)) if part)
     safe = re.sub(r"[^A-Za-z0-9._-]", "_", name).lstrip(".") or "peer"
     if safe != name:  # two names must not meet in one directory
         safe += "-" + hashlib.sha256(name.encode()).hexdigest()[:8]
     return data_root() / safe
+
+
+def run_data_dir(run: str, roles: Sequence[str]) -> Path:
+    """The data directory of a peer of `run` when none is given: one for the run, so that a peer stays the same whatever
+    roles it has.
+
+    Beside a process of this run that has other roles, the next one has a directory, and so an identity, of its own: the
+    one in which its roles were before, else a new one. A second process of the same role gets the first one's, which
+    says that it is in use.
+    """
+    there, old = run_identities(run), default_data_dir(run, roles)
+    if not roles or old in there:
+        return old if roles else next(iter(there), _of_run(run, 1))
+    taken = [place for place in there if _is_held(place)]
+    held = {Path(note.data_dir): set(note.roles) for note in notes()}
+    same = next((place for place in taken if held.get(place.resolve(), set()) & set(roles)), None)
+    if same is not None:
+        return same
+    free = [place for place in there if place not in taken]
+    if free:
+        return max(free, key=lambda place: sum((place / role).is_dir() for role in roles))
+    return next(place for number in itertools.count(1) if (place := _of_run(run, number)) not in there)
+
+
+def run_identities(run: str) -> list[Path]:
+    """Directories under the data root that hold an identity of this run, those of earlier versions last."""
+    numbered = itertools.takewhile(_has_identity, (_of_run(run, number) for number in itertools.count(1)))
+    stem = f"{default_data_dir(run, []).name}-"
+    earlier = [
+        place
+        for place in known_identities()
+        if place.name.startswith(stem)
+        and all((place / role).is_dir() for role in place.name.removeprefix(stem).split("-"))
+    ]
+    return [*numbered, *earlier]
+
+
+def _of_run(run: str, number: int) -> Path:
+    place = default_data_dir(run, [])
+    name = f"{place.name}+run" if place.name in _NOT_OF_RUNS else place.name
+    return place.with_name(name if number == 1 else f"{name}+{number}")  # no name of a run has a plus
+
+
+def _has_identity(place: Path) -> bool:
+    return (place / IDENTITY_FILE).exists()
+
+
+def _is_held(data_dir: Path) -> bool:
+    """True while a process has the directory."""
+    with _open_lock(data_dir / "lock") as file:
+        return not _try_lock(file)
 
 
 def make_private_dir(path: Path) -> Path:

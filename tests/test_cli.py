@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from peerd import __version__
-from peerd.cli import invoke
+from peerd.cli import home_of, invoke
+from peerd.core.runfile import RunFile
 
 
 def test_version_and_help_go_to_stdout_with_exit_code_0(capsys: pytest.CaptureFixture[str]) -> None:
@@ -43,6 +44,18 @@ def test_identity_without_a_directory_lists_those_of_this_user(
     assert invoke(["identity", "--json"]) == 0
     (found,) = json.loads(capsys.readouterr().out)["identities"]
     assert found["data_dir"].endswith("tiny-stage")
+
+
+def test_the_identity_of_a_run_is_the_one_that_join_uses(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+    (tmp_path / "run.yaml").write_text("run: tiny\n")
+    assert invoke(["identity", "--model", str(tmp_path / "run.yaml")]) == 0
+    peer, place = capsys.readouterr().out.split()
+    assert place == str(home_of(RunFile(run="tiny"), ["stage"])) == str(home_of(RunFile(run="tiny"), ["trainer"]))
+    assert invoke(["identity", "--run", "tiny", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"peer_id": peer, "data_dir": place}
 
 
 @pytest.mark.slow

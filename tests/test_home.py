@@ -95,6 +95,47 @@ def test_default_data_directories_are_one_per_run_and_roles(monkeypatch: pytest.
     assert all("/" not in name and not name.startswith(".") for name in names)
 
 
+def made(place: Path, *roles: str) -> Path:
+    """A data directory in which a peer of these roles has been."""
+    for role in roles:
+        (place / role).mkdir(parents=True)
+    home.load_identity(home.make_private_dir(place))
+    return place
+
+
+def test_a_peer_of_a_run_is_the_same_whatever_its_roles(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+    first = made(home.run_data_dir("tiny", ["stage"]), "stage")
+    assert first == tmp_path / "peerd" / "tiny"
+    for roles in ([], ["trainer"], ["stage", "trainer"], ["backbone"]):
+        assert home.run_data_dir("tiny", roles) == first
+    assert home.run_data_dir("organizer", ["stage"]).name == "organizer+run", "not the organizer's own identity"
+
+
+def test_beside_a_process_of_other_roles_a_peer_has_the_next_directory_and_finds_it_again(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "run"))
+    first = made(home.run_data_dir("tiny", ["stage"]), "stage")
+    with home.locked(first), home.noted(home.Running(7, str(first), "s", "tiny", ["stage"])):
+        second = made(home.run_data_dir("tiny", ["trainer"]), "trainer")
+        assert second.name == "tiny+2"
+        assert home.run_data_dir("tiny", ["stage"]) == first, "which says that it is in use"
+    assert home.run_data_dir("tiny", ["trainer"]) == second, "whatever runs today"
+    assert home.run_data_dir("tiny", ["stage"]) == first
+    assert home.run_identities("tiny") == [first, second]
+
+
+def test_directories_of_earlier_versions_go_on_being_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+    old = made(home.default_data_dir("tiny", ["stage"]), "stage")
+    made(home.default_data_dir("tiny-v2", ["stage"]), "stage")
+    assert home.run_data_dir("tiny", ["stage"]) == old
+    assert home.run_data_dir("tiny", ["trainer"]) == old
+    assert home.run_identities("tiny") == [old]
+
+
 def test_the_socket_moves_to_a_short_path_when_the_data_directory_is_deep(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

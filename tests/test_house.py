@@ -137,7 +137,7 @@ FLAGS = {
     },
     "status": {"--swarm", "--watch", "--json", "--data-dir", "--help"},
     "demo": {"--steps", "--data", "--calm", "--json", "--data-dir", "--help"},
-    "identity": {"--data-dir", "--json", "--help"},
+    "identity": {"--model", "--config", "--run", "--data-dir", "--json", "--help"},
     "export": {"run_dir", "--backbone", "--out", "--run", "--step", "--model", "--config", "--json", "--help"},
     "generate": {
         *("--from", "prompt", "--tokens", "--temperature", "--top-k", "--seed", "--device", "--model", "--config"),

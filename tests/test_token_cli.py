@@ -193,6 +193,16 @@ def test_the_newest_list_outlives_the_process_and_counts_at_the_next_start(
         membership.own_papers(run, ["stage"], place, ANN.peer_id, time.time())
 
 
+def test_a_machine_with_the_organizers_identity_is_told_what_to_type(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+    run, place = peer_of(home.make_private_dir(tmp_path / "peerd" / "organizer"), tmp_path / "peer")
+    typed = f"so type: peerd token issue --run tiny --peer {ANN.peer_id} --roles stage > {place}/access.token"
+    with pytest.raises(ConfigError, match=typed):
+        membership.own_papers(run, ["stage"], place, ANN.peer_id, time.time())
+
+
 def test_the_organizers_own_peer_needs_no_token_and_brings_its_list(
     organizer: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

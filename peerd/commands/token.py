@@ -110,9 +110,9 @@ def _role_names(text: str) -> list[str]:
 
 def _book(data_dir: Path | None) -> tuple[Path, TokenBook]:
     from peerd.control.papers import TokenBook
-    from peerd.home import data_root, load_identity, make_private_dir
+    from peerd.home import ORGANIZER_DIR, data_root, load_identity, make_private_dir
 
-    place = make_private_dir(data_dir or data_root() / "organizer")
+    place = make_private_dir(data_dir or data_root() / ORGANIZER_DIR)
     return place, TokenBook(place, load_identity(place))
 
 

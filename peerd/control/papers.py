@@ -12,6 +12,7 @@ import contextlib
 import json
 import os
 import re
+import shlex
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -25,7 +26,16 @@ from peerd.core.keys import Keypair
 from peerd.core.limits import REVOKED_BYTES, REVOKED_TOKENS, TOKEN_NAME_CHARS, TOKEN_ROLES
 from peerd.core.messages.token import ID_BYTES, Revoked, Token, from_text, normal_roles, seal, to_text
 from peerd.core.runfile import RunFile
-from peerd.home import locked, make_private_dir, write_atomically
+from peerd.home import (
+    IDENTITY_FILE,
+    ORGANIZER_DIR,
+    data_root,
+    known_identities,
+    load_identity,
+    locked,
+    make_private_dir,
+    write_atomically,
+)
 from peerd.machine.access.members import Roll
 
 TOKEN_FILE: Final = "access.token"  # in a peer's data directory, unless the run file names another
@@ -94,10 +104,7 @@ def own_papers(run: RunFile, roles: Sequence[str], home: Path, own: PeerId, now:
     if papers.is_organizer:
         return papers
     wanted = normal_roles(roles)
-    advice = (
-        f"ask the organizer ({organizer}) for a token for peer {own} in the roles {', '.join(wanted)}, "
-        f"and save it as {papers.token_path}"
-    )
+    advice = _advice(run, wanted, own, papers.token_path)
     if not papers.token_path.exists():
         raise ConfigError(f"run {run.run} takes members by token, and there is none in {papers.token_path}; {advice}")
     roll = Roll(run.run, organizer, run.pipeline.stages)
@@ -111,6 +118,20 @@ def own_papers(run: RunFile, roles: Sequence[str], home: Path, own: PeerId, now:
         if found.lacks(frozenset({role})):
             raise ConfigError(f"the token in {papers.token_path} is not for the role {role}; {advice}")
     return papers
+
+
+def _advice(run: RunFile, roles: Sequence[str], own: PeerId, path: Path) -> str:
+    """The way to a token: to type it, where the organizer's identity lies on this machine, else to ask for it."""
+    organizer, first = PeerId.parse(run.access.organizer), data_root() / ORGANIZER_DIR
+    for place in (first, *known_identities()):
+        with contextlib.suppress(ConfigError):
+            if (place / IDENTITY_FILE).exists() and load_identity(place).peer_id == organizer:
+                names = f" --roles {','.join(roles)}" if roles else ""
+                where = "" if place == first else f" --data-dir {shlex.quote(str(place))}"
+                typed = f"peerd token issue --run {shlex.quote(run.run)} --peer {own}{names}{where}"
+                return f"the organizer's identity is on this machine, so type: {typed} > {shlex.quote(str(path))}"
+    asked = f" in the roles {', '.join(roles)}" if roles else ""
+    return f"ask the organizer ({organizer}) for a token for peer {own}{asked}, and save it as {path}"
 
 
 def _read(kind: type[K], path: Path) -> bytes:

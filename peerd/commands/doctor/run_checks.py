@@ -155,7 +155,7 @@ def _memory(needs: RunNeeds, taken: list[StageFootprint]) -> CheckResult:
     """The memory for the stage that takes most, or that the run file names."""
     from peerd.compute.model.footprint import lacking
 
-    allowed = getattr(needs.run.limits, "memory_gb", 0.0) * 1e9
+    allowed = needs.run.limits.memory_gb * 1e9
     try:
         lacks = {one.stage: lack for one in taken if (lack := lacking(one, needs.device, allowed)) is not None}
     except RuntimeError as error:  # of a device that is not there

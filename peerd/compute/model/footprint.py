@@ -77,7 +77,7 @@ def lacking(taken: StageFootprint, device: str, own_limit_bytes: float = 0) -> s
 
 def refuse_if_too_large(run: RunFile, stage: int, device: str) -> None:
     """Raise ConfigError when this machine lacks the memory for `stage`, before anything is allocated."""
-    lack = lacking(footprint(run, stage), device, getattr(run.limits, "memory_gb", 0.0) * 1e9)
+    lack = lacking(footprint(run, stage), device, run.limits.memory_gb * 1e9)
     if lack is not None:
         raise ConfigError(f"{lack}; give this peer a smaller stage (limits.stage) or a machine with more memory")
 
