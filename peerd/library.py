@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
 from peerd.compute.model.schedule import Made
-from peerd.compute.model.user_buffers import GradientNotFinite, Live, buffers_of
+from peerd.compute.model.shared_buffers import GradientNotFinite, Live, buffers_of
 from peerd.compute.model.user_model import UserModel
 from peerd.config import check_addresses, section_of
 from peerd.control.company import CompanyWish

@@ -51,6 +51,9 @@ class ModelSection(Section, frozen=True):
     context: int = 128  # tokens of one sample
     dtype: Literal["float32", "float64"] = "float32"
     precision: Literal["full", "bf16", "fp16"] = "full"  # of computing inside a stage; what is kept has `dtype`
+    # What becomes of buffers of a model of one's own, such as batch norm's, with each step: the peers' mean, those of
+    # the peer with the lowest id, or each keeps its own. A newcomer gets them in any case.
+    buffers: Literal["average", "first", "local"] = "average"
     kind_digest: str = ""  # SHA-256 of the function's source, in hex; empty: that of the file here, if there is one
     vocab_digest: str = ""  # the same of the tokenizers file
 

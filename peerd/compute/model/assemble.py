@@ -13,7 +13,7 @@ from peerd.compute.model.partition import ModelPiece, whole_model
 from peerd.core.errors import ConfigError
 from peerd.core.runfile import RunFile, fingerprint
 
-_PARAMETER = "param/"
+_PARAMETER, _BUFFER = "param/", "buffer/"
 
 
 def load_whole_model(run: RunFile, stages: Sequence[Mapping[str, Tensor] | Path]) -> tuple[ModelPiece, int]:
@@ -56,6 +56,10 @@ def _fill(model: ModelPiece, states: Sequence[Mapping[str, Tensor]]) -> None:
     for name in sorted(wanted.keys() | given.keys()):
         if name not in given or name not in wanted or given[name].shape != wanted[name].shape:
             raise ConfigError(f"the stages' parameters are not those of this run: {name} differs")
+    buffers = {n.removeprefix(_BUFFER): t for state in states for n, t in state.items() if n.startswith(_BUFFER)}
     with torch.no_grad():
         for name, parameter in wanted.items():
             parameter.copy_(given[name])
+        for name, buffer in model.named_buffers():
+            if name in buffers:
+                buffer.copy_(buffers[name])

@@ -8,8 +8,9 @@ Values are drawn from whole numbers and one multiplication, without logarithms, 
 A model of one's own: `model.kind: module:function` names a function in a local Python file (or an installed
 module). It is called with the RunFile and returns the layers as a list of nn.Module, at least one per stage. Each
 maps float [B, L, D] to the same shape; the first takes int64 tokens [B, L], the last returns logits [B, L, V].
-Layers must be functions of input and parameters alone: no buffers that are saved, no randomness (they run in eval
-mode). The list is cut into stages of equal length. Starting values are what the function makes, under a seed.
+Layers must be functions of input, parameters and buffers alone, without randomness: they run in eval mode, but for
+torch's batch norms, which train by the statistics of a microbatch (see `stage_module`). The list is cut into stages of
+equal length. Starting values are what the function makes, under a seed.
 """
 
 from __future__ import annotations
@@ -155,8 +156,4 @@ def _own(run: RunFile, stages: Sequence[int]) -> ModelPiece:
         raise ConfigError(f"model.kind {kind} returns {len(modules)} layers for {run.pipeline.stages} stages")
     parts = _even(len(modules), run.pipeline.stages)
     layers = [(f"layer{index}", modules[index], 1) for stage in stages for index in parts[stage]]
-    piece = ModelPiece(layers).to(DTYPES[run.model.dtype])
-    saved = [name for name in piece.state_dict() if name not in dict(piece.named_parameters(remove_duplicate=False))]
-    if saved:
-        raise ConfigError(f"model.kind {kind} has the buffer {saved[0]}: layers may keep nothing but parameters")
-    return piece
+    return ModelPiece(layers).to(DTYPES[run.model.dtype])

@@ -164,10 +164,10 @@ class ServedStage:
         return self.module.low_rank
 
     def forward(self, step: int | None, x: Tensor) -> StageOutcome:
-        """Input to output; `step` None: whatever step it is."""
+        """Input to output, as in training; `step` None: whatever step it is, and not in training."""
         began = time.perf_counter()
         self._at(step)
-        y = self.module.forward(_whole_numbers_as_int64(x))
+        y = self.module.forward(_whole_numbers_as_int64(x), training=step is not None)
         return StageOutcome(y, 0.0, time.perf_counter() - began)
 
     def loss(self, x: Tensor, targets: Tensor) -> StageOutcome:
@@ -259,19 +259,19 @@ class ServedStage:
                 for mb, kept in group:
                     x, target = (_whole_numbers_as_int64(decode(frame, name="a kept tensor")) for frame in kept.frames)
                     try:
-                        self.module.backward(x, target)
+                        self.module.backward(x, target, again=True)
                     except ValueError:
                         self._unusable.append(mb)
                         del self._held[mb]
 
     def vector(self, leads: bool = True) -> Vector:
         """A copy of the gradient sum of the step under way, flat."""
-        vector: Vector = self.module.gradient().cpu().numpy()
+        vector: Vector = self.module.gradient(leads).cpu().numpy()
         return vector
 
     def vector_outline(self) -> TensorSpec:
         """Dtype and shape of what `vector` gives, without copying anything."""
-        return TensorSpec("total", dtype_name(self.module.dtype), (self.module.layout.count,))
+        return TensorSpec("total", dtype_name(self.module.dtype), (self.module.total.count,))
 
     def commit(self, step: int, total: Vector, samples: int) -> None:
         """Step the optimizer with `total / samples`; what was held is counted, what was early is held now."""

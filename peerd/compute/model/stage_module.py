@@ -9,18 +9,23 @@ Invariants: inputs are checked before anything is changed, and nothing is added 
 pass came out finite, and no value of it larger than `largest`: a bad microbatch leaves the stage as it was. ValueError
 says in words what is wrong (the caller makes a refusal of it). On the CPU equal inputs give equal bits: inputs that do
 not start at a whole cache line are copied, since a matrix product may sum in another order there.
+
+Torch's batch norms train by the statistics of the microbatch, in `forward` as in `backward`, and are judged by the
+running ones (`loss`, and `forward` outside of training). Only a microbatch that is added to a sum for the first time
+moves buffers, of any layer; what becomes of them with each step: `shared_buffers`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Final
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.modules.batchnorm import _NormBase
 
 from peerd.compute.codec.powersgd import low_rank_of
 from peerd.compute.flat import Layout
@@ -28,6 +33,7 @@ from peerd.compute.model.grad_sums import Sums
 from peerd.compute.model.optim import Optimizer, moment_names
 from peerd.compute.model.partition import DTYPES, build
 from peerd.compute.model.precision import Precision
+from peerd.compute.model.shared_buffers import GradientNotFinite, SharedBuffers, buffers_of
 from peerd.compute.tensors import all_finite, dtype_name, state_digest
 from peerd.compute.tokenizer import load_vocabulary
 from peerd.core.runfile import RunFile
@@ -61,29 +67,42 @@ class StageModule:
         self._sums = Sums(self.layout, 1 + self.ahead, self.dtype, self.device)
         self._before: Tensor | None = None  # the parameters before the last step, on the CPU; only in a delayed run
         self._optimizer = Optimizer(run.optimizer, self.layout, self._flat)
-        self.low_rank = low_rank_of(run.averaging, self.layout, self.dtype, run.seed)
+        self._norms = [m for m in self._piece.modules() if isinstance(m, _NormBase)]
+        kept = buffers_of(self._piece)
+        self.buffers = SharedBuffers(kept, run.model.buffers, run.averaging, self.dtype, 1 + self.ahead)
+        names, shapes = tuple(self.buffers.shapes), tuple(self.buffers.shapes.values())
+        self.total = Layout(self.layout.names + names, self.layout.shapes + shapes)  # of what travels
+        self.low_rank = low_rank_of(run.averaging, self.total, self.dtype, run.seed)
 
     @torch.no_grad()
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, training: bool = False) -> Tensor:
         """Forward pass. First stage: int64 [B, L]; others [B, L, D]. Gives [B, L, D]; the last stage gives logits [B,
-        L, V].
+        L, V]. `training`: as `backward` computes it again.
         """
-        return self._compute(self._input(x))
+        x = self._input(x)
+        with self._computing(training) as begin_anew:
+            y = self._compute(x)
+            begin_anew()
+        return y
 
     @torch.no_grad()
     def loss(self, x: Tensor, targets: Tensor) -> float:
         """Loss of the last stage: mean over samples of the mean over tokens of the cross-entropy, in nats."""
         x = self._input(x)
-        return float(self._loss_sum(x, self._targets(targets, x))) / x.shape[0]
+        with self._computing(training=False) as begin_anew:
+            total = self._loss_sum(x, self._targets(targets, x))
+            begin_anew()
+        return float(total) / x.shape[0]
 
     def backward(
-        self, x: Tensor, grad_or_targets: Tensor, sign: float = 1.0, ahead: int = 0
+        self, x: Tensor, grad_or_targets: Tensor, sign: float = 1.0, ahead: int = 0, again: bool = False
     ) -> tuple[Tensor | None, float]:
         """Compute forward again, add `sign` times the gradient of the loss sum to the sum of the step under way.
 
         With `ahead` 1 it is added to the sum of the step after it; the parameters are those of now in any case.
-        `grad_or_targets`: d(loss sum)/d(output) [B, L, D], or int64 targets [B, L] in the last stage. Returns
-        d(loss sum)/dx (without the sign; None in the first stage) and the loss sum over samples (last stage, else 0).
+        `again`: it was added before, to a sum that is made anew. `grad_or_targets`: d(loss sum)/d(output) [B, L, D],
+        or int64 targets [B, L] in the last stage. Returns d(loss sum)/dx (without the sign; None in the first stage)
+        and the loss sum over samples (last stage, else 0).
         """
         x = self._input(x)
         inputs = [] if self.first else [x.requires_grad_()]
@@ -91,16 +110,47 @@ class StageModule:
             targets, seed = self._targets(grad_or_targets, x), None
         else:
             targets, seed = None, self._gradient_of_output(grad_or_targets, x)
-        output, gradients = self._precision.backward(
-            lambda: self._compute(x) if targets is None else self._loss_sum(x, targets),
-            [*self._parameters, *inputs],
-            seed,
-            1.0 / x.shape[1],  # of the loss by a logit
-        )
-        _need_finite("the gradient of this microbatch", *gradients)
-        _need_at_most(self.largest, "the gradient of this microbatch", gradients[: len(self._parameters)])
+        with self._computing(training=True) as begin_anew:
+
+            def compute() -> Tensor:
+                begin_anew()  # in 16 bits it may take several attempts
+                return self._compute(x) if targets is None else self._loss_sum(x, targets)
+
+            largest = 1.0 / x.shape[1]  # of the loss by a logit
+            output, gradients = self._precision.backward(compute, [*self._parameters, *inputs], seed, largest)
+            _need_finite("the gradient of this microbatch", *gradients)
+            _need_at_most(self.largest, "the gradient of this microbatch", gradients[: len(self._parameters)])
+            if again or sign < 0:
+                begin_anew()
+            self.buffers.note(ahead, round(sign * x.shape[0]))
         self._sums.add(gradients, sign, ahead)
         return (None if self.first else gradients[-1]), (float(output.detach()) if self.last else 0.0)
+
+    @contextmanager
+    def _computing(self, training: bool) -> Iterator[Callable[[], None]]:
+        """The scope of a computation; an error in it leaves buffers as they were, as does a call of what is given."""
+        if not self.buffers.shared:
+            yield lambda: None
+            return
+        before = self.buffers.copies()
+        for norm in self._norms:
+            norm.training = training
+        done = False
+        try:
+            yield lambda: self.buffers.put_back(before)
+            self._check_buffers()
+            done = True
+        finally:
+            for norm in self._norms:
+                norm.training = False
+            if not done:
+                self.buffers.put_back(before)
+
+    def _check_buffers(self) -> None:
+        try:
+            self.buffers.check()
+        except GradientNotFinite as error:
+            raise ValueError(str(error)) from None
 
     @contextmanager
     def as_of(self, at: int) -> Iterator[None]:
@@ -122,28 +172,35 @@ class StageModule:
     def empty_sum(self) -> None:
         """Forget the sum of the step under way."""
         self._sums.clear(0)
+        self.buffers.clear(0)
 
     def sum_is_finite(self) -> bool:
         """True when all values in the sum of the step under way have stayed within the range of numbers."""
         return all_finite(self._sums.due)
 
-    def gradient(self) -> Tensor:
-        """A copy of the sum of the step under way, flat [layout.count]."""
-        return self._sums.due.clone()
+    def gradient(self, leads: bool = True) -> Tensor:
+        """A copy of the sum of the step under way, and what of the buffers travels with it, flat [total.count]."""
+        if not self.buffers.shared:
+            return self._sums.due.clone()
+        return torch.cat([self._sums.due, torch.from_numpy(self.buffers.part(leads)).to(self.device)])
 
     def apply(self, mean_gradient: Tensor) -> None:
         """One optimizer step with a flat mean gradient; the step goes up by one, its sum is used up."""
-        _need("the mean gradient", mean_gradient, self._flat.shape, self.dtype)
+        _need("the mean gradient", mean_gradient, torch.Size([self.total.count]), self.dtype)
         _need_finite("the mean gradient", mean_gradient)
         if self.ahead:
             self._before = self._flat.to("cpu", copy=True)
-        self._optimizer.update(self._flat, mean_gradient.to(self._optimizer.device, copy=True), self.step)
+        mean = mean_gradient[: self.layout.count].to(self._optimizer.device, copy=True)
+        self._optimizer.update(self._flat, mean, self.step)
         self.step += 1
         self._sums.step()
+        if self.buffers.shared:
+            self.buffers.step([v.cpu() for v in self.total.views(mean_gradient)[len(self._parameters) :]])
 
     def clear(self) -> None:
         """Forget what was accumulated, for all steps."""
         self._sums.clear_all()
+        self.buffers.clear_all()
         self._before = None
 
     def state(self) -> dict[str, Tensor]:
@@ -158,6 +215,7 @@ class StageModule:
             views |= {f"opt/{name}/{moment}": v for name, v in zip(self.layout.names, parts, strict=True)}
         if self.low_rank is not None:
             views |= self.low_rank.state()
+        views |= {f"buffer/{name}": tensor for name, tensor in self.buffers.shared.items()}
         return views | {"step": torch.tensor(self.step, dtype=torch.int64)}
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
@@ -172,6 +230,7 @@ class StageModule:
         with torch.no_grad():
             for name, tensor in mine.items():
                 tensor.copy_(state[name])
+        self.buffers.load(state)
         self.step = int(state["step"])
         if self.low_rank is not None:
             self.low_rank.forget()

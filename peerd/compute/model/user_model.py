@@ -6,9 +6,9 @@ parameter is, else in float32 (so half precision loses nothing in them). A sum c
 microbatch in it must not count, all are forgotten and reported as missing, to be computed anew. In a delayed run
 gradients for the step after the one under way are taken too, in a sum of their own that is the next one's beginning.
 The state for newcomers is the parameters, whatever the optimizer keeps for each of them, and the model's buffers
-(`user_buffers`); its outline is learnt from a step with copies, so that a newcomer knows it before its first own step.
-Methods are synchronous, one at a time; whoever calls `commit` and `load` sees to it that nobody uses the parameters
-meanwhile. Hostile input: a state of other names, shapes or dtypes, or not finite, is a ValueError.
+(`shared_buffers`); its outline is learnt from a step with copies, so that a newcomer knows it before its own first
+step. Methods are synchronous, one at a time; whoever calls `commit` and `load` sees to it that nobody uses the
+parameters meanwhile. Hostile input: a state of other names, shapes or dtypes, or not finite, is a ValueError.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from peerd.compute.flat import Layout
 from peerd.compute.model.grad_sums import Sums
 from peerd.compute.model.schedule import Made, Schedule
 from peerd.compute.model.served_stage import Stale, Vector, items_of
-from peerd.compute.model.user_buffers import GradientNotFinite, Live, UserBuffers
+from peerd.compute.model.shared_buffers import GradientNotFinite, Live, SharedBuffers
 from peerd.compute.tensors import TORCH_DTYPES, all_finite, dtype_name, state_digest
 from peerd.core.errors import ConfigError
 from peerd.core.messages.state import TensorSpec
@@ -108,7 +108,7 @@ class UserModel:
         self._early: dict[Mb, None] = {}
         self._outline = _outline(optimizer, self._named)
         averaging = averaging or AveragingSection()
-        self.buffers = UserBuffers(*buffers, averaging, self.dtype, 1 + self._ahead)
+        self.buffers = SharedBuffers(*buffers, averaging, self.dtype, 1 + self._ahead)
         names, shapes = tuple(self.buffers.shapes), tuple(self.buffers.shapes.values())
         self._total = Layout(self.layout.names + names, self.layout.shapes + shapes)  # of what travels
         self.low_rank = low_rank_of(averaging, self._total, self.dtype, 0)

@@ -133,9 +133,6 @@ def tuple_of(run):
 
 def one(run):
     return layers(run)[:1]
-
-def with_buffer(run):
-    return [*layers(run), nn.BatchNorm1d(8)]
 """
 
 
@@ -176,7 +173,6 @@ def test_a_model_of_ones_own_is_cut_and_trained_like_any(kind: str) -> None:
         ("nowhere.at_all:layers", r"there is no file nowhere.at_all.py here and no module nowhere.at_all"),
         ("mine:tuple_of", "must return a list of torch.nn.Module"),
         ("mine:one", "returns 1 layers for 2 stages"),
-        ("mine:with_buffer", "has the buffer layer4.running_mean: layers may keep nothing but parameters"),
     ],
 )
 def test_a_model_of_ones_own_that_cannot_be_used_is_explained(kind: str, words: str) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from peerd.compute.model.served_stage import Stale, state_of
-from peerd.compute.model.user_buffers import GradientNotFinite
+from peerd.compute.model.shared_buffers import GradientNotFinite
 from peerd.compute.model.user_model import UserModel
 from peerd.core.errors import ConfigError
 from peerd.core.messages.swarm import Mb

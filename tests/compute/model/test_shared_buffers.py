@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from peerd.compute.model.served_stage import state_of
-from peerd.compute.model.user_buffers import GradientNotFinite, buffers_of
+from peerd.compute.model.shared_buffers import GradientNotFinite, buffers_of
 from peerd.compute.model.user_model import UserModel
 from peerd.core.errors import ConfigError
 from peerd.core.messages.swarm import Mb

@@ -1,13 +1,13 @@
-"""Buffers of somebody else's model, such as the running statistics of batch norm, as the members of a run keep them.
+"""Buffers of somebody's own model, such as the running statistics of batch norm, as the members of a run keep them.
 
-No gradient moves them: each forward pass of the user's does, on each peer with other data. All peers have a `shared`
-copy alike, which is part of the state that newcomers take. With each microbatch goes a look at the user's own; in the
-average travels, beside the gradients, how far they have moved from the shared ones, weighted by the samples since, and
-the weight. `average`: the user's become the shared ones after each step. `first`: likewise, and only the peer of the
-lowest id in the round brings any. `local`: each user's stay as they are; the shared ones, an average, are what a
+No gradient moves them: each forward pass does, on each peer with other data. All peers have a `shared` copy alike,
+which is part of the state that newcomers take. With each microbatch goes a look at the live ones; in the average
+travels, beside the gradients, how far they have moved from the shared ones, weighted by the samples since, and the
+weight. `average`: the live ones become the shared ones after each step. `first`: likewise, and only the peer of the
+lowest id in the round brings any. `local`: the live ones stay as they are; the shared ones, an average, are what a
 newcomer begins with. So a peer alone has what plain torch has, and whole numbers are rounded. `live` is asked each
-time: modules may put a new tensor in a buffer's place. Hostile input: what a state or a total brings is checked by
-`user_model`; numbers beyond a buffer's range are cut.
+time: modules may put a new tensor in a buffer's place. Hostile input: a state or total is checked by whoever passes it
+on; numbers beyond a buffer's range are cut.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ _EXACT_ENOUGH: Final = ("none", "bf16", "powersgd")  # codes that keep small val
 
 
 class GradientNotFinite(PeerdError, FloatingPointError):
-    """A gradient or a buffer of the user's model has become infinite, or no number; its name is in the message."""
+    """A gradient or a buffer of a user's model has become infinite, or no number; its name is in the message."""
 
 
-class UserBuffers:
+class SharedBuffers:
     """See the module's header. `ahead` counts steps from the one under way, as in `grad_sums`."""
 
     def __init__(self, live: Live, how: str, averaging: AveragingSection, dtype: torch.dtype, steps: int) -> None:
@@ -52,9 +52,9 @@ class UserBuffers:
                 f"code {averaging.code!r} is too coarse for buffers ({next(iter(self.shared))}, ...); "
                 f"allowed with buffers: {', '.join(_EXACT_ENOUGH)}"
             )
-        self._seen: list[dict[str, Tensor]] = [{} for _ in range(steps)]  # the user's, at their last microbatch
+        self._seen: list[dict[str, Tensor]] = [{} for _ in range(steps)]  # the live ones, at the last microbatch
         self._weights = [0.0] * steps
-        self._used = False  # the user has computed with them: they are not a newcomer's any more
+        self._used = False  # something was computed with the live ones: they are not a newcomer's any more
 
     @property
     def shapes(self) -> dict[str, torch.Size]:
@@ -69,21 +69,21 @@ class UserBuffers:
         parts = [f"{name} {list(t.shape)} {dtype_name(t.dtype)}" for name, t in self.shared.items()]
         return f"; buffers {self.how}: {', '.join(parts)}" if parts else ""
 
-    # --- the user's ---------------------------------------------------------------------------------------------
+    # --- the live ones ------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Nothing has happened yet: what the user has is what is shared."""
+        """Nothing has happened yet: what is live is what is shared."""
         for name, tensor in self._checked().items():
             self.shared[name].copy_(tensor)
 
     def check(self) -> None:
-        """ConfigError when the user's are others than at the start; GradientNotFinite when one cannot be averaged."""
+        """ConfigError when the live ones are others than at the start; GradientNotFinite when one is not finite."""
         for name, tensor in self._checked().items():
             if not all_finite(tensor):
                 raise GradientNotFinite(f"buffer {name} of the model is not finite; nothing was handed in")
 
     def note(self, ahead: int, samples: int) -> None:
-        """A microbatch of so many samples counts: what the user has now is what it led to."""
+        """A microbatch of so many samples counts: what is live now is what it led to."""
         self._seen[ahead] = {name: t.detach().to("cpu", copy=True) for name, t in self._checked().items()}
         self._weights[ahead] += samples
         self._used = True
@@ -128,6 +128,11 @@ class UserBuffers:
         """Forget what was seen for one step."""
         self._seen[ahead], self._weights[ahead] = {}, 0.0
 
+    def clear_all(self) -> None:
+        """Forget what was seen, for all steps."""
+        for ahead in range(len(self._seen)):
+            self.clear(ahead)
+
     # --- state --------------------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Tensor]:
@@ -139,22 +144,30 @@ class UserBuffers:
         return [(f"buffer/{name}", tensor.dtype, tensor.shape) for name, tensor in self.shared.items()]
 
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """Take over a state that was checked; a user of `local` ones who has computed with them keeps them."""
+        """Take over a state that was checked; `local` ones that something was computed with stay."""
         for name, tensor in self.shared.items():
             tensor.copy_(state[f"buffer/{name}"])
         if self.how != "local" or not self._used:
             self._hand_out()
-        for ahead in range(len(self._seen)):
-            self.clear(ahead)
+        self.clear_all()
+
+    def copies(self) -> dict[str, Tensor]:
+        """The live ones, copied where they are."""
+        return {name: tensor.detach().clone() for name, tensor in self._live().items()}
 
     @torch.no_grad()
+    def put_back(self, copies: Mapping[str, Tensor]) -> None:
+        """Give the live ones the values of `copies`."""
+        for name, tensor in self._live().items():
+            tensor.copy_(copies[name])
+
     def _hand_out(self) -> None:
-        for name, tensor in self._checked().items():
-            tensor.copy_(self.shared[name])
+        self._checked()
+        self.put_back(self.shared)
 
 
 def buffers_of(model: torch.nn.Module) -> Live:
-    """The buffers of a module that belong to its state: what it computes anew by itself is left out."""
+    """The buffers of a module that belong to its state: what it makes anew by itself is left out."""
 
     def live() -> dict[str, Tensor]:
         kept = model.state_dict(keep_vars=True)

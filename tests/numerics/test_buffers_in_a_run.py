@@ -1,0 +1,65 @@
+"""A run of a model of one's own with batch norm: a replica that joins late ends with the same running statistics."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from peerd.core.runfile import (
+    BatchSection,
+    DataSection,
+    EvaluateSection,
+    ModelSection,
+    OptimizerSection,
+    PipelineSection,
+    RunFile,
+)
+from roles.backbone import BackboneRole
+from roles.trainer import TrainerRole
+from tests.kit.exact import write_texts
+from tests.kit.normed import write_normed
+from tests.kit.training import all_finished, swarm
+
+STEPS, LATE = 40, 5
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.socket,
+    pytest.mark.no_watchdog("several peers and the threads of their workers share one interpreter"),
+]
+
+
+async def test_replicas_with_batch_norm_agree_also_with_one_that_joins_late(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts = write_texts(tmp_path)
+    run = RunFile(
+        run="normed",
+        model=ModelSection(kind=write_normed(tmp_path), d_model=64, context=64),
+        pipeline=PipelineSection(stages=1, microbatch=8),
+        optimizer=OptimizerSection(name="adamw", lr=1e-3, total_steps=STEPS),
+        batch=BatchSection(target_samples=256),
+        data=DataSection(path=str(texts), holdout=0.2, shuffle_buffer=64),
+        evaluate=EvaluateSection(every_steps=STEPS, samples=16),
+    )
+    monkeypatch.chdir(tmp_path)
+    async with swarm(tmp_path / "peers") as s:
+        await s.start("backbone", BackboneRole, None)
+        peers = [await s.start(f"replica{i}", TrainerRole, run) for i in range(2)]
+        while peers[0].role.replica.step < LATE:
+            await peers[0].role.replica.moved()
+        peers.append(await s.start("late", TrainerRole, run))
+        await all_finished(s, peers)
+        modules = [peer.role.replica.post.served.module for peer in peers]
+    done = [module for module in modules if module.step == STEPS]  # its end may overtake a slow peer's leaving
+    assert modules[2].step > LATE
+    assert len(done) > 1
+    views = [module.state_views() for module in done]
+    assert {name for one in views for name, tensor in one.items() if not (tensor == views[0][name]).all()} == set()
+    live = [module.buffers.copies() for module in done]
+    assert all((tensor == live[0][name]).all() for one in live for name, tensor in one.items())
+    assert 20 < float(live[0]["layer1.norm.running_mean"].mean()) < 60, "the embedding's, not the fresh zeros"
+    judged = {entry["step"]: entry["loss"] for peer in peers for entry in peer.role.status()["evaluations"]}
+    print("loss of held-out text by running statistics, by step:", judged)
+    assert judged[STEPS] < 7 < judged[0], "at the start they are far off"
