@@ -271,6 +271,7 @@ def _start(flags: Flags) -> None:
     obey(limits)  # before torch or the loop start threads, which inherit it
     if loaded is not None:
         _tell_of_files(loaded, any(cls.needs_run for cls in classes))
+        _check_run(classes, loaded.run)
     if flags.device != "cpu":
         from peerd.compute.devices import describe
 
@@ -311,11 +312,20 @@ def _load(file: Path | None, bootstrap: list[str] | None, listen: list[str] | No
 def _tell_of_files(loaded: LoadedRun, takes_part: bool) -> None:
     """Say what cannot be compared with other peers; ConfigError where a peer that takes part must compare it."""
     if loaded.unknown and takes_part:
-        raise ConfigError("; ".join(loaded.unknown))
+        raise ConfigError(f"{loaded.path}: {'; '.join(loaded.unknown)}")
     for text in loaded.unknown:
-        typer.echo(f"peerd: {text}; until then no checkpoints of this run are kept", err=True)
+        typer.echo(f"peerd: {loaded.path}: {text}; until then no checkpoints of this run are kept", err=True)
     for text in loaded.notes:
         typer.echo(f"peerd: {text}", err=True)
+
+
+def _check_run(classes: Sequence[type[Role]], run: RunFile) -> None:
+    """Let each role look at the text and the code that the run file names: what is wrong is said before any start."""
+    from peerd.role import Checking
+
+    for cls in classes:
+        if isinstance(cls, Checking):
+            cls.check_run(run)
 
 
 def _own_listen(loaded: LoadedRun | None, roles: list[str]) -> Sequence[str]:

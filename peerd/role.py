@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, Protocol
+from typing import ClassVar, Protocol, runtime_checkable
 
 import trio
 
@@ -41,6 +41,15 @@ class RoleContext:
     log: EventLog  # events carry the role's name
     worker: Callable[[str], Worker]  # one worker per device, shared by all roles; its thread starts with the first job
     read_in_turn: ReadInTurn = read_at_once  # for jobs that read from the network themselves
+
+
+@runtime_checkable
+class Checking(Protocol):
+    """A role's class that looks at what a run file names before anything is joined."""
+
+    def check_run(self, run: RunFile) -> None:
+        """ConfigError for text, code or sizes that this role could not work with; a class method, seconds at most."""
+        ...
 
 
 class Role(Protocol):

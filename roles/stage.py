@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+from peerd.compute.model.dry_run import try_layers
+from peerd.core.runfile import RunFile
 from peerd.training.stage.member import StageMember
 
 
@@ -12,3 +14,8 @@ class StageRole(StageMember):
 
     name: ClassVar[str] = "stage"
     needs_run: ClassVar[bool] = True
+
+    @classmethod
+    def check_run(cls, run: RunFile) -> None:
+        """As `peerd.role.Checking`: the layers of all stages."""
+        try_layers(run)

@@ -19,8 +19,10 @@ import trio
 from torch import Tensor
 
 from peerd.compute.codec.frames import to_frame
+from peerd.compute.data.corpus_digest import FileDigests, check_text, corpus_digests
 from peerd.compute.data.http_fetch import DataUnavailable
-from peerd.compute.data.stream import SampleStream, samples_of
+from peerd.compute.data.stream import SampleStream, cache_of, samples_of
+from peerd.compute.model.dry_run import try_layers
 from peerd.compute.tokenizer import load_vocabulary
 from peerd.core.errors import ConfigError
 from peerd.core.messages.progress import TrainerProgress
@@ -63,6 +65,7 @@ class TrainerRole:
         self._wanted = trio.Event()  # set when the books have too few samples waiting
         self._position: dict[str, Any] = {}
         self._data_problem: str | None = None
+        self._preparing: str | None = None
         self._token_dtype = torch.int64
         self._evaluated_step = -1
         self._valid_loss = math.nan
@@ -74,11 +77,19 @@ class TrainerRole:
         self._rate = WorkRate(ctx.clock.now())
         self._counted = 0  # microbatches, at the last step
 
+    @classmethod
+    def check_run(cls, run: RunFile) -> None:
+        """As `peerd.role.Checking`: the text, and the layers of a replica of its own."""
+        check_text(run)
+        if run.pipeline.stages == 1:
+            try_layers(run)
+
     # --- life -------------------------------------------------------------------------------------------------
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         stream = await self._worker.run(self._open_data, name="open the data")
-        await self._services.compare_settings()
+        corpus = await self._read_through()
+        await self._services.compare_settings(corpus)
         self._rate = WorkRate(self._ctx.clock.now())
         async with trio.open_nursery() as nursery:
             self._nursery = nursery
@@ -126,7 +137,8 @@ class TrainerRole:
 
     def _waits_for(self) -> str | None:
         reason = "the first samples" if self._contributor.answer is None else None
-        return self._contributor.waits_for or self._pipeline.waits_for or self._data_problem or reason
+        waits = self._contributor.waits_for or self._pipeline.waits_for or self._data_problem
+        return self._preparing or waits or reason
 
     # --- samples ----------------------------------------------------------------------------------------------
 
@@ -137,6 +149,20 @@ class TrainerRole:
         stream = samples_of(run, name, in_turn=self._ctx.read_in_turn)
         self._resume(stream)
         return stream
+
+    async def _read_through(self) -> dict[str, str]:
+        """The digests of the text, by which trainers compare it; a large one takes a while the first time."""
+        wanted = True
+        digests = FileDigests(self._ctx.data_dir / "digests.json", lambda: wanted)
+        cache = cache_of(self._run, self._ctx.read_in_turn)
+        self._preparing = "its own text, which is read through once to compare it with the other trainers'"
+        try:
+            found = await self._worker.run(lambda: corpus_digests(self._run, cache, digests), name="digest the data")
+        finally:
+            wanted = False  # a job runs on where its caller has left
+            self._preparing = None
+        self._ctx.log.event("data.digested", digests=found)
+        return found
 
     def _resume(self, stream: SampleStream) -> None:
         path = self._ctx.data_dir / f"{self._run.run}-position.json"

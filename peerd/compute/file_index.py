@@ -67,6 +67,11 @@ def _fault(file: IndexedFile) -> str | None:
     return None
 
 
+def encode_index(files: list[IndexedFile]) -> bytes:
+    """The text of an index."""
+    return msgspec.json.format(msgspec.json.encode(FileIndex(files)), indent=1) + b"\n"
+
+
 def make_index(folder: Path) -> bytes:
     """The index of all files below `folder`, hidden ones and an index left out."""
     files: list[IndexedFile] = []
@@ -76,7 +81,7 @@ def make_index(folder: Path) -> bytes:
             with path.open("rb") as stream:
                 digest = hashlib.file_digest(stream, "sha256").hexdigest()
                 files.append(IndexedFile(name, os.fstat(stream.fileno()).st_size, digest))
-    raw = msgspec.json.format(msgspec.json.encode(FileIndex(files)), indent=1) + b"\n"
+    raw = encode_index(files)
     parse_index(raw, str(folder))
     return raw
 

@@ -57,6 +57,20 @@ def token_case(name: str, text: str | None, *says: str) -> Case:
     return Case(name, "join --role stage --model {tmp}/run.yaml", 2, says, tuple(files))
 
 
+def text_case(name: str, text: str | None, *says: str) -> Case:
+    """A trainer of a whole replica, and its text."""
+    files = (("run.yaml", GOOD + "data: {path: {tmp}/a.txt}\n"), *([("a.txt", text)] if text is not None else []))
+    return Case(name, "join --role trainer --model {tmp}/run.yaml", 2, says, files)
+
+
+def code_case(name: str, layers: str, *says: str) -> Case:
+    """A stage peer with a model of its own."""
+    code = f"from torch import nn\n\n\ndef layers(run):\n    return [nn.Embedding(256, 8), nn.Linear({layers})]\n"
+    text = "run: own\nmodel: {kind: '{tmp}/mine.py:layers', d_model: 8, context: 16}\npipeline: {stages: 2}\n"
+    files = (("run.yaml", text), ("mine.py", code))
+    return Case(name, "join --role stage --model {tmp}/run.yaml", 2, says, files)
+
+
 CASES = [
     # The command line.
     Case("no such command", "jion", 2, ("No such command 'jion'",)),
@@ -107,6 +121,14 @@ CASES = [
     Case("token for no time", f"token issue --run tiny --peer {PEER} --days 0", 2, ("--days",)),
     Case("token of no run", f"token issue --run {'x' * 65} --peer {PEER}", 2, ("--run: allowed are 1 to 64",)),
     Case("no such token", "token revoke 12ab", 2, ("'12ab': there is no such token in", "peerd token list")),
+    # Text and code of the user's, looked at before anything is joined.
+    yaml_case("no tokenizer", GOOD.replace("{", "{vocab: no.json, "), "model.vocab: there is no file no.json here"),
+    text_case("no text", None, "data.path {tmp}/a.txt: no file matches (looked from "),
+    text_case("text of 5 bytes", "12345", "data.path: {tmp}/a.txt has 5 bytes to train with in 1 files; one sample of"),
+    code_case("a wrong layer", "8, 16), nn.Linear(16, 256", "1 (Linear) got [2, 16, 8] float32 and gave [2, 16, 16"),
+    code_case("a layer that fails", "9, 8), nn.Linear(8, 256", "1 (Linear) got [2, 16, 8] float32 and failed: Run"),
+    code_case("scores of no vocabulary", "8, 8), nn.Linear(8, 9", "gave [2, 16, 9] float32; expected [2, 16, 256]"),
+    code_case("code that cannot be read", "8, 8)), nn.Linear(8, 256", "{tmp}/mine.py", "mine.py, line 5: closing"),
     # This machine.
     Case("port in use", "backbone --listen /ip4/127.0.0.1/tcp/{port}", 2, ("/tcp/{port}: address already in use",)),
     Case("not our address", "backbone --listen /ip4/203.0.113.1/tcp/0", 2, ("cannot listen on /ip4/203.0.113.1",)),
@@ -163,7 +185,7 @@ def test_a_mistake_ends_in_one_clear_message(
     for name, text in case.files:
         file = tmp_path / name
         file.parent.mkdir(exist_ok=True)
-        file.write_text(text)
+        file.write_text(text.replace("{tmp}", str(tmp_path)))
         file.chmod(0o600)
     facts = {"tmp": str(tmp_path), **ports}
     argv = case.argv.format(**facts).split()

@@ -144,9 +144,14 @@ class SampleStream:
 
 def samples_of(run: RunFile, peer: str, split: Split = "train", in_turn: ReadInTurn = read_at_once) -> SampleStream:
     """The stream of a peer in a run; what has to be fetched is read `in_turn`."""
-    cache = Cache(default_folder(), run.limits.data_cache_mb << 20, Downloader(in_turn=in_turn))
+    cache = cache_of(run, in_turn)
     vocab = load_vocabulary(run.model.vocab)
     return SampleStream(run.data, vocab, run.model.context, run.seed, peer, split, cache=cache)
+
+
+def cache_of(run: RunFile, in_turn: ReadInTurn = read_at_once) -> Cache:
+    """The folder of what a run's peer fetches, which all of this user's share."""
+    return Cache(default_folder(), run.limits.data_cache_mb << 20, Downloader(in_turn=in_turn))
 
 
 def _rng(name: str) -> random.Random:

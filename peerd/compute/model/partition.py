@@ -5,12 +5,10 @@ whole model (`block3.feed.up.weight`), so the names of all stages together are t
 starting value is a pure function of (run.seed, name): whatever the cut, whoever computes it, the bits are the same.
 Values are drawn from whole numbers and one multiplication, without logarithms, so that machines agree too.
 
-A model of one's own: `model.kind: module:function` names a function in a local Python file (or an installed
-module). It is called with the RunFile and returns the layers as a list of nn.Module, at least one per stage. Each
-maps float [B, L, D] to the same shape; the first takes int64 tokens [B, L], the last returns logits [B, L, V].
-Layers must be functions of input, parameters and buffers alone, without randomness: they run in eval mode, but for
-torch's batch norms, which train by the statistics of a microbatch (see `stage_module`). The list is cut into stages of
-equal length. Starting values are what the function makes, under a seed.
+A model of one's own, `model.kind: module:function`, is a list of layers that a function in a local Python file (or an
+installed module) returns; the contract stands in configs/README.md, `dry_run.py` tries it. Layers may have buffers, and
+run in eval mode, but for torch's batch norms, which train by the statistics of a microbatch (see `stage_module`). The
+list is cut into stages of equal length. Starting values are what the function makes, under a seed.
 """
 
 from __future__ import annotations
@@ -143,17 +141,28 @@ def _start(name: str, shape: torch.Size, run: RunFile) -> Tensor:
     return (torch.rand(shape, generator=generator) - 0.5) * (std * math.sqrt(12.0))
 
 
-def _own(run: RunFile, stages: Sequence[int]) -> ModelPiece:
-    """The user's layers; see the file's header for what they must be."""
+def own_layers(run: RunFile) -> list[nn.Module]:
+    """The layers that the user's function returns, in the dtype of the run; see the file's header."""
     kind = run.model.kind
     function = find_function(kind, "model.kind", "gpt, or ")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(run.seed)
-        modules = guarded(lambda: function(run), f"model.kind {kind}")
+        modules = guarded(lambda: function(run), f"model.kind {kind} failed")
     if not isinstance(modules, list) or not all(isinstance(module, nn.Module) for module in modules):
         raise ConfigError(f"model.kind {kind} must return a list of torch.nn.Module, one per layer")
     if len(modules) < run.pipeline.stages:
         raise ConfigError(f"model.kind {kind} returns {len(modules)} layers for {run.pipeline.stages} stages")
-    parts = _even(len(modules), run.pipeline.stages)
+    return [module.to(DTYPES[run.model.dtype]).eval() for module in modules]
+
+
+def own_parts(run: RunFile, count: int) -> list[range]:
+    """The layers of each stage, of `count`."""
+    return _even(count, run.pipeline.stages)
+
+
+def _own(run: RunFile, stages: Sequence[int]) -> ModelPiece:
+    """The user's layers of some stages."""
+    modules = own_layers(run)
+    parts = own_parts(run, len(modules))
     layers = [(f"layer{index}", modules[index], 1) for stage in stages for index in parts[stage]]
-    return ModelPiece(layers).to(DTYPES[run.model.dtype])
+    return ModelPiece(layers)

@@ -1,0 +1,166 @@
+"""The digest of what a trainer reads: trainers compare it, wherever each of them keeps its text.
+
+Of files it is made from the SHA-256 of each: below FEW_FILES, where parts of every file are held out, names do not
+count; above, where whole files are, they do. An index under an http(s) address names the SHA-256 of its files, so a
+copy on this machine has the same digest. A run file's `digest` may also be that of the index. Of a `dataset` it is the
+digest of the function's source. Digests of files are remembered by path, size and time of change, so that a large
+corpus is read through once. Python's own sources count as one text, though each version has others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from peerd.compute.data.corpus import FEW_FILES, Corpus, find_files
+from peerd.compute.data.remote_files import Cache, is_remote, remote_files
+from peerd.compute.file_index import IndexedFile, encode_index
+from peerd.compute.tokenizer import Vocabulary, load_vocabulary
+from peerd.compute.user_code import find_function
+from peerd.contents import source_of
+from peerd.core.errors import ConfigError
+from peerd.core.runfile import RunFile, SourceSection, sources_of
+
+_PIECE_BYTES: Final = 8 << 20
+_REMEMBERED: Final = 100_000  # files
+
+
+@dataclass(slots=True)
+class FileDigests:
+    """SHA-256 of files, remembered in `memory`. `go_on` is asked between pieces; False ends it with Interrupted."""
+
+    memory: Path | None = None
+    go_on: Callable[[], bool] = lambda: True
+    _known: dict[str, list[Any]] = field(default_factory=dict)
+    _learnt: bool = False
+
+    def open(self) -> None:
+        """Read what is remembered; what cannot be read is made anew."""
+        if self.memory is not None:
+            with contextlib.suppress(OSError, ValueError):
+                found = json.loads(self.memory.read_text())
+                self._known = found if isinstance(found, dict) else {}
+
+    def of(self, file: Path) -> str:
+        """The digest of a file's bytes; raises OSError."""
+        about = file.stat()
+        mark, key = [about.st_size, about.st_mtime_ns], str(file)
+        known = self._known.get(key)
+        if isinstance(known, list) and known[:2] == mark and isinstance(known[-1], str):
+            return known[-1]
+        whole = hashlib.sha256()
+        with file.open("rb") as stream:
+            while piece := stream.read(_PIECE_BYTES):
+                whole.update(piece)
+                if not self.go_on():
+                    raise Interrupted
+        self._known[key] = [*mark, whole.hexdigest()]
+        self._learnt = True
+        return whole.hexdigest()
+
+    def save(self) -> None:
+        """Remember; a disk that is full costs the memory only."""
+        if self.memory is None or not self._learnt:
+            return
+        newest = dict(list(self._known.items())[-_REMEMBERED:])
+        spare = self.memory.with_suffix(".tmp")
+        with contextlib.suppress(OSError):
+            self.memory.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            spare.write_text(json.dumps(newest))
+            os.replace(spare, self.memory)
+
+
+class Interrupted(Exception):
+    """Whoever wanted the digest does not any more."""
+
+
+def corpus_digests(run: RunFile, cache: Cache, digests: FileDigests) -> dict[str, str]:
+    """What the run's text is compared by, for each source by its key; sources that are not compared are left out.
+
+    ConfigError when a source is not the one that the run file's `digest` names.
+    """
+    digests.open()
+    try:
+        found = {key: _digest(key, source, cache, digests) for key, source in sources_of(run.data)}
+    finally:
+        digests.save()
+    return {key: digest for key, digest in found.items() if digest}
+
+
+def _digest(key: str, source: SourceSection, cache: Cache, digests: FileDigests) -> str:
+    if source.digest == "any":
+        return ""
+    if source.path == "stdlib":
+        return hashlib.sha256(b"stdlib").hexdigest()
+    if source.kind == "dataset":
+        found = source_of(source.path)
+        return _checked(key, source, found.digest if found is not None else "", "")
+    if is_remote(source.path):
+        files = [file.indexed for file in remote_files(source, key, cache).values()]
+        return _of_files(files)  # the index has been compared with `digest` already
+    try:
+        files = [
+            IndexedFile(name, file.stat().st_size, digests.of(file))
+            for name, file in sorted(find_files(source.path, key).items())
+        ]
+    except OSError as error:
+        raise ConfigError(f"{key}.path: {error.filename} cannot be read: {error.strerror}") from error
+    index = hashlib.sha256(encode_index(files)).hexdigest() if source.digest else ""
+    return _checked(key, source, _of_files(files), index)
+
+
+def _checked(key: str, source: SourceSection, found: str, index: str) -> str:
+    if source.digest and source.digest not in (found, index):
+        both = f"sha256 {found[:12]}... here, {source.digest[:12]}... in {key}.digest"
+        raise ConfigError(f"{key}.path: {source.path} is not the text of the run ({both})")
+    return found
+
+
+def _of_files(files: list[IndexedFile]) -> str:
+    """The digest of several files; an empty one counts like any."""
+    named = len(files) >= FEW_FILES
+    rows = sorted(f"{file.sha256} {file.name if named else ''}".rstrip() for file in files)
+    return hashlib.sha256("\n".join(rows).encode(errors="replace")).hexdigest() if len(rows) > 1 else rows[0][:64]
+
+
+def check_text(run: RunFile) -> None:
+    """ConfigError when a source is missing, or has not one sample to train with or no text to evaluate with.
+
+    Looks at what is on this machine, and reads no more than a sample of it; calls no function of a `dataset`.
+    """
+    vocab, context = load_vocabulary(run.model.vocab), run.model.context
+    evaluates = run.evaluate.every_steps > 0
+    for key, source in sources_of(run.data):
+        if source.kind == "dataset":
+            find_function(source.path, f"{key}.path")
+        elif not is_remote(source.path):
+            train = Corpus(source, run.data.holdout, "train", key)
+            found, nbytes = _tokens(train, vocab, context + 1)
+            if found <= context:
+                unit = "bytes" if run.model.vocab == "bytes" else "tokens"
+                has = f"has {nbytes} bytes to train with in {len(train.files)} files"
+                takes = f"one sample of model.context ({context}) takes {context + 1} {unit}"
+                raise ConfigError(f"{key}.path: {source.path} {has}; {takes}")
+            if evaluates and not _tokens(Corpus(source, run.data.holdout, "valid", key), vocab, 1)[1]:
+                why = f"data.holdout ({run.data.holdout}) of it is less than a byte"
+                remedy = "give more text, a larger data.holdout, or evaluate: {every_steps: 0}"
+                raise ConfigError(f"{key}.path: {source.path} leaves nothing to evaluate with: {why}; {remedy}")
+
+
+def _tokens(corpus: Corpus, vocab: Vocabulary, enough: int) -> tuple[int, int]:
+    """Tokens of a corpus and bytes of its text, counted until there are enough."""
+    count = nbytes = 0
+    for file in corpus.files:
+        for piece in corpus.read(file):
+            assert isinstance(piece.text, bytes)
+            count += len(vocab.encode(piece.text)) + (piece.ends and vocab.separator is not None)
+            nbytes += len(piece.text)
+            if count >= enough:
+                return count, nbytes
+    return count, nbytes

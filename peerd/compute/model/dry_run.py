@@ -1,0 +1,103 @@
+"""A dry run of a model of one's own, before anything is joined: what is wrong with a layer is one sentence.
+
+Two samples of the run's context go through all layers, of every stage, one after the other, and a gradient back through
+each. On this machine, whatever stage it is going to serve: so every peer says the same. A gpt is right by construction
+and is not tried. Layers are let go of as they are done.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from peerd.compute.model.partition import DTYPES, own_layers, own_parts
+from peerd.compute.tensors import dtype_name
+from peerd.compute.tokenizer import load_vocabulary
+from peerd.core.errors import ConfigError
+from peerd.core.runfile import RunFile
+from peerd.local_code import guarded
+
+
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    """Sizes of what goes in and out, and their names for messages."""
+
+    sizes: tuple[int, ...]
+    names: str
+
+
+def try_layers(run: RunFile) -> None:
+    """ConfigError for the first layer of the user's own that cannot be trained, with what it got and what it gave."""
+    if run.model.kind == "gpt":
+        return
+    layers = own_layers(run)
+    _need_own_parameters(run, layers)
+    vocab, width = load_vocabulary(run.model.vocab).size, run.model.d_model
+    samples = 2 if run.model.context != 2 else 3  # so that sizes which are mixed up are seen
+    tokens = torch.arange(vocab - 1, vocab - 1 - samples * run.model.context, -1) % vocab  # the last token first
+    x = tokens.view(samples, run.model.context)
+    between = _Shape((*x.shape, width), "samples, model.context, model.d_model")
+    last = _Shape((*x.shape, vocab), "samples, model.context, tokens of the vocabulary")
+    with torch.random.fork_rng(devices=[]):
+        for index in range(len(layers)):
+            layer, layers[index] = layers[index], nn.Identity()
+            expected = last if index == len(layers) - 1 else between
+            x = _try(_name(run, index, layer), layer, x, expected, DTYPES[run.model.dtype])
+
+
+def _try(name: str, layer: nn.Module, x: Tensor, expected: _Shape, dtype: torch.dtype) -> Tensor:
+    """One layer's output, without a gradient."""
+    got = f"{name} got {_form(x)}"
+    given = x.detach().clone().requires_grad_(x.is_floating_point())
+    y = guarded(lambda: layer(given), f"{got} and failed")
+    if not isinstance(y, Tensor):
+        raise ConfigError(f"{got} and gave {type(y).__name__}; expected a tensor")
+    if tuple(y.shape) != expected.sizes or y.dtype != dtype:
+        wanted = f"{list(expected.sizes)} {dtype_name(dtype)} ({expected.names})"
+        raise ConfigError(f"{got} and gave {_form(y)}; expected {wanted}")
+    if not torch.isfinite(y).all():
+        raise ConfigError(f"{got} and gave values that are not finite")
+    if not torch.equal(x, given.detach()):
+        raise ConfigError(f"{got} and changed it; a layer must leave its input as it is")
+    again = guarded(lambda: layer(x.detach().clone()), f"{got} a second time and failed")
+    if not torch.equal(again, y):
+        raise ConfigError(f"{got} twice and gave different values; a layer must be a function of its input alone")
+    inputs = [given] if given.requires_grad else []
+    parameters = [parameter for parameter in layer.parameters() if parameter.requires_grad]
+    if not inputs and not parameters:
+        return y  # such as a one-hot code of the tokens
+    if not y.requires_grad:
+        raise ConfigError(f"{got}, and no gradient comes back through it")
+    found = guarded(
+        lambda: torch.autograd.grad(y.sum(), [*inputs, *parameters], allow_unused=True), f"{got}; its backward failed"
+    )
+    if inputs and found[0] is None:
+        raise ConfigError(f"{got}, and no gradient comes back to its input")
+    if not all(gradient is None or bool(torch.isfinite(gradient).all()) for gradient in found):
+        raise ConfigError(f"{got}, and its gradient is not finite")
+    return y.detach()
+
+
+def _need_own_parameters(run: RunFile, layers: list[nn.Module]) -> None:
+    """Each parameter can be trained, and is of one stage."""
+    stages = {index: stage for stage, part in enumerate(own_parts(run, len(layers))) for index in part}
+    holder: dict[int, int] = {}
+    for index, layer in enumerate(layers):
+        parameters = dict(layer.named_parameters(remove_duplicate=False))
+        for own, parameter in parameters.items():
+            if not parameter.requires_grad:
+                raise ConfigError(f"{_name(run, index, layer)}: {own} takes no gradient (requires_grad is False)")
+            first = holder.setdefault(id(parameter), index)
+            if stages[first] != stages[index]:
+                other = _name(run, first, layers[first])
+                raise ConfigError(f"{_name(run, index, layer)} shares {own} with {other}, which is of another stage")
+
+
+def _name(run: RunFile, index: int, layer: nn.Module) -> str:
+    return f"model.kind {run.model.kind}: layer {index} ({type(layer).__name__})"
+
+
+def _form(tensor: Tensor) -> str:
+    return f"{list(tensor.shape)} {dtype_name(tensor.dtype)}"

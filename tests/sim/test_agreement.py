@@ -1,0 +1,161 @@
+"""Peers that differ in what must agree: refused at the start, with every difference; those that only keep it elsewhere
+train together.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import trio
+from trio.testing import MockClock
+
+from peerd.contents import with_digests
+from peerd.core.errors import ConfigError
+from peerd.core.runfile import DataSection, ModelSection, OptimizerSection, RunFile
+from peerd.sim.programs import swarm
+from peerd.sim.world import World, WorldConfig
+from roles.trainer import TrainerRole
+from tests.kit.virtualroles import PacedDevice, Roles, start_replicas, virtual_run
+from tests.kit.world import home_line
+
+pytestmark = pytest.mark.slow
+
+OWN = """
+from torch import nn
+
+def layers(run):
+    return [nn.Embedding(256, 8), nn.Linear(8, 256)]
+"""
+
+
+class Candidate(TrainerRole):
+    """A replica that keeps the reason for which it was refused."""
+
+    refusal = ""
+
+    async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        try:
+            await super().run(task_status=task_status)
+        except ConfigError as error:
+            self.refusal = str(error)
+            await trio.sleep_forever()
+
+
+def paced(run: RunFile, folder: Path) -> Roles:
+    """On devices that leave a newcomer the time to catch up."""
+    return Roles(run, folder, worker=lambda: PacedDevice(0.1))
+
+
+async def refusal(roles: Roles, run: RunFile, other: RunFile) -> str:
+    """The reason that a replica with `other` hears while one with `run` trains; empty: it trains with it."""
+    roles.run = run
+    async with World(1, swarm(), WorldConfig(line=home_line)).running() as world:
+        await start_replicas(world, roles, 1)
+        first: Any = roles.live["replica0"]
+        assert await world.until(lambda: bool(first.status()["step"]), within_s=60), roles.story()
+        await world.start("candidate", program=roles.program(Candidate, run=other))
+        second: Candidate = roles.live["candidate"]
+        assert await world.until(lambda: bool(second.refusal or counted(second)), within_s=60), roles.story()
+        return second.refusal
+
+
+def counted(role: TrainerRole) -> int:
+    counts: Any = role.status()["microbatches"]
+    return int(counts["counted"])
+
+
+def with_text(run: RunFile, path: Path, **settings: object) -> RunFile:
+    return msgspec.structs.replace(run, data=msgspec.structs.replace(run.data, path=str(path), **settings))
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunFile:
+    return virtual_run(tmp_path, (4000,))
+
+
+async def test_the_same_text_elsewhere_trains_together(tmp_path: Path, autojump_clock: MockClock, run: RunFile) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.write_bytes((tmp_path / "text0.txt").read_bytes())
+    (tmp_path / "peers").mkdir()
+    assert await refusal(paced(run, tmp_path / "peers"), run, with_text(run, elsewhere)) == ""
+
+
+async def test_another_text_is_refused_with_both_digests_unless_every_trainer_has_its_own(
+    tmp_path: Path, autojump_clock: MockClock, run: RunFile
+) -> None:
+    other = tmp_path / "other"
+    other.write_bytes((tmp_path / "text0.txt").read_bytes()[::-1])
+    roles = paced(run, tmp_path / "peers")
+    told = await refusal(roles, run, with_text(run, other))
+    assert told.startswith("run 'virtual' is on its way with other text: data.path ")
+    assert "... here, " in told
+    assert "let the organizer set data.digest: any" in told
+    own = with_text(run, tmp_path / "text0.txt", digest="any")
+    assert await refusal(paced(own, tmp_path / "peers2"), own, with_text(own, other)) == ""
+
+
+def tokenizers_at(folder: Path) -> tuple[RunFile, RunFile]:
+    """Two run files that name a tokenizer of the same name and size, made of other words."""
+    tokenizers, models = pytest.importorskip("tokenizers"), pytest.importorskip("tokenizers.models")
+    pytest.importorskip("tokenizers.pre_tokenizers")
+    (folder / "text0.txt").write_text("one two three " * 300)
+    runs = []
+    for word in ("one", "two"):
+        vocab = {"[UNK]": 0, word: 1, "</s>": 2}
+        tokenizer = tokenizers.Tokenizer(models.WordLevel(vocab, unk_token="[UNK]"))
+        tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+        tokenizer.save(str(folder / "tokenizer.json"))
+        runs.append(with_digests(RunFile(run="virtual", model=ModelSection(vocab="tokenizer.json"))))
+    return runs[0], runs[1]
+
+
+def sources_at(folder: Path) -> tuple[RunFile, RunFile]:
+    """Two run files that name a function of the same name, in other words."""
+    runs = []
+    for text in (OWN, OWN + "# or so\n"):
+        (folder / "mine.py").write_text(text)
+        runs.append(with_digests(RunFile(run="virtual", model=ModelSection(kind="mine:layers"))))
+    return runs[0], runs[1]
+
+
+def keys_at(folder: Path) -> tuple[RunFile, RunFile]:
+    """Two run files with three keys that differ."""
+    other = RunFile(run="virtual", seed=6, optimizer=OptimizerSection(lr=0.5), data=DataSection(holdout=0.2))
+    return RunFile(run="virtual", seed=5, data=DataSection(holdout=0.1)), other
+
+
+@pytest.mark.parametrize(
+    ("made", "words"),
+    [
+        (tokenizers_at, ["other settings: model.vocab: tokenizer.json differs from the run's (sha256 "]),
+        (sources_at, ["other settings: model.kind: mine.py differs from the run's (sha256 "]),
+        (
+            keys_at,
+            [
+                "\n  data.holdout is 0.2 here and 0.1 there",
+                "\n  optimizer.lr is 0.5 here and 0.001 there",
+                "\n  seed is 6",
+            ],
+        ),
+    ],
+)
+async def test_other_contents_and_every_other_key_are_refused(
+    tmp_path: Path,
+    autojump_clock: MockClock,
+    monkeypatch: pytest.MonkeyPatch,
+    run: RunFile,
+    made: Any,
+    words: list[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    both = []
+    for part in made(tmp_path):
+        model = msgspec.structs.replace(part.model, d_model=8, heads=1, layers=1, context=8)
+        data = msgspec.structs.replace(run.data, holdout=part.data.holdout)
+        both.append(msgspec.structs.replace(run, seed=part.seed, model=model, optimizer=part.optimizer, data=data))
+    told = await refusal(paced(both[0], tmp_path / "peers"), *both)
+    for part in words:
+        assert part in told
