@@ -17,7 +17,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Annotated, Final, NoReturn
@@ -104,7 +104,11 @@ def backbone(
 
 @app.command()
 def join(
-    role: Annotated[list[str], typer.Option(metavar="ROLE", help="stage, trainer, ... or module:Class. Repeatable.")],
+    link: Annotated[str | None, typer.Argument(metavar="[LINK]", help="A backbone's line: peerd://...")] = None,
+    role: Annotated[
+        list[str] | None,
+        typer.Option(metavar="ROLE", help="stage, trainer, ... or module:Class. Repeatable. [default: by the run]"),
+    ] = None,
     model: RunFileOption = None,
     bootstrap: Bootstrap = None,
     listen: Listen = None,
@@ -119,8 +123,18 @@ def join(
     hours: HoursOfDay = None,
     seed: Seed = None,
     log_level: LogLevel = "info",
+    yes: Annotated[bool, typer.Option("--yes", help="With LINK: agree to its run file.")] = False,
+    data: Annotated[
+        str | None, typer.Option(metavar="PATH", help="With LINK: your text, where the run has none.")
+    ] = None,
+    token: Annotated[
+        str | None, typer.Option(metavar="TOKEN", help="With LINK: your token, or a file with it.")
+    ] = None,
+    allow_code: Annotated[
+        list[str] | None, typer.Option(metavar="FILE", help="With LINK: code that the run may use. Repeatable.")
+    ] = None,
 ) -> None:
-    """Join a swarm in one or more roles."""
+    """Join a swarm in one or more roles: by a backbone's line, or with a run file."""
     guest = GuestFlags(
         upload_mbit=upload_mbit,
         download_mbit=download_mbit,
@@ -129,7 +143,40 @@ def join(
         memory_gb=memory_gb,
         hours=hours,
     )
-    _start(Flags(role, model, bootstrap, listen, data_dir, device, seed, log_level, alone, guest))
+    flags = Flags(role or [], model, bootstrap, listen, data_dir, device, seed, log_level, alone, guest)
+    given = (yes or None, data, token, allow_code)
+    if link is not None:
+        flags = _by_link(link, flags, given)
+    elif not role:
+        raise ConfigError("say what to join: a line such as peerd://HOST:PORT/PEER/RUN, or --role ROLE --model FILE")
+    elif any(given):
+        raise ConfigError("--yes, --data, --token and --allow-code go with a line peerd://...; else see the run file")
+    _start(flags)
+
+
+def _by_link(text: str, flags: Flags, given: tuple[bool | None, str | None, str | None, list[str] | None]) -> Flags:
+    """Flags as if the run file of the line had been given."""
+    from peerd.commands import joining
+    from peerd.core.messages.run_link import JoinLink
+    from peerd.home import default_data_dir
+
+    if flags.file is not None:
+        raise ConfigError("give a line peerd://... or --model FILE, not both")
+    link = JoinLink.parse(text)
+    for stop in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(stop, _stop_early)
+    yes, data, token, allow_code = given
+    wish = joining.JoinWish(bool(yes), data, token, tuple(allow_code or ()))
+    tree = joining.fetch(link)
+    roles = flags.roles or joining.default_roles(tree)
+    joining.check_local(tree, roles, wish)
+    place = flags.data_dir or default_data_dir(link.run, roles)
+    file = joining.agree(tree, link, place, wish)
+    if not flags.roles:
+        typer.echo(f"peerd: joins as {roles[0]}, which this run needs; another with --role", err=True)
+    return replace(
+        flags, roles=roles, file=file, bootstrap=flags.bootstrap or [str(link.addr)], data_dir=place, data=data
+    )
 
 
 @app.command()
@@ -253,6 +300,7 @@ class Flags:
     log_level: str
     alone: bool = False
     guest: GuestFlags = field(default_factory=GuestFlags)
+    data: str | None = None  # in place of the run file's data.path
 
 
 def _start(flags: Flags) -> None:
@@ -268,6 +316,8 @@ def _start(flags: Flags) -> None:
     classes = _roles(flags.roles, run)
     limits = settled(limits, [cls.name for cls in classes])
     run = structs.replace(run, limits=limits) if run is not None else None
+    if run is not None and flags.data is not None:
+        run = structs.replace(run, data=structs.replace(run.data, path=flags.data))
     obey(limits)  # before torch or the loop start threads, which inherit it
     if loaded is not None:
         _tell_of_files(loaded, any(cls.needs_run for cls in classes))

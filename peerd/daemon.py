@@ -38,6 +38,7 @@ from peerd.core.addr import parse_addr, with_peer
 from peerd.core.clock import Clock
 from peerd.core.errors import ConfigError, LocalError, PeerdError
 from peerd.core.keys import Keypair
+from peerd.core.messages.run_link import best_link
 from peerd.core.runfile import LimitsSection, RunFile
 from peerd.devices import Devices
 from peerd.home import make_private_dir, socket_path
@@ -385,8 +386,16 @@ class Daemon:
             for key, file in named_files(plan.run).items():
                 say(f"{key}: {digest_at(plan.run, key) or 'unknown'}  # of {file}")
         if addrs and (plan.company.alone or not plan.bootstrap):
-            role = "trainer" if plan.run is not None and plan.run.pipeline.stages == 1 else "stage"
-            say(f"others join with: peerd join --role {role} --model {plan.run_file} --bootstrap {best_addr(addrs)}")
+            say(f"others join with: {self._join_line(addrs)}")
+
+    def _join_line(self, addrs: Sequence[str]) -> str:
+        """The command with which others join: by one line where this peer gives them the run file."""
+        run = self._plan.run
+        link = best_link(self.host.addrs(), self.host.id, run.run) if run is not None else None
+        if run is not None and link is not None and "backbone" in {cls.name for cls in self._plan.roles}:
+            return f"peerd join {link.text}" + (" --token FILE" if run.access.allow == "tokens" else "")
+        role = "trainer" if run is not None and run.pipeline.stages == 1 else "stage"
+        return f"peerd join --role {role} --model {self._plan.run_file} --bootstrap {best_addr(addrs)}"
 
     # --- ending --------------------------------------------------------------------------------------------------
 

@@ -15,9 +15,11 @@ import trio
 
 from peerd.core.errors import ConfigError, RemoteError, missing_package
 from peerd.core.messages.progress import pause_s
+from peerd.core.messages.run_link import DOMAIN, RunFileTold, best_link, shared_file, shared_tree
 from peerd.core.messages.swarm import Position
 from peerd.core.runfile import RunFile
 from peerd.role import RoleContext
+from peerd.service.run_offer import RunOffer
 from peerd.service.run_services import RunServices
 from peerd.signals import Signal
 from peerd.training.checkpoints.kept_list import KeptList
@@ -27,6 +29,7 @@ from peerd.training.run_monitor import RunSight, Watching
 if TYPE_CHECKING:
     from peerd.training.checkpoints.keeper import Keeping
 
+SIGNATURE_FILE = "run.signature"  # in the data directory
 _LOOK_RARELY_S = 10.0  # while it is far
 _TABLE_PERIOD_S = 300.0  # between two Parquet tables
 _ANNOUNCE_S = 20.0  # between two announcements of kept checkpoints
@@ -48,6 +51,8 @@ class BackboneRole:
         self._looked = Signal()
         self._listed: list[Position] = []  # positions by `kept.json`, until the files were opened
         self._not_kept: str | None = None
+        self._line = ""  # with which others join
+        self._file = self._signature = b""
         self._no_table = False
         self._at_table = trio.Lock()
 
@@ -58,6 +63,10 @@ class BackboneRole:
             await trio.sleep_forever()
         self._curves = curves = Curves(self._ctx.data_dir / "curves", run.run)
         await trio.to_thread.run_sync(curves.open)  # not the worker: its thread would load torch
+        offer = RunOffer(self._ctx.rpc, run.run, self._told)
+        self._file = shared_file(run)
+        self._signature = await trio.to_thread.run_sync(self._sign, run)
+        offer.open()
         self._invite(run)
         self._listed = await trio.to_thread.run_sync(KeptList(self._ctx.data_dir, run.run).read)
         try:
@@ -69,6 +78,7 @@ class BackboneRole:
                 nursery.start_soon(self._announce_now_and_then, services)
                 task_status.started()
         finally:
+            offer.close()
             self._ctx.rpc.unserve("kept/1")
 
     async def leave(self) -> None:
@@ -87,11 +97,35 @@ class BackboneRole:
     # --- welcomes and the curve -------------------------------------------------------------------------------
 
     def _invite(self, run: RunFile) -> None:
-        addrs = [str(addr) for addr in self._ctx.host.addrs()]
-        addr = next((a for a in addrs if not a.startswith(("/ip4/127.", "/ip6/::1/"))), next(iter(addrs), "ADDR"))
-        role = "trainer" if run.pipeline.stages == 1 else "stage"
-        line = f"peerd join --role {role} --model FILE --bootstrap {addr}"
-        self._ctx.log.event("run.joinable", run=run.run, line=line)
+        """Say the line with which others join; again when it has become another."""
+        link = best_link(self._ctx.host.addrs(), self._ctx.host.id, run.run)
+        line = f"peerd join {link.text}" if link is not None else ""
+        if run.access.allow == "tokens":
+            line += " --token FILE"
+        if link is not None and line != self._line:
+            self._line = line
+            self._ctx.log.event("run.joinable", run=run.run, line=line)
+
+    def _told(self) -> RunFileTold:
+        return RunFileTold(self._file, self._signature)
+
+    def _sign(self, run: RunFile) -> bytes:
+        """The organizer's signature: our own, where this is its peer, else from the file beside our data."""
+        host, organizer = self._ctx.host, run.access.organizer
+        if not organizer:
+            return b""
+        if host.id.text == organizer:
+            return host.sign(DOMAIN + self._file)
+        path = self._ctx.data_dir.parent / SIGNATURE_FILE
+        try:
+            signature = bytes.fromhex(path.read_text("ascii").strip())
+            shared_tree(RunFileTold(self._file, signature), run.run)
+        except (OSError, ValueError, RemoteError) as error:
+            advice = f"`peerd token sign RUN_FILE` on its machine makes one: save it as {path}"
+            why = f"no signature of the organizer for this run file ({error}); {advice}"
+            self._ctx.log.event("run.unsigned", level="warning", reason=why)
+            return b""
+        return signature
 
     async def _watch(self, watching: Watching, curves: Curves) -> None:
         while True:
@@ -162,6 +196,7 @@ class BackboneRole:
             with trio.move_on_after(_ANNOUNCE_S):
                 await self._ctx.host.whereabouts.readdressed()
                 await trio.sleep(1.0)  # addresses often change by several at once
+            self._invite(services.run)
             await self._announce(services)
             if self._keeping is not None:
                 self._keeping.tidy()

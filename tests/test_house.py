@@ -44,17 +44,7 @@ LAYERS = {
     "registry": {"core", "local_code", "log", "role"},
     "control": {"core", "machine", "net", "service", "home", "log"},
     "commands": {
-        "core",
-        "machine",
-        "net",
-        "service",
-        "compute",
-        "config",
-        "control",
-        "home",
-        "log",
-        "registry",
-        "screen",
+        *("core", "machine", "net", "service", "compute", "config", "control", "home", "log", "registry", "screen"),
     },
     "demo": {"core", "compute", "config", "control", "commands", "home", "screen"},
     "daemon": {
@@ -133,6 +123,7 @@ FLAGS = {
     "join": {
         *("--role", "--model", "--config", "--bootstrap", "--listen", "--data-dir", "--device", "--seed"),
         *("--log-level", "--help", "--alone"),
+        *("link", "--yes", "--data", "--token", "--allow-code"),
         *("--upload-mbit", "--download-mbit", "--threads", "--nice", "--memory-gb", "--hours"),
     },
     "status": {"--swarm", "--watch", "--json", "--data-dir", "--help"},
@@ -157,6 +148,7 @@ FLAGS = {
     },
     "token": {"--help"},
     "token issue": {"--run", "--peer", "--roles", "--name", "--days", "--data-dir", "--help"},
+    "token sign": {"file", "--data-dir", "--help"},
     "token list": {"--data-dir", "--json", "--help"},
     "token revoke": {"token", "--data-dir", "--help"},
 }

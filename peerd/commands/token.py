@@ -108,6 +108,25 @@ def _role_names(text: str) -> list[str]:
     return found
 
 
+@app.command()
+def sign(
+    file: Annotated[Path, typer.Argument(metavar="RUN_FILE", help="The run file (YAML) to sign.")],
+    data_dir: Organizer = None,
+) -> None:
+    """Sign a run file, so that backbones of others can give it to newcomers."""
+    from peerd.config import load_run
+    from peerd.core.errors import ConfigError
+    from peerd.core.messages.run_link import DOMAIN, shared_file
+    from peerd.home import load_identity
+
+    run = load_run(file).run
+    place, book = _book(data_dir)
+    if run.access.organizer != book.organizer.text:
+        raise ConfigError(f"{file} names another organizer than {book.organizer}, whose key is in {place}")
+    typer.echo(load_identity(place).sign(DOMAIN + shared_file(run)).hex())
+    typer.echo("save it as run.signature in the data directory of a backbone with the same run file", err=True)
+
+
 def _book(data_dir: Path | None) -> tuple[Path, TokenBook]:
     from peerd.control.papers import TokenBook
     from peerd.home import ORGANIZER_DIR, data_root, load_identity, make_private_dir

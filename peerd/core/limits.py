@@ -208,6 +208,9 @@ DHT_BYTES_PER_PUBLISHER: Final = 1 << 20  # likewise
 DHT_BYTES_PER_KEY_AND_PUBLISHER: Final = 32 << 10  # the largest record twice, or 64 of half a kibibyte
 DHT_SUFFIXES_PER_KEY: Final = 64  # sub-keys of one publisher under one key
 
+# --- run files ------------------------------------------------------------------------------------------------------
+RUN_FILE_BYTES: Final = 64 << 10  # the part that all peers share; ours take about two thousand
+
 # --- access to a run -------------------------------------------------------------------------------------------
 TOKEN_BYTES: Final = 1024  # signature, names and roles take about 250
 TOKEN_NAME_CHARS: Final = 64  # a person's or a team's name

@@ -30,7 +30,7 @@ from peerd.core.limits import ACCESS_MET, ACCESS_TOLD, RPC_ERROR_CHARS
 from peerd.core.messages.encoding import Message
 from peerd.core.messages.token import NO_TOKEN, RevokedData, TokenData, revoked_key
 from peerd.core.runfile import RunFile
-from peerd.machine.access.members import FREE, Roll
+from peerd.machine.access.members import FREE, OPEN, Roll
 from peerd.machine.rpc.accounting import MethodLimits, MethodName
 from peerd.net.host.host import Host, PeerDown
 from peerd.service.dht.dht import Dht
@@ -180,7 +180,7 @@ class Access:
 
     def objection(self, caller: PeerId, method: MethodName) -> str | None:
         """The reason why a call is not received; None when it is."""
-        if method.service == FREE or caller == self._host.id:
+        if method.service in OPEN or caller == self._host.id:
             return None
         why = self.roll.may_call(caller, method.service, method.full, self._clock.wall())
         if why is not None:
@@ -192,14 +192,14 @@ class Access:
         """True when none of a service's `methods` is for this caller; not where the service has none."""
         now, whys = self._clock.wall(), []
         for method in methods:
-            if method.service == FREE or caller == self._host.id:
+            if method.service in OPEN or caller == self._host.id:
                 return False
             whys.append(self.roll.may_call(caller, method.service, method.full, now))
         return bool(whys) and None not in whys
 
     def knows(self, peer: PeerId, method: MethodName) -> bool:
         """True when `method` of `peer` may be called without further ado."""
-        if method.service == FREE or peer == self._host.id:
+        if method.service in OPEN or peer == self._host.id:
             return True
         met = self._met.get(peer)
         if met is None or met.refused:

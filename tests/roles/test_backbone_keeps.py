@@ -87,7 +87,8 @@ async def test_of_two_backbones_one_is_killed_and_the_run_goes_on_from_what_the_
         welcome = {event["peer"] for event in second.log.recent() if event["name"] == "peer.welcomed"}
         assert welcome == {peer.host.id.text for peer in (*stages, s.peers["trainer"])}
         (line,) = [event["line"] for event in second.log.recent() if event["name"] == "run.joinable"]
-        assert f"/p2p/{second.host.id.text}" in str(line)
+        assert str(line).startswith("peerd join peerd://")
+        assert f"/{second.host.id.text}/" in str(line)
         await second.role.leave()
     newest = whole_set(place / "backbone1", run)
     steps = whole_curve(place / "backbone1")

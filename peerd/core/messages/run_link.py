@@ -1,0 +1,186 @@
+"""One line to join by, and the run file that it leads to: `peerd://HOST:PORT/PEER/RUN`, and the call for that file.
+
+The part of a run file that all share travels as canonical JSON, without a volunteer's own sections and without the
+publisher's paths, with the organizer's signature where the run has one. It never names code that runs: what it names,
+the volunteer has to allow. Hostile input: links of any form (ConfigError); answers that are too long, no JSON, deep,
+unsigned, signed by others, or with sections that nobody may set for another (ProtocolViolation).
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+from typing import Annotated, Any, Final
+from urllib.parse import quote, unquote
+
+import msgspec
+from multiaddr import Multiaddr
+
+from peerd.core.addr import block_of, ip_of, is_relayed, parse_addr
+from peerd.core.errors import ConfigError, ProtocolViolation
+from peerd.core.ids import PeerId
+from peerd.core.keys import SIGNATURE_BYTES, verify
+from peerd.core.limits import RUN_FILE_BYTES
+from peerd.core.messages.encoding import Message
+from peerd.core.runfile import RunFile
+
+SERVICE: Final = "run/1"
+METHOD: Final = "run/1/file"
+DOMAIN: Final = b"peerd run file 1\0"
+LINK_CHARS: Final = 1024
+FORM: Final = "peerd://HOST:PORT/PEER/RUN"
+_LINK: Final = re.compile(r"peerd://(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+):([1-9]\d{0,4})/([A-Za-z0-9]+)/([^/?#\s]+)")
+_LEFT_OUT: Final = ("bootstrap", "listen", "limits")  # each peer's own
+_ACCESS: Final = ("allow", "organizer")
+
+
+class RunFileAsked(Message, frozen=True):
+    """Question for the run file of a run."""
+
+    run: Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
+
+
+class RunFileTold(Message, frozen=True):
+    """Answer: the shared part, and the organizer's signature; empty where there is none."""
+
+    text: Annotated[bytes, msgspec.Meta(max_length=RUN_FILE_BYTES)]
+    signature: Annotated[bytes, msgspec.Meta(max_length=SIGNATURE_BYTES)]
+
+
+@dataclass(frozen=True, slots=True)
+class JoinLink:
+    """One line to join by: a backbone's place, its peer id, and the run."""
+
+    host: str  # IPv4, IPv6 or DNS name
+    port: int
+    peer: PeerId
+    run: str
+
+    @classmethod
+    def parse(cls, text: str) -> JoinLink:
+        """The link that `text` is, all of it; ConfigError when it is none."""
+        match = _LINK.fullmatch(text) if len(text) <= LINK_CHARS else None
+        if match is None:
+            raise ConfigError(f"{text[:120]!r} is no line to join by; it has the form {FORM}")
+        host, port, peer, run = match.groups()
+        try:
+            link = cls(_host(host), int(port), PeerId.parse(peer), unquote(run, errors="strict"))
+        except ValueError as error:
+            raise ConfigError(f"{text[:120]!r} is no line to join by: {error}; it has the form {FORM}") from error
+        if link.port > 65535 or not 0 < len(link.run) <= 64 or not link.run.isprintable() or link.text != text:
+            raise ConfigError(f"{text[:120]!r} is no line to join by as peerd writes it; it has the form {FORM}")
+        link.addr  # noqa: B018 - a name that no address has
+        return link
+
+    @property
+    def text(self) -> str:
+        """The line as it is published."""
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"peerd://{host}:{self.port}/{self.peer.text}/{quote(self.run, safe='')}"
+
+    @property
+    def addr(self) -> Multiaddr:
+        """The backbone's address."""
+        try:
+            kind = f"ip{ipaddress.ip_address(self.host).version}"
+        except ValueError:
+            kind = "dns"
+        return parse_addr(f"/{kind}/{self.host}/tcp/{self.port}/p2p/{self.peer.text}")
+
+
+def best_link(addrs: Iterable[Multiaddr], peer: PeerId, run: str) -> JoinLink | None:
+    """The line that leads to `peer` from farthest: a public address, else one of its network, else of this machine."""
+    found = []
+    for addr in addrs:
+        ip, port = ip_of(addr), re.search(r"/tcp/(\d+)(/p2p/[^/]+)?$", str(addr))
+        if ip is None or port is None or is_relayed(addr):
+            continue
+        rank = 2 if ip.is_loopback else 1 if block_of(ip) is not None else 0
+        found.append((rank, ip.version, JoinLink(str(ip), int(port[1]), peer, run)))
+    return min(found, key=lambda one: one[:2])[2] if found else None
+
+
+def shared_file(run: RunFile) -> bytes:
+    """The part of a run file that is published, as canonical JSON: what differs from the defaults."""
+    tree = msgspec.to_builtins(run)
+    for name in _LEFT_OUT:
+        del tree[name]
+    tree["access"] = {key: value for key, value in tree["access"].items() if key in _ACCESS}
+    tree["model"]["vocab"] = PurePosixPath(tree["model"]["vocab"]).name
+    for source in (tree["data"], *tree["data"]["sources"]):
+        if source["kind"] != "dataset" and is_local(source["path"]):
+            source["path"] = PurePosixPath(source["path"]).name or "text"
+    default = msgspec.to_builtins(RunFile(run=""))
+    return msgspec.json.encode(_beside(tree, default), order="sorted")
+
+
+def shared_tree(told: RunFileTold, run: str) -> dict[str, Any]:
+    """The tree of a published run file, if it may be used; ProtocolViolation says why not."""
+    try:
+        tree = msgspec.json.decode(told.text, type=dict[str, Any])
+    except (ValueError, RecursionError) as error:
+        raise ProtocolViolation(f"what it gives as the run file is none: {error}") from None
+    access = tree.get("access", {})
+    own: list[str] = [name for name in _LEFT_OUT if name in tree]
+    own += [f"access.{key}" for key in access if key not in _ACCESS] if isinstance(access, dict) else ["access"]
+    if own:
+        raise ProtocolViolation(f"its run file sets {own[0]}, which is for each peer itself to set")
+    path = next((path for path in _paths(tree) if set(path) & set("/\\~")), None)
+    if path is not None:
+        raise ProtocolViolation("its run file names a path on the machine of whoever reads it")
+    if tree.get("run") != run:
+        raise ProtocolViolation("its run file is of another run")
+    organizer = access.get("organizer")
+    if organizer:
+        if not _signed(organizer, told):
+            raise ProtocolViolation(f"its run file is not signed by the organizer that it names, {organizer}")
+    elif told.signature:
+        raise ProtocolViolation("its run file is signed, and names no organizer")
+    return tree
+
+
+def is_local(path: str) -> bool:
+    """True for a path of files on the machine that reads it."""
+    return path != "stdlib" and not path.startswith(("http://", "https://"))
+
+
+def _paths(tree: dict[str, Any]) -> list[str]:
+    """Paths of local files that a run file names."""
+    parts = [part for name in ("model", "data") if isinstance(part := tree.get(name), dict)]
+    listed = [part["sources"] for part in parts if isinstance(part.get("sources"), list)]
+    parts += [source for sources in listed for source in sources if isinstance(source, dict)]
+    found = [str(part[key]) for part in parts for key in ("vocab", "path") if key in part]
+    return [path for path in found if is_local(path)]
+
+
+def _signed(organizer: object, told: RunFileTold) -> bool:
+    try:
+        peer = PeerId.parse(str(organizer))
+    except ValueError:
+        return False
+    return len(told.signature) == SIGNATURE_BYTES and verify(peer, DOMAIN + told.text, told.signature)
+
+
+def _beside(tree: dict[str, Any], default: dict[str, Any]) -> dict[str, Any]:
+    """The values that are not the default's."""
+    left: dict[str, Any] = {}
+    for key, value in tree.items():
+        known = default.get(key)
+        if isinstance(value, dict) and isinstance(known, dict):
+            value = _beside(value, known)
+            if value:
+                left[key] = value
+        elif value != known:
+            left[key] = value
+    return left
+
+
+def _host(text: str) -> str:
+    if text.startswith("["):
+        return str(ipaddress.IPv6Address(text[1:-1]))
+    if re.fullmatch(r"[0-9.]+", text):
+        return str(ipaddress.IPv4Address(text))
+    return text
