@@ -130,7 +130,7 @@ class Story:
         waits = []
         for child in self._children.by_name.values():
             why = child.role().get("waits_for") or "nothing that it names"
-            waits.append(f"  {child.name}: {'waits for ' + str(why) if child.running else 'is gone'}")
+            waits.append(f"  {child.name}: {'waits: ' + str(why) if child.running else 'is gone'}")
         return f"no new step for {STALL_S:.0f} s at step {self.scene.step}\n" + "\n".join(waits)
 
     async def _watch(self, screen: Screen) -> None:

@@ -1,12 +1,13 @@
 """A terminal for tests: a program in a pseudo-terminal of some size, and the screen that its output makes.
 
-Understands what rich writes: cursor movements, clearing, the alternate screen; colours are left out. Text that runs
+Understands what rich writes: cursor movements, clearing, colours, the alternate screen. Text that runs
 over the last column goes on in the next line, and over the last line it scrolls, as on a real one: so a picture that is
 too large shows.
 """
 
 from __future__ import annotations
 
+import codecs
 import fcntl
 import os
 import re
@@ -27,12 +28,14 @@ class Grid:
 
     def __init__(self, columns: int, lines: int) -> None:
         self.alternate = False
+        self._style = ""  # the numbers of the renditions since the last reset
         self._rest = ""
         self.resize(columns, lines)
 
     def resize(self, columns: int, lines: int) -> None:
         """Take another size; what is there stays, cut at the right and below."""
         old = getattr(self, "cells", [])
+        self.styles = [[""] * columns for _ in range(lines)]
         self.columns, self.lines = columns, lines
         self.cells = [[" "] * columns for _ in range(lines)]
         for row, line in enumerate(old[:lines]):
@@ -71,11 +74,13 @@ class Grid:
                 self._column = 0
                 self._down()
             self.cells[self._row][self._column] = char
+            self.styles[self._row][self._column] = self._style
             self._column += 1
 
     def _down(self) -> None:
         if self._row == self.lines - 1:
             self.cells = [*self.cells[1:], [" "] * self.columns]
+            self.styles = [*self.styles[1:], [""] * self.columns]
         else:
             self._row += 1
 
@@ -85,6 +90,8 @@ class Grid:
         if private and kind in "hl" and 1049 in numbers:
             self.alternate = kind == "h"
             self.cells = [[" "] * self.columns for _ in range(self.lines)]
+        elif kind == "m":
+            self._style = "" if not first else ";".join(filter(None, (self._style, found[2])))
         elif kind == "H":
             row, column = [*numbers, 1, 1][:2] if numbers else (1, 1)
             self._row, self._column = min(row, self.lines) - 1, min(column, self.columns) - 1
@@ -102,6 +109,7 @@ class Terminal:
 
     def __init__(self, master: int, process: subprocess.Popen[bytes], grid: Grid) -> None:
         self._master, self.process, self.grid = master, process, grid
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def resize(self, columns: int, lines: int) -> None:
         """Give the terminal another size, as a user that drags its corner does; nothing is drawn by that."""
@@ -119,7 +127,7 @@ class Terminal:
                 return
             if not data:
                 return
-            self.grid.feed(data.decode("utf-8", "replace"))
+            self.grid.feed(self._decoder.decode(data))
 
     def until(self, done: Callable[[Grid], bool], timeout_s: float = 30.0) -> None:
         end = time.monotonic() + timeout_s

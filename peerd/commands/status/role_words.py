@@ -83,6 +83,12 @@ def _validation(value: Any, role: Told) -> str:
     return f"validation {units.loss(value)}{at}"
 
 
+def _code(told: object) -> str:
+    """The name of a code, without the reason for it."""
+    name = str(told).partition(":")[0]
+    return "it is" if name == "none" else name
+
+
 def _speed(value: Any, role: Told) -> str:
     if not value:
         return ""
@@ -101,6 +107,7 @@ _PHRASES: Final[Mapping[str, Callable[[Any, Told], str]]] = {
     "samples": lambda value, role: f"{units.counted(value, 'sample')} computed" if value else "",
     "averaging": _averaging,
     "microbatches": _microbatches,
+    "coding": lambda value, role: ", ".join(f"{key} sent as {_code(code)}" for key, code in value.items()),
     "retries": lambda value, role: f"{units.counted(value, 'call')} repeated" if value else "",
     "payload_bytes": lambda value, role: f"{units.size(value)} of tensors",
     "aggregated_bytes": lambda value, role: f"{units.size(value)} summed for others",

@@ -188,7 +188,8 @@ class StatusBoard:
         if "stages" in swarm:
             told |= summary(swarm["stages"], swarm["trainers"], wall)
             told["stages"] = [s | {"peers": [self._row(r, wall, now) for r in s["peers"]]} for s in swarm["stages"]]
-            told["trainers"] = [row | {"age_s": _age_s(row, wall)} for row in swarm["trainers"]]
+            own = self._host.id
+            told["trainers"] = [r | {"age_s": _age_s(r, wall), "own": r["peer"] == own} for r in swarm["trainers"]]
         if swarm.get("next_step_at") is not None:
             told["next_step_in_s"] = max(0.0, swarm["next_step_at"] - wall)
         told |= self._ahead(swarm | told, still)

@@ -1,0 +1,85 @@
+"""The board of a peer in a running swarm, in virtual time: who is gone, how old its figures are."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import trio
+
+from peerd.commands.status.status_board import SWARM_RARELY_S, RoleState, StatusBoard
+from peerd.core.runfile import OptimizerSection
+from peerd.log import EventLog
+from peerd.sim.clock import run_virtual
+from peerd.sim.programs import swarm
+from peerd.sim.world import World, WorldConfig
+from tests.kit.virtualroles import PacedDevice, Roles, start_replicas, virtual_run
+from tests.kit.world import home_line
+
+
+def rows_of(told: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    return {row["peer"]: row for stage in told["stages"] for row in stage["peers"]}
+
+
+async def watch_a_death(seed: int, roles: Roles) -> tuple[dict[str, Any], dict[str, Any], str, float]:
+    """The swarm as the conductor's board has it before and after a replica is killed; the seconds until it is marked,
+    from when the conductor lists it no more.
+    """
+    async with World(seed, swarm(), WorldConfig(line=home_line)).running() as world, trio.open_nursery() as nursery:
+        await start_replicas(world, roles, 3)
+        assert await world.until(lambda: roles.replica_step() >= 1, within_s=300), roles.story()
+        name = next(n for n, role in roles.live.items() if role.replica._services.conducting.acting)
+        victim = next(n for n in roles.live if n != name)
+        node, role, lost = world.nodes[name], roles.live[name], world.nodes[victim].id.text
+        net = node.host, node.rpc, node.dht
+        board = StatusBoard(net, node.clock, EventLog(node.clock), roles.run, role._services)
+
+        async def tick() -> None:
+            while True:
+                board.note_roles([RoleState("trainer", "running", 0, "", role.status())])
+                await trio.sleep(1.0)
+
+        await nursery.start(board.run)
+        nursery.start_soon(tick)
+        await trio.sleep(3.0)
+        await board.swarm()
+        await trio.sleep(60.0)
+        before = await board.swarm()
+        await world.kill(world.nodes[victim])
+        following = role._services.following
+
+        def listed() -> bool:
+            return any(member.peer == lost for member in following.members)
+
+        assert await world.until(lambda: not listed(), within_s=60)
+        since = trio.current_time()
+        while not (after := await board.swarm()).get("stages") or not rows_of(after).get(lost, {}).get("gone"):
+            await trio.sleep(0.5)
+            assert trio.current_time() - since < 30, rows_of(after)
+        took = trio.current_time() - since
+        nursery.cancel_scope.cancel()
+    return before, after, lost, took
+
+
+@pytest.mark.slow
+def test_a_dead_peer_is_marked_within_five_seconds_and_old_figures_are_looked_up_again(tmp_path: Path) -> None:
+    torch.set_num_threads(1)
+    run = virtual_run(tmp_path, (8000,), optimizer=OptimizerSection(name="sgd", lr=1e-3, total_steps=400))
+    before, after, lost, took = run_virtual(
+        watch_a_death, 1, Roles(run, tmp_path / "peers", partial(PacedDevice, 1.0)), seed=1
+    )
+    assert took <= 5.0
+    assert rows_of(after)[lost]["gone"]
+    assert [peer for peer, row in rows_of(after).items() if row["gone"]] == [lost]
+    assert not any(row["gone"] for row in rows_of(before).values())
+    assert len(rows_of(before)) == 3
+    assert before["age_s"] < SWARM_RARELY_S
+    assert before["samples_per_s"] > 0
+    assert before["left_s"] > 0
+    assert before["total_steps"] == 400
+    assert 0.2 < before["shares"]["samples"] < 0.5
+    assert before["curve"]["train"]
+    assert before["standstill"] is None
