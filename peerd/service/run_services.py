@@ -51,7 +51,7 @@ class Carries:
 
 
 def _listed(told: Sequence[str]) -> str:
-    return told[0] if len(told) == 1 else "".join(f"\n  {one}" for one in told)
+    return f" {told[0]}" if len(told) == 1 else "".join(f"\n  {one}" for one in told)
 
 
 class RunServices:
@@ -92,14 +92,14 @@ class RunServices:
         if found and shared_text(self.run) not in found:
             most = max(found, key=lambda shared: (found[shared], shared))
             told = differences(shared_text(self.run), most, named_files(self.run))
-            raise ConfigError(f"run {self.run.run!r} is on its way with other settings: {_listed(told)}")
+            raise ConfigError(f"run {self.run.run!r} is on its way with other settings:{_listed(told)}")
         return bool(found)
 
     async def _compare(self) -> None:
         await self.agrees()
         told = await self.other_texts() if self._corpus else []
         if told:
-            raise ConfigError(f"run {self.run.run!r} is on its way with other text: {_listed(told)}")
+            raise ConfigError(f"run {self.run.run!r} is on its way with other text:{_listed(told)}")
 
     async def other_texts(self) -> list[str]:
         """A sentence on each source of which every other trainer reads another text than we; raises RemoteError."""
