@@ -106,10 +106,12 @@ async def test_a_router_behind_another_one_promises_nothing_worth_telling(
 async def test_the_log_says_what_came_of_it(
     ip: str, words: str, autojump_clock: trio.testing.MockClock, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with caplog.at_level(logging.INFO, "peerd.portmap"):
+    with caplog.at_level(logging.DEBUG, "peerd.portmap"):
         async with mapping(FakeRouter("NAT-PMP", ip)):
             await trio.sleep(10)
     assert words in caplog.text
+    told = [record.levelno for record in caplog.records if words in record.getMessage()]
+    assert told == [logging.INFO if ip == "9.8.7.6" else logging.DEBUG], "only what changes something is for the screen"
 
 
 async def test_where_nobody_maps_it_asks_ever_more_rarely_and_says_why(autojump_clock: trio.testing.MockClock) -> None:

@@ -97,7 +97,7 @@ async def test_an_older_version_does_not_replace_the_newer_one_and_its_bearer_is
     async with cast() as c:
         old = await c.put(b"old")
         await c.put(b"new")
-        with caplog.at_level(logging.INFO, "peerd.dht"):
+        with caplog.at_level(logging.DEBUG, "peerd.dht"):
             assert await c.replay(old) == await c.replay(old) == [Verdict.STALE]
         said = [line for line in caplog.messages if c.mallory.host.id.text in line]
         assert len(said) == 1  # once a minute is enough
