@@ -16,7 +16,7 @@ import trio.testing
 from rich.console import Console
 
 from peerd import daemon, home
-from peerd.commands import status_view
+from peerd.commands.status import status_view
 from peerd.control import socket
 from peerd.control.open_hours import OpenHours
 from peerd.control.resting import Rester
