@@ -158,7 +158,7 @@ def _by_link(text: str, flags: Flags, given: tuple[bool | None, str | None, str 
     """Flags as if the run file of the line had been given."""
     from peerd.commands import joining
     from peerd.core.messages.run_link import JoinLink
-    from peerd.home import default_data_dir
+    from peerd.home import run_data_dir
 
     if flags.file is not None:
         raise ConfigError("give a line peerd://... or --model FILE, not both")
@@ -170,7 +170,7 @@ def _by_link(text: str, flags: Flags, given: tuple[bool | None, str | None, str 
     tree = joining.fetch(link)
     roles = flags.roles or joining.default_roles(tree)
     joining.check_local(tree, roles, wish)
-    place = flags.data_dir or default_data_dir(link.run, roles)
+    place = flags.data_dir or run_data_dir(link.run, roles)
     file = joining.agree(tree, link, place, wish)
     if not flags.roles:
         typer.echo(f"peerd: joins as {roles[0]}, which this run needs; another with --role", err=True)
