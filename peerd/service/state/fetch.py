@@ -8,7 +8,11 @@ send other bytes, frames or digests than it vouched for: it is named, and what i
 
 from __future__ import annotations
 
+import errno
+import logging
 import mmap
+import os
+import shutil
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -34,6 +38,8 @@ from peerd.machine.state.quorum import Claim
 from peerd.net.timer import Timer
 from peerd.service.rpc.rpc import Rpc
 from peerd.service.state.serve import Methods
+
+log = logging.getLogger("peerd.service.state.fetch")
 
 Donors = Sequence[PeerId] | Callable[[], Sequence[PeerId]]
 _LOOK_S = 3.0  # how often to ask for more donors
@@ -307,12 +313,24 @@ class Fetching:
 
 
 def _room(size: int, folder: Path | None) -> mmap.mmap:
-    """Zeroed memory of this size."""
+    """Zeroed memory of this size, in a file of `folder` if that takes it.
+
+    The file's room is taken at once: what is written to a mapped file later, on a disk that is full, ends the process.
+    """
     if folder is None:
         return mmap.mmap(-1, size)
-    with tempfile.TemporaryFile(dir=folder) as file:
-        file.truncate(size)
-        return mmap.mmap(file.fileno(), size)
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            if hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(file.fileno(), 0, size)
+            elif shutil.disk_usage(folder).free < size:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder))
+            else:
+                file.truncate(size)
+            return mmap.mmap(file.fileno(), size)
+    except OSError as error:
+        log.warning("a state is fetched into memory, %s cannot take it: %s", folder, error.strerror or error)
+        return mmap.mmap(-1, size)
 
 
 def _bytes_of(frames: Sequence[TensorFrame], shape: tuple[int, ...], donor: PeerId) -> memoryview:

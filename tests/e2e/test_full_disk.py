@@ -1,0 +1,93 @@
+"""A full disk, as a small tmpfs: at the start it is one sentence, later it costs checkpoints and nothing else."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from peerd.service.state.fetch import _room
+from tests.kit.processes import Process, processes, run_file
+
+pytestmark = [pytest.mark.slow, pytest.mark.socket, pytest.mark.timeout(300)]
+BYTES = 16 << 20
+SAID = "peerd: the disk is full; make room in the data directory, or give another --data-dir\n"
+
+
+@contextlib.contextmanager
+def small_disk(folder: Path) -> Iterator[Path]:
+    """A file system of its own at `folder`; the test is skipped where none can be mounted."""
+    folder.mkdir()
+    options = f"size={BYTES},mode=700"
+    command = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(folder)]
+    if sys.platform != "linux" or os.geteuid() or subprocess.run(command, capture_output=True, check=False).returncode:
+        pytest.skip("needs Linux, root and mount")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def fill(folder: Path) -> None:
+    """Leave no room."""
+    with contextlib.suppress(OSError), (folder / "fill").open("wb", buffering=0) as file:
+        while file.write(bytes(4096)):
+            pass
+
+
+def test_a_disk_that_is_full_at_the_start_is_one_sentence(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "peer"), processes(tmp_path) as started:
+        fill(tmp_path / "peer")
+        peer = started.join("peer", "stage", run_file(tmp_path), "/ip4/127.0.0.1/tcp/1")
+        assert peer.popen.wait(60) == 1
+        assert peer.said == SAID
+
+
+def test_room_for_a_state_is_in_memory_where_the_disk_has_none(tmp_path: Path) -> None:
+    """A file that only seems to have room ends the process that writes to it."""
+    with small_disk(tmp_path / "disk") as disk:
+        assert len(_room(1 << 20, disk)) == 1 << 20
+        fill(disk)
+        room = _room(1 << 20, disk)
+        room[:] = bytes(range(256)) * (1 << 12)
+        assert room[255] == 255
+
+
+def test_a_disk_that_fills_up_costs_checkpoints_and_one_warning(tmp_path: Path) -> None:
+    with contextlib.ExitStack() as stack:
+        for name in ("stage-0", "stage-1", "trainer"):
+            stack.enter_context(small_disk(tmp_path / name))
+        started = stack.enter_context(processes(tmp_path))
+        file = run_file(tmp_path)
+        addr = started.backbone().address()
+        peers = [started.join(f"stage-{number}", "stage", file, addr) for number in range(2)]
+        trainer = started.join("trainer", "trainer", file, addr)
+        reaches(trainer, 4)
+        for process in (*peers, trainer):
+            fill(process.data_dir)
+        for peer in peers:
+            peer.wait_until(lambda peer=peer: bool(peer.role().get("not_saved")), "it says nothing")
+        reaches(trainer, step_of(trainer) + 20)
+        for peer in peers:
+            told = str(peer.role()["not_saved"])
+            assert f"{peer.data_dir}" in told
+            assert "No space left on device" in told
+            assert peer.said.count("warning: checkpoint.not_saved") == 1
+        assert trainer.role()["microbatches"]["redone"] == 0
+        for process in (trainer, *peers):
+            assert process.end()[0] == 0
+            assert "Error" not in process.said
+            assert "a bug" not in process.said
+
+
+def step_of(process: Process) -> int:
+    return int(process.role().get("step") or 0)
+
+
+def reaches(process: Process, step: int) -> None:
+    process.wait_until(lambda: step_of(process) >= step, f"it never reached step {step}", 90.0)
