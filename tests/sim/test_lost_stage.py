@@ -125,7 +125,7 @@ async def test_one_peer_moves_to_a_stage_that_lost_all_its_own(
         few = min((0, 1), key=lambda stage: len(serving(roles, stage)))
         before = serving(roles, 1 - few)
         await lose(world, roles, few)
-        await goes_on(world, roles, 40.0)
+        await goes_on(world, roles, 60.0)
         await trio.sleep(60.0)
         assert len(serving(roles, few)) == 1, "exactly one has moved"
         assert len(serving(roles, 1 - few)) == len(before) - 1

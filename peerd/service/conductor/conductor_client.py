@@ -177,6 +177,10 @@ class Following:
         """True while this peer is suspected."""
         return self._suspects.get(peer, float("-inf")) > trio.current_time()
 
+    def fails(self, peer: PeerId) -> bool:
+        """True when this peer could not be reached when we last tried."""
+        return peer in self._failures
+
     def trust(self, peer: PeerId) -> None:
         self._suspects.pop(peer, None)
         self._failures.pop(peer, None)

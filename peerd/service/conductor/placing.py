@@ -19,6 +19,7 @@ import trio
 from peerd.core.clock import Clock
 from peerd.core.errors import RemoteError
 from peerd.core.ids import PeerId
+from peerd.core.messages.swarm import MemberInfo
 from peerd.machine.swarm.placement import Arrival, Move, Need, Seat, Vacancies, place
 from peerd.service.conductor.conductor_client import Following
 from peerd.service.conductor.rivals import Rivals
@@ -73,17 +74,25 @@ class Placing:
 
     async def next_move(self, step: Callable[[], int]) -> Move:
         """Wait until this peer is to move; from then on it stays for a while. `step`: that of its own state."""
-        changes = self._following.changes
+        followed: PeerId | None = None
         while True:
             await trio.sleep(_LOOK_S)
-            if self._following.conductor is None or self._following.changes != changes:
-                changes = self._following.changes
-                self._vacancies.forget()
-                continue
-            move = self._vacancies.look(trio.current_time(), self._following.members)
+            conductor = self._following.conductor
+            if conductor is not None and not self._following.fails(conductor) and conductor != followed:
+                followed = conductor
+                self._vacancies.forget()  # it gathers its members
+            move = self._vacancies.look(trio.current_time(), self._living())
             if move is not None and await self._is_backed(move, step()):
                 self._vacancies.moved(trio.current_time())
                 return move
+
+    def _living(self) -> list[MemberInfo]:
+        """The last list; where stage 0 is lost there is no conductor to strike its peers off: those that fail us go."""
+        return [
+            member
+            for member in self._following.members
+            if member.stage != 0 or not self._following.fails(PeerId.parse(member.peer))
+        ]
 
     async def goes(self, stage: int) -> None:
         """Say that this peer is on its way to `stage`. A directory that fails is no error: others may come, too."""
