@@ -193,13 +193,23 @@ def need_fitting(given: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tupl
             raise ConfigError(f"{where} does not fit the model: {name[:100]} {here}; the model has {there}")
 
 
-def load_weights(folder: Path, wanted: Mapping[str, tuple[int, ...]], dtype: str) -> dict[str, Tensor]:
-    """The folder's tensors, after names, shapes and dtypes in the file's header were compared."""
+def load_weights(
+    folder: Path,
+    wanted: Mapping[str, tuple[int, ...]],
+    dtype: str,
+    buffers: Mapping[str, tuple[int, ...]] | None = None,
+) -> dict[str, Tensor]:
+    """The folder's tensors, after names and shapes in the file's header were compared.
+
+    `buffers` may be missing, and have dtypes of their own.
+    """
     path = folder / WEIGHTS
     try:
         with safetensors.safe_open(path, "pt") as file:
             slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - not a dict
-            need_fitting({name: tuple(one.get_shape()) for name, one in slices.items()}, wanted, str(path))
+            there = {name: shape for name, shape in (buffers or {}).items() if name in slices}
+            given = {name: tuple(one.get_shape()) for name, one in slices.items()}
+            need_fitting(given, {**wanted, **there}, str(path))
         tensors = safetensors.torch.load_file(path)
     except FileNotFoundError as error:
         raise ConfigError(f"{path} is missing; export the model again") from error
@@ -208,7 +218,7 @@ def load_weights(folder: Path, wanted: Mapping[str, tuple[int, ...]], dtype: str
     except safetensors.SafetensorError as error:
         raise ConfigError(f"{path} is damaged: {error}; export the model again") from error
     for name, tensor in tensors.items():
-        if tensor.dtype != DTYPES[dtype]:
+        if name in wanted and tensor.dtype != DTYPES[dtype]:
             raise ConfigError(f"{path}: {name} is {dtype_name(tensor.dtype)}, but {CONFIG} says {dtype}")
         if not all_finite(tensor):
             raise ConfigError(f"{path}: {name} has values that are not finite: this model has diverged")

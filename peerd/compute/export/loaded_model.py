@@ -7,7 +7,7 @@ the function that the user's own run file names; it knows no cache and computes 
 from __future__ import annotations
 
 import codecs
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -78,14 +78,21 @@ def _own(folder: Path, config: ExportConfig, run: RunFile) -> nn.Module:
     """The layers that the user's function returns, with the folder's weights."""
     local = msgspec.structs.replace(run.model, dtype=config.dtype)
     model = whole_model(msgspec.structs.replace(run, model=local))
-    mine = dict(model.named_parameters())
-    names = {name: f"layers.{name.removeprefix('layer')}" for name in mine}
-    wanted = {names[name]: tuple(parameter.shape) for name, parameter in mine.items()}
-    tensors = load_weights(folder, wanted, config.dtype)
+    parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
+    tensors = load_weights(folder, _shapes(parameters), config.dtype, _shapes(buffers))
     with torch.no_grad():
-        for name, parameter in mine.items():
-            parameter.copy_(tensors[names[name]])
+        for name, mine in {**parameters, **buffers}.items():
+            if (plain := _plain(name)) in tensors:
+                mine.copy_(tensors[plain])
     return model.eval().requires_grad_(False)
+
+
+def _plain(name: str) -> str:
+    return f"layers.{name.removeprefix('layer')}"
+
+
+def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
+    return {_plain(name): tuple(tensor.shape) for name, tensor in tensors.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -238,11 +238,13 @@ def test_values_that_are_not_finite_are_exported_with_a_warning_and_not_used(tmp
 
 def own_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> RunFile:
     (folder / "mine.py").write_text(
+        "import torch\n"
         "from torch import nn\n"
         "class Mix(nn.Module):\n"
         "    def __init__(self, d):\n"
         "        super().__init__()\n"
         "        self.inner = nn.Linear(d, d)\n"
+        "        self.register_buffer('seen', torch.zeros((), dtype=torch.int64))\n"
         "    def forward(self, x):\n"
         "        return x + self.inner(x).tanh().cumsum(1) / 9\n"
         "def layers(run):\n"
@@ -262,7 +264,7 @@ def test_a_model_of_ones_own_comes_out_by_layer_and_is_used_beside_its_code(
     tensors = safetensors.torch.load_file(tmp_path / "out" / "model.safetensors")
     assert set(tensors) == {
         *("layers.0.weight", "layers.1.inner.weight", "layers.1.inner.bias", "layers.2.inner.weight"),
-        *("layers.2.inner.bias", "layers.3.weight", "layers.3.bias"),
+        *("layers.2.inner.bias", "layers.3.weight", "layers.3.bias", "layers.1.seen", "layers.2.seen"),
     }
     assert config.settings["pipeline"]["stages"] == 2
     assert "data" not in config.settings
