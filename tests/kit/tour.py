@@ -62,6 +62,11 @@ class Running:
         assert there(), f"never said {pattern!r}:\n{self.said}"
         return found[0]
 
+    def until(self, done: Callable[[], bool], complaint: str, patience_s: float = 60.0) -> None:
+        """Until `done`; fails at once when the command ends before."""
+        eventually(lambda: done() or self.popen.poll() is not None, patience_s)
+        assert done(), f"{complaint}:\n{self.said}"
+
     def ctrl_c(self, patience_s: float = 20.0) -> int:
         self.popen.send_signal(signal.SIGINT)
         return self.popen.wait(patience_s)
