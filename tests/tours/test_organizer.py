@@ -46,7 +46,10 @@ def tour(organizer: Shell, volunteers: list[Shell]) -> None:
     (organizer.home / "run.yaml").write_text(RUN % own)
     backbone = organizer.start("peerd backbone --config run.yaml --data-dir me")
     link = backbone.wait_for(r"peerd join (peerd://\S+)")[1]
-    joined = [join(organizer, shell, link, role) for shell, role in zip(volunteers, ("stage", "stage", "trainer"), strict=True)]
+    joined = [
+        join(organizer, shell, link, role)
+        for shell, role in zip(volunteers, ("stage", "stage", "trainer"), strict=True)
+    ]
     for running in joined:
         running.wait_for("role.started")
     wait_for_step(organizer, backbone, 12)

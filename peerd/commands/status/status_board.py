@@ -153,7 +153,8 @@ class StatusBoard:
             return
         self._complete = any(post.get("complete") is True for post in posts)
         now, following = self._clock.now(), self._services.following
-        why = following.waits_for or (following.run_waits_for if following.step_in_s is None else "")
+        due = not following.step_in_s  # unknown, or overdue: a step that is foretold for later needs no reason
+        why = following.waits_for or (following.run_waits_for if due else "")
         work = [[post.get(key) for key in _WORK] for post in working]
         self._pulse.note(now, work, "" if self._complete else why or "")
         if following.members:
@@ -192,6 +193,8 @@ class StatusBoard:
             told["trainers"] = [r | {"age_s": _age_s(r, wall), "own": r["peer"] == own} for r in swarm["trainers"]]
         if swarm.get("next_step_at") is not None:
             told["next_step_in_s"] = max(0.0, swarm["next_step_at"] - wall)
+        if still is not None:  # whatever rate a record still tells: nothing moves
+            told |= {"samples_per_s": 0.0, "tokens_per_s": 0.0}
         told |= self._ahead(swarm | told, still)
         told["curve"] = {"train": self._train.told(), "valid": self._valid.told()}
         return swarm | told
