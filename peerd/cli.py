@@ -70,7 +70,7 @@ UploadMbit = Annotated[float | None, typer.Option(metavar="MBIT", help="Send no 
 DownloadMbit = Annotated[float | None, typer.Option(metavar="MBIT", help="Receive no faster: Mb/s.")]
 Threads = Annotated[int | None, typer.Option(metavar="N", help="Keep no more processors busy than so many.")]
 Nice = Annotated[int | None, typer.Option(metavar="0-19", help="Priority: 19 after all other programs. [default: 10]")]
-MemoryGb = Annotated[float | None, typer.Option(metavar="GB", help="Hold no more memory.")]
+MemoryGb = Annotated[float | None, typer.Option(metavar="GB", help="Take no stage that needs more memory.")]
 HoursOfDay = Annotated[str | None, typer.Option("--hours", metavar="HH:MM-HH:MM", help="When it takes part.")]
 
 

@@ -59,7 +59,7 @@ def _shapes(run: RunFile, stage: int) -> ModelPiece:
 
 def lacking(taken: StageFootprint, device: str, own_limit_bytes: float = 0) -> str | None:
     """The memory that is too small for a stage, in words; None when there is enough. `own_limit_bytes`: what the user
-    lets this process take, 0: no limit.
+    lets this process take, with what it holds by now (Python, torch); 0: no limit.
     """
     there, here = taken.on(device)
     name = f"stage {taken.stage} ({taken.parameters:,} parameters)"
@@ -68,8 +68,9 @@ def lacking(taken: StageFootprint, device: str, own_limit_bytes: float = 0) -> s
         if there > free:
             return f"{name} takes {_gb(there)} of {device}'s memory, and {_gb(free)} are free"
     free = psutil.virtual_memory().available + psutil.swap_memory().free
-    if 0 < own_limit_bytes < here:
-        return f"{name} takes {_gb(here)} of memory, and limits.memory_gb allows {_gb(own_limit_bytes)}"
+    if own_limit_bytes and own_limit_bytes < (held := _held_bytes()) + here:
+        beside = f"beside the {_gb(held)} that this process holds"
+        return f"{name} takes {_gb(here)} of memory {beside}, and limits.memory_gb allows {_gb(own_limit_bytes)}"
     if here > free:
         return f"{name} takes {_gb(here)} of memory, and {_gb(free)} are free"
     return None
@@ -80,6 +81,21 @@ def refuse_if_too_large(run: RunFile, stage: int, device: str) -> None:
     lack = lacking(footprint(run, stage), device, run.limits.memory_gb * 1e9)
     if lack is not None:
         raise ConfigError(f"{lack}; give this peer a smaller stage (limits.stage) or a machine with more memory")
+
+
+def spare_bytes(run: RunFile, state_bytes: int) -> int:
+    """Memory for what a peer may hold or not, at most `state_bytes`: with limits.memory_gb no more than is left of it
+    beside the sums of gradients and the copy for checkpoints, which come as training goes on.
+    """
+    if not run.limits.memory_gb:
+        return state_bytes
+    left = int(run.limits.memory_gb * 1e9) - _held_bytes() - 2 * state_bytes
+    return max(0, min(left, state_bytes))
+
+
+def _held_bytes() -> int:
+    held: int = psutil.Process().memory_info().rss
+    return held
 
 
 def _gb(count: float) -> str:

@@ -18,6 +18,7 @@ from typing import Protocol, TypeVar
 import trio
 from torch import Tensor
 
+from peerd.compute.model.footprint import spare_bytes
 from peerd.compute.model.served_stage import Model
 from peerd.core.errors import PeerdError, RemoteError
 from peerd.core.ids import PeerId
@@ -126,7 +127,8 @@ class CatchingUp:
         """Keep the total of a step from `before`: others may need it."""
         if self._totals is None:
             state_bytes = sum(spec.nbytes for spec in self._joiner.model.outline())
-            self._totals = Totals(state_bytes, self._services.run.limits.keep_totals)
+            run = self._services.run
+            self._totals = Totals(spare_bytes(run, state_bytes), run.limits.keep_totals)
         self._totals.keep(before, leap)
 
     async def freeze(self) -> tuple[Position, list[StateItem]]:

@@ -1,0 +1,42 @@
+"""A user's limit of memory counts what the process holds already, and leaves the rest to what may be kept or not."""
+
+from __future__ import annotations
+
+import psutil
+import pytest
+
+from peerd.compute.model.footprint import footprint, lacking, refuse_if_too_large, spare_bytes
+from peerd.core.errors import ConfigError
+from peerd.core.runfile import LimitsSection, RunFile
+
+MB = 1_000_000
+
+
+def limited(gb: float) -> RunFile:
+    return RunFile(run="tiny", limits=LimitsSection(memory_gb=gb))
+
+
+def held() -> int:
+    return int(psutil.Process().memory_info().rss)
+
+
+def test_a_stage_is_refused_where_it_and_the_process_together_need_more_than_allowed() -> None:
+    taken = footprint(limited(0), 0)
+    assert 0 < taken.machine_bytes < 100 * MB
+    assert lacking(taken, "cpu") is None
+    assert lacking(taken, "cpu", held() + 200 * MB) is None
+    said = lacking(taken, "cpu", held() - 50 * MB)
+    assert said is not None
+    assert said.startswith("stage 0 (")
+    assert "of memory beside the" in said
+    assert "that this process holds, and limits.memory_gb allows" in said
+    with pytest.raises(ConfigError, match=r"allows 0\.0 GB; give this peer a smaller stage"):
+        refuse_if_too_large(limited(0.01), 0, "cpu")
+
+
+def test_what_may_be_kept_or_not_gets_what_the_limit_leaves() -> None:
+    assert spare_bytes(limited(0), 7) == 7
+    assert spare_bytes(limited(held() / 1e9 + 10), 7) == 7
+    assert spare_bytes(limited(held() / 1e9 / 2), 7) == 0
+    left = spare_bytes(limited((held() + 250 * MB) / 1e9), 100 * MB)
+    assert 0 < left < 100 * MB
