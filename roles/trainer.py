@@ -22,7 +22,7 @@ from peerd.compute.codec.frames import to_frame
 from peerd.compute.data.corpus_digest import FileDigests, check_text, corpus_digests
 from peerd.compute.data.http_fetch import DataUnavailable
 from peerd.compute.data.stream import SampleStream, cache_of, samples_of
-from peerd.compute.model.dry_run import try_layers
+from peerd.compute.model.dry_run import try_layers, try_layers_if_here
 from peerd.compute.tokenizer import load_vocabulary
 from peerd.core.errors import ConfigError
 from peerd.core.messages.progress import TrainerProgress
@@ -79,10 +79,12 @@ class TrainerRole:
 
     @classmethod
     def check_run(cls, run: RunFile) -> None:
-        """As `peerd.role.Checking`: the text, and the layers of a replica of its own."""
+        """As `peerd.role.Checking`: the text, and the layers: its own replica's, or others' if they are here."""
         check_text(run)
         if run.pipeline.stages == 1:
             try_layers(run)
+        else:
+            try_layers_if_here(run)
 
     # --- life -------------------------------------------------------------------------------------------------
 

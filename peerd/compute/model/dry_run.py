@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from peerd.compute.model.partition import DTYPES, own_layers, own_parts
 from peerd.compute.tensors import dtype_name
 from peerd.compute.tokenizer import load_vocabulary
+from peerd.contents import is_function, source_of
 from peerd.core.errors import ConfigError
 from peerd.core.runfile import RunFile
 from peerd.local_code import guarded
@@ -45,6 +46,12 @@ def try_layers(run: RunFile) -> None:
             layer, layers[index] = layers[index], nn.Identity()
             expected = last if index == len(layers) - 1 else between
             x = _try(_name(run, index, layer), layer, x, expected, DTYPES[run.model.dtype])
+
+
+def try_layers_if_here(run: RunFile) -> None:
+    """As `try_layers`, for a peer that computes no layer: it may lack the file that has them."""
+    if is_function(run.model.kind) and source_of(run.model.kind) is not None:
+        try_layers(run)
 
 
 def _try(name: str, layer: nn.Module, x: Tensor, expected: _Shape, dtype: torch.dtype) -> Tensor:
