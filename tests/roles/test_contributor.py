@@ -44,7 +44,7 @@ class Conductor:
             members=None,
         )
 
-    def note_forecast(self, forecast: object) -> None: ...
+    def note_forecast(self, forecast: object, waits_for: str = "") -> None: ...
 
     def note_members(self, members: list[MemberInfo]) -> list[MemberInfo]:
         return members
