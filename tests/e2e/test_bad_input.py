@@ -75,7 +75,7 @@ CASES = [
     # The command line.
     Case("no such command", "jion", 2, ("No such command 'jion'",)),
     Case("no such flag", "join --role stage --rolle x", 2, ("No such option",)),
-    Case("no role", "join", 2, ("Missing option '--role'",)),
+    Case("no role", "join", 2, ("say what to join: a line such as peerd://HOST:PORT/PEER/RUN, or --role ROLE",)),
     Case("steps below one", "demo --steps 0", 2, ("--steps",)),
     Case("a word for a number", "join --role stage --seed many", 2, ("--seed",)),
     Case("unknown role", "join --role stagee", 2, ("role 'stagee' is unknown; did you mean stage?",)),

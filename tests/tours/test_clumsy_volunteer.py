@@ -29,7 +29,7 @@ def test_a_volunteer_makes_every_mistake_and_helps_in_the_end(tmp_path: Path) ->
 
 
 def they_mistype(volunteer: Shell, options: str) -> None:
-    assert "Missing option" in volunteer.run("peerd join").text
+    volunteer.run("peerd join").one_sentence("say what to join: a line such as peerd://", code=2)
     volunteer.run(f"peerd join --role stagee {options}").one_sentence("did you mean stage?", code=2)
     volunteer.run("peerd join --role stage").one_sentence("needs a run file", code=2)
     volunteer.run("peerd join --role stage --model rnu.yaml").one_sentence("there is no file rnu.yaml", code=2)
