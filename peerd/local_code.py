@@ -46,7 +46,7 @@ def _file(name: str) -> str:
 
 
 def guarded(load: Callable[[], T], what: str, name: str = "") -> T:
-    """What `load` returns; ConfigError, with `what` in front, for whatever the user's code raises. `name`: the module
+    """The result of `load`; ConfigError, with `what` in front, for whatever the user's code raises. `name`: the module
     that is sought.
     """
     result = outcome.capture(load)

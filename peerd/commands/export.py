@@ -87,5 +87,5 @@ def _told(made: Exported, out: Path, loss: str) -> str:
 
 
 def generate_hint(folder: Path) -> list[str]:
-    """What to type next."""
+    """The command to type next."""
     return [f'try: peerd generate --from {shlex.quote(str(folder))} "a prompt"']

@@ -89,7 +89,7 @@ def _seed(given: int | None) -> int:
 
 
 def _what_it_sees(loaded: LoadedModel, prompt: str, count: int) -> str | None:
-    """What of prompt and text the model sees, in words, when it is not all."""
+    """A sentence on the part of prompt and text that the model sees; None when it is all."""
     context = loaded.model.context
     given = len(loaded.vocab.encode(prompt.encode("utf-8", "replace")))
     if given > context:

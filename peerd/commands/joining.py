@@ -35,7 +35,7 @@ FETCH_S: Final = 15.0
 
 @dataclass(frozen=True, slots=True)
 class JoinWish:
-    """What the volunteer gives beside the line."""
+    """The volunteer's options beside the line."""
 
     yes: bool = False
     data: str | None = None

@@ -31,7 +31,7 @@ class _Record(msgspec.Struct, frozen=True):
 
 
 def settings_of(run: RunFile) -> dict[str, Any]:
-    """What the peers of a run share, without the places of its text."""
+    """Settings that the peers of a run share, without the places of its text."""
     tree = msgspec.to_builtins(run)
     return {name: tree[name] for name in FINGERPRINT_SECTIONS if name != "data"}
 

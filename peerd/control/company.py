@@ -69,7 +69,7 @@ class Company:
             raise Unreachable(f"{self._tried()}; waited for {self._wish.patience_s:g} s")
 
     def waits_for(self) -> str | None:
-        """What this peer has tried so far; None once it has company, or needs none."""
+        """The addresses that this peer has tried so far; None once it has company, or needs none."""
         return None if self._found.is_set() else f"{self._tried()}; trying again; {self._wish.advice}"
 
     def alone(self) -> str | None:

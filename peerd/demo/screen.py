@@ -79,7 +79,7 @@ class LiveScreen:
 
 
 def headline(scene: Scene) -> list[str]:
-    """Where training is and how fast it goes."""
+    """Progress of training and its rate."""
     facts = [f"step {units.count(scene.step)} of {units.count(scene.total_steps)}"]
     if scene.losses:
         facts.append(f"loss {units.loss(scene.losses[max(scene.losses)])}")

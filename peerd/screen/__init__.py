@@ -1,1 +1,1 @@
-"""What people read on a terminal: words and units, charts, and pictures that fit the room there is."""
+"""Output for people on a terminal: words and units, charts, and pictures that fit the room there is."""

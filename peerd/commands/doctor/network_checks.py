@@ -60,7 +60,7 @@ class Visit:
 
 @dataclass(slots=True)
 class _Sights:
-    """What the bootstrap peers showed: findings by address, clocks, and whether anyone would not tell the time."""
+    """Observations at the bootstrap peers: findings by address, clocks, and refusals to tell the time."""
 
     findings: dict[str, list[CheckResult]]
     clocks: ClockSkew

@@ -18,7 +18,7 @@ PERIOD_S: Final = 60.0
 
 
 class SwarmSource(Protocol):
-    """Where the swarm's part of a snapshot comes from: the daemon's `StatusBoard`."""
+    """Source of the swarm's part of a snapshot: the daemon's `StatusBoard`."""
 
     async def swarm(self) -> dict[str, Any]: ...
 

@@ -1,4 +1,4 @@
-"""What a role tells of itself, in words: for the details column of `peerd status`.
+"""A role's own figures in words, for the details column of `peerd status`.
 
 The built-in roles' figures have phrases of their own; those of others are shown by their names and units.
 """

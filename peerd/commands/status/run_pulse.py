@@ -1,4 +1,4 @@
-"""What a daemon remembers of its run from one look to the next: when it moved last, what it learned, who is there.
+"""A daemon's memory of its run from one look to the next: last movement, losses, posts that are there, shares.
 
 Plain objects with `now` as an argument: they are told what is seen, and answer what a watcher asks. All are bounded.
 """

@@ -208,7 +208,7 @@ class StatusBoard:
         return row | {"age_s": age_s, "gone": gone, "own": row["peer"] == self._host.id}
 
     def _ahead(self, swarm: Told, still: Stillness | None) -> Told:
-        """How far the run is to go, how long that takes at the present rate, and this peer's shares."""
+        """The steps that the run is to make, the time that takes at the present rate, and this peer's shares."""
         assert self._run is not None
         total, step = self._run.optimizer.total_steps, swarm.get("step")
         rate = 0.0 if still is not None else swarm.get("samples_per_s") or 0.0

@@ -30,7 +30,7 @@ def names_of(swarm: Swarm) -> dict[str, str]:
 
 
 def halt(swarm: Swarm, names: Mapping[str, str]) -> Text | None:
-    """Why the run stands still, and for how long; None while it moves."""
+    """The reason that the run stands still, and for how long; None while it moves."""
     still = swarm.get("standstill")
     if not still:
         return None
@@ -81,7 +81,7 @@ def left(swarm: Swarm) -> str:
 
 
 def seen(swarm: Swarm) -> str:
-    """When the figures were seen."""
+    """The age of the figures."""
     age_s = units.known(swarm.get("age_s"))
     return "" if age_s is None else f"seen {units.duration(age_s)} ago" if age_s >= 1 else "seen just now"
 
@@ -149,7 +149,7 @@ def _silent(peer: Swarm) -> bool:
 
 
 def _state(peer: Swarm, names: Mapping[str, str]) -> str:
-    """What it waits for; in its place, that it is gone, or how long it has said nothing."""
+    """The reason that a peer waits; in its place, that it is gone, or for how long it has been silent."""
     if peer.get("gone"):
         return "gone"
     if _silent(peer):

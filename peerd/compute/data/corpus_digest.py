@@ -81,7 +81,7 @@ class Interrupted(Exception):
 
 
 def corpus_digests(run: RunFile, cache: Cache, digests: FileDigests) -> dict[str, str]:
-    """What the run's text is compared by, for each source by its key; sources that are not compared are left out.
+    """Digests by which the run's text is compared, by the key of each source; those not compared are left out.
 
     ConfigError when a source is not the one that the run file's `digest` names.
     """

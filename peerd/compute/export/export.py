@@ -31,7 +31,7 @@ from peerd.core.runfile import RunFile
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportWish:
-    """What to export, and where to."""
+    """A wish to export: the run and step, and the folder to write."""
 
     root: Path  # the folder to look below
     out: Path
@@ -42,7 +42,7 @@ class ExportWish:
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """What was written, and from what."""
+    """The outcome of an export: the config written, and its sources."""
 
     config: ExportConfig
     sources: list[Path]  # by stage

@@ -171,7 +171,7 @@ def choose_set(found: SavedRun, root: Path, step: int | None = None) -> Choice:
 
 
 def _written(found: SavedRun, place: Place) -> float:
-    """When a position was last saved, by the file system's clock."""
+    """Time at which a position was last saved, by the file system's clock."""
     paths = [path for stage in found.saved.values() for path in stage.get(place, [])]
     return max((path.stat().st_mtime for path in paths if path.exists()), default=0.0)
 

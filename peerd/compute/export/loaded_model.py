@@ -26,7 +26,7 @@ from peerd.core.runfile import RunFile
 
 
 class LanguageModel(Protocol):
-    """What `standalone.generate` takes."""
+    """Options of `standalone.generate`."""
 
     context: int
     separator: int | None
@@ -141,7 +141,7 @@ class TextPieces:
         return "" if text.endswith("\N{REPLACEMENT CHARACTER}") else self._rest(text)
 
     def end(self) -> str:
-        """What is left at the end."""
+        """The text that is left at the end."""
         if self._bytes is not None:
             return self._bytes.decode(b"", final=True)
         return self._rest(self._vocab.decode(self._tokens))

@@ -50,7 +50,7 @@ def blocks_of(run: RunFile) -> Blocks:
 
 
 def architecture(run: RunFile) -> dict[str, Any]:
-    """What `config.json` says of the model itself."""
+    """The model's own part of `config.json`."""
     model, vocab = run.model, load_vocabulary(run.model.vocab)
     said: dict[str, Any] = {"kind": model.kind, "dtype": model.dtype, "context": model.context}
     said |= {"vocab_size": vocab.size, "separator": vocab.separator}

@@ -65,7 +65,7 @@ class SharedBuffers:
         return {"buffers/weight": torch.Size([1]), **changes}
 
     def text(self) -> str:
-        """What must agree between peers, in one line; empty, if there is no buffer."""
+        """Names and shapes that must agree between peers, in one line; empty if there is no buffer."""
         parts = [f"{name} {list(t.shape)} {dtype_name(t.dtype)}" for name, t in self.shared.items()]
         return f"; buffers {self.how}: {', '.join(parts)}" if parts else ""
 

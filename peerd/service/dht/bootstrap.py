@@ -120,7 +120,7 @@ class EntryPoints:
         return failed
 
     def _settle_if_none(self) -> None:
-        """Where no address is left but our own, there is nobody to wait for."""
+        """Settle when no address is left but our own: there is nobody to wait for."""
         if not self._entries:
             self.reached.set()
         if self._note_failures():

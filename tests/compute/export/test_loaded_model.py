@@ -127,8 +127,9 @@ def test_damaged_or_missing_weights_are_one_message(folder: Path) -> None:
 
 
 def test_code_in_the_folder_is_never_run(folder: Path) -> None:
+    before = load_export(folder).model(torch.tensor([[1, 2]]))
     (folder / "model.py").write_text("raise SystemExit('it was run')")
-    load_export(folder)
+    assert torch.equal(load_export(folder).model(torch.tensor([[1, 2]])), before)
 
 
 def test_weights_changed_elsewhere_are_taken(folder: Path) -> None:
