@@ -28,12 +28,12 @@ from msgspec import structs
 from peerd.commands import evaluate, export, generate, token
 from peerd.control.guest import GuestFlags, obey, settled
 from peerd.core.errors import ConfigError, PeerdError, missing_package
-from peerd.core.runfile import LimitsSection
+from peerd.core.run.runfile import LimitsSection
 from peerd.core.version import VERSION
 
 if TYPE_CHECKING:
     from peerd.config import LoadedRun
-    from peerd.core.runfile import RunFile
+    from peerd.core.run.runfile import RunFile
     from peerd.role import Role
 
 # A fixed port, so that a published join line stays true.

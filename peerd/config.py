@@ -23,7 +23,8 @@ import yaml
 from peerd.contents import not_compared, unknown, with_digests
 from peerd.core.addr import parse_addr
 from peerd.core.errors import ConfigError
-from peerd.core.runfile import RunFile, check
+from peerd.core.run.check import check
+from peerd.core.run.runfile import RunFile
 from peerd.log import clean
 
 FILE_BYTES = 1 << 20  # a run file takes about two thousand
@@ -263,6 +264,7 @@ def _section(cls: type[Any], tree: object, path: Path_, faults: _Faults) -> Any:
 
 def _value(kind: Any, value: object, path: Path_, faults: _Faults) -> Any:
     """The value in its type; None where a mistake was noted that leaves nothing of it."""
+    kind = _section_that_may_miss(kind) or kind
     if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
         return _section(kind, value, path, faults)
     if isinstance(value, list) and (section := _item_section(kind)):
@@ -280,6 +282,12 @@ def _value(kind: Any, value: object, path: Path_, faults: _Faults) -> Any:
         faults.broken.add(path)
         return None
     return typed
+
+
+def _section_that_may_miss(kind: Any) -> type[msgspec.Struct] | None:
+    """The section of a key that may be left out, `Section | None`; None for other types."""
+    sections = [part for part in get_args(kind) if isinstance(part, type) and issubclass(part, msgspec.Struct)]
+    return sections[0] if isinstance(kind, UnionType) or (get_origin(kind) is Union and sections) else None
 
 
 def _item_section(kind: Any) -> type[msgspec.Struct] | None:
@@ -301,8 +309,9 @@ def _nearest(name: str, known: list[str], path: Path_) -> str:
 def _all_keys(cls: type[Any], path: Path_) -> Iterator[Path_]:
     for info in msgspec.structs.fields(cls):
         yield (*path, info.name)
-        if isinstance(info.type, type) and issubclass(info.type, msgspec.Struct):
-            yield from _all_keys(info.type, (*path, info.name))
+        section = _section_that_may_miss(info.type) or info.type
+        if isinstance(section, type) and issubclass(section, msgspec.Struct):
+            yield from _all_keys(section, (*path, info.name))
 
 
 def _nearest_choice(kind: Any, value: object) -> str:

@@ -39,7 +39,7 @@ from peerd.core.clock import Clock
 from peerd.core.errors import ConfigError, LocalError, PeerdError
 from peerd.core.keys import Keypair
 from peerd.core.messages.run_link import best_link
-from peerd.core.runfile import LimitsSection, RunFile
+from peerd.core.run.runfile import LimitsSection, RunFile
 from peerd.devices import Devices
 from peerd.home import make_private_dir, socket_path
 from peerd.log import EventLog, plain

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import trio
 
-from peerd.core.runfile import LimitsSection
+from peerd.core.run.runfile import LimitsSection
 from peerd.core.work import Worker
 
 T = TypeVar("T")

@@ -36,7 +36,8 @@ from peerd.config import check_addresses, section_of
 from peerd.control.company import CompanyWish
 from peerd.core.errors import ConfigError, PeerdError
 from peerd.core.messages.swarm import MAX_MICROBATCHES
-from peerd.core.runfile import (
+from peerd.core.run.check import check
+from peerd.core.run.runfile import (
     RANK,
     AveragingSection,
     BatchSection,
@@ -46,7 +47,6 @@ from peerd.core.runfile import (
     OptimizerSection,
     PipelineSection,
     RunFile,
-    check,
 )
 from peerd.daemon import Daemon, DaemonPlan, leaf
 from peerd.launch import assembled

@@ -15,7 +15,7 @@ from typing import ClassVar, Protocol, runtime_checkable
 import trio
 
 from peerd.core.clock import Clock
-from peerd.core.runfile import RunFile
+from peerd.core.run.runfile import RunFile
 from peerd.core.work import ReadInTurn, Worker, read_at_once
 from peerd.log import EventLog
 from peerd.net.host.host import Host

@@ -15,7 +15,7 @@ import trio
 from peerd.compute.codec.error_feedback import feedback_of
 from peerd.core.errors import ProtocolViolation, Refused
 from peerd.core.messages.swarm import Mbs, MemberAnswer, Position, Prepare, Prepared
-from peerd.core.runfile import RunFile
+from peerd.core.run.runfile import RunFile
 from peerd.machine.averaging.allreduce import AveragingPlan, RoundFailed
 from peerd.machine.averaging.stats import explained
 from peerd.role import RoleContext

@@ -17,7 +17,7 @@ from peerd.core.errors import ConfigError, RemoteError, missing_package
 from peerd.core.messages.progress import pause_s
 from peerd.core.messages.run_link import DOMAIN, RunFileTold, best_link, shared_file, shared_tree
 from peerd.core.messages.swarm import Position
-from peerd.core.runfile import RunFile
+from peerd.core.run.runfile import RunFile
 from peerd.role import RoleContext
 from peerd.service.run_offer import RunOffer
 from peerd.service.run_services import RunServices

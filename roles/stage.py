@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from peerd.compute.model.dry_run import try_layers
-from peerd.core.runfile import RunFile
+from peerd.core.run.runfile import RunFile
 from peerd.training.stage.member import StageMember
 
 

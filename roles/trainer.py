@@ -27,7 +27,7 @@ from peerd.compute.tokenizer import load_vocabulary
 from peerd.core.errors import ConfigError
 from peerd.core.messages.progress import TrainerProgress
 from peerd.core.messages.swarm import MemberInfo, TrainerAnswer
-from peerd.core.runfile import RunFile
+from peerd.core.run.runfile import RunFile
 from peerd.machine.batch.trainer_ledger import Holding
 from peerd.machine.rate.work_rate import WorkRate
 from peerd.role import RoleContext

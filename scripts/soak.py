@@ -36,7 +36,7 @@ import torch
 from peerd.compute.model.assemble import load_whole_model
 from peerd.compute.model.partition import whole_model
 from peerd.config import load_run
-from peerd.core.runfile import RunFile
+from peerd.core.run.runfile import RunFile
 from scripts.peerd_process import PeerdProcess
 from scripts.waiting import eventually
 

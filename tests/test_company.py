@@ -23,7 +23,7 @@ from peerd.control.company import CompanyWish
 from peerd.core.addr import parse_addr, split_peer
 from peerd.core.errors import Unreachable
 from peerd.core.keys import Keypair
-from peerd.core.runfile import RunFile
+from peerd.core.run.runfile import RunFile
 from peerd.sim.simnet import SimNet
 from tests.kit.virtual import addr_of, running_net, transport
 from tests.test_daemon import Peer, Quiet

@@ -11,7 +11,7 @@ import yaml
 
 from peerd.config import check_addresses, load_run
 from peerd.core.errors import ConfigError
-from peerd.core.runfile import RunFile, SourceSection, sources_of
+from peerd.core.run.runfile import RunFile, SourceSection, sources_of
 
 PEER = "12D3KooWDpJ7As7BWAwRMfu1VU2WCqNjvq387JEYKDBj4kx6nXTN"
 

@@ -10,7 +10,7 @@ import pytest
 from peerd.config import load_run
 from peerd.contents import named_files, not_compared, source_of, unknown, with_digests
 from peerd.core.errors import ConfigError
-from peerd.core.runfile import ModelSection, RunFile, fingerprint
+from peerd.core.run.runfile import ModelSection, RunFile, fingerprint
 
 
 @pytest.fixture(autouse=True)

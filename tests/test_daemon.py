@@ -18,7 +18,7 @@ from peerd.control import socket
 from peerd.control.connectivity import relaying
 from peerd.core.errors import ConfigError, PeerdError
 from peerd.core.keys import Keypair
-from peerd.core.runfile import LimitsSection, RunFile, fingerprint
+from peerd.core.run.runfile import LimitsSection, RunFile, fingerprint
 from peerd.daemon import Daemon, DaemonPlan, Ground
 from peerd.home import socket_path
 from peerd.log import EventLog

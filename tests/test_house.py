@@ -62,8 +62,10 @@ LAYERS = {
 }
 # Package -> the packages of its own layer that it may import besides itself.
 PACKAGES = {
-    "core/messages": {"core"},
+    "core/experts": {"core", "core/run"},
+    "core/messages": {"core", "core/experts", "core/run"},
     "core/protobuf": {"core"},
+    "core/run": {"core"},
     "machine": {"machine/connectivity"},
     "machine/batch": {"machine/swarm"},
     "machine/conductor": {"machine/averaging", "machine/batch", "machine/swarm"},

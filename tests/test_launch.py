@@ -21,7 +21,7 @@ from peerd.control import socket
 from peerd.control.open_hours import OpenHours
 from peerd.control.resting import Rester
 from peerd.core.keys import Keypair
-from peerd.core.runfile import LimitsSection
+from peerd.core.run.runfile import LimitsSection
 from peerd.daemon import DaemonPlan
 from peerd.launch import grounded, in_its_hours
 from peerd.log import EventLog

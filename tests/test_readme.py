@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from peerd import registry
-from peerd.core.runfile import RunFile
+from peerd.core.run.runfile import RunFile
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text("utf-8")

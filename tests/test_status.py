@@ -15,7 +15,7 @@ from peerd.core.errors import Unreachable
 from peerd.core.ids import Key, PeerId
 from peerd.core.keys import Keypair
 from peerd.core.messages.progress import StageProgress, TrainerProgress, encode_progress, progress_key, stage_key
-from peerd.core.runfile import PipelineSection, RunFile
+from peerd.core.run.runfile import PipelineSection, RunFile
 from peerd.service.dht.dht import Dht
 
 RUN = RunFile(run="tiny", pipeline=PipelineSection(stages=2))

@@ -16,7 +16,7 @@ from peerd.control import papers as membership
 from peerd.core.errors import ConfigError
 from peerd.core.keys import Keypair
 from peerd.core.messages.token import Revoked, Token, from_text, signed_by, unseal
-from peerd.core.runfile import AccessSection, RunFile
+from peerd.core.run.runfile import AccessSection, RunFile
 from peerd.machine.access.members import Roll
 
 ANN = Keypair.from_seed(b"a" * 32)

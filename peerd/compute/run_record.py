@@ -16,7 +16,8 @@ from typing import Any, Final
 import msgspec
 
 from peerd.core.errors import ConfigError
-from peerd.core.runfile import FINGERPRINT_SECTIONS, RunFile, check
+from peerd.core.run.check import check
+from peerd.core.run.runfile import FINGERPRINT_SECTIONS, RunFile
 
 NAME: Final = "run.json"
 TOKENIZER: Final = "tokenizer.json"

@@ -14,7 +14,7 @@ import trio
 
 from peerd.core.clock import Clock
 from peerd.core.keys import Keypair
-from peerd.core.runfile import LimitsSection
+from peerd.core.run.runfile import LimitsSection
 from peerd.machine.connectivity.reachability import advice
 from peerd.machine.connectivity.relay import RelayConfig
 from peerd.net.gateway.router import Router

@@ -18,7 +18,8 @@ from typing import Any, Final
 from msgspec import structs
 
 from peerd.core.errors import ConfigError
-from peerd.core.runfile import LimitsSection, limits_faults
+from peerd.core.run.check import limits_faults
+from peerd.core.run.runfile import LimitsSection
 
 GUEST_NICE: Final = 10  # others' programs come first; on an idle machine it costs nothing
 GB: Final = 10**9

@@ -25,7 +25,7 @@ from peerd.core.ids import PeerId
 from peerd.core.keys import Keypair
 from peerd.core.limits import REVOKED_BYTES, REVOKED_TOKENS, TOKEN_NAME_CHARS, TOKEN_ROLES
 from peerd.core.messages.token import ID_BYTES, Revoked, Token, from_text, normal_roles, seal, to_text
-from peerd.core.runfile import RunFile
+from peerd.core.run.runfile import RunFile
 from peerd.home import (
     IDENTITY_FILE,
     ORGANIZER_DIR,

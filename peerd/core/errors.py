@@ -74,3 +74,7 @@ class Unreachable(RemoteError):
 
 class TooSlow(RemoteError):
     """The deadline passed before the peer answered."""
+
+
+class TooFewExperts(RemoteError):
+    """Fewer experts answered for a sample than it needs; the message names those asked and what became of each."""

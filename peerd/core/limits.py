@@ -78,6 +78,14 @@ STATE_COPY_LIFE_S: Final = 1800.0  # the longest that a copy in use stands in th
 STATE_LEAST_BYTES_PER_S: Final = 16 << 10  # a caller that fetches slower keeps no copy from others: half a slow line
 STATE_USERS: Final = 512  # of one copy, whose progress is remembered: as many as there are connections
 
+# --- experts ---------------------------------------------------------------------------------------------------
+EXPERT_SIDE: Final = 1024  # places in one dimension of a grid: their generations and versions fit into one record
+EXPERT_PLACES: Final = 1 << 30  # of all layers: every expert has a number
+EXPERT_STATE_BYTES: Final = 8 << 30  # of one expert's checkpoint, moments included
+EXPERT_PIECES: Final = EXPERT_STATE_BYTES >> 20  # of STATE_PIECE_BYTES
+KEPT_EXPERTS_PER_RECORD: Final = 32  # pointers of some 200 bytes each: two such records fill a publisher's share
+EXPERT_TOP_K: Final = 64  # experts of one sample
+
 # --- what a stage peer keeps of microbatches ---------------------------------------------------------------------
 HELD_BATCHES: Final = 4  # worth of microbatches for one step: one is counted, others were begun and dropped meanwhile
 HELD_BATCHES_PER_TRAINER: Final = 2  # of these, one trainer

@@ -14,7 +14,7 @@ from typing import Final
 import trio
 
 from peerd.core.errors import PeerdError
-from peerd.core.runfile import RunFile
+from peerd.core.run.runfile import RunFile
 from peerd.demo import outcome, report
 from peerd.demo.children import Child, Children
 from peerd.demo.scene import Scene

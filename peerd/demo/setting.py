@@ -15,7 +15,7 @@ import yaml
 import peerd
 from peerd.config import load_run
 from peerd.core.errors import ConfigError
-from peerd.core.runfile import RunFile
+from peerd.core.run.runfile import RunFile
 from peerd.home import make_private_dir
 
 _KINDS = {".jsonl": "jsonl", ".parquet": "parquet"}

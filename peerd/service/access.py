@@ -29,7 +29,7 @@ from peerd.core.ids import PeerId
 from peerd.core.limits import ACCESS_MET, ACCESS_TOLD, RPC_ERROR_CHARS
 from peerd.core.messages.encoding import Message
 from peerd.core.messages.token import NO_TOKEN, RevokedData, TokenData, revoked_key
-from peerd.core.runfile import RunFile
+from peerd.core.run.runfile import RunFile
 from peerd.machine.access.members import FREE, OPEN, Roll
 from peerd.machine.rpc.accounting import MethodLimits, MethodName
 from peerd.net.host.host import Host, PeerDown

@@ -15,7 +15,7 @@ from peerd.core.errors import ConfigError, RemoteError
 from peerd.core.ids import PeerId
 from peerd.core.messages.settings import PublishedSettings, differences
 from peerd.core.messages.swarm import Grant
-from peerd.core.runfile import BYTES_PER_MBIT, RunFile, fingerprint, shared_text, sources_of
+from peerd.core.run.runfile import BYTES_PER_MBIT, RunFile, fingerprint, shared_text, sources_of
 from peerd.core.work import Worker
 from peerd.machine.swarm.events import ConductorConfig
 from peerd.net.host.host import Host

@@ -20,7 +20,7 @@ from benchmarks._far import new_stack
 from peerd.core.addr import parse_addr
 from peerd.core.ids import PeerId
 from peerd.core.messages.swarm import Mbs, Prepare, Prepared
-from peerd.core.runfile import AveragingSection
+from peerd.core.run.runfile import AveragingSection
 from peerd.core.work import Worker
 from peerd.machine.averaging.allreduce import AveragingPlan
 from peerd.net.host.host import Host

@@ -25,7 +25,7 @@ from peerd.compute.codec.powersgd import Vector, low_rank_of
 from peerd.compute.data.stream import samples_of
 from peerd.compute.model.stage_module import StageModule
 from peerd.config import load_run
-from peerd.core.runfile import AveragingSection, RunFile
+from peerd.core.run.runfile import AveragingSection, RunFile
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 PEERS = 4

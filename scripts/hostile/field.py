@@ -16,7 +16,7 @@ from peerd.core.ids import PeerId
 from peerd.core.keys import Keypair
 from peerd.core.messages.progress import decode_stage, stage_key
 from peerd.core.messages.swarm import Position
-from peerd.core.runfile import RunFile, fingerprint
+from peerd.core.run.runfile import RunFile, fingerprint
 from peerd.net.clock import RealClock
 from peerd.net.tcp.tcp_transport import TcpTransport
 from peerd.service.dht.dht import Dht

@@ -24,7 +24,7 @@ from peerd.config import load_run
 from peerd.core.ids import PeerId
 from peerd.core.keys import Keypair
 from peerd.core.messages.token import Token, seal, to_text
-from peerd.core.runfile import fingerprint
+from peerd.core.run.runfile import fingerprint
 from tests.kit.processes import LISTEN, processes, run_file
 from tests.kit.webserver import serving
 

@@ -20,7 +20,7 @@ import trio
 from peerd.compute.worker import InlineWorker
 from peerd.core.errors import Refused, RemoteError
 from peerd.core.messages.swarm import Conducts, Position, StageAnswer, StageForward, WhoConducts
-from peerd.core.runfile import (
+from peerd.core.run.runfile import (
     BatchSection,
     CheckpointSection,
     DataSection,

@@ -16,7 +16,7 @@ import trio
 from peerd.core.addr import parse_addr
 from peerd.core.errors import RemoteError
 from peerd.core.keys import Keypair
-from peerd.core.runfile import LimitsSection
+from peerd.core.run.runfile import LimitsSection
 from peerd.net.clock import RealClock
 from peerd.net.host.host import Host
 from peerd.net.link.stream import Stream

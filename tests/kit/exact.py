@@ -18,7 +18,7 @@ from peerd.compute.model.partition import whole_model
 from peerd.compute.model.served_stage import ServedStage
 from peerd.compute.model.stage_module import StageModule
 from peerd.core.messages.swarm import Mb
-from peerd.core.runfile import (
+from peerd.core.run.runfile import (
     BatchSection,
     CheckpointSection,
     DataSection,

@@ -13,7 +13,7 @@ from peerd.core.ids import PeerId
 from peerd.core.keys import Keypair
 from peerd.core.messages.encoding import Empty
 from peerd.core.messages.token import Revoked, Token, normal_roles, seal
-from peerd.core.runfile import AccessSection, PipelineSection, RunFile
+from peerd.core.run.runfile import AccessSection, PipelineSection, RunFile
 from peerd.service.access import Access
 from peerd.service.rpc.rpc import Answer, Incoming, MethodLimits
 from peerd.sim.clock import EPOCH_S, run_virtual

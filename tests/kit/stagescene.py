@@ -25,7 +25,7 @@ from peerd.core.messages.swarm import (
     StageAnswer,
     StageBackward,
 )
-from peerd.core.runfile import RunFile, fingerprint
+from peerd.core.run.runfile import RunFile, fingerprint
 from roles.backbone import BackboneRole
 from roles.stage import StageRole
 from tests.kit.training import Peer, Swarm, pinned

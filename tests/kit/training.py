@@ -14,7 +14,7 @@ import trio
 from peerd.compute.worker import DeviceWorker
 from peerd.core.addr import parse_addr
 from peerd.core.keys import Keypair
-from peerd.core.runfile import (
+from peerd.core.run.runfile import (
     BatchSection,
     CheckpointSection,
     DataSection,

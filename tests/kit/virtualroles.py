@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import trio
 
 from peerd.compute.worker import InlineWorker
-from peerd.core.runfile import (
+from peerd.core.run.runfile import (
     BatchSection,
     CheckpointSection,
     DataSection,

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from peerd.core.runfile import (
+from peerd.core.run.runfile import (
     BatchSection,
     DataSection,
     EvaluateSection,

@@ -20,7 +20,7 @@ import trio
 from peerd.compute.model.partition import whole_model
 from peerd.compute.model.served_stage import ServedStage
 from peerd.core.messages.swarm import Mb, Prepare
-from peerd.core.runfile import RunFile
+from peerd.core.run.runfile import RunFile
 from peerd.training.stage.orders import PostOrders
 from roles.backbone import BackboneRole
 from roles.trainer import TrainerRole

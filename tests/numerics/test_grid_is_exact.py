@@ -13,7 +13,7 @@ import msgspec
 import pytest
 import trio
 
-from peerd.core.runfile import AveragingSection, BatchSection, RunFile
+from peerd.core.run.runfile import AveragingSection, BatchSection, RunFile
 from peerd.machine.averaging.allreduce import AveragingPlan
 from peerd.service.averaging.allreduce import Averaging
 from roles.backbone import BackboneRole

@@ -16,7 +16,7 @@ import trio
 
 from peerd.compute.model.served_stage import ServedStage
 from peerd.core.messages.swarm import Mb
-from peerd.core.runfile import RunFile
+from peerd.core.run.runfile import RunFile
 from roles.backbone import BackboneRole
 from roles.trainer import TrainerRole
 from tests.kit.amount import few

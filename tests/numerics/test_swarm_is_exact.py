@@ -20,7 +20,7 @@ from peerd.compute.model.partition import whole_model
 from peerd.compute.model.served_stage import ServedStage
 from peerd.compute.model.stage_module import StageModule
 from peerd.core.messages.swarm import Mb
-from peerd.core.runfile import AveragingSection, BoundarySection, RunFile
+from peerd.core.run.runfile import AveragingSection, BoundarySection, RunFile
 from roles.backbone import BackboneRole
 from roles.stage import StageRole
 from roles.trainer import TrainerRole

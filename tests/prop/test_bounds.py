@@ -42,7 +42,8 @@ from peerd.core.messages.swarm import (
     TrainerAnswer,
     TrainerSync,
 )
-from peerd.core.runfile import (
+from peerd.core.run.check import check
+from peerd.core.run.runfile import (
     BatchSection,
     CheckpointSection,
     DataSection,
@@ -51,7 +52,6 @@ from peerd.core.runfile import (
     PipelineSection,
     RunFile,
     SourceSection,
-    check,
     shared_text,
 )
 from peerd.machine.averaging.topology import Grouping

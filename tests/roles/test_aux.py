@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import trio
 
-from peerd.core.runfile import RunFile
+from peerd.core.run.runfile import RunFile
 from roles.aggregator import AuxRole
 from roles.backbone import BackboneRole
 from roles.trainer import TrainerRole

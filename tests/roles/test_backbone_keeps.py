@@ -17,7 +17,7 @@ from peerd.compute.checkpoint import Checkpoints
 from peerd.core.errors import ConfigError
 from peerd.core.messages.encoding import Empty
 from peerd.core.messages.swarm import StatePiece
-from peerd.core.runfile import CheckpointSection, EvaluateSection, RunFile, fingerprint
+from peerd.core.run.runfile import CheckpointSection, EvaluateSection, RunFile, fingerprint
 from peerd.service.rpc.rpc import Answer, Incoming
 from peerd.service.state.snapshot import Giving
 from peerd.training.checkpoints.stage_checkpoints import Saving

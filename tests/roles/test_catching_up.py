@@ -12,7 +12,7 @@ import trio
 from peerd.core.errors import Refused
 from peerd.core.messages.encoding import Empty
 from peerd.core.messages.swarm import StatePiece
-from peerd.core.runfile import AveragingSection, CheckpointSection, EvaluateSection, RunFile
+from peerd.core.run.runfile import AveragingSection, CheckpointSection, EvaluateSection, RunFile
 from peerd.service.rpc.rpc import Answer, Incoming
 from peerd.service.state.snapshot import Giving
 from roles.backbone import BackboneRole

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from peerd.core.messages.swarm import Prepare
-from peerd.core.runfile import AveragingSection, OptimizerSection
+from peerd.core.run.runfile import AveragingSection, OptimizerSection
 from peerd.service.rpc.rpc import Answer, Incoming
 from peerd.training.stage.orders import PostOrders
 from roles.backbone import BackboneRole

@@ -12,7 +12,7 @@ import safetensors.torch
 import trio
 
 from peerd.cli import invoke
-from peerd.core.runfile import CheckpointSection, EvaluateSection, RunFile
+from peerd.core.run.runfile import CheckpointSection, EvaluateSection, RunFile
 from peerd.training.checkpoints import stage_checkpoints
 from roles.backbone import BackboneRole
 from roles.stage import StageRole

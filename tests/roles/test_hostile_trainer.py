@@ -18,7 +18,7 @@ from peerd.core.keys import Keypair
 from peerd.core.limits import HELD_BATCHES, HELD_BATCHES_PER_TRAINER
 from peerd.core.messages.proof import has_received
 from peerd.core.messages.swarm import Commit, Mb, Moved, Position
-from peerd.core.runfile import CheckpointSection, EvaluateSection, RunFile
+from peerd.core.run.runfile import CheckpointSection, EvaluateSection, RunFile
 from peerd.service.rpc.inbound import Inbound
 from tests.kit.exact import write_texts
 from tests.kit.stagescene import BATCH, Scene, digest, microbatch

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from peerd.compute.model.served_stage import ServedStage
 from peerd.core.errors import ConfigError
 from peerd.core.messages.swarm import Position
-from peerd.core.runfile import CheckpointSection, ModelSection, OptimizerSection, PipelineSection, RunFile
+from peerd.core.run.runfile import CheckpointSection, ModelSection, OptimizerSection, PipelineSection, RunFile
 from peerd.machine.budget.book import Book
 from peerd.net.clock import RealClock
 from peerd.role import RoleContext

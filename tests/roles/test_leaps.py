@@ -10,7 +10,7 @@ from peerd.compute.model.served_stage import Model, ServedStage
 from peerd.compute.model.user_model import UserModel
 from peerd.compute.tensors import state_digest
 from peerd.core.messages.swarm import Position
-from peerd.core.runfile import AveragingSection, ModelSection, OptimizerSection, PipelineSection, RunFile
+from peerd.core.run.runfile import AveragingSection, ModelSection, OptimizerSection, PipelineSection, RunFile
 from peerd.training.catchup.step_totals import Leap
 
 SAMPLES = 8

@@ -11,7 +11,7 @@ import trio
 from peerd.core.errors import Refused
 from peerd.core.ids import PeerId
 from peerd.core.messages.swarm import AverageAlive, AverageKey, Mb, Prepared
-from peerd.core.runfile import CheckpointSection, EvaluateSection, RunFile
+from peerd.core.run.runfile import CheckpointSection, EvaluateSection, RunFile
 from peerd.service.rpc.rpc import Answer, MethodLimits
 from tests.kit.exact import write_texts
 from tests.kit.stagescene import BATCH, Scene, digest

@@ -15,7 +15,7 @@ import trio
 from peerd.compute.model.stage_module import StageModule
 from peerd.compute.tensors import state_digest
 from peerd.core.messages.swarm import Position
-from peerd.core.runfile import AveragingSection, CheckpointSection, OptimizerSection, RunFile
+from peerd.core.run.runfile import AveragingSection, CheckpointSection, OptimizerSection, RunFile
 from roles.aggregator import AuxRole
 from roles.backbone import BackboneRole
 from roles.trainer import TrainerRole

@@ -15,7 +15,7 @@ import trio
 from peerd.core.errors import ConfigError, Refused, RemoteError
 from peerd.core.frame import TensorFrame
 from peerd.core.messages.swarm import StageAnswer, StageBackward, StageForward
-from peerd.core.runfile import CheckpointSection, EvaluateSection, RunFile, fingerprint
+from peerd.core.run.runfile import CheckpointSection, EvaluateSection, RunFile, fingerprint
 from peerd.service.run_services import RunServices
 from roles.backbone import BackboneRole
 from roles.stage import StageRole

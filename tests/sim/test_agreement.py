@@ -14,7 +14,7 @@ from trio.testing import MockClock
 
 from peerd.contents import with_digests
 from peerd.core.errors import ConfigError
-from peerd.core.runfile import DataSection, ModelSection, OptimizerSection, RunFile
+from peerd.core.run.runfile import DataSection, ModelSection, OptimizerSection, RunFile
 from peerd.sim.programs import swarm
 from peerd.sim.world import World, WorldConfig
 from roles.trainer import TrainerRole

@@ -16,7 +16,14 @@ import torch
 import trio
 
 from peerd.compute import checkpoint
-from peerd.core.runfile import BatchSection, CheckpointSection, ModelSection, OptimizerSection, PipelineSection, RunFile
+from peerd.core.run.runfile import (
+    BatchSection,
+    CheckpointSection,
+    ModelSection,
+    OptimizerSection,
+    PipelineSection,
+    RunFile,
+)
 from peerd.sim.clock import run_virtual
 from peerd.sim.programs import swarm
 from peerd.sim.world import World, WorldConfig

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 import trio
 
-from peerd.core.runfile import ModelSection, PipelineSection, RunFile
+from peerd.core.run.runfile import ModelSection, PipelineSection, RunFile
 from peerd.sim.clock import run_virtual
 from peerd.sim.programs import stack_on, swarm
 from peerd.sim.world import Node, World, WorldConfig

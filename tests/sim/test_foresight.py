@@ -12,7 +12,7 @@ import torch
 import trio
 
 from peerd.commands.status.swarm_view import foretold_by, swarm_view
-from peerd.core.runfile import (
+from peerd.core.run.runfile import (
     OptimizerSection,
     RunFile,
 )

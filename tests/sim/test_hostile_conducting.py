@@ -30,7 +30,7 @@ from peerd.core.messages.swarm import (
     TrainerSync,
     WhoConducts,
 )
-from peerd.core.runfile import AveragingSection, OptimizerSection
+from peerd.core.run.runfile import AveragingSection, OptimizerSection
 from peerd.service.rpc.rpc import Answer, Incoming
 from peerd.sim.clock import run_virtual
 from peerd.sim.programs import swarm

@@ -15,7 +15,7 @@ import pytest
 import torch
 import trio
 
-from peerd.core.runfile import (
+from peerd.core.run.runfile import (
     BatchSection,
     CheckpointSection,
     ModelSection,

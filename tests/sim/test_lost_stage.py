@@ -12,7 +12,7 @@ import pytest
 import trio
 from trio.testing import MockClock
 
-from peerd.core.runfile import CheckpointSection, ModelSection, OptimizerSection, PipelineSection, RunFile
+from peerd.core.run.runfile import CheckpointSection, ModelSection, OptimizerSection, PipelineSection, RunFile
 from peerd.sim.programs import swarm
 from peerd.sim.world import World, WorldConfig
 from roles.stage import StageRole

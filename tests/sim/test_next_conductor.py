@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from peerd.core.runfile import AveragingSection, OptimizerSection
+from peerd.core.run.runfile import AveragingSection, OptimizerSection
 from peerd.sim.clock import run_virtual
 from peerd.sim.programs import swarm
 from peerd.sim.world import World, WorldConfig

@@ -14,7 +14,7 @@ import torch
 import trio
 from trio.testing import MockClock
 
-from peerd.core.runfile import RunFile
+from peerd.core.run.runfile import RunFile
 from peerd.sim.programs import swarm
 from peerd.sim.world import World, WorldConfig
 from roles.aggregator import AuxRole

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import pytest
 import torch
 
-from peerd.core.runfile import (
+from peerd.core.run.runfile import (
     ModelSection,
     RunFile,
 )

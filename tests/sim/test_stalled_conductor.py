@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import trio
 
-from peerd.core.runfile import AveragingSection, OptimizerSection
+from peerd.core.run.runfile import AveragingSection, OptimizerSection
 from peerd.sim.clock import run_virtual
 from peerd.sim.faults import inject, stall
 from peerd.sim.programs import swarm

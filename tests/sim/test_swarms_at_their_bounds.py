@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from peerd.core.limits import SAVED_TOLD
-from peerd.core.runfile import BatchSection, CheckpointSection, ModelSection, OptimizerSection, PipelineSection
+from peerd.core.run.runfile import BatchSection, CheckpointSection, ModelSection, OptimizerSection, PipelineSection
 from peerd.machine.batch import trainer_ledger
 from peerd.machine.conductor.member_list import MemberList
 from peerd.service.conductor import tenure

@@ -24,7 +24,7 @@ from peerd.core.keys import Keypair
 from peerd.core.limits import CLOCK_CORRECTION_S, CLOCK_TOLERANCE_S
 from peerd.core.messages.token import NO_TOKEN
 from peerd.core.protobuf.circuit import HOP
-from peerd.core.runfile import RunFile
+from peerd.core.run.runfile import RunFile
 from peerd.log import clean
 from peerd.machine.clock_skew import REPORTED_S, ClockSkew
 from peerd.machine.connectivity.reachability import Kind, advice

@@ -17,7 +17,7 @@ from peerd.commands.doctor.finding import CheckResult, CheckVerdict, failed
 from peerd.control.papers import PeerPapers, own_papers
 from peerd.core.errors import ConfigError
 from peerd.core.keys import Keypair
-from peerd.core.runfile import RunFile, sources_of
+from peerd.core.run.runfile import RunFile, sources_of
 from peerd.home import IDENTITY_FILE, load_identity, locked
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from peerd.commands.status.run_pulse import GrowingShares, LossHistory, Presence
 from peerd.commands.status.swarm_view import FRESH_S, foretold_by, summary, swarm_view
 from peerd.core.clock import Clock
 from peerd.core.messages.progress import pause_s
-from peerd.core.runfile import BYTES_PER_MBIT, LimitsSection, RunFile
+from peerd.core.run.runfile import BYTES_PER_MBIT, LimitsSection, RunFile
 from peerd.core.version import VERSION
 from peerd.log import EventLog, plain
 from peerd.net.host.host import Host

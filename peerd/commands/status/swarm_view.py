@@ -23,7 +23,7 @@ from peerd.core.messages.progress import (
     sum_told,
 )
 from peerd.core.record import Record
-from peerd.core.runfile import RunFile
+from peerd.core.run.runfile import RunFile
 from peerd.service.dht.dht import Dht
 from peerd.service.rpc.types import Gate
 

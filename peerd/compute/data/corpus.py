@@ -18,7 +18,7 @@ from typing import Any, Final, Literal, Protocol
 from peerd.compute.data.readers import Cursor, DataFile, Field, TextPiece, read_jsonl, read_parquet, read_text
 from peerd.compute.data.remote_files import Cache, default_folder, is_remote, remote_files
 from peerd.core.errors import ConfigError
-from peerd.core.runfile import SourceSection
+from peerd.core.run.runfile import SourceSection
 
 Split = Literal["train", "valid"]
 

@@ -25,7 +25,7 @@ from peerd.compute.tokenizer import Vocabulary, load_vocabulary
 from peerd.compute.user_code import find_function
 from peerd.contents import source_of
 from peerd.core.errors import ConfigError
-from peerd.core.runfile import RunFile, SourceSection, sources_of
+from peerd.core.run.runfile import RunFile, SourceSection, sources_of
 
 _PIECE_BYTES: Final = 8 << 20
 _REMEMBERED: Final = 100_000  # files

@@ -25,7 +25,7 @@ from peerd.compute.data.http_fetch import Downloader, Wanted
 from peerd.compute.file_index import INDEX_NAME, IndexedFile, parse_index
 from peerd.core.errors import ConfigError
 from peerd.core.limits import INDEX_BYTES
-from peerd.core.runfile import SourceSection
+from peerd.core.run.runfile import SourceSection
 
 CACHE_BYTES: Final = 10 << 30
 ABANDONED_S: Final = 3600.0  # a half-fetched file that nobody wrote to for so long has no owner any more

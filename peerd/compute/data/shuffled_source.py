@@ -30,7 +30,7 @@ from peerd.compute.data.remote_files import Cache
 from peerd.compute.data.user_dataset import Dataset
 from peerd.compute.tokenizer import Vocabulary
 from peerd.core.errors import ConfigError
-from peerd.core.runfile import SourceSection
+from peerd.core.run.runfile import SourceSection
 
 Tokens = npt.NDArray[Any]
 

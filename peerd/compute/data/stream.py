@@ -29,7 +29,7 @@ from peerd.compute.data.remote_files import Cache, default_folder
 from peerd.compute.data.shuffled_source import Cutting, SourceStream, StreamPosition
 from peerd.compute.tokenizer import Vocabulary, load_vocabulary
 from peerd.core.errors import ConfigError
-from peerd.core.runfile import DataSection, RunFile, sources_of
+from peerd.core.run.runfile import DataSection, RunFile, sources_of
 from peerd.core.work import ReadInTurn, read_at_once
 
 FIRST_BLOCK_S: Final = 0.25  # what reading the first blocks may take; a short first block is from few files

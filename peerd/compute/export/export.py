@@ -26,7 +26,7 @@ from peerd.compute.export.known_loss import KnownLoss, known_loss
 from peerd.compute.export.names import architecture, plainly_named
 from peerd.compute.tensors import all_finite
 from peerd.core.errors import ConfigError
-from peerd.core.runfile import RunFile
+from peerd.core.run.runfile import RunFile
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,7 +17,7 @@ from peerd.compute.tensors import dtype_name
 from peerd.compute.tokenizer import load_vocabulary
 from peerd.contents import is_function, source_of
 from peerd.core.errors import ConfigError
-from peerd.core.runfile import RunFile
+from peerd.core.run.runfile import RunFile
 from peerd.local_code import guarded
 
 

@@ -17,7 +17,7 @@ import torch
 from peerd.compute.model.optim import moment_names
 from peerd.compute.model.partition import DTYPES, ModelPiece, build, outline
 from peerd.core.errors import ConfigError
-from peerd.core.runfile import RunFile
+from peerd.core.run.runfile import RunFile
 
 
 @dataclass(frozen=True, slots=True)

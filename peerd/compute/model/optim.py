@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from peerd.compute.flat import Layout
-from peerd.core.runfile import OptimizerSection
+from peerd.core.run.runfile import OptimizerSection
 
 
 def learning_rate(section: OptimizerSection, step: int) -> float:

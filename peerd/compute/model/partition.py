@@ -26,7 +26,7 @@ from peerd.compute.model.layers import Block, Embedding, Head, feed_forward_widt
 from peerd.compute.tokenizer import load_vocabulary
 from peerd.compute.user_code import find_function
 from peerd.core.errors import ConfigError
-from peerd.core.runfile import RunFile
+from peerd.core.run.runfile import RunFile
 from peerd.local_code import guarded
 
 DTYPES: Final = {"float32": torch.float32, "float64": torch.float64}

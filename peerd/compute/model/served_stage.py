@@ -32,7 +32,7 @@ from peerd.core.frame import TensorFrame
 from peerd.core.limits import HELD_BATCHES, HELD_BATCHES_PER_TRAINER, HELD_PADDING_BYTES
 from peerd.core.messages.state import TensorSpec
 from peerd.core.messages.swarm import MAX_MICROBATCHES, Mb
-from peerd.core.runfile import RunFile
+from peerd.core.run.runfile import RunFile
 
 Vector = np.ndarray[Any, np.dtype[Any]]
 

@@ -36,7 +36,7 @@ from peerd.compute.model.precision import Precision
 from peerd.compute.model.shared_buffers import GradientNotFinite, SharedBuffers, buffers_of
 from peerd.compute.tensors import all_finite, dtype_name, state_digest
 from peerd.compute.tokenizer import load_vocabulary
-from peerd.core.runfile import RunFile
+from peerd.core.run.runfile import RunFile
 
 _CACHE_LINE_BYTES: Final = 64
 

@@ -36,7 +36,7 @@ from peerd.compute.tensors import TORCH_DTYPES, all_finite, dtype_name, state_di
 from peerd.core.errors import ConfigError
 from peerd.core.messages.state import TensorSpec
 from peerd.core.messages.swarm import Mb, Position
-from peerd.core.runfile import AveragingSection
+from peerd.core.run.runfile import AveragingSection
 
 _NAME_CHARS: Final = 400  # with the optimizer's key it must fit a manifest's 512
 _DIMS: Final = 8

@@ -25,7 +25,7 @@ from peerd.core.ids import PeerId
 from peerd.core.keys import SIGNATURE_BYTES, verify
 from peerd.core.limits import RUN_FILE_BYTES
 from peerd.core.messages.encoding import Message
-from peerd.core.runfile import RunFile
+from peerd.core.run.runfile import RunFile
 
 SERVICE: Final = "run/1"
 METHOD: Final = "run/1/file"

@@ -34,6 +34,8 @@ CALLERS: Final[dict[str, frozenset[str]]] = {
     "swarm/3/trainer": frozenset({"trainer"}),
     "average/1": frozenset({"stage", "aux"}),
     "kept/1": frozenset({"stage"}),
+    "expert/1": frozenset({"trainer", "expert"}),
+    "vault/1": frozenset({"expert", "backbone"}),
 }
 # Roles whose methods a member uses. The directory is used wherever it is: its records are signed by publishers.
 SERVERS: Final[dict[str, frozenset[str]]] = {
@@ -43,6 +45,8 @@ SERVERS: Final[dict[str, frozenset[str]]] = {
     "average/1": frozenset({"stage", "aux"}),
     "state/1": frozenset({"stage"}),
     "kept/1": frozenset({"backbone"}),
+    "expert/1": frozenset({"expert"}),
+    "vault/1": frozenset({"expert", "backbone"}),
 }
 FREE: Final = "access/1"  # where tokens are shown: open to everyone
 OPEN: Final = frozenset({FREE, "run/1"})  # as is the run file: a stranger sees what it would join

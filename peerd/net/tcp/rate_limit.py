@@ -21,7 +21,7 @@ from weakref import WeakValueDictionary
 import trio
 from multiaddr import Multiaddr
 
-from peerd.core.runfile import BYTES_PER_MBIT, LimitsSection
+from peerd.core.run.runfile import BYTES_PER_MBIT, LimitsSection
 from peerd.core.work import ReadInTurn, read_at_once
 from peerd.machine.budget.book import user_at
 from peerd.machine.rate.limiter import SLACK_S, Account, Flow, Limiter, Rank

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from peerd.core.clock import Clock
 from peerd.core.frame import TensorFrame
 from peerd.core.messages.swarm import MemberInfo, StageAnswer
-from peerd.core.runfile import RunFile
+from peerd.core.run.runfile import RunFile
 from peerd.machine.batch.trainer_ledger import Holding
 from peerd.service.pipeline.stage_client import StageClient, TrainerPapers, Ways
 from peerd.service.rpc.rpc import Answer, Rpc

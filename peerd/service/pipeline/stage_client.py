@@ -23,7 +23,7 @@ from peerd.core.frame import TensorFrame
 from peerd.core.ids import PeerId
 from peerd.core.messages.proof import has_received
 from peerd.core.messages.swarm import Grant, Mb, MemberInfo, StageAnswer, StageBackward, StageForward, StageLoss
-from peerd.core.runfile import RunFile, fingerprint
+from peerd.core.run.runfile import RunFile, fingerprint
 from peerd.machine.batch.trainer_ledger import Holding
 from peerd.machine.pipeline.wiring import BACKWARD_COST, Wiring
 from peerd.service.rpc.rpc import Answer, Rpc

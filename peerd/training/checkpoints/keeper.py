@@ -21,7 +21,7 @@ from peerd.core.errors import ConfigError, RemoteError
 from peerd.core.ids import PeerId
 from peerd.core.messages.state import TensorSpec
 from peerd.core.messages.swarm import Position, StateRequest
-from peerd.core.runfile import RunFile
+from peerd.core.run.runfile import RunFile
 from peerd.role import RoleContext
 from peerd.service.run_services import RunServices
 from peerd.service.state.snapshot import Giving, StateItem

@@ -25,7 +25,7 @@ from peerd.core.frame import DTYPES
 from peerd.core.ids import PeerId
 from peerd.core.limits import AVERAGE_PARTS, FRAME_ELEMENTS
 from peerd.core.messages.swarm import LineInfo, Position, Prepare
-from peerd.core.runfile import RunFile
+from peerd.core.run.runfile import RunFile
 from peerd.core.work import Worker
 from peerd.machine.averaging.allreduce import AveragingPlan, RoundFailed
 from peerd.machine.averaging.member_plan import Terms, plans_of

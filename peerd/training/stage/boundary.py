@@ -20,7 +20,7 @@ from peerd.core.blockwise import CODES
 from peerd.core.errors import ProtocolViolation
 from peerd.core.frame import TensorFrame
 from peerd.core.messages.swarm import StageAnswer
-from peerd.core.runfile import RunFile
+from peerd.core.run.runfile import RunFile
 from peerd.role import RoleContext
 from peerd.service.rpc.rpc import Answer, Incoming
 

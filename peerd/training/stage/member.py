@@ -15,7 +15,7 @@ import trio
 from peerd.core.errors import LocalError
 from peerd.core.limits import POSTS
 from peerd.core.messages.swarm import MemberInfo, Position
-from peerd.core.runfile import RunFile
+from peerd.core.run.runfile import RunFile
 from peerd.machine.swarm.roster import START
 from peerd.role import RoleContext
 from peerd.signals import Signal

@@ -20,7 +20,7 @@ from peerd.compute.model.served_stage import ServedStage
 from peerd.core.messages.progress import StageProgress
 from peerd.core.messages.proof import receipt
 from peerd.core.messages.swarm import Mb, MemberAnswer, MemberInfo, Position, Receipt
-from peerd.core.runfile import RunFile
+from peerd.core.run.runfile import RunFile
 from peerd.role import RoleContext
 from peerd.service.pipeline.stage_calls import StageHandlers
 from peerd.service.run_services import RunServices

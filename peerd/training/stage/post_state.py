@@ -20,7 +20,7 @@ from peerd.compute.model.served_stage import Model, ServedStage
 from peerd.compute.model.user_model import UserModel
 from peerd.core.errors import Refused
 from peerd.core.messages.swarm import Position
-from peerd.core.runfile import RunFile
+from peerd.core.run.runfile import RunFile
 from peerd.machine.swarm.roster import START
 from peerd.role import RoleContext
 from peerd.signals import Signal

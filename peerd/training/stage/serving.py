@@ -19,7 +19,7 @@ from peerd.compute.model.served_stage import ServedStage, StageOutcome, Stale
 from peerd.core.errors import PeerdError, ProtocolViolation, Refused
 from peerd.core.ids import PeerId
 from peerd.core.messages.swarm import Mb, Receipt, StageAnswer, StageBackward, StageForward, StageLoss
-from peerd.core.runfile import RunFile
+from peerd.core.run.runfile import RunFile
 from peerd.role import RoleContext
 from peerd.service.rpc.rpc import Answer, Incoming
 from peerd.training.stage.admissions import Admissions

@@ -9,7 +9,7 @@ import trio
 import trio.testing
 
 from peerd.commands.status.progress_line import progress_line, tell_progress
-from peerd.core.runfile import RunFile
+from peerd.core.run.runfile import RunFile
 from peerd.daemon import DaemonPlan
 from roles.backbone import BackboneRole
 

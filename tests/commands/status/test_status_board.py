@@ -11,7 +11,7 @@ import torch
 import trio
 
 from peerd.commands.status.status_board import SWARM_RARELY_S, RoleState, StatusBoard
-from peerd.core.runfile import OptimizerSection
+from peerd.core.run.runfile import OptimizerSection
 from peerd.log import EventLog
 from peerd.sim.clock import run_virtual
 from peerd.sim.programs import swarm

@@ -20,7 +20,7 @@ from peerd.compute.codec.policy import CodingPlan
 from peerd.compute.worker import DeviceWorker
 from peerd.core.errors import LocalError, ProtocolViolation
 from peerd.core.frame import TensorFrame
-from peerd.core.runfile import BoundarySection
+from peerd.core.run.runfile import BoundarySection
 from peerd.core.work import Worker
 from tests.kit.workers import InlineWorker
 

@@ -10,7 +10,7 @@ import pytest
 
 from peerd.compute.codec.policy import CodingPlan, Packing, Sample, choose
 from peerd.core.frame import CODINGS
-from peerd.core.runfile import BoundarySection
+from peerd.core.run.runfile import BoundarySection
 
 MB = 125_000.0  # bytes per second of one Mb/s
 NORMAL, OUTLIERS = Sample(6.5), Sample(40.0)

@@ -13,7 +13,14 @@ from peerd.compute.codec.powersgd import LowRank
 from peerd.compute.model.served_stage import ServedStage, state_of
 from peerd.compute.model.user_model import UserModel
 from peerd.core.messages.state import TensorSpec
-from peerd.core.runfile import AveragingSection, ModelSection, OptimizerSection, PipelineSection, RunFile, fingerprint
+from peerd.core.run.runfile import (
+    AveragingSection,
+    ModelSection,
+    OptimizerSection,
+    PipelineSection,
+    RunFile,
+    fingerprint,
+)
 
 AVERAGING = AveragingSection(code="powersgd", rank=2)
 

@@ -14,7 +14,7 @@ from peerd.compute.data.corpus_digest import FileDigests, Interrupted, check_tex
 from peerd.compute.data.remote_files import Cache
 from peerd.compute.file_index import make_index
 from peerd.core.errors import ConfigError
-from peerd.core.runfile import DataSection, EvaluateSection, ModelSection, RunFile, SourceSection
+from peerd.core.run.runfile import DataSection, EvaluateSection, ModelSection, RunFile, SourceSection
 
 TEXT = "some text to read\n" * 40
 

@@ -11,7 +11,7 @@ import torch
 from peerd.compute.data.stream import SampleStream
 from peerd.compute.tokenizer import load_vocabulary
 from peerd.core.errors import ConfigError
-from peerd.core.runfile import DataSection
+from peerd.core.run.runfile import DataSection
 
 CONTEXT = 4
 CODE = """

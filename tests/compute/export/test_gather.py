@@ -14,7 +14,7 @@ from peerd.compute.export.export import Exported, ExportWish, export
 from peerd.compute.export.loaded_model import load_export
 from peerd.compute.user_code import find_function
 from peerd.core.errors import ConfigError, PeerdError
-from peerd.core.runfile import RunFile
+from peerd.core.run.runfile import RunFile
 from tests.kit.exporting import logits, make_run, save, save_all, stages_of
 
 

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers  # type: ignore[import-
 from peerd.compute.export.export import ExportWish, export
 from peerd.compute.export.loaded_model import Style, load_export, write_text
 from peerd.compute.export.standalone import GPT, generate
-from peerd.core.runfile import RunFile
+from peerd.core.run.runfile import RunFile
 from tests.kit.exporting import logits, make_run, save_all
 
 # Alone: no site-packages but those of torch and safetensors, no environment, no working directory.

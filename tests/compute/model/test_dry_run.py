@@ -11,7 +11,7 @@ import pytest
 from peerd.compute.model.dry_run import try_layers
 from peerd.config import load_run
 from peerd.core.errors import ConfigError
-from peerd.core.runfile import ModelSection, PipelineSection, RunFile
+from peerd.core.run.runfile import ModelSection, PipelineSection, RunFile
 
 OWN = """
 import torch

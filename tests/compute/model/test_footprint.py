@@ -7,7 +7,7 @@ import pytest
 
 from peerd.compute.model.footprint import footprint, lacking, refuse_if_too_large, spare_bytes
 from peerd.core.errors import ConfigError
-from peerd.core.runfile import LimitsSection, RunFile
+from peerd.core.run.runfile import LimitsSection, RunFile
 
 MB = 1_000_000
 

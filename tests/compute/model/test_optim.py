@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from peerd.compute.flat import Layout
 from peerd.compute.model.optim import Optimizer, learning_rate
-from peerd.core.runfile import OptimizerSection
+from peerd.core.run.runfile import OptimizerSection
 from tests.kit.amount import examples
 
 LAYOUT = Layout(("a", "b", "c"), (torch.Size([3, 4]), torch.Size([5]), torch.Size([])))

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from peerd.compute.flat import Layout
 from peerd.compute.model.optim import Optimizer, learning_rate
-from peerd.core.runfile import OptimizerSection
+from peerd.core.run.runfile import OptimizerSection
 from tests.kit.amount import examples
 from tests.kit.papers import Layers, PaperLamb, PaperLars
 

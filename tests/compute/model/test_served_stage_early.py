@@ -12,7 +12,7 @@ from torch import Tensor
 from peerd.compute.codec.frames import to_frame
 from peerd.compute.model.served_stage import ServedStage, Stale
 from peerd.core.messages.swarm import Mb
-from peerd.core.runfile import ModelSection, OptimizerSection, RunFile
+from peerd.core.run.runfile import ModelSection, OptimizerSection, RunFile
 
 
 def stage(delayed: bool = True) -> ServedStage:

@@ -7,7 +7,7 @@ import torch
 
 from peerd.compute.model.served_stage import ServedStage, state_of
 from peerd.core.messages.state import StateLayout, TensorSpec
-from peerd.core.runfile import DataSection, ModelSection, OptimizerSection, PipelineSection, RunFile
+from peerd.core.run.runfile import DataSection, ModelSection, OptimizerSection, PipelineSection, RunFile
 
 
 def served() -> ServedStage:

@@ -14,7 +14,7 @@ from peerd.compute.model.shared_buffers import GradientNotFinite, buffers_of
 from peerd.compute.model.user_model import UserModel
 from peerd.core.errors import ConfigError
 from peerd.core.messages.swarm import Mb
-from peerd.core.runfile import AveragingSection
+from peerd.core.run.runfile import AveragingSection
 
 
 class Net(nn.Module):

@@ -18,7 +18,7 @@ from peerd.compute.model.served_stage import ServedStage, state_of
 from peerd.compute.model.stage_module import StageModule
 from peerd.core.errors import ConfigError
 from peerd.core.messages.swarm import Mb
-from peerd.core.runfile import (
+from peerd.core.run.runfile import (
     AveragingSection,
     BatchSection,
     ModelSection,

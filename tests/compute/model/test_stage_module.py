@@ -8,7 +8,7 @@ from torch import Tensor
 
 from peerd.compute.model.stage_module import StageModule
 from peerd.core.errors import ConfigError
-from peerd.core.runfile import ModelSection, OptimizerSection, PipelineSection, RunFile
+from peerd.core.run.runfile import ModelSection, OptimizerSection, PipelineSection, RunFile
 
 RUN = RunFile(
     run="module",

@@ -23,7 +23,7 @@ from peerd.core.messages.run_link import (
     shared_file,
     shared_tree,
 )
-from peerd.core.runfile import (
+from peerd.core.run.runfile import (
     AccessSection,
     DataSection,
     LimitsSection,

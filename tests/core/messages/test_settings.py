@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from peerd.core.messages.settings import DIFFERENCES, PublishedSettings, differences, read_settings
-from peerd.core.runfile import DataSection, ModelSection, OptimizerSection, RunFile, SourceSection, shared_text
+from peerd.core.run.runfile import DataSection, ModelSection, OptimizerSection, RunFile, SourceSection, shared_text
 
 RUN = RunFile(run="r", model=ModelSection(vocab="tok.json", vocab_digest="1a2b" * 16))
 

@@ -13,7 +13,7 @@ import trio.testing
 from peerd.core.addr import parse_addr
 from peerd.core.ids import PeerId
 from peerd.core.keys import Keypair
-from peerd.core.runfile import LimitsSection
+from peerd.core.run.runfile import LimitsSection
 from peerd.core.work import ReadInTurn, read_at_once
 from peerd.machine.rate.limiter import SLACK_S
 from peerd.net import tcp_info

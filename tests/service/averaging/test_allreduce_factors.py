@@ -17,7 +17,7 @@ from peerd.compute.codec.powersgd import LowRank, Vector
 from peerd.compute.flat import Layout
 from peerd.core.frame import TensorFrame
 from peerd.core.messages.swarm import AverageKey, Mbs, Party, Prepare
-from peerd.core.runfile import AveragingSection, RunFile
+from peerd.core.run.runfile import AveragingSection, RunFile
 from peerd.machine.averaging.allreduce import RoundFailed
 from peerd.machine.averaging.topology import Grouping
 from peerd.machine.averaging.work_split import Lines

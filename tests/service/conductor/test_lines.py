@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from peerd.core.keys import Keypair
-from peerd.core.runfile import LimitsSection, RunFile
+from peerd.core.run.runfile import LimitsSection, RunFile
 from peerd.machine.rate.access_line import Count
 from peerd.net.clock import RealClock
 from peerd.service.peer_stack import peer_stack

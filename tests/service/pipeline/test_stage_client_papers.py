@@ -15,7 +15,7 @@ from peerd.core.ids import PeerId
 from peerd.core.keys import Keypair
 from peerd.core.messages.proof import grant, receipt
 from peerd.core.messages.swarm import Grant, GrantStatement, Mb, MemberInfo, Receipt, Seqs, StageAnswer, StageBackward
-from peerd.core.runfile import ModelSection, PipelineSection, RunFile, fingerprint
+from peerd.core.run.runfile import ModelSection, PipelineSection, RunFile, fingerprint
 from peerd.service.pipeline.schedule import Load, Pipeline
 from peerd.service.pipeline.stage_client import TrainerPapers
 from peerd.service.rpc.rpc import Answer

@@ -1,15 +1,12 @@
-"""The run file's sections as typed values: what one run is, apart from how it is read from YAML.
+"""The faults of a run file: values that are possible by type and senseless, alone or together.
 
-Every field has a unit in its name where it has one. `fingerprint` covers the sections that all peers of a run
-must share, and of `access` who is let in; `limits` and the rest of `access` are each peer's own. Values that are
-possible by type but senseless together are found by `check`, which returns every fault as (path, message).
+Each fault is a pair of a key's path and a message: what was found, and what is allowed.
 """
 
 from __future__ import annotations
 
-import hashlib
 import re
-from typing import Final, Literal
+from typing import Final
 from urllib.parse import urlsplit
 
 import msgspec
@@ -27,189 +24,25 @@ from peerd.core.limits import (
     STAGES,
     STATE_TOTALS,
 )
+from peerd.core.run.check_experts import experts_faults
+from peerd.core.run.runfile import (
+    CORPUS_BYTES,
+    FINGERPRINT_SECTIONS,
+    PUBLISHED_BYTES,
+    RANK,
+    RANKS,
+    SOURCES,
+    AccessSection,
+    DataSection,
+    LimitsSection,
+    OptimizerSection,
+    RunFile,
+    SourceSection,
+    shared_text,
+    sources_of,
+)
 
-FINGERPRINT_SECTIONS = ("run", "seed", "model", "pipeline", "optimizer", "batch", "averaging", "data")
-RANK = 4  # of gradients in powersgd, unless the run file says otherwise
-RANKS = 128  # the most: each column costs two passes over the gradient
-SOURCES = 64  # of data: each holds a part of the shuffle buffer
-CORPUS_BYTES = 96  # that a trainer publishes with the settings for each source: its key and the digest of what it read
-PUBLISHED_BYTES = 1536  # that it publishes with them besides: a token
 _NO_DIGEST = "is not a SHA-256 in hex; allowed: 64 of 0-9 and a-f"
-
-
-class Section(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
-    """A section of the run file; an unknown key is an error."""
-
-
-class ModelSection(Section, frozen=True):
-    kind: str = "gpt"  # "gpt", or module:function in a local file
-    vocab: str = "bytes"  # "bytes", or the path of a tokenizers JSON file
-    d_model: int = 128
-    heads: int = 4
-    layers: int = 4  # over all stages together
-    share_layers: bool = False  # one layer's weights repeated inside a stage (ALBERT)
-    context: int = 128  # tokens of one sample
-    dtype: Literal["float32", "float64"] = "float32"
-    precision: Literal["full", "bf16", "fp16"] = "full"  # of computing inside a stage; what is kept has `dtype`
-    # What becomes of buffers of a model of one's own, such as batch norm's, with each step: the peers' mean, those of
-    # the peer with the lowest id, or each keeps its own. A newcomer gets them in any case.
-    buffers: Literal["average", "first", "local"] = "average"
-    kind_digest: str = ""  # SHA-256 of the function's source, in hex; empty: that of the file here, if there is one
-    vocab_digest: str = ""  # the same of the tokenizers file
-
-
-class BoundarySection(Section, frozen=True):
-    # How activations and their gradients travel; auto: chosen tensor by tensor from the line and the values.
-    code: Literal["none", "bf16", "fp16", "dynamic8", "int8", "int4", "nf4", "fp8-e4m3", "auto"] = "none"
-    block: int = 0  # values that share a scale in the codes of 4 and 8 bits; 0: the code's own
-    lossless: Literal["auto", "never", "always"] = "auto"  # zstandard on top; auto: where the line is slow enough
-
-
-class PipelineSection(Section, frozen=True):
-    stages: int = 1  # 1: no pipeline, every trainer holds the whole model
-    microbatch: int = 8  # samples
-    boundary: BoundarySection = BoundarySection()
-
-
-class OptimizerSection(Section, frozen=True):
-    name: Literal["sgd", "adamw", "lamb", "lars"] = "adamw"
-    lr: float = 1.0e-3
-    warmup_steps: int = 0
-    total_steps: int = 0  # global steps of the whole run; 0: no end, and no decay
-    decay: Literal["none", "linear", "cosine"] = "none"
-    final_lr_share: float = 0.1  # the learning rate at total_steps over `lr`
-    weight_decay: float = 0.0
-    beta1: float = 0.9
-    beta2: float = 0.95
-    eps: float = 1.0e-8
-    momentum: float = 0.0  # sgd and lars only
-    trust: float = 1.0e-3  # lars only: how far a tensor moves, as a share of its norm, at a learning rate of 1
-    clip_norm: float = 0.0  # norm of one stage's gradient; 0: no clipping
-    offload: bool = False  # moments and update on the CPU, wherever the parameters are
-    delayed: bool = (
-        False  # compute the next step's gradients, with the parameters of now, while this one's are averaged
-    )
-
-
-class BatchSection(Section, frozen=True):
-    target_samples: int = 32  # samples of one global step over the whole swarm
-
-
-class AveragingSection(Section, frozen=True):
-    # How gradients travel; what a lossy code takes from them is added to the next ones (error feedback).
-    code: Literal["none", "bf16", "fp16", "dynamic8", "int8", "int4", "nf4", "fp8-e4m3", "powersgd"] = "none"
-    block: int = 0  # as in pipeline.boundary
-    rank: int = RANK  # of powersgd: columns of the two factors of each matrix
-    part_bytes: int = 4 << 20  # the most that one piece has before it is coded; small vectors have smaller ones
-    sender_timeout_s: float = 10.0  # a member that is silent for longer leaves the round
-    group_size: int = 0  # peers of one group at most: larger stages average in several rounds; 0: chosen
-
-
-class SourceSection(Section, frozen=True):
-    path: str  # glob of files; "stdlib": the sources of Python's standard library; http(s)://: a folder with an index
-    # dataset: the path is module:function of a local file, which gives a torch IterableDataset.
-    kind: Literal["text", "jsonl", "parquet", "dataset"] = "text"
-    field: str = "text"  # the field of a JSONL line, or the column of a Parquet file
-    # SHA-256 of the index under an http(s) path, or of the text here, in hex; any: trainers read texts of their own;
-    # empty: the server is believed, and trainers compare what they read.
-    digest: str = ""
-    weight: float = 1.0  # share of the samples, over the sum of all weights
-
-
-class DataSection(Section, frozen=True):
-    kind: Literal["text", "jsonl", "parquet", "dataset"] = "text"  # this and the next three: of the only source
-    path: str = "stdlib"
-    field: str = "text"
-    digest: str = ""
-    sources: list[SourceSection] = msgspec.field(default_factory=list)  # or several, mixed by weight
-    shuffle_buffer: int = 10_000  # samples, over all sources
-    holdout: float = 0.02  # share of each source kept for validation
-
-
-def sources_of(data: DataSection) -> list[tuple[str, SourceSection]]:
-    """Each source with the path of its keys in the run file."""
-    if data.sources:
-        return [(f"data.sources[{index}]", source) for index, source in enumerate(data.sources)]
-    return [("data", SourceSection(kind=data.kind, path=data.path, field=data.field, digest=data.digest))]
-
-
-class EvaluateSection(Section, frozen=True):
-    every_steps: int = 20  # 0: never
-    samples: int = 64
-
-
-class CheckpointSection(Section, frozen=True):
-    every_steps: int = 50  # 0: only at the end
-    keep: int = 3
-
-
-BYTES_PER_MBIT: Final = 125_000  # each second
-
-
-class LimitsSection(Section, frozen=True):
-    microbatches_in_flight: int = 0  # of one trainer; 0: chosen from the number of stage peers
-    stage: int | list[int] | None = None  # the stages to serve, or help; none: the one that needs a peer most
-    data_cache_mb: int = 10_240  # MiB of disk for files fetched over http(s)
-    keep_totals: int = 64  # summed gradients of the last steps kept for newcomers, in no more memory than the state's
-    upload_mbit: float = 0.0  # what this peer may send, Mb/s: its share of averaging follows it; 0: no limit
-    download_mbit: float = 0.0  # what it may receive
-    relay: bool | None = None  # carry connections between peers that cannot reach each other; none: backbones do
-    threads: int = 0  # processors that this process may keep busy, and threads of one computation; 0: no limit
-    nice: int | None = None  # priority of the process, as of `nice`; none: 10 where it joins, 0 where it is a backbone
-    memory_gb: float = 0.0  # of this process, 10^9 bytes; on a GPU, of that too; 0: no limit
-    hours: str = ""  # of the day, by this machine's clock: 22:00-08:00, several with commas; empty: always
-
-    @property
-    def stages(self) -> list[int]:
-        """The stages that `stage` names, in its order; empty: none."""
-        return self.stage if isinstance(self.stage, list) else [] if self.stage is None else [self.stage]
-
-
-class AccessSection(Section, frozen=True):
-    allow: Literal["open", "tokens"] = "open"  # which peers may take part: all, or those with a token of the organizer
-    organizer: str = ""  # the peer id whose signature makes a token
-    token: str = ""  # file with this peer's token; without it access.token in the data directory
-    revoked: str = ""  # file with a list of revoked tokens, besides those that come over the network
-
-
-class RunFile(Section, frozen=True):
-    """One run, as an organizer writes it."""
-
-    run: str
-    seed: int = 0
-    bootstrap: list[str] = msgspec.field(default_factory=list)
-    listen: list[str] = msgspec.field(default_factory=lambda: ["/ip4/0.0.0.0/tcp/0", "/ip6/::/tcp/0"])
-    model: ModelSection = ModelSection()
-    pipeline: PipelineSection = PipelineSection()
-    optimizer: OptimizerSection = OptimizerSection()
-    batch: BatchSection = BatchSection()
-    averaging: AveragingSection = AveragingSection()
-    data: DataSection = DataSection()
-    evaluate: EvaluateSection = EvaluateSection()
-    checkpoint: CheckpointSection = CheckpointSection()
-    limits: LimitsSection = LimitsSection()
-    access: AccessSection = AccessSection()
-
-
-def shared_text(run: RunFile) -> bytes:
-    """The settings that all peers of a run share, as canonical JSON.
-
-    Where a peer keeps its tokenizer and its text is its own matter: digests of their contents stand for them.
-    """
-    tree = msgspec.to_builtins(run)
-    shared = {name: tree[name] for name in FINGERPRINT_SECTIONS}
-    if run.model.vocab != "bytes":
-        shared["model"]["vocab"] = "file"
-    for section in (shared["data"], *shared["data"]["sources"]):
-        del section["path"]
-    if run.access.allow != "open":  # an open run's fingerprint is that of the time before there were tokens
-        shared["access"] = {"allow": run.access.allow, "organizer": run.access.organizer}
-    return msgspec.json.encode(shared, order="sorted")
-
-
-def fingerprint(run: RunFile) -> bytes:
-    """16 bytes that differ when any shared setting differs."""
-    return hashlib.sha256(shared_text(run)).digest()[:16]
 
 
 def _shown(value: object) -> str:
@@ -267,6 +100,7 @@ def check(run: RunFile) -> list[tuple[str, str]]:
     size = run.averaging.group_size
     need(size == 0 or size >= 3, "averaging.group_size", f"is {size}; allowed: 0 (chosen), or 3 and more")
     faults += _data_faults(run.data)
+    faults += experts_faults(run)
     evaluate, checkpoint = run.evaluate, run.checkpoint
     need(evaluate.every_steps >= 0, "evaluate.every_steps", f"is {evaluate.every_steps}; must not be negative")
     need(1 <= evaluate.samples <= 1 << 20, "evaluate.samples", f"is {evaluate.samples}; allowed: 1 to 1048576")
@@ -338,6 +172,7 @@ _LIMIT_RANGES: Final = {
     "threads": (0, 1024, "0 (no limit) to 1024"),
     "nice": (0, 19, "0 (as other programs) to 19 (after all others)"),
     "memory_gb": (0, 1_000_000, "0 (no limit) to 1000000"),
+    "experts": (0, 1_000_000, "0 (as many as memory holds) to 1000000"),
 }
 
 

@@ -1,0 +1,1 @@
+"""Experts by name: their grid, and what a layer of experts asks of the network."""

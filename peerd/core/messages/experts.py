@@ -1,0 +1,194 @@
+"""The messages of experts: calls, announcements, and checkpoints that outlive their host.
+
+`expert/1`: `forward` has the samples as its one frame and is answered with outputs; `backward` has the samples and the
+gradients of the outputs, and is answered with gradients of the samples after the expert has made an update. The frames'
+first axis is the samples, whose shape the run file fixes. `vault/1` moves checkpoints: `keep` asks a peer to fetch and
+hold one, `get` gives a piece of one, by digest. Records in the DHT are signed by their publishers; a `Pointer` is
+signed by the host that made the checkpoint and means the same whoever shows it.
+
+A hostile peer may send: experts outside the grid, bitmaps of another length, claims without experts, pointers that
+nobody signed, pieces that are not those of the digest. Decoding bounds sizes; the rest is checked where it is used.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from typing import Annotated, Final
+
+import msgspec
+
+from peerd.core.experts.grid import Uid
+from peerd.core.ids import PeerId
+from peerd.core.keys import SIGNATURE_BYTES, verify
+from peerd.core.limits import EXPERT_PIECES, EXPERT_SIDE, EXPERT_STATE_BYTES, KEPT_EXPERTS_PER_RECORD
+from peerd.core.messages.encoding import Message, encode
+from peerd.core.messages.swarm import AddrText, Fingerprint, Moment
+from peerd.core.messages.token import TokenData
+from peerd.core.record import Signer
+
+DIGEST_BYTES: Final = 32
+_DOMAIN: Final = b"peerd expert checkpoint 1\0"
+
+Coordinate = Annotated[int, msgspec.Meta(ge=0, lt=EXPERT_SIDE)]
+Coordinates = Annotated[list[Coordinate], msgspec.Meta(max_length=3)]
+LayerNumber = Annotated[int, msgspec.Meta(ge=0, lt=1024)]
+Generation = Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
+Updates = Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
+RequestId = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
+Sha256 = Annotated[bytes, msgspec.Meta(min_length=DIGEST_BYTES, max_length=DIGEST_BYTES)]
+Signed = Annotated[bytes, msgspec.Meta(min_length=SIGNATURE_BYTES, max_length=SIGNATURE_BYTES)]
+Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e6)]
+Addrs = Annotated[list[AddrText], msgspec.Meta(max_length=16)]
+
+
+class Name(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Name of an expert, or of a prefix, as it travels."""
+
+    layer: LayerNumber
+    at: Coordinates
+
+    @property
+    def uid(self) -> Uid:
+        return Uid(self.layer, tuple(self.at))
+
+    @classmethod
+    def of(cls, uid: Uid) -> Name:
+        return cls(uid.layer, list(uid.at))
+
+
+# --- calls ------------------------------------------------------------------------------------------------------
+
+
+class Forward(Message, frozen=True):
+    """A request for outputs; its frame holds the samples."""
+
+    run: Fingerprint
+    expert: Name
+
+
+class Output(Message, frozen=True):
+    """Answer to a forward; its frame holds the outputs, computed with the weights of (`generation`, `version`)."""
+
+    generation: Generation
+    version: Updates
+    waited_s: Seconds = 0.0  # in the host's queue
+
+
+class Backward(Message, frozen=True):
+    """A request for an update and the gradients of the samples; repeated under the same id it counts once."""
+
+    run: Fingerprint
+    expert: Name
+    request: RequestId
+    generation: Generation  # of the weights that the forward was computed with
+    version: Updates
+    most_stale: Annotated[int, msgspec.Meta(ge=-1, lt=1 << 53)] = -1  # updates since then, beyond which it is refused
+
+
+class Gradient(Message, frozen=True):
+    """Answer to a backward; its frame holds the gradients of the samples, by the weights before this update."""
+
+    generation: Generation
+    version: Updates  # updates made, this one included
+    waited_s: Seconds = 0.0
+
+
+# --- announcements ----------------------------------------------------------------------------------------------
+
+
+class Announced(Message, frozen=True):
+    """What one host has below one prefix, as it publishes it.
+
+    `below` is a bitmap of the next coordinates. Below the last prefix these are experts, and `generations` and
+    `versions` hold one number for each of them, in the order of their coordinates; above it both are empty.
+    """
+
+    prefix: Name
+    below: Annotated[bytes, msgspec.Meta(max_length=EXPERT_SIDE // 8)]
+    generations: Annotated[list[Generation], msgspec.Meta(max_length=EXPERT_SIDE)]
+    versions: Annotated[list[Updates], msgspec.Meta(max_length=EXPERT_SIDE)]
+    queue_s: Seconds  # how long a request waits there now
+    addrs: Addrs
+    token: TokenData = b""  # in a run with tokens: that the publisher may host experts
+    client: bool = False  # it can dial, and not be dialed
+
+
+class HolderOffer(Message, frozen=True):
+    """A peer that has room for checkpoints of experts."""
+
+    room_bytes: Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
+    adopts: bool  # it hosts experts, and would take over some
+    addrs: Addrs
+    token: TokenData = b""  # that it may host experts, or be a backbone
+    client: bool = False
+
+
+# --- checkpoints ------------------------------------------------------------------------------------------------
+
+
+class Pointer(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A host's signed word that an expert's state, after so many updates, has this digest."""
+
+    run: Fingerprint
+    expert: Name
+    generation: Generation
+    version: Updates
+    digest: Sha256  # of the digests of all pieces, joined
+    size_bytes: Annotated[int, msgspec.Meta(ge=1, le=EXPERT_STATE_BYTES)]
+    owner: Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]  # public key
+    signature: Annotated[bytes, msgspec.Meta(max_length=SIGNATURE_BYTES)] = b""
+
+    def signed(self, signer: Signer) -> Pointer:
+        """This pointer with its owner's signature."""
+        return msgspec.structs.replace(self, signature=signer.sign(self._statement()))
+
+    def is_signed(self) -> bool:
+        """True when its owner signed it. Takes some 0.1 ms: off the loop where there are many."""
+        return verify(PeerId.from_public_key(self.owner), self._statement(), self.signature)
+
+    @property
+    def peer(self) -> PeerId:
+        """The host that made the checkpoint."""
+        return PeerId.from_public_key(self.owner)
+
+    @property
+    def rank(self) -> tuple[int, int, bytes]:
+        """Order of checkpoints of one expert: the highest is the newest."""
+        return self.generation, self.version, self.owner
+
+    def _statement(self) -> bytes:
+        return _DOMAIN + encode(msgspec.structs.replace(self, signature=b""))
+
+
+class KeptExperts(Message, frozen=True):
+    """Checkpoints of experts below one prefix that the publisher holds; several records under suffixes where many."""
+
+    pointers: Annotated[list[Pointer], msgspec.Meta(max_length=KEPT_EXPERTS_PER_RECORD)]
+    addrs: Addrs
+    token: TokenData = b""
+    since: Moment = 0.0
+
+
+class Keep(Message, frozen=True):
+    """A request to fetch this checkpoint from the caller, and to hold it until a newer one of the expert comes."""
+
+    pointer: Pointer
+
+
+class Kept(Message, frozen=True):
+    """Answer to `keep`: it is held now, whole and checked."""
+
+    held: bool
+
+
+class PieceWanted(Message, frozen=True):
+    """A request for a piece of a checkpoint; piece -1: the digests of all pieces. Answered with one uint8 frame."""
+
+    digest: Sha256
+    piece: Annotated[int, msgspec.Meta(ge=-1, lt=EXPERT_PIECES)]
+
+
+def state_root(digests: Iterable[bytes]) -> bytes:
+    """The digest of a checkpoint, of the SHA-256 digests of its pieces in order."""
+    return hashlib.sha256(b"".join(digests)).digest()

@@ -1,0 +1,1 @@
+"""The run file: its sections, and what makes sense in them."""
