@@ -264,7 +264,8 @@ def _section(cls: type[Any], tree: object, path: Path_, faults: _Faults) -> Any:
 
 def _value(kind: Any, value: object, path: Path_, faults: _Faults) -> Any:
     """The value in its type; None where a mistake was noted that leaves nothing of it."""
-    kind = _section_that_may_miss(kind) or kind
+    if section := _section_that_may_miss(kind):
+        return None if value is None else _section(section, value, path, faults)
     if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
         return _section(kind, value, path, faults)
     if isinstance(value, list) and (section := _item_section(kind)):
@@ -286,8 +287,8 @@ def _value(kind: Any, value: object, path: Path_, faults: _Faults) -> Any:
 
 def _section_that_may_miss(kind: Any) -> type[msgspec.Struct] | None:
     """The section of a key that may be left out, `Section | None`; None for other types."""
-    sections = [part for part in get_args(kind) if isinstance(part, type) and issubclass(part, msgspec.Struct)]
-    return sections[0] if isinstance(kind, UnionType) or (get_origin(kind) is Union and sections) else None
+    parts = get_args(kind) if get_origin(kind) in (Union, UnionType) else ()
+    return next((part for part in parts if isinstance(part, type) and issubclass(part, msgspec.Struct)), None)
 
 
 def _item_section(kind: Any) -> type[msgspec.Struct] | None:
