@@ -89,9 +89,27 @@ def with_digests(run: RunFile) -> RunFile:
     vocab, kind = run.model.vocab_digest, run.model.kind_digest
     if run.model.vocab != "bytes" and (found := _digest_of(Path(run.model.vocab))):
         vocab = _same("model.vocab_digest", run.model.vocab, vocab, found)
-    if is_function(run.model.kind) and (source := source_of(run.model.kind)) is not None:
-        kind = _same("model.kind_digest", str(source.files[0]), kind, source.digest)
-    return msgspec.structs.replace(run, model=msgspec.structs.replace(run.model, vocab_digest=vocab, kind_digest=kind))
+    kind = _checked("model.kind_digest", run.model.kind, kind)
+    model = msgspec.structs.replace(run.model, vocab_digest=vocab, kind_digest=kind)
+    experts = run.experts
+    if experts is not None:
+        block = _checked("experts.block_digest", experts.block, experts.block_digest)
+        experts = msgspec.structs.replace(experts, block_digest=block)
+    return msgspec.structs.replace(run, model=model, experts=experts)
+
+
+def _checked(key: str, text: str, told: str) -> str:
+    """The digest of a function's source, if it is here, else the one told; ConfigError where they differ."""
+    source = source_of(text) if is_function(text) else None
+    return told if source is None else _same(key, str(source.files[0]), told, source.digest)
+
+
+def _functions(run: RunFile) -> dict[str, tuple[str, str]]:
+    """Each key that names a function which all peers must have alike: the function, and its digest, if known."""
+    named = {"model.kind": (run.model.kind, run.model.kind_digest)}
+    if run.experts is not None:
+        named["experts.block"] = (run.experts.block, run.experts.block_digest)
+    return {key: (text, digest) for key, (text, digest) in named.items() if is_function(text)}
 
 
 def unknown(run: RunFile) -> list[str]:
@@ -100,15 +118,16 @@ def unknown(run: RunFile) -> list[str]:
     advice = "put it there, or write the digest that a peer which has it prints into"
     if m.vocab != "bytes" and not m.vocab_digest:
         told.append(f"model.vocab: there is no file {m.vocab} here; {advice} model.vocab_digest")
-    if is_function(m.kind) and not m.kind_digest:
-        file = local_file(m.kind.partition(":")[0])
-        told.append(f"model.kind: there is no file {file} here; {advice} model.kind_digest")
+    for key, (text, digest) in _functions(run).items():
+        if not digest:
+            file = local_file(text.partition(":")[0])
+            told.append(f"{key}: there is no file {file} here; {advice} {key}_digest")
     return told
 
 
 def not_compared(run: RunFile) -> list[str]:
     """A sentence on each function of `run` that uses installed packages: their versions are not compared."""
-    functions = [("model.kind", run.model.kind)]
+    functions = [(key, text) for key, (text, _) in _functions(run).items()]
     functions += [(f"{key}.path", source.path) for key, source in sources_of(run.data) if source.kind == "dataset"]
     sources = [(key, text, source_of(text)) for key, text in functions if is_function(text)]
     return [
@@ -121,14 +140,16 @@ def not_compared(run: RunFile) -> list[str]:
 def named_files(run: RunFile) -> dict[str, str]:
     """Key of a digest -> the file here that it is of."""
     files = {"model.vocab_digest": run.model.vocab} if run.model.vocab != "bytes" else {}
-    if is_function(run.model.kind):
-        files["model.kind_digest"] = str(local_file(run.model.kind.partition(":")[0]))
+    for key, (text, _) in _functions(run).items():
+        files[f"{key}_digest"] = str(local_file(text.partition(":")[0]))
     return files
 
 
 def digest_at(run: RunFile, key: str) -> str:
     """The digest under one of the keys that `named_files` has; empty: unknown."""
-    return {"model.vocab_digest": run.model.vocab_digest, "model.kind_digest": run.model.kind_digest}[key]
+    if key == "model.vocab_digest":
+        return run.model.vocab_digest
+    return _functions(run)[key.removesuffix("_digest")][1]
 
 
 def _same(key: str, file: str, told: str, found: str) -> str:

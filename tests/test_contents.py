@@ -5,12 +5,13 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from peerd.config import load_run
 from peerd.contents import named_files, not_compared, source_of, unknown, with_digests
 from peerd.core.errors import ConfigError
-from peerd.core.run.runfile import ModelSection, RunFile, fingerprint
+from peerd.core.run.runfile import ExpertsSection, ModelSection, RunFile, fingerprint
 
 
 @pytest.fixture(autouse=True)
@@ -97,3 +98,21 @@ def test_an_installed_module_is_found_and_its_packages_are_not_searched() -> Non
     assert found is not None
     assert [path.name for path in found.files] == ["torch.py"]
     assert source_of("no_such_module:f") is None
+
+
+def test_an_expert_of_ones_own_is_compared_as_a_model_is() -> None:
+    Path("mine.py").write_text("def expert(run): ...\n")
+    run = RunFile(run="r", experts=ExpertsSection(block="mine:expert"))
+    found = with_digests(run).experts
+    assert found is not None
+    assert found.block_digest == source_of("mine:expert").digest
+    assert named_files(run) == {"experts.block_digest": "mine.py"}
+    assert unknown(run)[0].startswith("experts.block: there is no file mine.py here")
+    Path("mine.py").write_text("def expert(run): return 1\n")
+    with pytest.raises(ConfigError, match=r"^experts.block_digest is .*mine.py here is another"):
+        with_digests(msgspec.structs.replace(run, experts=found))
+
+
+def test_a_run_without_experts_keeps_its_fingerprint() -> None:
+    assert fingerprint(RunFile(run="r")).hex() == "c02336a57d6f222e50845c7c37e0872a"
+    assert fingerprint(RunFile(run="r", experts=ExpertsSection())) != fingerprint(RunFile(run="r"))

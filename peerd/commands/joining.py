@@ -62,7 +62,9 @@ def fetch(link: JoinLink) -> dict[str, Any]:
 
 
 def default_roles(tree: dict[str, Any]) -> list[str]:
-    """The role that a run needs most: stages of a pipeline, else replicas."""
+    """The role that a run needs most: hosts of experts, stages of a pipeline, else replicas."""
+    if _part(tree, "experts"):
+        return ["expert"]
     return ["trainer"] if _part(tree, "pipeline").get("stages", 1) == 1 else ["stage"]
 
 
@@ -72,6 +74,8 @@ def check_local(tree: dict[str, Any], roles: list[str], wish: JoinWish) -> None:
     given = data.get("sources")
     sources = [one for one in (given if isinstance(given, list) else [data]) if isinstance(one, dict)]
     code = [("model.kind", str(model.get("kind", "gpt")))]
+    if ":" in (block := str(_part(tree, "experts").get("block", ""))):
+        code.append(("experts.block", block))
     code += [("data.path", str(one.get("path", ""))) for one in sources if one.get("kind") == "dataset"]
     for key, name in code:
         file = name.partition(":")[0]

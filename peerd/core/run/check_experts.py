@@ -68,10 +68,8 @@ def _calls(e: ExpertsSection) -> Iterator[tuple[str, str]]:
         yield "most_stale", f"is {e.most_stale}; allowed: -1 (any number of updates) and more"
     sample = 4 * math.prod(e.input) if e.input else 1
     if not 1 <= e.max_batch <= 1 << 20 or e.max_batch * sample > RPC_MESSAGE_FRAME_BYTES // 2:
-        yield (
-            "max_batch",
-            f"is {e.max_batch} samples; allowed: 1 to {1 << 20}, and {RPC_MESSAGE_FRAME_BYTES // 2} bytes",
-        )
+        most = f"1 to {1 << 20} samples, of {RPC_MESSAGE_FRAME_BYTES // 2} bytes together"
+        yield "max_batch", f"is {e.max_batch}; allowed: {most}"
     if e.dtype == "bfloat16" and e.code not in ("none", "bf16"):
         yield "code", f"is {e.code}; allowed for samples in bfloat16: none, bf16"
     if not 0 <= e.balance <= 1000:
