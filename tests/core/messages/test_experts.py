@@ -43,7 +43,8 @@ def test_a_pointer_that_was_changed_or_is_anothers_counts_nothing() -> None:
 
 def test_the_newest_checkpoint_has_the_highest_rank() -> None:
     order = [pointer(0, 9), pointer(1, 3), pointer(1, 4), pointer(2, 0)]
-    assert sorted(order[::-1], key=lambda one: one.rank) == order
+    mixed = [order[2], order[0], order[3], order[1]]
+    assert sorted(mixed, key=lambda one: one.rank) == order
 
 
 def test_the_root_of_a_state_is_the_digest_of_its_pieces_digests() -> None:
