@@ -92,6 +92,7 @@ PACKAGES = {
     "compute/codec": {"compute", "compute/kernels"},
     "compute/model": {"compute", "compute/codec"},
     "compute/data": {"compute"},
+    "compute/experts": {"compute", "compute/codec", "compute/model"},
     "compute/export": {"compute", "compute/data", "compute/model"},
     "training/checkpoints": {"training/catchup"},
     "training/stage": {"training/catchup", "training/checkpoints"},
