@@ -1,0 +1,71 @@
+"""Mixture of experts: what an expert's score is, the mean of the outputs that came, and the balance of the gate.
+
+Product keys (Lample et al. 2019; Learning@home, section 3.2): a gate gives scores for the places of each dimension of
+the grid, side by side in one tensor; an expert's score is the sum over its coordinates. The softmax runs over the
+experts that answered, so that one which failed is as if it had not been asked; gradients reach the scores of the
+others alone. Sums run over the slots of a sample in their order: equal inputs give equal bits on any device.
+
+Shapes: N samples, K slots of a sample, for the experts that it chose; G places in all dimensions together; d
+dimensions; *S shape of one output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from peerd.core.experts.grid import Uid
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The experts that each sample chose: `columns` are their places among the scores."""
+
+    columns: Tensor  # int64 [N, K, d]; zeros in empty slots
+    taken: Tensor  # bool [N, K]: slots that hold an expert
+
+
+def choice_of(chosen: Sequence[Sequence[Uid]], sides: Sequence[int], slots: int) -> Choice:
+    """Choice of each sample, its first `slots` experts."""
+    columns = torch.zeros(len(chosen), slots, len(sides), dtype=torch.int64)
+    taken = torch.zeros(len(chosen), slots, dtype=torch.bool)
+    starts = [sum(sides[:i]) for i in range(len(sides))]
+    for sample, uids in enumerate(chosen):
+        if found := [[s + c for s, c in zip(starts, uid.at, strict=True)] for uid in uids[:slots]]:
+            columns[sample, : len(found)] = torch.tensor(found)
+            taken[sample, : len(found)] = True
+    return Choice(columns, taken)
+
+
+def expert_scores(scores_NG: Tensor, columns_NKd: Tensor) -> Tensor:
+    """Scores of the chosen experts, [N, K]."""
+    N, K, d = columns_NKd.shape
+    return scores_NG.gather(1, columns_NKd.reshape(N, K * d)).view(N, K, d).sum(-1)
+
+
+def weights_of(scores_NG: Tensor, columns_NKd: Tensor, came_NK: Tensor) -> Tensor:
+    """Weights [N, K] of the experts that answered, 1 in all for each sample; zeros where none did."""
+    found_NK = expert_scores(scores_NG, columns_NKd).masked_fill(~came_NK, -torch.inf)
+    some_N1 = came_NK.any(1, keepdim=True)  # a softmax of nothing would be NaN, and its gradient too
+    return found_NK.masked_fill(~some_N1, 0.0).softmax(1).masked_fill(~some_N1, 0.0)
+
+
+def mixed(scores_NG: Tensor, columns_NKd: Tensor, came_NK: Tensor, outputs: Tensor) -> Tensor:
+    """The mean of the outputs [N, K, *S] that came, weighted by the softmax of their experts' scores: [N, *S]."""
+    weights = weights_of(scores_NG, columns_NKd, came_NK)
+    return (weights.view(*weights.shape, *[1] * (outputs.ndim - 2)) * outputs).sum(1)
+
+
+def imbalance(scores_NG: Tensor, sides: Sequence[int]) -> Tensor:
+    """Squared coefficient of variation of the mean softmax over samples, summed over the grid's dimensions.
+
+    0 where all places get the same on average; `side - 1` for a dimension where one place gets everything.
+    """
+    total = scores_NG.new_zeros(())
+    for scores, side in zip(scores_NG.split(list(sides), 1), sides, strict=True):
+        share = scores.softmax(1).mean(0)
+        total = total + side * (share - 1.0 / side).square().sum()
+    return total
