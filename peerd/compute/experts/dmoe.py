@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from peerd.compute.experts.blocks import seed_of
 from peerd.compute.experts.exchange import Exchange
-from peerd.compute.experts.mixture import imbalance, mixed
+from peerd.compute.experts.expert_mixture import imbalance, mixed
 from peerd.core.errors import ConfigError
 from peerd.core.experts.contract import ExpertCaller
 from peerd.core.experts.grid import Uid, grid_of, sample_shapes
@@ -81,7 +81,7 @@ class DMoE(nn.Module):
             outputs = exchange.outputs(replies)
         finally:
             self._tell(exchange)
-        outputs = _Answers.apply(self, exchange, outputs, samples, _anchor(x))
+        outputs = _Answers.apply(self, exchange, outputs, samples, _anchor(x))  # type: ignore[no-untyped-call]
         y = mixed(scores_NG, exchange.choice.columns, exchange.came, outputs.to(scores_NG.dtype))
         self._keep_balance(scores_NG)
         return y.to(x.dtype).view(*x.shape[:-axes], *self._output)
@@ -94,7 +94,7 @@ class DMoE(nn.Module):
 
     def choose(self, scores_NG: Tensor) -> list[list[Uid]]:
         """The best live experts of each sample."""
-        parts = scores_NG.detach().float().cpu().split(list(self.grid.sides), 1)
+        parts = torch.split(scores_NG.detach().float().cpu(), list(self.grid.sides), 1)
         top_k = self._run.experts.top_k if self._run.experts is not None else 1
         return self._caller.choose(self.layer, [part.contiguous().numpy() for part in parts], top_k)
 

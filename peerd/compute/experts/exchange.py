@@ -18,7 +18,7 @@ from torch import Tensor
 
 from peerd.compute.codec.frames import decode, encode
 from peerd.compute.codec.policy import CodingPlan
-from peerd.compute.experts.mixture import Choice, choice_of
+from peerd.compute.experts.expert_mixture import Choice, choice_of
 from peerd.compute.tensors import TORCH_DTYPES, all_finite
 from peerd.core.errors import ProtocolViolation, TooFewExperts
 from peerd.core.experts.contract import ExpertAsk, ExpertReply
@@ -62,7 +62,7 @@ class Exchange:
         """Calls for the outputs of samples [N, *input]; ValueError when they are not finite."""
         rows = self._outgoing(x, "samples")
         for uid, places in self._grouped().items():
-            for part in torch.tensor(places).split(self._section.max_batch):
+            for part in torch.split(torch.tensor(places), self._section.max_batch):
                 samples, slots = part.unbind(1)
                 frame = self._frame(rows[samples.to(self._device)], "samples")
                 self._calls.append(_Call(ExpertAsk(uid, tuple(samples.tolist()), (frame,)), samples, slots))

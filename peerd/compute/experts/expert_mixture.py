@@ -65,7 +65,7 @@ def imbalance(scores_NG: Tensor, sides: Sequence[int]) -> Tensor:
     0 where all places get the same on average; `side - 1` for a dimension where one place gets everything.
     """
     total = scores_NG.new_zeros(())
-    for scores, side in zip(scores_NG.split(list(sides), 1), sides, strict=True):
+    for scores, side in zip(torch.split(scores_NG, list(sides), 1), sides, strict=True):
         share = scores.softmax(1).mean(0)
         total = total + side * (share - 1.0 / side).square().sum()
     return total

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from peerd.compute.experts.mixture import choice_of, expert_scores, imbalance, mixed, weights_of
+from peerd.compute.experts.expert_mixture import choice_of, expert_scores, imbalance, mixed, weights_of
 from peerd.core.experts.grid import Uid
 from tests.kit.amount import examples
 from tests.kit.expert_runs import values
