@@ -85,6 +85,12 @@ EXPERT_STATE_BYTES: Final = 8 << 30  # of one expert's checkpoint, moments inclu
 EXPERT_PIECES: Final = EXPERT_STATE_BYTES >> 20  # of STATE_PIECE_BYTES
 KEPT_EXPERTS_PER_RECORD: Final = 32  # pointers of some 200 bytes each: two such records fill a publisher's share
 EXPERT_TOP_K: Final = 64  # experts of one sample
+EXPERT_LOOKUPS: Final = 4096  # prefixes that one round of a search asks for: 128 messages
+EXPERT_PREFIXES_KEPT: Final = 1 << 14  # prefixes whose experts a caller remembers, with those below which nothing lives
+EXPERT_CLAIMS_KEPT: Final = 1 << 18  # claims in all these; some 100 bytes each
+EXPERT_CLAIMS: Final = 4  # of hosts to one expert, the highest: one serves, others yield or lie
+EXPERT_RESTS: Final = 4096  # hosts, or experts on a host, that failed and are left alone for a while
+EXPERTS_SEEN: Final = 1 << 16  # experts whose last version is remembered, to count updates that were lost
 
 # --- what a stage peer keeps of microbatches ---------------------------------------------------------------------
 HELD_BATCHES: Final = 4  # worth of microbatches for one step: one is counted, others were begun and dropped meanwhile

@@ -1,0 +1,113 @@
+"""Answer rule of one round of calls to experts, sans-IO: when it is over, and whether every sample has enough.
+
+All calls share one deadline. Once every sample has `k_min` answers, those still out have `grace_s` more; what comes
+later does not count. The round is over at once when all calls have ended, or when a sample can no longer get its
+`k_min`: then `shortage` names the experts that were asked for it and what became of each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+from peerd.core.errors import LocalError
+from peerd.core.experts.grid import Uid
+
+OPEN: Final = "has not answered"
+_NAMED: Final = 8  # experts in one message
+_REASON_CHARS: Final = 160  # of what a host says
+
+
+class AnswerRule:
+    """One round. `asks`: the expert of each call, and its samples by number."""
+
+    def __init__(self, asks: Sequence[tuple[Uid, Sequence[int]]], samples: int, k_min: int, grace_s: float) -> None:
+        self._asks, self._k_min, self._grace_s = asks, k_min, grace_s
+        self._answered, self._possible = [0] * samples, [0] * samples
+        for uid, numbers in asks:
+            for number in numbers:
+                if not 0 <= number < samples:
+                    raise LocalError(f"sample {number} of {samples} for expert {uid}")
+                self._possible[number] += 1
+        self._wanting = sum(k_min > 0 for _ in range(samples))  # samples without enough answers
+        self._lost = sum(possible < k_min for possible in self._possible)  # samples that cannot get enough
+        self._became: list[str | None] = [OPEN] * len(asks)  # None: it answered
+        self._open = len(asks)
+        self._ends: float | None = None
+
+    def begin(self, now: float, timeout_s: float) -> None:
+        """All calls are out: the deadline is `timeout_s` from now."""
+        self._ends = now + timeout_s
+        self._look(now)
+
+    def answered(self, now: float, call: int) -> bool:
+        """The call was answered as it should be; False: too late, or twice, and it does not count."""
+        if self._became[call] != OPEN or self.over(now):
+            return False
+        self._became[call] = None
+        self._open -= 1
+        for number in self._asks[call][1]:
+            self._answered[number] += 1
+            self._wanting -= self._answered[number] == self._k_min
+        self._look(now)
+        return True
+
+    def failed(self, now: float, call: int, why: str) -> None:
+        """The call has ended without a valid answer."""
+        if self._became[call] != OPEN:
+            return
+        self._became[call] = why
+        self._open -= 1
+        for number in self._asks[call][1]:
+            self._possible[number] -= 1
+            self._lost += self._possible[number] == self._k_min - 1
+        self._look(now)
+
+    def wake_at(self) -> float:
+        """When the round is over at the latest."""
+        if self._ends is None:
+            raise LocalError("the round has not begun")
+        return self._ends
+
+    def over(self, now: float) -> bool:
+        """True when nothing more is waited for."""
+        return now >= self.wake_at()
+
+    def late(self) -> list[int]:
+        """Calls that have neither been answered nor failed."""
+        return [call for call, became in enumerate(self._became) if became == OPEN]
+
+    def shortage(self) -> str | None:
+        """Why a sample has fewer than `k_min` answers, once the round is over; None: all have them."""
+        if not self._wanting:
+            return None
+        sample = next(number for number, count in enumerate(self._answered) if count < self._k_min)
+        told = list(self._fates(sample))
+        more = f"; and {len(told) - _NAMED} more" if len(told) > _NAMED else ""
+        fates = "; ".join(told[:_NAMED]) + more if told else "no expert was asked, for none is known to live"
+        others = f", as {self._wanting - 1} other samples" if self._wanting > 1 else ""
+        return f"sample {sample} has {self._answered[sample]} of {self._k_min} answers{others}: {fates}"
+
+    def check(self) -> None:
+        """Raise AssertionError unless the counts are what the calls' fates say."""
+        for number, count in enumerate(self._answered):
+            fates = [
+                b for (_, numbers), b in zip(self._asks, self._became, strict=True) for n in numbers if n == number
+            ]
+            assert count == fates.count(None)
+            assert self._possible[number] == len([fate for fate in fates if fate in (None, OPEN)])
+        assert self._wanting == sum(count < self._k_min for count in self._answered)
+        assert self._lost == sum(possible < self._k_min for possible in self._possible)
+
+    def _fates(self, sample: int) -> Iterator[str]:
+        for (uid, numbers), became in zip(self._asks, self._became, strict=True):
+            if sample in numbers:
+                yield f"expert {uid} {'answered' if became is None else became[:_REASON_CHARS]}"
+
+    def _look(self, now: float) -> None:
+        if self._ends is None:
+            return
+        if not self._open or self._lost:
+            self._ends = min(self._ends, now)
+        elif not self._wanting:
+            self._ends = min(self._ends, now + self._grace_s)
