@@ -1,0 +1,61 @@
+"""Rests of expert hosts that failed, sans-IO: which host, or which expert of a host, a caller leaves alone for a while.
+
+The first failure costs 2 s, each further one in a row twice as much, up to a minute; an answer ends it. Failures that
+come while it rests anyway are the same one. A host that cannot be reached rests with all that it claims; one that says
+it has no such expert rests with that expert only. This is one caller's own matter, and told to nobody.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from peerd.core.bounded_dict import BoundedDict
+from peerd.core.experts.grid import Uid
+from peerd.core.ids import PeerId
+from peerd.core.limits import EXPERT_RESTS
+from peerd.machine.rate.backoff import backoff_s
+
+FIRST_S: Final = 2.0  # of the first rest: a host that restarts is back by then
+LONGEST_S: Final = 60.0
+
+
+@dataclass(slots=True)
+class _Rest:
+    failures: int = 0
+    until: float = 0.0
+
+
+class HostRests:
+    """What rests. `uid` None: the host with all that it claims."""
+
+    def __init__(self, remember: int = EXPERT_RESTS) -> None:
+        self._rests = BoundedDict[tuple[bytes, Uid | None], _Rest](remember)
+
+    def failed(self, now: float, host: PeerId, uid: Uid | None = None) -> int:
+        """It failed; returns how often in a row by now."""
+        rest = self._rests.setdefault((host.raw, uid), _Rest())
+        if now >= rest.until:
+            rest.failures += 1
+            rest.until = now + backoff_s(rest.failures, FIRST_S, LONGEST_S)
+            self._rests[host.raw, uid] = rest  # the youngest now; the oldest makes room
+        return rest.failures
+
+    def answered(self, host: PeerId, uid: Uid) -> None:
+        """The expert answered: neither it nor its host rests."""
+        self._rests.pop((host.raw, uid), None)
+        self._rests.pop((host.raw, None), None)
+
+    def rests(self, now: float, host: PeerId, uid: Uid) -> bool:
+        """True while this expert of this host is to be left alone."""
+        return any(
+            rest is not None and now < rest.until
+            for rest in (self._rests.get((host.raw, None)), self._rests.get((host.raw, uid)))
+        )
+
+    def resting(self, now: float) -> int:
+        """How many rest."""
+        return sum(now < rest.until for rest in self._rests.values())
+
+    def __len__(self) -> int:
+        return len(self._rests)

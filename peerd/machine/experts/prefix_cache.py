@@ -1,0 +1,125 @@
+"""Cache of what lives below prefixes of the grid, sans-IO: hosts' claims, and prefixes below which nothing lives.
+
+Entries of both kinds are of bounded age and number, and so are all claims together; what was written longest ago makes
+room. Nothing here is told to others: a negative entry that travels would let any peer hide experts. Of several hosts
+that claim one expert, the highest (generation, peer id) is the one that counts, then the next ones in that order.
+
+A hostile host may claim whatever it likes, the highest generation too: whoever calls it, and gets nothing, has it rest
+(`host_rests`), and the next claim counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Final
+
+from peerd.core.bounded_dict import BoundedDict
+from peerd.core.experts.grid import Uid
+from peerd.core.ids import PeerId
+from peerd.core.limits import EXPERT_CLAIMS, EXPERT_CLAIMS_KEPT, EXPERT_PREFIXES_KEPT
+
+_AHEAD: Final = 0.5  # of its age, after which an entry in use is read anew, so that nobody waits for it
+
+
+@dataclass(frozen=True, slots=True)
+class ToldClaim:
+    """A host's announcement that an expert, or something below a prefix, lives there; numbers 0 for a prefix."""
+
+    host: PeerId
+    generation: int = 0
+    version: int = 0
+    queue_s: float = 0.0
+
+    @property
+    def rank(self) -> tuple[int, bytes]:
+        """Order of claims to one expert: the highest counts."""
+        return self.generation, self.host.raw
+
+
+Claims = Mapping[int, tuple[ToldClaim, ...]]  # by coordinate, the highest first
+_NOTHING: Final[Claims] = MappingProxyType({})
+
+
+def ranked(claims: Iterable[tuple[int, ToldClaim]]) -> Claims:
+    """Claims by coordinate, the highest of each kept."""
+    found = dict[int, list[ToldClaim]]()
+    for coordinate, claim in claims:
+        found.setdefault(coordinate, []).append(claim)
+    return {
+        coordinate: tuple(sorted(told, key=lambda claim: claim.rank, reverse=True)[:EXPERT_CLAIMS])
+        for coordinate, told in sorted(found.items())
+    }
+
+
+@dataclass(slots=True)
+class _Entry:
+    claims: Claims
+    read: float
+    used: float
+
+
+class PrefixCache:
+    """Claims by prefix. `positive_s`, `negative_s`: the age at which an entry with claims, or without, counts no more.
+
+    `prefixes`, `claims`: the most that is remembered.
+    """
+
+    def __init__(
+        self,
+        positive_s: float,
+        negative_s: float,
+        prefixes: int = EXPERT_PREFIXES_KEPT,
+        claims: int = EXPERT_CLAIMS_KEPT,
+    ) -> None:
+        self._positive_s, self._negative_s, self._most = positive_s, negative_s, claims
+        self._entries = BoundedDict[Uid, _Entry](prefixes)
+        self.claims = 0  # in all entries
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def get(self, now: float, prefix: Uid) -> Claims | None:
+        """What lives below a prefix, empty where nothing does; None: that is not known, or too old."""
+        entry = self._entries.get(prefix)
+        if entry is None or now - entry.read >= self._age_s(entry):
+            return None
+        entry.used = now
+        return entry.claims
+
+    def put(self, now: float, prefix: Uid, claims: Claims) -> None:
+        """What a look-up at `now` found below a prefix."""
+        self.forget(prefix)
+        if len(self._entries) == self._entries.maxlen:
+            self.forget(next(iter(self._entries)))
+        self._entries[prefix] = _Entry(claims or _NOTHING, now, now)
+        self.claims += _count(claims)
+        while self.claims > self._most:
+            self.forget(next(iter(self._entries)))
+
+    def forget(self, prefix: Uid) -> None:
+        """The next reader looks it up."""
+        entry = self._entries.pop(prefix, None)
+        if entry is not None:
+            self.claims -= _count(entry.claims)
+
+    def due(self, now: float) -> list[Uid]:
+        """Entries with claims that were used since they were read, and will soon be too old."""
+        return [
+            prefix
+            for prefix, entry in self._entries.items()
+            if entry.claims and entry.used > entry.read and _AHEAD <= (now - entry.read) / self._positive_s < 1
+        ]
+
+    def check(self) -> None:
+        """Raise AssertionError unless the bounds hold."""
+        assert self.claims == sum(_count(entry.claims) for entry in self._entries.values()) <= self._most
+        assert len(self._entries) <= self._entries.maxlen
+
+    def _age_s(self, entry: _Entry) -> float:
+        return self._positive_s if entry.claims else self._negative_s
+
+
+def _count(claims: Claims) -> int:
+    return sum(map(len, claims.values()))
