@@ -13,6 +13,6 @@ T = TypeVar("T")
 class InlineWorker:
     """Implements `core.work.Worker`."""
 
-    async def run(self, job: Callable[[], T], *, name: str, cost_s: float = 0.0) -> T:
+    async def run(self, job: Callable[[], T], *, name: str, cost_s: float = 0.0, urgent: bool = False) -> T:
         await trio.lowlevel.checkpoint()
         return job()

@@ -31,6 +31,7 @@ class HostRests:
 
     def __init__(self, remember: int = EXPERT_RESTS) -> None:
         self._rests = BoundedDict[tuple[bytes, Uid | None], _Rest](remember)
+        self._latest = 0.0  # end of the last rest
 
     def failed(self, now: float, host: PeerId, uid: Uid | None = None) -> int:
         """It failed; returns how often in a row by now."""
@@ -38,6 +39,7 @@ class HostRests:
         if now >= rest.until:
             rest.failures += 1
             rest.until = now + backoff_s(rest.failures, FIRST_S, LONGEST_S)
+            self._latest = max(self._latest, rest.until)
             self._rests[host.raw, uid] = rest  # the youngest now; the oldest makes room
         return rest.failures
 
@@ -53,8 +55,14 @@ class HostRests:
             for rest in (self._rests.get((host.raw, None)), self._rests.get((host.raw, uid)))
         )
 
+    def hosts(self, now: float) -> frozenset[bytes]:
+        """Hosts that rest with all or some of their experts, by raw peer id."""
+        if now >= self._latest:
+            return frozenset()
+        return frozenset(host for (host, _), rest in self._rests.items() if now < rest.until)
+
     def resting(self, now: float) -> int:
-        """How many rest."""
+        """How many hosts, and experts on hosts, rest."""
         return sum(now < rest.until for rest in self._rests.values())
 
     def __len__(self) -> int:

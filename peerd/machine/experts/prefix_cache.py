@@ -10,7 +10,7 @@ A hostile host may claim whatever it likes, the highest generation too: whoever 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final
@@ -31,6 +31,7 @@ class ToldClaim:
     generation: int = 0
     version: int = 0
     queue_s: float = 0.0
+    only_dials: bool = False  # nobody can dial the host: it may be asked while it is connected
 
     @property
     def rank(self) -> tuple[int, bytes]:
@@ -42,15 +43,18 @@ Claims = Mapping[int, tuple[ToldClaim, ...]]  # by coordinate, the highest first
 _NOTHING: Final[Claims] = MappingProxyType({})
 
 
-def ranked(claims: Iterable[tuple[int, ToldClaim]]) -> Claims:
-    """Claims by coordinate, the highest of each kept."""
+def ranked(claims: Iterable[tuple[int, ToldClaim]], resting: Set[bytes] = frozenset()) -> Claims:
+    """Claims by coordinate, the highest of each kept, those of resting hosts last: a few liars that claim the highest
+    generation hide nobody for long.
+    """
     found = dict[int, list[ToldClaim]]()
     for coordinate, claim in claims:
         found.setdefault(coordinate, []).append(claim)
-    return {
-        coordinate: tuple(sorted(told, key=lambda claim: claim.rank, reverse=True)[:EXPERT_CLAIMS])
-        for coordinate, told in sorted(found.items())
-    }
+    kept = dict[int, tuple[ToldClaim, ...]]()
+    for coordinate, told in sorted(found.items()):
+        told.sort(key=lambda claim: (claim.host.raw not in resting, claim.rank), reverse=True)
+        kept[coordinate] = tuple(sorted(told[:EXPERT_CLAIMS], key=lambda claim: claim.rank, reverse=True))
+    return kept
 
 
 @dataclass(slots=True)

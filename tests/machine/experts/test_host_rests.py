@@ -29,6 +29,7 @@ def test_a_host_without_an_expert_rests_with_that_one_only() -> None:
     rests = HostRests()
     rests.failed(0.0, H, E)
     assert (rests.rests(1.0, H, E), rests.rests(1.0, H, F), rests.resting(1.0)) == (True, False, 1)
+    assert (rests.hosts(1.0), rests.hosts(FIRST_S)) == (frozenset({H.raw}), frozenset[bytes]())
     rests.answered(H, F)
     assert rests.rests(1.0, H, E)
     rests.answered(H, E)

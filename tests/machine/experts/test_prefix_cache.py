@@ -43,6 +43,14 @@ def test_of_hosts_that_claim_one_expert_the_highest_generation_and_then_peer_id_
     assert claims[5] == (told[0],)
 
 
+def test_hosts_that_rest_take_no_place_from_others() -> None:
+    told = [(0, ToldClaim(host(n), 100 if n else 0)) for n in range(EXPERT_CLAIMS + 2)]
+    liars = {host(n).raw for n in range(1, EXPERT_CLAIMS + 2)}
+    assert host(0) not in [claim.host for claim in ranked(told)[0]]
+    assert ranked(told, liars)[0][-1].host == host(0)
+    assert ranked(told, liars)[0][0].host == host(EXPERT_CLAIMS + 1), "the order is that of ranks all the same"
+
+
 def test_only_entries_that_are_used_are_read_ahead_of_their_end() -> None:
     cache = PrefixCache(10.0, 4.0)
     for prefix, claims in ((P, ONE), (Q, ONE), (Uid(0, (3,)), {})):

@@ -1,0 +1,321 @@
+"""Calls to the experts of one run, for layers of experts: implements `core.experts.contract.ExpertNetwork`.
+
+Every call goes to the host whose claim counts, and fails over to no other: another host has other weights. A backward
+goes where its forward was answered, under one request id, so that a repeat after a lost link counts once. All calls of
+a round share one deadline (`machine/experts/answer_rule`); experts that fail or come late leave the average.
+
+A hostile host may: stay silent, send its answer drop by drop, answer with other rows, another dtype or shape, more
+frames, NaN, an older generation than it claims, fewer updates than it had, or that it has no such expert. Each is a
+failure of that call alone; the log names the host, and it rests (`host_rests`). Sizes are bounded before frames come.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+import trio
+
+from peerd.core.bounded_dict import BoundedDict
+from peerd.core.clock import Clock
+from peerd.core.errors import (
+    LocalError,
+    Overloaded,
+    ProtocolViolation,
+    Refused,
+    RemoteError,
+    TooFewExperts,
+    TooSlow,
+    Unreachable,
+    Untrusted,
+)
+from peerd.core.experts.contract import ExpertAsk, ExpertReply, Served
+from peerd.core.experts.grid import Uid, grid_of, sample_shapes
+from peerd.core.ids import PeerId
+from peerd.core.limits import EXPERT_RESTS, EXPERT_TOP_K, EXPERTS_SEEN
+from peerd.core.messages.experts import Backward, Forward, Gradient, Name, Output
+from peerd.core.run.runfile import ExpertsSection, RunFile, fingerprint
+from peerd.core.work import Worker
+from peerd.machine.experts.answer_rule import AnswerRule
+from peerd.machine.experts.beam import BeamSearch
+from peerd.service.experts.answer_check import AnswerCheck
+from peerd.service.experts.expert_directory import ExpertDirectory
+from peerd.service.rpc.rpc import Answer, Rpc
+from peerd.signals import Signal
+
+if TYPE_CHECKING:
+    import numpy as np
+
+T = TypeVar("T")
+
+log = logging.getLogger("peerd.service.experts.expert_client")
+
+_SOONEST_S, _LATEST_S = 0.02, 5.0  # before a host is asked again that says it cannot take a call now
+_REPEATS: Final = 3  # of a backward whose link was lost: a host that is gone is not asked for long
+_REPEAT_S: Final = 0.5  # before that
+_LATE_IN_A_ROW: Final = 4  # answers of one host that the grace cut off: then others are chosen for a while
+_REASONS: Final[list[tuple[type[RemoteError], str]]] = [
+    (Overloaded, "overloaded"),
+    (TooSlow, "slow"),
+    (Unreachable, "unreachable"),
+    (Untrusted, "untrusted"),
+    (Refused, "refused"),
+    (ProtocolViolation, "invalid"),
+]
+
+
+@dataclass(slots=True)
+class CallFigures:
+    """What became of calls to experts, as this peer saw it."""
+
+    forwards: int = 0
+    backwards: int = 0
+    failed: Counter[str] = field(default_factory=Counter)  # by reason
+    late: int = 0  # cut off by the grace, or by the deadline
+    repeats: int = 0
+    stale_sum: int = 0  # updates of others between a forward and its backward
+    stale_most: int = 0
+    lost_updates: int = 0  # of experts that came back with an older state
+    seconds: float = 0.0  # that answered calls took
+    short: int = 0  # forwards with a sample that got too few answers
+
+    def status(self) -> dict[str, Any]:
+        """Plain data for `peerd status`."""
+        answered = self.forwards + self.backwards
+        return {
+            "forwards": self.forwards,
+            "backwards": self.backwards,
+            "failed": dict(self.failed),
+            "late": self.late,
+            "repeats": self.repeats,
+            "stale": self.stale_sum / self.backwards if self.backwards else None,
+            "stale_most": self.stale_most,
+            "lost_updates": self.lost_updates,
+            "seconds": self.seconds / answered if answered else None,
+            "short": self.short,
+        }
+
+
+@dataclass(slots=True)
+class _Round:
+    """Calls that are waited for together."""
+
+    rule: AnswerRule
+    replies: list[ExpertReply | None]
+    changed: Signal = field(default_factory=Signal)
+
+
+class ExpertClient:
+    """Calls to experts, wherever they are."""
+
+    def __init__(self, run: RunFile, rpc: Rpc, directory: ExpertDirectory, clock: Clock, worker: Worker) -> None:
+        self._section = run.experts or ExpertsSection()
+        self._fingerprint, self._grid = fingerprint(run), grid_of(run)
+        self._rpc, self._directory, self._clock, self._worker = rpc, directory, clock, worker
+        shape_in, shape_out = sample_shapes(run)
+        self._outputs = AnswerCheck(shape_out, self._section.dtype, self._section.code, worker)
+        self._gradients = AnswerCheck(shape_in, self._section.dtype, self._section.code, worker)
+        self._live_share = 1.0  # of first prefixes
+        self._seen = BoundedDict[Uid, tuple[int, int]](EXPERTS_SEEN)  # highest (generation, version) answered
+        self._late = BoundedDict[PeerId, int](EXPERT_RESTS)  # calls in a row that were cut off
+        self.figures = CallFigures()
+
+    async def choose(self, layer: int, scores: Sequence[np.ndarray], k: int) -> list[list[Uid]]:
+        """The best `k` live experts of each sample, best first, by beam search; fewer where fewer live."""
+        if not 1 <= k <= EXPERT_TOP_K:
+            raise LocalError(f"{k} experts for a sample; allowed: 1 to {EXPERT_TOP_K}")
+        search = await self._run(partial(BeamSearch, self._grid, layer, scores, k, self._live_share))
+        asked = await self._run(partial(search.step, {}))
+        while asked:
+            live = self._directory.live(await self._directory.below(asked))
+            asked = await self._run(partial(search.step, live))
+        self._live_share = search.live_share
+        return await self._run(search.result)
+
+    async def forward(self, asks: Sequence[ExpertAsk], samples: int) -> list[ExpertReply | None]:
+        """The experts' outputs, None for those that failed or came late; one deadline for all.
+
+        Raises TooFewExperts when one of the `samples` samples has fewer than `k_min` answers.
+        """
+        calls = [(ask.uid, ask.samples) for ask in asks]
+        rule = AnswerRule(calls, samples, self._section.k_min, self._section.grace_s)
+        replies = await self._all(asks, rule, self._forward)
+        shortage = rule.shortage()
+        if shortage is not None:
+            self.figures.short += 1
+            raise TooFewExperts(shortage)
+        return replies
+
+    async def backward(self, asks: Sequence[ExpertAsk]) -> list[ExpertReply | None]:
+        """Gradients of the inputs; each expert that answers has made an update. None: it counts as a constant."""
+        return await self._all(asks, AnswerRule([(ask.uid, ()) for ask in asks], 0, 0, math.inf), self._backward)
+
+    def status(self) -> dict[str, Any]:
+        """Plain data for `peerd status`."""
+        return {**self.figures.status(), "directory": self._directory.status()}
+
+    async def _run(self, job: Callable[[], T]) -> T:
+        return await self._worker.run(job, name="choose experts")
+
+    # --- rounds ------------------------------------------------------------------------------------------------
+
+    async def _all(
+        self, asks: Sequence[ExpertAsk], rule: AnswerRule, ask_one: Callable[[ExpertAsk, float], Any]
+    ) -> list[ExpertReply | None]:
+        """Make all calls side by side until the rule says that it is over."""
+        turn = _Round(rule, [None] * len(asks))
+        began = trio.current_time()
+        rule.begin(began, self._section.timeout_s)
+        deadline = began + self._section.timeout_s
+        async with trio.open_nursery() as nursery:
+            for number, ask in enumerate(asks):
+                nursery.start_soon(self._one, turn, number, partial(ask_one, ask, deadline))
+            while not rule.over(trio.current_time()):
+                with trio.move_on_at(rule.wake_at()):
+                    await turn.changed.wait()
+            nursery.cancel_scope.cancel()
+        for number in rule.late() if trio.current_time() > began else ():
+            self.figures.late += 1
+            self._overdue(asks[number], timed_out=trio.current_time() >= deadline)
+        return turn.replies
+
+    async def _one(self, turn: _Round, number: int, ask_one: Callable[[], Any]) -> None:
+        try:
+            reply: ExpertReply = await ask_one()
+        except RemoteError as error:
+            turn.rule.failed(trio.current_time(), number, _reason_text(error))
+        else:
+            if turn.rule.answered(trio.current_time(), number):
+                turn.replies[number] = reply
+        turn.changed.notify()
+
+    # --- calls -------------------------------------------------------------------------------------------------
+
+    async def _forward(self, ask: ExpertAsk, deadline: float) -> ExpertReply:
+        claim = self._directory.owner(ask.uid)
+        if claim is None:
+            await self._directory.below([ask.uid.prefix])
+            claim = self._directory.owner(ask.uid)
+        if claim is None:
+            self.figures.failed["gone"] += 1
+            raise Unreachable("no host that can be asked announces it")
+        body = Forward(self._fingerprint, Name.of(ask.uid))
+
+        async def call() -> ExpertReply:
+            answer = await self._call(claim.host, "forward", body, Output, ask, deadline)
+            await self._outputs.check(answer, len(ask.samples))
+            told = answer.body
+            if told.generation < claim.generation:
+                raise ProtocolViolation(f"generation {told.generation} of {claim.generation} that it claims")
+            self._note(ask.uid, told.generation, told.version)
+            return ExpertReply(answer.frames[0], Served(claim.host.text, told.generation, told.version))
+
+        reply = await self._guarded(ask.uid, claim.host, call, deadline, repeats=0)
+        self.figures.forwards += 1
+        return reply
+
+    async def _backward(self, ask: ExpertAsk, deadline: float) -> ExpertReply:
+        served = ask.served
+        if served is None:
+            raise LocalError(f"a backward of expert {ask.uid} without what answered its forward")
+        host, request = PeerId.parse(served.host), self._clock.secure_bytes(16)
+        named = (Name.of(ask.uid), request, served.generation, served.version)
+        body = Backward(self._fingerprint, *named, self._section.most_stale)
+
+        async def call() -> ExpertReply:
+            answer = await self._call(host, "backward", body, Gradient, ask, deadline)
+            await self._gradients.check(answer, len(ask.samples))
+            told = answer.body
+            if told.generation < served.generation or not told.version:
+                raise ProtocolViolation(f"update {told.version} of generation {told.generation}")
+            self._note(ask.uid, told.generation, told.version)
+            stale = max(0, told.version - 1 - served.version)  # below 0: it came back with an older state
+            return ExpertReply(answer.frames[0], Served(host.text, told.generation, told.version), stale)
+
+        reply = await self._guarded(ask.uid, host, call, deadline, repeats=_REPEATS)
+        self.figures.backwards += 1
+        self.figures.stale_sum += reply.stale
+        self.figures.stale_most = max(self.figures.stale_most, reply.stale)
+        return reply
+
+    async def _call(
+        self, host: PeerId, verb: str, body: Forward | Backward, reply: type[Any], ask: ExpertAsk, deadline: float
+    ) -> Answer[Any]:
+        check = self._outputs if verb == "forward" else self._gradients
+        most_bytes = check.most_bytes(len(ask.samples))
+        timeout_s = max(0.0, deadline - trio.current_time())
+        method = f"expert/1/{verb}"
+        return await self._rpc.call(
+            host, method, body, reply, frames=ask.frames, timeout_s=timeout_s, reply_frame_bytes=most_bytes
+        )
+
+    async def _guarded(
+        self, uid: Uid, host: PeerId, call: Callable[[], Any], deadline: float, *, repeats: int
+    ) -> ExpertReply:
+        """One call, asked again when the host says it is busy, or has lost its link where a repeat counts once."""
+        started = trio.current_time()
+        while True:
+            try:
+                reply: ExpertReply = await call()
+            except Overloaded as error:
+                self.figures.failed["overloaded"] += 1
+                pause_s = min(max(error.retry_after_s, _SOONEST_S), _LATEST_S)
+                if trio.current_time() + pause_s >= deadline:
+                    raise
+            except Unreachable as error:
+                if not repeats:
+                    raise self._failed(uid, host, error) from None
+                repeats, pause_s = repeats - 1, _REPEAT_S
+            except RemoteError as error:
+                raise self._failed(uid, host, error.blame(host)) from None
+            else:
+                self._directory.rests.answered(host, uid)
+                self._late.pop(host, None)
+                self.figures.seconds += trio.current_time() - started
+                return reply
+            self.figures.repeats += 1
+            await trio.sleep(pause_s)
+
+    # --- what became of them -----------------------------------------------------------------------------------
+
+    def _failed(self, uid: Uid, host: PeerId, error: RemoteError) -> RemoteError:
+        """Count a failure, let the host rest with all or with this expert, and name it in the log."""
+        reason = next((word for kind, word in _REASONS if isinstance(error, kind)), "failed")
+        self.figures.failed[reason] += 1
+        rests, now = self._directory.rests, self._clock.now()
+        times = rests.failed(now, host, uid if isinstance(error, Refused) else None)
+        if isinstance(error, Refused):
+            self._directory.forget(uid)
+        log.log(logging.INFO if times == 1 else logging.DEBUG, "expert %s %s: %s", uid, reason, error)
+        return error
+
+    def _overdue(self, ask: ExpertAsk, *, timed_out: bool) -> None:
+        """A host has not answered in time: a failure when it had all the time there is, or is late again and again."""
+        claim = self._directory.owner(ask.uid)
+        host = PeerId.parse(ask.served.host) if ask.served is not None else claim.host if claim is not None else None
+        if host is None:
+            return
+        self._late[host] = self._late.get(host, 0) + 1
+        if timed_out:
+            self._failed(ask.uid, host, TooSlow(f"no answer within {self._section.timeout_s:g} s", host))
+        elif self._late[host] >= _LATE_IN_A_ROW:
+            self._failed(ask.uid, host, TooSlow(f"{self._late[host]} answers in a row came late, or never", host))
+
+    def _note(self, uid: Uid, generation: int, version: int) -> None:
+        """Count the updates that an expert lost when its host did."""
+        before = self._seen.get(uid)
+        if before is not None and generation > before[0] and version < before[1]:
+            self.figures.lost_updates += before[1] - version
+            log.info("expert %s came back %d updates older", uid, before[1] - version)
+        if before is None or (generation, version) > before:
+            self._seen[uid] = generation, version
+
+
+def _reason_text(error: RemoteError) -> str:
+    reason = next((word for kind, word in _REASONS if isinstance(error, kind)), "failed")
+    return f"was {reason}: {error}"

@@ -1,0 +1,271 @@
+"""Directory of experts: what hosts announce below prefixes of the grid, as the DHT tells it; and announcing our own.
+
+Each host publishes one record per prefix. Records are strangers' words: decoded strictly, checked against the grid and
+the key they stand under, and in a run with tokens believed only with a token for `expert`; a bad one is skipped and its
+publisher named in the log. Their addresses go to the host's address book. Of several claims to one expert the highest
+(generation, peer id) counts, unless its host rests because it failed this caller.
+
+What was read is remembered for one announcement period, and read anew in time while it is used (`run`). Does not call
+experts (`expert_client`), and does not choose among them (`machine/experts/beam`).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Final
+
+import msgspec
+import trio
+
+from peerd.core.addr import parse_addr
+from peerd.core.bounded_dict import BoundedDict
+from peerd.core.clock import Clock
+from peerd.core.errors import ConfigError, ProtocolViolation, RemoteError
+from peerd.core.experts.grid import Uid, coordinates_in, grid_of, prefix_key
+from peerd.core.ids import PeerId
+from peerd.core.limits import ADDR_BYTES, ADDRS_PER_PEER, EXPERT_RESTS
+from peerd.core.messages.encoding import decode, encode
+from peerd.core.messages.experts import Announced
+from peerd.core.record import Record
+from peerd.core.run.runfile import ExpertsSection, RunFile
+from peerd.machine.experts.host_rests import HostRests
+from peerd.machine.experts.live_bits import LiveBits
+from peerd.machine.experts.prefix_cache import Claims, PrefixCache, ToldClaim, ranked
+from peerd.net.host.host import Host
+from peerd.service.dht.dht import Dht
+from peerd.service.rpc.rpc import Rpc
+
+log = logging.getLogger("peerd.service.experts.expert_directory")
+
+LOOKUP_S: Final = 5.0  # for one round of look-ups: a slow DHT costs a batch that much and no more
+_LIVES_PERIODS: Final = 2.0  # of announcements: a host that is gone is forgotten when its orphans are adopted
+_LIVES_MORE_S: Final = 2.0  # for an announcement that is on its way
+_LONGEST_NEGATIVE_S: Final = 15.0  # before a dead prefix is looked up again
+_TAUGHT_S: Final = 60.0  # before the same addresses go to the address book again
+_SAID_AGAIN_S: Final = 600.0  # before the same peer is named for bad records again
+_PUTS: Final = 16  # announcements under way at once
+_RECORDS_A_TURN: Final = 16  # are looked at before others have their turn: a millisecond
+
+
+class ExpertDirectory:
+    """Who hosts which experts of one run."""
+
+    def __init__(self, run: RunFile, rpc: Rpc, host: Host, dht: Dht, clock: Clock) -> None:
+        section = run.experts or ExpertsSection()
+        self.grid = grid_of(run)
+        self._run, self._rpc, self._host, self._dht, self._clock = run.run, rpc, host, dht, clock
+        self._period_s = section.announce_s
+        self._cache = PrefixCache(section.announce_s, min(section.announce_s, _LONGEST_NEGATIVE_S))
+        self.rests = HostRests()
+        self._bits = LiveBits(self.grid, self.rests, lambda peer: peer == host.id or host.links.best(peer) is not None)
+        self._reading: dict[Uid, trio.Event] = {}
+        self._announced: set[Uid] = set()
+        self._taught = BoundedDict[PeerId, tuple[tuple[str, ...], float]](EXPERT_RESTS)
+        self._said = BoundedDict[PeerId, float](EXPERT_RESTS)
+        self.records, self.refused = 0, 0  # read and believed, or not
+
+    async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Read anew what is in use before it is too old, so that no caller waits for it, until cancelled."""
+        task_status.started()
+        while True:
+            await trio.sleep(self._period_s / 8)
+            due = self._cache.due(self._clock.now())
+            if due:
+                await self.read(due)
+
+    # --- reading -----------------------------------------------------------------------------------------------
+
+    async def below(self, prefixes: Iterable[Uid]) -> dict[Uid, Claims]:
+        """What hosts claim below prefixes, empty where nothing lives; not older than an announcement period."""
+        wanted, found = list(dict.fromkeys(prefixes)), dict[Uid, Claims]()
+        while True:
+            now, missing = self._clock.now(), list[Uid]()
+            for prefix in wanted:
+                claims = found.get(prefix) if prefix in found else self._cache.get(now, prefix)
+                if claims is None:
+                    missing.append(prefix)
+                else:
+                    found[prefix] = claims
+            if not missing:
+                return found
+            mine = [prefix for prefix in missing if prefix not in self._reading]
+            if mine:
+                found |= await self.read(mine)
+            else:
+                await self._reading[missing[0]].wait()
+
+    async def read(self, prefixes: Iterable[Uid]) -> dict[Uid, Claims]:
+        """As `below`, from the DHT now."""
+        wanted = list(dict.fromkeys(prefixes))
+        read = trio.Event()
+        self._reading |= dict.fromkeys(wanted, read)
+        try:
+            keys = {prefix_key(self._run, prefix): prefix for prefix in wanted}
+            try:
+                records = await self._dht.get_many(keys, timeout_s=LOOKUP_S)
+            except RemoteError as error:
+                log.info("announcements of experts could not be read: %s", error)
+                return {prefix: {} for prefix in wanted}
+            found = {prefix: await self._claims(prefix, records.get(key, [])) for key, prefix in keys.items()}
+            now = self._clock.now()
+            for prefix, claims in found.items():
+                self._cache.put(now, prefix, claims)
+            return found
+        finally:
+            for prefix in wanted:
+                if self._reading.get(prefix) is read:
+                    del self._reading[prefix]
+            read.set()
+
+    def live(self, found: Mapping[Uid, Claims]) -> dict[Uid, bytes]:
+        """Bitmaps of what lives below prefixes and may be asked now, by their claims; empty where nothing does."""
+        return self._bits.of(self._clock.now(), found)
+
+    def owner(self, uid: Uid) -> ToldClaim | None:
+        """The claim to an expert that counts, as far as it was read; None: none is known that may be asked now."""
+        now = self._clock.now()
+        return self._bits.owner(now, uid, (self._cache.get(now, uid.prefix) or {}).get(uid.at[-1], ()))
+
+    def forget(self, uid: Uid) -> None:
+        """A claim to the expert was found wrong: look it up again."""
+        self._cache.forget(uid.prefix)
+
+    def status(self) -> dict[str, Any]:
+        """Plain data for `peerd status`."""
+        return {
+            "prefixes": len(self._cache),
+            "claims": self._cache.claims,
+            "records": self.records,
+            "records_refused": self.refused,
+            "resting": self.rests.resting(self._clock.now()),
+            "announced": len(self._announced),
+        }
+
+    async def _claims(self, prefix: Uid, records: list[Record]) -> Claims:
+        """The claims in a prefix's records; names those who announced it where nothing stands."""
+        told = list[tuple[int, ToldClaim]]()
+        for number, record in enumerate(records):
+            if number % _RECORDS_A_TURN == _RECORDS_A_TURN - 1:
+                await trio.lowlevel.checkpoint()
+            try:
+                told += self._told(record.publisher, record.value, prefix)
+                self.records += 1
+            except ProtocolViolation as error:
+                self._say(error.blame(record.publisher), record.publisher)
+        claims = ranked(told, self.rests.hosts(self._clock.now()))
+        if not claims and len(prefix.at) > 1:
+            self._name_ghost(prefix)
+        elif len(prefix.at) == len(self.grid.sides) - 1:
+            self._name_rivals(prefix, claims)
+        return claims
+
+    def _told(self, peer: PeerId, value: bytes, prefix: Uid) -> Iterator[tuple[int, ToldClaim]]:
+        """The claims of one record; none without a token that counts, and ProtocolViolation when it is not valid."""
+        record = decode(Announced, value)
+        if record.prefix.uid != prefix:
+            raise ProtocolViolation(f"an announcement of experts below {record.prefix.uid} under the key of {prefix}")
+        side, experts = self.grid.side_below(prefix), len(prefix.at) == len(self.grid.sides) - 1
+        below = coordinates_in(record.below)
+        if len(record.below) != -(-side // 8) or not below or below[-1] >= side:
+            raise ProtocolViolation(f"an announcement below {prefix} with a bitmap that does not fit {side} places")
+        due = len(below) if experts else 0
+        if (len(record.generations), len(record.versions)) != (due, due):
+            raise ProtocolViolation(f"an announcement below {prefix} with other than {due} generations and versions")
+        gate = self._rpc.gate
+        if gate is not None and gate.named(peer, record.token, "expert") is None:
+            self.refused += 1
+            return iter(())  # the gate has said so
+        self._teach(peer, record.addrs)
+        numbers = zip(record.generations, record.versions, strict=True) if experts else ((0, 0) for _ in below)
+        return (
+            (coordinate, ToldClaim(peer, generation, version, record.queue_s, record.client))
+            for coordinate, (generation, version) in zip(below, numbers, strict=True)
+        )
+
+    def _teach(self, peer: PeerId, addrs: list[str]) -> None:
+        now, told = self._clock.now(), tuple(addrs)
+        before, at = self._taught.get(peer, ((), -_TAUGHT_S))
+        if before == told and now - at < _TAUGHT_S:
+            return
+        try:
+            self._host.learn(peer, [parse_addr(addr) for addr in addrs], by=peer)
+        except ConfigError as error:
+            raise ProtocolViolation(str(error)) from None
+        self._taught[peer] = told, now
+
+    def _name_ghost(self, prefix: Uid) -> None:
+        """Nothing stands under a prefix: hosts that announced it rest with that."""
+        now = self._clock.now()
+        for claim in (self._cache.get(now, prefix.prefix) or {}).get(prefix.at[-1], ()):
+            self.rests.failed(now, claim.host, prefix)
+            self._say(ProtocolViolation(f"announces experts below {prefix}, where it has none", claim.host), claim.host)
+
+    def _name_rivals(self, prefix: Uid, claims: Claims) -> None:
+        for coordinate, told in claims.items():
+            for lower in told[1:]:
+                uid, winner = prefix.below(coordinate), told[0]
+                text = "expert %s is claimed by two hosts: %s (generation %d) counts, not %s (generation %d)"
+                log.debug(text, uid, winner.host.short, winner.generation, lower.host.short, lower.generation)
+
+    def _say(self, error: RemoteError, peer: PeerId) -> None:
+        """Name a peer whose announcement does not count; in the log now and then, for it stands there for long."""
+        self.refused += 1
+        now = self._clock.now()
+        again = now - self._said.get(peer, -_SAID_AGAIN_S) < _SAID_AGAIN_S
+        log.log(logging.DEBUG if again else logging.WARNING, "skipped an announcement of experts: %s", error)
+        if not again:
+            self._said[peer] = now
+
+    # --- announcing --------------------------------------------------------------------------------------------
+
+    async def announce(self, records: Iterable[Announced]) -> None:
+        """Publish all that we host, one record per prefix, and withdraw what we hosted before; addresses and token are
+        filled in here. Expires by itself unless repeated every announcement period.
+        """
+        told = {record.prefix.uid: record for record in records}
+        gone = self._announced - told.keys()
+        token = self._rpc.gate.token if self._rpc.gate is not None else b""
+        known = {"addrs": self._own_addrs(), "token": token, "client": not self._host.takes_inbound}
+        self._announced |= told.keys()
+        await self._withdraw(gone)
+        # Experts first, then the prefixes that lead to them: who walks down finds no promise broken.
+        for length in sorted({len(prefix.at) for prefix in told}, reverse=True):
+            values = {p: msgspec.structs.replace(r, **known) for p, r in told.items() if len(p.at) == length}
+            await self._put(values)
+
+    async def withdraw(self, prefixes: Iterable[Uid] | None = None) -> None:
+        """Take back our records of prefixes; None: all, before leaving."""
+        await self._withdraw(self._announced if prefixes is None else self._announced.intersection(prefixes))
+
+    async def _put(self, records: Mapping[Uid, Announced]) -> None:
+        limiter = trio.CapacityLimiter(_PUTS)
+        ttl_s = _LIVES_PERIODS * self._period_s + _LIVES_MORE_S
+
+        async def put(prefix: Uid, record: Announced) -> None:
+            async with limiter:
+                try:
+                    await self._dht.put(prefix_key(self._run, prefix), encode(record), ttl_s=ttl_s)
+                except RemoteError as error:
+                    log.info("what lives below %s could not be announced: %s", prefix, error)
+
+        async with trio.open_nursery() as nursery:
+            for prefix, record in sorted(records.items()):
+                nursery.start_soon(put, prefix, record)
+
+    async def _withdraw(self, prefixes: Iterable[Uid]) -> None:
+        limiter = trio.CapacityLimiter(_PUTS)
+
+        async def withdraw(prefix: Uid) -> None:
+            async with limiter:
+                await self._dht.withdraw(prefix_key(self._run, prefix))
+            self._announced.discard(prefix)
+
+        async with trio.open_nursery() as nursery:
+            for prefix in sorted(prefixes):
+                nursery.start_soon(withdraw, prefix)
+
+    def _own_addrs(self) -> list[str]:
+        """Addresses to tell others; relays have a part in some of them, and may have made these too long."""
+        told = [str(addr) for addr in self._host.addrs()]
+        return [text for text in told if len(text) <= ADDR_BYTES][:ADDRS_PER_PEER]

@@ -1,0 +1,157 @@
+"""Peers of a run with experts in a simulated world: hosts that announce and answer as a test says, and a caller."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import trio
+
+from peerd.core.errors import Refused
+from peerd.core.experts.contract import ExpertAsk
+from peerd.core.experts.grid import Grid, Uid, bitmap, grid_of
+from peerd.core.frame import TensorFrame
+from peerd.core.messages.experts import Announced, Backward, Forward, Gradient, Name, Output
+from peerd.core.run.runfile import ExpertsSection, ModelSection, RunFile
+from peerd.service.experts.expert_client import ExpertClient
+from peerd.service.experts.expert_directory import ExpertDirectory
+from peerd.service.rpc.rpc import Answer, Incoming, MethodLimits
+from peerd.sim.clock import run_virtual
+from peerd.sim.programs import stack_on
+from peerd.sim.world import Node, World
+from tests.kit.workers import InlineWorker
+
+WIDTH = 3
+
+
+def experts_run(*sides: int, layers: int = 1, **changes: Any) -> RunFile:
+    """A run whose experts take and give vectors of WIDTH numbers."""
+    told: dict[str, Any] = {"announce_s": 10.0, "timeout_s": 10.0, "input": [WIDTH], **changes}
+    section = ExpertsSection(grid=list(sides) or [4, 4], layers=layers, **told)
+    return RunFile(run="moe", model=ModelSection(d_model=WIDTH), experts=section)
+
+
+def frame(rows: int, value: float = 1.0, width: int = WIDTH, dtype: str = "float32") -> TensorFrame:
+    values = np.full((rows, width), value, dtype=np.float32 if dtype == "float32" else np.float64)
+    return TensorFrame(dtype, (rows, width), values.tobytes())
+
+
+def values_of(given: TensorFrame) -> list[float]:
+    return sorted(set(np.frombuffer(bytes(given.payload), dtype=np.float32).tolist()))
+
+
+def announcements(grid: Grid, experts: Iterable[Uid], generation: int = 0, **changes: Any) -> list[Announced]:
+    """One record per prefix."""
+    below = dict[Uid, set[int]]()
+    for uid in experts:
+        for prefix in grid.prefixes(uid):
+            below.setdefault(prefix, set()).add(uid.at[len(prefix.at)])
+    records = []
+    for prefix, coordinates in sorted(below.items()):
+        numbers = [generation] * len(coordinates) if len(prefix.at) == len(grid.sides) - 1 else []
+        told: dict[str, Any] = {"versions": [0] * len(numbers), "queue_s": 0.0, "addrs": [], **changes}
+        bits = bitmap(coordinates, grid.side_below(prefix))
+        records.append(Announced(Name.of(prefix), bits, generations=numbers, **told))
+    return records
+
+
+Answers = Callable[[Incoming[Any]], Awaitable[Answer[Any]]]
+
+
+@dataclass
+class ExpertPeer:
+    """One peer. As a host it multiplies samples by 2 and gradients by 3, and counts updates, unless told otherwise."""
+
+    node: Node
+    run: RunFile
+    directory: ExpertDirectory
+    client: ExpertClient
+    experts: set[Uid] = field(default_factory=set)
+    generation: int = 0
+    updates: dict[Uid, int] = field(default_factory=dict)
+    seen: list[Any] = field(default_factory=list)  # bodies of the calls to it
+    forward: Answers | None = None  # in place of its own
+    backward: Answers | None = None
+    _serves: bool = False
+
+    async def host(self, *experts: Uid, generation: int = 0) -> None:
+        """Announce and serve these experts."""
+        self.experts |= set(experts)
+        self.generation = generation
+        self.serve()
+        await self.directory.announce(announcements(grid_of(self.run), self.experts, generation))
+
+    def serve(self) -> None:
+        """Answer calls from now on."""
+        if self._serves:
+            return
+        self._serves = True
+        limits = MethodLimits(frames=2, frame_bytes=1 << 20)
+        self.node.rpc.serve("expert/1/forward", Forward, functools.partial(self._answer, "forward"), limits=limits)
+        self.node.rpc.serve("expert/1/backward", Backward, functools.partial(self._answer, "backward"), limits=limits)
+
+    async def _answer(self, verb: str, call: Incoming[Any]) -> Answer[Any]:
+        await trio.lowlevel.checkpoint()
+        self.seen.append(call.body)
+        other = self.forward if verb == "forward" else self.backward
+        if other is not None:
+            return await other(call)
+        return self.answer(call)
+
+    def answer(self, call: Incoming[Any]) -> Answer[Any]:
+        """The answer of a host that does what it should."""
+        uid = call.body.expert.uid
+        if uid not in self.experts:
+            raise Refused(f"expert {uid} is not here")
+        backward = isinstance(call.body, Backward)
+        rows = np.frombuffer(bytes(call.frames[-1].payload), dtype=np.float32) * np.float32(3 if backward else 2)
+        told = TensorFrame("float32", call.frames[-1].shape, rows.tobytes())
+        if not backward:
+            return Answer(Output(self.generation, self.updates.get(uid, 0)), (told,))
+        self.updates[uid] = self.updates.get(uid, 0) + 1
+        return Answer(Gradient(self.generation, self.updates[uid]), (told,))
+
+
+@dataclass
+class ExpertWorld:
+    """The peers of one world; the first is everybody's bootstrap."""
+
+    world: World
+    run: RunFile
+    peers: list[ExpertPeer] = field(default_factory=list)
+
+    async def start(self) -> ExpertPeer:
+        """Another peer, which has joined."""
+        node = await self.world.start()
+        if not self.world.bootstrap:
+            self.world.bootstrap.append(node.full_addr)
+        directory = ExpertDirectory(self.run, node.rpc, node.host, node.dht, node.clock)
+        client = ExpertClient(self.run, node.rpc, directory, node.clock, InlineWorker())
+        self.peers.append(ExpertPeer(node, self.run, directory, client))
+        return self.peers[-1]
+
+
+def in_expert_world(main: Callable[[ExpertWorld], Awaitable[None]], run: RunFile, count: int = 3) -> None:
+    """Run `main` in a virtual world of `count` peers."""
+
+    async def program(node: Node, *, task_status: trio.TaskStatus[None]) -> None:
+        others = [addr for addr in node.world.bootstrap if addr != node.full_addr]
+        await stack_on(node).run([node.addr], others, task_status=task_status)
+
+    async def whole() -> None:
+        with trio.fail_after(10_000):
+            async with World(1, program).running() as world:
+                scene = ExpertWorld(world, run)
+                for _ in range(count):
+                    await scene.start()
+                await main(scene)
+
+    run_virtual(whole, seed=1)
+
+
+def asks_for(uids: Sequence[Uid], rows: int = 2) -> list[ExpertAsk]:
+    """Every expert is asked for the same samples."""
+    return [ExpertAsk(uid, tuple(range(rows)), (frame(rows),)) for uid in uids]
