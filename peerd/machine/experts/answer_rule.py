@@ -81,11 +81,13 @@ class AnswerRule:
         """Why a sample has fewer than `k_min` answers, once the round is over; None: all have them."""
         if not self._wanting:
             return None
-        sample = next(number for number, count in enumerate(self._answered) if count < self._k_min)
+        lost = [number for number, possible in enumerate(self._possible) if possible < self._k_min]
+        short = lost or [number for number, count in enumerate(self._answered) if count < self._k_min]
+        sample = short[0]
         told = list(self._fates(sample))
         more = f"; and {len(told) - _NAMED} more" if len(told) > _NAMED else ""
         fates = "; ".join(told[:_NAMED]) + more if told else "no expert was asked, for none is known to live"
-        others = f", as {self._wanting - 1} other samples" if self._wanting > 1 else ""
+        others = f", and {len(short) - 1} more samples too few" if len(short) > 1 else ""
         return f"sample {sample} has {self._answered[sample]} of {self._k_min} answers{others}: {fates}"
 
     def check(self) -> None:

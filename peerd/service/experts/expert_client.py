@@ -288,10 +288,12 @@ class ExpertClient:
         reason = next((word for kind, word in _REASONS if isinstance(error, kind)), "failed")
         self.figures.failed[reason] += 1
         rests, now = self._directory.rests, self._clock.now()
+        rested = rests.rests(now, host, uid)
         times = rests.failed(now, host, uid if isinstance(error, Refused) else None)
         if isinstance(error, Refused):
             self._directory.forget(uid)
-        log.log(logging.INFO if times == 1 else logging.DEBUG, "expert %s %s: %s", uid, reason, error)
+        level = logging.INFO if times == 1 and not rested else logging.DEBUG  # the first failure tells it all
+        log.log(level, "expert %s %s: %s", uid, reason, error)
         return error
 
     def _overdue(self, ask: ExpertAsk, *, timed_out: bool) -> None:

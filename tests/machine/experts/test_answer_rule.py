@@ -55,12 +55,12 @@ def test_a_sample_that_cannot_get_enough_ends_the_round_at_once() -> None:
     r = rule(k_min=2)
     r.failed(1.0, 2, "was silent")
     assert r.over(1.0)
-    assert (r.shortage() or "").startswith("sample 0 has 0 of 2 answers, as 1 other samples: expert 0.1.0 has not")
+    assert (r.shortage() or "").startswith("sample 1 has 0 of 2 answers: expert 0.1.1 has not")
     nobody = AnswerRule([(A, (0,))], 2, 1, 0.5)
     nobody.begin(0.0, 10.0)
     assert nobody.over(0.0)
     nobody.answered(0.0, 0)
-    assert (nobody.shortage() or "").startswith("sample 0 has 0 of 1 answers, as 1 other")
+    assert (nobody.shortage() or "").startswith("sample 1 has 0 of 1 answers: no expert")
 
 
 def test_a_sample_without_experts_says_that_none_is_known() -> None:

@@ -187,6 +187,7 @@ def test_in_a_run_with_tokens_only_experts_by_their_token_are_believed(caplog: p
     in_club(main)
 
 
+@pytest.mark.slow
 def test_a_flood_of_claims_below_one_prefix_hides_no_honest_host() -> None:
     async def main(scene: ExpertWorld) -> None:
         honest, reader, *liars = scene.peers
@@ -203,7 +204,7 @@ def test_a_flood_of_claims_below_one_prefix_hides_no_honest_host() -> None:
         assert sorted(tried) == sorted(liar.node.id for liar in liars)
         assert owner is not None
 
-    in_expert_world(main, experts_run(), count=9)
+    in_expert_world(main, experts_run(), count=7)
 
 
 def test_readers_of_one_prefix_share_a_look_up_and_what_is_in_use_is_read_ahead() -> None:
