@@ -1,0 +1,77 @@
+"""Blocking calls to experts, for plain threads: implements `core.experts.contract.ExpertCaller` over trio tasks.
+
+Many threads may call at once; each waits for its own call. A call runs in the trio run that `token` names, until it is
+done, the caller is closed, or the run ends: then its thread gets Unreachable. Ctrl+C in a thread that waits is held
+back until its call is done, which its own deadline bounds.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, TypeVar
+
+import trio
+
+from peerd.core.errors import LocalError, Unreachable
+from peerd.core.experts.contract import ExpertAsk, ExpertNetwork, ExpertReply
+from peerd.core.experts.grid import Uid
+
+if TYPE_CHECKING:
+    import numpy as np
+
+T = TypeVar("T")
+
+
+class BlockingExperts:
+    """Calls of plain threads; made in the trio run, and closed there before it ends."""
+
+    def __init__(self, network: ExpertNetwork, token: trio.lowlevel.TrioToken | None = None) -> None:
+        """`token`: the trio run that `network` lives in; None: this one."""
+        self._network = network
+        self._token = token or trio.lowlevel.current_trio_token()
+        self._home = threading.get_ident() if token is None else None
+        self._scopes = set[trio.CancelScope]()  # of calls under way; the trio run's own
+        self._closed = False
+
+    def choose(self, layer: int, scores: Sequence[np.ndarray], k: int) -> list[list[Uid]]:
+        """The best `k` live experts of each sample, best first; fewer where fewer live."""
+        return self._call(partial(self._network.choose, layer, scores, k))
+
+    def forward(self, asks: Sequence[ExpertAsk], samples: int) -> list[ExpertReply | None]:
+        """The experts' outputs, None for those that failed or came late. Raises TooFewExperts."""
+        return self._call(partial(self._network.forward, asks, samples))
+
+    def backward(self, asks: Sequence[ExpertAsk]) -> list[ExpertReply | None]:
+        """Gradients of the inputs; None counts as a constant."""
+        return self._call(partial(self._network.backward, asks))
+
+    def close(self) -> None:
+        """End the calls under way, and refuse others; in the trio run."""
+        self._closed = True
+        for scope in self._scopes:
+            scope.cancel()
+
+    def _call(self, job: Callable[[], Awaitable[T]]) -> T:
+        if threading.get_ident() == self._home:
+            raise LocalError("a blocking call to experts in the very thread that would carry it")
+        try:
+            return trio.from_thread.run(self._run, job, trio_token=self._token)
+        except (trio.RunFinishedError, trio.Cancelled):
+            raise _gone() from None
+
+    async def _run(self, job: Callable[[], Awaitable[T]]) -> T:
+        if self._closed:
+            raise _gone()
+        with trio.CancelScope() as scope:
+            self._scopes.add(scope)
+            try:
+                return await job()
+            finally:
+                self._scopes.discard(scope)
+        raise _gone()
+
+
+def _gone() -> Unreachable:
+    return Unreachable("this peer has left the run")
