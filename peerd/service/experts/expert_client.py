@@ -142,6 +142,7 @@ class ExpertClient:
 
         Raises TooFewExperts when one of the `samples` samples has fewer than `k_min` answers.
         """
+        self._check_asks(asks, 1)
         calls = [(ask.uid, ask.samples) for ask in asks]
         rule = AnswerRule(calls, samples, self._section.k_min, self._section.grace_s)
         replies = await self._all(asks, rule, self._forward)
@@ -153,11 +154,23 @@ class ExpertClient:
 
     async def backward(self, asks: Sequence[ExpertAsk]) -> list[ExpertReply | None]:
         """Gradients of the inputs; each expert that answers has made an update. None: it counts as a constant."""
+        self._check_asks(asks, 2)
         return await self._all(asks, AnswerRule([(ask.uid, ()) for ask in asks], 0, 0, math.inf), self._backward)
 
     def status(self) -> dict[str, Any]:
         """Plain data for `peerd status`."""
         return {**self.figures.status(), "directory": self._directory.status()}
+
+    def _check_asks(self, asks: Sequence[ExpertAsk], frames: int) -> None:
+        """Raise LocalError unless these can be asked at all."""
+        for ask in asks:
+            if not self._grid.is_expert(ask.uid):
+                raise LocalError(f"{ask.uid} is no expert of the grid {self._grid}")
+            rows = {frame.shape[:1] for frame in ask.frames}
+            if len(ask.frames) != frames or rows != {(len(ask.samples),)}:
+                raise LocalError(f"{len(ask.samples)} samples for expert {ask.uid} with {len(ask.frames)} frames")
+            if frames > 1 and ask.served is None:
+                raise LocalError(f"a backward of expert {ask.uid} without what answered its forward")
 
     async def _run(self, job: Callable[[], T]) -> T:
         return await self._worker.run(job, name="choose experts")
@@ -221,8 +234,7 @@ class ExpertClient:
 
     async def _backward(self, ask: ExpertAsk, deadline: float) -> ExpertReply:
         served = ask.served
-        if served is None:
-            raise LocalError(f"a backward of expert {ask.uid} without what answered its forward")
+        assert served is not None
         host, request = PeerId.parse(served.host), self._clock.secure_bytes(16)
         named = (Name.of(ask.uid), request, served.generation, served.version)
         body = Backward(self._fingerprint, *named, self._section.most_stale)

@@ -223,8 +223,6 @@ def test_a_backward_goes_where_the_forward_was_answered_and_to_nobody_else_when_
         await adopter.host(A, generation=1)
         assert await caller.client.backward([after(ask, reply)]) == [None]
         assert adopter.seen == []
-        with pytest.raises(LocalError):
-            await caller.client._backward(ask, 100.0)
 
     in_expert_world(main, experts_run(timeout_s=5.0))
 
@@ -288,6 +286,25 @@ def test_many_rounds_in_flight_do_not_disturb_each_other() -> None:
         assert one.updates == {A: 12, B: 12}
 
     in_expert_world(main, experts_run())
+
+
+def test_calls_that_cannot_be_made_are_our_own_fault() -> None:
+    async def main(scene: ExpertWorld) -> None:
+        host, caller = scene.peers
+        await host.host(A)
+        client = caller.client
+        for uid in (Uid(0, (9, 9)), Uid(1, (1, 2)), Uid(0, (1,)), Uid(0, (1, 2, 3))):
+            with pytest.raises(LocalError, match="no expert of the grid"):
+                await client.forward(asks_for([uid]), 2)
+        with pytest.raises(LocalError, match=r"3 samples for expert 0\.1\.2"):
+            await client.forward([ExpertAsk(A, (0, 1, 2), (frame(2),))], 3)
+        with pytest.raises(LocalError, match="sample 7 of 2"):
+            await client.forward([ExpertAsk(A, (7, 0), (frame(2),))], 2)
+        with pytest.raises(LocalError, match="without what answered"):
+            await client.backward([ExpertAsk(A, (0, 1), (frame(2), frame(2)))])
+        assert host.seen == []
+
+    in_expert_world(main, experts_run(), count=2)
 
 
 def test_an_old_generation_that_answers_a_backward_does_not_count() -> None:

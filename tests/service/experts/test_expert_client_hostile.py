@@ -294,14 +294,3 @@ def test_while_all_experts_of_a_prefix_are_dead_those_of_others_are_chosen(caplo
         assert None not in replies
 
     in_expert_world(main, experts_run())
-
-
-def test_an_expert_outside_the_grid_is_never_asked() -> None:
-    async def main(scene: ExpertWorld) -> None:
-        host, caller = scene.peers
-        await host.host(A)
-        with pytest.raises(TooFewExperts):
-            await caller.client.forward(asks_for([Uid(0, (9, 9))]), 2)
-        assert host.seen == []
-
-    in_expert_world(main, experts_run(), count=2)
