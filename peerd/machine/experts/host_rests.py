@@ -7,6 +7,7 @@ it has no such expert rests with that expert only. This is one caller's own matt
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -24,6 +25,14 @@ LONGEST_S: Final = 60.0
 class _Rest:
     failures: int = 0
     until: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class RestsNow:
+    """What rests at one moment, by raw peer id: whole hosts, and bits of a host's experts below a prefix."""
+
+    whole: frozenset[bytes]
+    some: Mapping[tuple[bytes, Uid], int]
 
 
 class HostRests:
@@ -60,6 +69,16 @@ class HostRests:
         if now >= self._latest:
             return frozenset()
         return frozenset(host for (host, _), rest in self._rests.items() if now < rest.until)
+
+    def at(self, now: float) -> RestsNow:
+        """All that rests at one moment, for whoever looks at many experts."""
+        whole, some = set[bytes](), dict[tuple[bytes, Uid], int]()
+        for (host, uid), rest in self._rests.items() if now < self._latest else ():
+            if now < rest.until and uid is None:
+                whole.add(host)
+            elif now < rest.until and uid is not None and uid.at:
+                some[host, uid.prefix] = some.get((host, uid.prefix), 0) | 1 << uid.at[-1]
+        return RestsNow(frozenset(whole), some)
 
     def resting(self, now: float) -> int:
         """How many hosts, and experts on hosts, rest."""

@@ -1,7 +1,7 @@
 """Bitmaps of experts that may be asked now, sans-IO: hosts' claims without those of hosts that rest or are away.
 
-A look-up for a batch reads hundreds of bitmaps and most hosts are well: the bits of a prefix's claims are kept, and
-counted anew only where one of its hosts rests, or can only dial.
+A look-up for a batch reads hundreds of bitmaps: each host's bits below a prefix are kept as one number, and what rests
+is taken out of these.
 """
 
 from __future__ import annotations
@@ -10,20 +10,21 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from peerd.core.bounded_dict import BoundedDict
-from peerd.core.experts.grid import Grid, Uid, bitmap
+from peerd.core.experts.grid import Grid, Uid
 from peerd.core.ids import PeerId
 from peerd.core.limits import EXPERT_PREFIXES_KEPT
-from peerd.machine.experts.host_rests import HostRests
+from peerd.machine.experts.host_rests import HostRests, RestsNow
 from peerd.machine.experts.prefix_cache import Claims, ToldClaim
 
 
 @dataclass(frozen=True, slots=True)
-class _Whole:
-    """All bits of these claims, and the hosts that may make some of them not count; None: any time."""
+class _Counted:
+    """Claims below a prefix as bits: of each host, by raw peer id, and all together."""
 
     claims: Claims
-    bits: bytes
-    hosts: frozenset[bytes] | None
+    of_host: Mapping[bytes, int]
+    only_dial: Mapping[bytes, PeerId]
+    all: bytes
 
 
 class LiveBits:
@@ -31,7 +32,7 @@ class LiveBits:
 
     def __init__(self, grid: Grid, rests: HostRests, linked: Callable[[PeerId], bool]) -> None:
         self._grid, self._rests, self._linked = grid, rests, linked
-        self._whole = BoundedDict[Uid, _Whole](EXPERT_PREFIXES_KEPT)
+        self._counted = BoundedDict[Uid, _Counted](EXPERT_PREFIXES_KEPT)
 
     def owner(self, now: float, uid: Uid, told: Iterable[ToldClaim]) -> ToldClaim | None:
         """The highest of the claims to an expert whose host may be asked now."""
@@ -42,23 +43,35 @@ class LiveBits:
 
     def of(self, now: float, found: Mapping[Uid, Claims]) -> dict[Uid, bytes]:
         """Bitmap for each prefix and its claims; empty where none counts."""
-        resting, bits = self._rests.hosts(now), dict[Uid, bytes]()
+        rests, bits = self._rests.at(now), dict[Uid, bytes]()
         for prefix, claims in found.items():
-            whole = self._whole.get(prefix)
-            if whole is None or whole.claims is not claims:
-                whole = self._whole[prefix] = self._of(prefix, claims)
-            if whole.hosts is not None and resting.isdisjoint(whole.hosts):
-                bits[prefix] = whole.bits
+            counted = self._counted.get(prefix)
+            if counted is None or counted.claims is not claims:
+                counted = self._counted[prefix] = self._count(prefix, claims)
+            if rests.whole or rests.some or counted.only_dial:
+                bits[prefix] = self._bytes(prefix, self._awake(rests, prefix, counted))
             else:
-                alive = [c for c, told in claims.items() if self.owner(now, prefix.below(c), told)]
-                bits[prefix] = self._bits(prefix, alive)
+                bits[prefix] = counted.all
         return bits
 
-    def _of(self, prefix: Uid, claims: Claims) -> _Whole:
-        told = [claim for each in claims.values() for claim in each]
-        hosts = None if any(claim.only_dials for claim in told) else frozenset(claim.host.raw for claim in told)
-        return _Whole(claims, self._bits(prefix, claims), hosts)
+    def _awake(self, rests: RestsNow, prefix: Uid, counted: _Counted) -> int:
+        awake = 0
+        for host, bits in counted.of_host.items():
+            away = host in counted.only_dial and not self._linked(counted.only_dial[host])
+            if not away and host not in rests.whole:
+                awake |= bits & ~rests.some.get((host, prefix), 0)
+        return awake
 
-    def _bits(self, prefix: Uid, coordinates: Iterable[int]) -> bytes:
-        alive = list(coordinates)
-        return bitmap(alive, self._grid.side_below(prefix)) if alive else b""
+    def _count(self, prefix: Uid, claims: Claims) -> _Counted:
+        of_host, only_dial, every = dict[bytes, int](), dict[bytes, PeerId](), 0
+        for coordinate, told in claims.items():
+            bit = 1 << coordinate
+            every |= bit
+            for claim in told:
+                of_host[claim.host.raw] = of_host.get(claim.host.raw, 0) | bit
+                if claim.only_dials:
+                    only_dial[claim.host.raw] = claim.host
+        return _Counted(claims, of_host, only_dial, self._bytes(prefix, every))
+
+    def _bytes(self, prefix: Uid, bits: int) -> bytes:
+        return bits.to_bytes(-(-self._grid.side_below(prefix) // 8), "little") if bits else b""

@@ -47,9 +47,10 @@ def test_whatever_rests_a_bit_is_set_where_an_owner_is_found(seed: int) -> None:
     linked = {host for host in HOSTS if rng.random() < 0.5}
     bits = LiveBits(GRID, rests, linked.__contains__)
     prefixes = [Uid(0, (n,)) for n in range(4)]
+    dialing = {host for host in HOSTS if rng.random() < 0.2}
     claims = {
         p: ranked(
-            (rng.randrange(9), ToldClaim(rng.choice(HOSTS), rng.randrange(3), only_dials=rng.random() < 0.1))
+            (rng.randrange(9), ToldClaim(host := rng.choice(HOSTS), rng.randrange(3), only_dials=host in dialing))
             for _ in range(rng.randrange(12))
         )
         for p in prefixes
