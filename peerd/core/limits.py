@@ -93,7 +93,7 @@ EXPERT_RESTS: Final = 4096  # hosts, or experts on a host, that failed and are l
 EXPERTS_SEEN: Final = 1 << 16  # experts whose last version is remembered, to count updates that were lost
 EXPERT_QUEUED_PER_CALLER: Final = 1024  # requests that wait at one host: 64 batches in flight, 16 of its experts each
 EXPERT_QUEUED: Final = 4096  # of all callers together: their frames are counted as bytes being received
-EXPERT_KEPT_ANSWERS: Final = 8192  # updates remembered so that a repeat does not count twice: some 200 bytes each
+EXPERT_KEPT_ANSWERS: Final = 65_536  # updates remembered so that a repeat does not count twice: some 200 bytes each
 EXPERT_KEPT_BYTES: Final = 256 << 20  # of their answers; one whose bytes are gone is still known, and refused
 EXPERT_KEPT_S: Final = 120.0  # a caller that has not repeated a backward by then has given it up
 

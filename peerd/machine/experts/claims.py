@@ -1,0 +1,127 @@
+"""Claims: which host owns an expert, which of its experts a host gives up, and which free ones it takes.
+
+Sans-IO. Hosts claim experts by announcing them with a generation: 0 for an expert that begins anew, one more each time
+that it is adopted from a checkpoint. Of several claims the highest (generation, peer id) wins. That order is total and
+the same on every peer, so all that see the same claims see the same winner; a partition may have two owners until it
+heals, and the loser finds itself outbid with the next announcement that it reads.
+
+A hostile host may claim experts that are not its own, at any generation: nothing here can tell, only a token can; a
+claim outside the grid is none.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from peerd.core.experts.grid import Grid, Uid, bitmap
+from peerd.core.messages.experts import Announced, Name
+
+_LOOKED_AT: Final = 100_000  # places that a host looks at for free ones: a fuller grid needs no more hosts
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """A host's word that it serves an expert. `peer`: its id as text."""
+
+    generation: int
+    peer: str
+
+    @property
+    def rank(self) -> tuple[int, str]:
+        """Order of claims to one expert: the highest wins."""
+        return self.generation, self.peer
+
+
+def winners(claims: Iterable[tuple[Uid, Claim]]) -> dict[Uid, Claim]:
+    """The claim that wins each expert."""
+    best = dict[Uid, Claim]()
+    for uid, claim in claims:
+        if uid not in best or claim.rank > best[uid].rank:
+            best[uid] = claim
+    return best
+
+
+def outbid(mine: Mapping[Uid, int], me: str, seen: Mapping[Uid, Claim]) -> dict[Uid, Claim]:
+    """The experts that this host must give up, each with the claim that beats its own. `mine`: generations."""
+    return {
+        uid: seen[uid]
+        for uid, generation in mine.items()
+        if uid in seen and seen[uid].peer != me and seen[uid].rank > Claim(generation, me).rank
+    }
+
+
+def in_own_order(grid: Grid, rng: random.Random) -> Iterator[Uid]:
+    """Every expert of the grid once, in an order that `rng` decides: hosts that come together take different ones."""
+    count = grid.layers * grid.places
+    start, stride = rng.randrange(count), rng.randrange(count) | 1
+    while math.gcd(stride, count) != 1:
+        stride = (stride + 2) % count or 1
+    for i in range(count):
+        yield grid.uid((start + i * stride) % count)
+
+
+def candidates(grid: Grid, rng: random.Random, room: int) -> list[Uid]:
+    """Experts that this host looks at for free ones, in its own order: several times as many as it has room for."""
+    order, most = in_own_order(grid, rng), min(_LOOKED_AT, 64 + 8 * room)
+    return [uid for _, uid in zip(range(most), order, strict=False)]
+
+
+def to_take(looked_at: Iterable[Uid], taken: Iterable[Uid], room: int) -> list[Uid]:
+    """The first free ones among `looked_at`, as many as there is room for."""
+    held, found = set(taken), list[Uid]()
+    for uid in looked_at:
+        if len(found) >= room:
+            break
+        if uid not in held:
+            found.append(uid)
+    return found
+
+
+def capacity(limit: int, measured: int, grid: Grid) -> int:
+    """Experts that a host takes: `limit` of the user's (0: none given), else what its memory holds."""
+    return min(limit or max(0, measured), grid.layers * grid.places)
+
+
+def last_prefixes(uids: Iterable[Uid]) -> list[Uid]:
+    """The prefixes right above experts, each once, in order: there all claims to these experts are."""
+    return sorted({uid.prefix for uid in uids})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostWords:
+    """What a host says of itself in each of its announcements."""
+
+    queue_s: float
+    addrs: tuple[str, ...] = ()
+    token: bytes = b""
+    client: bool = False
+
+
+def announcements(grid: Grid, hosted: Mapping[Uid, tuple[int, int]], words: HostWords) -> list[Announced]:
+    """One record for each prefix under which this host has something. `hosted`: generations and versions."""
+    below = defaultdict[Uid, set[int]](set)
+    for uid in hosted:
+        for prefix in grid.prefixes(uid):
+            below[prefix].add(uid.at[len(prefix.at)])
+    records = []
+    for prefix, coordinates in sorted(below.items()):
+        uids = [prefix.below(c) for c in sorted(coordinates)]
+        experts = uids if len(prefix.at) == len(grid.sides) - 1 else []
+        records.append(
+            Announced(
+                prefix=Name.of(prefix),
+                below=bitmap(coordinates, grid.side_below(prefix)),
+                generations=[hosted[uid][0] for uid in experts],
+                versions=[hosted[uid][1] for uid in experts],
+                queue_s=max(0.0, min(1e6, words.queue_s)),
+                addrs=list(words.addrs),
+                token=words.token,
+                client=words.client,
+            )
+        )
+    return records
