@@ -34,7 +34,7 @@ from peerd.service.rpc.channel import Channel, Reply, Request
 from peerd.service.rpc.loopback import local_pair
 from peerd.service.rpc.pool import Lanes
 from peerd.service.rpc.room import Room
-from peerd.service.rpc.served_call import Method
+from peerd.service.rpc.served_call import FramesObjection, Method
 from peerd.service.rpc.server import Server
 from peerd.service.rpc.stream_channel import StreamLane
 from peerd.service.rpc.task_pool import Crew, Tasks
@@ -97,12 +97,15 @@ class Rpc:
         *,
         limits: MethodLimits = DEFAULT_LIMITS,
         objection: Callable[[PeerId, B], PeerdError | None] | None = None,
+        frames_objection: FramesObjection | None = None,
     ) -> None:
         """Answer calls of `method`. The handler runs until the caller's deadline; what it raises travels.
 
-        `objection` sees a call's body before its frames are received: what it returns, the caller gets.
+        `objection` sees a call's body before its frames are received, `frames_objection` then the frames' headers:
+        what they return, the caller gets.
         """
-        self._serve(Method(method_name(method), request, MethodLoad(limits), unary=handler, objection=objection))
+        served = Method(method_name(method), request, MethodLoad(limits), handler, None, objection, frames_objection)
+        self._serve(served)
 
     def serve_stream(
         self,

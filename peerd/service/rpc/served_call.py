@@ -16,7 +16,7 @@ import msgspec
 import trio
 
 from peerd.core.errors import LocalError, Overloaded, PeerdError, Refused, TooSlow
-from peerd.core.frame import TensorFrame
+from peerd.core.frame import FrameHeader, TensorFrame
 from peerd.core.ids import PeerId
 from peerd.core.limits import RPC_LEAST_BYTES_PER_S, RPC_MESSAGE_S
 from peerd.core.messages.encoding import encode
@@ -30,6 +30,7 @@ from peerd.service.rpc.types import Answer, Incoming
 
 UnaryHandler = Callable[[Incoming[Any]], Awaitable[Answer[Any]]]
 Objection = Callable[[PeerId, Any], PeerdError | None]
+FramesObjection = Callable[[PeerId, tuple[FrameHeader, ...]], PeerdError | None]
 StreamHandler = Callable[[Incoming[Any], CallStream], Awaitable[None]]
 
 
@@ -37,7 +38,8 @@ StreamHandler = Callable[[Incoming[Any], CallStream], Awaitable[None]]
 class Method:
     """A method that is served: how it is called, what it may cost, how loaded it is. One of the handlers is set.
 
-    `objection` tells, by the request's body alone, why a call is refused before its frames are received.
+    `objection` tells, by the request's body alone, why a call is refused before its frames are received, and
+    `frames_objection` by their headers.
     """
 
     name: MethodName
@@ -46,6 +48,7 @@ class Method:
     unary: UnaryHandler | None = None
     streaming: StreamHandler | None = None
     objection: Objection | None = None
+    frames_objection: FramesObjection | None = None
 
 
 class Caller(Protocol):

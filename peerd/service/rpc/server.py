@@ -256,7 +256,10 @@ class ServedStream:
         call: ServedCall | None = None
         try:
             body = decode(method.request, message.body)
-            if method.objection is not None and (error := method.objection(self.peer, body)) is not None:
+            error = method.objection(self.peer, body) if method.objection is not None else None
+            if error is None and method.frames_objection is not None:
+                error = method.frames_objection(self.peer, message.headers)
+            if error is not None:
                 method.load.counters.refused += 1
                 self._refuse(message.id, error)
                 return None
