@@ -92,6 +92,8 @@ EXPERT_CLAIMS: Final = 4  # of hosts to one expert, the highest: one serves, oth
 EXPERT_RESTS: Final = 4096  # hosts, or experts on a host, that failed and are left alone for a while
 EXPERTS_SEEN: Final = 1 << 16  # experts whose last version is remembered, to count updates that were lost
 EXPERT_QUEUED_PER_CALLER: Final = 1024  # requests that wait at one host: 64 batches in flight, 16 of its experts each
+EXPERT_QUEUED_PER_CALLER: Final = 960  # requests that wait at one host: just below the calls that a peer may have
+#   running there; 64 batches in flight, 15 of its experts each
 EXPERT_QUEUED: Final = 4096  # of all callers together: their frames are counted as bytes being received
 EXPERT_KEPT_ANSWERS: Final = 65_536  # updates remembered so that a repeat does not count twice: some 200 bytes each
 EXPERT_KEPT_BYTES: Final = 256 << 20  # of their answers; one whose bytes are gone is still known, and refused

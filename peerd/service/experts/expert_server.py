@@ -1,0 +1,402 @@
+"""Serving of experts: answers `expert/1/forward` and `expert/1/backward` for the experts that this peer hosts.
+
+Calls wait in the merge queue and are computed by the batch on the device's worker. A backward that was queued counts
+once, however often it is repeated, and is taken back only while nobody has begun it and no caller waits for it. Which
+experts are hosted is the host's affair: the server looks them up, and is told when one goes.
+
+A hostile caller may send: experts outside the grid or not served here, other rows, shapes and dtypes than the run
+file says (refused by the frames' headers, before a byte of them comes), values that are not finite, a backward of
+another run or generation, the same backward again and again, and any number of calls. Each costs its own caller alone,
+which is named in the log where it broke the protocol, a few lines a minute at most.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Final, Protocol
+
+import trio
+
+from peerd.core.bounded_dict import BoundedDict
+from peerd.core.clock import Clock
+from peerd.core.errors import PeerdError, ProtocolViolation, Refused
+from peerd.core.experts.grid import Uid, grid_of, sample_shapes
+from peerd.core.frame import FrameHeader, TensorFrame
+from peerd.core.ids import PeerId
+from peerd.core.limits import EXPERT_QUEUED, EXPERT_QUEUED_PER_CALLER, RPC_MESSAGE_FRAME_BYTES
+from peerd.core.messages.experts import Backward, Forward, Gradient, Output
+from peerd.core.run.runfile import ExpertsSection, RunFile, fingerprint
+from peerd.core.work import Worker
+from peerd.machine.experts.kept_answers import KeptAnswers, Known
+from peerd.machine.experts.merge_queue import MergeQueue, QueueBounds, Queued
+from peerd.machine.rpc.accounting import MethodLimits
+from peerd.service.experts.expert_batch import ExpertModel, Frames, Part, Result, compute_batch, too_old
+from peerd.service.rpc.rpc import Answer, Incoming, Rpc
+from peerd.signals import Signal
+
+__all__ = ["ExpertModel", "ExpertServer", "HostedModel", "ServerConfig"]
+
+_log = logging.getLogger("peerd.experts")
+_AHEAD: Final = 2  # batches at the worker: the next one is there when the device is free; more would merge less
+_BACKWARD_COST: Final = 3.0  # of a sample, in its forwards: forward again, backward, update
+_NAMED_S: Final = 30.0  # a caller that breaks the protocol is named once in so long
+_NAMED: Final = 1024  # callers remembered for that
+_MORE_CALLS: Final = 32  # of one caller than may wait: those being computed, and repeats; the queue says no first
+_SLACK_BYTES: Final = 64 << 10  # by which coded frames may be larger than the samples in them
+_GONE: Final = 4096  # experts that were served here once, with the reason why they are not now
+
+Contain = Callable[[Callable[[], Awaitable[None]], Callable[[], str]], Awaitable[bool]]
+Line = tuple[Uid, bool]  # an expert, and whether it is its backward
+
+
+class HostedModel(Protocol):
+    """An expert that this peer hosts."""
+
+    @property
+    def model(self) -> ExpertModel: ...
+
+    @property
+    def generation(self) -> int: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerConfig:
+    """Figures of the server. `cost_s`: time of a batch, by whether it is a backward, and samples; for simulations."""
+
+    cost_s: Callable[[bool, int], float] = lambda backward, samples: 0.0
+
+
+@dataclass(slots=True)
+class ServingStats:
+    """Counters since the start."""
+
+    forwards: int = 0  # requests answered
+    backwards: int = 0
+    updates: int = 0
+    batches: int = 0
+    samples: int = 0
+    repeats: int = 0  # backwards that had been made, or were under way
+    stale: int = 0  # backwards that were too old for their callers
+    refused: int = 0  # calls that broke the protocol
+    busy_s: float = 0.0
+
+
+@dataclass(slots=True, eq=False)
+class _Offer:
+    """One call that waits, with its frames."""
+
+    frames: Frames
+
+
+@dataclass(slots=True, eq=False)
+class _Request:
+    """One request in the queue, and the calls that wait for it: more than one where it was repeated."""
+
+    peer: PeerId
+    body: Forward | Backward
+    offers: list[_Offer] = field(default_factory=list)
+    done: trio.Event = field(default_factory=trio.Event)
+    answer: Answer[Any] | None = None
+    failure: PeerdError | None = None
+
+    @property
+    def kept_as(self) -> tuple[Uid, bytes] | None:
+        """The name of an update."""
+        return (self.body.expert.uid, self.body.request) if isinstance(self.body, Backward) else None
+
+    def settle(self, result: Answer[Any] | PeerdError) -> None:
+        if isinstance(result, Answer):
+            self.answer = result
+        else:
+            self.failure = result
+        self.done.set()
+
+
+_Queued = Queued[Line, _Request]
+
+
+class ExpertServer:
+    """See the module's header. `experts`: what is hosted now."""
+
+    def __init__(
+        self,
+        run: RunFile,
+        rpc: Rpc,
+        clock: Clock,
+        experts: Mapping[Uid, HostedModel],
+        config: ServerConfig | None = None,
+    ) -> None:
+        section = run.experts or ExpertsSection()
+        self.stats = ServingStats()
+        self.grid = grid_of(run)
+        self._run, self._rpc, self._clock = run, rpc, clock
+        self._experts, self._config = experts, config or ServerConfig()
+        self._fingerprint = fingerprint(run)
+        self._shapes, self._dtype = sample_shapes(run), section.dtype
+        self._max_batch = section.max_batch
+        self._queue: MergeQueue[Line, _Request] = MergeQueue(QueueBounds(max_batch=section.max_batch))
+        self._kept: KeptAnswers[tuple[Uid, bytes], _Queued, Answer[Any]] = KeptAnswers()
+        self._computing: dict[_Queued, None] = {}
+        self._came = Signal()
+        self._free_at = -math.inf
+        self._gone = BoundedDict[Uid, str](_GONE)
+        self._named = BoundedDict[PeerId, float](_NAMED)
+
+    async def run(
+        self,
+        worker: Worker,
+        contain: Contain,
+        *,
+        task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
+    ) -> None:
+        """Serve until cancelled. `contain` runs what may fail by our own fault, as `Host.supervise`."""
+        self._serve()
+        try:
+            async with trio.open_nursery() as nursery:
+                for _ in range(_AHEAD):
+                    nursery.start_soon(self._work, worker, contain)
+                task_status.started()
+        finally:
+            self._rpc.unserve("expert/1")
+            for queued in list(self._computing):
+                self._settle(queued, Refused("this peer is leaving"))
+            while batch := self._queue.take():
+                for queued in batch:
+                    self._settle(queued, Refused("this peer is leaving"))
+
+    @property
+    def queued(self) -> int:
+        """Requests that wait."""
+        return len(self._queue)
+
+    def queue_s(self) -> float:
+        """Time that a request would wait now."""
+        return self._queue.wait_s()
+
+    def forget(self, uid: Uid, why: str) -> None:
+        """An expert is not hosted any more: refuse what waits for it, and what comes, with the reason."""
+        self._gone[uid] = why
+        for backward in (False, True):
+            for queued in self._queue.clear((uid, backward)):
+                self._settle(queued, self._not_here(uid))
+
+    # --- calls --------------------------------------------------------------------------------------------------
+
+    def _serve(self) -> None:
+        kinds: dict[str, tuple[Any, Any]] = {
+            "forward": (Forward, self._forward),
+            "backward": (Backward, self._backward),
+        }
+        objection: Callable[[PeerId, Any], PeerdError | None] = self._objection
+        for name, expected in (("forward", self._shapes[:1]), ("backward", self._shapes)):
+            size = sum(4 * self._max_batch * math.prod(shape) for shape in expected) + _SLACK_BYTES
+            limits = MethodLimits(
+                frames=len(expected),
+                frame_bytes=min(size, RPC_MESSAGE_FRAME_BYTES),
+                calls_per_peer=EXPERT_QUEUED_PER_CALLER + _MORE_CALLS,
+                calls=2 * EXPERT_QUEUED,
+            )
+            request, handler = kinds[name]
+            frames = partial(self._frames_objection, expected)
+            self._rpc.serve(
+                f"expert/1/{name}", request, handler, limits=limits, objection=objection, frames_objection=frames
+            )
+
+    def _objection(self, peer: PeerId, body: Forward | Backward) -> PeerdError | None:
+        """Why a call is refused, by its body alone."""
+        uid = body.expert.uid
+        if body.run != self._fingerprint:
+            return Refused("your run file differs from this run's")
+        if not self.grid.is_expert(uid):
+            sides = " x ".join(map(str, self.grid.sides))
+            return self._blame(f"expert {uid} is not in the grid of {self.grid.layers} layers of {sides}", peer)
+        if isinstance(body, Backward) and self._known(peer, body) is not Known.NEW:
+            return None
+        hosted = self._experts.get(uid)
+        if hosted is None:
+            return self._not_here(uid)
+        if isinstance(body, Backward) and (stale := self._stale(hosted, body)) is not None:
+            return stale
+        full = self._queue.objection(peer.text)
+        if full is not None:
+            self._name(str(full), peer)
+        return full
+
+    def _stale(self, hosted: HostedModel, body: Backward) -> Refused | None:
+        """Why a backward is too old for its caller; looked at once more when it is computed."""
+        if body.most_stale < 0:
+            return None
+        uid, age = body.expert.uid, hosted.model.version - body.version
+        if body.generation != hosted.generation:
+            why = f"expert {uid} is of generation {hosted.generation} now, its forward was of {body.generation}"
+        elif age > body.most_stale:
+            why = too_old(age, body.most_stale)
+        else:
+            return None
+        self.stats.stale += 1
+        return Refused(why)
+
+    def _frames_objection(
+        self, expected: Sequence[tuple[int, ...]], peer: PeerId, headers: Sequence[FrameHeader | TensorFrame]
+    ) -> PeerdError | None:
+        """Why a call is refused, by the headers of its frames."""
+        if len(headers) != len(expected):
+            return self._blame(f"a call with {len(headers)} frames; expected {len(expected)}", peer)
+        for header, sample in zip(headers, expected, strict=True):
+            if header.dtype != self._dtype:
+                return self._blame(f"samples in {header.dtype}; this run's are in {self._dtype}", peer)
+            if header.shape[1:] != sample or not header.shape:
+                told = f"[rows, {', '.join(map(str, sample))}]"
+                return self._blame(f"a frame of shape {list(header.shape)}; expected {told}", peer)
+        rows = {header.shape[0] for header in headers}
+        if len(rows) != 1 or not 1 <= min(rows) <= self._max_batch:
+            allowed = f"allowed: 1 to {self._max_batch} (experts.max_batch), as many in each frame"
+            return self._blame(f"a call with {' and '.join(map(str, sorted(rows)))} samples; {allowed}", peer)
+        return None
+
+    def _blame(self, why: str, peer: PeerId) -> ProtocolViolation:
+        """What a caller did wrong, noted in the log with its name."""
+        self.stats.refused += 1
+        self._name(why, peer)
+        return ProtocolViolation(why, peer)
+
+    def _name(self, why: str, peer: PeerId) -> None:
+        """Name a caller in the log, now and then."""
+        now = self._clock.now()
+        if now - self._named.get(peer, -math.inf) >= _NAMED_S:
+            self._named[peer] = now
+            _log.warning("refused a call of peer %s: %s", peer, why)
+
+    def _not_here(self, uid: Uid) -> Refused:
+        why = self._gone.get(uid)
+        return Refused(f"expert {uid} is not served here{f' any more: {why}' if why else ''}")
+
+    def _known(self, peer: PeerId, body: Backward) -> Known:
+        return self._kept.look(self._clock.now(), peer.text, (body.expert.uid, body.request))
+
+    async def _forward(self, call: Incoming[Forward]) -> Answer[Any]:
+        return await self._answer(self._queue_up(call, backward=False), call)
+
+    async def _backward(self, call: Incoming[Backward]) -> Answer[Any]:
+        name, caller = (call.body.expert.uid, call.body.request), call.peer.text
+        known = self._known(call.peer, call.body)
+        if known is Known.NEW:
+            queued = self._queue_up(call, backward=True)
+            self._kept.begin(caller, name, queued)
+            return await self._answer(queued, call)
+        self.stats.repeats += 1
+        if known is Known.KEPT:
+            return self._kept.answer(caller, name)
+        if known is Known.FORGOTTEN:
+            raise Refused("this update was made; its answer is not kept any more")
+        queued = self._kept.under_way(caller, name)
+        if call.frames[0].shape[0] != queued.samples:
+            raise self._blame(f"a repeat with {call.frames[0].shape[0]} samples of {queued.samples}", call.peer)
+        return await self._answer(queued, call)
+
+    def _queue_up(self, call: Incoming[Any], *, backward: bool) -> _Queued:
+        uid, samples = call.body.expert.uid, call.frames[0].shape[0]
+        if uid not in self._experts:  # it went while the frames came
+            raise self._not_here(uid)
+        cost = samples * (_BACKWARD_COST if backward else 1.0)
+        queued = Queued((uid, backward), call.peer.text, samples, cost, _Request(call.peer, call.body))
+        refusal = self._queue.put(self._clock.now(), queued)
+        if refusal is not None:
+            raise refusal
+        self._came.notify()
+        return queued
+
+    async def _answer(self, queued: _Queued, call: Incoming[Any]) -> Answer[Any]:
+        """Wait for a request's answer. One that nobody waits for any more is not computed."""
+        request, offer = queued.request, _Offer(call.frames)
+        request.offers.append(offer)
+        try:
+            await request.done.wait()
+        finally:
+            request.offers.remove(offer)
+            if not request.offers and self._queue.withdraw(queued):
+                self._settle(queued, Refused("its caller went"))
+        if request.failure is not None:
+            raise request.failure
+        assert request.answer is not None
+        return request.answer
+
+    # --- batches ------------------------------------------------------------------------------------------------
+
+    async def _work(self, worker: Worker, contain: Contain) -> None:
+        while True:
+            batch = self._queue.take()
+            if not batch:
+                await self._came.wait()
+                continue
+            uid, backward = batch[0].line
+            about = f"a {'backward' if backward else 'forward'} of expert {uid}"
+            self._computing |= dict.fromkeys(batch)
+            parts = [_part(queued.request) for queued in batch]  # now, while each has a caller that waits
+            if not await contain(partial(self._compute, worker, batch, parts), partial(str, about)):
+                for queued in batch:
+                    if queued in self._computing:
+                        self._settle(queued, Refused(f"{about} failed here, by no fault of yours"))
+
+    async def _compute(self, worker: Worker, batch: Sequence[_Queued], parts: Sequence[Part]) -> None:
+        (uid, backward), began = batch[0].line, self._clock.now()
+        hosted = self._experts.get(uid)
+        if hosted is None:
+            for queued in batch:
+                self._settle(queued, self._not_here(uid))
+            return
+        generation, samples = hosted.generation, sum(queued.samples for queued in batch)
+        results = await worker.run(
+            partial(compute_batch, hosted.model, backward, parts),
+            name="expert backward" if backward else "expert forward",
+            cost_s=self._config.cost_s(backward, samples),
+        )
+        self._count(batch, results, began)
+        for queued, result in zip(batch, results, strict=True):
+            self._settle(queued, self._told(queued, result, generation, began))
+
+    def _count(self, batch: Sequence[_Queued], results: Sequence[Result], began: float) -> None:
+        now, stats, backward = self._clock.now(), self.stats, batch[0].line[1]
+        seconds = now - max(began, self._free_at)  # without the time that another batch was computed
+        self._free_at = now
+        good = [queued for queued, result in zip(batch, results, strict=True) if result.frame is not None]
+        self._queue.served(sum(queued.cost for queued in batch), seconds)
+        stats.busy_s += seconds
+        stats.batches += 1
+        stats.samples += sum(queued.samples for queued in good)
+        stats.stale += sum(result.stale for result in results)
+        if backward:
+            stats.backwards += len(good)
+            stats.updates += len({result.version for result in results if result.frame is not None})
+        else:
+            stats.forwards += len(good)
+
+    def _told(self, queued: _Queued, result: Result, generation: int, began: float) -> Answer[Any] | PeerdError:
+        """The answer to one request."""
+        if result.frame is None:
+            return Refused(result.fault) if result.stale else self._blame(result.fault, queued.request.peer)
+        waited_s = min(1e6, max(0.0, began - queued.since))
+        kind = Gradient if queued.line[1] else Output
+        return Answer(kind(generation, result.version, waited_s), (result.frame,))
+
+    def _settle(self, queued: _Queued, result: Answer[Any] | PeerdError) -> None:
+        """End a request: keep an update's answer, or forget that it was begun."""
+        self._computing.pop(queued, None)
+        name = queued.request.kept_as
+        if name is not None:
+            if isinstance(result, Answer):
+                size = sum(memoryview(frame.payload).nbytes for frame in result.frames)
+                self._kept.finish(self._clock.now(), queued.caller, name, result, size)
+            else:
+                self._kept.give_up(queued.caller, name)
+        queued.request.settle(result)
+
+
+def _part(request: _Request) -> Part:
+    frames = request.offers[0].frames
+    body = request.body
+    return Part(frames, body.version, body.most_stale) if isinstance(body, Backward) else Part(frames)
