@@ -21,7 +21,7 @@ import msgspec
 from peerd.core.experts.grid import Uid
 from peerd.core.ids import PeerId
 from peerd.core.keys import SIGNATURE_BYTES, verify
-from peerd.core.limits import EXPERT_PIECES, EXPERT_SIDE, EXPERT_STATE_BYTES, KEPT_EXPERTS_PER_RECORD
+from peerd.core.limits import EXPERT_PIECES, EXPERT_SIDE, EXPERT_STATE_BYTES, EXPERT_TAKING, KEPT_EXPERTS_PER_RECORD
 from peerd.core.messages.encoding import Message, encode
 from peerd.core.messages.swarm import AddrText, Fingerprint, Moment
 from peerd.core.messages.token import TokenData
@@ -122,6 +122,8 @@ class HolderOffer(Message, frozen=True):
     addrs: Addrs
     token: TokenData = b""  # that it may host experts, or be a backbone
     client: bool = False
+    # Orphans that it is fetching now: others leave them to it, since a large state takes longer than their patience.
+    taking: Annotated[list[Name], msgspec.Meta(max_length=EXPERT_TAKING)] = msgspec.field(default_factory=list)
 
 
 # --- checkpoints ------------------------------------------------------------------------------------------------

@@ -1,0 +1,116 @@
+"""Custody of checkpoints, sans-IO: which peers hold an expert's checkpoint, in which order peers adopt an orphan, and
+when an expert is one.
+
+All peers compute the same order from the names alone, a hash of expert and peer (rendezvous hashing), so that they
+agree without a message, and that the experts of a lost host spread over all others. An expert is an orphan when nobody
+claims it, or when its claim was not renewed for longer than a period and its host does not answer: either alone may be
+a hiccup, or a broken line between two peers. A hostile peer may offer what it does not have: others come after it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from peerd.core.bounded_dict import BoundedDict
+from peerd.core.experts.grid import Uid
+from peerd.core.ids import PeerId
+
+_RENEWED: Final = 1.1  # periods that a claim stands without its host having renewed it
+_UNCLAIMED: Final = 0.5  # periods without any claim, where the last owner does not answer
+_LET_GO: Final = 2.0  # likewise where it answers: it may be starting
+_TURN: Final = 0.25  # periods between the turns of two adopters
+_WATCHED: Final = 1 << 16  # experts: more than a peer reads of in many looks
+
+
+@dataclass(frozen=True, slots=True)
+class HolderRoom:
+    """A peer that offers room; `place`: where it says that it is, such as an address without its port."""
+
+    peer: PeerId
+    room_bytes: int
+    place: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class SeenClaim:
+    """A host's claim of an expert as its record says it; `until`: the record's expiry, later in each renewal."""
+
+    peer: PeerId
+    generation: int
+    version: int
+    until: float
+
+    @property
+    def rank(self) -> tuple[int, PeerId]:
+        """Order of claims of one expert: the highest wins."""
+        return self.generation, self.peer
+
+
+def draw(uid: Uid, peer: PeerId) -> bytes:
+    """A peer's lot for an expert; the lowest comes first."""
+    return hashlib.sha256(f"{uid} ".encode() + peer.raw).digest()
+
+
+def in_turn(uid: Uid, peers: Iterable[PeerId]) -> list[PeerId]:
+    """The order in which peers come for an expert."""
+    return sorted(set(peers), key=lambda peer: draw(uid, peer))
+
+
+def choose_holders(uid: Uid, own: HolderRoom, offers: Sequence[HolderRoom], size_bytes: int) -> list[PeerId]:
+    """Other peers with room for a checkpoint, best first: in turn, but each place once before any comes again, and
+    our own place last.
+    """
+    rooms = {offer.peer: offer for offer in offers if offer.peer != own.peer and offer.room_bytes >= size_bytes}
+    used, ordered = {own.place: 1}, list[tuple[int, PeerId]]()
+    for peer in in_turn(uid, rooms):
+        place = rooms[peer].place
+        ordered.append((used.get(place, 0), peer))
+        used[place] = used.get(place, 0) + 1
+    return [peer for _, peer in sorted(ordered, key=lambda item: item[0])]
+
+
+class OrphanWatch:
+    """What this peer saw of claims, and for how long."""
+
+    def __init__(self, announce_s: float) -> None:
+        self._announce_s = announce_s
+        self._seen = BoundedDict[Uid, tuple[SeenClaim | None, float]](_WATCHED)  # and since when it is unchanged
+        self._last = BoundedDict[Uid, SeenClaim](_WATCHED)
+
+    @property
+    def known(self) -> list[Uid]:
+        """Experts that somebody has claimed."""
+        return list(self._last)
+
+    def last(self, uid: Uid) -> SeenClaim | None:
+        """The highest claim that was ever seen."""
+        return self._last.get(uid)
+
+    def forget(self, uid: Uid) -> None:
+        """Begin anew with an expert: we have it now, or had it."""
+        self._seen.pop(uid, None)
+
+    def is_doubtful(self, now: float, uid: Uid, claim: SeenClaim | None) -> bool:
+        """Take note of the claim that stands now; True when it is time to see whether its host answers."""
+        seen = self._seen.get(uid)
+        if seen is None or seen[0] != claim:
+            self._seen[uid] = (claim, now)
+        last = self._last.get(uid)
+        if claim is not None and (last is None or claim.rank >= last.rank):
+            self._last[uid] = claim
+        return now >= self._seen[uid][1] + self._announce_s * (_UNCLAIMED if claim is None else _RENEWED)
+
+    def orphan_since(self, uid: Uid, answers: bool) -> float:
+        """When a doubtful expert became an orphan, or will; `answers`: its last owner does."""
+        claim, since = self._seen[uid]
+        if claim is not None:
+            return float("inf") if answers else since + _RENEWED * self._announce_s
+        return since + self._announce_s * (_LET_GO if answers else _UNCLAIMED)
+
+    def may_adopt(self, now: float, uid: Uid, since: float, own: PeerId, others: Iterable[PeerId]) -> bool:
+        """True when it is our turn: each of `others` that comes before us had its time."""
+        turn = in_turn(uid, [own, *others]).index(own)
+        return now >= since + turn * _TURN * self._announce_s

@@ -1,0 +1,135 @@
+"""Shelf of a holder, sans-IO: which checkpoints it keeps, and which go when another one comes.
+
+Invariants (`check`): never more bytes than allowed; of each expert and owner the newest two at most, of each expert
+those of the three highest owners; no other owner than this peer has more than half of the room. A newest checkpoint of
+another owner never goes for want of room: its owner was told that it is held; the second newest do.
+
+A hostile peer may ask to keep any number of checkpoints, huge ones, old ones, or ones with a generation of its own
+making: they take its share and one of three places of an expert, and no others.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Final
+
+from peerd.core.experts.grid import Uid
+from peerd.core.limits import KEPT_EXPERTS
+from peerd.core.messages.experts import Pointer
+
+_SPARES: Final = 2  # of one expert and owner: if the newest holds NaN, the one before it may not
+_OWNERS: Final = 3  # of one expert: the present one, the one before, and a liar
+
+
+class KeptShelf:
+    """The checkpoints that a peer holds. `own`: its public key, whose checkpoints have no share."""
+
+    def __init__(self, own: bytes, most_bytes: int) -> None:
+        self.most_bytes = most_bytes
+        self.bytes_held = 0
+        self._own = own
+        self._kept: dict[bytes, Pointer] = {}  # by signature, oldest first: two owners may have had equal states
+        self._of: dict[Uid, list[Pointer]] = {}  # newest first
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    @property
+    def pointers(self) -> list[Pointer]:
+        """All that is kept, the newest of each expert first."""
+        return [pointer for pointers in self._of.values() for pointer in pointers]
+
+    def by_digest(self, digest: bytes) -> Pointer | None:
+        """A checkpoint with this digest; None: there is none."""
+        return next((pointer for pointer in self._kept.values() if pointer.digest == digest), None)
+
+    def of(self, uid: Uid) -> list[Pointer]:
+        """Checkpoints of one expert, newest first."""
+        return list(self._of.get(uid, ()))
+
+    def objection(self, pointer: Pointer) -> str | None:
+        """Why this checkpoint is not taken; None when there is, or can be made, room for it."""
+        uid, others = pointer.expert.uid, self._of.get(pointer.expert.uid, [])
+        mine = [p for p in others if p.owner == pointer.owner]
+        if mine and mine[0].rank >= pointer.rank:
+            return f"a checkpoint of expert {uid} that is as new is held here"
+        if len({p.owner for p in others if p.owner != pointer.owner and p.rank > pointer.rank}) >= _OWNERS:
+            return f"checkpoints of {_OWNERS} later owners of expert {uid} are held here"
+        share = self.most_bytes if pointer.owner == self._own else self.most_bytes // 2
+        stays = sum(p.size_bytes for p in self._kept.values() if p.owner == pointer.owner)
+        if stays - sum(p.size_bytes for p in mine[_SPARES - 1 :]) + pointer.size_bytes > share:
+            return f"{pointer.size_bytes} bytes more than what one peer may have here, {share}"
+        if len(self) >= KEPT_EXPERTS and not mine:
+            return f"{len(self)} checkpoints are held here"
+        newest = [p for p in self._newest() if p not in mine]
+        if sum(p.size_bytes for p in newest) + pointer.size_bytes > self.most_bytes:
+            return f"no room for {pointer.size_bytes} bytes"
+        return None
+
+    def take(self, pointer: Pointer) -> list[Pointer]:
+        """Add a checkpoint to which there is no objection; the ones that go for it."""
+        self._kept[pointer.signature] = pointer
+        mine = self._of.setdefault(pointer.expert.uid, [])
+        mine.append(pointer)
+        mine.sort(key=lambda p: p.rank, reverse=True)
+        self.bytes_held += pointer.size_bytes
+        gone = self._beyond_numbers(mine)
+        for each in gone:
+            self.drop(each)
+        if self.bytes_held > self.most_bytes:
+            for each in self._spares():
+                if self.bytes_held > self.most_bytes:
+                    self.drop(each)
+                    gone.append(each)
+        return gone
+
+    def drop(self, pointer: Pointer) -> None:
+        """Forget a checkpoint: it is damaged, or was not written."""
+        if self._kept.pop(pointer.signature, None) is not None:
+            self.bytes_held -= pointer.size_bytes
+            left = [p for p in self._of.pop(pointer.expert.uid) if p.signature != pointer.signature]
+            if left:
+                self._of[pointer.expert.uid] = left
+
+    def room_bytes(self) -> int:
+        """Bytes that other peers' checkpoints may have, one peer half of the room at most."""
+        if len(self) >= KEPT_EXPERTS:
+            return 0
+        free = self.most_bytes - sum(p.size_bytes for p in self._newest())
+        return max(0, min(free, self.most_bytes // 2))
+
+    def check(self) -> None:
+        """Raise AssertionError unless the invariants hold."""
+        assert self.bytes_held == sum(p.size_bytes for p in self._kept.values()) <= self.most_bytes
+        assert sorted(p.signature for p in self.pointers) == sorted(self._kept)
+        by_owner, by_expert = Counter[bytes](), Counter[tuple[Uid, bytes]]()
+        for p in self._kept.values():
+            by_owner[p.owner] += p.size_bytes
+            by_expert[p.expert.uid, p.owner] += 1
+        assert all(count <= self.most_bytes // 2 for owner, count in by_owner.items() if owner != self._own)
+        assert all(count <= _SPARES for count in by_expert.values())
+        assert all(count <= _OWNERS for count in Counter(uid for uid, _ in by_expert).values())
+
+    def _beyond_numbers(self, pointers: list[Pointer]) -> list[Pointer]:
+        """Of one expert's: beyond the number of an owner, or of later owners than are remembered."""
+        gone, owners = list[Pointer](), dict[bytes, int]()
+        for pointer in pointers:
+            owners[pointer.owner] = owners.get(pointer.owner, 0) + 1
+            if owners[pointer.owner] > _SPARES or list(owners).index(pointer.owner) >= _OWNERS:
+                gone.append(pointer)
+        return gone
+
+    def _newest(self) -> Iterator[Pointer]:
+        """The newest of each expert and owner."""
+        for pointers in self._of.values():
+            owners = set[bytes]()
+            for pointer in pointers:
+                if pointer.owner not in owners:
+                    owners.add(pointer.owner)
+                    yield pointer
+
+    def _spares(self) -> list[Pointer]:
+        """The others, those first that came first."""
+        newest = {pointer.signature for pointer in self._newest()}
+        return [pointer for signature, pointer in self._kept.items() if signature not in newest]
