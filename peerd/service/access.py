@@ -235,13 +235,15 @@ class Access:
         found = self.roll.member(peer, self._clock.wall())
         return peer == self._host.id or (found is not None and not found.lacks(frozenset({role})))
 
-    def named(self, peer: PeerId, token: bytes, role: str = "") -> str | None:
-        """The name that the organizer gave to a member with `role`, by the `token` in its record; None: it is none."""
+    def named(self, peer: PeerId, token: bytes, *roles: str) -> str | None:
+        """The name that the organizer gave to a member with one of `roles`, by the `token` in its record; None: it is
+        none.
+        """
         found = self.roll.judge(peer, token, self._clock.wall())
         if isinstance(found, str):
             why = found
-        elif role and found.lacks(frozenset({role})):
-            why = f"its token does not allow {role}"
+        elif roles and found.lacks(frozenset(roles)):
+            why = f"its token does not allow {' or '.join(roles)}"
         else:
             return found.name
         self._tell(peer, "record", f"its record does not count: {why}")

@@ -43,7 +43,7 @@ async def swarm_view(dht: Dht, run: RunFile, gate: Gate | None = None, wall: flo
         return {"run": run.run, "why": f"the directory gave no answer: {error}"}
     unreadable: list[Record] = []
     rows = [
-        {"stage": number, "peers": _members(_read(found.get(key, []), decode_stage, unreadable), gate, role="stage")}
+        {"stage": number, "peers": _members(_read(found.get(key, []), decode_stage, unreadable), gate, "stage")}
         for number, key in enumerate(keys)
     ]
     trainers = _read(found.get(progress_key(run.run), []), decode_trainer, unreadable)
@@ -85,12 +85,12 @@ def _given(records: list[Record], unreadable: list[Record]) -> list[dict[str, An
     return found
 
 
-def _members(rows: list[dict[str, Any]], gate: Gate | None, role: str = "") -> list[dict[str, Any]]:
+def _members(rows: list[dict[str, Any]], gate: Gate | None, *roles: str) -> list[dict[str, Any]]:
     """In a run with tokens: only members' rows, under the names that the organizer signed."""
     found = []
     for row in rows:
         peer, token = row["peer"], row.pop("token")
-        name = gate.named(peer, token, role) if gate is not None else ""
+        name = gate.named(peer, token, *roles) if gate is not None else ""
         if name is not None:
             found.append(row | {"name": name})
     return found

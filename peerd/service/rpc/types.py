@@ -150,10 +150,10 @@ class Gate(Protocol):
         """True when a peer that calls us is a member with `role`."""
         ...
 
-    def named(self, peer: PeerId, token: bytes, role: str = "") -> str | None:
+    def named(self, peer: PeerId, token: bytes, *roles: str) -> str | None:
         """The name, perhaps empty, that the organizer gave to the publisher of a record with `token` in it.
 
-        None when that is no member with `role`, which the log then says; without `role`, no member.
+        None when that is no member with one of `roles`, which the log then says; without `roles`, no member.
         """
         ...
 

@@ -255,7 +255,7 @@ class Gatekeeper:
     def allows(self, peer: PeerId, role: str) -> bool:
         return self.open
 
-    def named(self, peer: PeerId, token: bytes, role: str = "") -> str | None:
+    def named(self, peer: PeerId, token: bytes, *roles: str) -> str | None:
         return None
 
 
