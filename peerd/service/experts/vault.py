@@ -1,0 +1,311 @@
+"""Vault: the checkpoints of experts that this peer holds, for itself and for others; serves `vault/1`.
+
+`keep` asks it to fetch a checkpoint from the caller, the expert's host; `get` gives pieces of what it holds. It says in
+the directory what it holds, and what room it has. Bounds: `machine.experts.kept_shelf`, and half of the disk's free
+room. Needs no torch: what the bytes mean, only a host knows.
+
+A hostile peer may: ask to keep what it did not sign, what is not of this run, what is too large, more than its share,
+or what it never sends (each such call ends by a deadline that its size sets, and is one of few); ask for pieces that
+are not held; claim room and hold nothing (`fetch` checks every piece, and asks others). It is named in the log.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Final, TypeVar
+
+import trio
+
+from peerd.core.errors import Overloaded, Refused, RemoteError, TooSlow, Unreachable
+from peerd.core.experts.grid import Uid, grid_of
+from peerd.core.frame import TensorFrame
+from peerd.core.ids import PeerId
+from peerd.core.limits import (
+    EXPERT_TAKING,
+    STATE_GIVEN,
+    STATE_GIVEN_PER_PEER,
+    STATE_LEAST_BYTES_PER_S,
+)
+from peerd.core.messages.encoding import Empty
+from peerd.core.messages.experts import DIGEST_BYTES, HolderOffer, Keep, Kept, Name, PieceWanted, Pointer
+from peerd.core.run.runfile import RunFile, fingerprint
+from peerd.core.work import Worker
+from peerd.machine.experts.kept_shelf import KeptShelf
+from peerd.service.experts.kept_directory import KeptDirectory, VaultPeer
+from peerd.service.experts.vault_disk import Bytes, VaultDisk, piece_at, pieces_of
+from peerd.service.experts.vault_fetch import GET, MemorySink, PieceFetch
+from peerd.service.rpc.rpc import Answer, Incoming, MethodLimits
+from peerd.signals import Signal
+
+log = logging.getLogger("peerd.service.experts.vault")
+
+T = TypeVar("T")
+VAULT_BYTES: Final = 16 << 30  # of disk, unless told otherwise
+KEEP: Final = "vault/1/keep"
+_KEPT_AT_ONCE: Final = 8  # checkpoints that are fetched from hosts
+_SHAKE_S: Final = 30.0  # of a hand-over, beyond what its bytes take
+_TOGETHER_S: Final = 0.5  # checkpoints often come by several at once
+_NOTHING: Final = PieceWanted(bytes(DIGEST_BYTES), 0)
+
+
+class Vault:
+    """See the module's header. `open` comes first, then `run`."""
+
+    def __init__(
+        self, run: RunFile, peer: VaultPeer, disk: VaultDisk, worker: Worker, most_bytes: int = VAULT_BYTES
+    ) -> None:
+        """`worker`: for files and hashes, best one that computes nothing else."""
+        assert run.experts is not None
+        self.directory = KeptDirectory(run, peer, worker)
+        self.fingerprint = fingerprint(run)
+        self.adopts: Callable[[], bool] = lambda: False  # whether this peer would take over experts now
+        self.taking: list[Uid] = []  # that it is about to take over
+        self.problem: str | None = None  # the reason that the disk takes nothing
+        self._announce_s = run.experts.announce_s
+        self._grid = grid_of(run)
+        self._peer, self._disk, self._worker = peer, disk, worker
+        self._shelf = KeptShelf(peer.host.id.public_key, most_bytes)
+        self._fetching = PieceFetch(peer.rpc, worker)
+        self._lent: dict[bytes, tuple[bytes, memoryview]] = {}  # by digest: checkpoints in memory
+        self._coming: dict[bytes, Pointer] = {}  # by signature: what is fetched from hosts
+        self._free_bytes = 0
+        self._changed = Signal()
+
+    # --- life -------------------------------------------------------------------------------------------------
+
+    async def open(self) -> None:
+        """Find what is held from before; OSError when the folder cannot be used."""
+        found = await self._worker.run(self._disk.open, name="list checkpoints of experts")
+        gone = list[Pointer]()
+        for pointer in sorted(found, key=lambda p: p.rank, reverse=True):
+            fits = pointer.run == self.fingerprint and self._shelf.bytes_held + pointer.size_bytes
+            if fits is False or fits > self._shelf.most_bytes:
+                gone.append(pointer)
+            else:
+                gone += self._shelf.take(pointer)
+        await self._worker.run(partial(self._remove, gone), name="drop checkpoints of experts")
+        await self._look_at_disk()
+
+    async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Serve, and say what is held, until cancelled."""
+        rpc = self._peer.rpc
+        pieces = MethodLimits(calls_per_peer=STATE_GIVEN_PER_PEER, calls=STATE_GIVEN)
+        rpc.serve(KEEP, Keep, self._keep, limits=MethodLimits(calls_per_peer=2, calls=_KEPT_AT_ONCE))
+        rpc.serve(GET, PieceWanted, self._give, limits=pieces)
+        try:
+            task_status.started()
+            while True:
+                await self.announce()
+                with trio.move_on_after(self._announce_s):
+                    await self._changed.wait()
+                    await trio.sleep(min(_TOGETHER_S, self._announce_s / 4))
+        finally:
+            rpc.unserve("vault/1")
+
+    async def announce(self) -> None:
+        """Say what is held and what room there is; a failure is logged, the next announcement comes."""
+        await self._look_at_disk()
+        adopts = self.adopts()
+        offer = HolderOffer(self.room_bytes, adopts, [], taking=[Name.of(uid) for uid in self.taking[:EXPERT_TAKING]])
+        try:
+            await self.directory.announce(self._shelf.pointers, offer)
+        except* RemoteError as group:
+            log.info("what is held could not be announced: %s", group.exceptions[0])
+
+    # --- what is held -----------------------------------------------------------------------------------------
+
+    @property
+    def held(self) -> list[Pointer]:
+        """All checkpoints here, of each expert the newest first."""
+        return self._shelf.pointers
+
+    @property
+    def room_bytes(self) -> int:
+        """Room for others' checkpoints."""
+        coming = sum(pointer.size_bytes for pointer in self._coming.values())
+        return max(0, min(self._shelf.room_bytes(), self._free_bytes // 2) - coming)
+
+    def own(self, uid: Uid) -> Pointer | None:
+        """The newest checkpoint of an expert that this very peer made."""
+        me = self._peer.host.id.public_key
+        return next((p for p in self._shelf.of(uid) if p.owner == me), None)
+
+    async def read(self, pointer: Pointer) -> bytearray:
+        """A checkpoint that is held here; ValueError when it is damaged, and then it is held no more."""
+        try:
+            return await self._worker.run(partial(self._disk.read, pointer), name="read a checkpoint of an expert")
+        except (OSError, ValueError) as error:
+            await self._lose(pointer, str(error))
+            raise ValueError(str(error)) from error
+
+    async def put(self, pointer: Pointer, digests: Sequence[bytes], data: Bytes) -> None:
+        """Write a checkpoint of our own; OSError when the disk does not take it, ValueError when the shelf does not."""
+        why = self._shelf.objection(pointer)
+        if why is not None:
+            raise ValueError(why)
+        write = partial(self._disk.write, pointer, digests, data)
+        await self._to_disk(write, "write a checkpoint of an expert")
+        await self._settle(pointer)
+
+    @contextmanager
+    def lent(self, pointer: Pointer, digests: Sequence[bytes], data: Bytes) -> Iterator[None]:
+        """Give pieces of `data` from memory meanwhile: it is asked for before, or though, the disk does not have it."""
+        self._lent[pointer.digest] = (b"".join(digests), memoryview(data))
+        try:
+            yield
+        finally:
+            self._lent.pop(pointer.digest, None)
+
+    # --- what others hold -------------------------------------------------------------------------------------
+
+    async def hand(self, pointer: Pointer, holder: PeerId) -> None:
+        """Have `holder` keep a checkpoint of ours; RemoteError says why it does not."""
+        timeout_s = _SHAKE_S + pointer.size_bytes / STATE_LEAST_BYTES_PER_S
+        answer = await self._peer.rpc.call(holder, KEEP, Keep(pointer), Kept, timeout_s=timeout_s, reply_frame_bytes=0)
+        if not answer.body.held:
+            raise Refused("it does not hold the checkpoint", holder)
+
+    async def fetch(self, pointer: Pointer, holders: Sequence[PeerId]) -> bytearray:
+        """A checkpoint, whole and checked, from here or from `holders`; RemoteError says why there is none."""
+        if any(p.signature == pointer.signature for p in self._shelf.of(pointer.expert.uid)):
+            try:
+                return await self.read(pointer)
+            except ValueError:
+                pass  # the log says so: others may have it whole
+        others = [peer for peer in holders if peer != self._peer.host.id]
+        digests = await self._fetching.digests(pointer, others)
+        sink = MemorySink(pointer.size_bytes)
+        await self._fetching.fetch(pointer, others, digests, sink)
+        return sink.data
+
+    async def answers(self, peer: PeerId, timeout_s: float) -> bool:
+        """True when a peer gives an answer, whatever it is."""
+        try:
+            await self._peer.rpc.call(peer, GET, _NOTHING, Empty, timeout_s=timeout_s, reply_frame_bytes=0)
+        except (Unreachable, TooSlow):
+            return False
+        except RemoteError:
+            return True
+        return True
+
+    # --- serving ----------------------------------------------------------------------------------------------
+
+    async def _give(self, call: Incoming[PieceWanted]) -> Answer[Empty]:
+        wanted = call.body
+        lent, pointer = self._lent.get(wanted.digest), self._shelf.by_digest(wanted.digest)
+        if lent is not None:
+            data: Bytes = lent[0]
+            if wanted.piece >= 0:
+                data = lent[1][slice(*piece_at(len(lent[1]), wanted.piece))]
+        elif pointer is None or wanted.piece >= pieces_of(pointer.size_bytes):
+            raise Refused("this piece of a checkpoint is not held here")
+        else:
+            data = await self._from_disk(pointer, wanted.piece)
+        if not data:
+            raise Refused("no such piece")
+        return Answer(Empty(), (TensorFrame("uint8", (len(data),), data),))
+
+    async def _from_disk(self, pointer: Pointer, number: int) -> bytes:
+        disk = self._disk
+        job = partial(disk.piece, pointer, number) if number >= 0 else partial(disk.digests, pointer)
+        try:
+            return await self._worker.run(job, name="read a piece of an expert")
+        except (OSError, ValueError) as error:
+            await self._lose(pointer, str(error))
+            raise Refused("this checkpoint is held here no more") from error
+
+    async def _keep(self, call: Incoming[Keep]) -> Answer[Kept]:
+        pointer, peer = call.body.pointer, call.peer
+        why = self._fault(pointer, peer)
+        if why is not None:
+            log.warning("peer %s asks to keep a checkpoint of expert %s: %s", peer, pointer.expert.uid, why)
+            raise Refused(why)
+        why = self._shelf.objection(pointer)
+        if why is not None:
+            raise Refused(why)
+        if pointer.size_bytes > self.room_bytes or pointer.signature in self._coming:
+            raise Overloaded("no room beside what is being fetched", _SHAKE_S)
+        self._coming[pointer.signature] = pointer
+        try:
+            await self._pull(pointer, peer)
+        except RemoteError as error:
+            log.warning("peer %s did not hand over the checkpoint of expert %s: %s", peer, pointer.expert.uid, error)
+            raise Refused(f"the checkpoint could not be fetched from you: {error.args[0]}") from error
+        except OSError as error:
+            raise Refused("the disk of this peer takes nothing now") from error
+        finally:
+            del self._coming[pointer.signature]
+        return Answer(Kept(held=True))
+
+    def _fault(self, pointer: Pointer, peer: PeerId) -> str | None:
+        """What is wrong with a request to keep a checkpoint."""
+        if pointer.run != self.fingerprint:
+            return "it is of another run"
+        if not self._grid.is_expert(pointer.expert.uid):
+            return "no such expert lies in the grid"
+        if pointer.owner != peer.public_key:
+            return "it is another peer's checkpoint"
+        return None if pointer.is_signed() else "its owner did not sign it"
+
+    async def _pull(self, pointer: Pointer, peer: PeerId) -> None:
+        """Fetch a checkpoint from its host onto the disk, in the time that its size allows."""
+        with trio.move_on_after(_SHAKE_S + pointer.size_bytes / STATE_LEAST_BYTES_PER_S):
+            digests = await self._fetching.digests(pointer, [peer])
+            listed = [digests[at : at + DIGEST_BYTES] for at in range(0, len(digests), DIGEST_BYTES)]
+            file = await self._to_disk(partial(self._disk.begin, pointer, listed), "make room for a checkpoint")
+            done = False
+            try:
+                await self._fetching.fetch(pointer, [peer], digests, file)
+                await self._to_disk(file.finish, "finish a checkpoint of an expert")
+                done = True
+            finally:
+                if not done:
+                    with trio.CancelScope(shield=True):
+                        await self._worker.run(file.abandon, name="drop half a checkpoint")
+            await self._settle(pointer)
+            return
+        raise TooSlow("it took too long", peer)
+
+    async def _settle(self, pointer: Pointer) -> None:
+        """Put what is on the disk on the shelf, and let go what it takes the place of."""
+        why = self._shelf.objection(pointer)  # another one came meanwhile
+        with trio.CancelScope(shield=True):
+            gone = [pointer] if why is not None else self._shelf.take(pointer)
+            await self._worker.run(partial(self._remove, gone), name="drop checkpoints of experts")
+        if why is not None:
+            raise Refused(why)
+        self.problem = None
+        self._changed.notify()
+
+    async def _to_disk(self, job: Callable[[], T], name: str) -> T:
+        """Run a job that writes; an OSError becomes `problem`, too."""
+        try:
+            return await self._worker.run(job, name=name)
+        except OSError as error:
+            told = f"{self._disk.folder} takes no checkpoint of an expert: {error.strerror or error}"
+            if told != self.problem:
+                log.warning("%s", told)
+            self.problem = told
+            raise
+
+    async def _lose(self, pointer: Pointer, why: str) -> None:
+        log.warning("a checkpoint of expert %s is held no more: %s", pointer.expert.uid, why)
+        self._shelf.drop(pointer)
+        await self._worker.run(partial(self._remove, [pointer]), name="drop a checkpoint of an expert")
+        self._changed.notify()
+
+    def _remove(self, pointers: Sequence[Pointer]) -> None:
+        for pointer in pointers:
+            try:
+                self._disk.remove(pointer)
+            except OSError as error:
+                log.warning("a checkpoint of expert %s could not be deleted: %s", pointer.expert.uid, error)
+
+    async def _look_at_disk(self) -> None:
+        try:
+            self._free_bytes = await self._worker.run(self._disk.free_bytes, name="look at the disk")
+        except OSError as error:
+            self._free_bytes, self.problem = 0, f"{self._disk.folder}: {error.strerror or error}"

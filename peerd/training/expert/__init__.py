@@ -1,0 +1,1 @@
+"""Hosting of experts: their life, their checkpoints, and the adoption of orphans."""
