@@ -107,6 +107,25 @@ class Block(nn.Module):
         return y_BLD
 
 
+class ExpertBlock(nn.Module):
+    """One transformer layer whose feed-forward is done by experts elsewhere: attention, and the gate that scores them.
+
+    `scores`: places in all dimensions of the experts' grid together.
+    """
+
+    def __init__(self, d_model: int, heads: int, scores: int) -> None:
+        super().__init__()
+        self.attention_norm = RMSNorm(d_model)
+        self.attention = Attention(d_model, heads)
+        self.feed_norm = RMSNorm(d_model)
+        self.gate = nn.Linear(d_model, scores, bias=False)
+
+    def forward(self, x_BLD: Tensor) -> tuple[Tensor, Tensor]:
+        """The sum so far, and what goes to the experts; their mean is added to the sum."""
+        x_BLD = x_BLD + self.attention(self.attention_norm(x_BLD))
+        return x_BLD, self.feed_norm(x_BLD)
+
+
 class Embedding(nn.Module):
     """Tokens [B, L] to vectors [B, L, D]."""
 

@@ -5,6 +5,8 @@ whole model (`block3.feed.up.weight`), so the names of all stages together are t
 starting value is a pure function of (run.seed, name): whatever the cut, whoever computes it, the bits are the same.
 Values are drawn from whole numbers and one multiplication, without logarithms, so that machines agree too.
 
+In a run with experts, its last blocks have no feed-forward of their own but a gate (`compute/experts/trunk`).
+
 A model of one's own, `model.kind: module:function`, is a list of layers that a function in a local Python file (or an
 installed module) returns; the contract stands in configs/README.md, `dry_run.py` tries it. Layers may have buffers, and
 run in eval mode, but for torch's batch norms, which train by the statistics of a microbatch (see `stage_module`). The
@@ -22,10 +24,11 @@ from typing import Final
 import torch
 from torch import Tensor, nn
 
-from peerd.compute.model.layers import Block, Embedding, Head, feed_forward_width
+from peerd.compute.model.layers import Block, Embedding, ExpertBlock, Head, feed_forward_width
 from peerd.compute.tokenizer import load_vocabulary
 from peerd.compute.user_code import find_function
 from peerd.core.errors import ConfigError
+from peerd.core.experts.grid import grid_of
 from peerd.core.run.runfile import RunFile
 from peerd.local_code import guarded
 
@@ -110,10 +113,23 @@ def _gpt_outline(run: RunFile, stages: Sequence[int]) -> ModelPiece:
             if m.share_layers:
                 layers.append((f"block{blocks.start}", Block(m.d_model, m.heads), len(blocks)))
             else:
-                layers += [(f"block{index}", Block(m.d_model, m.heads), 1) for index in blocks]
+                layers += [(f"block{index}", _block(run, index), 1) for index in blocks]
             if stage == run.pipeline.stages - 1:
                 layers.append(("head", Head(m.d_model, vocab), 1))
     return ModelPiece(layers).to(DTYPES[m.dtype])
+
+
+def first_with_experts(run: RunFile) -> int:
+    """The block from which on all have experts for their feed-forward; in a run without experts, none has."""
+    if run.experts is None:
+        return run.model.layers
+    return max(0, run.model.layers - grid_of(run).layers)
+
+
+def _block(run: RunFile, index: int) -> nn.Module:
+    if index < first_with_experts(run):
+        return Block(run.model.d_model, run.model.heads)
+    return ExpertBlock(run.model.d_model, run.model.heads, sum(grid_of(run).sides))
 
 
 def _gpt(run: RunFile, stages: Sequence[int]) -> ModelPiece:

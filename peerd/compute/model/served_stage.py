@@ -138,9 +138,10 @@ class Model(Protocol):
 class ServedStage:
     """Stage `stage` of `run`, ready to serve; `module.step` counts the global steps."""
 
-    def __init__(self, run: RunFile, stage: int, device: str) -> None:
+    def __init__(self, run: RunFile, stage: int, device: str, module: StageModule | None = None) -> None:
+        """`module`: the stage's own, where it is not one that microbatches pass through in one go."""
         self.run = run
-        self.module = StageModule(run, stage, device)
+        self.module = module or StageModule(run, stage, device)
         # A batch of such gradients can be summed, and the sum be squared by an optimizer.
         self.module.largest = math.sqrt(torch.finfo(self.module.dtype).max) / MAX_MICROBATCHES
         self._held, self._early = _Book(), _Book()
@@ -195,6 +196,10 @@ class ServedStage:
         outcome = StageOutcome(gradient, loss_sum, time.perf_counter() - began)
         book[mb] = _Kept(frames, outcome, self.module.step)
         return outcome
+
+    def _note(self, book: _Book, mb: Mb, at: int) -> None:
+        """Note a microbatch that was added by itself, with nothing of which it could be computed again."""
+        book[mb] = _Kept((), StageOutcome(None, 0.0, 0.0), at)
 
     def make_room(self, step: int, mb: Mb, admitted: Iterable[int]) -> None:
         """Let go of what keeps `mb` out, before it comes: first of its own trainer's, what is `admitted` no longer.

@@ -1,0 +1,269 @@
+"""Trunk of a model with experts: all but the experts themselves, cut into segments between the calls to them.
+
+A segment ends where samples go to a layer of experts, at a junction, and the next one begins with their answers; the
+last ends with the loss. Each call computes one segment, so between two calls any number of other microbatches may have
+theirs computed: nothing waits inside. As in `stage_module`, the forward is computed again for the backward, and a
+microbatch is computed with the parameters of one step from its beginning to its end (`at`; in a delayed run these may
+be one step old when it ends). Gradients are those of the sum over samples of each sample's mean loss, the balancing
+loss of the gates included; the loss that is told is without it.
+
+Shapes: B samples of text, L tokens, D d_model, V vocabulary; N samples of the experts (tokens, or whole texts) of shape
+S, K experts for each, G places in all dimensions of their grid together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from peerd.compute.model.layers import ExpertBlock
+from peerd.compute.model.partition import first_with_experts
+from peerd.compute.model.served_stage import Stale
+from peerd.compute.model.stage_module import StageModule
+from peerd.compute.tensors import all_finite
+from peerd.core.errors import ConfigError
+from peerd.core.experts.grid import grid_of, sample_shapes
+from peerd.core.run.runfile import ExpertsSection, RunFile
+
+
+@dataclass(frozen=True, slots=True)
+class Era:
+    """The parameters that a microbatch is computed with: those of `at` global steps, since they were loaded last."""
+
+    at: int
+    loads: int
+
+
+@dataclass(frozen=True, slots=True)
+class Junction:
+    """The end of a segment, where samples go to experts; or the gradients of all three."""
+
+    residual: Tensor  # [B, L, D]: what the experts' mean is added to
+    samples: Tensor  # [N, *S]
+    scores: Tensor  # [N, G]
+
+
+@dataclass(frozen=True, slots=True)
+class Answers:
+    """The experts' answers to a junction's samples; with gradients in place of outputs, what goes back to them."""
+
+    outputs: Tensor  # [N, K, *S], zeros where none came
+    columns: Tensor  # int64 [N, K, d]: each expert's coordinates, as columns of the scores
+    came: Tensor  # bool [N, K]
+
+
+class TrunkModule(StageModule):
+    """The only stage of a run with experts, in segments 0 to `layers`; segment i ends at the layer i of experts."""
+
+    def __init__(self, run: RunFile, device: str = "cpu") -> None:
+        check_trunk(run)
+        super().__init__(run, 0, device)
+        self.section = run.experts or ExpertsSection()
+        self.sides = grid_of(run).sides
+        self.layers = grid_of(run).layers
+        self.loads = 0  # how often the state was taken from elsewhere
+        self.sample_shape, _ = sample_shapes(run)
+        self._segments = _segments(run, [name for name, _ in self._piece.steps])
+        self._places = [
+            [i for i, name in enumerate(self.layout.names) if name.partition(".")[0] in names]
+            for names in self._segments
+        ]
+
+    @property
+    def era(self) -> Era:
+        """The parameters of now."""
+        return Era(self.step, self.loads)
+
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        """As a stage's; microbatches under way are of another era from now on."""
+        super().load_state(state)
+        self.loads += 1
+
+    def checked(self, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """A microbatch, int64 [B, L] both, on the device; ValueError says what is wrong with it."""
+        x = self._input(tokens)
+        return x, self._targets(targets, x)
+
+    # --- one segment --------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def depart(self, tokens: Tensor, era: Era) -> Junction:
+        """Segment 0, forward."""
+        with self._as_of(era):
+            return self._junction(0, tokens, None)
+
+    @torch.no_grad()
+    def go_on(self, index: int, before: Junction, answers: Answers, era: Era) -> Junction:
+        """A segment between two layers of experts, forward."""
+        with self._as_of(era):
+            return self._junction(index, before, answers)
+
+    @torch.no_grad()
+    def final_loss(self, before: Junction, answers: Answers, targets: Tensor, era: Era) -> float:
+        """The last segment, forward: the loss, summed over samples."""
+        with self._as_of(era):
+            return float(self._final(before, answers, targets))
+
+    def turn(
+        self, before: Junction, answers: Answers, targets: Tensor, era: Era
+    ) -> tuple[dict[int, Tensor], Junction, Tensor, float]:
+        """The last segment with its backward: gradients of parameters by number, of the residual and the scores at
+        `before` (none of the samples yet), of the answers' outputs, and the loss sum.
+        """
+        given, outputs = _leaves(before, answers)
+        with self._as_of(era):
+            loss, found, back = self._backward(
+                self.layers,
+                (*given, outputs.outputs),
+                lambda: self._final(Junction(given[0], before.samples, given[1]), outputs, targets),
+                1.0 / targets.shape[1],
+            )
+        return found, Junction(back[0], torch.zeros_like(before.samples), back[1]), back[2], float(loss.detach())
+
+    def go_back(
+        self, index: int, before: Junction, answers: Answers, after: Junction, era: Era
+    ) -> tuple[dict[int, Tensor], Junction, Tensor]:
+        """A segment between two layers, backward, from the gradients of its end `after`; results as `turn`'s."""
+        given, outputs = _leaves(before, answers)
+        with self._as_of(era):
+            _, found, back = self._backward(
+                index,
+                (*given, outputs.outputs),
+                lambda: self._against(
+                    self._junction(index, Junction(given[0], before.samples, given[1]), outputs), after
+                ),
+                _largest(after),
+            )
+        return found, Junction(back[0], torch.zeros_like(before.samples), back[1]), back[2]
+
+    def arrive(self, tokens: Tensor, after: Junction, era: Era) -> dict[int, Tensor]:
+        """Segment 0, backward: gradients of its parameters by number."""
+        with self._as_of(era):
+            _, found, _ = self._backward(
+                0, (), lambda: self._against(self._junction(0, tokens, None), after), _largest(after)
+            )
+        return found
+
+    def add(self, gradients: Mapping[int, Tensor], ahead: int) -> None:
+        """Add a microbatch's gradients to the sum of the step under way, or of the one after it. ValueError, and no
+        change, for what cannot be summed.
+        """
+        whole = [gradients[i] for i in range(len(self._parameters))]
+        for gradient in whole:
+            if float(torch.linalg.vector_norm(gradient, torch.inf)) > self.largest:
+                raise ValueError(f"the gradient of this microbatch has values above {self.largest:.1e}")
+        self._sums.add(whole, 1.0, ahead)
+
+    # --- inside -------------------------------------------------------------------------------------------------
+
+    def _as_of(self, era: Era) -> AbstractContextManager[None]:
+        if era.loads != self.loads or not 0 <= self.step - era.at <= self.ahead:
+            raise Stale(f"the trunk is at step {self.step}, the microbatch at {era.at}")
+        return self.as_of(era.at)
+
+    def _junction(self, index: int, source: Tensor | Junction, answers: Answers | None) -> Junction:
+        """The end of a segment, in the dtype of the run."""
+        with self._precision.casting():
+            *first, last = self._segments[index]
+            x = self._enter(source, answers)
+            for name in first:
+                x = self._piece.get_submodule(name)(x)
+            block = self._piece.get_submodule(last)
+            assert isinstance(block, ExpertBlock)
+            residual, normed = block(x)
+            samples = normed.reshape(-1, *self.sample_shape)
+            scores = block.gate(samples if samples.ndim == 2 else samples.mean(1))
+        return Junction(residual.to(self.dtype), samples.to(self.dtype), scores.to(self.dtype))
+
+    def _final(self, before: Junction, answers: Answers, targets_BL: Tensor) -> Tensor:
+        """Sum over samples of the mean over tokens of the cross-entropy."""
+        with self._precision.casting():
+            x = self._enter(before, answers)
+            for name in self._segments[-1]:
+                x = self._piece.get_submodule(name)(x)
+        logits_BLV = x.to(self.dtype)
+        return F.cross_entropy(logits_BLV.flatten(0, 1), targets_BL.flatten(), reduction="sum") / targets_BL.shape[1]
+
+    def _enter(self, source: Tensor | Junction, answers: Answers | None) -> Tensor:
+        """A segment's input: tokens, or the sum so far and the experts' mean."""
+        if isinstance(source, Tensor):
+            return source
+        assert answers is not None
+        return source.residual + mixed(source.scores, answers).view_as(source.residual)
+
+    def _against(self, end: Junction, after: Junction) -> Tensor:
+        """A number whose gradient is that of the loss: the segment's end times the gradients of it, and the balance."""
+        total = (end.residual * after.residual).sum() + (end.samples * after.samples).sum()
+        total = total + (end.scores * after.scores).sum()
+        weight = self.section.balance * end.residual.shape[0]  # each sample's loss has it once
+        return total + weight * imbalance(end.scores, self.sides) if weight else total
+
+    def _backward(
+        self, index: int, inputs: Sequence[Tensor], compute: Callable[[], Tensor], largest: float
+    ) -> tuple[Tensor, dict[int, Tensor], Sequence[Tensor]]:
+        """What `compute` gives, and its gradients: of the segment's parameters by number, and of `inputs`."""
+        parameters = [self._parameters[i] for i in self._places[index]]
+        value, gradients = self._precision.backward(compute, [*parameters, *inputs], None, largest)
+        if not all(map(all_finite, gradients)) or not all_finite(value.detach()):
+            raise ValueError("the gradient of this microbatch has values that are not finite")
+        return value, dict(zip(self._places[index], gradients, strict=False)), gradients[len(parameters) :]
+
+
+def check_trunk(run: RunFile) -> None:
+    """ConfigError for a run with experts whose model role `trainer` cannot compute."""
+    inside, outside = sample_shapes(run)
+    m = run.model
+    if run.experts is None:
+        raise ConfigError("the run file has no experts")
+    if m.kind != "gpt":
+        raise ConfigError(f"model.kind is {m.kind}; with experts role trainer has gpt: use peerd.DMoE in your own loop")
+    if grid_of(run).layers > m.layers:
+        raise ConfigError(f"experts.layers is {grid_of(run).layers}; allowed for role trainer: up to {m.layers} layers")
+    for key, shape in (("input", inside), ("output", outside)):
+        if shape not in ((m.d_model,), (m.context, m.d_model)) or shape != inside:
+            allowed = f"[{m.d_model}] or [{m.context}, {m.d_model}], the input's as the output's"
+            raise ConfigError(f"experts.{key} is {list(shape)}; allowed for role trainer: {allowed}")
+
+
+def _segments(run: RunFile, names: Sequence[str]) -> list[list[str]]:
+    """Names of the layers in each segment."""
+    found: list[list[str]] = [[]]
+    with_experts = {f"block{i}" for i in range(first_with_experts(run), run.model.layers)}
+    for name in names:
+        found[-1].append(name)
+        if name in with_experts:
+            found.append([])
+    return found
+
+
+def _leaves(before: Junction, answers: Answers) -> tuple[tuple[Tensor, Tensor], Answers]:
+    """What a segment's gradients are wanted of, cut off from whoever made it."""
+    residual, scores, outputs = (t.detach().requires_grad_() for t in (before.residual, before.scores, answers.outputs))
+    return (residual, scores), Answers(outputs, answers.columns, answers.came)
+
+
+def _largest(after: Junction) -> float:
+    return max(float(part.abs().max()) for part in (after.residual, after.samples, after.scores))
+
+
+def mixed(scores_NG: Tensor, answers: Answers) -> Tensor:
+    """The mean of the outputs that came, weighted by the softmax of their experts' scores: [N, *S]."""
+    N, K, d = answers.columns.shape
+    each_NK = scores_NG.gather(1, answers.columns.reshape(N, K * d)).view(N, K, d).sum(-1)
+    weights_NK = each_NK.masked_fill(~answers.came, -torch.inf).softmax(1)
+    weights = weights_NK.view(N, K, *[1] * (answers.outputs.ndim - 2))
+    return (weights * answers.outputs).sum(1)
+
+
+def imbalance(scores_NG: Tensor, sides: Sequence[int]) -> Tensor:
+    """Squared coefficient of variation of the mean softmax over samples, summed over the grid's dimensions."""
+    total = scores_NG.new_zeros(())
+    for scores, side in zip(torch.split(scores_NG, list(sides), 1), sides, strict=True):
+        share = scores.softmax(1).mean(0)
+        total = total + side * share.square().sum() - 1.0
+    return total
