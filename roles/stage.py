@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from peerd.compute.model.dry_run import try_layers
+from peerd.core.errors import ConfigError
 from peerd.core.run.runfile import RunFile
 from peerd.training.stage.member import StageMember
 
@@ -18,4 +19,6 @@ class StageRole(StageMember):
     @classmethod
     def check_run(cls, run: RunFile) -> None:
         """As `peerd.role.Checking`: the layers of all stages."""
+        if run.experts is not None:
+            raise ConfigError("a run with experts has no stages to serve; allowed: --role trainer, expert, backbone")
         try_layers(run)

@@ -4,7 +4,8 @@ With a model in several stages it computes nothing itself: samples come from a w
 frames. With a model of one stage it holds a replica of its own and sends its microbatches nowhere else: data parallel
 training, in which each peer goes at its own pace and all average once the swarm has the batch together. The conductor
 decides which microbatches a step counts; `Contribution` keeps the books. Evaluates on held-out text when the conductor
-asks for it. Ends when the run has made all its steps.
+asks for it. With experts, that replica is the trunk between them, and each microbatch a task that waits for the experts
+of other peers (`training/moe`). Ends when the run has made all its steps.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from peerd.compute.codec.frames import to_frame
 from peerd.compute.data.corpus_digest import FileDigests, check_text, corpus_digests
 from peerd.compute.data.http_fetch import DataUnavailable
 from peerd.compute.data.stream import SampleStream, cache_of, samples_of
+from peerd.compute.experts.trunk import check_trunk
 from peerd.compute.model.dry_run import try_layers, try_layers_if_here
 from peerd.compute.tokenizer import load_vocabulary
 from peerd.core.errors import ConfigError
@@ -33,6 +35,7 @@ from peerd.machine.rate.work_rate import WorkRate
 from peerd.role import RoleContext
 from peerd.service.pipeline.schedule import Load
 from peerd.training.contributor import Contributor
+from peerd.training.moe.expert_flights import ExpertFlights
 from peerd.training.stage.member import StageMember
 
 _AHEAD = 4  # microbatches of samples that lie ready, at least: as many as the next report may wish for
@@ -60,7 +63,10 @@ class TrainerRole:
         self._is_replica = ctx.run.pipeline.stages == 1
         # Where role `stage` is in this process, the replica is its post.
         self.replica = StageMember(ctx) if self._is_replica and "stage" not in ctx.beside else None
-        self._pipeline = self._services.pipeline(self._books.grant_of)
+        self._flights: ExpertFlights | None = None
+        if self.replica is not None and ctx.run.experts is not None:
+            self._flights = ExpertFlights(ctx, self.replica, self._services.experts)
+        self._pipeline = self._flights or self._services.pipeline(self._books.grant_of)
         self._worker = ctx.worker("data")
         self._wanted = trio.Event()  # set when the books have too few samples waiting
         self._position: dict[str, Any] = {}
@@ -81,7 +87,9 @@ class TrainerRole:
     def check_run(cls, run: RunFile) -> None:
         """As `peerd.role.Checking`: the text, and the layers: its own replica's, or others' if they are here."""
         check_text(run)
-        if run.pipeline.stages == 1:
+        if run.experts is not None:
+            check_trunk(run)
+        elif run.pipeline.stages == 1:
             try_layers(run)
         else:
             try_layers_if_here(run)
@@ -117,21 +125,26 @@ class TrainerRole:
 
     def status(self) -> dict[str, object]:
         replica = {"replica": self.replica.status()} if self.replica is not None else {}
-        return replica | {
-            "step": self._books.step,
-            "next_step_in_s": self._services.following.step_in_s,
-            "loss": self._step_loss,
-            "valid_loss": self._valid_loss,
-            "valid_step": self._evaluated_step,
-            "samples_per_s": self._samples_per_s,
-            "tokens_per_s": self._samples_per_s * self._run.model.context,
-            "microbatches": self._contributor.counts(),
-            "retries": self._pipeline.retries,
-            "payload_bytes": self._pipeline.sent_bytes + self._pipeline.received_bytes,
-            "evaluations": [{"step": step, "loss": loss} for step, loss in self._evaluations],
-            "complete": self._contributor.complete,
-            "waits_for": self._waits_for(),
-        }
+        experts = {"experts": self._flights.counts.told()} if self._flights is not None else {}
+        return (
+            replica
+            | experts
+            | {
+                "step": self._books.step,
+                "next_step_in_s": self._services.following.step_in_s,
+                "loss": self._step_loss,
+                "valid_loss": self._valid_loss,
+                "valid_step": self._evaluated_step,
+                "samples_per_s": self._samples_per_s,
+                "tokens_per_s": self._samples_per_s * self._run.model.context,
+                "microbatches": self._contributor.counts(),
+                "retries": self._pipeline.retries,
+                "payload_bytes": self._pipeline.sent_bytes + self._pipeline.received_bytes,
+                "evaluations": [{"step": step, "loss": loss} for step, loss in self._evaluations],
+                "complete": self._contributor.complete,
+                "waits_for": self._waits_for(),
+            }
+        )
 
     @property
     def _samples_per_s(self) -> float:
@@ -224,6 +237,8 @@ class TrainerRole:
             return wanted or 2 + 2 * max(1, peers)
         if not peers:
             return 0  # it still takes the state over: a microbatch with a place in the batch would hold the step up
+        if self._flights is not None:
+            return wanted or self._flights.in_flight()
         return wanted or max(_REPLICA_IN_FLIGHT, self._done_unheard())
 
     def told_together(self) -> int:

@@ -100,6 +100,7 @@ PACKAGES = {
     "compute/export": {"compute", "compute/data", "compute/model"},
     "training/checkpoints": {"training/catchup"},
     "training/stage": {"training/catchup", "training/checkpoints"},
+    "training/moe": {"training", "training/stage"},
     "training/user_loop": {"training", "training/stage"},
 }
 FILES_IN_A_FOLDER = 15

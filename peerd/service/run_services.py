@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 
 from peerd.contents import named_files
 from peerd.core.clock import Clock
-from peerd.core.errors import ConfigError, RemoteError
+from peerd.core.errors import ConfigError, LocalError, RemoteError
+from peerd.core.experts.contract import ExpertNetwork
 from peerd.core.ids import PeerId
 from peerd.core.messages.settings import PublishedSettings, differences
 from peerd.core.messages.swarm import Grant
@@ -130,6 +131,11 @@ class RunServices:
             down_measured=not down,
             takes_inbound=self._host.takes_inbound,
         )
+
+    @cached_property
+    def experts(self) -> ExpertNetwork:
+        """Calls to the experts of a run that has them."""
+        raise LocalError("the run has no experts")
 
     def pipeline(self, grant_of: Callable[[int], Grant | None]) -> Pipeline:
         """For a trainer: calls to the stages. `grant_of`: the grant for a microbatch of ours, by its number."""

@@ -25,6 +25,7 @@ def role(
     )
     found._pipeline = SimpleNamespace(peers=lambda: 1)  # type: ignore[assignment]
     found._is_replica = True
+    found._flights = None
     found._services = SimpleNamespace(calls=SimpleNamespace(samples_per_s=lambda stage: rate))  # type: ignore[assignment]
     found._contributor = SimpleNamespace(answer_s=answer_s)  # type: ignore[assignment]
     return found

@@ -62,7 +62,7 @@ class StageMember:
             for stage in stages:
                 await self.enter(stage)
             nursery.start_soon(self._tally.run)
-            if self._own is None:  # trainers do not call a user's model
+            if self._own is None and self._run.experts is None:  # else trainers do not call it
                 nursery.start_soon(self._services.calling_in().run)
             if self._is_free:
                 await self._placing.serves_now()

@@ -115,8 +115,8 @@ class Post:
         handlers = StageHandlers(
             prepare=orders.prepare, commit=orders.commit, restore=orders.restore, samples_per_s=serving.rate
         )
-        if self._own is not None:  # trainers do not call a user's model
-            return handlers
+        if self._own is not None or self._run.experts is not None:
+            return handlers  # trainers call neither a user's model nor the trunk of another's
         return replace(
             handlers,
             forward=serving.forward,

@@ -15,6 +15,7 @@ from typing import TypeVar
 import trio
 from torch import Tensor
 
+from peerd.compute.experts.trunk_stage import TrunkStage
 from peerd.compute.model.footprint import refuse_if_too_large
 from peerd.compute.model.served_stage import Model, ServedStage
 from peerd.compute.model.user_model import UserModel
@@ -73,6 +74,12 @@ class PostState:
         before = [self._before] if self._before is not None and self._run.optimizer.delayed else []
         return [self.position, *before]
 
+    @property
+    def trunk(self) -> TrunkStage:
+        """The stage of a run with experts."""
+        assert isinstance(self._served, TrunkStage)
+        return self._served
+
     async def work(self, job: Callable[[], T], name: str, urgent: bool = False) -> T:
         """Run a job on the model's device; an urgent one goes before trainers' calls."""
         return await self._worker.run(job, name=name, urgent=urgent)
@@ -94,7 +101,11 @@ class PostState:
             self.position = await self.work(self._own.model.here, "name the parameters")
 
     def _build(self) -> ServedStage | UserModel:
-        return self._own.model if self._own else ServedStage(self._run, self.stage, self._ctx.device)
+        if self._own:
+            return self._own.model
+        if self._run.experts is not None:
+            return TrunkStage(self._run, self._ctx.device)
+        return ServedStage(self._run, self.stage, self._ctx.device)
 
     async def return_to_checkpoint(self) -> None:
         """Go to the newest checkpoint of the post's own, if it has any."""

@@ -65,6 +65,11 @@ class Serving:
         """Samples per second of computing: what this device can do when it is never idle."""
         return self.samples / self._busy_s if self._busy_s else 0.0
 
+    def worked(self, samples: int, seconds: float) -> None:
+        """Count what this peer's own trainer has computed beside the calls."""
+        self.samples += samples
+        self._busy_s += seconds
+
     def _check(self, step: int | None) -> ServedStage:
         if step is not None and not 0 <= step - self._place.step <= int(self._run.optimizer.delayed):
             raise Refused(f"the stage is at step {self._place.step}, the call at {step}")

@@ -1,0 +1,197 @@
+"""Flights of a trainer's microbatches through its own trunk and the experts of others, many at once.
+
+For role `trainer` it stands where the pipeline of a run without experts does. Each microbatch is a trio task: its
+segments are jobs on the device's worker, in between it waits for experts. Nothing of it is in the sum before all of it
+has come back. One that got too few answers begins again from its text, after a pause that grows, and says so; so does
+one whose parameters are gone. Experts that it has reached by then have learnt from it: that is their affair, no step
+waits for it and no step takes it back.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from functools import partial
+from typing import Final, TypeVar
+
+import trio
+from torch import Tensor
+
+from peerd.compute.codec.frames import from_frame
+from peerd.compute.codec.layout import NotFinite
+from peerd.compute.experts.flight import Flight, Scores
+from peerd.compute.model.served_stage import Stale
+from peerd.core.errors import RemoteError
+from peerd.core.experts.contract import ExpertAsk, ExpertNetwork, ExpertReply
+from peerd.core.frame import TensorFrame
+from peerd.core.messages.swarm import Mb, MemberInfo
+from peerd.core.run.runfile import ExpertsSection, RunFile
+from peerd.machine.batch.trainer_ledger import Holding
+from peerd.machine.rate.backoff import backoff_s
+from peerd.role import RoleContext
+from peerd.service.pipeline.schedule import Load
+from peerd.training.moe.flight_counts import FlightCounts
+from peerd.training.stage.member import StageMember
+from peerd.training.stage.post import Post
+
+T = TypeVar("T")
+
+IN_FLIGHT: Final = 64  # microbatches at once, unless the run file says otherwise: answers take long, not computing
+_GRADIENT_BYTES: Final = 1 << 30  # of all that are on their way back
+_AGAIN_S: Final = 0.25  # after the first failure in a row
+_AGAIN_MOST_S: Final = 10.0
+_CLOSING_S: Final = 0.05  # between two looks whether the sum is still being averaged
+
+
+class ExpertFlights:
+    """See the module's header. The interface is that of `service.pipeline.schedule.Pipeline`."""
+
+    def __init__(self, ctx: RoleContext, member: StageMember, network: ExpertNetwork) -> None:
+        assert ctx.run is not None
+        self._ctx, self._member, self._network = ctx, member, network
+        self._run: RunFile = ctx.run
+        self._section = ctx.run.experts or ExpertsSection()
+        self._ready = False
+        self.counts = FlightCounts(ctx.log, ctx.clock)
+        self.retries = 0  # flights that began again
+        self.sent_bytes = 0
+        self.received_bytes = 0
+
+    # --- microbatches -------------------------------------------------------------------------------------------
+
+    async def train(self, step: int, seq: int, load: Load) -> list[Holding]:
+        """Fly a microbatch there and back until it has landed in the sum of `step`; returns its holder."""
+        mb = Mb(self._ctx.host.id.text, seq)
+        await self._again_until_done(lambda: self._train(step, mb, load), step)
+        return [Holding(mb.trainer, self._post.receipt(step, mb))]
+
+    async def repeat(self, step: int, seq: int, stage: int, load: Load) -> Holding:
+        """Fly again: the sum that had it is lost."""
+        return (await self.train(step, seq, load))[0]
+
+    async def evaluate(self, tokens: TensorFrame, targets: TensorFrame) -> float:
+        """The loss sum over the samples, with whatever parameters trunk and experts have now."""
+
+        async def judge() -> float:
+            flight = await self._begin(None, tokens, targets)
+            await self._there(flight)
+            return await self._work(flight.loss, "loss")
+
+        return await self._again_until_done(judge, None)
+
+    async def _train(self, step: int, mb: Mb, load: Load) -> None:
+        flight = await self._begin(step, load.tokens, load.targets)
+        self.counts.away += 1
+        try:
+            await self._there(flight)
+            await self._back(flight)
+        finally:
+            self.counts.away -= 1
+        serving, stage = self._post.serving, self._post.state.trunk
+        while serving.closing and step <= self._post.step:
+            with trio.move_on_after(_CLOSING_S):  # the averaging may also fail, and then it is taken
+                await self._post.state.stepped.wait()
+        await self._work(lambda: stage.land(step, mb, flight), "land")
+        serving.worked(self._run.pipeline.microbatch, 0.0)
+        load.loss_sum = flight.loss_sum
+
+    async def _begin(self, step: int | None, tokens: TensorFrame, targets: TensorFrame) -> Flight:
+        stage = self._post.state.trunk
+        return await self._work(lambda: stage.flight(step, _text(tokens), _text(targets)), "begin a flight")
+
+    async def _there(self, flight: Flight) -> None:
+        """All layers of experts, forward."""
+        scores: Scores | None = await self._work(flight.depart, "forward")
+        while scores is not None:
+            chosen = await self._network.choose(flight.layer, scores, self._section.top_k)
+            asks = await self._work(partial(flight.ask, chosen), "ask")
+            self._sends(asks)
+            replies = await self._network.forward(asks, flight.samples)
+            self._received(replies)
+            scores = await self._work(partial(flight.go_on, replies), "forward")
+            self.counts.cannot_be_used(flight.wrong)
+
+    async def _back(self, flight: Flight) -> None:
+        """The same layers, backward."""
+        asks: list[ExpertAsk] | None = await self._work(flight.turn, "backward")
+        while asks is not None:
+            self._sends(asks)
+            replies = await self._network.backward(asks)
+            self._received(replies)
+            self.counts.learnt(replies)
+            asks = await self._work(partial(flight.go_back, replies), "backward")
+            self.counts.cannot_be_used(flight.wrong)
+
+    async def _again_until_done(self, fly: Callable[[], Awaitable[T]], step: int | None) -> T:
+        """What `fly` gives, begun again for as long as it fails; by then the conductor may have called it off."""
+        failures = 0
+        while True:
+            await self._step_is_open(step)
+            try:
+                result = await fly()
+            except Stale:
+                self.counts.stale_flights += 1
+            except (RemoteError, ValueError, NotFinite) as error:
+                failures += 1
+                self.counts.failed(error)
+                await trio.sleep(backoff_s(failures, _AGAIN_S, _AGAIN_MOST_S))
+            else:
+                self.counts.succeeded()
+                return result
+            self.retries += 1
+
+    async def _step_is_open(self, step: int | None) -> None:
+        """Wait until the trunk takes microbatches of `step`: we may hear of a step before or after we make it."""
+        while step is not None and not 0 <= step - self._post.step <= int(self._run.optimizer.delayed):
+            await self._post.state.stepped.wait()
+
+    async def _work(self, job: Callable[[], T], name: str) -> T:
+        """A job on the trunk's device; its time counts as this peer's."""
+
+        def timed() -> tuple[T, float]:
+            began = time.perf_counter()
+            return job(), time.perf_counter() - began
+
+        result, seconds = await self._post.state.work(timed, name)
+        self._post.serving.worked(0, seconds)
+        return result
+
+    def _sends(self, asks: Sequence[ExpertAsk]) -> None:
+        self.sent_bytes += sum(len(frame.payload) for ask in asks for frame in ask.frames)
+
+    def _received(self, replies: Sequence[ExpertReply | None]) -> None:
+        self.received_bytes += sum(len(reply.frame.payload) for reply in replies if reply is not None)
+
+    # --- as a trainer sees it -----------------------------------------------------------------------------------
+
+    @property
+    def _post(self) -> Post:
+        post = self._member.post
+        assert post is not None
+        return post
+
+    def update(self, members: Iterable[MemberInfo]) -> None:
+        """Note whether our own trunk, one of these members, is at the swarm's position."""
+        own = self._ctx.host.id.text
+        self._ready = any(member.ready and member.peer == own for member in members)
+
+    def look(self) -> None:
+        """Nothing to do: whoever carries the calls to experts watches them."""
+
+    def peers(self) -> int:
+        """Trunks that may be computed with: our own, or none."""
+        return int(self._ready and self._member.built)
+
+    def in_flight(self) -> int:
+        """Microbatches to have on their way at once: many, as long as their gradients have room."""
+        trunk = self._post.state.trunk.trunk
+        return max(1, min(IN_FLIGHT, _GRADIENT_BYTES // max(1, trunk.layout.count * trunk.dtype.itemsize)))
+
+    @property
+    def waits_for(self) -> str | None:
+        """What has failed since the last flight that came back; None: nothing."""
+        return self.counts.problem
+
+
+def _text(frame: TensorFrame) -> Tensor:
+    return from_frame(frame, (None, None))

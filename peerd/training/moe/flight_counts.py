@@ -1,0 +1,90 @@
+"""Counts of a trainer's flights, for status and log: what began again and why, what experts learnt and how stale."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Final
+
+from peerd.core.clock import Clock
+from peerd.core.errors import RemoteError, TooFewExperts
+from peerd.core.experts.contract import ExpertReply
+from peerd.log import EventLog
+
+_SAY_S: Final = 10.0  # between two lines of a kind: many microbatches fail alike
+_REASON_CHARS: Final = 300
+
+
+class FlightCounts:
+    """See the module's header."""
+
+    def __init__(self, log: EventLog, clock: Clock) -> None:
+        self._log, self._clock = log, clock
+        self.away = 0  # flights under way
+        self.came_back = 0
+        self.stale_flights = 0  # begun again since their parameters were gone
+        self.began_again: Counter[str] = Counter()  # by kind of failure
+        self.updates = 0  # that experts made with our gradients
+        self.no_answer = 0  # backward calls without one: constants
+        self.not_usable = 0  # replies of wrong shape, or not finite
+        self._stale_sum, self._stale_most = 0, 0
+        self.problem: str | None = None
+        self._said_at: dict[str, float] = {}
+        self._unsaid: Counter[str] = Counter()
+
+    def failed(self, error: Exception) -> None:
+        """A flight begins again; the log says so, at most once in a while."""
+        kind = (
+            "too_few_experts"
+            if isinstance(error, TooFewExperts)
+            else "network"
+            if isinstance(error, RemoteError)
+            else "not_finite"
+        )
+        self.began_again[kind] += 1
+        self.problem = f"a microbatch begins again: {error}"[:_REASON_CHARS]
+        self._say("flight.began_again", str(error))
+
+    def succeeded(self) -> None:
+        """A flight has come back."""
+        self.came_back += 1
+        self.problem = None
+
+    def cannot_be_used(self, wrong: list[str]) -> None:
+        """Take note of replies that did not count, and empty the list."""
+        for reason in wrong:
+            self.not_usable += 1
+            self._say("expert.answered_wrong", reason)
+        wrong.clear()
+
+    def learnt(self, replies: Sequence[ExpertReply | None]) -> None:
+        """The replies to backward calls."""
+        for reply in replies:
+            if reply is None:
+                self.no_answer += 1
+            else:
+                self.updates += 1
+                self._stale_sum += max(0, reply.stale)
+                self._stale_most = max(self._stale_most, reply.stale)
+
+    def told(self) -> dict[str, object]:
+        """Plain data, for status."""
+        return {
+            "in_flight": self.away,
+            "came_back": self.came_back,
+            "began_again": dict(self.began_again),
+            "stale_flights": self.stale_flights,
+            "updates": self.updates,
+            "no_answer": self.no_answer,
+            "not_usable": self.not_usable,
+            "staleness": {"mean": self._stale_sum / self.updates if self.updates else 0.0, "most": self._stale_most},
+        }
+
+    def _say(self, event: str, reason: str) -> None:
+        now = self._clock.now()
+        if now < self._said_at.get(event, -_SAY_S) + _SAY_S:
+            self._unsaid[event] += 1
+            return
+        self._said_at[event] = now
+        more = self._unsaid.pop(event, 0)
+        self._log.event(event, level="warning", reason=reason[:_REASON_CHARS], more=more)
