@@ -93,7 +93,6 @@ PACKAGES = {
     "service/state": {"service/rpc"},
     "service/swarm": {"service/dht", "service/rpc"},
     "compute/codec": {"compute", "compute/kernels"},
-    "compute/experts": {"compute", "compute/codec", "compute/model"},
     "compute/model": {"compute", "compute/codec"},
     "compute/data": {"compute"},
     "compute/experts": {"compute", "compute/codec", "compute/model"},

@@ -221,6 +221,7 @@ class RunServices:
             microbatches=run.batch.target_samples // run.pipeline.microbatch,
             delayed=run.optimizer.delayed,
             total_steps=run.optimizer.total_steps,
+            own_pace=False if run.experts is not None else None,  # trainers wait for experts, not for their machines
             group_size=run.averaging.group_size,
             forsake_s=3.0,
             forsake_unseen_s=20.0,

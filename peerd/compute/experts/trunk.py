@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from peerd.compute.experts.mixture import imbalance, mixed
 from peerd.compute.model.layers import ExpertBlock
 from peerd.compute.model.partition import first_with_experts
 from peerd.compute.model.served_stage import Stale
@@ -194,7 +195,9 @@ class TrunkModule(StageModule):
         if isinstance(source, Tensor):
             return source
         assert answers is not None
-        return source.residual + mixed(source.scores, answers).view_as(source.residual)
+        return source.residual + mixed(source.scores, answers.columns, answers.came, answers.outputs).view_as(
+            source.residual
+        )
 
     def _against(self, end: Junction, after: Junction) -> Tensor:
         """A number whose gradient is that of the loss: the segment's end times the gradients of it, and the balance."""
@@ -249,21 +252,3 @@ def _leaves(before: Junction, answers: Answers) -> tuple[tuple[Tensor, Tensor], 
 
 def _largest(after: Junction) -> float:
     return max(float(part.abs().max()) for part in (after.residual, after.samples, after.scores))
-
-
-def mixed(scores_NG: Tensor, answers: Answers) -> Tensor:
-    """The mean of the outputs that came, weighted by the softmax of their experts' scores: [N, *S]."""
-    N, K, d = answers.columns.shape
-    each_NK = scores_NG.gather(1, answers.columns.reshape(N, K * d)).view(N, K, d).sum(-1)
-    weights_NK = each_NK.masked_fill(~answers.came, -torch.inf).softmax(1)
-    weights = weights_NK.view(N, K, *[1] * (answers.outputs.ndim - 2))
-    return (weights * answers.outputs).sum(1)
-
-
-def imbalance(scores_NG: Tensor, sides: Sequence[int]) -> Tensor:
-    """Squared coefficient of variation of the mean softmax over samples, summed over the grid's dimensions."""
-    total = scores_NG.new_zeros(())
-    for scores, side in zip(torch.split(scores_NG, list(sides), 1), sides, strict=True):
-        share = scores.softmax(1).mean(0)
-        total = total + side * share.square().sum() - 1.0
-    return total

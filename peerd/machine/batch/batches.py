@@ -37,13 +37,14 @@ class StageView:
 class Batches:
     """`microbatches` make a batch, each with a gradient in every one of `stages`."""
 
-    def __init__(self, stages: int, microbatches: int, versions: Versions) -> None:
+    def __init__(self, stages: int, microbatches: int, versions: Versions, own_pace: bool | None = None) -> None:
+        """`own_pace`: trainers are as fast as their machines; None: where there is one stage."""
         self._stages = range(stages)
         self._nothing = [False] * stages  # of the early batch is settled
         self.due, self.early = Ledger(stages, microbatches), Ledger(stages, microbatches)
         self.counted = Counted()
         self._versions = versions  # of what trainers see
-        self.trainers = Admission(own_pace=stages == 1)
+        self.trainers = Admission(own_pace=stages == 1 if own_pace is None else own_pace)
         self.verify: Verify | None = None  # looks at receipts
         self.tell: Callable[[str], None] = lambda text: None  # what a person may want to know
         self._void: set[Mb] = set()  # dropped for good: they do not count in the batches under way, whoever says so

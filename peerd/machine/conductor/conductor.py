@@ -51,7 +51,7 @@ class Conductor:
         origin = origin or Origin()
         self._config = config
         self._versions = Versions()  # of what trainers see
-        self.batches = Batches(config.stages, config.microbatches, self._versions)
+        self.batches = Batches(config.stages, config.microbatches, self._versions, config.own_pace)
         self.roster = Roster(config.stages, delayed=config.delayed)
         self.course = Course(delayed=config.delayed)
         self.search = PositionSearch(config, origin, self.roster, self.course, now)

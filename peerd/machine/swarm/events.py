@@ -36,6 +36,7 @@ class ConductorConfig:
     lease_s: float = 30.0  # how long a whole batch waits for one that its trainer does not finish, others being quicker
     first_lease_s: float = 120.0  # how long a microbatch may stay unfinished where nobody else shows what is usual
     retry_s: float = 0.2  # before a failed attempt is repeated; doubles up to 5 s
+    own_pace: bool | None = None  # are trainers as fast as their machines? None: in a run of one stage
     group_size: int = 0  # of an averaging group, at most; 0: chosen
     late_s: float = 10.0  # how long half of a stage, its sum ready, waits for the others at least
     ban_s: float = 15.0  # how long a member that stood in the way stays out, the first time

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from peerd.compute.codec.frames import to_frame
 from peerd.compute.experts.flight import Flight
-from peerd.compute.experts.trunk import TrunkModule, imbalance
+from peerd.compute.experts.mixture import imbalance
+from peerd.compute.experts.trunk import TrunkModule
 from peerd.compute.experts.trunk_stage import TrunkStage
 from peerd.compute.model.served_stage import Stale
 from peerd.core.errors import ConfigError, TooFewExperts
@@ -189,7 +190,7 @@ def test_a_sample_whose_answers_are_all_of_no_use_has_too_few_experts() -> None:
     network.spoil = lambda verb, ask, reply: (
         with_values(reply, torch.full((len(ask.samples), 16), torch.inf)) if ask.uid.layer == 1 else reply
     )
-    with pytest.raises(TooFewExperts, match=r"layer 1 has 0 answers.*not finite.*perthost"):
+    with pytest.raises(TooFewExperts, match=r"has 0 answers and needs 3; experts asked: 1\..*not finite.*perthost"):
         flown(run, network)
 
 
