@@ -70,6 +70,17 @@ def test_a_newcomer_takes_the_stage_whose_only_peer_was_killed(tmp_path: Path) -
         conductor.wait_for("stage 1 was lost with its last peer: the swarm goes back from step")
 
 
+def test_a_newcomer_takes_the_stage_of_the_conductor_that_was_killed(tmp_path: Path) -> None:
+    with processes(tmp_path) as started:
+        file = run_file(tmp_path)
+        addr, peers, trainer = training(started, file, 2)
+        one_of(peers, 0).popen.kill()
+        newcomer, began = started.join("newcomer", "stage", file, addr), time.monotonic()
+        goes_on(trainer, began, "a newcomer in the conductor's place")
+        assert stage_of(newcomer) == 0
+        newcomer.wait_for("stage 0 was lost with its last peer: the swarm goes back from step")
+
+
 def test_a_peer_with_a_checkpoint_of_another_stage_takes_the_empty_one_when_it_starts_again(tmp_path: Path) -> None:
     with processes(tmp_path) as started:
         file = run_file(tmp_path)

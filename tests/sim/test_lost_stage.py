@@ -89,7 +89,7 @@ async def test_a_newcomer_serves_the_stage_whose_peer_was_killed(
         await lose(world, roles, stage)
         await trio.sleep(2.0)
         await world.start("new", program=roles.program(StageRole))
-        await goes_on(world, roles, WITHIN_S if stage else 40.0)
+        await goes_on(world, roles)
         assert serving(roles, stage) == ["new"]
         warned = [event for event in events(roles, "conductor.noted") if event["level"] == "warn"]
         assert len(warned) == 1
@@ -111,7 +111,7 @@ async def test_its_own_checkpoint_does_not_lead_a_restarted_peer_past_an_empty_s
         await lose(world, roles, 1 - most)
         shutil.copytree(roles.directory / again, roles.directory / "back")  # a name is of one node
         await world.start("back", program=roles.program(StageRole))
-        await goes_on(world, roles, 40.0)
+        await goes_on(world, roles)
         assert serving(roles, 1 - most) == ["back"]
 
 

@@ -32,6 +32,7 @@ class PositionSearch:
         self.established = Established(origin.own, origin.established)
         self.announced_step = 0  # newest step reported of a peer out of reach: counts for a while
         self.kept_step = 0  # newest step that a reachable peer keeps
+        self.nobody_has = False  # True: of the states that no member has, nobody who had one can be reached
         self.lost = False  # True: every stage has members, and there is no common position to go on from
         self._lost_since = math.inf
         self._forsaken = False
@@ -140,11 +141,13 @@ class PositionSearch:
         config = self._config
         if self.kept_step:
             return config.forsake_most_s
-        if self._course.current is not None or all(map(self.established.knows_of, self._without_any_state())):
+        if self._course.current is not None or all(map(self.established.knows_of, self.without_any_state())):
             return config.forsake_s
         there = [entry for entry in self._roster.entries.values() if entry.is_anywhere]
         stepped = [entry for entry in there if entry.digest]  # since they began: the run was under way just now
-        return config.forsake_unseen_s if 2 * len(stepped) > len(there) else config.forsake_most_s
+        if 2 * len(stepped) <= len(there):
+            return config.forsake_most_s
+        return config.forsake_s if self.nobody_has else config.forsake_unseen_s
 
     def loss(self, target: Position) -> str:
         """The text on what it costs to go to `target`; "" where nothing is lost."""
@@ -154,14 +157,15 @@ class PositionSearch:
         if target.step >= before:
             return ""
         back = f"the swarm goes back from step {before} to step {target.step}"
-        lacking = self._lacking if current is not None else self._without_any_state()
+        lacking = self._lacking if current is not None else self.without_any_state()
         if not lacking:
             return f"not all stages have the state of step {before}: {back}"
         names = f"stage {lacking[0]}" if len(lacking) == 1 else f"stages {', '.join(map(str, lacking))}"
         was = "was" if len(lacking) == 1 else "were"
         return f"{names} {was} lost with {'its' if len(lacking) == 1 else 'their'} last peer: {back}"
 
-    def _without_any_state(self) -> list[int]:
+    def without_any_state(self) -> list[int]:
+        """The stages of which no member has a state beyond the start."""
         held = self._roster.held_stages()
         return [stage for stage in range(self._config.stages) if stage not in held]
 

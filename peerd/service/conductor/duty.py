@@ -15,6 +15,7 @@ import trio
 from peerd.core.clock import Clock
 from peerd.core.errors import Refused, RemoteError
 from peerd.core.ids import PeerId
+from peerd.core.limits import LOOKED_AT_PEERS
 from peerd.core.messages.proof import has_received
 from peerd.core.messages.swarm import Mb, Receipt
 from peerd.machine.conductor.conductor import Conductor
@@ -168,3 +169,20 @@ class Duty:
         if machine.search.lacks and kept:
             there = await self._rivals.reachable(kept)
             machine.search.kept_step = max((kept[peer] for peer in there), default=0)
+        if machine.search.lost:
+            machine.search.nobody_has = await self._nobody_has(machine)
+            self._driver.wake_waiting()  # the next deadline may be earlier
+
+    async def _nobody_has(self, machine: Conductor) -> bool:
+        """True when all who had the states that no member has were dialed in vain, as far as records tell of any.
+
+        A record outlives its peer by a minute, and a peer that lives renews its own: that none is left says as much,
+        where those of other stages were read. A peer that only dials may be on its way to us: it cannot be looked for.
+        """
+        missing = machine.search.without_any_state()
+        stepped = [entry for entry in self._following.directory.announced.values() if entry.progress.step]
+        had = [entry for entry in stepped if entry.progress.stage in missing and entry.peer != self._following.own]
+        away = {entry.peer for entry in had} - {PeerId.parse(peer_of(name)) for name in machine.roster.entries}
+        if len(had) == len(stepped) or len(away) > LOOKED_AT_PEERS or any(entry.progress.client for entry in had):
+            return False
+        return not await self._rivals.reachable(away)

@@ -178,6 +178,24 @@ def test_a_stage_lost_with_the_conductor_is_waited_for_longer_and_a_whole_run_th
         assert text == "stage 0 was lost with its last peer: the swarm goes back from step 34 to step 0"
 
 
+def test_a_stage_of_which_nobody_can_be_reached_any_more_is_forsaken_soon() -> None:
+    made = forsaking()
+    made.search.nobody_has = True
+    made.handle(0.0, at_stage("0a"))
+    made.handle(0.0, here("1a"))
+    ((at, text),) = warnings(steps(made, 0.5, 60.0))
+    assert at <= 7.0
+    assert text == "stage 0 was lost with its last peer: the swarm goes back from step 34 to step 0"
+
+
+def test_a_whole_run_that_comes_back_is_waited_for_though_nobody_can_be_reached_yet() -> None:
+    made = forsaking()
+    made.search.nobody_has = True
+    made.handle(0.0, at_stage("0a"))
+    made.handle(0.0, here("1a", digest=b""))
+    assert warnings(steps(made, 0.5, 590.0)) == []
+
+
 def test_what_a_keeper_keeps_is_waited_for() -> None:
     made = forsaking()
     made.handle(0.0, here("0a"))

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import trio
 from trio.testing import MockClock
 
 from peerd.core.errors import Refused
+from peerd.core.keys import Keypair
+from peerd.core.messages.progress import StageProgress
 from peerd.core.messages.swarm import MemberInfo, Position
 from peerd.machine.conductor.phases import Phase
 from peerd.machine.swarm.posts import post_name
+from peerd.service.swarm.directory import StagePeer
 from tests.kit.conducting import hello
 from tests.kit.conductor_scene import OTHER, OWN, THIRD, Scene
 
@@ -108,4 +114,40 @@ async def test_what_a_keeper_has_that_can_be_reached_counts(autojump_clock: Mock
         search = scene.duty.act(0).machine.search
         await trio.sleep(3.0)
         assert (search.announced_step, search.kept_step) == (9, 8)
+        nursery.cancel_scope.cancel()
+
+
+def record(keypair: Keypair, stage: int, step: int = 9, client: bool = False) -> tuple[Any, StagePeer]:
+    progress = StageProgress(stage, 1.0, step, 0, 1.0, "cpu", "", "", [], client=client)
+    return (keypair.peer_id, stage), StagePeer(keypair.peer_id, progress)
+
+
+SURVIVOR, DEAD = record(THIRD, 1), record(OTHER, 0)
+
+
+@pytest.mark.parametrize(
+    ("records", "silent", "soon"),
+    [
+        pytest.param([SURVIVOR, DEAD], True, True, id="its peer does not answer"),
+        pytest.param([SURVIVOR], True, True, id="its records have expired"),
+        pytest.param([SURVIVOR, DEAD], False, False, id="its peer is there and has not found us yet"),
+        pytest.param([SURVIVOR, record(OTHER, 0, client=True)], True, False, id="its peer can only dial"),
+        pytest.param([], True, False, id="no record could be read"),
+    ],
+)
+async def test_a_state_is_forsaken_soon_only_where_nobody_who_had_it_is_there(
+    autojump_clock: MockClock, records: list[Any], silent: bool, soon: bool
+) -> None:
+    async with trio.open_nursery() as nursery:
+        scene = Scene(stages=2, first_save=4, forsake_s=3.0, forsake_unseen_s=20.0, forsake_most_s=600.0)
+        scene.directory.announced = dict(records)
+        scene.others.silent = scene.unreachable = {OTHER.peer_id} if silent else set()
+        scene.start(nursery)
+        machine = scene.duty.act(0).machine
+        scene.feed(hello(post_name(OWN.peer_id.text, 0)))
+        scene.feed(replace(hello(post_name(THIRD.peer_id.text, 1), Position(9, b"here"), stage=1), digest=b"mean"))
+        await trio.sleep(12.0)
+        assert (machine.phase is not Phase.GATHERING) is soon
+        await trio.sleep(20.0)
+        assert machine.phase is not Phase.GATHERING
         nursery.cancel_scope.cancel()
