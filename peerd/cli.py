@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import TYPE_CHECKING, Annotated, Final, NoReturn
+from typing import TYPE_CHECKING, Annotated, Final, Literal, NoReturn
 
 import typer
 from msgspec import structs
@@ -207,6 +207,9 @@ def status(
 
 @app.command()
 def demo(
+    kind: Annotated[
+        Literal["stages", "moe"], typer.Option(help="Stages of a pipeline, or layers of experts.")
+    ] = "stages",
     steps: Annotated[int | None, typer.Option(min=1, help="Global steps to train.")] = None,
     data: Annotated[str | None, typer.Option(metavar="PATH", help="Your own text: a file, a folder or a glob.")] = None,
     calm: Annotated[bool, typer.Option("--calm", help="Kill no peer.")] = False,
@@ -217,7 +220,8 @@ def demo(
     from peerd.demo import parent
 
     try:
-        code = parent.run(parent.DemoWish(steps=steps, data=data, calm=calm, as_json=as_json, folder=data_dir))
+        wish = parent.DemoWish(steps=steps, data=data, calm=calm, as_json=as_json, folder=data_dir, kind=kind)
+        code = parent.run(wish)
     except KeyboardInterrupt:  # before its first process or after its last; between, the demo itself takes Ctrl+C
         typer.echo("stopped", err=True)
         code = 0

@@ -134,7 +134,7 @@ FLAGS = {
         *("--upload-mbit", "--download-mbit", "--threads", "--nice", "--memory-gb", "--hours"),
     },
     "status": {"--swarm", "--watch", "--json", "--data-dir", "--help"},
-    "demo": {"--steps", "--data", "--calm", "--json", "--data-dir", "--help"},
+    "demo": {"--kind", "--steps", "--data", "--calm", "--json", "--data-dir", "--help"},
     "identity": {"--model", "--config", "--run", "--data-dir", "--json", "--help"},
     "export": {"run_dir", "--backbone", "--out", "--run", "--step", "--model", "--config", "--json", "--help"},
     "generate": {

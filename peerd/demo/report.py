@@ -39,7 +39,7 @@ class Report:
 
     def text(self) -> str:
         lines = [
-            f"validation loss   {_number(self.loss_start)} at the start, {_number(self.loss_end)} at the end",
+            f"validation loss   {loss_text(self.loss_start)} at the start, {loss_text(self.loss_end)} at the end",
             f"steps             {self.steps} in {self.seconds:.0f} s, {self.tokens_per_s:,.0f} tokens/s",
             f"on the wire       {self.wire_bytes_per_token or 0:,.0f} bytes per token, all processes together",
             f"peers             {self.killed} killed, {self.started_later} started later",
@@ -54,7 +54,7 @@ class Report:
         return "\n".join(lines)
 
 
-def _number(value: float | None) -> str:
+def loss_text(value: float | None) -> str:
     return "unknown" if value is None else f"{value:.3f}"
 
 

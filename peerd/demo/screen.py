@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.text import Text
 
 from peerd.commands.status.watch_view import TRAIN, VALID, console_of_now
+from peerd.demo.expert_scene import ExpertScene, HostRow
 from peerd.demo.scene import Scene, StageRow
 from peerd.screen import units
 from peerd.screen.chart import Curve
@@ -106,7 +107,7 @@ def picture(scene: Scene, now_s: float) -> Picture:
         title=Text.assemble(("loss, nats per byte: ", "bold"), ("training", TRAIN), "  ", ("validation", VALID)),
         curves=[Curve(sorted(scene.losses.items()), TRAIN), Curve(sorted(scene.valid_losses.items()), VALID)],
         x_range=(0, scene.total_steps),
-        table=Columns(("peer", "stage", "step", "can do", "waits"), _rows(scene), frozenset({1, 2, 3})),
+        table=_table(scene),
         facts=[[Text(told) for told in done]],
         events=[_event(at, text) for at, text in scene.events],
         foot=Text("Ctrl+C stops everything", "dim"),
@@ -117,8 +118,22 @@ def _event(at: float, text: str) -> Text:
     return Text.assemble((f"{at:5.0f} s  ", "dim"), (text, "bold red" if text.startswith("killed ") else ""))
 
 
-def _rows(scene: Scene) -> list[list[Text]]:
-    return [_row(peer, killed=peer.name in scene.killed) for peer in scene.stage_peers]
+def _table(scene: Scene) -> Columns:
+    if isinstance(scene, ExpertScene):
+        hosts = [_host_row(host, killed=host.name in scene.killed) for host in scene.hosts]
+        return Columns(("host", "experts", "updates", "a second", "waits"), hosts, frozenset({1, 2, 3}))
+    peers = [_row(peer, killed=peer.name in scene.killed) for peer in scene.stage_peers]
+    return Columns(("peer", "stage", "step", "can do", "waits"), peers, frozenset({1, 2, 3}))
+
+
+def _host_row(host: HostRow, *, killed: bool) -> list[Text]:
+    note = "killed" if killed else "gone" if not host.running else host.waits_for or "-"
+    if host.adopted and host.running:
+        note = f"{units.counted(host.adopted, 'expert')} taken over" + (f"; {note}" if note != "-" else "")
+    style = "red" if killed else "" if host.running else "dim"
+    rate = f"{units.number(round(host.updates_per_s, 1))}/s" if host.updates_per_s else "-"
+    cells = (host.name, units.count(host.hosted), units.count(host.updates), rate, note)
+    return [Text(cell, style) for cell in cells]
 
 
 def _row(peer: StageRow, *, killed: bool) -> list[Text]:

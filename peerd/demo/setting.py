@@ -1,4 +1,4 @@
-"""The demo's run: the tiny run file that ships with peerd, with the user's wishes put in, written where it can be
+"""The demo's run: a small run file that ships with peerd, with the user's wishes put in, written where it can be
 read and used again.
 """
 
@@ -8,6 +8,7 @@ import tempfile
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, files
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 import yaml
@@ -15,9 +16,12 @@ import yaml
 import peerd
 from peerd.config import load_run
 from peerd.core.errors import ConfigError
+from peerd.core.experts.grid import grid_of
 from peerd.core.run.runfile import RunFile
 from peerd.home import make_private_dir
 
+_FILES = {"stages": "tiny.yaml", "moe": "moe.yaml"}
+_HOSTS_OF_ALL = 3  # of the demo's hosts together have room for all experts: so one can be lost
 _KINDS = {".jsonl": "jsonl", ".parquet": "parquet"}
 
 
@@ -30,6 +34,7 @@ class DemoWish:
     calm: bool
     as_json: bool
     folder: Path | None
+    kind: Literal["stages", "moe"] = "stages"
 
 
 def config_file(name: str) -> Path:
@@ -49,7 +54,9 @@ def config_file(name: str) -> Path:
 
 def prepare(wish: DemoWish) -> tuple[Path, RunFile]:
     """The demo's folder, with `run.yaml` in it, and the run."""
-    run = load_run(config_file("tiny.yaml")).run
+    run = load_run(config_file(_FILES[wish.kind])).run
+    if run.experts is not None:
+        run = _shared_out(run)
     if wish.steps is not None:
         warmup = min(run.optimizer.warmup_steps, wish.steps // 4)
         optimizer = msgspec.structs.replace(run.optimizer, total_steps=wish.steps, warmup_steps=warmup)
@@ -62,6 +69,13 @@ def prepare(wish: DemoWish) -> tuple[Path, RunFile]:
     file = folder / "run.yaml"
     file.write_text(yaml.safe_dump(msgspec.to_builtins(run), sort_keys=False), "utf-8")
     return folder, load_run(file).run
+
+
+def _shared_out(run: RunFile) -> RunFile:
+    """The run with as many experts on each host that all are hosted still when one is lost."""
+    grid = grid_of(run)
+    each = -(-grid.layers * grid.places // _HOSTS_OF_ALL)
+    return msgspec.structs.replace(run, limits=msgspec.structs.replace(run.limits, experts=each))
 
 
 def _data(text: str) -> dict[str, str]:

@@ -1,0 +1,139 @@
+"""The demo of experts: its hosts at a moment, whose experts came back where, and the figures of the end.
+
+An expert that comes back is checked: its adopter's log names the digest of the checkpoint that it took over, and that
+must be the digest of the newest one that the killed host had handed out.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from peerd.demo import report
+from peerd.demo.children import Child, Children
+from peerd.demo.scene import Scene
+
+
+@dataclass(frozen=True, slots=True)
+class HostRow:
+    """One host of experts as it told last."""
+
+    name: str
+    hosted: int
+    updates: int
+    updates_per_s: float
+    adopted: int
+    waits_for: str
+    running: bool
+
+
+@dataclass(slots=True)
+class ExpertScene(Scene):
+    """The swarm of hosts so far."""
+
+    hosts: list[HostRow] = field(default_factory=list)
+    back: dict[str, dict[str, Any]] = field(default_factory=dict)  # by expert: how it was taken over
+
+    def read(self, children: dict[str, Child], now_s: float) -> None:
+        """Take in what every process told last."""
+        super(ExpertScene, self).read(children, now_s)
+        self.hosts = [_host(child) for name, child in children.items() if name.startswith("host-")]
+
+    def returned(self, children: dict[str, Child]) -> Iterator[str]:
+        """Sentences on experts that were taken over since the last time, one for each host."""
+        for name, child in children.items():
+            if not name.startswith("host-") or not any(host.name == name and host.adopted for host in self.hosts):
+                continue
+            fresh = {}
+            for event in child.events():
+                if event.get("name") == "expert.adopted" and str(event.get("expert")) not in self.back:
+                    fresh[str(event["expert"])] = {**event, "host": name}
+            self.back |= fresh
+            if fresh:
+                lost = sum(int(event.get("lost") or 0) for event in fresh.values())
+                yield f"{name} took over {', '.join(sorted(fresh))}; {lost} updates lost"
+
+
+def _host(child: Child) -> HostRow:
+    told = child.role()
+    return HostRow(
+        name=child.name,
+        hosted=int(told.get("hosted") or 0),
+        updates=int(told.get("updates") or 0),
+        updates_per_s=float(told.get("updates_per_s") or 0.0),
+        adopted=int(told.get("adopted") or 0),
+        waits_for=str(told.get("waits_for") or ""),
+        running=child.running,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertReport:
+    """Figures of the demo of experts. Losses as in `report.Report`."""
+
+    loss_start: float | None
+    loss_end: float | None
+    loss_at_kill: float | None
+    loss_after_kill: float | None
+    steps: int
+    seconds: float
+    tokens_per_s: float
+    wire_bytes_per_token: float | None
+    killed: int
+    experts_orphaned: int  # hosted by the one that was killed
+    experts_back: int  # of these, taken over by others
+    same_weights: int  # of these, with the digest of the newest checkpoint that the killed host had handed out
+    updates_lost: int  # made after those checkpoints, as far as others had heard of them
+    taken_over: dict[str, str]  # expert -> host
+    data_dir: str
+    processes_left: int
+
+    @classmethod
+    def of(cls, scene: ExpertScene, children: Children, kill_step: int | None) -> ExpertReport:
+        """The figures at the end."""
+        at_kill, after = report.losses_around(scene, kill_step)
+        saved: dict[str, str] = {}  # of the host that was killed: expert -> digest of its newest checkpoint
+        orphaned: set[str] = set()
+        for name in scene.killed:
+            for event in children.by_name[name].events():
+                if event.get("name") == "expert.saved":
+                    saved[str(event["expert"])] = str(event["digest"])
+        orphaned |= saved.keys()
+        back = {uid: event for uid, event in scene.back.items() if uid in orphaned}
+        return cls(
+            loss_start=scene.valid_losses[min(scene.valid_losses)] if scene.valid_losses else None,
+            loss_end=scene.valid_losses[max(scene.valid_losses)] if scene.valid_losses else None,
+            loss_at_kill=at_kill,
+            loss_after_kill=after,
+            steps=scene.step,
+            seconds=max(scene.step_times.values(), default=0.0),
+            tokens_per_s=scene.tokens_per_s(),
+            wire_bytes_per_token=report.finite(scene.bytes_per_token()),
+            killed=len(scene.killed),
+            experts_orphaned=len(orphaned),
+            experts_back=len(back),
+            same_weights=sum(str(event.get("digest")) == saved[uid] for uid, event in back.items()),
+            updates_lost=sum(int(event.get("lost") or 0) for event in back.values()),
+            taken_over={uid: str(event["host"]) for uid, event in sorted(back.items())},
+            data_dir=str(children.folder),
+            processes_left=sum(child.running for child in children.by_name.values()),
+        )
+
+    def as_json(self) -> str:
+        return json.dumps(asdict(self), ensure_ascii=False)
+
+    def text(self) -> str:
+        lines = [
+            f"validation loss   {report.loss_text(self.loss_start)} at the start, "
+            f"{report.loss_text(self.loss_end)} at the end",
+            f"steps             {self.steps} in {self.seconds:.0f} s, {self.tokens_per_s:,.0f} tokens/s",
+            f"on the wire       {self.wire_bytes_per_token or 0:,.0f} bytes per token, all processes together",
+            f"hosts             {self.killed} killed, with {self.experts_orphaned} experts",
+            f"experts           {self.experts_back} came back on other hosts, {self.same_weights} of them with the "
+            "weights of their last checkpoint",
+            f"updates           {self.updates_lost} lost, made after those checkpoints",
+            f"everything is in  {self.data_dir}",
+        ]
+        return "\n".join(lines)
