@@ -1,0 +1,134 @@
+"""Calls to experts on another process of this machine, beside the same work in one process.
+
+Remote: a `peerd join --role expert` process and callers here, over TCP on loopback; each caller goes forward and back
+with one batch after another. Local: the same experts called in turn, without a network. Both compute with one thread.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+import torch
+import trio
+import yaml
+from multiaddr import Multiaddr
+from peerd_process import PeerdProcess
+
+from peerd.compute.codec.frames import to_frame
+from peerd.compute.experts.hosted_expert import HostedExpert
+from peerd.compute.worker import DeviceWorker, use_threads
+from peerd.core.experts.contract import ExpertAsk
+from peerd.core.experts.grid import Uid
+from peerd.core.keys import Keypair
+from peerd.core.run.runfile import ExpertsSection, LimitsSection, ModelSection, RunFile
+from peerd.net.clock import RealClock
+from peerd.net.tcp.tcp_transport import TcpTransport
+from peerd.service.experts.expert_client import ExpertClient
+from peerd.service.experts.expert_directory import ExpertDirectory
+from peerd.service.peer_stack import PeerStack, peer_stack
+
+WIDTH: Final = 1024
+BATCH: Final = 64
+EXPERTS: Final = 8
+CALLERS: Final = (1, 8, 32)
+START_S: Final = 60.0
+
+
+def the_run() -> RunFile:
+    """Eight experts of 1024 - 4096 - 1024 on one host."""
+    section = ExpertsSection(
+        block="ffn1", grid=[EXPERTS], layers=1, top_k=1, timeout_s=120.0, announce_s=2.0, max_batch=16 * BATCH, copies=0
+    )
+    return RunFile(
+        run="experts",
+        model=ModelSection(d_model=WIDTH, layers=1),
+        experts=section,
+        limits=LimitsSection(experts=EXPERTS),
+        listen=["/ip4/127.0.0.1/tcp/0"],
+    )
+
+
+def local_rate(seconds: float) -> float:
+    """Batches a second, forward and back, in this process."""
+    use_threads(1)
+    run = the_run()
+    experts = [HostedExpert(run, Uid(0, (number,))) for number in range(EXPERTS)]
+    x, gradient = to_frame(torch.randn(BATCH, WIDTH)), to_frame(torch.randn(BATCH, WIDTH) / BATCH)
+    experts[0].backward([(x, gradient)])  # the first call of torch is slower
+    done, began = 0, time.perf_counter()
+    while time.perf_counter() - began < seconds:
+        expert = experts[done % EXPERTS]
+        expert.forward([x])
+        expert.backward([(x, gradient)])
+        done += 1
+    return done / (time.perf_counter() - began)
+
+
+def remote_rates(seconds: float) -> dict[str, float]:
+    """Batches a second by number of callers."""
+    with tempfile.TemporaryDirectory(prefix="peerd-bench-") as text:
+        folder = Path(text)
+        file = folder / "run.yaml"
+        file.write_text(yaml.safe_dump(msgspec.to_builtins(the_run())))
+        host = PeerdProcess("host", folder, ["join", "--role", "expert", "--model", str(file)])
+        try:
+            address = _address(host)
+            return {str(count): trio.run(_measure, address, count, seconds) for count in CALLERS}
+        finally:
+            host.popen.terminate()
+            host.popen.wait(20)
+
+
+def _address(host: PeerdProcess) -> str:
+    until = time.monotonic() + START_S
+    while time.monotonic() < until and host.popen.poll() is None:
+        told = host.status()
+        roles: Sequence[dict[str, Any]] = told.get("roles") or [{}]
+        if (roles[0].get("hosted") or 0) >= EXPERTS:
+            return str(told["peer"]["addrs"][0])
+        time.sleep(0.2)
+    raise RuntimeError(f"the host did not start:\n{host.said[-2000:]}")
+
+
+async def _measure(address: str, callers: int, seconds: float) -> float:
+    clock = RealClock()
+    stack = peer_stack(Keypair.generate(clock.secure_bytes(32)), clock, [TcpTransport()])
+    async with trio.open_nursery() as nursery, DeviceWorker("cpu", threads=1) as worker:
+        await nursery.start(stack.run, [], [Multiaddr(address)])
+        rate = await _call(stack, worker, callers, seconds)
+        nursery.cancel_scope.cancel()
+    return rate
+
+
+async def _call(stack: PeerStack, worker: DeviceWorker, callers: int, seconds: float) -> float:
+    run = the_run()
+    directory = ExpertDirectory(run, stack.rpc, stack.host, stack.dht, stack.clock)
+    client = ExpertClient(run, stack.rpc, directory, stack.clock, worker)
+    rows = tuple(range(BATCH))
+    x, gradient = to_frame(torch.randn(BATCH, WIDTH)), to_frame(torch.randn(BATCH, WIDTH) / BATCH)
+    done = 0
+
+    async def train(number: int) -> None:
+        nonlocal done
+        uid = Uid(0, (number % EXPERTS,))
+        while True:
+            await directory.below([uid.prefix])
+            (answer,) = await client.forward([ExpertAsk(uid, rows, (x,))], BATCH)
+            assert answer is not None
+            await client.backward([ExpertAsk(uid, rows, (x, gradient), answer.served)])
+            done += 1
+
+    async with trio.open_nursery() as nursery:
+        for number in range(callers):
+            nursery.start_soon(train, number)
+        await trio.sleep(seconds / 3)
+        before, began = done, trio.current_time()
+        await trio.sleep(seconds)
+        made, passed_s = done - before, trio.current_time() - began
+        nursery.cancel_scope.cancel()
+    return made / passed_s
