@@ -65,8 +65,8 @@ class BeamSearch:
 
     def step(self, found: Mapping[Uid, bytes]) -> list[Uid]:
         """Take the bitmaps of prefixes, empty for dead ones; returns those to look up next, none: it is over."""
-        for prefix, bits in found.items():
-            self._note(prefix, bits)
+        for length in sorted({len(prefix.at) for prefix in found}):
+            self._note(length, {self._code(prefix): bits for prefix, bits in found.items() if len(prefix.at) == length})
         while self._rows.size:
             asked = self._settle()
             if asked:
@@ -96,17 +96,19 @@ class BeamSearch:
 
     # --- what is known -----------------------------------------------------------------------------------------
 
-    def _note(self, prefix: Uid, bits: bytes) -> None:
+    def _note(self, length: int, found: Mapping[int, bytes]) -> None:
         import numpy as np
 
-        length, code = len(prefix.at), self._code(prefix)
-        side = self._grid.side_below(prefix)
-        mask = np.zeros(side, dtype=np.bool_)
-        given = np.unpackbits(np.frombuffer(bits, dtype=np.uint8), bitorder="little")[:side]
-        mask[: given.size] = given
-        self._table(length)[code] = _LIVE if mask.any() else _DEAD
-        if mask.any():
-            self._below[length, code] = mask
+        side = self._grid.sides[length]
+        size = -(-side // 8)
+        packed = np.frombuffer(b"".join(bits[:size].ljust(size, b"\0") for bits in found.values()), dtype=np.uint8)
+        unpacked = np.unpackbits(packed.reshape(-1, size), axis=1, bitorder="little")[:, :side]
+        masks: NDArray[np.bool_] = unpacked.astype(np.bool_)
+        lives: NDArray[np.bool_] = np.any(masks, axis=1)
+        self._table(length)[list(found)] = np.where(lives, _LIVE, _DEAD)
+        for at, code in enumerate(found):
+            if lives[at]:
+                self._below[length, code] = masks[at]
 
     def _table(self, length: int) -> NDArray[np.int8]:
         import numpy as np

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import msgspec
 import trio
@@ -37,6 +37,8 @@ from peerd.service.dht.dht import Dht
 from peerd.service.rpc.rpc import Rpc
 
 log = logging.getLogger("peerd.service.experts.expert_directory")
+
+K = TypeVar("K")
 
 LOOKUP_S: Final = 5.0  # for one round of look-ups: a slow DHT costs a batch that much and no more
 _LIVES_PERIODS: Final = 2.0  # of announcements: a host that is gone is forgotten when its orphans are adopted
@@ -63,6 +65,7 @@ class ExpertDirectory:
         self._announced: set[Uid] = set()
         self._taught = BoundedDict[PeerId, tuple[tuple[str, ...], float]](EXPERT_RESTS)
         self._said = BoundedDict[PeerId, float](EXPERT_RESTS)
+        self._rivals = BoundedDict[tuple[PeerId, PeerId], float](EXPERT_RESTS)
         self.records, self.refused = 0, 0  # read and believed, or not
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
@@ -202,20 +205,27 @@ class ExpertDirectory:
             self._say(ProtocolViolation(f"announces experts below {prefix}, where it has none", claim.host), claim.host)
 
     def _name_rivals(self, prefix: Uid, claims: Claims) -> None:
+        """Name hosts that claim what another one owns: liars, or owners before a partition healed."""
         for coordinate, told in claims.items():
             for lower in told[1:]:
-                uid, winner = prefix.below(coordinate), told[0]
+                pair, uid = (told[0].host, lower.host), prefix.below(coordinate)
+                level = logging.INFO if self._may_say(self._rivals, pair) else logging.DEBUG
                 text = "expert %s is claimed by two hosts: %s (generation %d) counts, not %s (generation %d)"
-                log.debug(text, uid, winner.host.short, winner.generation, lower.host.short, lower.generation)
+                log.log(level, text, uid, pair[0].short, told[0].generation, pair[1].short, lower.generation)
 
     def _say(self, error: RemoteError, peer: PeerId) -> None:
         """Name a peer whose announcement does not count; in the log now and then, for it stands there for long."""
         self.refused += 1
+        level = logging.WARNING if self._may_say(self._said, peer) else logging.DEBUG
+        log.log(level, "skipped an announcement of experts: %s", error)
+
+    def _may_say(self, said: BoundedDict[K, float], about: K) -> bool:
+        """True when nothing was said about it for a while; it is now."""
         now = self._clock.now()
-        again = now - self._said.get(peer, -_SAID_AGAIN_S) < _SAID_AGAIN_S
-        log.log(logging.DEBUG if again else logging.WARNING, "skipped an announcement of experts: %s", error)
-        if not again:
-            self._said[peer] = now
+        if now - said.get(about, -_SAID_AGAIN_S) < _SAID_AGAIN_S:
+            return False
+        said[about] = now
+        return True
 
     # --- announcing --------------------------------------------------------------------------------------------
 

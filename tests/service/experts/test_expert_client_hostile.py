@@ -47,7 +47,8 @@ async def scored(caller: ExpertPeer, k: int = 4) -> list[Uid]:
 
 def named(caplog: pytest.LogCaptureFixture, host: ExpertPeer) -> list[str]:
     """Log lines about calls that name this peer."""
-    return [line for record in caplog.records if host.node.id.short in (line := record.getMessage())]
+    calls = [r.getMessage() for r in caplog.records if r.name.endswith("expert_client")]
+    return [line for line in calls if host.node.id.short in line]
 
 
 def with_frames(*frames: TensorFrame, **numbers: Any) -> Callable[[Incoming[Any]], Any]:

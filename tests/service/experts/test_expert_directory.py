@@ -82,7 +82,11 @@ def test_withdrawn_records_are_gone_at_once_and_those_of_the_dead_after_two_peri
 
 
 @pytest.mark.parametrize("higher", [True, False])
-def test_of_two_hosts_that_claim_one_expert_all_see_the_same_winner(higher: bool) -> None:
+def test_of_two_hosts_that_claim_one_expert_all_see_the_same_winner_and_the_other_is_named(
+    higher: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "peerd.service.experts")
+
     async def main(scene: ExpertWorld) -> None:
         one, two, *readers = scene.peers
         await one.host(E, generation=1 if higher else 0)
@@ -93,6 +97,13 @@ def test_of_two_hosts_that_claim_one_expert_all_see_the_same_winner(higher: bool
             owner = reader.directory.owner(E)
             assert owner is not None
             assert owner.host == winner.node.id
+            await reader.directory.read([P])
+        loser = two if winner is one else one
+        lines = [record.getMessage() for record in caplog.records]
+        assert len(lines) == 4, "each of them says it once"
+        for line in lines:
+            assert line.startswith(f"expert 0.1.2 is claimed by two hosts: {winner.node.id.short}")
+            assert f"not {loser.node.id.short} (generation 0)" in line
 
     in_expert_world(main, experts_run(), count=4)
 
