@@ -123,9 +123,9 @@ class ExpertWorld:
     run: RunFile
     peers: list[ExpertPeer] = field(default_factory=list)
 
-    async def start(self) -> ExpertPeer:
-        """Another peer, which has joined."""
-        node = await self.world.start()
+    async def start(self, skew_s: float = 0.0) -> ExpertPeer:
+        """Another peer, which has joined; its wall clock may be off."""
+        node = await self.world.start(skew_s=skew_s)
         if not self.world.bootstrap:
             self.world.bootstrap.append(node.full_addr)
         directory = ExpertDirectory(self.run, node.rpc, node.host, node.dht, node.clock)

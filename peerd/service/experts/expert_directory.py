@@ -46,7 +46,7 @@ _LIVES_MORE_S: Final = 2.0  # for an announcement that is on its way
 _LONGEST_NEGATIVE_S: Final = 15.0  # before a dead prefix is looked up again
 _TAUGHT_S: Final = 60.0  # before the same addresses go to the address book again
 _SAID_AGAIN_S: Final = 600.0  # before the same peer is named for bad records again
-_PUTS: Final = 16  # announcements under way at once
+_PUTS: Final = 32  # announcements under way at once
 _RECORDS_A_TURN: Final = 16  # are looked at before others have their turn: a millisecond
 
 
@@ -101,7 +101,7 @@ class ExpertDirectory:
     async def read(self, prefixes: Iterable[Uid]) -> dict[Uid, Claims]:
         """As `below`, from the DHT now."""
         wanted = list(dict.fromkeys(prefixes))
-        read = trio.Event()
+        read, began = trio.Event(), trio.current_time()
         self._reading |= dict.fromkeys(wanted, read)
         try:
             keys = {prefix_key(self._run, prefix): prefix for prefix in wanted}
@@ -111,9 +111,10 @@ class ExpertDirectory:
                 log.info("announcements of experts could not be read: %s", error)
                 return {prefix: {} for prefix in wanted}
             found = {prefix: await self._claims(prefix, records.get(key, [])) for key, prefix in keys.items()}
-            now = self._clock.now()
+            now, whole = self._clock.now(), trio.current_time() < began + LOOKUP_S
             for prefix, claims in found.items():
-                self._cache.put(now, prefix, claims)
+                if claims or whole:  # a look-up that ran out of time has not shown that nothing lives there
+                    self._cache.put(now, prefix, claims)
             return found
         finally:
             for prefix in wanted:

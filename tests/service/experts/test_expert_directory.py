@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import pytest
@@ -271,3 +271,36 @@ def test_a_reader_that_is_cancelled_leaves_nobody_waiting() -> None:
             first.cancel()
 
     in_expert_world(main, experts_run())
+
+
+def test_a_look_up_that_runs_out_of_time_does_not_bury_those_who_live() -> None:
+    async def main(scene: ExpertWorld) -> None:
+        host, reader, _ = scene.peers
+        await host.host(E)
+        await reader.directory.below([P])
+
+        class Slow:
+            async def get_many(self, keys: Any, *, timeout_s: float) -> dict[Any, Any]:
+                await trio.sleep(timeout_s)
+                return {key: [] for key in keys}
+
+        dht, reader.directory._dht = reader.directory._dht, cast(Any, Slow())
+        assert alive(reader.directory, await reader.directory.read([P])) == {"0.1": []}
+        assert alive(reader.directory, await reader.directory.below([P])) == {"0.1": [2]}, "as it was read before"
+        reader.directory._dht = dht
+        assert alive(reader.directory, await reader.directory.read([P])) == {"0.1": [2]}
+
+    in_expert_world(main, experts_run())
+
+
+@pytest.mark.parametrize("skew_s", [-60.0, 60.0])
+def test_a_host_whose_clock_is_off_by_a_minute_is_found_all_the_same(skew_s: float) -> None:
+    async def main(scene: ExpertWorld) -> None:
+        host = await scene.start(skew_s=skew_s)
+        reader = scene.peers[0]
+        await host.host(E)
+        assert alive(reader.directory, await reader.directory.read([P])) == {"0.1": [2]}
+        wrong = await scene.start(skew_s=skew_s)
+        assert alive(wrong.directory, await wrong.directory.read([P])) == {"0.1": [2]}
+
+    in_expert_world(main, experts_run(), count=4)
