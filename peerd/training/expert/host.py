@@ -1,0 +1,374 @@
+"""The host of experts: chooses which ones this peer serves, announces them, and gives them up to a higher claim.
+
+Life of a host: it takes back what it owned before, as far as nobody has a higher claim; then it takes free experts in
+its own order, a part of its room at a time, so that hosts that come together share what is free; it says every
+`announce_s` what it has, and reads what others say of the same experts. Of two hosts of one expert the one with the
+lower (generation, peer id) stops serving it and says how many updates are dropped with that. Experts that have a
+checkpoint somewhere are never begun anew: `keepers` bring them back.
+
+What it does not do: serve calls (`service/experts/expert_server`), and keep checkpoints. A hostile host may claim
+anything; in a run with tokens the directory believes only hosts that may serve experts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Final, Protocol
+
+import trio
+
+from peerd.core.errors import LocalError, RemoteError
+from peerd.core.experts.grid import Uid, grid_of
+from peerd.core.ids import PeerId
+from peerd.core.messages.experts import Announced
+from peerd.core.run.runfile import ExpertsSection, RunFile
+from peerd.machine.experts.claims import (
+    Claim,
+    HostWords,
+    announcements,
+    candidates,
+    capacity,
+    last_prefixes,
+    outbid,
+    to_take,
+    winners,
+)
+from peerd.role import RoleContext
+from peerd.service.experts.expert_server import ExpertModel, ExpertServer, ServerConfig
+from peerd.signals import Signal
+
+_PARTS: Final = 4  # of its room: a host takes one at a time
+_STEPS: Final = 4  # such steps in one announcement period: an announcement reaches the others in between
+_TOGETHER_S: Final = 0.2  # experts often come and go by several at once
+
+
+class StoredModel(ExpertModel, Protocol):
+    """An expert that can be saved and brought back: `compute.experts.hosted_expert.HostedExpert`."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory that it takes."""
+        ...
+
+    def snapshot(self) -> bytes:
+        """Weights, moments and version."""
+        ...
+
+    def load(self, data: bytes) -> None:
+        """Take over a snapshot; ValueError, before any change, when it does not fit."""
+        ...
+
+
+class HostClaim(Protocol):
+    """A claim as the directory tells it."""
+
+    @property
+    def host(self) -> PeerId: ...
+
+    @property
+    def generation(self) -> int: ...
+
+
+Told = Mapping[Uid, Mapping[int, Sequence[HostClaim]]]  # by prefix and the coordinate below it
+
+
+class ClaimsBoard(Protocol):
+    """Where hosts say what they have: `service.experts.expert_directory.ExpertDirectory`."""
+
+    async def below(self, prefixes: Iterable[Uid]) -> Told:
+        """What is claimed below prefixes, an announcement period old at most."""
+        ...
+
+    async def read(self, prefixes: Iterable[Uid]) -> Told:
+        """The same, as of now."""
+        ...
+
+    async def announce(self, records: Iterable[Announced]) -> None:
+        """Publish all that we host; what is not in `records` any more is withdrawn."""
+        ...
+
+    async def withdraw(self) -> None:
+        """Take back everything."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Recalled:
+    """A checkpoint of an expert that this host owned before."""
+
+    generation: int
+    state: bytes
+
+
+class Keeper(Protocol):
+    """What lets experts outlive their host. Its `run` works beside the host: it makes checkpoints of `host.experts`
+    (and notes each in `Hosted.saved`), and adopts orphans with `host.adopt`.
+    """
+
+    async def recall(self) -> Mapping[Uid, Recalled]:
+        """The newest checkpoints of this host's own experts, from its own disk; those that are damaged left out."""
+        ...
+
+    async def orphans(self, uids: Collection[Uid]) -> Collection[Uid]:
+        """Those of `uids` that have a checkpoint somewhere, and must not be begun anew."""
+        ...
+
+    async def run(self, host: ExpertHost) -> None:
+        """Keep and adopt until cancelled."""
+        ...
+
+    async def leave(self, host: ExpertHost) -> None:
+        """Hand in what is not saved yet: the host is about to go."""
+        ...
+
+
+@dataclass(slots=True)
+class Hosted:
+    """An expert that this peer hosts. `began`: updates that it had when it came here; `saved`: those that its newest
+    checkpoint has.
+    """
+
+    model: StoredModel
+    generation: int
+    began: int = 0
+    saved: int = 0
+
+    def dropped_for(self, winner: Claim) -> int:
+        """Updates that are lost when `winner` goes on with this expert: an adopter has the newest checkpoint at best,
+        a host that began it anew has nothing of ours.
+        """
+        return self.model.version - (self.saved if winner.generation > self.generation else self.began)
+
+
+@dataclass(slots=True)
+class HostTally:
+    """Counters since the start."""
+
+    adopted: int = 0  # experts that came with a generation above 0, or from a checkpoint
+    dropped: int = 0  # experts given up to a higher claim
+    updates_dropped: int = 0  # with them
+    updates_per_s: float = 0.0  # in the last announcement period
+    _seen: tuple[float, int] | None = field(default=None, repr=False)
+
+    def look(self, now: float, updates: int) -> None:
+        """Measure the rate of updates."""
+        if self._seen is not None and now > self._seen[0]:
+            self.updates_per_s = (updates - self._seen[1]) / (now - self._seen[0])
+        self._seen = now, updates
+
+
+class ExpertHost:
+    """See the module's header. `build`: makes the model of an expert as it begins, on the worker; `fits`: how many
+    this machine's memory holds.
+    """
+
+    def __init__(
+        self,
+        ctx: RoleContext,
+        board: ClaimsBoard,
+        build: Callable[[Uid], StoredModel],
+        fits: Callable[[], int],
+        config: ServerConfig | None = None,
+    ) -> None:
+        assert ctx.run is not None
+        run: RunFile = ctx.run
+        self.experts: dict[Uid, Hosted] = {}
+        self.keepers: list[Keeper] = []
+        self.tally = HostTally()
+        self.capacity = 0
+        self.grid = grid_of(run)
+        self.server = ExpertServer(run, ctx.rpc, ctx.clock, self.experts, config)
+        self._ctx, self._run, self._board, self._build, self._fits = ctx, run, board, build, fits
+        self._me = ctx.host.id.text
+        self._period_s = (run.experts or ExpertsSection()).announce_s
+        self._worker = ctx.worker(ctx.device)
+        self._coming: set[Uid] = set()
+        self._changed = Signal()
+        self._leaving = False
+
+    # --- life -----------------------------------------------------------------------------------------------------
+
+    async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Host experts until cancelled. Started means: the first ones are announced."""
+        measured = await self._worker.run(self._fits, name="see how many experts fit")
+        self.capacity = capacity(self._run.limits.experts, measured, self.grid)
+        async with trio.open_nursery() as nursery:
+            await nursery.start(partial(self.server.run, self._worker, self._ctx.host.supervise))
+            await self._recall()
+            await self._take_free()
+            await self._announce()
+            for keeper in self.keepers:
+                nursery.start_soon(keeper.run, self)
+            task_status.started()
+            nursery.start_soon(self._fill)
+            nursery.start_soon(self._keep_announced)
+            await self._watch()
+
+    async def leave(self) -> None:
+        """Withdraw what is announced, and hand in what is not saved; calls under way are still answered."""
+        self._leaving = True
+        await self._board.withdraw()
+        for keeper in self.keepers:
+            await keeper.leave(self)
+
+    def room(self) -> int:
+        """Experts that still fit."""
+        return 0 if self._leaving else max(0, self.capacity - len(self.experts.keys() | self._coming))
+
+    async def adopt(self, uid: Uid, generation: int, state: bytes | None) -> None:
+        """Host an expert from now on, from a checkpoint or anew; ValueError when the checkpoint does not fit.
+
+        LocalError when it is hosted here already, when there is no room, or when it is none.
+        """
+        if uid in self.experts or uid in self._coming:
+            raise LocalError(f"expert {uid} is hosted here already")
+        if not self.grid.is_expert(uid) or not self.room():
+            raise LocalError(f"expert {uid} cannot be hosted: {self.room()} more fit")
+        self._coming.add(uid)
+        try:
+            model = await self._worker.run(partial(self._made, uid, state), name="build an expert")
+        finally:
+            self._coming.discard(uid)
+        self.experts[uid] = Hosted(model, generation, model.version, model.version)
+        if generation or state is not None:
+            self.tally.adopted += 1
+            self._ctx.log.event("expert.adopted", uid=str(uid), generation=generation, updates=model.version)
+        self._changed.notify()
+
+    async def drop(self, uid: Uid, why: str) -> None:
+        """Serve an expert no more; calls that wait are refused with the reason."""
+        if self.experts.pop(uid, None) is not None:
+            self.server.forget(uid, why)
+            self._changed.notify()
+        await trio.lowlevel.checkpoint()
+
+    def status(self) -> dict[str, object]:
+        """Plain data for users."""
+        stats = self.server.stats
+        return {
+            "hosted": len(self.experts),
+            "capacity": self.capacity,
+            "updates": stats.updates,
+            "updates_per_s": round(self.tally.updates_per_s, 2),
+            "queue": self.server.queued,
+            "queue_s": round(self.server.queue_s(), 3),
+            "batch": round(stats.samples / stats.batches, 1) if stats.batches else 0.0,
+            "adopted": self.tally.adopted,
+            "dropped": self.tally.dropped,
+            "updates_dropped": self.tally.updates_dropped,
+            "repeats": stats.repeats,
+            "stale": stats.stale,
+            "refused": stats.refused,
+        }
+
+    # --- choosing -------------------------------------------------------------------------------------------------
+
+    def _made(self, uid: Uid, state: bytes | None) -> StoredModel:
+        model = self._build(uid)
+        if state is not None:
+            model.load(state)
+        return model
+
+    async def _recall(self) -> None:
+        """Go on with this host's own experts, as far as nobody else has a higher claim to them by now."""
+        for keeper in self.keepers:
+            mine = await keeper.recall()
+            seen = self._winners(await self._board.read(last_prefixes(mine)))
+            lost = outbid({uid: recalled.generation for uid, recalled in mine.items()}, self._me, seen)
+            for uid, recalled in sorted(mine.items()):
+                if uid in lost:
+                    other = lost[uid]
+                    to, generation = other.peer, other.generation
+                    self._ctx.log.event("expert.left_to", uid=str(uid), to=to, generation=generation)
+                elif self.room() and uid not in self.experts and self.grid.is_expert(uid):
+                    await self._resume(uid, recalled)
+
+    async def _resume(self, uid: Uid, recalled: Recalled) -> None:
+        try:
+            await self.adopt(uid, recalled.generation, recalled.state)
+        except ValueError as error:
+            self._ctx.log.event("expert.not_loaded", level="warning", uid=str(uid), why=str(error))
+
+    async def _take_free(self) -> int:
+        """Take a part of the room's worth of experts that nobody has; returns how many."""
+        share = min(self.room(), math.ceil(self.capacity / _PARTS))
+        if not share:
+            return 0
+        looked_at = candidates(self.grid, self._ctx.clock.rng("experts"), self.capacity)
+        seen = self._winners(await self._board.below(last_prefixes(looked_at)))
+        free = to_take(looked_at, seen.keys() | self.experts.keys(), len(looked_at))
+        for keeper in self.keepers:
+            orphans = set(await keeper.orphans(free))
+            free = [uid for uid in free if uid not in orphans]
+        taken = free[: min(share, self.room())]
+        for uid in taken:
+            await self.adopt(uid, 0, None)
+        return len(taken)
+
+    async def _fill(self) -> None:
+        """Take more, until there is no room, and look again now and then for what has become free."""
+        while True:
+            await trio.sleep(self._period_s / _STEPS)
+            if not await self._take_free():
+                await trio.sleep(self._period_s)
+
+    # --- claims ---------------------------------------------------------------------------------------------------
+
+    async def _keep_announced(self) -> None:
+        """Say what this host has, in every period, and soon after it has changed."""
+        while True:
+            with trio.move_on_after(self._period_s):
+                await self._changed.wait()
+                await trio.sleep(_TOGETHER_S)
+            await self._announce()
+
+    async def _announce(self) -> None:
+        if self._leaving:
+            return
+        hosted = {uid: (hosted.generation, hosted.model.version) for uid, hosted in sorted(self.experts.items())}
+        words = HostWords(queue_s=self.server.queue_s())
+        try:
+            await self._board.announce(announcements(self.grid, hosted, words))
+        except RemoteError as error:
+            self._ctx.log.event("dht.announce_failed", level="warning", reason=str(error))
+
+    async def _watch(self) -> None:
+        """Read what others claim, and give up what they have a higher claim to."""
+        while True:
+            await trio.sleep(self._period_s / 2)
+            self.tally.look(self._ctx.clock.now(), self.server.stats.updates)
+            if self.experts:
+                await self._yield_to(self._winners(await self._board.read(last_prefixes(self.experts))))
+
+    async def _yield_to(self, seen: Mapping[Uid, Claim]) -> None:
+        mine = {uid: hosted.generation for uid, hosted in self.experts.items()}
+        for uid, winner in sorted(outbid(mine, self._me, seen).items()):
+            hosted = self.experts.get(uid)
+            if hosted is None or hosted.generation != mine[uid]:
+                continue
+            lost = hosted.dropped_for(winner)
+            self.tally.dropped += 1
+            self.tally.updates_dropped += lost
+            self._ctx.log.event(
+                "expert.yielded",
+                level="warning",
+                uid=str(uid),
+                generation=hosted.generation,
+                to=winner.peer,
+                to_generation=winner.generation,
+                updates_dropped=lost,
+            )
+            why = f"peer {winner.peer} has a higher claim, of generation {winner.generation}"
+            await self.drop(uid, f"{why} ({lost} updates were dropped here)")
+
+    @staticmethod
+    def _winners(told: Told) -> dict[Uid, Claim]:
+        return winners(
+            (prefix.below(coordinate), Claim(claim.generation, claim.host.text))
+            for prefix, below in told.items()
+            for coordinate, claims in below.items()
+            for claim in claims
+        )
