@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,11 +15,15 @@ from peerd.core.experts.grid import Uid, bitmap, grid_of, prefix_key
 from peerd.core.messages.encoding import encode
 from peerd.core.messages.experts import Announced, Name, Pointer, state_root
 from peerd.core.run.runfile import ExpertsSection, RunFile, fingerprint
+from peerd.log import EventLog
+from peerd.role import RoleContext
 from peerd.service.experts.vault import Vault
 from peerd.service.experts.vault_disk import VaultDisk, digests_of
 from peerd.service.peer_stack import PeerStack, peer_stack
 from peerd.sim.clock import SimClock
 from peerd.sim.simnet import SimNet
+from peerd.training.expert.adoption import Adoption
+from peerd.training.expert.checkpoints import ExpertCheckpoints
 from tests.kit.hosts import keypair
 from tests.kit.virtual import addr_of, running_net, transport
 from tests.kit.workers import InlineWorker
@@ -75,6 +79,93 @@ class ExpertPeer:
         self.scope.cancel()
 
 
+class MadeUpExpert:
+    """A state of text and a version; "NaN" does not load."""
+
+    def __init__(self, uid: Uid, seed: str = "anew") -> None:
+        self.uid, self.seed, self.version = uid, seed, 0
+
+    def snapshot(self) -> bytes:
+        return f"{self.uid}|{self.seed}|{self.version}|".encode().ljust(MIB + 9, b".")
+
+    def load(self, data: bytes) -> None:
+        uid, seed, version, _ = data.split(b"|")
+        if seed == b"NaN":
+            raise ValueError("it holds NaN")
+        if uid.decode() != str(self.uid):
+            raise ValueError("it is another expert's")
+        self.seed, self.version = seed.decode(), int(version)
+
+
+@dataclass
+class MadeUpHosted:
+    model: MadeUpExpert
+    generation: int
+
+
+class MadeUpHost:
+    """The host of experts on one peer, with the two that keep and adopt them."""
+
+    def __init__(self, swarm: ExpertSwarm, peer: ExpertPeer, places: int) -> None:
+        self.swarm, self.peer, self.places = swarm, peer, places
+        self.experts: dict[Uid, MadeUpHosted] = {}
+        self.dropped: dict[Uid, str] = {}
+        self.adopted_at: dict[Uid, float] = {}
+        self.log = EventLog(peer.stack.clock)
+        stack = peer.stack
+        ctx = RoleContext(
+            run=swarm.run,
+            host=stack.host,
+            rpc=stack.rpc,
+            dht=stack.dht,
+            clock=stack.clock,
+            data_dir=peer.folder,
+            device="cpu",
+            seed=1,
+            log=self.log,
+            worker=lambda _: InlineWorker(),
+        )
+        self.checkpoints = ExpertCheckpoints(ctx, peer.vault, self)
+        self.adoption = Adoption(ctx, peer.vault, self, self.checkpoints, state_bytes=4 * MIB)
+        peer.tasks += [self.announce_all, self.checkpoints.run, self.adoption.run]
+
+    def begin(self, uid: Uid, seed: str = "anew", generation: int = 0) -> MadeUpExpert:
+        """Host an expert from the start."""
+        model = MadeUpExpert(uid, seed)
+        self.experts[uid] = MadeUpHosted(model, generation)
+        return model
+
+    async def adopt(self, uid: Uid, generation: int, state: bytes | None) -> None:
+        model = MadeUpExpert(uid)
+        if state is not None:
+            model.load(state)
+        self.experts[uid] = MadeUpHosted(model, generation)
+        self.adopted_at[uid] = trio.current_time()
+        await self.announce(uid)
+
+    async def drop(self, uid: Uid, why: str) -> None:
+        del self.experts[uid]
+        self.dropped[uid] = why
+        await self.peer.stack.dht.withdraw(prefix_key(self.swarm.run.run, uid.prefix))
+
+    def room(self) -> int:
+        return self.places - len(self.experts)
+
+    async def announce(self, uid: Uid) -> None:
+        below = sorted(other for other in self.experts if other.prefix == uid.prefix)
+        await self.swarm.claim(self.peer, *below, hosted=self.experts)
+
+    async def announce_all(self, *, task_status: trio.TaskStatus[None]) -> None:
+        task_status.started()
+        while True:
+            for prefix in sorted({uid.prefix for uid in self.experts}):
+                await self.announce(prefix.below(0))
+            await trio.sleep(ANNOUNCE_S)
+
+    def events(self, name: str) -> list[dict[str, Any]]:
+        return [event for event in self.log.recent() if event["name"] == name]
+
+
 @dataclass
 class ExpertSwarm:
     """Peers by name; all join through the first."""
@@ -104,12 +195,26 @@ class ExpertSwarm:
     async def start(self, *names: str, most_bytes: int = 64 * MIB) -> list[ExpertPeer]:
         return [await self.begin(self.make(name, most_bytes)) for name in names]
 
-    async def claim(self, peer: ExpertPeer, uid: Uid, generation: int = 0, version: int = 0) -> None:
-        """Announce one expert, as its host does every period."""
-        side = grid_of(self.run).sides[-1]
-        addrs = [str(addr) for addr in peer.stack.host.addrs()]
-        announced = Announced(Name.of(uid.prefix), bitmap([uid.at[-1]], side), [generation], [version], 0.0, addrs)
-        await peer.stack.dht.put(prefix_key(self.run.run, uid.prefix), encode(announced), ttl_s=60.0)
+    async def host(self, name: str, *uids: Uid, places: int = 8) -> MadeUpHost:
+        """A peer that hosts these experts."""
+        host = MadeUpHost(self, self.make(name), places)
+        for uid in uids:
+            host.begin(uid, seed=name)
+        await self.begin(host.peer)
+        return host
+
+    async def claim(self, peer: ExpertPeer, *uids: Uid, hosted: Mapping[Uid, MadeUpHosted]) -> None:
+        """Announce experts below one prefix, as their host does every period."""
+        prefix, addrs = uids[0].prefix, [str(addr) for addr in peer.stack.host.addrs()]
+        announced = Announced(
+            Name.of(prefix),
+            bitmap([uid.at[-1] for uid in uids], grid_of(self.run).sides[-1]),
+            [hosted[uid].generation for uid in uids],
+            [hosted[uid].model.version for uid in uids],
+            0.0,
+            addrs,
+        )
+        await peer.stack.dht.put(prefix_key(self.run.run, prefix), encode(announced), ttl_s=60.0)
 
 
 @asynccontextmanager

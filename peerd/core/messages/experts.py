@@ -140,6 +140,7 @@ class Pointer(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
     size_bytes: Annotated[int, msgspec.Meta(ge=1, le=EXPERT_STATE_BYTES)]
     owner: Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]  # public key
     signature: Annotated[bytes, msgspec.Meta(max_length=SIGNATURE_BYTES)] = b""
+    began: Updates = 0  # updates that it had when this generation began: of others' later ones, it has none
 
     def signed(self, signer: Signer) -> Pointer:
         """This pointer with its owner's signature."""

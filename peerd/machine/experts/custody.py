@@ -23,6 +23,7 @@ _UNCLAIMED: Final = 0.5  # periods without any claim, where the last owner does 
 _LET_GO: Final = 2.0  # likewise where it answers: it may be starting
 _TURN: Final = 0.25  # periods between the turns of two adopters
 _WATCHED: Final = 1 << 16  # experts: more than a peer reads of in many looks
+_PREFIXES: Final = 4096  # that claims are remembered of
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,16 +79,15 @@ class OrphanWatch:
     def __init__(self, announce_s: float) -> None:
         self._announce_s = announce_s
         self._seen = BoundedDict[Uid, tuple[SeenClaim | None, float]](_WATCHED)  # and since when it is unchanged
-        self._last = BoundedDict[Uid, SeenClaim](_WATCHED)
+        self._last = BoundedDict[Uid, dict[Uid, SeenClaim]](_PREFIXES)  # by prefix
 
-    @property
-    def known(self) -> list[Uid]:
-        """Experts that somebody has claimed."""
-        return list(self._last)
+    def known(self, prefixes: Iterable[Uid]) -> list[Uid]:
+        """Experts below these prefixes that somebody has claimed."""
+        return [uid for prefix in prefixes for uid in self._last.get(prefix, ())]
 
     def last(self, uid: Uid) -> SeenClaim | None:
         """The highest claim that was ever seen."""
-        return self._last.get(uid)
+        return self._last.get(uid.prefix, {}).get(uid)
 
     def forget(self, uid: Uid) -> None:
         """Begin anew with an expert: we have it now, or had it."""
@@ -98,9 +98,11 @@ class OrphanWatch:
         seen = self._seen.get(uid)
         if seen is None or seen[0] != claim:
             self._seen[uid] = (claim, now)
-        last = self._last.get(uid)
+        last = self.last(uid)
         if claim is not None and (last is None or claim.rank >= last.rank):
-            self._last[uid] = claim
+            below = self._last.get(uid.prefix, {})
+            below[uid] = claim
+            self._last[uid.prefix] = below
         return now >= self._seen[uid][1] + self._announce_s * (_UNCLAIMED if claim is None else _RENEWED)
 
     def orphan_since(self, uid: Uid, answers: bool) -> float:

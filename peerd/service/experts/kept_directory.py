@@ -113,6 +113,7 @@ class KeptDirectory:
         found = await self._peer.dht.get_many(keys, most_bytes=DIRECTORY_READ_BYTES)
         view = CustodyView(offers=self._offers(found.get(holders_key(self.run), [])))
         for key, prefix in claimed.items():
+            await trio.lowlevel.checkpoint()  # a prefix may have a thousand claims
             for uid, claim in self._claims(prefix, found.get(key, [])):
                 if uid not in view.claims or claim.rank > view.claims[uid].rank:
                     view.claims[uid] = claim

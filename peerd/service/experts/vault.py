@@ -170,7 +170,7 @@ class Vault:
 
     async def fetch(self, pointer: Pointer, holders: Sequence[PeerId]) -> bytearray:
         """A checkpoint, whole and checked, from here or from `holders`; RemoteError says why there is none."""
-        if any(p.signature == pointer.signature for p in self._shelf.of(pointer.expert.uid)):
+        if self._has(pointer):
             try:
                 return await self.read(pointer)
             except ValueError:
@@ -180,6 +180,9 @@ class Vault:
         sink = MemorySink(pointer.size_bytes)
         await self._fetching.fetch(pointer, others, digests, sink)
         return sink.data
+
+    def _has(self, pointer: Pointer) -> bool:
+        return any(p.signature == pointer.signature for p in self._shelf.of(pointer.expert.uid))
 
     async def answers(self, peer: PeerId, timeout_s: float) -> bool:
         """True when a peer gives an answer, whatever it is."""
@@ -223,6 +226,8 @@ class Vault:
         if why is not None:
             log.warning("peer %s asks to keep a checkpoint of expert %s: %s", peer, pointer.expert.uid, why)
             raise Refused(why)
+        if self._has(pointer):
+            return Answer(Kept(held=True))
         why = self._shelf.objection(pointer)
         if why is not None:
             raise Refused(why)

@@ -1,0 +1,273 @@
+"""Adoption of orphans: experts whose host is gone come back here from their newest checkpoint; and yielding to others.
+
+Every quarter of an announcement period this peer looks at the directory. An expert whose claim is not renewed and whose
+host does not answer, or that nobody claims, is an orphan; the peers that offer to adopt come for it one after the other
+in an order that all of them compute (`machine.experts.custody`). Before it fetches anything, an adopter says so and
+looks once more: of two that say so at once, the one that comes first goes on. It takes the newest checkpoint, an older
+one if the bytes are not those of the digest or do not load, and begins anew if there is none to be had, and says what
+was lost. In a partition both sides may have an owner: when it has healed, the highest (generation, peer id) wins, and
+the other gives the expert up here.
+
+A hostile peer may show checkpoints that are not there (they are given up after a second try), that hold NaN (an older
+one is taken), or huge ones; claim what it does not serve; say that it is about to adopt and never do (it is waited for
+no longer than a bound, and not while it does not answer). It is named in the log.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Final
+
+import trio
+
+from peerd.core.bounded_dict import BoundedDict
+from peerd.core.errors import ProtocolViolation, RemoteError
+from peerd.core.experts.grid import Uid
+from peerd.core.ids import PeerId
+from peerd.core.limits import EXPERT_STATE_BYTES, EXPERT_TAKING, LINKS
+from peerd.machine.experts.custody import OrphanWatch, SeenClaim, draw
+from peerd.role import RoleContext
+from peerd.service.experts.kept_directory import CustodyView, KeptCopy
+from peerd.service.experts.vault import Vault
+from peerd.training.expert.checkpoints import AdoptingHost, ExpertCheckpoints
+
+_LOOKS: Final = 4  # in an announcement period
+_EXPERTS_PER_LOOK: Final = 4096  # places of the grid below the prefixes of one look, besides those that concern us
+_PREFIXES_PER_LOOK: Final = 256
+_PROBES: Final = 64  # peers that one look asks whether they are there
+_PROBE_S: Final = 3.0
+_AT_ONCE: Final = 4  # states that are fetched
+_TRIES: Final = 2  # at holders that do not answer, then it begins anew
+_CHECKPOINTS: Final = 6  # of one expert that are tried
+_TAKING_S: Final = 600.0  # that others' adoptions are waited for
+_LAST_GENERATION: Final = (1 << 53) - 1
+
+
+class Adoption:
+    """See the module's header; `run` does the work. `state_bytes`: the most that a state of this run takes."""
+
+    def __init__(
+        self,
+        ctx: RoleContext,
+        vault: Vault,
+        host: AdoptingHost,
+        checkpoints: ExpertCheckpoints,
+        state_bytes: int = EXPERT_STATE_BYTES,
+    ) -> None:
+        assert ctx.run is not None
+        assert ctx.run.experts is not None
+        self.adopted = self.began_anew = self.yielded = 0
+        self.updates_lost = 0  # of experts that were adopted here
+        self.updates_dropped = 0  # of ours, when others won
+        self._log, self._me = ctx.log, ctx.host.id
+        self._vault, self._host, self._checkpoints, self._state_bytes = vault, host, checkpoints, state_bytes
+        self._announce_s = ctx.run.experts.announce_s
+        self._watch = OrphanWatch(self._announce_s)
+        self._limit = trio.CapacityLimiter(_AT_ONCE)
+        self._tries = BoundedDict[Uid, int](LINKS)
+        self._others_take = BoundedDict[tuple[Uid, PeerId], float](LINKS)  # since when they say so
+        self._turn = 0  # of the prefixes that do not concern us
+        vault.adopts = lambda: self._room() > 0
+
+    async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Look for orphans, and for peers that outbid us, until cancelled."""
+        async with trio.open_nursery() as nursery:
+            task_status.started()
+            while True:
+                began = trio.current_time()
+                await self._look(nursery)
+                await trio.sleep_until(began + self._announce_s / _LOOKS)
+
+    def status(self) -> dict[str, object]:
+        """Plain data for users."""
+        return {
+            "adopted": self.adopted,
+            "began_anew": self.began_anew,
+            "updates_lost": self.updates_lost,
+            "yielded": self.yielded,
+            "updates_dropped": self.updates_dropped,
+        }
+
+    def _room(self) -> int:
+        return self._host.room() - len(self._vault.taking)
+
+    # --- a look -----------------------------------------------------------------------------------------------
+
+    async def _look(self, nursery: trio.Nursery) -> None:
+        prefixes = self._prefixes()
+        try:
+            view = await self._vault.directory.look(prefixes)
+        except RemoteError as error:
+            self._log.event("dht.read_failed", level="debug", reason=str(error))
+            return
+        await self._yield(view)
+        doubtful = self._doubtful(view, prefixes)
+        if not doubtful or self._room() <= 0:
+            return
+        owners = {uid: self._owner(uid, view) for uid in doubtful}
+        answers = await self._probe(owners.values())
+        now = trio.current_time()
+        since = {uid: self._watch.orphan_since(uid, answers.get(owners[uid], False)) for uid in doubtful}
+        for uid in sorted(doubtful, key=lambda uid: (since[uid], uid)):
+            if self._room() <= 0:
+                return
+            adopters = [p for p, offer in view.offers.items() if offer.adopts and answers.get(p, True)]
+            adopters = [p for p in adopters if p not in (self._me, owners[uid])]
+            if not self._watch.may_adopt(now, uid, since[uid], self._me, adopters):
+                continue
+            if len(self._vault.taking) < EXPERT_TAKING and not await self._is_taken(uid, view, ahead_only=False):
+                self._vault.taking.append(uid)
+                nursery.start_soon(self._take, uid, view)
+
+    def _prefixes(self) -> list[Uid]:
+        """Prefixes of this look: those of our own experts, some of those of which we hold checkpoints, and of the rest
+        as many as one look can take, in turn.
+        """
+        directory, self._turn = self._vault.directory, self._turn + 1
+        count, side = directory.last_prefixes, directory.grid.sides[-1]
+        most = min(count, _PREFIXES_PER_LOOK, max(1, _EXPERTS_PER_LOOK // side))
+        rest = [directory.last_prefix((self._turn * most + i) % count) for i in range(most)]
+        held = list(dict.fromkeys(pointer.expert.uid.prefix for pointer in self._vault.held))
+        begin = self._turn * _PREFIXES_PER_LOOK % len(held) if len(held) > _PREFIXES_PER_LOOK else 0
+        ours = [uid.prefix for uid in self._host.experts]
+        return list(dict.fromkeys([*ours, *held[begin : begin + _PREFIXES_PER_LOOK], *rest]))
+
+    def _doubtful(self, view: CustodyView, prefixes: Sequence[Uid]) -> list[Uid]:
+        now = trio.current_time()
+        found = sorted({*view.kept, *view.claims, *self._watch.known(prefixes)})
+        doubtful = []
+        for uid in found:
+            late = self._watch.is_doubtful(now, uid, view.claims.get(uid))
+            if uid in self._host.experts:
+                self._watch.forget(uid)
+            elif late and uid not in self._vault.taking:
+                doubtful.append(uid)
+        return doubtful
+
+    def _owner(self, uid: Uid, view: CustodyView) -> PeerId:
+        """The last host of an expert, as far as we know."""
+        claim = view.claims.get(uid) or self._watch.last(uid)
+        return claim.peer if claim is not None else view.kept[uid][0].pointer.peer
+
+    async def _probe(self, peers: Iterable[PeerId]) -> dict[PeerId, bool]:
+        """Which of these answer; for ourselves, an expert that we do not host has no host."""
+        answers = {self._me: False}
+
+        async def ask(peer: PeerId) -> None:
+            answers[peer] = await self._vault.answers(peer, min(_PROBE_S, self._announce_s / _LOOKS))
+
+        asked = [peer for peer in dict.fromkeys(peers) if peer != self._me]
+        for peer in asked[_PROBES:]:
+            answers[peer] = True  # not asked: its turn comes
+        async with trio.open_nursery() as nursery:
+            for peer in asked[:_PROBES]:
+                nursery.start_soon(ask, peer)
+        return answers
+
+    async def _is_taken(self, uid: Uid, view: CustodyView, *, ahead_only: bool) -> bool:
+        """True when another peer that answers is about to adopt; `ahead_only`: only one that comes before us counts."""
+        now = trio.current_time()
+        takers = [p for p, o in view.offers.items() if p != self._me and any(n.uid == uid for n in o.taking)]
+        for taker in takers:
+            since = self._others_take.setdefault((uid, taker), now)
+            if ahead_only and draw(uid, taker) > draw(uid, self._me):
+                continue
+            if now - since < _TAKING_S and (await self._probe([taker]))[taker]:
+                return True
+        return False
+
+    async def _yield(self, view: CustodyView) -> None:
+        """Give up the experts that another host claims with a higher rank."""
+        for uid, hosted in list(self._host.experts.items()):
+            claim = view.claims.get(uid)
+            if claim is None or claim.peer == self._me or claim.rank <= (hosted.generation, self._me):
+                continue
+            dropped = hosted.model.version - self._forked_at(uid, claim, view)
+            self.yielded += 1
+            self.updates_dropped += max(0, dropped)
+            self._log.event(
+                "expert.yielded",
+                level="warning",
+                expert=str(uid),
+                to=claim.peer,
+                generation=claim.generation,
+                updates_dropped=max(0, dropped),
+            )
+            why = f"peer {claim.peer.short} owns it in generation {claim.generation}"
+            await self._host.drop(uid, f"{why}; {max(0, dropped)} updates are dropped")
+
+    def _forked_at(self, uid: Uid, claim: SeenClaim, view: CustodyView) -> int:
+        """Our updates that the winner has, too: its pointers say so; else what of ours was in a checkpoint."""
+        theirs = [c.pointer for c in view.kept.get(uid, ()) if c.pointer.peer == claim.peer]
+        began = [p.began for p in theirs if p.generation == claim.generation]
+        return began[0] if began else self._checkpoints.kept_version(uid)
+
+    # --- an adoption ------------------------------------------------------------------------------------------
+
+    async def _take(self, uid: Uid, before: CustodyView) -> None:
+        """Adopt one orphan, unless another peer does."""
+        try:
+            async with self._limit:
+                await self._vault.announce()  # so that others see that we are about to
+                view = await self._vault.directory.look([uid.prefix])
+                claim = view.claims.get(uid)
+                new = claim is not None and claim != before.claims.get(uid)
+                if new or uid in self._host.experts or await self._is_taken(uid, view, ahead_only=True):
+                    return
+                await self._adopt(uid, view.kept.get(uid) or before.kept.get(uid, []))
+        except RemoteError as error:
+            self._log.event("expert.not_adopted", level="warning", expert=str(uid), reason=str(error))
+        finally:
+            self._vault.taking.remove(uid)
+        await self._vault.announce()
+
+    async def _adopt(self, uid: Uid, copies: Sequence[KeptCopy]) -> None:
+        generations = [copy.pointer.generation for copy in copies]
+        last = self._watch.last(uid)
+        generations += [last.generation] if last is not None else []
+        generation = min(max(generations) + 1, _LAST_GENERATION)
+        silent = False
+        for copy in copies[:_CHECKPOINTS]:
+            pointer = copy.pointer
+            try:
+                if pointer.size_bytes > self._state_bytes:
+                    raise ValueError(f"it has {pointer.size_bytes} bytes; a state takes {self._state_bytes} at most")
+                data = await self._vault.fetch(pointer, copy.holders)
+                if uid in self._host.experts:
+                    return
+                await self._host.adopt(uid, generation, bytes(data))
+            except (RemoteError, ValueError) as error:
+                silent |= isinstance(error, RemoteError) and not isinstance(error, ProtocolViolation)
+                self._log.event(
+                    "expert.checkpoint_unusable",
+                    level="warning",
+                    expert=str(uid),
+                    made_by=pointer.peer,
+                    version=pointer.version,
+                    reason=str(error),
+                )
+                continue
+            self._settled(uid, generation, pointer.version, copies)
+            self._log.event("expert.state_taken", expert=str(uid), digest=pointer.digest, made_by=pointer.peer)
+            return
+        self._tries[uid] = self._tries.get(uid, 0) + 1
+        if silent and self._tries[uid] < _TRIES:
+            return  # a hiccup of all holders: at the next look
+        await self._host.adopt(uid, generation, None)
+        self.began_anew += 1
+        why = "none of its checkpoints can be had" if copies else "no checkpoint of it is known"
+        self._log.event("expert.began_anew", level="warning", expert=str(uid), generation=generation, reason=why)
+        self._settled(uid, generation, 0, copies)
+
+    def _settled(self, uid: Uid, generation: int, version: int, copies: Sequence[KeptCopy]) -> None:
+        """Count what was lost: updates that were announced, or are in a newer checkpoint, beyond those we have."""
+        known = [(copy.pointer.generation, copy.pointer.version) for copy in copies]
+        last = self._watch.last(uid)
+        known += [(last.generation, last.version)] if last is not None else []
+        lost = max(0, max(known)[1] - version)
+        self._tries.pop(uid, None)
+        self._watch.forget(uid)
+        self._checkpoints.began(uid, generation, version)
+        self.adopted += 1
+        self.updates_lost += lost
+        self._log.event("expert.adopted", expert=str(uid), generation=generation, version=version, updates_lost=lost)

@@ -1,0 +1,327 @@
+"""Checkpoints of the experts that this peer hosts: when one is due, on our own disk, and with holders on other hosts.
+
+A checkpoint is a snapshot between two updates, moments included, taken by a job on the device's worker. Its pointer is
+signed and handed, with the bytes, to `experts.copies` other peers that offer room; which ones follows from the names
+(`machine.experts.custody`), so that a newer checkpoint mostly goes where the one before lies, and takes its place. A
+disk that is full, or holders that are missing, cost copies and nothing else: `problem` says so, and it is tried again.
+An expert that never made an update needs no checkpoint: its weights follow from the run's seed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final, Protocol
+
+import trio
+
+from peerd.core.errors import RemoteError
+from peerd.core.experts.grid import Uid
+from peerd.core.ids import PeerId
+from peerd.core.messages.experts import HolderOffer, Name, Pointer, state_root
+from peerd.machine.experts.custody import HolderRoom, choose_holders
+from peerd.role import RoleContext
+from peerd.service.experts.vault import Vault
+from peerd.service.experts.vault_disk import digests_of
+
+_AT_ONCE: Final = 2  # snapshots in memory
+_TICK_S: Final = 1.0  # between two looks at what is due, at most
+_AGAIN_S: Final = 5.0  # before holders are looked for again; then twice as long, ...
+_LONGEST_S: Final = 60.0
+
+
+class SnapshotModel(Protocol):
+    """An expert's weights, as `compute.experts.hosted_expert` has them."""
+
+    @property
+    def version(self) -> int: ...
+
+    def snapshot(self) -> bytes:
+        """The whole state; a job for the device's worker."""
+        ...
+
+
+class HostedState(Protocol):
+    """An expert that this peer hosts."""
+
+    @property
+    def model(self) -> SnapshotModel: ...
+    @property
+    def generation(self) -> int: ...
+
+
+class AdoptingHost(Protocol):
+    """This peer's host of experts, as far as checkpoints and adoption know it."""
+
+    @property
+    def experts(self) -> Mapping[Uid, HostedState]: ...
+
+    async def adopt(self, uid: Uid, generation: int, state: bytes | None) -> None:
+        """Host an expert from now on and announce it; None: anew. ValueError for a state that does not fit, or holds
+        NaN.
+        """
+        ...
+
+    async def drop(self, uid: Uid, why: str) -> None:
+        """Host it no more."""
+        ...
+
+    def room(self) -> int:
+        """Number of experts that still fit."""
+        ...
+
+
+@dataclass(slots=True)
+class _Safe:
+    """What of an expert is safe."""
+
+    generation: int
+    version: int  # in a checkpoint
+    began: int  # version at which the generation began
+    pointer: Pointer | None = None
+    holders: set[PeerId] = field(default_factory=set)
+    unsaved_since: float | None = None
+    failures: int = 0
+    again_at: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class _HostSigner:
+    peer_id: PeerId
+    sign_with: Callable[[bytes], bytes]
+
+    def sign(self, data: bytes, /) -> bytes:
+        return self.sign_with(data)
+
+
+class ExpertCheckpoints:
+    """See the module's header; `run` does the work."""
+
+    def __init__(self, ctx: RoleContext, vault: Vault, host: AdoptingHost) -> None:
+        assert ctx.run is not None
+        assert ctx.run.experts is not None
+        self.problem: str | None = None
+        self.written = 0  # checkpoints
+        self._ctx, self._vault, self._host, self._section = ctx, vault, host, ctx.run.experts
+        self._device, self._files = ctx.worker(ctx.device), ctx.worker("files")
+        self._signer = _HostSigner(ctx.host.id, ctx.host.sign)
+        self._safe: dict[Uid, _Safe] = {}
+        self._busy: set[Uid] = set()
+        self._offers: dict[PeerId, HolderOffer] = {}
+        self._offers_at = -float("inf")
+
+    async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Write checkpoints that are due, and see that they have their copies, until cancelled."""
+        tick_s = min(_TICK_S, self._section.checkpoint_s / 2, self._section.announce_s / 4)
+        task_status.started()
+        while True:
+            await self._look_for_holders()
+            await self._each(self._due(trio.current_time()), self._save)
+            await self._each(self._uncopied(trio.current_time()), self._copy)
+            await trio.sleep(tick_s)
+
+    async def leave(self) -> None:
+        """Write what has no checkpoint yet, before the experts are given up."""
+        await self._each([uid for uid, safe in self._known().items() if self._is_unsaved(uid, safe)], self._save)
+
+    def began(self, uid: Uid, generation: int, version: int) -> None:
+        """Take note that we adopted an expert in this state: a checkpoint of the new generation is due at once."""
+        self._safe[uid] = _Safe(generation - 1, version, version)
+
+    def kept_version(self, uid: Uid) -> int:
+        """Updates of an expert that a checkpoint has, here or with others."""
+        safe = self._safe.get(uid)
+        return safe.version if safe is not None else 0
+
+    def status(self) -> dict[str, object]:
+        """Plain data for users."""
+        known = self._known().items()
+        copies = [len(safe.holders) for _, safe in known if safe.pointer is not None]
+        unsaved = sum(max(0, self._host.experts[uid].model.version - safe.version) for uid, safe in known)
+        return {
+            "checkpoints": self.written,
+            "copies_least": min(copies, default=None),
+            "updates_unsaved": unsaved,
+            "problem": self.problem or self._vault.problem,
+        }
+
+    # --- what is due ------------------------------------------------------------------------------------------
+
+    def _known(self) -> dict[Uid, _Safe]:
+        """The experts hosted now."""
+        for uid in [uid for uid in self._safe if uid not in self._host.experts]:
+            if uid not in self._busy:
+                del self._safe[uid]
+        for uid, hosted in self._host.experts.items():
+            if uid not in self._safe:
+                self._safe[uid] = self._first(uid, hosted)
+        return {uid: self._safe[uid] for uid in self._host.experts}
+
+    def _first(self, uid: Uid, hosted: HostedState) -> _Safe:
+        """What is safe of an expert that we see for the first time: it came from our own disk, or is new."""
+        pointer = self._vault.own(uid)
+        if pointer is not None and pointer.generation == hosted.generation:
+            return _Safe(pointer.generation, pointer.version, pointer.began, pointer)
+        began = hosted.model.version
+        return _Safe(0 if hosted.generation == 0 else hosted.generation - 1, 0, began)
+
+    def _is_unsaved(self, uid: Uid, safe: _Safe) -> bool:
+        hosted = self._host.experts[uid]
+        return hosted.generation != safe.generation or hosted.model.version > safe.version
+
+    def _due(self, now: float) -> list[Uid]:
+        """Experts whose checkpoint is due, the longest without one first."""
+        due = []
+        for uid, safe in self._known().items():
+            if not self._is_unsaved(uid, safe):
+                safe.unsaved_since = None
+                continue
+            if safe.unsaved_since is None:
+                safe.unsaved_since = now
+            hosted = self._host.experts[uid]
+            many = hosted.model.version - safe.version >= self._section.checkpoint_updates
+            long = now - safe.unsaved_since >= self._section.checkpoint_s
+            if now >= safe.again_at and (many or long or hosted.generation != safe.generation):
+                due.append((safe.unsaved_since, uid))
+        return [uid for _, uid in sorted(due)]
+
+    def _uncopied(self, now: float) -> list[Uid]:
+        """Experts whose newest checkpoint has too few holders that still say that they are there."""
+        found = []
+        for uid, safe in self._known().items():
+            if safe.pointer is not None and safe.generation == self._host.experts[uid].generation:
+                safe.holders &= self._offers.keys()
+                if len(safe.holders) < self._section.copies and now >= safe.again_at:
+                    found.append(uid)
+        return found
+
+    async def _each(self, uids: Sequence[Uid], work: Callable[[Uid], Awaitable[None]]) -> None:
+        limit = trio.CapacityLimiter(_AT_ONCE)
+
+        async def one(uid: Uid) -> None:
+            async with limit:
+                if uid in self._host.experts and uid not in self._busy:
+                    self._busy.add(uid)
+                    try:
+                        await work(uid)
+                    finally:
+                        self._busy.discard(uid)
+
+        async with trio.open_nursery() as nursery:
+            for uid in uids:
+                nursery.start_soon(one, uid)
+
+    # --- a checkpoint -----------------------------------------------------------------------------------------
+
+    async def _save(self, uid: Uid) -> None:
+        """A checkpoint of an expert as it is now."""
+        hosted, safe = self._host.experts[uid], self._safe[uid]
+        generation, model = hosted.generation, hosted.model
+
+        def snapshot() -> tuple[int, bytes]:
+            return model.version, model.snapshot()
+
+        version, data = await self._device.run(snapshot, name="snapshot of an expert")
+        digests = await self._files.run(lambda: digests_of(data), name="hash a checkpoint of an expert")
+        if self._host.experts.get(uid) is not hosted:
+            return  # dropped meanwhile
+        pointer = Pointer(
+            run=self._vault.fingerprint,
+            expert=Name.of(uid),
+            generation=generation,
+            version=version,
+            digest=state_root(digests),
+            size_bytes=len(data),
+            owner=self._ctx.host.id.public_key,
+            began=safe.began,
+        ).signed(self._signer)
+        with self._vault.lent(pointer, digests, data):
+            on_disk = await self._put(pointer, digests, data)
+            holders = await self._hand(pointer, set())
+        if not on_disk and not holders:
+            self._failed(safe)
+            return
+        self.written += 1
+        safe.generation, safe.version, safe.unsaved_since = generation, version, None
+        safe.pointer, safe.holders = pointer, holders
+        self._ctx.log.event(
+            "expert.checkpointed", level="debug", expert=str(uid), version=version, holders=sorted(holders)
+        )
+        self._count(uid, safe)
+
+    async def _put(self, pointer: Pointer, digests: Sequence[bytes], data: bytes) -> bool:
+        try:
+            await self._vault.put(pointer, digests, data)
+        except (OSError, ValueError, RemoteError) as error:
+            self._say(f"no checkpoint of expert {pointer.expert.uid} on our own disk: {error}")
+            return False
+        return True
+
+    async def _copy(self, uid: Uid) -> None:
+        """Hand a checkpoint that lies on our disk to more holders."""
+        safe = self._safe[uid]
+        if safe.pointer is not None:
+            safe.holders |= await self._hand(safe.pointer, safe.holders)
+            self._count(uid, safe)
+
+    async def _hand(self, pointer: Pointer, holders: set[PeerId]) -> set[PeerId]:
+        """Hand a checkpoint to as many others as it lacks; those that hold it now."""
+        found, uid = set[PeerId](), pointer.expert.uid
+        lacking = self._section.copies - len(holders)
+        for peer in self._candidates(pointer):
+            if len(found) >= lacking:
+                break
+            if peer in holders:
+                continue
+            try:
+                await self._vault.hand(pointer, peer)
+                found.add(peer)
+            except RemoteError as error:
+                self._ctx.log.event("expert.not_held", level="debug", expert=str(uid), peer=peer, reason=str(error))
+        return found
+
+    def _candidates(self, pointer: Pointer) -> list[PeerId]:
+        links, own = self._ctx.host.links, self._ctx.host
+        offers = [
+            HolderRoom(peer, offer.room_bytes, place_of(offer.addrs))
+            for peer, offer in self._offers.items()
+            if not offer.client or links.best(peer) is not None
+        ]
+        here = HolderRoom(own.id, 0, place_of([str(addr) for addr in own.addrs()]))
+        return choose_holders(pointer.expert.uid, here, offers, pointer.size_bytes)
+
+    def _count(self, uid: Uid, safe: _Safe) -> None:
+        """See whether there are enough copies; if not, say so and look again later."""
+        lacking = self._section.copies - len(safe.holders)
+        if lacking <= 0:
+            safe.failures, safe.again_at = 0, 0.0
+            if all(len(s.holders) >= self._section.copies for s in self._safe.values() if s.pointer is not None):
+                self.problem = None
+            return
+        self._failed(safe)
+        self._say(f"{len(safe.holders)} of {self._section.copies} peers hold the checkpoint of expert {uid}")
+
+    def _failed(self, safe: _Safe) -> None:
+        safe.again_at = trio.current_time() + min(_LONGEST_S, _AGAIN_S * 2.0**safe.failures)
+        safe.failures = min(safe.failures + 1, 10)
+
+    def _say(self, problem: str) -> None:
+        level = "debug" if self.problem is not None else "warning"  # said once, until all is well
+        self.problem = problem
+        self._ctx.log.event("expert.copies_missing", level=level, reason=problem)
+
+    async def _look_for_holders(self) -> None:
+        now = trio.current_time()
+        if now - self._offers_at < self._section.announce_s:
+            return
+        try:
+            self._offers = await self._vault.directory.offers()
+            self._offers_at = now
+        except RemoteError as error:
+            self._ctx.log.event("dht.read_failed", level="debug", reason=str(error))
+
+
+def place_of(addrs: Sequence[str]) -> str:
+    """Where a peer says that it is: its first address that no relay has a part in, without the port."""
+    direct = [addr.split("/") for addr in addrs if "p2p-circuit" not in addr]
+    return "/".join(direct[0][1:3]) if direct else ""
