@@ -65,7 +65,8 @@ class TrainerRole:
         self.replica = StageMember(ctx) if self._is_replica and "stage" not in ctx.beside else None
         self._flights: ExpertFlights | None = None
         if self.replica is not None and ctx.run.experts is not None:
-            self._flights = ExpertFlights(ctx, self.replica, self._services.experts)
+            calls = self._services.expert_calls(ctx.worker("coding"))
+            self._flights = ExpertFlights(ctx, self.replica, calls, calls.status)
         self._pipeline = self._flights or self._services.pipeline(self._books.grant_of)
         self._worker = ctx.worker("data")
         self._wanted = trio.Event()  # set when the books have too few samples waiting
@@ -105,6 +106,8 @@ class TrainerRole:
             self._nursery = nursery
             if self.replica is not None:
                 await nursery.start(self.replica.run)
+            if self._flights is not None:
+                await nursery.start(self._services.experts.run)
             nursery.start_soon(self._feed, stream)
             nursery.start_soon(self._contributor.publish_now_and_then)
             nursery.start_soon(self._tally.run)
@@ -125,7 +128,7 @@ class TrainerRole:
 
     def status(self) -> dict[str, object]:
         replica = {"replica": self.replica.status()} if self.replica is not None else {}
-        experts = {"experts": self._flights.counts.told()} if self._flights is not None else {}
+        experts = {"experts": self._flights.status()} if self._flights is not None else {}
         return (
             replica
             | experts

@@ -82,7 +82,10 @@ PACKAGES = {
     "net/relay": {"net", "net/host", "net/link"},
     "net/tcp": {"net"},
     "service": {
-        *(f"service/{name}" for name in ("averaging", "conductor", "dht", "pipeline", "rpc", "state", "swarm")),
+        *(
+            f"service/{name}"
+            for name in ("averaging", "conductor", "dht", "experts", "pipeline", "rpc", "state", "swarm")
+        ),
     },
     "service/averaging": {"service/conductor", "service/rpc"},
     "service/conductor": {"service/rpc", "service/swarm"},

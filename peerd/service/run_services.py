@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 
 from peerd.contents import named_files
 from peerd.core.clock import Clock
-from peerd.core.errors import ConfigError, LocalError, RemoteError
-from peerd.core.experts.contract import ExpertNetwork
+from peerd.core.errors import ConfigError, RemoteError
 from peerd.core.ids import PeerId
 from peerd.core.messages.settings import PublishedSettings, differences
 from peerd.core.messages.swarm import Grant
@@ -38,6 +37,8 @@ from peerd.service.swarm.directory import Directory
 
 if TYPE_CHECKING:
     from peerd.service.averaging.allreduce import Averaging
+    from peerd.service.experts.expert_client import ExpertClient
+    from peerd.service.experts.expert_directory import ExpertDirectory
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,9 +134,17 @@ class RunServices:
         )
 
     @cached_property
-    def experts(self) -> ExpertNetwork:
-        """Calls to the experts of a run that has them."""
-        raise LocalError("the run has no experts")
+    def experts(self) -> ExpertDirectory:
+        """Who hosts which experts, in a run that has them; kept fresh while somebody runs it."""
+        from peerd.service.experts.expert_directory import ExpertDirectory
+
+        return ExpertDirectory(self.run, self._rpc, self._host, self._dht, self.clock)
+
+    def expert_calls(self, worker: Worker) -> ExpertClient:
+        """For a trainer, or a user's own loop: calls to experts, chosen and checked on `worker`."""
+        from peerd.service.experts.expert_client import ExpertClient  # brings numpy, which a backbone does not need
+
+        return ExpertClient(self.run, self._rpc, self.experts, self.clock, worker)
 
     def pipeline(self, grant_of: Callable[[int], Grant | None]) -> Pipeline:
         """For a trainer: calls to the stages. `grant_of`: the grant for a microbatch of ours, by its number."""

@@ -42,6 +42,9 @@ class NearExperts:
         self.updates: Counter[Uid] = Counter()
         self.waiting, self.most_waiting = 0, 0  # forwards under way
 
+    def status(self) -> dict[str, object]:
+        return {"calls": self.calls.total()}
+
     def chosen(self, layer: int, scores: Sequence[np.ndarray], k: int) -> list[list[Uid]]:
         places = list(itertools.product(*map(range, self._grid.sides)))
         live = [place for place in places if Uid(layer, place) not in self.dead]

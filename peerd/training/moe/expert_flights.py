@@ -10,7 +10,7 @@ waits for it and no step takes it back.
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Final, TypeVar
 
@@ -46,9 +46,16 @@ _CLOSING_S: Final = 0.05  # between two looks whether the sum is still being ave
 class ExpertFlights:
     """See the module's header. The interface is that of `service.pipeline.schedule.Pipeline`."""
 
-    def __init__(self, ctx: RoleContext, member: StageMember, network: ExpertNetwork) -> None:
+    def __init__(
+        self,
+        ctx: RoleContext,
+        member: StageMember,
+        network: ExpertNetwork,
+        calls: Callable[[], Mapping[str, object]] = dict,
+    ) -> None:
+        """`calls`: what became of the calls to experts, for status."""
         assert ctx.run is not None
-        self._ctx, self._member, self._network = ctx, member, network
+        self._ctx, self._member, self._network, self._calls = ctx, member, network, calls
         self._run: RunFile = ctx.run
         self._section = ctx.run.experts or ExpertsSection()
         self._ready = False
@@ -186,6 +193,10 @@ class ExpertFlights:
         """Microbatches to have on their way at once: many, as long as their gradients have room."""
         trunk = self._post.state.trunk.trunk
         return max(1, min(IN_FLIGHT, _GRADIENT_BYTES // max(1, trunk.layout.count * trunk.dtype.itemsize)))
+
+    def status(self) -> dict[str, object]:
+        """Plain data on flights and on the calls to experts."""
+        return {**self.counts.told(), "calls": dict(self._calls())}
 
     @property
     def waits_for(self) -> str | None:
