@@ -28,7 +28,7 @@ from peerd.commands.status.progress_line import tell_progress
 from peerd.commands.status.status_board import RoleState, StatusBoard
 from peerd.commands.status.waits import WaitTeller
 from peerd.contents import digest_at, named_files
-from peerd.control import socket
+from peerd.control import memory_limit, socket
 from peerd.control.company import Company, CompanyWish
 from peerd.control.connectivity import Connectivity, ConnectivityConfig, relaying
 from peerd.control.guest import limits_told
@@ -168,6 +168,8 @@ class Daemon:
             self._up = True
             if self._hours is not None:
                 services.start_soon(self._keep_hours, self._hours)
+            if most_gb := self._plan.own_limits.memory_gb:
+                services.start_soon(memory_limit.keep, most_gb, self._too_large)
             await self._run_roles(devices)
             with trio.move_on_after(WITHDRAW_S):
                 await self.dht.withdraw_all()
@@ -204,6 +206,10 @@ class Daemon:
         if not self._stopping.is_set():
             self.rests = True
             self.stop(f"its hours are over (limits.hours {hours.text})")
+
+    def _too_large(self, why: str) -> None:
+        self._failure = self._failure or ConfigError(why)
+        self.stop("it takes more memory than it may (limits.memory_gb)")
 
     # --- roles ---------------------------------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from scripts.waiting import eventually
 from tests.kit.processes import LISTEN, Process, processes, run_file
 
 pytestmark = [pytest.mark.slow, pytest.mark.socket, pytest.mark.timeout(180)]
@@ -49,6 +51,59 @@ def test_a_replica_with_one_thread_keeps_one_processor_busy_and_no_more(tmp_path
         if sys.platform != "win32":
             assert psutil.Process(replica.popen.pid).nice() == max(10, os.getpriority(os.PRIO_PROCESS, 0))
         assert replica.end()[0] == 0
+
+
+HELD = """\
+run: held
+model: {d_model: 384, heads: 8, layers: 6, context: 128}
+pipeline: {microbatch: 8}
+batch: {target_samples: 16}
+evaluate: {every_steps: 0}
+checkpoint: {every_steps: 2}
+"""
+
+
+def most_held(process: Process, until_step: int) -> float:
+    """GB that the process held at most, until it has made that step or has ended."""
+    counted, most = psutil.Process(process.popen.pid), 0
+
+    def looked() -> bool:
+        nonlocal most
+        with contextlib.suppress(psutil.NoSuchProcess):
+            most = max(most, counted.memory_info().rss)
+        return process.popen.poll() is not None
+
+    while not eventually(looked, 1.0):
+        if int(process.role().get("step") or 0) >= until_step:
+            break
+    return most / 1e9
+
+
+@pytest.mark.alone
+@pytest.mark.skipif(sys.platform != "linux", reason="where the system says what a process holds")
+def test_a_replica_keeps_to_its_memory(tmp_path: Path) -> None:
+    (tmp_path / "held.yaml").write_text(HELD)
+    options = ["--model", str(tmp_path / "held.yaml"), "--listen", LISTEN, "--alone", "--memory-gb", "0.85"]
+    with processes(tmp_path) as started:
+        replica = started.start("replica", "join", "--role", "trainer", *options)
+        most_gb = most_held(replica, until_step=7)
+        print(f"{most_gb:.3f} GB of 0.85")
+        assert replica.popen.poll() is None, replica.said
+        assert most_gb < 1.05 * 0.85
+        assert replica.end()[0] == 0
+
+
+@pytest.mark.alone
+@pytest.mark.skipif(sys.platform != "linux", reason="where the system says what a process holds")
+def test_a_replica_whose_samples_need_more_memory_than_it_may_take_ends_with_one_sentence(tmp_path: Path) -> None:
+    wide = HELD.replace("d_model: 384", "d_model: 128").replace("microbatch: 8", "microbatch: 256")
+    (tmp_path / "wide.yaml").write_text(wide.replace("target_samples: 16", "target_samples: 256"))
+    options = ["--model", str(tmp_path / "wide.yaml"), "--listen", LISTEN, "--alone", "--memory-gb", "0.5"]
+    with processes(tmp_path) as started:
+        replica = started.start("replica", "join", "--role", "trainer", *options)
+        assert replica.popen.wait(60) == 2
+        assert "peerd: this process holds " in replica.said.splitlines()[-1]
+        assert "and limits.memory_gb (--memory-gb) allows 0.5; allow more, or give it less" in replica.said
 
 
 def test_a_guest_outside_its_hours_rests_and_ends_at_once(tmp_path: Path) -> None:

@@ -107,6 +107,40 @@ async def test_what_passes_in_half_a_second_is_what_the_limits_allow(
         assert 0.5 * mbit < count * MBIT / passed_s < mbit * (1 + 0.06 / passed_s) + 0.5
 
 
+@pytest.mark.slow
+@pytest.mark.socket
+@pytest.mark.alone
+@pytest.mark.parametrize(("up_mbit", "down_mbit"), [(5.0, 5.0), (8.0, 0.0), (0.0, 16.0), (20.0, 40.0)])
+async def test_a_limit_is_kept_within_five_in_a_hundred(up_mbit: float, down_mbit: float) -> None:
+    """After the burst with which it begins, with the connection busy both ways."""
+    async with two_ends(LimitsSection(upload_mbit=up_mbit, download_mbit=down_mbit)) as ends:
+        got = {"near": 0, "far": 0}
+
+        async def read(end: str) -> None:
+            link = getattr(ends, end)
+            while data := await link.receive_some(1 << 16):
+                got[end] += len(data)
+
+        async def write(end: str) -> None:
+            while True:
+                await getattr(ends, end).send_all(bytes(1 << 14))
+
+        async with trio.open_nursery() as nursery:
+            for end, limit in (("near", down_mbit), ("far", up_mbit)):
+                if limit:
+                    nursery.start_soon(read, end)
+                    nursery.start_soon(write, "far" if end == "near" else "near")
+            await trio.sleep(1.0)
+            before, began = dict(got), trio.current_time()
+            await trio.sleep(4.0)  # what is measured is a stretch of the line's own time
+            passed_s = trio.current_time() - began
+            moved = {end: (got[end] - before[end]) * MBIT / passed_s for end in got}
+            nursery.cancel_scope.cancel()
+    print(moved)
+    for end, limit in (("near", down_mbit), ("far", up_mbit)):
+        assert not limit or 0.95 * limit < moved[end] < 1.05 * limit, moved
+
+
 async def test_connections_take_turns_and_one_of_them_keeps_the_time(autojump_clock: trio.testing.MockClock) -> None:
     pace, turns = LinePace(8.0), [LineTurn() for _ in range(3)]
     got = [0, 0, 0]
