@@ -67,6 +67,8 @@ class HeapNode:
         self.alive = True
         self.refuses = True  # how it behaves once dead
         self.wakes_at = float("inf")
+        self.to_settle: list[Contact] | None = None  # the swarm, while the table is still to be filled from it
+        self.answers: Callable[[HeapNode, PeerId, q.Request], q.Reply | None] | None = None  # in place of its machine
 
     @property
     def contact(self) -> Contact:
@@ -133,24 +135,38 @@ class HeapSim:
             self.add(self._rng.choice(dialable) if dialable else None)
             self.run(self.now + every_s)
 
-    def settle(self, count: int) -> None:
-        """`count` nodes that have lived together for long: each knows a random k of every bucket that it can fill."""
+    def settle(self, count: int, *, lazily: bool = False) -> None:
+        """`count` nodes that have lived together for long: each knows a random k of every bucket that it can fill.
+
+        `lazily`: a table is filled when its node first has something to do; ten thousand of them take a gigabyte.
+        """
         nodes = [self.add() for _ in range(count)]
         contacts = sorted((node.contact for node in nodes if node.contact.addrs), key=_place)
         for node in nodes:
-            own, left, right = node.contact.place, 0, len(contacts)  # contacts[left:right] share a prefix with us
-            for bit in reversed(range(KEY_BITS)):
-                if right - left <= 1:
-                    break
-                middle = bisect_left(contacts, own >> bit << bit | 1 << bit, left, right, key=_place)
-                ours, others = (
-                    ((middle, right), (left, middle)) if own >> bit & 1 else ((left, middle), (middle, right))
-                )
-                bucket = contacts[slice(*others)]
-                for contact in self._rng.sample(bucket, min(len(bucket), self.config.node.k)):
-                    node.kad.node.neighbours.table.add(self.now, contact)
-                left, right = ours
             node.kad.settled(self.now)
+            if lazily:
+                node.to_settle = contacts
+            else:
+                self._fill_table(node, contacts, self._rng)
+
+    def _fill_table(self, node: HeapNode, contacts: list[Contact], rng: random.Random) -> None:
+        own, left, right = node.contact.place, 0, len(contacts)  # contacts[left:right] share a prefix with us
+        for bit in reversed(range(KEY_BITS)):
+            if right - left <= 1:
+                break
+            middle = bisect_left(contacts, own >> bit << bit | 1 << bit, left, right, key=_place)
+            ours, others = ((middle, right), (left, middle)) if own >> bit & 1 else ((left, middle), (middle, right))
+            bucket = range(*others)
+            for index in rng.sample(bucket, min(len(bucket), self.config.node.k)):
+                node.kad.node.neighbours.table.add(self.now, contacts[index])
+            left, right = ours
+
+    def _settled(self, node: HeapNode) -> Kademlia:
+        """The node's machine, with its table filled."""
+        if node.to_settle is not None:
+            contacts, node.to_settle = node.to_settle, None
+            self._fill_table(node, contacts, random.Random(f"{self.seed}/table/{node.number}"))
+        return node.kad
 
     def kill(self, node: HeapNode) -> None:
         """Kill a node without a word; its connections to others stay silent or are reset, by chance."""
@@ -166,7 +182,7 @@ class HeapSim:
         """Give the node a command, made from an operation's number; returns that number."""
         self._last_op += 1
         self._ops[self._last_op] = self.now
-        self._do(node, node.kad.handle(self.now, command(self._last_op)))
+        self._do(node, self._settled(node).handle(self.now, command(self._last_op)))
         self._schedule_wake(node)
         return self._last_op
 
@@ -240,7 +256,9 @@ class HeapSim:
 
     def _send(self, node: HeapNode, ask: q.Ask) -> None:
         self.messages += 1
-        other = self._by_id[ask.contact.peer]
+        other = self._by_id.get(ask.contact.peer)
+        if other is None:  # a liar made it up
+            return self._at(self.now + self.config.node.silent_s, lambda: self._input(node, q.AskFailed(ask.id)))
         half = self.round_trip(node, other) / 2
         self._note("ask", node.number, other.number)
         self._at(self.now + half, lambda: self._arrive(node, other, ask, half))
@@ -250,8 +268,10 @@ class HeapSim:
             patience = half if other.refuses else max(half, self.config.node.silent_s - half)
             self._at(self.now + patience, lambda: self._input(node, q.AskFailed(ask.id)))
             return
+        if other.answers is not None:
+            return self._pretend(node, other, ask, half)
         reply: q.Reply | None = None
-        outputs = other.kad.handle(self.now, q.Asked(0, node.kad.node.id, ask.request))
+        outputs = self._settled(other).handle(self.now, q.Asked(0, node.kad.node.id, ask.request))
         for output in outputs:
             if isinstance(output, q.Respond):
                 reply = output.reply
@@ -260,6 +280,13 @@ class HeapSim:
         if reply is not None:
             answer = q.Answered(ask.id, reply)
             self._at(self.now + half, lambda: self._input(node, answer))
+
+    def _pretend(self, node: HeapNode, other: HeapNode, ask: q.Ask, half: float) -> None:
+        """A node that is not as it should be answers what it likes; None: it keeps silent."""
+        reply = other.answers(other, node.kad.node.id, ask.request) if other.answers is not None else None
+        event: q.Input = q.Answered(ask.id, reply) if reply is not None else q.AskFailed(ask.id)
+        patience = half if reply is not None else max(half, self.config.node.silent_s - half)
+        self._at(self.now + patience, lambda: self._input(node, event))
 
     def _input(self, node: HeapNode, event: q.Input) -> None:
         if node.alive:
