@@ -14,6 +14,7 @@ import random
 from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from statistics import NormalDist
 
 from peerd.core.errors import LocalError
 from peerd.core.ids import Key, PeerId
@@ -23,6 +24,7 @@ from peerd.machine.dht.node import Kademlia
 from peerd.machine.dht.node_state import KademliaConfig
 from peerd.machine.dht.routing_table import KEY_BITS, Contact
 
+_NORMAL = NormalDist()
 EPOCH_S = 1_800_000_000.0  # Unix time at virtual time 0
 
 
@@ -67,6 +69,7 @@ class HeapNode:
         self.alive = True
         self.refuses = True  # how it behaves once dead
         self.wakes_at = float("inf")
+        self.knows_round_trips = True
         self.to_settle: list[Contact] | None = None  # the swarm, while the table is still to be filled from it
         self.answers: Callable[[HeapNode, PeerId, q.Request], q.Reply | None] | None = None  # in place of its machine
 
@@ -148,8 +151,10 @@ class HeapSim:
                 node.to_settle = contacts
             else:
                 self._fill_table(node, contacts, self._rng)
+                node.knows_round_trips = False
 
     def _fill_table(self, node: HeapNode, contacts: list[Contact], rng: random.Random) -> None:
+        table = node.kad.node.neighbours.table
         own, left, right = node.contact.place, 0, len(contacts)  # contacts[left:right] share a prefix with us
         for bit in reversed(range(KEY_BITS)):
             if right - left <= 1:
@@ -157,8 +162,8 @@ class HeapSim:
             middle = bisect_left(contacts, own >> bit << bit | 1 << bit, left, right, key=_place)
             ours, others = ((middle, right), (left, middle)) if own >> bit & 1 else ((left, middle), (middle, right))
             bucket = range(*others)
-            for index in rng.sample(bucket, min(len(bucket), self.config.node.k)):
-                node.kad.node.neighbours.table.add(self.now, contacts[index])
+            for index in rng.sample(bucket, min(len(bucket), table.room(bit + 1))):
+                table.add(self.now, contacts[index])
             left, right = ours
 
     def _settled(self, node: HeapNode) -> Kademlia:
@@ -166,6 +171,16 @@ class HeapSim:
         if node.to_settle is not None:
             contacts, node.to_settle = node.to_settle, None
             self._fill_table(node, contacts, random.Random(f"{self.seed}/table/{node.number}"))
+            node.knows_round_trips = False
+        return node.kad
+
+    def _experienced(self, node: HeapNode) -> Kademlia:
+        """The node's machine; each peer of a table that it was given has answered it at some time."""
+        kad = self._settled(node).node
+        if not node.knows_round_trips:
+            node.knows_round_trips = True
+            for contact in kad.neighbours.table:
+                kad.round_trips.answered(contact.peer, self.round_trip(node, self._by_id[contact.peer]))
         return node.kad
 
     def kill(self, node: HeapNode) -> None:
@@ -182,7 +197,7 @@ class HeapSim:
         """Give the node a command, made from an operation's number; returns that number."""
         self._last_op += 1
         self._ops[self._last_op] = self.now
-        self._do(node, self._settled(node).handle(self.now, command(self._last_op)))
+        self._do(node, self._experienced(node).handle(self.now, command(self._last_op)))
         self._schedule_wake(node)
         return self._last_op
 
@@ -203,10 +218,9 @@ class HeapSim:
 
     def round_trip(self, one: HeapNode, other: HeapNode) -> float:
         """Round trip of a pair: the same each time, either way."""
-        low, high = sorted((one.number, other.number))
-        draw = random.Random(f"{self.seed}/{low}/{high}").gauss(
-            self.config.round_trip_s, self.config.round_trip_spread_s
-        )
+        pair = f"{self.seed}/{min(one.number, other.number)}/{max(one.number, other.number)}"
+        share = int.from_bytes(hashlib.blake2b(pair.encode(), digest_size=6).digest(), "big") + 0.5
+        draw = self.config.round_trip_s + self.config.round_trip_spread_s * _NORMAL.inv_cdf(share / (1 << 48))
         return max(draw, self.config.round_trip_s / 10)
 
     def nearest(self, key: Key, count: int) -> list[HeapNode]:

@@ -1,9 +1,13 @@
 """One iterative look-up toward a key: which peers to ask next, when to stop, and why. No network, no records, no clock.
 
 The idea is that of rust-libp2p's closest-peers iterator: the candidates in order of distance, each in one of five
-states. A peer that does not answer within `slow_s` no longer holds up the search but may still answer; after
-`silent_s` it has failed. A plain search ends when the `want` nearest candidates that are not slow or failed have
-answered. A search for values says `found` when an answer held some; then `enough` answers from the nearest suffice.
+states. A peer that takes longer than is usual for it no longer holds up the search but may still answer, and so does
+one that `want` nearer candidates have overtaken; after `silent_s` it has failed. A plain search ends when the `want`
+nearest candidates that are not slow or failed have answered. A search for values says `found` when an answer held
+some; then `enough` answers that do, of the `want` nearest, suffice, or `enough` answers from the very nearest.
+
+Of candidates that would do, those are asked first whose answers are expected first: each bit by which one is farther
+away than the holders of the key can be counts for a part of a round trip, and inside that radius distance is nothing.
 
 Invariants: never more than `parallel` peers are waited for, until the nearest have answered and nothing nearer
 turned up: then the rest of the `want` are asked at once. Every look-up ends, whatever peers do: at most `max_asked`
@@ -19,13 +23,14 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 
 from peerd.core.ids import PeerId
+from peerd.machine.dht.round_trips import RoundTrips
 from peerd.machine.dht.routing_table import Contact
 
 
 class State(enum.Enum):
     NEW = "new"  # heard of, not asked
     WAITING = "waiting"
-    SLOW = "slow"  # asked, silent for `slow_s`; may still answer
+    SLOW = "slow"  # asked, and silent for longer than usual, or overtaken; may still answer
     ANSWERED = "answered"
     FAILED = "failed"
 
@@ -36,12 +41,28 @@ class LookupRule:
 
     want: int = 8  # nearest peers whose answers end the search
     enough: int = 3  # nearest answers that do once something was found; also what counts as having come near
+    spare: int = 0  # asked beyond `enough` once something was found, for one of them may be slow
     parallel: int = 4  # peers waited for at once while coming nearer
-    slow_s: float = 1.0
+    hurry: int = 2  # as many more, where a look-up is hurried
+    approach: int = 2  # of these, while even the nearest candidate is farther away than holders are
+    slow_s: float = 1.0  # where no round trips are known
     silent_s: float = 5.0
     patient: bool = True  # wait for slow peers before saying that nothing was found
     max_asked: int = 64
     keep: int = 128
+
+
+@dataclass(frozen=True, slots=True)
+class Guide:
+    """What a node knows of the way: round trips, and how near to a key its holders probably are."""
+
+    round_trips: RoundTrips
+    radius: int
+
+    def cost_s(self, contact: Contact, distance: int) -> float:
+        """Expected time until an answer and, where others are beyond this peer, theirs."""
+        beyond = (distance // self.radius).bit_length()
+        return self.round_trips.expected_s(contact.peer) + beyond * self.round_trips.typical_s / _BITS_PER_HOP
 
 
 @dataclass(slots=True, eq=False)
@@ -50,6 +71,9 @@ class _Candidate:
     contact: Contact
     state: State = State.NEW
     asked_at: float = 0.0
+    slow_at: float = 0.0
+    cost_s: float = 0.0
+    holds: bool = False  # its answer held some of what is sought
 
 
 @dataclass(slots=True)
@@ -58,24 +82,38 @@ class _View:
 
     usable: int = 0  # how many there are
     answers: int = 0  # of them, nearer than every one that was not asked
-    fresh: list[_Candidate] = field(default_factory=list)  # not asked, among those that must answer
+    holders: int = 0  # of them, whose answers held what is sought
+    pending: int = 0  # of them, waited for
+    new: list[_Candidate] = field(default_factory=list)  # of them, not asked
+    fresh: list[_Candidate] = field(default_factory=list)  # of these, the ones that must answer
     waiting: bool = False  # somebody among those that must answer has not done so
     unasked: bool = False
     near: bool = False  # the nearest `enough` have all answered
 
 
 _DISTANCE = attrgetter("distance")
+_COST = attrgetter("cost_s")
+_BITS_PER_HOP = 5.3  # that one answer brings a look-up nearer: a bit, and what the nearest of twenty peers has
 
 
 class Lookup:
     """The search toward `target` that begins with the contacts in `seeds`. `own`, if given, has answered already."""
 
-    def __init__(self, target: int, seeds: Iterable[Contact], rule: LookupRule, own: Contact | None = None) -> None:
+    def __init__(
+        self,
+        target: int,
+        seeds: Iterable[Contact],
+        rule: LookupRule,
+        own: Contact | None = None,
+        guide: Guide | None = None,
+    ) -> None:
         self.target = target
         self.why: str | None = None  # the reason why it ended
         self.found = False  # set by the owner when somebody held what is sought
+        self.hurried = False  # set by the owner when much waits for this look-up: it may ask more peers at once
         self.asked = 0
         self._rule = rule
+        self._guide = guide
         self._answered = 0  # peers, ourselves not counted
         self._sorted: list[_Candidate] = []  # nearest first
         self._of: dict[bytes, _Candidate] = {}  # by raw peer id, which hashes fast
@@ -92,26 +130,30 @@ class Lookup:
             return []
         self._age(now)
         view = self._look()
-        if self.found and view.answers >= self._rule.enough:
-            self.why = f"the nearest {self._rule.enough} peers have answered"
+        if self.found and max(view.answers, view.holders) >= self._rule.enough:
+            nearest = "nearest" if view.answers >= self._rule.enough else "near"
+            self.why = f"the {nearest} {self._rule.enough} peers have answered"
             return []
         if not view.fresh and not view.waiting:
             self._end(view.usable)
             return []
-        limit = max(self._rule.want, self._rule.parallel) if view.near else self._rule.parallel
         left = self._rule.max_asked - self.asked
-        chosen = view.fresh[: max(0, min(limit - len(self._waiting), left))]
+        chosen = view.fresh[: max(0, min(self._room(view), left))]
         if not left and not self._waiting:
             self.why = f"{self.asked} peers were asked, more than it should take"
         for candidate in chosen:
             candidate.state, candidate.asked_at = State.WAITING, now
+            candidate.slow_at = now + self._patience_s(candidate)
         self._waiting += chosen
         self.asked += len(chosen)
         return [candidate.contact for candidate in chosen]
 
-    def answered(self, peer: PeerId, nearer: Iterable[Contact]) -> None:
-        """The peer answered, and named others."""
-        self._answered += self._settle(peer, State.ANSWERED)
+    def answered(self, peer: PeerId, nearer: Iterable[Contact], *, holds: bool = False) -> None:
+        """The peer answered, and named others. `holds`: it has some of what is sought."""
+        if self._settle(peer, State.ANSWERED):
+            self._answered += 1
+            self._of[peer.raw].holds = holds
+        self.found |= holds
         self.learn(nearer)
 
     def failed(self, peer: PeerId) -> None:
@@ -129,6 +171,8 @@ class Lookup:
         for contact in contacts:
             if contact.peer.raw not in self._of:
                 candidate = _Candidate(contact.place ^ self.target, contact)
+                if self._guide is not None:
+                    candidate.cost_s = self._guide.cost_s(contact, candidate.distance)
                 self._of[contact.peer.raw] = candidate
                 self._sorted.append(candidate)
         if len(self._sorted) > before:
@@ -139,8 +183,8 @@ class Lookup:
         """Time at which to call `next` though nobody answered; None when it has ended or waits for nobody."""
         if self.why is not None:
             return None
-        times = [waiting.asked_at + self._rule.slow_s for waiting in self._waiting[:1]]
-        times += [slow.asked_at + self._rule.silent_s for slow in self._slow[:1]]
+        times = [waiting.slow_at for waiting in self._waiting]
+        times += [slow.asked_at + self._rule.silent_s for slow in self._slow]
         return min(times, default=None)
 
     def nearest(self, count: int) -> list[Contact]:
@@ -170,10 +214,32 @@ class Lookup:
         candidate.state = state
         return True
 
+    def _room(self, view: _View) -> int:
+        """How many more may be asked at once."""
+        rule, extra = self._rule, self._rule.hurry if self.hurried else 0
+        limit = rule.approach if self._is_far(view) else rule.parallel
+        if view.near:
+            limit = max(rule.want, rule.parallel)
+        room = min(limit + extra, max(rule.want, rule.parallel)) - len(self._waiting)
+        return min(room, self._lacking(view)) if self.found else room
+
+    def _is_far(self, view: _View) -> bool:
+        """True while even the nearest candidate can hardly hold what is sought."""
+        return self._guide is not None and bool(view.new) and view.new[0].distance > self._guide.radius
+
+    def _lacking(self, view: _View) -> int:
+        """How many must be asked beside those that are, so that `enough` holders answer though some are slow."""
+        spare = self._rule.spare + (self._rule.hurry if self.hurried else 0)
+        return self._rule.enough + spare - view.holders - view.pending
+
+    def _patience_s(self, candidate: _Candidate) -> float:
+        if self._guide is None:
+            return self._rule.slow_s
+        return min(self._guide.round_trips.patience_s(candidate.contact.peer), self._rule.silent_s)
+
     def _look(self) -> _View:
         """The candidates that matter, in one pass; the rest of the list can be long."""
         view, enough, want = _View(), self._rule.enough, self._rule.want
-        window = enough if self.found else want
         early = 0  # answers among the nearest `enough`
         for candidate in self._sorted:
             state = candidate.state
@@ -183,16 +249,31 @@ class Lookup:
             if state is State.ANSWERED:
                 early += view.usable <= enough
                 view.answers += not view.unasked
+                view.holders += candidate.holds
             elif state is State.NEW:
                 view.unasked = True
-            if view.usable <= window:
-                view.waiting |= state is State.WAITING
-                if state is State.NEW:
-                    view.fresh.append(candidate)
+                view.new.append(candidate)
+            else:
+                view.pending += 1
             if view.usable == want:
                 break
         view.near = early == enough
+        self._decide(view)
         return view
+
+    def _decide(self, view: _View) -> None:
+        """Who must still answer: each of the `want` nearest or, once something was found, as many as are lacking."""
+        if view.pending < len(self._waiting) and view.usable == self._rule.want:
+            self._overtake(self._waiting)
+        view.waiting = view.pending > 0
+        view.fresh = sorted(view.new, key=_COST)
+        if self._guide is not None and view.fresh:
+            # Whoever is more than half a hop behind the best is asked when that one has failed.
+            best = min(candidate.cost_s for candidate in (view.fresh[0], *self._waiting))
+            most = best + self._guide.round_trips.typical_s / 2
+            view.fresh = [candidate for candidate in view.fresh if candidate.cost_s <= most]
+        if self.found:
+            view.fresh = view.fresh[: max(0, self._lacking(view))]
 
     def _end(self, answers: int) -> None:
         """Nobody is left to ask; but slow peers may still help if nobody has answered, or too few to say no."""
@@ -206,10 +287,21 @@ class Lookup:
         else:
             self.why = "all known peers have answered or failed"
 
+    def _overtake(self, waiting: list[_Candidate]) -> None:
+        """Wait no longer for those beyond the `want` nearest."""
+        usable = (c for c in self._sorted if c.state not in (State.SLOW, State.FAILED))
+        within = {id(c) for c, _ in zip(usable, range(self._rule.want), strict=False)}
+        for candidate in [c for c in waiting if id(c) not in within]:
+            self._slow_down(candidate)
+
     def _age(self, now: float) -> None:
-        while self._waiting and now >= self._waiting[0].asked_at + self._rule.slow_s:
-            candidate = self._waiting.pop(0)
-            candidate.state = State.SLOW
-            self._slow.append(candidate)
-        while self._slow and now >= self._slow[0].asked_at + self._rule.silent_s:
-            self._slow.pop(0).state = State.FAILED
+        for candidate in [c for c in self._waiting if now >= c.slow_at]:
+            self._slow_down(candidate)
+        for candidate in [c for c in self._slow if now >= c.asked_at + self._rule.silent_s]:
+            self._slow.remove(candidate)
+            candidate.state = State.FAILED
+
+    def _slow_down(self, candidate: _Candidate) -> None:
+        self._waiting.remove(candidate)
+        candidate.state = State.SLOW
+        self._slow.append(candidate)

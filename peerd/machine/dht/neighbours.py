@@ -35,10 +35,10 @@ class _Near:
 class Neighbours:
     """The peers around `own`. Times are monotonic seconds."""
 
-    def __init__(self, own: PeerId, k: int, *, greet_again_s: float, near_s: float, stale_s: float) -> None:
-        self.table = Table(own, k)
+    def __init__(self, own: PeerId, table: Table, *, greet_again_s: float, near_s: float, stale_s: float) -> None:
+        self.table = table
         self._own = own
-        self._k = k
+        self._k = table.k
         self._greet_again_s = greet_again_s
         self._near_s = near_s
         self._stale_s = stale_s

@@ -150,6 +150,7 @@ class Kademlia:
         if flight is None:
             return  # its connection closed first, and everybody was told
         peer = flight.contact.peer
+        self.node.round_trips.answered(peer, now - flight.asked_at)
         lie = self._dispatch.deliver(now, self.node.wall(now), flight, reply)
         if lie is not None:
             flight.failed()
@@ -160,7 +161,7 @@ class Kademlia:
             neighbours = self.node.neighbours
             known = peer in neighbours.table or neighbours.has_resigned(peer)
             self._heard(now, peer, None if known else flight.contact)
-        self._work.pump(now, flight.tasks())
+        self._work.pump(now, flight.tasks(), flight.touched())
 
     def _failed(self, now: float, ask: int, lied: bool) -> None:
         flight = self._dispatch.land(ask)
@@ -174,7 +175,7 @@ class Kademlia:
             self._blame(now, peer, "its answer breaks the protocol")
         else:
             self._ping(now, self.node.neighbours.silent(now, peer))
-        self._work.pump(now, flight.tasks())
+        self._work.pump(now, flight.tasks(), flight.touched())
 
     def _lost(self, now: float, peer: PeerId) -> None:
         self.node.neighbours.lost(now, peer)

@@ -11,7 +11,8 @@ from peerd.machine.dht.messages import Hello
 from peerd.machine.dht.neighbours import Neighbours
 from peerd.machine.dht.publisher import Publisher
 from peerd.machine.dht.responder import Responder
-from peerd.machine.dht.routing_table import Contact
+from peerd.machine.dht.round_trips import RoundTrips
+from peerd.machine.dht.routing_table import Contact, Table
 from peerd.machine.dht.store import Store, StoreLimits, Verdict
 
 
@@ -20,10 +21,12 @@ class KademliaConfig:
     """The figures of the DHT; times in seconds."""
 
     k: int = 20  # peers of a bucket, and neighbours that a joining peer greets
+    wide: tuple[int, ...] = (128, 64, 32)  # peers of the farthest buckets: most look-ups begin there
     copies: int = 8  # peers that hold a record; with 20 % of them gone, all are lost once in 400,000 times
     enough: int = 3  # of these, how many answers make a find
+    spare: int = 1  # asked beyond these, for one of them may be slow
     parallel: int = 4  # peers waited for at once while coming nearer
-    slow_s: float = 0.6  # a peer that takes longer no longer holds up a search
+    slow_s: float = 0.6  # a peer that takes longer no longer holds up a search, until round trips have been seen
     silent_s: float = 5.0  # a peer that takes longer has failed
     repeat_s: float = 300.0  # own records are offered again, for their holders may have left
     refresh_s: float = 900.0  # a part of the key space in which nobody searched is searched
@@ -58,8 +61,13 @@ class NodeState:
         self.joined = False  # a search for our neighbours has ended, and there are some
         self.counts = Counts()
         self.neighbours = Neighbours(
-            self.id, config.k, greet_again_s=config.greet_again_s, near_s=config.near_s, stale_s=config.stale_s
+            self.id,
+            Table(self.id, config.k, config.wide),
+            greet_again_s=config.greet_again_s,
+            near_s=config.near_s,
+            stale_s=config.stale_s,
         )
+        self.round_trips = RoundTrips(config.slow_s, config.silent_s / 2)
         self.store = Store(self.id, verifier, config.store, book)
         self.publisher = Publisher(signer, config.repeat_s)
         self.responder = Responder(self.id, config.k, self.neighbours, self.store)

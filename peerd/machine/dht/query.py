@@ -6,7 +6,7 @@ message. Nothing here sends, stores or verifies; nothing outlives its task.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from peerd.core.ids import Key, PeerId
@@ -49,8 +49,7 @@ class Search:
 
     def answered(self, contact: Contact, nearer: Iterable[Contact], records: Sequence[Record]) -> None:
         """`records` are verified and of this key."""
-        self.lookup.answered(contact.peer, nearer)
-        self.lookup.found |= bool(records)
+        self.lookup.answered(contact.peer, nearer, holds=bool(records))
         self._answers[contact] = {record.sub_key: record for record in records}
         self._gather(records)
 
@@ -165,7 +164,11 @@ class Task:
     attempt: int = 1
     _pending: list[Search] = field(init=False)  # searches that have not led to placements yet
 
+    _going: list[Search] = field(init=False)  # searches that have not ended
+    _hurried: bool = False
+
     def __post_init__(self) -> None:
+        self._going = list(self.searches)
         self._pending = list(self.searches) if self.then is not None else []
 
     @property
@@ -175,15 +178,34 @@ class Task:
     def parts(self) -> list[Search | Placement]:
         return [*self.searches, *self.placements]
 
-    def next(self, now: float) -> list[tuple[Contact, Part]]:
-        """Peers to ask now, each with the part that asks."""
-        wants: list[tuple[Contact, Part]] = [(c, search) for search in self.searches for c in search.next(now)]
+    def next(self, now: float, touched: Collection[int] | None = None) -> list[tuple[Contact, Part]]:
+        """Peers to ask now, each with the part that asks.
+
+        `touched`: ids of the searches to which something has happened; None: time has passed, look at all.
+        """
+        searches = self._going if touched is None else [s for s in self._going if id(s) in touched]
+        wants: list[tuple[Contact, Part]] = [(c, search) for search in searches for c in search.next(now)]
+        if any(search.done for search in searches):
+            self._going = [search for search in self._going if not search.done]
+            if self._hurry():
+                wants += [(c, search) for search in self._going for c in search.next(now)]
         for search in [search for search in self._pending if search.done]:
             self._pending.remove(search)
             self.placements += self.then(search) if self.then is not None else []
         wants += [(c, placement) for placement in self.placements for c in placement.next(now)]
         return wants
 
+    def _hurry(self) -> bool:
+        """Let the last searches of many ask more peers at once, for all the others wait for them; True when they
+        begin to.
+        """
+        if self._hurried or not self._going or 2 * len(self._going) > len(self.searches):
+            return False
+        self._hurried = True
+        for search in self._going:
+            search.lookup.hurried = True
+        return True
+
     def wake_at(self) -> float | None:
         """Time at which to call `next` though no answer came; None when only answers matter."""
-        return min((at for part in self.parts() if (at := part.wake_at()) is not None), default=None)
+        return min((at for part in (*self._going, *self.placements) if (at := part.wake_at()) is not None), default=None)

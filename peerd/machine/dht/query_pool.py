@@ -8,17 +8,17 @@ nobody waits for it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 
 from peerd.core.ids import Key
 from peerd.core.record import Record
 from peerd.machine.dht import messages as q
-from peerd.machine.dht.lookup import Lookup, LookupRule
+from peerd.machine.dht.lookup import Guide, Lookup, LookupRule
 from peerd.machine.dht.node_state import NodeState
 from peerd.machine.dht.query import Placement, Search, Task
 from peerd.machine.dht.requests import Dispatch
-from peerd.machine.dht.routing_table import Contact, place
+from peerd.machine.dht.routing_table import KEY_BITS, Contact, place
 
 _ATTEMPTS = 3  # to outbid versions that others claim to hold
 
@@ -35,6 +35,7 @@ class Workbench:
         self._value_rule = LookupRule(
             want=config.copies,
             enough=config.enough,
+            spare=config.spare,
             parallel=config.parallel,
             slow_s=config.slow_s,
             silent_s=config.silent_s,
@@ -96,11 +97,14 @@ class Workbench:
             if task.kind == "get":
                 self._tasks.remove(task)
 
-    def pump(self, now: float, tasks: Iterable[Task] | None = None) -> None:
-        """Ask what these tasks (or all) want to be asked, and end those that are done. A task may be named twice."""
+    def pump(self, now: float, tasks: Iterable[Task] | None = None, touched: Collection[int] | None = None) -> None:
+        """Ask what these tasks (or all) want to be asked, and end those that are done. A task may be named twice.
+
+        `touched`: ids of the searches to which something has happened, if others need not be looked at.
+        """
         named = list(self._tasks if tasks is None else {id(task): task for task in tasks}.values())
         tasks = [task for task in named if task in self._tasks]
-        for ask in self._dispatch.messages(now, tasks, self._node.hello):
+        for ask in self._dispatch.messages(now, tasks, self._node.hello, touched):
             self._node.counts.asks += 1
             self._emit(ask)
         for task in [task for task in tasks if task.done]:
@@ -118,10 +122,19 @@ class Workbench:
     def _search(self, now: float, key: Key, rule: LookupRule, *, values: bool, most_bytes: int = 0) -> Search:
         node, target = self._node, place(key)
         node.neighbours.table.searched(now, target)
-        lookup = Lookup(target, node.neighbours.seeds(now, key, target), rule, next(iter(self._ourselves()), None))
+        own, guide = next(iter(self._ourselves()), None), Guide(node.round_trips, self._radius(now))
+        lookup = Lookup(target, node.neighbours.seeds(now, key, target), rule, own, guide)
         held = node.store.get(node.wall(now), key, most_bytes) if values else []
         lookup.found = bool(held)
         return Search(key, lookup, values=values, held=held, most_bytes=most_bytes)
+
+    def _radius(self, now: float) -> int:
+        """The distance from a key within which its holders are, by how near our own nearest neighbours are to us."""
+        node, k = self._node, self._node.config.k
+        nearest = node.neighbours.closest(now, node.contact.place, k)
+        if len(nearest) < k:
+            return 1 << KEY_BITS  # everybody is
+        return max(1, (nearest[-1].place ^ node.contact.place) // k * node.config.copies)
 
     def _ourselves(self) -> list[Contact]:
         """Ourselves as a contact: we are a candidate like any other, if we can be dialled."""

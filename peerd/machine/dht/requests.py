@@ -7,7 +7,7 @@ caller in words. Does not decide which peers to ask or when to stop.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from peerd.core.ids import PeerId
@@ -28,12 +28,17 @@ class RequestInFlight:
 
     contact: Contact
     request: q.Request
-    searches: list[tuple[Task, Search]]
-    placements: list[tuple[Task, Placement]]
+    searches: Sequence[tuple[Task, Search]]
+    placements: Sequence[tuple[Task, Placement]]
+    asked_at: float = 0.0
 
     def tasks(self) -> list[Task]:
         """Tasks that this request serves."""
         return [task for task, _ in self.searches] + [task for task, _ in self.placements]
+
+    def touched(self) -> set[int]:
+        """Ids of the searches that this request serves."""
+        return {id(search) for _, search in self.searches}
 
     def failed(self) -> None:
         """Note that no answer will come."""
@@ -64,14 +69,16 @@ class Dispatch:
         ):
             return []
         self._neighbours.greets(now, contact.peer)
-        return [self._ask(contact, q.Ping(hello), [], [])]
+        return [self._ask(now, contact, q.Ping(hello))]
 
-    def messages(self, now: float, tasks: Iterable[Task], hello: q.Hello) -> Iterator[q.Ask]:
-        """Messages that these tasks need sent now, one per peer and kind as far as it fits."""
+    def messages(
+        self, now: float, tasks: Iterable[Task], hello: q.Hello, touched: Collection[int] | None = None
+    ) -> Iterator[q.Ask]:
+        """Messages that these tasks need sent now, one per peer and kind as far as it fits; see `Task.next`."""
         searches: dict[tuple[Contact, bool, int], list[tuple[Task, Search]]] = {}
         placements: dict[Contact, list[tuple[Task, Placement]]] = {}
         for task in tasks:
-            for contact, part in task.next(now):
+            for contact, part in task.next(now, touched):
                 if isinstance(part, Search):
                     searches.setdefault((contact, part.values, part.most_bytes), []).append((task, part))
                 else:
@@ -81,11 +88,12 @@ class Dispatch:
                 some = wanted[start : start + DHT_KEYS_PER_CALL]
                 keys = tuple(search.key for _, search in some)
                 find = q.Find(keys, values, self._greeting(now, contact, hello), most_bytes)
-                yield self._ask(contact, find, some, [])
+                yield self._ask(now, contact, find, searches=some)
         for contact, placed in placements.items():
             for batch in _batches(placed):
                 records = tuple(placement.record for _, placement in batch)
-                yield self._ask(contact, q.StoreRecords(records, self._greeting(now, contact, hello)), [], batch)
+                store = q.StoreRecords(records, self._greeting(now, contact, hello))
+                yield self._ask(now, contact, store, placements=batch)
 
     def land(self, ask: int) -> RequestInFlight | None:
         """The message of this id is no longer under way; None when it was settled before."""
@@ -132,14 +140,16 @@ class Dispatch:
 
     def _ask(
         self,
+        now: float,
         contact: Contact,
         request: q.Request,
-        searches: list[tuple[Task, Search]],
-        placements: list[tuple[Task, Placement]],
+        *,
+        searches: Sequence[tuple[Task, Search]] = (),
+        placements: Sequence[tuple[Task, Placement]] = (),
     ) -> q.Ask:
         self._last_id += 1
         known = self._neighbours.table.contact(contact.peer) or contact  # the table's addresses are first-hand
-        self._flights[self._last_id] = RequestInFlight(known, request, searches, placements)
+        self._flights[self._last_id] = RequestInFlight(known, request, searches, placements, now)
         return q.Ask(self._last_id, known, request)
 
 
