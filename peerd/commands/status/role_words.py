@@ -95,6 +95,32 @@ def _speed(value: Any, role: Told) -> str:
     return f"can do {units.rate(value)}" if "held_samples" in role else units.rate(value)
 
 
+def _experts(told: Any, role: Told) -> str:
+    """A trainer's calls to experts."""
+    if not isinstance(told, dict):
+        return ""
+    answered = int(told.get("forwards") or 0) + int(told.get("backwards") or 0)
+    failed = sum(told["failed"].values()) if isinstance(told.get("failed"), dict) else 0
+    phrase = f"{units.counted(answered, 'call')} to experts"
+    if failed or told.get("late"):
+        phrase += f", {units.count(failed)} failed, {units.count(told.get('late') or 0)} came late"
+    if units.known(told.get("stale")) is not None:
+        phrase += f", {units.brief(told['stale'])} updates stale"
+    if told.get("lost_updates"):
+        phrase += f", {units.count(told['lost_updates'])} updates lost with their hosts"
+    return phrase
+
+
+def _hosted(value: Any, role: Told) -> str:
+    room = role.get("capacity")
+    return f"hosts {units.count(value)}{f' of {units.count(room)}' if room else ''} experts"
+
+
+def _counted(words: str) -> Callable[[Any, Told], str]:
+    """A phrase for a number that is worth a word when it is not 0."""
+    return lambda value, role: f"{units.count(value)} {words}" if value else ""
+
+
 _PHRASES: Final[Mapping[str, Callable[[Any, Told], str]]] = {
     "stage": lambda value, role: f"stage {value}" if isinstance(value, int) and value >= 0 else "no stage yet",
     "step": lambda value, role: f"step {units.count(value)}",
@@ -119,6 +145,29 @@ _PHRASES: Final[Mapping[str, Callable[[Any, Told], str]]] = {
     "checkpoint": lambda value, role: f"checkpoints in {value}",
     "not_saved": lambda value, role: f"not saved: {value}",
     "not_kept": lambda value, role: f"no checkpoints kept: {value}",
+    "experts": _experts,
+    "hosted": _hosted,
+    "capacity": lambda value, role: "",
+    "updates": _counted("updates"),
+    "updates_per_s": lambda value, role: f"{units.brief(value)} updates/s" if value else "",
+    "queue": lambda value, role: (
+        f"{units.counted(value, 'call')} waiting for {units.took(role.get('queue_s'))}" if value else ""
+    ),
+    "queue_s": lambda value, role: "",
+    "batch": lambda value, role: f"{units.brief(value)} samples a batch" if value else "",
+    "adopted": _counted("taken over"),
+    "began_anew": _counted("begun anew"),
+    "dropped": _counted("given up"),
+    "updates_lost": _counted("updates lost with their hosts"),
+    "updates_dropped": _counted("updates dropped"),
+    "updates_unsaved": _counted("updates without a checkpoint"),
+    "checkpoints": _counted("checkpoints"),
+    "copies_least": lambda value, role: f"{units.count(value)} copies of each at least",
+    "held": lambda value, role: f"holds {units.counted(value, 'checkpoint')} of experts" if value else "",
+    "repeats": _counted("repeated calls"),
+    "stale": _counted("calls refused as stale"),
+    "refused": _counted("calls refused"),
+    "problem": lambda value, role: str(value),
     "connected": lambda value, role: f"{units.counted(value, 'peer')} connected",
     "curve": lambda value, role: f"learning curve in {value}",
     "curve_step": lambda value, role: f"curve up to step {units.count(value)}" if value else "",

@@ -208,4 +208,6 @@ class Task:
 
     def wake_at(self) -> float | None:
         """Time at which to call `next` though no answer came; None when only answers matter."""
-        return min((at for part in (*self._going, *self.placements) if (at := part.wake_at()) is not None), default=None)
+        return min(
+            (at for part in (*self._going, *self.placements) if (at := part.wake_at()) is not None), default=None
+        )
