@@ -91,7 +91,6 @@ PACKAGES = {
     "service/conductor": {"service/rpc", "service/swarm"},
     "service/dht": {"service/rpc"},
     "service/experts": {"service/dht", "service/rpc"},
-    "service/experts": {"service/rpc"},
     "service/pipeline": {"service/rpc"},
     "service/state": {"service/rpc"},
     "service/swarm": {"service/dht", "service/rpc"},

@@ -94,7 +94,6 @@ EXPERT_CLAIMS_KEPT: Final = 1 << 18  # claims in all these; some 100 bytes each
 EXPERT_CLAIMS: Final = 4  # of hosts to one expert, the highest: one serves, others yield or lie
 EXPERT_RESTS: Final = 4096  # hosts, or experts on a host, that failed and are left alone for a while
 EXPERTS_SEEN: Final = 1 << 16  # experts whose last version is remembered, to count updates that were lost
-EXPERT_QUEUED_PER_CALLER: Final = 1024  # requests that wait at one host: 64 batches in flight, 16 of its experts each
 EXPERT_QUEUED_PER_CALLER: Final = 960  # requests that wait at one host: just below the calls that a peer may have
 #   running there; 64 batches in flight, 15 of its experts each
 EXPERT_QUEUED: Final = 4096  # of all callers together: their frames are counted as bytes being received

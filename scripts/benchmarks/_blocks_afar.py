@@ -135,10 +135,7 @@ def measure_blocks(full: bool) -> dict[str, dict[str, dict[str, float]]]:
     for name, callers in (("asynchronous", CALLERS), ("model_parallel", 1)):
         window_s = (4 if full else 1) * (WINDOW_S if callers > 1 else 4 * WINDOW_S)
         found[name] = {
-            kind: {
-                str(ms): run_virtual(partial(_throughput, kind, callers, ms / 1000, window_s), seed=ms)
-                for ms in DELAYS_MS
-            }
+            kind: {str(ms): run_virtual(_throughput, kind, callers, ms / 1000, window_s, seed=ms) for ms in DELAYS_MS}
             for kind in SAMPLES
         }
     return found

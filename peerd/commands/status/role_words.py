@@ -97,17 +97,20 @@ def _speed(value: Any, role: Told) -> str:
 
 def _experts(told: Any, role: Told) -> str:
     """A trainer's calls to experts."""
-    if not isinstance(told, dict):
+    calls = told.get("calls") if isinstance(told, dict) else None
+    if not isinstance(calls, dict):
         return ""
-    answered = int(told.get("forwards") or 0) + int(told.get("backwards") or 0)
-    failed = sum(told["failed"].values()) if isinstance(told.get("failed"), dict) else 0
+    answered = int(calls.get("forwards") or 0) + int(calls.get("backwards") or 0)
+    failed = sum(calls["failed"].values()) if isinstance(calls.get("failed"), dict) else 0
     phrase = f"{units.counted(answered, 'call')} to experts"
-    if failed or told.get("late"):
-        phrase += f", {units.count(failed)} failed, {units.count(told.get('late') or 0)} came late"
-    if units.known(told.get("stale")) is not None:
-        phrase += f", {units.brief(told['stale'])} updates stale"
-    if told.get("lost_updates"):
-        phrase += f", {units.count(told['lost_updates'])} updates lost with their hosts"
+    if failed or calls.get("late"):
+        phrase += f", {units.count(failed)} failed, {units.count(calls.get('late') or 0)} came late"
+    if units.known(calls.get("stale")) is not None:
+        phrase += f", {units.brief(calls['stale'])} updates stale"
+    if calls.get("lost_updates"):
+        phrase += f", {units.count(calls['lost_updates'])} updates lost with their hosts"
+    if told.get("in_flight"):
+        phrase += f"; {units.count(told['in_flight'])} microbatches in flight"
     return phrase
 
 

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from peerd.compute.experts.mixture import imbalance, mixed
+from peerd.compute.experts.expert_mixture import imbalance, mixed
 from peerd.compute.model.layers import ExpertBlock
 from peerd.compute.model.partition import first_with_experts
 from peerd.compute.model.served_stage import Stale
