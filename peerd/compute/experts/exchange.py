@@ -18,7 +18,7 @@ from torch import Tensor
 
 from peerd.compute.codec.frames import decode, encode
 from peerd.compute.codec.policy import CodingPlan
-from peerd.compute.experts.expert_mixture import Choice, choice_of
+from peerd.compute.experts.expert_mixture import ChosenColumns, choice_of
 from peerd.compute.tensors import TORCH_DTYPES, all_finite
 from peerd.core.errors import ProtocolViolation, TooFewExperts
 from peerd.core.experts.contract import ExpertAsk, ExpertReply
@@ -50,7 +50,7 @@ class Exchange:
         self._input, self._output = sample_shapes(run)
         self._chosen = [uids[: self._section.top_k] for uids in chosen]
         choice = choice_of(self._chosen, grid_of(run).sides, self._section.top_k)
-        self.choice = Choice(choice.columns.to(device), choice.taken.to(device))
+        self.choice = ChosenColumns(choice.columns.to(device), choice.taken.to(device))
         self.came = torch.zeros_like(self.choice.taken)
         self._calls: list[_Call] = []
 

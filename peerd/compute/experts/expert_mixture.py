@@ -21,15 +21,15 @@ from peerd.core.experts.grid import Uid
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class ChosenColumns:
     """The experts that each sample chose: `columns` are their places among the scores."""
 
     columns: Tensor  # int64 [N, K, d]; zeros in empty slots
     taken: Tensor  # bool [N, K]: slots that hold an expert
 
 
-def choice_of(chosen: Sequence[Sequence[Uid]], sides: Sequence[int], slots: int) -> Choice:
-    """Choice of each sample, its first `slots` experts."""
+def choice_of(chosen: Sequence[Sequence[Uid]], sides: Sequence[int], slots: int) -> ChosenColumns:
+    """ChosenColumns of each sample, its first `slots` experts."""
     columns = torch.zeros(len(chosen), slots, len(sides), dtype=torch.int64)
     taken = torch.zeros(len(chosen), slots, dtype=torch.bool)
     starts = [sum(sides[:i]) for i in range(len(sides))]
@@ -37,7 +37,7 @@ def choice_of(chosen: Sequence[Sequence[Uid]], sides: Sequence[int], slots: int)
         if found := [[s + c for s, c in zip(starts, uid.at, strict=True)] for uid in uids[:slots]]:
             columns[sample, : len(found)] = torch.tensor(found)
             taken[sample, : len(found)] = True
-    return Choice(columns, taken)
+    return ChosenColumns(columns, taken)
 
 
 def expert_scores(scores_NG: Tensor, columns_NKd: Tensor) -> Tensor:
