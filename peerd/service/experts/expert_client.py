@@ -228,7 +228,7 @@ class ExpertClient:
             self._note(ask.uid, told.generation, told.version)
             return ExpertReply(answer.frames[0], Served(claim.host.text, told.generation, told.version))
 
-        reply = await self._guarded(ask.uid, claim.host, call, deadline, repeats=0)
+        reply = await self._guarded(ask.uid, claim.host, call, deadline, backward=False)
         self.figures.forwards += 1
         return reply
 
@@ -249,7 +249,7 @@ class ExpertClient:
             stale = max(0, told.version - 1 - served.version)  # below 0: it came back with an older state
             return ExpertReply(answer.frames[0], Served(host.text, told.generation, told.version), stale)
 
-        reply = await self._guarded(ask.uid, host, call, deadline, repeats=_REPEATS)
+        reply = await self._guarded(ask.uid, host, call, deadline, backward=True)
         self.figures.backwards += 1
         self.figures.stale_sum += reply.stale
         self.figures.stale_most = max(self.figures.stale_most, reply.stale)
@@ -267,10 +267,12 @@ class ExpertClient:
         )
 
     async def _guarded(
-        self, uid: Uid, host: PeerId, call: Callable[[], Any], deadline: float, *, repeats: int
+        self, uid: Uid, host: PeerId, call: Callable[[], Any], deadline: float, *, backward: bool
     ) -> ExpertReply:
-        """One call, asked again when the host says it is busy, or has lost its link where a repeat counts once."""
-        started = trio.current_time()
+        """One call, asked again when the host says it is busy; a backward, which counts once, also when the link to the
+        host was lost.
+        """
+        started, repeats = trio.current_time(), _REPEATS if backward else 0
         while True:
             try:
                 reply: ExpertReply = await call()
@@ -281,10 +283,10 @@ class ExpertClient:
                     raise
             except Unreachable as error:
                 if not repeats:
-                    raise self._failed(uid, host, error) from None
+                    raise self._failed(uid, host, error, backward=backward) from None
                 repeats, pause_s = repeats - 1, _REPEAT_S
             except RemoteError as error:
-                raise self._failed(uid, host, error.blame(host)) from None
+                raise self._failed(uid, host, error.blame(host), backward=backward) from None
             else:
                 self._directory.rests.answered(host, uid)
                 self._late.pop(host, None)
@@ -295,14 +297,21 @@ class ExpertClient:
 
     # --- what became of them -----------------------------------------------------------------------------------
 
-    def _failed(self, uid: Uid, host: PeerId, error: RemoteError) -> RemoteError:
-        """Count a failure, let the host rest with all or with this expert, and name it in the log."""
+    def _failed(self, uid: Uid, host: PeerId, error: RemoteError, *, backward: bool) -> RemoteError:
+        """Count a failure, let the host rest with all or with this expert, and name it in the log.
+
+        A backward that is refused may be too stale, or made before: that says nothing about the expert.
+        """
         reason = next((word for kind, word in _REASONS if isinstance(error, kind)), "failed")
         self.figures.failed[reason] += 1
         rests, now = self._directory.rests, self._clock.now()
         rested = rests.rests(now, host, uid)
-        times = rests.failed(now, host, uid if isinstance(error, Refused) else None)
-        if isinstance(error, Refused):
+        if not isinstance(error, Refused):
+            times = rests.failed(now, host)
+        elif backward:
+            times = 1
+        else:
+            times = rests.failed(now, host, uid)
             self._directory.forget(uid)
         level = logging.INFO if times == 1 and not rested else logging.DEBUG  # the first failure tells it all
         log.log(level, "expert %s %s: %s", uid, reason, error)
@@ -314,11 +323,14 @@ class ExpertClient:
         host = PeerId.parse(ask.served.host) if ask.served is not None else claim.host if claim is not None else None
         if host is None:
             return
-        self._late[host] = self._late.get(host, 0) + 1
+        self._late[host] = times = self._late.get(host, 0) + 1
         if timed_out:
-            self._failed(ask.uid, host, TooSlow(f"no answer within {self._section.timeout_s:g} s", host))
-        elif self._late[host] >= _LATE_IN_A_ROW:
-            self._failed(ask.uid, host, TooSlow(f"{self._late[host]} answers in a row came late, or never", host))
+            error = TooSlow(f"no answer within {self._section.timeout_s:g} s", host)
+        elif times >= _LATE_IN_A_ROW:
+            error = TooSlow(f"{times} answers in a row came late, or never", host)
+        else:
+            return
+        self._failed(ask.uid, host, error, backward=ask.served is not None)
 
     def _note(self, uid: Uid, generation: int, version: int) -> None:
         """Count the updates that an expert lost when its host did."""

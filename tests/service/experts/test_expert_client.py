@@ -119,6 +119,7 @@ def test_the_bound_on_staleness_and_the_version_of_the_forward_travel_with_a_bac
         body = host.seen[-1]
         assert (body.most_stale, body.generation, body.version, len(body.request)) == (3, 2, 0, 16)
         assert failed(caller) == {"refused": 1}
+        assert await caller.client.forward([ask], 2) != [None], "the expert is as well as it was"
 
     in_expert_world(main, experts_run(most_stale=3), count=2)
 
