@@ -55,6 +55,8 @@ T = TypeVar("T")
 
 log = logging.getLogger("peerd.service.experts.expert_client")
 
+_FORWARD: Final = "expert/1/forward"
+_BACKWARD: Final = "expert/1/backward"
 _SOONEST_S, _LATEST_S = 0.02, 5.0  # before a host is asked again that says it cannot take a call now
 _REPEATS: Final = 3  # of a backward whose link was lost: a host that is gone is not asked for long
 _REPEAT_S: Final = 0.5  # before that
@@ -220,7 +222,7 @@ class ExpertClient:
         body = Forward(self._fingerprint, Name.of(ask.uid))
 
         async def call() -> ExpertReply:
-            answer = await self._call(claim.host, "forward", body, Output, ask, deadline)
+            answer = await self._call(claim.host, _FORWARD, body, Output, ask, deadline)
             await self._outputs.check(answer, len(ask.samples))
             told = answer.body
             if told.generation < claim.generation:
@@ -240,7 +242,7 @@ class ExpertClient:
         body = Backward(self._fingerprint, *named, self._section.most_stale)
 
         async def call() -> ExpertReply:
-            answer = await self._call(host, "backward", body, Gradient, ask, deadline)
+            answer = await self._call(host, _BACKWARD, body, Gradient, ask, deadline)
             await self._gradients.check(answer, len(ask.samples))
             told = answer.body
             if told.generation < served.generation or not told.version:
@@ -256,12 +258,11 @@ class ExpertClient:
         return reply
 
     async def _call(
-        self, host: PeerId, verb: str, body: Forward | Backward, reply: type[Any], ask: ExpertAsk, deadline: float
+        self, host: PeerId, method: str, body: Forward | Backward, reply: type[Any], ask: ExpertAsk, deadline: float
     ) -> Answer[Any]:
-        check = self._outputs if verb == "forward" else self._gradients
+        check = self._outputs if method == _FORWARD else self._gradients
         most_bytes = check.most_bytes(len(ask.samples))
         timeout_s = max(0.0, deadline - trio.current_time())
-        method = f"expert/1/{verb}"
         return await self._rpc.call(
             host, method, body, reply, frames=ask.frames, timeout_s=timeout_s, reply_frame_bytes=most_bytes
         )
