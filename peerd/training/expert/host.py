@@ -20,7 +20,7 @@ from typing import Final, Protocol
 
 import trio
 
-from peerd.core.errors import LocalError, RemoteError
+from peerd.core.errors import LocalError, Refused, RemoteError
 from peerd.core.experts.grid import Uid, grid_of
 from peerd.core.ids import PeerId
 from peerd.core.messages.experts import Announced
@@ -41,6 +41,7 @@ from peerd.service.experts.expert_server import ExpertModel, ExpertServer, Serve
 from peerd.signals import Signal
 
 _PARTS: Final = 4  # of its room: a host takes one at a time
+_SPARE: Final = 8  # one part in so many of its room is for orphans alone, unless it has room for the whole grid
 _STEPS: Final = 4  # such steps in one announcement period: an announcement reaches the others in between
 _TOGETHER_S: Final = 0.2  # experts often come and go by several at once
 
@@ -104,9 +105,7 @@ class Recalled:
 
 
 class Keeper(Protocol):
-    """What lets experts outlive their host. Its `run` works beside the host: it makes checkpoints of `host.experts`
-    (and notes each in `Hosted.saved`), and adopts orphans with `host.adopt`.
-    """
+    """What lets experts outlive their host: makes checkpoints of `host.experts`, and adopts orphans by `host.adopt`."""
 
     async def recall(self) -> Mapping[Uid, Recalled]:
         """The newest checkpoints of this host's own experts, from its own disk; those that are damaged left out."""
@@ -114,6 +113,14 @@ class Keeper(Protocol):
 
     async def orphans(self, uids: Collection[Uid]) -> Collection[Uid]:
         """Those of `uids` that have a checkpoint somewhere, and must not be begun anew."""
+        ...
+
+    def taking(self) -> Collection[Uid]:
+        """Experts that it is about to adopt here: room for them is not given to others."""
+        ...
+
+    def kept_version(self, uid: Uid) -> int:
+        """Updates of an expert that its newest checkpoint has."""
         ...
 
     async def run(self, host: ExpertHost) -> None:
@@ -127,20 +134,17 @@ class Keeper(Protocol):
 
 @dataclass(slots=True)
 class Hosted:
-    """An expert that this peer hosts. `began`: updates that it had when it came here; `saved`: those that its newest
-    checkpoint has.
-    """
+    """An expert that this peer hosts. `began`: updates that it had when it came here."""
 
     model: StoredModel
     generation: int
     began: int = 0
-    saved: int = 0
 
-    def dropped_for(self, winner: Claim) -> int:
+    def dropped_for(self, winner: Claim, kept: int) -> int:
         """Updates that are lost when `winner` goes on with this expert: an adopter has the newest checkpoint at best,
-        a host that began it anew has nothing of ours.
+        with `kept` of them; a host that began it anew has nothing of ours.
         """
-        return self.model.version - (self.saved if winner.generation > self.generation else self.began)
+        return max(0, self.model.version - (kept if winner.generation > self.generation else self.began))
 
 
 @dataclass(slots=True)
@@ -221,18 +225,20 @@ class ExpertHost:
     async def adopt(self, uid: Uid, generation: int, state: bytes | None) -> None:
         """Host an expert from now on, from a checkpoint or anew; ValueError when the checkpoint does not fit.
 
-        LocalError when it is hosted here already, when there is no room, or when it is none.
+        Refused when it is hosted here already, or there is no room; LocalError when it is not in the grid.
         """
+        if not self.grid.is_expert(uid):
+            raise LocalError(f"expert {uid} is not in the grid")
         if uid in self.experts or uid in self._coming:
-            raise LocalError(f"expert {uid} is hosted here already")
-        if not self.grid.is_expert(uid) or not self.room():
-            raise LocalError(f"expert {uid} cannot be hosted: {self.room()} more fit")
+            raise Refused(f"expert {uid} is hosted here already", self._ctx.host.id)
+        if not self.room():
+            raise Refused(f"no room for expert {uid} beside {len(self.experts)} others", self._ctx.host.id)
         self._coming.add(uid)
         try:
             model = await self._worker.run(partial(self._made, uid, state), name="build an expert")
         finally:
             self._coming.discard(uid)
-        self.experts[uid] = Hosted(model, generation, model.version, model.version)
+        self.experts[uid] = Hosted(model, generation, model.version)
         if generation or state is not None:
             self.tally.adopted += 1
             self._ctx.log.event("expert.adopted", uid=str(uid), generation=generation, updates=model.version)
@@ -289,24 +295,32 @@ class ExpertHost:
     async def _resume(self, uid: Uid, recalled: Recalled) -> None:
         try:
             await self.adopt(uid, recalled.generation, recalled.state)
-        except ValueError as error:
+        except (Refused, ValueError) as error:
             self._ctx.log.event("expert.not_loaded", level="warning", uid=str(uid), why=str(error))
 
     async def _take_free(self) -> int:
-        """Take a part of the room's worth of experts that nobody has; returns how many."""
-        share = min(self.room(), math.ceil(self.capacity / _PARTS))
-        if not share:
+        """Take experts that nobody has, for a part of the room; returns how many."""
+        taking = [uid for keeper in self.keepers for uid in keeper.taking()]
+        whole = self.capacity >= self.grid.layers * self.grid.places
+        room = self.room() - len(taking) - (0 if whole else self.capacity // _SPARE)
+        share = min(room, math.ceil(self.capacity / _PARTS))
+        if share <= 0:
             return 0
         looked_at = candidates(self.grid, self._ctx.clock.rng("experts"), self.capacity)
         seen = self._winners(await self._board.below(last_prefixes(looked_at)))
-        free = to_take(looked_at, seen.keys() | self.experts.keys(), len(looked_at))
+        free = to_take(looked_at, {*seen, *self.experts, *taking}, len(looked_at))
         for keeper in self.keepers:
             orphans = set(await keeper.orphans(free))
             free = [uid for uid in free if uid not in orphans]
-        taken = free[: min(share, self.room())]
-        for uid in taken:
+        return sum([await self._begin(uid) for uid in free[:share]])
+
+    async def _begin(self, uid: Uid) -> bool:
+        """Begin an expert anew; False when it, or its room, was taken meanwhile."""
+        try:
             await self.adopt(uid, 0, None)
-        return len(taken)
+        except Refused:
+            return False
+        return True
 
     async def _fill(self) -> None:
         """Take more, until there is no room, and look again now and then for what has become free."""
@@ -349,7 +363,8 @@ class ExpertHost:
             hosted = self.experts.get(uid)
             if hosted is None or hosted.generation != mine[uid]:
                 continue
-            lost = hosted.dropped_for(winner)
+            kept = max((keeper.kept_version(uid) for keeper in self.keepers), default=hosted.began)
+            lost = hosted.dropped_for(winner, kept)
             self.tally.dropped += 1
             self.tally.updates_dropped += lost
             self._ctx.log.event(

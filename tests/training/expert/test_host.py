@@ -1,0 +1,335 @@
+"""Hosts share a grid of experts, announce what they have, and of two hosts of one expert exactly one goes on."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Collection, Iterable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+import msgspec
+import pytest
+import trio
+
+from peerd.compute.worker import InlineWorker
+from peerd.core.errors import LocalError, Refused
+from peerd.core.experts.grid import Uid, coordinates_in
+from peerd.core.ids import PeerId
+from peerd.core.messages.experts import Announced, Forward, Name, Output
+from peerd.core.run.runfile import LimitsSection, RunFile, fingerprint
+from peerd.log import EventLog
+from peerd.role import RoleContext
+from peerd.service.rpc.rpc import Rpc
+from peerd.training.expert.host import ExpertHost, Recalled, Told
+from tests.kit.fake_experts import FakeExpert, expert_run, frame
+from tests.kit.fakehost import FakeHost, FakeNet, TrioClock, fake_net
+
+X = Uid(0, (1, 2))
+PERIOD_S = 8.0
+
+
+@dataclass
+class ToldClaim:
+    host: PeerId
+    generation: int
+
+
+@dataclass
+class Board:
+    """What all hosts have announced; a host that is cut off sees its own part of it alone."""
+
+    records: dict[PeerId, dict[Uid, Announced]] = field(default_factory=dict)
+    cut_off: set[PeerId] = field(default_factory=set)
+
+    def seen_by(self, me: PeerId) -> Iterable[tuple[PeerId, Announced]]:
+        for peer, records in self.records.items():
+            if peer == me or not {peer, me} & self.cut_off:
+                yield from ((peer, record) for record in records.values())
+
+
+@dataclass
+class View:
+    """The board as one host uses it."""
+
+    board: Board
+    me: PeerId
+    reads: int = 0
+
+    async def below(self, prefixes: Iterable[Uid]) -> Told:
+        return await self.read(prefixes)
+
+    async def read(self, prefixes: Iterable[Uid]) -> Told:
+        await trio.sleep(0.1)
+        self.reads += 1
+        found: dict[Uid, dict[int, list[ToldClaim]]] = {prefix: {} for prefix in prefixes}
+        for peer, record in self.board.seen_by(self.me):
+            if record.prefix.uid in found:
+                for coordinate, generation in zip(coordinates_in(record.below), record.generations, strict=True):
+                    found[record.prefix.uid].setdefault(coordinate, []).append(ToldClaim(peer, generation))
+        return found
+
+    async def announce(self, records: Iterable[Announced]) -> None:
+        await trio.sleep(0.1)
+        self.board.records[self.me] = {record.prefix.uid: record for record in records}
+
+    async def withdraw(self) -> None:
+        self.board.records.pop(self.me, None)
+
+
+@dataclass
+class Peer:
+    """One host."""
+
+    fake: FakeHost
+    rpc: Rpc
+    host: ExpertHost
+    log: EventLog
+    scope: trio.CancelScope
+    clock: TrioClock
+
+    def told(self, name: str) -> list[dict[str, Any]]:
+        return [event for event in self.log.recent() if event["name"] == name]
+
+
+class SkewedClock(TrioClock):
+    """A clock whose wall time is off, and whose random streams are its own."""
+
+    def __init__(self, name: str, skew_s: float) -> None:
+        self._name, self._skew_s = name, skew_s
+
+    def wall(self) -> float:
+        return super().wall() + self._skew_s
+
+    def rng(self, purpose: str) -> Any:
+        return super().rng(f"{self._name}/{purpose}")
+
+
+@dataclass
+class Scene:
+    """Hosts of one run."""
+
+    net: FakeNet
+    folder: Path
+    run: RunFile
+    board: Board = field(default_factory=Board)
+
+    async def start(
+        self, name: str, limit: int = 0, fits: int = 0, keeper: Any = None, skew_s: float = 0.0, wait: bool = True
+    ) -> Peer:
+        fake, clock = self.net.host(name), SkewedClock(name, skew_s)
+        rpc, worker, log = Rpc(fake, clock), InlineWorker(), EventLog(clock)
+        await self.net.nursery.start(rpc.run)
+        run = msgspec.structs.replace(self.run, limits=LimitsSection(experts=limit))
+        ctx = RoleContext(
+            run=run,
+            host=cast(Any, fake),
+            rpc=rpc,
+            dht=cast(Any, None),
+            clock=clock,
+            data_dir=self.folder,
+            device="cpu",
+            seed=1,
+            log=log,
+            worker=lambda device: worker,
+        )
+        host = ExpertHost(ctx, View(self.board, fake.id), FakeExpert, lambda: fits)
+        if keeper is not None:
+            host.keepers.append(keeper)
+        scope = trio.CancelScope()
+
+        async def serve(*, task_status: trio.TaskStatus[None]) -> None:
+            with scope:
+                await host.run(task_status=task_status)
+
+        await self.net.nursery.start(serve)
+        return Peer(fake, rpc, host, log, scope, clock)
+
+
+@asynccontextmanager
+async def scene(folder: Path, **experts: Any) -> AsyncIterator[Scene]:
+    with trio.fail_after(10_000):
+        async with fake_net() as net:
+            yield Scene(net, folder, expert_run(**{"announce_s": PERIOD_S} | experts))
+
+
+@dataclass
+class FakeKeeper:
+    """Checkpoints from before, and orphans."""
+
+    before: Mapping[Uid, Recalled] = field(default_factory=dict)
+    kept: Collection[Uid] = ()
+    about_to: Collection[Uid] = ()
+    version: int = 0
+    left: list[set[Uid]] = field(default_factory=list)
+
+    async def recall(self) -> Mapping[Uid, Recalled]:
+        return self.before
+
+    async def orphans(self, uids: Collection[Uid]) -> Collection[Uid]:
+        return [uid for uid in uids if uid in self.kept]
+
+    def taking(self) -> Collection[Uid]:
+        return self.about_to
+
+    def kept_version(self, uid: Uid) -> int:
+        return self.version
+
+    async def run(self, host: ExpertHost) -> None:
+        await trio.sleep_forever()
+
+    async def leave(self, host: ExpertHost) -> None:
+        self.left.append(set(host.experts))
+
+
+def state(uid: Uid, version: int) -> bytes:
+    return f"{uid} {version}".encode()
+
+
+async def test_hosts_that_come_together_share_the_grid_and_nobody_has_an_experts_twin(
+    tmp_path: Path, autojump_clock: object
+) -> None:
+    async with scene(tmp_path) as s:
+        peers = [await s.start(f"host {i}", limit=16) for i in range(3)]
+        await trio.sleep(6 * PERIOD_S)
+        hosted = [uid for peer in peers for uid in peer.host.experts]
+        assert len(hosted) == len(set(hosted)) == 32
+        assert min(len(peer.host.experts) for peer in peers) >= 8
+        assert max(len(peer.host.experts) for peer in peers) <= 16
+        said = {prefix for records in s.board.records.values() for prefix in records}
+        assert said >= {Uid(layer, (row,)) for layer in range(2) for row in range(4)}
+
+
+async def test_a_host_takes_what_its_memory_holds_where_the_user_names_no_number(
+    tmp_path: Path, autojump_clock: object
+) -> None:
+    async with scene(tmp_path) as s:
+        peer = await s.start("host", fits=8)
+        assert len(peer.host.experts) == 2  # a part at a time
+        await trio.sleep(6 * PERIOD_S)
+        assert len(peer.host.experts) == 7  # one place is for orphans
+        assert (peer.host.capacity, peer.host.room()) == (8, 1)
+        whole = await s.start("whole", fits=100)
+        await trio.sleep(6 * PERIOD_S)
+        assert (whole.host.capacity, len(whole.host.experts)) == (32, 25)
+
+
+async def test_a_host_that_announced_an_expert_serves_it(tmp_path: Path, autojump_clock: object) -> None:
+    async with scene(tmp_path) as s:
+        peer, other = await s.start("host", limit=1), await s.start("other", limit=1)
+        (uid,) = peer.host.experts
+        body = Forward(fingerprint(peer.host._run), Name.of(uid))
+        call = other.rpc.call(peer.fake.id, "expert/1/forward", body, Output, frames=[frame(2.0)], timeout_s=5)
+        assert (await call).body.version == 0
+        with pytest.raises(Refused, match="no room"):
+            await peer.host.adopt(X if uid != X else Uid(1, (0, 0)), 1, None)
+        with pytest.raises(LocalError):
+            await peer.host.adopt(Uid(0, (9, 9)), 1, None)
+
+
+async def test_two_hosts_of_one_expert_become_one_when_a_partition_heals(
+    tmp_path: Path, autojump_clock: object
+) -> None:
+    async with scene(tmp_path) as s:
+        keeper = FakeKeeper(before={X: Recalled(0, state(X, 70))}, version=90)
+        one, other = await s.start("one", limit=1, keeper=keeper), None
+        assert list(one.host.experts) == [X]
+        one.host.experts[X].model.version = 100  # type: ignore[misc]
+        s.board.cut_off.add(one.fake.id)
+        other = await s.start("other", limit=1, keeper=FakeKeeper(before={X: Recalled(1, state(X, 90))}))
+        await trio.sleep(5 * PERIOD_S)
+        assert X in one.host.experts
+        assert X in other.host.experts
+        s.board.cut_off.clear()
+        await trio.sleep(PERIOD_S)
+        assert (X in one.host.experts, X in other.host.experts) == (False, True)
+        assert one.host.tally.dropped == 1
+        assert one.host.tally.updates_dropped == 10  # of a hundred, the adopter had ninety
+        (event,) = one.told("expert.yielded")
+        assert (event["uid"], event["to"], event["to_generation"]) == (str(X), other.fake.id.text, 1)
+        body = Forward(fingerprint(one.host._run), Name.of(X))
+        with pytest.raises(Refused, match=f"any more: peer {other.fake.id.text} has a higher claim, of generation 1"):
+            await other.rpc.call(one.fake.id, "expert/1/forward", body, Output, frames=[frame(2.0)], timeout_s=5)
+
+
+async def test_of_two_that_began_the_same_expert_the_higher_peer_goes_on(
+    tmp_path: Path, autojump_clock: object
+) -> None:
+    async with scene(tmp_path) as s:
+        peers = []
+        for name in ("a", "b", "c"):
+            peers.append(await s.start(name, limit=1, keeper=FakeKeeper(before={X: Recalled(0, state(X, 5))})))
+            s.board.cut_off.add(peers[-1].fake.id)
+            peers[-1].host.experts[X].model.version = 12  # type: ignore[misc]
+        s.board.cut_off.clear()
+        await trio.sleep(PERIOD_S)
+        winner = max(peers, key=lambda peer: peer.fake.id.text)
+        assert [X in peer.host.experts for peer in peers] == [peer is winner for peer in peers]
+        assert [peer.host.tally.updates_dropped for peer in peers if peer is not winner] == [7, 7]
+
+
+@pytest.mark.parametrize("skew_s", [-60.0, 60.0])
+async def test_a_clock_that_is_off_by_a_minute_decides_nothing(
+    skew_s: float, tmp_path: Path, autojump_clock: object
+) -> None:
+    async with scene(tmp_path) as s:
+        peers = [await s.start("right", limit=32), await s.start("wrong", limit=32, skew_s=skew_s)]
+        await trio.sleep(8 * PERIOD_S)
+        hosted = [uid for peer in peers for uid in peer.host.experts]
+        assert len(hosted) == len(set(hosted)) == 32
+        uid = next(iter(peers[1].host.experts))
+        body = Forward(fingerprint(peers[1].host._run), Name.of(uid))
+        call = peers[0].rpc.call(peers[1].fake.id, "expert/1/forward", body, Output, frames=[frame(2.0)], timeout_s=5)
+        assert 0.0 <= (await call).body.waited_s < 1.0
+
+
+async def test_a_host_goes_on_with_its_own_experts_unless_another_has_them(
+    tmp_path: Path, autojump_clock: object
+) -> None:
+    async with scene(tmp_path) as s:
+        damaged, mine = Uid(1, (0, 0)), Uid(1, (3, 3))
+        adopter = await s.start("adopter", limit=1, keeper=FakeKeeper(before={X: Recalled(4, state(X, 50))}))
+        before = {X: Recalled(3, state(X, 40)), mine: Recalled(2, state(mine, 7)), damaged: Recalled(0, state(X, 1))}
+        back = await s.start("back", limit=2, keeper=FakeKeeper(before=before))
+        assert X not in back.host.experts
+        hosted = back.host.experts[mine]
+        assert (hosted.generation, hosted.model.version) == (2, 7)
+        (left,) = back.told("expert.left_to")
+        assert (left["uid"], left["to"], left["generation"]) == (str(X), adopter.fake.id.text, 4)
+        (lost,) = back.told("expert.not_loaded")
+        assert (lost["uid"], "a state of 0.1.2" in lost["why"]) == (str(damaged), True)
+
+
+async def test_an_expert_with_a_checkpoint_somewhere_is_never_begun_anew(
+    tmp_path: Path, autojump_clock: object
+) -> None:
+    async with scene(tmp_path) as s:
+        every = {Uid(layer, (row, column)) for layer in range(2) for row in range(4) for column in range(4)}
+        keeper = FakeKeeper(kept=every - {X, Uid(1, (0, 0))}, about_to=[Uid(1, (0, 0))])
+        peer = await s.start("host", limit=32, keeper=keeper)
+        await trio.sleep(5 * PERIOD_S)
+        assert list(peer.host.experts) == [X]
+        await peer.host.adopt(Uid(1, (1, 1)), 3, state(Uid(1, (1, 1)), 20))
+        (event,) = peer.told("expert.adopted")
+        assert (event["uid"], event["generation"], event["updates"]) == ("1.1.1", 3, 20)
+        with pytest.raises(Refused, match="hosted here already"):
+            await peer.host.adopt(Uid(1, (1, 1)), 4, None)
+        with pytest.raises(ValueError, match="a state of"):
+            await peer.host.adopt(Uid(1, (1, 2)), 4, state(X, 1))
+        assert Uid(1, (1, 2)) not in peer.host.experts
+        await trio.sleep(1.0)
+        assert s.board.records[peer.fake.id][Uid(1, (1,))].generations == [3]
+        assert peer.host.status()["adopted"] == 1
+
+
+async def test_a_host_that_leaves_withdraws_what_it_announced_and_hands_in_the_rest(
+    tmp_path: Path, autojump_clock: object
+) -> None:
+    async with scene(tmp_path) as s:
+        keeper = FakeKeeper()
+        peer = await s.start("host", limit=2, keeper=keeper)
+        await peer.host.leave()
+        await trio.sleep(3 * PERIOD_S)
+        assert peer.fake.id not in s.board.records
+        assert keeper.left == [set(peer.host.experts)]
+        assert peer.host.room() == 0
