@@ -20,7 +20,7 @@ from typing import Final, Protocol
 
 import trio
 
-from peerd.core.errors import LocalError, Refused, RemoteError
+from peerd.core.errors import ConfigError, LocalError, Refused, RemoteError
 from peerd.core.experts.grid import Uid, grid_of
 from peerd.core.ids import PeerId
 from peerd.core.messages.experts import Announced
@@ -96,19 +96,15 @@ class ClaimsBoard(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class Recalled:
-    """A checkpoint of an expert that this host owned before."""
-
-    generation: int
-    state: bytes
-
-
 class Keeper(Protocol):
     """What lets experts outlive their host: makes checkpoints of `host.experts`, and adopts orphans by `host.adopt`."""
 
-    async def recall(self) -> Mapping[Uid, Recalled]:
-        """The newest checkpoints of this host's own experts, from its own disk; those that are damaged left out."""
+    async def recall(self) -> Mapping[Uid, int]:
+        """The generations of this host's own experts whose newest checkpoint is on its own disk. Called first."""
+        ...
+
+    async def state(self, uid: Uid) -> bytes:
+        """One of these; ValueError when it is damaged."""
         ...
 
     async def orphans(self, uids: Collection[Uid]) -> Collection[Uid]:
@@ -199,6 +195,10 @@ class ExpertHost:
         """Host experts until cancelled. Started means: the first ones are announced."""
         measured = await self._worker.run(self._fits, name="see how many experts fit")
         self.capacity = capacity(self._run.limits.experts, measured, self.grid)
+        if not self.capacity:
+            raise ConfigError(
+                "no expert of this run fits into this machine's memory (limits.memory_gb, limits.experts)"
+            )
         async with trio.open_nursery() as nursery:
             await nursery.start(partial(self.server.run, self._worker, self._ctx.host.supervise))
             await self._recall()
@@ -283,18 +283,17 @@ class ExpertHost:
         for keeper in self.keepers:
             mine = await keeper.recall()
             seen = self._winners(await self._board.read(last_prefixes(mine)))
-            lost = outbid({uid: recalled.generation for uid, recalled in mine.items()}, self._me, seen)
-            for uid, recalled in sorted(mine.items()):
+            lost = outbid(mine, self._me, seen)
+            for uid, generation in sorted(mine.items()):
                 if uid in lost:
                     other = lost[uid]
-                    to, generation = other.peer, other.generation
-                    self._ctx.log.event("expert.left_to", uid=str(uid), to=to, generation=generation)
+                    self._ctx.log.event("expert.left_to", uid=str(uid), to=other.peer, generation=other.generation)
                 elif self.room() and uid not in self.experts and self.grid.is_expert(uid):
-                    await self._resume(uid, recalled)
+                    await self._resume(uid, generation, keeper)
 
-    async def _resume(self, uid: Uid, recalled: Recalled) -> None:
+    async def _resume(self, uid: Uid, generation: int, keeper: Keeper) -> None:
         try:
-            await self.adopt(uid, recalled.generation, recalled.state)
+            await self.adopt(uid, generation, await keeper.state(uid))
         except (Refused, ValueError) as error:
             self._ctx.log.event("expert.not_loaded", level="warning", uid=str(uid), why=str(error))
 

@@ -13,7 +13,7 @@ import pytest
 import trio
 
 from peerd.compute.worker import InlineWorker
-from peerd.core.errors import LocalError, Refused
+from peerd.core.errors import ConfigError, LocalError, Refused
 from peerd.core.experts.grid import Uid, coordinates_in
 from peerd.core.ids import PeerId
 from peerd.core.messages.experts import Announced, Forward, Name, Output
@@ -21,7 +21,7 @@ from peerd.core.run.runfile import LimitsSection, RunFile, fingerprint
 from peerd.log import EventLog
 from peerd.role import RoleContext
 from peerd.service.rpc.rpc import Rpc
-from peerd.training.expert.host import ExpertHost, Recalled, Told
+from peerd.training.expert.host import ExpertHost, Told
 from tests.kit.fake_experts import FakeExpert, expert_run, frame
 from tests.kit.fakehost import FakeHost, FakeNet, TrioClock, fake_net
 
@@ -154,6 +154,14 @@ async def scene(folder: Path, **experts: Any) -> AsyncIterator[Scene]:
 
 
 @dataclass
+class Recalled:
+    """A checkpoint on the own disk."""
+
+    generation: int
+    state: bytes
+
+
+@dataclass
 class FakeKeeper:
     """Checkpoints from before, and orphans."""
 
@@ -163,8 +171,11 @@ class FakeKeeper:
     version: int = 0
     left: list[set[Uid]] = field(default_factory=list)
 
-    async def recall(self) -> Mapping[Uid, Recalled]:
-        return self.before
+    async def recall(self) -> Mapping[Uid, int]:
+        return {uid: recalled.generation for uid, recalled in self.before.items()}
+
+    async def state(self, uid: Uid) -> bytes:
+        return self.before[uid].state
 
     async def orphans(self, uids: Collection[Uid]) -> Collection[Uid]:
         return [uid for uid in uids if uid in self.kept]
@@ -333,3 +344,10 @@ async def test_a_host_that_leaves_withdraws_what_it_announced_and_hands_in_the_r
         assert peer.fake.id not in s.board.records
         assert keeper.left == [set(peer.host.experts)]
         assert peer.host.room() == 0
+
+
+async def test_a_host_whose_memory_holds_no_expert_says_so(tmp_path: Path, autojump_clock: object) -> None:
+    async with scene(tmp_path) as s:
+        with pytest.raises((ConfigError, ExceptionGroup)) as caught:
+            await s.start("host", fits=0)
+        assert "no expert of this run fits into this machine's memory" in str(caught.value)

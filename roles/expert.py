@@ -1,0 +1,73 @@
+"""Role `expert`: hosts experts of a run's layers, as many as its memory holds, and keeps checkpoints of others' experts.
+
+What it hosts it chooses by itself (`training/expert/host`); what it learnt outlives it (`training/expert/keeping`).
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import ClassVar
+
+import trio
+from peerd.compute.experts.blocks import try_block
+from peerd.compute.experts.hosted_expert import HostedExpert
+from peerd.compute.experts.memory import experts_that_fit
+from peerd.service.experts.expert_directory import ExpertDirectory
+
+from peerd.core.errors import ConfigError
+from peerd.core.experts.grid import Uid
+from peerd.core.run.runfile import RunFile
+from peerd.role import RoleContext
+from peerd.training.expert.host import ExpertHost
+from peerd.training.expert.keeping import VaultKeeper
+
+
+class ExpertRole:
+    """See the module's header."""
+
+    name: ClassVar[str] = "expert"
+    needs_run: ClassVar[bool] = True
+
+    def __init__(self, ctx: RoleContext) -> None:
+        assert ctx.run is not None
+        assert ctx.services is not None
+        need_experts(ctx.run)
+        self._services, run = ctx.services, ctx.run
+        self.directory = ExpertDirectory(run, ctx.rpc, ctx.host, ctx.dht, ctx.clock)
+
+        def build(uid: Uid) -> HostedExpert:
+            return HostedExpert(run, uid, ctx.device)
+
+        self.host = ExpertHost(ctx, self.directory, build, partial(experts_that_fit, run, ctx.device))
+        self.keeper = VaultKeeper(ctx, self.host)
+        self.host.keepers.append(self.keeper)
+
+    @classmethod
+    def check_run(cls, run: RunFile) -> None:
+        """As `peerd.role.Checking`: the block, on one sample."""
+        need_experts(run)
+        try_block(run)
+
+    async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        await self._services.compare_settings()
+        async with trio.open_nursery() as nursery:
+            await nursery.start(self.directory.run)
+            await self.host.run(task_status=task_status)
+
+    async def leave(self) -> None:
+        """Withdraw what is announced, and save what has no checkpoint yet."""
+        await self.host.leave()
+
+    def status(self) -> dict[str, object]:
+        told, kept = self.host.status(), self.keeper.status()
+        counted = {"dropped": self.keeper.adoption.yielded, "updates_dropped": self.keeper.adoption.updates_dropped}
+        told |= {key: int(str(told[key])) + more for key, more in counted.items()}
+        told |= {key: value for key, value in kept.items() if key not in told}
+        room = self.host.capacity > 0 and not self.host.experts
+        return told | {"waits_for": "an expert that nobody hosts: all of the run's are served" if room else None}
+
+
+def need_experts(run: RunFile) -> None:
+    """ConfigError when the run has no experts to host."""
+    if run.experts is None:
+        raise ConfigError(f"run {run.run!r} has no experts to host; role expert needs `experts:` in the run file")
