@@ -1,4 +1,4 @@
-"""Role `expert`: hosts experts of a run's layers, as many as its memory holds, and keeps checkpoints of others' experts.
+"""Role `expert`: hosts experts of a run's layers, as many as its memory holds, and keeps checkpoints of others'.
 
 What it hosts it chooses by itself (`training/expert/host`); what it learnt outlives it (`training/expert/keeping`).
 """

@@ -196,9 +196,7 @@ class ExpertHost:
         measured = await self._worker.run(self._fits, name="see how many experts fit")
         self.capacity = capacity(self._run.limits.experts, measured, self.grid)
         if not self.capacity:
-            raise ConfigError(
-                "no expert of this run fits into this machine's memory (limits.memory_gb, limits.experts)"
-            )
+            raise ConfigError("no expert of this run fits into this machine's memory (limits.memory_gb)")
         async with trio.open_nursery() as nursery:
             await nursery.start(partial(self.server.run, self._worker, self._ctx.host.supervise))
             await self._recall()
