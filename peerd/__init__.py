@@ -8,14 +8,20 @@ from peerd.core.version import VERSION
 
 if TYPE_CHECKING:
     from peerd.library import AveragingOptimizer as AveragingOptimizer
+    from peerd.library_experts import DMoE as DMoE
+    from peerd.library_experts import ExpertPeer as ExpertPeer
 
 __version__ = VERSION
 
 
 def __getattr__(name: str) -> Any:
-    """`peerd.AveragingOptimizer` brings torch, which most of peerd does without: imported when it is asked for."""
+    """What brings torch, which most of peerd does without, is imported when it is asked for."""
     if name == "AveragingOptimizer":
         from peerd.library import AveragingOptimizer
 
         return AveragingOptimizer
+    if name in ("DMoE", "ExpertPeer"):
+        from peerd import library_experts
+
+        return getattr(library_experts, name)
     raise AttributeError(f"module 'peerd' has no attribute {name!r}")

@@ -123,15 +123,15 @@ class AveragingOptimizer:
         sizes = (target_samples, samples_per_step)
         self._made_run = functools.partial(_run_file, run, self._model, sizes, averaging, data_dir is not None)
         self._run = self._made_run()
-        _check_texts("bootstrap", bootstrap)
-        _check_texts("listen", listen)
+        check_texts("bootstrap", bootstrap)
+        check_texts("listen", listen)
         if min_peers < 1:
             raise ConfigError(f"min_peers is {min_peers}; it must be at least 1")
         self._desk = Desk(_DELAYED_PATIENCE_S if delayed else _PATIENCE_S, int(delayed))
         self._part = UserPart(self._model, self._desk, samples_per_step, min_peers, saves=data_dir is not None)
         self._home = Path(data_dir) if data_dir is not None else None
         self._bootstrap, self._listen, self._log_level = tuple(bootstrap), tuple(listen), log_level
-        self._company = _company(alone, wait_s)
+        self._company = company_wish(alone, wait_s)
         self._announce, self._address = announce, ""
         self._thread: threading.Thread | None = None
         self._daemon: Daemon | None = None
@@ -306,7 +306,8 @@ def _live(model: torch.nn.Module | None, named: Iterable[tuple[str, Tensor]] | N
     return buffers_of(model) if model is not None else dict
 
 
-def _company(alone: bool, wait_s: float | None) -> CompanyWish:
+def company_wish(alone: bool, wait_s: float | None) -> CompanyWish:
+    """The wish for peers to begin with, of a library's user."""
     if wait_s is not None and not wait_s > 0:
         raise ConfigError(f"wait_s is {wait_s}; it must be above 0, or None: for as long as it takes")
     patience_s = math.inf if wait_s is None else wait_s
@@ -349,7 +350,8 @@ def _run_file(run: str, model: UserModel, sizes: tuple[int, int], averaging: Ave
     return made
 
 
-def _check_texts(option: str, addresses: Sequence[str]) -> None:
+def check_texts(option: str, addresses: Sequence[str]) -> None:
+    """ConfigError for addresses that are none."""
     if isinstance(addresses, str):
         raise ConfigError(f"{option}: give a list of addresses, not one text")
     check_addresses(option, addresses)

@@ -1,0 +1,194 @@
+"""Layers of experts in a user's own training loop: `DMoE`, and the peer in the background that carries its calls.
+
+`ExpertPeer` runs one peer, with its own trio loop, in a background thread; any number of the user's threads may call
+through it, each waits for its own calls. What ends the peer is raised in the calls that come after. The thread is a
+daemon, and the interpreter's exit closes what was forgotten, so nothing hangs.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import os
+import queue
+import sys
+import tempfile
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import outcome
+import trio
+
+from peerd.compute.experts.dmoe import DMoE
+from peerd.config import load_run
+from peerd.core.errors import ConfigError
+from peerd.core.experts.contract import ExpertAsk, ExpertCaller, ExpertReply
+from peerd.core.experts.grid import Uid
+from peerd.core.run.runfile import RunFile
+from peerd.daemon import Daemon, DaemonPlan, leaf
+from peerd.launch import assembled
+from peerd.library import CLOSE_S, Closed, check_texts, company_wish
+from peerd.training.user_loop.expert_calls import CallerPart, calls_role_for
+
+if TYPE_CHECKING:
+    import numpy as np
+
+__all__ = ["DMoE", "ExpertPeer"]
+
+logging.getLogger("peerd").addHandler(logging.NullHandler())  # a library is silent unless its user asks
+
+
+class ExpertPeer:
+    """A peer of `run`, a run file with `experts:`, that calls its experts: `peerd.DMoE(peer.run, 0, peer)`.
+
+    Use it as a context manager, or call `start` and `close`. `bootstrap`: addresses of peers that take part already,
+    besides the run file's; nobody begins before one of them answers, unless `alone`, and after `wait_s` seconds of
+    that `start` raises Unreachable. `data_dir`: for this peer's identity, on another day. `log_level`: what to write to
+    stderr; None: nothing.
+    """
+
+    def __init__(
+        self,
+        run: RunFile | str | os.PathLike[str],
+        *,
+        bootstrap: Sequence[str] = (),
+        listen: Sequence[str] = ("/ip4/0.0.0.0/tcp/0", "/ip6/::/tcp/0"),
+        data_dir: str | os.PathLike[str] | None = None,
+        alone: bool = False,
+        wait_s: float | None = None,
+        log_level: str | None = None,
+    ) -> None:
+        """ConfigError says what cannot be used. Nothing starts yet."""
+        self.run = run if isinstance(run, RunFile) else load_run(Path(run)).run
+        if self.run.experts is None:
+            raise ConfigError(f"run {self.run.run!r} has no experts: its run file lacks the section experts")
+        check_texts("bootstrap", bootstrap)
+        check_texts("listen", listen)
+        self._bootstrap, self._listen = (*self.run.bootstrap, *bootstrap), tuple(listen)
+        self._home = Path(data_dir) if data_dir is not None else None
+        self._company, self._log_level = company_wish(alone, wait_s), log_level
+        self._part = CallerPart(self._opened)
+        self._begun: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+        self._calls: ExpertCaller | None = None
+        self._failure: BaseException = Closed("this peer is not running: use it in a with block, or call start()")
+        self._thread: threading.Thread | None = None
+        self._token: trio.lowlevel.TrioToken | None = None
+        self._daemon: Daemon | None = None
+        self._closing = False
+        self.address = ""
+
+    # --- the user's loop ----------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Join the run; returns when experts can be called."""
+        if self._thread is not None:
+            raise ConfigError("this peer has been started already; make a new one")
+        self._thread = threading.Thread(target=self._work, name=f"peerd {self.run.run}", daemon=True)
+        self._thread.start()
+        atexit.register(self.close)
+        with contextlib.ExitStack() as failed:
+            failed.callback(self.close)
+            failure = self._begun.get()
+            if failure is not None:
+                raise failure
+            failed.pop_all()
+
+    def close(self) -> None:
+        """Leave the run, within ten seconds; calls under way end with Unreachable. Repeated closing changes nothing."""
+        self._closing = True
+        atexit.unregister(self.close)
+        if self._thread is None:
+            return
+        if self._token is not None:
+            with contextlib.suppress(trio.RunFinishedError):
+                self._token.run_sync_soon(self._stop)
+        self._thread.join(CLOSE_S)
+
+    def __enter__(self) -> ExpertPeer:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def status(self) -> dict[str, Any]:
+        """What became of the calls to experts; empty where the peer does not run."""
+        if self._token is not None:
+            with contextlib.suppress(trio.RunFinishedError, trio.Cancelled):
+                return trio.from_thread.run_sync(self._snapshot, trio_token=self._token)
+        return {}
+
+    # --- calls to experts, as `core.experts.contract.ExpertCaller` -------------------------------------------------
+
+    def choose(self, layer: int, scores: Sequence[np.ndarray], k: int) -> list[list[Uid]]:
+        """The best `k` live experts of each sample, best first; fewer where fewer live."""
+        return self._caller().choose(layer, scores, k)
+
+    def forward(self, asks: Sequence[ExpertAsk], samples: int) -> list[ExpertReply | None]:
+        """The experts' outputs, None for those that failed or came late. Raises TooFewExperts."""
+        return self._caller().forward(asks, samples)
+
+    def backward(self, asks: Sequence[ExpertAsk]) -> list[ExpertReply | None]:
+        """Gradients of the inputs; None counts as a constant."""
+        return self._caller().backward(asks)
+
+    def _caller(self) -> ExpertCaller:
+        if self._calls is None:
+            raise self._failure
+        return self._calls
+
+    # --- the background -----------------------------------------------------------------------------------------
+
+    def _work(self) -> None:
+        """The thread. Whatever ends it, the user hears of."""
+        result = outcome.capture(trio.run, self._main)
+        failure: BaseException = Closed("this peer has been closed")
+        if isinstance(result, outcome.Error):
+            failure = result.error
+            if isinstance(failure, ExceptionGroup):
+                failure = leaf(failure)
+        self._failure, self._calls, self._token = failure, None, None
+        self._begun.put(failure)
+
+    async def _main(self) -> None:
+        self._token = trio.lowlevel.current_trio_token()
+        with contextlib.ExitStack() as stack:
+            plan = DaemonPlan(
+                roles=(calls_role_for(self._part),),
+                run=self.run,
+                bootstrap=self._bootstrap,
+                listen=self._listen,
+                data_dir=self._home or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="peerd-"))),
+                log_level=self._log_level or "info",
+                announce=self._listens,
+                company=self._company,
+                warn=self._warn if self._log_level is None else lambda text: None,  # else it is in the log
+            )
+            self._daemon = stack.enter_context(assembled(plan, sys.stderr if self._log_level is not None else None))
+            if not self._closing:
+                _, never = trio.open_memory_channel[int](0)
+                await self._daemon.run(never)
+
+    def _opened(self, calls: ExpertCaller) -> None:
+        self._calls = calls
+        self._begun.put(None)
+
+    def _listens(self, address: str) -> None:
+        self.address = address
+
+    def _snapshot(self) -> dict[str, Any]:
+        return self._part.role.status() if self._part.role is not None else {}
+
+    def _warn(self, text: str) -> None:
+        with contextlib.suppress(OSError, ValueError):
+            print(f"peerd {self.run.run}: {text}", file=sys.stderr, flush=True)
+
+    def _stop(self) -> None:
+        if self._daemon is not None:
+            self._daemon.stop("closed")
