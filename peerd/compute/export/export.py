@@ -56,6 +56,8 @@ def export(wish: ExportWish) -> Exported:
     found = choose_run(runs, wish.root, wish.run_name, wish.settings)
     choice = choose_set(found, wish.root, wish.step)
     run = choice.run
+    if run.experts is not None:
+        raise ConfigError(f"run {run.run!r} has experts, and they live on other peers: its trunk alone is no model")
     tensors, sources, damaged = load_set(choice)
     plain = plainly_named(run, tensors)
     loss = known_loss(wish.root, run.run, choice.place.step, alone=len(runs) == 1)

@@ -1,0 +1,57 @@
+"""Trainers and hosts of experts as whole roles in a simulated world: calls go over the network, hosts come and go."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from trio.testing import MockClock
+
+from peerd.core.run.runfile import BatchSection, ExpertsSection, ModelSection, OptimizerSection
+from peerd.sim.programs import swarm
+from peerd.sim.world import World, WorldConfig
+from roles.trainer import TrainerRole
+from tests.kit.expert_host import PlainHost
+from tests.kit.virtualroles import Roles, virtual_run
+from tests.kit.world import home_line
+
+pytestmark = pytest.mark.slow
+
+EXPERTS = ExpertsSection(block="ffn", grid=[2, 2], top_k=2, announce_s=2.0, timeout_s=2.0)
+
+
+def told(roles: Roles) -> Any:
+    return roles.live["trainer"].status()
+
+
+async def test_a_trainer_goes_on_when_the_host_of_all_experts_is_gone_and_another_comes(
+    tmp_path: Path, autojump_clock: MockClock
+) -> None:
+    run = virtual_run(
+        tmp_path,
+        (4000,),
+        model=ModelSection(d_model=8, heads=1, layers=2, context=8),
+        optimizer=OptimizerSection(name="adamw", lr=1e-2, delayed=True),
+        batch=BatchSection(target_samples=8),
+        experts=EXPERTS,
+    )
+    roles = Roles(run, tmp_path)
+    async with World(1, swarm(), WorldConfig(line=home_line)).running() as world:
+        boot = await world.start("boot")
+        world.bootstrap.append(boot.full_addr)
+        first = await world.start("host", program=roles.program(PlainHost))
+        await world.start("trainer", program=roles.program(TrainerRole))
+        assert await world.until(lambda: told(roles)["step"] >= 3, within_s=120), roles.story()
+        hosted = roles.live["host"].experts
+        assert sum(expert.version for expert in hosted.values()) >= told(roles)["experts"]["calls"]["backwards"] > 0
+        await world.kill(first)
+        before = told(roles)["step"]
+        assert await world.until(lambda: "begins again" in str(told(roles)["waits_for"]), within_s=60), roles.story()
+        await world.start("other", program=roles.program(PlainHost))
+        assert await world.until(lambda: told(roles)["step"] >= before + 5, within_s=240), roles.story()
+        calls = told(roles)["experts"]["calls"]
+        assert sum(calls["failed"].values()) > 0
+        assert told(roles)["experts"]["began_again"]["too_few_experts"] > 0
+        assert told(roles)["microbatches"]["lost"] == 0
+        assert told(roles)["experts"]["in_flight"] <= 64
