@@ -47,7 +47,7 @@ LAYERS = {
     "commands": {
         *("core", "machine", "net", "service", "compute", "config", "control", "home", "log", "registry", "screen"),
     },
-    "demo": {"core", "compute", "config", "control", "commands", "home", "screen"},
+    "demo": {"core", "compute", "config", "control", "commands", "home", "screen", "service"},
     "daemon": {
         *("core", "contents", "net", "service", "compute", "control", "commands", "devices", "home", "log"),
         *("registry", "role"),

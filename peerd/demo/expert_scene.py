@@ -1,7 +1,7 @@
 """The demo of experts: its hosts at a moment, whose experts came back where, and the figures of the end.
 
 An expert that comes back is checked: its adopter's log names the digest of the checkpoint that it took over, and that
-must be the digest of the newest one that the killed host had handed out.
+must be the digest of the newest one on the disk of the host that was killed.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 from peerd.demo import report
 from peerd.demo.children import Child, Children
 from peerd.demo.scene import Scene
+from peerd.service.experts.vault_disk import VaultDisk
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +53,7 @@ class ExpertScene(Scene):
                     fresh[str(event["expert"])] = {**event, "host": name}
             self.back |= fresh
             if fresh:
-                lost = sum(int(event.get("lost") or 0) for event in fresh.values())
+                lost = sum(int(event.get("updates_lost") or 0) for event in fresh.values())
                 yield f"{name} took over {', '.join(sorted(fresh))}; {lost} updates lost"
 
 
@@ -67,6 +68,14 @@ def _host(child: Child) -> HostRow:
         waits_for=str(told.get("waits_for") or ""),
         running=child.running,
     )
+
+
+def newest_own(child: Child) -> dict[str, str]:
+    """The digest of the newest checkpoint of each expert that a host had made, as they lie on its disk."""
+    peer = str((child.snapshot.get("peer") or {}).get("id"))
+    own = [pointer for pointer in VaultDisk(child.data_dir / "expert" / "vault").open() if pointer.peer.text == peer]
+    newest = {str(pointer.expert.uid): pointer for pointer in sorted(own, key=lambda pointer: pointer.rank)}
+    return {uid: pointer.digest.hex() for uid, pointer in newest.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +93,7 @@ class ExpertReport:
     killed: int
     experts_orphaned: int  # hosted by the one that was killed
     experts_back: int  # of these, taken over by others
-    same_weights: int  # of these, with the digest of the newest checkpoint that the killed host had handed out
+    same_weights: int  # of these, with the digest of the newest checkpoint on the killed host's disk
     updates_lost: int  # made after those checkpoints, as far as others had heard of them
     taken_over: dict[str, str]  # expert -> host
     data_dir: str
@@ -94,13 +103,8 @@ class ExpertReport:
     def of(cls, scene: ExpertScene, children: Children, kill_step: int | None) -> ExpertReport:
         """The figures at the end."""
         at_kill, after = report.losses_around(scene, kill_step)
-        saved: dict[str, str] = {}  # of the host that was killed: expert -> digest of its newest checkpoint
-        orphaned: set[str] = set()
-        for name in scene.killed:
-            for event in children.by_name[name].events():
-                if event.get("name") == "expert.saved":
-                    saved[str(event["expert"])] = str(event["digest"])
-        orphaned |= saved.keys()
+        saved = {uid: digest for name in scene.killed for uid, digest in newest_own(children.by_name[name]).items()}
+        orphaned = saved.keys()
         back = {uid: event for uid, event in scene.back.items() if uid in orphaned}
         return cls(
             loss_start=scene.valid_losses[min(scene.valid_losses)] if scene.valid_losses else None,
@@ -115,7 +119,7 @@ class ExpertReport:
             experts_orphaned=len(orphaned),
             experts_back=len(back),
             same_weights=sum(str(event.get("digest")) == saved[uid] for uid, event in back.items()),
-            updates_lost=sum(int(event.get("lost") or 0) for event in back.values()),
+            updates_lost=sum(int(event.get("updates_lost") or 0) for event in back.values()),
             taken_over={uid: str(event["host"]) for uid, event in sorted(back.items())},
             data_dir=str(children.folder),
             processes_left=sum(child.running for child in children.by_name.values()),

@@ -25,6 +25,7 @@ from peerd.core.errors import ProtocolViolation, RemoteError
 from peerd.core.experts.grid import Uid
 from peerd.core.ids import PeerId
 from peerd.core.limits import EXPERT_STATE_BYTES, EXPERT_TAKING, LINKS
+from peerd.core.messages.experts import Pointer
 from peerd.machine.experts.custody import OrphanWatch, SeenClaim, draw
 from peerd.role import RoleContext
 from peerd.service.experts.kept_directory import CustodyView, KeptCopy
@@ -247,8 +248,7 @@ class Adoption:
                     reason=str(error),
                 )
                 continue
-            self._settled(uid, generation, pointer.version, copies)
-            self._log.event("expert.state_taken", expert=str(uid), digest=pointer.digest, made_by=pointer.peer)
+            self._settled(uid, generation, pointer, copies)
             return
         self._tries[uid] = self._tries.get(uid, 0) + 1
         if silent and self._tries[uid] < _TRIES:
@@ -257,17 +257,21 @@ class Adoption:
         self.began_anew += 1
         why = "none of its checkpoints can be had" if copies else "no checkpoint of it is known"
         self._log.event("expert.began_anew", level="warning", expert=str(uid), generation=generation, reason=why)
-        self._settled(uid, generation, 0, copies)
+        self._settled(uid, generation, None, copies)
 
-    def _settled(self, uid: Uid, generation: int, version: int, copies: Sequence[KeptCopy]) -> None:
+    def _settled(self, uid: Uid, generation: int, taken: Pointer | None, copies: Sequence[KeptCopy]) -> None:
         """Count what was lost: updates that were announced, or are in a newer checkpoint, beyond those we have."""
         known = [(copy.pointer.generation, copy.pointer.version) for copy in copies]
         last = self._watch.last(uid)
         known += [(last.generation, last.version)] if last is not None else []
+        version = taken.version if taken is not None else 0
         lost = max(0, max(known)[1] - version)
         self._tries.pop(uid, None)
         self._watch.forget(uid)
         self._checkpoints.began(uid, generation, version)
         self.adopted += 1
         self.updates_lost += lost
-        self._log.event("expert.adopted", expert=str(uid), generation=generation, version=version, updates_lost=lost)
+        facts = {"digest": taken.digest, "made_by": taken.peer} if taken is not None else {}
+        self._log.event(
+            "expert.adopted", expert=str(uid), generation=generation, version=version, updates_lost=lost, **facts
+        )
