@@ -16,7 +16,7 @@ no longer than a bound, and not while it does not answer). It is named in the lo
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Final
+from typing import Any, Final
 
 import trio
 
@@ -271,7 +271,7 @@ class Adoption:
         self._checkpoints.began(uid, generation, version)
         self.adopted += 1
         self.updates_lost += lost
-        facts = {"digest": taken.digest, "made_by": taken.peer} if taken is not None else {}
-        self._log.event(
-            "expert.adopted", expert=str(uid), generation=generation, version=version, updates_lost=lost, **facts
-        )
+        facts: dict[str, Any] = {"generation": generation, "version": version, "updates_lost": lost}
+        if taken is not None:
+            facts |= {"digest": taken.digest, "made_by": taken.peer}
+        self._log.event("expert.adopted", expert=str(uid), **facts)

@@ -322,7 +322,7 @@ async def test_an_expert_with_a_checkpoint_somewhere_is_never_begun_anew(
         assert list(peer.host.experts) == [X]
         await peer.host.adopt(Uid(1, (1, 1)), 3, state(Uid(1, (1, 1)), 20))
         (event,) = peer.told("expert.taken")
-        assert (event["uid"], event["generation"], event["updates"]) == ("1.1.1", 3, 20)
+        assert (event["expert"], event["generation"], event["version"]) == ("1.1.1", 3, 20)
         with pytest.raises(Refused, match="hosted here already"):
             await peer.host.adopt(Uid(1, (1, 1)), 4, None)
         with pytest.raises(ValueError, match="a state of"):
