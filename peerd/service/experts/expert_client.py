@@ -5,15 +5,14 @@ goes where its forward was answered, under one request id, so that a repeat afte
 a round share one deadline (`machine/experts/answer_rule`); experts that fail or come late leave the average.
 
 A hostile host may: stay silent, send its answer drop by drop, answer with other rows, another dtype or shape, more
-frames, NaN, an older generation than it claims, fewer updates than it had, or that it has no such expert. Each is a
-failure of that call alone; the log names the host, and it rests (`host_rests`). Sizes are bounded before frames come.
+frames, NaN, an older generation than it claims, or that it has no such expert. Each is a failure of
+that call alone; the log names the host, and it rests (`host_rests`). Sizes are bounded before frames come.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -32,18 +31,18 @@ from peerd.core.errors import (
     TooFewExperts,
     TooSlow,
     Unreachable,
-    Untrusted,
 )
 from peerd.core.experts.contract import ExpertAsk, ExpertReply, Served
 from peerd.core.experts.grid import Uid, grid_of, sample_shapes
 from peerd.core.ids import PeerId
-from peerd.core.limits import EXPERT_RESTS, EXPERT_TOP_K, EXPERTS_SEEN
+from peerd.core.limits import EXPERT_RESTS, EXPERT_TOP_K
 from peerd.core.messages.experts import Backward, Forward, Gradient, Name, Output
 from peerd.core.run.runfile import ExpertsSection, RunFile, fingerprint
 from peerd.core.work import Worker
 from peerd.machine.experts.answer_rule import AnswerRule
 from peerd.machine.experts.beam import BeamSearch
 from peerd.service.experts.answer_check import AnswerCheck
+from peerd.service.experts.call_figures import CallFigures, reason_of
 from peerd.service.experts.expert_directory import ExpertDirectory
 from peerd.service.rpc.rpc import Answer, Rpc
 from peerd.signals import Signal
@@ -61,46 +60,6 @@ _SOONEST_S, _LATEST_S = 0.02, 5.0  # before a host is asked again that says it c
 _REPEATS: Final = 3  # of a backward whose link was lost: a host that is gone is not asked for long
 _REPEAT_S: Final = 0.5  # before that
 _LATE_IN_A_ROW: Final = 4  # answers of one host that the grace cut off: then others are chosen for a while
-_REASONS: Final[list[tuple[type[RemoteError], str]]] = [
-    (Overloaded, "overloaded"),
-    (TooSlow, "slow"),
-    (Unreachable, "unreachable"),
-    (Untrusted, "untrusted"),
-    (Refused, "refused"),
-    (ProtocolViolation, "invalid"),
-]
-
-
-@dataclass(slots=True)
-class CallFigures:
-    """What became of calls to experts, as this peer saw it."""
-
-    forwards: int = 0
-    backwards: int = 0
-    failed: Counter[str] = field(default_factory=Counter)  # by reason
-    late: int = 0  # cut off by the grace, or by the deadline
-    repeats: int = 0
-    stale_sum: int = 0  # updates of others between a forward and its backward
-    stale_most: int = 0
-    lost_updates: int = 0  # of experts that came back with an older state
-    seconds: float = 0.0  # that answered calls took
-    short: int = 0  # forwards with a sample that got too few answers
-
-    def status(self) -> dict[str, Any]:
-        """Plain data for `peerd status`."""
-        answered = self.forwards + self.backwards
-        return {
-            "forwards": self.forwards,
-            "backwards": self.backwards,
-            "failed": dict(self.failed),
-            "late": self.late,
-            "repeats": self.repeats,
-            "stale": self.stale_sum / self.backwards if self.backwards else None,
-            "stale_most": self.stale_most,
-            "lost_updates": self.lost_updates,
-            "seconds": self.seconds / answered if answered else None,
-            "short": self.short,
-        }
 
 
 @dataclass(slots=True)
@@ -123,7 +82,6 @@ class ExpertClient:
         self._outputs = AnswerCheck(shape_out, self._section.dtype, self._section.code, worker)
         self._gradients = AnswerCheck(shape_in, self._section.dtype, self._section.code, worker)
         self._live_share = 1.0  # of first prefixes
-        self._seen = BoundedDict[Uid, tuple[int, int]](EXPERTS_SEEN)  # highest (generation, version) answered
         self._late = BoundedDict[PeerId, int](EXPERT_RESTS)  # calls in a row that were cut off
         self.figures = CallFigures()
 
@@ -227,7 +185,7 @@ class ExpertClient:
             told = answer.body
             if told.generation < claim.generation:
                 raise ProtocolViolation(f"generation {told.generation} of {claim.generation} that it claims")
-            self._note(ask.uid, told.generation, told.version)
+            self.figures.note_version(ask.uid, told.generation, told.version)
             return ExpertReply(answer.frames[0], Served(claim.host.text, told.generation, told.version))
 
         reply = await self._guarded(ask.uid, claim.host, call, deadline, backward=False)
@@ -247,14 +205,12 @@ class ExpertClient:
             told = answer.body
             if told.generation < served.generation or not told.version:
                 raise ProtocolViolation(f"update {told.version} of generation {told.generation}")
-            self._note(ask.uid, told.generation, told.version)
+            self.figures.note_version(ask.uid, told.generation, told.version)
             stale = max(0, told.version - 1 - served.version)  # below 0: it came back with an older state
             return ExpertReply(answer.frames[0], Served(host.text, told.generation, told.version), stale)
 
         reply = await self._guarded(ask.uid, host, call, deadline, backward=True)
-        self.figures.backwards += 1
-        self.figures.stale_sum += reply.stale
-        self.figures.stale_most = max(self.figures.stale_most, reply.stale)
+        self.figures.note_backward(reply.stale)
         return reply
 
     async def _call(
@@ -303,7 +259,7 @@ class ExpertClient:
 
         A backward that is refused may be too stale, or made before: that says nothing about the expert.
         """
-        reason = next((word for kind, word in _REASONS if isinstance(error, kind)), "failed")
+        reason = reason_of(error)
         self.figures.failed[reason] += 1
         rests, now = self._directory.rests, self._clock.now()
         rested = rests.rests(now, host, uid)
@@ -333,16 +289,6 @@ class ExpertClient:
             return
         self._failed(ask.uid, host, error, backward=ask.served is not None)
 
-    def _note(self, uid: Uid, generation: int, version: int) -> None:
-        """Count the updates that an expert lost when its host did."""
-        before = self._seen.get(uid)
-        if before is not None and generation > before[0] and version < before[1]:
-            self.figures.lost_updates += before[1] - version
-            log.info("expert %s came back %d updates older", uid, before[1] - version)
-        if before is None or (generation, version) > before:
-            self._seen[uid] = generation, version
-
 
 def _reason_text(error: RemoteError) -> str:
-    reason = next((word for kind, word in _REASONS if isinstance(error, kind)), "failed")
-    return f"was {reason}: {error}"
+    return f"was {reason_of(error)}: {error}"

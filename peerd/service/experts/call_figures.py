@@ -1,0 +1,85 @@
+"""Figures of calls to experts, as one caller sees them: what failed and why, how stale updates were, what was lost."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from peerd.core.bounded_dict import BoundedDict
+from peerd.core.errors import (
+    Overloaded,
+    ProtocolViolation,
+    Refused,
+    RemoteError,
+    TooSlow,
+    Unreachable,
+    Untrusted,
+)
+from peerd.core.experts.grid import Uid
+from peerd.core.limits import EXPERTS_SEEN
+
+log = logging.getLogger("peerd.service.experts.call_figures")
+
+_REASONS: Final[list[tuple[type[RemoteError], str]]] = [
+    (Overloaded, "overloaded"),
+    (TooSlow, "slow"),
+    (Unreachable, "unreachable"),
+    (Untrusted, "untrusted"),
+    (Refused, "refused"),
+    (ProtocolViolation, "invalid"),
+]
+
+
+def reason_of(error: RemoteError) -> str:
+    """One word for why a call failed."""
+    return next((word for kind, word in _REASONS if isinstance(error, kind)), "failed")
+
+
+@dataclass(slots=True)
+class CallFigures:
+    """What became of calls to experts."""
+
+    forwards: int = 0
+    backwards: int = 0
+    failed: Counter[str] = field(default_factory=Counter)  # by reason
+    late: int = 0  # cut off by the grace, or by the deadline
+    repeats: int = 0
+    stale_sum: int = 0  # updates of others between a forward and its backward
+    stale_most: int = 0
+    lost_updates: int = 0  # of experts that came back with an older state
+    seconds: float = 0.0  # that answered calls took
+    short: int = 0  # forwards with a sample that got too few answers
+    _seen: BoundedDict[Uid, tuple[int, int]] = field(default_factory=lambda: BoundedDict(EXPERTS_SEEN))
+
+    def note_backward(self, stale: int) -> None:
+        """A backward was answered, with so many updates of others since its forward."""
+        self.backwards += 1
+        self.stale_sum += stale
+        self.stale_most = max(self.stale_most, stale)
+
+    def note_version(self, uid: Uid, generation: int, version: int) -> None:
+        """An answer was computed with these weights: a newer generation with fewer updates has lost some."""
+        before = self._seen.get(uid)
+        if before is not None and generation > before[0] and version < before[1]:
+            self.lost_updates += before[1] - version
+            log.info("expert %s came back %d updates older", uid, before[1] - version)
+        if before is None or (generation, version) > before:
+            self._seen[uid] = generation, version
+
+    def status(self) -> dict[str, Any]:
+        """Plain data for `peerd status`."""
+        answered = self.forwards + self.backwards
+        return {
+            "forwards": self.forwards,
+            "backwards": self.backwards,
+            "failed": dict(self.failed),
+            "late": self.late,
+            "repeats": self.repeats,
+            "stale": self.stale_sum / self.backwards if self.backwards else None,
+            "stale_most": self.stale_most,
+            "lost_updates": self.lost_updates,
+            "seconds": self.seconds / answered if answered else None,
+            "short": self.short,
+        }
