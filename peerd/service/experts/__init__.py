@@ -1,1 +1,1 @@
-"""Experts of a run over the network: who has which, calls to them, and their checkpoints."""
+"""Experts on the network: their directory, calls to them, hosts that serve them, and holders of their checkpoints."""
