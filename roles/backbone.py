@@ -2,14 +2,16 @@
 
 The DHT and the host do the work of the first part. With a run file it also welcomes newcomers, writes the run's
 learning curve, and keeps checkpoints of all stages, which it announces and gives to stage peers that have lost theirs.
-It joins no stage, so that of several backbones any may die. Without a run file, or one that only names the run, and
-without checkpoints from before, no torch is loaded.
+In a run with experts it holds checkpoints of these for the peers that will adopt them, which needs no torch. It joins
+no stage, so that of several backbones any may die. Without a run file, or one that only names the run, and without
+checkpoints from before, no torch is loaded.
 """
 
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, ClassVar
+from collections.abc import Callable
+from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 import trio
 
@@ -18,7 +20,10 @@ from peerd.core.messages.progress import pause_s
 from peerd.core.messages.run_link import DOMAIN, RunFileTold, best_link, shared_file, shared_tree
 from peerd.core.messages.swarm import Position
 from peerd.core.run.runfile import RunFile
+from peerd.core.work import Worker
 from peerd.role import RoleContext
+from peerd.service.experts.vault import Vault
+from peerd.service.experts.vault_disk import VaultDisk
 from peerd.service.run_offer import RunOffer
 from peerd.service.run_services import RunServices
 from peerd.signals import Signal
@@ -29,6 +34,7 @@ from peerd.training.run_monitor import RunSight, Watching
 if TYPE_CHECKING:
     from peerd.training.checkpoints.keeper import Keeping
 
+T = TypeVar("T")
 SIGNATURE_FILE = "run.signature"  # in the data directory
 _LOOK_RARELY_S = 10.0  # while it is far
 _TABLE_PERIOD_S = 300.0  # between two Parquet tables
@@ -36,17 +42,27 @@ _ANNOUNCE_S = 20.0  # between two announcements of kept checkpoints
 _HINDERED_S = 30.0  # before keeping is tried again after an error
 
 
+class _FileThreads:
+    """A worker for files and hashes: not the daemon's, whose thread would load torch."""
+
+    async def run(self, job: Callable[[], T], *, name: str, cost_s: float = 0.0, urgent: bool = False) -> T:
+        return await trio.to_thread.run_sync(job)
+
+
 class BackboneRole:
     """Serves nothing of its own: being reachable is the service."""
 
     name: ClassVar[str] = "backbone"
     needs_run: ClassVar[bool] = False
+    files: ClassVar[Worker] = _FileThreads()
     look_s: ClassVar[float] = 2.0  # between two looks into the directory, while a step is short or its end is near
 
     def __init__(self, ctx: RoleContext) -> None:
         self._ctx = ctx
         self._curves: Curves | None = None
         self._keeping: Keeping | None = None
+        self._vault: Vault | None = None
+        self._no_vault: str | None = None  # why it does not hold experts
         self._sight: RunSight | None = None
         self._looked = Signal()
         self._listed: list[Position] = []  # positions by `kept.json`, until the files were opened
@@ -76,6 +92,8 @@ class BackboneRole:
                 nursery.start_soon(self._renew_table)
                 nursery.start_soon(self._keep, services)
                 nursery.start_soon(self._announce_now_and_then, services)
+                if run.experts is not None and "expert" not in self._ctx.beside:  # its vault serves for both
+                    nursery.start_soon(self._hold_experts, run)
                 task_status.started()
         finally:
             offer.close()
@@ -92,6 +110,9 @@ class BackboneRole:
             told |= {"curve": str(self._curves.lines), "curve_step": self._curves.step}
             told["kept_steps"] = [p.step for p in self._keeping.kept] if self._keeping else []
             told["not_kept"] = self._not_kept
+        if self._vault is not None or self._no_vault is not None:
+            told["kept_experts"] = len(self._vault.held) if self._vault is not None else 0
+            told["no_experts_kept"] = self._no_vault or (self._vault.problem if self._vault is not None else None)
         return told | {"waits_for": None if peers else "peers: nobody has connected yet"}
 
     # --- welcomes and the curve -------------------------------------------------------------------------------
@@ -209,6 +230,21 @@ class BackboneRole:
             await services.directory.announce_kept(positions)
         except RemoteError as error:
             self._ctx.log.event("dht.announce_failed", level="warning", reason=str(error))
+
+    async def _hold_experts(self, run: RunFile) -> None:
+        """Hold checkpoints of experts. A folder that cannot be used is said, and tried again."""
+        while True:
+            vault = Vault(run, self._ctx, VaultDisk(self._ctx.data_dir / "experts" / run.run), self.files)
+            try:
+                await vault.open()
+            except OSError as error:
+                if self._no_vault is None:
+                    self._ctx.log.event("expert.none_kept", level="warning", reason=str(error))
+                self._no_vault = str(error)
+                await trio.sleep(_HINDERED_S)
+                continue
+            self._vault, self._no_vault = vault, None
+            await vault.run()
 
     async def _agrees(self, services: RunServices) -> bool:
         """True when the run's published settings are ours, False when there are none; ConfigError when they differ."""

@@ -103,7 +103,12 @@ class OrphanWatch:
             below = self._last.get(uid.prefix, {})
             below[uid] = claim
             self._last[uid.prefix] = below
-        return now >= self._seen[uid][1] + self._announce_s * (_UNCLAIMED if claim is None else _RENEWED)
+        return now >= self.doubtful_at(uid)
+
+    def doubtful_at(self, uid: Uid) -> float:
+        """When an expert will be doubtful, if nothing changes; infinity where nothing was seen of it."""
+        claim, since = self._seen.get(uid, (None, float("inf")))
+        return since + self._announce_s * (_UNCLAIMED if claim is None else _RENEWED)
 
     def orphan_since(self, uid: Uid, answers: bool) -> float:
         """When a doubtful expert became an orphan, or will; `answers`: its last owner does."""

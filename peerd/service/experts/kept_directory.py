@@ -90,6 +90,8 @@ class KeptDirectory:
         self.run, self.grid = run.run, grid_of(run)
         self._fingerprint = fingerprint(run)
         self._peer, self._worker = peer, worker
+        # A peer that was lost holds up whoever asks it; what was found, or told, by then has to do.
+        self._patience_s = min(10.0, max(1.0, run.experts.announce_s / 8))
         self._ttl_s = max(3 * run.experts.announce_s, 5.0)
         self._genuine = BoundedDict[bytes, None](4 * KEPT_EXPERTS)  # signatures of pointers that were checked
         self._published: dict[tuple[Key, bytes], tuple[object, float]] = {}  # what of it is told anew, and when it was
@@ -110,7 +112,7 @@ class KeptDirectory:
         kept = {kept_experts_key(self.run, prefix): prefix for prefix in prefixes}
         claimed = {prefix_key(self.run, prefix): prefix for prefix in prefixes}
         keys = [*kept, *claimed, holders_key(self.run)]
-        found = await self._peer.dht.get_many(keys, most_bytes=DIRECTORY_READ_BYTES)
+        found = await self._peer.dht.get_many(keys, timeout_s=self._patience_s, most_bytes=DIRECTORY_READ_BYTES)
         view = CustodyView(offers=self._offers(found.get(holders_key(self.run), [])))
         for key, prefix in claimed.items():
             await trio.lowlevel.checkpoint()  # a prefix may have a thousand claims
@@ -233,7 +235,9 @@ class KeptDirectory:
 
         async def put(place: tuple[Key, bytes], same: bytes, value: bytes) -> None:
             async with limit:
-                await self._peer.dht.put(place[0], value, ttl_s=self._ttl_s, suffix=place[1])
+                await self._peer.dht.put(
+                    place[0], value, ttl_s=self._ttl_s, suffix=place[1], timeout_s=self._patience_s
+                )
                 self._published[place] = (same, now)
 
         async def withdraw(place: tuple[Key, bytes]) -> None:

@@ -2,8 +2,8 @@
 
 The pieces stand in one queue from which the holders' lanes take; what one could not give goes back, another gives it.
 The digests come first, from any holder whose own have the pointer's digest. A hostile holder may send other bytes,
-other shapes, or nothing: it is named in the log, and one that lied is asked for nothing more for a while. A slow one
-costs its lanes alone, while others are there.
+other shapes, or nothing: it is named in the log, and one that lied is not asked for that checkpoint for a while (its
+disk may rot: for others it is). What is late from one is asked of another, too.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ GET: Final = "vault/1/get"
 _PIECE_S: Final = 30.0  # for one piece, or the digests: 1 MiB at the pace of a modem
 _LANES: Final = 4  # pieces asked of one holder at once
 _HOLDERS: Final = 4  # asked at once; more take their place when one fails
+_LATE_S: Final = 2.0  # then another holder is asked, too
 _FAILURES: Final = 2  # of one holder, then it is left alone
 _SHUN_S: Final = 600.0  # that a liar is not asked
 
@@ -61,26 +62,52 @@ class PieceFetch:
 
     def __init__(self, rpc: Rpc, worker: Worker) -> None:
         self._rpc, self._worker = rpc, worker
-        self._shunned = BoundedDict[PeerId, float](LINKS)  # until when
+        self._shunned = BoundedDict[tuple[PeerId, bytes], float](LINKS)  # for a digest, until when
 
     async def digests(self, pointer: Pointer, holders: Sequence[PeerId]) -> bytes:
-        """The digests of all pieces, joined; RemoteError of the last holder when none gives them."""
+        """The digests of all pieces, joined; RemoteError of the last holder when none gives them.
+
+        A holder that takes its time is asked on, and the next one beside it.
+        """
         failure: RemoteError = Unreachable("no holder of the checkpoint is known")
-        size = DIGEST_BYTES * pieces_of(pointer.size_bytes)
-        for holder in self._honest(holders):
+        found = list[bytes]()
+        news, left = Signal(), self._honest(pointer, holders)
+        asked = 0
+
+        async def ask(holder: PeerId) -> None:
+            nonlocal asked, failure
             try:
-                data = await self._get(holder, PieceWanted(pointer.digest, -1), size)
-                if not await self._worker.run(partial(_is_root, data, pointer.digest), name="check digests"):
-                    raise ProtocolViolation("the digests of the checkpoint have the wrong digest", holder)
-                return bytes(data)
+                found.append(await self._digests(pointer, holder))
+                nursery.cancel_scope.cancel()
             except RemoteError as error:
                 failure = self._failed(pointer, holder, error)
-        raise failure
+            asked -= 1
+            news.notify()
+
+        async with trio.open_nursery() as nursery:
+            for holder in left:
+                asked += 1
+                nursery.start_soon(ask, holder)
+                with trio.move_on_after(_LATE_S):
+                    while asked:
+                        await news.wait()
+        if not found:
+            raise failure
+        return found[0]
+
+    async def _digests(self, pointer: Pointer, holder: PeerId) -> bytes:
+        size = DIGEST_BYTES * pieces_of(pointer.size_bytes)
+        data = bytes(await self._get(holder, PieceWanted(pointer.digest, -1), size))
+        root = await self._worker.run(lambda: state_root([data]), name="check the digests of an expert")
+        if root != pointer.digest:
+            raise ProtocolViolation("the digests of the checkpoint have the wrong digest", holder)
+        return data
 
     async def fetch(self, pointer: Pointer, holders: Sequence[PeerId], digests: bytes, sink: PieceSink) -> None:
         """All pieces into `sink`; RemoteError when the holders cannot give them, OSError when it cannot take them."""
-        download = _Download(pointer, digests, sink, deque(self._honest(holders)))
+        download = _Download(pointer, digests, sink, deque(self._honest(pointer, holders)))
         async with trio.open_nursery() as nursery:
+            download.scope = nursery.cancel_scope
             for _ in range(_HOLDERS):
                 nursery.start_soon(self._ask_holders, download)
         if download.broken is not None:
@@ -90,35 +117,35 @@ class PieceFetch:
 
     async def _ask_holders(self, download: _Download) -> None:
         """One holder after another, until all is there or none is left."""
-        while download.left and download.broken is None and download.holders:
+        while download.holders:
             holder = download.holders.popleft()
             async with trio.open_nursery() as nursery:
                 for _ in range(_LANES):
                     nursery.start_soon(self._lane, download, holder)
 
     async def _lane(self, download: _Download, holder: PeerId) -> None:
-        while download.left and download.broken is None and download.failures[holder] < _FAILURES:
-            if not download.todo:
-                await download.news.wait()  # what is under way may come back
+        while download.failures[holder] < _FAILURES:
+            number = download.next_piece(holder, trio.current_time())
+            if number is None:
+                with trio.move_on_after(_LATE_S):  # what is under way may come back, or be late
+                    await download.news.wait()
                 continue
-            number = download.todo.popleft()
             try:
                 await self._piece(download, holder, number)
-                download.left -= 1
             except RemoteError as error:
-                download.todo.appendleft(number)
                 lied = isinstance(error, ProtocolViolation)
                 download.failures[holder] += _FAILURES if lied else 1
                 download.failure = self._failed(download.pointer, holder, error)
+                download.come_back(number)
             except OSError as error:
-                download.broken = error
-            download.news.notify()
+                download.end(error)
 
     async def _piece(self, download: _Download, holder: PeerId, number: int) -> None:
         begin, end = piece_at(download.pointer.size_bytes, number)
         data = await self._get(holder, PieceWanted(download.pointer.digest, number), end - begin)
         if not await self._worker.run(partial(download.take, number, data), name="check a piece of an expert"):
             raise ProtocolViolation(f"piece {number} of the checkpoint has the wrong digest", holder)
+        download.arrived(number)
 
     async def _get(self, holder: PeerId, wanted: PieceWanted, size: int) -> memoryview:
         answer = await self._rpc.call(holder, GET, wanted, Empty, timeout_s=_PIECE_S, reply_frame_bytes=size)
@@ -127,35 +154,51 @@ class PieceFetch:
             return memoryview(frame.payload)
         raise ProtocolViolation("a piece of a checkpoint has another size than asked for", holder)
 
-    def _honest(self, holders: Sequence[PeerId]) -> list[PeerId]:
-        now = trio.current_time()
-        return [peer for peer in dict.fromkeys(holders) if self._shunned.get(peer, now) <= now]
+    def _honest(self, pointer: Pointer, holders: Sequence[PeerId]) -> list[PeerId]:
+        now, digest = trio.current_time(), pointer.digest
+        return [peer for peer in dict.fromkeys(holders) if self._shunned.get((peer, digest), now) <= now]
 
     def _failed(self, pointer: Pointer, holder: PeerId, error: RemoteError) -> RemoteError:
         lied = isinstance(error, ProtocolViolation)
         if lied:
-            self._shunned[holder] = trio.current_time() + _SHUN_S
+            self._shunned[holder, pointer.digest] = trio.current_time() + _SHUN_S
         level = logging.WARNING if lied else logging.INFO
         log.log(level, "peer %s gave nothing of expert %s: %s", holder, pointer.expert.uid, error)
         return error
 
 
-def _is_root(digests: memoryview, root: bytes) -> bool:
-    return state_root([bytes(digests)]) == root
-
-
 class _Download:
-    """One download under way."""
+    """One download under way: the pieces that nobody was asked for, those that are late, and those that are there."""
 
     def __init__(self, pointer: Pointer, digests: bytes, sink: PieceSink, holders: deque[PeerId]) -> None:
         self.pointer, self.holders = pointer, holders
-        self.left = pieces_of(pointer.size_bytes)
-        self.todo = deque(range(self.left))
+        self.left = set(range(pieces_of(pointer.size_bytes)))
         self.failures = Counter[PeerId]()
         self.failure: RemoteError = Unreachable("no holder of the checkpoint is known")
         self.broken: OSError | None = None
         self.news = Signal()
+        self.scope = trio.CancelScope()
+        self._todo = deque(sorted(self.left))
+        self._asked: dict[int, tuple[float, set[PeerId]]] = {}  # when last, and whom
         self._digests, self._sink = digests, sink
+
+    def next_piece(self, holder: PeerId, now: float) -> int | None:
+        """A piece to ask of `holder`; when all were asked for, one that is late, of whoever was not asked for it."""
+        number = self._todo.popleft() if self._todo else None
+        if number is None:
+            late = (n for n, (at, whom) in self._asked.items() if holder not in whom and now - at >= _LATE_S)
+            number = next(late, None)
+        if number is not None:
+            _, whom = self._asked.get(number, (now, set()))
+            self._asked[number] = (now, whom | {holder})
+        return number
+
+    def come_back(self, number: int) -> None:
+        """Have a piece asked for again: a holder did not give it."""
+        if number in self.left and number not in self._todo:
+            self._asked.pop(number, None)
+            self._todo.append(number)
+        self.news.notify()
 
     def take(self, number: int, data: memoryview) -> bool:
         """Write a piece if it is right; on the worker."""
@@ -164,3 +207,16 @@ class _Download:
             return False
         self._sink.write(number, data)
         return True
+
+    def arrived(self, number: int) -> None:
+        """Note a piece that was written."""
+        self.left.discard(number)
+        self._asked.pop(number, None)
+        self.news.notify()
+        if not self.left:
+            self.end(None)
+
+    def end(self, broken: OSError | None) -> None:
+        """Call off what is under way."""
+        self.broken = broken
+        self.scope.cancel()

@@ -36,7 +36,7 @@ _LOOKS: Final = 4  # in an announcement period
 _EXPERTS_PER_LOOK: Final = 4096  # places of the grid below the prefixes of one look, besides those that concern us
 _PREFIXES_PER_LOOK: Final = 256
 _PROBES: Final = 64  # peers that one look asks whether they are there
-_PROBE_S: Final = 3.0
+_PROBE_S: Final = 0.5  # at least, and at most an eighth of a period; who only hesitates announces, too
 _AT_ONCE: Final = 4  # states that are fetched
 _TRIES: Final = 2  # at holders that do not answer, then it begins anew
 _CHECKPOINTS: Final = 6  # of one expert that are tried
@@ -67,6 +67,7 @@ class Adoption:
         self._limit = trio.CapacityLimiter(_AT_ONCE)
         self._tries = BoundedDict[Uid, int](LINKS)
         self._others_take = BoundedDict[tuple[Uid, PeerId], float](LINKS)  # since when they say so
+        self._due = float("inf")  # when an expert will be doubtful
         self._turn = 0  # of the prefixes that do not concern us
         vault.adopts = lambda: self._room() > 0
 
@@ -77,7 +78,8 @@ class Adoption:
             while True:
                 began = trio.current_time()
                 await self._look(nursery)
-                await trio.sleep_until(began + self._announce_s / _LOOKS)
+                due = max(self._due, trio.current_time() + self._announce_s / (4 * _LOOKS))
+                await trio.sleep_until(min(due, began + self._announce_s / _LOOKS))
 
     def status(self) -> dict[str, object]:
         """Plain data for users."""
@@ -118,7 +120,8 @@ class Adoption:
                 continue
             if len(self._vault.taking) < EXPERT_TAKING and not await self._is_taken(uid, view, ahead_only=False):
                 self._vault.taking.append(uid)
-                nursery.start_soon(self._take, uid, view)
+                silent = {peer for peer, there in answers.items() if not there} - {self._me}
+                nursery.start_soon(self._take, uid, view, silent)
 
     def _prefixes(self) -> list[Uid]:
         """Prefixes of this look: those of our own experts, some of those of which we hold checkpoints, and of the rest
@@ -136,13 +139,15 @@ class Adoption:
     def _doubtful(self, view: CustodyView, prefixes: Sequence[Uid]) -> list[Uid]:
         now = trio.current_time()
         found = sorted({*view.kept, *view.claims, *self._watch.known(prefixes)})
-        doubtful = []
+        doubtful, self._due = list[Uid](), float("inf")
         for uid in found:
             late = self._watch.is_doubtful(now, uid, view.claims.get(uid))
             if uid in self._host.experts:
                 self._watch.forget(uid)
             elif late and uid not in self._vault.taking:
                 doubtful.append(uid)
+            elif not late:
+                self._due = min(self._due, self._watch.doubtful_at(uid))
         return doubtful
 
     def _owner(self, uid: Uid, view: CustodyView) -> PeerId:
@@ -155,7 +160,7 @@ class Adoption:
         answers = {self._me: False}
 
         async def ask(peer: PeerId) -> None:
-            answers[peer] = await self._vault.answers(peer, min(_PROBE_S, self._announce_s / _LOOKS))
+            answers[peer] = await self._vault.answers(peer, max(_PROBE_S, self._announce_s / 8))
 
         asked = [peer for peer in dict.fromkeys(peers) if peer != self._me]
         for peer in asked[_PROBES:]:
@@ -205,24 +210,31 @@ class Adoption:
 
     # --- an adoption ------------------------------------------------------------------------------------------
 
-    async def _take(self, uid: Uid, before: CustodyView) -> None:
-        """Adopt one orphan, unless another peer does."""
+    async def _take(self, uid: Uid, before: CustodyView, silent: set[PeerId]) -> None:
+        """Adopt one orphan, unless another peer does; `silent`: peers that do not answer."""
         try:
             async with self._limit:
                 await self._vault.announce()  # so that others see that we are about to
                 view = await self._vault.directory.look([uid.prefix])
-                claim = view.claims.get(uid)
-                new = claim is not None and claim != before.claims.get(uid)
-                if new or uid in self._host.experts or await self._is_taken(uid, view, ahead_only=True):
+                if await self._is_lost(uid, before, view):
                     return
-                await self._adopt(uid, view.kept.get(uid) or before.kept.get(uid, []))
+                copies = view.kept.get(uid) or before.kept.get(uid, [])
+                for copy in copies:
+                    copy.holders.sort(key=lambda peer: peer in silent)
+                await self._adopt(uid, copies, before)
         except RemoteError as error:
             self._log.event("expert.not_adopted", level="warning", expert=str(uid), reason=str(error))
         finally:
             self._vault.taking.remove(uid)
         await self._vault.announce()
 
-    async def _adopt(self, uid: Uid, copies: Sequence[KeptCopy]) -> None:
+    async def _is_lost(self, uid: Uid, before: CustodyView, view: CustodyView) -> bool:
+        """True when another peer has adopted meanwhile, or is about to and comes before us."""
+        claim = view.claims.get(uid)
+        new = claim is not None and claim != before.claims.get(uid)
+        return new or uid in self._host.experts or await self._is_taken(uid, view, ahead_only=True)
+
+    async def _adopt(self, uid: Uid, copies: Sequence[KeptCopy], before: CustodyView) -> None:
         generations = [copy.pointer.generation for copy in copies]
         last = self._watch.last(uid)
         generations += [last.generation] if last is not None else []
@@ -234,7 +246,8 @@ class Adoption:
                 if pointer.size_bytes > self._state_bytes:
                     raise ValueError(f"it has {pointer.size_bytes} bytes; a state takes {self._state_bytes} at most")
                 data = await self._vault.fetch(pointer, copy.holders)
-                if uid in self._host.experts:
+                # Those that noticed later may come before us.
+                if await self._is_lost(uid, before, await self._vault.directory.look([uid.prefix])):
                     return
                 await self._host.adopt(uid, generation, bytes(data))
             except (RemoteError, ValueError) as error:
