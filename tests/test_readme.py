@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from peerd import registry
-from peerd.core.run.runfile import RunFile
+from peerd.core.run.runfile import ExpertsSection, RunFile
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text("utf-8")
@@ -60,6 +60,13 @@ def test_the_first_page_is_short_and_leads_to_all_others() -> None:
 
 def test_the_configuration_table_lists_every_key_and_no_other() -> None:
     assert documented_keys() == set(keys(RunFile))
+
+
+def test_the_table_of_experts_lists_every_key_of_their_section_and_no_other() -> None:
+    section = (ROOT / "configs/README.md").read_text("utf-8").partition("\n## Experts\n")[2]
+    rows = [row for row in section.splitlines() if row.startswith("| `")]
+    found = {name for row in rows for name in re.findall(r"`([a-z_]+)`", row.split("|")[1])}
+    assert found == set(ExpertsSection.__struct_fields__)
 
 
 def test_every_command_role_and_make_target_is_described() -> None:
