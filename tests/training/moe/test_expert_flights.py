@@ -10,10 +10,9 @@ from typing import Any
 
 import msgspec
 import pytest
-import trio
-import trio.lowlevel
 from trio.testing import MockClock
 
+from peerd.core.errors import ConfigError
 from peerd.core.experts.contract import ExpertAsk, ExpertReply
 from peerd.core.run.runfile import (
     BatchSection,
@@ -29,6 +28,7 @@ from peerd.core.run.runfile import (
 from peerd.role import RoleContext
 from peerd.sim.programs import swarm
 from peerd.sim.world import World, WorldConfig
+from roles.stage import StageRole
 from roles.trainer import TrainerRole
 from tests.kit.expert_network import NearExperts
 from tests.kit.virtualroles import Roles, virtual_run
@@ -176,4 +176,17 @@ async def test_nobody_else_may_call_a_trunk(tmp_path: Path, autojump_clock: Mock
         assert await world.until(lambda: told(roles)["step"] >= 1, within_s=60), roles.story()
         handlers = roles.of(TrainerRole)[0].replica.post._handlers()
         assert handlers.forward is handlers.backward is handlers.loss is handlers.objection is None
-        await trio.lowlevel.checkpoint()
+
+
+@pytest.mark.parametrize(
+    ("role", "experts", "words"),
+    [
+        (StageRole, EXPERTS, "no stages to serve; allowed: --role trainer, expert, backbone"),
+        (TrainerRole, msgspec.structs.replace(EXPERTS, layers=3), "allowed for role trainer: up to 2 layers"),
+    ],
+)
+def test_a_role_that_has_nothing_to_compute_with_is_refused_before_it_joins(
+    tmp_path: Path, role: Any, experts: ExpertsSection, words: str
+) -> None:
+    with pytest.raises(ConfigError, match=words):
+        role.check_run(run_with(tmp_path, experts=experts))
