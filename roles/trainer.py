@@ -42,6 +42,7 @@ _AHEAD = 4  # microbatches of samples that lie ready, at least: as many as the n
 _EVALUATION_BATCH = 16  # samples
 _DATA_RETRY_S = 10.0  # when a server of data cannot be reached
 _REPLICA_IN_FLIGHT = 2  # one that is computed and the next: others may be faster with those that would wait here
+_LAST_EVALUATION_S = 60.0  # of a run with experts: by then their hosts may have gone
 _TELL_S = 0.15  # of a delayed replica's work may go into one report: each report costs the conductor and all members
 _DELAYED_IN_FLIGHT = 32  # at most, where news travel beside the gradients and take their time
 
@@ -344,7 +345,8 @@ class TrainerRole:
         answer = self._contributor.answer
         if answer is not None and answer.evaluate and self._run.evaluate.every_steps:
             self._evaluated_step = answer.step
-            await self._evaluate(answer.step)
+            with trio.move_on_after(math.inf if self._flights is None else _LAST_EVALUATION_S):
+                await self._evaluate(answer.step)
         await self._contributor.publish()
         await self._save_position()
         tally = self._books.tally
