@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 from trio.testing import MockClock
 
-from peerd.core.run.runfile import BatchSection, ExpertsSection, ModelSection, OptimizerSection
+from peerd.core.run.runfile import BatchSection, ExpertsSection, LimitsSection, ModelSection, OptimizerSection
 from peerd.sim.programs import swarm
 from peerd.sim.world import World, WorldConfig
+from roles.expert import ExpertRole
 from roles.trainer import TrainerRole
 from tests.kit.expert_host import PlainHost
 from tests.kit.virtualroles import Roles, virtual_run
@@ -55,3 +56,31 @@ async def test_a_trainer_goes_on_when_the_host_of_all_experts_is_gone_and_anothe
         assert told(roles)["experts"]["began_again"]["too_few_experts"] > 0
         assert told(roles)["microbatches"]["lost"] == 0
         assert told(roles)["experts"]["in_flight"] <= 64
+
+
+async def test_trainers_and_the_real_role_of_hosts_train_together(tmp_path: Path, autojump_clock: MockClock) -> None:
+    run = virtual_run(
+        tmp_path,
+        (4000,),
+        model=ModelSection(d_model=8, heads=1, layers=2, context=8),
+        optimizer=OptimizerSection(name="adamw", lr=1e-2),
+        batch=BatchSection(target_samples=16),
+        experts=EXPERTS,
+        limits=LimitsSection(experts=4),
+    )
+    roles = Roles(run, tmp_path)
+    async with World(1, swarm(), WorldConfig(line=home_line)).running() as world:
+        boot = await world.start("boot")
+        world.bootstrap.append(boot.full_addr)
+        for number in range(2):
+            await world.start(f"host{number}", program=roles.program(ExpertRole))
+        hosts = roles.of(ExpertRole)
+        everything = lambda: sum(len(host.host.experts) for host in hosts) == 8  # noqa: E731
+        assert await world.until(everything, within_s=60), roles.story()
+        for name in ("trainer", "second"):
+            await world.start(name, program=roles.program(TrainerRole))
+        assert await world.until(lambda: told(roles)["step"] >= 4, within_s=240), roles.story()
+        hosted = [one.model.version for host in hosts for one in host.host.experts.values()]
+        assert sum(hosted) >= told(roles)["experts"]["updates"] > 0
+        counted = lambda: roles.live["second"].status()["microbatches"]["counted"] > 0  # noqa: E731
+        assert await world.until(counted, within_s=60), roles.story()
