@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 from peerd.core.version import VERSION
 
 if TYPE_CHECKING:
-    from peerd.library import AveragingOptimizer as AveragingOptimizer
-    from peerd.library_experts import DMoE as DMoE
-    from peerd.library_experts import ExpertPeer as ExpertPeer
+    from peerd.library.averaging_optimizer import AveragingOptimizer as AveragingOptimizer
+    from peerd.library.expert_peer import DMoE as DMoE
+    from peerd.library.expert_peer import ExpertPeer as ExpertPeer
 
 __version__ = VERSION
 
@@ -17,11 +17,11 @@ __version__ = VERSION
 def __getattr__(name: str) -> Any:
     """What brings torch, which most of peerd does without, is imported when it is asked for."""
     if name == "AveragingOptimizer":
-        from peerd.library import AveragingOptimizer
+        from peerd.library.averaging_optimizer import AveragingOptimizer
 
         return AveragingOptimizer
     if name in ("DMoE", "ExpertPeer"):
-        from peerd import library_experts
+        from peerd.library import expert_peer
 
-        return getattr(library_experts, name)
+        return getattr(expert_peer, name)
     raise AttributeError(f"module 'peerd' has no attribute {name!r}")

@@ -1,7 +1,7 @@
 """Role `library` of a user's loop that has layers of experts: carries their calls, and nothing else.
 
 Its peer is a client of the run: it trains no trunk, holds no place in a batch and never touches the conductor. Built
-by `peerd.library_experts`, not by name. Ends when it is told to.
+by `peerd.library`, not by name. Ends when it is told to.
 """
 
 from __future__ import annotations

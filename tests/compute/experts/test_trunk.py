@@ -12,8 +12,8 @@ import trio
 from torch import Tensor
 
 from peerd.compute.codec.frames import to_frame
-from peerd.compute.experts.flight import Flight
 from peerd.compute.experts.expert_mixture import imbalance
+from peerd.compute.experts.flight import Flight
 from peerd.compute.experts.trunk import TrunkModule
 from peerd.compute.experts.trunk_stage import TrunkStage
 from peerd.compute.model.served_stage import Stale

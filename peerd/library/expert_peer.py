@@ -31,7 +31,7 @@ from peerd.core.experts.grid import Uid
 from peerd.core.run.runfile import RunFile
 from peerd.daemon import Daemon, DaemonPlan, leaf
 from peerd.launch import assembled
-from peerd.library import CLOSE_S, Closed, check_texts, company_wish
+from peerd.library.averaging_optimizer import CLOSE_S, Closed, check_texts, company_wish
 from peerd.training.user_loop.expert_calls import CallerPart, calls_role_for
 
 if TYPE_CHECKING:

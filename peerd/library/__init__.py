@@ -1,0 +1,1 @@
+"""What users import into training loops of their own; each file stands for itself, with a peer in the background."""
