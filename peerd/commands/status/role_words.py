@@ -75,6 +75,26 @@ def _microbatches(told: Any, role: Told) -> str:
     return phrase
 
 
+def _experts(told: Any, role: Told) -> str:
+    """What a trainer's microbatches do with experts of others."""
+    if not isinstance(told, dict) or "updates" not in told:
+        return _plain("experts", told)
+    phrase = f"{units.counted(told['updates'], 'update')} of experts"
+    staleness = told.get("staleness")
+    if isinstance(staleness, dict) and told["updates"]:
+        mean, most = units.brief(staleness.get("mean")), units.count(staleness.get("most"))
+        phrase += f", {mean} stale on average, {most} at most"
+    if told.get("in_flight"):
+        phrase += f", {units.count(told['in_flight'])} microbatches on their way"
+    again = told.get("began_again")
+    if isinstance(again, dict) and again:
+        phrase += f", {units.count(sum(again.values()))} begun again"
+    calls = told.get("calls")
+    if isinstance(calls, dict) and calls.get("lost_updates"):
+        phrase += f", {units.counted(calls['lost_updates'], 'update')} lost with their hosts"
+    return phrase
+
+
 def _validation(value: Any, role: Told) -> str:
     if units.known(value) is None:
         return ""
@@ -136,6 +156,7 @@ _PHRASES: Final[Mapping[str, Callable[[Any, Told], str]]] = {
     "samples": lambda value, role: f"{units.counted(value, 'sample')} computed" if value else "",
     "averaging": _averaging,
     "microbatches": _microbatches,
+    "experts": _experts,
     "coding": lambda value, role: ", ".join(f"{key} sent as {_code(code)}" for key, code in value.items()),
     "retries": lambda value, role: f"{units.counted(value, 'call')} repeated" if value else "",
     "payload_bytes": lambda value, role: f"{units.size(value)} of tensors",
