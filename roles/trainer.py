@@ -38,6 +38,7 @@ from peerd.training.contributor import Contributor
 from peerd.training.moe.expert_flights import ExpertFlights
 from peerd.training.stage.member import StageMember
 
+_COMPARED_AGAIN_S = (1.0, 1.0, 2.0, 4.0, 8.0)  # pauses before each look at the text of those that start with us
 _AHEAD = 4  # microbatches of samples that lie ready, at least: as many as the next report may wish for
 _EVALUATION_BATCH = 16  # samples
 _DATA_RETRY_S = 10.0  # when a server of data cannot be reached
@@ -112,12 +113,19 @@ class TrainerRole:
             nursery.start_soon(self._feed, stream)
             nursery.start_soon(self._contributor.publish_now_and_then)
             nursery.start_soon(self._tally.run)
+            nursery.start_soon(self._compare_again)
             task_status.started()
             await self._contributor.follow()
             await self._finish()
             if self.replica is not None:
                 await self.replica.leave()
             nursery.cancel_scope.cancel()
+
+    async def _compare_again(self) -> None:
+        """Look at what others that started in the same moment have published, which was not there before."""
+        for pause_s in _COMPARED_AGAIN_S:
+            await trio.sleep(pause_s)
+            await self._services.refuse_texts_of_few()
 
     async def leave(self) -> None:
         """Begin no microbatch any more, let those under way end, say goodbye."""

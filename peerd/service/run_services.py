@@ -105,16 +105,42 @@ class RunServices:
 
     async def other_texts(self) -> list[str]:
         """A sentence on each source of which every other trainer reads another text than we; raises RemoteError."""
-        published = (await self.directory.published_settings()).training
-        others = {key: {s.corpus[key] for s in published if key in s.corpus} for key in self._corpus}
-        paths = {key: source.path for key, source in sources_of(self.run.data)}
+        others = await self._others_read()
         return [
-            f"{key}.path {paths[key][:200]}: the text is not that of the other trainers (sha256 {mine[:12]}... here, "
-            f"{min(others[key])[:12]}... there); read the same text, or let the organizer set {key}.digest: any, "
-            "with which every trainer reads its own"
+            self._other_text(key, min(others[key]))
             for key, mine in sorted(self._corpus.items())
             if others[key] and mine not in others[key]
         ]
+
+    async def refuse_texts_of_few(self) -> None:
+        """Raise ConfigError where more trainers, or of as many those whose digest is the later, read another text.
+
+        For those that start together: each compared before the other had published anything.
+        """
+        try:
+            others = await self._others_read()
+        except RemoteError:
+            return
+        told = []
+        for key, mine in sorted(self._corpus.items()):
+            count = others[key] + Counter([mine])
+            most = max(count, key=lambda digest: (count[digest], digest))
+            told += [self._other_text(key, most)] if most != mine else []
+        if told:
+            raise ConfigError(f"trainers of run {self.run.run!r} started together with other text:{_listed(told)}")
+
+    async def _others_read(self) -> dict[str, Counter[str]]:
+        """For each source, the digests of what other trainers read, and how many do."""
+        published = (await self.directory.published_settings()).training
+        return {key: Counter(s.corpus[key] for s in published if key in s.corpus) for key in self._corpus}
+
+    def _other_text(self, key: str, theirs: str) -> str:
+        path = {key: source.path for key, source in sources_of(self.run.data)}[key]
+        return (
+            f"{key}.path {path[:200]}: the text is not that of the other trainers (sha256 {self._corpus[key][:12]}... "
+            f"here, {theirs[:12]}... there); read the same text, or let the organizer set {key}.digest: any, "
+            "with which every trainer reads its own"
+        )
 
     async def publish_settings(self) -> None:
         """Publish our settings as a record of the run; raises RemoteError."""

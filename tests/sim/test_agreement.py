@@ -4,6 +4,7 @@ train together.
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +40,12 @@ class Candidate(TrainerRole):
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         try:
             await super().run(task_status=task_status)
-        except ConfigError as error:
-            self.refusal = str(error)
+        except* ConfigError as errors:
+            first: BaseException = errors
+            while isinstance(first, BaseExceptionGroup):
+                first = first.exceptions[0]
+            self.refusal = str(first)
+        if self.refusal:
             await trio.sleep_forever()
 
 
@@ -95,6 +100,33 @@ async def test_another_text_is_refused_with_both_digests_unless_every_trainer_ha
     assert "let the organizer set data.digest: any" in told
     own = with_text(run, tmp_path / "text0.txt", digest="any")
     assert await refusal(paced(own, tmp_path / "peers2"), own, with_text(own, other)) == ""
+
+
+async def test_of_trainers_that_start_in_the_same_second_with_other_texts_one_says_so_and_ends(
+    tmp_path: Path, autojump_clock: MockClock, run: RunFile
+) -> None:
+    other = tmp_path / "other"
+    other.write_bytes((tmp_path / "text0.txt").read_bytes()[::-1])
+    roles = paced(run, tmp_path / "peers")
+    async with World(1, swarm(), WorldConfig(line=home_line)).running() as world:
+        boot = await world.start("boot")
+        world.bootstrap.append(boot.full_addr)
+        async with trio.open_nursery() as nursery:
+            for name, its in (("here", run), ("there", with_text(run, other))):
+                nursery.start_soon(partial(world.start, name, program=roles.program(Candidate, run=its)))
+
+        def told() -> list[str]:
+            return [role.refusal for role in roles.of(Candidate) if role.refusal]
+
+        assert await world.until(lambda: bool(told()), within_s=10), roles.story()
+        (sentence,) = told()
+        assert sentence.startswith("trainers of run 'virtual' started together with other text: data.path ")
+        assert "read the same text, or let the organizer set data.digest: any" in sentence
+        (loser,) = [name for name, role in roles.live.items() if role.refusal]
+        await world.kill(next(node for node in world.living() if node.name == loser))  # as its process ends
+        (left,) = roles.of(Candidate)
+        assert await world.until(lambda: left.status()["step"] > 0, within_s=60), roles.story()
+        assert left.refusal == ""
 
 
 def tokenizers_at(folder: Path) -> tuple[RunFile, RunFile]:
