@@ -117,3 +117,38 @@ def _schedule(
     events += [(plan.seconds * (i + 0.5) / plan.lookups, 1, look_up) for i in range(plan.lookups)]
     for at, _, action in sorted(events, key=lambda event: event[:2]):
         yield at, action
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loss:
+    """Plan of an experiment in which a share of the nodes goes at once, after all was stored."""
+
+    nodes: int = 1000
+    gone: float = 0.2
+    values: int = 200
+    lookups: int = 10_000
+    at_once: int = 50  # look-ups, each of another node
+
+
+def measure_loss(seed: int, plan: Loss, config: HeapSimConfig | None = None) -> float:
+    """Share of the look-ups that find their value though many nodes are gone; nobody has noticed that before."""
+    sim, rng = HeapSim(seed, config), random.Random(f"{seed}/loss")
+    sim.settle(plan.nodes, lazily=True)
+    sim.run(1.0)
+    keys = [Key.of(f"value {number}") for number in range(plan.values)]
+    for key in keys:
+        _store(sim, rng.choice(sim.living()), key, 3000.0)
+    for node in rng.sample(sim.nodes, round(plan.gone * plan.nodes)):
+        sim.kill(node)
+    found = 0
+    for start in range(0, plan.lookups, plan.at_once):
+        readers = rng.sample(sim.living(), min(plan.at_once, plan.lookups - start))
+        asked = [(key, _look_up(sim, reader, key)) for reader in readers for key in [rng.choice(keys)]]
+        for key, op in asked:
+            done = sim.finish(op).done
+            found += isinstance(done, q.GetDone) and [r.value for r in done.records[key]] == [key.raw]
+    return found / plan.lookups
+
+
+def _look_up(sim: HeapSim, node: HeapNode, key: Key) -> int:
+    return sim.start(node, lambda op: q.Get(op, (key,)))

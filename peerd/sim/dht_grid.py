@@ -31,7 +31,7 @@ class GridPlan:
 
     nodes: int = 1000
     sides: Sequence[int] = (32, 256)  # of square grids, each announced and read
-    hosts: int = 4  # of one prefix, each with its share of what lives there
+    hosts: int = 2  # of one prefix, each with its share of what lives there
     dead: float = 0.0  # of the prefixes, how many nobody announces
     readers: int = 8  # of each grid, one after the other
     batch: int = 64

@@ -15,7 +15,7 @@ from dataclasses import replace
 import trio
 from multiaddr import Multiaddr
 
-from peerd.core.clock import AdjustableClock, Clock, uncorrected
+from peerd.core.clock import AdjustableClock, Clock
 from peerd.core.ids import PeerId
 from peerd.core.record import Record, Verifier
 from peerd.machine.clock_skew import ClockSkew
@@ -40,7 +40,7 @@ class PeerClock:
 
     def raw_wall(self) -> float:
         """Unix seconds without the correction by peers: that is what peers compare."""
-        return uncorrected(self._clock)
+        return self._clock.wall() - (self._adjustable.offset_s if self._adjustable is not None else 0.0)
 
     def compare(self, peer: PeerId, at: Multiaddr, sent: float, theirs: float) -> None:
         """The peer's clock, at that address, showed `theirs` between `sent` and now."""
