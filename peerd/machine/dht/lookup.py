@@ -47,6 +47,8 @@ class LookupRule:
     approach: int = 2  # of these, while even the nearest candidate is farther away than holders are
     slow_s: float = 1.0  # where no round trips are known
     silent_s: float = 5.0
+    doubt: int = 0  # answers beyond `enough` for each holder that is missing
+    roots: int = 0  # peers known from the beginning that are asked at least, unless something was found
     patient: bool = True  # wait for slow peers before saying that nothing was found
     max_asked: int = 64
     keep: int = 128
@@ -73,6 +75,8 @@ class _Candidate:
     asked_at: float = 0.0
     slow_at: float = 0.0
     cost_s: float = 0.0
+    is_root: bool = False  # known from the beginning
+    is_awaited: bool = False  # waited for, though nearer ones are known
     holds: bool = False  # its answer held some of what is sought
 
 
@@ -123,6 +127,8 @@ class Lookup:
             self.learn([own])
             self._of[own.peer.raw].state = State.ANSWERED
         self.learn(seeds)
+        for candidate in self._sorted:
+            candidate.is_root = candidate.state is State.NEW
 
     def next(self, now: float) -> list[Contact]:
         """Peers to ask now; an empty list means wait, or look at `why`."""
@@ -130,10 +136,12 @@ class Lookup:
             return []
         self._age(now)
         view = self._look()
-        if self.found and max(view.answers, view.holders) >= self._rule.enough:
+        if self.found and self._suffices(view):
             nearest = "nearest" if view.answers >= self._rule.enough else "near"
             self.why = f"the {nearest} {self._rule.enough} peers have answered"
             return []
+        if not view.fresh and not view.waiting:
+            view.fresh = self._further_roots()
         if not view.fresh and not view.waiting:
             self._end(view.usable)
             return []
@@ -214,6 +222,26 @@ class Lookup:
         candidate.state = state
         return True
 
+    def _suffices(self, view: _View) -> bool:
+        """True when what was found will do. The less of the answers held it, the more must have come: somebody may
+        hold worthless records, to end the search before those that hold others'.
+        """
+        enough = self._rule.enough
+        return view.holders >= enough or view.answers >= enough + self._rule.doubt * (enough - view.holders)
+
+    def _further_roots(self) -> list[_Candidate]:
+        """Candidates known from the beginning that must be asked, too, before nothing more is to be learned: all the
+        others may have been named by liars that name each other.
+        """
+        if self.found:
+            return []
+        roots = [candidate for candidate in self._sorted if candidate.is_root]
+        lacking = self._rule.roots - sum(candidate.state is State.ANSWERED for candidate in roots)
+        further = [candidate for candidate in roots if candidate.state is State.NEW][: max(0, lacking)]
+        for candidate in further:
+            candidate.is_awaited = True
+        return further
+
     def _room(self, view: _View) -> int:
         """How many more may be asked at once."""
         rule, extra = self._rule, self._rule.hurry if self.hurried else 0
@@ -265,7 +293,7 @@ class Lookup:
         """Who must still answer: each of the `want` nearest or, once something was found, as many as are lacking."""
         if view.pending < len(self._waiting) and view.usable == self._rule.want:
             self._overtake(self._waiting)
-        view.waiting = view.pending > 0
+        view.waiting = view.pending > 0 or any(candidate.is_awaited for candidate in self._waiting)
         view.fresh = sorted(view.new, key=_COST)
         if self._guide is not None and view.fresh:
             # Whoever is more than half a hop behind the best is asked when that one has failed.
@@ -291,7 +319,7 @@ class Lookup:
         """Wait no longer for those beyond the `want` nearest."""
         usable = (c for c in self._sorted if c.state not in (State.SLOW, State.FAILED))
         within = {id(c) for c, _ in zip(usable, range(self._rule.want), strict=False)}
-        for candidate in [c for c in waiting if id(c) not in within]:
+        for candidate in [c for c in waiting if not c.is_awaited and id(c) not in within]:
             self._slow_down(candidate)
 
     def _age(self, now: float) -> None:

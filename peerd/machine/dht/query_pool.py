@@ -36,6 +36,8 @@ class Workbench:
             want=config.copies,
             enough=config.enough,
             spare=config.spare,
+            doubt=1,
+            roots=config.enough + 1,
             parallel=config.parallel,
             slow_s=config.slow_s,
             silent_s=config.silent_s,
