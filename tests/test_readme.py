@@ -6,7 +6,6 @@ import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import get_args, get_origin
 
 import msgspec
 import pytest
@@ -21,10 +20,8 @@ LINES = 250  # of the first page
 
 def keys(cls: type[msgspec.Struct], path: str = "") -> Iterator[str]:
     for field in msgspec.structs.fields(cls):
-        kinds = [kind for kind in (field.type, *get_args(field.type)) if isinstance(kind, type)]
-        section = next((kind for kind in kinds if issubclass(kind, msgspec.Struct)), None)
-        if section is not None and get_origin(field.type) is not list:
-            yield from keys(section, f"{path}{field.name}.")
+        if isinstance(field.type, type) and issubclass(field.type, msgspec.Struct):
+            yield from keys(field.type, f"{path}{field.name}.")
         else:
             yield f"{path}{field.name}"
 

@@ -281,7 +281,7 @@ class HeapSim:
         if not other.alive or not other.contact.addrs:
             patience = half if other.refuses else max(half, self.config.node.silent_s - half)
             self._at(self.now + patience, lambda: self._input(node, q.AskFailed(ask.id)))
-            return
+            return None
         if other.answers is not None:
             return self._pretend(node, other, ask, half)
         reply: q.Reply | None = None

@@ -12,8 +12,6 @@ import msgspec
 import numpy as np
 import pytest
 import trio
-from peerd.service.experts.expert_client import ExpertClient
-from peerd.service.experts.expert_directory import ExpertDirectory
 
 from peerd.compute.worker import InlineWorker
 from peerd.core.errors import ConfigError
@@ -21,6 +19,8 @@ from peerd.core.experts.contract import ExpertAsk, ExpertReply
 from peerd.core.experts.grid import Uid
 from peerd.core.frame import TensorFrame
 from peerd.core.run.runfile import ExpertsSection, LimitsSection, ModelSection, RunFile
+from peerd.service.experts.expert_client import ExpertClient
+from peerd.service.experts.expert_directory import ExpertDirectory
 from peerd.sim.programs import swarm
 from peerd.sim.simnet import NetConfig
 from peerd.sim.world import Node, World, WorldConfig

@@ -115,25 +115,6 @@ def _speed(value: Any, role: Told) -> str:
     return f"can do {units.rate(value)}" if "held_samples" in role else units.rate(value)
 
 
-def _experts(told: Any, role: Told) -> str:
-    """A trainer's calls to experts."""
-    calls = told.get("calls") if isinstance(told, dict) else None
-    if not isinstance(calls, dict):
-        return ""
-    answered = int(calls.get("forwards") or 0) + int(calls.get("backwards") or 0)
-    failed = sum(calls["failed"].values()) if isinstance(calls.get("failed"), dict) else 0
-    phrase = f"{units.counted(answered, 'call')} to experts"
-    if failed or calls.get("late"):
-        phrase += f", {units.count(failed)} failed, {units.count(calls.get('late') or 0)} came late"
-    if units.known(calls.get("stale")) is not None:
-        phrase += f", {units.brief(calls['stale'])} updates stale"
-    if calls.get("lost_updates"):
-        phrase += f", {units.count(calls['lost_updates'])} updates lost with their hosts"
-    if told.get("in_flight"):
-        phrase += f"; {units.count(told['in_flight'])} microbatches in flight"
-    return phrase
-
-
 def _hosted(value: Any, role: Told) -> str:
     room = role.get("capacity")
     return f"hosts {units.count(value)}{f' of {units.count(room)}' if room else ''} experts"
@@ -169,7 +150,6 @@ _PHRASES: Final[Mapping[str, Callable[[Any, Told], str]]] = {
     "checkpoint": lambda value, role: f"checkpoints in {value}",
     "not_saved": lambda value, role: f"not saved: {value}",
     "not_kept": lambda value, role: f"no checkpoints kept: {value}",
-    "experts": _experts,
     "hosted": _hosted,
     "capacity": lambda value, role: "",
     "updates": _counted("updates"),

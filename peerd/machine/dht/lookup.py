@@ -23,8 +23,8 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 
 from peerd.core.ids import PeerId
-from peerd.machine.dht.round_trips import RoundTrips
 from peerd.machine.dht.routing_table import Contact
+from peerd.machine.rate.round_trips import RoundTrips
 
 
 class State(enum.Enum):
@@ -55,7 +55,7 @@ class LookupRule:
 
 
 @dataclass(frozen=True, slots=True)
-class Guide:
+class SearchGuide:
     """What a node knows of the way: round trips, and how near to a key its holders probably are."""
 
     round_trips: RoundTrips
@@ -109,7 +109,7 @@ class Lookup:
         seeds: Iterable[Contact],
         rule: LookupRule,
         own: Contact | None = None,
-        guide: Guide | None = None,
+        guide: SearchGuide | None = None,
     ) -> None:
         self.target = target
         self.why: str | None = None  # the reason why it ended

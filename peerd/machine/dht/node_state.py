@@ -11,9 +11,9 @@ from peerd.machine.dht.messages import Hello
 from peerd.machine.dht.neighbours import Neighbours
 from peerd.machine.dht.publisher import Publisher
 from peerd.machine.dht.responder import Responder
-from peerd.machine.dht.round_trips import RoundTrips
 from peerd.machine.dht.routing_table import Contact, Table
 from peerd.machine.dht.store import Store, StoreLimits, Verdict
+from peerd.machine.rate.round_trips import RoundTrips
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
