@@ -25,7 +25,7 @@ _LOOKED_AT: Final = 100_000  # places that a host looks at for free ones: a full
 
 
 @dataclass(frozen=True, slots=True)
-class Claim:
+class ExpertClaim:
     """A host's word that it serves an expert. `peer`: its id as text."""
 
     generation: int
@@ -37,21 +37,21 @@ class Claim:
         return self.generation, self.peer
 
 
-def winners(claims: Iterable[tuple[Uid, Claim]]) -> dict[Uid, Claim]:
+def winners(claims: Iterable[tuple[Uid, ExpertClaim]]) -> dict[Uid, ExpertClaim]:
     """The claim that wins each expert."""
-    best = dict[Uid, Claim]()
+    best = dict[Uid, ExpertClaim]()
     for uid, claim in claims:
         if uid not in best or claim.rank > best[uid].rank:
             best[uid] = claim
     return best
 
 
-def outbid(mine: Mapping[Uid, int], me: str, seen: Mapping[Uid, Claim]) -> dict[Uid, Claim]:
+def outbid(mine: Mapping[Uid, int], me: str, seen: Mapping[Uid, ExpertClaim]) -> dict[Uid, ExpertClaim]:
     """The experts that this host must give up, each with the claim that beats its own. `mine`: generations."""
     return {
         uid: seen[uid]
         for uid, generation in mine.items()
-        if uid in seen and seen[uid].peer != me and seen[uid].rank > Claim(generation, me).rank
+        if uid in seen and seen[uid].peer != me and seen[uid].rank > ExpertClaim(generation, me).rank
     }
 
 

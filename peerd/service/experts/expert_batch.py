@@ -38,7 +38,7 @@ class ExpertModel(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class BatchPart:
     """One request of a batch. `most_stale`: updates since its forward that its caller accepts; -1: any number."""
 
     frames: Frames
@@ -64,7 +64,7 @@ def too_old(age: int, most_stale: int) -> str:
     return f"{age} updates were made since its forward; its caller accepts {most_stale}"
 
 
-def compute_batch(model: ExpertModel, backward: bool, parts: Sequence[Part]) -> list[Result]:
+def compute_batch(model: ExpertModel, backward: bool, parts: Sequence[BatchPart]) -> list[Result]:
     """The results of all parts, in their order."""
     run = _backward if backward else _forward
     results = dict[int, Result]()
@@ -81,7 +81,9 @@ def compute_batch(model: ExpertModel, backward: bool, parts: Sequence[Part]) -> 
 _Run = Callable[[ExpertModel, Sequence[Frames]], list[TensorFrame]]
 
 
-def _attempt(model: ExpertModel, run: _Run, parts: Sequence[Part], left: list[int], results: dict[int, Result]) -> None:
+def _attempt(
+    model: ExpertModel, run: _Run, parts: Sequence[BatchPart], left: list[int], results: dict[int, Result]
+) -> None:
     """Compute what is left together; without the first that is wrong; and each by itself when there are more."""
     for _ in range(2):
         if not left:

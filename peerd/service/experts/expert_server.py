@@ -34,7 +34,7 @@ from peerd.core.work import Worker
 from peerd.machine.experts.kept_answers import KeptAnswers, Known
 from peerd.machine.experts.merge_queue import MergeQueue, QueueBounds, Queued
 from peerd.machine.rpc.accounting import MethodLimits
-from peerd.service.experts.expert_batch import ExpertModel, Frames, Part, Result, compute_batch, too_old
+from peerd.service.experts.expert_batch import BatchPart, ExpertModel, Frames, Result, compute_batch, too_old
 from peerd.service.rpc.rpc import Answer, Incoming, Rpc
 from peerd.signals import Signal
 
@@ -342,7 +342,7 @@ class ExpertServer:
                     if queued in self._computing:
                         self._settle(queued, Refused(f"{about} failed here, by no fault of yours"))
 
-    async def _compute(self, worker: Worker, batch: Sequence[_Queued], parts: Sequence[Part]) -> None:
+    async def _compute(self, worker: Worker, batch: Sequence[_Queued], parts: Sequence[BatchPart]) -> None:
         (uid, backward), began = batch[0].line, self._clock.now()
         hosted = self._experts.get(uid)
         if hosted is None:
@@ -396,7 +396,7 @@ class ExpertServer:
         queued.request.settle(result)
 
 
-def _part(request: _Request) -> Part:
+def _part(request: _Request) -> BatchPart:
     frames = request.offers[0].frames
     body = request.body
-    return Part(frames, body.version, body.most_stale) if isinstance(body, Backward) else Part(frames)
+    return BatchPart(frames, body.version, body.most_stale) if isinstance(body, Backward) else BatchPart(frames)

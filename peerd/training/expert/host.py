@@ -26,7 +26,7 @@ from peerd.core.ids import PeerId
 from peerd.core.messages.experts import Announced
 from peerd.core.run.runfile import ExpertsSection, RunFile
 from peerd.machine.experts.claims import (
-    Claim,
+    ExpertClaim,
     HostWords,
     announcements,
     candidates,
@@ -136,7 +136,7 @@ class Hosted:
     generation: int
     began: int = 0
 
-    def dropped_for(self, winner: Claim, kept: int) -> int:
+    def dropped_for(self, winner: ExpertClaim, kept: int) -> int:
         """Updates that are lost when `winner` goes on with this expert: an adopter has the newest checkpoint at best,
         with `kept` of them; a host that began it anew has nothing of ours.
         """
@@ -356,7 +356,7 @@ class ExpertHost:
             if self.experts:
                 await self._yield_to(self._winners(await self._board.read(last_prefixes(self.experts))))
 
-    async def _yield_to(self, seen: Mapping[Uid, Claim]) -> None:
+    async def _yield_to(self, seen: Mapping[Uid, ExpertClaim]) -> None:
         mine = {uid: hosted.generation for uid, hosted in self.experts.items()}
         for uid, winner in sorted(outbid(mine, self._me, seen).items()):
             hosted = self.experts.get(uid)
@@ -379,9 +379,9 @@ class ExpertHost:
             await self.drop(uid, f"{why} ({lost} updates were dropped here)")
 
     @staticmethod
-    def _winners(told: Told) -> dict[Uid, Claim]:
+    def _winners(told: Told) -> dict[Uid, ExpertClaim]:
         return winners(
-            (prefix.below(coordinate), Claim(claim.generation, claim.host.text))
+            (prefix.below(coordinate), ExpertClaim(claim.generation, claim.host.text))
             for prefix, below in told.items()
             for coordinate, claims in below.items()
             for claim in claims
