@@ -107,12 +107,16 @@ class KeptDirectory:
 
     # --- reading ----------------------------------------------------------------------------------------------
 
-    async def look(self, prefixes: Sequence[Uid]) -> CustodyView:
-        """Claims and checkpoints below these, and all offers; RemoteError when the directory cannot be read."""
+    async def look(self, prefixes: Sequence[Uid], timeout_s: float | None = None) -> CustodyView:
+        """Claims and checkpoints below these, and all offers; RemoteError when the directory cannot be read.
+
+        When the time runs out, what was found by then: a peer that was lost holds up whoever asks it.
+        """
         kept = {kept_experts_key(self.run, prefix): prefix for prefix in prefixes}
         claimed = {prefix_key(self.run, prefix): prefix for prefix in prefixes}
         keys = [*kept, *claimed, holders_key(self.run)]
-        found = await self._peer.dht.get_many(keys, timeout_s=self._patience_s, most_bytes=DIRECTORY_READ_BYTES)
+        timeout_s = timeout_s or self._patience_s
+        found = await self._peer.dht.get_many(keys, timeout_s=timeout_s, most_bytes=DIRECTORY_READ_BYTES)
         view = CustodyView(offers=self._offers(found.get(holders_key(self.run), [])))
         for key, prefix in claimed.items():
             await trio.lowlevel.checkpoint()  # a prefix may have a thousand claims

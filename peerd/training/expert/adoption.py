@@ -215,7 +215,7 @@ class Adoption:
         try:
             async with self._limit:
                 await self._vault.announce()  # so that others see that we are about to
-                view = await self._vault.directory.look([uid.prefix])
+                view = await self._look_once_more(uid)
                 if await self._is_lost(uid, before, view):
                     return
                 copies = view.kept.get(uid) or before.kept.get(uid, [])
@@ -227,6 +227,10 @@ class Adoption:
         finally:
             self._vault.taking.remove(uid)
         await self._vault.announce()
+
+    async def _look_once_more(self, uid: Uid) -> CustodyView:
+        """A look on which an adoption depends: it is worth some time, for what it does not show is adopted twice."""
+        return await self._vault.directory.look([uid.prefix], self._announce_s / 2)
 
     async def _is_lost(self, uid: Uid, before: CustodyView, view: CustodyView) -> bool:
         """True when another peer has adopted meanwhile, or is about to and comes before us."""
@@ -247,7 +251,7 @@ class Adoption:
                     raise ValueError(f"it has {pointer.size_bytes} bytes; a state takes {self._state_bytes} at most")
                 data = await self._vault.fetch(pointer, copy.holders)
                 # Those that noticed later may come before us.
-                if await self._is_lost(uid, before, await self._vault.directory.look([uid.prefix])):
+                if await self._is_lost(uid, before, await self._look_once_more(uid)):
                     return
                 await self._host.adopt(uid, generation, bytes(data))
             except (RemoteError, ValueError) as error:

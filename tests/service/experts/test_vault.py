@@ -67,6 +67,7 @@ async def test_what_is_held_outlives_the_process(autojump_clock: MockClock, tmp_
         assert not list(holder.folder.glob("*.new"))
 
 
+@pytest.mark.slow
 async def test_a_piece_that_lies_names_the_holder_and_comes_from_another(
     autojump_clock: MockClock, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -126,6 +127,7 @@ async def test_when_all_holders_are_gone_the_fetch_says_so(autojump_clock: MockC
             await asker.vault.fetch(pointer, [host.id, holder.id])
 
 
+@pytest.mark.slow
 async def test_a_holder_that_dies_half_way_is_replaced(autojump_clock: MockClock, tmp_path: Path) -> None:
     async with expert_swarm(tmp_path) as swarm:
         host, mortal, holder, asker = await swarm.start("host", "mortal", "holder", "asker")
@@ -184,6 +186,7 @@ async def test_bytes_that_are_not_those_of_the_digest_are_not_kept(
         assert f"peer {host.id}" in caplog.text
 
 
+@pytest.mark.slow
 async def test_a_host_that_drips_is_cut_off(autojump_clock: MockClock, tmp_path: Path) -> None:
     async with expert_swarm(tmp_path) as swarm:
         host, holder = await swarm.start("host", "holder")
@@ -231,6 +234,7 @@ async def test_a_full_disk_refuses_says_so_and_leaves_nothing_half(
         assert holder.vault.held == [second, first]
 
 
+@pytest.mark.slow
 async def test_a_vault_never_holds_more_than_its_bound(autojump_clock: MockClock, tmp_path: Path) -> None:
     async with expert_swarm(tmp_path) as swarm:
         hosts = await swarm.start("a", "b", "c")

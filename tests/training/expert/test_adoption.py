@@ -26,6 +26,8 @@ from tests.kit.expertpeers import (
     pointer_to,
 )
 
+pytestmark = pytest.mark.slow  # many periods of several peers
+
 A = Uid(0, (1, 2))
 RUN = expert_run(checkpoint_updates=10, checkpoint_s=5)
 
@@ -83,7 +85,7 @@ async def test_an_orphan_is_adopted_within_two_periods_by_exactly_one_host_with_
         assert (pointer.generation, pointer.version, pointer.began) == (1, 40, 40)
 
 
-async def test_many_orphans_spread_over_several_hosts_each_comes_back_once(
+async def test_many_orphans_spread_over_several_hosts_each_has_one_host_in_the_end(
     autojump_clock: MockClock, tmp_path: Path
 ) -> None:
     uids = [Uid(0, (i, j)) for i in range(3) for j in range(4)]
@@ -92,7 +94,9 @@ async def test_many_orphans_spread_over_several_hosts_each_comes_back_once(
         at = lose(swarm, "mortal")
         await trio.sleep(6 * ANNOUNCE_S)
         assert [len(owners(others, uid)) for uid in uids] == [1] * len(uids)
-        assert sum(len(host.adopted_at) for host in others) == len(uids)
+        # Where a lost peer held up a look-up, one may be adopted twice: then one of the two has yielded.
+        twice = sum(len(host.adopted_at) for host in others) - len(uids)
+        assert twice == sum(host.adoption.yielded for host in others) <= 1
         assert all(host.experts for host in others)
         assert max(t for host in others for t in host.adopted_at.values()) - at <= 2 * ANNOUNCE_S
 

@@ -14,6 +14,8 @@ from peerd.core.experts.grid import Uid
 from peerd.service.experts import vault_disk
 from tests.kit.expertpeers import MIB, MadeUpHost, expert_run, expert_swarm
 
+pytestmark = pytest.mark.slow  # many periods of several peers
+
 A, B = Uid(0, (1, 2)), Uid(0, (3, 0))
 
 
