@@ -203,6 +203,21 @@ def test_a_full_disk_fails_doctor_and_join(tmp_path: Path, capsys: pytest.Captur
         )
 
 
+@pytest.mark.slow
+@pytest.mark.socket
+def test_a_backbone_needs_room_for_sets_of_all_stages(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = small().replace("{tmp}", str(tmp_path))
+    (tmp_path / "run.yaml").write_text(text)
+    argv = ["--model", "run.yaml", "--role", "backbone", "--listen", LISTEN, "--data-dir"]
+    code, found = checks(capsys, *argv, str(tmp_path / "data"))
+    assert (code, found["room for kept checkpoints"]["verdict"]) == (0, "ok"), found
+    assert "sets of checkpoints of all 2 stages and one that is written take" in str(found)
+    assert "room for checkpoints" not in found
+    with full_disk(tmp_path / "disk"):
+        code, found = checks(capsys, *argv, str(tmp_path / "disk"))
+        assert (code, found["room for kept checkpoints"]["verdict"]) == (1, "fail")
+
+
 # --- the way into the swarm ----------------------------------------------------------------------------------------
 
 

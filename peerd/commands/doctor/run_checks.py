@@ -61,6 +61,8 @@ def run_checks(needs: RunNeeds) -> Iterator[CheckResult]:
         yield from _text(needs.run)
     if needs.holds_model:
         yield from _model(needs)
+    if "backbone" in needs.roles:
+        yield _room_to_keep(needs)
 
 
 def token_check(needs: RunNeeds) -> CheckResult:
@@ -175,19 +177,36 @@ def _memory(needs: RunNeeds, taken: list[StageFootprint]) -> CheckResult:
 
 def _disk(needs: RunNeeds, taken: list[StageFootprint]) -> CheckResult:
     """Room for the checkpoints that a stage keeps, and one more that is written."""
+    keep, each = needs.run.checkpoint.keep, max(one.checkpoint_bytes for one in taken)
+    need = (keep + 1) * each
+    return _room(needs, "room for checkpoints", f"{keep} checkpoints and one that is written take", need)
+
+
+def _room_to_keep(needs: RunNeeds) -> CheckResult:
+    """Room for the sets that a backbone keeps, each with a checkpoint of every stage."""
+    from peerd.compute.model.footprint import footprint
+
+    check, keep = "room for kept checkpoints", needs.run.checkpoint.keep
+    try:
+        each = [footprint(needs.run, stage).checkpoint_bytes for stage in range(needs.run.pipeline.stages)]
+    except ConfigError as error:
+        return failed(check, error, "ask the organizer for the file, or mend it")
+    sets = f"{keep} sets of checkpoints of all {len(each)} stages and one that is written take"
+    return _room(needs, check, sets, (keep + 1) * sum(each) + max(each))
+
+
+def _room(needs: RunNeeds, check: str, what: str, need: int) -> CheckResult:
+    """Room for `need` bytes, which `what` takes; what lies there already counts as room."""
     place = needs.data_dir
-    keep = needs.run.checkpoint.keep
-    each = max(one.checkpoint_bytes for one in taken)
     try:
         free = shutil.disk_usage(place).free
         there = sum(file.stat().st_size for file in place.glob(f"*/checkpoints/{needs.run.run}/*/*.safetensors"))
     except OSError as error:
-        return CheckResult("room for checkpoints", CheckVerdict.FAIL, f"{place}: {error.strerror or error}")
-    need = (keep + 1) * each
-    found = f"{keep} checkpoints and one that is written take {_size(need)}; free are {_size(free)}"
+        return CheckResult(check, CheckVerdict.FAIL, f"{place}: {error.strerror or error}")
+    found = f"{what} {_size(need)}; free are {_size(free)}"
     if need <= free + there:
-        return CheckResult("room for checkpoints", CheckVerdict.OK, found)
-    return CheckResult("room for checkpoints", CheckVerdict.FAIL, found, "free some, or choose another --data-dir")
+        return CheckResult(check, CheckVerdict.OK, found)
+    return CheckResult(check, CheckVerdict.FAIL, found, "free some, or choose another --data-dir")
 
 
 def _listed(stages: list[int]) -> str:
