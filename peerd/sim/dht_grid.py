@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import random
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from peerd.core.errors import LocalError
@@ -85,7 +85,7 @@ class GridSwarm:
             self._hosts[side, row] = len(hosts)
             for share, host in enumerate(hosts):
                 value = announcement(side, row, range(share, side, len(hosts)))
-                ops.append(self.sim.start(host, lambda op, v=value, r=row: q.Put(op, key_of(side, r), b"", v, 3000.0)))
+                ops.append(self.sim.start(host, _put(key_of(side, row), value)))
         for op in ops:
             self.sim.finish(op)
 
@@ -105,7 +105,7 @@ class GridSwarm:
         began, asked, messages = self.sim.now, counts.searched_peers, counts.asks
         while wanted := next_rows(ranks, found, plan.k):
             keys = {row: key_of(side, row) for row in wanted}
-            outcome = self.sim.finish(self.sim.start(reader, lambda op, k=keys: q.Get(op, tuple(k.values()))))
+            outcome = self.sim.finish(self.sim.start(reader, _get(keys.values())))
             if not isinstance(outcome.done, q.GetDone):
                 raise LocalError(f"a Get ended as {outcome.done}")
             for row, key in keys.items():
@@ -116,6 +116,15 @@ class GridSwarm:
         report.cold_ms.append(1000 * (self.sim.now - began))
         report.asked += counts.searched_peers - asked
         report.messages += counts.asks - messages
+
+
+def _put(key: Key, value: bytes) -> Callable[[int], q.Input]:
+    return lambda op: q.Put(op, key, b"", value, 3000.0)
+
+
+def _get(keys: Iterable[Key]) -> Callable[[int], q.Input]:
+    wanted = tuple(keys)
+    return lambda op: q.Get(op, wanted)
 
 
 def key_of(side: int, row: int) -> Key:

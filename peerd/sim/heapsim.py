@@ -272,7 +272,8 @@ class HeapSim:
         self.messages += 1
         other = self._by_id.get(ask.contact.peer)
         if other is None:  # a liar made it up
-            return self._at(self.now + self.config.node.silent_s, lambda: self._input(node, q.AskFailed(ask.id)))
+            self._at(self.now + self.config.node.silent_s, lambda: self._input(node, q.AskFailed(ask.id)))
+            return
         half = self.round_trip(node, other) / 2
         self._note("ask", node.number, other.number)
         self._at(self.now + half, lambda: self._arrive(node, other, ask, half))
@@ -283,7 +284,8 @@ class HeapSim:
             self._at(self.now + patience, lambda: self._input(node, q.AskFailed(ask.id)))
             return None
         if other.answers is not None:
-            return self._pretend(node, other, ask, half)
+            self._pretend(node, other, ask, half)
+            return
         reply: q.Reply | None = None
         outputs = self._settled(other).handle(self.now, q.Asked(0, node.kad.node.id, ask.request))
         for output in outputs:

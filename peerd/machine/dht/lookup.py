@@ -61,10 +61,9 @@ class SearchGuide:
     round_trips: RoundTrips
     radius: int
 
-    def cost_s(self, contact: Contact, distance: int) -> float:
-        """Expected time until an answer and, where others are beyond this peer, theirs."""
-        beyond = (distance // self.radius).bit_length()
-        return self.round_trips.expected_s(contact.peer) + beyond * self.round_trips.typical_s / _BITS_PER_HOP
+    def way_s(self, distance: int) -> float:
+        """Time that the rest of the way takes from a peer at this distance."""
+        return (distance // self.radius).bit_length() * self.round_trips.typical_s / _BITS_PER_HOP
 
 
 @dataclass(slots=True, eq=False)
@@ -74,7 +73,8 @@ class _Candidate:
     state: State = State.NEW
     asked_at: float = 0.0
     slow_at: float = 0.0
-    cost_s: float = 0.0
+    way_s: float = 0.0  # beyond it, to the holders
+    cost_s: float = 0.0  # until it has answered and, where others are beyond it, these have
     is_root: bool = False  # known from the beginning
     is_awaited: bool = False  # waited for, though nearer ones are known
     holds: bool = False  # its answer held some of what is sought
@@ -180,7 +180,8 @@ class Lookup:
             if contact.peer.raw not in self._of:
                 candidate = _Candidate(contact.place ^ self.target, contact)
                 if self._guide is not None:
-                    candidate.cost_s = self._guide.cost_s(contact, candidate.distance)
+                    candidate.way_s = self._guide.way_s(candidate.distance)
+                    candidate.cost_s = candidate.way_s + self._guide.round_trips.expected_s(contact.peer)
                 self._of[contact.peer.raw] = candidate
                 self._sorted.append(candidate)
         if len(self._sorted) > before:
@@ -297,9 +298,9 @@ class Lookup:
         view.fresh = sorted(view.new, key=_COST)
         if self._guide is not None and view.fresh:
             # Whoever is more than half a hop behind the best is asked when that one has failed.
-            best = min(candidate.cost_s for candidate in (view.fresh[0], *self._waiting))
+            best = min(candidate.way_s for candidate in (*view.fresh, *self._waiting))
             most = best + self._guide.round_trips.typical_s / 2
-            view.fresh = [candidate for candidate in view.fresh if candidate.cost_s <= most]
+            view.fresh = [candidate for candidate in view.fresh if candidate.way_s <= most]
         if self.found:
             view.fresh = view.fresh[: max(0, self._lacking(view))]
 
