@@ -9,15 +9,15 @@ from functools import partial
 from typing import ClassVar
 
 import trio
+
 from peerd.compute.experts.blocks import try_block
 from peerd.compute.experts.hosted_expert import HostedExpert
 from peerd.compute.experts.memory import experts_that_fit
-from peerd.service.experts.expert_directory import ExpertDirectory
-
 from peerd.core.errors import ConfigError
 from peerd.core.experts.grid import Uid
 from peerd.core.run.runfile import RunFile
 from peerd.role import RoleContext
+from peerd.service.experts.expert_directory import ExpertDirectory
 from peerd.training.expert.host import ExpertHost
 from peerd.training.expert.keeping import VaultKeeper
 

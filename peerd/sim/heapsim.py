@@ -282,7 +282,7 @@ class HeapSim:
         if not other.alive or not other.contact.addrs:
             patience = half if other.refuses else max(half, self.config.node.silent_s - half)
             self._at(self.now + patience, lambda: self._input(node, q.AskFailed(ask.id)))
-            return None
+            return
         if other.answers is not None:
             self._pretend(node, other, ask, half)
             return

@@ -208,6 +208,5 @@ class Task:
 
     def wake_at(self) -> float | None:
         """Time at which to call `next` though no answer came; None when only answers matter."""
-        return min(
-            (at for part in (*self._going, *self.placements) if (at := part.wake_at()) is not None), default=None
-        )
+        times = [search.wake_at() for search in self._going] + [placement.wake_at() for placement in self.placements]
+        return min((at for at in times if at is not None), default=None)

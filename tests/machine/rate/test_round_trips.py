@@ -7,9 +7,9 @@ import random
 import pytest
 
 from peerd.core.ids import Key, PeerId
-from peerd.machine.dht.lookup import SearchGuide, Lookup, LookupRule, State
-from peerd.machine.rate.round_trips import RoundTrips
+from peerd.machine.dht.lookup import Lookup, LookupRule, SearchGuide, State
 from peerd.machine.dht.routing_table import KEY_BITS, Contact, Table, place
+from peerd.machine.rate.round_trips import RoundTrips
 
 TARGET = place(Key.of("target"))
 EVERYWHERE = 1 << KEY_BITS
