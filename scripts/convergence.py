@@ -10,6 +10,9 @@ every trainer always has one batch in flight. Each expert is a quarter as wide a
 asks four, so that all models compute as much for a sample, up to the products between hidden layers. A request to an
 expert fails with probability 0.1; the baseline, whose layers are one expert each, would only begin such a batch again:
 its requests do not fail.
+
+The learning rate for digits was chosen by the held-out accuracy of DMoE-64 under both delays (one seed, some six
+settings) and for no other model: differences between models are not those of models tuned alike.
 """
 
 from __future__ import annotations
