@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from peerd.cli import invoke
 from peerd.service.state.fetch import _room
 from tests.kit.processes import Process, processes, run_file
 
@@ -33,11 +34,13 @@ def small_disk(folder: Path) -> Iterator[Path]:
         subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
-def fill(folder: Path) -> None:
-    """Leave no room."""
-    with contextlib.suppress(OSError), (folder / "fill").open("wb", buffering=0) as file:
-        while file.write(bytes(4096)):
-            pass
+def fill(folder: Path, but_bytes: int = 0) -> None:
+    """Leave no room, or so much."""
+    with (folder / "fill").open("wb", buffering=0) as file:
+        with contextlib.suppress(OSError):
+            while file.write(bytes(4096)):
+                pass
+        file.truncate(max(0, file.tell() - but_bytes))
 
 
 def test_a_disk_that_is_full_at_the_start_is_one_sentence(tmp_path: Path) -> None:
@@ -82,6 +85,34 @@ def test_a_disk_that_fills_up_costs_checkpoints_and_one_warning(tmp_path: Path) 
         for process in (trainer, *peers):
             assert process.end()[0] == 0
             assert "Error" not in process.said
+            assert "a bug" not in process.said
+
+
+def test_a_backbone_that_keeps_and_a_newcomer_on_full_disks_say_so_and_the_run_goes_on(tmp_path: Path) -> None:
+    with contextlib.ExitStack() as stack:
+        for name in ("backbone", "newcomer"):
+            stack.enter_context(small_disk(tmp_path / name))
+        started = stack.enter_context(processes(tmp_path))
+        file = run_file(tmp_path)
+        backbone = started.backbone("--config", str(file))
+        addr = backbone.address()
+        for number in range(2):
+            started.join(f"stage-{number}", "stage", file, addr)
+        trainer = started.join("trainer", "trainer", file, addr)
+        backbone.wait_until(lambda: bool(backbone.role().get("kept_steps")), "it keeps nothing", 90.0)
+        fill(backbone.data_dir)
+        backbone.wait_until(lambda: bool(backbone.role().get("not_kept")), "it says nothing", 90.0)
+        assert "No space left on device" in str(backbone.role()["not_kept"])
+        assert backbone.role()["kept_steps"], "what was whole stays"
+        fill(tmp_path / "newcomer", but_bytes=64 << 10)
+        newcomer = started.join("newcomer", "stage", file, addr)
+        reaches(newcomer, 2)
+        newcomer.wait_until(lambda: bool(newcomer.role().get("not_saved")), "it says nothing", 90.0)
+        reaches(trainer, step_of(trainer) + 20)
+        for process in (backbone, newcomer):
+            assert invoke(["status", "--data-dir", str(process.data_dir)]) == 0, "status needs no room"
+            assert process.end()[0] == 0
+            assert "Traceback" not in process.said
             assert "a bug" not in process.said
 
 
