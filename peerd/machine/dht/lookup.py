@@ -55,7 +55,7 @@ class LookupRule:
 
 
 @dataclass(frozen=True, slots=True)
-class SearchGuide:
+class LookupGuide:
     """What a node knows of the way: round trips, and how near to a key its holders probably are."""
 
     round_trips: RoundTrips
@@ -109,7 +109,7 @@ class Lookup:
         seeds: Iterable[Contact],
         rule: LookupRule,
         own: Contact | None = None,
-        guide: SearchGuide | None = None,
+        guide: LookupGuide | None = None,
     ) -> None:
         self.target = target
         self.why: str | None = None  # the reason why it ended

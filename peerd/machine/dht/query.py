@@ -208,10 +208,5 @@ class Task:
 
     def wake_at(self) -> float | None:
         """Time at which to call `next` though no answer came; None when only answers matter."""
-<<<<<<< HEAD
-        times = [search.wake_at() for search in self._going] + [placement.wake_at() for placement in self.placements]
-        return min((at for at in times if at is not None), default=None)
-=======
         parts: list[Part] = [*self._going, *self.placements]
         return min((at for part in parts if (at := part.wake_at()) is not None), default=None)
->>>>>>> db9cfaa (Type of a task's parts)

@@ -14,7 +14,7 @@ from dataclasses import replace
 from peerd.core.ids import Key
 from peerd.core.record import Record
 from peerd.machine.dht import messages as q
-from peerd.machine.dht.lookup import Lookup, LookupRule, SearchGuide
+from peerd.machine.dht.lookup import Lookup, LookupGuide, LookupRule
 from peerd.machine.dht.node_state import NodeState
 from peerd.machine.dht.query import Placement, Search, Task
 from peerd.machine.dht.requests import Dispatch
@@ -124,7 +124,7 @@ class Workbench:
     def _search(self, now: float, key: Key, rule: LookupRule, *, values: bool, most_bytes: int = 0) -> Search:
         node, target = self._node, place(key)
         node.neighbours.table.searched(now, target)
-        own, guide = next(iter(self._ourselves()), None), SearchGuide(node.round_trips, self._radius(now))
+        own, guide = next(iter(self._ourselves()), None), LookupGuide(node.round_trips, self._radius(now))
         lookup = Lookup(target, node.neighbours.seeds(now, key, target), rule, own, guide)
         held = node.store.get(node.wall(now), key, most_bytes) if values else []
         lookup.found = bool(held)

@@ -3,9 +3,9 @@
 Bucket i holds up to k peers whose distance has bit length i; the farthest ones, which half, a quarter, ... of all peers
 belong to, may hold more, for each doubling saves every look-up there a bit of its way (as libtorrent does). Old peers
 stay: a newcomer to a full bucket waits in the bucket's reserve until an old one is removed, unless the bucket is
-crowded by one network, whose newest peer then gives way (so that an attacker with one network cannot fill our view;
-while there is room, nobody is turned away). Does not decide who is alive: the caller probes the peers that `add` names,
-and removes those that are silent.
+crowded by one network, whose newest peer then gives way
+(so that an attacker with one network cannot fill our view; while there is room, nobody is turned away).
+Does not decide who is alive: the caller probes the peers that `add` names, and removes those that are silent.
 
 Invariants (`check`): every peer is in the bucket of its distance; no bucket holds more peers than it may, nor
 more than k in reserve; nobody twice; never ourselves.

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from peerd.core.ids import Key, PeerId
-from peerd.machine.dht.lookup import Lookup, LookupRule, SearchGuide, State
+from peerd.machine.dht.lookup import Lookup, LookupGuide, LookupRule, State
 from peerd.machine.dht.routing_table import KEY_BITS, Contact, Table, place
 from peerd.machine.rate.round_trips import RoundTrips
 
@@ -53,13 +53,13 @@ def test_of_peers_that_are_near_enough_the_fastest_are_asked_first() -> None:
     for fast in (known[6], known[7]):
         for _ in range(30):
             trips.answered(fast.peer, 0.01)
-    lookup = Lookup(TARGET, known, LookupRule(), guide=SearchGuide(trips, EVERYWHERE))
+    lookup = Lookup(TARGET, known, LookupRule(), guide=LookupGuide(trips, EVERYWHERE))
     assert {c.peer for c in lookup.next(0.0)[:2]} == {known[6].peer, known[7].peer}
 
 
 def test_a_peer_that_takes_longer_than_usual_no_longer_holds_up_the_search() -> None:
     known = contacts(8)
-    lookup = Lookup(TARGET, known, LookupRule(), guide=SearchGuide(seen(contacts(30)), EVERYWHERE))
+    lookup = Lookup(TARGET, known, LookupRule(), guide=LookupGuide(seen(contacts(30)), EVERYWHERE))
     asked = lookup.next(0.0)
     wake = lookup.wake_at()
     assert wake is not None
@@ -73,7 +73,7 @@ def test_three_answers_that_hold_it_suffice_though_a_nearer_peer_was_not_asked()
     trips = seen(known)
     for _ in range(30):
         trips.answered(known[0].peer, 2.0)
-    lookup = Lookup(TARGET, known, LookupRule(), guide=SearchGuide(trips, EVERYWHERE))
+    lookup = Lookup(TARGET, known, LookupRule(), guide=LookupGuide(trips, EVERYWHERE))
     asked = lookup.next(0.0)
     assert known[0] not in asked
     for contact in asked[:3]:
@@ -84,7 +84,7 @@ def test_three_answers_that_hold_it_suffice_though_a_nearer_peer_was_not_asked()
 
 def test_a_find_that_few_confirm_needs_more_answers() -> None:
     known = contacts(8)
-    lookup = Lookup(TARGET, known, LookupRule(doubt=1), guide=SearchGuide(seen(known), EVERYWHERE))
+    lookup = Lookup(TARGET, known, LookupRule(doubt=1), guide=LookupGuide(seen(known), EVERYWHERE))
     first = lookup.next(0.0)
     for contact in first:
         lookup.answered(contact.peer, [], holds=contact is first[0])
@@ -96,7 +96,7 @@ def test_peers_of_the_own_table_are_asked_before_a_circle_of_liars_ends_the_sear
     everybody = contacts(40)
     liars, own = everybody[:10], everybody[30:]
     lookup = Lookup(
-        TARGET, own, LookupRule(want=4, roots=4), guide=SearchGuide(seen(everybody), everybody[12].place ^ TARGET)
+        TARGET, own, LookupRule(want=4, roots=4), guide=LookupGuide(seen(everybody), everybody[12].place ^ TARGET)
     )
     asked: set[PeerId] = set()
     now = 0.0
