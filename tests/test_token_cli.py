@@ -40,7 +40,10 @@ def issue(place: Path, capsys: pytest.CaptureFixture[str], *more: str, peer: Key
     ("roles", "says"),
     [
         ("stage,trainr", "--roles: 'trainr' is no role here; did you mean trainer?"),
-        ("walrus", "--roles: 'walrus' is no role here; allowed: aux, backbone, stage, trainer; a role of your own is"),
+        (
+            "walrus",
+            "--roles: 'walrus' is no role here; allowed: aux, backbone, expert, stage, trainer; a role of your own is",
+        ),
         ("no_such_file:Role", "there is no module no_such_file"),
     ],
 )

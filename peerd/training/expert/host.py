@@ -239,9 +239,7 @@ class ExpertHost:
         self.experts[uid] = Hosted(model, generation, model.version)
         if generation or state is not None:
             self.tally.adopted += 1
-            self._ctx.log.event(
-                "expert.taken", level="debug", expert=str(uid), generation=generation, version=model.version
-            )
+            self._ctx.log.event("expert.taken", expert=str(uid), generation=generation, version=model.version)
         self._changed.notify()
 
     async def drop(self, uid: Uid, why: str) -> None:

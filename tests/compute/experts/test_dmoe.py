@@ -31,7 +31,8 @@ def both(run: RunFile, missing: set[Uid] | None = None) -> tuple[DMoE, LocalExpe
 
 def assert_same(mine: Any, theirs: Any) -> None:
     """Equal to one millionth of the largest value, or of 1: float32 has seven digits."""
-    assert torch.allclose(mine, theirs, atol=1e-6 * max(1.0, float(theirs.abs().max())), rtol=0)
+    largest = float(theirs.detach().abs().max())
+    assert torch.allclose(mine, theirs, atol=1e-6 * max(1.0, largest), rtol=0)
 
 
 def assert_same_experts(local: LocalExperts, plain: PlainMoE) -> None:
