@@ -184,10 +184,11 @@ def status(
     swarm: Annotated[bool, typer.Option("--swarm", help="The swarm only, and who gave how much to it.")] = False,
     watch: Annotated[bool, typer.Option("--watch", help="Keep showing it until Ctrl+C.")] = False,
     as_json: AsJson = False,
+    as_metrics: Annotated[bool, typer.Option("--metrics", help="Figures as Prometheus reads them.")] = False,
     data_dir: DataDir = None,
 ) -> None:
     """Show a running daemon and the swarm as it sees it."""
-    from peerd.commands.status import status_view, watch_view
+    from peerd.commands.status import metrics, status_view, watch_view
     from peerd.control import socket
 
     def ask() -> status_view.Snapshot:
@@ -199,6 +200,8 @@ def status(
         if watch:
             watcher = watch_view.Watcher()
             watch_view.watch(ask, as_json=as_json, draw=watcher.draw_swarm if swarm else watcher.draw)
+        elif as_metrics:
+            typer.echo(metrics.metrics_text(socket.ask(data_dir)), nl=False)
         elif as_json:
             typer.echo(json.dumps(ask(), indent=1, ensure_ascii=False))
         else:

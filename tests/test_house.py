@@ -135,7 +135,7 @@ FLAGS = {
         *("link", "--yes", "--data", "--token", "--allow-code"),
         *("--upload-mbit", "--download-mbit", "--threads", "--nice", "--memory-gb", "--hours"),
     },
-    "status": {"--swarm", "--watch", "--json", "--data-dir", "--help"},
+    "status": {"--swarm", "--watch", "--json", "--metrics", "--data-dir", "--help"},
     "demo": {"--kind", "--steps", "--data", "--calm", "--json", "--data-dir", "--help"},
     "identity": {"--model", "--config", "--run", "--data-dir", "--json", "--help"},
     "export": {"run_dir", "--backbone", "--out", "--run", "--step", "--model", "--config", "--json", "--help"},

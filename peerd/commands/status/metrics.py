@@ -1,0 +1,81 @@
+"""A status snapshot as metrics for other tools: the text format of Prometheus, one figure a line.
+
+For a collector that reads a file or a command's output, such as node_exporter's textfile collector. Knows the
+snapshot's keys and nothing of the daemon. Names are ours; what a snapshot says may have come from strangers and stands
+in label values only, escaped, or is no finite number and left out.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
+
+from peerd.screen import units
+
+_SWARM: Final = {
+    "step": "global steps made",
+    "loss": "training loss, nats per token",
+    "valid_loss": "validation loss, nats per token",
+    "samples_per_s": "samples a second of the whole swarm",
+    "tokens_per_s": "tokens a second of the whole swarm",
+    "microbatches": "microbatches counted",
+    "redone": "microbatches done again",
+    "lost": "microbatches lost",
+}
+_NETWORK: Final = {"bytes_in": "bytes received", "bytes_out": "bytes sent", "streams": "open streams"}
+_DHT: Final = {
+    "peers": "peers of the routing table",
+    "records_held": "records held for others",
+    "lookups": "look-ups made",
+    "lies": "answers that broke the directory's rules",
+}
+Figure = tuple[str, str, Mapping[str, str], object]  # name, help, labels, value
+
+
+def metrics_text(snapshot: Mapping[str, Any]) -> str:
+    """All figures of a snapshot that are finite numbers, those of one name together."""
+    lines: dict[str, list[str]] = {}
+    for name, words, labels, value in _figures(snapshot):
+        number = units.known(int(value) if isinstance(value, bool) else value)
+        if number is None:
+            continue
+        told = ",".join(f'{key}="{_escaped(text)}"' for key, text in labels.items())
+        found = lines.setdefault(name, [f"# HELP {name} {words}", f"# TYPE {name} gauge"])
+        found.append(f"{name}{{{told}}} {number:.10g}")
+    return "".join(f"{line}\n" for found in lines.values() for line in found)
+
+
+def _figures(snapshot: Mapping[str, Any]) -> Iterator[Figure]:
+    run = {"run": str(snapshot.get("run") or "")}
+    yield "peerd_uptime_seconds", "time since the daemon started", run, snapshot.get("uptime_s")
+    swarm = snapshot.get("swarm") or {}
+    for key, words in _SWARM.items():
+        yield f"peerd_swarm_{key}", words, run, swarm.get(key)
+    still = swarm.get("standstill")
+    yield "peerd_swarm_standstill_seconds", "how long the run has stood still", run, still["for_s"] if still else 0
+    for stage in swarm.get("stages") or []:
+        labels = run | {"stage": str(stage.get("stage"))}
+        yield "peerd_swarm_stage_peers", "peers that announce a stage", labels, len(stage.get("peers") or [])
+    net = snapshot.get("network") or {}
+    yield "peerd_network_peers", "connected peers", run, len(net.get("peers") or [])
+    for key, words in _NETWORK.items():
+        yield f"peerd_network_{key}", words, run, net.get(key)
+    for key, words in _DHT.items():
+        yield f"peerd_dht_{key}", words, run, (snapshot.get("dht") or {}).get(key)
+    yield "peerd_faults", "faults of this program since it started", run, (snapshot.get("faults") or {}).get("count")
+    for role in snapshot.get("roles") or []:
+        yield from _role(run | {"role": str(role.get("role"))}, role)
+
+
+def _role(labels: Mapping[str, str], role: Mapping[str, Any]) -> Iterator[Figure]:
+    """A role's own plain figures, by their names."""
+    works = role.get("state") == "running" and not role.get("waits_for")
+    yield "peerd_role_working", "1 while the role runs and waits for nothing", labels, works
+    for key, value in role.items():
+        if isinstance(value, bool | int | float) and re.fullmatch("[a-z][a-z0-9_]*", key):
+            yield f"peerd_role_{key}", f"{key} of a role, as in peerd status --json", labels, value
+
+
+def _escaped(text: str) -> str:
+    return text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
