@@ -97,7 +97,7 @@ def _address(host: PeerdProcess) -> str:
 
 async def _measure(address: str, callers: int, seconds: float) -> float:
     clock = RealClock()
-    stack = peer_stack(Keypair.generate(clock.secure_bytes(32)), clock, [TcpTransport()])
+    stack = peer_stack(Keypair.generate(clock.secure_bytes), clock, [TcpTransport()])
     async with trio.open_nursery() as nursery, DeviceWorker("cpu", threads=1) as worker:
         await nursery.start(stack.run, [], [Multiaddr(address)])
         rate = await _call(stack, worker, callers, seconds)
