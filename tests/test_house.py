@@ -40,7 +40,7 @@ LAYERS = {
     "config": {"core", "contents", "log"},
     "role": {"core", "net", "service", "log"},
     "training": {"core", "machine", "service", "compute", "role", "log", "signals"},
-    "library": {"core", "net", "compute", "control", "training", "config", "daemon", "home", "launch", "log"},
+    "library": {"core", "net", "compute", "control", "training", "config", "daemon", "home", "launch", "log", "role"},
     "registry": {"core", "local_code", "log", "role"},
     "control": {"core", "machine", "net", "service", "home", "log"},
     "commands": {

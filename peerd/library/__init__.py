@@ -1,1 +1,1 @@
-"""What users import into training loops of their own; each file stands for itself, with a peer in the background."""
+"""The library for training loops of one's own: each class runs a peer in a background thread."""

@@ -12,10 +12,7 @@ import atexit
 import contextlib
 import functools
 import logging
-import math
 import os
-import sys
-import tempfile
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -32,9 +29,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from peerd.compute.model.schedule import Made
 from peerd.compute.model.shared_buffers import GradientNotFinite, Live, buffers_of
 from peerd.compute.model.user_model import UserModel
-from peerd.config import check_addresses, section_of
-from peerd.control.company import CompanyWish
-from peerd.core.errors import ConfigError, PeerdError
+from peerd.config import section_of
+from peerd.core.errors import ConfigError
 from peerd.core.messages.swarm import MAX_MICROBATCHES
 from peerd.core.run.check import check
 from peerd.core.run.runfile import (
@@ -48,21 +44,16 @@ from peerd.core.run.runfile import (
     PipelineSection,
     RunFile,
 )
-from peerd.daemon import Daemon, DaemonPlan, leaf
-from peerd.launch import assembled
+from peerd.daemon import Daemon
+from peerd.library.background import CLOSE_S, BackgroundWish, Closed, check_texts, company_wish, failure_of
 from peerd.training.user_loop.averager import UserPart, role_for
 from peerd.training.user_loop.handoff import Desk
 
-CLOSE_S: Final = 10.0  # the drain of a daemon; then the thread is left to itself
 _PATIENCE_S: Final = 10.0  # with a user who is elsewhere while the others step
 _DELAYED_PATIENCE_S: Final = 45.0  # where that is the rule: the user computes for the next step; others wait a minute
 _SAVE_STEPS: Final = 50
 
 logging.getLogger("peerd").addHandler(logging.NullHandler())  # a library is silent unless its user asks
-
-
-class Closed(PeerdError):
-    """The peer behind an optimizer has been closed."""
 
 
 class AveragingOptimizer:
@@ -129,9 +120,13 @@ class AveragingOptimizer:
             raise ConfigError(f"min_peers is {min_peers}; it must be at least 1")
         self._desk = Desk(_DELAYED_PATIENCE_S if delayed else _PATIENCE_S, int(delayed))
         self._part = UserPart(self._model, self._desk, samples_per_step, min_peers, saves=data_dir is not None)
-        self._home = Path(data_dir) if data_dir is not None else None
-        self._bootstrap, self._listen, self._log_level = tuple(bootstrap), tuple(listen), log_level
-        self._company = company_wish(alone, wait_s)
+        self._wish = BackgroundWish(
+            bootstrap=tuple(bootstrap),
+            listen=tuple(listen),
+            home=Path(data_dir) if data_dir is not None else None,
+            company=company_wish(alone, wait_s),
+            log_level=log_level,
+        )
         self._announce, self._address = announce, ""
         self._thread: threading.Thread | None = None
         self._daemon: Daemon | None = None
@@ -256,30 +251,13 @@ class AveragingOptimizer:
 
     def _work(self) -> None:
         """The thread. Whatever ends it, the user hears of."""
-        result = outcome.capture(trio.run, self._main)
-        failure: BaseException = Closed("this averaging peer has been closed")
-        if isinstance(result, outcome.Error):
-            failure = result.error
-            if isinstance(failure, ExceptionGroup):
-                failure = leaf(failure)
-        self._desk.end(failure)
+        self._desk.end(failure_of(outcome.capture(trio.run, self._main), "this averaging peer has been closed"))
 
     async def _main(self) -> None:
         self._token = trio.lowlevel.current_trio_token()
         self._desk.open(self._token)
         with contextlib.ExitStack() as stack:
-            plan = DaemonPlan(
-                roles=(role_for(self._part),),
-                run=self._run,
-                bootstrap=self._bootstrap,
-                listen=self._listen,
-                data_dir=self._home or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="peerd-"))),
-                log_level=self._log_level or "info",
-                announce=self._listens,
-                company=self._company,
-                warn=self._warn if self._log_level is None else lambda text: None,  # else it is in the log
-            )
-            self._daemon = stack.enter_context(assembled(plan, sys.stderr if self._log_level is not None else None))
+            self._daemon = self._wish.daemon(stack, self._run, role_for(self._part), self._listens)
             if not self._closing:
                 _, never = trio.open_memory_channel[int](0)
                 await self._daemon.run(never)
@@ -287,10 +265,6 @@ class AveragingOptimizer:
     def _listens(self, address: str) -> None:
         self._address = address
         self._announce(address)
-
-    def _warn(self, text: str) -> None:
-        with contextlib.suppress(OSError, ValueError):
-            print(f"peerd {self._run.run}: {text}", file=sys.stderr, flush=True)
 
     def _stop(self) -> None:
         self._last_status = self._snapshot()
@@ -304,14 +278,6 @@ def _live(model: torch.nn.Module | None, named: Iterable[tuple[str, Tensor]] | N
         given = dict(named)
         return lambda: given
     return buffers_of(model) if model is not None else dict
-
-
-def company_wish(alone: bool, wait_s: float | None) -> CompanyWish:
-    """The wish for peers to begin with, of a library's user."""
-    if wait_s is not None and not wait_s > 0:
-        raise ConfigError(f"wait_s is {wait_s}; it must be above 0, or None: for as long as it takes")
-    patience_s = math.inf if wait_s is None else wait_s
-    return CompanyWish(alone=alone, advice="alone=True begins without", patience_s=patience_s)
 
 
 def _averaging(code: str, rank: int) -> AveragingSection:
@@ -348,10 +314,3 @@ def _run_file(run: str, model: UserModel, sizes: tuple[int, int], averaging: Ave
     if faults:
         raise ConfigError("; ".join(faults))
     return made
-
-
-def check_texts(option: str, addresses: Sequence[str]) -> None:
-    """ConfigError for addresses that are none."""
-    if isinstance(addresses, str):
-        raise ConfigError(f"{option}: give a list of addresses, not one text")
-    check_addresses(option, addresses)

@@ -12,8 +12,6 @@ import contextlib
 import logging
 import os
 import queue
-import sys
-import tempfile
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -29,9 +27,8 @@ from peerd.core.errors import ConfigError
 from peerd.core.experts.contract import ExpertAsk, ExpertCaller, ExpertReply
 from peerd.core.experts.grid import Uid
 from peerd.core.run.runfile import RunFile
-from peerd.daemon import Daemon, DaemonPlan, leaf
-from peerd.launch import assembled
-from peerd.library.averaging_optimizer import CLOSE_S, Closed, check_texts, company_wish
+from peerd.daemon import Daemon
+from peerd.library.background import CLOSE_S, BackgroundWish, Closed, check_texts, company_wish, failure_of
 from peerd.training.user_loop.expert_calls import CallerPart, calls_role_for
 
 if TYPE_CHECKING:
@@ -68,9 +65,13 @@ class ExpertPeer:
             raise ConfigError(f"run {self.run.run!r} has no experts: its run file lacks the section experts")
         check_texts("bootstrap", bootstrap)
         check_texts("listen", listen)
-        self._bootstrap, self._listen = (*self.run.bootstrap, *bootstrap), tuple(listen)
-        self._home = Path(data_dir) if data_dir is not None else None
-        self._company, self._log_level = company_wish(alone, wait_s), log_level
+        self._wish = BackgroundWish(
+            bootstrap=(*self.run.bootstrap, *bootstrap),
+            listen=tuple(listen),
+            home=Path(data_dir) if data_dir is not None else None,
+            company=company_wish(alone, wait_s),
+            log_level=log_level,
+        )
         self._part = CallerPart(self._opened)
         self._begun: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
         self._calls: ExpertCaller | None = None
@@ -118,7 +119,7 @@ class ExpertPeer:
         self.close()
 
     def status(self) -> dict[str, Any]:
-        """What became of the calls to experts; empty where the peer does not run."""
+        """Figures of the calls to experts; empty where the peer does not run."""
         if self._token is not None:
             with contextlib.suppress(trio.RunFinishedError, trio.Cancelled):
                 return trio.from_thread.run_sync(self._snapshot, trio_token=self._token)
@@ -147,30 +148,14 @@ class ExpertPeer:
 
     def _work(self) -> None:
         """The thread. Whatever ends it, the user hears of."""
-        result = outcome.capture(trio.run, self._main)
-        failure: BaseException = Closed("this peer has been closed")
-        if isinstance(result, outcome.Error):
-            failure = result.error
-            if isinstance(failure, ExceptionGroup):
-                failure = leaf(failure)
+        failure = failure_of(outcome.capture(trio.run, self._main), "this peer has been closed")
         self._failure, self._calls, self._token = failure, None, None
         self._begun.put(failure)
 
     async def _main(self) -> None:
         self._token = trio.lowlevel.current_trio_token()
         with contextlib.ExitStack() as stack:
-            plan = DaemonPlan(
-                roles=(calls_role_for(self._part),),
-                run=self.run,
-                bootstrap=self._bootstrap,
-                listen=self._listen,
-                data_dir=self._home or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="peerd-"))),
-                log_level=self._log_level or "info",
-                announce=self._listens,
-                company=self._company,
-                warn=self._warn if self._log_level is None else lambda text: None,  # else it is in the log
-            )
-            self._daemon = stack.enter_context(assembled(plan, sys.stderr if self._log_level is not None else None))
+            self._daemon = self._wish.daemon(stack, self.run, calls_role_for(self._part), self._listens)
             if not self._closing:
                 _, never = trio.open_memory_channel[int](0)
                 await self._daemon.run(never)
@@ -184,10 +169,6 @@ class ExpertPeer:
 
     def _snapshot(self) -> dict[str, Any]:
         return self._part.role.status() if self._part.role is not None else {}
-
-    def _warn(self, text: str) -> None:
-        with contextlib.suppress(OSError, ValueError):
-            print(f"peerd {self.run.run}: {text}", file=sys.stderr, flush=True)
 
     def _stop(self) -> None:
         if self._daemon is not None:

@@ -13,7 +13,7 @@ import torch
 import peerd
 from peerd.core.errors import ConfigError, Unreachable
 from peerd.core.run.runfile import ExpertsSection, ModelSection, RunFile
-from peerd.library.averaging_optimizer import Closed
+from peerd.library.background import Closed
 
 LOOPBACK = ["/ip4/127.0.0.1/tcp/0"]
 RUN = RunFile(run="test", model=ModelSection(d_model=8), experts=ExpertsSection(grid=[2, 2], timeout_s=1.0))

@@ -1,0 +1,87 @@
+"""The peer in the background of a user's own loop: its daemon put together, and what ended it in one error.
+
+Shared by the classes of the library; it starts no thread and knows nothing of what the peer is for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import outcome
+
+from peerd.config import check_addresses
+from peerd.control.company import CompanyWish
+from peerd.core.errors import ConfigError, PeerdError
+from peerd.core.run.runfile import RunFile
+from peerd.daemon import Daemon, DaemonPlan, leaf
+from peerd.launch import assembled
+from peerd.role import Role
+
+CLOSE_S: Final = 10.0  # the drain of a daemon; then the thread is left to itself
+
+
+class Closed(PeerdError):
+    """The peer in the background has been closed, or never ran."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BackgroundWish:
+    """A user's wishes for the peer. `home` None: a folder that goes with it; `log_level` None: nothing on stderr."""
+
+    bootstrap: tuple[str, ...]
+    listen: tuple[str, ...]
+    home: Path | None
+    company: CompanyWish
+    log_level: str | None
+
+    def daemon(
+        self, stack: contextlib.ExitStack, run: RunFile, role: type[Role], announce: Callable[[str], None]
+    ) -> Daemon:
+        """The daemon with this one role; what it needs is open until `stack` closes."""
+
+        def warn(text: str) -> None:
+            with contextlib.suppress(OSError, ValueError):
+                print(f"peerd {run.run}: {text}", file=sys.stderr, flush=True)
+
+        silent = self.log_level is None
+        plan = DaemonPlan(
+            roles=(role,),
+            run=run,
+            bootstrap=self.bootstrap,
+            listen=self.listen,
+            data_dir=self.home or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="peerd-"))),
+            log_level=self.log_level or "info",
+            announce=announce,
+            company=self.company,
+            warn=warn if silent else lambda text: None,  # else it is in the log
+        )
+        return stack.enter_context(assembled(plan, None if silent else sys.stderr))
+
+
+def company_wish(alone: bool, wait_s: float | None) -> CompanyWish:
+    """The wish for peers to begin with, of a library's user."""
+    if wait_s is not None and not wait_s > 0:
+        raise ConfigError(f"wait_s is {wait_s}; it must be above 0, or None: for as long as it takes")
+    patience_s = math.inf if wait_s is None else wait_s
+    return CompanyWish(alone=alone, advice="alone=True begins without", patience_s=patience_s)
+
+
+def check_texts(option: str, addresses: Sequence[str]) -> None:
+    """ConfigError for one text in place of a list, and for what is no address."""
+    if isinstance(addresses, str):
+        raise ConfigError(f"{option}: give a list of addresses, not one text")
+    check_addresses(option, addresses)
+
+
+def failure_of(result: outcome.Outcome[None], closed: str) -> BaseException:
+    """The one error that ended a background loop; `Closed` with that text where none did."""
+    if not isinstance(result, outcome.Error):
+        return Closed(closed)
+    return leaf(result.error) if isinstance(result.error, ExceptionGroup) else result.error
