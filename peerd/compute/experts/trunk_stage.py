@@ -13,6 +13,7 @@ from torch import Tensor
 
 from peerd.compute.experts.flight import Flight
 from peerd.compute.experts.trunk import TrunkModule
+from peerd.compute.model.grad_sums import to_make_again
 from peerd.compute.model.served_stage import ServedStage, Stale
 from peerd.core.messages.swarm import Mb
 from peerd.core.run.runfile import RunFile
@@ -46,11 +47,9 @@ class TrunkStage(ServedStage):
     def keep_only(self, step: int, wanted: Iterable[Mb]) -> list[Mb]:
         """Returns what is wanted but not held; forgets the sum of `step` when it has something else in it."""
         self._under_way(step)
-        wanted = set(wanted)
-        missing = sorted(wanted - self._held.keys())
-        if not missing and self._held.keys() - wanted:
+        missing, forget = to_make_again(self._held, wanted)
+        if forget:
             self._drop_due()
-            return sorted(wanted)
         return missing
 
     def unusable(self, step: int) -> list[Mb]:

@@ -1,16 +1,30 @@
 """Gradient accumulators: the sum of the step under way and, in a delayed run, of the step after it.
 
-Flat, one value for each parameter. `ahead` counts steps from the one under way. Knows tensors, no microbatches.
+Flat, one value for each parameter. `ahead` counts steps from the one under way. `Sums` knows tensors, no microbatches;
+`to_make_again` knows microbatches, no tensors.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 import torch
 from torch import Tensor
 
 from peerd.compute.flat import Layout
+from peerd.core.messages.swarm import Mb
+
+
+def to_make_again(held: Collection[Mb], wanted: Iterable[Mb]) -> tuple[list[Mb], bool]:
+    """The microbatches that are wanted and lacking in a sum that cannot be taken apart, and whether to forget it.
+
+    It is forgotten, and all of them lack, where it has all that is wanted and something else besides.
+    """
+    wanted = set(wanted)
+    missing = sorted(wanted.difference(held))
+    if not missing and set(held) - wanted:
+        return sorted(wanted), True
+    return missing, False
 
 
 class Sums:

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from peerd.compute.codec.powersgd import low_rank_of
 from peerd.compute.flat import Layout
-from peerd.compute.model.grad_sums import Sums
+from peerd.compute.model.grad_sums import Sums, to_make_again
 from peerd.compute.model.schedule import Made, Schedule
 from peerd.compute.model.served_stage import Stale, Vector, items_of
 from peerd.compute.model.shared_buffers import GradientNotFinite, Live, SharedBuffers
@@ -228,11 +228,9 @@ class UserModel:
     def keep_only(self, step: int, wanted: Iterable[Mb]) -> list[Mb]:
         """Returns what is wanted but not held; forgets the sum of `step` when it has something else in it."""
         self._at(step)
-        wanted = set(wanted)
-        missing = sorted(wanted - self._held.keys())
-        if not missing and self._held.keys() - wanted:
+        missing, forget = to_make_again(self._held, wanted)
+        if forget:
             self._drop_due()
-            return sorted(wanted)
         return missing
 
     def unusable(self, step: int) -> list[Mb]:
