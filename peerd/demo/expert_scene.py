@@ -107,12 +107,12 @@ class ExpertReport:
         orphaned = saved.keys()
         back = {uid: event for uid, event in scene.back.items() if uid in orphaned}
         return cls(
-            loss_start=scene.valid_losses[min(scene.valid_losses)] if scene.valid_losses else None,
-            loss_end=scene.valid_losses[max(scene.valid_losses)] if scene.valid_losses else None,
+            loss_start=scene.loss_start,
+            loss_end=scene.loss_end,
             loss_at_kill=at_kill,
             loss_after_kill=after,
             steps=scene.step,
-            seconds=max(scene.step_times.values(), default=0.0),
+            seconds=scene.seconds,
             tokens_per_s=scene.tokens_per_s(),
             wire_bytes_per_token=report.finite(scene.bytes_per_token()),
             killed=len(scene.killed),

@@ -203,12 +203,12 @@ class StageStory(Story):
         at_kill, after = report.losses_around(scene, self.kill_step)
         checkpoint = outcome.gather_checkpoint(self._children.folder, self._run)
         found = report.Report(
-            loss_start=scene.valid_losses[min(scene.valid_losses)] if scene.valid_losses else None,
-            loss_end=scene.valid_losses[max(scene.valid_losses)] if scene.valid_losses else None,
+            loss_start=scene.loss_start,
+            loss_end=scene.loss_end,
             loss_at_kill=at_kill,
             loss_after_kill=after,
             steps=scene.step,
-            seconds=max(scene.step_times.values(), default=0.0),
+            seconds=scene.seconds,
             tokens_per_s=scene.tokens_per_s(),
             wire_bytes_per_token=report.finite(scene.bytes_per_token()),
             killed=len(scene.killed),

@@ -91,6 +91,21 @@ class Scene:
         passed_s = self.step_times[steps[-1]] - self.step_times[first]
         return (steps[-1] - first) * self.tokens_per_step / passed_s if passed_s > 0 else 0.0
 
+    @property
+    def loss_start(self) -> float | None:
+        """The first validation loss."""
+        return self.valid_losses[min(self.valid_losses)] if self.valid_losses else None
+
+    @property
+    def loss_end(self) -> float | None:
+        """The last validation loss."""
+        return self.valid_losses[max(self.valid_losses)] if self.valid_losses else None
+
+    @property
+    def seconds(self) -> float:
+        """Time from the start to the last step."""
+        return max(self.step_times.values(), default=0.0)
+
     def bytes_per_token(self) -> float:
         """Bytes that all processes together sent, per trained token."""
         return self.bytes_out / (self.step * self.tokens_per_step) if self.step else math.nan

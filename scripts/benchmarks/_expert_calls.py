@@ -18,6 +18,7 @@ import trio
 import yaml
 from multiaddr import Multiaddr
 from peerd_process import PeerdProcess
+from waiting import eventually
 
 from peerd.compute.codec.frames import to_frame
 from peerd.compute.experts.hosted_expert import HostedExpert
@@ -85,14 +86,17 @@ def remote_rates(seconds: float) -> dict[str, float]:
 
 
 def _address(host: PeerdProcess) -> str:
-    until = time.monotonic() + START_S
-    while time.monotonic() < until and host.popen.poll() is None:
-        told = host.status()
-        roles: Sequence[dict[str, Any]] = told.get("roles") or [{}]
-        if (roles[0].get("hosted") or 0) >= EXPERTS:
-            return str(told["peer"]["addrs"][0])
-        time.sleep(0.2)
-    raise RuntimeError(f"the host did not start:\n{host.said[-2000:]}")
+    """Where the host listens, once it has all experts."""
+
+    def hosts_all() -> bool:
+        roles: Sequence[dict[str, Any]] = host.status().get("roles") or [{}]
+        return host.popen.poll() is not None or (roles[0].get("hosted") or 0) >= EXPERTS
+
+    eventually(hosts_all, START_S)
+    addrs = (host.status().get("peer") or {}).get("addrs")
+    if not addrs:
+        raise RuntimeError(f"the host did not start:\n{host.said[-2000:]}")
+    return str(addrs[0])
 
 
 async def _measure(address: str, callers: int, seconds: float) -> float:

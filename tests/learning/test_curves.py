@@ -20,7 +20,9 @@ def test_a_picture_is_well_formed_and_has_a_line_for_each_curve() -> None:
 
 
 def test_a_picture_of_one_value_does_not_divide_by_zero() -> None:
-    ElementTree.fromstring(svg("t", ("x", "y"), [Line("a", [1.0], [[2.0]])]))
+    root = ElementTree.fromstring(svg("t", ("x", "y"), [Line("a", [1.0], [[2.0]])]))
+    assert "nan" not in ElementTree.tostring(root, "unicode")
+    assert root.find(f"{SVG}polyline") is not None
 
 
 def test_values_below_the_bottom_stay_in_the_picture() -> None:
