@@ -15,7 +15,7 @@ __version__ = VERSION
 
 
 def __getattr__(name: str) -> Any:
-    """What brings torch, which most of peerd does without, is imported when it is asked for."""
+    """Late import of the parts that bring torch: most of peerd does without it."""
     if name == "AveragingOptimizer":
         from peerd.library.averaging_optimizer import AveragingOptimizer
 

@@ -76,7 +76,7 @@ def _microbatches(told: Any, role: Told) -> str:
 
 
 def _experts(told: Any, role: Told) -> str:
-    """What a trainer's microbatches do with experts of others."""
+    """Phrase on a trainer's microbatches and the experts that they met."""
     if not isinstance(told, dict) or "updates" not in told:
         return _plain("experts", told)
     phrase = f"{units.counted(told['updates'], 'update')} of experts"

@@ -209,7 +209,7 @@ class TrunkModule(StageModule):
     def _backward(
         self, index: int, inputs: Sequence[Tensor], compute: Callable[[], Tensor], largest: float
     ) -> tuple[Tensor, dict[int, Tensor], Sequence[Tensor]]:
-        """What `compute` gives, and its gradients: of the segment's parameters by number, and of `inputs`."""
+        """Value of `compute`, and its gradients: of the segment's parameters by number, and of `inputs`."""
         parameters = [self._parameters[i] for i in self._places[index]]
         value, gradients = self._precision.backward(compute, [*parameters, *inputs], None, largest)
         if not all(map(all_finite, gradients)) or not all_finite(value.detach()):
@@ -245,7 +245,7 @@ def _segments(run: RunFile, names: Sequence[str]) -> list[list[str]]:
 
 
 def _leaves(before: Junction, answers: Answers) -> tuple[tuple[Tensor, Tensor], Answers]:
-    """What a segment's gradients are wanted of, cut off from whoever made it."""
+    """Inputs of a segment as leaves of a graph of their own, whose gradients are wanted."""
     residual, scores, outputs = (t.detach().requires_grad_() for t in (before.residual, before.scores, answers.outputs))
     return (residual, scores), Answers(outputs, answers.columns, answers.came)
 

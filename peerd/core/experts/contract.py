@@ -1,4 +1,4 @@
-"""What a layer of experts asks of the network: the contract between torch code and the peer that carries its calls.
+"""Contract between a layer of experts in torch code and the peer that carries its calls.
 
 A layer (`compute/experts`) scores the coordinates of the grid, has the live experts with the best scores chosen, and
 sends each of them the samples that it has for it. It knows no peers, no deadlines and no trio; whoever carries its

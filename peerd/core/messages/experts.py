@@ -98,7 +98,7 @@ class Gradient(Message, frozen=True):
 
 
 class Announced(Message, frozen=True):
-    """What one host has below one prefix, as it publishes it.
+    """Announcement of the experts that one host has below one prefix.
 
     `below` is a bitmap of the next coordinates. Below the last prefix these are experts, and `generations` and
     `versions` hold one number for each of them, in the order of their coordinates; above it both are empty.

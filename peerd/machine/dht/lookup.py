@@ -56,7 +56,7 @@ class LookupRule:
 
 @dataclass(frozen=True, slots=True)
 class LookupGuide:
-    """What a node knows of the way: round trips, and how near to a key its holders probably are."""
+    """A node's knowledge of the way to a key: round trips, and the distance within which its holders probably are."""
 
     round_trips: RoundTrips
     radius: int
@@ -244,7 +244,7 @@ class Lookup:
         return further
 
     def _room(self, view: _View) -> int:
-        """How many more may be asked at once."""
+        """Number of further peers that may be asked at once."""
         rule, extra = self._rule, self._rule.hurry if self.hurried else 0
         limit = rule.approach if self._is_far(view) else rule.parallel
         if view.near:
@@ -257,7 +257,7 @@ class Lookup:
         return self._guide is not None and bool(view.new) and view.new[0].distance > self._guide.radius
 
     def _lacking(self, view: _View) -> int:
-        """How many must be asked beside those that are, so that `enough` holders answer though some are slow."""
+        """Number of peers still to be asked, so that `enough` holders answer though some are slow."""
         spare = self._rule.spare + (self._rule.hurry if self.hurried else 0)
         return self._rule.enough + spare - view.holders - view.pending
 
@@ -291,7 +291,7 @@ class Lookup:
         return view
 
     def _decide(self, view: _View) -> None:
-        """Who must still answer: each of the `want` nearest or, once something was found, as many as are lacking."""
+        """Choice of the peers that must still answer: the `want` nearest, or after a find as many as are lacking."""
         if view.pending < len(self._waiting) and view.usable == self._rule.want:
             self._overtake(self._waiting)
         view.waiting = view.pending > 0 or any(candidate.is_awaited for candidate in self._waiting)
