@@ -132,7 +132,7 @@ class Post:
         self._leaving = True
         model = self.state.model
         with trio.move_on_after(_LEAVE_PATIENCE_S):
-            while (model.held or model.early) and not self._complete and not self._stands_still:
+            while (model.held or model.early) and not (self._complete or self._stands_still or self._works_alone):
                 await self.state.stepped.wait()
         await self.state.save()
         with trio.move_on_after(_LEAVE_PATIENCE_S):
@@ -171,6 +171,11 @@ class Post:
         """True while no step can end, since a stage has no peer."""
         staffed = {m.stage for m in self.members if m.since}
         return not staffed.issuperset(range(self._run.pipeline.stages))
+
+    @property
+    def _works_alone(self) -> bool:
+        """True while a user's own loop has no other peer: nobody else's microbatches will end the step."""
+        return self._own is not None and all(m.peer == self._ctx.host.id.text for m in self.members)
 
     def _arrived(self, anew: bool) -> None:
         self.orders.arrived(anew)
