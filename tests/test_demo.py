@@ -20,6 +20,7 @@ from peerd.core.errors import ConfigError
 from peerd.demo import children as children_module
 from peerd.demo import tether
 from peerd.demo.children import Child, Children
+from peerd.demo.expert_scene import ExpertScene, HostRow
 from peerd.demo.scene import Scene
 from peerd.demo.screen import LineScreen, picture
 from peerd.demo.setting import DemoWish, prepare
@@ -122,6 +123,14 @@ def test_the_demo_fits_the_screen_and_shows_the_kill_the_counters_and_the_way_ou
     assert sum(any("\u2801" <= c <= "\u28ff" for c in line) for line in lines) >= 4
     assert shown.index("killed stage-2") < shown.index("started stage-5")
     assert "event 0 " not in "\n".join(drawn(busy_scene(), 80, 24))
+
+
+def test_a_host_that_was_killed_has_no_rate_any_more() -> None:
+    rows = [HostRow(f"host-{n}", 10, 700 + n, 14.8, 0, "", running=n != 2) for n in (1, 2)]
+    scene = ExpertScene(total_steps=10, tokens_per_step=100, hosts=rows, killed=["host-2"])
+    alive, dead = (next(line for line in drawn(scene, 80, 24) if f"host-{n}" in line) for n in (1, 2))
+    assert "14.8/s" in alive
+    assert dead.split()[1:] == ["10", "702", "-", "killed"]
 
 
 def test_without_a_terminal_events_come_once_and_progress_now_and_then() -> None:

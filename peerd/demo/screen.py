@@ -131,7 +131,7 @@ def _host_row(host: HostRow, *, killed: bool) -> list[Text]:
     if host.adopted and host.running:
         note = f"{units.counted(host.adopted, 'expert')} taken over" + (f"; {note}" if note != "-" else "")
     style = "red" if killed else "" if host.running else "dim"
-    rate = f"{units.number(round(host.updates_per_s, 1))}/s" if host.updates_per_s else "-"
+    rate = f"{units.number(round(host.updates_per_s, 1))}/s" if host.updates_per_s and host.running else "-"
     cells = (host.name, units.count(host.hosted), units.count(host.updates), rate, note)
     return [Text(cell, style) for cell in cells]
 
@@ -139,6 +139,6 @@ def _host_row(host: HostRow, *, killed: bool) -> list[Text]:
 def _row(peer: StageRow, *, killed: bool) -> list[Text]:
     note = "killed" if killed else "gone" if not peer.running else peer.waits_for or "-"
     stage = "-" if peer.stage is None else str(peer.stage)
-    speed = f"{units.number(round(peer.samples_per_s, 1))}/s" if peer.samples_per_s else "-"
+    speed = f"{units.number(round(peer.samples_per_s, 1))}/s" if peer.samples_per_s and peer.running else "-"
     style = "red" if killed else "" if peer.running else "dim"
     return [Text(cell, style) for cell in (peer.name, stage, units.count(peer.step), speed, note)]
