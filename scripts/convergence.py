@@ -120,7 +120,7 @@ def digits(full: bool, out: Path, pool: Pool) -> dict[str, Any]:
         found[near.model] = {"near": round(ends[0], 2), "far": round(ends[1], 2)}
     lost = found["DMoE-64"]["near"] - found["DMoE-64"]["far"]
     print(f"\nDMoE-64 at 1 s ends {lost:.2f} points below its own low-delay accuracy (at most 1): {_word(lost <= 1)}")
-    _draw(out / "figure5.svg", "Digits: accuracy under delay", "accuracy, %", curves, 50.0)
+    _draw(out / "figure5.svg", "Digits: accuracy under delay", "accuracy, %", curves, (50.0, 100.0))
     return found | {"holds": lost <= 1}
 
 
@@ -190,14 +190,20 @@ def _word(held: bool) -> str:
     return "holds" if held else "does not hold"
 
 
-def _draw(file: Path, title: str, unit: str, curves: dict[Case, list[Curve]], bottom: float | None = None) -> None:
+def _draw(
+    file: Path,
+    title: str,
+    unit: str,
+    curves: dict[Case, list[Curve]],
+    y_range: tuple[float | None, float | None] = (None, None),
+) -> None:
     order = list(GRIDS)
     lines = [
         Line(case.name, found[0].at, [c.values for c in found], case.weather.trainers < 32, order.index(case.experts))
         for case, found in curves.items()
     ]
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(svg(title, ("batches", unit), lines, bottom))
+    file.write_text(svg(title, ("batches", unit), lines, *y_range))
     print(f"\n{file}")
 
 

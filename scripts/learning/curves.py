@@ -31,25 +31,27 @@ class Line:
 
 
 class _Frame:
-    def __init__(self, lines: Sequence[Line], bottom: float | None) -> None:
+    def __init__(self, lines: Sequence[Line], bottom: float | None, top: float | None) -> None:
         every = [
             m + s * d for one in lines for m, d in zip(one.means(), one.deviations(), strict=True) for s in (-1, 1)
         ]
         self.low = min(every) if bottom is None else bottom
-        self.high = max(every)
+        self.high = max(every) if top is None else top
         self.last = max(one.at[-1] for one in lines)
 
     def x(self, at: float) -> float:
         return LEFT + (WIDTH - LEFT - RIGHT) * at / self.last
 
     def y(self, value: float) -> float:
-        share = (max(value, self.low) - self.low) / ((self.high - self.low) or 1)
+        share = (min(max(value, self.low), self.high) - self.low) / ((self.high - self.low) or 1)
         return HEIGHT - BOTTOM - (HEIGHT - TOP - BOTTOM) * share
 
 
-def svg(title: str, axes: tuple[str, str], lines: Sequence[Line], bottom: float | None = None) -> str:
-    """The picture; `axes` are the names of x and y, `bottom` the least y that is shown."""
-    frame = _Frame(lines, bottom)
+def svg(
+    title: str, axes: tuple[str, str], lines: Sequence[Line], bottom: float | None = None, top: float | None = None
+) -> str:
+    """The picture; `axes` are the names of x and y, `bottom` and `top` the least and the most y that are shown."""
+    frame = _Frame(lines, bottom, top)
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" font-family="sans-serif" '
         'font-size="12">',
