@@ -77,7 +77,8 @@ class PlacementProblem:
     devices: tuple[PlanDevice, ...]
     network: Network
     stages: tuple[StageWork, ...]
-    microbatches: int = 1
+    microbatches: int = 1  # of all pipelines together
+    sizes: tuple[int, ...] | None = None  # peers of each stage, where that is settled; else the search settles it
 
     def __post_init__(self) -> None:
         """ValueError when the parts do not fit together."""
@@ -85,11 +86,13 @@ class PlacementProblem:
             raise ValueError("a device, a stage and a microbatch are needed")
         if len(self.network.delay_s) != len(self.devices):
             raise ValueError(f"{len(self.devices)} devices, links of {len(self.network.delay_s)}")
+        if self.sizes is not None and (len(self.sizes) != len(self.stages) or min(self.sizes) < 1):
+            raise ValueError(f"sizes of {len(self.sizes)} stages, one device each at least; {len(self.stages)} stages")
 
     @property
     def stages_alike(self) -> bool:
         """True when any order of the stages is as good."""
-        return len(set(self.stages)) == 1
+        return len(set(self.stages)) == 1 and (self.sizes is None or len(set(self.sizes)) == 1)
 
 
 @dataclass(frozen=True, slots=True)

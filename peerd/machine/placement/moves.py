@@ -1,0 +1,185 @@
+"""Moves that a search tries: what new members of some stages are worth a look.
+
+The paper's: of two stages, swap an end of the fastest link inside one with an end of the other's. Giving away such an
+end costs little averaging, which the slow links bound, and leaves a fast link between the two stages. Besides: any two
+devices, two that are near one another's new peers, the slowest device of the slowest stage, three in a ring, several
+at once; where sizes are free, one device alone, or to and from idleness; where the order is kept, whole stages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from random import Random
+from typing import Final
+
+import numpy as np
+
+from peerd.machine.placement.layout import StageLayout
+from peerd.machine.placement.model import CostModel, Members
+from peerd.machine.placement.problem import IDLE, Matrix
+
+Proposal = dict[int, Members]
+NEAREST_OF: Final = 4  # devices drawn, of which the one nearest to its new peers is taken
+
+
+class Moves:
+    """Draws moves for one layout, whose devices' stages it follows."""
+
+    def __init__(self, layout: StageLayout, rng: Random) -> None:
+        self._layout, self._rng = layout, rng
+        self._model: CostModel = layout.model
+        problem = self._model.problem
+        self._times = _times(self._model)
+        self._classes = self._model.classes if layout.twins_are_one else list(range(len(problem.devices)))
+        self._stages = len(problem.stages)
+        self.stage_of = layout.stage_of()
+        self._devices = len(self.stage_of)
+        kinds: list[tuple[Callable[[], Proposal | None], int]] = []
+        if self._stages > 1 or IDLE in self.stage_of:
+            kinds += [(self._any_two, 4), (self._near_two, 3)]
+        if self._stages > 1:
+            kinds += [(self._fastest_ends, 3), (self._slowest, 2), (self._several, 2), (self._ring, 1)]
+        if problem.sizes is None and self._devices > self._stages:
+            kinds += [(self._one, 4)]
+        if self._stages > 1 and not self._model.order_is_free:
+            kinds += [(self._whole_stages, 2)]
+        self._kinds = [kind for kind, weight in kinds for _ in range(weight)]
+
+    def draw(self) -> Proposal | None:
+        """A move; None where what was drawn changes nothing."""
+        return self._rng.choice(self._kinds)() if self._kinds else None
+
+    def follow(self) -> None:
+        """The layout has changed."""
+        self.stage_of = self._layout.stage_of()
+
+    def _swap(self, pairs: list[tuple[int, int]]) -> Proposal | None:
+        """New members after swapping each pair of devices, one of which may be idle."""
+        new: dict[int, list[int]] = {}
+        for one, other in pairs:
+            here, there = self.stage_of[one], self.stage_of[other]
+            if here == there or self._classes[one] == self._classes[other]:
+                continue
+            for gone, come, stage in ((one, other, here), (other, one, there)):
+                if stage != IDLE:
+                    of = new.setdefault(stage, list(self._layout.members[stage]))
+                    if gone not in of or come in of:
+                        return None
+                    of[of.index(gone)] = come
+        return {stage: tuple(sorted(of)) for stage, of in new.items()} or None
+
+    def _device(self) -> int:
+        return self._rng.randrange(self._devices)
+
+    def _any_two(self) -> Proposal | None:
+        return self._swap([(self._device(), self._device())])
+
+    def _near_two(self) -> Proposal | None:
+        """A device, and of some in another stage the one that is nearest to its peers."""
+        one = self._device()
+        return self._swap([(one, self._nearest(one))])
+
+    def _nearest(self, one: int) -> int:
+        here = self.stage_of[one]
+        others = [other for other in (self._device() for _ in range(NEAREST_OF)) if self.stage_of[other] != here]
+        if not others:
+            return one
+        if here == IDLE:
+            return others[0]
+        near = self._times[np.ix_(others, self._layout.members[here])].sum(1)
+        return others[int(near.argmin())]
+
+    def _two_stages(self) -> tuple[int, int]:
+        one, other = self._rng.sample(range(self._stages), 2)
+        return one, other
+
+    def _fastest_ends(self) -> Proposal | None:
+        """The paper's four swaps: the one with the largest gain, or one drawn, as often."""
+        stages = self._two_stages()
+        here, there = (self._layout.members[stage] for stage in stages)
+        mine, theirs = self._ends(here), self._ends(there)
+        four = [(one, other) for one in mine for other in theirs]
+        if self._rng.random() < 0.5:
+            return self._swap([self._rng.choice(four)])
+        return self._swap([max(four, key=lambda pair: self._gain(pair, (here, there), (mine, theirs)))])
+
+    def _ends(self, members: Members) -> Members:
+        if len(members) == 1:
+            return members
+        inside = self._times[np.ix_(members, members)]
+        np.fill_diagonal(inside, np.inf)
+        least = np.flatnonzero(inside == inside.min())
+        one, other = divmod(int(least[self._rng.randrange(len(least))]), len(members))
+        return members[one], members[other]
+
+    def _gain(self, pair: tuple[int, int], stages: tuple[Members, Members], ends: tuple[Members, Members]) -> float:
+        """Mean link to the other stage, which a pipeline would use, less the fast one that it may use now."""
+        gain = 0.0
+        for device, to, own in zip(pair, stages[::-1], ends, strict=True):
+            fast = max((float(self._times[device, end]) for end in own), default=0.0)
+            gain += float(self._times[device, list(to)].mean()) - fast
+        return gain
+
+    def _slowest(self) -> Proposal | None:
+        """The slowest device of the slowest stage, against one nearer to the rest."""
+        groups = self._layout.groups
+        stage = max(range(self._stages), key=lambda at: groups[at].data_parallel_s)
+        members = self._layout.members[stage]
+        sums = self._times[np.ix_(members, members)].sum(1)
+        slow = np.flatnonzero(sums >= sums.max() * (1 - 1e-12))
+        one = members[int(slow[self._rng.randrange(len(slow))])]
+        return self._swap([(one, self._nearest(one))])
+
+    def _several(self) -> Proposal | None:
+        """Two or more of a stage against as many of another."""
+        one, other = self._two_stages()
+        mine, theirs = self._layout.members[one], self._layout.members[other]
+        most = min(len(mine), len(theirs))
+        if most < 2:
+            return None
+        count = 2 if self._rng.random() < 0.5 else self._rng.randint(2, most)
+        return self._swap(list(zip(self._rng.sample(mine, count), self._rng.sample(theirs, count), strict=True)))
+
+    def _ring(self) -> Proposal | None:
+        """One of each of three stages goes to the next."""
+        if self._stages < 3:
+            return None
+        stages = self._rng.sample(range(self._stages), 3)
+        going = [self._rng.choice(self._layout.members[stage]) for stage in stages]
+        new = {}
+        for stage, gone, come in zip(stages, going, [going[2], *going[:2]], strict=True):
+            new[stage] = tuple(sorted([*(device for device in self._layout.members[stage] if device != gone), come]))
+        return new
+
+    def _one(self) -> Proposal | None:
+        """One device to another stage, or idle, or from idleness."""
+        device, stage = self._device(), self._rng.randint(IDLE, self._stages - 1)
+        here = self.stage_of[device]
+        if here == stage or (here != IDLE and len(self._layout.members[here]) == 1):
+            return None
+        new = {}
+        if here != IDLE:
+            new[here] = tuple(other for other in self._layout.members[here] if other != device)
+        if stage != IDLE:
+            new[stage] = tuple(sorted([*self._layout.members[stage], device]))
+        return new
+
+    def _whole_stages(self) -> Proposal | None:
+        """Two stages' peers change places, or a run of stages turns around."""
+        one, other = sorted(self._two_stages())
+        members, sizes = self._layout.members, self._model.problem.sizes
+        if self._rng.random() < 0.5:
+            new = {one: members[other], other: members[one]}
+        else:
+            new = {one + at: members[other - at] for at in range(other - one + 1)}
+        if sizes is not None and any(len(of) != sizes[stage] for stage, of in new.items()):
+            return None
+        return new
+
+
+def _times(model: CostModel) -> Matrix:
+    """A link's time for what a stage's averaging and its pipelines send over it, on the average, [N, N]."""
+    problem = model.problem
+    size = sum(work.gradient * len(problem.stages) / len(problem.devices) for work in problem.stages)
+    size += sum(work.activation for work in problem.stages)
+    return model.links.delay_s + size / len(problem.stages) * model.links.s_per_byte

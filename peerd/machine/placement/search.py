@@ -1,0 +1,188 @@
+"""Search for the best placement: simulated annealing over swaps, from many starts, with an answer at any time.
+
+Runs come in rounds, each round's twice as long as the last one's: first from every start along the tree of the fastest
+links and from random ones, then from the best found so far and from one of the others. What is done depends on the
+random stream and on the number of evaluations alone: a time limit cuts the search, and changes nothing before the cut.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from random import Random
+from typing import Final
+
+import numpy as np
+
+from peerd.machine.placement.cost import NO_LINK, CostKind, PlacementCost
+from peerd.machine.placement.layout import Moving, StageLayout
+from peerd.machine.placement.model import CostModel, Members
+from peerd.machine.placement.moves import Moves
+from peerd.machine.placement.problem import IDLE, NoPlacement, PlacementProblem, StagePlacement
+from peerd.machine.placement.starts import Stages, by_links, by_random, check_fits
+
+FIRST_RUN: Final = 150  # evaluations
+RANDOM_STARTS: Final = 2
+SAMPLED: Final = 20  # moves whose differences set the first temperature
+HOT: Final = 0.3  # first temperature, of their median
+COLD: Final = 1e-3  # last temperature, of the first
+WARM: Final = 0.2  # first temperature of a run from the best, of the usual
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchOptions:
+    """How to search; it ends at whichever limit is met first."""
+
+    kind: CostKind = CostKind.LATENCY
+    evaluations: int | None = None  # moves tried
+    limit_s: float | None = None  # by the clock that the search is given
+    moving_s: float = 0.0  # of each device that changes its stage
+    horizon_steps: int = 1  # that a new placement is to last: what moving takes is spread over them
+
+    def __post_init__(self) -> None:
+        """ValueError for limits that are none."""
+        if self.evaluations is None and self.limit_s is None:
+            raise ValueError("a search needs a limit: evaluations or limit_s")
+        if not (math.isfinite(self.moving_s) and self.moving_s >= 0) or self.horizon_steps < 1:
+            raise ValueError("moving takes a finite number of seconds >= 0, over one step at least")
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The best placement found, what it costs, and how the cost fell."""
+
+    placement: StagePlacement
+    cost: PlacementCost
+    evaluations: int
+    trace: tuple[tuple[float, float], ...]  # seconds since the start, cost in seconds a step
+
+
+@dataclass(slots=True)
+class _Progress:
+    """The best so far, and the limits."""
+
+    options: SearchOptions
+    clock: Callable[[], float]
+    began: float
+    evaluations: int = 0
+    cost_s: float = math.inf
+    members: Stages = ()
+    trace: list[tuple[float, float]] = field(default_factory=list)
+
+    def over(self) -> bool:
+        if self.options.evaluations is not None and self.evaluations >= self.options.evaluations:
+            return True
+        return self.options.limit_s is not None and self.clock() - self.began >= self.options.limit_s
+
+    def see(self, layout: StageLayout) -> None:
+        if layout.cost.total_s < self.cost_s:
+            self.cost_s, self.members = layout.cost.total_s, tuple(layout.members)
+            self.trace.append((self.clock() - self.began, self.cost_s))
+
+
+def plan(
+    problem: PlacementProblem,
+    options: SearchOptions,
+    rng: Random,
+    clock: Callable[[], float],
+    start: StagePlacement | None = None,
+) -> Plan:
+    """The best placement found within the limits. With a start and `moving_s`, stages keep their numbers.
+
+    NoPlacement where there is none. `clock` tells seconds; only differences count.
+    """
+    check_fits(problem)
+    moving = None
+    if start is not None and options.moving_s:
+        moving = Moving(start.stage_of, options.moving_s / options.horizon_steps)
+    model = CostModel(problem, options.kind, keep_order=moving is not None)
+    progress = _Progress(options, clock, clock())
+    starts = _starts(problem, model, rng, start)
+    for at, members in enumerate(starts):
+        layout = StageLayout(model, members, moving)
+        progress.see(layout)
+        if progress.over():
+            break
+        _anneal(layout, progress, rng, FIRST_RUN, 1.0 if at or start is None else WARM)
+    length = FIRST_RUN
+    while not progress.over():
+        length *= 2
+        _anneal(StageLayout(model, progress.members, moving), progress, rng, length, WARM)
+        members = rng.choice(starts) if rng.random() < 0.5 else by_random(problem, rng)
+        _anneal(StageLayout(model, members, moving), progress, rng, length, 1.0)
+    best = StageLayout(model, progress.members, moving)
+    if best.cost.total_s >= NO_LINK:
+        raise NoPlacement("no placement found in which all peers that must exchange data can reach each other")
+    return Plan(placed(best), best.cost, progress.evaluations, tuple(progress.trace))
+
+
+def _starts(problem: PlacementProblem, model: CostModel, rng: Random, start: StagePlacement | None) -> list[Stages]:
+    starts = [*by_links(problem, model.links, rng), *(by_random(problem, rng) for _ in range(RANDOM_STARTS))]
+    if start is not None:
+        starts.insert(0, tuple(start.members(stage) for stage in range(len(problem.stages))))
+    return starts
+
+
+def _anneal(layout: StageLayout, progress: _Progress, rng: Random, length: int, heat: float) -> None:
+    """One run: each move is held against a bar that is drawn first, so that what exceeds it is not computed."""
+    moves = Moves(layout, rng)
+    first_s = heat * HOT * _typical_s(layout, moves)
+    for at in range(length):
+        if progress.over():
+            return
+        progress.evaluations += 1
+        proposal = moves.draw()
+        if proposal is None:
+            continue
+        temperature_s = first_s * COLD ** (at / length)
+        bar_s = layout.searched_s - temperature_s * math.log(1.0 - rng.random())
+        change = layout.changed(proposal, bar_s)
+        if change is not None:
+            layout.take(change)
+            moves.follow()
+            progress.see(layout)
+
+
+def _typical_s(layout: StageLayout, moves: Moves) -> float:
+    """Median difference that a move makes."""
+    found = []
+    for _ in range(SAMPLED):
+        proposal = moves.draw()
+        change = layout.changed(proposal, np.inf) if proposal is not None else None
+        if change is not None and change.searched_s != layout.searched_s:
+            found.append(abs(change.searched_s - layout.searched_s))
+    return float(np.median(found)) if found else 0.0
+
+
+def placed(layout: StageLayout) -> StagePlacement:
+    """The layout with its stages numbered along the pipeline, and who follows whom."""
+    along: list[Members] = [layout.members[stage] for stage in layout.order]
+    stage_of = [IDLE] * len(layout.model.classes)
+    for stage, members in enumerate(along):
+        for device in members:
+            stage_of[device] = stage
+    follows = []
+    for stage, (here, there) in enumerate(itertools.pairwise(along)):
+        found = layout.model.matching(stage, here, there)
+        follows.append(tuple((here[row], there[column]) for row, column in found.pairs))
+    return StagePlacement(tuple(stage_of), tuple(follows))
+
+
+def cost_of(problem: PlacementProblem, placement: StagePlacement, kind: CostKind = CostKind.LATENCY) -> PlacementCost:
+    """Cost of a placement with its stages in their order, each pair of neighbours matched as well as can be."""
+    return _laid_out(problem, placement, kind, keep_order=True).cost.real()
+
+
+def arranged(
+    problem: PlacementProblem, placement: StagePlacement, kind: CostKind = CostKind.LATENCY
+) -> tuple[StagePlacement, PlacementCost]:
+    """The same stages in the best order, where that is free, with who follows whom; and the cost."""
+    layout = _laid_out(problem, placement, kind, keep_order=False)
+    return placed(layout), layout.cost.real()
+
+
+def _laid_out(problem: PlacementProblem, placement: StagePlacement, kind: CostKind, *, keep_order: bool) -> StageLayout:
+    model = CostModel(problem, kind, keep_order)
+    return StageLayout(model, [placement.members(stage) for stage in range(len(problem.stages))])
