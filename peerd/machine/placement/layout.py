@@ -6,16 +6,19 @@ edges, or in full. Costs under search also count a little of what the slowest hi
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from peerd.machine.placement.cost import PlacementCost
-from peerd.machine.placement.model import CostModel, Group, Key, Members
+from peerd.machine.placement.model import CostModel, Edge, Group, Key, Members, Pairs
 from peerd.machine.placement.problem import IDLE, Matrix
 
+FEW_STAGES: Final = 10
 EVENED: Final = 0.05  # weight of the mean stage's averaging: what brings one stage down counts before the others follow
 
 
@@ -31,14 +34,39 @@ class Moving:
 
 
 @dataclass(frozen=True, slots=True)
+class Edges:
+    """What lies between each two stages, [S, S], the same both ways; where not exact, bounds from below."""
+
+    pass_s: Matrix
+    busy_s: Matrix
+    exact: NDArray[np.bool_]
+
+    @classmethod
+    def none(cls, stages: int) -> Edges:
+        shape = (stages, stages)
+        return cls(np.zeros(shape), np.zeros(shape), np.ones(shape, dtype=bool))
+
+    def copy(self) -> Edges:
+        return Edges(self.pass_s.copy(), self.busy_s.copy(), self.exact.copy())
+
+    def put(self, one: int, other: int, edge: Edge, *, exact: bool) -> None:
+        self.pass_s[one, other] = self.pass_s[other, one] = edge.pass_s
+        self.busy_s[one, other] = self.busy_s[other, one] = edge.busy_s
+        self.exact[one, other] = self.exact[other, one] = exact
+
+    def open_along(self, order: list[int]) -> list[tuple[int, int]]:
+        """Neighbours in an order whose edge is not exact."""
+        return [(one, other) for one, other in itertools.pairwise(order) if not self.exact[one, other]]
+
+
+@dataclass(frozen=True, slots=True)
 class Change:
     """New members of some stages, and all that follows from them."""
 
     members: Mapping[int, Members]
     keys: list[Key]
     groups: list[Group]
-    pass_s: Matrix
-    busy_s: Matrix
+    edges: Edges
     moving_s: float
     order: list[int]
     cost: PlacementCost
@@ -48,16 +76,21 @@ class Change:
 class StageLayout:
     """Members of each stage, and of the idle."""
 
-    def __init__(self, model: CostModel, members: Sequence[Members], moving: Moving | None = None) -> None:
+    def __init__(
+        self,
+        model: CostModel,
+        members: Sequence[Members],
+        moving: Moving | None = None,
+        order: list[int] | None = None,
+    ) -> None:
         self.model = model
         self._moving = moving
         count = len(members)
         self.members = list(members)
         self.keys: list[Key] = [()] * count
         self.groups: list[Group] = [Group(0.0, 0.0, 0.0)] * count
-        self._pass_s = np.zeros((count, count))
-        self._busy_s = np.zeros((count, count))
-        self._moving_s = 0.0
+        self._known = Edges.none(count)
+        self._order = order
         self._between = self._neighbours()
         change = self.changed(dict(enumerate(members)), np.inf)
         assert change is not None  # nothing exceeds an infinite bar
@@ -94,7 +127,7 @@ class StageLayout:
         for stage, members in change.members.items():
             self.members[stage] = members
         self.keys, self.groups = change.keys, change.groups
-        self._pass_s, self._busy_s, self._moving_s = change.pass_s, change.busy_s, change.moving_s
+        self._known, self._order = change.edges, change.order
         self._change = change
 
     def changed(self, members: Mapping[int, Members], bar_s: float) -> Change | None:
@@ -110,16 +143,25 @@ class StageLayout:
         least_busy_s = max([group.busy_s for group in groups])
         if known_s + evened_s + least_busy_s > bar_s:
             return None
-        edges = self._edges(members, keys, bar_s - known_s - evened_s - least_busy_s)
-        if edges is None:
+        edges = self._edges(members, keys)
+        at_most_s = bar_s - known_s - evened_s
+        if not self._exact(edges, self._soon(edges), members, keys, at_most_s - least_busy_s):
             return None
-        pass_s, busy_s = edges
-        passed_s, longest_s, order = model.arrange(pass_s, busy_s, least_busy_s)
+        near: list[int] | None = self._order
+        while True:  # edges off the path stay bounds from below: no path that uses them is shorter
+            passed_s, longest_s, order = model.arrange(edges.pass_s, edges.busy_s, least_busy_s, near)
+            if passed_s + longest_s > at_most_s:
+                return None
+            open_ = edges.open_along(order)
+            if not open_:
+                break
+            self._exact(edges, open_, members, keys, np.inf)
+            near = order
         cost = model.cost(groups, passed_s, longest_s, moving_s)
         searched_s = cost.total_s + evened_s
         if searched_s > bar_s:
             return None
-        return Change(members, keys, groups, pass_s, busy_s, moving_s, order, cost, searched_s)
+        return Change(members, keys, groups, edges, moving_s, order, cost, searched_s)
 
     def _moved(self, members: Mapping[int, Members]) -> float:
         if self._moving is None:
@@ -137,33 +179,43 @@ class StageLayout:
         near = [(stage, stage + 1) for stage in range(count - 1)]
         return [[pair for pair in near if stage in pair] for stage in range(count)]
 
-    def _edges(self, members: Mapping[int, Members], keys: list[Key], bar_s: float) -> tuple[Matrix, Matrix] | None:
-        """Edges with those of the new members, None where their sum of passes exceeds the bar."""
-        model, pass_s, busy_s = self.model, self._pass_s.copy(), self._busy_s.copy()
-        open_, seen = [], set()
-        free = model.order_is_free
+    def _edges(self, members: Mapping[int, Members], keys: list[Key]) -> Edges:
+        """Edges with those of the new members: known ones, or bounds from below."""
+        edges, seen = self._known.copy(), set()
         for stage in members:
             for one, other in self._between[stage]:
                 both = (one, other) if one < other else (other, one)
-                if both in seen:
-                    continue
-                seen.add(both)
-                found = model.remembered_edge(one, keys[one], keys[other])
-                if found is None:
-                    mine, theirs = members.get(one, self.members[one]), members.get(other, self.members[other])
-                    pairs = model.pairs(one, mine, theirs)
-                    open_.append((one, other, pairs))
-                    pass_s[one, other] = model.least_pass_s(pairs)
-                else:
-                    pass_s[one, other], busy_s[one, other] = found
-                if free:
-                    pass_s[other, one], busy_s[other, one] = pass_s[one, other], busy_s[one, other]
-        if model.least(pass_s) > bar_s:
-            return None
-        for one, other, pairs in open_:
-            pass_s[one, other], busy_s[one, other] = model.edge(one, keys[one], keys[other], pairs)
-            if free:
-                pass_s[other, one], busy_s[other, one] = pass_s[one, other], busy_s[one, other]
-        if open_ and model.least(pass_s) > bar_s:
-            return None
-        return pass_s, busy_s
+                if both not in seen:
+                    seen.add(both)
+                    known = self.model.remembered_edge(one, keys[one], keys[other])
+                    if known is None:
+                        pairs = self._pairs(one, other, members)
+                        edges.put(one, other, self.model.least_edge(pairs), exact=False)
+                    else:
+                        edges.put(one, other, known, exact=True)
+        return edges
+
+    def _pairs(self, one: int, other: int, members: Mapping[int, Members]) -> Pairs:
+        return self.model.pairs(one, members.get(one, self.members[one]), members.get(other, self.members[other]))
+
+    def _soon(self, edges: Edges) -> list[tuple[int, int]]:
+        """Edges that are made exact before a path is sought: all, where that takes less than seeking it again."""
+        if len(self.members) <= FEW_STAGES or self._order is None:
+            return [(one, other) for one, other in np.argwhere(~edges.exact).tolist() if one < other]
+        return edges.open_along(self._order)
+
+    def _exact(
+        self,
+        edges: Edges,
+        open_: list[tuple[int, int]],
+        members: Mapping[int, Members],
+        keys: list[Key],
+        bar_s: float,
+    ) -> bool:
+        """Makes edges exact; False when the shortest path exceeds the bar anyway."""
+        if self.model.least(edges.pass_s) > bar_s:
+            return False
+        for one, other in open_:
+            pairs = self._pairs(one, other, members)
+            edges.put(one, other, self.model.edge(one, keys[one], keys[other], pairs), exact=True)
+        return not open_ or bool(self.model.least(edges.pass_s) <= bar_s)

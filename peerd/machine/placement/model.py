@@ -106,7 +106,7 @@ class CostModel:
         return self._edges.get(self._edge_key(stage, one, other))
 
     def edge(self, stage: int, one: Key, other: Key, pairs: Pairs) -> Edge:
-        """What lies between `stage` and the next, whose pairs' times are known."""
+        """What lies between `stage` and the next."""
         if len(self._edges) >= REMEMBERED:
             self._edges.clear()
         found = self._edges[self._edge_key(stage, one, other)] = Edge(*self._matched(pairs)[:2])
@@ -121,14 +121,14 @@ class CostModel:
         """Who of a stage sends to whom of the next."""
         return self._matched(self.pairs(stage, one, other))[2]
 
-    def least_pass_s(self, pairs: Pairs) -> float:
-        """A bound from below for the edge's `pass_s`."""
-        return least_value(pairs.pass_s)
+    def least_edge(self, pairs: Pairs) -> Edge:
+        """A bound from below of both."""
+        return Edge(least_value(pairs.pass_s), 0.0 if pairs.busy_s is None else least_value(pairs.busy_s))
 
     def pairs(self, stage: int, one: Members, other: Members) -> Pairs:
         """Times of the pairs between a stage and the next."""
         size, count = self.problem.stages[stage].activation, self.problem.microbatches
-        block = np.ix_(one, other)
+        block = (np.array(one)[:, None], np.array(other))
         delay_s, s_per_byte = self.links.delay_s[block], self.links.s_per_byte[block]
         supply: list[int] | None = None
         demand: list[int] | None = None
@@ -160,16 +160,19 @@ class CostModel:
         found = bottleneck(pass_s, pairs.supply, pairs.demand)
         return found.value, busy_s, found
 
-    def arrange(self, pass_s: Matrix, busy_s: Matrix, least_busy_s: float) -> tuple[float, float, list[int]]:
+    def arrange(
+        self, pass_s: Matrix, busy_s: Matrix, least_busy_s: float, near: list[int] | None = None
+    ) -> tuple[float, float, list[int]]:
         """Sum of passes, longest busy time, and the order of stages with which both together are least, [S, S].
 
-        `least_busy_s`: of the busiest device. Edges of an order that is kept: between neighbours only.
+        `least_busy_s`: of the busiest device. `near`: an order to begin with, where there are too many to try all.
+        Edges of an order that is kept: between neighbours only.
         """
         if not self.order_is_free:
             order = list(range(len(pass_s)))
             busy = max([least_busy_s, *np.diagonal(busy_s, 1).tolist()])
             return float(np.diagonal(pass_s, 1).sum()), busy, order
-        passed, order = open_path(pass_s)
+        passed, order = open_path(pass_s, near)
         busy = max([least_busy_s, *busy_s[order[:-1], order[1:]].tolist()])
         if self.kind is CostKind.LATENCY or busy <= least_busy_s:
             return passed, busy, order
@@ -177,7 +180,7 @@ class CostModel:
         for bound in np.unique(np.maximum(busy_s[np.triu_indices(len(busy_s), 1)], least_busy_s)).tolist():
             if bound + least >= found[0] + found[1]:
                 break
-            passed, order = open_path(np.where(busy_s <= bound, pass_s, 1e3 * DEAD_S))
+            passed, order = open_path(np.where(busy_s <= bound, pass_s, 1e3 * DEAD_S), order)
             if passed + bound < found[0] + found[1]:
                 found = (passed, bound, order)
         return found

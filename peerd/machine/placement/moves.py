@@ -152,17 +152,19 @@ class Moves:
         return new
 
     def _one(self) -> Proposal | None:
-        """One device to another stage, or idle, or from idleness."""
-        device, stage = self._device(), self._rng.randint(IDLE, self._stages - 1)
-        here = self.stage_of[device]
-        if here == stage or (here != IDLE and len(self._layout.members[here]) == 1):
+        """A device or two to another stage, or idle, or from idleness."""
+        new: dict[int, list[int]] = {}
+        for device in self._rng.sample(range(self._devices), self._rng.choice((1, 1, min(2, self._devices)))):
+            here, stage = self.stage_of[device], self._rng.randint(IDLE, self._stages - 1)
+            for at in (at for at in (here, stage) if at != IDLE):
+                new.setdefault(at, list(self._layout.members[at]))
+            if here != IDLE:
+                new[here].remove(device)
+            if stage != IDLE:
+                new[stage].append(device)
+        if not all(new.values()):
             return None
-        new = {}
-        if here != IDLE:
-            new[here] = tuple(other for other in self._layout.members[here] if other != device)
-        if stage != IDLE:
-            new[stage] = tuple(sorted([*self._layout.members[stage], device]))
-        return new
+        return {stage: tuple(sorted(of)) for stage, of in new.items()} or None
 
     def _whole_stages(self) -> Proposal | None:
         """Two stages' peers change places, or a run of stages turns around."""

@@ -22,12 +22,17 @@ LONGEST_RUN: Final = 3  # stages that Or-opt moves together
 Index = NDArray[np.intp]
 
 
-def open_path(edges: Matrix) -> tuple[float, list[int]]:
-    """Length of the shortest path through all stages, and the stages in its order, [S, S]."""
+def open_path(edges: Matrix, near: list[int] | None = None) -> tuple[float, list[int]]:
+    """Length of the shortest path through all stages, and the stages in its order, [S, S].
+
+    `near`: an order that is improved instead of greedy ones, where the path is not exact; never made longer.
+    """
     n = len(edges)
     if n <= 2:
         return (float(edges[0, 1]) if n == 2 else 0.0), list(range(n))
-    return _exact(edges) if n <= EXACT_STAGES else _improved(edges)
+    if n <= EXACT_STAGES:
+        return _exact(edges)
+    return _improved(edges) if near is None else _descended(edges, near)
 
 
 def length_of(edges: Matrix, order: list[int]) -> float:
@@ -101,16 +106,21 @@ def _descended(edges: Matrix, order: list[int]) -> tuple[float, list[int]]:
         length, order = found, better
 
 
+@functools.cache
+def _below(n: int) -> NDArray[np.bool_]:
+    return np.tri(n, dtype=bool)
+
+
 def _reversed_run(edges: Matrix, order: list[int]) -> list[int] | None:
     """The best reversal of stages i to j, all pairs at once; the path's ends are free."""
     n = len(order)
     along = edges[np.ix_(order, order)]
-    before = np.append(0.0, np.diagonal(along, 1))  # edge into each place
-    after = np.append(np.diagonal(along, 1), 0.0)
-    gain = before[:, None] + after[None, :]
+    gain = np.zeros((n, n))
+    gain[1:] += np.diagonal(along, 1)[:, None]  # i - 1 to i
+    gain[:, :-1] += np.diagonal(along, 1)  # j to j + 1
     gain[1:, :] -= along[:-1, :]  # i - 1 to j
     gain[:, :-1] -= along[:, 1:]  # i to j + 1
-    gain[np.tril_indices(n)] = 0.0
+    gain[_below(n)] = 0.0
     i, j = divmod(int(gain.argmax()), n)
     if gain[i, j] <= 1e-12 * max(1.0, float(along.max())):
         return None
@@ -118,18 +128,28 @@ def _reversed_run(edges: Matrix, order: list[int]) -> list[int] | None:
 
 
 def _moved_run(edges: Matrix, order: list[int]) -> list[int] | None:
+    """The best move of a run of stages to another place, either way around, all runs of a length at once."""
     n = len(order)
+    ended = np.zeros((n + 2, n + 2))  # along the order, with an end before and behind it that costs nothing
+    ended[1:-1, 1:-1] = edges[np.ix_(order, order)]
+    old = np.diagonal(ended, 1)  # of each place, 0 to n
+    places = np.arange(n + 1)
+    best, found = 1e-12 * max(1.0, float(ended.max())), None
     for run in range(1, LONGEST_RUN + 1):
-        for i in range(n - run + 1):
-            piece, rest = order[i : i + run], order[:i] + order[i + run :]
-            gone = (edges[order[i - 1], piece[0]] if i else 0.0) + (
-                edges[piece[-1], order[i + run]] if i + run < n else 0.0
-            )
-            joined = edges[order[i - 1], order[i + run]] if i and i + run < n else 0.0
-            old = np.append(np.append(0.0, edges[rest[:-1], rest[1:]]), 0.0)
-            for turned in (piece, piece[::-1]):
-                added = np.append(0.0, edges[rest, turned[0]]) + np.append(edges[turned[-1], rest], 0.0) - old
-                at = int(added.argmin())
-                if gone - joined - added[at] > 1e-12 * max(1.0, float(gone)):
-                    return rest[:at] + turned + rest[at:]
-    return None
+        first = np.arange(1, n - run + 2)
+        last = first + run - 1
+        saved = ended[first - 1, first] + ended[last, last + 1] - ended[first - 1, last + 1]
+        itself = (places >= first[:, None] - 1) & (places <= last[:, None])
+        for head, tail in ((first, last), (last, first)):
+            gain = saved[:, None] - (ended[head, :-1] + ended[tail, 1:] - old)
+            gain[itself] = 0.0
+            i, at = divmod(int(gain.argmax()), n + 1)
+            if gain[i, at] > best:
+                best, found = float(gain[i, at]), (i, run, at, head is last)
+    if found is None:
+        return None
+    i, run, at, turned = found
+    piece = order[i : i + run]
+    rest = order[:i] + order[i + run :]
+    at -= run if at > i else 0
+    return rest[:at] + (piece[::-1] if turned else piece) + rest[at:]

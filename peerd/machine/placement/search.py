@@ -1,8 +1,9 @@
 """Search for the best placement: simulated annealing over swaps, from many starts, with an answer at any time.
 
-Runs come in rounds, each round's twice as long as the last one's: first from every start along the tree of the fastest
-links and from random ones, then from the best found so far and from one of the others. What is done depends on the
-random stream and on the number of evaluations alone: a time limit cuts the search, and changes nothing before the cut.
+First a short run from each start along the tree of the fastest links, and from random ones; then in turn from the best
+found so far and from a start drawn anew, many short runs and some long ones. What is done depends on the random stream
+and on the number of evaluations alone: a time limit cuts the search, and changes nothing before the cut. Of a problem
+that is small, every placement is looked at.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Final
 import numpy as np
 
 from peerd.machine.placement.cost import NO_LINK, CostKind, PlacementCost
+from peerd.machine.placement.exhaustive import all_placements, count_bound
 from peerd.machine.placement.layout import Moving, StageLayout
 from peerd.machine.placement.model import CostModel, Members
 from peerd.machine.placement.moves import Moves
@@ -26,8 +28,9 @@ from peerd.machine.placement.starts import Stages, by_links, by_random, check_fi
 FIRST_RUN: Final = 150  # evaluations
 RANDOM_STARTS: Final = 2
 SAMPLED: Final = 20  # moves whose differences set the first temperature
-HOT: Final = 0.3  # first temperature, of their median
+HOT: Final = 1.0  # first temperature, of their median
 COLD: Final = 1e-3  # last temperature, of the first
+ABOVE: Final = 1.2  # bar while enumerating, of the best: wide of what the search adds to the cost
 WARM: Final = 0.2  # first temperature of a run from the best, of the usual
 
 
@@ -40,6 +43,7 @@ class SearchOptions:
     limit_s: float | None = None  # by the clock that the search is given
     moving_s: float = 0.0  # of each device that changes its stage
     horizon_steps: int = 1  # that a new placement is to last: what moving takes is spread over them
+    enumerated: int = 10_000  # a problem of no more placements is not searched: each of them is looked at
 
     def __post_init__(self) -> None:
         """ValueError for limits that are none."""
@@ -56,6 +60,7 @@ class Plan:
     placement: StagePlacement
     cost: PlacementCost
     evaluations: int
+    optimal: bool  # every placement was looked at
     trace: tuple[tuple[float, float], ...]  # seconds since the start, cost in seconds a step
 
 
@@ -69,6 +74,7 @@ class _Progress:
     evaluations: int = 0
     cost_s: float = math.inf
     members: Stages = ()
+    order: list[int] | None = None
     trace: list[tuple[float, float]] = field(default_factory=list)
 
     def over(self) -> bool:
@@ -78,7 +84,7 @@ class _Progress:
 
     def see(self, layout: StageLayout) -> None:
         if layout.cost.total_s < self.cost_s:
-            self.cost_s, self.members = layout.cost.total_s, tuple(layout.members)
+            self.cost_s, self.members, self.order = layout.cost.total_s, tuple(layout.members), layout.order
             self.trace.append((self.clock() - self.began, self.cost_s))
 
 
@@ -99,6 +105,42 @@ def plan(
         moving = Moving(start.stage_of, options.moving_s / options.horizon_steps)
     model = CostModel(problem, options.kind, keep_order=moving is not None)
     progress = _Progress(options, clock, clock())
+    optimal = count_bound(problem) <= min(options.enumerated, options.evaluations or options.enumerated)
+    if optimal:
+        optimal = _enumerate(model, moving, progress)
+    if not optimal:
+        _search(model, moving, progress, rng, start)
+    if not progress.members:
+        raise NoPlacement("no placement gives each stage a device with memory enough")
+    best = StageLayout(model, progress.members, moving, progress.order)
+    if best.cost.total_s >= NO_LINK:
+        raise NoPlacement("no placement found in which all peers that must exchange data can reach each other")
+    return Plan(placed(best), best.cost, progress.evaluations, optimal, tuple(progress.trace))
+
+
+def _enumerate(model: CostModel, moving: Moving | None, progress: _Progress) -> bool:
+    """Looks at every placement; False when a limit was met before the last."""
+    layout: StageLayout | None = None
+    classes = model.classes if moving is None else list(range(len(model.classes)))
+    for members in all_placements(model.problem, classes, model.order_is_free):
+        if progress.over():
+            return False
+        progress.evaluations += 1
+        if layout is None:
+            layout = StageLayout(model, members, moving)
+            progress.see(layout)
+            continue
+        change = layout.changed(dict(enumerate(members)), layout.searched_s * ABOVE)
+        if change is not None and change.cost.total_s < layout.cost.total_s:
+            layout.take(change)
+            progress.see(layout)
+    return True
+
+
+def _search(
+    model: CostModel, moving: Moving | None, progress: _Progress, rng: Random, start: StagePlacement | None
+) -> None:
+    problem = model.problem
     starts = _starts(problem, model, rng, start)
     for at, members in enumerate(starts):
         layout = StageLayout(model, members, moving)
@@ -106,20 +148,27 @@ def plan(
         if progress.over():
             break
         _anneal(layout, progress, rng, FIRST_RUN, 1.0 if at or start is None else WARM)
-    length = FIRST_RUN
-    while not progress.over():
-        length *= 2
-        _anneal(StageLayout(model, progress.members, moving), progress, rng, length, WARM)
-        members = rng.choice(starts) if rng.random() < 0.5 else by_random(problem, rng)
+    for turn in itertools.count(1):
+        if progress.over():
+            break
+        length = FIRST_RUN * _luby(turn)
+        _anneal(StageLayout(model, progress.members, moving, progress.order), progress, rng, length, WARM)
+        drawn = rng.random()
+        members = rng.choice(starts) if drawn < 0.3 else by_random(problem, rng, some_idle=drawn < 0.65)
         _anneal(StageLayout(model, members, moving), progress, rng, length, 1.0)
-    best = StageLayout(model, progress.members, moving)
-    if best.cost.total_s >= NO_LINK:
-        raise NoPlacement("no placement found in which all peers that must exchange data can reach each other")
-    return Plan(placed(best), best.cost, progress.evaluations, tuple(progress.trace))
+
+
+def _luby(turn: int) -> int:
+    """Turn of the sequence 1 1 2 1 1 2 4 1 1 2 ...: at each time about as much went into runs of each length."""
+    size = turn.bit_length()
+    return 1 << (size - 1) if turn == (1 << size) - 1 else _luby(turn - (1 << (size - 1)) + 1)
 
 
 def _starts(problem: PlacementProblem, model: CostModel, rng: Random, start: StagePlacement | None) -> list[Stages]:
-    starts = [*by_links(problem, model.links, rng), *(by_random(problem, rng) for _ in range(RANDOM_STARTS))]
+    starts = [
+        *by_links(problem, model.links, rng),
+        *(by_random(problem, rng, some_idle=at > 0) for at in range(RANDOM_STARTS)),
+    ]
     if start is not None:
         starts.insert(0, tuple(start.members(stage) for stage in range(len(problem.stages))))
     return starts
@@ -153,6 +202,7 @@ def _typical_s(layout: StageLayout, moves: Moves) -> float:
         change = layout.changed(proposal, np.inf) if proposal is not None else None
         if change is not None and change.searched_s != layout.searched_s:
             found.append(abs(change.searched_s - layout.searched_s))
+    found = [difference for difference in found if difference < NO_LINK]
     return float(np.median(found)) if found else 0.0
 
 

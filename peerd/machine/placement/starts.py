@@ -49,10 +49,15 @@ def _unfit(problem: PlacementProblem) -> np.ndarray[tuple[int, int], np.dtype[np
     return (memory[:, None] < needed[None, :]).astype(np.float64)
 
 
-def by_random(problem: PlacementProblem, rng: Random) -> Stages:
-    """Devices in random order, dealt out one by one; where memory is short, who can goes where it must."""
+def by_random(problem: PlacementProblem, rng: Random, *, some_idle: bool = False) -> Stages:
+    """Devices in random order, dealt out one by one; where memory is short, who can goes where it must.
+
+    `some_idle`: as many of them as is drawn, where sizes are free.
+    """
     order = list(range(len(problem.devices)))
     rng.shuffle(order)
+    if some_idle and problem.sizes is None:
+        order = order[: rng.randint(len(problem.stages), len(order))]
     return dealt(problem, order, 1)
 
 
