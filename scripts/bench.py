@@ -4,9 +4,10 @@
     python scripts/bench.py transport            a table
     python scripts/bench.py transport --json     the table on stderr, one JSON object as the last line of stdout
     python scripts/bench.py transport --full     longer, steadier
+    python scripts/bench.py placement --large    larger instances, where a benchmark has such
 
-A benchmark is a module in scripts/benchmarks with a docstring and `measure(full: bool) -> Report`. Modules whose name
-begins with an underscore are their parts.
+A benchmark is a module in scripts/benchmarks with a docstring and `measure(full: bool) -> Report`, and perhaps
+`measure_large() -> Report`. Modules whose name begins with an underscore are their parts.
 """
 
 from __future__ import annotations
@@ -51,12 +52,16 @@ def main() -> int:
     parser.add_argument("name", nargs="?", choices=names(), help="which benchmark; without it they are listed")
     parser.add_argument("--json", action="store_true", help="one JSON object as the last line")
     parser.add_argument("--full", action="store_true", help="take longer for steadier figures")
+    parser.add_argument("--large", action="store_true", help="larger instances, where the benchmark has such")
     options = parser.parse_args()
     if options.name is None:
         for name in names():
             print(f"{name:12} {first_line(name)}")
         return 0
-    report: Report = importlib.import_module(f"benchmarks.{options.name}").measure(options.full)
+    module = importlib.import_module(f"benchmarks.{options.name}")
+    if options.large and not hasattr(module, "measure_large"):
+        parser.error(f"{options.name} has no larger instances; without --large it measures what it has")
+    report: Report = module.measure_large() if options.large else module.measure(options.full)
     show(report, Console(stderr=options.json))
     if options.json:
         print(json.dumps(report.as_json()))
