@@ -11,17 +11,14 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from peerd.commands.doctor.finding import CheckResult, CheckVerdict, failed
 from peerd.control.papers import PeerPapers, own_papers
 from peerd.core.errors import ConfigError
 from peerd.core.keys import Keypair
+from peerd.core.model.stage_memory import StageFootprint
 from peerd.core.run.runfile import RunFile, sources_of
 from peerd.home import IDENTITY_FILE, load_identity, locked
-
-if TYPE_CHECKING:
-    from peerd.compute.model.footprint import StageFootprint
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from peerd.compute.experts.blocks import block_outline
 from peerd.compute.experts.hosted_expert import optimizer_section
-from peerd.compute.model.optim import moment_names
 from peerd.core.experts.grid import grid_of, sample_shapes
+from peerd.core.model.stage_memory import moment_names
 from peerd.core.run.runfile import ExpertsSection, RunFile
 
 FREE_SHARE: Final = 0.8  # of the memory that is free now, where the user names no limit: others live there, too

@@ -23,12 +23,12 @@ from torch import Tensor
 
 from peerd.compute.experts.expert_mixture import imbalance, mixed
 from peerd.compute.model.layers import ExpertBlock
-from peerd.compute.model.partition import first_with_experts
 from peerd.compute.model.served_stage import Stale
 from peerd.compute.model.stage_module import StageModule
 from peerd.compute.tensors import all_finite
 from peerd.core.errors import ConfigError
 from peerd.core.experts.grid import grid_of, sample_shapes
+from peerd.core.model.model_shapes import first_with_experts
 from peerd.core.run.runfile import ExpertsSection, RunFile
 
 

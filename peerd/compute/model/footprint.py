@@ -1,50 +1,24 @@
-"""Room that a stage takes: memory where it computes, memory of the machine, and disk for each checkpoint.
-
-Counts what a stage holds for certain: parameters, the sums of their gradients (one more in a delayed run), one
-microbatch's gradients, the optimizer's moments, and the copy of parameters and moments from which a checkpoint is
-written. Activations and messages come on top. Shapes are those of the model itself, built without values, so nothing
-here takes memory. A post refuses to begin what surely does not fit, and `peerd doctor` says so before.
+"""Room that a stage takes here: what `core/model/stage_memory` says for the number of its parameters, which is that of
+the model itself, built without values, so nothing here takes memory. A post refuses to begin what surely does not fit,
+and `peerd doctor` says so before.
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import outcome
 import psutil
 import torch
 
-from peerd.compute.model.optim import moment_names
-from peerd.compute.model.partition import DTYPES, ModelPiece, build, outline
+from peerd.compute.model.partition import ModelPiece, build, outline
 from peerd.core.errors import ConfigError
+from peerd.core.model.stage_memory import StageFootprint, footprint_of
 from peerd.core.run.runfile import RunFile
-
-
-@dataclass(frozen=True, slots=True)
-class StageFootprint:
-    """Bytes that one stage takes."""
-
-    stage: int
-    parameters: int
-    device_bytes: int  # where it computes
-    machine_bytes: int  # of main memory; on the CPU, that of `device_bytes` besides
-    checkpoint_bytes: int
-
-    def on(self, device: str) -> tuple[int, int]:
-        """Bytes of the device's own memory and of the machine's."""
-        own = 0 if device == "cpu" else self.device_bytes
-        return own, self.machine_bytes + self.device_bytes - own
 
 
 def footprint(run: RunFile, stage: int) -> StageFootprint:
     """The room that `stage` of `run` takes; ConfigError when the model cannot be built."""
     count = sum(parameter.numel() for parameter in _shapes(run, stage).parameters())
-    each = count * DTYPES[run.model.dtype].itemsize
-    moments = len(moment_names(run.optimizer))
-    sums = 2 if run.optimizer.delayed else 1
-    there = 1 + sums + 1 + (0 if run.optimizer.offload else moments)
-    here = 1 + moments + (moments if run.optimizer.offload else 0)
-    return StageFootprint(stage, count, there * each, here * each, (1 + moments) * each)
+    return footprint_of(run, stage, count)
 
 
 def _shapes(run: RunFile, stage: int) -> ModelPiece:

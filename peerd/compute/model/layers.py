@@ -16,6 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from peerd.core.model.model_shapes import feed_forward_width
+
 ROTARY_BASE = 10_000.0  # longest wavelength of the rotary positions (RoFormer, section 3.2.2)
 NORM_EPS = 1e-6
 
@@ -69,11 +71,6 @@ class Attention(nn.Module):
         y_BHLW = F.scaled_dot_product_attention(q_BHLW, k_BHLW, qkv[:, :, 2].transpose(1, 2), is_causal=True)
         out_BLD: Tensor = self.out(y_BHLW.transpose(1, 2).reshape(B, L, D))
         return out_BLD
-
-
-def feed_forward_width(d_model: int) -> int:
-    """F: 8/3 of D, so that three matrices weigh what two of 4 D would; a multiple of 16."""
-    return -(-8 * d_model // (3 * 16)) * 16
 
 
 class GeGLU(nn.Module):

@@ -16,12 +16,12 @@ changes nothing.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from peerd.compute.flat import Layout
+from peerd.core.model.stage_memory import moment_names
 from peerd.core.run.runfile import OptimizerSection
 
 
@@ -116,13 +116,6 @@ class Optimizer:
         square.mul_(section.beta2).addcmul_(gradient, gradient, value=1.0 - section.beta2)
         root = square.sqrt().div_(math.sqrt(1.0 - section.beta2**count)).add_(section.eps)
         return mean, root
-
-
-def moment_names(section: OptimizerSection) -> Sequence[str]:
-    """Names of the moments that the optimizer keeps for every parameter."""
-    if section.name in ("sgd", "lars"):
-        return ("momentum",) if section.momentum else ()
-    return ("exp_avg", "exp_avg_sq")
 
 
 def _norm(values: Tensor) -> float:

@@ -16,7 +16,6 @@ list is cut into stages of equal length. Starting values are what the function m
 from __future__ import annotations
 
 import hashlib
-import itertools
 import math
 from collections.abc import Sequence
 from typing import Final
@@ -24,11 +23,12 @@ from typing import Final
 import torch
 from torch import Tensor, nn
 
-from peerd.compute.model.layers import Block, Embedding, ExpertBlock, Head, feed_forward_width
+from peerd.compute.model.layers import Block, Embedding, ExpertBlock, Head
 from peerd.compute.tokenizer import load_vocabulary
 from peerd.compute.user_code import find_function
 from peerd.core.errors import ConfigError
 from peerd.core.experts.grid import grid_of
+from peerd.core.model.model_shapes import even_parts, first_with_experts, stage_spans
 from peerd.core.run.runfile import RunFile
 from peerd.local_code import guarded
 
@@ -69,29 +69,8 @@ def build(run: RunFile, stages: Sequence[int]) -> ModelPiece:
 
 
 def spans(run: RunFile) -> list[range]:
-    """Blocks of each stage of a gpt: the slowest stage is as fast as it can be, given the head's cost.
-
-    Cost in multiply-adds per token: a block's matrices and its attention, and the head's matrix for the last stage.
-    """
-    m, stages = run.model, run.pipeline.stages
-    block = m.d_model * (4 * m.d_model + 3 * feed_forward_width(m.d_model) + m.context)
-    head = m.d_model * load_vocabulary(m.vocab).size
-    if stages == 1:
-        return [range(m.layers)]
-
-    def slowest(in_last: int) -> tuple[int, int]:
-        others = -(-(m.layers - in_last) // (stages - 1))
-        return max(others * block, in_last * block + head), -in_last
-
-    last = min(range(1, m.layers - stages + 2), key=slowest)
-    return [*_even(m.layers - last, stages - 1), range(m.layers - last, m.layers)]
-
-
-def _even(count: int, parts: int) -> list[range]:
-    """0 .. count cut into parts whose lengths differ by at most one, longer ones first."""
-    short, longer = divmod(count, parts)
-    starts = [part * short + min(part, longer) for part in range(parts + 1)]
-    return [range(a, b) for a, b in itertools.pairwise(starts)]
+    """Blocks of each stage of a gpt."""
+    return stage_spans(run, load_vocabulary(run.model.vocab).size)
 
 
 def outline(run: RunFile, stages: Sequence[int]) -> ModelPiece:
@@ -117,13 +96,6 @@ def _gpt_outline(run: RunFile, stages: Sequence[int]) -> ModelPiece:
             if stage == run.pipeline.stages - 1:
                 layers.append(("head", Head(m.d_model, vocab), 1))
     return ModelPiece(layers).to(DTYPES[m.dtype])
-
-
-def first_with_experts(run: RunFile) -> int:
-    """The block from which on all have experts for their feed-forward; in a run without experts, none has."""
-    if run.experts is None:
-        return run.model.layers
-    return max(0, run.model.layers - grid_of(run).layers)
 
 
 def _block(run: RunFile, index: int) -> nn.Module:
@@ -173,7 +145,7 @@ def own_layers(run: RunFile) -> list[nn.Module]:
 
 def own_parts(run: RunFile, count: int) -> list[range]:
     """The layers of each stage, of `count`."""
-    return _even(count, run.pipeline.stages)
+    return even_parts(count, run.pipeline.stages)
 
 
 def _own(run: RunFile, stages: Sequence[int]) -> ModelPiece:

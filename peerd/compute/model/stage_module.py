@@ -30,12 +30,13 @@ from torch.nn.modules.batchnorm import _NormBase
 from peerd.compute.codec.powersgd import low_rank_of
 from peerd.compute.flat import Layout
 from peerd.compute.model.grad_sums import Sums
-from peerd.compute.model.optim import Optimizer, moment_names
+from peerd.compute.model.optim import Optimizer
 from peerd.compute.model.partition import DTYPES, build
 from peerd.compute.model.precision import Precision
 from peerd.compute.model.shared_buffers import GradientNotFinite, SharedBuffers, buffers_of
 from peerd.compute.tensors import all_finite, dtype_name, state_digest
 from peerd.compute.tokenizer import load_vocabulary
+from peerd.core.model.stage_memory import moment_names
 from peerd.core.run.runfile import RunFile
 
 _CACHE_LINE_BYTES: Final = 64

@@ -1,0 +1,97 @@
+"""Shapes of a gpt's parameters and its cut into stages, as functions of the run file and the size of the vocabulary.
+
+The modules that have these parameters are `compute/model`'s; a test holds the two together. Shapes as torch has them:
+a matrix is [out, in].
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+from peerd.core.errors import ConfigError
+from peerd.core.experts.grid import grid_of
+from peerd.core.run.runfile import RunFile
+
+Shapes = dict[str, tuple[int, ...]]
+
+
+def feed_forward_width(d_model: int) -> int:
+    """F: 8/3 of D, so that three matrices weigh what two of 4 D would; a multiple of 16."""
+    return -(-8 * d_model // (3 * 16)) * 16
+
+
+def stage_spans(run: RunFile, vocab_size: int) -> list[range]:
+    """Blocks of each stage of a gpt: the slowest stage is as fast as it can be, given the head's cost.
+
+    Cost in multiply-adds per token: a block's matrices and its attention, and the head's matrix for the last stage.
+    """
+    m, stages = run.model, run.pipeline.stages
+    block = m.d_model * (4 * m.d_model + 3 * feed_forward_width(m.d_model) + m.context)
+    head = m.d_model * vocab_size
+    if stages == 1:
+        return [range(m.layers)]
+
+    def slowest(in_last: int) -> tuple[int, int]:
+        others = -(-(m.layers - in_last) // (stages - 1))
+        return max(others * block, in_last * block + head), -in_last
+
+    last = min(range(1, m.layers - stages + 2), key=slowest)
+    return [*even_parts(m.layers - last, stages - 1), range(m.layers - last, m.layers)]
+
+
+def even_parts(count: int, parts: int) -> list[range]:
+    """0 .. count cut into parts whose lengths differ by at most one, longer ones first."""
+    short, longer = divmod(count, parts)
+    starts = [part * short + min(part, longer) for part in range(parts + 1)]
+    return [range(a, b) for a, b in itertools.pairwise(starts)]
+
+
+def first_with_experts(run: RunFile) -> int:
+    """The block from which on all have experts for their feed-forward; in a run without experts, none has."""
+    if run.experts is None:
+        return run.model.layers
+    return max(0, run.model.layers - grid_of(run).layers)
+
+
+def need_known_sizes(run: RunFile) -> None:
+    """ConfigError for a model of the user's own: only its code knows its layers."""
+    if run.model.kind != "gpt":
+        raise ConfigError(f"model.kind {run.model.kind}: only its own code knows the sizes of its layers")
+
+
+def stage_shapes(run: RunFile, stage: int, vocab_size: int) -> Shapes:
+    """Shape of each parameter of a stage of a gpt, by its name in the whole model; ConfigError for other kinds."""
+    need_known_sizes(run)
+    width, blocks = run.model.d_model, stage_spans(run, vocab_size)[stage]
+    shapes: Shapes = {"embed.table": (vocab_size, width)} if stage == 0 else {}
+    if run.model.share_layers:
+        shapes |= _block(f"block{blocks.start}", width)
+    else:
+        for index in blocks:
+            gated = index >= first_with_experts(run)
+            shapes |= _block(f"block{index}", width, sum(grid_of(run).sides) if gated else None)
+    if stage == run.pipeline.stages - 1:
+        shapes |= {"head.norm.gain": (width,), "head.out.weight": (vocab_size, width)}
+    return shapes
+
+
+def _block(name: str, width: int, scores: int | None = None) -> Shapes:
+    """A transformer layer; with `scores`, one whose feed-forward experts elsewhere do: a gate of so many scores."""
+    feed = feed_forward_width(width)
+    shapes: Shapes = {
+        "attention_norm.gain": (width,),
+        "attention.qkv.weight": (3 * width, width),
+        "attention.out.weight": (width, width),
+        "feed_norm.gain": (width,),
+    }
+    if scores is None:
+        shapes |= {"feed.up.weight": (2 * feed, width), "feed.down.weight": (width, feed)}
+    else:
+        shapes["gate.weight"] = (scores, width)
+    return {f"{name}.{own}": shape for own, shape in shapes.items()}
+
+
+def count_of(shapes: Shapes) -> int:
+    """Parameters of these shapes."""
+    return sum(map(math.prod, shapes.values()))
