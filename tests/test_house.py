@@ -37,7 +37,8 @@ LAYERS = {
     "log": {"core", "screen"},
     "home": {"core"},
     "devices": {"core"},
-    "config": {"core", "contents", "log"},
+    "typed_yaml": {"core", "log"},
+    "config": {"core", "contents", "typed_yaml"},
     "role": {"core", "net", "service", "log"},
     "training": {"core", "machine", "service", "compute", "role", "log", "signals"},
     "library": {"core", "net", "compute", "control", "training", "config", "daemon", "home", "launch", "log", "role"},
@@ -45,6 +46,7 @@ LAYERS = {
     "control": {"core", "machine", "net", "service", "home", "log"},
     "commands": {
         *("core", "machine", "net", "service", "compute", "config", "control", "home", "log", "registry", "screen"),
+        "typed_yaml",
     },
     "demo": {"core", "compute", "config", "control", "commands", "home", "screen", "service"},
     "daemon": {
