@@ -167,7 +167,7 @@ def _walk(node: yaml.Node, path: KeyPath, faults: YamlFaults, budget: Iterator[i
 
 def typed_section(cls: type[Any], tree: object, path: KeyPath, faults: YamlFaults) -> Any:
     """`tree` as a struct of type `cls`; where a mistake was noted in it, something stands in for the value."""
-    fields = {f.name: f for f in msgspec.structs.fields(cls)}
+    fields = {f.encode_name: f for f in msgspec.structs.fields(cls)}
     tree = {} if tree is None else tree
     if not isinstance(tree, dict):
         faults.broken.add(path)
@@ -186,7 +186,8 @@ def typed_section(cls: type[Any], tree: object, path: KeyPath, faults: YamlFault
                 faults.add((*path, name), f"is missing; allowed: {_allowed(info.type)}")
     values = {name: _value(fields[name].type, tree[name], (*path, name), faults) for name in fields if name in tree}
     kept = {name: value for name, value in values.items() if value is not None or (*path, name) not in faults.broken}
-    return cls(**{name: "?" for name, info in fields.items() if info.required} | kept)
+    stand_ins = {info.name: "?" for info in fields.values() if info.required}
+    return cls(**stand_ins | {fields[name].name: value for name, value in kept.items()})
 
 
 def _value(kind: Any, value: object, path: KeyPath, faults: YamlFaults) -> Any:
@@ -237,10 +238,10 @@ def _nearest(name: str, known: list[str], path: KeyPath, root: type[msgspec.Stru
 
 def _all_keys(cls: type[Any], path: KeyPath) -> Iterator[KeyPath]:
     for info in msgspec.structs.fields(cls):
-        yield (*path, info.name)
+        yield (*path, info.encode_name)
         section = _section_that_may_miss(info.type) or info.type
         if isinstance(section, type) and issubclass(section, msgspec.Struct):
-            yield from _all_keys(section, (*path, info.name))
+            yield from _all_keys(section, (*path, info.encode_name))
 
 
 def _nearest_choice(kind: Any, value: object) -> str:
@@ -255,7 +256,7 @@ def _allowed(kind: Any) -> str:
     if get_origin(kind) is Literal:
         return "one of " + ", ".join(str(choice) for choice in get_args(kind))
     if section := _item_section(kind):
-        return f"a list, each item keys and values ({', '.join(section.__struct_fields__)})"
+        return f"a list, each item keys and values ({', '.join(section.__struct_encode_fields__)})"
     if get_origin(kind) is list:
         return f"a list, each item {_allowed(get_args(kind)[0])}"
     if get_origin(kind) in (Union, UnionType):
