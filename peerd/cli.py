@@ -26,6 +26,7 @@ import typer
 from msgspec import structs
 
 from peerd.commands import evaluate, export, generate, token
+from peerd.commands.plan import plan
 from peerd.control.guest import GuestFlags, obey, settled
 from peerd.core.errors import ConfigError, PeerdError, missing_package
 from peerd.core.run.runfile import LimitsSection
@@ -53,6 +54,7 @@ app.add_typer(token.app, name="token")
 app.command()(export.export)
 app.command()(generate.generate)
 app.command()(evaluate.evaluate)
+app.command()(plan.plan)
 
 RunFileOption = Annotated[Path | None, typer.Option("--model", "--config", metavar="FILE", help="The run file (YAML).")]
 Bootstrap = Annotated[

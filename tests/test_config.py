@@ -244,7 +244,8 @@ def test_a_wrong_address_on_the_command_line_is_named_with_its_option() -> None:
 
 
 def test_the_shipped_run_files_are_right() -> None:
-    files = sorted((Path(__file__).parent.parent / "configs").glob("*.yaml"))
+    folder = Path(__file__).parent.parent / "configs"
+    files = sorted(set(folder.glob("*.yaml")) - {folder / "links.yaml"})
     assert files
     for file in files:
         load_run(file)

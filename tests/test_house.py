@@ -147,6 +147,7 @@ FLAGS = {
         *("--json", "--help"),
     },
     "evaluate": {"--from", "file", "--device", "--model", "--config", "--json", "--help"},
+    "plan": {"--model", "--config", "--speed", "--json", "--help"},
     "doctor": {
         *("--model", "--config", "--role", "--bootstrap", "--listen", "--data-dir", "--device", "--json", "--help"),
     },
@@ -447,6 +448,7 @@ LIGHT = {
     "status": "invoke(['status', '--data-dir', '/nowhere'])",
     "identity": "invoke(['identity', '--data-dir', FOLDER])",
     "doctor": "invoke(['doctor', '--help'])",
+    "plan": "invoke(['plan', '--help'])",
     "export": "invoke(['export', '--help']); invoke(['generate', '--help']); invoke(['evaluate', '--help'])",
     "backbone": "import peerd.daemon; from peerd import registry; registry.load('backbone')",
 }

@@ -1,0 +1,140 @@
+"""What a run asks of its peers, stage by stage: parameters, work, bytes, memory, and the line that a device needs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from peerd.core.model.model_shapes import first_with_experts
+from peerd.core.model.model_size import StageSize, boundary_bytes, microbatches
+from peerd.core.run.runfile import BYTES_PER_MBIT, RunFile
+from peerd.screen.units import counted, number, size
+
+_TERA = 1e12
+
+
+def size_view(run: RunFile, sizes: Sequence[StageSize], speed: float) -> RenderableType:
+    """Tables and words for people. `speed`: FLOP/s of a device whose line is to be known. No sizes: a model whose sizes
+    only its own code knows.
+    """
+    parts: list[RenderableType] = [Text(f"{_model(run)} · {_microbatches(run)}", "bold")]
+    sent = f"{size(boundary_bytes(run))} a microbatch over each boundary, and as many back ({_code(run)})"
+    parts.append(Text(sent if run.pipeline.stages > 1 else "one stage: no activations travel"))
+    if not sizes:
+        unknown = (
+            f"parameters, work and memory: only the code of {run.model.kind} knows; see: peerd doctor --model FILE"
+        )
+        return Group(*parts, Text(unknown, "yellow"))
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for head in ("stage", "layers", "parameters", "FLOPs", "averages", "memory", f"line at {_tflops(speed)}"):
+        table.add_column(head, justify="left" if head == "layers" else "right", overflow="fold")
+    for one in sizes:
+        table.add_row(*_row(run, one, speed))
+    total = sum(one.parameters for one in sizes)
+    flops = sum(one.flops for one in sizes)
+    if len(sizes) > 1:
+        table.add_row("all", "", f"{total:,}", operations(flops), "", "", "")
+    parts += [Text(""), table, Text(""), *_notes(run, sizes, speed)]
+    return Group(*parts)
+
+
+def _row(run: RunFile, one: StageSize, speed: float) -> list[str]:
+    layers = f"{one.blocks.start}-{one.blocks.stop - 1}" if len(one.blocks) > 1 else f"{one.blocks.start}"
+    ends = ["embed"] * (one.stage == 0) + [layers] + ["head"] * (one.stage == run.pipeline.stages - 1)
+    line = f"{mbit(one.saturating_rate(speed))} Mb/s" if one.line_bytes else "-"
+    return [
+        str(one.stage),
+        " ".join(ends),
+        f"{one.parameters:,}",
+        operations(one.flops),
+        size(one.gradient_bytes),
+        size(one.memory_bytes),
+        line,
+    ]
+
+
+def _notes(run: RunFile, sizes: Sequence[StageSize], speed: float) -> list[Text]:
+    first, width = sizes[0], run.model.d_model
+    notes = [
+        "FLOPs: of a microbatch, forward and backward: 6 for each weight and token, and attention. averages: what a "
+        "peer averages in a step. memory: parameters, gradients, optimizer, and a copy for checkpoints; activations "
+        "and messages come on top."
+    ]
+    if first_with_experts(run):
+        notes.insert(0, f"A layer has {first.layer_parameters:,} parameters, about 12 x {width:,}².")
+    if len(sizes) > 1:
+        notes.append(
+            f"line: each way, with which a device that reaches {_tflops(speed)} (--speed) never waits for it. All but "
+            "the last stage compute their forward again for the backward, and get their input again. Twice the width "
+            "needs half the line: work grows with its square, bytes do not (square-cube law)."
+        )
+    if run.experts is not None:
+        notes.append("Experts are not counted: they are other peers' (a host says how many its memory holds).")
+    return [Text(note, "dim") for note in notes]
+
+
+def size_object(run: RunFile, sizes: Sequence[StageSize], speed: float) -> dict[str, Any]:
+    """The same as one object for programs."""
+    return {
+        "run": run.run,
+        "kind": run.model.kind,
+        "microbatches": microbatches(run),
+        "tokens": run.pipeline.microbatch * run.model.context,
+        "boundary_bytes": boundary_bytes(run) if run.pipeline.stages > 1 else 0,
+        "speed_flops": speed,
+        "stages": [
+            {
+                "stage": one.stage,
+                "layers": len(one.blocks),
+                "parameters": one.parameters,
+                "layer_parameters": one.layer_parameters,
+                "flops": one.flops,
+                "work_flops": one.work_flops,
+                "gradient_bytes": one.gradient_bytes,
+                "sent_bytes": one.sent_bytes,
+                "memory_bytes": one.memory_bytes,
+                "device_memory_bytes": one.footprint.device_bytes,
+                "saturating_mbit": one.saturating_rate(speed) / BYTES_PER_MBIT,
+            }
+            for one in sizes
+        ],
+    }
+
+
+def operations(flops: float) -> str:
+    """FLOPs in the unit that people read: 42.1 G."""
+    for unit in ("M", "G", "T"):
+        flops /= 1000 if unit != "M" else 1e6
+        if flops < 1000:
+            return f"{flops:.3g} {unit}"
+    return f"{flops / 1000:,.3g} P"
+
+
+def mbit(rate: float) -> str:
+    """Bytes a second as Mb/s, in about three digits."""
+    told = rate / BYTES_PER_MBIT
+    return f"{told:,.0f}" if told >= 100 else f"{told:.3g}"
+
+
+def _model(run: RunFile) -> str:
+    model = run.model
+    layers = f"{counted(model.layers, 'layer')} of d_model {model.d_model:,}"
+    return f"run {run.run}: {model.kind}, {layers}, {counted(run.pipeline.stages, 'stage')}"
+
+
+def _microbatches(run: RunFile) -> str:
+    samples = f"{run.pipeline.microbatch:,} x {run.model.context:,} tokens"
+    return f"{counted(microbatches(run), 'microbatch').replace('microbatchs', 'microbatches')} of {samples} a step"
+
+
+def _code(run: RunFile) -> str:
+    code = run.pipeline.boundary.code
+    return {"none": run.model.dtype, "auto": f"{run.model.dtype} at most: code auto"}.get(code, code)
+
+
+def _tflops(speed: float) -> str:
+    return f"{number(speed / _TERA)} TFLOP/s"

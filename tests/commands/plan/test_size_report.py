@@ -1,0 +1,82 @@
+"""`peerd plan --model`: what a run asks of devices and lines, without torch."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from peerd.cli import invoke
+from peerd.commands.plan.size_report import mbit, operations
+
+ROOT = Path(__file__).resolve().parents[3]
+BIG = """run: big
+model: {d_model: 4096, heads: 32, layers: 12, context: 512}
+pipeline: {stages: 4, microbatch: 1, boundary: {code: int8}}
+"""
+
+
+@pytest.fixture
+def run_file(tmp_path: Path) -> str:
+    file = tmp_path / "run.yaml"
+    file.write_text(BIG)
+    return str(file)
+
+
+def out_of(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    assert invoke(["plan", *words]) == 0
+    return capsys.readouterr().out
+
+
+def test_the_object_has_each_stages_figures(run_file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    told = json.loads(out_of(capsys, "--model", run_file, "--speed", "20", "--json"))
+    assert told["boundary_bytes"] == 512 * 4096 * 17 // 16
+    stages = told["stages"]
+    assert [stage["layers"] for stage in stages] == [3, 3, 3, 3]
+    assert all(round(stage["layer_parameters"] / 1e6) == 201 for stage in stages)
+    second = stages[1]
+    assert second["work_flops"] * 3 == second["flops"] * 4
+    work_s = second["work_flops"] / 20e12
+    assert second["saturating_mbit"] == pytest.approx(3 * told["boundary_bytes"] * 8e-6 / work_s)
+
+
+def test_the_screen_has_a_row_for_each_stage_at_80_columns(
+    run_file: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    lines = out_of(capsys, "--model", run_file).splitlines()
+    assert max(map(len, lines)) <= 80
+    assert [line.split()[0] for line in lines if line[:5].strip().isdigit()] == ["0", "1", "2", "3"]
+    assert any(line.startswith("  all") for line in lines)
+    assert "about 12 x 4,096²" in " ".join(lines)
+
+
+def test_a_model_of_ones_own_is_said_to_be_unknown(capsys: pytest.CaptureFixture[str]) -> None:
+    out = " ".join(out_of(capsys, "--model", str(ROOT / "configs/own_model.yaml")).split())
+    assert "65.5 kB a microbatch over each boundary" in out
+    assert "parameters, work and memory: only the code of" in out
+
+
+@pytest.mark.parametrize("speed", ["0", "-1", "nan", "inf"])
+def test_a_speed_that_is_none_is_refused(speed: str, run_file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert invoke(["plan", "--model", run_file, f"--speed={speed}"]) == 2
+    assert "allowed: a number above 0" in capsys.readouterr().err
+
+
+def test_figures_keep_three_digits() -> None:
+    assert [operations(flops) for flops in (2.5e6, 4.21e10, 1.234e12, 5e15)] == ["2.5 M", "42.1 G", "1.23 T", "5 P"]
+    assert [mbit(rate * 125_000) for rate in (0.01234, 12.34, 1234.0)] == ["0.0123", "12.3", "1,234"]
+
+
+@pytest.mark.slow
+def test_it_works_where_torch_cannot_be_imported(run_file: str) -> None:
+    code = (
+        "import sys; sys.modules['torch'] = None\n"
+        f"from peerd.cli import invoke; sys.exit(invoke(['plan', '--model', {run_file!r}]))"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
+    assert "d_model 4,096" in ended.stdout
