@@ -10,10 +10,13 @@ from __future__ import annotations
 
 import argparse
 import importlib
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from tests.kit.terminal import Grid, terminal
+
+Colour = tuple[int, int, int]
 
 FONT: Final = "/usr/share/fonts/truetype/dejavu/DejaVuSansMono{}.ttf"
 SIZE: Final = 15  # of a character, in points
@@ -21,14 +24,47 @@ CELL: Final = (9, 19)  # pixels of one
 MARGIN: Final = 10
 GROUND, INK, DIM = (24, 26, 31), (222, 222, 222), (135, 139, 148)
 COLOURS: Final = {31: (240, 98, 98), 32: (120, 200, 120), 33: (230, 192, 90), 36: (86, 190, 210)}
+HALVES: Final = {
+    "▀": (0, CELL[1] // 2 - 1),
+    "▄": (CELL[1] // 2, CELL[1] - 1),
+    "█": (0, CELL[1] - 1),
+}  # first, last line
 BRAILLE: Final = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))  # bits by row and column
 
 
-def look(style: str) -> tuple[tuple[int, int, int], bool]:
-    """Colour, and whether it is bold."""
-    numbers = [int(number) for number in style.split(";") if number]
-    colour = next((COLOURS[number] for number in reversed(numbers) if number in COLOURS), INK)
-    return (DIM if 2 in numbers and colour == INK else colour), 1 in numbers
+class Look(NamedTuple):
+    """How a character is drawn."""
+
+    ink: Colour
+    ground: Colour
+    heavy: bool
+
+
+def look(style: str) -> Look:
+    """Of the numbers of a rendition: the last colour of each kind counts."""
+    numbers = iter([int(number) for number in style.split(";") if number])
+    ink, ground, heavy, dim = INK, GROUND, False, False
+    for number in numbers:
+        if number in (38, 48):
+            found = _of_many(numbers)
+            ink, ground = (found, ground) if number == 38 else (ink, found)
+        else:
+            ink = COLOURS.get(number, ink)
+            heavy, dim = heavy or number == 1, dim or number == 2
+    return Look(DIM if dim and ink == INK else ink, ground, heavy)
+
+
+def _of_many(numbers: Iterator[int]) -> Colour:
+    """A colour of 2^24, or of the cube of 6 x 6 x 6 and the greys that terminals with 256 colours have."""
+    if next(numbers) == 2:
+        return next(numbers), next(numbers), next(numbers)
+    number = next(numbers)
+    if number < 16:
+        return COLOURS.get(30 + number % 8, INK)
+    if number >= 232:
+        return (8 + 10 * (number - 232),) * 3
+    steps = (0, 95, 135, 175, 215, 255)
+    return steps[(number - 16) // 36], steps[(number - 16) // 6 % 6], steps[(number - 16) % 6]
 
 
 def draw(grid: Grid, out: Path) -> None:
@@ -43,16 +79,21 @@ def draw(grid: Grid, out: Path) -> None:
     for row, cells in enumerate(grid.cells):
         for column, char in enumerate(cells):
             x, y = MARGIN + column * CELL[0], MARGIN + row * CELL[1]
-            colour, heavy = look(grid.styles[row][column])
+            colour, ground, heavy = look(grid.styles[row][column])
+            if ground != GROUND:
+                pen.rectangle((x, y, x + CELL[0] - 1, y + CELL[1] - 1), fill=ground)
             if 0x2800 <= ord(char) <= 0x28FF:
                 for line, bits in enumerate(BRAILLE):
                     for side, bit in enumerate(bits):
                         if (ord(char) - 0x2800) & bit:
                             left, top = x + 1 + side * 4, y + 2 + line * 4
                             pen.rectangle((left, top, left + 2, top + 2), fill=colour)
+            elif char in HALVES:
+                top, bottom = HALVES[char]
+                pen.rectangle((x, y + top, x + CELL[0] - 1, y + bottom), fill=colour)
             elif char != " ":
                 pen.text((x, y), char, font=bold if heavy else plain, fill=colour)
-    image.quantize(96).save(out, optimize=True)
+    image.quantize(160).save(out, optimize=True)
 
 
 def main() -> None:

@@ -147,7 +147,10 @@ FLAGS = {
         *("--json", "--help"),
     },
     "evaluate": {"--from", "file", "--device", "--model", "--config", "--json", "--help"},
-    "plan": {"--model", "--config", "--speed", "--json", "--help"},
+    "plan": {
+        *("links", "--model", "--config", "--from", "--seconds", "--seed", "--cost", "--horizon", "--out", "--speed"),
+        *("--json", "--help"),
+    },
     "doctor": {
         *("--model", "--config", "--role", "--bootstrap", "--listen", "--data-dir", "--device", "--json", "--help"),
     },

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Final, Literal
 
 import typer
 
@@ -16,33 +16,93 @@ from peerd.core.errors import ConfigError
 from peerd.core.model.model_size import StageSize, stage_sizes
 from peerd.core.run.runfile import RunFile
 
-if TYPE_CHECKING:
-    from rich.console import RenderableType
-
-TERA = 1e12
+TERA: Final = 1e12
+DEFAULT_TFLOPS: Final = 10.0
+SECONDS: Final = 86_400
 
 
 def plan(
+    links: Annotated[
+        Path | None, typer.Argument(metavar="[LINKS]", help="The links file: devices, and the network between them.")
+    ] = None,
     model: Annotated[
         Path | None,
         typer.Option("--model", "--config", metavar="FILE", help="The run file whose stages are to be placed."),
     ] = None,
+    before: Annotated[
+        Path | None, typer.Option("--from", metavar="FILE", help="The placement of now: begin there, and count moves.")
+    ] = None,
+    seconds: Annotated[float, typer.Option("--seconds", metavar="N", help="How long to search.")] = 10.0,
+    seed: Annotated[int, typer.Option(help="Makes the search repeatable.")] = 0,
+    cost: Annotated[
+        Literal["steady", "latency"],
+        typer.Option(help="What a step takes: in the steady state of a full pipeline, or as one wave through it."),
+    ] = "steady",
+    horizon: Annotated[
+        int, typer.Option(min=1, metavar="STEPS", help="With --from: steps over which moving is spread.")
+    ] = 1000,
+    out: Annotated[Path | None, typer.Option("--out", metavar="FILE", help="Write the placement there.")] = None,
     speed: Annotated[
-        float,
-        typer.Option("--speed", metavar="TFLOPS", help="Of a device, 10^12 operations a second: which line it needs."),
-    ] = 10.0,
+        float | None,
+        typer.Option(metavar="TFLOPS", help="Without LINKS: of a device whose line is asked. [default: 10]"),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object for programs.")] = False,
 ) -> None:
-    """Plan the network: what each stage of a run asks of a device and of its line."""
+    """Plan before a run: which device should serve which stage, or what each stage asks of a device and its line."""
+    if links is None:
+        _tell_sizes(model, before or out, DEFAULT_TFLOPS if speed is None else speed, as_json)
+        return
+    if speed is not None:
+        raise ConfigError("--speed goes without LINKS, whose devices have speed_tflops")
+    if not 0 < seconds <= SECONDS:
+        raise ConfigError(f"--seconds is {seconds:g}; allowed: above 0 to {SECONDS:,}")
+    from peerd.commands.plan import placement_file, placing, plan_report
+    from peerd.machine.placement.cost import CostKind
+
+    run = _placeable(model) if model is not None else None
+    found = placing.find(placing.PlanWish(links, run, before, CostKind(cost), seconds, seed, horizon))
+    if out is not None:
+        head = f"peerd plan {links}: a step takes {found.cost.total_s:.4g} s ({cost})"
+        placement_file.save_placement(out, found.problem, found.placement, head)
+    if as_json:
+        typer.echo(json.dumps(plan_report.plan_object(found), ensure_ascii=False))
+        return
+    from rich.console import Console
+
+    console = Console()
+    coloured = console.is_terminal and console.color_system is not None
+    console.print(plan_report.plan_view(found, console.width, coloured=coloured), crop=False)
+    if out is not None:
+        typer.echo(f"written to {out}")
+
+
+def _tell_sizes(model: Path | None, other: Path | None, speed: float, as_json: bool) -> None:
+    """What a run asks for, from its file alone."""
     from peerd.commands.plan import size_report
 
+    if model is None:
+        raise ConfigError("say what to plan: LINKS.yaml (such as configs/links.yaml), --model RUN.yaml, or both")
+    if other is not None:
+        raise ConfigError("--from and --out go with a links file: peerd plan LINKS.yaml --model RUN.yaml")
     if not 0 < speed < math.inf:
         raise ConfigError(f"--speed is {speed:g}; allowed: a number above 0, in TFLOP/s")
-    if model is None:
-        raise ConfigError("say what to plan: --model RUN.yaml")
     run = _run(model)
     sizes = _sizes(run) if run.model.kind == "gpt" else []
-    show(size_report.size_object(run, sizes, speed * TERA), size_report.size_view(run, sizes, speed * TERA), as_json)
+    if as_json:
+        typer.echo(json.dumps(size_report.size_object(run, sizes, speed * TERA), ensure_ascii=False))
+        return
+    from rich.console import Console
+
+    Console().print(size_report.size_view(run, sizes, speed * TERA), crop=False)
+
+
+def _placeable(path: Path) -> tuple[Path, RunFile, list[StageSize]]:
+    """A run whose stages have known sizes."""
+    run = _run(path)
+    if run.model.kind != "gpt":
+        known = "have the links file state a `workload:`, and leave out --model"
+        raise ConfigError(f"{path}: only the code of {run.model.kind} knows the sizes of its stages; {known}")
+    return path, run, _sizes(run)
 
 
 def _run(path: Path) -> RunFile:
@@ -55,13 +115,3 @@ def _sizes(run: RunFile) -> list[StageSize]:
     from peerd.compute.tokenizer import load_vocabulary
 
     return stage_sizes(run, load_vocabulary(run.model.vocab).size)
-
-
-def show(plain: dict[str, Any], view: RenderableType, as_json: bool) -> None:
-    """One of the two."""
-    from rich.console import Console
-
-    if as_json:
-        typer.echo(json.dumps(plain, ensure_ascii=False))
-    else:
-        Console().print(view, crop=False)

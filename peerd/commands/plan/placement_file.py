@@ -1,0 +1,85 @@
+"""The placement file: the devices of each stage, by name, as `peerd plan --out` writes and `--from` reads it.
+
+```yaml
+stages:
+  - [virginia-1, virginia-2]
+  - [tokyo-1]
+follows: # who sends to whom of the next stage; not read
+  - [[virginia-1, tokyo-1], [virginia-2, tokyo-1]]
+```
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import msgspec
+
+from peerd.core.errors import ConfigError
+from peerd.core.run.runfile import Section
+from peerd.log import clean
+from peerd.machine.placement.problem import IDLE, PlacementProblem, PlanDevice, StagePlacement
+from peerd.typed_yaml import YamlKind, parse_yaml, typed_section
+
+
+class PlacementSection(Section, frozen=True):
+    stages: list[list[str]]
+    follows: list[list[list[str]]] = msgspec.field(default_factory=list)
+
+
+_PLACEMENT_FILE = YamlKind("placement file", "`stages:`", PlacementSection, file_bytes=4 << 20, nodes=100_000)
+
+
+def load_placement(path: Path, problem: PlacementProblem) -> StagePlacement:
+    """Read a placement of these devices. Raises ConfigError that names every mistake."""
+    tree, faults = parse_yaml(path, _PLACEMENT_FILE)
+    file: PlacementSection = typed_section(PlacementSection, tree, (), faults)
+    if faults.found:
+        raise faults.error(path)
+    if len(file.stages) != len(problem.stages):
+        faults.add(
+            ("stages",), f"has {len(file.stages)} stages; allowed: {len(problem.stages)}, as there are to be placed"
+        )
+    known = {device.name: number for number, device in enumerate(problem.devices)}
+    stage_of, lines = [IDLE] * len(problem.devices), dict[str, int | None]()
+    for stage, names in enumerate(file.stages):
+        if not names:
+            faults.add(("stages", stage), "is empty; allowed: one device at least")
+        for index, name in enumerate(names):
+            at = ("stages", stage, index)
+            if name not in known:
+                faults.add(at, f"is {clean(name)}, which the links file does not have; allowed: its devices")
+            elif name in lines:
+                faults.add(at, f"is {clean(name)} a second time, first on line {lines[name]}")
+            else:
+                lines[name] = faults.line_of(at)
+                stage_of[known[name]] = stage
+    if faults.found:
+        raise faults.error(path)
+    return StagePlacement(tuple(stage_of))
+
+
+def save_placement(path: Path, problem: PlacementProblem, placement: StagePlacement, head: str) -> None:
+    """Write it, with `head` as a comment. ConfigError when the file cannot be written."""
+    try:
+        path.write_text("\n".join(_lines(problem.devices, placement, len(problem.stages), head)) + "\n", "utf-8")
+    except OSError as error:
+        raise ConfigError(f"--out {path} can't be written: {error.strerror or error}") from error
+
+
+def _lines(devices: Sequence[PlanDevice], placement: StagePlacement, stages: int, head: str) -> Iterator[str]:
+    """Names are written as JSON strings, which are YAML whatever stands in them."""
+
+    def quoted(number: int) -> str:
+        return json.dumps(devices[number].name)
+
+    yield f"# {clean(head)}"
+    yield "stages:"
+    for stage in range(stages):
+        yield f"  - [{', '.join(map(quoted, placement.members(stage)))}]"
+    if any(placement.follows):
+        yield "follows: # who sends to whom of the next stage"
+        for pairs in placement.follows:
+            yield "  - [" + ", ".join(f"[{quoted(one)}, {quoted(other)}]" for one, other in pairs) + "]"

@@ -1,0 +1,241 @@
+"""A placement for people and for programs: stages, cost and its parts, the gain, who follows whom, a picture."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from peerd.commands.plan.link_matrix import link_matrix
+from peerd.log import clean
+from peerd.machine.placement.cost import CostKind, PlacementCost
+from peerd.machine.placement.problem import IDLE, Matrix, PlacementProblem, StagePlacement
+from peerd.screen.units import counted, number, size, took
+
+PAIRS_SHOWN: Final = 64  # of followers; all of them are in --json and --out
+_TERA: Final = 1e12
+_MEANT: Final = {
+    CostKind.STEADY: "the steady state of a full pipeline; --cost latency for one wave through it",
+    CostKind.LATENCY: "all microbatches as one wave, stage after stage; --cost steady for a full pipeline",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """What was asked, and what was found."""
+
+    links: str
+    problem: PlacementProblem
+    placement: StagePlacement
+    cost: PlacementCost
+    seed: int
+    took_s: float
+    stopped: bool  # by Ctrl+C
+    random: Sequence[float]  # seconds a step of random placements
+    before: tuple[str, StagePlacement, PlacementCost] | None = None  # --from
+
+
+def moved(before: StagePlacement, after: StagePlacement) -> int:
+    """Devices that serve another stage than before, or serve one now and did not."""
+    pairs = zip(before.stage_of, after.stage_of, strict=True)
+    return sum(one != other and other != IDLE for one, other in pairs)
+
+
+def message_bytes(problem: PlacementProblem) -> float:
+    """Of the picture: the largest activation; without one, a peer's share of the gradient."""
+    sent = max((work.activation for work in problem.stages[:-1]), default=0.0)
+    return sent or max(work.gradient for work in problem.stages) / len(problem.devices)
+
+
+def link_seconds(problem: PlacementProblem) -> Matrix:
+    """Time of that message over each link, [N, N]."""
+    return problem.network.seconds(message_bytes(problem))
+
+
+def plan_view(found: Planned, width: int, *, coloured: bool) -> RenderableType:
+    """The whole answer."""
+    problem = found.problem
+    places = len({device.place for device in problem.devices if device.place})
+    where = f"{counted(len(problem.devices), 'device')}" + (f" in {counted(places, 'place')}" if places else "")
+    work = f"{counted(len(problem.stages), 'stage')}, {problem.microbatches:,} microbatches a step"
+    parts: list[RenderableType] = [Text(f"{clean(found.links)}: {where}; {work}", "bold"), Text("")]
+    parts += [*_cost_lines(found), Text(""), _stage_table(found), Text(""), *_followers(found), Text("")]
+    groups = [problem_members(found, stage) for stage in range(len(problem.stages))]
+    idle = problem_members(found, IDLE)
+    if idle:
+        parts.insert(-1, Text(f"idle: {names_of(found, idle)}"))
+    if len(problem.devices) > 1:
+        parts.append(Text(f"{size(message_bytes(problem))} from each device (row) to each other, by stage:"))
+        parts += link_matrix(link_seconds(problem), [*groups, idle], width, coloured=coloured)
+    return Group(*parts)
+
+
+def problem_members(found: Planned, stage: int) -> list[int]:
+    """Devices of a stage, those of one place together."""
+    members = [device for device, at in enumerate(found.placement.stage_of) if at == stage]
+    return sorted(members, key=lambda device: (found.problem.devices[device].place, device))
+
+
+def _cost_lines(found: Planned) -> Iterator[Text]:
+    cost = found.cost
+    yield Text(f"a step takes {took(cost.total_s)} ({_MEANT[cost.kind]})", "bold green")
+    yield Text("  = " + " + ".join(f"{took(seconds)} {what}" for what, seconds in parts_of_cost(cost) if seconds))
+    told = [seconds for seconds in found.random if math.isfinite(seconds)]
+    if told:
+        least, mean = min(told), float(np.mean(told))
+        best = f"the mean of {len(told)} is {took(mean)}, the best of them {took(least)}"
+        yield Text(f"  {_gain(mean, cost.total_s)} random placement: {best}")
+    if len(told) < len(found.random):
+        lost = len(found.random) - len(told)
+        yield Text(f"  {lost} of {len(found.random)} random placements put peers together that cannot reach each other")
+    if found.before is not None:
+        name, placement, before = found.before
+        changes = counted(moved(placement, found.placement), "device")
+        was = took(before.total_s) if math.isfinite(before.total_s) else "never: peers that cannot reach each other"
+        yield Text(f"  {_gain(before.total_s, cost.total_s)} {clean(name)} ({was}); {changes} would move")
+    if found.problem.sizes is not None:
+        yield Text(
+            "  speeds or work are not known: how many devices a stage has was settled before the search", "yellow"
+        )
+    stopped = ", stopped by Ctrl+C" if found.stopped else ""
+    yield Text(
+        f"  found in {took(found.took_s)} with --seed {found.seed}{stopped}; longer (--seconds) may find better", "dim"
+    )
+
+
+def _gain(before_s: float, after_s: float) -> str:
+    if not math.isfinite(before_s):
+        return "possible, unlike"
+    return f"{before_s / after_s:.2f} times as fast as" if after_s else "as fast as"
+
+
+def parts_of_cost(cost: PlacementCost) -> Iterator[tuple[str, float]]:
+    """Seconds by what they are for."""
+    steady = cost.kind is CostKind.STEADY
+    yield "averaging", cost.data_parallel_s
+    yield ("links, there and back, of the first microbatch" if steady else "links, there and back"), cost.pipeline_s
+    yield ("computing it" if steady else "computing"), cost.compute_s
+    yield "at the pace of the busiest device or link", cost.busiest_s
+    yield "moving, spread over the steps it is for", cost.moving_s
+
+
+def _stage_table(found: Planned) -> Table:
+    problem = found.problem
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("stage", justify="right")
+    table.add_column("devices", justify="right")
+    table.add_column("who", overflow="fold", ratio=1)
+    timed = all(math.isfinite(device.speed) for device in problem.devices)
+    needy = any(work.memory for work in problem.stages)
+    if timed:
+        table.add_column("TFLOP/s", justify="right")
+    if needy:
+        table.add_column("needs", justify="right")
+        table.add_column("least memory", justify="right")
+    for stage, work in enumerate(problem.stages):
+        members = problem_members(found, stage)
+        row = [str(stage), str(len(members)), names_of(found, members)]
+        if timed:
+            row.append(number(sum(problem.devices[device].speed for device in members) / _TERA))
+        if needy:
+            least = min(problem.devices[device].memory for device in members)
+            row += [size(work.memory), size(least) if math.isfinite(least) else "-"]
+        table.add_row(*row)
+    return table
+
+
+def names_of(found: Planned, members: Sequence[int]) -> str:
+    """Names in few words: `virginia-1..8, tokyo-2`."""
+    return ", ".join(" ".join(told) for told in _in_runs([[found.problem.devices[at].name] for at in members]))
+
+
+def _in_runs(rows: Sequence[Sequence[str]]) -> Iterator[list[str]]:
+    """Rows of names, those whose numbers all go on by one as one row: `a-1, b-3` and `a-2, b-4` as `a-1..2, b-3..4`."""
+    first: list[tuple[str, int]] = []
+    length = 0
+    for row in rows:
+        cut = [_numbered(name) for name in row]
+        if (
+            length
+            and cut == [(base, number + length if number >= 0 else -1) for base, number in first]
+            and cut[0][1] > 0
+        ):
+            length += 1
+            continue
+        if length:
+            yield _run(first, length)
+        first, length = cut, 1
+    if length:
+        yield _run(first, length)
+
+
+def _numbered(name: str) -> tuple[str, int]:
+    """Base and number of `base-7`; -1 where there is none."""
+    cut = re.fullmatch(r"(.*)-([1-9]\d{0,5})", name)
+    return (cut[1], int(cut[2])) if cut else (name, -1)
+
+
+def _run(first: Sequence[tuple[str, int]], length: int) -> list[str]:
+    ends = [(base, number, number + length - 1) for base, number in first]
+    return [
+        clean(base if one < 0 else f"{base}-{one}" + (f"..{last}" if last > one else "")) for base, one, last in ends
+    ]
+
+
+def _followers(found: Planned) -> Iterator[Text]:
+    """Who sends to whom of the next stage; of many, only how many from place to place."""
+    devices, follows = found.problem.devices, found.placement.follows
+    if not follows:
+        return
+    told = [list(_in_runs([(devices[a].name, devices[b].name) for a, b in pairs])) for pairs in follows]
+    every = sum(map(len, told)) <= PAIRS_SHOWN
+    yield Text("who follows whom" + ("" if every else " (by place; each device: --json, --out)"), "bold")
+    for stage, pairs in enumerate(follows):
+        ways = [f"{one} > {other}" for one, other in told[stage]]
+        if not every:
+            counts = Counter(
+                (devices[a].place or devices[a].name, devices[b].place or devices[b].name) for a, b in pairs
+            )
+            ways = [clean(f"{one} > {other} x {count}") for (one, other), count in counts.items()]
+        yield Text.assemble((f"{stage} > {stage + 1}  ", "bold"), ", ".join(ways))
+
+
+def plan_object(found: Planned) -> dict[str, Any]:
+    """The answer as one object for programs; a time that is infinite is null."""
+    devices, stages = found.problem.devices, range(len(found.problem.stages))
+    told: dict[str, Any] = {
+        "links": found.links,
+        "cost": found.cost.kind.value,
+        "step_s": _known(found.cost.total_s),
+        "parts_s": {
+            "averaging": _known(found.cost.data_parallel_s),
+            "links": _known(found.cost.pipeline_s),
+            "computing": _known(found.cost.compute_s),
+            "busiest": _known(found.cost.busiest_s),
+            "moving": _known(found.cost.moving_s),
+        },
+        "random_s": [_known(seconds) for seconds in found.random],
+        "random_mean_s": _known(float(np.mean(found.random))) if len(found.random) else None,
+        "seed": found.seed,
+        "search_s": round(found.took_s, 3),
+        "stopped": found.stopped,
+        "stages": [[devices[device].name for device in found.placement.members(stage)] for stage in stages],
+        "idle": [devices[device].name for device in found.placement.members(IDLE)],
+        "follows": [[[devices[a].name, devices[b].name] for a, b in pairs] for pairs in found.placement.follows],
+    }
+    if found.before is not None:
+        name, placement, cost = found.before
+        told["from"] = {"file": name, "step_s": _known(cost.total_s), "moved": moved(placement, found.placement)}
+    return told
+
+
+def _known(seconds: float) -> float | None:
+    return seconds if math.isfinite(seconds) else None

@@ -1,0 +1,51 @@
+"""A network before and after `peerd plan`: one random placement and the one found, side by side, in colours.
+
+python -m scripts.plan_picture [LINKS.yaml] [SECONDS]
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from random import Random
+
+from rich.console import Console
+from rich.text import Text
+
+from peerd.commands.plan import placing
+from peerd.commands.plan.link_matrix import link_matrix
+from peerd.commands.plan.plan_report import link_seconds
+from peerd.machine.placement.cost import CostKind
+from peerd.machine.placement.problem import PlacementProblem, StagePlacement
+from peerd.machine.placement.search import cost_of
+from peerd.machine.placement.starts import random_placement
+from peerd.screen.units import took
+
+WIDTH = 42  # columns of each
+
+
+def picture(problem: PlacementProblem, placement: StagePlacement, name: str) -> list[Text]:
+    """The matrix under what a step takes."""
+    stages = range(len(problem.stages))
+    members = [sorted(placement.members(s), key=lambda device: problem.devices[device].place) for s in stages]
+    step_s = cost_of(problem, placement, CostKind.STEADY).total_s
+    return [
+        Text(f"{name}: {took(step_s)} a step", "bold"),
+        *link_matrix(link_seconds(problem), members, WIDTH, coloured=True),
+    ]
+
+
+def main() -> None:
+    links = Path(sys.argv[1]) if len(sys.argv) > 1 else Path("configs/links.yaml")
+    seconds = float(sys.argv[2]) if len(sys.argv) > 2 else 10.0
+    found = placing.find(placing.PlanWish(links, None, None, CostKind.STEADY, seconds, 0, 1))
+    before = picture(found.problem, random_placement(found.problem, Random(0)), "random")
+    after = picture(found.problem, found.placement, "peerd plan")
+    console = Console(width=2 * WIDTH + 2, force_terminal=True, color_system="truecolor")
+    for left, right in zip(before, after, strict=True):
+        left.pad_right(WIDTH + 2 - left.cell_len)
+        console.print(left + right, crop=False, highlight=False)
+
+
+if __name__ == "__main__":
+    main()
