@@ -37,6 +37,7 @@ RANDOM: Final = 20  # placements that the found one is compared with
 RANDOM_OF_MANY: Final = 5  # where there are more than `MANY` devices
 MANY: Final = 256
 STATE_GRADIENTS: Final = 3  # parameters and two moments, each as large as a gradient: what a device that moves fetches
+_LEAP_S: Final = 1e9
 _TOLD_S: Final = 0.2  # between two words of progress
 
 
@@ -82,6 +83,7 @@ def find(wish: PlanWish) -> Planned:
         seed=wish.seed,
         took_s=took_s,
         stopped=watch.stopped,
+        optimal=best.optimal,
         random=[cost_of(problem, random_placement(problem, rng), wish.kind).total_s for _ in range(count)],
         before=(str(before[0]), before[1], cost_of(problem, before[1], wish.kind)) if before is not None else None,
     )
@@ -150,15 +152,17 @@ class SearchWatch:
 
     def __init__(self, limit_s: float) -> None:
         self.stopped = False
+        self._leaps = 0
         self.began = time.monotonic()
         self._limit_s = limit_s
         self._told_s = 0.0
         self._tell = sys.stderr.isatty()
 
     def clock(self) -> float:
-        """Seconds; without end once it is stopped."""
+        """Seconds. Once it is stopped each look at it is a leap later, so that no wait lasts."""
         if self.stopped:
-            return math.inf
+            self._leaps += 1
+            return time.monotonic() + self._leaps * _LEAP_S
         now = time.monotonic()
         if self._tell and now - self.began >= self._told_s:
             self._told_s += _TOLD_S
@@ -168,6 +172,9 @@ class SearchWatch:
         return now
 
     def stop(self, number: int, frame: FrameType | None) -> None:
+        """The first time ends the search, the second one the program."""
+        if self.stopped:
+            raise KeyboardInterrupt
         self.stopped = True
 
     def end(self) -> None:

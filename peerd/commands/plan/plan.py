@@ -70,7 +70,7 @@ def plan(
     from rich.console import Console
 
     console = Console()
-    coloured = console.is_terminal and console.color_system is not None
+    coloured = console.is_terminal and console.color_system is not None and not console.no_color
     console.print(plan_report.plan_view(found, console.width, coloured=coloured), crop=False)
     if out is not None:
         typer.echo(f"written to {out}")

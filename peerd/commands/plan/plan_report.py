@@ -21,6 +21,7 @@ from peerd.machine.placement.problem import IDLE, Matrix, PlacementProblem, Stag
 from peerd.screen.units import counted, number, size, took
 
 PAIRS_SHOWN: Final = 64  # of followers; all of them are in --json and --out
+RUNS_SHOWN: Final = 8  # of names of one stage
 _TERA: Final = 1e12
 _MEANT: Final = {
     CostKind.STEADY: "the steady state of a full pipeline; --cost latency for one wave through it",
@@ -39,6 +40,7 @@ class Planned:
     seed: int
     took_s: float
     stopped: bool  # by Ctrl+C
+    optimal: bool  # every placement was looked at
     random: Sequence[float]  # seconds a step of random placements
     before: tuple[str, StagePlacement, PlacementCost] | None = None  # --from
 
@@ -99,16 +101,21 @@ def _cost_lines(found: Planned) -> Iterator[Text]:
     if found.before is not None:
         name, placement, before = found.before
         changes = counted(moved(placement, found.placement), "device")
-        was = took(before.total_s) if math.isfinite(before.total_s) else "never: peers that cannot reach each other"
+        was = (
+            took(before.total_s)
+            if math.isfinite(before.total_s)
+            else "never: peers that cannot reach each other, or lack memory"
+        )
         yield Text(f"  {_gain(before.total_s, cost.total_s)} {clean(name)} ({was}); {changes} would move")
     if found.problem.sizes is not None:
         yield Text(
             "  speeds or work are not known: how many devices a stage has was settled before the search", "yellow"
         )
     stopped = ", stopped by Ctrl+C" if found.stopped else ""
-    yield Text(
-        f"  found in {took(found.took_s)} with --seed {found.seed}{stopped}; longer (--seconds) may find better", "dim"
+    better = (
+        "none is better by this cost: all were looked at" if found.optimal else "longer (--seconds) may find better"
     )
+    yield Text(f"  found in {took(found.took_s)} with --seed {found.seed}{stopped}; {better}", "dim")
 
 
 def _gain(before_s: float, after_s: float) -> str:
@@ -153,8 +160,15 @@ def _stage_table(found: Planned) -> Table:
 
 
 def names_of(found: Planned, members: Sequence[int]) -> str:
-    """Names in few words: `virginia-1..8, tokyo-2`."""
-    return ", ".join(" ".join(told) for told in _in_runs([[found.problem.devices[at].name] for at in members]))
+    """Names in few words: `virginia-1..8, tokyo-2`; of many, how many in which place."""
+    devices = [found.problem.devices[member] for member in members]
+    told = [" ".join(run) for run in _in_runs([[device.name] for device in devices])]
+    if len(told) <= RUNS_SHOWN:
+        return ", ".join(told)
+    places = Counter(device.place for device in devices)
+    if "" in places:
+        return ", ".join(told[: RUNS_SHOWN - 1]) + f" and {len(told) - RUNS_SHOWN + 1} more: --json, --out"
+    return ", ".join(clean(f"{count} in {place}") for place, count in places.items())
 
 
 def _in_runs(rows: Sequence[Sequence[str]]) -> Iterator[list[str]]:
@@ -223,10 +237,11 @@ def plan_object(found: Planned) -> dict[str, Any]:
             "moving": _known(found.cost.moving_s),
         },
         "random_s": [_known(seconds) for seconds in found.random],
-        "random_mean_s": _known(float(np.mean(found.random))) if len(found.random) else None,
+        "random_mean_s": float(np.mean(known)) if (known := list(filter(math.isfinite, found.random))) else None,
         "seed": found.seed,
         "search_s": round(found.took_s, 3),
         "stopped": found.stopped,
+        "optimal": found.optimal,
         "stages": [[devices[device].name for device in found.placement.members(stage)] for stage in stages],
         "idle": [devices[device].name for device in found.placement.members(IDLE)],
         "follows": [[[devices[a].name, devices[b].name] for a, b in pairs] for pairs in found.placement.follows],

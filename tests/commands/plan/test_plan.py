@@ -7,10 +7,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import yaml
 
 from peerd.cli import invoke
+from peerd.commands.plan.plan_report import Planned, names_of
+from peerd.machine.placement.problem import Network, PlacementProblem, PlanDevice, StagePlacement, StageWork
+from peerd.machine.placement.search import cost_of
 
 ROOT = Path(__file__).resolve().parents[3]
 EXAMPLE = ROOT / "configs" / "links.yaml"
@@ -53,6 +57,7 @@ def test_peers_that_average_much_are_put_together(links: Path, capsys: pytest.Ca
     found = json.loads(told(capsys, links, *QUICK, "--json"))
     assert sorted(map(sorted, found["stages"])) == [["a-1", "a-2", "a-3"], ["b-1", "b-2", "b-3"]]
     assert found["cost"] == "steady"
+    assert found["optimal"] is True
     assert found["step_s"] == pytest.approx(sum(found["parts_s"].values()))
     assert 2 * found["step_s"] < found["random_mean_s"]
     assert len(found["random_s"]) == 20
@@ -75,6 +80,7 @@ def test_the_screen_has_stages_cost_gain_followers_and_picture_at_80_columns(
     assert "times as fast as random placement: the mean of 20 is" in words
     assert "a-1..3" in words
     assert "0 > 1" in words
+    assert "none is better by this cost: all were looked at" in words
     assert "\x1b" not in out
     picture = out.partition("by stage:\n")[2].splitlines()
     assert picture[1] == "0   .... @@@@@@"
@@ -95,6 +101,31 @@ def test_a_placement_that_is_written_can_be_begun_from_and_nobody_moves_for_noth
     out.write_text("stages:\n  - [a-1, b-2, a-3]\n  - [b-1, a-2, b-3]\n")
     words = " ".join(told(capsys, links, *QUICK, "--from", out).split())
     assert "2 devices would move" in words
+
+
+def planned(names: list[str], place: str = "") -> Planned:
+    devices = tuple(PlanDevice(name, place=place) for name in names)
+    network = Network(np.zeros((len(names),) * 2), np.ones((len(names),) * 2))
+    problem = PlacementProblem(devices, network, (StageWork(1.0, 1.0),))
+    placement = StagePlacement((0,) * len(names))
+    return Planned("links.yaml", problem, placement, cost_of(problem, placement), 0, 1.0, False, False, [])
+
+
+def test_names_that_count_on_are_told_in_one_and_many_by_their_place() -> None:
+    names = ["a-1", "a-2", "a-3", "b", "c-9", "c-10", "d-01", "d-02", "e-7"]
+    assert names_of(planned(names), range(len(names))) == "a-1..3, b, c-9..10, d-01, d-02, e-7"
+    odd = [f"x-{2 * n}" for n in range(1, 21)]
+    assert names_of(planned(odd, "tokyo"), range(20)) == "20 in tokyo"
+    assert names_of(planned(odd), range(20)) == "x-2, x-4, x-6, x-8, x-10, x-12, x-14 and 13 more: --json, --out"
+
+
+def test_what_a_file_calls_its_devices_cannot_write_to_the_terminal(
+    links: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    links.write_text(LINKS.replace("name: b", 'name: "b\\e[2J"'))
+    message = refused(capsys, links)
+    assert "printable characters" in message
+    assert "\x1b" not in message
 
 
 @pytest.mark.slow
@@ -207,7 +238,7 @@ def test_ctrl_c_ends_the_search_with_the_best_so_far() -> None:
         "from peerd.commands.plan import placing\n"
         "clock = placing.SearchWatch.clock\n"
         "def stopped(watch):\n"
-        "    if clock(watch) - watch.began > 0.2: os.kill(os.getpid(), signal.SIGINT)\n"
+        "    if not watch.stopped and clock(watch) - watch.began > 0.2: os.kill(os.getpid(), signal.SIGINT)\n"
         "    return clock(watch)\n"
         "placing.SearchWatch.clock = stopped\n"
         "from peerd.cli import invoke\n"
