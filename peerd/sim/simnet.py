@@ -38,11 +38,15 @@ class SimLine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimPath:
-    """Latency, jitter and loss that the path between two nodes adds to their lines, one direction."""
+    """Latency, jitter and loss that the path between two nodes adds to their lines, one direction.
+
+    Rate: shared by all links between the two in this direction, beside those of their lines.
+    """
 
     latency_s: float = 0.0
     jitter_s: float = 0.0
     loss: float = 0.0
+    mbit_s: float = math.inf
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,6 +113,7 @@ class SimNet:
         self.nodes: dict[str, SimNode] = {}
         self._by_ip: dict[str, SimNode] = {}
         self._paths: dict[tuple[str, str], SimPath] = {}
+        self._bottlenecks: dict[tuple[str, str], SimulatedLine] = {}  # of paths that have, or had, a rate of their own
         self._blocked: dict[tuple[str, str], None] = {}
         self._holding: dict[Pipe[SimNode], None] = {}
         self.memory_listeners: dict[str, Listening] = {}  # of /memory/<n> addresses, which name no node
@@ -153,13 +158,24 @@ class SimNet:
         self.trace.add(name, "line", f"{line.latency_s} {line.up_mbit_s} {line.down_mbit_s} {line.loss}")
 
     def set_path(self, a: str, b: str, path: SimPath, *, both: bool = True) -> None:
-        """Set what the path from `a` to `b` (and back) adds to their lines."""
-        self._paths[a, b] = path
-        if both:
-            self._paths[b, a] = path
+        """Set what the path from `a` to `b` (and back, each direction on its own) adds to their lines.
+
+        Names of nodes that do not exist yet are as good. LocalError for a rate of zero or less.
+        """
+        if not path.mbit_s > 0:
+            raise LocalError(f"the path from {a} to {b} has a rate of {path.mbit_s} Mb/s; allowed: more than 0")
+        for pair in [(a, b), (b, a)] if both else [(a, b)]:
+            self._paths[pair] = path
+            if pair in self._bottlenecks or path.mbit_s < math.inf:
+                line = self._bottlenecks.setdefault(pair, SimulatedLine(self.agenda, begun=_cross))
+                line.bytes_per_s = path.mbit_s * 1e6 / 8
 
     def path(self, source: SimNode, target: SimNode) -> SimPath:
         return self._paths.get((source.name, target.name), _NO_PATH)
+
+    def bottleneck(self, source: SimNode, target: SimNode) -> SimulatedLine | None:
+        """The line that everything from `source` to `target` shares; None where the path has no rate of its own."""
+        return self._bottlenecks.get((source.name, target.name))
 
     def latency(self, source: SimNode, target: SimNode) -> float:
         """Seconds one way, without jitter and queues."""
@@ -286,6 +302,10 @@ class SimNet:
 
 
 _NO_PATH = SimPath()
+
+
+def _cross(segment: Segment, start_s: float, end_s: float) -> None:
+    segment.pipe.cross(segment, start_s, end_s)
 
 
 def _deliver(segment: Segment) -> None:

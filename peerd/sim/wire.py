@@ -1,10 +1,11 @@
 """Lines and pipes of the simulated network: access lines that serve flows in turn, and one-way ordered pipes.
 
 A pipe takes segments from its writer while fewer than `window_bytes` are on the way or unread (back-pressure), sends
-each through the source's uplink, the path, and the target's downlink, and hands them to its reader in order. Loss
-means delay, as over TCP: a lost packet comes again after the retransmission time and everything behind it waits.
-What can't pass (partition, dead or stalled node) is held and tried again. Not modelled: congestion control, headers,
-acknowledgements (room in the window is known at once to the writer).
+each through the source's uplink, the path with its own line, if it has one, and the target's downlink, and hands them
+to its reader in order. Each passes bits on as they come: only the slowest one's time counts. Loss means delay, as over
+TCP: a lost packet comes again after the retransmission time and everything behind it waits. What can't pass (partition,
+dead or stalled node) is held and tried again. Not modelled: congestion control, headers, acknowledgements (room in the
+window is known at once to the writer).
 """
 
 from __future__ import annotations
@@ -35,14 +36,15 @@ class Segment:
     pipe: Pipe[Any]
     data: bytes
     last: bool = False
+    complete_s: float = -math.inf  # when its last bits come to the path's own line
 
     def joined(self, after: Segment) -> Segment:
-        return Segment(self.pipe, self.data + after.data, after.last)
+        return Segment(self.pipe, self.data + after.data, after.last, after.complete_s)
 
 
 @dataclass(slots=True, eq=False)
 class SimulatedLine:
-    """One direction of a node's access line: sends one segment at a time, from each waiting pipe in turn.
+    """One direction of a line: sends one segment at a time, from each waiting pipe in turn.
 
     `begun(segment, start_s, end_s)` is called when a segment starts, `done(segment)` at its end.
     """
@@ -121,6 +123,10 @@ class Medium(Protocol[M]):
         """Window of a pipe: bytes on the way or unread."""
         ...
 
+    def bottleneck(self, source: M, target: M) -> SimulatedLine | None:
+        """The line that all bytes from `source` to `target` share; None: the path has no limit of its own."""
+        ...
+
     def delay(self, source: M, target: M, size: int) -> float: ...
 
     def latency(self, source: M, target: M) -> float: ...
@@ -161,6 +167,9 @@ class Pipe(Generic[N]):
     def room(self) -> int:
         """Number of bytes that the writer may hand over now, as one segment."""
         slower = min(self.source.uplink.bytes_per_s, self.target.downlink.bytes_per_s)
+        between = self.net.bottleneck(self.source, self.target)
+        if between is not None:
+            slower = min(slower, between.bytes_per_s)
         turn_bytes = int(min(max(TURN_S * slower, TURN_BYTES_MIN), TURN_BYTES_MAX))
         return max(0, min(turn_bytes, self.net.window_bytes - self.unread_bytes))
 
@@ -209,7 +218,17 @@ class Pipe(Generic[N]):
     # --- under way ---
 
     def leave(self, segment: Segment, start_s: float, end_s: float) -> None:
-        """The uplink sends the segment from `start_s` to `end_s`: plan its arrival."""
+        """The uplink sends the segment from `start_s` to `end_s`: plan its way over the path."""
+        between = self.net.bottleneck(self.source, self.target)
+        if between is None:
+            self.cross(segment, start_s, end_s)
+            return
+        segment.complete_s = end_s
+        self.net.agenda.at(start_s, lambda: between.offer(segment))
+
+    def cross(self, segment: Segment, start_s: float, end_s: float) -> None:
+        """The last line before the long way is busy with the segment from `start_s` to `end_s`: plan its arrival."""
+        end_s = max(end_s, segment.complete_s)
         size = len(segment.data)
         first_s = max(start_s + self.net.delay(self.source, self.target, size), self.floor_s)
         self.floor_s = last_s = first_s + (end_s - start_s)  # when the first and the last bit arrive
