@@ -17,6 +17,7 @@ from peerd.core.messages.settings import PublishedSettings, differences
 from peerd.core.messages.swarm import Grant
 from peerd.core.run.runfile import BYTES_PER_MBIT, RunFile, fingerprint, shared_text, sources_of
 from peerd.core.work import Worker
+from peerd.machine.pipeline.routes import Route
 from peerd.machine.swarm.events import ConductorConfig
 from peerd.net.host.host import Host
 from peerd.service.averaging.preconnect import Assembling
@@ -57,10 +58,12 @@ def _listed(told: Sequence[str]) -> str:
 
 
 class RunServices:
-    """See the module's header. Building it starts nothing."""
+    """See the module's header. Building it starts nothing. `route`: of this process's trainer; None: any peers."""
 
-    def __init__(self, run: RunFile, host: Host, rpc: Rpc, dht: Dht, clock: Clock) -> None:
-        self.run = run
+    def __init__(
+        self, run: RunFile, host: Host, rpc: Rpc, dht: Dht, clock: Clock, *, route: Route | None = None
+    ) -> None:
+        self.run, self.route = run, route
         self.fingerprint = fingerprint(run)
         self.clock = clock
         self._host, self._rpc, self._dht = host, rpc, dht
@@ -174,7 +177,8 @@ class RunServices:
 
     def pipeline(self, grant_of: Callable[[int], Grant | None]) -> Pipeline:
         """For a trainer: calls to the stages. `grant_of`: the grant for a microbatch of ours, by its number."""
-        return Pipeline(self.run, self._rpc, self.clock, self, TrainerPapers(self._host.id.text, grant_of))
+        papers = TrainerPapers(self._host.id.text, grant_of)
+        return Pipeline(self.run, self._rpc, self.clock, self, papers, self.route)
 
     def linked(self, peer: PeerId) -> bool:
         """True when calls get through to `peer` though it cannot be dialed; a replica is called by its own trainer."""

@@ -21,6 +21,7 @@ from peerd.core.run.runfile import (
 )
 from peerd.core.work import Worker
 from peerd.log import EventLog
+from peerd.machine.pipeline.routes import Route
 from peerd.role import RoleContext
 from peerd.service.run_services import RunServices
 from peerd.sim.programs import swarm
@@ -70,8 +71,14 @@ class Roles:
         self.live: dict[str, Any] = {}
         self.logs: dict[str, EventLog] = {}
 
-    def program(self, role: Callable[[RoleContext], Any], network: Any = None, run: RunFile | None = None) -> Any:
-        """A node's program. `run`: the run file as this peer has it, in place of everybody's."""
+    def program(
+        self,
+        role: Callable[[RoleContext], Any],
+        network: Any = None,
+        run: RunFile | None = None,
+        route: Route | None = None,
+    ) -> Any:
+        """A node's program. `run`: the run file as this peer has it, in place of everybody's; `route`: of a trainer."""
         network, own = network or swarm(), run or self.run
 
         async def program(node: Node, *, task_status: trio.TaskStatus[None]) -> None:
@@ -89,7 +96,7 @@ class Roles:
                 self.logs[node.name] = log = EventLog(node.clock)
                 ctx = RoleContext(
                     run=own,
-                    services=RunServices(own, node.host, node.rpc, node.dht, node.clock),
+                    services=RunServices(own, node.host, node.rpc, node.dht, node.clock, route=route),
                     host=node.host,
                     rpc=node.rpc,
                     dht=node.dht,

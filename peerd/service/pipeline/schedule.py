@@ -14,6 +14,7 @@ from peerd.core.frame import TensorFrame
 from peerd.core.messages.swarm import MemberInfo, StageAnswer
 from peerd.core.run.runfile import RunFile
 from peerd.machine.batch.trainer_ledger import Holding
+from peerd.machine.pipeline.routes import Route
 from peerd.service.pipeline.stage_client import StageClient, TrainerPapers, Ways
 from peerd.service.rpc.rpc import Answer, Rpc
 
@@ -35,10 +36,12 @@ class Load:
 
 
 class Pipeline:
-    """A run's stages in their order, for one trainer."""
+    """A run's stages in their order, for one trainer; `route`: held to it, else to whichever peers serve."""
 
-    def __init__(self, run: RunFile, rpc: Rpc, clock: Clock, ways: Ways, papers: TrainerPapers) -> None:
-        self._stages = StageClient(run, rpc, clock, ways, papers)
+    def __init__(
+        self, run: RunFile, rpc: Rpc, clock: Clock, ways: Ways, papers: TrainerPapers, route: Route | None = None
+    ) -> None:
+        self._stages = StageClient(run, rpc, clock, ways, papers, route)
         self._last = run.pipeline.stages - 1
 
     async def train(self, step: int, seq: int, load: Load) -> list[Holding]:

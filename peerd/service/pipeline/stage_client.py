@@ -25,6 +25,7 @@ from peerd.core.messages.proof import has_received
 from peerd.core.messages.swarm import Grant, Mb, MemberInfo, StageAnswer, StageBackward, StageForward, StageLoss
 from peerd.core.run.runfile import RunFile, fingerprint
 from peerd.machine.batch.trainer_ledger import Holding
+from peerd.machine.pipeline.routes import Route
 from peerd.machine.pipeline.wiring import BACKWARD_COST, Wiring
 from peerd.service.rpc.rpc import Answer, Rpc
 from peerd.signals import Signal
@@ -83,10 +84,12 @@ class _Call:
 
 
 class StageClient:
-    """Calls to the stages of one run, whichever peers serve them."""
+    """Calls to the stages of one run, to whichever peers serve them, or to those that a route names."""
 
-    def __init__(self, run: RunFile, rpc: Rpc, clock: Clock, ways: Ways, papers: TrainerPapers) -> None:
-        self._rpc, self._ways, self._papers = rpc, ways, papers
+    def __init__(
+        self, run: RunFile, rpc: Rpc, clock: Clock, ways: Ways, papers: TrainerPapers, route: Route | None = None
+    ) -> None:
+        self._rpc, self._ways, self._papers, self._route = rpc, ways, papers, route
         self._clients: set[str] = set()  # stage peers that only dial: called while they are connected
         self._fingerprint = fingerprint(run)
         self._dtype, self._width = run.model.dtype, run.model.d_model
@@ -193,6 +196,8 @@ class StageClient:
         self._clients = {m.peer for m in ready if m.client}
         for stage, wiring in enumerate(self._wirings):
             peers = {m.peer for m in ready if m.stage == stage}
+            if self._route is not None:
+                peers = set(self._route.allowed(stage, sorted(peers)))
             wiring.update(peers)
             self._uplinks[stage] = {peer: rate for peer, rate in self._uplinks[stage].items() if peer in peers}
         for name in self._calls.keys() - {m.peer for m in ready}:
@@ -226,7 +231,9 @@ class StageClient:
                 return name
             due = wiring.wakes_at(now)
             self.waits_for = (
-                f"stage {stage} has no peers" if due is None else f"the peers of stage {stage} failed just now"
+                f"stage {stage} has no peers{' on this route' if self._route is not None else ''}"
+                if due is None
+                else f"the peers of stage {stage} failed just now"
             )
             if due is not None and due <= now:  # the peers that do not rest can only dial, and have not yet
                 self.waits_for, due = f"the peers of stage {stage} can only dial, and are not connected", now + _AWAY_S

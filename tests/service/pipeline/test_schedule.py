@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from peerd.core.keys import Keypair
 from peerd.core.messages.proof import receipt
 from peerd.core.messages.swarm import Mb, MemberInfo, StageAnswer, StageBackward, StageForward
 from peerd.core.run.runfile import ModelSection, PipelineSection, RunFile, fingerprint
+from peerd.machine.pipeline.routes import FixedRoute, Route
 from peerd.service.pipeline.schedule import Load, Pipeline
 from peerd.service.pipeline.stage_client import TrainerPapers
 from peerd.service.rpc.rpc import Answer
@@ -22,6 +24,7 @@ from peerd.sim.clock import SimClock
 
 STAGES = 3
 PEERS = [Keypair.from_seed(f"stage {stage}".encode().ljust(32, b".")) for stage in range(STAGES)]
+OTHERS = [Keypair.from_seed(f"other {stage}".encode().ljust(32, b".")) for stage in range(STAGES)]
 OWN = Keypair.from_seed(b"t".ljust(32, b".")).peer_id.text
 RUN = RunFile(
     run="schedule",
@@ -63,15 +66,19 @@ class Stages:
         return Answer(StageAnswer(loss_sum=0.5 if stage == STAGES - 1 else 0.0, receipt=signed), gradient)
 
 
-def pipeline(stages: Any) -> Pipeline:
+def members(keys: list[Keypair]) -> list[MemberInfo]:
+    return [MemberInfo(key.peer_id.text, stage, [], True) for stage, key in enumerate(keys)]
+
+
+def pipeline(stages: Any, route: Route | None = None) -> Pipeline:
     class Ways:
         def linked(self, peer: PeerId) -> bool:
             return True
 
         def doubt(self, peer: PeerId) -> None: ...
 
-    made = Pipeline(RUN, stages, SimClock(1, "t"), Ways(), TrainerPapers(OWN, lambda seq: None))
-    made.update(MemberInfo(key.peer_id.text, stage, [], True) for stage, key in enumerate(PEERS))
+    made = Pipeline(RUN, stages, SimClock(1, "t"), Ways(), TrainerPapers(OWN, lambda seq: None), route)
+    made.update(members(PEERS))
     return made
 
 
@@ -113,3 +120,28 @@ async def test_a_loss_is_taken_with_whatever_parameters_there_are(autojump_clock
     assert stages.asked == [(0, "forward", None), (1, "forward", None), (2, "loss", None)]
     assert made.sent_bytes == 4 * (8 + 24 + 24 + 8)
     assert made.received_bytes == 4 * (24 + 24)
+
+
+def fixed() -> FixedRoute:
+    names = [key.peer_id.text for key in PEERS]
+    return FixedRoute(names[0], dict(pairwise(names)), STAGES)
+
+
+async def test_a_route_is_kept_whoever_else_serves(autojump_clock: MockClock) -> None:
+    made = pipeline(Stages(), fixed())
+    made.update(members(OTHERS) + members(PEERS))
+    for seq in range(10):  # a call to one of the others would fail in `Stages`
+        holdings = await made.train(7, seq, load())
+        assert [holding.peer for holding in holdings] == [key.peer_id.text for key in PEERS]
+    assert made.peers() == STAGES
+
+
+async def test_a_microbatch_waits_for_the_peer_of_its_route(autojump_clock: MockClock) -> None:
+    made = pipeline(Stages(), fixed())
+    made.update([*members(OTHERS), *members(PEERS)[::2]])
+    with trio.move_on_after(60) as wait:
+        await made.train(7, 1, load())
+    assert wait.cancelled_caught
+    assert made.waits_for == "stage 1 has no peers on this route"
+    made.update(members(OTHERS) + members(PEERS))
+    assert (await made.train(7, 1, load()))[1].peer == PEERS[1].peer_id.text

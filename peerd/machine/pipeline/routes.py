@@ -1,0 +1,37 @@
+"""Routes: which peers of a stage a trainer may send its microbatches to, where a plan says who follows whom.
+
+Without a route, `wiring` chooses among all that serve. A fixed route names one peer a stage and no other takes its
+place: while that peer is away, the microbatch waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Protocol
+
+
+class Route(Protocol):
+    """Policy of a trainer's way through the stages."""
+
+    def allowed(self, stage: int, serving: Collection[str]) -> Collection[str]:
+        """Those of the peers that serve `stage` which may take this trainer's microbatches."""
+        ...
+
+
+class FixedRoute:
+    """One peer a stage: `first`, then whoever follows it by the table of peer -> next peer."""
+
+    def __init__(self, first: str, follows: Mapping[str, str], stages: int) -> None:
+        """ValueError when the table does not lead through all stages, or comes to a peer twice."""
+        self.peers = [first]
+        for stage in range(1, stages):
+            before = self.peers[-1]
+            if before not in follows:
+                raise ValueError(f"the route ends at {before}, of stage {stage - 1}; the run has {stages} stages")
+            self.peers.append(follows[before])
+        if len(set(self.peers)) < stages:
+            raise ValueError(f"the route from {first} comes to a peer twice: {', '.join(self.peers)}")
+
+    def allowed(self, stage: int, serving: Collection[str]) -> Collection[str]:
+        """The route's peer of `stage`, if it serves; else none."""
+        return [name for name in serving if name == self.peers[stage]]
