@@ -1,0 +1,147 @@
+"""A run whose devices, stages and routes are those of a placement, on a simulated network with a link for each pair.
+
+Each pipeline has one trainer, at its first stage's device: on the same site, so that nothing passes between the two
+takes time. Activations pass through the trainer. `Handover` says over which links: VIA_TRAINER is what the roles do,
+out from the first device to each of the others and back. ALONG_THE_CHAIN is what they would do if each stage handed
+over to the next: the trainer's messages to a stage take the link from the stage before it, its answers take no time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, Final
+
+import msgspec
+import trio
+
+from peerd.core.run.runfile import RunFile
+from peerd.machine.pipeline.routes import FixedRoute
+from peerd.machine.placement.problem import Network, StagePlacement
+from peerd.sim.programs import swarm
+from peerd.sim.simnet import NetConfig, SimPath
+from peerd.sim.world import Node, World, WorldConfig
+from roles.stage import StageRole
+from roles.trainer import TrainerRole
+from tests.kit.virtualroles import Roles
+
+WINDOW_BYTES: Final = 32 << 10  # of one connection: what is under way delays what comes after it
+PATIENCE_S: Final = 3_000.0
+LOOK_S: Final = 0.02
+
+Link = tuple[float, float]  # seconds of delay, bytes a second
+FREE: Final[Link] = (0.0, math.inf)
+
+
+class Handover(Enum):
+    """The links that activations take from one stage to the next."""
+
+    VIA_TRAINER = "via trainer"
+    ALONG_THE_CHAIN = "along the chain"
+
+
+@dataclass(frozen=True)
+class PlacedRun:
+    """A placement, the network between its devices, and over which links activations travel."""
+
+    network: Network
+    placement: StagePlacement
+    handover: Handover
+
+    def chains(self) -> list[list[int]]:
+        """The devices of each pipeline, by stage: from each device of the first stage, who follows whom."""
+        steps = [dict(pairs) for pairs in self.placement.follows]
+        chains = [[device] for device in self.placement.members(0)]
+        for chain in chains:
+            for step in steps:
+                chain.append(step[chain[-1]])
+        return chains
+
+    def link(self, source: int, target: int) -> Link:
+        """Between two devices."""
+        if source == target:
+            return FREE
+        return float(self.network.delay_s[source, target]), float(self.network.rate[source, target])
+
+    def outward(self, chain: list[int], target: int) -> Link:
+        """From the trainer of `chain` to a device."""
+        if self.handover is Handover.ALONG_THE_CHAIN and target in chain[1:]:
+            return self.link(chain[chain.index(target) - 1], target)
+        return self.link(chain[0], target)
+
+    def back(self, chain: list[int], source: int) -> Link:
+        """From a device to the trainer of `chain`."""
+        if self.handover is Handover.ALONG_THE_CHAIN and source in chain:
+            return FREE
+        return self.link(source, chain[0])
+
+    def paths(self) -> Iterator[tuple[str, str, Link]]:
+        """Every ordered pair of nodes with a link of its own: devices, and the trainer of each pipeline."""
+        devices = [device for device, stage in enumerate(self.placement.stage_of) if stage >= 0]
+        for source in devices:
+            for target in devices:
+                yield device_name(source), device_name(target), self.link(source, target)
+        chains = self.chains()
+        for number, chain in enumerate(chains):
+            for device in devices:
+                yield trainer_name(number), device_name(device), self.outward(chain, device)
+                yield device_name(device), trainer_name(number), self.back(chain, device)
+            for other, far in enumerate(chains):
+                yield trainer_name(number), trainer_name(other), self.link(chain[0], far[0])
+
+
+def device_name(device: int) -> str:
+    return f"device{device}"
+
+
+def trainer_name(number: int) -> str:
+    return f"trainer{number}"
+
+
+@asynccontextmanager
+async def placed_world(placed: PlacedRun, roles: Roles, seed: int) -> AsyncIterator[World]:
+    """The world with all peers of the placement, which train; every trainer is held to its route."""
+    config = WorldConfig(net=NetConfig(window_bytes=WINDOW_BYTES))
+    async with World(seed, swarm(), config).running() as world:
+        for source, target, (delay_s, rate) in placed.paths():
+            if source != target and (delay_s, rate) != FREE:
+                world.net.set_path(source, target, SimPath(latency_s=delay_s, mbit_s=rate * 8e-6), both=False)
+        boot = await world.start("boot")
+        world.bootstrap.append(boot.full_addr)
+        peers = {
+            device: await _start_stage(world, roles, device, stage)
+            for device, stage in enumerate(placed.placement.stage_of)
+            if stage >= 0
+        }
+        follows = {peers[a].id.text: peers[b].id.text for pairs in placed.placement.follows for a, b in pairs}
+        for number, chain in enumerate(placed.chains()):
+            route = FixedRoute(peers[chain[0]].id.text, follows, roles.run.pipeline.stages)
+            program = roles.program(TrainerRole, run=with_equal_shares(roles.run, placed), route=route)
+            await world.start(trainer_name(number), program=program)
+        yield world
+
+
+async def _start_stage(world: World, roles: Roles, device: int, stage: int) -> Node:
+    limits = msgspec.structs.replace(roles.run.limits, stage=stage)
+    own = msgspec.structs.replace(roles.run, limits=limits)
+    return await world.start(device_name(device), program=roles.program(StageRole, run=own))
+
+
+def with_equal_shares(run: RunFile, placed: PlacedRun) -> RunFile:
+    """The run as a trainer has it that begins no more than its pipeline's share of the batch."""
+    share = run.batch.target_samples // run.pipeline.microbatch // len(placed.placement.members(0))
+    return msgspec.structs.replace(run, limits=msgspec.structs.replace(run.limits, microbatches_in_flight=share))
+
+
+async def step_times(world: World, roles: Roles, steps: int) -> list[float]:
+    """Virtual time at which every stage peer has made step 1, 2 ... `steps`."""
+    found: list[float] = []
+    with trio.fail_after(PATIENCE_S):
+        while len(found) < steps:
+            await trio.sleep(LOOK_S)
+            made: Any = min(roles.steps(), default=0)
+            found += [trio.current_time()] * (made - len(found))
+    return found[:steps]
