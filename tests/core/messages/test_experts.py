@@ -1,17 +1,37 @@
-"""Pointers to checkpoints of experts: signed by their owners, and ordered."""
+"""Messages of experts have the bytes that were agreed; pointers to checkpoints are signed and ordered."""
 
 from __future__ import annotations
 
 import hashlib
+from pathlib import Path
 
 import msgspec
+import pytest
 
 from peerd.core.experts.grid import Uid
 from peerd.core.keys import Keypair
-from peerd.core.messages.encoding import decode, encode
-from peerd.core.messages.experts import KeptExperts, Name, Pointer, state_root
+from peerd.core.messages.encoding import Message, decode, encode
+from peerd.core.messages.experts import (
+    Announced,
+    Backward,
+    Forward,
+    Gradient,
+    HolderOffer,
+    Keep,
+    Kept,
+    KeptExperts,
+    Name,
+    Output,
+    PieceWanted,
+    Pointer,
+    state_root,
+)
+from peerd.core.varint import encode_varint
 
 OWNER, OTHER = Keypair.from_seed(bytes(32)), Keypair.from_seed(bytes([1]) * 32)
+GOLDEN = Path(__file__).parents[2] / "golden"
+ADDRS = ["/ip4/45.3.1.1/tcp/20643", "/ip6/2001:db9::7/tcp/4001"]
+RUN, REQUEST = bytes(range(16)), bytes(range(16, 32))
 
 
 def pointer(generation: int = 0, version: int = 7, owner: Keypair = OWNER) -> Pointer:
@@ -50,3 +70,42 @@ def test_the_newest_checkpoint_has_the_highest_rank() -> None:
 def test_the_root_of_a_state_is_the_digest_of_its_pieces_digests() -> None:
     digests = [hashlib.sha256(bytes([i])).digest() for i in range(3)]
     assert state_root(digests) == hashlib.sha256(b"".join(digests)).digest()
+
+
+MESSAGES: dict[str, list[Message]] = {
+    "expert_v1.bin": [
+        Forward(RUN, Name(0, [5, 12])),
+        Output(3, 1 << 40, 0.25),
+        Output(0, 0),
+        Backward(RUN, Name(1023, [0, 1, 1023]), REQUEST, 3, 70),
+        Backward(RUN, Name(1, [7]), REQUEST, 0, 0, most_stale=64),
+        Gradient((1 << 53) - 1, 71, 1e6),
+        Announced(Name(0, [5]), b"\x20\x10", [0, 3], [70, 0], 0.5, ADDRS),
+        Announced(Name(0, []), b"\x01", [], [], 0.0, [], b"token", client=True),
+    ],
+    "vault_v1.bin": [
+        Keep(pointer(2, 40)),
+        Keep(msgspec.structs.replace(pointer(2, 40), began=33).signed(OWNER)),
+        Kept(held=True),
+        PieceWanted(bytes(range(32)), -1),
+        PieceWanted(bytes(range(32)), 8191),
+        KeptExperts([pointer(), pointer(1, 9, OTHER)], ADDRS, b"token", 1.9e9),
+        KeptExperts([], []),
+        HolderOffer(1 << 34, adopts=True, addrs=ADDRS, taking=[Name(0, [5, 12]), Name(1, [0, 0])]),
+        HolderOffer(0, adopts=False, addrs=[], token=b"token", client=True),
+    ],
+}
+
+
+@pytest.mark.parametrize("name", MESSAGES)
+def test_messages_survive_their_encoding_and_look_as_they_always_did(name: str) -> None:
+    messages = MESSAGES[name]
+    raws = [encode(message) for message in messages]
+    assert [decode(type(message), raw) for message, raw in zip(messages, raws, strict=True)] == messages
+    assert b"".join(encode_varint(len(raw)) + raw for raw in raws) == (GOLDEN / name).read_bytes()
+
+
+def test_every_message_of_experts_is_among_the_golden_ones() -> None:
+    module = Forward.__module__
+    made = {kind for kind in Message.__subclasses__() if kind.__module__ == module}
+    assert made == {type(message) for messages in MESSAGES.values() for message in messages}
