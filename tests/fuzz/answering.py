@@ -7,7 +7,7 @@ What it answers follows from `rng` and the order in which calls come.
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 
 import trio
@@ -22,6 +22,7 @@ from tests.fuzz.bodies import Bodies, Pool
 from tests.fuzz.calls import Good, data_frames
 from tests.kit.hostile import Hostile, frame
 
+Answers = Sequence[Good] | Callable[[bytes], Sequence[Good]]  # or those that fit a call's body
 _ANSWERS_MAX = 1000  # of one session: a host that asks for ever shows soon enough
 _WINDOW_BYTES = 1 << 24  # that the host may send on each of its streams
 
@@ -29,7 +30,7 @@ _WINDOW_BYTES = 1 << 24  # that the host may send on each of its streams
 class Answering(Hostile):
     """One connection. `answers`: by "service/version/name", a good answer or several."""
 
-    def __init__(self, entered: Hostile, rng: random.Random, pool: Pool, answers: Mapping[str, Sequence[Good]]) -> None:
+    def __init__(self, entered: Hostile, rng: random.Random, pool: Pool, answers: Mapping[str, Answers]) -> None:
         super().__init__(entered.raw, entered.secured)
         self.mux = entered.mux
         self._rng, self._answers = rng, answers
@@ -124,11 +125,14 @@ class Answering(Hostile):
                 header, at = decode_header(block, at)
                 self._skip[stream] += header.payload_bytes
             if kind in (wire.REQUEST, wire.OPEN):
-                name = block[at + 5 : at + 5 + block[at + 4]].decode("ascii", "replace")
-                said.append(self._answer(f"{self._protocols[stream].removeprefix('/peerd/')}/{name}", kind, call_id))
+                begin = at + 5 + block[at + 4]
+                name = block[at + 5 : begin].decode("ascii", "replace")
+                goods = self._answers.get(f"{self._protocols[stream].removeprefix('/peerd/')}/{name}", ())
+                fitting = goods(block[begin:]) if callable(goods) else goods
+                said.append(self._answer(fitting, kind, call_id))
 
-    def _answer(self, method: str, kind: int, call_id: int) -> bytes:
-        rng, goods = self._rng, self._answers.get(method, ())
+    def _answer(self, goods: Sequence[Good], kind: int, call_id: int) -> bytes:
+        rng = self._rng
         self._answered += 1
         if not goods or self._answered > _ANSWERS_MAX or rng.random() < self._bad / 2:
             return wire.encode_message(wire.CANCEL, call_id) if rng.random() < self._bad else b""

@@ -145,8 +145,9 @@ def state(service: str, root: bytes = bytes(32)) -> list[Good]:
     ]
 
 
-def _record(key: Key, value: bytes, suffix: bytes = b"", version: int = 1) -> bytes:
-    expires_ms = int((EPOCH_S + 60) * 1000)
+def signed_record(key: Key, value: bytes, suffix: bytes = b"", version: int = 1, lasts_s: float = 60) -> bytes:
+    """A record of the directory, with the hostile peer's signature."""
+    expires_ms = int((EPOCH_S + lasts_s) * 1000)
     return Record(key, SELF, suffix, value, version, expires_ms).signed(WHO.identity).encode()
 
 
@@ -156,11 +157,11 @@ def _records() -> list[bytes]:
     trains = TrainerProgress(1 << 50, float("nan"), float("inf"), 0, -1.0, 1e300, 1, 1, 1, "")
     later = msgspec.structs.replace(say, stage=1, since=EPOCH_S + 9)
     return [
-        _record(stage_key(RUN.run, 0), b"junk"),
-        _record(stage_key(RUN.run, 0), encode(later), b"", 2),
-        _record(stage_key(RUN.run, 1), encode(later)),
-        _record(progress_key(RUN.run), encode(trains)),
-        _record(Key.of("any"), b"value", b"suffix", 1 << 62),
+        signed_record(stage_key(RUN.run, 0), b"junk"),
+        signed_record(stage_key(RUN.run, 0), encode(later), b"", 2),
+        signed_record(stage_key(RUN.run, 1), encode(later)),
+        signed_record(progress_key(RUN.run), encode(trains)),
+        signed_record(Key.of("any"), b"value", b"suffix", 1 << 62),
     ]
 
 

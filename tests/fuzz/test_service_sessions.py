@@ -7,10 +7,11 @@ import torch
 import trio
 
 from peerd.sim.clock import run_virtual
-from tests.fuzz import access_points
+from tests.fuzz import access_points, expert_points
+from tests.fuzz.expert_scene import expert_host
 from tests.fuzz.service_points import POINTS
 from tests.fuzz.service_scene import services
-from tests.fuzz.sessions import COUNT, Point, draw, first_failure
+from tests.fuzz.sessions import COUNT, Point, Scene, draw, first_failure
 
 SHARDS = max(5, COUNT // 500)  # for several processes, and none of them takes long
 
@@ -34,18 +35,28 @@ def test_a_gate_outlives_hostile_sessions(shard: int) -> None:
     assert first_failure(1, range(shard * each, (shard + 1) * each), access_points.POINTS, access_points.gate) == ""
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("shard", range(SHARDS))
+def test_a_host_of_experts_outlives_hostile_sessions(shard: int) -> None:
+    each = COUNT // 5 // SHARDS
+    assert first_failure(1, range(shard * each, (shard + 1) * each), expert_points.POINTS, expert_host) == ""
+
+
 def test_whoever_has_gone_before_its_token_was_read_shows_it_again() -> None:
     """Sessions of which one ends just so; the next finds a closed gate."""
     assert first_failure(1, range(500, 508), access_points.POINTS, access_points.gate) == ""
 
 
+REACHED = [(one, services) for one in POINTS] + [(one, expert_host) for one in expert_points.POINTS]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("point", [pytest.param(one, id=one.name) for one in POINTS])
-def test_a_session_reaches_its_point(point: Point) -> None:
+@pytest.mark.parametrize(("point", "scene"), [pytest.param(*one, id=one[0].name) for one in REACHED])
+def test_a_session_reaches_its_point(point: Point, scene: Scene) -> None:
     """And is still welcome there."""
 
     async def reach() -> None:
-        async with services() as made:
+        async with scene() as made:
             made.ephemeral = bytes(range(32))
             lanes = await point.reach(made)
             await trio.sleep(0.1)

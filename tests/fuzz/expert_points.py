@@ -1,0 +1,191 @@
+"""Points within a host of experts: a caller of experts, a host that hands over and fetches checkpoints, and one that
+announces experts, checkpoints and room, and answers what it is then called for.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import msgspec
+
+from peerd.core.experts.grid import Uid, bitmap, holders_key, kept_experts_key, prefix_key
+from peerd.core.frame import TensorFrame
+from peerd.core.messages.encoding import Empty, decode, encode
+from peerd.core.messages.experts import (
+    Announced,
+    Backward,
+    Forward,
+    Gradient,
+    HolderOffer,
+    Keep,
+    Kept,
+    KeptExperts,
+    Name,
+    PieceWanted,
+    Pointer,
+    state_root,
+)
+from peerd.service.dht import codec as dht
+from peerd.service.experts.vault_disk import digests_of, piece_at
+from tests.fuzz import goods
+from tests.fuzz.answering import Answering, Answers
+from tests.fuzz.bodies import Pool
+from tests.fuzz.calls import Good, Menu
+from tests.fuzz.expert_scene import EXPERTS, MARK, RUN, samples
+from tests.fuzz.service_points import ask
+from tests.fuzz.session_points import WHO
+from tests.fuzz.sessions import Point, Stage, point
+from tests.kit.hostile import Hostile, enter
+
+POINTS: list[Point] = []
+UNTOUCHED, A, B = EXPERTS[:3]  # nobody claims the first one
+ADDR = "/ip4/10.0.0.4/tcp/4001"
+LASTS_S = 3000.0  # of records: no session lives longer in one scene
+STATES = [bytes([number]) * size for number, size in enumerate((300, 301, (1 << 20) + 7))]  # of no expert
+
+
+def _pointer(uid: Uid = A, generation: int = 0, version: int = 3, data: bytes = STATES[0]) -> Pointer:
+    owner, root = WHO.identity.peer_id.public_key, state_root(digests_of(data))
+    return Pointer(MARK, Name.of(uid), generation, version, root, len(data), owner).signed(WHO.identity)
+
+
+def _announced(prefix: Uid, generation: int, *places: int) -> Announced:
+    numbers = [generation] * len(places) if prefix.at else []
+    return Announced(Name.of(prefix), bitmap(places, 2), numbers, numbers, 0.0, [ADDR])
+
+
+# --- what the host takes ---------------------------------------------------------------------------------------------
+FORWARD = Good("expert/1/forward", Forward(MARK, Name.of(UNTOUCHED)), (samples(),))
+BACKWARD = Good("expert/1/backward", Backward(MARK, Name.of(UNTOUCHED), b"r" * 16, 0, 0), (samples(), samples()))
+CALLS = [
+    FORWARD,
+    Good("expert/1/forward", Forward(MARK, Name.of(A)), (samples(8),)),
+    BACKWARD,
+    Good("expert/1/backward", Backward(MARK, Name.of(B), b"s" * 16, 0, 1, 3), (samples(1), samples(1))),
+]
+KEEP = Good("vault/1/keep", Keep(_pointer()))
+PIECE = Good("vault/1/get", PieceWanted(_pointer().digest, 0))
+VAULT = [
+    KEEP,
+    Good("vault/1/keep", Keep(_pointer(A, 1 << 52, 1 << 52, STATES[1]))),
+    Good("vault/1/keep", Keep(_pointer(B, 6, 9, STATES[2]))),
+    Good("vault/1/keep", Keep(msgspec.structs.replace(_pointer(), size_bytes=1 << 33).signed(WHO.identity))),
+    PIECE,
+    Good("vault/1/get", PieceWanted(_pointer().digest, -1)),
+]
+_ROOM = HolderOffer(1 << 40, adopts=True, addrs=[ADDR], taking=[Name.of(A), Name.of(B)])
+_RECORDS = [
+    *(
+        goods.signed_record(prefix_key(RUN.run, prefix), encode(told), lasts_s=LASTS_S)
+        for prefix, told in [
+            (A.prefix, _announced(A.prefix, 0, 0, 1)),
+            (A.prefix, _announced(A.prefix, 7, 1)),
+            (B.prefix, _announced(B.prefix, (1 << 53) - 1, 0)),
+            (Uid(0, ()), _announced(Uid(0, ()), 0, 0, 1)),
+            (Uid(0, ()), _announced(A.prefix, 0, 0)),
+        ]
+    ),
+    *(
+        goods.signed_record(
+            kept_experts_key(RUN.run, uid.prefix), encode(KeptExperts(pointers, [ADDR])), b"\0", lasts_s=LASTS_S
+        )
+        for uid, pointers in [
+            (A, [_pointer(generation=5), _pointer()]),
+            (B, [_pointer(B, 6, 9, STATES[2])]),
+            (B, [_pointer(A)]),
+            (A, [msgspec.structs.replace(_pointer(), version=9)]),
+        ]
+    ),
+    goods.signed_record(holders_key(RUN.run), encode(_ROOM), lasts_s=LASTS_S),
+    goods.signed_record(holders_key(RUN.run), b"junk", version=2, lasts_s=LASTS_S),
+]
+_KEYS = [
+    *(key(RUN.run, uid.prefix).raw for uid in (A, B) for key in (prefix_key, kept_experts_key)),
+    holders_key(RUN.run).raw,
+]
+DIRECTORY = [
+    *(Good("dht/2/store", dht.StoreMessage([record], None)) for record in _RECORDS),
+    Good("dht/2/get", dht.FindMessage(_KEYS, None)),
+]
+POOL = Pool(
+    goods.POOL.texts,
+    (*goods.POOL.data, MARK, b"r" * 16, _pointer().digest, _pointer().signature, *_RECORDS, *_KEYS),
+)
+REPLIES = [Kept(held=True), Kept(held=False), Empty()]
+
+# --- what it answers -------------------------------------------------------------------------------------------------
+_BY_DIGEST = {state_root(digests_of(data)): data for data in STATES}
+
+
+def _piece(body: bytes) -> list[Good]:
+    """The piece of a state that a call asks for."""
+    wanted = decode(PieceWanted, body)
+    data = _BY_DIGEST.get(wanted.digest, STATES[0])
+    piece = b"".join(digests_of(data)) if wanted.piece < 0 else data[slice(*piece_at(len(data), wanted.piece))]
+    return [Good("vault/1/get", Empty(), (TensorFrame("uint8", (len(piece),), piece),))]
+
+
+_ANSWERS: dict[str, Answers] = {
+    "vault/1/keep": [Good("vault/1/keep", Kept(held=True)), Good("vault/1/keep", Kept(held=False))],
+    "vault/1/get": _piece,
+    "dht/2/get": [Good("dht/2/get", dht.RecordsMessage([[record]], [], None)) for record in _RECORDS],
+    "dht/2/ping": [Good("dht/2/ping", goods.DHT_REPLIES[0])],
+    "dht/2/find": [Good("dht/2/find", goods.DHT_REPLIES[1])],
+    "dht/2/store": [Good("dht/2/store", goods.DHT_REPLIES[3])],
+}
+
+
+async def _entered(stage: Stage) -> Hostile:
+    return await enter(stage.network, stage.addr, WHO, stage.ephemeral)
+
+
+async def _answering(stage: Stage) -> Hostile:
+    hostile = await _entered(stage)
+    return Answering(hostile, random.Random(stage.ephemeral), POOL, _ANSWERS)
+
+
+@point("as a caller of experts", Menu(POOL, CALLS).talk(), POINTS)
+async def _caller(stage: Stage) -> Sequence[Hostile]:
+    hostile = await _entered(stage)
+    await ask(hostile, FORWARD)
+    return [hostile]
+
+
+@point("as a caller whose update is made", Menu(POOL, [BACKWARD, *CALLS]).talk(), POINTS)
+async def _updated(stage: Stage) -> Sequence[Hostile]:
+    hostile = await _entered(stage)
+    answer = await ask(hostile, BACKWARD)
+    assert decode(Gradient, answer).version > 0
+    assert await ask(hostile, BACKWARD) == answer  # a repeat counts once
+    return [hostile]
+
+
+@point("as one whose checkpoints are to be kept", Menu(POOL, VAULT, REPLIES).talk(), POINTS)
+async def _hands(stage: Stage) -> Sequence[Hostile]:
+    hostile = await _answering(stage)
+    await ask(hostile, KEEP)
+    return [hostile]
+
+
+@point("as one that fetches checkpoints", Menu(POOL, VAULT[2:]).talk(), POINTS)
+async def _fetches(stage: Stage) -> Sequence[Hostile]:
+    hostile = await _entered(stage)
+    await ask(hostile, PIECE)
+    return [hostile]
+
+
+@point("as a host of experts that it has not", Menu(POOL, [*DIRECTORY, *CALLS], REPLIES).talk(), POINTS)
+async def _claims(stage: Stage) -> Sequence[Hostile]:
+    hostile = await _answering(stage)
+    assert await ask(hostile, DIRECTORY[0])
+    assert await ask(hostile, DIRECTORY[3])
+    return [hostile]
+
+
+@point("as a holder of what it has not", Menu(POOL, [*DIRECTORY, *VAULT], REPLIES).talk(), POINTS)
+async def _holds(stage: Stage) -> Sequence[Hostile]:
+    hostile = await _answering(stage)
+    for store in DIRECTORY[5:-1]:
+        assert await ask(hostile, store)
+    return [hostile]
