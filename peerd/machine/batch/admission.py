@@ -6,27 +6,27 @@ others have long been able to do it too. In pipelines the stages set the pace, a
 measured here from reports; what a trainer says of its speed counts for nothing. Invariant: the fastest trainer that
 wishes and has nothing under way is never passed over, so a batch is filled whoever is slow; but one that did not
 finish what it had is given less (`Leash`), and its place goes to others when the step has long waited for nobody else.
+With each report only trainers are looked at whose wishes may have no place yet: `wish_again` names those that lost one.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+import math
 from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import zip_longest
-from statistics import median
 
 from peerd.core.bounded_dict import BoundedDict
 from peerd.core.limits import LEASHED_TRAINERS
 from peerd.core.messages.swarm import Mb
 from peerd.machine.batch.forecast import TrainerPace, WorkerPace, shared_in_s, whole_in_s
+from peerd.machine.batch.lateness import Lateness, Usual
 from peerd.machine.batch.ledger import Ledger
 from peerd.machine.batch.probation import Probation
 from peerd.machine.batch.trainer_limit import Leash
 
 _TURN_KEEP = 0.7  # of how long a microbatch took from admission to its end, at each new one
 _NEWCOMER_LEASE_S = 2.0  # how long a whole batch waits for a trainer that never helped to make a step, at first
-_LATE_FACTOR = 4.0  # times as long as it usually takes others
 _PATIENCE_MOST = 6  # doublings of patience while nobody finishes anything
 
 
@@ -52,8 +52,10 @@ class Admission:
         self._trainers: dict[str, _Trainer] = {}
         self._leashes = BoundedDict[str, Leash](LEASHED_TRAINERS)
         self._proven = BoundedDict[str, None](LEASHED_TRAINERS)  # trainers that helped to make a step
+        self._seasoned: set[str] = set()  # of those here, the proven ones
+        self._first: str | None = None  # by name; None: to be looked for
+        self._wishing: dict[str, None] = {}  # trainers that may wish for something which has no place in a batch
         self.probation = Probation()
-        self._under_way: dict[str, int] = {}  # when `wishes` was asked last
         self._patience = 0  # how often leases ran out since anybody finished anything
         self._ran_out_at = 0.0
 
@@ -66,15 +68,32 @@ class Admission:
 
     def first(self) -> str | None:
         """The first trainer by name."""
-        return min(self._trainers, default=None)
+        if self._first is None:
+            self._first = min(self._trainers, default=None)
+        return self._first
 
     def report(self, trainer: str, wishes: tuple[int, ...], bound: Iterable[int] = (), bound_to: int = 0) -> None:
         """Record what the trainer has open now; `bound` are good for step `bound_to` only."""
-        known = self._trainers.setdefault(trainer, _Trainer())
+        known = self._trainers.get(trainer)
+        if known is None:
+            known = self._trainers[trainer] = _Trainer()
+            self._first = None
+            if trainer in self._proven:
+                self._seasoned.add(trainer)
+        self._wishing[trainer] = None
         known.open, known.bound, known.bound_to = wishes, frozenset(bound), bound_to
 
     def gone(self, trainer: str) -> None:
         self._trainers.pop(trainer, None)
+        self._wishing.pop(trainer, None)
+        self._seasoned.discard(trainer)
+        if trainer == self._first:
+            self._first = None
+
+    def wish_again(self, trainers: Iterable[str] | None = None) -> None:
+        """Microbatches of these, or of all, have no place in a batch any more."""
+        again = self._trainers if trainers is None else trainers
+        self._wishing |= {trainer: None for trainer in again if trainer in self._trainers}
 
     def finished(self, now: float, trainer: str, began: float) -> None:
         """The trainer has finished a microbatch that was admitted at `began`."""
@@ -88,23 +107,24 @@ class Admission:
 
     # --- trainers that do not finish --------------------------------------------------------------------------
 
-    def overdue(self, now: float, trainer: str, since: float, lease_s: tuple[float, float], alone: bool) -> bool:
-        """True when the trainer has had its microbatch, admitted at `since`, for far too long.
-
-        `lease_s`: where the others show what is usual, and else; `alone`: the batch has no room for anything else.
+    def lateness(self, now: float, lease_s: tuple[float, float], alone: bool) -> Lateness:
+        """What is overdue now. `lease_s`: where the others show what is usual, and else; `alone`: the batch has no
+        room for anything else.
         """
-        lease, first = lease_s
-        patience = 2.0 ** min(self._patience, _PATIENCE_MOST)
-        others = [t for name, t in self._trainers.items() if name != trainer and t.turn_s]
-        if not alone or not others:
-            own = self._trainers.get(trainer)
-            return now - max(since, own.pace.at if own is not None else since) > first * patience
-        usual = median(t.turn_s for t in others)
+        usual = Usual({name: (t.turn_s, t.pace.at) for name, t in self._trainers.items() if t.turn_s} if alone else {})
+        return Lateness(now, lease_s, 2.0 ** min(self._patience, _PATIENCE_MOST), usual, self._lease, self._done_at)
+
+    def _lease(self, now: float, trainer: str, lease: float) -> float:
+        """The lease of one trainer, of `lease` for those that nothing is said against."""
         if self.is_newcomer(trainer):
             lease = min(lease, _NEWCOMER_LEASE_S * 1.5 ** self.probation.times(now, trainer))
-        waited_s = now - max(since, *(t.pace.at for t in others))
-        strikes = self._leashes[trainer].strikes if trainer in self._leashes else 0
-        return waited_s > max(lease / 2.0 ** min(strikes, 4), _LATE_FACTOR * usual) * patience
+        leash = self._leashes.get(trainer)
+        return lease / 2.0 ** min(leash.strikes if leash is not None else 0, 4)
+
+    def _done_at(self, trainer: str) -> float:
+        """The time at which the trainer finished something last."""
+        known = self._trainers.get(trainer)
+        return known.pace.at if known is not None else -math.inf
 
     def ran_out(self, now: float) -> None:
         """Note that leases ran out: if nobody finishes anything before the next ones do, all are slow, and not just
@@ -113,35 +133,36 @@ class Admission:
         self._patience += now > self._ran_out_at
         self._ran_out_at = now
 
-    def strike(self, now: float, trainer: str) -> int:
-        """The trainer stood in the way of the step: it gets less; how often by now."""
+    def strike(self, now: float, trainer: str, under_way: int) -> int:
+        """The trainer stood in the way of the step with so many under way: it gets less; how often by now."""
         if self.is_newcomer(trainer):
             self.probation.failed(now, trainer)
         leash = self._leashes.setdefault(trainer, Leash())
         known = self._trainers.get(trainer)
-        return leash.strike(now, self._under_way.get(trainer, 0), known is not None and known.turn_s > 0)
+        return leash.strike(now, under_way, known is not None and known.turn_s > 0)
 
     def is_newcomer(self, trainer: str) -> bool:
         """True when it has not yet helped to make a step, while others here have."""
-        return trainer not in self._proven and any(name in self._proven for name in self._trainers)
+        return trainer not in self._proven and bool(self._seasoned)
 
     def step_made(self, helped: Iterable[str]) -> None:
         """Record that these helped to make a step; a trainer that had stood in the way recovers."""
         for trainer in helped:
             self._proven[trainer] = None
+        self._seasoned = {trainer for trainer in self._trainers if trainer in self._proven}
         for trainer in [trainer for trainer, leash in self._leashes.items() if not leash.step_made()]:
             del self._leashes[trainer]
 
-    def _given(self, now: float) -> dict[str, int | None]:
-        """Number of microbatches that each trainer may have under way; None: any number."""
-        rested = [name for name in self._trainers if name not in self._leashes or self._leashes[name].until <= now]
-        found: dict[str, int | None] = {}
-        for name in self._trainers:
-            leash = self._leashes.get(name)
-            found[name] = None if leash is None else 0 if rested and leash.until > now else leash.most
-            if self.is_newcomer(name) and found[name] != 0:  # one microbatch, until a step has counted one
-                found[name] = 0 if self.probation.waits(now, name) else 1
-        return found
+    def _given(self, now: float, trainer: str) -> int | None:
+        """Number of microbatches that a trainer may have under way; None: any number."""
+        leash = self._leashes.get(trainer)
+        most = None if leash is None else 0 if leash.until > now and self._somebody_is_rested(now) else leash.most
+        if most != 0 and self.is_newcomer(trainer):  # one microbatch, until a step has counted one
+            return 0 if self.probation.waits(now, trainer) else 1
+        return most
+
+    def _somebody_is_rested(self, now: float) -> bool:
+        return any(name not in self._leashes or self._leashes[name].until <= now for name in self._trainers)
 
     # --- filling ----------------------------------------------------------------------------------------------
 
@@ -161,31 +182,44 @@ class Admission:
 
         `beside`: another step's batch, with other microbatches of the same trainers under way.
         """
+        if ledger.full or not self._wishing:
+            return
         ledgers = [ledger] if beside is None else [ledger, beside]
+        trainers = {name: self._trainers[name] for name in self._wishing}
         # Trainers never measured come first, so that one step tells of them all.
-        order = sorted(self._trainers.items(), key=lambda item: (item[1].seconds > 0 and self._own_pace, item[0]))
-        turns = ([Mb(name, seq) for seq in t.open if t.bound_to == step or seq not in t.bound] for name, t in order)
-        workers = self._at_work(now, _begun(ledgers)) if self._own_pace and not ledger.full else {}
-        given, under_way = self._given(now), sum((one.unfinished() for one in ledgers), Counter[str]())
-        self._under_way = under_way
-        for wishes in zip_longest(*turns):
-            for mb in wishes:
+        order = sorted(trainers.items(), key=lambda item: (item[1].seconds > 0 and self._own_pace, item[0]))
+        workers = self._at_work(now, _begun(ledgers)) if self._own_pace else {}
+        given = {name: self._given(now, name) for name in trainers}
+        under_way = {name: sum(one.under_way[name] for one in ledgers) for name in trainers}
+        left = set[str]()  # trainers with a wish that gets no place now
+        for wishes in zip_longest(*([Mb(name, seq) for seq in t.open] for name, t in order)):
+            for mb in filter(None, wishes):
                 if ledger.full:
                     return
-                if mb is None or mb in counted or any(mb in one.entries for one in ledgers):
+                if mb in counted or any(mb in one.entries for one in ledgers):
                     continue
-                most = given[mb.trainer]
-                if most is not None and under_way[mb.trainer] >= most:
+                left.add(mb.trainer)
+                own, most = trainers[mb.trainer], given[mb.trainer]
+                if (own.bound_to != step and mb.seq in own.bound) or (
+                    most is not None and under_way[mb.trainer] >= most
+                ):
                     continue
-                if not self._own_pace:
-                    under_way[mb.trainer] += 1
-                    yield mb
-                elif _in_time(mb.trainer, ledger.capacity - len(ledger.entries), workers):
-                    under_way[mb.trainer] += 1
-                    yield mb
+                if self._own_pace and not _in_time(mb.trainer, ledger.capacity - len(ledger.entries), workers):
+                    continue
+                under_way[mb.trainer] += 1
+                yield mb
+                if self._own_pace:
                     before = workers[mb.trainer]
                     waited_s = before.waited_s if before.begun else 0.0
                     workers[mb.trainer] = WorkerPace(before.seconds, before.begun + 1, waited_s)
+        self._wishing = {
+            name: None for name in self._wishing if name in left and self._lacks_place(name, ledgers, counted)
+        }
+
+    def _lacks_place(self, trainer: str, ledgers: Iterable[Ledger], counted: Container[Mb]) -> bool:
+        """True when a microbatch that the trainer wishes for has no place in a batch."""
+        wishes = (Mb(trainer, seq) for seq in self._trainers[trainer].open)
+        return any(mb not in counted and not any(mb in one.entries for one in ledgers) for mb in wishes)
 
     def _at_work(self, now: float, begun: dict[str, tuple[int, float]]) -> dict[str, WorkerPace]:
         """Trainers that wish for microbatches or have begun some, by name."""

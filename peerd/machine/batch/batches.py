@@ -18,6 +18,7 @@ from itertools import zip_longest
 from peerd.core.limits import REDO_AT_ONCE
 from peerd.core.messages.swarm import Done, Mb, Redo
 from peerd.machine.batch.admission import Admission
+from peerd.machine.batch.lateness import Lateness
 from peerd.machine.batch.ledger import Counted, Entry, Ledger
 from peerd.machine.swarm.events import TrainerReport, Verify
 from peerd.machine.swarm.revisions import Versions
@@ -101,11 +102,9 @@ class Batches:
 
         def given_up(mb: Mb, entry: Entry, needed: Callable[[Mb], bool]) -> bool:
             """True when the trainer no longer names it and never finished it, or cannot do it again."""
-            if mb.trainer != report.peer:
-                return False
             return mb.seq in unknown and needed(mb) if entry.done else mb.seq not in begun
 
-        return bool(self._drop(given_up, view.settled)[0]) or shrank
+        return bool(self._drop_unwanted(report.peer, given_up, view.settled)) or shrank
 
     def _take_done(self, now: float, of: tuple[Ledger, int], mb: Mb, done: Done, view: StageView) -> bool:
         """`of`: the batch, and its step. True when `due` shrank."""
@@ -113,7 +112,7 @@ class Batches:
         if len(done.holders) != len(self._stages) or mb in self.counted or mb in self._void:
             return False
         if self.trainers.is_newcomer(mb.trainer) and not self._shows(step, mb, done):
-            self.trainers.strike(now, mb.trainer)
+            self.strike(now, mb.trainer)
             self.tell(f"trainer …{mb.trainer[-8:]} is new and credits peers without their receipts: it is given less")
             return self.void([mb])
         if not ledger.admit(mb, now):
@@ -150,29 +149,51 @@ class Batches:
         Tells whether `due` shrank, and which trainers that are here did not finish how many: they are given less.
         """
 
-        def dead(mb: Mb, entry: Entry, needed: Callable[[Mb], bool]) -> bool:
-            if not needed(mb):
-                return False
-            return mb.trainer not in self.trainers or self._overdue(now, mb, entry, lease_s)
-
-        due, early = self._drop(dead, settled)
+        lateness = self.trainers.lateness(now, lease_s, alone=self.due.full)
+        due = self._dead(self.due, settled, lateness)
+        early = self._dead(self.early, self._nothing, lateness)
         late = Counter(mb.trainer for mb in (*due, *early) if mb.trainer in self.trainers)
         if late:
             self.trainers.ran_out(now)
         for trainer in sorted(late):
-            self.trainers.strike(now, trainer)
+            self.strike(now, trainer)
+        self._drop(self.due, due)
+        self._drop(self.early, early)
         return bool(due), dict(late)
+
+    def _dead(self, ledger: Ledger, settled: Sequence[bool], lateness: Lateness) -> list[Mb]:
+        """What of a batch nobody can finish, sorted."""
+        found = list[Mb]()
+        for trainer in ledger.open:
+            if trainer in self.trainers:
+                found += self._late(ledger, settled, lateness, trainer)
+            else:
+                found += [mb for mb in ledger.open_of(trainer) if ledger.is_missing(mb, settled)]
+        return sorted(found)
+
+    def _late(self, ledger: Ledger, settled: Sequence[bool], lateness: Lateness, trainer: str) -> list[Mb]:
+        """What a trainer has had for too long, of what a stage still needs: the oldest that it has come first."""
+        found = list[Mb]()
+        for mb in ledger.open_of(trainer):
+            if not ledger.is_missing(mb, settled):
+                continue
+            if not lateness.is_overdue(trainer, ledger.entries[mb].since):
+                break
+            found.append(mb)
+        return found
 
     def late(self, now: float, settled: Sequence[bool], lease_s: tuple[float, float]) -> dict[str, int]:
         """Trainers for which the step waits, for longer than for others, and the number of microbatches of each."""
         if not self.due.full:
             return {}
-        waits = {mb for mb in set[Mb]().union(*self.due.missing) if self.due.is_missing(mb, settled)}
-        late = [mb for mb in waits if self._overdue(now, mb, self.due.entries[mb], lease_s)]
-        return dict(sorted(Counter(mb.trainer for mb in late).items()))
+        lateness = self.trainers.lateness(now, lease_s, alone=True)
+        late = {name: len(self._late(self.due, settled, lateness, name)) for name in sorted(self.due.open)}
+        return {name: count for name, count in late.items() if count}
 
-    def _overdue(self, now: float, mb: Mb, entry: Entry, lease_s: tuple[float, float]) -> bool:
-        return self.trainers.overdue(now, mb.trainer, entry.since, lease_s, alone=self.due.full)
+    def strike(self, now: float, trainer: str) -> int:
+        """The trainer stood in the way of the step: it gets less than it has under way; how often by now."""
+        under_way = self.due.under_way[trainer] + self.early.under_way[trainer]
+        return self.trainers.strike(now, trainer, under_way)
 
     def void(self, mbs: Iterable[Mb]) -> bool:
         """These do not count, whatever is said of them later; True: `due` shrank."""
@@ -183,20 +204,26 @@ class Batches:
             self.early.drop(mb)
             self._void.add(mb)
             self._versions.change(mb.trainer)
+            self.trainers.wish_again([mb.trainer])
         return shrank
 
-    def _drop(self, unwanted: Unwanted, settled: Sequence[bool]) -> tuple[list[Mb], list[Mb]]:
-        """Drop unwanted microbatches from both batches; returns what was in which."""
-
-        def dropped(ledger: Ledger, ready: Sequence[bool]) -> list[Mb]:
+    def _drop_unwanted(self, trainer: str, unwanted: Unwanted, settled: Sequence[bool]) -> list[Mb]:
+        """Drop what a trainer's report shows to be unwanted from both batches; returns what was in `due`."""
+        gone: list[list[Mb]] = []
+        for ledger, ready in ((self.due, settled), (self.early, self._nothing)):
             needed = partial(ledger.is_missing, settled=ready)
-            gone = ledger.drop_open(lambda mb, entry: unwanted(mb, entry, needed))
-            for mb in gone:
-                self._versions.change(mb.trainer)
-            return gone
+            one = (
+                [] if all(ready) else [mb for mb in ledger.open_of(trainer) if unwanted(mb, ledger.entries[mb], needed)]
+            )
+            self._drop(ledger, one)
+            gone.append(one)
+        return gone[0]
 
-        due = [] if all(settled) else dropped(self.due, settled)
-        return due, dropped(self.early, self._nothing)
+    def _drop(self, ledger: Ledger, gone: Iterable[Mb]) -> None:
+        for mb in gone:
+            ledger.drop(mb)
+            self._versions.change(mb.trainer)
+            self.trainers.wish_again([mb.trainer])
 
     def fill(self, now: float, step: int, early: bool) -> None:
         """Admit what trainers wish for while there is room, to `due`, which is `step`'s, or to the batch after it."""
@@ -223,8 +250,9 @@ class Batches:
     def step_made(self, step: int) -> None:
         """The batch of `step`, if it is known, has been averaged and counted: the early one takes its place."""
         if self.due.entries:
-            self.counted.add(step, self.due.entries)
-        self.trainers.step_made(sorted({mb.trainer for mb in self.due.entries}))
+            self.counted.add(step, self.due.by_trainer)
+        self.trainers.step_made(sorted(self.due.by_trainer))
+        self.trainers.wish_again()
         self.due.clear()
         self._void.clear()
         self.due, self.early = self.early, self.due
@@ -235,6 +263,7 @@ class Batches:
         self.early.clear()
         self._void.clear()
         self.counted.restart(step - 1, batch_before)
+        self.trainers.wish_again()
         self._versions.change_all()
 
     def check(self) -> None:

@@ -1,16 +1,17 @@
 """Ledger of a step: the microbatches that make it up, and the peer that holds the gradient of each in each stage.
 
-Pure bookkeeping for the conductor: no time-outs, no peers' liveness. Invariants (`check`): never more entries
-than the batch has microbatches, and of no more than BATCH_TRAINERS; `missing[s]` names exactly the entries without a
-holder in stage s.
+Pure bookkeeping for the conductor: no time-outs, no peers' liveness. What a trainer's report asks of it costs as much
+as that trainer has under way, however large the batch. Invariants (`check`): never more entries than the batch has
+microbatches, and of no more than BATCH_TRAINERS; `missing[s]` names exactly the entries without a holder in stage s;
+`open` names, by trainer, exactly those that are not done or lack a holder, in the order of their `since`.
 """
 
 from __future__ import annotations
 
-import math
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from peerd.core.limits import BATCH_TRAINERS
 from peerd.core.messages.swarm import Mb, Receipt, Redo
@@ -27,7 +28,13 @@ class Entry:
     holders: list[str]
     proofs: list[Proof]  # that they hold it; looked at only when one says that it does not
     since: float  # when it was admitted, or last lost a gradient
+    lacking: int  # number of stages in which nobody holds it
     done: bool = False  # its trainer has finished all its stages at least once; see `Ledger.finish`
+
+    @property
+    def is_open(self) -> bool:
+        """True while somebody still has to do something for it."""
+        return not self.done or self.lacking > 0
 
 
 @dataclass(slots=True)
@@ -38,16 +45,20 @@ class Ledger:
     capacity: int
     entries: dict[Mb, Entry] = field(default_factory=dict)
     missing: list[set[Mb]] = field(default_factory=list)
-    undone: set[Mb] = field(default_factory=set)  # not `done`
-    trainers: Counter[str] = field(default_factory=Counter)  # of how many entries, of those that have some
+    by_trainer: dict[str, dict[int, None]] = field(default_factory=dict)  # numbers of the entries, as admitted
+    open: dict[str, dict[Mb, None]] = field(default_factory=dict)  # of trainers that have some
+    under_way: Counter[str] = field(default_factory=Counter)  # number of entries that are not `done`, by trainer
+    undone: int = 0  # of all trainers together
 
     def __post_init__(self) -> None:
         self.missing = [set() for _ in range(self.stages)]
 
     def clear(self) -> None:
         self.entries.clear()
-        self.undone.clear()
-        self.trainers.clear()
+        self.by_trainer.clear()
+        self.open.clear()
+        self.under_way.clear()
+        self.undone = 0
         for lacking in self.missing:
             lacking.clear()
 
@@ -59,27 +70,34 @@ class Ledger:
         """Count `mb` towards the batch; False when that is full, or of too many trainers. Harmless when repeated."""
         if mb in self.entries:
             return True
-        if self.full or (mb.trainer not in self.trainers and len(self.trainers) >= BATCH_TRAINERS):
+        if self.full or (mb.trainer not in self.by_trainer and len(self.by_trainer) >= BATCH_TRAINERS):
             return False
-        self.trainers[mb.trainer] += 1
-        self.entries[mb] = Entry([NOBODY] * self.stages, [None] * self.stages, now)
-        self.undone.add(mb)
+        self.by_trainer.setdefault(mb.trainer, {})[mb.seq] = None
+        self.open.setdefault(mb.trainer, {})[mb] = None
+        self.entries[mb] = Entry([NOBODY] * self.stages, [None] * self.stages, now, self.stages)
+        self._count_undone(mb, 1)
         for lacking in self.missing:
             lacking.add(mb)
         return True
 
     def finish(self, mb: Mb) -> None:
         """Its trainer says that `mb` is done in all stages."""
-        self.entries[mb].done = True
-        self.undone.discard(mb)
+        entry = self.entries[mb]
+        if not entry.done:
+            entry.done = True
+            self._count_undone(mb, -1)
+            self._close(mb, entry)
 
     def hold(self, mb: Mb, stage: int, holder: str, proof: Proof = None) -> None:
         """`holder` has accumulated `mb` in `stage`; a later report replaces an earlier one."""
         entry = self.entries[mb]
         if entry.holders[stage] != holder or proof is not None:
             entry.proofs[stage] = proof
+        if entry.holders[stage] == NOBODY != holder:
+            entry.lacking -= 1
+            self.missing[stage].discard(mb)
         entry.holders[stage] = holder
-        self.missing[stage].discard(mb)
+        self._close(mb, entry)
 
     def unhold(self, mb: Mb, stage: int, now: float) -> None:
         """Nobody holds `mb` in `stage` any more."""
@@ -87,7 +105,11 @@ class Ledger:
         if entry is not None and entry.holders[stage] != NOBODY:
             entry.holders[stage], entry.proofs[stage] = NOBODY, None
             entry.since = now
+            entry.lacking += 1
             self.missing[stage].add(mb)
+            waiting = self.open.setdefault(mb.trainer, {})
+            waiting.pop(mb, None)  # it is the newest now
+            waiting[mb] = None
 
     def unhold_of(self, peer: str, mbs: Iterable[Mb], stage: int, now: float) -> None:
         """`peer` has not got these, though it was said to hold them."""
@@ -111,23 +133,29 @@ class Ledger:
 
     def drop(self, mb: Mb) -> None:
         """`mb` does not count any more; its place in the batch is free."""
-        if self.entries.pop(mb, None) is not None:
-            self.undone.discard(mb)
-            self.trainers[mb.trainer] -= 1
-            if not self.trainers[mb.trainer]:
-                del self.trainers[mb.trainer]
-            for lacking in self.missing:
-                lacking.discard(mb)
+        entry = self.entries.pop(mb, None)
+        if entry is None:
+            return
+        if not entry.done:
+            self._count_undone(mb, -1)
+        _forget(self.by_trainer, mb.trainer, mb.seq)
+        _forget(self.open, mb.trainer, mb)
+        for lacking in self.missing:
+            lacking.discard(mb)
 
-    def drop_open(self, unwanted: Callable[[Mb, Entry], bool]) -> list[Mb]:
-        """Drop every entry that is not done, or needed by some stage, and that `unwanted` picks; returns them sorted.
+    def open_of(self, trainer: str) -> Iterator[Mb]:
+        """The trainer's microbatches that are not done, or needed by some stage, the oldest first."""
+        return iter(self.open.get(trainer, {}))
 
-        The others, most of a batch, are not looked at: this is asked with every report.
-        """
-        gone = sorted(mb for mb in self.undone.union(*self.missing) if unwanted(mb, self.entries[mb]))
-        for mb in gone:
-            self.drop(mb)
-        return gone
+    def _close(self, mb: Mb, entry: Entry) -> None:
+        if not entry.is_open:
+            _forget(self.open, mb.trainer, mb)
+
+    def _count_undone(self, mb: Mb, change: int) -> None:
+        self.undone += change
+        self.under_way[mb.trainer] += change
+        if not self.under_way[mb.trainer]:
+            del self.under_way[mb.trainer]
 
     def complete(self, settled: Sequence[bool]) -> bool:
         """True when the batch is full and held everywhere. Stages that are `settled` have their mean already."""
@@ -139,30 +167,27 @@ class Ledger:
 
     def of_trainer(self, trainer: str) -> list[int]:
         """The trainer's microbatches in this batch, in order of admission."""
-        return [mb.seq for mb in self.entries if mb.trainer == trainer]
-
-    def unfinished(self) -> Counter[str]:
-        """Number of microbatches that each trainer has under way."""
-        return Counter(mb.trainer for mb in self.undone)
+        return list(self.by_trainer.get(trainer, ()))
 
     def begun(self) -> dict[str, tuple[int, float]]:
         """Number of microbatches that each trainer has to do still, or to do again, and the start of the oldest of
         them.
         """
         found: dict[str, tuple[int, float]] = {}
-        for mb in set[Mb]().union(*self.missing):
-            count, since = found.get(mb.trainer, (0, math.inf))
-            found[mb.trainer] = count + 1, min(since, self.entries[mb].since)
+        for trainer, waiting in self.open.items():
+            since = [self.entries[mb].since for mb in waiting if self.entries[mb].lacking]
+            if since:
+                found[trainer] = len(since), since[0]
         return found
 
     def redo(self, trainer: str, settled: Sequence[bool]) -> list[Redo]:
         """Microbatches that the trainer has to repeat, because the peer that held them is gone."""
         found = [
             Redo(mb.seq, stage)
-            for stage, lacking in enumerate(self.missing)
-            if not settled[stage]
-            for mb in lacking
-            if mb.trainer == trainer and self.entries[mb].done
+            for mb in self.open_of(trainer)
+            if self.entries[mb].done
+            for stage, holder in enumerate(self.entries[mb].holders)
+            if holder == NOBODY and not settled[stage]
         ]
         return sorted(found, key=lambda redo: (redo.seq, redo.stage))
 
@@ -176,33 +201,59 @@ class Ledger:
     def check(self) -> None:
         """Raise AssertionError when an invariant is broken."""
         assert len(self.entries) <= self.capacity
-        assert self.trainers == Counter(mb.trainer for mb in self.entries)
-        assert self.undone == {mb for mb, entry in self.entries.items() if not entry.done}
+        assert {Mb(name, seq) for name, seqs in self.by_trainer.items() for seq in seqs} == self.entries.keys()
+        assert all(self.by_trainer.values())
+        assert all(self.open.values())
+        assert self.under_way == Counter(mb.trainer for mb, entry in self.entries.items() if not entry.done)
+        assert self.undone == self.under_way.total()
+        waiting = [mb for of_one in self.open.values() for mb in of_one]
+        assert sorted(waiting) == sorted(mb for mb, entry in self.entries.items() if entry.is_open)
+        for of_one in self.open.values():
+            since = [self.entries[mb].since for mb in of_one]
+            assert since == sorted(since)
         for stage, lacking in enumerate(self.missing):
             assert lacking == {mb for mb, entry in self.entries.items() if entry.holders[stage] == NOBODY}
+        assert all(entry.lacking == entry.holders.count(NOBODY) for entry in self.entries.values())
+
+
+V = TypeVar("V")
+
+
+def _forget(by_trainer: dict[str, dict[V, None]], trainer: str, one: V) -> None:
+    """Take `one` out; a trainer without any is not named."""
+    of_trainer = by_trainer.get(trainer)
+    if of_trainer is not None:
+        of_trainer.pop(one, None)
+        if not of_trainer:
+            del by_trainer[trainer]
 
 
 class Counted:
     """The batches of the last steps: for a trainer that has not heard how its step ended."""
 
     def __init__(self) -> None:
-        self._batches: deque[tuple[int, frozenset[Mb]]] = deque(maxlen=_STEPS_REMEMBERED)
+        self._batches: deque[tuple[int, dict[str, frozenset[int]]]] = deque(maxlen=_STEPS_REMEMBERED)
 
-    def add(self, step: int, batch: Iterable[Mb]) -> None:
-        """The batch that was averaged in `step`."""
-        self._batches.append((step, frozenset(batch)))
+    def add(self, step: int, batch: Mapping[str, Iterable[int]]) -> None:
+        """The batch that was averaged in `step`: the numbers of each trainer's microbatches."""
+        self._batches.append((step, {trainer: frozenset(seqs) for trainer, seqs in batch.items()}))
 
     def restart(self, step: int, batch: Iterable[Mb]) -> None:
         """Only the batch of `step` is certain."""
         self._batches.clear()
-        self.add(step, batch)
+        by_trainer: dict[str, list[int]] = {}
+        for mb in batch:
+            by_trainer.setdefault(mb.trainer, []).append(mb.seq)
+        self.add(step, by_trainer)
 
     def of(self, trainer: str, step: int) -> list[int] | None:
         """The trainer's microbatches in the batch of `step`, sorted; None: not remembered."""
         for known, batch in self._batches:
             if known == step:
-                return sorted(mb.seq for mb in batch if mb.trainer == trainer)
+                return sorted(batch.get(trainer, ()))
         return None
 
     def __contains__(self, mb: object) -> bool:
-        return any(mb in batch for _, batch in self._batches)
+        if not isinstance(mb, Mb):
+            return False
+        return any(mb.seq in batch.get(mb.trainer, ()) for _, batch in self._batches)

@@ -105,7 +105,7 @@ class Blame:
 
     def _strike(self, now: float, trainer: str, why: str) -> bool:
         """Give the trainer less to do; True from its second strike on."""
-        often = self._batches.trainers.strike(now, trainer)
+        often = self._batches.strike(now, trainer)
         self.note(f"trainer …{trainer[-8:]} {why}: it is given less")
         return often > 1
 

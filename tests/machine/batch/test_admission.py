@@ -94,7 +94,8 @@ def test_a_trainer_that_is_gone_is_not_waited_for(own_pace: bool) -> None:
     assert admission.first() == "b"
     admission.finished(2.0, "a", 0.0)  # a late word of it changes nothing
     admission.report("b", (5, 6, 7, 8))
-    ledger.drop_open(lambda mb, _: mb.trainer == "a")
+    for mb in list(ledger.open_of("a")):
+        ledger.drop(mb)
     assert [mb.trainer for mb in fill(admission, ledger, 3.0)] == ["b", "b"]
 
 
@@ -102,14 +103,14 @@ def test_what_the_last_batches_counted_is_not_admitted_again() -> None:
     admission, ledger, counted = Admission(own_pace=False), Ledger(1, 4), Counted()
     admission.report("a", (1, 2, 3))
     for step in range(5):
-        counted.add(step, [Mb("a", 1), Mb("b", step)] if step == 0 else [Mb("b", step)])
+        counted.add(step, {"a": [1], "b": [step]} if step == 0 else {"b": [step]})
     assert list(admission.wishes(0.0, ledger, counted)) == [Mb("a", 2), Mb("a", 3)]
 
 
 def test_batches_are_remembered_for_a_while_and_forgotten_when_the_past_is_uncertain() -> None:
     counted = Counted()
     for step in range(100):
-        counted.add(step, [Mb("a", step), Mb("b", step)])
+        counted.add(step, {"a": [step], "b": [step]})
     assert counted.of("a", 99) == [99]
     assert counted.of("nobody", 99) == []
     assert counted.of("a", 90) == [90]

@@ -37,7 +37,8 @@ class Swarm:
     def go(self, name: str) -> None:
         del self.seconds[name], self._begun[name]
         self.admission.gone(name)
-        self.ledger.drop_open(lambda mb, entry: mb.trainer == name and not entry.done)
+        for mb in [mb for mb in self.ledger.open_of(name) if not self.ledger.entries[mb].done]:
+            self.ledger.drop(mb)
 
     def step(self) -> list[tuple[float, float | None]]:
         """A whole step: when each microbatch was done, and the forecast just after it."""
