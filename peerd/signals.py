@@ -25,6 +25,11 @@ class Signal:
         self._event.set()
         self._event = trio.Event()
 
+    @property
+    def awaited(self) -> bool:
+        """True while a task waits."""
+        return self._event.statistics().tasks_waiting > 0
+
     async def wait(self) -> None:
         """Until the next `notify`."""
         await self._event.wait()

@@ -196,7 +196,7 @@ class Admission:
             for mb in filter(None, wishes):
                 if ledger.full:
                     return
-                if mb in counted or any(mb in one.entries for one in ledgers):
+                if any(mb in one.entries for one in ledgers) or mb in counted:
                     continue
                 left.add(mb.trainer)
                 own, most = trainers[mb.trainer], given[mb.trainer]
@@ -219,7 +219,7 @@ class Admission:
     def _lacks_place(self, trainer: str, ledgers: Iterable[Ledger], counted: Container[Mb]) -> bool:
         """True when a microbatch that the trainer wishes for has no place in a batch."""
         wishes = (Mb(trainer, seq) for seq in self._trainers[trainer].open)
-        return any(mb not in counted and not any(mb in one.entries for one in ledgers) for mb in wishes)
+        return any(not any(mb in one.entries for one in ledgers) and mb not in counted for mb in wishes)
 
     def _at_work(self, now: float, begun: dict[str, tuple[int, float]]) -> dict[str, WorkerPace]:
         """Trainers that wish for microbatches or have begun some, by name."""

@@ -72,6 +72,7 @@ class Conductor:
                 self._report(now, event)
             case TrainerGone(peer):
                 self.batches.trainers.gone(peer)
+                self._step.look_again()
                 self._versions.change_all()
             case PrepareEnded():
                 self._closing.ended(now, event)
@@ -139,10 +140,9 @@ class Conductor:
         """The version of what members see."""
         return self.roster.version
 
-    @property
-    def newest(self) -> tuple[int, int]:
-        """Versions of all that trainers and members see: there is no news while these stay."""
-        return self._versions.newest, self.roster.version
+    def concerned(self) -> set[str] | None:
+        """Trainers whose view has changed since this was asked last; None: all of them."""
+        return self._versions.concerned()
 
     def is_member(self, peer: str, session: int) -> bool:
         return self.roster.session(peer) == session
@@ -239,7 +239,7 @@ class Conductor:
         entry = self.roster.entries[peer]
         if self.course.commits:
             self.search.established.add(peer, entry.stage)
-        entry.move(position, stepped=self.course.commits)
+        self.roster.move(peer, position, stepped=self.course.commits)
 
     def _report(self, now: float, report: TrainerReport) -> None:
         self.batches.trainers.report(report.peer, report.open, report.early, report.step + 1)

@@ -101,11 +101,14 @@ class Closing:
 
     # --- attempts ---------------------------------------------------------------------------------------------
 
-    def begin(self, now: float, stage: int, group: tuple[str, ...], lineage: bytes) -> None:
-        """Order one more attempt of these members, once the pause is over, if they can average."""
+    def may_begin(self, now: float, stage: int) -> bool:
+        """True while a stage has no sum and no attempt under way, and the pause after a failed one is over."""
         close = self.stages[stage]
-        if close.settled or close.attempt or now < close.not_before:
-            return
+        return not close.settled and not close.attempt and now >= close.not_before
+
+    def begin(self, now: float, stage: int, group: tuple[str, ...], lineage: bytes) -> None:
+        """Order one more attempt of these members, if they can average; `may_begin` must be true."""
+        close = self.stages[stage]
         try:
             how, close.problem = self._grouping.order(stage, group), ""
         except NoSplit as error:

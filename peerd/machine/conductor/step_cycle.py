@@ -15,6 +15,8 @@ from peerd.machine.swarm.events import ConductorConfig, Note, Output, SendMove, 
 from peerd.machine.swarm.roster import Roster
 
 _LATE_PARTS = 3  # a trainer is named as late when one of so many parts of its lease is over
+_FEW = 8  # trainers at work that are looked at with each event; more than these now and then,
+_LOOK_S = 0.1
 
 
 class StepCycle:
@@ -28,6 +30,7 @@ class StepCycle:
         self._leases_s = config.lease_s, config.first_lease_s
         self.late: dict[str, int] = {}  # trainer that the step waits for -> number of its microbatches
         self.out: list[Output] = []  # beside those of averaging
+        self._look_at = 0.0  # the next look at leases
 
     def take(self) -> list[Output]:
         """The outputs to carry out now, in order; each is returned once."""
@@ -42,8 +45,16 @@ class StepCycle:
         if self._batches.take(now, report, view, self._config.delayed):
             self.reopen()
 
+    def look_again(self) -> None:
+        """A trainer is gone: leases are looked at with the next event."""
+        self._look_at = 0.0
+
     def drop_dead(self, now: float) -> None:
         """End leases that ran out: their microbatches go to other trainers."""
+        if now < self._look_at:
+            return
+        if len(self._batches.due.open) + len(self._batches.early.open) > _FEW:
+            self._look_at = now + _LOOK_S
         settled = self._closing.settled
         lease_s, first_lease_s = self._leases_s
         self.late = self._batches.late(now, settled, (lease_s / _LATE_PARTS, first_lease_s / _LATE_PARTS))
@@ -86,8 +97,9 @@ class StepCycle:
         if self._course.phase is not Phase.CLOSING or target is None or not due.full:
             return
         for stage in range(self._config.stages):
-            group = self._roster.at(stage, self._course.current)
-            if group and not due.missing[stage]:
+            if due.missing[stage] or not self._closing.may_begin(now, stage):
+                continue
+            if group := self._roster.at(stage, self._course.current):
                 self._closing.begin(now, stage, tuple(group), target.lineage)
         if all(self._closing.settled):
             movers = self._closing.prepared()

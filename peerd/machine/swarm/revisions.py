@@ -12,8 +12,9 @@ class Versions:
     """`of` a reader, by name; nobody needs to be known beforehand."""
 
     def __init__(self) -> None:
-        self.newest = self._of_all = 1  # of anybody
+        self._newest = self._of_all = 1  # of anybody
         self._of: dict[str, int] = {}
+        self._concerned: set[str] | None = set()  # readers with news since they were taken; None: all
 
     def of(self, reader: str) -> int:
         """The newest revision that this reader should have seen."""
@@ -21,11 +22,19 @@ class Versions:
 
     def change(self, reader: str) -> None:
         """Something that only this reader sees is different now."""
-        self.newest += 1
-        self._of[reader] = self.newest
+        self._newest += 1
+        self._of[reader] = self._newest
+        if self._concerned is not None:
+            self._concerned.add(reader)
 
     def change_all(self) -> None:
         """Something that all see is different now."""
-        self.newest += 1
-        self._of_all = self.newest
+        self._newest += 1
+        self._of_all = self._newest
         self._of.clear()
+        self._concerned = None
+
+    def concerned(self) -> set[str] | None:
+        """Readers that have news since this was asked last; None: all."""
+        found, self._concerned = self._concerned, set()
+        return found

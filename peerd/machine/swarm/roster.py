@@ -77,6 +77,7 @@ class Roster:
     def __init__(self, stages: int, *, delayed: bool = False) -> None:
         self.stages, self._delayed = range(stages), delayed
         self.entries: dict[str, RosterEntry] = {}  # by post
+        self._at: list[dict[Position, dict[str, None]]] = [{} for _ in self.stages]  # posts by stage and position
         self.lines = Lines()
         self.version = 1  # of what members see
 
@@ -88,7 +89,9 @@ class Roster:
 
     def enter(self, hello: MemberHello) -> RosterEntry:
         """The member's entry, made anew from its hello."""
+        self._leave(hello.peer)
         entry = self.entries[hello.peer] = RosterEntry.of(hello)
+        self._at[entry.stage].setdefault(entry.position, {})[hello.peer] = None
         if not self._delayed:
             entry.early = frozenset()
         self.version += 1
@@ -96,10 +99,26 @@ class Roster:
 
     def remove(self, peer: str) -> RosterEntry | None:
         """The entry of a member that is gone; None: it had none, it may have been a helper."""
+        self._leave(peer)
         entry = self.entries.pop(peer, None)
         self.version += self.lines.forget(peer)
         self.version += entry is not None
         return entry
+
+    def move(self, peer: str, position: Position, *, stepped: bool) -> None:
+        """A member has arrived at `position`; see `RosterEntry.move`."""
+        self._leave(peer)
+        entry = self.entries[peer]
+        entry.move(position, stepped=stepped)
+        self._at[entry.stage].setdefault(position, {})[peer] = None
+
+    def _leave(self, peer: str) -> None:
+        entry = self.entries.get(peer)
+        if entry is not None:
+            there = self._at[entry.stage]
+            there[entry.position].pop(peer)
+            if not there[entry.position]:
+                del there[entry.position]
 
     def note_saved(self, peer: str, positions: Iterable[Position]) -> None:
         """The checkpoints that a member has now."""
@@ -126,15 +145,15 @@ class Roster:
 
     def of_stage(self, stage: int) -> list[str]:
         """A stage's members, sorted."""
-        return sorted(peer for peer, entry in self.entries.items() if entry.stage == stage)
+        return sorted(peer for posts in self._at[stage].values() for peer in posts)
 
     def at(self, stage: int, position: Position | None) -> list[str]:
         """A stage's members that stand at `position`, sorted."""
-        return [peer for peer in self.of_stage(stage) if self.entries[peer].position == position]
+        return sorted(self._at[stage].get(position, ())) if position is not None else []
 
     def empty_stages(self) -> list[int]:
         """Stages without any member."""
-        return [stage for stage in self.stages if not self.of_stage(stage)]
+        return [stage for stage in self.stages if not self._at[stage]]
 
     def held_stages(self) -> list[int]:
         """Stages with a member that is, or could go, anywhere but to the start."""
@@ -142,7 +161,13 @@ class Roster:
 
     def lagging_stages(self, position: Position | None) -> list[int]:
         """Stages of which no member stands at `position`."""
-        return [stage for stage in self.stages if not self.at(stage, position)]
+        return [stage for stage in self.stages if position is None or position not in self._at[stage]]
+
+    def check(self) -> None:
+        """Raise AssertionError when an invariant is broken: posts by stage and position are those of the entries."""
+        found = {(s, p, peer) for s, there in enumerate(self._at) for p, posts in there.items() for peer in posts}
+        assert found == {(entry.stage, entry.position, peer) for peer, entry in self.entries.items()}
+        assert all(posts for there in self._at for posts in there.values())
 
     def batch_before(self, target: Position) -> set[Mb]:
         """The batch that led to `target`, from what the members remember of it."""

@@ -45,8 +45,9 @@ class MachineDriver:
         self.tenure: Tenure | None = None
         self.heard: dict[str, float] = {}  # post or trainer that reports -> when it was heard last
         self.nursery: trio.Nursery | None = None  # for a tenure's tasks; None: not running
-        self._changed = Signal()  # set when anything that a waiting report may see has changed
-        self._changed_to: tuple[Conductor | None, tuple[int, int]] = None, (0, 0)
+        self._waiting: dict[str, Signal] = {}  # trainers whose reports wait, each for news of its own
+        self._members_changed = Signal()  # what every member is told has changed
+        self._changed_to: tuple[Conductor | None, int] = None, 0  # the machine, and its version for members
         self._fed = Signal()  # set by all that may move the next deadline
 
     @property
@@ -142,15 +143,31 @@ class MachineDriver:
                 self.gone([name])
 
     def wake_waiting(self) -> None:
-        """Read the next deadline again, and wake waiting reports if there is anything new for their senders."""
+        """Read the next deadline again, and wake the waiting reports for whose senders there may be anything new."""
         self._fed.notify()
-        news = self.machine, self.machine.newest if self.machine is not None else (0, 0)
+        machine = self.machine
+        news = machine, machine.members_version if machine is not None else 0
         if news != self._changed_to:
             self._changed_to = news
-            self._changed.notify()
+            self._members_changed.notify()
+        concerned = machine.concerned() if machine is not None else None
+        for name in list(self._waiting) if concerned is None else concerned:
+            if name in self._waiting:
+                self._waiting[name].notify()
 
-    async def wait_for_news(self, news: Callable[[], bool], tenure: Tenure, wait_s: float) -> None:
-        """Wait until there are `news`, the tenure ends, or `wait_s` have passed."""
+    async def wait_for_members_news(self, news: Callable[[], bool], tenure: Tenure, wait_s: float) -> None:
+        """Wait until members have `news`, the tenure ends, or `wait_s` have passed."""
         with trio.move_on_after(wait_s):
             while self.tenure is tenure and not news():
-                await self._changed.wait()
+                await self._members_changed.wait()
+
+    async def wait_for_trainers_news(self, name: str, news: Callable[[], bool], tenure: Tenure, wait_s: float) -> None:
+        """Wait until trainer `name` has `news`, the tenure ends, or `wait_s` have passed."""
+        signal = self._waiting.setdefault(name, Signal())
+        try:
+            with trio.move_on_after(wait_s):
+                while self.tenure is tenure and not news():
+                    await signal.wait()
+        finally:
+            if not signal.awaited and self._waiting.get(name) is signal:
+                del self._waiting[name]

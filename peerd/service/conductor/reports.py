@@ -85,7 +85,7 @@ class Reports:
         resend = not helps and not (machine.is_member(name, body.session) and machine.knows(name, body.position))
         # A member that has just reported in full, and is put aside, would do so again at once, and again.
         wait_s = body.wait_s if not resend else _PUT_ASIDE_S if body.held is not None else 0.0
-        await self._driver.wait_for_news(lambda: machine.members_version != body.seen, tenure, wait_s)
+        await self._driver.wait_for_members_news(lambda: machine.members_version != body.seen, tenure, wait_s)
         self._still(tenure, name)
         resend = not helps and (resend or not machine.is_member(name, body.session))
         return Answer(self._to_member(tenure, body, resend=resend))
@@ -147,7 +147,8 @@ class Reports:
         taken = machine.takes(body.step)
         begun, done = tuple(body.open), tuple(map(_held_by_posts, body.done))
         self._driver.feed(TrainerReport(name, body.step, begun, done, tuple(body.early), tuple(body.unknown)))
-        await self._driver.wait_for_news(lambda: machine.version(name) != body.seen, tenure, body.wait_s)
+        news = lambda: machine.version(name) != body.seen  # noqa: E731
+        await self._driver.wait_for_trainers_news(name, news, tenure, body.wait_s)
         self._still(tenure, name)
         return Answer(self._to_trainer(tenure, name, body, taken=taken))
 

@@ -29,6 +29,9 @@ def test_members_stand_where_they_say_and_stages_lack_what_nobody_has() -> None:
     assert roster.empty_stages() == []
     roster.remove("c")
     assert roster.empty_stages() == [1]
+    roster.move("a", ONE, stepped=True)
+    assert roster.at(0, ONE) == ["a", "b"]
+    roster.check()
     assert (roster.session("a"), roster.session("c"), roster.since("c")) == (1, None, 0.0)
 
 

@@ -97,7 +97,7 @@ async def test_whoever_waits_is_woken_by_news_and_by_the_tenures_end(autojump_cl
         seen = tenure.machine.members_version
 
         async def wait(news_at: int) -> None:
-            await scene.driver.wait_for_news(lambda: tenure.machine.members_version >= news_at, tenure, 60.0)
+            await scene.driver.wait_for_members_news(lambda: tenure.machine.members_version >= news_at, tenure, 60.0)
             woken.append(trio.current_time())
 
         began = trio.current_time()
@@ -109,4 +109,35 @@ async def test_whoever_waits_is_woken_by_news_and_by_the_tenures_end(autojump_cl
         scene.driver.end()
         await trio.sleep(0.5)
         assert [round(at - began, 2) for at in woken] == [0.5, 1.0]
+        nursery.cancel_scope.cancel()
+
+
+async def test_a_trainer_is_woken_by_what_concerns_it_and_not_by_others(autojump_clock: MockClock) -> None:
+    async with trio.open_nursery() as nursery:
+        scene = begun(nursery)
+        tenure, woken, looked = scene.driver.tenure, list[tuple[str, float]](), dict[str, int]()
+        assert tenure is not None
+        began = trio.current_time()
+
+        async def wait(name: str) -> None:
+            seen = tenure.machine.version(name)
+
+            def has_news() -> bool:
+                looked[name] = looked.get(name, 0) + 1
+                return tenure.machine.version(name) != seen
+
+            await scene.driver.wait_for_trainers_news(name, has_news, tenure, 60.0)
+            woken.append((name, round(trio.current_time() - began, 2)))
+
+        for name in ("a", "b"):
+            nursery.start_soon(wait, name)
+        await trio.sleep(0.5)
+        tenure.machine._versions.change("a")
+        scene.driver.wake_waiting()
+        await trio.sleep(0.5)
+        assert (woken, looked["b"]) == ([("a", 0.5)], 1)
+        scene.driver.end()
+        await trio.sleep(0.5)
+        assert woken == [("a", 0.5), ("b", 1.0)]
+        assert scene.driver._waiting == {}
         nursery.cancel_scope.cancel()
