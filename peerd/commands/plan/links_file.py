@@ -202,11 +202,11 @@ def _need_all(listed: _Listed, missing: np.ndarray[tuple[int, ...], np.dtype[np.
     for one, other in zip(rows[:_LOOKED_AT].tolist(), columns[:_LOOKED_AT].tolist(), strict=True):
         ends = sorted(device.place or device.name for device in (listed.devices[one], listed.devices[other]))
         told.setdefault((ends[0], ends[1]), listed.lines[other])
-    for (one_end, other_end), line in list(told.items())[:MISSING_TOLD]:
+    more = len(told) - MISSING_TOLD
+    for nth, ((one_end, other_end), line) in enumerate(list(told.items())[:MISSING_TOLD], 1):
         inside = one_end == other_end
         where = f"inside {one_end}" if inside else f"between {one_end} and {other_end}"
         entry = f"inside: {one_end}" if inside else f"between: [{one_end}, {other_end}]"
         allowed = f"an entry `{clean(entry)}` with delay_ms and rate_mbit, or unreachable: true"
-        faults.found.append((line, f"no link {clean(where)}; allowed: {allowed}"))
-    if len(told) > MISSING_TOLD:
-        faults.found.append((None, f"and {len(told) - MISSING_TOLD} more, at least"))
+        rest = f" (and {more:,} more pairs, at least)" if nth == MISSING_TOLD and more > 0 else ""
+        faults.found.append((line, f"no link {clean(where)}; allowed: {allowed}{rest}"))

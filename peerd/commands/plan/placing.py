@@ -68,9 +68,8 @@ def find(wish: PlanWish) -> Planned:
         try:
             best = plan(problem, options, Random(wish.seed), watch.clock, before[1] if before else None)
         except NoPlacement as error:
-            free = (
-                "" if timed(problem) else "; with speed_tflops of the devices, stages may have unequal numbers of them"
-            )
+            settled = problem.sizes is not None and len(problem.devices) > len(problem.stages)
+            free = "; with speed_tflops of the devices, stages may have unequal numbers of them" if settled else ""
             raise ConfigError(f"{wish.links}: {error}{free}") from error
     took_s = time.monotonic() - began
     count = RANDOM if len(problem.devices) <= MANY else RANDOM_OF_MANY

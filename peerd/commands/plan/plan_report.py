@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from peerd.commands.plan.link_matrix import link_matrix
+from peerd.commands.plan.size_report import batches
 from peerd.log import clean
 from peerd.machine.placement.cost import CostKind, PlacementCost
 from peerd.machine.placement.problem import IDLE, Matrix, PlacementProblem, StagePlacement
@@ -67,7 +68,7 @@ def plan_view(found: Planned, width: int, *, coloured: bool) -> RenderableType:
     problem = found.problem
     places = len({device.place for device in problem.devices if device.place})
     where = f"{counted(len(problem.devices), 'device')}" + (f" in {counted(places, 'place')}" if places else "")
-    work = f"{counted(len(problem.stages), 'stage')}, {problem.microbatches:,} microbatches a step"
+    work = f"{counted(len(problem.stages), 'stage')}, {batches(problem.microbatches)} a step"
     parts: list[RenderableType] = [Text(f"{clean(found.links)}: {where}; {work}", "bold"), Text("")]
     parts += [*_cost_lines(found), Text(""), _stage_table(found), Text(""), *_followers(found), Text("")]
     groups = [problem_members(found, stage) for stage in range(len(problem.stages))]
@@ -89,7 +90,8 @@ def problem_members(found: Planned, stage: int) -> list[int]:
 def _cost_lines(found: Planned) -> Iterator[Text]:
     cost = found.cost
     yield Text(f"a step takes {took(cost.total_s)} ({_MEANT[cost.kind]})", "bold green")
-    yield Text("  = " + " + ".join(f"{took(seconds)} {what}" for what, seconds in parts_of_cost(cost) if seconds))
+    if cost.total_s:
+        yield Text("  = " + " + ".join(f"{took(seconds)} {what}" for what, seconds in parts_of_cost(cost) if seconds))
     told = [seconds for seconds in found.random if math.isfinite(seconds)]
     if told:
         least, mean = min(told), float(np.mean(told))
@@ -107,7 +109,7 @@ def _cost_lines(found: Planned) -> Iterator[Text]:
             else "never: peers that cannot reach each other, or lack memory"
         )
         yield Text(f"  {_gain(before.total_s, cost.total_s)} {clean(name)} ({was}); {changes} would move")
-    if found.problem.sizes is not None:
+    if found.problem.sizes is not None and len(found.problem.devices) > len(found.problem.stages):
         yield Text(
             "  speeds or work are not known: how many devices a stage has was settled before the search", "yellow"
         )

@@ -128,7 +128,12 @@ def _model(run: RunFile) -> str:
 
 def _microbatches(run: RunFile) -> str:
     samples = f"{run.pipeline.microbatch:,} x {run.model.context:,} tokens"
-    return f"{counted(microbatches(run), 'microbatch').replace('microbatchs', 'microbatches')} of {samples} a step"
+    return f"{batches(microbatches(run))} of {samples} a step"
+
+
+def batches(count: int) -> str:
+    """1 microbatch, 64 microbatches."""
+    return f"{count:,} microbatch" + ("" if count == 1 else "es")
 
 
 def _code(run: RunFile) -> str:

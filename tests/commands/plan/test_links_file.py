@@ -140,7 +140,7 @@ def test_many_missing_links_are_told_by_their_number(tmp_path: Path) -> None:
     devices = "".join(f"  - {{name: d{n}}}\n" for n in range(8))
     message = said(tmp_path, "devices:\n" + devices)
     assert message.count("no link between d") == 5
-    assert "and 23 more, at least" in message
+    assert "(and 23 more pairs, at least)" in message
 
 
 @given(st.text(max_size=40), st.integers(0, len(SOUND)))

@@ -128,6 +128,14 @@ def test_what_a_file_calls_its_devices_cannot_write_to_the_terminal(
     assert "\x1b" not in message
 
 
+def test_a_device_alone_has_a_plan(links: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    links.write_text("devices: [{name: only}]\nworkload: {stages: 1, gradient_mb: 5, activation_mb: 1}\n")
+    words = " ".join(told(capsys, links, *QUICK).split())
+    assert "1 device; 1 stage, 1 microbatch a step a step takes 0 ms" in words
+    assert "settled before" not in words
+    assert words.endswith("0 1 only")
+
+
 @pytest.mark.slow
 def test_stages_of_a_run_are_placed_by_their_own_sizes(
     links: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
