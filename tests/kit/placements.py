@@ -1,0 +1,130 @@
+"""Small placement problems, drawn by number, and their costs from the definitions, by looking at everything."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from random import Random
+
+import numpy as np
+
+from peerd.machine.placement.cost import CostKind
+from peerd.machine.placement.problem import IDLE, Matrix, Network, PlacementProblem, PlanDevice, StageWork
+
+Members = tuple[tuple[int, ...], ...]
+
+
+def drawn_problem(number: int) -> PlacementProblem:
+    """Up to 6 devices and 3 stages: alike or not, dead and asymmetric links, memory and sizes that matter or not."""
+    rng = np.random.default_rng(number)
+    stages = int(rng.integers(1, 4))
+    count = int(rng.integers(stages, 7))
+    place = rng.integers(0, 3, count)
+    delay_s = rng.integers(1, 100, (count, count)) / 1e3 * (1 + 4 * (place[:, None] != place))
+    rate = rng.choice([1e6, 1e7, 1e8], (count, count))
+    if rng.random() < 0.5:
+        delay_s, rate = (delay_s + delay_s.T) / 2, np.minimum(rate, rate.T)
+    if rng.random() < 0.3:
+        rate = np.where(rng.random((count, count)) < 0.1, 0.0, rate)
+    np.fill_diagonal(delay_s, 0.0)
+    np.fill_diagonal(rate, np.inf)
+    devices = tuple(
+        PlanDevice(
+            f"d{device}",
+            speed=float(rng.choice([1e9, 2e9, 4e9])) if number % 3 else np.inf,
+            memory=float(rng.choice([1, 2, 3])) * 1e9 if number % 2 else np.inf,
+        )
+        for device in range(count)
+    )
+    work = [
+        StageWork(
+            gradient=float(rng.integers(1, 20)) * 1e6,
+            activation=float(rng.integers(1, 10)) * 1e6,
+            flops=float(rng.integers(0, 3)) * 1e9,
+            memory=float(rng.choice([0, 1e9, 2e9])),
+        )
+        for _ in range(stages)
+    ]
+    if rng.random() < 0.5:
+        work = work[:1] * stages
+    sizes = (count // stages,) * stages if rng.random() < 0.3 else None
+    return PlacementProblem(devices, Network(delay_s, rate), tuple(work), int(rng.integers(1, 9)), sizes)
+
+
+def every_partition(problem: PlacementProblem) -> Iterator[Members]:
+    """All ways to give devices a stage or none, each stage with as many as it is to have."""
+    stages = range(len(problem.stages))
+    for stage_of in itertools.product((IDLE, *stages), repeat=len(problem.devices)):
+        members = tuple(tuple(d for d, at in enumerate(stage_of) if at == stage) for stage in stages)
+        if all(members) and (problem.sizes is None or tuple(map(len, members)) == problem.sizes):
+            yield members
+
+
+def cost_by_definition(problem: PlacementProblem, kind: CostKind, members: Members, order: tuple[int, ...]) -> float:
+    """Cost of stages in an order, infinite where it cannot be; matchings by `least_bottleneck`."""
+    net, works = problem.network.both_ways(), problem.stages
+    slower = np.minimum(problem.network.rate, problem.network.rate.T)
+    known = [device.speed for device in problem.devices if np.isfinite(device.speed)]
+    speeds = [min(device.speed, max(known)) if known else 1.0 for device in problem.devices]
+    averaging_s, passed_s, computed_s, busy_s = 0.0, 0.0, 0.0, 0.0
+    for stage, of in enumerate(members):
+        work, total = works[stage], sum(speeds[d] for d in of)
+        if any(problem.devices[d].memory < work.memory for d in of):
+            return np.inf
+        for d in of:
+            parts = [2 * _seconds(net.delay_s[d, e], net.rate[d, e], work.gradient / len(of)) for e in of if e != d]
+            averaging_s = max(averaging_s, sum(parts))
+        if known and kind is CostKind.LATENCY:
+            computed_s += problem.microbatches * work.flops / total
+        elif known:
+            computed_s += max(work.flops / speeds[d] for d in of)
+            for d in of:
+                own = problem.microbatches * speeds[d] / total
+                busy_s = max(busy_s, max(0.0, own - 1) * work.flops / speeds[d])
+    for one, other in itertools.pairwise(order):
+        here, there, size = members[one], members[other], works[one].activation
+        shares = [np.array([speeds[d] for d in of]) / sum(speeds[d] for d in of) for of in (here, there)]
+        load = problem.microbatches * np.maximum(shares[0][:, None], shares[1][None])
+        times = np.empty((2, len(here), len(there)))
+        for (i, d), (j, e) in itertools.product(enumerate(here), enumerate(there)):
+            sent = size * load[i, j] if kind is CostKind.LATENCY else size
+            times[0, i, j] = 2 * _seconds(net.delay_s[d, e], net.rate[d, e], sent)
+            times[1, i, j] = _seconds(0.0, slower[d, e], size * max(0.0, load[i, j] - 1))
+        if kind is CostKind.STEADY:
+            least = least_bottleneck(times[1], *shares)
+            busy_s = max(busy_s, least)
+            times[0][times[1] > least] = np.inf
+        passed_s += least_bottleneck(times[0], *shares)
+    return averaging_s + passed_s + computed_s + busy_s
+
+
+def _seconds(delay_s: float, rate: float, size: float) -> float:
+    return float(delay_s + size / rate) if rate > 0 else np.inf
+
+
+def least_bottleneck(costs: Matrix, supply: Matrix, demand: Matrix) -> float:
+    """The least value below which shares can flow: by Gale's condition, looked up for every set of rows."""
+    rows = range(len(supply))
+    for value in np.unique(costs):
+        allowed = costs <= value
+        sets = itertools.chain.from_iterable(itertools.combinations(rows, size) for size in range(1, len(rows) + 1))
+        if all(supply[list(of)].sum() <= demand[allowed[list(of)].any(axis=0)].sum() + 1e-9 for of in sets):
+            return float(value)
+    return np.inf
+
+
+def best_by_definition(problem: PlacementProblem, kind: CostKind) -> float:
+    """The least cost of all placements, infinite for none."""
+    stages = len(problem.stages)
+    orders = list(itertools.permutations(range(stages))) if problem.stages_alike else [tuple(range(stages))]
+    best = np.inf
+    for members in every_partition(problem):
+        if problem.stages_alike and [of[0] for of in members] != sorted(of[0] for of in members):
+            continue
+        best = min([best, *(cost_by_definition(problem, kind, members, order) for order in orders)])
+    return best
+
+
+def drawn_costs(rng: Random, rows: int, columns: int) -> Matrix:
+    """Costs of which many are equal."""
+    return np.array([[float(rng.randint(0, 9)) for _ in range(columns)] for _ in range(rows)])
