@@ -146,6 +146,7 @@ class CostModel:
         if self.kind is CostKind.LATENCY:
             return Pairs(2 * (delay_s + load * size * s_per_byte), None, supply, demand)
         busy_s = np.maximum(0.0, load - 1.0) * size * self.links.slower_s_per_byte[block]
+        busy_s[delay_s >= DEAD_S] = DEAD_S  # where there is no link, nothing is idle
         return Pairs(2 * (delay_s + size * s_per_byte), busy_s, supply, demand)
 
     def _matched(self, pairs: Pairs) -> tuple[float, float, Matching]:

@@ -2,8 +2,9 @@
 
 The paper's: of two stages, swap an end of the fastest link inside one with an end of the other's. Giving away such an
 end costs little averaging, which the slow links bound, and leaves a fast link between the two stages. Besides: any two
-devices, two that are near one another's new peers, the slowest device of the slowest stage, three in a ring, several
-at once; where sizes are free, one device alone, or to and from idleness; where the order is kept, whole stages.
+devices, two that are near one another's new peers, the slowest device of the slowest stage, three in a ring, several at
+once, or whole neighbourhoods; where sizes are free, one device alone, or to and from idleness; where the order is kept,
+whole stages.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ class Moves:
             kinds += [(self._any_two, 4), (self._near_two, 3)]
         if self._stages > 1:
             kinds += [(self._fastest_ends, 3), (self._slowest, 2), (self._several, 2), (self._ring, 1)]
+            kinds += [(self._neighbourhoods, 3)]
         if problem.sizes is None and self._devices > self._stages:
             kinds += [(self._one, 4)]
         if self._stages > 1 and not self._model.order_is_free:
@@ -139,6 +141,20 @@ class Moves:
             return None
         count = 2 if self._rng.random() < 0.5 else self._rng.randint(2, most)
         return self._swap(list(zip(self._rng.sample(mine, count), self._rng.sample(theirs, count), strict=True)))
+
+    def _neighbourhoods(self) -> Proposal | None:
+        """A device and those of its stage that are nearest to it, against as many of another stage."""
+        stages = self._two_stages()
+        most = min(len(self._layout.members[stage]) for stage in stages)
+        if most < 4:
+            return None
+        count = min(most, 2 ** self._rng.randint(1, most.bit_length() - 1))
+        return self._swap(list(zip(*(self._near(stage, count) for stage in stages), strict=True)))
+
+    def _near(self, stage: int, count: int) -> list[int]:
+        members = self._layout.members[stage]
+        times = self._times[self._rng.choice(members), list(members)]
+        return [members[at] for at in np.argsort(times, kind="stable")[:count].tolist()]
 
     def _ring(self) -> Proposal | None:
         """One of each of three stages goes to the next."""
