@@ -7,7 +7,8 @@
     python scripts/bench.py placement --large    larger instances, where a benchmark has such
 
 A benchmark is a module in scripts/benchmarks with a docstring and `measure(full: bool) -> Report`, and perhaps
-`measure_large() -> Report`. Modules whose name begins with an underscore are their parts.
+`measure_large() -> Report`; hyphens of its name are underscores there. Modules whose name begins with an underscore are
+their parts.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import importlib
 import json
 import pkgutil
 import sys
+from types import ModuleType
 
 import benchmarks
 from benchmarks._report import Figure, Report
@@ -26,11 +28,15 @@ from rich.table import Table
 
 def names() -> list[str]:
     found = [module.name for module in pkgutil.iter_modules(benchmarks.__path__)]
-    return sorted(name for name in found if not name.startswith("_"))
+    return sorted(name.replace("_", "-") for name in found if not name.startswith("_"))
+
+
+def module_of(name: str) -> ModuleType:
+    return importlib.import_module(f"benchmarks.{name.replace('-', '_')}")
 
 
 def first_line(name: str) -> str:
-    return (importlib.import_module(f"benchmarks.{name}").__doc__ or "").partition("\n")[0]
+    return (module_of(name).__doc__ or "").partition("\n")[0]
 
 
 def shown(figure: Figure) -> tuple[str, str, str, str]:
@@ -58,7 +64,7 @@ def main() -> int:
         for name in names():
             print(f"{name:12} {first_line(name)}")
         return 0
-    module = importlib.import_module(f"benchmarks.{options.name}")
+    module = module_of(options.name)
     if options.large and not hasattr(module, "measure_large"):
         parser.error(f"{options.name} has no larger instances; without --large it measures what it has")
     report: Report = module.measure_large() if options.large else module.measure(options.full)

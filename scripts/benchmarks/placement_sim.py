@@ -1,0 +1,208 @@
+"""Placed pipelines in virtual time: tokens a second of a planned placement and of random ones, beside their costs.
+
+Real roles, calls and averaging under the virtual clock on a network with a link for each pair: 16 devices, as many of
+each region of the paper's regional and world-wide cases, as 8 stages of 2. Sizes and rates are divided by one factor,
+so that the bytes of a step are to the rates as in the paper; then times are divided by another, rates multiplied and
+delays divided by it. Computing takes no time. Trainers hold to the matching; random placements have random routes. Each
+pipeline has an equal share of a step's microbatches, all of them in flight: the planner's steady cost is for that, and
+places by it; `by latency` is the placement by the paper's cost. Activations pass through the trainer, beside the first
+stage's device: `via trainer` is what peerd does now. `along the chain` stands for stages that hand over to one another.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+from random import Random
+from typing import Final
+
+import numpy as np
+import torch
+
+from benchmarks._placement_cases import ACTIVATION_BYTES, GRADIENT_BYTES, Case, cases
+from benchmarks._report import Figure, Report
+from peerd.compute.model.partition import build
+from peerd.core.run.runfile import (
+    AveragingSection,
+    BatchSection,
+    CheckpointSection,
+    DataSection,
+    EvaluateSection,
+    ModelSection,
+    OptimizerSection,
+    PipelineSection,
+    RunFile,
+)
+from peerd.machine.placement.cost import CostKind
+from peerd.machine.placement.problem import Network, PlacementProblem, PlanDevice, StagePlacement, StageWork
+from peerd.machine.placement.search import SearchOptions, plan
+from peerd.machine.placement.starts import random_placement
+from peerd.sim.clock import run_virtual
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from benchmarks._placed_cost import WorkBytes, paper_s, paths_s
+from tests.kit.placed import Handover, PlacedRun, placed_world, step_times
+from tests.kit.virtualroles import Roles
+
+SIMULATED: Final = ("4-regional", "5-world-wide")
+STAGES: Final = 8
+PIPELINES: Final = 2
+DEVICES: Final = STAGES * PIPELINES
+MICROBATCHES: Final = 5  # of each pipeline in a step
+SAMPLES: Final = 2  # of a microbatch
+CONTEXT: Final = 64
+WIDTH: Final = 64
+FASTER: Final = 10.0  # the factor of all times
+RANDOM: Final = 5
+WARM: Final = 1  # steps before those that are measured
+EVALUATIONS: Final = 20_000  # of the planner's search
+TOKENS: Final = PIPELINES * MICROBATCHES * SAMPLES * CONTEXT  # of a step
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """One placement: seconds of a step, in the simulation and by two costs."""
+
+    step_s: float
+    paths_s: float
+    paper_s: float
+
+    @property
+    def tokens_per_s(self) -> float:
+        return TOKENS / self.step_s
+
+
+def run_file(folder: Path) -> RunFile:
+    """A small model in as many stages, on text made in `folder`."""
+    for number in range(4):
+        text = bytes((7 * number + 13 * at * at + at // 3) % 251 for at in range(20_000))
+        (folder / f"text{number}.txt").write_bytes(text)
+    return RunFile(
+        run="placed",
+        seed=5,
+        model=ModelSection(d_model=WIDTH, heads=2, layers=STAGES, context=CONTEXT),
+        pipeline=PipelineSection(stages=STAGES, microbatch=SAMPLES),
+        optimizer=OptimizerSection(name="sgd", lr=0.1),
+        batch=BatchSection(target_samples=PIPELINES * MICROBATCHES * SAMPLES),
+        averaging=AveragingSection(sender_timeout_s=120.0),
+        data=DataSection(path=str(folder / "*.txt"), holdout=0.1),
+        evaluate=EvaluateSection(every_steps=0),
+        checkpoint=CheckpointSection(every_steps=0),
+    )
+
+
+def work_of(run: RunFile) -> WorkBytes:
+    """Bytes of a step in float32."""
+    stages = [build(run, [stage]) for stage in range(STAGES)]
+    gradients = [4.0 * sum(parameter.numel() for parameter in stage.parameters()) for stage in stages]
+    return WorkBytes(4.0 * SAMPLES * CONTEXT * WIDTH, MICROBATCHES, gradients)
+
+
+def problem_of(case: Case, work: WorkBytes) -> PlacementProblem:
+    """The case with fewer devices of each region, slower by as much as the work is smaller."""
+    regions = len(case.counts)
+    smaller = replace(case, counts=(DEVICES // regions,) * regions)
+    delay_ms, gbit_s = smaller.matrices()
+    gradient = statistics.mean(work.gradients)
+    delay_s, rate = delay_ms / 1e3 / FASTER, gbit_s * 1e9 / 8 * FASTER * gradient / GRADIENT_BYTES
+    np.fill_diagonal(delay_s, 0.0)
+    np.fill_diagonal(rate, np.inf)
+    stages = (StageWork(gradient, work.activation),) * STAGES
+    devices = tuple(PlanDevice(f"device{number}") for number in range(DEVICES))
+    network = Network(delay_s, rate)
+    return PlacementProblem(devices, network, stages, PIPELINES * MICROBATCHES, (PIPELINES,) * STAGES)
+
+
+def random_routes(problem: PlacementProblem, rng: Random) -> StagePlacement:
+    """A random placement, and who follows whom by chance."""
+    placement = random_placement(problem, rng)
+    members = [list(placement.members(stage)) for stage in range(STAGES)]
+    for devices in members:
+        rng.shuffle(devices)
+    follows = [tuple(zip(here, there, strict=True)) for here, there in pairwise(members)]
+    return replace(placement, follows=tuple(follows))
+
+
+async def _simulate(placed: PlacedRun, roles: Roles, steps: int) -> float:
+    async with placed_world(placed, roles, 1) as world:
+        times = await step_times(world, roles, WARM + steps)
+    return (times[-1] - times[WARM - 1]) / steps
+
+
+def measured(placed: PlacedRun, work: WorkBytes, steps: int) -> Measured:
+    with tempfile.TemporaryDirectory(prefix="peerd-placed-") as text:
+        folder = Path(text)
+        step_s = run_virtual(_simulate, placed, Roles(run_file(folder), folder), steps, seed=1)
+    return Measured(step_s, paths_s(placed, work), paper_s(placed, work))
+
+
+def measure(full: bool) -> Report:
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory(prefix="peerd-placed-") as text:
+        work = work_of(run_file(Path(text)))
+    sections = []
+    for case in cases():
+        if case.name in SIMULATED:
+            sections += of_case(case, work, 4 if full else 1)
+    scaled = ACTIVATION_BYTES / GRADIENT_BYTES * statistics.mean(work.gradients)
+    note = (
+        f"{STAGES} stages of {PIPELINES} devices, {TOKENS} tokens a step, times {FASTER:g} times as short; activations "
+        f"of a pipeline's step are {work.activation * MICROBATCHES / scaled:.2f} of the paper's share"
+    )
+    return Report("placements in virtual time", sections, note)
+
+
+def of_case(case: Case, work: WorkBytes, steps: int) -> list[list[Figure]]:
+    """Figures of one network, for each way of handing over."""
+    problem = problem_of(case, work)
+    planned = [
+        plan(problem, SearchOptions(kind=kind, evaluations=EVALUATIONS), Random(1), time.perf_counter).placement
+        for kind in (CostKind.STEADY, CostKind.LATENCY)
+    ]
+    placements = [*planned, *(random_routes(problem, Random(seed)) for seed in range(RANDOM))]
+    return [
+        figures_of(
+            case.name,
+            handover,
+            [measured(PlacedRun(problem.network, each, handover), work, steps) for each in placements],
+        )
+        for handover in Handover
+    ]
+
+
+def figures_of(case: str, handover: Handover, found: Sequence[Measured]) -> list[Figure]:
+    """`found`: of the placements by the planner's steady cost and by the paper's, then of random ones."""
+    steady, latency, *others = found
+    key, rates = f"{case}_{handover.name}".lower(), [each.tokens_per_s for each in others]
+    figures = [
+        Figure(f"{key}_random", f"{case}, {handover.value}: random, mean", statistics.mean(rates), "tokens/s", 1),
+        Figure(f"{key}_random_least", f"  the slowest of {len(others)}", min(rates), "tokens/s", 1),
+        Figure(f"{key}_random_most", "  the fastest", max(rates), "tokens/s", 1),
+        Figure(f"{key}_random_over_paths", "  step / its messages' cost", _over_cost(others)),
+    ]
+    for name, text, one in (("planned", "planned", steady), ("latency", "planned by latency", latency)):
+        figures += [
+            Figure(f"{key}_{name}", text, one.tokens_per_s, "tokens/s", 1),
+            Figure(f"{key}_{name}_over_paths", "  step / its messages' cost", _over_cost([one])),
+            Figure(f"{key}_{name}_gain", "  over random, simulated", _gain(one.step_s, [o.step_s for o in others])),
+            Figure(
+                f"{key}_{name}_gain_by_paths", "  by messages' cost", _gain(one.paths_s, [o.paths_s for o in others])
+            ),
+            Figure(f"{key}_{name}_gain_by_paper", "  by paper's cost", _gain(one.paper_s, [o.paper_s for o in others])),
+        ]
+    return figures
+
+
+def _gain(step_s: float, others_s: Sequence[float]) -> float:
+    """Tokens a second over the mean of the others'."""
+    return 1 / step_s / statistics.mean(1 / each for each in others_s)
+
+
+def _over_cost(found: Sequence[Measured]) -> float:
+    return statistics.mean(each.step_s / each.paths_s for each in found)
