@@ -30,7 +30,7 @@ from tests.kit.virtualroles import Roles
 
 WINDOW_BYTES: Final = 32 << 10  # of one connection: what is under way delays what comes after it
 PATIENCE_S: Final = 3_000.0
-LOOK_S: Final = 0.02
+LOOK_S: Final = 0.005
 
 Link = tuple[float, float]  # seconds of delay, bytes a second
 FREE: Final[Link] = (0.0, math.inf)
