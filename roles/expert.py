@@ -60,8 +60,7 @@ class ExpertRole:
 
     def status(self) -> dict[str, object]:
         told, kept = self.host.status(), self.keeper.status()
-        counted = {"dropped": self.keeper.adoption.yielded, "updates_dropped": self.keeper.adoption.updates_dropped}
-        told |= {key: int(str(told[key])) + more for key, more in counted.items()}
+        told |= {"dropped": self.keeper.adoption.yielded}
         told |= {key: value for key, value in kept.items() if key not in told}
         room = self.host.capacity > 0 and not self.host.experts
         return told | {"waits_for": "an expert that nobody hosts: all of the run's are served" if room else None}

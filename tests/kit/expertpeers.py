@@ -112,6 +112,7 @@ class MadeUpHost:
         self.dropped: dict[Uid, str] = {}
         self.adopted_at: dict[Uid, float] = {}
         self.log = EventLog(peer.stack.clock)
+        self._telling = trio.Lock()
         stack = peer.stack
         ctx = RoleContext(
             run=swarm.run,
@@ -141,6 +142,8 @@ class MadeUpHost:
             model.load(state)
         self.experts[uid] = MadeUpHosted(model, generation)
         self.adopted_at[uid] = trio.current_time()
+
+    async def tell(self, uid: Uid) -> None:
         await self.announce(uid)
 
     async def drop(self, uid: Uid, why: str) -> None:
@@ -152,8 +155,9 @@ class MadeUpHost:
         return self.places - len(self.experts)
 
     async def announce(self, uid: Uid) -> None:
-        below = sorted(other for other in self.experts if other.prefix == uid.prefix)
-        await self.swarm.claim(self.peer, *below, hosted=self.experts)
+        async with self._telling:
+            below = sorted(other for other in self.experts if other.prefix == uid.prefix)
+            await self.swarm.claim(self.peer, *below, hosted=self.experts)
 
     async def announce_all(self, *, task_status: trio.TaskStatus[None]) -> None:
         task_status.started()

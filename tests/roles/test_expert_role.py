@@ -71,6 +71,7 @@ class Scene:
     async def all_hosted(self, within_s: float) -> None:
         full = lambda: sorted(self.owners()) == EVERY and {len(o) for o in self.owners().values()} == {1}  # noqa: E731
         assert await self.world.until(full, within_s=within_s), f"{self.owners()}\n{self.roles.story()}"
+        await trio.sleep(1)  # what came last is announced, too
 
     async def forward(self, uids: list[Uid]) -> list[ExpertReply | None]:
         await self.client.choose(0, [np.zeros((1, 4), np.float32)] * 2, 16)

@@ -235,11 +235,15 @@ class ExpertDirectory:
         filled in here. Expires by itself unless repeated every announcement period.
         """
         told = {record.prefix.uid: record for record in records}
-        gone = self._announced - told.keys()
+        await self._withdraw(self._announced - told.keys())
+        await self.add(told.values())
+
+    async def add(self, records: Iterable[Announced]) -> None:
+        """Publish these in place of what stands under their prefixes, and let the others stand."""
+        told = {record.prefix.uid: record for record in records}
         token = self._rpc.gate.token if self._rpc.gate is not None else b""
         known = {"addrs": self._own_addrs(), "token": token, "client": not self._host.takes_inbound}
         self._announced |= told.keys()
-        await self._withdraw(gone)
         # Experts first, then the prefixes that lead to them: who walks down finds no promise broken.
         for length in sorted({len(prefix.at) for prefix in told}, reverse=True):
             values = {p: msgspec.structs.replace(r, **known) for p, r in told.items() if len(p.at) == length}

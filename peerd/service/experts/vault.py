@@ -73,6 +73,7 @@ class Vault:
         self._coming: dict[bytes, Pointer] = {}  # by signature: what is fetched from hosts
         self._free_bytes = 0
         self._changed = Signal()
+        self._telling = trio.Lock()  # of two announcements at once, the older one could stay
 
     # --- life -------------------------------------------------------------------------------------------------
 
@@ -105,15 +106,21 @@ class Vault:
         finally:
             rpc.unserve("vault/1")
 
-    async def announce(self) -> None:
-        """Say what is held and what room there is; a failure is logged, the next announcement comes."""
-        await self._look_at_disk()
-        adopts = self.adopts()
-        offer = HolderOffer(self.room_bytes, adopts, [], taking=[Name.of(uid) for uid in self.taking[:EXPERT_TAKING]])
-        try:
-            await self.directory.announce(self._shelf.pointers, offer)
-        except* RemoteError as group:
-            log.info("what is held could not be announced: %s", group.exceptions[0])
+    async def announce(self) -> bool:
+        """Say what is held, what room there is and what is about to be taken over, as it is now; True when others can
+        read it. A failure is logged, the next announcement comes.
+        """
+        async with self._telling:
+            await self._look_at_disk()
+            taking = [Name.of(uid) for uid in self.taking[:EXPERT_TAKING]]
+            offer = HolderOffer(self.room_bytes, self.adopts(), [], taking=taking)
+            said = False
+            try:
+                await self.directory.announce(self._shelf.pointers, offer)
+                said = True
+            except* RemoteError as group:
+                log.info("what is held could not be announced: %s", group.exceptions[0])
+            return said
 
     # --- what is held -----------------------------------------------------------------------------------------
 

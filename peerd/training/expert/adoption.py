@@ -2,11 +2,15 @@
 
 Every quarter of an announcement period this peer looks at the directory. An expert whose claim is not renewed and whose
 host does not answer, or that nobody claims, is an orphan; the peers that offer to adopt come for it one after the other
-in an order that all of them compute (`machine.experts.custody`). Before it fetches anything, an adopter says so and
-looks once more: of two that say so at once, the one that comes first goes on. It takes the newest checkpoint, an older
-one if the bytes are not those of the digest or do not load, and begins anew if there is none to be had, and says what
-was lost. In a partition both sides may have an owner: when it has healed, the highest (generation, peer id) wins, and
-the other gives the expert up here.
+in an order that all of them compute (`machine.experts.custody`). It takes the newest checkpoint, an older one if the
+bytes are not those of the digest or do not load, and begins anew if there is none to be had, and says what was lost.
+
+One adopter at a time: who would adopt says so, and looks only when that stands in the directory, once before it fetches
+and once before it hosts; it says so until its claim stands there. Of two, the later one sees the earlier one's word, or
+its claim. Where each sees the other's word, the one that comes later in the order goes back, and the other waits until
+it has, for it may have looked before. So no orphan is adopted twice while what one peer publishes is read by another,
+however many are silent; in a partition both sides may have an owner. When it has healed, the highest (generation, peer
+id) wins, and the other gives the expert up here.
 
 A hostile peer may show checkpoints that are not there (they are given up after a second try), that hold NaN (an older
 one is taken), or huge ones; claim what it does not serve; say that it is about to adopt and never do (it is waited for
@@ -36,6 +40,7 @@ _LOOKS: Final = 4  # in an announcement period
 _EXPERTS_PER_LOOK: Final = 4096  # places of the grid below the prefixes of one look, besides those that concern us
 _PREFIXES_PER_LOOK: Final = 256
 _PROBES: Final = 64  # peers that one look asks whether they are there
+_LOOKS_AT_RIVAL: Final = 16  # in an announcement period, while a rival goes back
 _PROBE_S: Final = 0.5  # at least, and at most an eighth of a period; who only hesitates announces, too
 _AT_ONCE: Final = 4  # states that are fetched
 _TRIES: Final = 2  # at holders that do not answer, then it begins anew
@@ -118,7 +123,7 @@ class Adoption:
             adopters = [p for p in adopters if p not in (self._me, owners[uid])]
             if not self._watch.may_adopt(now, uid, since[uid], self._me, adopters):
                 continue
-            if len(self._vault.taking) < EXPERT_TAKING and not await self._is_taken(uid, view, ahead_only=False):
+            if len(self._vault.taking) < EXPERT_TAKING and not await self._rivals(uid, view):
                 self._vault.taking.append(uid)
                 silent = {peer for peer, there in answers.items() if not there} - {self._me}
                 nursery.start_soon(self._take, uid, view, silent)
@@ -170,17 +175,13 @@ class Adoption:
                 nursery.start_soon(ask, peer)
         return answers
 
-    async def _is_taken(self, uid: Uid, view: CustodyView, *, ahead_only: bool) -> bool:
-        """True when another peer that answers is about to adopt; `ahead_only`: only one that comes before us counts."""
+    async def _rivals(self, uid: Uid, view: CustodyView) -> list[PeerId]:
+        """The other peers that are about to adopt an expert, and answer."""
         now = trio.current_time()
         takers = [p for p, o in view.offers.items() if p != self._me and any(n.uid == uid for n in o.taking)]
-        for taker in takers:
-            since = self._others_take.setdefault((uid, taker), now)
-            if ahead_only and draw(uid, taker) > draw(uid, self._me):
-                continue
-            if now - since < _TAKING_S and (await self._probe([taker]))[taker]:
-                return True
-        return False
+        since = {taker: self._others_take.setdefault((uid, taker), now) for taker in takers}
+        answers = await self._probe([taker for taker in takers if now - since[taker] < _TAKING_S])
+        return [taker for taker in takers if answers.get(taker, False)]
 
     async def _yield(self, view: CustodyView) -> None:
         """Give up the experts that another host claims with a higher rank."""
@@ -211,32 +212,41 @@ class Adoption:
     # --- an adoption ------------------------------------------------------------------------------------------
 
     async def _take(self, uid: Uid, before: CustodyView, silent: set[PeerId]) -> None:
-        """Adopt one orphan, unless another peer does; `silent`: peers that do not answer."""
+        """Adopt one orphan, unless another peer does, and say so meanwhile; `silent`: peers that do not answer."""
         try:
-            async with self._limit:
-                await self._vault.announce()  # so that others see that we are about to
-                view = await self._look_once_more(uid)
-                if await self._is_lost(uid, before, view):
-                    return
-                copies = view.kept.get(uid) or before.kept.get(uid, [])
-                for copy in copies:
-                    copy.holders.sort(key=lambda peer: peer in silent)
-                await self._adopt(uid, copies, before)
+            if await self._vault.announce():  # else others would not see it: at the next look
+                await self._take_alone(uid, before, silent)
         except RemoteError as error:
             self._log.event("expert.not_adopted", level="warning", expert=str(uid), reason=str(error))
         finally:
             self._vault.taking.remove(uid)
-        await self._vault.announce()
+        await self._vault.announce()  # another one may wait for that
 
-    async def _look_once_more(self, uid: Uid) -> CustodyView:
-        """A look on which an adoption depends: it is worth some time, for what it does not show is adopted twice."""
-        return await self._vault.directory.look([uid.prefix], self._announce_s / 2)
+    async def _take_alone(self, uid: Uid, before: CustodyView, silent: set[PeerId]) -> None:
+        view = await self._look_once_more(uid, before)
+        if view is not None:
+            copies = view.kept.get(uid) or before.kept.get(uid, [])
+            for copy in copies:
+                copy.holders.sort(key=lambda peer: peer in silent)
+            async with self._limit:
+                await self._adopt(uid, copies, before)
 
-    async def _is_lost(self, uid: Uid, before: CustodyView, view: CustodyView) -> bool:
-        """True when another peer has adopted meanwhile, or is about to and comes before us."""
-        claim = view.claims.get(uid)
-        new = claim is not None and claim != before.claims.get(uid)
-        return new or uid in self._host.experts or await self._is_taken(uid, view, ahead_only=True)
+    async def _look_once_more(self, uid: Uid, before: CustodyView) -> CustodyView | None:
+        """A look on which an adoption depends; None when it is another peer's. It is worth some time, for what it does
+        not show is adopted twice.
+        """
+        while True:
+            view = await self._vault.directory.look([uid.prefix], self._announce_s / 2)
+            claim = view.claims.get(uid)
+            new = claim is not None and claim != before.claims.get(uid)
+            if new or uid in self._host.experts:
+                return None
+            rivals = await self._rivals(uid, view)
+            if not rivals:
+                return view
+            if min(draw(uid, rival) for rival in rivals) < draw(uid, self._me):
+                return None
+            await trio.sleep(self._announce_s / _LOOKS_AT_RIVAL)
 
     async def _adopt(self, uid: Uid, copies: Sequence[KeptCopy], before: CustodyView) -> None:
         generations = [copy.pointer.generation for copy in copies]
@@ -251,7 +261,7 @@ class Adoption:
                     raise ValueError(f"it has {pointer.size_bytes} bytes; a state takes {self._state_bytes} at most")
                 data = await self._vault.fetch(pointer, copy.holders)
                 # Those that noticed later may come before us.
-                if await self._is_lost(uid, before, await self._look_once_more(uid)):
+                if await self._look_once_more(uid, before) is None:
                     return
                 await self._host.adopt(uid, generation, bytes(data))
             except (RemoteError, ValueError) as error:
@@ -266,15 +276,19 @@ class Adoption:
                 )
                 continue
             self._settled(uid, generation, pointer, copies)
+            await self._host.tell(uid)  # before we say that we are done with it
             return
         self._tries[uid] = self._tries.get(uid, 0) + 1
         if silent and self._tries[uid] < _TRIES:
             return  # a hiccup of all holders: at the next look
+        if await self._look_once_more(uid, before) is None:
+            return
         await self._host.adopt(uid, generation, None)
         self.began_anew += 1
         why = "none of its checkpoints can be had" if copies else "no checkpoint of it is known"
         self._log.event("expert.began_anew", level="warning", expert=str(uid), generation=generation, reason=why)
         self._settled(uid, generation, None, copies)
+        await self._host.tell(uid)
 
     def _settled(self, uid: Uid, generation: int, taken: Pointer | None, copies: Sequence[KeptCopy]) -> None:
         """Count what was lost: updates that were announced, or are in a newer checkpoint, beyond those we have."""

@@ -57,9 +57,11 @@ class AdoptingHost(Protocol):
     def experts(self) -> Mapping[Uid, HostedState]: ...
 
     async def adopt(self, uid: Uid, generation: int, state: bytes | None) -> None:
-        """Host an expert from now on and announce it; None: anew. ValueError for a state that does not fit, or holds
-        NaN.
-        """
+        """Host an expert from now on; None: anew. ValueError for a state that does not fit, or holds NaN."""
+        ...
+
+    async def tell(self, uid: Uid) -> None:
+        """Announce an expert that came just now; returns when others can read it."""
         ...
 
     async def drop(self, uid: Uid, why: str) -> None:

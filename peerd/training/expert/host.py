@@ -3,8 +3,8 @@
 Life of a host: it takes back what it owned before, as far as nobody has a higher claim; then it takes free experts in
 its own order, a part of its room at a time, so that hosts that come together share what is free; it says every
 `announce_s` what it has, and reads what others say of the same experts. Of two hosts of one expert the one with the
-lower (generation, peer id) stops serving it and says how many updates are dropped with that. Experts that have a
-checkpoint somewhere are never begun anew: `keepers` bring them back.
+lower (generation, peer id) stops serving it and says how many updates are dropped with that: `keepers`, which look at
+claims anyway, see to it. Experts that have a checkpoint somewhere are never begun anew: `keepers` bring them back.
 
 What it does not do: serve calls (`service/experts/expert_server`), and keep checkpoints. A hostile host may claim
 anything; in a run with tokens the directory believes only hosts that may serve experts.
@@ -13,7 +13,7 @@ anything; in a run with tokens the directory believes only hosts that may serve 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Final, Protocol
@@ -91,6 +91,10 @@ class ClaimsBoard(Protocol):
         """Publish all that we host; what is not in `records` any more is withdrawn."""
         ...
 
+    async def add(self, records: Iterable[Announced]) -> None:
+        """Publish these in place of what stands under their prefixes."""
+        ...
+
     async def withdraw(self) -> None:
         """Take back everything."""
         ...
@@ -115,12 +119,8 @@ class Keeper(Protocol):
         """Experts that it is about to adopt here: room for them is not given to others."""
         ...
 
-    def kept_version(self, uid: Uid) -> int:
-        """Updates of an expert that its newest checkpoint has."""
-        ...
-
     async def run(self, host: ExpertHost) -> None:
-        """Keep and adopt until cancelled."""
+        """Keep, adopt, and give up what others have a higher claim to, until cancelled."""
         ...
 
     async def leave(self, host: ExpertHost) -> None:
@@ -130,17 +130,10 @@ class Keeper(Protocol):
 
 @dataclass(slots=True)
 class Hosted:
-    """An expert that this peer hosts. `began`: updates that it had when it came here."""
+    """An expert that this peer hosts."""
 
     model: StoredModel
     generation: int
-    began: int = 0
-
-    def dropped_for(self, winner: ExpertClaim, kept: int) -> int:
-        """Updates that are lost when `winner` goes on with this expert: an adopter has the newest checkpoint at best,
-        with `kept` of them; a host that began it anew has nothing of ours.
-        """
-        return max(0, self.model.version - (kept if winner.generation > self.generation else self.began))
 
 
 @dataclass(slots=True)
@@ -148,8 +141,6 @@ class HostTally:
     """Counters since the start."""
 
     adopted: int = 0  # experts that came with a generation above 0, or from a checkpoint
-    dropped: int = 0  # experts given up to a higher claim
-    updates_dropped: int = 0  # with them
     updates_per_s: float = 0.0  # in the last announcement period
     _seen: tuple[float, int] | None = field(default=None, repr=False)
 
@@ -187,6 +178,7 @@ class ExpertHost:
         self._worker = ctx.worker(ctx.device)
         self._coming: set[Uid] = set()
         self._changed = Signal()
+        self._telling = trio.Lock()  # of two announcements at once, the older one could stay
         self._leaving = False
 
     # --- life -----------------------------------------------------------------------------------------------------
@@ -207,7 +199,7 @@ class ExpertHost:
             task_status.started()
             nursery.start_soon(self._fill)
             nursery.start_soon(self._keep_announced)
-            await self._watch()
+            await self._measure()
 
     async def leave(self) -> None:
         """Withdraw what is announced, and hand in what is not saved; calls under way are still answered."""
@@ -236,7 +228,7 @@ class ExpertHost:
             model = await self._worker.run(partial(self._made, uid, state), name="build an expert")
         finally:
             self._coming.discard(uid)
-        self.experts[uid] = Hosted(model, generation, model.version)
+        self.experts[uid] = Hosted(model, generation)
         if generation or state is not None:
             self.tally.adopted += 1
             self._ctx.log.event("expert.taken", expert=str(uid), generation=generation, version=model.version)
@@ -261,8 +253,6 @@ class ExpertHost:
             "queue_s": round(self.server.queue_s(), 3),
             "batch": round(stats.samples / stats.batches, 1) if stats.batches else 0.0,
             "adopted": self.tally.adopted,
-            "dropped": self.tally.dropped,
-            "updates_dropped": self.tally.updates_dropped,
             "repeats": stats.repeats,
             "stale": stats.stale,
             "refused": stats.refused,
@@ -285,7 +275,7 @@ class ExpertHost:
             for uid, generation in sorted(mine.items()):
                 if uid in lost:
                     other = lost[uid]
-                    self._ctx.log.event("expert.left_to", uid=str(uid), to=other.peer, generation=other.generation)
+                    self._ctx.log.event("expert.left_to", expert=str(uid), to=other.peer, generation=other.generation)
                 elif self.room() and uid not in self.experts and self.grid.is_expert(uid):
                     await self._resume(uid, generation, keeper)
 
@@ -293,7 +283,7 @@ class ExpertHost:
         try:
             await self.adopt(uid, generation, await keeper.state(uid))
         except (Refused, ValueError) as error:
-            self._ctx.log.event("expert.not_loaded", level="warning", uid=str(uid), why=str(error))
+            self._ctx.log.event("expert.not_loaded", level="warning", expert=str(uid), why=str(error))
 
     async def _take_free(self) -> int:
         """Take experts that nobody has, for a part of the room; returns how many."""
@@ -337,44 +327,32 @@ class ExpertHost:
             await self._announce()
 
     async def _announce(self) -> None:
-        if self._leaving:
-            return
+        async with self._telling:
+            if not self._leaving:
+                await self._publish(self._board.announce, self._records())
+
+    async def tell(self, uid: Uid) -> None:
+        """Announce one expert, besides what stands; returns when others can read it."""
+        async with self._telling:
+            if uid in self.experts and not self._leaving:
+                above = set(self.grid.prefixes(uid))
+                await self._publish(self._board.add, [r for r in self._records() if r.prefix.uid in above])
+
+    def _records(self) -> list[Announced]:
         hosted = {uid: (hosted.generation, hosted.model.version) for uid, hosted in sorted(self.experts.items())}
-        words = HostWords(queue_s=self.server.queue_s())
+        return announcements(self.grid, hosted, HostWords(queue_s=self.server.queue_s()))
+
+    async def _publish(self, publish: Callable[[list[Announced]], Awaitable[None]], records: list[Announced]) -> None:
         try:
-            await self._board.announce(announcements(self.grid, hosted, words))
+            await publish(records)
         except RemoteError as error:
             self._ctx.log.event("dht.announce_failed", level="warning", reason=str(error))
 
-    async def _watch(self) -> None:
-        """Read what others claim, and give up what they have a higher claim to."""
+    async def _measure(self) -> None:
+        """See how many updates are made."""
         while True:
             await trio.sleep(self._period_s / 2)
             self.tally.look(self._ctx.clock.now(), self.server.stats.updates)
-            if self.experts:
-                await self._yield_to(self._winners(await self._board.read(last_prefixes(self.experts))))
-
-    async def _yield_to(self, seen: Mapping[Uid, ExpertClaim]) -> None:
-        mine = {uid: hosted.generation for uid, hosted in self.experts.items()}
-        for uid, winner in sorted(outbid(mine, self._me, seen).items()):
-            hosted = self.experts.get(uid)
-            if hosted is None or hosted.generation != mine[uid]:
-                continue
-            kept = max((keeper.kept_version(uid) for keeper in self.keepers), default=hosted.began)
-            lost = hosted.dropped_for(winner, kept)
-            self.tally.dropped += 1
-            self.tally.updates_dropped += lost
-            self._ctx.log.event(
-                "expert.yielded",
-                level="warning",
-                uid=str(uid),
-                generation=hosted.generation,
-                to=winner.peer,
-                to_generation=winner.generation,
-                updates_dropped=lost,
-            )
-            why = f"peer {winner.peer} has a higher claim, of generation {winner.generation}"
-            await self.drop(uid, f"{why} ({lost} updates were dropped here)")
 
     @staticmethod
     def _winners(told: Told) -> dict[Uid, ExpertClaim]:

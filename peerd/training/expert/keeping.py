@@ -62,10 +62,6 @@ class VaultKeeper:
         """Experts that are about to be adopted here."""
         return self.vault.taking
 
-    def kept_version(self, uid: Uid) -> int:
-        """Updates of an expert that its newest checkpoint has."""
-        return self.checkpoints.kept_version(uid)
-
     async def run(self, host: ExpertHost) -> None:
         """Hold, save and adopt until cancelled."""
         async with trio.open_nursery() as nursery:

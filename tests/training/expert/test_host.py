@@ -19,6 +19,7 @@ from peerd.core.ids import PeerId
 from peerd.core.messages.experts import Announced, Forward, Name, Output
 from peerd.core.run.runfile import LimitsSection, RunFile, fingerprint
 from peerd.log import EventLog
+from peerd.machine.experts.claims import last_prefixes, outbid
 from peerd.role import RoleContext
 from peerd.service.rpc.rpc import Rpc
 from peerd.training.expert.host import ExpertHost, Told
@@ -72,6 +73,10 @@ class View:
     async def announce(self, records: Iterable[Announced]) -> None:
         await trio.sleep(0.1)
         self.board.records[self.me] = {record.prefix.uid: record for record in records}
+
+    async def add(self, records: Iterable[Announced]) -> None:
+        await trio.sleep(0.1)
+        self.board.records.setdefault(self.me, {}).update({record.prefix.uid: record for record in records})
 
     async def withdraw(self) -> None:
         self.board.records.pop(self.me, None)
@@ -134,8 +139,7 @@ class Scene:
             worker=lambda device: worker,
         )
         host = ExpertHost(ctx, View(self.board, fake.id), FakeExpert, lambda: fits)
-        if keeper is not None:
-            host.keepers.append(keeper)
+        host.keepers.append(keeper or FakeKeeper())
         scope = trio.CancelScope()
 
         async def serve(*, task_status: trio.TaskStatus[None]) -> None:
@@ -168,7 +172,6 @@ class FakeKeeper:
     before: Mapping[Uid, Recalled] = field(default_factory=dict)
     kept: Collection[Uid] = ()
     about_to: Collection[Uid] = ()
-    version: int = 0
     left: list[set[Uid]] = field(default_factory=list)
 
     async def recall(self) -> Mapping[Uid, int]:
@@ -183,11 +186,14 @@ class FakeKeeper:
     def taking(self) -> Collection[Uid]:
         return self.about_to
 
-    def kept_version(self, uid: Uid) -> int:
-        return self.version
-
     async def run(self, host: ExpertHost) -> None:
-        await trio.sleep_forever()
+        """Give up what others have a higher claim to."""
+        while True:
+            await trio.sleep(PERIOD_S / 2)
+            mine = {uid: hosted.generation for uid, hosted in host.experts.items()}
+            seen = host._winners(await host._board.read(last_prefixes(mine)))
+            for uid in outbid(mine, host._me, seen):
+                await host.drop(uid, "another has a higher claim")
 
     async def leave(self, host: ExpertHost) -> None:
         self.left.append(set(host.experts))
@@ -238,45 +244,40 @@ async def test_a_host_that_announced_an_expert_serves_it(tmp_path: Path, autojum
             await peer.host.adopt(Uid(0, (9, 9)), 1, None)
 
 
-async def test_two_hosts_of_one_expert_become_one_when_a_partition_heals(
+async def test_what_was_dropped_is_refused_with_the_reason_and_announced_no_more(
     tmp_path: Path, autojump_clock: object
 ) -> None:
     async with scene(tmp_path) as s:
-        keeper = FakeKeeper(before={X: Recalled(0, state(X, 70))}, version=90)
-        one, other = await s.start("one", limit=1, keeper=keeper), None
-        assert list(one.host.experts) == [X]
-        one.host.experts[X].model.version = 100  # type: ignore[misc]
-        s.board.cut_off.add(one.fake.id)
-        other = await s.start("other", limit=1, keeper=FakeKeeper(before={X: Recalled(1, state(X, 90))}))
-        await trio.sleep(5 * PERIOD_S)
+        one, other = await s.start("one", limit=1, keeper=FakeKeeper(before={X: Recalled(0, state(X, 70))})), None
+        await trio.sleep(1)
         assert X in one.host.experts
-        assert X in other.host.experts
-        s.board.cut_off.clear()
-        await trio.sleep(PERIOD_S)
-        assert (X in one.host.experts, X in other.host.experts) == (False, True)
-        assert one.host.tally.dropped == 1
-        assert one.host.tally.updates_dropped == 10  # of a hundred, the adopter had ninety
-        (event,) = one.told("expert.yielded")
-        assert (event["uid"], event["to"], event["to_generation"]) == (str(X), other.fake.id.text, 1)
+        await one.host.drop(X, "another has a higher claim")
+        other = await s.start("other", limit=1)
         body = Forward(fingerprint(one.host._run), Name.of(X))
-        with pytest.raises(Refused, match=f"any more: peer {other.fake.id.text} has a higher claim, of generation 1"):
+        with pytest.raises(Refused, match="any more: another has a higher claim"):
             await other.rpc.call(one.fake.id, "expert/1/forward", body, Output, frames=[frame(2.0)], timeout_s=5)
+        await trio.sleep(1)
+        assert X.prefix not in s.board.records[one.fake.id]
 
 
-async def test_of_two_that_began_the_same_expert_the_higher_peer_goes_on(
+async def test_an_expert_that_came_can_be_read_of_when_its_host_has_told(
     tmp_path: Path, autojump_clock: object
 ) -> None:
     async with scene(tmp_path) as s:
-        peers = []
-        for name in ("a", "b", "c"):
-            peers.append(await s.start(name, limit=1, keeper=FakeKeeper(before={X: Recalled(0, state(X, 5))})))
-            s.board.cut_off.add(peers[-1].fake.id)
-            peers[-1].host.experts[X].model.version = 12  # type: ignore[misc]
-        s.board.cut_off.clear()
-        await trio.sleep(PERIOD_S)
-        winner = max(peers, key=lambda peer: peer.fake.id.text)
-        assert [X in peer.host.experts for peer in peers] == [peer is winner for peer in peers]
-        assert [peer.host.tally.updates_dropped for peer in peers if peer is not winner] == [7, 7]
+        every = {Uid(layer, (row, column)) for layer in range(2) for row in range(4) for column in range(4)}
+        peer = await s.start("host", limit=2, keeper=FakeKeeper(kept=every))
+        assert not s.board.records[peer.fake.id]
+        await peer.host.adopt(X, 3, state(X, 20))
+        await peer.host.tell(X)
+        assert sorted(s.board.records[peer.fake.id]) == [X.prefix]
+        assert s.board.records[peer.fake.id][X.prefix].generations == [3]
+        other = Uid(1, (2, 2))
+        await peer.host.adopt(other, 1, state(other, 4))
+        await peer.host.tell(other)
+        assert X.prefix in s.board.records[peer.fake.id]  # what stood there stands
+        await peer.host.leave()
+        await peer.host.tell(X)
+        assert peer.fake.id not in s.board.records
 
 
 @pytest.mark.parametrize("skew_s", [-60.0, 60.0])
@@ -306,9 +307,9 @@ async def test_a_host_goes_on_with_its_own_experts_unless_another_has_them(
         hosted = back.host.experts[mine]
         assert (hosted.generation, hosted.model.version) == (2, 7)
         (left,) = back.told("expert.left_to")
-        assert (left["uid"], left["to"], left["generation"]) == (str(X), adopter.fake.id.text, 4)
+        assert (left["expert"], left["to"], left["generation"]) == (str(X), adopter.fake.id.text, 4)
         (lost,) = back.told("expert.not_loaded")
-        assert (lost["uid"], "a state of 0.1.2" in lost["why"]) == (str(damaged), True)
+        assert (lost["expert"], "a state of 0.1.2" in lost["why"]) == (str(damaged), True)
 
 
 async def test_an_expert_with_a_checkpoint_somewhere_is_never_begun_anew(
