@@ -29,6 +29,7 @@ from peerd.home import Running, load_identity, locked, make_private_dir, noted, 
 from peerd.log import EventLog
 from peerd.net.clock import RealClock
 from peerd.net.tcp.rate_limit import LimitedLine
+from peerd.role import Acting
 from peerd.service.peer_stack import peer_stack
 
 
@@ -95,7 +96,8 @@ def _papers(plan: DaemonPlan, home: Path, keypair: Keypair) -> PeerPapers | None
     """Credentials of this peer in a run with tokens; None in an open run; ConfigError when it has none."""
     if plan.run is None or plan.run.access.allow == "open":
         return None
-    return own_papers(plan.run, [cls.name for cls in plan.roles], home, keypair.peer_id, time.time())
+    roles = [cls.acts_as if isinstance(cls, Acting) else cls.name for cls in plan.roles]
+    return own_papers(plan.run, roles, home, keypair.peer_id, time.time())
 
 
 def _stop_signals() -> list[signal.Signals]:

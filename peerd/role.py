@@ -52,6 +52,13 @@ class Checking(Protocol):
         ...
 
 
+@runtime_checkable
+class Acting(Protocol):
+    """A role's class that needs another role's rights in a run with tokens, in place of its own name's."""
+
+    acts_as: ClassVar[str]
+
+
 class Role(Protocol):
     """One part that a peer plays in the swarm."""
 

@@ -17,7 +17,6 @@ from peerd.core.errors import ConfigError
 from peerd.core.experts.grid import Uid
 from peerd.core.run.runfile import RunFile
 from peerd.role import RoleContext
-from peerd.service.experts.expert_directory import ExpertDirectory
 from peerd.training.expert.host import ExpertHost
 from peerd.training.expert.keeping import VaultKeeper
 
@@ -33,7 +32,7 @@ class ExpertRole:
         assert ctx.services is not None
         need_experts(ctx.run)
         self._services, run = ctx.services, ctx.run
-        self.directory = ExpertDirectory(run, ctx.rpc, ctx.host, ctx.dht, ctx.clock)
+        self.directory = ctx.services.experts
 
         def build(uid: Uid) -> HostedExpert:
             return HostedExpert(run, uid, ctx.device)

@@ -44,8 +44,8 @@ class ExpertPeer:
 
     Use it as a context manager, or call `start` and `close`. `bootstrap`: addresses of peers that take part already,
     besides the run file's; nobody begins before one of them answers, unless `alone`, and after `wait_s` seconds of
-    that `start` raises Unreachable. `data_dir`: for this peer's identity, on another day. `log_level`: what to write to
-    stderr; None: nothing.
+    that `start` raises Unreachable. `data_dir`: for this peer's identity, on another day; in a run with tokens its
+    access.token, for role trainer, lies there. `log_level`: what to write to stderr; None: nothing.
     """
 
     def __init__(

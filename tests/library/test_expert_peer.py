@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
 
 import peerd
+from peerd.control.papers import TOKEN_FILE
 from peerd.core.errors import ConfigError, Unreachable
-from peerd.core.run.runfile import ExpertsSection, ModelSection, RunFile
+from peerd.core.messages.token import Token, to_text
+from peerd.core.run.runfile import AccessSection, ExpertsSection, ModelSection, RunFile
+from peerd.home import load_identity, make_private_dir
 from peerd.library.background import Closed
+from tests.kit.members import ORGANIZER, token
 
 LOOPBACK = ["/ip4/127.0.0.1/tcp/0"]
 RUN = RunFile(run="test", model=ModelSection(d_model=8), experts=ExpertsSection(grid=[2, 2], timeout_s=1.0))
@@ -78,3 +84,41 @@ def test_an_address_where_nobody_answers_ends_the_start_in_time(capfd: pytest.Ca
     with pytest.raises(Unreachable):
         peer.start()
     assert not any(thread.name == "peerd test" and thread.is_alive() for thread in threading.enumerate())
+
+
+def with_tokens(home: Path, *roles: str) -> RunFile:
+    """A run with tokens; in `home` lies one for these roles, none for no role."""
+    own, now = load_identity(make_private_dir(home)).peer_id, int(time.time())
+    if roles:
+        sealed = token(own, *roles, run="test", issued=now, expires=now + 3600)
+        (home / TOKEN_FILE).write_text(to_text(Token, sealed) + "\n")
+    access = AccessSection(allow="tokens", organizer=ORGANIZER.peer_id.text)
+    return msgspec.structs.replace(RUN, access=access)
+
+
+@pytest.mark.slow
+@pytest.mark.socket
+def test_with_a_trainers_token_experts_are_called(tmp_path: Path) -> None:
+    run = with_tokens(tmp_path / "home", "trainer")
+    with peerd.ExpertPeer(run, listen=LOOPBACK, data_dir=tmp_path / "home", alone=True) as peer:
+        assert peer.choose(0, SCORES, 2) == [[]]
+
+
+@pytest.mark.parametrize(
+    ("roles", "words"),
+    [
+        ((), r"run test takes members by token, and there is none in .*access.token; ask .* in the roles trainer, and"),
+        (("stage",), r"the token in .*access.token is not for the role trainer; ask the organizer .* for a token"),
+    ],
+)
+def test_without_a_trainers_token_the_start_says_what_to_do(
+    roles: tuple[str, ...], words: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run = with_tokens(tmp_path / "home", *roles)
+    peer = peerd.ExpertPeer(run, listen=LOOPBACK, data_dir=tmp_path / "home", alone=True)
+    with pytest.raises(ConfigError, match=words) as refused:
+        peer.start()
+    assert "\n" not in str(refused.value)
+    assert capfd.readouterr() == ("", "")
+    with pytest.raises(ConfigError, match=words):
+        peer.choose(0, SCORES, 2)

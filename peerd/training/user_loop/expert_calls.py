@@ -28,6 +28,7 @@ class ExpertCallsRole:
     """See the module's header. Each user gets a class of their own by `calls_role_for`."""
 
     name: ClassVar[str] = "library"
+    acts_as: ClassVar[str] = "trainer"  # in a run with tokens: who may call experts
     needs_run: ClassVar[bool] = True
     part: ClassVar[CallerPart]
 
