@@ -6,7 +6,7 @@ What it hosts it chooses by itself (`training/expert/host`); what it learnt outl
 from __future__ import annotations
 
 from functools import partial
-from typing import ClassVar
+from typing import ClassVar, Final
 
 import trio
 
@@ -17,8 +17,11 @@ from peerd.core.errors import ConfigError
 from peerd.core.experts.grid import Uid
 from peerd.core.run.runfile import RunFile
 from peerd.role import RoleContext
+from peerd.service.swarm.contributions import PERIOD_S
 from peerd.training.expert.host import ExpertHost
 from peerd.training.expert.keeping import VaultKeeper
+
+_COUNTED_S: Final = PERIOD_S / 4  # between two looks at the updates made
 
 
 class ExpertRole:
@@ -40,6 +43,8 @@ class ExpertRole:
         self.host = ExpertHost(ctx, self.directory, build, partial(experts_that_fit, run, ctx.device))
         self.keeper = VaultKeeper(ctx, self.host)
         self.host.keepers.append(self.keeper)
+        self._tally = self._services.tally("expert", ctx.data_dir / "updates.json", ctx.worker("files"))
+        self._counted = 0  # of the updates that our experts made
 
     @classmethod
     def check_run(cls, run: RunFile) -> None:
@@ -51,11 +56,25 @@ class ExpertRole:
         await self._services.compare_settings()
         async with trio.open_nursery() as nursery:
             await nursery.start(self.directory.run)
+            nursery.start_soon(self._tally.run)
+            nursery.start_soon(self._count)
             await self.host.run(task_status=task_status)
 
     async def leave(self) -> None:
         """Withdraw what is announced, and save what has no checkpoint yet."""
         await self.host.leave()
+        self._add_up()
+
+    async def _count(self) -> None:
+        while True:
+            await trio.sleep(_COUNTED_S)
+            self._add_up()
+
+    def _add_up(self) -> None:
+        """Count the updates made since the last time for the leader-board."""
+        made = self.host.server.stats.updates
+        self._tally.add(samples=made - self._counted)
+        self._counted = made
 
     def status(self) -> dict[str, object]:
         told, kept = self.host.status(), self.keeper.status()

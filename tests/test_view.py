@@ -177,6 +177,7 @@ def board(**changes: Any) -> dict[str, Any]:
         "name": "Ann",
         "samples": 12345,
         "brought": 480,
+        "updates": 77,
         "bytes_aggregated": 2_000_000,
         "hours": 1.25,
         "since": 0,
@@ -188,8 +189,8 @@ def board(**changes: Any) -> dict[str, Any]:
 def test_the_swarm_alone_is_shown_with_its_leader_board() -> None:
     text = plain_text(render_swarm(board()))
     lines = [line.split() for line in text.splitlines()]
-    assert lines[-2][:8] == ["1", "Ann", "…4kx6nXTN", "12,345", "480", "2.0", "MB", "1.2"]
-    assert lines[-1][:8] == ["2", "-", "…4kx6nXTM", "10", "0", "0", "B", "0.0"]
+    assert lines[-2][:8] == ["1", "Ann", "…4kx6nXTN", "12,345", "480", "77", "2.0", "MB"]
+    assert lines[-1][:8] == ["2", "-", "…4kx6nXTM", "10", "0", "0", "0", "B"]
     assert "run tiny: step 7" in text
     assert "no peer" in text
     assert "listening" not in text

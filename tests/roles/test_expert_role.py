@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import trio
 
+from peerd.commands.status.swarm_view import swarm_view
 from peerd.compute.worker import InlineWorker
 from peerd.core.errors import ConfigError
 from peerd.core.experts.contract import ExpertAsk, ExpertReply
@@ -21,6 +22,7 @@ from peerd.core.frame import TensorFrame
 from peerd.core.run.runfile import ExpertsSection, LimitsSection, ModelSection, RunFile
 from peerd.service.experts.expert_client import ExpertClient
 from peerd.service.experts.expert_directory import ExpertDirectory
+from peerd.service.swarm import contributions
 from peerd.sim.programs import swarm
 from peerd.sim.simnet import NetConfig
 from peerd.sim.world import Node, World, WorldConfig
@@ -120,6 +122,9 @@ async def test_hosts_share_the_grid_and_answer_for_all_of_it(tmp_path: Path, aut
         assert [reply.served.version for reply in found if reply is not None] == [1] * 16
         told = s.roles.live["one"].status()
         assert (told["hosted"], told["updates"], told["waits_for"]) == (counted["one"], counted["one"], None)
+        await trio.sleep(2 * contributions.PERIOD_S)
+        given = (await swarm_view(s.boot.dht, s.roles.run))["contributions"]
+        assert sorted(row["updates"] for row in given) == sorted(counted.values())
 
 
 @pytest.mark.slow

@@ -341,9 +341,9 @@ def test_the_leader_board_shows_members_under_their_signed_names() -> None:
         lie.add(samples=1000)
         await lie.publish()
         swarm = await swarm_view(bob.dht, run_file(), bob.rpc.gate)
-        shown = ("name", "peer", "samples", "brought", "bytes_aggregated")
+        shown = ("name", "peer", "samples", "brought", "updates", "bytes_aggregated")
         board = [tuple(row[key] for key in shown) for row in swarm["contributions"]]
-        assert board == [("Bob", bob.id, 30, 0, 100), ("Ann", ann.id, 5, 10, 200)]
+        assert board == [("Bob", bob.id, 30, 0, 0, 100), ("Ann", ann.id, 5, 10, 0, 200)]
         assert [round(row["hours"] * 3600) for row in swarm["contributions"]] == [120, 120]
         ours = await swarm_view(liar.dht, run_file())  # whoever checks no tokens is told anything
         assert ours["contributions"][0]["samples"] == 1000

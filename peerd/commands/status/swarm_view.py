@@ -30,6 +30,7 @@ from peerd.service.rpc.types import Gate
 SWARM_TIMEOUT_S: Final = 5.0
 STAGES_SHOWN: Final = 64  # of a swarm view: bounds its look-ups
 FRESH_S: Final = 22.0  # a rate in a record that is older counts no more: peers speak every 20 s at least
+_COUNTED_AS: Final = {"trainer": "brought", "expert": "updates"}  # what a role tells, in the leader-board
 
 
 async def swarm_view(dht: Dht, run: RunFile, gate: Gate | None = None, wall: float = 0.0) -> dict[str, Any]:
@@ -99,20 +100,21 @@ def _members(rows: list[dict[str, Any]], gate: Gate | None, *roles: str) -> list
 def leader_board(given: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Contributions by the peers' own word, one row for each peer over all its roles, the largest first.
 
-    `samples`: those whose gradients it computed or held; `brought`: those that it brought to the stages, as a trainer.
+    `samples`: those whose gradients it computed or held; `brought`: those that it brought to the stages, as a trainer;
+    `updates`: those of the experts that it hosts.
     """
     rows: dict[PeerId, dict[str, Any]] = {}
     for told in given:
         fresh = {"peer": told["peer"], "name": told["name"], "samples": 0, "brought": 0}
-        fresh |= {"bytes_aggregated": 0, "hours": 0.0}
+        fresh |= {"updates": 0, "bytes_aggregated": 0, "hours": 0.0}
         row = rows.setdefault(told["peer"], fresh)
-        row["brought" if told["role"] == "trainer" else "samples"] += told["samples"]
+        row[_COUNTED_AS.get(told["role"], "samples")] += told["samples"]
         row["bytes_aggregated"] += told["bytes_aggregated"]
         row["hours"] = max(row["hours"], told["seconds"] / 3600)
         row["since"] = min(row.get("since", told["since"]), told["since"])
 
-    def most(row: dict[str, Any]) -> tuple[int, int, int, PeerId]:
-        return -row["samples"], -row["brought"], -row["bytes_aggregated"], row["peer"]
+    def most(row: dict[str, Any]) -> tuple[int, int, int, int, PeerId]:
+        return -row["samples"], -row["brought"], -row["updates"], -row["bytes_aggregated"], row["peer"]
 
     return sorted(rows.values(), key=most)
 

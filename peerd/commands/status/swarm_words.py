@@ -18,7 +18,7 @@ Swarm = Mapping[str, Any]
 SILENT_S: Final = 25.0  # a peer speaks every 20 s at least
 PEER_HEADS: Final = ("stage", "peer", "step", "held", "can do", "device", "waits")
 PEER_FIGURES: Final = frozenset({2, 3, 4})
-BOARD_HEADS: Final = ("", "name", "peer", "computed", "brought", "summed", "hours", "since")
+BOARD_HEADS: Final = ("", "name", "peer", "computed", "brought", "updates", "summed", "hours", "since")
 BOARD_FIGURES: Final = frozenset({0, 3, 4, 5, 6})
 
 
@@ -162,7 +162,7 @@ def board_rows(rows: Iterable[Swarm]) -> Iterator[Sequence[Text]]:
     for place, row in enumerate(rows, 1):
         since = time.strftime("%Y-%m-%d", time.localtime(float(row.get("since", 0))))
         told = [str(place), str(row.get("name") or units.UNKNOWN), units.short(str(row.get("peer", "?")))]
-        told += [units.count(row.get("samples", 0)), units.count(row.get("brought", 0))]
+        told += [units.count(row.get(key, 0)) for key in ("samples", "brought", "updates")]
         told += [units.size(row.get("bytes_aggregated", 0)), f"{row.get('hours', 0.0):.1f}", since]
         yield [Text(cell) for cell in told]
 

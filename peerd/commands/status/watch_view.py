@@ -173,5 +173,6 @@ def _board_line(row: Snapshot, place: int) -> Text:
     name = str(row.get("name") or units.short(str(row.get("peer", "?"))))
     gave = [f"{units.count(row['samples'])} computed"] if row.get("samples") else []
     gave += [f"{units.count(row['brought'])} brought"] if row.get("brought") else []
+    gave += [f"{units.count(row['updates'])} updates of experts"] if row.get("updates") else []
     gave += [f"{units.size(row['bytes_aggregated'])} summed"] if row.get("bytes_aggregated") else []
     return Text(f"{place}. {name}: {', '.join(gave) or 'nothing yet'}, {row.get('hours', 0.0):.1f} hours")

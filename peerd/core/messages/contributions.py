@@ -20,7 +20,7 @@ Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 class Contributed(Message, frozen=True):
     """The totals of one peer in one role, over all times that it took part."""
 
-    samples: Count  # that it brought into global steps, or whose gradients it did
+    samples: Count  # that it brought into global steps, or whose gradients it did; of role expert: updates made
     bytes_aggregated: Count  # of gradients that it summed for others
     seconds: Count  # that it took part
     since: Seconds  # Unix time of its first part in the run
