@@ -12,6 +12,11 @@ it has, for it may have looked before. So no orphan is adopted twice while what 
 however many are silent; in a partition both sides may have an owner. When it has healed, the highest (generation, peer
 id) wins, and the other gives the expert up here.
 
+Where a look takes in the whole grid (4,096 experts below 256 prefixes), an orphan is adopted within two announcement
+periods. On a larger one that holds below prefixes of which those who come first in the order host or keep an expert,
+too; each of them that does not look there costs the next one a quarter of a period. The other prefixes come in turn: P
+prefixes of S experts take P / min(256, 4096 / S) looks, four in a period.
+
 A hostile peer may show checkpoints that are not there (they are given up after a second try), that hold NaN (an older
 one is taken), or huge ones; claim what it does not serve; say that it is about to adopt and never do (it is waited for
 no longer than a bound, and not while it does not answer). It is named in the log.
