@@ -36,6 +36,7 @@ class GridPlan:
     readers: int = 8  # of each grid, one after the other
     batch: int = 64
     k: int = 4
+    max_age_s: int = 0  # of copies that will do for the readers
 
 
 @dataclass(slots=True)
@@ -105,7 +106,7 @@ class GridSwarm:
         began, asked, messages = self.sim.now, counts.searched_peers, counts.asks
         while wanted := next_rows(ranks, found, plan.k):
             keys = {row: key_of(side, row) for row in wanted}
-            outcome = self.sim.finish(self.sim.start(reader, _get(keys.values())))
+            outcome = self.sim.finish(self.sim.start(reader, _get(keys.values(), plan.max_age_s)))
             if not isinstance(outcome.done, q.GetDone):
                 raise LocalError(f"a Get ended as {outcome.done}")
             for row, key in keys.items():
@@ -122,9 +123,9 @@ def _put(key: Key, value: bytes) -> Callable[[int], q.Input]:
     return lambda op: q.Put(op, key, b"", value, 3000.0)
 
 
-def _get(keys: Iterable[Key]) -> Callable[[int], q.Input]:
+def _get(keys: Iterable[Key], max_age_s: int) -> Callable[[int], q.Input]:
     wanted = tuple(keys)
-    return lambda op: q.Get(op, wanted)
+    return lambda op: q.Get(op, wanted, 0, max_age_s)
 
 
 def key_of(side: int, row: int) -> Key:

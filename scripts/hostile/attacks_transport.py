@@ -19,7 +19,7 @@ from peerd.service.dht.codec import FindMessage, PingMessage
 from scripts.hostile.field import Field
 from scripts.hostile.session import DATA, FIN, RST, SYN, WINDOW, Session, frame, opening, session
 
-_DHT = "/peerd/dht/2"
+_DHT = "/peerd/dht/3"
 _STAGE = "/peerd/stage/3"
 
 

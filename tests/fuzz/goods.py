@@ -168,11 +168,11 @@ def _records() -> list[bytes]:
 _STORED = _records()
 _KEYS = [stage_key(RUN.run, 0).raw, Key.of("any").raw, HOST.raw[-32:]]
 DHT = [
-    Good("dht/2/ping", dht.PingMessage(_HELLO)),
-    Good("dht/2/find", dht.FindMessage(_KEYS, _HELLO)),
-    Good("dht/2/get", dht.FindMessage(_KEYS, None)),
-    *(Good("dht/2/store", dht.StoreMessage([record], _HELLO)) for record in _STORED),
-    Good("dht/2/store", dht.StoreMessage(_STORED, None)),
+    Good("dht/3/ping", dht.PingMessage(_HELLO)),
+    Good("dht/3/find", dht.FindMessage(_KEYS, _HELLO)),
+    Good("dht/3/get", dht.FindMessage(_KEYS, None)),
+    *(Good("dht/3/store", dht.StoreMessage([record], _HELLO)) for record in _STORED),
+    Good("dht/3/store", dht.StoreMessage(_STORED, None)),
 ]
 DHT_POOL = Pool(POOL.texts, (*POOL.data, *_KEYS, *_STORED, _HELLO.addrs[0]))
 DHT_REPLIES = [
@@ -242,10 +242,10 @@ ANSWERS = [
     Good("average/1/alive", AverageAlive(False)),
     Good("average/1/alive", AverageAlive(True)),
     *(replace(good, body=Empty()) for good in in_round(ATTEMPT) if good.frames),
-    Good("dht/2/ping", DHT_REPLIES[0]),
-    Good("dht/2/find", DHT_REPLIES[1]),
-    Good("dht/2/get", DHT_REPLIES[2]),
-    Good("dht/2/store", DHT_REPLIES[3]),
+    Good("dht/3/ping", DHT_REPLIES[0]),
+    Good("dht/3/find", DHT_REPLIES[1]),
+    Good("dht/3/get", DHT_REPLIES[2]),
+    Good("dht/3/store", DHT_REPLIES[3]),
 ]
 
 

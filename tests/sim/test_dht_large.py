@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
+from peerd.machine.dht.node_state import KademliaConfig
 from peerd.sim.dht_churn import Loss, measure_loss
 from peerd.sim.dht_grid import GridPlan, GridSwarm, next_rows
 from peerd.sim.dht_hostile import HostilePlan, measure_hostile
+from peerd.sim.dht_hot import HotPlan, measure_hot
+from peerd.sim.heapsim import HeapSimConfig
 
 
 def test_rows_of_the_best_live_prefixes_are_read_until_each_sample_has_enough() -> None:
@@ -47,4 +52,26 @@ def test_a_fifth_of_hostile_nodes_keeps_no_more_than_one_lookup_in_a_hundred_fro
     report = measure_hostile(1, HostilePlan())
     assert report.success >= 0.99
     assert report.slowest_s <= 2.0
+    assert report.asked_per_lookup <= 10
+
+
+@pytest.mark.slow
+def test_copies_on_the_way_spread_the_readers_of_a_hot_key_and_bring_it_a_hop_nearer() -> None:
+    # Small tables make the ways of a few hundred nodes as long as those of ten thousand; most readers are clients.
+    config = HeapSimConfig(clients=0.6, node=KademliaConfig(k=8, wide=()))
+    plan = HotPlan(nodes=1500, readers=1100, every_s=0.02)
+    holders_only = measure_hot(1, replace(plan, max_age_s=0), config)
+    with_copies = measure_hot(1, plan, config)
+    assert holders_only.success == with_copies.success == 1.0
+    assert holders_only.copied == 0 < with_copies.copied <= plan.readers / 5
+    assert with_copies.holders_asked <= 0.8 * holders_only.holders_asked
+    assert with_copies.busiest <= 0.9 * holders_only.busiest
+    assert with_copies.asked_per_lookup <= 0.95 * holders_only.asked_per_lookup
+    assert with_copies.mean_ms <= 0.8 * holders_only.mean_ms
+
+
+@pytest.mark.slow
+def test_a_fifth_of_hostile_nodes_keeps_a_hot_key_from_no_more_than_one_reader_in_a_hundred() -> None:
+    report = measure_hot(1, HotPlan(readers=500, every_s=0.03, hostile=0.2))
+    assert report.success >= 0.99
     assert report.asked_per_lookup <= 10

@@ -4,7 +4,8 @@ The idea is that of rust-libp2p's closest-peers iterator: the candidates in orde
 states. A peer that takes longer than is usual for it no longer holds up the search but may still answer, and so does
 one that `want` nearer candidates have overtaken; after `silent_s` it has failed. A plain search ends when the `want`
 nearest candidates that are not slow or failed have answered. A search for values says `found` when an answer held
-some; then `enough` answers that do, of the `want` nearest, suffice, or `enough` answers from the very nearest.
+some; then `enough` answers that do, of the `want` nearest, suffice, or `enough` answers from the very nearest. Where
+copies on the way will do (`anywhere`), answers that hold some count from however far away.
 
 Of candidates that would do, those are asked first whose answers are expected first: each bit by which one is farther
 away than the holders of the key can be counts for a part of a round trip, and inside that radius distance is nothing.
@@ -49,6 +50,7 @@ class LookupRule:
     silent_s: float = 5.0
     doubt: int = 0  # answers beyond `enough` for each holder that is missing
     roots: int = 0  # peers known from the beginning that are asked at least, unless something was found
+    anywhere: bool = False  # answers that hold what is sought count from however far away: copies on the way will do
     patient: bool = True  # wait for slow peers before saying that nothing was found
     max_asked: int = 64
     keep: int = 128
@@ -86,7 +88,7 @@ class _View:
 
     usable: int = 0  # how many there are
     answers: int = 0  # of them, nearer than every one that was not asked
-    holders: int = 0  # of them, whose answers held what is sought
+    holders: int = 0  # of them (or of all, by the rule), whose answers held what is sought
     pending: int = 0  # of them, waited for
     new: list[_Candidate] = field(default_factory=list)  # of them, not asked
     fresh: list[_Candidate] = field(default_factory=list)  # of these, the ones that must answer
@@ -119,6 +121,7 @@ class Lookup:
         self._rule = rule
         self._guide = guide
         self._answered = 0  # peers, ourselves not counted
+        self._holding = 0  # of these, those that held what is sought
         self._sorted: list[_Candidate] = []  # nearest first
         self._of: dict[bytes, _Candidate] = {}  # by raw peer id, which hashes fast
         self._waiting: list[_Candidate] = []  # in state WAITING, in the order of asking
@@ -161,6 +164,7 @@ class Lookup:
         if self._settle(peer, State.ANSWERED):
             self._answered += 1
             self._of[peer.raw].holds = holds
+            self._holding += holds
         self.found |= holds
         self.learn(nearer)
 
@@ -287,6 +291,8 @@ class Lookup:
             if view.usable == want:
                 break
         view.near = early == enough
+        if self._rule.anywhere:
+            view.holders = self._holding
         self._decide(view)
         return view
 

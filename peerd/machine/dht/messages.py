@@ -32,6 +32,7 @@ class Find:
     values: bool
     hello: Hello | None = None
     most_bytes: int = 0  # wanted of one key, in an answer; 0: all of it
+    max_age_s: int = 0  # of a copy of what others hold that will do as an answer; 0: none will
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +132,7 @@ class Get:
     op: int
     keys: tuple[Key, ...]
     most_bytes: int = 0  # of one key, in one answer; 0: all of it
+    max_age_s: int = 0  # of copies on the way that will do; 0: none will
 
 
 @dataclass(frozen=True, slots=True)

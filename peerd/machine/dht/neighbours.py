@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 from peerd.core.bounded_dict import BoundedDict
 from peerd.core.ids import Key, PeerId
-from peerd.machine.dht.liveness import Liveness
 from peerd.machine.dht.routing_table import Contact, Table
+from peerd.machine.rate.liveness import Liveness
 
 _SHUN_LIARS_S = 300.0
 _FORMER = 64

@@ -18,6 +18,7 @@ from peerd.core.ids import Key, PeerId
 from peerd.core.record import Record, Signer, Verifier
 from peerd.machine.budget.book import Book
 from peerd.machine.dht import messages as q
+from peerd.machine.dht.hot_keys import lifetime_s
 from peerd.machine.dht.node_state import KademliaConfig, NodeState
 from peerd.machine.dht.query_pool import Workbench
 from peerd.machine.dht.replication import Handover
@@ -114,8 +115,8 @@ class Kademlia:
     def _command(self, now: float, command: q.Get | q.Put | q.Withdraw | q.Stop) -> None:
         publisher, wall = self.node.publisher, self.node.wall(now)
         match command:
-            case q.Get(op, keys, most_bytes):
-                self._work.get(now, op, keys, most_bytes)
+            case q.Get(op, keys, most_bytes, max_age_s):
+                self._work.get(now, op, keys, most_bytes, max_age_s)
             case q.Put(op, key, suffix, value, ttl_s):
                 self._work.put(now, op, [publisher.publish(wall, key, suffix, value, ttl_s)])
             case q.Withdraw(op, None):
@@ -136,6 +137,7 @@ class Kademlia:
         match request:
             case q.Find():
                 reply = responder.find(now, wall, asked.peer, request, hello)
+                self._work.copy(now, self._wished_for(now, asked, request, reply))
             case q.StoreRecords():
                 reply = responder.store(now, wall, asked, request, hello)
                 if any(verdict is Verdict.FORGED for verdict, _ in reply.verdicts):
@@ -144,6 +146,18 @@ class Kademlia:
                 reply = q.PongReply(hello)
         self._out.append(q.Respond(asked.token, reply))
         self._heard(now, asked.peer, Contact(asked.peer, request.hello.addrs) if request.hello is not None else None)
+
+    def _wished_for(self, now: float, asked: q.Asked, request: q.Find, found: q.Found) -> list[Key]:
+        """The keys that are asked for so often that we should have copies of what others hold under them."""
+        if not (request.values and request.max_age_s):
+            return []
+        lacking = (key for key, records in zip(request.keys, found.records, strict=False) if not records)
+        wished = []
+        for key in lacking:
+            useful_s = min(lifetime_s(self._work.bits_beyond(now, key)), request.max_age_s)
+            if self.node.hot.asked(now, key, asked.peer, asked.where[0], useful_s):
+                wished.append(key)
+        return wished
 
     def _answered(self, now: float, ask: int, reply: q.Reply) -> None:
         flight = self._dispatch.land(ask)
@@ -222,6 +236,7 @@ class Kademlia:
         config, neighbours = self.node.config, self.node.neighbours
         self._upkeep_at = now + config.upkeep_s * (0.9 + 0.2 * self._rng.random())  # so that a swarm does not pulse
         self.node.store.purge(self.node.wall(now))
+        self.node.hot.purge(now)
         for contact in neighbours.probes(now):
             self._ping(now, contact)
         if now >= self._join_at:

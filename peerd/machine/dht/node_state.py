@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from peerd.core.ids import PeerId
 from peerd.core.record import Record, Signer, Verifier
 from peerd.machine.budget.book import Book
+from peerd.machine.dht.hot_keys import HotKeys
 from peerd.machine.dht.messages import Hello
 from peerd.machine.dht.neighbours import Neighbours
 from peerd.machine.dht.publisher import Publisher
@@ -47,6 +48,7 @@ class Counts:
     served: int = 0
     searches: int = 0  # ended ones that somebody waited for
     searched_peers: int = 0  # asked in these, together
+    copied: int = 0  # keys looked up because others often asked us for them
     lies: int = 0
 
 
@@ -69,8 +71,9 @@ class NodeState:
         )
         self.round_trips = RoundTrips(config.slow_s, config.silent_s / 2)
         self.store = Store(self.id, verifier, config.store, book)
+        self.hot = HotKeys()
         self.publisher = Publisher(signer, config.repeat_s)
-        self.responder = Responder(self.id, config.k, self.neighbours, self.store)
+        self.responder = Responder(self.id, config.k, self.neighbours, self.store, self.hot)
         self.verifier = verifier
 
     @property

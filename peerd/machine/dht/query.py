@@ -20,17 +20,25 @@ from peerd.machine.dht.store import Verdict, answer_bytes
 class Search:
     """One look-up toward `key`; with `values` it also gathers the records that the peers hold under it.
 
-    It takes `most_bytes` of them in each answer (0: all), and keeps no more than `DHT_ANSWERS_KEPT` times that of all
-    answers together: first come, first kept.
+    `max_age_s`: copies of that age, from peers on the way, will do. It takes `most_bytes` of the records in each answer
+    (0: all), and keeps no more than `DHT_ANSWERS_KEPT` times that of all answers together: first come, first kept.
     """
 
     def __init__(
-        self, key: Key, lookup: Lookup, *, values: bool, held: Iterable[Record] = (), most_bytes: int = 0
+        self,
+        key: Key,
+        lookup: Lookup,
+        *,
+        values: bool,
+        held: Iterable[Record] = (),
+        most_bytes: int = 0,
+        max_age_s: int = 0,
     ) -> None:
         self.key = key
         self.values = values
         self.lookup = lookup
         self.most_bytes = most_bytes
+        self.max_age_s = max_age_s
         self.answer_bytes = most_bytes or DHT_BYTES_PER_KEY  # the most that one answer may hold
         self._left = DHT_ANSWERS_KEPT * self.answer_bytes
         self._best: dict[bytes, Record] = {}
@@ -157,7 +165,7 @@ class Task:
     """Searches, then the placements that follow from each. `op` is None when nobody waits for the outcome."""
 
     op: int | None
-    kind: str  # "get", "put", "join", "refresh"
+    kind: str  # "get", "copy", "put", "join", "refresh"
     searches: list[Search] = field(default_factory=list)
     placements: list[Placement] = field(default_factory=list)
     then: Callable[[Search], list[Placement]] | None = None  # the placements that a finished search leads to

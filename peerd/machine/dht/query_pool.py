@@ -1,6 +1,7 @@
 """The tasks of a DHT node: what a command starts, what follows from its searches, and what is reported at its end.
 
-Get: search, gather, report; the nearest peer that lacked something gets a copy. Put: search (unless we know the place
+Get: search, gather, report; the nearest peer that lacked something gets a copy. Copy: the same for ourselves, of a
+key that others ask us for. Put: search (unless we know the place
 from a moment ago), place copies on the nearest peers, ourselves included if we are one; when a peer holds a later
 version of ours, from before a restart, publish a yet later one. Every task ends with one report, or with none if
 nobody waits for it.
@@ -42,6 +43,8 @@ class Workbench:
             slow_s=config.slow_s,
             silent_s=config.silent_s,
         )
+        # On the way to a hot key, the first that are asked may suffice.
+        self._copy_rule = replace(self._value_rule, approach=config.enough, anywhere=True)
         # Each of the nearest peers knows its whole neighbourhood: a few of them together see all holders-to-be.
         self._place_rule = replace(self._value_rule, want=config.enough + 1, patient=False)
         self._refresh_rule = replace(self._value_rule, want=2, enough=2, parallel=2, patient=False)
@@ -50,11 +53,23 @@ class Workbench:
     def __len__(self) -> int:
         return len(self._tasks)
 
-    def get(self, now: float, op: int, keys: Iterable[Key], most_bytes: int) -> None:
-        """Gather the records under `keys`, so many bytes of a key in each answer; 0: all."""
-        rule = self._value_rule
-        searches = [self._search(now, key, rule, values=True, most_bytes=most_bytes) for key in dict.fromkeys(keys)]
+    def get(self, now: float, op: int, keys: Iterable[Key], most_bytes: int, max_age_s: int) -> None:
+        """Gather the records under `keys`, so many bytes of a key in each answer (0: all).
+
+        Copies of the age `max_age_s`, from peers on the way, will do.
+        """
+        rule = self._copy_rule if max_age_s else self._value_rule
+        searches = [
+            self._search(now, key, rule, values=True, most_bytes=most_bytes, max_age_s=max_age_s)
+            for key in dict.fromkeys(keys)
+        ]
         self._start(now, Task(op, "get", searches))
+
+    def copy(self, now: float, keys: Iterable[Key]) -> None:
+        """Look up keys that others ask us for, to keep copies."""
+        for key in keys:
+            self._node.counts.copied += 1
+            self._start(now, Task(None, "copy", [self._search(now, key, self._value_rule, values=True)]))
 
     def put(self, now: float, op: int | None, records: Sequence[Record], attempt: int = 1) -> None:
         """Bring our `records` to the peers nearest to their keys."""
@@ -121,14 +136,16 @@ class Workbench:
         self._tasks.append(task)
         self.pump(now, [task])
 
-    def _search(self, now: float, key: Key, rule: LookupRule, *, values: bool, most_bytes: int = 0) -> Search:
+    def _search(
+        self, now: float, key: Key, rule: LookupRule, *, values: bool, most_bytes: int = 0, max_age_s: int = 0
+    ) -> Search:
         node, target = self._node, place(key)
         node.neighbours.table.searched(now, target)
         own, guide = next(iter(self._ourselves()), None), LookupGuide(node.round_trips, self._radius(now))
         lookup = Lookup(target, node.neighbours.seeds(now, key, target), rule, own, guide)
         held = node.store.get(node.wall(now), key, most_bytes) if values else []
         lookup.found = bool(held)
-        return Search(key, lookup, values=values, held=held, most_bytes=most_bytes)
+        return Search(key, lookup, values=values, held=held, most_bytes=most_bytes, max_age_s=max_age_s)
 
     def _radius(self, now: float) -> int:
         """The distance from a key within which its holders are, by how near our own nearest neighbours are to us."""
@@ -137,6 +154,15 @@ class Workbench:
         if len(nearest) < k:
             return 1 << KEY_BITS  # everybody is
         return max(1, (nearest[-1].place ^ node.contact.place) // k * node.config.copies)
+
+    def _is_beyond(self, now: float, contact: Contact, key: Key) -> bool:
+        """True when a peer is too far from `key` to hold anything under it for others."""
+        config = self._node.config
+        return (place(key) ^ contact.place) * config.copies > 2 * config.k * self._radius(now)
+
+    def bits_beyond(self, now: float, key: Key) -> int:
+        """By how many bits we are farther from `key` than those that probably hold it."""
+        return int(((place(key) ^ self._node.contact.place) // self._radius(now)).bit_length())
 
     def _ourselves(self) -> list[Contact]:
         """Ourselves as a contact: we are a candidate like any other, if we can be dialled."""
@@ -156,6 +182,10 @@ class Workbench:
             if task.op is not None:
                 node.counts.searches += 1
                 node.counts.searched_peers += search.lookup.asked
+        if task.kind == "copy":
+            for search in task.searches:
+                records = search.live(node.wall(now), node.publisher.own(node.wall(now), search.key))
+                node.hot.keep(now, search.key, records, self.bits_beyond(now, search.key))
         node.joined |= task.kind == "join" and len(node.neighbours.table) > 0
         if task.kind == "put" and self._outbid(now, task):
             return
@@ -194,7 +224,9 @@ class Workbench:
         gifts: dict[Contact, list[Record]] = {}
         for search in task.searches:
             lacking = search.lacking(self._node.wall(now))
-            if lacking is not None and self._node.neighbours.may_give(now, lacking[0].peer, search.key):
+            if lacking is None or self._is_beyond(now, lacking[0], search.key):
+                continue  # on the way it may have told of a copy; it would not take the records
+            if self._node.neighbours.may_give(now, lacking[0].peer, search.key):
                 gifts.setdefault(lacking[0], []).extend(lacking[1])
         for contact, records in gifts.items():
             self.give(now, contact, records)

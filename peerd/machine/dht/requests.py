@@ -75,19 +75,21 @@ class Dispatch:
         self, now: float, tasks: Iterable[Task], hello: q.Hello, touched: Collection[int] | None = None
     ) -> Iterator[q.Ask]:
         """Messages that these tasks need sent now, one per peer and kind as far as it fits; see `Task.next`."""
-        searches: dict[tuple[Contact, bool, int], list[tuple[Task, Search]]] = {}
+        searches: dict[tuple[Contact, bool, int, int], list[tuple[Task, Search]]] = {}
         placements: dict[Contact, list[tuple[Task, Placement]]] = {}
         for task in tasks:
             for contact, part in task.next(now, touched):
                 if isinstance(part, Search):
-                    searches.setdefault((contact, part.values, part.most_bytes), []).append((task, part))
+                    searches.setdefault((contact, part.values, part.most_bytes, part.max_age_s), []).append(
+                        (task, part)
+                    )
                 else:
                     placements.setdefault(contact, []).append((task, part))
-        for (contact, values, most_bytes), wanted in searches.items():
+        for (contact, values, most_bytes, max_age_s), wanted in searches.items():
             for start in range(0, len(wanted), DHT_KEYS_PER_CALL):
                 some = wanted[start : start + DHT_KEYS_PER_CALL]
                 keys = tuple(search.key for _, search in some)
-                find = q.Find(keys, values, self._greeting(now, contact, hello), most_bytes)
+                find = q.Find(keys, values, self._greeting(now, contact, hello), most_bytes, max_age_s)
                 yield self._ask(now, contact, find, searches=some)
         for contact, placed in placements.items():
             for batch in _batches(placed):

@@ -1,4 +1,4 @@
-"""Answers of a DHT node to others' requests: a pure function of its table and store.
+"""Answers of a DHT node to others' requests: a pure function of its table, store and copies.
 
 Of a key that holds more than the asker wants, it gives everybody's share (see `StoreRecords.get`).
 
@@ -13,6 +13,7 @@ from peerd.core.ids import Key, PeerId
 from peerd.core.limits import DHT_BYTES_PER_KEY, DHT_CONTACTS_PER_REPLY
 from peerd.core.record import Record
 from peerd.machine.budget.book import User
+from peerd.machine.dht.hot_keys import HotKeys
 from peerd.machine.dht.messages import Asked, Find, Found, Hello, Stored, StoreRecords
 from peerd.machine.dht.neighbours import Neighbours
 from peerd.machine.dht.routing_table import Contact, place
@@ -21,13 +22,14 @@ from peerd.machine.dht.store import Verdict, answer_bytes
 
 
 class Responder:
-    """Answers on behalf of `own`, which knows `neighbours` and keeps `store`."""
+    """Answers on behalf of `own`, which knows `neighbours` and keeps `store`, and copies of hot keys."""
 
-    def __init__(self, own: PeerId, k: int, neighbours: Neighbours, store: RecordStore) -> None:
+    def __init__(self, own: PeerId, k: int, neighbours: Neighbours, store: RecordStore, hot: HotKeys) -> None:
         self._place = place(own.key)
         self._k = k
         self._neighbours = neighbours
         self._store = store
+        self._hot = hot
 
     def find(self, now: float, wall: float, asker: PeerId, request: Find, hello: Hello | None) -> Found:
         """Records under as many of the keys as fit, and peers near any of them."""
@@ -36,7 +38,7 @@ class Responder:
         records: list[tuple[Record, ...]] = []
         room = DHT_BYTES_PER_KEY
         for key in request.keys:
-            held = tuple(self._store.get(wall, key, request.most_bytes)) if request.values else ()
+            held = self._held(now, wall, key, request) if request.values else ()
             size = sum(map(answer_bytes, held))
             if records and size > room:
                 break
@@ -46,6 +48,12 @@ class Responder:
             others = [contact for contact in near if contact.peer.raw != asker.raw]
             contacts |= {contact.peer.raw: contact for contact in others[:per_key]}
         return Found(tuple(records), tuple(contacts.values())[:DHT_CONTACTS_PER_REPLY], hello)
+
+    def _held(self, now: float, wall: float, key: Key, request: Find) -> tuple[Record, ...]:
+        held = self._store.get(wall, key, request.most_bytes)
+        if not held and request.max_age_s:
+            held = self._hot.get(now, wall, key, request.max_age_s, request.most_bytes)
+        return tuple(held)
 
     def store(self, now: float, wall: float, asked: Asked, request: StoreRecords, hello: Hello | None) -> Stored:
         """A verdict for each record; after the first forged one, the rest is not looked at."""

@@ -49,7 +49,7 @@ class MethodLimits:
 
 
 class MethodName(NamedTuple):
-    """`dht/2/find`, taken apart: protocol `/peerd/dht/2`, name `find`, as text and as it travels."""
+    """`dht/3/find`, taken apart: protocol `/peerd/dht/3`, name `find`, as text and as it travels."""
 
     full: str
     service: str

@@ -1,6 +1,6 @@
 """The DHT's messages on the wire, and their translation to the values that `machine/dht/node` works with.
 
-Bodies of the calls dht/2/ping, dht/2/find, dht/2/get and dht/2/store. Lengths are bounded by the types, so that
+Bodies of the calls dht/3/ping, dht/3/find, dht/3/get and dht/3/store. Lengths are bounded by the types, so that
 decoding refuses what is too long; the translation refuses the rest (records that are none, ids of other key types,
 clocks that show no number) with ProtocolViolation. Signatures are not checked here. Addresses that make no sense are
 dropped, not refused: a later version may know kinds that we do not.
@@ -38,6 +38,7 @@ KeyBytes = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 PeerBytes = Annotated[bytes, msgspec.Meta(min_length=PEER_ID_BYTES, max_length=PEER_ID_BYTES)]
 RecordBytes = Annotated[bytes, msgspec.Meta(max_length=MAX_RECORD_BYTES)]
 Addrs = Annotated[list[Annotated[bytes, msgspec.Meta(max_length=ADDR_BYTES)]], msgspec.Meta(max_length=ADDRS_PER_PEER)]
+MAX_AGE_S = 3600  # of a copy; an older one is kept nowhere
 Version = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 
 
@@ -68,22 +69,23 @@ class PongMessage(Message, frozen=True):
 
 
 class FindMessage(Message, frozen=True):
-    """Request of dht/2/find and dht/2/get. `most_bytes`: wanted of one key; 0: all of it."""
+    """Request of dht/3/find and dht/3/get. `most_bytes`: wanted of one key; 0: all of it. `max_age_s`: of copies."""
 
     keys: Annotated[list[KeyBytes], msgspec.Meta(min_length=1, max_length=DHT_KEYS_PER_CALL)]
     hello: HelloMessage | None
     most_bytes: Annotated[int, msgspec.Meta(ge=0, le=DHT_BYTES_PER_KEY)] = 0
+    max_age_s: Annotated[int, msgspec.Meta(ge=0, le=MAX_AGE_S)] = 0
 
 
 class NearMessage(Message, frozen=True):
-    """The answer of dht/2/find: contacts near any of the keys."""
+    """The answer of dht/3/find: contacts near any of the keys."""
 
     contacts: Contacts
     hello: HelloMessage | None
 
 
 class RecordsMessage(Message, frozen=True):
-    """The answer of dht/2/get: records of the first so many keys, and contacts near them."""
+    """The answer of dht/3/get: records of the first so many keys, and contacts near them."""
 
     records: Annotated[list[KeyRecords], msgspec.Meta(min_length=1, max_length=DHT_KEYS_PER_CALL)]
     contacts: Contacts
@@ -113,13 +115,13 @@ def request_to_wire(request: q.Request, wall: float) -> tuple[str, RequestMessag
     """The method, its body, and what its answer looks like. `wall` is what our uncorrected clock shows."""
     hello = hello_to_wire(request.hello, wall)
     match request:
-        case q.Find(keys, values, _, most_bytes):
-            body = FindMessage([key.raw for key in keys], hello, most_bytes)
-            return ("dht/2/get", body, RecordsMessage) if values else ("dht/2/find", body, NearMessage)
+        case q.Find(keys, values, _, most_bytes, max_age_s):
+            body = FindMessage([key.raw for key in keys], hello, most_bytes, max_age_s)
+            return ("dht/3/get", body, RecordsMessage) if values else ("dht/3/find", body, NearMessage)
         case q.StoreRecords(records):
-            return "dht/2/store", StoreMessage([record.encode() for record in records], hello), StoredMessage
+            return "dht/3/store", StoreMessage([record.encode() for record in records], hello), StoredMessage
         case q.Ping():
-            return "dht/2/ping", PingMessage(hello), PongMessage
+            return "dht/3/ping", PingMessage(hello), PongMessage
 
 
 def request_from_wire(message: RequestMessage, *, values: bool = False) -> q.Request:
@@ -128,8 +130,8 @@ def request_from_wire(message: RequestMessage, *, values: bool = False) -> q.Req
     match message:
         case PingMessage():
             return q.Ping(hello)
-        case FindMessage(keys, _, most_bytes):
-            return q.Find(tuple(dict.fromkeys(Key(key) for key in keys)), values, hello, most_bytes)
+        case FindMessage(keys, _, most_bytes, max_age_s):
+            return q.Find(tuple(dict.fromkeys(Key(key) for key in keys)), values, hello, most_bytes, max_age_s)
         case StoreMessage(records):
             return q.StoreRecords(tuple(Record.decode(record) for record in records), hello)
 

@@ -45,7 +45,7 @@ from peerd.service.rpc.types import Answer, Incoming
 __all__ = ["Dht", "DhtConfig", "Record"]
 
 _log = logging.getLogger("peerd.dht")
-_PROTOCOL = "dht/2"
+_PROTOCOL = "dht/3"
 _CALLS_PER_PEER = 64  # at once; a peer that joins, publishes and reads at the same time has about ten
 _SLACK_BYTES = 32 << 10  # of a message beyond the records in it
 _OUTDATED = (Verdict.STALE, Verdict.UNTIMELY)
@@ -145,9 +145,9 @@ class Dht:
     ) -> list[Record]:
         """All live records under `key`, verified, one per sub-key, sorted by sub-key.
 
-        `max_age_s`: a result of this age, from an earlier call with that parameter, will do. When the time runs out,
-        what was found by then. `most_bytes`: of a key, from each peer that answers; 0: all that it holds. A peer that
-        holds more gives every publisher's share of that, small records first.
+        `max_age_s`: a result of this age will do, from an earlier call with that parameter or from copies that peers on
+        the way to the key keep. When the time runs out, what was found by then. `most_bytes`: of a key, from each peer
+        that answers; 0: all that it holds. A peer that holds more gives every publisher's share, small records first.
         """
         return (await self.get_many([key], timeout_s=timeout_s, max_age_s=max_age_s, most_bytes=most_bytes))[key]
 
@@ -167,7 +167,8 @@ class Dht:
             }
         missing = tuple(key for key in wanted if key not in found)
         if missing:
-            done = await self._perform(lambda op: q.Get(op, missing, most_bytes), q.GetDone, timeout_s)
+            age_s = min(int(max(max_age_s, 0.0)), wire.MAX_AGE_S)
+            done = await self._perform(lambda op: q.Get(op, missing, most_bytes, age_s), q.GetDone, timeout_s)
             found |= done.records
             if max_age_s > 0 and not most_bytes:  # a part would not do for a caller that wants all
                 self._remember(done.records)
@@ -218,6 +219,7 @@ class Dht:
             "lookups": counts.searches,
             "messages_per_lookup": counts.searched_peers / counts.searches if counts.searches else None,
             "lies": counts.lies,
+            "copied": counts.copied,
         }
 
     def _waits_for(self) -> str | None:

@@ -16,12 +16,12 @@ A, B = (PeerId.from_public_key(bytes([n]) * 32) for n in (1, 2))
 
 
 def test_a_method_name_is_taken_apart() -> None:
-    method = method_name("dht/2/find")
-    assert (method.service, method.protocol, method.name) == ("dht/2", "/peerd/dht/2", b"find")
+    method = method_name("dht/3/find")
+    assert (method.service, method.protocol, method.name) == ("dht/3", "/peerd/dht/3", b"find")
 
 
 @pytest.mark.parametrize(
-    "full", ["dht", "dht/find", "dht/0/find", "dht/1/", "Dht/1/x", "dht/2/x/y", "dht/1/" + "x" * 33]
+    "full", ["dht", "dht/find", "dht/0/find", "dht/1/", "Dht/1/x", "dht/3/x/y", "dht/1/" + "x" * 33]
 )
 def test_other_names_are_our_own_mistake(full: str) -> None:
     with pytest.raises(LocalError):

@@ -11,7 +11,13 @@ from peerd.core.addr import parse_addr
 from peerd.core.errors import ProtocolViolation
 from peerd.core.ids import Key, PeerId
 from peerd.core.keys import Keypair
-from peerd.core.limits import ADDRS_PER_PEER, DHT_CONTACTS_PER_REPLY, DHT_KEYS_PER_CALL, DHT_RECORDS_PER_STORE
+from peerd.core.limits import (
+    ADDRS_PER_PEER,
+    DHT_BYTES_PER_KEY,
+    DHT_CONTACTS_PER_REPLY,
+    DHT_KEYS_PER_CALL,
+    DHT_RECORDS_PER_STORE,
+)
 from peerd.core.messages.encoding import decode, encode
 from peerd.core.record import MAX_RECORD_BYTES, Record
 from peerd.machine.dht import messages as q
@@ -35,9 +41,12 @@ contacts = st.builds(
     st.binary(min_size=32, max_size=32),
     st.lists(st.binary(max_size=40), max_size=3),
 )
+sizes, ages = st.integers(0, DHT_BYTES_PER_KEY), st.integers(0, wire.MAX_AGE_S)
 requests = (
     st.builds(q.Ping, hellos)
-    | st.builds(q.Find, st.lists(keys, min_size=1, max_size=5, unique=True).map(tuple), st.booleans(), hellos)
+    | st.builds(
+        q.Find, st.lists(keys, min_size=1, max_size=5, unique=True).map(tuple), st.booleans(), hellos, sizes, ages
+    )
     | st.builds(q.StoreRecords, st.lists(records, min_size=1, max_size=3).map(tuple), hellos)
 )
 verdicts = st.tuples(st.sampled_from(Verdict), st.integers(0, 2**63 - 1))
@@ -47,7 +56,7 @@ verdicts = st.tuples(st.sampled_from(Verdict), st.integers(0, 2**63 - 1))
 def test_a_request_comes_back_from_the_wire(request: q.Request) -> None:
     method, body, _ = wire.request_to_wire(request, 1.5)
     assert body == decode(type(body), encode(body))
-    values = method == "dht/2/get"
+    values = method == "dht/3/get"
     assert wire.request_from_wire(decode(type(body), encode(body)), values=values) == request
 
 
@@ -77,6 +86,8 @@ def test_an_answer_without_values_holds_none_for_each_key() -> None:
     "message",
     [
         wire.FindMessage([], None),
+        wire.FindMessage([bytes(32)], None, 0, -1),
+        wire.FindMessage([bytes(32)], None, 0, wire.MAX_AGE_S + 1),
         wire.FindMessage([bytes(32)] * (DHT_KEYS_PER_CALL + 1), None),
         wire.FindMessage([bytes(31)], None),
         wire.StoreMessage([], None),

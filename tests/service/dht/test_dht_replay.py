@@ -68,7 +68,7 @@ class Cast:
     async def replay(self, *records: Record) -> list[Verdict]:
         body = wire.StoreMessage([record.encode() for record in records], None)
         peer = self.holder.host.id
-        answer = await self.mallory.rpc.call(peer, "dht/2/store", body, wire.StoredMessage, timeout_s=5)
+        answer = await self.mallory.rpc.call(peer, "dht/3/store", body, wire.StoredMessage, timeout_s=5)
         return [Verdict(said.verdict) for said in answer.body.verdicts]
 
 
@@ -178,11 +178,11 @@ async def test_a_reader_is_not_deceived_by_a_holder_that_answers_with_old_or_for
         async def pong(incoming: Incoming[wire.PingMessage]) -> Answer[wire.PongMessage]:
             return Answer(wire.PongMessage(None))
 
-        c.mallory.rpc.serve("dht/2/get", wire.FindMessage, answer)
-        c.mallory.rpc.serve("dht/2/ping", wire.PingMessage, pong)
+        c.mallory.rpc.serve("dht/3/get", wire.FindMessage, answer)
+        c.mallory.rpc.serve("dht/3/ping", wire.PingMessage, pong)
         hello = wire.HelloMessage([addr.to_bytes() for addr in c.mallory.host.addrs()], RealClock().wall())
         to = c.holder.host.id
-        await c.mallory.rpc.call(to, "dht/2/ping", wire.PingMessage(hello), wire.PongMessage, timeout_s=5)
+        await c.mallory.rpc.call(to, "dht/3/ping", wire.PingMessage(hello), wire.PongMessage, timeout_s=5)
         with caplog.at_level(logging.WARNING, "peerd.dht"):
             assert await values(c.holder) == [b"new"]
         assert asked.is_set()

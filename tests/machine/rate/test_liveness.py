@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from peerd.core.ids import PeerId
-from peerd.machine.dht.liveness import LONGEST_S, Liveness
+from peerd.machine.rate.liveness import LONGEST_S, Liveness
 
 PEER = PeerId.from_public_key(b"p" * 32)
 
