@@ -99,14 +99,21 @@ class Search:
 
 
 class Placement:
-    """One record on its way to the `copies` nearest peers of `contacts`; the others replace those that fail.
+    """One record on its way to the `copies` nearest peers of `contacts`; the others replace those that fail, and those
+    that take longer than is usual for them (`patience_s`).
 
     It is done when so many hold it, or nobody is left to ask; a peer that is slow delays it only while nobody at all
     has taken the record. `held` copies exist already (ours).
     """
 
     def __init__(
-        self, record: Record, contacts: Sequence[Contact], copies: int, *, slow_s: float, held: int = 0
+        self,
+        record: Record,
+        contacts: Sequence[Contact],
+        copies: int,
+        *,
+        patience_s: Callable[[PeerId], float],
+        held: int = 0,
     ) -> None:
         self.record = record
         self.holders = held
@@ -114,8 +121,8 @@ class Placement:
         self.newest = 0  # the version by which a peer beat ours
         self._fresh = list(contacts)
         self._copies = copies
-        self._slow_s = slow_s
-        self._waiting: dict[PeerId, float] = {}  # asked at
+        self._patience_s = patience_s
+        self._waiting: dict[PeerId, float] = {}  # slow from then on
         self._slow: set[PeerId] = set()
 
     @property
@@ -125,17 +132,17 @@ class Placement:
         return not self._fresh and not self._waiting and (self.holders > 0 or not self._slow)
 
     def next(self, now: float) -> list[Contact]:
-        for peer, asked_at in list(self._waiting.items()):
-            if now >= asked_at + self._slow_s:
+        for peer, slow_at in list(self._waiting.items()):
+            if now >= slow_at:
                 del self._waiting[peer]
                 self._slow.add(peer)
         room = max(0, self._copies - self.holders - len(self._waiting))
         chosen, self._fresh = self._fresh[:room], self._fresh[room:]
-        self._waiting.update((contact.peer, now) for contact in chosen)
+        self._waiting.update((contact.peer, now + self._patience_s(contact.peer)) for contact in chosen)
         return chosen
 
     def wake_at(self) -> float | None:
-        return min(self._waiting.values()) + self._slow_s if self._waiting and not self.done else None
+        return min(self._waiting.values()) if self._waiting and not self.done else None
 
     def answered(self, peer: PeerId, verdict: Verdict, version: int) -> None:
         if not self._settle(peer):

@@ -93,8 +93,9 @@ class Workbench:
 
     def give(self, now: float, contact: Contact, records: Sequence[Record]) -> None:
         """Offer copies to one peer; nobody waits for the outcome."""
-        slow_s = self._node.config.slow_s
-        placements = [Placement(record, [contact], 1, slow_s=slow_s) for record in records]
+        placements = [
+            Placement(record, [contact], 1, patience_s=self._node.round_trips.patience_s) for record in records
+        ]
         self._start(now, Task(None, "put", placements=placements))
 
     def join(self, now: float) -> None:
@@ -173,7 +174,7 @@ class Workbench:
         among_nearest = node.id in (contact.peer for contact in contacts[: node.config.copies])
         held = int(among_nearest and node.keep(now, record))
         others = [contact for contact in contacts if contact.peer != node.id]
-        return Placement(record, others, node.config.copies, slow_s=node.config.slow_s, held=held)
+        return Placement(record, others, node.config.copies, patience_s=node.round_trips.patience_s, held=held)
 
     def _finish(self, now: float, task: Task) -> None:
         node = self._node

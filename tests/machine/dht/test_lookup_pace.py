@@ -7,8 +7,11 @@ import random
 import pytest
 
 from peerd.core.ids import Key, PeerId
+from peerd.core.record import Record
 from peerd.machine.dht.lookup import Lookup, LookupGuide, LookupRule, State
+from peerd.machine.dht.query import Placement
 from peerd.machine.dht.routing_table import KEY_BITS, Contact, Table, place
+from peerd.machine.dht.store import Verdict
 from peerd.machine.rate.round_trips import RoundTrips
 
 TARGET = place(Key.of("target"))
@@ -116,3 +119,20 @@ def test_the_farthest_buckets_hold_more_peers_where_they_may() -> None:
     table.check()
     sizes = [sum((c.place ^ place(own.key)).bit_length() == bit for c in table) for bit in (256, 255, 254)]
     assert sizes == [32, 16, 4]
+
+
+def test_a_record_goes_to_another_peer_once_one_takes_longer_than_is_usual_for_it() -> None:
+    known = contacts(4)
+    trips = seen(known)
+    for _ in range(30):
+        trips.answered(known[1].peer, 0.5)
+    record = Record(Key.of("target"), known[0].peer, b"", b"value", 1, 0)
+    placement = Placement(record, known, 2, patience_s=trips.patience_s)
+    assert placement.next(0.0) == known[:2]
+    woken = placement.wake_at()
+    assert woken == trips.patience_s(known[0].peer) < trips.patience_s(known[1].peer)
+    assert placement.next(woken) == known[2:3]  # the first is late, the second is usually slower than that
+    placement.answered(known[2].peer, Verdict.STORED, 1)
+    placement.answered(known[0].peer, Verdict.STORED, 1)  # late, and yet it counts
+    assert placement.done
+    assert placement.holders == 2
