@@ -15,6 +15,7 @@ from multiaddr import Multiaddr
 from peerd.core.clock import Clock
 from peerd.core.keys import Keypair
 from peerd.net.host.host import Host, HostConfig
+from peerd.net.link.sealing import Buffers
 from peerd.net.transport import Transport
 from peerd.service.dht.dht import Dht, DhtConfig
 from peerd.service.rpc.rpc import Rpc
@@ -52,8 +53,9 @@ def peer_stack(
     transports: Sequence[Transport],
     host_config: HostConfig | None = None,
     dht_config: DhtConfig | None = None,
+    buffers: Buffers | None = None,
 ) -> PeerStack:
-    """The stack of the peer with this identity."""
-    host = Host(keypair, clock, transports, host_config)
+    """The stack of the peer with this identity. `buffers`: see `Host`."""
+    host = Host(keypair, clock, transports, host_config, buffers)
     rpc = Rpc(host, clock)
     return PeerStack(keypair, clock, host, rpc, Dht(host, rpc, clock, keypair, dht_config))

@@ -23,7 +23,7 @@ def hosts(config: HostConfig | None = None) -> Program:
     """Nodes with a Host that listens and echoes, and nothing else."""
 
     def program(node: Node, *, task_status: trio.TaskStatus[None]) -> Awaitable[None]:
-        node.host = Host(node.keypair, node.clock, [node.transport], config)
+        node.host = Host(node.keypair, node.clock, [node.transport], config, node.world.buffers)
         node.host.handle(ECHO, _echo)
         return node.host.run([node.addr], task_status=task_status)
 
@@ -44,7 +44,7 @@ def swarm(host_config: HostConfig | None = None, dht_config: DhtConfig | None = 
 
 def stack_on(node: Node, host_config: HostConfig | None = None, dht_config: DhtConfig | None = None) -> PeerStack:
     """The protocol stack of a node, which has its parts as attributes from now on."""
-    stack = peer_stack(node.keypair, node.clock, [node.transport], host_config, dht_config)
+    stack = peer_stack(node.keypair, node.clock, [node.transport], host_config, dht_config, node.world.buffers)
     node.host, node.rpc, node.dht = stack.host, stack.rpc, stack.dht
     return stack
 

@@ -22,6 +22,7 @@ from peerd.core.addr import tcp_addr, with_peer
 from peerd.core.errors import LocalError
 from peerd.core.ids import PeerId
 from peerd.core.keys import Keypair
+from peerd.net.link.sealing import Buffers
 from peerd.sim.clock import SimClock
 from peerd.sim.memory import MemoryTransport
 from peerd.sim.simnet import NetConfig, SimLine, SimNet, SimNode
@@ -124,6 +125,7 @@ class World:
         self.net = SimNet(seed, self.config.net, self.trace)
         self.nodes: dict[str, Node] = {}  # all that ever were, in the order of their first start
         self.bootstrap: list[Multiaddr] = []
+        self.buffers = Buffers()  # of all hosts together: alone they keep four megabytes each
         self._nursery: trio.Nursery | None = None
 
     @contextlib.asynccontextmanager

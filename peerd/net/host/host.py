@@ -70,8 +70,14 @@ class Host:
     """This peer. Nothing moves until `run`."""
 
     def __init__(
-        self, keypair: Keypair, clock: Clock, transports: Sequence[Transport], config: HostConfig | None = None
+        self,
+        keypair: Keypair,
+        clock: Clock,
+        transports: Sequence[Transport],
+        config: HostConfig | None = None,
+        buffers: Buffers | None = None,
     ) -> None:
+        """`buffers`: of this host alone unless given; hosts of one process may share them."""
         self.id: PeerId = keypair.peer_id
         self.book = Book()  # what each peer, place and region has of this host's means
         self.sign = keypair.sign  # for statements that others may show on our behalf: see core/messages/proof
@@ -90,7 +96,7 @@ class Host:
         self.line = AccessLine()  # what passes our line; known where a LineMeter runs
         self.takes_inbound = True  # whether others can come in, be it over a relay; False: this peer only dials
         self.punching: set[PeerId] = set()  # peers that are dialing us through their routers, as we are them
-        self._buffers = Buffers()
+        self._buffers = buffers or Buffers()
         self._budget = WindowBudget(limits.WINDOW_BYTES_HOST)
         self.unread = Unread(self.config.unread_link_bytes, self.config.unread_host_bytes)
         self._nursery: trio.Nursery | None = None  # handlers, dials, hand-shakes
