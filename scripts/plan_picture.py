@@ -5,7 +5,7 @@ python -m scripts.plan_picture [LINKS.yaml] [SECONDS]
 
 from __future__ import annotations
 
-import sys
+import argparse
 from pathlib import Path
 from random import Random
 
@@ -36,9 +36,11 @@ def picture(problem: PlacementProblem, placement: StagePlacement, name: str) -> 
 
 
 def main() -> None:
-    links = Path(sys.argv[1]) if len(sys.argv) > 1 else Path("configs/links.yaml")
-    seconds = float(sys.argv[2]) if len(sys.argv) > 2 else 10.0
-    found = placing.find(placing.PlanWish(links, None, None, CostKind.STEADY, seconds, 0, 1))
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("links", nargs="?", type=Path, default=Path("configs/links.yaml"), help="links file")
+    parser.add_argument("seconds", nargs="?", type=float, default=10.0, help="of search")
+    given = parser.parse_args()
+    found = placing.find(placing.PlanWish(given.links, None, None, CostKind.STEADY, given.seconds, 0, 1))
     before = picture(found.problem, random_placement(found.problem, Random(0)), "random")
     after = picture(found.problem, found.placement, "peerd plan")
     console = Console(width=2 * WIDTH + 2, force_terminal=True, color_system="truecolor")
