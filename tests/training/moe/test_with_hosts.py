@@ -80,7 +80,9 @@ async def test_trainers_and_the_real_role_of_hosts_train_together(tmp_path: Path
         for name in ("trainer", "second"):
             await world.start(name, program=roles.program(TrainerRole))
         assert await world.until(lambda: told(roles)["step"] >= 4, within_s=240), roles.story()
+        stats = [host.host.server.stats for host in hosts]  # what came together is one update
+        assert sum(one.backwards for one in stats) >= told(roles)["experts"]["updates"] > 0
         hosted = [one.model.version for host in hosts for one in host.host.experts.values()]
-        assert sum(hosted) >= told(roles)["experts"]["updates"] > 0
+        assert sum(hosted) == sum(one.updates for one in stats) > 0
         counted = lambda: roles.live["second"].status()["microbatches"]["counted"] > 0  # noqa: E731
         assert await world.until(counted, within_s=60), roles.story()
