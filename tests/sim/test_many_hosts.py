@@ -1,0 +1,56 @@
+"""Many real hosts under the virtual clock: hand-shakes, multiplexing, calls and directory as the daemon runs them."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import trio
+
+from peerd.core.ids import Key
+from peerd.machine.dht.node_state import KademliaConfig
+from peerd.service.dht.dht import DhtConfig
+from peerd.sim.clock import run_virtual
+from peerd.sim.programs import swarm
+from peerd.sim.world import World, WorldConfig
+from tests.kit.world import home_line
+
+HOSTS, BACKBONES, VALUES, LOOKUPS = 40, 3, 8, 32
+TABLE = KademliaConfig(k=8, wide=())  # so that nobody knows everybody
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_real_hosts_that_joined_through_a_few_backbones_find_everything_with_a_fifth_of_them_killed() -> None:
+    assert run_virtual(_found_after_loss, 1, seed=1) == LOOKUPS
+
+
+async def _found_after_loss(seed: int) -> int:
+    """How many look-ups, each by a host that never asked for the key, found its value."""
+    world, rng = (
+        World(seed, swarm(dht_config=DhtConfig(node=TABLE)), WorldConfig(line=home_line)),
+        random.Random(f"{seed}/many hosts"),
+    )
+    keys = [Key.of(f"value {number}") for number in range(VALUES)]
+    async with world.running():
+        await world.start_many(BACKBONES, bootstrap=True)
+        while len(world.nodes) < HOSTS:
+            await world.start_many(min(16, HOSTS - len(world.nodes)))
+        assert await world.until(
+            lambda: all(node.dht.status()["peers"] >= TABLE.k for node in world.living()), within_s=60
+        )
+        async with trio.open_nursery() as nursery:
+            for key in keys:
+                nursery.start_soon(_put, world, rng.randrange(HOSTS), key)
+        leaving = rng.sample(world.living()[BACKBONES:], HOSTS // 5)
+        for node in leaving:
+            await world.kill(node, silent=rng.random() < 0.5)
+        found = 0
+        for number in range(LOOKUPS):
+            key, reader = keys[number % VALUES], rng.choice(world.living())
+            found += any(record.value == key.raw for record in await reader.dht.get(key))
+        return found
+
+
+async def _put(world: World, number: int, key: Key) -> None:
+    assert await world.living()[number].dht.put(key, key.raw, ttl_s=3000.0) >= 8
