@@ -53,7 +53,7 @@ LAYERS = {
         *("core", "contents", "net", "service", "compute", "control", "commands", "devices", "home", "log"),
         *("registry", "role"),
     },
-    "launch": {"core", "net", "service", "control", "daemon", "home", "log"},
+    "launch": {"core", "net", "service", "control", "daemon", "home", "log", "role"},
     "cli": {
         *("core", "compute", "config", "control", "commands", "daemon", "demo", "home", "launch", "log"),
         *("registry", "role"),
