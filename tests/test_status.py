@@ -37,12 +37,16 @@ class Directory:
     def __init__(self, *entries: tuple[Key, bytes]) -> None:
         self.entries = [(key, Found(peer(number), value)) for number, (key, value) in enumerate(entries)]
 
-    async def get_many(self, keys: Iterable[Key], *, timeout_s: float, most_bytes: int) -> dict[Key, list[Found]]:
+    async def get_many(
+        self, keys: Iterable[Key], *, timeout_s: float, max_age_s: float, most_bytes: int
+    ) -> dict[Key, list[Found]]:
         return {key: [found for of, found in self.entries if of == key] for key in keys}
 
 
 class Silent:
-    async def get_many(self, keys: Iterable[Key], *, timeout_s: float, most_bytes: int) -> dict[Key, list[Found]]:
+    async def get_many(
+        self, keys: Iterable[Key], *, timeout_s: float, max_age_s: float, most_bytes: int
+    ) -> dict[Key, list[Found]]:
         raise Unreachable("nobody is there")
 
 

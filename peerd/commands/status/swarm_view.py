@@ -28,6 +28,7 @@ from peerd.service.dht.dht import Dht
 from peerd.service.rpc.types import Gate
 
 SWARM_TIMEOUT_S: Final = 5.0
+COPY_AGE_S: Final = 2.0  # many who watch one run make its keys hot: copies on the way will do
 STAGES_SHOWN: Final = 64  # of a swarm view: bounds its look-ups
 FRESH_S: Final = 22.0  # a rate in a record that is older counts no more: peers speak every 20 s at least
 _COUNTED_AS: Final = {"trainer": "brought", "expert": "updates"}  # what a role tells, in the leader-board
@@ -39,7 +40,9 @@ async def swarm_view(dht: Dht, run: RunFile, gate: Gate | None = None, wall: flo
     keys = [stage_key(run.run, number) for number in range(stages)]
     try:
         wanted = [*keys, progress_key(run.run), contributions_key(run.run)]
-        found = await dht.get_many(wanted, timeout_s=SWARM_TIMEOUT_S, most_bytes=DIRECTORY_READ_BYTES)
+        found = await dht.get_many(
+            wanted, timeout_s=SWARM_TIMEOUT_S, max_age_s=COPY_AGE_S, most_bytes=DIRECTORY_READ_BYTES
+        )
     except RemoteError as error:
         return {"run": run.run, "why": f"the directory gave no answer: {error}"}
     unreadable: list[Record] = []
