@@ -59,9 +59,11 @@ def svg(
         f'<text x="{WIDTH / 2}" y="20" text-anchor="middle" font-size="14">{escape(title)}</text>',
         *_axes(frame, axes),
     ]
+    falls = sum(one.means()[-1] - one.means()[0] for one in lines) < 0
+    first = TOP + 10 if falls else HEIGHT - BOTTOM - 14 * len(lines) - 4  # where the curves are not, at the end
     for number, one in enumerate(lines):
         parts += _line(frame, one)
-        y = HEIGHT - BOTTOM - 14 * (len(lines) - number) - 4
+        y = first + 14 * number
         dash = ' stroke-dasharray="5 4"' if one.dashed else ""
         color = COLORS[one.color % len(COLORS)]
         parts.append(f'<line x1="{WIDTH - 220}" x2="{WIDTH - 190}" y1="{y}" y2="{y}" stroke="{color}"{dash}/>')

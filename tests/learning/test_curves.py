@@ -30,3 +30,14 @@ def test_values_below_the_bottom_stay_in_the_picture() -> None:
     line = root.find(f"{SVG}polyline")
     assert line is not None
     assert all(0 <= float(point.split(",")[1]) <= 420 for point in line.attrib["points"].split())
+
+
+def test_the_legend_is_above_curves_that_fall_and_below_those_that_rise() -> None:
+    def legend_y(*values: float) -> float:
+        root = ElementTree.fromstring(svg("t", ("x", "y"), [Line("a", [1.0, 2.0], [list(values)])]))
+        return next(
+            float(text.attrib["y"]) for text in root.iter("{http://www.w3.org/2000/svg}text") if text.text == "a"
+        )
+
+    assert legend_y(9.0, 1.0) < 100
+    assert legend_y(1.0, 9.0) > 300
