@@ -105,8 +105,8 @@ _KEYS = [
     holders_key(RUN.run).raw,
 ]
 DIRECTORY = [
-    *(Good("dht/2/store", dht.StoreMessage([record], None)) for record in _RECORDS),
-    Good("dht/2/get", dht.FindMessage(_KEYS, None)),
+    *(Good("dht/3/store", dht.StoreMessage([record], None)) for record in _RECORDS),
+    Good("dht/3/get", dht.FindMessage(_KEYS, None)),
 ]
 POOL = Pool(
     goods.POOL.texts,
@@ -129,10 +129,10 @@ def _piece(body: bytes) -> list[Good]:
 _ANSWERS: dict[str, Answers] = {
     "vault/1/keep": [Good("vault/1/keep", Kept(held=True)), Good("vault/1/keep", Kept(held=False))],
     "vault/1/get": _piece,
-    "dht/2/get": [Good("dht/2/get", dht.RecordsMessage([[record]], [], None)) for record in _RECORDS],
-    "dht/2/ping": [Good("dht/2/ping", goods.DHT_REPLIES[0])],
-    "dht/2/find": [Good("dht/2/find", goods.DHT_REPLIES[1])],
-    "dht/2/store": [Good("dht/2/store", goods.DHT_REPLIES[3])],
+    "dht/3/get": [Good("dht/3/get", dht.RecordsMessage([[record]], [], None)) for record in _RECORDS],
+    "dht/3/ping": [Good("dht/3/ping", goods.DHT_REPLIES[0])],
+    "dht/3/find": [Good("dht/3/find", goods.DHT_REPLIES[1])],
+    "dht/3/store": [Good("dht/3/store", goods.DHT_REPLIES[3])],
 }
 
 
