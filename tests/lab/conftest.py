@@ -23,10 +23,14 @@ def lab() -> Iterator[Lab]:
 
 
 @pytest.fixture
-def wide() -> Iterator[WideLab]:
-    """A lab with routers and delays."""
+def _needs_a_wide_lab() -> None:
     reason = why_not_wide()
     if reason is not None:
         pytest.skip(reason)
+
+
+@pytest.fixture
+def wide(_needs_a_wide_lab: None) -> Iterator[WideLab]:
+    """A lab with routers and delays."""
     with WideLab() as lab:
         yield lab

@@ -341,6 +341,7 @@ def test_killing_a_host_ends_its_processes_and_their_connections(wide: WideLab, 
     assert not a.pids()
 
 
+@pytest.mark.usefixtures("_needs_a_wide_lab")
 def test_nothing_is_left_of_a_wide_lab() -> None:
     with WideLab() as lab:
         host = lab.host("host", "symmetric")
