@@ -43,7 +43,7 @@ _TOLD_S: Final = 0.2  # between two words of progress
 
 @dataclass(frozen=True, slots=True)
 class PlanWish:
-    """What the command line asks for."""
+    """The command line's wishes for one search."""
 
     links: Path
     run: tuple[Path, RunFile, Sequence[StageSize]] | None
@@ -89,7 +89,7 @@ def find(wish: PlanWish) -> Planned:
 
 
 def problem_of(links: LoadedLinks, wish: PlanWish) -> tuple[PlacementProblem, float]:
-    """What is to be placed, and the bytes that a device fetches which takes up another stage."""
+    """The problem to solve, and the bytes that a device fetches which takes up another stage."""
     if wish.run is not None:
         path, run, sizes = wish.run
         stages = tuple(StageWork(one.gradient_bytes, one.sent_bytes, one.work_flops, one.memory_bytes) for one in sizes)

@@ -77,7 +77,7 @@ def plan(
 
 
 def _tell_sizes(model: Path | None, other: Path | None, speed: float, as_json: bool) -> None:
-    """What a run asks for, from its file alone."""
+    """The report on a run's stages, from its file alone; printed."""
     from peerd.commands.plan import size_report
 
     if model is None:

@@ -32,7 +32,7 @@ _MEANT: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """What was asked, and what was found."""
+    """A plan with the question that it answers."""
 
     links: str
     problem: PlacementProblem
@@ -207,7 +207,7 @@ def _run(first: Sequence[tuple[str, int]], length: int) -> list[str]:
 
 
 def _followers(found: Planned) -> Iterator[Text]:
-    """Who sends to whom of the next stage; of many, only how many from place to place."""
+    """Lines on the devices that follow each other; of many, only their number from place to place."""
     devices, follows = found.problem.devices, found.placement.follows
     if not follows:
         return

@@ -1,4 +1,4 @@
-"""What a run asks of its peers, stage by stage: parameters, work, bytes, memory, and the line that a device needs."""
+"""Report on a run's stages: parameters, work, bytes, memory, and the line that a device needs."""
 
 from __future__ import annotations
 

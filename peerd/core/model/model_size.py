@@ -1,4 +1,4 @@
-"""What one stage of a run computes and sends, from its run file: parameters, FLOPs, bytes, memory, line.
+"""Sizes of a run's stages, from its run file: parameters, FLOPs, bytes, memory, line.
 
 Multiply-adds of a token: one for each value of a matrix that it passes, and of attention `context` x D in each layer
 (half of the square, for it is causal). A FLOP is half a multiply-add; forward and backward together are three forwards:

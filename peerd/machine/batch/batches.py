@@ -162,7 +162,7 @@ class Batches:
         return bool(due), dict(late)
 
     def _dead(self, ledger: Ledger, settled: Sequence[bool], lateness: Lateness) -> list[Mb]:
-        """What of a batch nobody can finish, sorted."""
+        """The microbatches of a batch that nobody can finish, sorted."""
         found = list[Mb]()
         for trainer in ledger.open:
             if trainer in self.trainers:
@@ -172,7 +172,7 @@ class Batches:
         return sorted(found)
 
     def _late(self, ledger: Ledger, settled: Sequence[bool], lateness: Lateness, trainer: str) -> list[Mb]:
-        """What a trainer has had for too long, of what a stage still needs: the oldest that it has come first."""
+        """A trainer's overdue microbatches that a stage still needs, the oldest first."""
         found = list[Mb]()
         for mb in ledger.open_of(trainer):
             if not ledger.is_missing(mb, settled):

@@ -15,7 +15,7 @@ _LATE_FACTOR: Final = 4.0  # times as long as it usually takes others
 
 
 class Usual:
-    """What trainers usually take: `(seconds from admission to end, time of the last end)` by trainer."""
+    """The trainers' usual times: `(seconds from admission to end, time of the last end)` by trainer."""
 
     def __init__(self, trainers: Mapping[str, tuple[float, float]]) -> None:
         self._trainers = trainers

@@ -149,5 +149,5 @@ class HotKeys:
 
 
 def lifetime_s(bits_beyond: int) -> float:
-    """How long a copy is kept where the key is so many bits farther away than its holders are."""
+    """Lifetime of a copy, in seconds, where the key is so many bits farther away than its holders are."""
     return _LIFETIME_S / (1 << min(bits_beyond, 16))

@@ -41,7 +41,8 @@ def runs(draw: st.DrawFn) -> RunFile:
     return RunFile(run="sizes", model=model, pipeline=stages, optimizer=draw(optimizers))
 
 
-def agrees(run: RunFile) -> None:
+def check_that_torch_agrees(run: RunFile) -> None:
+    """Assert that sizes from the run file alone are those of the modules that torch builds."""
     for size in stage_sizes(run, VOCAB):
         built = outline(run, [size.stage])
         assert stage_shapes(run, size.stage, VOCAB) == {n: tuple(p.shape) for n, p in built.named_parameters()}
@@ -52,13 +53,13 @@ def agrees(run: RunFile) -> None:
 
 @given(runs())
 def test_shapes_and_memory_are_those_of_the_model_that_torch_builds(run: RunFile) -> None:
-    agrees(run)
+    check_that_torch_agrees(run)
 
 
 @pytest.mark.parametrize("layers", [0, 1, 3])
 def test_layers_whose_feed_forward_experts_do_have_a_gate(layers: int) -> None:
     model = ModelSection(d_model=16, heads=2, layers=3)
-    agrees(RunFile(run="sizes", model=model, experts=ExpertsSection(layers=layers, grid=[4, 3])))
+    check_that_torch_agrees(RunFile(run="sizes", model=model, experts=ExpertsSection(layers=layers, grid=[4, 3])))
 
 
 def test_a_stage_with_values_has_as_many_parameters() -> None:
