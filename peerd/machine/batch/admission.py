@@ -108,8 +108,8 @@ class Admission:
     # --- trainers that do not finish --------------------------------------------------------------------------
 
     def lateness(self, now: float, lease_s: tuple[float, float], alone: bool) -> Lateness:
-        """The judge of overdue microbatches as of now. `lease_s`: where the others show what is usual, and else; `alone`:
-        the batch has no room for anything else.
+        """The judge of overdue microbatches as of now. `lease_s`: where the others show what is usual, and else;
+        `alone`: the batch has no room for anything else.
         """
         usual = Usual({name: (t.turn_s, t.pace.at) for name, t in self._trainers.items() if t.turn_s} if alone else {})
         return Lateness(now, lease_s, 2.0 ** min(self._patience, _PATIENCE_MOST), usual, self._lease, self._done_at)
