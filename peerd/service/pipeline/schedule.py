@@ -1,7 +1,8 @@
 """Pipeline schedule of a microbatch: forward through all stages, backward from the last, replay of a lost stage.
 
 For each microbatch the inputs and output gradients of every stage are kept until the step is averaged, so that a stage
-whose peer died can be done again alone. `StageClient` picks the peer of a stage, calls it and checks its answer.
+whose peer died can be done again alone. `StagePeers` picks the peer of a stage, `StageClient` calls it and checks its
+answer.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from peerd.core.messages.swarm import MemberInfo, StageAnswer
 from peerd.core.run.runfile import RunFile
 from peerd.machine.batch.trainer_ledger import Holding
 from peerd.machine.pipeline.routes import Route
-from peerd.service.pipeline.stage_client import StageClient, TrainerPapers, Ways
+from peerd.service.pipeline.stage_client import StageClient, TrainerPapers
+from peerd.service.pipeline.stage_peers import StagePeers, Ways
 from peerd.service.rpc.rpc import Answer, Rpc
 
 
@@ -41,7 +43,8 @@ class Pipeline:
     def __init__(
         self, run: RunFile, rpc: Rpc, clock: Clock, ways: Ways, papers: TrainerPapers, route: Route | None = None
     ) -> None:
-        self._stages = StageClient(run, rpc, clock, ways, papers, route)
+        self._peers = StagePeers(run.pipeline.stages, clock, ways, route)
+        self._stages = StageClient(run, rpc, self._peers, papers)
         self._last = run.pipeline.stages - 1
 
     async def train(self, step: int, seq: int, load: Load) -> list[Holding]:
@@ -79,20 +82,20 @@ class Pipeline:
 
     def update(self, members: Iterable[MemberInfo]) -> None:
         """These peers serve now."""
-        self._stages.update(members)
+        self._peers.update(members)
 
     def look(self) -> None:
         """Check the links to peers with overdue answers; to be called now and then."""
-        self._stages.look()
+        self._peers.look()
 
     def peers(self) -> int:
         """Stage peers that may be called."""
-        return self._stages.peers()
+        return len(self._peers)
 
     @property
     def waits_for(self) -> str | None:
         """The reason that no peer of a stage is called; None: nothing is in the way."""
-        return self._stages.waits_for
+        return self._peers.waits_for
 
     @property
     def retries(self) -> int:

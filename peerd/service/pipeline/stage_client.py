@@ -9,46 +9,28 @@ for a repeat, are `schedule`'s. Hostile input: an answer with a wrong shape or r
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import msgspec
 import trio
 
-from peerd.core.clock import Clock
-from peerd.core.errors import Overloaded, ProtocolViolation, RemoteError, Unreachable
+from peerd.core.errors import Overloaded, ProtocolViolation, RemoteError
 from peerd.core.frame import TensorFrame
 from peerd.core.ids import PeerId
 from peerd.core.messages.proof import has_received
-from peerd.core.messages.swarm import Grant, Mb, MemberInfo, StageAnswer, StageBackward, StageForward, StageLoss
+from peerd.core.messages.swarm import Grant, Mb, StageAnswer, StageBackward, StageForward, StageLoss
 from peerd.core.run.runfile import RunFile, fingerprint
 from peerd.machine.batch.trainer_ledger import Holding
-from peerd.machine.pipeline.routes import Route
-from peerd.machine.pipeline.wiring import BACKWARD_COST, Wiring
+from peerd.machine.pipeline.wiring import BACKWARD_COST
+from peerd.service.pipeline.stage_peers import StagePeers
 from peerd.service.rpc.rpc import Answer, Rpc
-from peerd.signals import Signal
 
 log = logging.getLogger("peerd.service.pipeline.stage_client")
 
 FORWARD_TIMEOUT_S = 30.0
 BACKWARD_TIMEOUT_S = 75.0
 _SOON_S, _NOT_SO_SOON_S = 0.05, 5.0  # before a peer is asked again that says it cannot take a call now
-_OVERDUE_S = 5.0  # that an answer takes before its peer's link is checked
-_AWAY_S = 0.5  # between looks for a connection from one of the peers that can only dial
-
-
-class Ways(Protocol):
-    """The links to stage peers, as the client sees them."""
-
-    def linked(self, peer: PeerId) -> bool:
-        """True when calls get through to `peer` though it cannot be dialed."""
-        ...
-
-    def doubt(self, peer: PeerId) -> None:
-        """An answer is overdue: check that the peer is still there."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,21 +66,12 @@ class _Call:
 
 
 class StageClient:
-    """Calls to the stages of one run, to whichever peers serve them, or to those that a route names."""
+    """Calls to the stages of one run, each to one of `peers`."""
 
-    def __init__(
-        self, run: RunFile, rpc: Rpc, clock: Clock, ways: Ways, papers: TrainerPapers, route: Route | None = None
-    ) -> None:
-        self._rpc, self._ways, self._papers, self._route = rpc, ways, papers, route
-        self._clients: set[str] = set()  # stage peers that only dial: called while they are connected
+    def __init__(self, run: RunFile, rpc: Rpc, peers: StagePeers, papers: TrainerPapers) -> None:
+        self._rpc, self._peers, self._papers = rpc, peers, papers
         self._fingerprint = fingerprint(run)
         self._dtype, self._width = run.model.dtype, run.model.d_model
-        stages = range(run.pipeline.stages)
-        self._wirings = [Wiring(clock.rng(f"wiring {stage}")) for stage in stages]
-        self._calls: dict[str, dict[trio.CancelScope, float]] = {}  # peer -> its calls, each with its start
-        self._uplinks: list[dict[str, float]] = [{} for _ in stages]  # peer -> bytes/s that it says arrive there
-        self._changed = Signal()  # when other peers serve
-        self.waits_for: str | None = None
         self.retries = 0
         self.sent_bytes = 0
         self.received_bytes = 0
@@ -125,9 +98,9 @@ class StageClient:
 
     async def _call(self, call: _Call) -> tuple[str, Answer[StageAnswer]]:
         """Call one peer of the stage after the other until one gives a valid answer."""
-        wiring, failed = self._wirings[call.stage], set[str]()
+        wiring, failed = self._peers.wiring(call.stage), set[str]()
         while True:
-            name = await self._pick(call.stage, call.cost, failed)
+            name = await self._peers.pick(call.stage, call.cost, failed)
             started = trio.current_time()
             try:
                 answer = await self._ask(name, call)
@@ -152,7 +125,7 @@ class StageClient:
             body = msgspec.structs.replace(body, line_bytes_per_s=self._line(call, peer))
         if isinstance(body, StageBackward):
             body = msgspec.structs.replace(body, grant=self._papers.grant_of(body.seq))
-        with self._call_to(name):
+        with self._peers.call_to(name):
             answer = await self._rpc.call(
                 peer, f"stage/3/{call.verb}", body, StageAnswer, frames=call.frames, timeout_s=call.timeout_s
             )
@@ -163,82 +136,14 @@ class StageClient:
 
     def _line(self, call: _Call, peer: PeerId) -> float:
         """The slowest line, in bytes/s, that the answer passes: to us, and on to the next stage; 0: unknown."""
-        onward = self._uplinks[call.onward].values() if call.onward >= 0 else ()
+        onward = self._peers.arrival_rates(call.onward)
         return min((rate for rate in [self._rpc.arrival_rate(peer), *onward] if rate), default=0.0)
 
     def _note(self, name: str, call: _Call, answer: Answer[StageAnswer]) -> None:
         """Note the rate of the line to the peer, and the bytes that a call took."""
-        if answer.body.arrival_bytes_per_s > 0:
-            self._uplinks[call.stage][name] = answer.body.arrival_bytes_per_s
+        self._peers.note_arrival_rate(call.stage, name, answer.body.arrival_bytes_per_s)
         self.sent_bytes += sum(len(frame.payload) for frame in call.frames)
         self.received_bytes += sum(len(frame.payload) for frame in answer.frames)
-
-    @contextmanager
-    def _call_to(self, name: str) -> Iterator[None]:
-        """The scope of a call to a peer: raises Unreachable when the peer leaves the swarm meanwhile."""
-        scopes = self._calls.setdefault(name, {})
-        with trio.CancelScope() as scope:
-            scopes[scope] = trio.current_time()
-            try:
-                yield
-            finally:
-                del scopes[scope]
-                if not scopes:
-                    self._calls.pop(name, None)
-        if scope.cancelled_caught:
-            raise Unreachable("the peer has left the swarm", PeerId.parse(name))
-
-    # --- peers ------------------------------------------------------------------------------------------------
-
-    def update(self, members: Iterable[MemberInfo]) -> None:
-        """These peers serve now."""
-        ready = [m for m in members if m.ready]
-        self._clients = {m.peer for m in ready if m.client}
-        for stage, wiring in enumerate(self._wirings):
-            peers = {m.peer for m in ready if m.stage == stage}
-            if self._route is not None:
-                peers = set(self._route.allowed(stage, sorted(peers)))
-            wiring.update(peers)
-            self._uplinks[stage] = {peer: rate for peer, rate in self._uplinks[stage].items() if peer in peers}
-        for name in self._calls.keys() - {m.peer for m in ready}:
-            for scope in self._calls[name]:  # a peer that has left will not answer: do not wait for the deadline
-                scope.cancel()
-        self._changed.notify()
-
-    def look(self) -> None:
-        """Check the links to peers with overdue answers; to be called now and then.
-
-        Otherwise a peer whose answers do not come through would cost us the whole time limit of a call.
-        """
-        now = trio.current_time()
-        for name, since in self._calls.items():
-            if now - min(since.values()) > _OVERDUE_S:
-                self._ways.doubt(PeerId.parse(name))
-
-    def peers(self) -> int:
-        """Stage peers that may be called."""
-        return sum(len(wiring) for wiring in self._wirings)
-
-    async def _pick(self, stage: int, cost: float, avoid: set[str]) -> str:
-        """The stage's next peer; waits while all rest or none is there."""
-        wiring = self._wirings[stage]
-        while True:
-            now = trio.current_time()
-            away = {name for name in self._clients if not self._ways.linked(PeerId.parse(name))}
-            name = wiring.pick(now, cost, avoid, away)
-            if name is not None:
-                self.waits_for = None
-                return name
-            due = wiring.wakes_at(now)
-            self.waits_for = (
-                f"stage {stage} has no peers{' on this route' if self._route is not None else ''}"
-                if due is None
-                else f"the peers of stage {stage} failed just now"
-            )
-            if due is not None and due <= now:  # the peers that do not rest can only dial, and have not yet
-                self.waits_for, due = f"the peers of stage {stage} can only dial, and are not connected", now + _AWAY_S
-            with trio.move_on_at(due + 0.01 if due is not None else now + 5.0):
-                await self._changed.wait()
 
     # --- answers ----------------------------------------------------------------------------------------------
 

@@ -1,0 +1,127 @@
+"""The peers of each stage as one trainer knows them: who serves, who is asked next, who rests, and why it waits.
+
+Keeps the scope of every call under way, so that a call ends when its peer leaves the swarm, and the link of a peer
+whose answers are overdue is looked at. How much each peer is asked is `machine/pipeline/wiring`'s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+import trio
+
+from peerd.core.clock import Clock
+from peerd.core.errors import Unreachable
+from peerd.core.ids import PeerId
+from peerd.core.messages.swarm import MemberInfo
+from peerd.machine.pipeline.routes import Route
+from peerd.machine.pipeline.wiring import Wiring
+from peerd.signals import Signal
+
+_OVERDUE_S = 5.0  # that an answer takes before its peer's link is checked
+_AWAY_S = 0.5  # between looks for a connection from one of the peers that can only dial
+
+
+class Ways(Protocol):
+    """The links to stage peers, as their callers see them."""
+
+    def linked(self, peer: PeerId) -> bool:
+        """True when calls get through to `peer` though it cannot be dialed."""
+        ...
+
+    def doubt(self, peer: PeerId) -> None:
+        """An answer is overdue: check that the peer is still there."""
+        ...
+
+
+class StagePeers:
+    """See the module's header. `route`: held to its peers, else to whichever serve."""
+
+    def __init__(self, stages: int, clock: Clock, ways: Ways, route: Route | None = None) -> None:
+        self._ways, self._route = ways, route
+        self._clients: set[str] = set()  # stage peers that only dial: called while they are connected
+        self._wirings = [Wiring(clock.rng(f"wiring {stage}")) for stage in range(stages)]
+        self._calls: dict[str, dict[trio.CancelScope, float]] = {}  # peer -> its calls, each with its start
+        self._uplinks: list[dict[str, float]] = [{} for _ in range(stages)]  # peer -> bytes/s that it says arrive there
+        self._changed = Signal()  # when other peers serve
+        self.waits_for: str | None = None  # the reason that no peer of a stage is called
+
+    def __len__(self) -> int:
+        """Stage peers that may be called."""
+        return sum(len(wiring) for wiring in self._wirings)
+
+    def wiring(self, stage: int) -> Wiring:
+        """The choice among the peers of one stage."""
+        return self._wirings[stage]
+
+    def update(self, members: Iterable[MemberInfo]) -> None:
+        """These peers serve now."""
+        ready = [m for m in members if m.ready]
+        self._clients = {m.peer for m in ready if m.client}
+        for stage, wiring in enumerate(self._wirings):
+            peers = {m.peer for m in ready if m.stage == stage}
+            if self._route is not None:
+                peers = set(self._route.allowed(stage, sorted(peers)))
+            wiring.update(peers)
+            self._uplinks[stage] = {peer: rate for peer, rate in self._uplinks[stage].items() if peer in peers}
+        for name in self._calls.keys() - {m.peer for m in ready}:
+            for scope in self._calls[name]:  # a peer that has left will not answer: do not wait for the deadline
+                scope.cancel()
+        self._changed.notify()
+
+    async def pick(self, stage: int, cost: float, avoid: set[str]) -> str:
+        """The stage's next peer; waits while all rest or none is there."""
+        wiring = self._wirings[stage]
+        while True:
+            now = trio.current_time()
+            away = {name for name in self._clients if not self._ways.linked(PeerId.parse(name))}
+            name = wiring.pick(now, cost, avoid, away)
+            if name is not None:
+                self.waits_for = None
+                return name
+            due = wiring.wakes_at(now)
+            self.waits_for = (
+                f"stage {stage} has no peers{' on this route' if self._route is not None else ''}"
+                if due is None
+                else f"the peers of stage {stage} failed just now"
+            )
+            if due is not None and due <= now:  # the peers that do not rest can only dial, and have not yet
+                self.waits_for, due = f"the peers of stage {stage} can only dial, and are not connected", now + _AWAY_S
+            with trio.move_on_at(due + 0.01 if due is not None else now + 5.0):
+                await self._changed.wait()
+
+    @contextmanager
+    def call_to(self, name: str) -> Iterator[None]:
+        """The scope of a call to a peer: raises Unreachable when the peer leaves the swarm meanwhile."""
+        scopes = self._calls.setdefault(name, {})
+        with trio.CancelScope() as scope:
+            scopes[scope] = trio.current_time()
+            try:
+                yield
+            finally:
+                del scopes[scope]
+                if not scopes:
+                    self._calls.pop(name, None)
+        if scope.cancelled_caught:
+            raise Unreachable("the peer has left the swarm", PeerId.parse(name))
+
+    def look(self) -> None:
+        """Check the links to peers with overdue answers; to be called now and then.
+
+        Otherwise a peer whose answers do not come through would cost us the whole time limit of a call.
+        """
+        now = trio.current_time()
+        for name, since in self._calls.items():
+            if now - min(since.values()) > _OVERDUE_S:
+                self._ways.doubt(PeerId.parse(name))
+
+    def note_arrival_rate(self, stage: int, name: str, bytes_per_s: float) -> None:
+        """Note the rate at which our frames arrive at `name`, as it says; 0: it does not know."""
+        if bytes_per_s > 0:
+            self._uplinks[stage][name] = bytes_per_s
+
+    def arrival_rates(self, stage: int) -> list[float]:
+        """The rates at which our frames arrive at the stage's peers, where known; empty for a stage that is not."""
+        return list(self._uplinks[stage].values()) if stage >= 0 else []
