@@ -226,10 +226,10 @@ def test_a_backbone_needs_room_for_sets_of_all_stages(tmp_path: Path, capsys: py
 def test_a_bootstrap_that_leads_nowhere_fails_in_the_words_in_which_join_waits(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with processes(tmp_path) as started, serving(tmp_path) as web:
+    with processes(tmp_path) as started, serving(tmp_path) as web, socket.socket() as closed:
         addr = started.backbone().address()
-        with socket.create_server(("127.0.0.1", 0)) as closed:
-            port = closed.getsockname()[1]
+        closed.bind(("127.0.0.1", 0))  # nobody else gets the port, and nobody listens there
+        port = closed.getsockname()[1]
         stranger = f"{addr.partition('/p2p/')[0]}/p2p/{OTHER}"
         website = f"/ip4/127.0.0.1/tcp/{web.address.rpartition(':')[2]}/p2p/{OTHER}"
         for wrong, says in (

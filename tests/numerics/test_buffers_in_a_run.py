@@ -19,7 +19,7 @@ from roles.backbone import BackboneRole
 from roles.trainer import TrainerRole
 from tests.kit.exact import write_texts
 from tests.kit.normed import write_normed
-from tests.kit.training import all_finished, swarm
+from tests.kit.training import Peer, all_finished, swarm
 
 STEPS, LATE = 40, 5
 
@@ -44,12 +44,22 @@ async def test_replicas_with_batch_norm_agree_also_with_one_that_joins_late(
         evaluate=EvaluateSection(every_steps=STEPS, samples=16),
     )
     monkeypatch.chdir(tmp_path)
+    late: list[Peer] = []
+    as_usual = TrainerRole.in_flight
+
+    def in_flight(self: TrainerRole) -> int:
+        """Nothing for a while, where the late one would find the run at its end."""
+        arrived = any(peer.role.replica is not None and peer.role.replica.step for peer in late)
+        return as_usual(self) if arrived or self.replica is None or self.replica.step <= LATE else 0
+
+    monkeypatch.setattr(TrainerRole, "in_flight", in_flight)
     async with swarm(tmp_path / "peers") as s:
         await s.start("backbone", BackboneRole, None)
         peers = [await s.start(f"replica{i}", TrainerRole, run) for i in range(2)]
         while peers[0].role.replica.step < LATE:
             await peers[0].role.replica.moved()
-        peers.append(await s.start("late", TrainerRole, run))
+        late.append(await s.start("late", TrainerRole, run))
+        peers += late
         await all_finished(s, peers)
         modules = [peer.role.replica.post.served.module for peer in peers]
     done = [module for module in modules if module.step == STEPS]  # its end may overtake a slow peer's leaving
