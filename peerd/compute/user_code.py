@@ -7,13 +7,31 @@ user put there: nothing that comes over the network ever reaches this file.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
+
+import torch
 
 from peerd.contents import local_file
 from peerd.core.errors import ConfigError
 from peerd.local_code import guarded, imported, look_here
+
+_DRAWING = threading.RLock()
+
+
+@contextmanager
+def torchs_random_numbers(seed: int | None = None) -> Iterator[None]:
+    """The scope of code that draws from torch's own generator, from `seed` on, if given; then that is as it was before.
+
+    All threads of the process share that generator: of several that draw at once, none would get what its seed says.
+    """
+    with _DRAWING, torch.random.fork_rng(devices=[]):
+        if seed is not None:
+            torch.manual_seed(seed)
+        yield
 
 
 def find_function(text: str, key: str, otherwise: str = "") -> Callable[..., object]:

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from peerd.compute.model.layers import Attention, RMSNorm
-from peerd.compute.user_code import find_function
+from peerd.compute.user_code import find_function, torchs_random_numbers
 from peerd.contents import is_function
 from peerd.core.errors import ConfigError
 from peerd.core.experts.grid import Uid, sample_shapes
@@ -157,8 +157,7 @@ def _start(seed: int, uid: Uid, name: str, shape: torch.Size) -> Tensor:
 def _own(run: RunFile, uid: Uid) -> nn.Module:
     block = _section(run).block
     function = find_function(block, "experts.block", "ffn, ffn1, transformer, or ")
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed_of(run.seed, uid))
+    with torchs_random_numbers(seed_of(run.seed, uid)):
         module = guarded(lambda: function(run), f"experts.block {block} failed")
     if not isinstance(module, nn.Module) or not any(p.requires_grad for p in module.parameters()):
         raise ConfigError(f"experts.block {block} must return a torch.nn.Module that has parameters")

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from peerd.compute.model.partition import DTYPES, own_layers, own_parts
 from peerd.compute.tensors import dtype_name
 from peerd.compute.tokenizer import load_vocabulary
+from peerd.compute.user_code import torchs_random_numbers
 from peerd.contents import is_function, source_of
 from peerd.core.errors import ConfigError
 from peerd.core.run.runfile import RunFile
@@ -41,7 +42,7 @@ def try_layers(run: RunFile) -> None:
     x = tokens.view(samples, run.model.context)
     between = _Shape((*x.shape, width), "samples, model.context, model.d_model")
     last = _Shape((*x.shape, vocab), "samples, model.context, tokens of the vocabulary")
-    with torch.random.fork_rng(devices=[]):
+    with torchs_random_numbers():
         for index in range(len(layers)):
             layer, layers[index] = layers[index], nn.Identity()
             expected = last if index == len(layers) - 1 else between

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from peerd.compute.model.layers import Block, Embedding, ExpertBlock, Head
 from peerd.compute.tokenizer import load_vocabulary
-from peerd.compute.user_code import find_function
+from peerd.compute.user_code import find_function, torchs_random_numbers
 from peerd.core.errors import ConfigError
 from peerd.core.experts.grid import grid_of
 from peerd.core.model.model_shapes import even_parts, first_with_experts, stage_spans
@@ -133,8 +133,7 @@ def own_layers(run: RunFile) -> list[nn.Module]:
     """The layers that the user's function returns, in the dtype of the run; see the file's header."""
     kind = run.model.kind
     function = find_function(kind, "model.kind", "gpt, or ")
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(run.seed)
+    with torchs_random_numbers(run.seed):
         modules = guarded(lambda: function(run), f"model.kind {kind} failed")
     if not isinstance(modules, list) or not all(isinstance(module, nn.Module) for module in modules):
         raise ConfigError(f"model.kind {kind} must return a list of torch.nn.Module, one per layer")
