@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import math
 from collections import deque
+from contextlib import nullcontext
 from typing import Any, ClassVar
 
 import torch
@@ -33,7 +34,8 @@ from peerd.core.run.runfile import RunFile
 from peerd.machine.batch.trainer_ledger import Holding
 from peerd.machine.rate.work_rate import WorkRate
 from peerd.role import RoleContext
-from peerd.service.pipeline.schedule import Load
+from peerd.service.pipeline.direct import DirectPipeline
+from peerd.service.pipeline.load import Load
 from peerd.training.contributor import Contributor
 from peerd.training.moe.expert_flights import ExpertFlights
 from peerd.training.stage.member import StageMember
@@ -104,6 +106,11 @@ class TrainerRole:
         corpus = await self._read_through()
         await self._services.compare_settings(corpus)
         self._rate = WorkRate(self._ctx.clock.now())
+        relays = self._pipeline.relaying.serving() if isinstance(self._pipeline, DirectPipeline) else nullcontext()
+        with relays:
+            await self._train_to_the_end(stream, task_status)
+
+    async def _train_to_the_end(self, stream: SampleStream, task_status: trio.TaskStatus[None]) -> None:
         async with trio.open_nursery() as nursery:
             self._nursery = nursery
             if self.replica is not None:

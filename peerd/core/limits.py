@@ -111,6 +111,8 @@ GRANTS_VERIFIED: Final = 1024  # admissions whose signature was looked at and ne
 # --- steps: what a run file and a swarm may ask for, so that every message about them can be sent ----------------
 STAGES: Final = 1024  # of one pipeline: a microbatch's holders and receipts, stage by stage, are told in one piece
 POSTS: Final = 2  # stages that one peer serves at once: orders to all and to a helper fit into what one peer may call
+ATTEMPTS: Final = 1 << 16  # of one microbatch: beyond any patience
+BROKEN_CHARS: Final = 300  # of the reason that a microbatch's way ended: a sentence
 JOINER_STAGES: Final = 8  # stages whose checkpoints a peer that joins tells of: more than it will have served
 LAST_STEP: Final = (1 << 53) - 1  # that every language can count to, in any number it has
 MICROBATCHES: Final = 16_384  # of one step: as spans of numbers, in any order, 180 KiB at most

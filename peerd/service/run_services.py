@@ -13,10 +13,12 @@ from peerd.contents import named_files
 from peerd.core.clock import Clock
 from peerd.core.errors import ConfigError, RemoteError
 from peerd.core.ids import PeerId
+from peerd.core.messages.handover import Way
 from peerd.core.messages.settings import PublishedSettings, differences
 from peerd.core.messages.swarm import Grant
 from peerd.core.run.runfile import BYTES_PER_MBIT, RunFile, fingerprint, shared_text, sources_of
 from peerd.core.work import Worker
+from peerd.machine.connectivity import path_selection
 from peerd.machine.pipeline.routes import Route
 from peerd.machine.swarm.events import ConductorConfig
 from peerd.net.host.host import Host
@@ -27,6 +29,7 @@ from peerd.service.conductor.orders import ConductingConfig
 from peerd.service.conductor.placing import Placing
 from peerd.service.conductor.rivals import Rivals
 from peerd.service.dht.dht import Dht
+from peerd.service.pipeline.direct import DirectPipeline
 from peerd.service.pipeline.schedule import Pipeline
 from peerd.service.pipeline.stage_calls import StageCalls
 from peerd.service.pipeline.stage_client import TrainerPapers
@@ -175,14 +178,22 @@ class RunServices:
 
         return ExpertClient(self.run, self._rpc, self.experts, self.clock, worker)
 
-    def pipeline(self, grant_of: Callable[[int], Grant | None]) -> Pipeline:
+    def pipeline(self, grant_of: Callable[[int], Grant | None]) -> Pipeline | DirectPipeline:
         """For a trainer: calls to the stages. `grant_of`: the grant for a microbatch of ours, by its number."""
-        papers = TrainerPapers(self._host.id.text, grant_of)
-        return Pipeline(self.run, self._rpc, self.clock, self, papers, self.route)
+        papers = TrainerPapers(self._host.id.text, grant_of, self._host.sign)
+        direct = self.run.pipeline.handover == "direct" and self.run.pipeline.stages > 1
+        return (DirectPipeline if direct else Pipeline)(self.run, self._rpc, self.clock, self, papers, self.route)
 
     def linked(self, peer: PeerId) -> bool:
         """True when calls get through to `peer` though it cannot be dialed; a replica is called by its own trainer."""
         return peer == self._host.id or self._host.links.best(peer) is not None
+
+    def way(self, peer: PeerId) -> Way:
+        """The kind of the best link to `peer`; empty where there is none."""
+        if peer == self._host.id:
+            return "direct"
+        link = self._host.links.best(peer)
+        return "" if link is None else "relay" if link.way == path_selection.Way.RELAYED else "direct"
 
     def doubt(self, peer: PeerId) -> None:
         """An answer is overdue: check that the peer is still there."""

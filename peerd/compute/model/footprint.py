@@ -14,6 +14,8 @@ from peerd.core.errors import ConfigError
 from peerd.core.model.stage_memory import StageFootprint, footprint_of
 from peerd.core.run.runfile import RunFile
 
+_LEAST_ROOM_BYTES = 16 << 20  # for activations: with less than a few microbatches a stage does nothing
+
 
 def footprint(run: RunFile, stage: int) -> StageFootprint:
     """The room that `stage` of `run` takes; ConfigError when the model cannot be built."""
@@ -65,6 +67,18 @@ def spare_bytes(run: RunFile, state_bytes: int) -> int:
         return state_bytes
     left = int(run.limits.memory_gb * 1e9) - _held_bytes() - 2 * state_bytes
     return max(0, min(left, state_bytes))
+
+
+def room_for_activations(run: RunFile) -> int:
+    """Bytes for tensors of microbatches that a stage keeps or has under way: by limits.activations_mb, else half of the
+    memory that is free now, within limits.memory_gb.
+    """
+    if run.limits.activations_mb:
+        return run.limits.activations_mb << 20
+    free: int = psutil.virtual_memory().available
+    if run.limits.memory_gb:
+        free = min(free, int(run.limits.memory_gb * 1e9) - _held_bytes())
+    return max(_LEAST_ROOM_BYTES, free // 2)
 
 
 def _held_bytes() -> int:

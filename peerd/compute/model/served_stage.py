@@ -65,12 +65,35 @@ class _Kept:
     frames: Sequence[TensorFrame]  # inputs; the output's gradient, or the targets in the last stage
     outcome: StageOutcome
     at: int  # the step of the parameters that it was computed with
+    bytes: int = 0
+
+    def __post_init__(self) -> None:
+        answer = self.outcome.answer
+        given = answer.nbytes if isinstance(answer, Tensor) else 0
+        self.bytes = given + sum(len(frame.payload) for frame in self.frames)
 
 
 class _Book(dict[Mb, _Kept]):
-    """The microbatches of one step, in the order in which they came. `tainted`: the sum has others in it, too."""
+    """The microbatches of one step, in the order in which they came. `tainted`: the sum has others in it, too.
+
+    `bytes`: of their tensors.
+    """
 
     tainted = False
+    bytes = 0
+
+    def __setitem__(self, mb: Mb, kept: _Kept) -> None:
+        assert mb not in self
+        super().__setitem__(mb, kept)
+        self.bytes += kept.bytes
+
+    def __delitem__(self, mb: Mb) -> None:
+        self.bytes -= self[mb].bytes
+        super().__delitem__(mb)
+
+    def clear(self) -> None:
+        super().clear()
+        self.bytes = 0
 
 
 class Model(Protocol):
@@ -196,6 +219,29 @@ class ServedStage:
         outcome = StageOutcome(gradient, loss_sum, time.perf_counter() - began)
         book[mb] = _Kept(frames, outcome, self.module.step)
         return outcome
+
+    def found(self, step: int, mb: Mb) -> StageOutcome | None:
+        """The outcome of a backward of `step` that was made here; None: there was none, or it was let go of."""
+        kept = (self._early if self._at(step) else self._held).get(mb)
+        return kept.outcome if kept is not None else None
+
+    def output_again(self, step: int, mb: Mb) -> StageOutcome:
+        """The output for a microbatch whose backward was made here, by the parameters of then; Stale: it is not kept.
+
+        What is answered is not kept: nothing changes.
+        """
+        began = time.perf_counter()
+        kept = (self._early if self._at(step) else self._held).get(mb)
+        if kept is None or not kept.frames:
+            raise Stale("the microbatch is not kept here")
+        with self.module.as_of(kept.at):
+            y = self.module.forward(_whole_numbers_as_int64(decode(kept.frames[0], name="a kept input")), training=True)
+        return StageOutcome(y, 0.0, time.perf_counter() - began)
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of what is kept of the microbatches in both sums: their tensors in and out."""
+        return self._held.bytes + self._early.bytes
 
     def _note(self, book: _Book, mb: Mb, at: int) -> None:
         """Note a microbatch that was added by itself, with nothing of which it could be computed again."""

@@ -1,23 +1,27 @@
 """Proofs that peers show each other: signed statements about one microbatch, step or position.
 
 `Grant`: the conductor has admitted these microbatches of this trainer. `Receipt`: this stage peer holds this
-microbatch's gradient. Both name run, step and the peer they are for, so that they prove nothing anywhere else; each
-kind has a domain of its own, so that no signature of one counts for another. What is signed is our encoding of the
-statement, which the reader makes anew from what it knows. Hostile input: signatures of any content, which simply do not
-count.
+microbatch's gradient. `Ticket`: this trainer has chosen this way for it. All name run, step and the peer they are for,
+so that they prove nothing anywhere else; each kind has a domain of its own, so that no signature of one counts for
+another. What is signed is our encoding of the statement, which the reader makes anew from what it knows. Hostile input:
+signatures of any content, which simply do not count.
 """
 
 from __future__ import annotations
 
 from typing import Final, Protocol
 
+import msgspec
+
 from peerd.core.ids import PeerId
 from peerd.core.keys import verify
 from peerd.core.messages.encoding import encode
+from peerd.core.messages.handover import Ticket, TicketStatement
 from peerd.core.messages.swarm import Grant, GrantStatement, Mb, Receipt, ReceiptStatement
 
 _GRANT: Final = b"peerd grant 1\0"
 _RECEIPT: Final = b"peerd receipt 1\0"
+_TICKET: Final = b"peerd ticket 1\0"
 
 
 class Sign(Protocol):
@@ -46,3 +50,15 @@ def has_received(holder: PeerId, run: bytes, stage: int, step: int, mb: Mb, show
     """True when `holder` signed the receipt `shown` for `mb` of `step` in `stage` of `run`."""
     statement = ReceiptStatement(run, shown.session, stage, step, mb)
     return verify(holder, _RECEIPT + encode(statement), shown.signature)
+
+
+def signed_ticket(sign: Sign, run: bytes, trainer: str, ticket: Ticket) -> Ticket:
+    """The ticket with the signature of its trainer, whose `sign` this is."""
+    bare = msgspec.structs.replace(ticket, signature=b"")
+    return msgspec.structs.replace(ticket, signature=sign(_TICKET + encode(TicketStatement(run, trainer, bare))))
+
+
+def is_ticket_of(trainer: PeerId, run: bytes, shown: Ticket) -> bool:
+    """True when `trainer` signed the ticket `shown` in `run`."""
+    bare = msgspec.structs.replace(shown, signature=b"")
+    return verify(trainer, _TICKET + encode(TicketStatement(run, trainer.text, bare)), shown.signature)

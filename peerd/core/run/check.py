@@ -167,6 +167,7 @@ _LIMIT_RANGES: Final = {
     "microbatches_in_flight": (0, 4096, "0 (chosen) to 4096"),
     "data_cache_mb": (1, 1 << 30, f"1 to {1 << 30}"),
     "keep_totals": (0, STATE_TOTALS, f"0 to {STATE_TOTALS}"),
+    "activations_mb": (0, 1 << 30, f"0 (half of what is free) to {1 << 30}"),
     "upload_mbit": (0, 1_000_000, "0 (no limit) to 1000000"),
     "download_mbit": (0, 1_000_000, "0 (no limit) to 1000000"),
     "threads": (0, 1024, "0 (no limit) to 1024"),

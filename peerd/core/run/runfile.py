@@ -51,6 +51,8 @@ class BoundarySection(Section, frozen=True):
 class PipelineSection(Section, frozen=True):
     stages: int = 1  # 1: no pipeline, every trainer holds the whole model
     microbatch: int = 8  # samples
+    # Who carries tensors from stage to stage: the stages' peers, each to the next one, or the trainer.
+    handover: Literal["direct", "trainer"] = "direct"
     boundary: BoundarySection = BoundarySection()
 
 
@@ -180,6 +182,7 @@ class LimitsSection(Section, frozen=True):
     stage: int | list[int] | None = None  # the stages to serve, or help; none: the one that needs a peer most
     data_cache_mb: int = 10_240  # MiB of disk for files fetched over http(s)
     keep_totals: int = 64  # summed gradients of the last steps kept for newcomers, in no more memory than the state's
+    activations_mb: int = 0  # MiB of microbatches' tensors that a stage keeps or has under way; 0: half of what is free
     upload_mbit: float = 0.0  # what this peer may send, Mb/s: its share of averaging follows it; 0: no limit
     download_mbit: float = 0.0  # what it may receive
     relay: bool | None = None  # carry connections between peers that cannot reach each other; none: backbones do

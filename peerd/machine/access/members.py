@@ -30,6 +30,8 @@ CALLERS: Final[dict[str, frozenset[str]]] = {
     "stage/3/prepare": frozenset({"stage"}),
     "stage/3/commit": frozenset({"stage"}),
     "stage/3/restore": frozenset({"stage"}),
+    "handover/1/pass": frozenset({"trainer", "stage"}),
+    "handover/1/relay": frozenset({"stage"}),
     "swarm/3/member": frozenset({"stage", "aux"}),
     "swarm/3/trainer": frozenset({"trainer"}),
     "average/1": frozenset({"stage", "aux"}),
@@ -41,6 +43,8 @@ CALLERS: Final[dict[str, frozenset[str]]] = {
 SERVERS: Final[dict[str, frozenset[str]]] = {
     "stage/3/prepare": frozenset({"stage", "aux"}),
     "stage/3": frozenset({"stage"}),
+    "handover/1/pass": frozenset({"stage"}),
+    "handover/1/relay": frozenset({"trainer"}),
     "swarm/3": frozenset({"stage"}),
     "average/1": frozenset({"stage", "aux"}),
     "state/1": frozenset({"stage"}),

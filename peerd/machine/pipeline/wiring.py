@@ -101,6 +101,11 @@ class Wiring:
         if peer is not None:
             peer.rests_until = max(peer.rests_until, until)
 
+    def rests(self, name: str, now: float) -> bool:
+        """True while `name` is left out."""
+        peer = self._peers.get(name)
+        return peer is not None and peer.rests_until > now
+
     def seconds_per_unit(self, name: str) -> float:
         """Measured seconds per unit of cost; 0 when `name` has not answered yet."""
         peer = self._peers.get(name)
@@ -109,6 +114,9 @@ class Wiring:
     def wakes_at(self, now: float) -> float | None:
         """Time at which the first resting peer may be picked again; None when nobody serves the stage."""
         return max(now, min(p.rests_until for p in self._peers.values())) if self._peers else None
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._peers
 
     def __len__(self) -> int:
         return len(self._peers)

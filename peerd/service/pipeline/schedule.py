@@ -8,7 +8,6 @@ answer.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 
 from peerd.core.clock import Clock
 from peerd.core.frame import TensorFrame
@@ -16,25 +15,10 @@ from peerd.core.messages.swarm import MemberInfo, StageAnswer
 from peerd.core.run.runfile import RunFile
 from peerd.machine.batch.trainer_ledger import Holding
 from peerd.machine.pipeline.routes import Route
+from peerd.service.pipeline.load import Load
 from peerd.service.pipeline.stage_client import StageClient, TrainerPapers
 from peerd.service.pipeline.stage_peers import StagePeers, Ways
 from peerd.service.rpc.rpc import Answer, Rpc
-
-
-@dataclass(slots=True)
-class Load:
-    """One microbatch on its way. Frames: tokens int64 [B, L]; inputs and gradients [B, L, D] between stages."""
-
-    tokens: TensorFrame
-    targets: TensorFrame
-    inputs: dict[int, TensorFrame] = field(default_factory=dict)  # of each stage, as sent
-    gradients: dict[int, TensorFrame] = field(default_factory=dict)  # of each stage's output (targets in the last)
-    loss_sum: float = 0.0  # over the samples
-
-    def forget(self) -> None:
-        """Begin again from the tokens."""
-        self.inputs.clear()
-        self.gradients.clear()
 
 
 class Pipeline:

@@ -1,4 +1,4 @@
-"""Dispatch of `stage/3` calls on one peer: each goes to the post that serves the stage it names.
+"""Dispatch of `stage/3` and `handover/1` calls on one peer: each goes to the post that serves the stage it names.
 
 One process may hold several posts: stages that it serves, and stages whose sums it helps to make. The methods are
 served from the first post's beginning to the last one's end. In one stage a peer is a member or a helper, never both:
@@ -9,9 +9,9 @@ are refused before their frames are received.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final
 
@@ -19,21 +19,27 @@ import trio
 
 from peerd.core.errors import LocalError, PeerdError, Refused
 from peerd.core.ids import PeerId
+from peerd.core.limits import STREAMS_INBOUND
+from peerd.core.messages.handover import Pass
 from peerd.core.messages.swarm import Commit, Prepare, Restore, StageBackward, StageForward, StageLoss
 from peerd.service.rpc.rpc import Answer, Incoming, MethodLimits, Rpc
 from peerd.signals import Signal
 
 Handler = Callable[[Incoming[Any]], Awaitable[Answer[Any]]]
+Objection = Callable[[PeerId, Any], PeerdError | None]
 
 _ORDERS: Final = MethodLimits(body_bytes=1 << 20, calls_per_peer=4)
 _WORK: Final = MethodLimits(frames=2, frame_bytes=256 << 20, calls_per_peer=64, calls=512)
+# A microbatch's call stays open until its gradient comes back: what it holds, `Room` and the post bound in bytes.
+_WAY: Final = MethodLimits(frames=2, frame_bytes=256 << 20, calls_per_peer=STREAMS_INBOUND - 32, calls=2048)
 _METHODS: Final = {
-    "prepare": (Prepare, _ORDERS),
-    "commit": (Commit, _ORDERS),
-    "restore": (Restore, _ORDERS),
-    "forward": (StageForward, _WORK),
-    "loss": (StageLoss, _WORK),
-    "backward": (StageBackward, _WORK),
+    "prepare": ("stage/3/prepare", Prepare, _ORDERS),
+    "commit": ("stage/3/commit", Commit, _ORDERS),
+    "restore": ("stage/3/restore", Restore, _ORDERS),
+    "forward": ("stage/3/forward", StageForward, _WORK),
+    "loss": ("stage/3/loss", StageLoss, _WORK),
+    "backward": ("stage/3/backward", StageBackward, _WORK),
+    "passes": ("handover/1/pass", Pass, _WAY),
 }
 
 
@@ -47,7 +53,8 @@ class StageHandlers:
     forward: Handler | None = None
     loss: Handler | None = None
     backward: Handler | None = None
-    objection: Callable[[PeerId, StageBackward], PeerdError | None] | None = None  # to a backward, before its frames
+    passes: Handler | None = None
+    objections: Mapping[str, Objection] = field(default_factory=dict)  # to a call of that name, before its frames
     samples_per_s: Callable[[], float] = lambda: 0.0  # of a device that is never idle; 0: not known yet
 
 
@@ -106,20 +113,21 @@ class StageCalls:
     def _open(self) -> Iterator[None]:
         """Serve the methods while there are posts."""
         if not self._posts and not self._helpers:
-            for name, (request, limits) in _METHODS.items():
+            for name, (method, request, limits) in _METHODS.items():
                 answer, objection = partial(self._answer, name), partial(self._objection, name)
-                self._rpc.serve(f"stage/3/{name}", request, answer, limits=limits, objection=objection)
+                self._rpc.serve(method, request, answer, limits=limits, objection=objection)
         try:
             yield
         finally:
             if not self._posts and not self._helpers:
                 self._rpc.unserve("stage/3")
+                self._rpc.unserve("handover/1", {"pass"})
 
     def _find(self, name: str, peer: PeerId, body: Any) -> tuple[StageHandlers, Handler]:
         """The post that a call is for, and what it answers such a call with; raises Refused."""
         if body.run != self._fingerprint:
             raise Refused("your run file differs from this run's")
-        if _METHODS[name][1] is _ORDERS and peer != self._conductor():
+        if _METHODS[name][2] is _ORDERS and peer != self._conductor():
             raise Refused("this peer does not follow you")
         helper = self._helpers.get(body.stage)
         post = self._posts.get(body.stage) or (helper[0] if helper is not None else None)
@@ -138,4 +146,5 @@ class StageCalls:
             post, _ = self._find(name, peer, body)
         except Refused as error:
             return error
-        return post.objection(peer, body) if name == "backward" and post.objection is not None else None
+        judge = post.objections.get(name)
+        return judge(peer, body) if judge is not None else None

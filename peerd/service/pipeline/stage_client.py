@@ -18,7 +18,7 @@ import trio
 from peerd.core.errors import Overloaded, ProtocolViolation, RemoteError
 from peerd.core.frame import TensorFrame
 from peerd.core.ids import PeerId
-from peerd.core.messages.proof import has_received
+from peerd.core.messages.proof import Sign, has_received
 from peerd.core.messages.swarm import Grant, Mb, StageAnswer, StageBackward, StageForward, StageLoss
 from peerd.core.run.runfile import RunFile, fingerprint
 from peerd.machine.batch.trainer_ledger import Holding
@@ -35,10 +35,11 @@ _SOON_S, _NOT_SO_SOON_S = 0.05, 5.0  # before a peer is asked again that says it
 
 @dataclass(frozen=True, slots=True)
 class TrainerPapers:
-    """The trainer's peer id (`own`), and its newest grant for each of its microbatches."""
+    """The trainer's peer id (`own`), its newest grant for each of its microbatches, and its signature."""
 
     own: str
     grant_of: Callable[[int], Grant | None]
+    sign: Sign
 
 
 @dataclass(frozen=True, slots=True)

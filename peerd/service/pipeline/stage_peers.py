@@ -76,8 +76,7 @@ class StagePeers:
         wiring = self._wirings[stage]
         while True:
             now = trio.current_time()
-            away = {name for name in self._clients if not self._ways.linked(PeerId.parse(name))}
-            name = wiring.pick(now, cost, avoid, away)
+            name = wiring.pick(now, cost, avoid, self.away())
             if name is not None:
                 self.waits_for = None
                 return name
@@ -91,6 +90,10 @@ class StagePeers:
                 self.waits_for, due = f"the peers of stage {stage} can only dial, and are not connected", now + _AWAY_S
             with trio.move_on_at(due + 0.01 if due is not None else now + 5.0):
                 await self._changed.wait()
+
+    def away(self) -> set[str]:
+        """Peers that can only dial, and are not connected."""
+        return {name for name in self._clients if not self._ways.linked(PeerId.parse(name))}
 
     @contextmanager
     def call_to(self, name: str) -> Iterator[None]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from typing import Any, TypeVar
@@ -124,9 +124,11 @@ class Rpc:
             self._host.handle(protocol, self._server.serve)
         self._server.add(method)
 
-    def unserve(self, service: str) -> None:
-        """Refuse further calls to "service/version"; those that run go on."""
-        self._server.protocols.get(f"/peerd/{service}", {}).clear()
+    def unserve(self, service: str, names: Collection[str] = ()) -> None:
+        """Refuse further calls to "service/version", or to those of its methods; those that run go on."""
+        methods = self._server.protocols.get(f"/peerd/{service}", {})
+        for name in [name for name in methods if not names or name.decode() in names]:
+            del methods[name]
 
     # Calling.
 

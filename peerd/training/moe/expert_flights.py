@@ -29,7 +29,7 @@ from peerd.core.run.runfile import ExpertsSection, RunFile
 from peerd.machine.batch.trainer_ledger import Holding
 from peerd.machine.rate.backoff import backoff_s
 from peerd.role import RoleContext
-from peerd.service.pipeline.schedule import Load
+from peerd.service.pipeline.load import Load
 from peerd.training.moe.flight_counts import FlightCounts
 from peerd.training.stage.member import StageMember
 from peerd.training.stage.post import Post

@@ -1,14 +1,18 @@
-"""Coding at a stage's boundary: decodes trainers' tensors on their way in, codes outputs and gradients on the way out.
+"""Coding at a stage's boundary: decodes tensors on their way in, codes outputs and gradients on the way out.
 
 Decodes and codes on a thread of its own, never on the device's. Tensors are larger than the frames they come in, so
-only a few calls may have theirs decoded at a time; the others wait with their frames.
+only a few calls may have theirs decoded at a time; the others wait with their frames: backwards go first, then the
+oldest step, then what came first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import heapq
+import itertools
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from functools import partial
-from typing import Any, Final
+from typing import Final
 
 import trio
 from torch import Tensor
@@ -19,12 +23,56 @@ from peerd.compute.model.served_stage import StageOutcome
 from peerd.core.blockwise import CODES
 from peerd.core.errors import ProtocolViolation
 from peerd.core.frame import TensorFrame
-from peerd.core.messages.swarm import StageAnswer
+from peerd.core.ids import PeerId
 from peerd.core.run.runfile import RunFile
 from peerd.role import RoleContext
-from peerd.service.rpc.rpc import Answer, Incoming
 
 _DECODED_CALLS: Final = 4  # enough that the device never waits for the next one
+
+
+class DecodedRoom:
+    """`places` for calls with decoded tensors; who waits for one is served by urgency, then in order of coming."""
+
+    def __init__(self, places: int) -> None:
+        self._places = places
+        self._line: list[tuple[tuple[int, int], int, trio.Event]] = []
+        self._numbers = itertools.count()
+
+    @property
+    def waiting(self) -> int:
+        """Calls that wait for a place."""
+        return len(self._line)
+
+    @asynccontextmanager
+    async def place(self, *, backward: bool, step: int) -> AsyncIterator[None]:
+        """A place, for as long as the context lasts."""
+        if self._places:
+            self._places -= 1
+        else:
+            await self._stand_in_line((int(not backward), step))
+        try:
+            yield
+        finally:
+            self._pass_on()
+
+    async def _stand_in_line(self, urgency: tuple[int, int]) -> None:
+        mine = (urgency, next(self._numbers), trio.Event())
+        heapq.heappush(self._line, mine)
+        try:
+            await mine[2].wait()
+        except trio.Cancelled:
+            if mine[2].is_set():  # the place was given to us when we had been cancelled, and not run since
+                self._pass_on()
+            else:
+                self._line.remove(mine)
+                heapq.heapify(self._line)
+            raise
+
+    def _pass_on(self) -> None:
+        if self._line:
+            heapq.heappop(self._line)[2].set()
+        else:
+            self._places += 1
 
 
 class Boundary:
@@ -35,7 +83,9 @@ class Boundary:
         self._run = run
         self._worker = ctx.worker("coding")
         self._coder = Coder(self._worker, run.pipeline.boundary, ctx.device)
-        self.room = trio.Semaphore(_DECODED_CALLS)  # held from before a call's tensors are decoded until it is answered
+        self.room = DecodedRoom(
+            _DECODED_CALLS
+        )  # held from before a call's tensors are decoded until its answer is coded
 
     @property
     def choices(self) -> dict[str, str]:
@@ -47,24 +97,23 @@ class Boundary:
         await self._note_slow_kernels()
         await self._coder.run(task_status=task_status)
 
-    async def tensors(self, call: Incoming[Any], *names: str) -> list[Tensor]:
-        """A trainer's tensors, decoded; ProtocolViolation of the trainer when they are malformed."""
-        if len(call.frames) != len(names):
-            raise ProtocolViolation(f"the call has {len(call.frames)} frames; expected {len(names)}", call.peer)
+    async def decode(self, peer: PeerId, frames: Sequence[TensorFrame], *names: str) -> list[Tensor]:
+        """The tensors of `peer`, decoded; ProtocolViolation of that peer when they are malformed."""
+        if len(frames) != len(names):
+            raise ProtocolViolation(f"the call has {len(frames)} frames; expected {len(names)}", peer)
         try:
-            return await self._coder.decode(call.frames, names)
+            return await self._coder.decode(frames, names)
         except ProtocolViolation as error:
-            raise error.blame(call.peer) from None
+            raise error.blame(peer) from None
 
-    async def answer(
-        self, call: Incoming[Any], outcome: StageOutcome, name: str, line_bytes_per_s: float = 0.0
-    ) -> Answer[StageAnswer]:
-        """Code the outcome for the slowest line that it has to pass. A repeat finds it coded."""
+    async def encode(self, outcome: StageOutcome, name: str, line_bytes_per_s: float = 0.0) -> tuple[TensorFrame, ...]:
+        """The frame of an outcome, if it has any, coded for the slowest line that it has to pass.
+
+        A repeat finds it coded.
+        """
         if isinstance(outcome.answer, Tensor):
             outcome.answer = await self._coder.encode(outcome.answer, name=name, rate_bytes_per_s=line_bytes_per_s)
-        frames = (outcome.answer,) if isinstance(outcome.answer, TensorFrame) else ()
-        arrival = self._ctx.rpc.arrival_rate(call.peer) or 0.0
-        return Answer(StageAnswer(outcome.loss_sum, outcome.seconds, arrival), frames)
+        return (outcome.answer,) if isinstance(outcome.answer, TensorFrame) else ()
 
     async def _note_slow_kernels(self) -> None:
         """Log once that this machine lacks the fast kernels for the run's codes."""

@@ -16,6 +16,7 @@ from typing import Final
 
 import trio
 
+from peerd.compute.model.footprint import room_for_activations
 from peerd.compute.model.served_stage import ServedStage
 from peerd.core.messages.progress import StageProgress
 from peerd.core.messages.proof import receipt
@@ -32,6 +33,7 @@ from peerd.training.stage.admissions import Admissions
 from peerd.training.stage.announcement import announce_now_and_then
 from peerd.training.stage.averaging import Rounds
 from peerd.training.stage.external_model import Own
+from peerd.training.stage.handover import HandOver
 from peerd.training.stage.orders import PostOrders
 from peerd.training.stage.post_state import PostState
 from peerd.training.stage.serving import Serving
@@ -57,6 +59,7 @@ class Post:
         self.admissions = Admissions(services.fingerprint, lambda: self._following.conductor)
         ctx.host.book.members_by(self.admissions.has_admitted)
         self.serving = Serving(ctx, ctx.run, self)
+        self.handover = HandOver(ctx, services, self, self.serving)
         self._rounds = Rounds(ctx.run, services, self._coding, ctx.host.id)
         self.orders = PostOrders(ctx, self.state, self._rounds, self.serving)
         self.catching_up = CatchingUp(ctx, services, self._coding, self.state, self.session)
@@ -73,6 +76,7 @@ class Post:
         """Serve the stage until cancelled."""
         await self.state.build()
         self._rounds.check(self.state.model)
+        self.handover.room_bytes = room_for_activations(self._run)
         await self.state.return_to_checkpoint()
         self.session.since = self._ctx.clock.wall()
         first = self.stage == 0
@@ -109,6 +113,7 @@ class Post:
         if self._own is None:  # no backbone keeps a user's checkpoints
             nursery.start_soon(self._recalling.run, self.stage)
         nursery.start_soon(self.session.run)
+        nursery.start_soon(self.handover.run)
 
     def _handlers(self) -> StageHandlers:
         orders, serving = self.orders, self.serving
@@ -122,7 +127,8 @@ class Post:
             forward=serving.forward,
             loss=serving.loss,
             backward=serving.backward,
-            objection=serving.objection,
+            passes=self.handover.passes,
+            objections={"backward": serving.objection, "passes": self.handover.objection},
         )
 
     async def leave(self) -> None:
@@ -180,6 +186,7 @@ class Post:
     def _arrived(self, anew: bool) -> None:
         self.orders.arrived(anew)
         self.admissions.arrive()
+        self.handover.arrived(self.step)
 
     def _restored(self, before: Position, target: Position) -> None:
         """Log a return to `target`; a step back is a warning, of the conductor's where this peer conducts."""
@@ -209,6 +216,7 @@ class Post:
     def heard(self, answer: MemberAnswer, stated: Position) -> None:
         """See `session.Reporting`."""
         self.admissions.follow(self._following.conductor)
+        self.handover.note_members(self.members)
         self._rounds.call_off_unless_of(self._following.conductor)
         self._conducting.term = self.session.term
         self._complete = answer.complete

@@ -1,4 +1,6 @@
-"""Serving of a stage to trainers: forward, loss and backward, with the present parameters and for the present step.
+"""Serving of a stage: outputs, losses and gradients, with the present parameters and for the present step.
+
+What trainers call is here; what stage peers hand on to each other is `handover`'s, computed by the same methods.
 
 Only computes: the post decides which microbatches a step counts, and when parameters change. Invariants: every call
 names its run, stage and step, and is refused at any other, but for the next one in a delayed run; a step that is being
@@ -10,13 +12,15 @@ are received, and the trainer is named where it broke the protocol.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 from msgspec import structs
 
 from peerd.compute.model.served_stage import ServedStage, StageOutcome, Stale
 from peerd.core.errors import PeerdError, ProtocolViolation, Refused
+from peerd.core.frame import TensorFrame
 from peerd.core.ids import PeerId
 from peerd.core.messages.swarm import Mb, Receipt, StageAnswer, StageBackward, StageForward, StageLoss
 from peerd.core.run.runfile import RunFile
@@ -24,6 +28,15 @@ from peerd.role import RoleContext
 from peerd.service.rpc.rpc import Answer, Incoming
 from peerd.training.stage.admissions import Admissions
 from peerd.training.stage.boundary import Boundary
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """What was computed of a microbatch. `frames`: the output, or the input's gradient; none in the first stage's."""
+
+    loss_sum: float  # over the samples, of the last stage's backward
+    service_s: float  # of computing
+    frames: tuple[TensorFrame, ...]
 
 
 class StagePlace(Protocol):
@@ -55,7 +68,7 @@ class Serving:
 
     def __init__(self, ctx: RoleContext, run: RunFile, place: StagePlace) -> None:
         self._run, self._place = run, place
-        self._worker = ctx.worker(ctx.device)
+        self._worker, self._arrival_rate = ctx.worker(ctx.device), ctx.rpc.arrival_rate
         self.boundary = Boundary(ctx, run)
         self.closing = False
         self.samples = 0
@@ -65,85 +78,146 @@ class Serving:
         """Samples per second of computing: what this device can do when it is never idle."""
         return self.samples / self._busy_s if self._busy_s else 0.0
 
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of what is kept of the microbatches that count here."""
+        return self._place.served.kept_bytes
+
     def worked(self, samples: int, seconds: float) -> None:
         """Count what this peer's own trainer has computed beside the calls."""
         self.samples += samples
         self._busy_s += seconds
 
-    def _check(self, step: int | None) -> ServedStage:
+    def stage_at(self, step: int | None) -> ServedStage:
+        """The stage, if it is at `step`, or near enough in a delayed run; else Refused. None: at whatever step."""
         if step is not None and not 0 <= step - self._place.step <= int(self._run.optimizer.delayed):
             raise Refused(f"the stage is at step {self._place.step}, the call at {step}")
         return self._place.served
 
-    async def _compute(self, peer: PeerId, job: Callable[[], StageOutcome], name: str) -> StageOutcome:
-        """Run a trainer's call; ProtocolViolation of the trainer when its tensors are wrong."""
+    # --- what is computed, for whoever asks -------------------------------------------------------------------
+
+    async def output(self, peer: PeerId, step: int | None, x_frame: TensorFrame, line_bytes_per_s: float = 0.0) -> Made:
+        """The stage's output for an input that `peer` sent."""
+        served = self.stage_at(step)
+        async with self.boundary.room.place(backward=False, step=self._place.step if step is None else step):
+            (x,) = await self.boundary.decode(peer, [x_frame], "the input")
+            outcome = await self.compute(peer, lambda: served.forward(step, x), "forward")
+            return await self._coded(outcome, "output", line_bytes_per_s)
+
+    async def output_again(self, step: int, mb: Mb, line_bytes_per_s: float = 0.0) -> Made:
+        """The stage's output for a microbatch whose backward was made here; Refused when it is not kept."""
+        served = self.stage_at(step)
+        async with self.boundary.room.place(backward=False, step=step):
+            outcome = await self._work(lambda: served.output_again(step, mb), "forward")
+            return await self._coded(outcome, "output", line_bytes_per_s)
+
+    async def gradient(
+        self,
+        peer: PeerId,
+        step: int,
+        mb: Mb,
+        frames: Sequence[TensorFrame],
+        admitted: Iterable[int] = (),
+        line_bytes_per_s: float = 0.0,
+    ) -> Made:
+        """The gradient of the input, once the microbatch counts here. `frames`: the input; the output's gradient, or
+        the targets. `admitted`: the trainer's numbers that count. A repeat gets what was kept.
+        """
+        served = self.stage_at(step)
+        self._need_a_microbatch(peer, frames)
+        async with self.boundary.room.place(backward=True, step=step):
+            x, target = await self.boundary.decode(peer, frames, "the input", "the output's gradient or the targets")
+            self.refuse_when_closing(step)  # once more: nothing may come in between now and the device's queue
+
+            def backward() -> StageOutcome:
+                served.make_room(step, mb, admitted)
+                return served.backward(step, mb, (x, target), frames)
+
+            outcome = await self.compute(peer, backward, "backward")
+            self.samples += self._run.pipeline.microbatch
+            return await self._coded(outcome, "input gradient", line_bytes_per_s)
+
+    async def kept_gradient(self, step: int, mb: Mb, line_bytes_per_s: float = 0.0) -> Made:
+        """The gradient of the input of a microbatch whose backward was made here; Refused when it is not kept."""
+        outcome = self.stage_at(step).found(step, mb)
+        if outcome is None:
+            raise Refused("the microbatch is not kept here")
+        return await self._coded(outcome, "input gradient", line_bytes_per_s)
+
+    async def _coded(self, outcome: StageOutcome, what: str, line_bytes_per_s: float) -> Made:
+        frames = await self.boundary.encode(outcome, f"the {what} of stage {self._place.stage}", line_bytes_per_s)
+        return Made(outcome.loss_sum, outcome.seconds, frames)
+
+    async def _work(self, job: Callable[[], StageOutcome], name: str) -> StageOutcome:
         try:
             outcome = await self._worker.run(job, name=name)
         except Stale as error:
             raise Refused(str(error)) from None
-        except ValueError as error:
-            raise ProtocolViolation(str(error), peer) from None
         self._busy_s += outcome.seconds
         return outcome
 
+    async def compute(self, peer: PeerId, job: Callable[[], StageOutcome], name: str) -> StageOutcome:
+        """Run a job with tensors of `peer`; ProtocolViolation of that peer when they are wrong."""
+        try:
+            return await self._work(job, name)
+        except ValueError as error:
+            raise ProtocolViolation(str(error), peer) from None
+
+    # --- a trainer's calls ------------------------------------------------------------------------------------
+
     async def forward(self, call: Incoming[StageForward]) -> Answer[StageAnswer]:
         """The stage's output for an input."""
-        body, served = call.body, self._check(call.body.step)
-        self._refuse_when_leaving()
-        async with self.boundary.room:
-            (x,) = await self.boundary.tensors(call, "the input")
-            outcome = await self._compute(call.peer, lambda: served.forward(body.step, x), "forward")
-            name = f"the output of stage {body.stage}"
-            return await self.boundary.answer(call, outcome, name, body.line_bytes_per_s)
+        body = call.body
+        self.refuse_when_leaving()
+        _need_frames(call, 1)
+        return self._answer(call, await self.output(call.peer, body.step, call.frames[0], body.line_bytes_per_s))
 
     async def loss(self, call: Incoming[StageLoss]) -> Answer[StageAnswer]:
         """The loss of inputs and targets, at the last stage."""
-        served = self._check(None)
-        async with self.boundary.room:
-            x, targets = await self.boundary.tensors(call, "the input", "the targets")
-            outcome = await self._compute(call.peer, lambda: served.loss(x, targets), "loss")
-            return await self.boundary.answer(call, outcome, "")
+        served = self.stage_at(None)
+        async with self.boundary.room.place(backward=False, step=self._place.step):
+            x, targets = await self.boundary.decode(call.peer, call.frames, "the input", "the targets")
+            outcome = await self.compute(call.peer, lambda: served.loss(x, targets), "loss")
+        return self._answer(call, Made(outcome.loss_sum, outcome.seconds, ()))
 
     def objection(self, peer: PeerId, body: StageBackward) -> PeerdError | None:
         """The reason that a microbatch is not taken, by the call's body alone, its grant with it; None: it is taken."""
         try:
-            self._check(body.step)
-            self._refuse_when_closing(body.step)
-            self._refuse_when_leaving()
+            self.stage_at(body.step)
+            self.refuse_when_closing(body.step)
+            self.refuse_when_leaving()
         except Refused as error:
             return error
         return self._place.admissions.objection(peer, body.step, body.seq, body.grant)
 
     async def backward(self, call: Incoming[StageBackward]) -> Answer[StageAnswer]:
         """The backward of a microbatch: its gradient counts here, and the input's goes back."""
-        body, served = call.body, self._check(call.body.step)
-        mb = Mb(call.peer.text, body.seq)
-        self._need_a_microbatch(call)
-        async with self.boundary.room:
-            x, target = await self.boundary.tensors(call, "the input", "the output's gradient or the targets")
-            self._refuse_when_closing(body.step)  # once more: nothing may come in between now and the device's queue
-
-            def backward() -> StageOutcome:
-                served.make_room(body.step, mb, body.grant.seqs if body.grant is not None else ())
-                return served.backward(body.step, mb, (x, target), call.frames)
-
-            outcome = await self._compute(call.peer, backward, "backward")
-            self.samples += self._run.pipeline.microbatch
-            name = f"the input gradient of stage {body.stage}"
-            answer = await self.boundary.answer(call, outcome, name, body.line_bytes_per_s)
+        body, mb = call.body, Mb(call.peer.text, call.body.seq)
+        admitted = body.grant.seqs if body.grant is not None else ()
+        made = await self.gradient(call.peer, body.step, mb, call.frames, admitted, body.line_bytes_per_s)
+        answer = self._answer(call, made)
         return Answer(structs.replace(answer.body, receipt=self._place.receipt(body.step, mb)), answer.frames)
 
-    def _need_a_microbatch(self, call: Incoming[StageBackward]) -> None:
+    def _answer(self, call: Incoming[Any], made: Made) -> Answer[StageAnswer]:
+        arrival = self._arrival_rate(call.peer) or 0.0
+        return Answer(StageAnswer(made.loss_sum, made.service_s, arrival), made.frames)
+
+    def _need_a_microbatch(self, peer: PeerId, frames: Sequence[TensorFrame]) -> None:
         """ProtocolViolation for another number of samples than a microbatch has: a step divides by that number."""
         due = self._run.pipeline.microbatch
-        if any(frame.shape[:1] != (due,) for frame in call.frames):
-            raise ProtocolViolation(f"a microbatch has {due} samples, these frames another number", call.peer)
+        if any(frame.shape[:1] != (due,) for frame in frames):
+            raise ProtocolViolation(f"a microbatch has {due} samples, these frames another number", peer)
 
-    def _refuse_when_closing(self, step: int) -> None:
+    def refuse_when_closing(self, step: int) -> None:
         if self.closing and step <= self._place.step:
             raise Refused("the stage is averaging")
 
-    def _refuse_when_leaving(self) -> None:
+    def refuse_when_leaving(self) -> None:
         """A leaving peer takes nothing new, unless it is the last of its stage."""
         if self._place.relieved:
             raise Refused("this peer is leaving")
+
+
+def _need_frames(call: Incoming[Any], count: int) -> None:
+    if len(call.frames) != count:
+        raise ProtocolViolation(f"the call has {len(call.frames)} frames; expected {count}", call.peer)

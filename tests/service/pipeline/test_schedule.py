@@ -17,7 +17,8 @@ from peerd.core.messages.proof import receipt
 from peerd.core.messages.swarm import Mb, MemberInfo, StageAnswer, StageBackward, StageForward
 from peerd.core.run.runfile import ModelSection, PipelineSection, RunFile, fingerprint
 from peerd.machine.pipeline.routes import FixedRoute, Route
-from peerd.service.pipeline.schedule import Load, Pipeline
+from peerd.service.pipeline.load import Load
+from peerd.service.pipeline.schedule import Pipeline
 from peerd.service.pipeline.stage_client import TrainerPapers
 from peerd.service.rpc.rpc import Answer
 from peerd.sim.clock import SimClock
@@ -25,7 +26,8 @@ from peerd.sim.clock import SimClock
 STAGES = 3
 PEERS = [Keypair.from_seed(f"stage {stage}".encode().ljust(32, b".")) for stage in range(STAGES)]
 OTHERS = [Keypair.from_seed(f"other {stage}".encode().ljust(32, b".")) for stage in range(STAGES)]
-OWN = Keypair.from_seed(b"t".ljust(32, b".")).peer_id.text
+TRAINER = Keypair.from_seed(b"t".ljust(32, b"."))
+OWN = TRAINER.peer_id.text
 RUN = RunFile(
     run="schedule",
     model=ModelSection(d_model=3, heads=1, layers=3, context=4),
@@ -77,7 +79,7 @@ def pipeline(stages: Any, route: Route | None = None) -> Pipeline:
 
         def doubt(self, peer: PeerId) -> None: ...
 
-    made = Pipeline(RUN, stages, SimClock(1, "t"), Ways(), TrainerPapers(OWN, lambda seq: None), route)
+    made = Pipeline(RUN, stages, SimClock(1, "t"), Ways(), TrainerPapers(OWN, lambda seq: None, TRAINER.sign), route)
     made.update(members(PEERS))
     return made
 

@@ -16,7 +16,8 @@ from peerd.core.keys import Keypair
 from peerd.core.messages.proof import grant, receipt
 from peerd.core.messages.swarm import Grant, GrantStatement, Mb, MemberInfo, Receipt, Seqs, StageAnswer, StageBackward
 from peerd.core.run.runfile import ModelSection, PipelineSection, RunFile, fingerprint
-from peerd.service.pipeline.schedule import Load, Pipeline
+from peerd.service.pipeline.load import Load
+from peerd.service.pipeline.schedule import Pipeline
 from peerd.service.pipeline.stage_client import TrainerPapers
 from peerd.service.rpc.rpc import Answer
 from peerd.sim.clock import SimClock
@@ -66,7 +67,7 @@ def admitted(term: int) -> Grant:
 
 
 def pipeline(stages: Any, grants: Any, *peers: Keypair) -> Pipeline:
-    made = Pipeline(RUN, stages, SimClock(1, "t"), Ways(), TrainerPapers(OWN, grants))
+    made = Pipeline(RUN, stages, SimClock(1, "t"), Ways(), TrainerPapers(OWN, grants, TRAINER.sign))
     made.update(MemberInfo(peer.peer_id.text, 0, [], True) for peer in peers)
     return made
 

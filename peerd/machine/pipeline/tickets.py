@@ -1,0 +1,64 @@
+"""The tickets that one stage peer honours, sans-IO: who may bring a microbatch, by whose order, and for which attempt.
+
+A ticket counts with its trainer's signature, from the trainer itself or from a peer of the stage before; the
+conductor's grant beside it is checked by whoever knows the conductor. A later attempt of a microbatch makes an earlier
+one give way, an earlier one is refused. Hostile input: tickets of any content, from anybody: forged, of other runs and
+trainers, for other stages and peers, and old ones that are shown again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Final
+
+from peerd.core.bounded_dict import BoundedDict
+from peerd.core.errors import Overloaded, PeerdError, Refused
+from peerd.core.ids import PeerId, is_peer_text
+from peerd.core.limits import MICROBATCHES
+from peerd.core.messages.handover import Pass
+from peerd.core.messages.microbatches import Mb
+from peerd.core.messages.proof import is_ticket_of
+
+_AGAIN_S: Final = 0.3  # by then, the list of members usually names a peer that has just come
+
+
+class Tickets:
+    """The judge of tickets at a peer of `stage`, of `stages`. `own`: the peer's id as text."""
+
+    def __init__(self, run: bytes, own: str, stage: int, stages: int) -> None:
+        self._run, self._own, self._stage, self._stages = run, own, stage, stages
+        self._newest = BoundedDict[tuple[int, Mb], int](2 * MICROBATCHES)  # attempts, by step and microbatch
+
+    def objection(self, caller: str, body: Pass, before: Collection[str]) -> PeerdError | None:
+        """The reason to refuse `body` from `caller`; None: it is in order. `before`: the peers of the stage before."""
+        ticket, stage = body.ticket, self._stage
+        if ticket.last >= self._stages:
+            return Refused(f"the ticket goes to stage {ticket.last}; this run has {self._stages} stages")
+        if not ticket.first <= stage <= ticket.last:
+            return Refused(f"the ticket leads through stages {ticket.first} to {ticket.last}, the call is for {stage}")
+        if caller == body.trainer:
+            if stage == ticket.first and ticket.peer_of(stage) != self._own:
+                return Refused("the ticket names another peer for this stage")
+        elif stage == ticket.first:
+            return Refused("a ticket's first peer is called by its trainer")
+        elif caller not in before:
+            return Overloaded(f"you are not known to serve stage {stage - 1}", _AGAIN_S)
+        if ticket.attempt < self._newest.get((ticket.step, _mb_of(body)), 0):
+            return Refused("a later attempt of this microbatch is under way")
+        if not is_peer_text(body.trainer) or not ticket.is_well_named:
+            return Refused("the ticket names what is no peer id")
+        is_signed = is_ticket_of(PeerId.parse(body.trainer), self._run, ticket)
+        return None if is_signed else Refused("the ticket is not signed by its trainer")
+
+    def note(self, body: Pass) -> None:
+        """Note an attempt that begins: it was found in order."""
+        self._newest[body.ticket.step, _mb_of(body)] = body.ticket.attempt
+
+    def arrive(self, step: int) -> None:
+        """Forget the attempts of steps before `step`."""
+        for key in [key for key in self._newest if key[0] < step]:
+            del self._newest[key]
+
+
+def _mb_of(body: Pass) -> Mb:
+    return Mb(body.trainer, body.ticket.seq)

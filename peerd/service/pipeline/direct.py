@@ -1,0 +1,268 @@
+"""Direct hand-over, as its trainer sees it: chooses each microbatch's way, signs its ticket, and hears what came of it.
+
+The trainer sends tokens and targets to a peer of the first stage; the stages' peers hand tensors on to each other, and
+the answer names who holds the gradient of each stage. A way that broke is tried anew with other peers; a stage that was
+lost later is done again from what the peers around it keep, and from the tokens where they are gone as well. Evaluation
+goes through the trainer (`StageClient`). Hostile input: an answer without good receipts of all its stages does not
+count, and nothing that an answer says changes more than the choice of peers.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import trio
+
+from peerd.core.bounded_dict import BoundedDict
+from peerd.core.clock import Clock
+from peerd.core.errors import Overloaded, ProtocolViolation, RemoteError
+from peerd.core.frame import TensorFrame
+from peerd.core.ids import PeerId, is_peer_text
+from peerd.core.messages.handover import Hop, Pass, Passed, Ticket
+from peerd.core.messages.proof import has_received, signed_ticket
+from peerd.core.messages.swarm import Mb, MemberInfo
+from peerd.core.run.runfile import RunFile, fingerprint
+from peerd.machine.batch.trainer_ledger import Holding
+from peerd.machine.pipeline.routes import Route
+from peerd.machine.pipeline.wiring import BACKWARD_COST
+from peerd.machine.rate.backoff import backoff_s
+from peerd.service.pipeline.load import Load
+from peerd.service.pipeline.next_stage import PASS, PASS_TIMEOUT_S
+from peerd.service.pipeline.relaying import Relaying
+from peerd.service.pipeline.stage_client import StageClient, TrainerPapers
+from peerd.service.pipeline.stage_peers import StagePeers, Ways
+from peerd.service.rpc.rpc import Answer, Rpc
+
+log = logging.getLogger("peerd.service.pipeline.direct")
+
+_PAUSE_S: Final = 0.05  # before a way is tried anew, longer each time
+_LONGEST_PAUSE_S: Final = 2.0
+_SOON_S, _NOT_SO_SOON_S = 0.05, 5.0  # before a peer is asked again that says it cannot take a call now
+_CUT_S: Final = 30.0  # for which nobody is sent over two peers that found no way to each other
+_CUTS: Final = 4096
+
+
+@dataclass(slots=True)
+class _Way:
+    """An attempt's choice: the stages to be done, and a peer for each stage of the route."""
+
+    low: int
+    high: int
+    first: int
+    route: list[str]
+
+    def peer_of(self, stage: int) -> str:
+        return self.route[stage - self.first]
+
+
+class DirectPipeline:
+    """A run's stages in their order, for one trainer; the same calls as `Pipeline`. Relays while `serving`."""
+
+    def __init__(
+        self, run: RunFile, rpc: Rpc, clock: Clock, ways: Ways, papers: TrainerPapers, route: Route | None = None
+    ) -> None:
+        self._run, self._rpc, self._papers = run, rpc, papers
+        self._mark = fingerprint(run)
+        self._last = run.pipeline.stages - 1
+        self._cost = run.pipeline.microbatch * (1.0 + BACKWARD_COST)
+        self._peers = StagePeers(run.pipeline.stages, clock, ways, route)
+        self._stages = StageClient(run, rpc, self._peers, papers)
+        self._cuts = BoundedDict[tuple[str, str], float](_CUTS)  # (peer, peer of the next stage) -> until when
+        self._serving: set[tuple[str, int]] = set()  # peers, and their stages
+        self.relaying = Relaying(rpc, self._serving)
+        self._retries = 0
+        self._sent_bytes = 0
+
+    # --- microbatches -----------------------------------------------------------------------------------------
+
+    async def train(self, step: int, seq: int, load: Load) -> list[Holding]:
+        """Have a microbatch done in all stages; returns the holder of its gradient in each."""
+        load.forget()
+        await self._go(step, seq, load, 0, self._last)
+        return [load.holdings[stage] for stage in range(self._last + 1)]
+
+    async def repeat(self, step: int, seq: int, stage: int, load: Load) -> Holding:
+        """Have one stage done again, and those beside it that are lost as well; returns its holder now."""
+        load.lost.add(stage)
+        async with load.lock:
+            if stage in load.lost:
+                low = high = stage
+                while low - 1 in load.lost:
+                    low -= 1
+                while high + 1 in load.lost:
+                    high += 1
+                await self._go(step, seq, load, low, high)
+            return load.holdings[stage]
+
+    async def _go(self, step: int, seq: int, load: Load, low: int, high: int) -> None:
+        """Have stages `low` to `high` done, more of them where those beside them cannot give what they keep."""
+        avoid: list[set[str]] = [set() for _ in range(self._last + 1)]
+        way: _Way | None = None
+        failures = 0
+        while True:
+            way = await self._choose(load, low, high, avoid, way)
+            started = trio.current_time()
+            try:
+                answer = await self._ask(way, step, seq, load)
+            except Overloaded as error:
+                pause_s = min(max(_SOON_S, error.retry_after_s), _NOT_SO_SOON_S)
+                self._peers.wiring(way.first).rest(way.route[0], trio.current_time() + pause_s)
+                if way.first < low:
+                    await trio.sleep(pause_s)
+                continue
+            except RemoteError as error:
+                failures += 1
+                low = self._entry_failed(way, low, avoid, started, error)
+            else:
+                broken = answer.body.broken
+                if broken is None:
+                    self._done(way, load, answer.body.hops, started, answer.body.loss_sum)
+                    return
+                failures += 1
+                high = self._broke(way, high, avoid, broken.stage, broken.reason)
+            self._retries += 1
+            await trio.sleep(backoff_s(failures, _PAUSE_S, _LONGEST_PAUSE_S))
+
+    def _entry_failed(self, way: _Way, low: int, avoid: list[set[str]], started: float, error: RemoteError) -> int:
+        """The first peer of a way failed; returns the lowest stage to be done now."""
+        name, now = way.route[0], trio.current_time()
+        if way.first < low:  # it was only to give what it keeps
+            log.info("stage %d is done again as well, …%s cannot give its input: %s", way.first, name[-8:], error)
+            return way.first
+        times = self._peers.wiring(way.first).failed(name, now, now - started)
+        level = logging.INFO if times == 1 else logging.DEBUG  # the first failure tells it all
+        log.log(level, "a microbatch's way failed at …%s, another one is tried: %s", name[-8:], error)
+        avoid[way.first].add(name)
+        return low
+
+    def _broke(self, way: _Way, high: int, avoid: list[set[str]], stage: int, reason: str) -> int:
+        """A way broke before `stage`; returns the highest stage to be done now."""
+        if not way.first < stage < way.first + len(way.route):
+            avoid[way.first].add(way.route[0])  # it names a stage that it was not asked for
+            return high
+        name, before = way.peer_of(stage), way.peer_of(stage - 1)
+        log.info("a microbatch's way broke between …%s and …%s: %s", before[-8:], name[-8:], reason)
+        if stage > high:  # it was only to give what it keeps
+            return stage
+        self._note_cut(before, name)
+        avoid[stage].add(name)
+        return high
+
+    async def _ask(self, way: _Way, step: int, seq: int, load: Load) -> Answer[Passed]:
+        """Send an attempt on its way; returns the answer of its first peer, once that is checked."""
+        bare = Ticket(step, seq, load.attempt, way.low, way.high, way.first, list(way.route))
+        load.attempt += 1
+        ticket = signed_ticket(self._papers.sign, self._mark, self._papers.own, bare)
+        frames = [load.tokens] if way.first == way.low == 0 else []
+        frames += [load.targets] if way.high == self._last else []
+        peer = PeerId.parse(way.route[0])
+        body = Pass(self._mark, way.first, self._papers.own, ticket, self._papers.grant_of(seq))
+        with self.relaying.open(ticket), self._peers.call_to(way.route[0]):
+            answer = await self._rpc.call(peer, PASS, body, Passed, frames=frames, timeout_s=PASS_TIMEOUT_S)
+            self._check(peer, way, ticket, answer)
+        self._sent_bytes += sum(len(frame.payload) for frame in frames)
+        return answer
+
+    def _check(self, peer: PeerId, way: _Way, ticket: Ticket, answer: Answer[Passed]) -> None:
+        """Raise ProtocolViolation unless the answer has the hops of all stages that were to be done, with receipts.
+
+        Whether they still serve, the conductor knows: it has a stage done again whose holder has gone meanwhile.
+        """
+        passed = answer.body
+        if answer.frames:
+            raise ProtocolViolation("a trainer's microbatch was answered with tensors", peer)
+        if passed.broken is not None:
+            return
+        if len(passed.hops) != way.high - way.low + 1:
+            raise ProtocolViolation(f"{len(passed.hops)} hops for stages {way.low} to {way.high}", peer)
+        mb = Mb(self._papers.own, ticket.seq)
+        for stage, hop in enumerate(passed.hops, way.low):
+            named = is_peer_text(hop.peer)
+            if not named or not has_received(PeerId.parse(hop.peer), self._mark, stage, ticket.step, mb, hop.receipt):
+                raise ProtocolViolation(f"the hop of stage {stage} has no receipt that is good", peer)
+
+    def _done(self, way: _Way, load: Load, hops: Sequence[Hop], started: float, loss_sum: float) -> None:
+        now = trio.current_time()
+        for stage, hop in enumerate(hops, way.low):
+            load.holdings[stage] = Holding(hop.peer, hop.receipt)
+            load.lost.discard(stage)
+            self._peers.wiring(stage).answered(hop.peer, self._cost, started, now)
+            if hop.instead_of:
+                self._note_cut(hop.peer, hop.instead_of)
+        if way.low == 0 and way.high == self._last:
+            load.loss_sum = loss_sum
+
+    # --- the choice of a way ----------------------------------------------------------------------------------
+
+    async def _choose(self, load: Load, low: int, high: int, avoid: list[set[str]], before: _Way | None) -> _Way:
+        """A peer for each stage: those of the attempt before where they are not to be avoided, and of those that only
+        give what they keep, the holders.
+        """
+        first, last = max(0, low - 1), min(self._last, high + 1)
+        route: list[str] = []
+        for stage in range(first, last + 1):
+            if not low <= stage <= high:
+                route.append(load.holdings[stage].peer)
+                continue
+            known = before.peer_of(stage) if before is not None and before.low <= stage <= before.high else None
+            if known is not None and known not in avoid[stage] and known in self._peers.wiring(stage):
+                route.append(known)
+                continue
+            shun = avoid[stage] | self._cut_from(route[-1] if route else None)
+            route.append(await self._peers.pick(stage, self._cost, shun))
+        return _Way(low, high, first, route)
+
+    def _note_cut(self, one: str, other: str) -> None:
+        self._cuts[one, other] = trio.current_time() + _CUT_S
+
+    def _cut_from(self, one: str | None) -> set[str]:
+        """Peers that `one` found no way to lately."""
+        now = trio.current_time()
+        return {other for (peer, other), until in self._cuts.items() if peer == one and until > now}
+
+    # --- as Pipeline ------------------------------------------------------------------------------------------
+
+    async def evaluate(self, tokens: TensorFrame, targets: TensorFrame) -> float:
+        """The loss sum over the samples, with whatever parameters the stages have now."""
+        x = tokens
+        for stage in range(self._last):
+            x = await self._stages.forward(stage, None, x)
+        return await self._stages.loss(self._last, x, targets)
+
+    def update(self, members: Iterable[MemberInfo]) -> None:
+        """These peers serve now."""
+        members = list(members)
+        self._serving.clear()
+        self._serving.update((m.peer, m.stage) for m in members if m.since)
+        self._peers.update(members)
+
+    def look(self) -> None:
+        """Check the links to peers with overdue answers; to be called now and then."""
+        self._peers.look()
+
+    def peers(self) -> int:
+        """Stage peers that may be called."""
+        return len(self._peers)
+
+    @property
+    def waits_for(self) -> str | None:
+        """The reason that no peer of a stage is called; None: nothing is in the way."""
+        return self._peers.waits_for
+
+    @property
+    def retries(self) -> int:
+        """The number of ways that were tried anew, and of calls that were repeated."""
+        return self._retries + self._stages.retries
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes of frames sent to stages, and relayed to them."""
+        return self._sent_bytes + self._stages.sent_bytes + self.relaying.relayed_bytes
+
+    @property
+    def received_bytes(self) -> int:
+        """Bytes of frames received from stages."""
+        return self._stages.received_bytes + self.relaying.relayed_bytes

@@ -1,0 +1,70 @@
+"""A trainer as relay, for one hop of a microbatch of its own, where two stage peers cannot connect to each other.
+
+A hop shows the trainer's own ticket and names the peer of the next stage; the trainer calls that peer in its place and
+gives back the answer. Hostile input: only tickets of attempts that are under way here count, and only calls from a peer
+that serves, to one that serves the stage which the call is for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Set
+from contextlib import contextmanager
+from typing import Any, Final
+
+import trio
+
+from peerd.core.errors import PeerdError, Refused
+from peerd.core.ids import PeerId
+from peerd.core.limits import STREAMS_INBOUND
+from peerd.core.messages.handover import CarryOn, Passed, Ticket
+from peerd.service.pipeline.next_stage import PASS, RELAY
+from peerd.service.rpc.rpc import Answer, Incoming, MethodLimits, Rpc
+
+_LIMITS: Final = MethodLimits(frames=2, frame_bytes=256 << 20, calls_per_peer=STREAMS_INBOUND - 32, calls=2048)
+
+
+class Relaying:
+    """The relay of one trainer. `serves`: peers, and the stages that they serve."""
+
+    def __init__(self, rpc: Rpc, serves: Set[tuple[str, int]]) -> None:
+        self._rpc, self._serves = rpc, serves
+        self._open: dict[bytes, Ticket] = {}  # by signature
+        self.relayed_bytes = 0
+        self.relayed = 0
+
+    @contextmanager
+    def serving(self) -> Iterator[None]:
+        """Relay within the context."""
+        self._rpc.serve(RELAY, CarryOn, self._relay, limits=_LIMITS, objection=self._objection)
+        try:
+            yield
+        finally:
+            self._rpc.unserve("handover/1", {"relay"})
+
+    @contextmanager
+    def open(self, ticket: Ticket) -> Iterator[None]:
+        """The scope of an attempt: its calls are relayed."""
+        self._open[ticket.signature] = ticket
+        try:
+            yield
+        finally:
+            del self._open[ticket.signature]
+
+    def _objection(self, caller: PeerId, body: CarryOn) -> PeerdError | None:
+        passed = body.passed
+        if self._open.get(passed.ticket.signature) != passed.ticket:
+            return Refused("no such attempt is under way here")
+        if (caller.text, passed.stage - 1) not in self._serves:
+            return Refused(f"you are not known to serve stage {passed.stage - 1}")
+        if (body.to, passed.stage) not in self._serves:
+            return Refused(f"that peer is not known to serve stage {passed.stage}")
+        return None
+
+    async def _relay(self, call: Incoming[CarryOn]) -> Answer[Any]:
+        body = call.body
+        left_s = max(0.01, call.deadline - trio.current_time())
+        peer = PeerId.parse(body.to)
+        answer = await self._rpc.call(peer, PASS, body.passed, Passed, frames=call.frames, timeout_s=left_s)
+        self.relayed += 1
+        self.relayed_bytes += sum(len(frame.payload) for frame in (*call.frames, *answer.frames))
+        return answer

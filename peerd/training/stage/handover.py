@@ -1,0 +1,260 @@
+"""Hand-over of microbatches between stage peers: what a post does for a ticket, and what it hands on to the next stage.
+
+A microbatch comes with its ticket from the trainer or from a peer of the stage before. This peer computes its output,
+hands it on, waits for the gradient that comes back as the answer, adds its own gradient to the sum and answers in turn.
+What it did for a microbatch it keeps to the end of the step: a repeat gets it, and where the stage before or after has
+lost its part, this peer gives that stage's gradient, or its input anew. Invariants: a microbatch counts once here,
+whatever the attempts; of two attempts the later one goes on. Hostile input: tickets are judged before their frames are
+received (`machine/pipeline/tickets`), with the conductor's grant; frames and answers by those who decode them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Final, Protocol
+
+import trio
+
+from peerd.core.errors import Overloaded, PeerdError, ProtocolViolation, Refused
+from peerd.core.frame import TensorFrame
+from peerd.core.ids import PeerId
+from peerd.core.messages.handover import Hop, Pass, Passed
+from peerd.core.messages.swarm import Mb, MemberInfo, Receipt
+from peerd.core.run.runfile import RunFile
+from peerd.machine.pipeline.tickets import Tickets
+from peerd.role import RoleContext
+from peerd.service.pipeline.next_stage import NextStage, Onward
+from peerd.service.rpc.rpc import Answer, Incoming
+from peerd.service.run_services import RunServices
+from peerd.training.stage.admissions import Admissions
+from peerd.training.stage.serving import Made, Serving
+
+_LOOK_S: Final = 1.0  # between looks at overdue calls to the next stage
+_FULL_S: Final = 0.08  # before a peer without room is asked again
+
+
+class HandOverPlace(Protocol):
+    """The post that hands over."""
+
+    stage: int
+    admissions: Admissions
+
+    @property
+    def step(self) -> int: ...
+
+    def receipt(self, step: int, mb: Mb) -> Receipt: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Above:
+    """The hops of the stages after this one, as an earlier attempt had them."""
+
+    hops: Sequence[Hop]
+    loss_sum: float
+
+
+@dataclass(slots=True, eq=False)
+class _UnderWay:
+    """One microbatch that is being done here, or waits for the next stage."""
+
+    attempt: int
+    bytes: int
+    scope: trio.CancelScope = field(default_factory=trio.CancelScope)
+
+
+class HandOver:
+    """The hand-over of one post. `room_bytes`: of tensors that it keeps and has under way; more is refused."""
+
+    def __init__(self, ctx: RoleContext, services: RunServices, place: HandOverPlace, serving: Serving) -> None:
+        assert ctx.run is not None
+        self._run: RunFile = ctx.run
+        self._place, self._serving, self._clock = place, serving, ctx.clock
+        self._log = ctx.log
+        self._own, self._mark = ctx.host.id, services.fingerprint
+        self._is_last = place.stage == self._run.pipeline.stages - 1
+        self._tickets = Tickets(self._mark, self._own.text, place.stage, self._run.pipeline.stages)
+        self._arrival_rate = ctx.rpc.arrival_rate
+        self.next: NextStage | None = None
+        if not self._is_last:
+            self.next = NextStage(self._run, place.stage, ctx.rpc, ctx.clock, services, services.way)
+        self._before = frozenset({self._own.text})
+        self._under_way: dict[tuple[int, Mb], _UnderWay] = {}
+        self._above: dict[tuple[int, Mb], _Above] = {}
+        self.room_bytes = 0
+        self.refused_full = 0
+        self._full_at = -1  # the step at which the log said that what is kept leaves no room
+
+    async def run(self) -> None:
+        """Look after calls to the next stage whose answers are overdue, until cancelled."""
+        while True:
+            await trio.sleep(_LOOK_S)
+            if self.next is not None:
+                self.next.peers.look()
+
+    def note_members(self, members: Sequence[MemberInfo]) -> None:
+        """Take the conductor's list: who may hand on to us, and to whom we may."""
+        before = {m.peer for m in members if m.stage == self._place.stage - 1 and m.since}
+        self._before = frozenset(before | {self._own.text})
+        if self.next is not None:
+            after = [m for m in members if m.stage == self.next.stage and m.since]
+            self.next.peers.update(after)
+            self.next.forget_gone([m.peer for m in after])
+
+    def arrived(self, step: int) -> None:
+        """Forget what belongs to steps before `step`."""
+        self._tickets.arrive(step)
+        self._above = {key: above for key, above in self._above.items() if key[0] >= step}
+
+    @property
+    def in_flight(self) -> int:
+        """Microbatches that are being done here, or wait for the next stage."""
+        return len(self._under_way)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of tensors that are kept, or under way."""
+        return self._serving.kept_bytes + sum(one.bytes for one in self._under_way.values())
+
+    # --- what is taken ----------------------------------------------------------------------------------------
+
+    def objection(self, caller: PeerId, body: Pass) -> PeerdError | None:
+        """The reason that a microbatch is not taken, by the call's body alone; None: it is taken."""
+        ticket = body.ticket
+        try:
+            self._serving.stage_at(ticket.step)
+            if ticket.is_done_at(self._place.stage):
+                self._serving.refuse_when_closing(ticket.step)
+                self._serving.refuse_when_leaving()
+        except Refused as refused:
+            return refused
+        if (bad := self._tickets.objection(caller.text, body, self._before)) is not None:
+            return bad
+        trainer = PeerId.parse(body.trainer)
+        return self._place.admissions.objection(trainer, ticket.step, ticket.seq, body.grant) or self._full(body)
+
+    def _full(self, body: Pass) -> PeerdError | None:
+        """Overloaded, where there is no room for another microbatch; those that are known here have theirs."""
+        ticket, mb = body.ticket, Mb(body.trainer, body.ticket.seq)
+        known = (ticket.step, mb) in self._under_way or self._serving.stage_at(ticket.step).found(ticket.step, mb)
+        if known or not self.bytes or self.bytes < self.room_bytes:
+            return None
+        self.refused_full += 1
+        if not self._under_way and self._full_at != ticket.step:
+            self._full_at = ticket.step
+            told = f"{self.bytes >> 20} MiB of {self.room_bytes >> 20} are kept for this step (limits.activations_mb)"
+            self._log.event("stage.full", level="warning", stage=self._place.stage, step=ticket.step, reason=told)
+        return Overloaded("no room for another microbatch", _FULL_S)
+
+    async def passes(self, call: Incoming[Pass]) -> Answer[Passed]:
+        """Do this stage's part of a microbatch, and have the stages after it do theirs."""
+        body, ticket, stage = call.body, call.body.ticket, self._place.stage
+        mb = Mb(body.trainer, ticket.seq)
+        targets = int(ticket.high == self._run.pipeline.stages - 1 and stage <= ticket.high)
+        due = int(ticket.is_done_at(stage)) + targets
+        if len(call.frames) != due:
+            raise ProtocolViolation(f"a microbatch of {len(call.frames)} frames; expected {due}", call.peer)
+        if stage > ticket.high:
+            made = await self._serving.kept_gradient(ticket.step, mb, body.line_bytes_per_s)
+            return self._answer(call, Passed(), made.frames)
+        if stage < ticket.low:
+            return await self._give_input(call, mb)
+        with self._attempt(call, mb):
+            return await self._do(call, mb)
+
+    # --- what is done -----------------------------------------------------------------------------------------
+
+    async def _give_input(self, call: Incoming[Pass], mb: Mb) -> Answer[Passed]:
+        """Make our output anew for the next stage, which lost its part. The gradient that it gives is known here."""
+        return self._answer(call, (await self._hand_on_again(call, mb, call.frames)).passed, ())
+
+    async def _hand_on_again(self, call: Incoming[Pass], mb: Mb, targets: Sequence[TensorFrame]) -> Onward:
+        assert self.next is not None
+        made = await self._serving.output_again(call.body.ticket.step, mb, self.next.line_bytes_per_s)
+        (output,) = made.frames
+        shape = (output.shape[0], output.shape[1])
+        return await self.next.hand_on(call.body, (output, *targets), shape, call.deadline)
+
+    async def _do(self, call: Incoming[Pass], mb: Mb) -> Answer[Passed]:
+        """Output, gradient of it, and our own gradient; what was done before is not done again."""
+        ticket = call.body.ticket
+        x, targets = call.frames[0], call.frames[1:]
+        found = self._serving.stage_at(ticket.step).found(ticket.step, mb) is not None
+        above = self._above.get((ticket.step, mb), _Above((), 0.0))
+        started, spent_s, onward = trio.current_time(), 0.0, None
+        beyond = ticket.high - self._place.stage  # stages that are to be done after this one
+        if not self._is_last and (not found or len(above.hops) < beyond):
+            if found:
+                onward = await self._hand_on_again(call, mb, targets)
+            else:
+                onward, spent_s = await self._forward(call, x, targets)
+            if onward.passed.broken is not None:
+                return self._answer(call, onward.passed, ())
+            if beyond:
+                above = self._above[ticket.step, mb] = _Above(onward.passed.hops, onward.passed.loss_sum)
+        if found:
+            made = await self._serving.kept_gradient(ticket.step, mb, call.body.line_bytes_per_s)
+        else:
+            made = await self._backward(call, mb, x, targets, onward)
+        spent_s += made.service_s
+        hop = self._hop(ticket.step, mb, spent_s, trio.current_time() - started, onward)
+        passed = Passed([hop, *above.hops[:beyond]], made.loss_sum if self._is_last else above.loss_sum)
+        return self._answer(call, passed, made.frames if ticket.is_done_at(self._place.stage - 1) else ())
+
+    async def _forward(
+        self, call: Incoming[Pass], x: TensorFrame, targets: Sequence[TensorFrame]
+    ) -> tuple[Onward, float]:
+        """Compute the output and hand it on; returns what came of it, and the seconds of computing."""
+        assert self.next is not None
+        ticket = call.body.ticket
+        made = await self._serving.output(call.peer, ticket.step, x, self.next.line_bytes_per_s)
+        frames = (*made.frames, *targets) if ticket.is_done_at(self.next.stage) else ()
+        shape = (x.shape[0], x.shape[1])
+        return await self.next.hand_on(call.body, frames, shape, call.deadline), made.service_s
+
+    async def _backward(
+        self, call: Incoming[Pass], mb: Mb, x: TensorFrame, targets: Sequence[TensorFrame], onward: Onward | None
+    ) -> Made:
+        target = targets[0] if onward is None else onward.gradient
+        assert target is not None, "whoever asks for a gradient checks that it comes"
+        body = call.body
+        admitted = body.grant.seqs if body.grant is not None else ()
+        return await self._serving.gradient(
+            call.peer, body.ticket.step, mb, (x, target), admitted, body.line_bytes_per_s
+        )
+
+    def _hop(self, step: int, mb: Mb, service_s: float, whole_s: float, onward: Onward | None) -> Hop:
+        onward_s = onward.took_s if onward is not None else 0.0
+        return Hop(
+            self._own.text,
+            self._place.receipt(step, mb),
+            service_s,
+            max(0.0, whole_s - onward_s - service_s),
+            onward_s,
+            onward.way if onward is not None else "",
+            onward.instead_of if onward is not None else "",
+        )
+
+    def _answer(self, call: Incoming[Pass], passed: Passed, frames: Sequence[TensorFrame]) -> Answer[Passed]:
+        rate = self._arrival_rate(call.peer) or 0.0
+        return Answer(Passed(passed.hops, passed.loss_sum, passed.broken, rate), tuple(frames))
+
+    @contextmanager
+    def _attempt(self, call: Incoming[Pass], mb: Mb) -> Iterator[None]:
+        """The scope of an attempt: ends when a later one of the same microbatch comes."""
+        key = call.body.ticket.step, mb
+        self._tickets.note(call.body)
+        before = self._under_way.get(key)
+        if before is not None:
+            before.scope.cancel()
+        size = 2 * sum(len(frame.payload) for frame in call.frames)  # the input, and the gradient of it
+        mine = self._under_way[key] = _UnderWay(call.body.ticket.attempt, size)
+        try:
+            with mine.scope:
+                yield
+        finally:
+            if self._under_way.get(key) is mine:
+                del self._under_way[key]
+        if mine.scope.cancelled_caught:
+            raise Refused("a later attempt of this microbatch is under way")

@@ -1,0 +1,166 @@
+"""Stage peers that hand microbatches on to each other train exactly like one process, whoever dies in mid-step.
+
+3 stages x 2 peers and 2 trainers over TCP, ten global steps, lossless. What dies: a predecessor after it sent, a
+successor before its backward, both of one route, the conductor, the only link between two healthy peers; or a peer has
+no room for what it should keep.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+import trio
+
+from peerd.compute.model.stage_module import StageModule
+from peerd.core.errors import Unreachable
+from peerd.core.messages.handover import Pass
+from peerd.core.run.runfile import RunFile
+from peerd.service.pipeline.next_stage import NextStage
+from peerd.service.rpc.rpc import Incoming
+from peerd.training.stage.handover import HandOver
+from roles.backbone import BackboneRole
+from roles.stage import StageRole
+from roles.trainer import TrainerRole
+from tests.kit.amount import few
+from tests.kit.exact import Batches, differences, plain_torch, run_file, write_texts
+from tests.kit.training import Peer, all_finished, events, swarm
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.socket,
+    pytest.mark.no_watchdog("nine peers and the threads of their workers share one interpreter"),
+]
+STAGES = 3
+FIRST_DEATH = 4  # the step in which somebody dies, or a later one
+Deaths = Callable[[list[Peer], pytest.MonkeyPatch], None]
+
+
+def of_stage(peers: list[Peer], stage: int, conducts: bool = False) -> Peer:
+    """A peer of a stage, which conducts, or does not."""
+    found = [p for p in peers if p.role.post.stage == stage and p.role._services.conducting.acting == conducts]
+    return found[0]
+
+
+def killing(
+    victims: list[Peer], monkeypatch: pytest.MonkeyPatch, method: str, due: Callable[[HandOver, Incoming[Pass]], bool]
+) -> None:
+    """Cut the victims off when `method` of a hand-over is called and that is `due`, in a step that is old enough."""
+    original = getattr(HandOver, method)
+
+    async def meanwhile(self: HandOver, call: Incoming[Pass], *args: Any) -> Any:
+        if call.body.ticket.step >= FIRST_DEATH and due(self, call):
+            for peer in victims:
+                peer.kill()
+        return await original(self, call, *args)
+
+    monkeypatch.setattr(HandOver, method, meanwhile)
+
+
+def before_its_backward(victims: list[Peer], monkeypatch: pytest.MonkeyPatch) -> None:
+    first = victims[0].role.post.handover
+    killing(victims, monkeypatch, "_backward", lambda handover, call: handover is first)
+
+
+def a_predecessor_that_has_sent(peers: list[Peer], monkeypatch: pytest.MonkeyPatch) -> None:
+    victim = of_stage(peers, 1)
+    killing([victim], monkeypatch, "_do", lambda handover, call: call.peer == victim.host.id)
+
+
+def a_successor_before_its_backward(peers: list[Peer], monkeypatch: pytest.MonkeyPatch) -> None:
+    before_its_backward([of_stage(peers, 1)], monkeypatch)
+
+
+def both_of_one_route(peers: list[Peer], monkeypatch: pytest.MonkeyPatch) -> None:
+    before_its_backward([of_stage(peers, 1), of_stage(peers, 2)], monkeypatch)
+
+
+def the_conductor(peers: list[Peer], monkeypatch: pytest.MonkeyPatch) -> None:
+    before_its_backward([of_stage(peers, 0, conducts=True)], monkeypatch)
+
+
+def the_only_link(peers: list[Peer], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody of stage 1 gets through to one of stage 2, whose mate is dead."""
+    lonely, gone = [p for p in peers if p.role.post.stage == 2]
+    original = NextStage._ask
+
+    async def ask(self: NextStage, name: str, task: Any) -> Any:
+        if name == lonely.host.id.text and lonely.role.position.step >= FIRST_DEATH:
+            gone.kill()
+            raise Unreachable("the link is cut", lonely.host.id)
+        return await original(self, name, task)
+
+    monkeypatch.setattr(NextStage, "_ask", ask)
+
+
+def a_full_stash(peers: list[Peer], monkeypatch: pytest.MonkeyPatch) -> None:
+    """One peer has room for about two microbatches."""
+    handover = of_stage(peers, 1).role.post.handover
+    handover.room_bytes = 40_000
+
+
+def nobody(peers: list[Peer], monkeypatch: pytest.MonkeyPatch) -> None: ...
+
+
+async def train(directory: Path, run: RunFile, deaths: Deaths, monkeypatch: pytest.MonkeyPatch) -> list[Peer]:
+    """Ten steps; returns the stage peers that live."""
+    async with swarm(directory) as s:
+        await s.start("backbone", BackboneRole, None)
+        stages = []
+        for i in range(2 * STAGES):
+            limits = msgspec.structs.replace(run.limits, stage=i % STAGES)
+            stages.append(await s.start(f"stage{i}", StageRole, msgspec.structs.replace(run, limits=limits)))
+        with trio.fail_after(30):
+            for peer in stages:
+                await peer.ready.wait()
+            while not any(peer.role._services.conducting.acting for peer in stages):
+                await stages[0].role._services.following.told.wait()
+        deaths(stages, monkeypatch)
+        trainers = [await s.start(f"trainer{i}", TrainerRole, run) for i in range(2)]
+        await all_finished(s, trainers, within_s=90)
+        for trainer in trainers:
+            assert trainer.role.status()["microbatches"]["lost"] == 0
+        return [peer for peer in stages if not peer.scope.cancel_called]
+
+
+@pytest.mark.parametrize(
+    ("deaths", "optimizer", "dtype"),
+    few(
+        itertools.product(
+            (
+                nobody,
+                a_predecessor_that_has_sent,
+                a_successor_before_its_backward,
+                both_of_one_route,
+                the_conductor,
+                the_only_link,
+                a_full_stash,
+            ),
+            ("sgd", "adamw"),
+            ("float32", "float64"),
+        ),
+        (a_predecessor_that_has_sent, "adamw", "float64"),
+        (both_of_one_route, "adamw", "float64"),
+        (the_only_link, "sgd", "float64"),
+    ),
+)
+async def test_a_swarm_that_hands_over_trains_exactly_like_one_process(
+    tmp_path: Path, batches: Batches, monkeypatch: pytest.MonkeyPatch, deaths: Deaths, optimizer: str, dtype: str
+) -> None:
+    run = run_file(optimizer, dtype, write_texts(tmp_path), stages=STAGES)
+    run = msgspec.structs.replace(run, model=msgspec.structs.replace(run.model, layers=STAGES))
+    torch.set_num_threads(1)
+    living = await train(tmp_path / "peers", run, deaths, monkeypatch)
+    dead = {nobody: 0, a_full_stash: 0, both_of_one_route: 2}.get(deaths, 1)
+    assert len(living) == 2 * STAGES - dead
+    if deaths is a_full_stash:
+        assert sum(peer.role.post.handover.refused_full for peer in living) > 0
+    modules: list[StageModule] = [peer.role.post.served.module for peer in living]
+    assert batches.faults(per_step=8) == [], "\n".join(events(living))
+    plain = await trio.to_thread.run_sync(plain_torch, run, batches)
+    assert differences(run, plain, modules) == []
