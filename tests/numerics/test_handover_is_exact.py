@@ -48,13 +48,20 @@ def of_stage(peers: list[Peer], stage: int, conducts: bool = False) -> Peer:
 
 
 def killing(
-    victims: list[Peer], monkeypatch: pytest.MonkeyPatch, method: str, due: Callable[[HandOver, Incoming[Pass]], bool]
+    victims: list[Peer],
+    peers: list[Peer],
+    monkeypatch: pytest.MonkeyPatch,
+    method: str,
+    due: Callable[[HandOver, Incoming[Pass]], bool],
 ) -> None:
-    """Cut the victims off when `method` of a hand-over is called and that is `due`, in a step that is old enough."""
+    """Cut the victims off when `method` of a hand-over is called and that is `due`, in a step that is old enough and
+    that all `peers` have come to: a stage that loses the last peer with its state goes back to the start.
+    """
     original = getattr(HandOver, method)
 
     async def meanwhile(self: HandOver, call: Incoming[Pass], *args: Any) -> Any:
-        if call.body.ticket.step >= FIRST_DEATH and due(self, call):
+        step = call.body.ticket.step
+        if step >= FIRST_DEATH and all(p.role.position.step == step for p in peers) and due(self, call):
             for peer in victims:
                 peer.kill()
         return await original(self, call, *args)
@@ -62,26 +69,26 @@ def killing(
     monkeypatch.setattr(HandOver, method, meanwhile)
 
 
-def before_its_backward(victims: list[Peer], monkeypatch: pytest.MonkeyPatch) -> None:
+def before_its_backward(victims: list[Peer], peers: list[Peer], monkeypatch: pytest.MonkeyPatch) -> None:
     first = victims[0].role.post.handover
-    killing(victims, monkeypatch, "_backward", lambda handover, call: handover is first)
+    killing(victims, peers, monkeypatch, "_backward", lambda handover, call: handover is first)
 
 
 def a_predecessor_that_has_sent(peers: list[Peer], monkeypatch: pytest.MonkeyPatch) -> None:
     victim = of_stage(peers, 1)
-    killing([victim], monkeypatch, "_do", lambda handover, call: call.peer == victim.host.id)
+    killing([victim], peers, monkeypatch, "_do", lambda handover, call: call.peer == victim.host.id)
 
 
 def a_successor_before_its_backward(peers: list[Peer], monkeypatch: pytest.MonkeyPatch) -> None:
-    before_its_backward([of_stage(peers, 1)], monkeypatch)
+    before_its_backward([of_stage(peers, 1)], peers, monkeypatch)
 
 
 def both_of_one_route(peers: list[Peer], monkeypatch: pytest.MonkeyPatch) -> None:
-    before_its_backward([of_stage(peers, 1), of_stage(peers, 2)], monkeypatch)
+    before_its_backward([of_stage(peers, 1), of_stage(peers, 2)], peers, monkeypatch)
 
 
 def the_conductor(peers: list[Peer], monkeypatch: pytest.MonkeyPatch) -> None:
-    before_its_backward([of_stage(peers, 0, conducts=True)], monkeypatch)
+    before_its_backward([of_stage(peers, 0, conducts=True)], peers, monkeypatch)
 
 
 def the_only_link(peers: list[Peer], monkeypatch: pytest.MonkeyPatch) -> None:
