@@ -171,11 +171,15 @@ class SendQueue:
     def _emit(self, stream: YamuxStream, into: memoryview, at: int, spill_bytes: int) -> int:
         """One turn of one stream: its flags and one data frame."""
         flags, owed = stream.flags_due, stream.owed
-        if owed or (flags and not stream.out_bytes and not stream.fin_due):
+        others = self._small or self._bulk or self._railed
+        opens_bulk = flags and stream.out_bytes > _SMALL_BYTES and others
+        if owed or opens_bulk or (flags and not stream.out_bytes and not stream.fin_due):
             HEADER.pack_into(into, at, 0, WINDOW, flags, stream.id, owed)
             at += _HEADER_BYTES
             flags = 0
         stream.flags_due = stream.owed = 0
+        if opens_bulk:
+            return at  # what comes behind it has its turn among the large ones
         head = PLACED_HEADER.size if stream.striped else _HEADER_BYTES
         size = min(stream.out_bytes, stream.send_credit, len(into) - at - head)
         # Never with data: js-libp2p, having ended its own direction, looks at the FIN first and drops the data.

@@ -111,3 +111,13 @@ def test_whatever_is_written_everything_leaves_and_nobody_waits_for_ever(seed: i
     while pair.a.mux.has_output:
         sent(pair.a.mux)
     assert not any(stream.out_bytes for stream in streams)
+
+
+def test_a_message_passes_large_ones_that_open_their_streams() -> None:
+    pair = MuxPair()
+    (small,) = ready(pair, 1)
+    for _ in range(100):
+        pair.a.mux.write(pair.a.mux.open(0.0), bytes(32 << 10))
+    pair.a.mux.write(small, b"quick")
+    frames = sent(pair.a.mux)
+    assert sum(size for _, size in frames[: frames.index((small.id, 5))]) == 0
