@@ -28,10 +28,12 @@ from peerd.compute.experts.trunk import check_trunk
 from peerd.compute.model.dry_run import try_layers, try_layers_if_here
 from peerd.compute.tokenizer import load_vocabulary
 from peerd.core.errors import ConfigError
+from peerd.core.limits import MICROBATCHES
 from peerd.core.messages.progress import TrainerProgress
 from peerd.core.messages.swarm import MemberInfo, TrainerAnswer
 from peerd.core.run.runfile import RunFile
 from peerd.machine.batch.trainer_ledger import Holding
+from peerd.machine.pipeline.in_flight import LIMITED, InFlight
 from peerd.machine.rate.work_rate import WorkRate
 from peerd.role import RoleContext
 from peerd.service.pipeline.direct import DirectPipeline
@@ -86,6 +88,8 @@ class TrainerRole:
         self._evaluations: deque[tuple[int, float]] = deque(maxlen=500)
         self._tally = self._services.tally("trainer", ctx.data_dir / "brought.json", ctx.worker("files"))
         self._rate = WorkRate(ctx.clock.now())
+        most = ctx.run.limits.microbatches_in_flight or MICROBATCHES
+        self._flow = InFlight(min(most, ctx.run.batch.target_samples // ctx.run.pipeline.microbatch))
         self._counted = 0  # microbatches, at the last step
 
     @classmethod
@@ -157,6 +161,7 @@ class TrainerRole:
                 "samples_per_s": self._samples_per_s,
                 "tokens_per_s": self._samples_per_s * self._run.model.context,
                 "microbatches": self._contributor.counts(),
+                "in_flight_why": self._in_flight_why(),
                 "retries": self._pipeline.retries,
                 "payload_bytes": self._pipeline.sent_bytes + self._pipeline.received_bytes,
                 "evaluations": [{"step": step, "loss": loss} for step, loss in self._evaluations],
@@ -253,12 +258,18 @@ class TrainerRole:
         """The number of microbatches to have open: enough that no stage peer is idle while others answer."""
         wanted, peers = self._run.limits.microbatches_in_flight, self._pipeline.peers()
         if not self._is_replica:
-            return wanted or 2 + 2 * max(1, peers)
+            return wanted or self._flow.wanted(2 + 2 * max(1, peers))
         if not peers:
             return 0  # it still takes the state over: a microbatch with a place in the batch would hold the step up
         if self._flights is not None:
             return wanted or self._flights.in_flight()
         return wanted or max(_REPLICA_IN_FLIGHT, self._done_unheard())
+
+    def _in_flight_why(self) -> str:
+        """The reason that no more microbatches are under way; empty for a replica."""
+        if self._is_replica:
+            return ""
+        return LIMITED if self._run.limits.microbatches_in_flight else self._flow.why
 
     def told_together(self) -> int:
         """One; of a delayed replica, the number of microbatches that it does in _TELL_S (see `_done_unheard`)."""
@@ -291,9 +302,13 @@ class TrainerRole:
 
     async def train(self, step: int, seq: int, load: Load) -> list[Holding]:
         """Send the microbatch through all stages and back; returns the holder of its gradient in each stage."""
+        started = self._ctx.clock.now()
         holdings = await self._pipeline.train(step, seq, load)
+        now = self._ctx.clock.now()
+        if not self._is_replica:
+            self._flow.returned(now, now - started, len(self._books.open()))
         self._losses.setdefault(step, []).append(load.loss_sum / self._run.pipeline.microbatch)
-        self._rate.worked(self._ctx.clock.now())
+        self._rate.worked(now)
         return holdings
 
     async def repeat(self, step: int, seq: int, stage: int, load: Load) -> Holding:

@@ -178,7 +178,7 @@ BYTES_PER_MBIT: Final = 125_000  # each second
 
 
 class LimitsSection(Section, frozen=True):
-    microbatches_in_flight: int = 0  # of one trainer; 0: chosen from the number of stage peers
+    microbatches_in_flight: int = 0  # of one trainer; 0: as many as fill all stages, by measurement
     stage: int | list[int] | None = None  # the stages to serve, or help; none: the one that needs a peer most
     data_cache_mb: int = 10_240  # MiB of disk for files fetched over http(s)
     keep_totals: int = 64  # summed gradients of the last steps kept for newcomers, in no more memory than the state's
@@ -234,6 +234,8 @@ def shared_text(run: RunFile) -> bytes:
     shared = {name: tree[name] for name in FINGERPRINT_SECTIONS}
     if run.model.vocab != "bytes":
         shared["model"]["vocab"] = "file"
+    if run.pipeline.stages == 1:  # nothing is handed over
+        del shared["pipeline"]["handover"]
     for section in (shared["data"], *shared["data"]["sources"]):
         del section["path"]
     if "experts" in tree and tree["experts"] is not None:  # runs without experts keep the fingerprint that they had
