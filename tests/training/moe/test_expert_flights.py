@@ -175,7 +175,7 @@ async def test_nobody_else_may_call_a_trunk(tmp_path: Path, autojump_clock: Mock
         await start(world, roles, network, 1)
         assert await world.until(lambda: told(roles)["step"] >= 1, within_s=60), roles.story()
         handlers = roles.of(TrainerRole)[0].replica.post._handlers()
-        assert handlers.forward is handlers.backward is handlers.loss is handlers.objection is None
+        assert handlers.forward is handlers.backward is handlers.loss is handlers.passes is None
 
 
 @pytest.mark.parametrize(
