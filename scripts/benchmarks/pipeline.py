@@ -1,0 +1,219 @@
+"""Pipelines in virtual time: how busy devices are at growing delays, beside SWARM's Table 1 and its closed form.
+
+Real roles, calls and steps under the virtual clock: one trainer, three stages of one peer, every peer on a line of its
+own; device time is virtual, all else is real. A model's layers take t ms of device time for a microbatch, its forward
+1/3.5 of that (a backward costs 2.5 times as much), and its activation and gradient together c ms of a line, as in the
+paper at 500 Mb/s; tensors are smaller, and rates by the same factor. `utilization` is the share of device time between
+the third and the ninth tenth of a step's microbatches, the mean of all stages; the fill and drain of a synchronous step
+comes beside it, as the bubble. `trainer` carries every tensor through the trainer, whose own line has no limit, so that
+it is not what is measured; `direct` hands over from stage to stage.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+import msgspec
+import torch
+import trio
+
+from benchmarks._report import Figure, Report
+from peerd.compute.worker import InlineWorker
+from peerd.core.run.runfile import (
+    BatchSection,
+    CheckpointSection,
+    DataSection,
+    EvaluateSection,
+    ModelSection,
+    OptimizerSection,
+    PipelineSection,
+    RunFile,
+)
+from peerd.sim.clock import run_virtual
+from peerd.sim.programs import swarm
+from peerd.sim.simnet import NetConfig, SimLine
+from peerd.sim.world import World, WorldConfig
+from roles.stage import StageRole
+from roles.trainer import TrainerRole
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from tests.kit.virtualroles import Roles
+
+T = TypeVar("T")
+
+STAGES: Final = 3
+CONTEXT: Final = 64
+WIDTH: Final = 128
+ACTIVATION_BYTES: Final = 4 * CONTEXT * WIDTH
+FORWARD: Final = 1 / 3.5  # of a microbatch's device time; the rest is its backward, which computes forward again
+RTT_MS: Final = (0, 10, 50, 100, 200)
+LAYERS: Final = {"base": (6.7, 30.5), "xxlarge": (57.0, 120.6), "gpt3": (470.0, 102.5), "ours": (700.0, 82.0)}  # t, c
+PAPER: Final = {  # Table 1, in percent
+    "base": (18.0, 11.8, 4.88, 2.78, 1.53),
+    "xxlarge": (32.1, 28.9, 20.1, 14.9, 10.1),
+    "gpt3": (82.1, 79.3, 70.3, 60.2, 48.5),
+    "ours": (89.5, 87.2, 79.5, 71.5, 59.2),
+}
+LEAST: Final = {100: 0.97, 200: 0.95}  # of a model's own figure without delay
+LEAST_WINDOW_BYTES: Final = 64 << 10  # of a connection
+PATIENCE_S: Final = 3_000.0
+FROM, TO = 0.3, 0.9  # of a step's microbatches: between these the pipeline is full
+
+
+class LayerDevice(InlineWorker):
+    """A device on which a microbatch takes `microbatch_s`; in the last stage all of it is the backward."""
+
+    def __init__(self, microbatch_s: float) -> None:
+        super().__init__()
+        self.microbatch_s, self.is_last = microbatch_s, False
+
+    async def run(self, job: Callable[[], T], *, name: str, cost_s: float = 0.0, urgent: bool = False) -> T:
+        share = {"forward": FORWARD, "backward": 1.0 if self.is_last else 1.0 - FORWARD}.get(name, 0.0)
+        return await super().run(job, name=name, cost_s=cost_s + share * self.microbatch_s, urgent=urgent)
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One model at one delay, handed over in one way."""
+
+    layers: str
+    rtt_ms: int
+    handover: str
+
+    @property
+    def microbatches(self) -> int:
+        """Of a step: several times what is under way at once."""
+        t, c = LAYERS[self.layers]
+        fills = (STAGES * (t + 2 * self.rtt_ms) + c) / max(t, c)
+        return min(768, 64 + 16 * round(fills))
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What one cell gave."""
+
+    utilization: float
+    bubble: float  # of the device time of a whole step, what is idle beyond the full pipeline's
+    wire_over_payload: float
+
+
+def run_of(cell: Cell, folder: Path) -> RunFile:
+    """One giant step of a small model, on text made in `folder`."""
+    for number in range(4):
+        text = bytes((7 * number + 13 * at * at + at // 3) % 251 for at in range(40_000))
+        (folder / f"text{number}.txt").write_bytes(text)
+    return RunFile(
+        run="pipeline",
+        seed=5,
+        model=ModelSection(d_model=WIDTH, heads=2, layers=STAGES, context=CONTEXT),
+        pipeline=PipelineSection(stages=STAGES, microbatch=1, handover=cell.handover),  # type: ignore[arg-type]
+        optimizer=OptimizerSection(name="sgd", lr=0.1),
+        batch=BatchSection(target_samples=cell.microbatches),
+        data=DataSection(path=str(folder / "*.txt"), holdout=0.1),
+        evaluate=EvaluateSection(every_steps=0),
+        checkpoint=CheckpointSection(every_steps=0),
+    )
+
+
+async def _cell(cell: Cell, folder: Path) -> Measured:
+    """The second of two steps: by then the trainer knows how many microbatches fill the stages."""
+    t, c = LAYERS[cell.layers]
+    run = run_of(cell, folder)
+    mbit_s = 2 * ACTIVATION_BYTES * 8 / (c / 1e3) / 1e6
+    line = SimLine(latency_s=cell.rtt_ms / 4e3, up_mbit_s=mbit_s, down_mbit_s=mbit_s)
+    free = SimLine(latency_s=cell.rtt_ms / 4e3)
+    devices: dict[int, LayerDevice] = {}
+    window = LEAST_WINDOW_BYTES + round(mbit_s * 1e6 / 8 * cell.rtt_ms / 4e3)  # some connections fill the line
+    async with World(1, swarm(), WorldConfig(net=NetConfig(window_bytes=window))).running() as world:
+        boot = await world.start("boot", line=free)
+        world.bootstrap.append(boot.full_addr)
+        stages = []
+        for stage in range(STAGES):
+            devices[stage] = device = LayerDevice(t / 1e3)
+            device.is_last = stage == STAGES - 1
+            own = msgspec.structs.replace(run, limits=msgspec.structs.replace(run.limits, stage=stage))
+            roles = Roles(own, folder, _workers(device))
+            stages.append((roles, await world.start(f"stage{stage}", line=line, program=roles.program(StageRole))))
+        roles = Roles(run, folder)
+        trainer = await world.start("trainer", line=free, program=roles.program(TrainerRole))
+        members = [of.live[node.name] for of, node in stages]
+        nodes = [node for _, node in stages] + [trainer]
+
+        def now() -> tuple[float, float, int]:
+            busy_s = sum(device.busy_s for device in devices.values()) / STAGES
+            return trio.current_time(), busy_s, sum(node.host.traffic().bytes_out for node in nodes)
+
+        def done() -> int:
+            return min(member.post.serving.samples if member.post else 0 for member in members)
+
+        batch = cell.microbatches
+        marks = []
+        for goal in (batch, batch + round(batch * FROM), batch + round(batch * TO), 2 * batch):
+            assert await world.until(lambda goal=goal: done() >= goal, within_s=PATIENCE_S, step_s=t / 4e3)
+            marks.append(now())
+        begun, first, last, end = marks
+    seconds, busy_s, sent = (b - a for a, b in zip(first, last, strict=True))
+    utilization = busy_s / seconds
+    step_s = end[0] - begun[0]
+    payload = (round(batch * TO) - round(batch * FROM)) * (STAGES - 1) * 2 * ACTIVATION_BYTES
+    return Measured(utilization, 1.0 - (batch * t / 1e3 / utilization) / step_s, sent / payload)
+
+
+def _workers(device: LayerDevice) -> Callable[[], Any]:
+    """The first worker that a role's process opens is its device."""
+    opened = iter([device])
+    return lambda: next(opened, None) or InlineWorker()
+
+
+def measured(cell: Cell) -> Measured:
+    with tempfile.TemporaryDirectory(prefix="peerd-pipeline-") as folder:
+        return run_virtual(_cell, cell, Path(folder), seed=1)
+
+
+def measure(full: bool) -> Report:
+    torch.set_num_threads(1)
+    modes = ("direct", "trainer") if full else ("direct",)
+    found = {mode: {name: [measured(Cell(name, rtt, mode)) for rtt in RTT_MS] for name in LAYERS} for mode in modes}
+    sections = [section for mode in modes for name in LAYERS for section in [_section(mode, name, found[mode][name])]]
+    extra: dict[str, Any] = {
+        "utilization": _table(found["direct"], lambda one: one.utilization),
+        "paper": {name: dict(zip(map(str, RTT_MS), [v / 100 for v in PAPER[name]], strict=True)) for name in LAYERS},
+        "closed_form": {name: {str(rtt): blocking(name, rtt) for rtt in RTT_MS} for name in LAYERS},
+        "bubble": {
+            name: {str(r): m.bubble for r, m in zip(RTT_MS, found["direct"][name], strict=True)} for name in LAYERS
+        },
+    }
+    if "trainer" in found:
+        extra["utilization_over_the_trainer"] = _table(found["trainer"], lambda one: one.utilization)
+    wire = max(one.wire_over_payload for of in found["direct"].values() for one in of)
+    sections.append(
+        [Figure("wire_over_payload", "bytes sent over activations and gradients, at most", wire, "", 3, at_most=1.05)]
+    )
+    note = f"{STAGES} stages of one peer; paper: blocking calls, t / (t + c + 2 RTT); --full: over the trainer as well"
+    return Report("pipelines at growing delays", sections, note, extra)
+
+
+def _table(found: dict[str, list[Measured]], figure: Callable[[Measured], float]) -> dict[str, dict[str, float]]:
+    return {name: {str(rtt): figure(one) for rtt, one in zip(RTT_MS, of, strict=True)} for name, of in found.items()}
+
+
+def blocking(name: str, rtt_ms: float) -> float:
+    """The closed form that the paper's column follows."""
+    t, c = LAYERS[name]
+    return t / (t + c + 2 * rtt_ms)
+
+
+def _section(mode: str, name: str, found: Sequence[Measured]) -> list[Figure]:
+    figures = []
+    for rtt, one, paper in zip(RTT_MS, found, PAPER[name], strict=True):
+        told = f"{name}, {rtt} ms, {mode}: busy (paper {paper:g} %, closed form {blocking(name, rtt):.1%})"
+        figures.append(Figure(f"{mode}_{name}_{rtt}", told, 100 * one.utilization, "%", 1))
+        if rtt in LEAST and mode == "direct":
+            share = one.utilization / found[0].utilization
+            figures.append(Figure(f"{name}_{rtt}_kept", "  over that without delay", share, "", 3, at_least=LEAST[rtt]))
+    return figures
