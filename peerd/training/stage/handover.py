@@ -127,7 +127,7 @@ class HandOver:
             if ticket.is_done_at(self._place.stage):
                 self._serving.refuse_when_closing(ticket.step)
                 self._serving.refuse_when_leaving()
-        except Refused as refused:
+        except (Refused, Overloaded) as refused:
             return refused
         if (bad := self._tickets.objection(caller.text, body, self._before)) is not None:
             return bad

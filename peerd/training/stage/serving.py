@@ -14,12 +14,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 from msgspec import structs
 
 from peerd.compute.model.served_stage import ServedStage, StageOutcome, Stale
-from peerd.core.errors import PeerdError, ProtocolViolation, Refused
+from peerd.core.errors import Overloaded, PeerdError, ProtocolViolation, Refused
 from peerd.core.frame import TensorFrame
 from peerd.core.ids import PeerId
 from peerd.core.messages.swarm import Mb, Receipt, StageAnswer, StageBackward, StageForward, StageLoss
@@ -28,6 +28,8 @@ from peerd.role import RoleContext
 from peerd.service.rpc.rpc import Answer, Incoming
 from peerd.training.stage.admissions import Admissions
 from peerd.training.stage.boundary import Boundary
+
+_STEP_S: Final = 0.05  # in which a commit that others have made usually comes here, too
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,9 +91,16 @@ class Serving:
         self._busy_s += seconds
 
     def stage_at(self, step: int | None) -> ServedStage:
-        """The stage, if it is at `step`, or near enough in a delayed run; else Refused. None: at whatever step."""
-        if step is not None and not 0 <= step - self._place.step <= int(self._run.optimizer.delayed):
-            raise Refused(f"the stage is at step {self._place.step}, the call at {step}")
+        """The stage, if it is at `step`, or near enough in a delayed run; else Refused. None: at whatever step.
+
+        Overloaded where the stage is about to come there: a caller that heard of the commit first tries again soon.
+        """
+        ahead = 0 if step is None else step - self._place.step
+        told = f"the stage is at step {self._place.step}, the call at {step}"
+        if ahead == 1 + int(self._run.optimizer.delayed):
+            raise Overloaded(told, _STEP_S)
+        if not 0 <= ahead <= int(self._run.optimizer.delayed):
+            raise Refused(told)
         return self._place.served
 
     # --- what is computed, for whoever asks -------------------------------------------------------------------
@@ -186,7 +195,7 @@ class Serving:
             self.stage_at(body.step)
             self.refuse_when_closing(body.step)
             self.refuse_when_leaving()
-        except Refused as error:
+        except (Refused, Overloaded) as error:
             return error
         return self._place.admissions.objection(peer, body.step, body.seq, body.grant)
 
