@@ -2,7 +2,7 @@
 
 A `PeerId` is libp2p's: the identity multihash of the protobuf form of the Ed25519 public key, 38 bytes,
 shown in base58 as `12D3Koo...`. Its place in the DHT is the SHA-256 of these bytes. Hostile input:
-wrong length, another key type, text that is not base58.
+wrong length, another key type, text that is not base58, or that means the same as another text.
 """
 
 from __future__ import annotations
@@ -73,7 +73,11 @@ class PeerId:
 def _parsed(text: str) -> PeerId:
     """Cached parse of a peer id: members are named by text in every round, and decoding one takes as long as a message
     does.
+
+    Without white space, which base58 strips: each peer has one name alone.
     """
+    if text.strip() != text:
+        raise ValueError("a peer id has no white space")
     return PeerId(base58.b58decode(text))
 
 
