@@ -23,7 +23,16 @@ from peerd.sim.world import Node, World
 ORGANIZER = Keypair.from_seed(b"organizer".ljust(32, b"."))
 STRANGER = Keypair.from_seed(b"stranger".ljust(32, b"."))
 NOW = int(EPOCH_S)
-SERVED = ("stage/3/forward", "stage/3/commit", "swarm/3/member", "swarm/3/trainer", "average/1/part", "other/1/ask")
+SERVED = (
+    "stage/3/forward",
+    "stage/3/commit",
+    "handover/1/pass",
+    "handover/1/relay",
+    "swarm/3/member",
+    "swarm/3/trainer",
+    "average/1/part",
+    "other/1/ask",
+)
 
 
 def run_file(run: str = "tiny", stages: int = 2) -> RunFile:

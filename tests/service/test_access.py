@@ -133,6 +133,28 @@ def test_a_token_is_good_for_its_roles_only() -> None:
     in_club(main)
 
 
+def test_microbatches_are_handed_over_by_those_whose_tokens_say_so() -> None:
+    async def main(club: Club) -> None:
+        roles = ("stage", "stage", "trainer", "trainer", "backbone")
+        first, second, trainer, other, backbone = [await club.member(role, number=n) for n, role in enumerate(roles, 1)]
+        await trainer.ask(first, "handover/1/pass")
+        await first.ask(second, "handover/1/pass")
+        await first.ask(trainer, "handover/1/relay")
+        assert "pass is for stage, trainer; the token shown allows backbone" in await refused(
+            backbone, first, "handover/1/pass"
+        )
+        assert "relay is for stage; the token shown allows trainer" in await refused(trainer, other, "handover/1/relay")
+        with pytest.raises(Untrusted, match="handover/1/pass is served by stage; its token allows trainer"):
+            await first.ask(trainer, "handover/1/pass")
+        with pytest.raises(Untrusted, match="handover/1/relay is served by trainer; its token allows stage"):
+            await first.ask(second, "handover/1/relay")
+        assert trainer.called == [(first.id, "handover/1/relay")]
+        outsider = await club.start(lambda peer: Papers())
+        assert "no valid token for run tiny" in await refused(outsider, first, "handover/1/pass")
+
+    in_club(main)
+
+
 def test_the_book_knows_who_has_shown_a_token_that_counts() -> None:
     async def main(club: Club) -> None:
         a, b = await club.member(number=1), await club.member(number=2)

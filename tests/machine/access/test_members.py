@@ -87,6 +87,18 @@ def test_a_helper_is_no_stage() -> None:
         assert (books.may_call(PEERS[0], service, f"{service}/{name}", NOW) is None) == fine
 
 
+def test_microbatches_are_handed_over_by_trainers_and_stage_peers_and_relayed_for_stage_peers_alone() -> None:
+    calls = {"trainer": (True, False), "stage": (True, True), "aux": (False, False), "backbone": (False, False)}
+    serves = {"trainer": (False, True), "stage": (True, False), "aux": (False, False), "backbone": (False, False)}
+    for role in calls:
+        books = roll()
+        books.admit(PEERS[0], token(PEERS[0], role), NOW)
+        for may, fine in ((books.may_call, calls[role]), (books.may_serve, serves[role])):
+            found = [may(PEERS[0], "handover/1", f"handover/1/{name}", NOW) is None for name in ("pass", "relay")]
+            assert tuple(found) == fine, (role, may.__name__)
+        assert books.may_call(PEERS[1], "handover/1", "handover/1/pass", NOW) is not None
+
+
 def test_a_trainer_is_a_stage_only_where_there_is_no_pipeline() -> None:
     for stages, fine in ((1, True), (2, False)):
         books = roll(stages)
