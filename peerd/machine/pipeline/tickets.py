@@ -43,21 +43,30 @@ class Tickets:
             return Refused("a ticket's first peer is called by its trainer")
         elif caller not in before:
             return Overloaded(f"you are not known to serve stage {stage - 1}", _AGAIN_S)
-        if ticket.attempt < self._newest.get((ticket.step, _mb_of(body)), 0):
-            return Refused("a later attempt of this microbatch is under way")
+        if self._is_overtaken(body):
+            return _overtaken()
         if not is_peer_text(body.trainer) or not ticket.is_well_named:
             return Refused("the ticket names what is no peer id")
         is_signed = is_ticket_of(PeerId.parse(body.trainer), self._run, ticket)
         return None if is_signed else Refused("the ticket is not signed by its trainer")
 
-    def note(self, body: Pass) -> None:
-        """Note an attempt that begins: it was found in order."""
+    def begin(self, body: Pass) -> None:
+        """Note an attempt that begins: it was found in order. Refused where a later one began while its frames came."""
+        if self._is_overtaken(body):
+            raise _overtaken()
         self._newest[body.ticket.step, _mb_of(body)] = body.ticket.attempt
 
     def arrive(self, step: int) -> None:
         """Forget the attempts of steps before `step`."""
         for key in [key for key in self._newest if key[0] < step]:
             del self._newest[key]
+
+    def _is_overtaken(self, body: Pass) -> bool:
+        return body.ticket.attempt < self._newest.get((body.ticket.step, _mb_of(body)), 0)
+
+
+def _overtaken() -> Refused:
+    return Refused("a later attempt of this microbatch is under way")
 
 
 def _mb_of(body: Pass) -> Mb:

@@ -10,16 +10,18 @@ received (`machine/pipeline/tickets`), with the conductor's grant; frames and an
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Final, Protocol
 
 import trio
 
+from peerd.core.bounded_dict import BoundedDict
 from peerd.core.errors import Overloaded, PeerdError, ProtocolViolation, Refused
 from peerd.core.frame import TensorFrame
 from peerd.core.ids import PeerId
+from peerd.core.limits import MICROBATCHES
 from peerd.core.messages.handover import Hop, Pass, Passed
 from peerd.core.messages.swarm import Mb, MemberInfo, Receipt
 from peerd.core.run.runfile import RunFile
@@ -62,6 +64,7 @@ class _UnderWay:
     attempt: int
     bytes: int
     scope: trio.CancelScope = field(default_factory=trio.CancelScope)
+    over: trio.Event = field(default_factory=trio.Event)
 
 
 class HandOver:
@@ -81,7 +84,7 @@ class HandOver:
             self.next = NextStage(self._run, place.stage, ctx.rpc, ctx.clock, services, services.way)
         self._before = frozenset({self._own.text})
         self._under_way: dict[tuple[int, Mb], _UnderWay] = {}
-        self._above: dict[tuple[int, Mb], _Above] = {}
+        self._above = BoundedDict[tuple[int, Mb], _Above](MICROBATCHES)
         self.room_bytes = 0
         self.refused_full = 0
         self._full_at = -1  # the step at which the log said that what is kept leaves no room
@@ -105,7 +108,8 @@ class HandOver:
     def arrived(self, step: int) -> None:
         """Forget what belongs to steps before `step`."""
         self._tickets.arrive(step)
-        self._above = {key: above for key, above in self._above.items() if key[0] >= step}
+        for key in [key for key in self._above if key[0] < step]:
+            del self._above[key]
 
     @property
     def in_flight(self) -> int:
@@ -160,7 +164,7 @@ class HandOver:
             return self._answer(call, Passed(), made.frames)
         if stage < ticket.low:
             return await self._give_input(call, mb)
-        with self._attempt(call, mb):
+        async with self._attempt(call, mb):
             return await self._do(call, mb)
 
     # --- what is done -----------------------------------------------------------------------------------------
@@ -240,20 +244,26 @@ class HandOver:
         rate = self._arrival_rate(call.peer) or 0.0
         return Answer(Passed(passed.hops, passed.loss_sum, passed.broken, rate), tuple(frames))
 
-    @contextmanager
-    def _attempt(self, call: Incoming[Pass], mb: Mb) -> Iterator[None]:
-        """The scope of an attempt: ends when a later one of the same microbatch comes."""
-        key = call.body.ticket.step, mb
-        self._tickets.note(call.body)
-        before = self._under_way.get(key)
+    @asynccontextmanager
+    async def _attempt(self, call: Incoming[Pass], mb: Mb) -> AsyncIterator[None]:
+        """The scope of an attempt: ends when a later one of the same microbatch comes.
+
+        Brought twice, it waits for the first call to end and finds what that has made: so nobody who has seen a ticket
+        ends the work of whoever brought it before.
+        """
+        key, number = (call.body.ticket.step, mb), call.body.ticket.attempt
+        while (before := self._under_way.get(key)) is not None and before.attempt == number:
+            await before.over.wait()
+        self._tickets.begin(call.body)
         if before is not None:
             before.scope.cancel()
         size = 2 * sum(len(frame.payload) for frame in call.frames)  # the input, and the gradient of it
-        mine = self._under_way[key] = _UnderWay(call.body.ticket.attempt, size)
+        mine = self._under_way[key] = _UnderWay(number, size)
         try:
             with mine.scope:
                 yield
         finally:
+            mine.over.set()
             if self._under_way.get(key) is mine:
                 del self._under_way[key]
         if mine.scope.cancelled_caught:
