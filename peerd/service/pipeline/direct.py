@@ -10,8 +10,9 @@ count, and nothing that an answer says changes more than the choice of peers.
 from __future__ import annotations
 
 import logging
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 import trio
@@ -20,17 +21,17 @@ from peerd.core.bounded_dict import BoundedDict
 from peerd.core.clock import Clock
 from peerd.core.errors import Overloaded, ProtocolViolation, RemoteError
 from peerd.core.frame import TensorFrame
-from peerd.core.ids import PeerId, is_peer_text
+from peerd.core.ids import PeerId
 from peerd.core.messages.handover import Hop, Pass, Passed, Ticket
-from peerd.core.messages.proof import has_received, signed_ticket
-from peerd.core.messages.swarm import Mb, MemberInfo
+from peerd.core.messages.proof import signed_ticket
+from peerd.core.messages.swarm import MemberInfo
 from peerd.core.run.runfile import RunFile, fingerprint
 from peerd.machine.batch.trainer_ledger import Holding
 from peerd.machine.pipeline.routes import Route
 from peerd.machine.pipeline.wiring import BACKWARD_COST
 from peerd.machine.rate.backoff import backoff_s
 from peerd.service.pipeline.load import Load
-from peerd.service.pipeline.next_stage import PASS, PASS_TIMEOUT_S
+from peerd.service.pipeline.next_stage import PASS, PASS_TIMEOUT_S, fault_of_hops
 from peerd.service.pipeline.relaying import Relaying
 from peerd.service.pipeline.stage_client import StageClient, TrainerPapers
 from peerd.service.pipeline.stage_peers import StagePeers, Ways
@@ -41,6 +42,8 @@ log = logging.getLogger("peerd.service.pipeline.direct")
 _PAUSE_S: Final = 0.05  # before a way is tried anew, longer each time
 _LONGEST_PAUSE_S: Final = 2.0
 _SOON_S, _NOT_SO_SOON_S = 0.05, 5.0  # before a peer is asked again that says it cannot take a call now
+_PATIENCE_S: Final = 3.0  # with a holder that has no room
+_BREAKS_BORNE: Final = 3  # ways through a peer that broke behind it, until it is avoided
 _CUT_S: Final = 30.0  # for which nobody is sent over two peers that found no way to each other
 _CUTS: Final = 4096
 
@@ -56,6 +59,18 @@ class _Way:
 
     def peer_of(self, stage: int) -> str:
         return self.route[stage - self.first]
+
+
+@dataclass(slots=True)
+class _Search:
+    """The search for a way: the stages to be done, and what was found to be in it."""
+
+    low: int
+    high: int
+    avoid: defaultdict[int, set[str]] = field(default_factory=lambda: defaultdict(set))  # by stage
+    breaks: Counter[tuple[int, str]] = field(default_factory=Counter)  # of ways that led through a stage's peer
+    failures: int = 0
+    waited_s: float = 0.0  # for a holder that has no room
 
 
 class DirectPipeline:
@@ -99,57 +114,72 @@ class DirectPipeline:
 
     async def _go(self, step: int, seq: int, load: Load, low: int, high: int) -> None:
         """Have stages `low` to `high` done, more of them where those beside them cannot give what they keep."""
-        avoid: list[set[str]] = [set() for _ in range(self._last + 1)]
-        way: _Way | None = None
-        failures = 0
+        search, way = _Search(low, high), None
         while True:
-            way = await self._choose(load, low, high, avoid, way)
+            way = await self._choose(load, search, way)
             started = trio.current_time()
             try:
                 answer = await self._ask(way, step, seq, load)
             except Overloaded as error:
-                pause_s = min(max(_SOON_S, error.retry_after_s), _NOT_SO_SOON_S)
-                self._peers.wiring(way.first).rest(way.route[0], trio.current_time() + pause_s)
-                if way.first < low:
-                    await trio.sleep(pause_s)
+                await self._wait_for_room(search, way, error)
                 continue
             except RemoteError as error:
-                failures += 1
-                low = self._entry_failed(way, low, avoid, started, error)
+                self._entry_failed(search, way, started, error)
             else:
                 broken = answer.body.broken
                 if broken is None:
                     self._done(way, load, answer.body.hops, started, answer.body.loss_sum)
                     return
-                failures += 1
-                high = self._broke(way, high, avoid, broken.stage, broken.reason)
+                self._broke(search, way, broken.stage, broken.reason)
             self._retries += 1
-            await trio.sleep(backoff_s(failures, _PAUSE_S, _LONGEST_PAUSE_S))
+            search.failures += 1
+            await trio.sleep(backoff_s(search.failures, _PAUSE_S, _LONGEST_PAUSE_S))
 
-    def _entry_failed(self, way: _Way, low: int, avoid: list[set[str]], started: float, error: RemoteError) -> int:
-        """The first peer of a way failed; returns the lowest stage to be done now."""
+    async def _wait_for_room(self, search: _Search, way: _Way, error: Overloaded) -> None:
+        """Let a way's first peer rest that has no room; others may have. A holder is waited for a while."""
+        pause_s = min(max(_SOON_S, error.retry_after_s), _NOT_SO_SOON_S)
+        self._peers.wiring(way.first).rest(way.route[0], trio.current_time() + pause_s)
+        if way.first < search.low:
+            search.waited_s += pause_s
+            if search.waited_s > _PATIENCE_S:
+                self._give_up_holder(search, way, str(error))
+            await trio.sleep(pause_s)
+
+    def _entry_failed(self, search: _Search, way: _Way, started: float, error: RemoteError) -> None:
+        """The first peer of a way failed."""
         name, now = way.route[0], trio.current_time()
-        if way.first < low:  # it was only to give what it keeps
-            log.info("stage %d is done again as well, …%s cannot give its input: %s", way.first, name[-8:], error)
-            return way.first
+        if way.first < search.low:  # it was only to give what it keeps
+            self._give_up_holder(search, way, str(error))
+            return
         times = self._peers.wiring(way.first).failed(name, now, now - started)
         level = logging.INFO if times == 1 else logging.DEBUG  # the first failure tells it all
         log.log(level, "a microbatch's way failed at …%s, another one is tried: %s", name[-8:], error)
-        avoid[way.first].add(name)
-        return low
+        search.avoid[way.first].add(name)
 
-    def _broke(self, way: _Way, high: int, avoid: list[set[str]], stage: int, reason: str) -> int:
-        """A way broke before `stage`; returns the highest stage to be done now."""
-        if not way.first < stage < way.first + len(way.route):
-            avoid[way.first].add(way.route[0])  # it names a stage that it was not asked for
-            return high
+    def _give_up_holder(self, search: _Search, way: _Way, reason: str) -> None:
+        """Have the stage before the lowest done again as well."""
+        log.info(
+            "stage %d is done again as well, …%s does not give its input: %s", way.first, way.route[0][-8:], reason
+        )
+        search.low, search.waited_s = way.first, 0.0
+
+    def _broke(self, search: _Search, way: _Way, stage: int, reason: str) -> None:
+        """A way broke before `stage`: others are tried there. Where it breaks again, who said so may not be right."""
         name, before = way.peer_of(stage), way.peer_of(stage - 1)
         log.info("a microbatch's way broke between …%s and …%s: %s", before[-8:], name[-8:], reason)
-        if stage > high:  # it was only to give what it keeps
-            return stage
+        if stage > search.high:  # it was only to give what it keeps
+            search.high = stage
+            return
         self._note_cut(before, name)
-        avoid[stage].add(name)
-        return high
+        search.avoid[stage].add(name)
+        for at, peer in enumerate(way.route[: stage - way.first], way.first):
+            search.breaks[at, peer] += 1
+            if search.breaks[at, peer] < _BREAKS_BORNE:
+                continue
+            if at < search.low:
+                self._give_up_holder(search, way, reason)
+            else:
+                search.avoid[at].add(peer)
 
     async def _ask(self, way: _Way, step: int, seq: int, load: Load) -> Answer[Passed]:
         """Send an attempt on its way; returns the answer of its first peer, once that is checked."""
@@ -175,14 +205,11 @@ class DirectPipeline:
         if answer.frames:
             raise ProtocolViolation("a trainer's microbatch was answered with tensors", peer)
         if passed.broken is not None:
+            if not way.first < passed.broken.stage <= ticket.last:
+                raise ProtocolViolation(f"a way broke at stage {passed.broken.stage}, where it does not lead", peer)
             return
-        if len(passed.hops) != way.high - way.low + 1:
-            raise ProtocolViolation(f"{len(passed.hops)} hops for stages {way.low} to {way.high}", peer)
-        mb = Mb(self._papers.own, ticket.seq)
-        for stage, hop in enumerate(passed.hops, way.low):
-            named = is_peer_text(hop.peer)
-            if not named or not has_received(PeerId.parse(hop.peer), self._mark, stage, ticket.step, mb, hop.receipt):
-                raise ProtocolViolation(f"the hop of stage {stage} has no receipt that is good", peer)
+        if fault := fault_of_hops(self._mark, self._papers.own, ticket, way.low, passed.hops):
+            raise ProtocolViolation(fault, peer)
 
     def _done(self, way: _Way, load: Load, hops: Sequence[Hop], started: float, loss_sum: float) -> None:
         now = trio.current_time()
@@ -190,25 +217,27 @@ class DirectPipeline:
             load.holdings[stage] = Holding(hop.peer, hop.receipt)
             load.lost.discard(stage)
             self._peers.wiring(stage).answered(hop.peer, self._cost, started, now)
-            if hop.instead_of:
+            if stage + 1 < way.first + len(way.route) and hop.instead_of == way.peer_of(stage + 1):
                 self._note_cut(hop.peer, hop.instead_of)
         if way.low == 0 and way.high == self._last:
             load.loss_sum = loss_sum
 
     # --- the choice of a way ----------------------------------------------------------------------------------
 
-    async def _choose(self, load: Load, low: int, high: int, avoid: list[set[str]], before: _Way | None) -> _Way:
+    async def _choose(self, load: Load, search: _Search, before: _Way | None) -> _Way:
         """A peer for each stage: those of the attempt before where they are not to be avoided, and of those that only
         give what they keep, the holders.
         """
+        low, high, avoid = search.low, search.high, search.avoid
         first, last = max(0, low - 1), min(self._last, high + 1)
         route: list[str] = []
         for stage in range(first, last + 1):
             if not low <= stage <= high:
                 route.append(load.holdings[stage].peer)
                 continue
+            wiring, now = self._peers.wiring(stage), trio.current_time()
             known = before.peer_of(stage) if before is not None and before.low <= stage <= before.high else None
-            if known is not None and known not in avoid[stage] and known in self._peers.wiring(stage):
+            if known is not None and known in wiring and known not in avoid[stage] and not wiring.rests(known, now):
                 route.append(known)
                 continue
             shun = avoid[stage] | self._cut_from(route[-1] if route else None)

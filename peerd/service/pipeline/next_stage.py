@@ -3,7 +3,9 @@
 The ticket says who takes it. Where that peer cannot be had another of its stage takes its place, if the stage is still
 to be done, and the answer says so; where no link comes about, the ticket's trainer carries the call. Only then the
 trainer has to choose anew (`Broken`). Hostile input: answers with wrong tensors, hops or receipts are violations of
-whoever gave them, and another peer is asked; a successor that never answers costs the time of one call.
+whoever gave them, and another peer is asked: all hops are checked by each hop that tells of them, so a bad one is the
+fault of who brings it. A successor that never answers costs the time of one call, which ends before our caller's. A
+trainer may name anybody for the next stage: only those that the conductor lists are called.
 """
 
 from __future__ import annotations
@@ -15,11 +17,11 @@ from dataclasses import dataclass
 import trio
 
 from peerd.core.clock import Clock
-from peerd.core.errors import Overloaded, ProtocolViolation, RemoteError, TooSlow, Unreachable
+from peerd.core.errors import Overloaded, ProtocolViolation, Refused, RemoteError, TooSlow, Unreachable
 from peerd.core.frame import TensorFrame
-from peerd.core.ids import PeerId
+from peerd.core.ids import PeerId, is_peer_text
 from peerd.core.limits import BROKEN_CHARS
-from peerd.core.messages.handover import Broken, CarryOn, Hop, Pass, Passed, Way
+from peerd.core.messages.handover import Broken, CarryOn, Hop, Pass, Passed, Ticket, Way
 from peerd.core.messages.proof import has_received
 from peerd.core.messages.swarm import Mb
 from peerd.core.run.runfile import RunFile
@@ -35,6 +37,8 @@ PASS_TIMEOUT_S = 150.0
 _PEERS_TRIED = 3  # of one stage, for one microbatch: then the trainer chooses anew
 _PATIENCE_S = 3.0  # with peers that cannot take a microbatch now
 _SOON_S, _NOT_SO_SOON_S = 0.05, 2.0  # before a peer is asked again that says it cannot take a call now
+_RESERVE_S = 2.0  # of the time that our caller waits, for telling it that the next stage did not answer
+_LEAST_S = 0.1  # to ask anybody
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +48,7 @@ class Onward:
     passed: Passed
     gradient: TensorFrame | None
     took_s: float
+    by: str  # the peer that answered, or the trainer that carried the call
     way: Way
     instead_of: str  # the ticket's peer, where another took its place
 
@@ -78,47 +83,63 @@ class NextStage:
         Of `frames` none: the next stage gives the gradient that it keeps.
         """
         started = trio.current_time()
+        left_s = deadline - started
+        task = _Task(self.stage, body, frames, shape, deadline - min(_RESERVE_S, left_s / 8))
         self.in_flight += 1
         try:
-            return await self._hand_on(_Task(self.stage, body, frames, shape, deadline), started)
+            return await self._hand_on(task, started)
         finally:
             self.in_flight -= 1
 
+    def spoilt(self, onward: Onward, error: ProtocolViolation) -> Passed:
+        """The answer where a gradient that came back is of no use: the trainer chooses another way."""
+        log.info("the gradient of …%s of stage %d is of no use: %s", onward.by[-8:], self.stage, error.args[0])
+        return _broken(self.stage, onward.by, str(error.args[0])).body
+
     async def _hand_on(self, task: _Task, started: float) -> Onward:
-        named, tried, reason, cut = task.named, set[str](), "", False
-        while (name := self._choose(task, tried)) is not None:
+        named, tried, reason, cut, full = task.named, set[str](), "", False, False
+        while task.left_s > _LEAST_S:
+            is_patient = trio.current_time() - started <= _PATIENCE_S
+            name = self._choose(task, tried)
+            if name is None:
+                if not (full and is_patient):
+                    break
+                await trio.sleep(_SOON_S)  # those that have no room rest a moment
+                continue
             try:
                 answer = await self._ask(name, task)
             except Overloaded as error:  # not yet, it says: it has not failed
-                reason = str(error)
-                if trio.current_time() - started > _PATIENCE_S:
+                reason, full = str(error), True
+                if not is_patient:
                     break  # the trainer may know better by now: a newer grant, peers that have room
                 pause_s = min(max(_SOON_S, error.retry_after_s), _NOT_SO_SOON_S)
                 self.peers.wiring(self.stage).rest(name, trio.current_time() + pause_s)
-                await trio.sleep(pause_s if self._choose(task, tried) in (None, name) else 0.0)
-                continue
+                if not task.is_to_be_done:
+                    await trio.sleep(pause_s)
             except RemoteError as error:
                 self._failed(name, started, error)
                 tried.add(name)
                 cut |= isinstance(error, Unreachable | TooSlow)
                 reason = str(error)
-                continue
-            return self._onward(answer, started, self._way_of(PeerId.parse(name)), "" if name == named else named)
-        if cut or not (tried or reason):
+            else:
+                way, instead_of = self._way_of(PeerId.parse(name)), "" if name == named else named
+                return self._onward(answer, started, name, way, instead_of)
+        if (cut or not (tried or reason)) and task.left_s > _LEAST_S:
             try:
-                return self._onward(await self._over_the_trainer(task), started, "trainer", "")
+                return self._onward(await self._over_the_trainer(task), started, task.body.trainer, "trainer", "")
             except RemoteError as error:
-                reason = f"{reason or 'it rests'}; over the trainer: {error}"
-        return self._onward(_broken(self.stage, named, reason or "nobody serves it"), started, "", "")
+                reason = f"{reason or 'it is not called'}; over the trainer: {error}"
+        return self._onward(_broken(self.stage, named, reason or "nobody serves it"), started, "", "", "")
 
     def _choose(self, task: _Task, tried: set[str]) -> str | None:
         """The peer to ask: the ticket's, unless it failed lately; else another that can do the same.
 
         Where only the ticket's peer can do it, that is asked though it failed lately.
         """
-        wiring, now = self.peers.wiring(self.stage), trio.current_time()
-        if task.named not in tried and not (task.is_to_be_done and wiring.rests(task.named, now)):
-            return task.named
+        wiring, now, named = self.peers.wiring(self.stage), trio.current_time(), task.named
+        serves = named in wiring and named not in tried
+        if serves and not (task.is_to_be_done and wiring.rests(named, now)):
+            return named
         if not task.is_to_be_done or len(tried) >= _PEERS_TRIED:
             return None
         return wiring.pick(now, task.cost, avoid=(), never=tried | self.peers.away())
@@ -127,9 +148,8 @@ class NextStage:
         peer, started = PeerId.parse(name), trio.current_time()
         body = task.body_for(self._rpc.arrival_rate(peer) or 0.0)
         with self.peers.call_to(name):
-            left_s = max(0.01, min(PASS_TIMEOUT_S, task.deadline - started))
-            answer = await self._rpc.call(peer, PASS, body, Passed, frames=task.frames, timeout_s=left_s)
-            self._check(peer, task, answer)
+            answer = await self._rpc.call(peer, PASS, body, Passed, frames=task.frames, timeout_s=task.left_s)
+            self._check(peer, peer, task, answer)
         if answer.body.broken is None:
             self.peers.wiring(self.stage).answered(name, task.cost, started, trio.current_time())
         if answer.body.arrival_bytes_per_s > 0:
@@ -138,30 +158,35 @@ class NextStage:
 
     async def _over_the_trainer(self, task: _Task) -> Answer[Passed]:
         trainer = PeerId.parse(task.body.trainer)
-        left_s = max(0.01, min(PASS_TIMEOUT_S, task.deadline - trio.current_time()))
         body = CarryOn(task.named, task.body_for(0.0))
-        answer = await self._rpc.call(trainer, RELAY, body, Passed, frames=task.frames, timeout_s=left_s)
-        self._check(PeerId.parse(task.named), task, answer)
+        answer = await self._rpc.call(trainer, RELAY, body, Passed, frames=task.frames, timeout_s=task.left_s)
+        self._check(trainer, PeerId.parse(task.named), task, answer)
         return answer
 
     def _failed(self, name: str, started: float, error: RemoteError) -> None:
+        """Let a peer rest that did not answer, or wrongly; a refusal may be the microbatch's fault, whoever sent it."""
+        if isinstance(error, Refused):
+            log.debug("…%s of stage %d did not take a microbatch: %s", name[-8:], self.stage, error)
+            return
         now = trio.current_time()
         times = self.peers.wiring(self.stage).failed(name, now, now - started)
         level = logging.INFO if times == 1 else logging.DEBUG  # the first failure tells it all
         log.log(level, "a microbatch could not be handed on to …%s of stage %d: %s", name[-8:], self.stage, error)
 
-    def _onward(self, answer: Answer[Passed], started: float, way: Way, instead_of: str) -> Onward:
+    def _onward(self, answer: Answer[Passed], started: float, by: str, way: Way, instead_of: str) -> Onward:
         gradient = answer.frames[0] if answer.frames else None
-        return Onward(answer.body, gradient, trio.current_time() - started, way, instead_of)
+        return Onward(answer.body, gradient, trio.current_time() - started, by, way, instead_of)
 
     # --- answers ----------------------------------------------------------------------------------------------
 
-    def _check(self, peer: PeerId, task: _Task, answer: Answer[Passed]) -> None:
-        """Raise ProtocolViolation unless the answer has what was asked for: the gradient, and a receipt."""
-        passed = answer.body
+    def _check(self, peer: PeerId, holder: PeerId, task: _Task, answer: Answer[Passed]) -> None:
+        """Raise ProtocolViolation of `peer` unless the answer has what was asked for: the gradient, and receipts of
+        `holder` and all after it.
+        """
+        passed, ticket = answer.body, task.body.ticket
         if passed.broken is not None:
-            if passed.hops or answer.frames:
-                raise ProtocolViolation("a way that is broken was answered with hops or frames", peer)
+            if passed.hops or answer.frames or not self.stage < passed.broken.stage <= ticket.last:
+                raise ProtocolViolation("a way that is broken was answered with more, or does not lead there", peer)
             return
         if len(answer.frames) != int(task.wants_gradient):
             raise ProtocolViolation(f"a microbatch was answered with {len(answer.frames)} frames", peer)
@@ -169,15 +194,23 @@ class NextStage:
             shape, frame = (*task.shape, self._width), answer.frames[0]
             if frame.shape != shape or frame.dtype != self._dtype:
                 raise ProtocolViolation(f"a microbatch was answered with {frame.dtype} {list(frame.shape)}", peer)
-        if task.is_to_be_done:
-            self._check_hop(peer, task.body, passed.hops[0] if passed.hops else None)
-
-    def _check_hop(self, peer: PeerId, body: Pass, hop: Hop | None) -> None:
-        ticket, mb = body.ticket, Mb(body.trainer, body.ticket.seq)
-        if hop is None or hop.peer != peer.text:
+        low = self.stage if task.is_to_be_done else ticket.high + 1
+        if task.is_to_be_done and (not passed.hops or passed.hops[0].peer != holder.text):
             raise ProtocolViolation("a microbatch was answered without a hop of the peer's own", peer)
-        if not has_received(peer, body.run, self.stage, ticket.step, mb, hop.receipt):
-            raise ProtocolViolation("a microbatch was answered without a receipt that is good", peer)
+        if fault := fault_of_hops(task.body.run, task.body.trainer, ticket, low, passed.hops):
+            raise ProtocolViolation(fault, peer)
+
+
+def fault_of_hops(run: bytes, trainer: str, ticket: Ticket, low: int, hops: Sequence[Hop]) -> str:
+    """What is wrong with the hops of stages `low` to the ticket's highest, their receipts last; "": nothing."""
+    if len(hops) != ticket.high - low + 1:
+        return f"{len(hops)} hops for stages {low} to {ticket.high}"
+    mb = Mb(trainer, ticket.seq)
+    for stage, hop in enumerate(hops, low):
+        named = is_peer_text(hop.peer)
+        if not named or not has_received(PeerId.parse(hop.peer), run, stage, ticket.step, mb, hop.receipt):
+            return f"the hop of stage {stage} has no receipt that is good"
+    return ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,6 +229,11 @@ class _Task:
         name = self.body.ticket.peer_of(self.stage)
         assert name is not None, "the route ends with the stage that hands on"
         return name
+
+    @property
+    def left_s(self) -> float:
+        """The time that is left for an answer; 0 or less: none."""
+        return min(PASS_TIMEOUT_S, self.deadline - trio.current_time())
 
     @property
     def is_to_be_done(self) -> bool:
