@@ -200,6 +200,10 @@ class ServedStage:
         total = self.module.loss(_whole_numbers_as_int64(x), _whole_numbers_as_int64(targets)) * x.shape[0]
         return StageOutcome(None, total, time.perf_counter() - began)
 
+    def check_targets(self, targets: Tensor) -> None:
+        """ValueError where these are no targets of a microbatch, whatever stage needs them."""
+        self.module.check_targets(_whole_numbers_as_int64(targets))
+
     def backward(
         self, step: int, mb: Mb, tensors: tuple[Tensor, Tensor], frames: Sequence[TensorFrame]
     ) -> StageOutcome:

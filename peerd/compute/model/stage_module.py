@@ -262,6 +262,13 @@ class StageModule:
             return self._tokens("the input", x, x.shape)
         return self._floats("the input", x, torch.Size([*x.shape[:2], width]))
 
+    def check_targets(self, targets: Tensor) -> None:
+        """ValueError unless these are targets of a microbatch, which the last stage takes."""
+        context = self.run.model.context
+        if targets.ndim != 2 or not 1 <= targets.shape[1] <= context:
+            raise ValueError(f"targets are [samples, tokens] with up to {context} tokens, not {list(targets.shape)}")
+        self._need_tokens("the targets", targets, targets.shape)
+
     def _targets(self, targets: Tensor, x: Tensor) -> Tensor:
         if not self.last:
             raise ValueError(f"stage {self.stage} is not the last stage: it takes no targets")
@@ -271,11 +278,14 @@ class StageModule:
         return self._floats("the output's gradient", gradient, torch.Size([*x.shape[:2], self.run.model.d_model]))
 
     def _tokens(self, what: str, tokens: Tensor, shape: torch.Size) -> Tensor:
+        self._need_tokens(what, tokens, shape)
+        return tokens.detach().to(self.device)
+
+    def _need_tokens(self, what: str, tokens: Tensor, shape: torch.Size) -> None:
         _need(what, tokens, shape, torch.int64)
         low, high = int(tokens.min()), int(tokens.max())
         if low < 0 or high >= self._vocab:
             raise ValueError(f"{what} has token {low if low < 0 else high}; the vocabulary is 0 to {self._vocab - 1}")
-        return tokens.detach().to(self.device)
 
     def _floats(self, what: str, values: Tensor, shape: torch.Size) -> Tensor:
         _need(what, values, shape, self.dtype)

@@ -2,7 +2,7 @@
 
 A hop shows the trainer's own ticket and names the peer of the next stage; the trainer calls that peer in its place and
 gives back the answer. Hostile input: only tickets of attempts that are under way here count, and only calls from a peer
-that serves, to one that serves the stage which the call is for.
+that serves, to one that serves the stage which the call is for; one at a time for each hop of an attempt.
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ from typing import Any, Final
 
 import trio
 
-from peerd.core.errors import PeerdError, Refused
+from peerd.core.errors import Overloaded, PeerdError, Refused
 from peerd.core.ids import PeerId
 from peerd.core.limits import STREAMS_INBOUND
 from peerd.core.messages.handover import CarryOn, Passed, Ticket
 from peerd.service.pipeline.next_stage import PASS, RELAY
 from peerd.service.rpc.rpc import Answer, Incoming, MethodLimits, Rpc
 
+_AGAIN_S: Final = 0.3
 _LIMITS: Final = MethodLimits(frames=2, frame_bytes=256 << 20, calls_per_peer=STREAMS_INBOUND - 32, calls=2048)
 
 
@@ -29,6 +30,7 @@ class Relaying:
     def __init__(self, rpc: Rpc, serves: Set[tuple[str, int]]) -> None:
         self._rpc, self._serves = rpc, serves
         self._open: dict[bytes, Ticket] = {}  # by signature
+        self._relayed: set[tuple[bytes, int]] = set()  # hops that a call is being carried for: tickets, and stages
         self.relayed_bytes = 0
         self.relayed = 0
 
@@ -58,13 +60,30 @@ class Relaying:
             return Refused(f"you are not known to serve stage {passed.stage - 1}")
         if (body.to, passed.stage) not in self._serves:
             return Refused(f"that peer is not known to serve stage {passed.stage}")
-        return None
+        return _busy() if _hop_of(body) in self._relayed else None
 
     async def _relay(self, call: Incoming[CarryOn]) -> Answer[Any]:
-        body = call.body
+        body, hop = call.body, _hop_of(call.body)
+        if hop in self._relayed:
+            raise _busy()
+        self._relayed.add(hop)
+        try:
+            return await self._carry(call, body)
+        finally:
+            self._relayed.remove(hop)
+
+    async def _carry(self, call: Incoming[CarryOn], body: CarryOn) -> Answer[Any]:
         left_s = max(0.01, call.deadline - trio.current_time())
         peer = PeerId.parse(body.to)
         answer = await self._rpc.call(peer, PASS, body.passed, Passed, frames=call.frames, timeout_s=left_s)
         self.relayed += 1
         self.relayed_bytes += sum(len(frame.payload) for frame in (*call.frames, *answer.frames))
         return answer
+
+
+def _hop_of(body: CarryOn) -> tuple[bytes, int]:
+    return body.passed.ticket.signature, body.passed.stage
+
+
+def _busy() -> Overloaded:
+    return Overloaded("a call is carried for this hop", _AGAIN_S)

@@ -18,6 +18,7 @@ import trio
 from torch import Tensor
 
 from peerd.compute.codec.async_codec import Coder
+from peerd.compute.codec.frames import decode
 from peerd.compute.kernels.ops import described
 from peerd.compute.model.served_stage import StageOutcome
 from peerd.core.blockwise import CODES
@@ -105,6 +106,19 @@ class Boundary:
             return await self._coder.decode(frames, names)
         except ProtocolViolation as error:
             raise error.blame(peer) from None
+
+    async def examine(self, peer: PeerId, frame: TensorFrame, name: str, check: Callable[[Tensor], None]) -> None:
+        """Have a tensor of `peer` checked that is only handed on; ProtocolViolation of that peer on its ValueError."""
+
+        def job() -> None:
+            check(decode(frame, name=name))
+
+        try:
+            await self._worker.run(job, name=f"check {name}")
+        except ProtocolViolation as error:
+            raise error.blame(peer) from None
+        except ValueError as error:
+            raise ProtocolViolation(str(error), peer) from None
 
     async def encode(self, outcome: StageOutcome, name: str, line_bytes_per_s: float = 0.0) -> tuple[TensorFrame, ...]:
         """The frame of an outcome, if it has any, coded for the slowest line that it has to pass.

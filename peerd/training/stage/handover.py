@@ -5,7 +5,8 @@ hands it on, waits for the gradient that comes back as the answer, adds its own 
 What it did for a microbatch it keeps to the end of the step: a repeat gets it, and where the stage before or after has
 lost its part, this peer gives that stage's gradient, or its input anew. Invariants: a microbatch counts once here,
 whatever the attempts; of two attempts the later one goes on. Hostile input: tickets are judged before their frames are
-received (`machine/pipeline/tickets`), with the conductor's grant; frames and answers by those who decode them.
+received (`machine/pipeline/tickets`), with the conductor's grant. What a caller sends, targets as well, is checked
+before anything is handed on: what the next stage objects to is not its predecessor's fault, nor the other way round.
 """
 
 from __future__ import annotations
@@ -159,6 +160,9 @@ class HandOver:
         due = int(ticket.is_done_at(stage)) + targets
         if len(call.frames) != due:
             raise ProtocolViolation(f"a microbatch of {len(call.frames)} frames; expected {due}", call.peer)
+        self._serving.need_a_microbatch(call.peer, call.frames)
+        if targets and not self._is_last:
+            await self._serving.check_targets(call.peer, ticket.step, call.frames[-1])
         if stage > ticket.high:
             made = await self._serving.kept_gradient(ticket.step, mb, body.line_bytes_per_s)
             return self._answer(call, Passed(), made.frames)
@@ -200,7 +204,12 @@ class HandOver:
         if found:
             made = await self._serving.kept_gradient(ticket.step, mb, call.body.line_bytes_per_s)
         else:
-            made = await self._backward(call, mb, x, targets, onward)
+            try:
+                made = await self._backward(call, mb, x, targets, onward)
+            except ProtocolViolation as error:
+                if onward is None or self.next is None:
+                    raise  # all of it came from the caller
+                return self._answer(call, self.next.spoilt(onward, error), ())
         spent_s += made.service_s
         hop = self._hop(ticket.step, mb, spent_s, trio.current_time() - started, onward)
         passed = Passed([hop, *above.hops[:beyond]], made.loss_sum if self._is_last else above.loss_sum)

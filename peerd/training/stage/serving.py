@@ -22,6 +22,7 @@ from peerd.compute.model.served_stage import ServedStage, StageOutcome, Stale
 from peerd.core.errors import Overloaded, PeerdError, ProtocolViolation, Refused
 from peerd.core.frame import TensorFrame
 from peerd.core.ids import PeerId
+from peerd.core.limits import HELD_PADDING_BYTES
 from peerd.core.messages.swarm import Mb, Receipt, StageAnswer, StageBackward, StageForward, StageLoss
 from peerd.core.run.runfile import RunFile
 from peerd.role import RoleContext
@@ -110,6 +111,8 @@ class Serving:
         served = self.stage_at(step)
         async with self.boundary.room.place(backward=False, step=self._place.step if step is None else step):
             (x,) = await self.boundary.decode(peer, [x_frame], "the input")
+            if len(x_frame.payload) > x.nbytes + HELD_PADDING_BYTES // 2:
+                raise ProtocolViolation(f"the input's frame has {len(x_frame.payload)} bytes, it {x.nbytes}", peer)
             outcome = await self.compute(peer, lambda: served.forward(step, x), "forward")
             return await self._coded(outcome, "output", line_bytes_per_s)
 
@@ -133,7 +136,7 @@ class Serving:
         the targets. `admitted`: the trainer's numbers that count. A repeat gets what was kept.
         """
         served = self.stage_at(step)
-        self._need_a_microbatch(peer, frames)
+        self.need_a_microbatch(peer, frames)
         async with self.boundary.room.place(backward=True, step=step):
             x, target = await self.boundary.decode(peer, frames, "the input", "the output's gradient or the targets")
             self.refuse_when_closing(step)  # once more: nothing may come in between now and the device's queue
@@ -145,6 +148,10 @@ class Serving:
             outcome = await self.compute(peer, backward, "backward")
             self.samples += self._run.pipeline.microbatch
             return await self._coded(outcome, "input gradient", line_bytes_per_s)
+
+    async def check_targets(self, peer: PeerId, step: int, frame: TensorFrame) -> None:
+        """ProtocolViolation of `peer` where these are no targets, which another stage will need."""
+        await self.boundary.examine(peer, frame, "the targets", self.stage_at(step).check_targets)
 
     async def kept_gradient(self, step: int, mb: Mb, line_bytes_per_s: float = 0.0) -> Made:
         """The gradient of the input of a microbatch whose backward was made here; Refused when it is not kept."""
@@ -211,7 +218,7 @@ class Serving:
         arrival = self._arrival_rate(call.peer) or 0.0
         return Answer(StageAnswer(made.loss_sum, made.service_s, arrival), made.frames)
 
-    def _need_a_microbatch(self, peer: PeerId, frames: Sequence[TensorFrame]) -> None:
+    def need_a_microbatch(self, peer: PeerId, frames: Sequence[TensorFrame]) -> None:
         """ProtocolViolation for another number of samples than a microbatch has: a step divides by that number."""
         due = self._run.pipeline.microbatch
         if any(frame.shape[:1] != (due,) for frame in frames):
