@@ -132,8 +132,8 @@ def done(asked: Asked, *hops: Hop, **changes: Any) -> Answer[Passed]:
     """What an honest peer answers, and those after it that the ticket names; `hops`: in place of the first ones."""
     body = passed_of(asked)
     stage, shown = body.stage, body.ticket
-    names = [NAMES[shown.peer_of(at) or ""] for at in range(stage, shown.high + 1) if shown.is_done_at(stage)]
-    if names and not isinstance(asked.body, CarryOn):
+    names = [NAMES[shown.peer_of(at) or ""] for at in range(max(stage, shown.low), shown.high + 1)]
+    if names and stage >= shown.low and not isinstance(asked.body, CarryOn):
         names[0] = asked.name
     told = [*hops, *(hop(name, body) for name in names[len(hops) :])]
     gradient = (GRADIENT,) if shown.is_done_at(stage - 1) else ()
