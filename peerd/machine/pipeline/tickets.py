@@ -34,6 +34,10 @@ class Tickets:
         ticket, stage = body.ticket, self._stage
         if ticket.last >= self._stages:
             return Refused(f"the ticket goes to stage {ticket.last}; this run has {self._stages} stages")
+        if (ticket.first, ticket.last) != (max(0, ticket.low - 1), min(self._stages - 1, ticket.high + 1)):
+            return Refused(
+                f"the ticket's route lacks a stage beside {ticket.low} to {ticket.high}, which are to be done"
+            )
         if not ticket.first <= stage <= ticket.last:
             return Refused(f"the ticket leads through stages {ticket.first} to {ticket.last}, the call is for {stage}")
         if caller == body.trainer:

@@ -129,7 +129,8 @@ class NextStage:
                 return self._onward(await self._over_the_trainer(task), started, task.body.trainer, "trainer", "")
             except RemoteError as error:
                 reason = f"{reason or 'it is not called'}; over the trainer: {error}"
-        return self._onward(_broken(self.stage, named, reason or "nobody serves it"), started, "", "", "")
+        reason = reason or ("nobody serves it" if task.left_s > _LEAST_S else "no time is left to ask it")
+        return self._onward(_broken(self.stage, named, reason), started, "", "", "")
 
     def _choose(self, task: _Task, tried: set[str]) -> str | None:
         """The peer to ask: the ticket's, unless it failed lately; else another that can do the same.

@@ -63,9 +63,12 @@ def test_a_mate_may_take_what_was_meant_for_another_of_its_stage() -> None:
         (body(route=[ROUTE[0], "x", ROUTE[2]]), "no peer id"),
         (body(route=[ROUTE[0], ROUTE[1] + "\n", ROUTE[2]]), "no peer id"),
         (body(low=1, high=3, first=1, route=[*ROUTE]), "the ticket goes to stage 3; this run has 3 stages"),
-        (body(low=1, high=2, first=1, route=ROUTE[1:]), "a ticket's first peer is called by its trainer"),
-        (body(low=0, high=0, route=ROUTE[:1]), "leads through stages 0 to 0, the call is for 1"),
-        (body(low=2, high=2, first=2, route=ROUTE[2:]), "leads through stages 2 to 2, the call is for 1"),
+        (body(low=1, high=2, first=1, route=ROUTE[1:]), "lacks a stage beside 1 to 2"),
+        (body(low=0, high=0, route=ROUTE[:1]), "lacks a stage beside 0 to 0"),
+        (body(low=2, high=2, first=2, route=ROUTE[2:]), "lacks a stage beside 2 to 2"),
+        (body(2, low=0, high=0, route=ROUTE[:2]), "leads through stages 0 to 1, the call is for 2"),
+        (body(0, low=2, high=2, first=1, route=ROUTE[1:]), "leads through stages 1 to 2, the call is for 0"),
+        (body(low=2, high=2, first=1, route=ROUTE[1:]), "a ticket's first peer is called by its trainer"),
     ],
 )
 def test_what_its_trainer_did_not_sign_for_this_stage_is_refused(shown: Pass, why: str) -> None:
@@ -126,3 +129,20 @@ def test_what_is_remembered_is_bounded_and_ends_with_its_step() -> None:
     assert "a later attempt" in objection(body(attempt=0, seq=3 * MICROBATCHES - 1), tickets=tickets)
     tickets.arrive(8)
     assert not tickets._newest
+
+
+@given(st.integers(0, 3), st.integers(0, 3), st.integers(0, 3), st.integers(1, 4), st.integers(0, 2))
+def test_a_route_has_a_peer_on_both_sides_of_what_is_to_be_done(
+    low: int, high: int, first: int, count: int, stage: int
+) -> None:
+    """So whoever is asked has somebody to hand on to, unless it serves the last stage, and gets its input."""
+    try:
+        shown = body(stage, low=low, high=high, first=first, route=(ROUTE * 2)[:count])
+    except ValueError:
+        return  # no ticket at all
+    own = shown.ticket.peer_of(stage) or ""
+    judge = Tickets(RUN, own, stage, STAGES)
+    if judge.objection(OWN, shown, BEFORE) is None:
+        assert shown.ticket.is_done_at(stage) or stage in (low - 1, high + 1)
+        assert stage == STAGES - 1 or shown.ticket.peer_of(stage + 1) is not None or stage > high
+        assert stage == 0 or stage == first == low - 1 or stage > first
