@@ -40,7 +40,7 @@ POINTS: list[Point] = []
 
 
 # --- speaking as one should ------------------------------------------------------------------------------------------
-async def _entered(stage: Stage) -> Hostile:
+async def entered(stage: Stage) -> Hostile:
     return await enter(stage.network, stage.addr, WHO, stage.ephemeral)
 
 
@@ -62,14 +62,14 @@ async def ask(hostile: Hostile, good: Good) -> bytes:
     return block[at:] if kind == wire.REPLY else b""
 
 
-def _served(stage: Stage) -> ServiceStage:
+def served(stage: Stage) -> ServiceStage:
     assert isinstance(stage, ServiceStage)
     return stage
 
 
-async def _back_to_start(stage: Stage) -> None:
+async def back_to_start(stage: Stage) -> None:
     """Move the host's post back to the start, where the good bodies are valid: another session may have moved it."""
-    role = _served(stage).served.role
+    role = served(stage).served.role
     if role.position != START:
         await role.post.state.move(START, role.post.state.load_saved)
 
@@ -77,7 +77,7 @@ async def _back_to_start(stage: Stage) -> None:
 # --- the directory ---------------------------------------------------------------------------------------------------
 @point("in the directory", Menu(goods.DHT_POOL, goods.DHT, goods.DHT_REPLIES).talk(), POINTS)
 async def _directory(stage: Stage) -> Sequence[Hostile]:
-    hostile = await _entered(stage)
+    hostile = await entered(stage)
     assert await ask(hostile, goods.DHT[1])
     assert await ask(hostile, goods.DHT[3])
     return [hostile]
@@ -86,21 +86,21 @@ async def _directory(stage: Stage) -> Sequence[Hostile]:
 # --- the conductor's service -----------------------------------------------------------------------------------------
 @point("as a stage peer", Menu(goods.POOL, goods.SWARM, goods.REPLIES).talk(), POINTS)
 async def _member(stage: Stage) -> Sequence[Hostile]:
-    hostile = await _entered(stage)
+    hostile = await entered(stage)
     await ask(hostile, goods.MEMBER)
     return [hostile]
 
 
 @point("as a peer of another stage", Menu(goods.POOL, [goods.OF_STAGE_1, *goods.SWARM], goods.REPLIES).talk(), POINTS)
 async def _other_member(stage: Stage) -> Sequence[Hostile]:
-    hostile = await _entered(stage)
+    hostile = await entered(stage)
     await ask(hostile, goods.OF_STAGE_1)
     return [hostile]
 
 
 @point("as a helper", Menu(goods.POOL, [goods.HELPER, goods.LEAVE, goods.TRAINER], goods.REPLIES).talk(), POINTS)
 async def _helper(stage: Stage) -> Sequence[Hostile]:
-    hostile = await _entered(stage)
+    hostile = await entered(stage)
     await ask(hostile, goods.HELPER)
     return [hostile]
 
@@ -108,16 +108,16 @@ async def _helper(stage: Stage) -> Sequence[Hostile]:
 # --- a trainer -------------------------------------------------------------------------------------------------------
 @point("as a trainer", Menu(goods.POOL, [goods.TRAINER, goods.DONE, *goods.STAGE], goods.REPLIES).talk(), POINTS)
 async def _trainer(stage: Stage) -> Sequence[Hostile]:
-    await _back_to_start(stage)
-    hostile = await _entered(stage)
+    await back_to_start(stage)
+    hostile = await entered(stage)
     await ask(hostile, goods.TRAINER)
     return [hostile]
 
 
 @point("as a trainer whose work is held", Menu(goods.POOL, [goods.DONE, *goods.STAGE, goods.LEAVE]).talk(), POINTS)
 async def _credited(stage: Stage) -> Sequence[Hostile]:
-    await _back_to_start(stage)
-    hostile = await _entered(stage)
+    await back_to_start(stage)
+    hostile = await entered(stage)
     await ask(hostile, goods.TRAINER)
     if answer := await ask(hostile, goods.BACKWARD):
         receipt = decode(StageAnswer, answer).receipt
@@ -126,13 +126,13 @@ async def _credited(stage: Stage) -> Sequence[Hostile]:
     return [hostile]
 
 
-async def _at_mate(stage: Stage, ephemeral: bytes) -> Hostile:
-    return await enter(stage.network, _served(stage).mate.host.listen_addrs()[0], WHO, ephemeral)
+async def at_mate(stage: Stage, ephemeral: bytes) -> Hostile:
+    return await enter(stage.network, served(stage).mate.host.listen_addrs()[0], WHO, ephemeral)
 
 
 @point("as a trainer at the last stage", Menu(goods.POOL, goods.LAST).talk(), POINTS)
 async def _at_last_stage(stage: Stage) -> Sequence[Hostile]:
-    hostile = await _at_mate(stage, stage.ephemeral)
+    hostile = await at_mate(stage, stage.ephemeral)
     assert await ask(hostile, goods.LAST[0])
     return [hostile]
 
@@ -140,9 +140,9 @@ async def _at_last_stage(stage: Stage) -> Sequence[Hostile]:
 @point("as a trainer whose work makes a step", Menu(goods.POOL, [goods.DONE, *goods.STAGE, *goods.LAST]).talk(), POINTS)
 async def _makes_a_step(stage: Stage) -> Sequence[Hostile]:
     """Both microbatches of the batch, at both stages, with what they signed."""
-    await _back_to_start(stage)
-    hostile = await _entered(stage)
-    mate = await _at_mate(stage, bytes((stage.ephemeral[0] ^ 1, *stage.ephemeral[1:])))
+    await back_to_start(stage)
+    hostile = await entered(stage)
+    mate = await at_mate(stage, bytes((stage.ephemeral[0] ^ 1, *stage.ephemeral[1:])))
     await _make_batch(hostile, mate)
     return [hostile, mate]
 
@@ -162,9 +162,9 @@ async def _make_batch(hostile: Hostile, mate: Hostile) -> None:
 # --- whom the host follows -------------------------------------------------------------------------------------------
 async def _conducting(stage: Stage) -> Hostile:
     """The host takes the hostile peer's orders."""
-    await _back_to_start(stage)
-    hostile = await _entered(stage)
-    _served(stage).served.role._services.following.conductor = SELF
+    await back_to_start(stage)
+    hostile = await entered(stage)
+    served(stage).served.role._services.following.conductor = SELF
     return hostile
 
 
@@ -218,7 +218,7 @@ async def _in_grid(stage: Stage) -> Sequence[Hostile]:
 # --- state -----------------------------------------------------------------------------------------------------------
 async def _newcomer(stage: Stage, service: str) -> tuple[Hostile, bytes]:
     """A hostile peer that has asked for a manifest, and the root in the answer."""
-    hostile = await _entered(stage)
+    hostile = await entered(stage)
     answer = await ask(hostile, goods.state(service)[0])
     return hostile, decode(StateManifest, answer).root if answer else b""
 
@@ -240,7 +240,7 @@ def _state_talk(service: str) -> Talk:
 
 @point("as a newcomer that fetches the state", _state_talk("state/1"), POINTS)
 async def _fetching(stage: Stage) -> Sequence[Hostile]:
-    await _back_to_start(stage)
+    await back_to_start(stage)
     hostile, root = await _newcomer(stage, "state/1")
     await ask(hostile, goods.state("state/1", root)[2])
     return [hostile]
@@ -320,7 +320,7 @@ async def _tell(hostile: Hostile, protocol: str, message: bytes) -> YamuxStream:
 
 @point("as a relay's client", _said(HOP, _HOP), POINTS)
 async def _relay_client(stage: Stage) -> Sequence[Hostile]:
-    hostile = await _entered(stage)
+    hostile = await entered(stage)
     await _tell(hostile, HOP, _HOP[0])
     return [hostile]
 
@@ -328,7 +328,7 @@ async def _relay_client(stage: Stage) -> Sequence[Hostile]:
 @point("over a relay, as the peer beyond it", _said(STOP, [*_HOP, *_STOP]), POINTS)
 async def _beyond(stage: Stage) -> Sequence[Hostile]:
     """One identity has a reservation and opens a circuit to itself, another one to the mate."""
-    first = await _entered(stage)
+    first = await entered(stage)
     await _tell(first, HOP, _HOP[0])
     ephemeral = bytes((stage.ephemeral[0] ^ 1, *stage.ephemeral[1:]))
     second = await enter(stage.network, stage.addr, secrets("another"), ephemeral)
@@ -338,28 +338,28 @@ async def _beyond(stage: Stage) -> Sequence[Hostile]:
 
 @point("as a relay", _said(STOP, _STOP), POINTS)
 async def _relay(stage: Stage) -> Sequence[Hostile]:
-    hostile = await _entered(stage)
+    hostile = await entered(stage)
     await _tell(hostile, STOP, _STOP[0])
     return [hostile]
 
 
 @point("in a circuit's hand-shake", inside([hello("/noise") + bytes((0, 32)) + bytes(32)]), POINTS)
 async def _circuit(stage: Stage) -> Sequence[Hostile]:
-    hostile = await _entered(stage)
+    hostile = await entered(stage)
     await _tell(hostile, STOP, _STOP[0])
     return [hostile]
 
 
 @point("in hole punching", _said(DCUTR, _PUNCH), POINTS)
 async def _punch(stage: Stage) -> Sequence[Hostile]:
-    hostile = await _entered(stage)
+    hostile = await entered(stage)
     await _tell(hostile, DCUTR, _PUNCH[0])
     return [hostile]
 
 
 @point("while it asks to be dialed", _said(AUTONAT, _DIAL_ME), POINTS)
 async def _dial_me(stage: Stage) -> Sequence[Hostile]:
-    hostile = await _entered(stage)
+    hostile = await entered(stage)
     await _tell(hostile, AUTONAT, _DIAL_ME[0])
     return [hostile]
 
@@ -367,7 +367,7 @@ async def _dial_me(stage: Stage) -> Sequence[Hostile]:
 # --- whom the host calls ---------------------------------------------------------------------------------------------
 async def _answering(stage: Stage) -> Hostile:
     """It answers what the host calls it for: as member, conductor, donor, stage-mate and peer of the directory."""
-    hostile = await _entered(stage)
+    hostile = await entered(stage)
     return Answering(hostile, random.Random(stage.ephemeral), goods.DHT_POOL, answers())
 
 
@@ -391,9 +391,9 @@ async def _directory_answering(stage: Stage) -> Sequence[Hostile]:
 @point("as its conductor, answering", Menu(goods.POOL, [*goods.ORDERS, *goods.STAGE]).talk(), POINTS)
 async def _conductor_answering(stage: Stage) -> Sequence[Hostile]:
     """The host reports to it, and fetches from it what it is told to."""
-    await _back_to_start(stage)
+    await back_to_start(stage)
     hostile = await _answering(stage)
-    role = _served(stage).served.role
+    role = served(stage).served.role
     assert await ask(hostile, goods.DHT[0])
     role._services.following.conductor = SELF
     role.post.session.tell()
@@ -407,9 +407,9 @@ async def _conductor_answering(stage: Stage) -> Sequence[Hostile]:
 )
 async def _mate_answering(stage: Stage) -> Sequence[Hostile]:
     """A member of the host's stage that holds part of a batch: the conductor orders it to average."""
-    await _back_to_start(stage)
+    await back_to_start(stage)
     hostile = await _answering(stage)
-    mate = await _at_mate(stage, bytes((stage.ephemeral[0] ^ 1, *stage.ephemeral[1:])))
+    mate = await at_mate(stage, bytes((stage.ephemeral[0] ^ 1, *stage.ephemeral[1:])))
     await ask(hostile, goods.MEMBER)
     await _make_batch(hostile, mate)
     return [hostile, mate]

@@ -40,11 +40,13 @@ from peerd.service.connectivity.autonat import Reach
 from peerd.service.connectivity.dcutr import Punching
 from peerd.service.connectivity.relay import Relay
 from peerd.service.dht.dht import Dht
+from peerd.service.pipeline.relaying import Relaying
 from peerd.service.rpc.rpc import Rpc
 from peerd.service.run_services import RunServices
 from peerd.service.state.snapshot import KEPT, Giving, StateItem
 from peerd.sim.clock import SimClock
 from roles.stage import StageRole
+from tests.fuzz.session_points import WHO
 from tests.fuzz.sessions import HOST, NETWORK, WITHIN_S, Stage
 from tests.kit.hosts import Hosts, echo, keypair, running_hosts
 from tests.kit.stagescene import microbatch
@@ -96,6 +98,7 @@ class ServiceStage(Stage):
     served: Peer
     mate: Peer  # of the other stage
     asks: Rpc  # of the honest peer
+    relaying: Relaying  # of the host, as if it were a trainer; nothing is under way
     friends: frozenset[str]  # whoever is not hostile
 
     async def check(self) -> str:
@@ -196,21 +199,24 @@ async def services() -> AsyncIterator[ServiceStage]:
             await honest.connect(served.host.id, [hosts.addr("host")])
             network = transport(hosts.net, "hostile")
             listener = await network.listen(addr_of(hosts.net, "hostile"))
-            async with trio.open_nursery() as nursery:
-                made = ServiceStage(
-                    host=served.host,
-                    honest=honest,
-                    addr=hosts.addr("host"),
-                    network=network,
-                    listener=listener,
-                    nursery=nursery,
-                    served=served,
-                    mate=mate,
-                    asks=asks,
-                    friends=frozenset(host.id.text for host in (served.host, mate.host, honest)),
-                )
-                await trio.sleep(5)
-                made.links = set(served.host.links)
-                assert await made._is_answered() == ""
-                yield made
-                nursery.cancel_scope.cancel()
+            relaying = Relaying(served.rpc, {(WHO.identity.peer_id.text, 0), (mate.host.id.text, 1)})
+            with relaying.serving():
+                async with trio.open_nursery() as nursery:
+                    made = ServiceStage(
+                        host=served.host,
+                        honest=honest,
+                        addr=hosts.addr("host"),
+                        network=network,
+                        listener=listener,
+                        nursery=nursery,
+                        served=served,
+                        mate=mate,
+                        asks=asks,
+                        relaying=relaying,
+                        friends=frozenset(host.id.text for host in (served.host, mate.host, honest)),
+                    )
+                    await trio.sleep(5)
+                    made.links = set(served.host.links)
+                    assert await made._is_answered() == ""
+                    yield made
+                    nursery.cancel_scope.cancel()

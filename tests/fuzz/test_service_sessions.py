@@ -7,7 +7,7 @@ import torch
 import trio
 
 from peerd.sim.clock import run_virtual
-from tests.fuzz import access_points, expert_points
+from tests.fuzz import access_points, expert_points, handover_points
 from tests.fuzz.expert_scene import expert_host
 from tests.fuzz.service_points import POINTS
 from tests.fuzz.service_scene import services
@@ -42,12 +42,20 @@ def test_a_host_of_experts_outlives_hostile_sessions(shard: int) -> None:
     assert first_failure(1, range(shard * each, (shard + 1) * each), expert_points.POINTS, expert_host) == ""
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("shard", range(SHARDS))
+def test_stage_peers_that_hand_over_outlive_hostile_sessions(shard: int) -> None:
+    each = COUNT // 5 // SHARDS
+    assert first_failure(1, range(shard * each, (shard + 1) * each), handover_points.POINTS, services) == ""
+
+
 def test_whoever_has_gone_before_its_token_was_read_shows_it_again() -> None:
     """Sessions of which one ends just so; the next finds a closed gate."""
     assert first_failure(1, range(500, 508), access_points.POINTS, access_points.gate) == ""
 
 
-REACHED = [(one, services) for one in POINTS] + [(one, expert_host) for one in expert_points.POINTS]
+REACHED = [(one, services) for one in (*POINTS, *handover_points.POINTS)]
+REACHED += [(one, expert_host) for one in expert_points.POINTS]
 
 
 @pytest.mark.slow

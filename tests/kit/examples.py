@@ -12,6 +12,7 @@ import msgspec
 from msgspec import inspect as mi
 
 import peerd
+from peerd.core.limits import STAGES
 from peerd.core.messages.encoding import Message
 from peerd.core.messages.handover import Ticket
 
@@ -91,9 +92,19 @@ def _struct(info: mi.StructType, rng: random.Random, depth: int) -> Any:
     if info.cls in MADE:
         return MADE[info.cls](rng)
     for _ in range(100):
+        values = {field.name: _value(field.type, rng, depth + 1) for field in info.fields}
+        if info.cls is Ticket:
+            values |= _way(len(values["route"]), rng)
         with suppress(ValueError):
-            return info.cls(*(_value(field.type, rng, depth + 1) for field in info.fields))
+            return info.cls(**values)
     raise TypeError(f"no example of {info.cls} was accepted")
+
+
+def _way(peers: int, rng: random.Random) -> dict[str, int]:
+    """The stages of a ticket with so many peers, which chance hardly ever finds."""
+    first = rng.randrange(STAGES - peers + 1)
+    gives_input, gives_gradient = rng.choice([(0, 0), *[(1, 0), (0, 1)] * (peers > 1), *[(1, 1)] * (peers > 2)])
+    return {"first": first, "low": first + gives_input, "high": first + peers - 1 - gives_gradient}
 
 
 def _int(info: mi.IntType, rng: random.Random) -> int:
