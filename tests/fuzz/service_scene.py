@@ -132,23 +132,24 @@ class ServiceStage(Stage):
         return ""
 
 
-def pinned(stage: int) -> RunFile:
-    return msgspec.structs.replace(RUN, limits=LimitsSection(stage=stage))
+def pinned(stage: int, run: RunFile = RUN) -> RunFile:
+    return msgspec.structs.replace(run, limits=LimitsSection(stage=stage))
 
 
-async def _start_peer(hosts: Hosts, name: str, stage: int, folder: Path) -> Peer:
-    host, clock = await hosts.start(name, HOST), SimClock(1, name)
+async def start_peer(hosts: Hosts, name: str, run: RunFile, folder: Path, first: str = "host", **line: float) -> Peer:
+    """A peer of the stage that its run file says; `first`: the one by which others come in."""
+    host, clock = await hosts.start(name, HOST, **line), SimClock(1, name)
     rpc = Rpc(host, clock)
     dht = Dht(host, rpc, clock, keypair(name))
     await hosts.nursery.start(rpc.run)
-    entry = [hosts.addr("host")] if name != "host" else []
+    entry = [hosts.addr(first)] if name != first else []
     await hosts.nursery.start(dht.run, entry)
     workers = {device: InlineWorker() for device in ("cpu", "files", "data", "coding")}
     directory = folder / name
     directory.mkdir()
     ctx = RoleContext(
-        run=pinned(stage),
-        services=RunServices(pinned(stage), host, rpc, dht, clock),
+        run=run,
+        services=RunServices(run, host, rpc, dht, clock),
         host=host,
         rpc=rpc,
         dht=dht,
@@ -188,10 +189,10 @@ async def services() -> AsyncIterator[ServiceStage]:
     """A run of two stages under way."""
     with tempfile.TemporaryDirectory() as folder:
         async with running_hosts(NETWORK) as hosts:
-            served = await _start_peer(hosts, "host", 0, Path(folder))
+            served = await start_peer(hosts, "host", pinned(0), Path(folder))
             await _serve_ways(hosts, served)
             _give_kept(served)
-            mate = await _start_peer(hosts, "mate", 1, Path(folder))
+            mate = await start_peer(hosts, "mate", pinned(1), Path(folder))
             served.host.handle("/echo/1", echo)
             honest = await hosts.start("honest")
             asks = Rpc(honest, SimClock(1, "honest"))
