@@ -130,7 +130,8 @@ class DirectPipeline:
                 if broken is None:
                     self._done(way, load, answer.body.hops, started, answer.body.loss_sum)
                     return
-                self._broke(search, way, broken.stage, broken.reason)
+                reason = "".join(char if char.isprintable() else "?" for char in broken.reason)  # it goes to the log
+                self._broke(search, way, broken.stage, reason)
             self._retries += 1
             search.failures += 1
             await trio.sleep(backoff_s(search.failures, _PAUSE_S, _LONGEST_PAUSE_S))

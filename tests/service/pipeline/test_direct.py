@@ -146,6 +146,18 @@ async def test_a_way_that_broke_is_tried_with_another_peer_there(
             assert (before, one.routes()[-1][2][2]) != (one.routes()[0][2][1], "a2")
 
 
+async def test_what_is_said_of_a_broken_way_does_nothing_to_a_terminal(
+    autojump_clock: MockClock, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    one = Training("a0", "b0", "a1", "a2")
+    one.peers.doing = {"a0": broken(1, "\x1b[2J\r\n\x07gone")}
+    for seq in range(3):
+        await one.train(seq)
+    assert "?[2J???gone" in caplog.text
+    assert not any(char in line for line in caplog.messages for char in "\x1b\r\x07")
+
+
 async def test_who_says_again_and_again_that_ways_break_is_avoided_itself(autojump_clock: MockClock) -> None:
     """Of any stage that it claims: an honest one is not long without its microbatch."""
     for stage in (1, 2):
