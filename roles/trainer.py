@@ -38,6 +38,7 @@ from peerd.machine.rate.work_rate import WorkRate
 from peerd.role import RoleContext
 from peerd.service.pipeline.direct import DirectPipeline
 from peerd.service.pipeline.load import Load
+from peerd.service.pipeline.relaying import Relaying
 from peerd.training.contributor import Contributor
 from peerd.training.moe.expert_flights import ExpertFlights
 from peerd.training.stage.member import StageMember
@@ -110,8 +111,7 @@ class TrainerRole:
         corpus = await self._read_through()
         await self._services.compare_settings(corpus)
         self._rate = WorkRate(self._ctx.clock.now())
-        relays = self._pipeline.relaying.serving() if isinstance(self._pipeline, DirectPipeline) else nullcontext()
-        with relays:
+        with self._relaying.serving() if self._relaying is not None else nullcontext():
             await self._train_to_the_end(stream, task_status)
 
     async def _train_to_the_end(self, stream: SampleStream, task_status: trio.TaskStatus[None]) -> None:
@@ -163,6 +163,7 @@ class TrainerRole:
                 "microbatches": self._contributor.counts(),
                 "in_flight_why": self._in_flight_why(),
                 "retries": self._pipeline.retries,
+                "relayed_bytes": self._relaying.relayed_bytes if self._relaying is not None else 0,
                 "payload_bytes": self._pipeline.sent_bytes + self._pipeline.received_bytes,
                 "evaluations": [{"step": step, "loss": loss} for step, loss in self._evaluations],
                 "complete": self._contributor.complete,
@@ -264,6 +265,11 @@ class TrainerRole:
         if self._flights is not None:
             return wanted or self._flights.in_flight()
         return wanted or max(_REPLICA_IN_FLIGHT, self._done_unheard())
+
+    @property
+    def _relaying(self) -> Relaying | None:
+        """The relay for stage peers that cannot connect to each other; None: they do not hand over."""
+        return self._pipeline.relaying if isinstance(self._pipeline, DirectPipeline) else None
 
     def _in_flight_why(self) -> str:
         """The reason that no more microbatches are under way; empty for a replica."""

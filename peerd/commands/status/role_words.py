@@ -12,6 +12,9 @@ from peerd.screen import units
 
 Told = Mapping[str, Any]
 
+_WAYS: Final = {"direct": "directly", "relay": "over a relay", "trainer": "over the trainer"}
+_NEXT_SHOWN: Final = 3  # peers of the next stage
+
 _ELSEWHERE: Final = {
     *("waits_for", "role", "state", "restarts", "failure", "posts", "members", "evaluations", "valid_step"),
     *("replica", "member"),
@@ -69,9 +72,30 @@ def _microbatches(told: Any, role: Told) -> str:
     if not isinstance(told, dict):
         return f"{units.count(told)} microbatches"
     phrase = f"{units.count(told.get('counted', 0))} microbatches counted"
+    if told.get("in_flight") and role.get("in_flight_why"):
+        phrase += f", {units.count(told['in_flight'])} under way: {role['in_flight_why']}"
     for key, words in (("redone", "done again"), ("requeued", "begun anew"), ("lost", "lost")):
         if told.get(key):
             phrase += f", {units.count(told[key])} {words}"
+    return phrase
+
+
+def _handover(told: Any, role: Told) -> str:
+    """Phrase on the microbatches that a stage peer has, and on whom it hands them on to."""
+    if not isinstance(told, dict):
+        return ""
+    phrase = f"{units.count(told.get('in_flight', 0))} microbatches under way"
+    if told.get("queue"):
+        phrase += f", {units.count(told['queue'])} waiting"
+    if told.get("kept_bytes"):
+        phrase += f", {units.size(told['kept_bytes'])} of {units.size(told.get('room_bytes'))} kept"
+    if told.get("refused_full"):
+        phrase += f", {units.count(told['refused_full'])} refused for lack of room"
+    ways = told.get("next")
+    for name, way in list(ways.items())[:_NEXT_SHOWN] if isinstance(ways, dict) else ():
+        phrase += f", to {units.short(str(name))} {_WAYS.get(way, way)}"
+    if isinstance(ways, dict) and len(ways) > _NEXT_SHOWN:
+        phrase += f" and {len(ways) - _NEXT_SHOWN} more"
     return phrase
 
 
@@ -137,6 +161,9 @@ _PHRASES: Final[Mapping[str, Callable[[Any, Told], str]]] = {
     "samples": lambda value, role: f"{units.counted(value, 'sample')} computed" if value else "",
     "averaging": _averaging,
     "microbatches": _microbatches,
+    "in_flight_why": lambda value, role: "",
+    "handover": _handover,
+    "relayed_bytes": lambda value, role: f"{units.size(value)} relayed between stage peers" if value else "",
     "experts": _experts,
     "coding": lambda value, role: ", ".join(f"{key} sent as {_code(code)}" for key, code in value.items()),
     "retries": lambda value, role: f"{units.counted(value, 'call')} repeated" if value else "",

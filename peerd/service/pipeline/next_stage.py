@@ -64,6 +64,7 @@ class NextStage:
         self._rpc, self._way_of = rpc, way_of
         self._dtype, self._width = run.model.dtype, run.model.d_model
         self._arrival: dict[str, float] = {}  # peer -> bytes/s that it says our frames arrive at
+        self.ways: dict[str, Way] = {}  # by peer that a microbatch was handed on to, how it went last
         self.in_flight = 0  # calls that wait for an answer
 
     @property
@@ -74,6 +75,7 @@ class NextStage:
     def forget_gone(self, serving: Sequence[str]) -> None:
         """Forget what we know of peers other than those that serve."""
         self._arrival = {name: rate for name, rate in self._arrival.items() if name in serving}
+        self.ways = {name: way for name, way in self.ways.items() if name in serving}
 
     async def hand_on(
         self, body: Pass, frames: Sequence[TensorFrame], shape: tuple[int, int], deadline: float
@@ -122,11 +124,12 @@ class NextStage:
                 cut |= isinstance(error, Unreachable | TooSlow)
                 reason = str(error)
             else:
-                way, instead_of = self._way_of(PeerId.parse(name)), "" if name == named else named
-                return self._onward(answer, started, name, way, instead_of)
+                way = self._note_way(name, self._way_of(PeerId.parse(name)))
+                return self._onward(answer, started, name, way, "" if name == named else named)
         if (cut or not (tried or reason)) and task.left_s > _LEAST_S:
             try:
-                return self._onward(await self._over_the_trainer(task), started, task.body.trainer, "trainer", "")
+                answer = await self._over_the_trainer(task)
+                return self._onward(answer, started, task.body.trainer, self._note_way(named, "trainer"), "")
             except RemoteError as error:
                 reason = f"{reason or 'it is not called'}; over the trainer: {error}"
         reason = reason or ("nobody serves it" if task.left_s > _LEAST_S else "no time is left to ask it")
@@ -163,6 +166,14 @@ class NextStage:
         answer = await self._rpc.call(trainer, RELAY, body, Passed, frames=task.frames, timeout_s=task.left_s)
         self._check(trainer, PeerId.parse(task.named), task, answer)
         return answer
+
+    def _note_way(self, name: str, way: Way) -> Way:
+        """Note how a microbatch went to a peer; a line of the log when that has changed."""
+        before, self.ways[name] = self.ways.get(name, ""), way
+        if way != before and (before or way == "trainer"):
+            told = {"trainer": "over the trainer", "relay": "over a relay"}.get(way, "over a link")
+            log.info("microbatches go to …%s of stage %d %s now", name[-8:], self.stage, told)
+        return way
 
     def _failed(self, name: str, started: float, error: RemoteError) -> None:
         """Let a peer rest that did not answer, or wrongly; a refusal may be the microbatch's fault, whoever sent it."""

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Final, Protocol
 
 import trio
+from msgspec import structs
 
 from peerd.core.bounded_dict import BoundedDict
 from peerd.core.errors import Overloaded, PeerdError, ProtocolViolation, Refused
@@ -102,7 +103,8 @@ class HandOver:
         before = {m.peer for m in members if m.stage == self._place.stage - 1 and m.since}
         self._before = frozenset(before | {self._own.text})
         if self.next is not None:
-            after = [m for m in members if m.stage == self.next.stage and m.since]
+            # Whoever is not ready says so itself: this list may lag behind, and ends calls to those that are not in it.
+            after = [structs.replace(m, ready=True) for m in members if m.stage == self.next.stage and m.since]
             self.next.peers.update(after)
             self.next.forget_gone([m.peer for m in after])
 
@@ -121,6 +123,17 @@ class HandOver:
     def bytes(self) -> int:
         """Bytes of tensors that are kept, or under way."""
         return self._serving.kept_bytes + sum(one.bytes for one in self._under_way.values())
+
+    def status(self) -> dict[str, object]:
+        """Plain data: what waits, is under way and is kept, and how microbatches go to the peers of the next stage."""
+        return {
+            "queue": self._serving.boundary.room.waiting,
+            "in_flight": self.in_flight,
+            "kept_bytes": self.bytes,
+            "room_bytes": self.room_bytes,
+            "refused_full": self.refused_full,
+            "next": dict(sorted(self.next.ways.items())) if self.next is not None else {},
+        }
 
     # --- what is taken ----------------------------------------------------------------------------------------
 

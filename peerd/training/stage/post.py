@@ -173,6 +173,10 @@ class Post:
         return self._leaving and any(m.ready and m.stage == self.stage and m.peer != own for m in self.members)
 
     @property
+    def _hands_over(self) -> bool:
+        return self._own is None and self._run.pipeline.stages > 1
+
+    @property
     def _stands_still(self) -> bool:
         """True while no step can end, since a stage has no peer."""
         staffed = {m.stage for m in self.members if m.since}
@@ -246,6 +250,7 @@ class Post:
             "samples": self.serving.samples,
             "samples_per_s": self.serving.rate(),
             "coding": self.serving.boundary.choices,
+            "handover": self.handover.status() if self.state.built and self._hands_over else None,
             "conducts": conducts,
             "conductor": self._following.conductor.text if self._following.conductor else None,
             "averaging": self._rounds.told(),
