@@ -122,28 +122,40 @@ async def test_another_first_peer_is_asked_and_the_rest_of_the_way_stays(autojum
     )
 
 
+def over(shown: Ticket, stage: int) -> str:
+    return NAMES[shown.peer_of(stage) or ""]
+
+
 async def test_a_way_that_broke_is_tried_with_another_peer_there(
     autojump_clock: MockClock, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """And nobody is sent over the two for a while."""
     caplog.set_level(logging.INFO)
-    one = Training()
-    seen = list[str]()
+    one = Training("a0", "a1", "a2", "b2")
+    one.peers.doing = {"a0": lambda asked: (broken(2) if over(asked.body.ticket, 2) == "a2" else done)(asked)}
+    for seq in range(20):
+        assert await one.train(seq) == ["a0", "a1", "b2"]
+    assert sum(over(shown, 2) == "a2" for shown in one.tickets) == 1
+    assert f"…{peer('a1')[-8:]} and …{peer('a2')[-8:]}: it is gone" in caplog.text
+    await trio.sleep(31)
+    for seq in range(20):
+        await one.train(seq)
+    assert sum(over(shown, 2) == "a2" for shown in one.tickets) == 2
 
+
+async def test_two_that_found_no_way_to_each_other_are_left_apart_for_a_while(autojump_clock: MockClock) -> None:
     def first(asked: Asked) -> Answer[Passed]:
-        there = NAMES[asked.body.ticket.peer_of(2)]
-        seen.append(there)
-        return done(asked) if there == "b2" else broken(2)(asked)
+        took = [hop("a0", asked.body, instead_of=peer("a1")), hop("b1", asked.body)]
+        return done(asked, *took) if over(asked.body.ticket, 1) == "a1" else done(asked)
 
-    one.peers.doing = {"a0": first, "b0": first}
-    assert (await one.train())[2] == "b2"
-    assert seen[-1] == "b2"
-    assert len(seen) <= 2
-    if len(seen) == 2:
-        assert one.routes()[0][2][:2] == one.routes()[1][2][:2]
-        assert f"…{peer('a2')[-8:]}: it is gone" in caplog.text
-        for seq in range(5):  # nobody is sent over the two for a while
-            before = (await one.train(seq))[1]
-            assert (before, one.routes()[-1][2][2]) != (one.routes()[0][2][1], "a2")
+    one = Training("a0", "a1", "b1", "a2")
+    assert {(await one.train(seq))[1] for seq in range(4)} == {"a1", "b1"}  # both are as fast
+    del one.peers.asked[:]
+    one.peers.doing = {"a0": first}
+    for seq in range(20):
+        assert (await one.train(seq))[1] == "b1"
+    assert sum(over(shown, 1) == "a1" for shown in one.tickets) == 1
+    assert one.pipeline.retries == 0
 
 
 async def test_what_is_said_of_a_broken_way_does_nothing_to_a_terminal(
