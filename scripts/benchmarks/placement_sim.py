@@ -6,7 +6,7 @@ so that the bytes of a step are to the rates as in the paper; then times are div
 delays divided by it. Computing takes no time. Trainers hold to the matching; random placements have random routes. Each
 pipeline has an equal share of a step's microbatches, all of them in flight: the planner's steady cost is for that, and
 the planned placement is the best by it. Activations pass through the trainer, beside the first stage's device: `via
-trainer` is what peerd does now. `along the chain` stands for stages that hand over to one another.
+trainer` is what peerd does with `handover: trainer`. `along the chain` stands for stages that hand over to one another.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def run_file(folder: Path) -> RunFile:
         run="placed",
         seed=5,
         model=ModelSection(d_model=WIDTH, heads=2, layers=STAGES, context=CONTEXT),
-        pipeline=PipelineSection(stages=STAGES, microbatch=SAMPLES),
+        pipeline=PipelineSection(stages=STAGES, microbatch=SAMPLES, handover="trainer"),
         optimizer=OptimizerSection(name="sgd", lr=0.1),
         batch=BatchSection(target_samples=PIPELINES * MICROBATCHES * SAMPLES),
         averaging=AveragingSection(sender_timeout_s=120.0),

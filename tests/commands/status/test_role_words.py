@@ -36,9 +36,9 @@ def test_a_figure_of_that_name_of_another_role_is_a_figure() -> None:
 def test_a_stage_peer_says_what_it_has_and_how_microbatches_go_on() -> None:
     ways = {"12D3KooWAAAAaaaa": "direct", "12D3KooWBBBBbbbb": "trainer"}
     handover = {"in_flight": 12, "queue": 3, "kept_bytes": 24e6, "room_bytes": 4e9, "refused_full": 0, "next": ways}
-    assert list(details({"role": "stage", "handover": handover})) == [
-        "12 microbatches under way, 3 waiting, 24.0 MB of 4.0 GB kept, to …AAAAaaaa directly, to …BBBBbbbb over the trainer"
-    ]
+    (told,) = details({"role": "stage", "handover": handover})
+    assert told.startswith("12 microbatches under way, 3 waiting, 24.0 MB of 4.0 GB kept, ")
+    assert told.endswith(", to …AAAAaaaa directly, to …BBBBbbbb over the trainer")
 
 
 def test_a_trainer_says_why_it_does_not_send_more() -> None:
