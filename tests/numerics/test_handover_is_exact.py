@@ -106,9 +106,9 @@ def the_only_link(peers: list[Peer], monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def a_full_stash(peers: list[Peer], monkeypatch: pytest.MonkeyPatch) -> None:
-    """One peer has room for about two microbatches."""
+    """One peer has room for one microbatch a step: less than it is ever asked to take."""
     handover = of_stage(peers, 1).role.post.handover
-    handover.room_bytes = 40_000
+    handover.room_bytes = 1
 
 
 def nobody(peers: list[Peer], monkeypatch: pytest.MonkeyPatch) -> None: ...
