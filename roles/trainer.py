@@ -121,6 +121,8 @@ class TrainerRole:
                 await nursery.start(self.replica.run)
             if self._flights is not None:
                 await nursery.start(self._services.experts.run)
+            if not isinstance(self._pipeline, ExpertFlights):
+                nursery.start_soon(self._pipeline.run)
             nursery.start_soon(self._feed, stream)
             nursery.start_soon(self._contributor.publish_now_and_then)
             nursery.start_soon(self._tally.run)

@@ -7,11 +7,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
+
+import trio
 
 from peerd.contents import named_files
 from peerd.core.clock import Clock
-from peerd.core.errors import ConfigError, RemoteError
+from peerd.core.errors import ConfigError, RemoteError, Unreachable
 from peerd.core.ids import PeerId
 from peerd.core.messages.handover import Way
 from peerd.core.messages.settings import PublishedSettings, differences
@@ -43,6 +45,9 @@ if TYPE_CHECKING:
     from peerd.service.averaging.allreduce import Averaging
     from peerd.service.experts.expert_client import ExpertClient
     from peerd.service.experts.expert_directory import ExpertDirectory
+
+
+_PROBE_S: Final = 5.0  # for a dial, over a relay if need be, and an echo
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,6 +205,15 @@ class RunServices:
         link = self._host.links.best(peer)
         if link is not None:
             link.doubt()
+
+    async def probe(self, peer: PeerId) -> None:
+        """Have a link to `peer` over which it answers; else RemoteError, after some seconds at most."""
+        if peer == self._host.id:
+            return
+        with trio.move_on_after(_PROBE_S):
+            await self._host.ping(peer)
+            return
+        raise Unreachable("it does not answer", peer)
 
     @cached_property
     def calls(self) -> StageCalls:

@@ -10,7 +10,7 @@ seconds.
 from __future__ import annotations
 
 import random
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 
 from peerd.machine.rate.backoff import backoff_s
@@ -101,6 +101,12 @@ class Wiring:
         if peer is not None:
             peer.rests_until = max(peer.rests_until, until)
 
+    def rested(self, name: str) -> None:
+        """`name` need not rest any longer: it can be reached again."""
+        peer = self._peers.get(name)
+        if peer is not None:
+            peer.rests_until = float("-inf")
+
     def rests(self, name: str, now: float) -> bool:
         """True while `name` is left out."""
         peer = self._peers.get(name)
@@ -114,6 +120,9 @@ class Wiring:
     def wakes_at(self, now: float) -> float | None:
         """Time at which the first resting peer may be picked again; None when nobody serves the stage."""
         return max(now, min(p.rests_until for p in self._peers.values())) if self._peers else None
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._peers)
 
     def __contains__(self, name: object) -> bool:
         return name in self._peers

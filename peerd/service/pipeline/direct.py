@@ -148,11 +148,11 @@ class DirectPipeline:
 
     def _entry_failed(self, search: _Search, way: _Way, started: float, error: RemoteError) -> None:
         """The first peer of a way failed."""
-        name, now = way.route[0], trio.current_time()
+        name = way.route[0]
         if way.first < search.low:  # it was only to give what it keeps
             self._give_up_holder(search, way, str(error))
             return
-        times = self._peers.wiring(way.first).failed(name, now, now - started)
+        times = self._peers.failed(way.first, name, started, error)
         level = logging.INFO if times == 1 else logging.DEBUG  # the first failure tells it all
         log.log(level, "a microbatch's way failed at …%s, another one is tried: %s", name[-8:], error)
         search.avoid[way.first].add(name)
@@ -261,6 +261,10 @@ class DirectPipeline:
         for stage in range(self._last):
             x = await self._stages.forward(stage, None, x)
         return await self._stages.loss(self._last, x, targets)
+
+    async def run(self) -> None:
+        """Look after peers that cannot be reached, until cancelled."""
+        await self._peers.run()
 
     def update(self, members: Iterable[MemberInfo]) -> None:
         """These peers serve now."""

@@ -138,10 +138,10 @@ class NextStage:
     def _choose(self, task: _Task, tried: set[str]) -> str | None:
         """The peer to ask: the ticket's, unless it failed lately; else another that can do the same.
 
-        Where only the ticket's peer can do it, that is asked though it failed lately.
+        Where only the ticket's peer can do it, that is asked though it failed lately, unless it cannot be reached.
         """
         wiring, now, named = self.peers.wiring(self.stage), trio.current_time(), task.named
-        serves = named in wiring and named not in tried
+        serves = named in wiring and named not in tried and not self.peers.is_cut_off(named)
         if serves and not (task.is_to_be_done and wiring.rests(named, now)):
             return named
         if not task.is_to_be_done or len(tried) >= _PEERS_TRIED:
@@ -180,8 +180,7 @@ class NextStage:
         if isinstance(error, Refused):
             log.debug("…%s of stage %d did not take a microbatch: %s", name[-8:], self.stage, error)
             return
-        now = trio.current_time()
-        times = self.peers.wiring(self.stage).failed(name, now, now - started)
+        times = self.peers.failed(self.stage, name, started, error)
         level = logging.INFO if times == 1 else logging.DEBUG  # the first failure tells it all
         log.log(level, "a microbatch could not be handed on to …%s of stage %d: %s", name[-8:], self.stage, error)
 

@@ -64,6 +64,10 @@ class Pipeline:
 
     # --- the stages' peers ------------------------------------------------------------------------------------
 
+    async def run(self) -> None:
+        """Look after peers that cannot be reached, until cancelled."""
+        await self._peers.run()
+
     def update(self, members: Iterable[MemberInfo]) -> None:
         """These peers serve now."""
         self._peers.update(members)

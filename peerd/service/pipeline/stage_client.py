@@ -109,7 +109,7 @@ class StageClient:
                 wiring.rest(name, trio.current_time() + min(max(_SOON_S, error.retry_after_s), _NOT_SO_SOON_S))
                 log.debug("stage %d %s, another peer is asked: %s", call.stage, call.verb, error)
             except RemoteError as error:
-                times = wiring.failed(name, trio.current_time(), trio.current_time() - started)
+                times = self._peers.failed(call.stage, name, started, error)
                 level = logging.INFO if times == 1 else logging.DEBUG  # the first failure tells it all
                 log.log(level, "stage %d %s failed, another peer is asked: %s", call.stage, call.verb, error)
             else:

@@ -1,11 +1,13 @@
 """The peers of each stage as one trainer knows them: who serves, who is asked next, who rests, and why it waits.
 
 Keeps the scope of every call under way, so that a call ends when its peer leaves the swarm, and the link of a peer
-whose answers are overdue is looked at. How much each peer is asked is `machine/pipeline/wiring`'s.
+whose answers are overdue is looked at. A peer that a call did not reach is left out until a probe gets through, while
+`run` makes them (`machine/pipeline/cut_off`). How much each peer is asked is `machine/pipeline/wiring`'s.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Protocol
@@ -13,12 +15,15 @@ from typing import Protocol
 import trio
 
 from peerd.core.clock import Clock
-from peerd.core.errors import Unreachable
+from peerd.core.errors import RemoteError, Unreachable
 from peerd.core.ids import PeerId
 from peerd.core.messages.swarm import MemberInfo
+from peerd.machine.pipeline.cut_off import CutOff
 from peerd.machine.pipeline.routes import Route
 from peerd.machine.pipeline.wiring import Wiring
 from peerd.signals import Signal
+
+log = logging.getLogger("peerd.service.pipeline.stage_peers")
 
 _OVERDUE_S = 5.0  # that an answer takes before its peer's link is checked
 _AWAY_S = 0.5  # between looks for a connection from one of the peers that can only dial
@@ -35,6 +40,10 @@ class Ways(Protocol):
         """An answer is overdue: check that the peer is still there."""
         ...
 
+    async def probe(self, peer: PeerId) -> None:
+        """Have a link to `peer` over which it answers; else RemoteError, after some seconds at most."""
+        ...
+
 
 class StagePeers:
     """See the module's header. `route`: held to its peers, else to whichever serve."""
@@ -45,7 +54,9 @@ class StagePeers:
         self._wirings = [Wiring(clock.rng(f"wiring {stage}")) for stage in range(stages)]
         self._calls: dict[str, dict[trio.CancelScope, float]] = {}  # peer -> its calls, each with its start
         self._uplinks: list[dict[str, float]] = [{} for _ in range(stages)]  # peer -> bytes/s that it says arrive there
-        self._changed = Signal()  # when other peers serve
+        self._reach, self._probes = CutOff(), False
+        self._lost = Signal()  # when a peer could not be reached
+        self._changed = Signal()  # when other peers serve, or one can be reached again
         self.waits_for: str | None = None  # the reason that no peer of a stage is called
 
     def __len__(self) -> int:
@@ -66,10 +77,51 @@ class StagePeers:
                 peers = set(self._route.allowed(stage, sorted(peers)))
             wiring.update(peers)
             self._uplinks[stage] = {peer: rate for peer, rate in self._uplinks[stage].items() if peer in peers}
+        self._reach.keep_only({m.peer for m in ready})
         for name in self._calls.keys() - {m.peer for m in ready}:
             for scope in self._calls[name]:  # a peer that has left will not answer: do not wait for the deadline
                 scope.cancel()
         self._changed.notify()
+
+    # --- reachability -----------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Probe peers that could not be reached, until cancelled."""
+        self._probes = True
+        async with trio.open_nursery() as nursery:
+            while True:
+                for name in self._reach.due(trio.current_time()):
+                    nursery.start_soon(self._probe, name)
+                with trio.move_on_at(self._reach.wakes_at()):
+                    await self._lost.wait()
+
+    async def _probe(self, name: str) -> None:
+        try:
+            await self._ways.probe(PeerId.parse(name))
+        except RemoteError as error:
+            log.debug("…%s cannot be reached: %s", name[-8:], error)
+            self._reach.ended(name, False, trio.current_time())
+        else:
+            if self._reach.ended(name, True, trio.current_time()):
+                log.info("…%s can be reached again", name[-8:])
+                for wiring in self._wirings:
+                    wiring.rested(name)
+                self._changed.notify()
+        self._lost.notify()
+
+    def failed(self, stage: int, name: str, started: float, error: RemoteError) -> int:
+        """A call that was `started` then has failed; returns how often the peer did so since its last answer."""
+        now = trio.current_time()
+        if self._probes and isinstance(error, Unreachable) and self._reach.lost(name, now):
+            log.info("…%s of stage %d cannot be reached: it is left out until it can be", name[-8:], stage)
+            self._lost.notify()
+        return self._wirings[stage].failed(name, now, now - started)
+
+    def is_cut_off(self, name: str) -> bool:
+        """True while the peer cannot be reached."""
+        return name in self._reach
+
+    # --- the choice -------------------------------------------------------------------------------------------
 
     async def pick(self, stage: int, cost: float, avoid: set[str]) -> str:
         """The stage's next peer; waits while all rest or none is there."""
@@ -81,6 +133,10 @@ class StagePeers:
                 self.waits_for = None
                 return name
             due = wiring.wakes_at(now)
+            if due is not None and self._all_cut_off(stage):
+                self.waits_for = f"the peers of stage {stage} cannot be reached"
+                await self._changed.wait()
+                continue
             self.waits_for = (
                 f"stage {stage} has no peers{' on this route' if self._route is not None else ''}"
                 if due is None
@@ -92,8 +148,12 @@ class StagePeers:
                 await self._changed.wait()
 
     def away(self) -> set[str]:
-        """Peers that can only dial, and are not connected."""
-        return {name for name in self._clients if not self._ways.linked(PeerId.parse(name))}
+        """Peers that cannot be reached, or can only dial, and are not connected."""
+        away = {name for name in self._clients if not self._ways.linked(PeerId.parse(name))}
+        return away.union(*(filter(self.is_cut_off, wiring) for wiring in self._wirings))
+
+    def _all_cut_off(self, stage: int) -> bool:
+        return all(map(self.is_cut_off, self._wirings[stage]))
 
     @contextmanager
     def call_to(self, name: str) -> Iterator[None]:

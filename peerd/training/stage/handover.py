@@ -92,10 +92,13 @@ class HandOver:
         self._full_at = -1  # the step at which the log said that what is kept leaves no room
 
     async def run(self) -> None:
-        """Look after calls to the next stage whose answers are overdue, until cancelled."""
-        while True:
-            await trio.sleep(_LOOK_S)
-            if self.next is not None:
+        """Look after the peers of the next stage: overdue answers, and whether they can be reached, until cancelled."""
+        if self.next is None:
+            return
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self.next.peers.run)
+            while True:
+                await trio.sleep(_LOOK_S)
                 self.next.peers.look()
 
     def note_members(self, members: Sequence[MemberInfo]) -> None:

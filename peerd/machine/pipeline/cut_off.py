@@ -1,0 +1,73 @@
+"""Peers that could not be reached, sans-IO: each is left out of the choice until a probe beside the work gets through.
+
+A peer that is cut off costs one call; then probes find out when it is back, and no microbatch does. Each is probed
+again after a pause that doubles, a few peers at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Final
+
+from peerd.machine.rate.backoff import backoff_s
+
+_FIRST_PAUSE_S: Final = 0.5  # before the first probe, and between it and the next
+_LONGEST_PAUSE_S: Final = 8.0
+_AT_ONCE: Final = 8
+
+
+@dataclass(slots=True)
+class _Lost:
+    """One peer without a way to it."""
+
+    next_probe: float
+    failures: int = 1
+    probing: bool = False
+
+
+class CutOff:
+    """See the module's header. Peers are peer ids as text."""
+
+    def __init__(self) -> None:
+        self._lost: dict[str, _Lost] = {}
+
+    def __contains__(self, name: object) -> bool:
+        """True while the peer is not to be reached."""
+        return name in self._lost
+
+    def lost(self, name: str, now: float) -> bool:
+        """A call did not reach `name`. True: that is news."""
+        if name in self._lost:
+            return False
+        self._lost[name] = _Lost(now + _FIRST_PAUSE_S)
+        return True
+
+    def due(self, now: float) -> list[str]:
+        """Peers to probe now; each is answered by `ended`."""
+        places = _AT_ONCE - sum(one.probing for one in self._lost.values())
+        ripe = [name for name, one in self._lost.items() if not one.probing and one.next_probe <= now]
+        chosen = sorted(ripe, key=lambda name: self._lost[name].next_probe)[: max(0, places)]
+        for name in chosen:
+            self._lost[name].probing = True
+        return chosen
+
+    def ended(self, name: str, reached: bool, now: float) -> bool:
+        """A probe has ended. True: the peer is back."""
+        one = self._lost.get(name)
+        if one is None:
+            return False
+        if reached:
+            del self._lost[name]
+            return True
+        one.probing, one.failures = False, one.failures + 1
+        one.next_probe = now + backoff_s(one.failures, _FIRST_PAUSE_S, _LONGEST_PAUSE_S)
+        return False
+
+    def keep_only(self, names: Collection[str]) -> None:
+        """Forget all others: they serve no more."""
+        self._lost = {name: one for name, one in self._lost.items() if name in names}
+
+    def wakes_at(self) -> float:
+        """When the next probe is due; infinite without any."""
+        return min((one.next_probe for one in self._lost.values() if not one.probing), default=float("inf"))
