@@ -87,6 +87,28 @@ def test_a_stage_peer_and_a_trainer_that_only_dial_take_their_part(run: RunFile,
 
 
 @pytest.mark.slow
+def test_a_stage_that_only_dials_has_links_to_the_one_before_it_and_needs_no_relay(
+    run: RunFile, tmp_path: Path
+) -> None:
+    roles = Roles(short(run), tmp_path / "peers")
+
+    async def main() -> None:
+        async with World(9, swarm(), WorldConfig(line=home_line)).running() as world:
+            boot = await world.start("boot")
+            world.bootstrap.append(boot.full_addr)
+            await world.start("first", program=pinned(roles, 0, swarm()))
+            hidden = await world.start("hidden", program=pinned(roles, 1, shut))
+            await world.start("trainer", program=roles.program(TrainerRole))
+            await finished(world, roles)
+            ways = roles.live["first"].post.status()["handover"]["next"]
+            assert ways == {hidden.id.text: "direct"}
+            trainer = roles.live["trainer"].status()
+            assert (trainer["microbatches"]["lost"], trainer["relayed_bytes"]) == (0, 0)
+
+    run_virtual(main, seed=9)
+
+
+@pytest.mark.slow
 def test_replicas_that_only_dial_average_with_one_that_can_be_dialed(run: RunFile, tmp_path: Path) -> None:
     whole = msgspec.structs.replace(
         short(run),

@@ -1,10 +1,9 @@
 """Links from a stage peer that can only dial to the run's trainers, which could not make them.
 
 Trainers announce where they can be dialed; a peer that takes no connections reads that now and then and keeps a link to
-each. With mates and conductor it has links anyway (`preconnect`, `conductor_client`). While the peer can be dialed,
-nothing is done. Hostile input: records of strangers name few addresses each, a limited number of peers is dialed, a few
-at once, and each that failed again only after a pause that doubles (`machine.connectivity.preconnect`); in a run with
-tokens only members.
+each (`kept_links`). With mates and conductor it has links anyway (`preconnect`, `conductor_client`). While the peer can
+be dialed, nothing is done. Hostile input: records of strangers name few addresses each, and a limited number of peers
+is dialed; in a run with tokens only members.
 """
 
 from __future__ import annotations
@@ -14,13 +13,12 @@ import logging
 import trio
 
 from peerd.core.errors import ProtocolViolation, RemoteError
-from peerd.core.ids import PeerId
 from peerd.core.limits import CALLED_TRAINERS, DIRECTORY_READ_BYTES
 from peerd.core.messages.progress import decode_trainer, progress_key
-from peerd.machine.connectivity.preconnect import Assembly
 from peerd.net.host.host import Host
 from peerd.service.dht.dht import Dht
 from peerd.service.swarm.directory import Directory
+from peerd.service.swarm.kept_links import KeptLinks
 
 log = logging.getLogger("peerd.service.swarm.dial_trainers")
 
@@ -33,7 +31,7 @@ class CallingIn:
 
     def __init__(self, host: Host, dht: Dht, directory: Directory) -> None:
         self._host, self._dht, self._directory = host, dht, directory
-        self._assembly = Assembly(host.id.text)
+        self._links = KeptLinks(host, "trainer")
         self._trainers: list[str] = []
 
     async def run(self) -> None:
@@ -45,9 +43,7 @@ class CallingIn:
                     if trio.current_time() - looked_at >= _LOOK_S:
                         looked_at = trio.current_time()
                         await self._look()
-                    linked = {peer.text for peer in self._host.connected()}
-                    for trainer in self._assembly.dial(trio.current_time(), None, self._trainers, linked, first=True):
-                        nursery.start_soon(self._connect, trainer)
+                    self._links.tend(nursery, self._trainers)
                 await trio.sleep(_TEND_S)
 
     async def _look(self) -> None:
@@ -68,10 +64,3 @@ class CallingIn:
             if not progress.client and record.publisher != self._host.id:
                 found.append(record.publisher.text)
         self._trainers = found[:CALLED_TRAINERS]
-
-    async def _connect(self, trainer: str) -> None:
-        try:
-            await self._host.connect(PeerId.parse(trainer))
-        except RemoteError as error:
-            log.info("no link to trainer …%s: %s", trainer[-8:], error)
-        self._assembly.ended(trio.current_time(), trainer)

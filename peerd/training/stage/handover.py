@@ -11,7 +11,9 @@ before anything is handed on: what the next stage objects to is not its predeces
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+import hashlib
+import heapq
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Final, Protocol
@@ -32,10 +34,12 @@ from peerd.role import RoleContext
 from peerd.service.pipeline.next_stage import NextStage, Onward
 from peerd.service.rpc.rpc import Answer, Incoming
 from peerd.service.run_services import RunServices
+from peerd.service.swarm.kept_links import KeptLinks
 from peerd.training.stage.admissions import Admissions
 from peerd.training.stage.serving import Made, Serving
 
 _LOOK_S: Final = 1.0  # between looks at overdue calls to the next stage
+_LINKED: Final = 8  # peers of a neighbouring stage
 _FULL_S: Final = 0.08  # before a peer without room is asked again
 
 
@@ -81,6 +85,8 @@ class HandOver:
         self._is_last = place.stage == self._run.pipeline.stages - 1
         self._tickets = Tickets(self._mark, self._own.text, place.stage, self._run.pipeline.stages)
         self._arrival_rate = ctx.rpc.arrival_rate
+        self._links = KeptLinks(ctx.host, "a neighbouring stage's peer")
+        self._takes_inbound: Callable[[], bool] = lambda: ctx.host.takes_inbound
         self.next: NextStage | None = None
         if not self._is_last:
             self.next = NextStage(self._run, place.stage, ctx.rpc, ctx.clock, services, services.way)
@@ -92,14 +98,31 @@ class HandOver:
         self._full_at = -1  # the step at which the log said that what is kept leaves no room
 
     async def run(self) -> None:
-        """Look after the peers of the next stage: overdue answers, and whether they can be reached, until cancelled."""
-        if self.next is None:
-            return
+        """Keep links to neighbours, look at overdue answers and at peers that cannot be reached, until cancelled."""
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(self.next.peers.run)
+            if self.next is not None:
+                nursery.start_soon(self.next.peers.run)
             while True:
+                self._links.tend(nursery, self._neighbours())
                 await trio.sleep(_LOOK_S)
-                self.next.peers.look()
+                if self.next is not None:
+                    self.next.peers.look()
+
+    def _neighbours(self) -> list[str]:
+        """Peers to have links to before microbatches come: some of the next stage; and of the stage before, where those
+        cannot dial us. Each peer of a stage has others among them.
+        """
+        if self._run.pipeline.handover != "direct":
+            return []
+        after = list(self.next.peers.wiring(self.next.stage)) if self.next is not None else []
+        before = [] if self._takes_inbound() else sorted(self._before - {self._own.text})
+        return [name for names in (after, before) for name in self._chosen(names)]
+
+    def _chosen(self, names: Sequence[str]) -> list[str]:
+        def rank(name: str) -> bytes:
+            return hashlib.sha256(f"{self._own.text} {name}".encode()).digest()
+
+        return heapq.nsmallest(_LINKED, names, key=rank)
 
     def note_members(self, members: Sequence[MemberInfo]) -> None:
         """Take the conductor's list: who may hand on to us, and to whom we may."""

@@ -1,0 +1,40 @@
+"""Links that are kept to peers whose calls, or ours, will need them: made ahead, and anew when they are lost.
+
+Hostile input: whoever is named may not be there: few are dialed at once, and each that failed again only after a pause
+that doubles (`machine.connectivity.preconnect`).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection
+
+import trio
+
+from peerd.core.errors import RemoteError
+from peerd.core.ids import PeerId
+from peerd.machine.connectivity.preconnect import Assembly
+from peerd.net.host.host import Host
+
+log = logging.getLogger("peerd.service.swarm.kept_links")
+
+
+class KeptLinks:
+    """The links of one purpose, which `what` names in the log."""
+
+    def __init__(self, host: Host, what: str) -> None:
+        self._host, self._what = host, what
+        self._assembly = Assembly(host.id.text)
+
+    def tend(self, nursery: trio.Nursery, peers: Collection[str]) -> None:
+        """Dial those of `peers` that have no link, in the nursery; to be called every second or two."""
+        linked = {peer.text for peer in self._host.connected()}
+        for name in self._assembly.dial(trio.current_time(), None, peers, linked, first=True):
+            nursery.start_soon(self._connect, name)
+
+    async def _connect(self, name: str) -> None:
+        try:
+            await self._host.connect(PeerId.parse(name))
+        except RemoteError as error:
+            log.info("no link to %s …%s: %s", self._what, name[-8:], error)
+        self._assembly.ended(trio.current_time(), name)
