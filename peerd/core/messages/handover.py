@@ -95,7 +95,7 @@ class Hop(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=Tr
     wait_s: Rate = 0.0  # in this peer's queues
     onward_s: Rate = 0.0  # until the next stage had answered
     way: Way = ""  # to the next stage
-    instead_of: PeerText = ""  # the peer that the ticket names for the next stage, where another took its place
+    instead_of: PeerText = ""  # the ticket's peer of the next stage, where that failed and another took its place
 
 
 class Broken(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):

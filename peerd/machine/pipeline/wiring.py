@@ -32,6 +32,7 @@ class _Peer:
     seconds_per_unit: float = 0.0
     last_answer: float = float("-inf")
     rests_until: float = float("-inf")
+    full_until: float = float("-inf")  # it asked to be left alone so long, and has not failed
     failures: int = 0
 
 
@@ -100,6 +101,7 @@ class Wiring:
         peer = self._peers.get(name)
         if peer is not None:
             peer.rests_until = max(peer.rests_until, until)
+            peer.full_until = max(peer.full_until, until)
 
     def rested(self, name: str) -> None:
         """`name` need not rest any longer: it can be reached again."""
@@ -111,6 +113,11 @@ class Wiring:
         """True while `name` is left out."""
         peer = self._peers.get(name)
         return peer is not None and peer.rests_until > now
+
+    def is_full(self, name: str, now: float) -> bool:
+        """True while `name` rests only because it asked for it."""
+        peer = self._peers.get(name)
+        return peer is not None and now < peer.rests_until <= peer.full_until
 
     def seconds_per_unit(self, name: str) -> float:
         """Measured seconds per unit of cost; 0 when `name` has not answered yet."""

@@ -167,7 +167,8 @@ class DirectPipeline:
     def _broke(self, search: _Search, way: _Way, stage: int, reason: str) -> None:
         """A way broke before `stage`: others are tried there. Where it breaks again, who said so may not be right."""
         name, before = way.peer_of(stage), way.peer_of(stage - 1)
-        log.info("a microbatch's way broke between …%s and …%s: %s", before[-8:], name[-8:], reason)
+        level = logging.DEBUG if name in self._cut_from(before) else logging.INFO  # the first one tells it all
+        log.log(level, "a microbatch's way broke between …%s and …%s: %s", before[-8:], name[-8:], reason)
         if stage > search.high:  # it was only to give what it keeps
             search.high = stage
             return

@@ -99,19 +99,19 @@ class NextStage:
         return _broken(self.stage, onward.by, str(error.args[0])).body
 
     async def _hand_on(self, task: _Task, started: float) -> Onward:
-        named, tried, reason, cut, full = task.named, set[str](), "", False, False
+        named, tried, reason, cut = task.named, set[str](), "", False
         while task.left_s > _LEAST_S:
             is_patient = trio.current_time() - started <= _PATIENCE_S
             name = self._choose(task, tried)
             if name is None:
-                if not (full and is_patient):
+                if not (is_patient and self._some_are_full(tried)):
                     break
                 await trio.sleep(_SOON_S)  # those that have no room rest a moment
                 continue
             try:
                 answer = await self._ask(name, task)
             except Overloaded as error:  # not yet, it says: it has not failed
-                reason, full = str(error), True
+                reason = str(error)
                 if not is_patient:
                     break  # the trainer may know better by now: a newer grant, peers that have room
                 pause_s = min(max(_SOON_S, error.retry_after_s), _NOT_SO_SOON_S)
@@ -125,7 +125,8 @@ class NextStage:
                 reason = str(error)
             else:
                 way = self._note_way(name, self._way_of(PeerId.parse(name)))
-                return self._onward(answer, started, name, way, "" if name == named else named)
+                instead = name != named and not self.peers.wiring(self.stage).is_full(named, trio.current_time())
+                return self._onward(answer, started, name, way, named if instead else "")
         if (cut or not (tried or reason)) and task.left_s > _LEAST_S:
             try:
                 answer = await self._over_the_trainer(task)
@@ -134,6 +135,10 @@ class NextStage:
                 reason = f"{reason or 'it is not called'}; over the trainer: {error}"
         reason = reason or ("nobody serves it" if task.left_s > _LEAST_S else "no time is left to ask it")
         return self._onward(_broken(self.stage, named, reason), started, "", "", "")
+
+    def _some_are_full(self, tried: set[str]) -> bool:
+        wiring, now = self.peers.wiring(self.stage), trio.current_time()
+        return any(wiring.is_full(name, now) for name in wiring if name not in tried)
 
     def _choose(self, task: _Task, tried: set[str]) -> str | None:
         """The peer to ask: the ticket's, unless it failed lately; else another that can do the same.

@@ -179,6 +179,7 @@ async def test_microbatches_that_wait_for_room_together_all_get_it(autojump_cloc
         for number in range(10):
             nursery.start_soon(hand_on, number * 0.03)
     assert [each.passed.broken for each in found] == [None] * 10
+    assert "trainer" not in {each.way for each in found}
 
 
 @pytest.mark.parametrize("shown", [WHOLE, LOST])
