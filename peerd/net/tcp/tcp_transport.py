@@ -325,7 +325,7 @@ class TcpTransport:
         before = self._place
         while self._place == before:
             await trio.sleep(_LOOK_S)
-            self._place = await trio.to_thread.run_sync(here)  # reads files of the system's, which may take its time
+            self._place = here()
 
     async def _connect(self, family: int, target: tuple[str, int], fresh: bool) -> TcpLink:
         try:
