@@ -56,7 +56,7 @@ RPC_STALL_S: Final = 15.0  # beyond what a step takes at that rate: lost packets
 RPC_MESSAGE_S: Final = 30.0  # likewise for a message before its payloads, which its sender has whole
 RPC_FREE_BODY_BYTES: Final = 4 << 10  # of a call under way: that much is counted with the call
 RPC_FREE_STREAM_BYTES: Final = 16 << 10  # half a message, or unread answers, of one stream: counted with the stream
-RPC_LANES: Final = 8  # idle streams kept for large calls to one service of one peer
+RPC_LANES: Final = 128  # idle streams kept for large calls to one service of one peer: as many as a step begins with
 LINE_RATE_PEERS: Final = 1024  # peers whose rate is remembered: twice the connections that we hold
 RPC_IDLE_S: Final = 120.0  # a shared stream that nobody used for so long is closed
 

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from peerd.service.experts.expert_directory import ExpertDirectory
 
 
-_PROBE_S: Final = 5.0  # for a dial, over a relay if need be, and an echo
+_PROBE_S: Final = 8.0  # for a dial, over a relay if need be, and an echo behind what a full line carries
 
 
 @dataclass(frozen=True, slots=True)

@@ -128,7 +128,7 @@ async def _cell(cell: Cell, folder: Path) -> Measured:
     line = SimLine(latency_s=cell.rtt_ms / 4e3, up_mbit_s=mbit_s, down_mbit_s=mbit_s)
     free = SimLine(latency_s=cell.rtt_ms / 4e3)
     devices: dict[int, LayerDevice] = {}
-    window = LEAST_WINDOW_BYTES + round(mbit_s * 1e6 / 8 * cell.rtt_ms / 4e3)  # some connections fill the line
+    window = LEAST_WINDOW_BYTES + round(mbit_s * 1e6 / 8 * cell.rtt_ms / 1e3)  # one connection fills the line
     async with World(1, swarm(), WorldConfig(net=NetConfig(window_bytes=window))).running() as world:
         boot = await world.start("boot", line=free)
         world.bootstrap.append(boot.full_addr)

@@ -93,6 +93,11 @@ class Yamux:
         return self._queue.has_output
 
     @property
+    def heard_at(self) -> float:
+        """When bytes of the peer came in last, of whatever kind."""
+        return self._heard_at
+
+    @property
     def can_open(self) -> bool:
         """True when `open` is possible now; if not, it may be after the next `receive` or a stream's end."""
         config = self.config

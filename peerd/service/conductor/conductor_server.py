@@ -13,6 +13,7 @@ from collections.abc import Callable
 import trio
 
 from peerd.core.clock import Clock
+from peerd.core.ids import PeerId
 from peerd.core.work import Worker
 from peerd.machine.conductor.conductor import Conductor
 from peerd.net.host.host import Host, PeerDown
@@ -26,6 +27,8 @@ from peerd.service.rpc.rpc import Rpc
 
 log = logging.getLogger("peerd.service.conductor.conductor_server")
 
+_SENDING_S = 4.0  # since its last bytes; an idle link has a ping now and then
+
 
 class Conducting:
     """Serves `swarm/3/...`; `run` carries the duty."""
@@ -37,10 +40,15 @@ class Conducting:
         self.orders = Orders(config, rpc)
         self.orders.notes = self._note
         rivals = Rivals(config.fingerprint, rpc, host, following)
-        self._driver = MachineDriver(self.orders, rivals.answers, self._note)
+        self._driver = MachineDriver(self.orders, rivals.answers, self._note, self._sends)
         self._driver.warnings = lambda text: self.warnings(text)
         self._duty = Duty(config, host, clock, rivals, self._driver)
         self._reports = Reports(config.fingerprint, rpc, following, self._duty, self._driver)
+
+    def _sends(self, peer: str) -> bool:
+        """True while bytes of the peer come in, whatever they are."""
+        link = self._host.links.best(PeerId.parse(peer))
+        return link is not None and trio.current_time() - link.mux.heard_at < _SENDING_S
 
     def _note(self, text: str) -> None:
         self.notes(text)

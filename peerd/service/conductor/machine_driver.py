@@ -2,7 +2,8 @@
 
 While this peer has a tenure, reports and the ends of orders go to the machine as events; its outputs become calls to
 members (`Orders`), probes and notes. Waiting reports are woken when something that their senders may see has changed.
-A peer that has not reported for a while is gone, and so is one that neither members nor we can reach. Decides nothing.
+A peer that has not reported for a while is gone, and so is one that neither members nor we can reach; while its bytes
+come in, its report may be behind them on a full line, and is waited for longer. Decides nothing.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from peerd.service.conductor.tenure import Tenure
 from peerd.signals import Signal
 
 _SILENT_S = 12.0  # a report comes at least every few seconds
+_SILENT_ON_FULL_LINE_S = 30.0
 _SILENCE_LOOK_S = 2.0
 _IDLE_S = 5.0  # between looks while there is no machine
 
@@ -38,9 +40,14 @@ class MachineDriver:
     """See the module's header. `answers`: True when a peer answers a call; `notes` and `warnings` take texts to log."""
 
     def __init__(
-        self, orders: Orders, answers: Callable[[PeerId], Awaitable[bool]], notes: Callable[[str], None]
+        self,
+        orders: Orders,
+        answers: Callable[[PeerId], Awaitable[bool]],
+        notes: Callable[[str], None],
+        sends: Callable[[str], bool] = lambda peer: False,
     ) -> None:
-        self._orders, self._answers, self.notes = orders, answers, notes
+        """`sends`: True while bytes of a peer come in."""
+        self._orders, self._answers, self.notes, self._sends = orders, answers, notes, sends
         self.warnings = notes
         self.tenure: Tenure | None = None
         self.heard: dict[str, float] = {}  # post or trainer that reports -> when it was heard last
@@ -138,9 +145,14 @@ class MachineDriver:
         while True:
             await trio.sleep(_SILENCE_LOOK_S)
             now = trio.current_time()
-            for name in [n for n, heard in self.heard.items() if now - heard > _SILENT_S]:
+            for name in [n for n, heard in self.heard.items() if self._is_silent(n, now - heard)]:
                 self.notes(f"peer {short(name)} is silent")
                 self.gone([name])
+
+    def _is_silent(self, name: str, for_s: float) -> bool:
+        if for_s <= _SILENT_S:
+            return False
+        return for_s > _SILENT_ON_FULL_LINE_S or not self._sends(peer_of(name))
 
     def wake_waiting(self) -> None:
         """Read the next deadline again, and wake the waiting reports for whose senders there may be anything new."""

@@ -11,6 +11,7 @@ trainer may name anybody for the next stage: only those that the conductor lists
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -34,6 +35,7 @@ log = logging.getLogger("peerd.service.pipeline.next_stage")
 PASS = "handover/1/pass"
 RELAY = "handover/1/relay"
 PASS_TIMEOUT_S = 150.0
+_TOLD_AGAIN_S = 30.0
 _PEERS_TRIED = 3  # of one stage, for one microbatch: then the trainer chooses anew
 _PATIENCE_S = 3.0  # with peers that cannot take a microbatch now
 _SOON_S, _NOT_SO_SOON_S = 0.05, 2.0  # before a peer is asked again that says it cannot take a call now
@@ -64,6 +66,7 @@ class NextStage:
         self._rpc, self._way_of = rpc, way_of
         self._dtype, self._width = run.model.dtype, run.model.d_model
         self._arrival: dict[str, float] = {}  # peer -> bytes/s that it says our frames arrive at
+        self._told_at: dict[str, float] = {}  # when the log said how microbatches go to a peer
         self.ways: dict[str, Way] = {}  # by peer that a microbatch was handed on to, how it went last
         self.in_flight = 0  # calls that wait for an answer
 
@@ -76,6 +79,7 @@ class NextStage:
         """Forget what we know of peers other than those that serve."""
         self._arrival = {name: rate for name, rate in self._arrival.items() if name in serving}
         self.ways = {name: way for name, way in self.ways.items() if name in serving}
+        self._told_at = {name: at for name, at in self._told_at.items() if name in serving}
 
     async def hand_on(
         self, body: Pass, frames: Sequence[TensorFrame], shape: tuple[int, int], deadline: float
@@ -121,7 +125,7 @@ class NextStage:
             except RemoteError as error:
                 self._failed(name, started, error)
                 tried.add(name)
-                cut |= isinstance(error, Unreachable | TooSlow)
+                cut |= isinstance(error, Unreachable | TooSlow) and name in self.peers.wiring(self.stage)
                 reason = str(error)
             else:
                 way = self._note_way(name, self._way_of(PeerId.parse(name)))
@@ -176,8 +180,11 @@ class NextStage:
         """Note how a microbatch went to a peer; a line of the log when that has changed."""
         before, self.ways[name] = self.ways.get(name, ""), way
         if way != before and (before or way == "trainer"):
+            now = trio.current_time()
+            level = logging.INFO if now - self._told_at.get(name, -math.inf) > _TOLD_AGAIN_S else logging.DEBUG
+            self._told_at[name] = now
             told = {"trainer": "over the trainer", "relay": "over a relay"}.get(way, "over a link")
-            log.info("microbatches go to …%s of stage %d %s now", name[-8:], self.stage, told)
+            log.log(level, "microbatches go to …%s of stage %d %s now", name[-8:], self.stage, told)
         return way
 
     def _failed(self, name: str, started: float, error: RemoteError) -> None:

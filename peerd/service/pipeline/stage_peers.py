@@ -112,7 +112,8 @@ class StagePeers:
     def failed(self, stage: int, name: str, started: float, error: RemoteError) -> int:
         """A call that was `started` then has failed; returns how often the peer did so since its last answer."""
         now = trio.current_time()
-        if self._probes and isinstance(error, Unreachable) and self._reach.lost(name, now):
+        serves = name in self._wirings[stage]  # else it has left, and its calls ended for that
+        if self._probes and serves and isinstance(error, Unreachable) and self._reach.lost(name, now):
             log.info("…%s of stage %d cannot be reached: it is left out until it can be", name[-8:], stage)
             self._lost.notify()
         return self._wirings[stage].failed(name, now, now - started)

@@ -141,3 +141,21 @@ async def test_a_trainer_is_woken_by_what_concerns_it_and_not_by_others(autojump
         assert woken == [("a", 0.5), ("b", 1.0)]
         assert scene.driver._waiting == {}
         nursery.cancel_scope.cancel()
+
+
+async def test_a_report_behind_much_else_on_a_full_line_is_waited_for_longer(autojump_clock: MockClock) -> None:
+    async with trio.open_nursery() as nursery:
+        scene = begun(nursery)
+        sending = [True]
+        scene.driver._sends = lambda peer: sending[0] and peer == OTHER.peer_id.text
+        await trio.sleep(26.0)
+        assert scene.driver.machine is not None
+        assert [m.peer for m in scene.driver.machine.members()] == [POST]
+        await trio.sleep(8.0)
+        assert scene.driver.machine.members() == [], "not for ever"
+        scene.driver.heard[POST] = trio.current_time()
+        scene.feed(hello(POST))
+        sending[0] = False
+        await trio.sleep(16.0)
+        assert POST not in scene.driver.heard
+        nursery.cancel_scope.cancel()
