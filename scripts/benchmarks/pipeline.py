@@ -157,11 +157,11 @@ async def _cell(cell: Cell, folder: Path) -> Measured:
             assert await world.until(lambda goal=goal: done() >= goal, within_s=PATIENCE_S, step_s=t / 4e3)
             marks.append(now())
         begun, first, last, end = marks
-    seconds, busy_s, sent = (b - a for a, b in zip(first, last, strict=True))
+    seconds, busy_s, _ = (b - a for a, b in zip(first, last, strict=True))
     utilization = busy_s / seconds
     step_s = end[0] - begun[0]
-    payload = (round(batch * TO) - round(batch * FROM)) * (STAGES - 1) * 2 * ACTIVATION_BYTES
-    return Measured(utilization, 1.0 - (batch * t / 1e3 / utilization) / step_s, sent / payload)
+    payload = batch * (STAGES - 1) * 2 * ACTIVATION_BYTES
+    return Measured(utilization, 1.0 - (batch * t / 1e3 / utilization) / step_s, (end[2] - begun[2]) / payload)
 
 
 def _workers(device: LayerDevice) -> Callable[[], Any]:
