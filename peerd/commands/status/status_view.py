@@ -117,8 +117,6 @@ def _network(snapshot: Snapshot) -> Text:
         text.append(f"\nline: {told}", "dim")
     if (snapshot.get("limits") or {}).get("text"):
         text.append(f"\nlimits: {snapshot['limits']['text']}", "dim")
-    if (snapshot.get("limits") or {}).get("text"):
-        text.append(f"\nlimits: {snapshot['limits']['text']}", "dim")
     if dht:
         known, kept = counted(dht.get("peers", 0), "peer"), counted(dht.get("records_held", 0), "record")
         text.append(f"\ndirectory: {known} known, {kept} kept for others", "dim")
