@@ -87,9 +87,11 @@ def test_a_stage_peer_and_a_trainer_that_only_dial_take_their_part(run: RunFile,
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("network", [swarm, lambda: shut])
 def test_a_stage_that_only_dials_has_links_to_the_one_before_it_and_needs_no_relay(
-    run: RunFile, tmp_path: Path
+    run: RunFile, tmp_path: Path, network: Any
 ) -> None:
+    """Whether the trainer can reach it or not: the stage before it can."""
     roles = Roles(short(run), tmp_path / "peers")
 
     async def main() -> None:
@@ -98,7 +100,7 @@ def test_a_stage_that_only_dials_has_links_to_the_one_before_it_and_needs_no_rel
             world.bootstrap.append(boot.full_addr)
             await world.start("first", program=pinned(roles, 0, swarm()))
             hidden = await world.start("hidden", program=pinned(roles, 1, shut))
-            await world.start("trainer", program=roles.program(TrainerRole))
+            await world.start("trainer", program=roles.program(TrainerRole, network()))
             await finished(world, roles)
             ways = roles.live["first"].post.status()["handover"]["next"]
             assert ways == {hidden.id.text: "direct"}

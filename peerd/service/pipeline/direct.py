@@ -243,7 +243,7 @@ class DirectPipeline:
                 route.append(known)
                 continue
             shun = avoid[stage] | self._cut_from(route[-1] if route else None)
-            route.append(await self._peers.pick(stage, self._cost, shun))
+            route.append(await self._peers.pick(stage, self._cost, shun, called=stage == first))
         return _Way(low, high, first, route)
 
     def _note_cut(self, one: str, other: str) -> None:

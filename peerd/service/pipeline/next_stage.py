@@ -178,6 +178,8 @@ class NextStage:
 
     def _note_way(self, name: str, way: Way) -> Way:
         """Note how a microbatch went to a peer; a line of the log when that has changed."""
+        if name not in self.peers.wiring(self.stage):
+            return way  # it has left, or never was there: whoever names it may name many
         before, self.ways[name] = self.ways.get(name, ""), way
         if way != before and (before or way == "trainer"):
             now = trio.current_time()

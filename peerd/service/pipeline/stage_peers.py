@@ -124,17 +124,17 @@ class StagePeers:
 
     # --- the choice -------------------------------------------------------------------------------------------
 
-    async def pick(self, stage: int, cost: float, avoid: set[str]) -> str:
-        """The stage's next peer; waits while all rest or none is there."""
+    async def pick(self, stage: int, cost: float, avoid: set[str], *, called: bool = True) -> str:
+        """The stage's next peer; waits while all rest or none is there. `called`: by us, not by a stage peer."""
         wiring = self._wirings[stage]
         while True:
             now = trio.current_time()
-            name = wiring.pick(now, cost, avoid, self.away())
+            name = wiring.pick(now, cost, avoid, self.away() if called else set())
             if name is not None:
                 self.waits_for = None
                 return name
             due = wiring.wakes_at(now)
-            if due is not None and self._all_cut_off(stage):
+            if called and due is not None and self._all_cut_off(stage):
                 self.waits_for = f"the peers of stage {stage} cannot be reached"
                 await self._changed.wait()
                 continue
