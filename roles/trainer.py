@@ -346,8 +346,7 @@ class TrainerRole:
     # --- evaluation and progress ------------------------------------------------------------------------------
 
     def answered(self, answer: TrainerAnswer) -> None:
-        """Check on overdue calls; evaluate when the conductor asks for it."""
-        self._pipeline.look()
+        """Evaluate when the conductor asks for it."""
         if answer.evaluate and not answer.complete:
             self._evaluate_if_due(answer.step)
 

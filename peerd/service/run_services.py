@@ -200,11 +200,10 @@ class RunServices:
         link = self._host.links.best(peer)
         return "" if link is None else "relay" if link.way == path_selection.Way.RELAYED else "direct"
 
-    def doubt(self, peer: PeerId) -> None:
-        """An answer is overdue: check that the peer is still there."""
+    def doubt(self, peer: PeerId) -> float:
+        """An answer is overdue: check that the peer is still there; returns the seconds since it was last heard."""
         link = self._host.links.best(peer)
-        if link is not None:
-            link.doubt()
+        return 0.0 if link is None else link.doubt()
 
     async def probe(self, peer: PeerId) -> None:
         """Have a link to `peer` over which it answers; else RemoteError, after some seconds at most."""

@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 import trio
 
-from peerd.core.errors import RemoteError, TooSlow
+from peerd.core.errors import RemoteError, TooSlow, Unreachable
 from peerd.core.frame import TensorFrame
 from peerd.core.ids import PeerId
 from peerd.core.keys import Keypair
@@ -67,16 +67,24 @@ def ticket(low: int, high: int, first: int, *route: str, attempt: int = 0) -> Ti
 
 
 class Ways:
-    """All peers are linked; notes whose answers are overdue."""
+    """All peers are linked. `silent_since`: those that say nothing any more; notes whose answers are overdue."""
 
     def __init__(self) -> None:
-        self.doubted: list[str] = []
+        self.doubted: set[str] = set()
+        self.silent_since: dict[str, float] = {}
 
     def linked(self, peer: PeerId) -> bool:
         return True
 
-    def doubt(self, peer: PeerId) -> None:
-        self.doubted.append(NAMES[peer.text])
+    def doubt(self, peer: PeerId) -> float:
+        name = NAMES[peer.text]
+        self.doubted.add(name)
+        return trio.current_time() - self.silent_since.get(name, trio.current_time())
+
+    async def probe(self, peer: PeerId) -> None:
+        await trio.lowlevel.checkpoint()
+        if NAMES[peer.text] in self.silent_since:
+            raise Unreachable("it does not answer", peer)
 
 
 @dataclass(frozen=True, slots=True)

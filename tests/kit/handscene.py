@@ -137,7 +137,8 @@ class HandScene:
             def linked(self, peer: Any) -> bool:
                 return True
 
-            def doubt(self, peer: Any) -> None: ...
+            def doubt(self, peer: Any) -> float:
+                return 0.0
 
         papers = TrainerPapers(text(trainer), lambda seq: self.granted(trainer), keypair(trainer).sign)
         made = DirectPipeline(RUN3, self.rpcs[trainer], SimClock(1, trainer), Ways(), papers)

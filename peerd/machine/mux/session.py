@@ -46,6 +46,7 @@ from peerd.machine.mux.striping import PLACE, PLACED, PLACED_HEADER, Lane, check
 _HEADER_BYTES: Final = HEADER.size
 _PLAIN_DATA: Final = (0, DATA, 0)
 _WINDOW_WALL: Final = (1 << 32) - 1
+_ASKED_AFTER_S: Final = 1.0  # of silence, a doubted peer is asked for a sign of life
 _DOUBT_RTTS: Final = 20  # a line full of bulk makes a ping wait
 _CALM_RTT_S: Final = 1.0  # pings for a window are as few as on a path of such a round trip
 _LAST_ID: Final = (1 << 32) - 1
@@ -188,15 +189,19 @@ class Yamux:
             self._sweep(now)
         return []
 
-    def doubt(self, now: float) -> None:
+    def doubt(self, now: float) -> float:
         """Somebody has waited in vain: a peer that was silent meanwhile is asked whether it is there at all.
 
         A router that was switched off, or a line that went dead, answers nobody; so we need not wait `dead_after_s`.
+        Returns the seconds since the peer was last heard.
         """
-        patience_s = max(self.config.doubt_s, _DOUBT_RTTS * (self.rtt_s or 0.0))
-        if self._doubted_until == float("inf") and now - self._heard_at >= patience_s:
-            self._doubted_until = now + patience_s
+        silent_s = now - self._heard_at
+        if silent_s >= _ASKED_AFTER_S:
             self._ping(now)
+        patience_s = max(self.config.doubt_s, _DOUBT_RTTS * (self.rtt_s or 0.0))
+        if self._doubted_until == float("inf") and silent_s >= patience_s:
+            self._doubted_until = now + patience_s
+        return silent_s
 
     def _ping(self, now: float) -> None:
         if self.pings.idle:

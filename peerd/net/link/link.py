@@ -291,11 +291,15 @@ class Link:
         """An incoming stream has named a protocol that we speak."""
         self.owner.accept(stream)
 
-    def doubt(self) -> None:
-        """A call on this link was not answered in time: if the peer says nothing at all, it is soon taken for lost."""
-        self.mux.doubt(trio.current_time())
+    def doubt(self) -> float:
+        """A call on this link was not answered in time: if the peer says nothing at all, it is soon taken for lost.
+
+        Returns the seconds since it was last heard.
+        """
+        silent_s = self.mux.doubt(trio.current_time())
         self._timer.rearm()
         self.flush()
+        return silent_s
 
     def release(self, stream: Stream) -> None:
         """The user of this stream is done with it."""

@@ -264,7 +264,7 @@ class DirectPipeline:
         return await self._stages.loss(self._last, x, targets)
 
     async def run(self) -> None:
-        """Look after peers that cannot be reached, until cancelled."""
+        """Look after peers that do not answer or cannot be reached, until cancelled."""
         await self._peers.run()
 
     def update(self, members: Iterable[MemberInfo]) -> None:
@@ -273,10 +273,6 @@ class DirectPipeline:
         self._serving.clear()
         self._serving.update((m.peer, m.stage) for m in members if m.since)
         self._peers.update(members)
-
-    def look(self) -> None:
-        """Check the links to peers with overdue answers; to be called now and then."""
-        self._peers.look()
 
     def peers(self) -> int:
         """Stage peers that may be called."""

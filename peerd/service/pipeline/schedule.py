@@ -65,16 +65,12 @@ class Pipeline:
     # --- the stages' peers ------------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Look after peers that cannot be reached, until cancelled."""
+        """Look after peers that do not answer or cannot be reached, until cancelled."""
         await self._peers.run()
 
     def update(self, members: Iterable[MemberInfo]) -> None:
         """These peers serve now."""
         self._peers.update(members)
-
-    def look(self) -> None:
-        """Check the links to peers with overdue answers; to be called now and then."""
-        self._peers.look()
 
     def peers(self) -> int:
         """Stage peers that may be called."""

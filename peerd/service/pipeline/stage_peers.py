@@ -1,8 +1,9 @@
 """The peers of each stage as one trainer knows them: who serves, who is asked next, who rests, and why it waits.
 
-Keeps the scope of every call under way, so that a call ends when its peer leaves the swarm, and the link of a peer
-whose answers are overdue is looked at. A peer that a call did not reach is left out until a probe gets through, while
-`run` makes them (`machine/pipeline/cut_off`). How much each peer is asked is `machine/pipeline/wiring`'s.
+Keeps the scope of every call under way, so that a call ends when its peer leaves the swarm or falls silent. While `run`
+looks, a peer whose answers are overdue is asked for a sign of life, and one that a call did not reach, or that gives no
+such sign, is left out until a probe gets through (`machine/pipeline/cut_off`). How much each peer is asked is
+`machine/pipeline/wiring`'s.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ from peerd.signals import Signal
 
 log = logging.getLogger("peerd.service.pipeline.stage_peers")
 
-_OVERDUE_S = 5.0  # that an answer takes before its peer's link is checked
+_OVERDUE_S = 2.0  # that an answer takes before its peer is asked for a sign of life
+_SILENT_S = 5.0  # without any, until nobody waits for it
+_LOOK_S = 0.5  # between looks at what is overdue
 _AWAY_S = 0.5  # between looks for a connection from one of the peers that can only dial
 
 
@@ -36,8 +39,8 @@ class Ways(Protocol):
         """True when calls get through to `peer` though it cannot be dialed."""
         ...
 
-    def doubt(self, peer: PeerId) -> None:
-        """An answer is overdue: check that the peer is still there."""
+    def doubt(self, peer: PeerId) -> float:
+        """An answer is overdue: check that the peer is still there; returns the seconds since it was last heard."""
         ...
 
     async def probe(self, peer: PeerId) -> None:
@@ -86,13 +89,15 @@ class StagePeers:
     # --- reachability -----------------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Probe peers that could not be reached, until cancelled."""
+        """Look at overdue answers and probe peers that could not be reached, until cancelled."""
         self._probes = True
         async with trio.open_nursery() as nursery:
             while True:
-                for name in self._reach.due(trio.current_time()):
+                self._look()
+                now = trio.current_time()
+                for name in self._reach.due(now):
                     nursery.start_soon(self._probe, name)
-                with trio.move_on_at(self._reach.wakes_at()):
+                with trio.move_on_at(min(self._reach.wakes_at(), now + _LOOK_S)):
                     await self._lost.wait()
 
     async def _probe(self, name: str) -> None:
@@ -158,7 +163,7 @@ class StagePeers:
 
     @contextmanager
     def call_to(self, name: str) -> Iterator[None]:
-        """The scope of a call to a peer: raises Unreachable when the peer leaves the swarm meanwhile."""
+        """The scope of a call to a peer: Unreachable is raised when it leaves the swarm or falls silent."""
         scopes = self._calls.setdefault(name, {})
         with trio.CancelScope() as scope:
             scopes[scope] = trio.current_time()
@@ -169,17 +174,20 @@ class StagePeers:
                 if not scopes:
                     self._calls.pop(name, None)
         if scope.cancelled_caught:
-            raise Unreachable("the peer has left the swarm", PeerId.parse(name))
+            serves = any(name in wiring for wiring in self._wirings)
+            reason = "it has fallen silent" if serves else "the peer has left the swarm"
+            raise Unreachable(reason, PeerId.parse(name))
 
-    def look(self) -> None:
-        """Check the links to peers with overdue answers; to be called now and then.
+    def _look(self) -> None:
+        """End the calls to peers with overdue answers that are silent as well.
 
         Otherwise a peer whose answers do not come through would cost us the whole time limit of a call.
         """
         now = trio.current_time()
         for name, since in self._calls.items():
-            if now - min(since.values()) > _OVERDUE_S:
-                self._ways.doubt(PeerId.parse(name))
+            if now - min(since.values()) > _OVERDUE_S and self._ways.doubt(PeerId.parse(name)) > _SILENT_S:
+                for scope in since:
+                    scope.cancel()
 
     def note_arrival_rate(self, stage: int, name: str, bytes_per_s: float) -> None:
         """Note the rate at which our frames arrive at `name`, as it says; 0: it does not know."""

@@ -182,9 +182,6 @@ class ExpertFlights:
         own = self._ctx.host.id.text
         self._ready = any(member.ready and member.peer == own for member in members)
 
-    def look(self) -> None:
-        """Nothing to do: whoever carries the calls to experts watches them."""
-
     def peers(self) -> int:
         """Trunks that may be computed with: our own, or none."""
         return int(self._ready and self._member.built)

@@ -98,15 +98,13 @@ class HandOver:
         self._full_at = -1  # the step at which the log said that what is kept leaves no room
 
     async def run(self) -> None:
-        """Keep links to neighbours, look at overdue answers and at peers that cannot be reached, until cancelled."""
+        """Keep links to neighbours, and look after peers that do not answer or cannot be reached, until cancelled."""
         async with trio.open_nursery() as nursery:
             if self.next is not None:
                 nursery.start_soon(self.next.peers.run)
             while True:
                 self._links.tend(nursery, self._neighbours())
                 await trio.sleep(_LOOK_S)
-                if self.next is not None:
-                    self.next.peers.look()
 
     def _neighbours(self) -> list[str]:
         """Peers to have links to before microbatches come: some of the next stage; and of the stage before, where those

@@ -23,10 +23,12 @@ def test_a_silent_link_is_dead_at_the_very_instant_it_asked_for(started: float) 
 def test_a_doubted_peer_that_stays_silent_is_soon_dead() -> None:
     mux = Yamux(initiator=True, now=0.0)
     usual = mux.wake_at()
-    mux.doubt(4.9)  # it may still have said something a moment ago
-    assert mux.wake_at() == usual
-    mux.doubt(12.0)
+    assert mux.doubt(0.9) == 0.9  # it may still have said something a moment ago
+    assert not mux.has_output
+    mux.doubt(4.9)
     assert mux.has_output  # it is asked
+    assert mux.wake_at() == usual
+    assert mux.doubt(12.0) == 12.0
     mux.wake(12.0)
     assert mux.wake_at() == 17.0
     mux.doubt(16.0)  # who waits for another call in vain prolongs nothing

@@ -218,13 +218,42 @@ async def test_a_call_ends_when_its_peer_leaves_and_a_mate_is_asked(autojump_clo
 
         async def leave() -> None:
             await trio.sleep(10)
-            one.next.peers.look()
-            assert one.ways.doubted == ["a1"]
+            assert one.ways.doubted == {"a1"}
             one.next.peers.update(members("b1"))
 
+        nursery.start_soon(one.next.peers.run)
         nursery.start_soon(leave)
         onward = await one.hand_on()
+        nursery.cancel_scope.cancel()
     assert (onward.by, 10 <= onward.took_s < 11) == (peer("b1"), True)
+
+
+async def test_a_call_ends_when_its_peer_falls_silent_and_that_is_asked_again_once_a_probe_gets_through(
+    autojump_clock: MockClock,
+) -> None:
+    one = Hopping("a1", "b1")
+    one.peers.doing["a1"] = lambda asked: 100.0
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(one.next.peers.run)
+        one.ways.silent_since["a1"] = trio.current_time()
+        onward = await one.hand_on()
+        assert (onward.by, 5 <= onward.took_s < 6) == (peer("b1"), True)
+        del one.peers.doing["a1"]
+        assert (await one.hand_on()).by == peer("b1")
+        one.ways.silent_since.clear()
+        await trio.sleep(8.1)  # the longest pause between probes
+        assert (await one.hand_on()).by == peer("a1")
+        nursery.cancel_scope.cancel()
+
+
+async def test_a_peer_that_takes_long_and_gives_signs_of_life_is_waited_for(autojump_clock: MockClock) -> None:
+    one = Hopping("a1", "b1")
+    one.peers.doing["a1"] = lambda asked: 100.0
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(one.next.peers.run)
+        onward = await one.hand_on()
+        nursery.cancel_scope.cancel()
+    assert (onward.by, onward.took_s) == (peer("a1"), pytest.approx(100.0))
 
 
 # --- answers ----------------------------------------------------------------------------------------------------------

@@ -77,7 +77,8 @@ def pipeline(stages: Any, route: Route | None = None) -> Pipeline:
         def linked(self, peer: PeerId) -> bool:
             return True
 
-        def doubt(self, peer: PeerId) -> None: ...
+        def doubt(self, peer: PeerId) -> float:
+            return 0.0
 
     made = Pipeline(RUN, stages, SimClock(1, "t"), Ways(), TrainerPapers(OWN, lambda seq: None, TRAINER.sign), route)
     made.update(members(PEERS))

@@ -52,7 +52,8 @@ class Ways:
     def linked(self, peer: PeerId) -> bool:
         return True
 
-    def doubt(self, peer: PeerId) -> None: ...
+    def doubt(self, peer: PeerId) -> float:
+        return 0.0
 
 
 def signed(by: Keypair, stage: int = 0) -> Any:
