@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from lab import Lab, Traffic
+from lab import Lab, Space, Traffic
 
 from benchmarks._peers import TICKS_PER_S, Peer, Peers
 
@@ -68,7 +68,7 @@ class Swarm(Peers):
 
     def moment(self) -> Moment:
         cpu_s = sum(peer.cpu_s() for peer in self.peers)
-        return Moment({name: host.traffic() for name, host in self.lab.hosts.items()}, cpu_s, busy_s() - cpu_s)
+        return Moment(self._traffic(), cpu_s, busy_s() - cpu_s)
 
     def steps(self, peer: Peer | None = None) -> list[float]:
         """Times at which the trainer heard of the end of each global step, Unix seconds."""
@@ -96,7 +96,13 @@ class Swarm(Peers):
         self._start(name, "join", "--role", role, "--model", str(file), "--bootstrap", entry, *more)
 
     def _start(self, name: str, *arguments: str) -> Peer:
-        return self.start_peer(self.lab.host(name, self.rate_mbit, self.rate_mbit), name, *arguments)
+        return self.start_peer(self._place(name), name, *arguments)
+
+    def _place(self, name: str) -> Space:
+        return self.lab.host(name, self.rate_mbit, self.rate_mbit)
+
+    def _traffic(self) -> dict[str, Traffic]:
+        return {name: host.traffic() for name, host in self.lab.hosts.items()}
 
 
 def busy_s() -> float:

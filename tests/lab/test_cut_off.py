@@ -1,0 +1,74 @@
+"""A trainer that loses the way to some of its stage peers goes on with the others: real processes, lines that are cut."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from scripts.lab import why_not_wide
+from scripts.waiting import eventually
+
+SCRIPTS = Path(__file__).parents[2] / "scripts"
+FOUND_OUT_S = 10.0
+WATCHED_S = 8.0
+CUT_S = 20.0
+
+pytestmark = [pytest.mark.lab, pytest.mark.socket, pytest.mark.slow, pytest.mark.timeout(400)]
+
+
+def run_file(handover: str) -> dict[str, Any]:
+    from benchmarks._swarm import BASE
+
+    return BASE | {
+        "run": "cut-off",
+        "model": {"d_model": 32, "heads": 1, "layers": 2, "context": 32},
+        "pipeline": {"stages": 2, "microbatch": 4, "handover": handover},
+        "optimizer": {"name": "adamw", "lr": 1.0e-3, "total_steps": 100_000},
+        "batch": {"target_samples": 128},
+    }
+
+
+def passed(seconds: float) -> tuple[float, float]:
+    """Let so many seconds pass; returns their begin and end."""
+    began = time.time()
+    eventually(lambda: time.time() - began >= seconds, seconds + 5)
+    return began, began + seconds
+
+
+@pytest.mark.parametrize("handover", ["direct", "trainer"])
+def test_a_trainer_goes_on_without_the_peers_that_it_does_not_reach(
+    handover: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if (reason := why_not_wide()) is not None:
+        pytest.skip(reason)
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    import lab
+    from benchmarks._far_swarm import FarSwarm
+
+    with lab.WideLab(delay_ms=5) as wide:
+        swarm = FarSwarm(tmp_path, wide, run_file(handover), None)
+        swarm.start_pairs()
+        swarm.wait_for_step(3, 120)
+        usual = swarm.rate(*passed(WATCHED_S))
+        follower = next(n for n in ("stage-0-a", "stage-0-b") if not swarm.peer(n).role()["conducts"])
+        swarm.cut("trainer", follower)  # whoever conducts is needed by everybody
+        passed(FOUND_OUT_S)
+        without_one = swarm.rate(*passed(WATCHED_S))
+        for name in ("stage-1-a", "stage-1-b"):
+            swarm.cut("trainer", name)
+        passed(CUT_S)
+        swarm.mend("trainer")
+        passed(FOUND_OUT_S)
+        mended = swarm.rate(*passed(WATCHED_S))
+        counts = swarm.peer("trainer").role()["microbatches"]
+        said = swarm.peer("trainer").said
+    print(f"steps a second: {usual:.2f}, {without_one:.2f} without one, {mended:.2f} after a stage was gone; {counts}")
+    told = [line for line in said.splitlines() if "cannot be reached: it is left out" in line]
+    assert counts["lost"] == 0
+    assert without_one > 0.5 * usual
+    assert mended > 0.5 * usual
+    assert 1 <= len(told) <= 4, told
+
