@@ -1,4 +1,4 @@
-"""A trainer that loses the way to some of its stage peers goes on with the others: real processes, lines that are cut."""
+"""A trainer that loses the way to some of its stage peers goes on with the others: real processes on cut lines."""
 
 from __future__ import annotations
 
@@ -71,4 +71,3 @@ def test_a_trainer_goes_on_without_the_peers_that_it_does_not_reach(
     assert without_one > 0.5 * usual
     assert mended > 0.5 * usual
     assert 1 <= len(told) <= 4, told
-

@@ -41,7 +41,7 @@ def test_a_watcher_sees_a_loss_its_reason_and_the_recovery(tmp_path: Path) -> No
         assert eventually(says_why, 60), seen[-1]
         still = told(watcher)
         assert still["swarm"]["samples_per_s"] == 0
-        before = step(watcher)
+        before = int(still["swarm"]["step"])
 
         started.join("newcomer", "stage", file, addr)
         assert eventually(lambda: step(watcher) >= before + 3, 90), trainer.said
