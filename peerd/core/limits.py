@@ -111,7 +111,7 @@ GRANTS_VERIFIED: Final = 1024  # admissions whose signature was looked at and ne
 # --- steps: what a run file and a swarm may ask for, so that every message about them can be sent ----------------
 STAGES: Final = 1024  # of one pipeline: a microbatch's holders and receipts, stage by stage, are told in one piece
 POSTS: Final = 2  # stages that one peer serves at once: orders to all and to a helper fit into what one peer may call
-ATTEMPTS: Final = 1 << 16  # of one microbatch: beyond any patience
+ATTEMPTS: Final = 1 << 48  # of one microbatch: one every 50 ms for longer than any run
 BROKEN_CHARS: Final = 300  # of the reason that a microbatch's way ended: a sentence
 JOINER_STAGES: Final = 8  # stages whose checkpoints a peer that joins tells of: more than it will have served
 LAST_STEP: Final = (1 << 53) - 1  # that every language can count to, in any number it has

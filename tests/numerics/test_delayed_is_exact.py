@@ -55,9 +55,9 @@ class Books:
         torch.set_num_threads(1)
         backward, commit, part_of = ServedStage.backward, ServedStage.commit, PostOrders._part_of
 
-        def noting_backward(served: ServedStage, step: int, mb: Mb, tensors: Any, frames: Any) -> Any:
+        def noting_backward(served: ServedStage, step: int, mb: Mb, tensors: Any, frames: Any, *more: Any) -> Any:
             new = mb not in (*served.held, *served.early)
-            outcome = backward(served, step, mb, tensors, frames)
+            outcome = backward(served, step, mb, tensors, frames, *more)
             with self._lock:
                 if new:
                     tokens, targets = (tensor.long().clone() for tensor in tensors)

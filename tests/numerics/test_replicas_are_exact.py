@@ -37,13 +37,13 @@ def slow_down(peers: dict[str, Peer], monkeypatch: pytest.MonkeyPatch) -> None:
     original = ServedStage.backward
     names = {peer.role.replica: name for name, peer in peers.items()}
 
-    def backward(self: ServedStage, step: int, mb: Mb, tensors: Any, frames: Any) -> Any:
+    def backward(self: ServedStage, step: int, mb: Mb, tensors: Any, frames: Any, *more: Any) -> Any:
         name = next(
             (name for member, name in names.items() if member.post is not None and member.post.served is self), ""
         )
         for _ in range(SLOWER.get(name, 1) - 1):
             self.module.loss(*(tensor.long() for tensor in tensors))
-        return original(self, step, mb, tensors, frames)
+        return original(self, step, mb, tensors, frames, *more)
 
     monkeypatch.setattr(ServedStage, "backward", backward)
 
@@ -105,8 +105,8 @@ class Deaths:
         original = ServedStage.backward
         token = trio.lowlevel.current_trio_token()
 
-        def backward(served: ServedStage, step: int, mb: Mb, tensors: Any, frames: Any) -> Any:
-            outcome = original(served, step, mb, tensors, frames)
+        def backward(served: ServedStage, step: int, mb: Mb, tensors: Any, frames: Any, *more: Any) -> Any:
+            outcome = original(served, step, mb, tensors, frames, *more)
             with self._lock:
                 if step >= self._since and self._holder is None:
                     self._holder = served

@@ -66,8 +66,8 @@ async def killed_mid_step(peer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     token = trio.lowlevel.current_trio_token()
     original = ServedStage.backward
 
-    def backward(self: ServedStage, step: int, mb: Mb, tensors: Any, frames: Any) -> Any:
-        outcome = original(self, step, mb, tensors, frames)
+    def backward(self: ServedStage, step: int, mb: Mb, tensors: Any, frames: Any, *more: Any) -> Any:
+        outcome = original(self, step, mb, tensors, frames, *more)
         if self is peer.role.post.state.model and step >= 4 and len(self.held) >= 2:
             token.run_sync_soon(holds.set)
         return outcome

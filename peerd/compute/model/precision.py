@@ -34,6 +34,11 @@ class Precision:
         self._scaled = name == "fp16"
         self._device = device.type
 
+    @property
+    def is_scaled(self) -> bool:
+        """True where a backward may take several attempts."""
+        return self._scaled
+
     def casting(self) -> contextlib.AbstractContextManager[object]:
         """A context in which torch chooses 16 bits where they do no harm."""
         if self._dtype is None:

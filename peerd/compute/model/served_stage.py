@@ -25,6 +25,7 @@ from torch import Tensor
 
 from peerd.compute.codec.frames import decode
 from peerd.compute.codec.powersgd import LowRank
+from peerd.compute.model.kept_graph import Graph
 from peerd.compute.model.stage_module import StageModule
 from peerd.compute.tensors import TORCH_DTYPES, dtype_name, raw_bytes, values_of
 from peerd.core.errors import PeerdError
@@ -56,6 +57,7 @@ class StageOutcome:
     answer: Tensor | TensorFrame | None  # the output, or the input's gradient (none in the first stage)
     loss_sum: float  # over the samples, in the last stage
     seconds: float  # of computing
+    graph: Graph | None = None  # of a forward, where it is kept
 
 
 @dataclass(slots=True)
@@ -187,10 +189,16 @@ class ServedStage:
         """The low-rank code of the sum, if it travels in factors."""
         return self.module.low_rank
 
-    def forward(self, step: int | None, x: Tensor) -> StageOutcome:
-        """Input to output, as in training; `step` None: whatever step it is, and not in training."""
+    def forward(self, step: int | None, x: Tensor, keep_graph: bool = False) -> StageOutcome:
+        """Input to output, as in training; `step` None: whatever step it is, and not in training.
+
+        `keep_graph`: for the backward of the same input, if the stage can do without computing forward again.
+        """
         began = time.perf_counter()
         self._at(step)
+        if keep_graph and step is not None and self.module.keeps_graphs:
+            graph = self.module.forward_for_backward(_whole_numbers_as_int64(x))
+            return StageOutcome(graph.y.detach(), 0.0, time.perf_counter() - began, graph)
         y = self.module.forward(_whole_numbers_as_int64(x), training=step is not None)
         return StageOutcome(y, 0.0, time.perf_counter() - began)
 
@@ -205,11 +213,16 @@ class ServedStage:
         self.module.check_targets(_whole_numbers_as_int64(targets))
 
     def backward(
-        self, step: int, mb: Mb, tensors: tuple[Tensor, Tensor], frames: Sequence[TensorFrame]
+        self,
+        step: int,
+        mb: Mb,
+        tensors: tuple[Tensor, Tensor],
+        frames: Sequence[TensorFrame],
+        graph: Graph | None = None,
     ) -> StageOutcome:
         """Inputs, then output gradients or targets: accumulate `mb` once for `step`, give the input's gradient.
 
-        `frames` are what `tensors` were decoded from; they are kept.
+        `frames` are what `tensors` were decoded from; they are kept. `graph`: of the inputs' forward.
         """
         began = time.perf_counter()
         ahead = self._at(step)
@@ -219,7 +232,7 @@ class ServedStage:
             return kept.outcome
         x, target = map(_whole_numbers_as_int64, tensors)
         _need_no_padding(frames, x, target)
-        gradient, loss_sum = self.module.backward(x, target, ahead=ahead)
+        gradient, loss_sum = self.module.backward(x, target, ahead=ahead, graph=graph)
         outcome = StageOutcome(gradient, loss_sum, time.perf_counter() - began)
         book[mb] = _Kept(frames, outcome, self.module.step)
         return outcome
@@ -246,6 +259,11 @@ class ServedStage:
     def kept_bytes(self) -> int:
         """Bytes of what is kept of the microbatches in both sums: their tensors in and out."""
         return self._held.bytes + self._early.bytes
+
+    @property
+    def graph_bytes(self) -> int:
+        """About the bytes of one forward's graph; 0 before the first."""
+        return self.module.graph_bytes
 
     def _note(self, book: _Book, mb: Mb, at: int) -> None:
         """Note a microbatch that was added by itself, with nothing of which it could be computed again."""

@@ -30,6 +30,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from peerd.compute.codec.powersgd import low_rank_of
 from peerd.compute.flat import Layout
 from peerd.compute.model.grad_sums import Sums
+from peerd.compute.model.kept_graph import Graph, SavedBytes, has_room
 from peerd.compute.model.optim import Optimizer
 from peerd.compute.model.partition import DTYPES, build
 from peerd.compute.model.precision import Precision
@@ -66,6 +67,8 @@ class StageModule:
             parameter.data = view
         self.ahead = int(run.optimizer.delayed)  # steps after the one under way that may be accumulated for, too
         self._sums = Sums(self.layout, 1 + self.ahead, self.dtype, self.device)
+        self._era = 0  # how often the parameters have changed
+        self._saved = SavedBytes(lambda: self._flat)
         self._before: Tensor | None = None  # the parameters before the last step, on the CPU; only in a delayed run
         self._optimizer = Optimizer(run.optimizer, self.layout, self._flat)
         self._norms = [m for m in self._piece.modules() if isinstance(m, _NormBase)]
@@ -86,6 +89,28 @@ class StageModule:
             begin_anew()
         return y
 
+    @property
+    def keeps_graphs(self) -> bool:
+        """False where a backward has to compute forward again: in 16 bits that take several attempts, with buffers that
+        a forward moves, and in the last stage, which computes both at once; and while the device is nearly full.
+        """
+        again = self.last or self._precision.is_scaled or bool(self.buffers.shared)
+        return not again and has_room(self.device, self._saved.bytes)
+
+    @property
+    def graph_bytes(self) -> int:
+        """About the bytes of one graph; 0 before the first."""
+        return self._saved.bytes
+
+    def forward_for_backward(self, x: Tensor) -> Graph:
+        """Forward pass in training, with all that a `backward` of the same input needs; only if `keeps_graphs`."""
+        x = self._input(x)
+        if not self.first:
+            x.requires_grad_()
+        with torch.enable_grad(), self._saved.of(x):
+            y = self._compute(x)
+        return Graph(x, y, self._era, self._saved.bytes)
+
     @torch.no_grad()
     def loss(self, x: Tensor, targets: Tensor) -> float:
         """Loss of the last stage: mean over samples of the mean over tokens of the cross-entropy, in nats."""
@@ -96,16 +121,25 @@ class StageModule:
         return float(total) / x.shape[0]
 
     def backward(
-        self, x: Tensor, grad_or_targets: Tensor, sign: float = 1.0, ahead: int = 0, again: bool = False
+        self,
+        x: Tensor,
+        grad_or_targets: Tensor,
+        sign: float = 1.0,
+        ahead: int = 0,
+        again: bool = False,
+        graph: Graph | None = None,
     ) -> tuple[Tensor | None, float]:
         """Compute forward again, add `sign` times the gradient of the loss sum to the sum of the step under way.
 
         With `ahead` 1 it is added to the sum of the step after it; the parameters are those of now in any case.
-        `again`: it was added before, to a sum that is made anew. `grad_or_targets`: d(loss sum)/d(output) [B, L, D],
+        `again`: it was added before, to a sum that is made anew. `graph`: of the same input's forward, which is not
+        computed again if the parameters are still those. `grad_or_targets`: d(loss sum)/d(output) [B, L, D],
         or int64 targets [B, L] in the last stage. Returns d(loss sum)/dx (without the sign; None in the first stage)
         and the loss sum over samples (last stage, else 0).
         """
-        x = self._input(x)
+        if graph is not None and (graph.used or graph.era != self._era):
+            graph = None
+        x = self._input(x) if graph is None else graph.x
         inputs = [] if self.first else [x.requires_grad_()]
         if self.last:
             targets, seed = self._targets(grad_or_targets, x), None
@@ -115,6 +149,9 @@ class StageModule:
 
             def compute() -> Tensor:
                 begin_anew()  # in 16 bits it may take several attempts
+                if graph is not None:
+                    graph.used = True
+                    return graph.y
                 return self._compute(x) if targets is None else self._loss_sum(x, targets)
 
             largest = 1.0 / x.shape[1]  # of the loss by a logit
@@ -193,7 +230,7 @@ class StageModule:
             self._before = self._flat.to("cpu", copy=True)
         mean = mean_gradient[: self.layout.count].to(self._optimizer.device, copy=True)
         self._optimizer.update(self._flat, mean, self.step)
-        self.step += 1
+        self.step, self._era = self.step + 1, self._era + 1
         self._sums.step()
         if self.buffers.shared:
             self.buffers.step([v.cpu() for v in self.total.views(mean_gradient)[len(self._parameters) :]])
@@ -232,7 +269,7 @@ class StageModule:
             for name, tensor in mine.items():
                 tensor.copy_(state[name])
         self.buffers.load(state)
-        self.step = int(state["step"])
+        self.step, self._era = int(state["step"]), self._era + 1
         if self.low_rank is not None:
             self.low_rank.forget()
         self.clear()

@@ -1,7 +1,8 @@
 """Hand-over of microbatches between stage peers: what a post does for a ticket, and what it hands on to the next stage.
 
 A microbatch comes with its ticket from the trainer or from a peer of the stage before. This peer computes its output,
-hands it on, waits for the gradient that comes back as the answer, adds its own gradient to the sum and answers in turn.
+hands it on, waits for the gradient that comes back as the answer, adds its own gradient to the sum and answers in turn;
+while there is room, the graph of the output is kept meanwhile, so that the backward need not compute it again.
 What it did for a microbatch it keeps to the end of the step: a repeat gets it, and where the stage before or after has
 lost its part, this peer gives that stage's gradient, or its input anew. Invariants: a microbatch counts once here,
 whatever the attempts; of two attempts the later one goes on. Hostile input: tickets are judged before their frames are
@@ -21,6 +22,7 @@ from typing import Final, Protocol
 import trio
 from msgspec import structs
 
+from peerd.compute.model.kept_graph import Graph
 from peerd.core.bounded_dict import BoundedDict
 from peerd.core.errors import Overloaded, PeerdError, ProtocolViolation, Refused
 from peerd.core.frame import TensorFrame
@@ -205,8 +207,8 @@ class HandOver:
             return self._answer(call, Passed(), made.frames)
         if stage < ticket.low:
             return await self._give_input(call, mb)
-        async with self._attempt(call, mb):
-            return await self._do(call, mb)
+        async with self._attempt(call, mb) as mine:
+            return await self._do(call, mb, mine)
 
     # --- what is done -----------------------------------------------------------------------------------------
 
@@ -221,19 +223,21 @@ class HandOver:
         shape = (output.shape[0], output.shape[1])
         return await self.next.hand_on(call.body, (output, *targets), shape, call.deadline)
 
-    async def _do(self, call: Incoming[Pass], mb: Mb) -> Answer[Passed]:
+    async def _do(self, call: Incoming[Pass], mb: Mb, mine: _UnderWay) -> Answer[Passed]:
         """Output, gradient of it, and our own gradient; what was done before is not done again."""
         ticket = call.body.ticket
         x, targets = call.frames[0], call.frames[1:]
         found = self._serving.stage_at(ticket.step).found(ticket.step, mb) is not None
         above = self._above.get((ticket.step, mb), _Above((), 0.0))
-        started, spent_s, onward = trio.current_time(), 0.0, None
+        started, spent_s, onward, graph = trio.current_time(), 0.0, None, None
         beyond = ticket.high - self._place.stage  # stages that are to be done after this one
         if not self._is_last and (not found or len(above.hops) < beyond):
             if found:
                 onward = await self._hand_on_again(call, mb, targets)
             else:
-                onward, spent_s = await self._forward(call, x, targets)
+                output = await self._output(call, mine, x)
+                spent_s, graph = output.service_s, output.graph
+                onward = await self._hand_on(call, output, targets)
             if onward.passed.broken is not None:
                 return self._answer(call, onward.passed, ())
             if beyond:
@@ -242,7 +246,7 @@ class HandOver:
             made = await self._serving.kept_gradient(ticket.step, mb, call.body.line_bytes_per_s)
         else:
             try:
-                made = await self._backward(call, mb, x, targets, onward)
+                made = await self._backward(call, mb, x, targets, onward, graph)
             except ProtocolViolation as error:
                 if onward is None or self.next is None:
                     raise  # all of it came from the caller
@@ -252,26 +256,37 @@ class HandOver:
         passed = Passed([hop, *above.hops[:beyond]], made.loss_sum if self._is_last else above.loss_sum)
         return self._answer(call, passed, made.frames if ticket.is_done_at(self._place.stage - 1) else ())
 
-    async def _forward(
-        self, call: Incoming[Pass], x: TensorFrame, targets: Sequence[TensorFrame]
-    ) -> tuple[Onward, float]:
-        """Compute the output and hand it on; returns what came of it, and the seconds of computing."""
+    async def _output(self, call: Incoming[Pass], mine: _UnderWay, x: TensorFrame) -> Made:
+        """Compute the output, and keep the graph of it for the backward while that takes no room from microbatches."""
         assert self.next is not None
-        ticket = call.body.ticket
-        made = await self._serving.output(call.peer, ticket.step, x, self.next.line_bytes_per_s)
-        frames = (*made.frames, *targets) if ticket.is_done_at(self.next.stage) else ()
-        shape = (x.shape[0], x.shape[1])
-        return await self.next.hand_on(call.body, frames, shape, call.deadline), made.service_s
+        step = call.body.ticket.step
+        keep = self.bytes + self._serving.stage_at(step).graph_bytes <= self.room_bytes // 2
+        made = await self._serving.output(call.peer, step, x, self.next.line_bytes_per_s, keep)
+        mine.bytes += made.graph.bytes if made.graph is not None else 0
+        return made
+
+    async def _hand_on(self, call: Incoming[Pass], output: Made, targets: Sequence[TensorFrame]) -> Onward:
+        """Hand the output on; returns what came of it."""
+        assert self.next is not None
+        (y,) = output.frames
+        frames = (y, *targets) if call.body.ticket.is_done_at(self.next.stage) else ()
+        return await self.next.hand_on(call.body, frames, (y.shape[0], y.shape[1]), call.deadline)
 
     async def _backward(
-        self, call: Incoming[Pass], mb: Mb, x: TensorFrame, targets: Sequence[TensorFrame], onward: Onward | None
+        self,
+        call: Incoming[Pass],
+        mb: Mb,
+        x: TensorFrame,
+        targets: Sequence[TensorFrame],
+        onward: Onward | None,
+        graph: Graph | None,
     ) -> Made:
         target = targets[0] if onward is None else onward.gradient
         assert target is not None, "whoever asks for a gradient checks that it comes"
         body = call.body
         admitted = body.grant.seqs if body.grant is not None else ()
         return await self._serving.gradient(
-            call.peer, body.ticket.step, mb, (x, target), admitted, body.line_bytes_per_s
+            call.peer, body.ticket.step, mb, (x, target), admitted, body.line_bytes_per_s, graph
         )
 
     def _hop(self, step: int, mb: Mb, service_s: float, whole_s: float, onward: Onward | None) -> Hop:
@@ -291,7 +306,7 @@ class HandOver:
         return Answer(Passed(passed.hops, passed.loss_sum, passed.broken, rate), tuple(frames))
 
     @asynccontextmanager
-    async def _attempt(self, call: Incoming[Pass], mb: Mb) -> AsyncIterator[None]:
+    async def _attempt(self, call: Incoming[Pass], mb: Mb) -> AsyncIterator[_UnderWay]:
         """The scope of an attempt: ends when a later one of the same microbatch comes.
 
         Brought twice, it waits for the first call to end and finds what that has made: so nobody who has seen a ticket
@@ -307,7 +322,7 @@ class HandOver:
         mine = self._under_way[key] = _UnderWay(number, size)
         try:
             with mine.scope:
-                yield
+                yield mine
         finally:
             mine.over.set()
             if self._under_way.get(key) is mine:

@@ -18,6 +18,7 @@ from typing import Any, Final, Protocol
 
 from msgspec import structs
 
+from peerd.compute.model.kept_graph import Graph
 from peerd.compute.model.served_stage import ServedStage, StageOutcome, Stale
 from peerd.core.errors import Overloaded, PeerdError, ProtocolViolation, Refused
 from peerd.core.frame import TensorFrame
@@ -40,6 +41,7 @@ class Made:
     loss_sum: float  # over the samples, of the last stage's backward
     service_s: float  # of computing
     frames: tuple[TensorFrame, ...]
+    graph: Graph | None = None  # of an output, where it is kept for the backward
 
 
 class StagePlace(Protocol):
@@ -106,14 +108,21 @@ class Serving:
 
     # --- what is computed, for whoever asks -------------------------------------------------------------------
 
-    async def output(self, peer: PeerId, step: int | None, x_frame: TensorFrame, line_bytes_per_s: float = 0.0) -> Made:
-        """The stage's output for an input that `peer` sent."""
+    async def output(
+        self,
+        peer: PeerId,
+        step: int | None,
+        x_frame: TensorFrame,
+        line_bytes_per_s: float = 0.0,
+        keep_graph: bool = False,
+    ) -> Made:
+        """The stage's output for an input that `peer` sent; `keep_graph`: for the backward, where that saves time."""
         served = self.stage_at(step)
         async with self.boundary.room.place(backward=False, step=self._place.step if step is None else step):
             (x,) = await self.boundary.decode(peer, [x_frame], "the input")
             if len(x_frame.payload) > x.nbytes + HELD_PADDING_BYTES // 2:
                 raise ProtocolViolation(f"the input's frame has {len(x_frame.payload)} bytes, it {x.nbytes}", peer)
-            outcome = await self.compute(peer, lambda: served.forward(step, x), "forward")
+            outcome = await self.compute(peer, lambda: served.forward(step, x, keep_graph), "forward")
             return await self._coded(outcome, "output", line_bytes_per_s)
 
     async def output_again(self, step: int, mb: Mb, line_bytes_per_s: float = 0.0) -> Made:
@@ -131,9 +140,10 @@ class Serving:
         frames: Sequence[TensorFrame],
         admitted: Iterable[int] = (),
         line_bytes_per_s: float = 0.0,
+        graph: Graph | None = None,
     ) -> Made:
         """The gradient of the input, once the microbatch counts here. `frames`: the input; the output's gradient, or
-        the targets. `admitted`: the trainer's numbers that count. A repeat gets what was kept.
+        the targets. `admitted`: the trainer's numbers that count. `graph`: of the output. A repeat gets what was kept.
         """
         served = self.stage_at(step)
         self.need_a_microbatch(peer, frames)
@@ -143,7 +153,7 @@ class Serving:
 
             def backward() -> StageOutcome:
                 served.make_room(step, mb, admitted)
-                return served.backward(step, mb, (x, target), frames)
+                return served.backward(step, mb, (x, target), frames, graph)
 
             outcome = await self.compute(peer, backward, "backward")
             self.samples += self._run.pipeline.microbatch
@@ -162,7 +172,7 @@ class Serving:
 
     async def _coded(self, outcome: StageOutcome, what: str, line_bytes_per_s: float) -> Made:
         frames = await self.boundary.encode(outcome, f"the {what} of stage {self._place.stage}", line_bytes_per_s)
-        return Made(outcome.loss_sum, outcome.seconds, frames)
+        return Made(outcome.loss_sum, outcome.seconds, frames, outcome.graph)
 
     async def _work(self, job: Callable[[], StageOutcome], name: str) -> StageOutcome:
         try:

@@ -34,7 +34,7 @@ def ticket(**changes: Any) -> Ticket:
 def messages() -> list[Message]:
     shown = grant(CONDUCTOR.sign, GrantStatement(RUN, 4, 7, OWN, Seqs.of([(3 << 31) + 5])))
     whole = Pass(RUN, 0, OWN, ticket(), shown)
-    again = Pass(RUN, 1, OWN, ticket(attempt=ATTEMPTS - 1, low=1, high=1, first=0), shown, 12.5e6)
+    again = Pass(RUN, 1, OWN, ticket(attempt=65_535, low=1, high=1, first=0), shown, 12.5e6)
     hops = [
         Hop(name, receipt(key.sign, RUN, 5, stage, 7, Mb(OWN, (3 << 31) + 5)))
         for stage, (name, key) in enumerate(zip(ROUTE, STAGE_KEYS, strict=True))
