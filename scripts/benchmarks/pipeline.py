@@ -137,7 +137,7 @@ async def _cell(cell: Cell, folder: Path) -> Measured:
             devices[stage] = device = LayerDevice(t / 1e3)
             device.is_last = stage == STAGES - 1
             own = msgspec.structs.replace(run, limits=msgspec.structs.replace(run.limits, stage=stage))
-            roles = Roles(own, folder, _workers(device))
+            roles = Roles(own, folder, worker_source(device))
             stages.append((roles, await world.start(f"stage{stage}", line=line, program=roles.program(StageRole))))
         roles = Roles(run, folder)
         trainer = await world.start("trainer", line=free, program=roles.program(TrainerRole))
@@ -164,7 +164,7 @@ async def _cell(cell: Cell, folder: Path) -> Measured:
     return Measured(utilization, 1.0 - (batch * t / 1e3 / utilization) / step_s, (end[2] - begun[2]) / payload)
 
 
-def _workers(device: LayerDevice) -> Callable[[], Any]:
+def worker_source(device: LayerDevice) -> Callable[[], Any]:
     """The first worker that a role's process opens is its device."""
     opened = iter([device])
     return lambda: next(opened, None) or InlineWorker()

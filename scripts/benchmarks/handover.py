@@ -1,0 +1,172 @@
+"""Direct hand-over on slow and far lines: `peerd` processes in a network lab, beside the same swarm in virtual time.
+
+Three stages of one peer, a trainer and a backbone, each on a host of its own whose line carries 100 Mb/s each way; two
+hosts are a round trip of 100 ms apart. Each mode of hand-over makes the same run: from stage to stage (`direct`), and
+through the trainer. The model is so small that lines are what is waited for, so `share` is the speed over that of a
+line that is always full: in `direct`, the middle stage's, which an activation and a gradient leave for each microbatch;
+through the trainer, the trainer's own. The simulation runs the same roles on lines of the same rate and delay, with the
+device time that a microbatch takes here. Needs Linux, root, iproute2, nftables and gcc.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+import torch
+import trio
+from lab import WideLab, why_not_wide
+
+from benchmarks._far_swarm import FarSwarm
+from benchmarks._report import Figure, Report
+from benchmarks._swarm import BASE
+from benchmarks.pipeline import LayerDevice, worker_source
+from peerd.core.run.runfile import RunFile
+from peerd.sim.clock import run_virtual
+from peerd.sim.programs import swarm
+from peerd.sim.simnet import SimLine
+from peerd.sim.world import World, WorldConfig
+from roles.stage import StageRole
+from roles.trainer import TrainerRole
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from tests.kit.virtualroles import Roles
+
+STAGES: Final = 3
+RATE_MBIT: Final = 100.0
+RTT_MS: Final = 100.0
+SAMPLES, CONTEXT, WIDTH = 64, 32, 48  # of a microbatch, and of its activations
+MICROBATCHES: Final = 48
+MODES: Final = ("direct", "trainer")
+CROSSINGS: Final = {"direct": 2, "trainer": 3 * (STAGES - 1) - 1}  # of the fullest line, by a microbatch
+ACTIVATION_BYTES: Final = 4 * SAMPLES * CONTEXT * WIDTH
+STEP_TOKENS: Final = MICROBATCHES * SAMPLES * CONTEXT
+WARM_STEPS: Final = 2  # until the trainer has found how many microbatches fill the stages
+PATIENCE_S: Final = 240.0
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """One run."""
+
+    tokens_per_s: float  # in the median step
+    bytes_per_token: float  # that all lines together carried away from their hosts
+
+    def share(self, mode: str) -> float:
+        """Speed over that of a line that is always full."""
+        full = SAMPLES * CONTEXT / (CROSSINGS[mode] * ACTIVATION_BYTES * 8 / RATE_MBIT / 1e6)
+        return self.tokens_per_s / full
+
+
+def run_file(mode: str, steps: int) -> dict[str, Any]:
+    return BASE | {
+        "run": "handover",
+        "model": {"d_model": WIDTH, "heads": 1, "layers": STAGES, "context": CONTEXT},
+        "pipeline": {
+            "stages": STAGES,
+            "microbatch": SAMPLES,
+            "handover": mode,
+            "boundary": {"code": "none", "lossless": "never"},
+        },
+        "optimizer": {"name": "adamw", "lr": 5.0e-3, "total_steps": WARM_STEPS + steps + 2},
+        "batch": {"target_samples": MICROBATCHES * SAMPLES},
+    }
+
+
+def in_the_lab(mode: str, steps: int) -> Measured:
+    run = run_file(mode, steps)
+    with (
+        tempfile.TemporaryDirectory(prefix="peerd-handover-") as folder,
+        WideLab(up_mbit=RATE_MBIT, down_mbit=RATE_MBIT, delay_ms=RTT_MS / 4) as lab,
+    ):
+        swarm = FarSwarm(Path(folder), lab, run, None)
+        swarm.start()
+        swarm.wait_for_step(WARM_STEPS, PATIENCE_S)
+        before = swarm.moment()
+        swarm.wait_for_step(WARM_STEPS + steps, PATIENCE_S)
+        after = swarm.moment()
+        ends = swarm.steps()[WARM_STEPS - 1 : WARM_STEPS + steps]
+    sent = sum(after.traffic[name].since(before.traffic[name]).sent for name in before.traffic)
+    return _measured(ends, sent)
+
+
+def _measured(ends: Sequence[float], sent: float) -> Measured:
+    median_s = statistics.median(end - begin for begin, end in itertools.pairwise(ends))
+    return Measured(STEP_TOKENS / median_s, sent / (STEP_TOKENS * (len(ends) - 1)))
+
+
+def microbatch_s() -> float:
+    """The device time of a microbatch in a stage, forward twice and backward: measured here, the best of several."""
+    layer = torch.nn.TransformerEncoderLayer(WIDTH, 1, 4 * WIDTH, batch_first=True)
+    times = []
+    for _ in range(20):
+        x = torch.randn(SAMPLES, CONTEXT, WIDTH, requires_grad=True)
+        started = time.perf_counter()
+        with torch.no_grad():
+            layer(x)
+        layer(x).sum().backward()
+        times.append(time.perf_counter() - started)
+    return min(times)
+
+
+def simulated(mode: str, steps: int, device_s: float) -> Measured:
+    with tempfile.TemporaryDirectory(prefix="peerd-handover-") as folder:
+        run = msgspec.convert(run_file(mode, steps), RunFile)
+        return run_virtual(_simulated, run, Path(folder), steps, device_s, seed=1)
+
+
+async def _simulated(run: RunFile, folder: Path, steps: int, device_s: float) -> Measured:
+    line = SimLine(latency_s=RTT_MS / 4e3, up_mbit_s=RATE_MBIT, down_mbit_s=RATE_MBIT)
+    async with World(1, swarm(), WorldConfig(line=lambda rng: line)).running() as world:
+        boot = await world.start("boot")
+        world.bootstrap.append(boot.full_addr)
+        nodes = [boot]
+        for stage in range(STAGES):
+            device = LayerDevice(device_s)
+            device.is_last = stage == STAGES - 1
+            own = msgspec.structs.replace(run, limits=msgspec.structs.replace(run.limits, stage=stage))
+            program = Roles(own, folder, worker_source(device)).program(StageRole)
+            nodes.append(await world.start(f"stage{stage}", program=program))
+        roles = Roles(run, folder)
+        nodes.append(await world.start("trainer", program=roles.program(TrainerRole)))
+        ends, sent = list[float](), list[int]()
+        for step in range(WARM_STEPS, WARM_STEPS + steps + 1):
+            await world.until(lambda step=step: roles.live["trainer"].status()["step"] >= step, within_s=1e4)
+            ends.append(trio.current_time())
+            sent.append(sum(node.host.traffic().bytes_out for node in nodes))
+    return _measured(ends, sent[-1] - sent[0])
+
+
+def measure(full: bool) -> Report:
+    reason = why_not_wide()
+    if reason is not None:
+        raise SystemExit(reason)
+    torch.set_num_threads(1)
+    steps, device_s = (12 if full else 5), microbatch_s()
+    sections = []
+    for mode in MODES:
+        real, virtual = in_the_lab(mode, steps), simulated(mode, steps, device_s)
+        apart = 100 * abs(real.share(mode) - virtual.share(mode))
+        told = "from stage to stage" if mode == "direct" else "through the trainer"
+        sections.append(
+            [
+                Figure(f"{mode}_tokens_per_s", f"{told}: tokens a second", real.tokens_per_s, "", 0),
+                Figure(f"{mode}_bytes_per_token", "  bytes on all lines", real.bytes_per_token, "B/token", 1),
+                Figure(f"{mode}_share", "  of what the fullest line could carry", 100 * real.share(mode), "%", 1),
+                Figure(f"{mode}_simulated_share", "  the same in virtual time", 100 * virtual.share(mode), "%", 1),
+                Figure(f"{mode}_apart", "  points apart", apart, "", 1, at_most=5.0),
+            ]
+        )
+    note = (
+        f"{RATE_MBIT:g} Mb/s lines, RTT {RTT_MS:g} ms, {STAGES} stages of one layer, d_model {WIDTH}, "
+        f"{STEP_TOKENS:,} tokens a step, {steps} steps; a microbatch takes {1e3 * device_s:.1f} ms of a device"
+    )
+    return Report("handover", sections, note)

@@ -1,0 +1,107 @@
+"""Peers of unequal speed in a pipeline: what they do together, over the sum of what each could do.
+
+Three stages of two peers each, one trainer, in virtual time; the middle stage limits all. `device`: one of its peers is
+four times slower; `line`: the line of one is, and what it carries takes longer than computing; `both`: one of each.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import msgspec
+import torch
+import trio
+
+from benchmarks._report import Figure, Report
+from benchmarks.pipeline import ACTIVATION_BYTES, STAGES, Cell, LayerDevice, Roles, run_of, worker_source
+from peerd.sim.clock import run_virtual
+from peerd.sim.programs import swarm
+from peerd.sim.simnet import SimLine
+from peerd.sim.world import World, WorldConfig
+from roles.stage import StageRole
+from roles.trainer import TrainerRole
+
+SLOWER: Final = 4.0
+DEVICE_S: Final = 0.1  # of a microbatch
+LINE_S: Final = 0.08  # of a microbatch's activation and gradient
+RTT_MS: Final = 50
+MICROBATCHES: Final = 600
+FROM, TO = 0.3, 0.9
+LEAST: Final = 0.95
+KINDS: Final[dict[str, tuple[tuple[float, float], tuple[float, float]]]] = {  # of the middle stage: (device, line)
+    "device": ((1.0, 1.0), (SLOWER, 1.0)),
+    "line": ((1.0, 1.0), (1.0, SLOWER)),
+    "both": ((1.0, SLOWER), (SLOWER, 1.0)),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Unequal:
+    """One kind of inequality, and its rates in microbatches a second."""
+
+    rate: float
+    possible: float
+
+    @property
+    def share(self) -> float:
+        return self.rate / self.possible
+
+
+def possible(kind: str) -> float:
+    """The sum of what the middle stage's peers can do: each as its device or its line allows."""
+    return sum(1.0 / max(device * DEVICE_S, line * LINE_S) for device, line in KINDS[kind])
+
+
+async def _measured(kind: str, folder: Path) -> Unequal:
+    cell = Cell("ours", RTT_MS, "direct")
+    run = run_of(cell, folder)
+    run = msgspec.structs.replace(run, batch=msgspec.structs.replace(run.batch, target_samples=MICROBATCHES))
+    mbit_s = 2 * ACTIVATION_BYTES * 8 / LINE_S / 1e6
+    free = SimLine(latency_s=RTT_MS / 4e3)
+    async with World(1, swarm(), WorldConfig()).running() as world:
+        boot = await world.start("boot", line=free)
+        world.bootstrap.append(boot.full_addr)
+        posts = []
+        for stage in range(STAGES):
+            for number, (slow, thin) in enumerate(KINDS[kind] if stage == 1 else ((1.0, 1.0), (1.0, 1.0))):
+                device = LayerDevice(slow * DEVICE_S)
+                device.is_last = stage == STAGES - 1
+                line = SimLine(latency_s=RTT_MS / 4e3, up_mbit_s=mbit_s / thin, down_mbit_s=mbit_s / thin)
+                own = msgspec.structs.replace(run, limits=msgspec.structs.replace(run.limits, stage=stage))
+                roles, name = Roles(own, folder / f"{stage}{number}", worker_source(device)), f"stage{stage}{number}"
+                await world.start(name, line=line, program=roles.program(StageRole))
+                posts += [roles.live[name]] if stage == 1 else []
+        await world.start("trainer", line=free, program=Roles(run, folder).program(TrainerRole))
+
+        def done() -> int:
+            return sum(post.post.serving.samples if post.post else 0 for post in posts)
+
+        marks = []
+        for share in (1.0 + FROM, 1.0 + TO):  # of the second step: by then the trainer knows the peers
+            goal = round(MICROBATCHES * share)
+            assert await world.until(lambda goal=goal: done() >= goal, within_s=3_000.0, step_s=DEVICE_S / 4)
+            marks.append((trio.current_time(), done()))
+    (began, first), (ended, last) = marks
+    return Unequal((last - first) / (ended - began), possible(kind))
+
+
+def measured(kind: str) -> Unequal:
+    with tempfile.TemporaryDirectory(prefix="peerd-unequal-") as folder:
+        return run_virtual(_measured, kind, Path(folder), seed=1)
+
+
+def measure(full: bool) -> Report:
+    torch.set_num_threads(1)
+    microbatch = f"a microbatch takes {DEVICE_S:g} s of a device, {LINE_S:g} s of a line"
+    note = f"{STAGES} stages of two peers, RTT {RTT_MS} ms; {microbatch}; one is {SLOWER:g} times slower"
+    return Report("unequal peers", [[*_section(kind)] for kind in KINDS], note)
+
+
+def _section(kind: str) -> Iterator[Figure]:
+    found, told = measured(kind), {"device": "a slow device", "line": "a slow line", "both": "one of each"}[kind]
+    yield Figure(f"{kind}_rate", f"{told}: microbatches a second", found.rate, "1/s", 2)
+    yield Figure(f"{kind}_share", "  over the sum of what each can do", found.share, "", 3, at_least=LEAST)
