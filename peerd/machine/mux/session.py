@@ -46,7 +46,7 @@ from peerd.machine.mux.striping import PLACE, PLACED, PLACED_HEADER, Lane, check
 _HEADER_BYTES: Final = HEADER.size
 _PLAIN_DATA: Final = (0, DATA, 0)
 _WINDOW_WALL: Final = (1 << 32) - 1
-_ASKED_AFTER_S: Final = 1.0  # of silence, a doubted peer is asked for a sign of life
+_ASKED_AFTER_S: Final = 1.0  # of silence, by a peer that is doubted
 _DOUBT_RTTS: Final = 20  # a line full of bulk makes a ping wait
 _CALM_RTT_S: Final = 1.0  # pings for a window are as few as on a path of such a round trip
 _LAST_ID: Final = (1 << 32) - 1
@@ -190,10 +190,9 @@ class Yamux:
         return []
 
     def doubt(self, now: float) -> float:
-        """Somebody has waited in vain: a peer that was silent meanwhile is asked whether it is there at all.
+        """Somebody has waited in vain: ask a silent peer whether it is there; returns the seconds since it was heard.
 
         A router that was switched off, or a line that went dead, answers nobody; so we need not wait `dead_after_s`.
-        Returns the seconds since the peer was last heard.
         """
         silent_s = now - self._heard_at
         if silent_s >= _ASKED_AFTER_S:
@@ -459,9 +458,7 @@ class Yamux:
             self._settle(stream)
 
     def _take_reset(self, stream: YamuxStream, events: list[Event]) -> None:
-        """End a stream that the peer reset. What came before stays in the inbox: whether it still counts is the
-        driver's to say.
-        """
+        """End a stream that the peer reset. What came before stays in the inbox; the driver says if it counts still."""
         self._end(stream)
         self._settle(stream)
         events.append(Changed(stream))
