@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
+from typing import Any
+from weakref import WeakSet
 
 import pytest
+import trio
 
+from peerd.compute.model.kept_graph import Graph
 from tests.kit.handscene import HandScene, in_scene
 
 MICROBATCHES = 3
@@ -42,3 +46,34 @@ def test_forward_is_computed_once_for_each_microbatch_where_there_is_room(tmp_pa
     assert held == dict.fromkeys(range(3), MICROBATCHES)
     each = MICROBATCHES if roomy else 2 * MICROBATCHES
     assert passes == {0: each, 1: each, 2: MICROBATCHES}
+
+
+def test_graphs_of_microbatches_that_come_together_stay_within_their_room(tmp_path: Path) -> None:
+    """Each is counted before it is computed: else all that wait for the device would be kept."""
+    most, graph_bytes, room_bytes = [0], [0], 400_000
+
+    def watch(post: Any) -> None:
+        post.handover.room_bytes = room_bytes
+        module, kept = post.served.module, WeakSet[Graph]()
+        original = module.forward_for_backward
+
+        def forward(x: object) -> Graph:
+            graph: Graph = original(x)
+            kept.add(graph)
+            graph_bytes[0] = graph.bytes
+            most[0] = max(most[0], sum(each.bytes for each in kept if not each.used))
+            return graph
+
+        module.forward_for_backward = forward
+
+    async def main(scene: HandScene) -> None:
+        await scene.join("trainer")
+        watch(scene.peers["a0"].role.post)
+        pipeline = scene.pipeline("trainer")
+        async with trio.open_nursery() as nursery:
+            for number in range(24):
+                nursery.start_soon(pipeline.train, 0, number, scene.load(number))
+
+    in_scene(tmp_path, main)
+    assert 24 * graph_bytes[0] > room_bytes > graph_bytes[0] > 0
+    assert graph_bytes[0] < most[0] <= room_bytes // 2

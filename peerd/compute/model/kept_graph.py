@@ -17,7 +17,7 @@ from torch import Tensor
 _FREE_SHARE: Final = 0.25  # of a GPU's memory stays free of graphs
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class Graph:
     """One forward pass. `era`: of the parameters that it was computed with."""
 

@@ -196,7 +196,7 @@ class ServedStage:
         """
         began = time.perf_counter()
         self._at(step)
-        if keep_graph and step is not None and self.module.keeps_graphs:
+        if keep_graph and step is not None and self.module.keeps_graphs and self.module.has_room_for_graph():
             graph = self.module.forward_for_backward(_whole_numbers_as_int64(x))
             return StageOutcome(graph.y.detach(), 0.0, time.perf_counter() - began, graph)
         y = self.module.forward(_whole_numbers_as_int64(x), training=step is not None)
@@ -261,9 +261,9 @@ class ServedStage:
         return self._held.bytes + self._early.bytes
 
     @property
-    def graph_bytes(self) -> int:
-        """About the bytes of one forward's graph; 0 before the first."""
-        return self.module.graph_bytes
+    def graph_bytes(self) -> int | None:
+        """About the bytes of one forward's graph; 0 before the first; None where none is kept."""
+        return self.module.graph_bytes if self.module.keeps_graphs else None
 
     def _note(self, book: _Book, mb: Mb, at: int) -> None:
         """Note a microbatch that was added by itself, with nothing of which it could be computed again."""

@@ -92,10 +92,13 @@ class StageModule:
     @property
     def keeps_graphs(self) -> bool:
         """False where a backward has to compute forward again: in 16 bits that take several attempts, with buffers that
-        a forward moves, and in the last stage, which computes both at once; and while the device is nearly full.
+        a forward moves, and in the last stage, which computes both at once.
         """
-        again = self.last or self._precision.is_scaled or bool(self.buffers.shared)
-        return not again and has_room(self.device, self._saved.bytes)
+        return not (self.last or self._precision.is_scaled or self.buffers.shared)
+
+    def has_room_for_graph(self) -> bool:
+        """False while the device is nearly full. Asks its driver: for the device's worker, as all that computes."""
+        return has_room(self.device, self._saved.bytes)
 
     @property
     def graph_bytes(self) -> int:

@@ -260,10 +260,19 @@ class HandOver:
         """Compute the output, and keep the graph of it for the backward while that takes no room from microbatches."""
         assert self.next is not None
         step = call.body.ticket.step
-        keep = self.bytes + self._serving.stage_at(step).graph_bytes <= self.room_bytes // 2
-        made = await self._serving.output(call.peer, step, x, self.next.line_bytes_per_s, keep)
-        mine.bytes += made.graph.bytes if made.graph is not None else 0
+        size = self._room_for_graph(step)
+        mine.bytes += size  # held from now on: others ask for theirs before this one is computed
+        made = await self._serving.output(call.peer, step, x, self.next.line_bytes_per_s, size > 0)
+        mine.bytes += (made.graph.bytes if made.graph is not None else 0) - size
         return made
+
+    def _room_for_graph(self, step: int) -> int:
+        """The bytes to hold for a graph; 0: it is not kept. Two are tried before one is measured."""
+        size = self._serving.stage_at(step).graph_bytes
+        if size is None:
+            return 0
+        size = size or self.room_bytes // 4
+        return size if self.bytes + size <= self.room_bytes // 2 else 0
 
     async def _hand_on(self, call: Incoming[Pass], output: Made, targets: Sequence[TensorFrame]) -> Onward:
         """Hand the output on; returns what came of it."""

@@ -241,7 +241,8 @@ async def test_a_call_ends_when_its_peer_falls_silent_and_that_is_asked_again_on
         del one.peers.doing["a1"]
         assert (await one.hand_on()).by == peer("b1")
         one.ways.silent_since.clear()
-        await trio.sleep(8.1)  # the longest pause between probes
+        while one.next.peers.is_cut_off(peer("a1")):
+            await one.next.peers._changed.wait()
         assert (await one.hand_on()).by == peer("a1")
         nursery.cancel_scope.cancel()
 
