@@ -28,13 +28,13 @@ from lab import WideLab, why_not_wide
 from benchmarks._far_swarm import FarSwarm
 from benchmarks._report import Figure, Report
 from benchmarks._swarm import BASE
-from benchmarks.pipeline import LayerDevice, worker_source
+from benchmarks.pipeline import LayerDevice, start_stage
+from peerd.compute.model.stage_module import StageModule
 from peerd.core.run.runfile import RunFile
 from peerd.sim.clock import run_virtual
 from peerd.sim.programs import swarm
 from peerd.sim.simnet import SimLine
 from peerd.sim.world import World, WorldConfig
-from roles.stage import StageRole
 from roles.trainer import TrainerRole
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -104,15 +104,13 @@ def _measured(ends: Sequence[float], sent: float) -> Measured:
 
 
 def microbatch_s() -> float:
-    """The device time of a microbatch in a stage, forward twice and backward: measured here, the best of several."""
-    layer = torch.nn.TransformerEncoderLayer(WIDTH, 1, 4 * WIDTH, batch_first=True)
+    """The device time of a microbatch in the middle stage: measured here, the best of several."""
+    stage = StageModule(msgspec.convert(run_file("direct", 1), RunFile), 1)
+    x, gradient = torch.randn(2, SAMPLES, CONTEXT, WIDTH)
     times = []
     for _ in range(20):
-        x = torch.randn(SAMPLES, CONTEXT, WIDTH, requires_grad=True)
         started = time.perf_counter()
-        with torch.no_grad():
-            layer(x)
-        layer(x).sum().backward()
+        stage.backward(x, gradient, graph=stage.forward_for_backward(x))
         times.append(time.perf_counter() - started)
     return min(times)
 
@@ -130,11 +128,8 @@ async def _simulated(run: RunFile, folder: Path, steps: int, device_s: float) ->
         world.bootstrap.append(boot.full_addr)
         nodes = [boot]
         for stage in range(STAGES):
-            device = LayerDevice(device_s)
-            device.is_last = stage == STAGES - 1
-            own = msgspec.structs.replace(run, limits=msgspec.structs.replace(run.limits, stage=stage))
-            program = Roles(own, folder, worker_source(device)).program(StageRole)
-            nodes.append(await world.start(f"stage{stage}", program=program))
+            _, node = await start_stage(world, run, folder, stage, LayerDevice(device_s), line)
+            nodes.append(node)
         roles = Roles(run, folder)
         nodes.append(await world.start("trainer", program=roles.program(TrainerRole)))
         ends, sent = list[float](), list[int]()

@@ -37,7 +37,7 @@ from peerd.core.run.runfile import (
 from peerd.sim.clock import run_virtual
 from peerd.sim.programs import swarm
 from peerd.sim.simnet import NetConfig, SimLine
-from peerd.sim.world import World, WorldConfig
+from peerd.sim.world import Node, World, WorldConfig
 from roles.stage import StageRole
 from roles.trainer import TrainerRole
 
@@ -135,10 +135,7 @@ async def _cell(cell: Cell, folder: Path) -> Measured:
         stages = []
         for stage in range(STAGES):
             devices[stage] = device = LayerDevice(t / 1e3)
-            device.is_last = stage == STAGES - 1
-            own = msgspec.structs.replace(run, limits=msgspec.structs.replace(run.limits, stage=stage))
-            roles = Roles(own, folder, worker_source(device))
-            stages.append((roles, await world.start(f"stage{stage}", line=line, program=roles.program(StageRole))))
+            stages.append(await start_stage(world, run, folder, stage, device, line))
         roles = Roles(run, folder)
         trainer = await world.start("trainer", line=free, program=roles.program(TrainerRole))
         members = [of.live[node.name] for of, node in stages]
@@ -164,7 +161,17 @@ async def _cell(cell: Cell, folder: Path) -> Measured:
     return Measured(utilization, 1.0 - (batch * t / 1e3 / utilization) / step_s, (end[2] - begun[2]) / payload)
 
 
-def worker_source(device: LayerDevice) -> Callable[[], Any]:
+async def start_stage(
+    world: World, run: RunFile, folder: Path, stage: int, device: LayerDevice, line: SimLine, name: str = ""
+) -> tuple[Roles, Node]:
+    """Start a peer of `stage` that computes on `device`."""
+    device.is_last = stage == run.pipeline.stages - 1
+    own = msgspec.structs.replace(run, limits=msgspec.structs.replace(run.limits, stage=stage))
+    roles = Roles(own, folder, _worker_source(device))
+    return roles, await world.start(name or f"stage{stage}", line=line, program=roles.program(StageRole))
+
+
+def _worker_source(device: LayerDevice) -> Callable[[], Any]:
     """The first worker that a role's process opens is its device."""
     opened = iter([device])
     return lambda: next(opened, None) or InlineWorker()

@@ -17,12 +17,11 @@ import torch
 import trio
 
 from benchmarks._report import Figure, Report
-from benchmarks.pipeline import ACTIVATION_BYTES, STAGES, Cell, LayerDevice, Roles, run_of, worker_source
+from benchmarks.pipeline import ACTIVATION_BYTES, STAGES, Cell, LayerDevice, Roles, run_of, start_stage
 from peerd.sim.clock import run_virtual
 from peerd.sim.programs import swarm
 from peerd.sim.simnet import SimLine
 from peerd.sim.world import World, WorldConfig
-from roles.stage import StageRole
 from roles.trainer import TrainerRole
 
 SLOWER: Final = 4.0
@@ -68,12 +67,9 @@ async def _measured(kind: str, folder: Path) -> Unequal:
         posts = []
         for stage in range(STAGES):
             for number, (slow, thin) in enumerate(KINDS[kind] if stage == 1 else ((1.0, 1.0), (1.0, 1.0))):
-                device = LayerDevice(slow * DEVICE_S)
-                device.is_last = stage == STAGES - 1
                 line = SimLine(latency_s=RTT_MS / 4e3, up_mbit_s=mbit_s / thin, down_mbit_s=mbit_s / thin)
-                own = msgspec.structs.replace(run, limits=msgspec.structs.replace(run.limits, stage=stage))
-                roles, name = Roles(own, folder / f"{stage}{number}", worker_source(device)), f"stage{stage}{number}"
-                await world.start(name, line=line, program=roles.program(StageRole))
+                device, name = LayerDevice(slow * DEVICE_S), f"stage{stage}{number}"
+                roles, _ = await start_stage(world, run, folder, stage, device, line, name)
                 posts += [roles.live[name]] if stage == 1 else []
         await world.start("trainer", line=free, program=Roles(run, folder).program(TrainerRole))
 
