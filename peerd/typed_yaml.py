@@ -19,6 +19,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 import msgspec
 import yaml
 
+from peerd.core.decoders import convert
 from peerd.core.errors import ConfigError
 from peerd.log import clean
 
@@ -199,7 +200,7 @@ def _value(kind: Any, value: object, path: KeyPath, faults: YamlFaults) -> Any:
     if isinstance(value, list) and (section := _item_section(kind)):
         return [typed_section(section, item, (*path, index), faults) for index, item in enumerate(value)]
     try:
-        typed = msgspec.convert(value, kind)
+        typed = convert(value, kind)
     except msgspec.ValidationError:
         hint = _nearest_choice(kind, value)
         quotes = " (put it in quotes)" if kind is str and not isinstance(value, dict | list | None) else ""

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import queue
+import random
 import signal
 import socket
 import subprocess
@@ -397,8 +400,11 @@ def test_the_optimizers_state_is_told_and_taken_before_the_start() -> None:
 
 
 def dead() -> str:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return f"/ip4/127.0.0.1/tcp/{server.getsockname()[1]}"
+    """An address where nobody listens: its port is none that a system hands out by itself."""
+    for port in random.Random(os.getpid()).sample(range(10_000, 30_000), 100):
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return f"/ip4/127.0.0.1/tcp/{port}"
+    raise AssertionError("no port is free")
 
 
 @pytest.mark.slow

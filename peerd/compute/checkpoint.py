@@ -23,6 +23,7 @@ import safetensors.torch
 from torch import Tensor
 
 from peerd.compute.tensors import state_digest
+from peerd.core.decoders import from_json
 from peerd.core.errors import ConfigError
 from peerd.core.limits import LAST_STEP
 
@@ -187,7 +188,7 @@ def read_manifest(path: Path, advice: str = "") -> Manifest:
     with _disk(path):
         raw = path.read_bytes()
     try:
-        found = msgspec.json.decode(raw, type=Manifest)
+        found = from_json(raw, Manifest)
     except msgspec.DecodeError as error:
         raise ConfigError(f"{path} is damaged: {error}{advice and '; '}{advice}") from error
     if found.format != FORMAT:

@@ -16,6 +16,7 @@ from typing import Final
 
 import msgspec
 
+from peerd.core.decoders import from_json
 from peerd.core.errors import ConfigError
 from peerd.core.limits import DATA_FILE_BYTES, INDEX_FILES, INDEX_NAME_CHARS
 
@@ -39,7 +40,7 @@ class FileIndex(msgspec.Struct, frozen=True):
 def parse_index(raw: bytes, where: str) -> list[IndexedFile]:
     """The files of an index; ConfigError says what is wrong with it, starting with `where`."""
     try:
-        files = msgspec.json.decode(raw, type=FileIndex).files
+        files = from_json(raw, FileIndex).files
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(f"{where}: not an index of files: {error}") from None
     if len(files) > INDEX_FILES:

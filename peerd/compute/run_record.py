@@ -15,6 +15,7 @@ from typing import Any, Final
 
 import msgspec
 
+from peerd.core.decoders import convert, from_json
 from peerd.core.errors import ConfigError
 from peerd.core.run.check import check
 from peerd.core.run.runfile import FINGERPRINT_SECTIONS, RunFile
@@ -41,7 +42,7 @@ def settings_of(run: RunFile) -> dict[str, Any]:
 def run_of(settings: dict[str, Any], where: str) -> RunFile:
     """The run of `settings_of`; ConfigError, with `where`, when these are none."""
     try:
-        run = msgspec.convert({name: value for name, value in settings.items() if name != "data"}, RunFile)
+        run = convert({name: value for name, value in settings.items() if name != "data"}, RunFile)
     except msgspec.ValidationError as error:
         raise ConfigError(f"{where}: these are not the settings of a run: {error}") from error
     if faults := check(run):
@@ -67,7 +68,7 @@ def read_record(folder: Path) -> tuple[str, RunFile]:
     try:
         with path.open("rb") as file:
             raw = file.read(_BYTES)
-        found = msgspec.json.decode(raw, type=_Record)
+        found = from_json(raw, _Record)
     except FileNotFoundError:
         raise
     except OSError as error:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import msgspec
 
+from peerd.core.decoders import from_json
 from peerd.core.errors import ConfigError
 
 NO_PYARROW = "no Parquet table without the pyarrow package: pip install 'peerd[data]'; the JSON lines are complete"
@@ -68,7 +69,7 @@ class Curves:
                 if not line.endswith(b"\n"):
                     break  # still being written
                 try:
-                    points.append(msgspec.json.decode(line, type=Point))
+                    points.append(from_json(line, Point))
                 except msgspec.DecodeError as error:
                     raise ConfigError(f"{self.lines}, line {number} is damaged: {error}; delete that line") from error
         return points

@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-import msgspec
 import torch
 import trio
 from lab import WideLab, why_not_wide
@@ -30,6 +29,7 @@ from benchmarks._report import Figure, Report
 from benchmarks._swarm import BASE
 from benchmarks.pipeline import LayerDevice, start_stage
 from peerd.compute.model.stage_module import StageModule
+from peerd.core.decoders import convert
 from peerd.core.run.runfile import RunFile
 from peerd.sim.clock import run_virtual
 from peerd.sim.programs import swarm
@@ -105,7 +105,7 @@ def _measured(ends: Sequence[float], sent: float) -> Measured:
 
 def microbatch_s() -> float:
     """The device time of a microbatch in the middle stage: measured here, the best of several."""
-    stage = StageModule(msgspec.convert(run_file("direct", 1), RunFile), 1)
+    stage = StageModule(convert(run_file("direct", 1), RunFile), 1)
     x, gradient = torch.randn(2, SAMPLES, CONTEXT, WIDTH)
     times = []
     for _ in range(20):
@@ -117,7 +117,7 @@ def microbatch_s() -> float:
 
 def simulated(mode: str, steps: int, device_s: float) -> Measured:
     with tempfile.TemporaryDirectory(prefix="peerd-handover-") as folder:
-        run = msgspec.convert(run_file(mode, steps), RunFile)
+        run = convert(run_file(mode, steps), RunFile)
         return run_virtual(_simulated, run, Path(folder), steps, device_s, seed=1)
 
 

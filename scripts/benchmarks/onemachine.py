@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-import msgspec
 import torch
 import yaml
 from torch.nn.functional import cross_entropy
@@ -30,6 +29,7 @@ from benchmarks._report import Figure, Report
 from benchmarks._swarm import BASE
 from peerd.compute.data.stream import samples_of
 from peerd.compute.model.partition import whole_model
+from peerd.core.decoders import convert
 from peerd.core.run.runfile import RunFile
 
 CORES: Final = os.cpu_count() or 1
@@ -62,7 +62,7 @@ def step_tokens(model: str) -> int:
 
 def torch_tokens_s(model: str, steps: int) -> float:
     """Tokens a second of one process with all cores: the median step, of the faster way to compute a batch."""
-    run = msgspec.convert(run_file(model, 1), RunFile)
+    run = convert(run_file(model, 1), RunFile)
     stream = samples_of(run, "plain")
     batches = [stream.take(MICROBATCH * MICROBATCHES) for _ in range(WARM_STEPS)]
     before = torch.get_num_threads()

@@ -28,6 +28,7 @@ from peerd.compute.data.mixture import Mixture
 from peerd.compute.data.remote_files import Cache, default_folder
 from peerd.compute.data.shuffled_source import Cutting, SourceStream, StreamPosition
 from peerd.compute.tokenizer import Vocabulary, load_vocabulary
+from peerd.core.decoders import convert
 from peerd.core.errors import ConfigError
 from peerd.core.run.runfile import DataSection, RunFile, sources_of
 from peerd.core.work import ReadInTurn, read_at_once
@@ -133,8 +134,8 @@ class SampleStream:
     def _parsed(self, position: Mapping[str, Any]) -> tuple[list[int], list[StreamPosition]]:
         try:
             if len(self._streams) == 1:
-                return [0], [msgspec.convert(dict(position), StreamPosition)]
-            found = msgspec.convert(dict(position), _Places)
+                return [0], [convert(dict(position), StreamPosition)]
+            found = convert(dict(position), _Places)
         except msgspec.ValidationError as error:
             raise ConfigError(f"not a position of a sample stream: {error}") from error
         if not len(found.drawn) == len(found.sources) == len(self._streams):

@@ -24,6 +24,7 @@ from torch import Tensor
 from peerd.compute.export import standalone
 from peerd.compute.model.partition import DTYPES
 from peerd.compute.tensors import all_finite, dtype_name
+from peerd.core.decoders import from_json
 from peerd.core.errors import ConfigError, PeerdError
 
 FORMAT: Final = "peerd-export-1"
@@ -144,7 +145,7 @@ def read_config(folder: Path) -> ExportConfig:
     try:
         with path.open("rb") as file:
             raw = file.read(_CONFIG_BYTES)
-        config = msgspec.json.decode(raw, type=ExportConfig)
+        config = from_json(raw, ExportConfig)
     except FileNotFoundError as error:
         raise ConfigError(f"{folder} is no exported model: it has no {CONFIG}; peerd export makes one") from error
     except OSError as error:

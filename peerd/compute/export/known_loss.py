@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from peerd.compute.export.gather import DEPTH
+from peerd.core.decoders import from_json
 
 
 class KnownLoss(NamedTuple):
@@ -53,7 +54,7 @@ def _lines(root: Path, name: str, word: bytes) -> Iterator[dict[str, Any]]:
             with Path(folder, name).open("rb") as file:
                 for line in file:
                     if word in line:
-                        yield msgspec.json.decode(line, type=dict[str, Any])
+                        yield from_json(line, dict[str, Any])
         except (OSError, msgspec.DecodeError):
             continue  # a line that is being written
 

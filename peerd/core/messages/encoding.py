@@ -11,10 +11,11 @@ small multiple of the input, whose size is checked first.
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import msgspec
 
+from peerd.core.decoders import decoder
 from peerd.core.errors import LocalError, ProtocolViolation
 from peerd.core.limits import RPC_BODY_BYTES
 
@@ -33,7 +34,6 @@ S = TypeVar("S", bound=msgspec.Struct)
 # numbers that no type holds (OverflowError), and sizes that no memory holds.
 _BAD_INPUT = (ValueError, RecursionError, OverflowError, MemoryError)
 _ENCODER = msgspec.msgpack.Encoder()
-_DECODERS: dict[type[Any], msgspec.msgpack.Decoder[Any]] = {}  # one per message type of the program
 
 
 def encode(message: msgspec.Struct, max_bytes: int = RPC_BODY_BYTES) -> bytes:
@@ -48,11 +48,8 @@ def decode(kind: type[S], data: bytes | bytearray | memoryview, max_bytes: int =
     """The message of type `kind` that `data` holds, all of it; ProtocolViolation when it does not."""
     if len(data) > max_bytes:
         raise ProtocolViolation(f"a {kind.__name__} of {len(data)} bytes is above the limit of {max_bytes}")
-    decoder = _DECODERS.get(kind)
-    if decoder is None:
-        decoder = _DECODERS[kind] = msgspec.msgpack.Decoder(kind)
     try:
-        message: S = decoder.decode(data)
+        message = decoder(kind).decode(data)
     except _BAD_INPUT as error:
         raise ProtocolViolation(f"not a valid {kind.__name__}: {error}") from None
     return message

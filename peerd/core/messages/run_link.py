@@ -20,6 +20,7 @@ import msgspec
 from multiaddr import Multiaddr
 
 from peerd.core.addr import block_of, ip_of, is_relayed, parse_addr
+from peerd.core.decoders import from_json
 from peerd.core.errors import ConfigError, ProtocolViolation
 from peerd.core.ids import PeerId
 from peerd.core.keys import SIGNATURE_BYTES, verify
@@ -120,7 +121,7 @@ def shared_file(run: RunFile) -> bytes:
 def shared_tree(told: RunFileTold, run: str) -> dict[str, Any]:
     """The tree of a published run file, if it may be used; ProtocolViolation says why not."""
     try:
-        tree = msgspec.json.decode(told.text, type=dict[str, Any])
+        tree = from_json(told.text, dict[str, Any])
     except (ValueError, RecursionError) as error:
         raise ProtocolViolation(f"what it gives as the run file is none: {error}") from None
     access = tree.get("access", {})

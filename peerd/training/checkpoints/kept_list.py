@@ -11,6 +11,7 @@ from pathlib import Path
 
 import msgspec
 
+from peerd.core.decoders import from_json
 from peerd.core.errors import ConfigError
 from peerd.core.messages.swarm import Position
 
@@ -36,7 +37,7 @@ class KeptList:
     def read(self) -> list[Position]:
         """The positions of its sets, oldest first; none when there is no list, or it cannot be read."""
         try:
-            found = msgspec.json.decode(self.path.read_bytes(), type=_Sets)
+            found = from_json(self.path.read_bytes(), _Sets)
             return sorted(Position(one.step, bytes.fromhex(one.lineage)) for one in found.sets)
         except (OSError, ValueError):
             return []
