@@ -104,7 +104,7 @@ class Conductor:
     def wake_at(self, now: float) -> float:
         """The time at which `wake` is due at the latest."""
         due = min(now + _IDLE_S, self.search.due(now))
-        if self.phase is Phase.CLOSING and (close_due := self._closing.due()) is not None:
+        if self.phase is Phase.CLOSING and (close_due := self._step.close_due()) is not None:
             due = min(due, close_due)
         if self.phase is Phase.OPEN and self.batches.due.full:
             due = min(due, now + _LATE_LOOK_S)
@@ -301,7 +301,7 @@ class Conductor:
         self.search.arrived()
         self._closing.renew()
         if stepped:
-            self._closing.step_made(target.step)
+            self._step.step_made(now, target)
         members = sorted(self.roster.entries.items())
         for peer, entry in members:
             if entry.position != target:

@@ -8,10 +8,12 @@ Decides only; the conductor calls each in its phase, and hands out the outputs (
 
 from __future__ import annotations
 
+from peerd.core.messages.swarm import Position
 from peerd.machine.batch.batches import Batches, StageView
 from peerd.machine.conductor.phases import Course, Phase
 from peerd.machine.conductor.stage_close import Closing
 from peerd.machine.swarm.events import ConductorConfig, Note, Output, SendMove, TrainerReport
+from peerd.machine.swarm.latecomers import Latecomers
 from peerd.machine.swarm.roster import Roster
 
 _LATE_PARTS = 3  # a trainer is named as late when one of so many parts of its lease is over
@@ -27,6 +29,7 @@ class StepCycle:
     ) -> None:
         self._config, self._batches, self._roster = config, batches, roster
         self._course, self._closing, self._blame = course, closing, closing.blame
+        self._latecomers = Latecomers(roster)
         self._leases_s = config.lease_s, config.first_lease_s
         self.late: dict[str, int] = {}  # trainer that the step waits for -> number of its microbatches
         self.out: list[Output] = []  # beside those of averaging
@@ -99,12 +102,23 @@ class StepCycle:
         for stage in range(self._config.stages):
             if due.missing[stage] or not self._closing.may_begin(now, stage):
                 continue
+            if self._config.delayed and self._latecomers.awaits(now, stage, self._course.current):
+                continue
             if group := self._roster.at(stage, self._course.current):
                 self._closing.begin(now, stage, tuple(group), target.lineage)
         if all(self._closing.settled):
             movers = self._closing.prepared()
             self._course.move(target, movers, commits=True)
             self.out += [SendMove(peer, target, commit=True) for peer in movers]
+
+    def close_due(self) -> float | None:
+        """The next deadline while the step closes, where nothing is reported before; None: there is none."""
+        return min((at for at in (self._closing.due(), self._latecomers.due()) if at is not None), default=None)
+
+    def step_made(self, now: float, current: Position) -> None:
+        """A step was made, and led to `current`."""
+        self._closing.step_made(current.step)
+        self._latecomers.arrived(now, current)
 
     def reopen(self) -> None:
         """Forget every mean of a step that closes: the batch is not whole any more."""

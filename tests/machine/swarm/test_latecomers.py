@@ -1,0 +1,143 @@
+"""The wait for latecomers: who is waited for, how long, and how often."""
+
+from __future__ import annotations
+
+import random
+
+from peerd.core.messages.swarm import Done, Position
+from peerd.machine.conductor.conductor import Conductor
+from peerd.machine.conductor.phases import Phase
+from peerd.machine.swarm.events import (
+    ConductorConfig,
+    MoveEnded,
+    Output,
+    PrepareEnded,
+    SendMove,
+    SendPrepare,
+    TrainerReport,
+)
+from peerd.machine.swarm.latecomers import Latecomers
+from peerd.machine.swarm.roster import Roster
+from tests.kit.conducting import hello
+
+STEP_S = 1.0
+
+
+def at(step: int) -> Position:
+    return Position(step, b"here" if step else b"")
+
+
+class Waits:
+    """Steps of a second each, with members that say where they stand."""
+
+    def __init__(self) -> None:
+        self.roster = Roster(1, delayed=True)
+        self.late = Latecomers(self.roster)
+        self.now, self.step = 0.0, 0
+
+    def make(self, **stands: int) -> bool:
+        """Make a step, with members that stand at these steps then; True: one of them is waited for."""
+        self.now += STEP_S
+        self.step += 1
+        for peer, step in stands.items():
+            self.roster.enter(hello(peer, at(step)))
+        self.late.arrived(self.now, at(self.step))
+        return self.awaits()
+
+    def awaits(self, later_s: float = 0.0) -> bool:
+        return self.late.awaits(self.now + later_s, 0, at(self.step))
+
+
+def test_who_comes_closer_is_waited_for_until_it_is_there() -> None:
+    waits = Waits()
+    assert not waits.make(new=0)
+    assert waits.make(new=1)
+    assert waits.awaits(later_s=STEP_S / 2)
+    waits.roster.enter(hello("new", at(waits.step)))
+    assert not waits.awaits(later_s=STEP_S / 2)
+
+
+def test_no_longer_than_the_last_step_took() -> None:
+    waits = Waits()
+    waits.make(new=0)
+    assert waits.make(new=1)
+    assert waits.late.due() == waits.now + STEP_S
+    assert not waits.awaits(later_s=STEP_S)
+    assert waits.late.due() is None
+
+
+def test_who_stands_still_or_goes_is_not_waited_for() -> None:
+    waits = Waits()
+    waits.make(still=0, goes=0)
+    assert not waits.make(still=0)
+    assert waits.make(goes=1)
+    waits.roster.remove("goes")
+    assert not waits.awaits()
+
+
+def test_one_that_never_arrives_is_waited_for_ever_more_rarely() -> None:
+    waits = Waits()
+    waited = [waits.step for _ in range(64) if waits.make(liar=waits.step)]
+    assert waited == [2, 3, 5, 9, 17, 33]
+
+
+class Swarm:
+    """A delayed run of one stage, whose next batch is always whole when a step is made; `late` follows it."""
+
+    def __init__(self) -> None:
+        self.now, self.seq = 0.0, 0
+        config = ConductorConfig(stages=1, microbatches=1, delayed=True)
+        self.conductor = Conductor(config, random.Random(1), 0.0)
+        self.orders: list[Output] = []
+        self._carry_out(self.conductor.handle(0.0, hello("old")))
+        self.now = 2.0
+        self._carry_out(self.conductor.wake(self.now))
+        self.fill()
+
+    @property
+    def current(self) -> Position:
+        assert self.conductor.current is not None
+        return self.conductor.current
+
+    def fill(self, *, early: bool = False) -> None:
+        """Bring the microbatch that the batch under way wants; `early`: the one after it."""
+        step, (seq, ahead) = self.current.step, (self.seq, (self.seq,) if early else ())
+        self._carry_out(self.conductor.handle(self.now, TrainerReport("t", step, (seq,), (), ahead)))
+        done = (Done(seq, ["old"]),)
+        self._carry_out(self.conductor.handle(self.now, TrainerReport("t", step, (), done, ahead)))
+        self.seq += 1
+
+    def _carry_out(self, outputs: list[Output]) -> None:
+        self.orders += outputs
+
+    def group(self) -> set[str]:
+        return {order.peer for order in self.orders if isinstance(order, SendPrepare)}
+
+    def average(self) -> None:
+        """All that are averaging have the mean a second later, and commit."""
+        self.now += STEP_S
+        prepared = [order for order in self.orders if isinstance(order, SendPrepare)]
+        self.orders = []
+        for order in prepared:
+            ended = PrepareEnded(order.peer, order.attempt, True, digest=b"same")
+            self._carry_out(self.conductor.handle(self.now, ended))
+        for move in [order for order in self.orders if isinstance(order, SendMove)]:
+            self._carry_out(self.conductor.handle(self.now, MoveEnded(move.peer, move.target)))
+
+    def say(self, position: Position) -> None:
+        """The latecomer says where it stands."""
+        self._carry_out(self.conductor.handle(self.now, hello("late", position)))
+
+
+def test_a_newcomer_takes_part_though_every_batch_is_whole_when_the_step_before_is_made() -> None:
+    swarm = Swarm()
+    swarm.say(at(0))
+    for _ in range(3):
+        swarm.fill(early=True)
+        swarm.average()
+        assert swarm.conductor.phase is Phase.CLOSING
+        swarm.now += STEP_S / 2  # the newcomer fetches the step's total, and makes the step
+        swarm.say(swarm.current)
+        if swarm.group() == {"old", "late"}:
+            return
+    raise AssertionError("it never took part")
