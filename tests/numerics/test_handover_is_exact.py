@@ -2,12 +2,13 @@
 
 3 stages x 2 peers and 2 trainers over TCP, ten global steps, lossless. What dies: a predecessor after it sent, a
 successor before its backward, both of one route, the conductor, the only link between two healthy peers; or a peer has
-no room for what it should keep.
+no room for what it should keep; or every call is sent to two peers.
 """
 
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,9 @@ from peerd.compute.model.stage_module import StageModule
 from peerd.core.errors import Unreachable
 from peerd.core.messages.handover import Pass
 from peerd.core.run.runfile import RunFile
+from peerd.machine.pipeline.call_times import CallTimes
 from peerd.service.pipeline.next_stage import NextStage
+from peerd.service.pipeline.stage_peers import StagePeers
 from peerd.service.rpc.rpc import Incoming
 from peerd.training.stage.handover import HandOver
 from roles.backbone import BackboneRole
@@ -37,6 +40,7 @@ pytestmark = [
     pytest.mark.no_watchdog("nine peers and the threads of their workers share one interpreter"),
 ]
 STAGES = 3
+OVERTAKEN = Counter[int]()  # calls that a mate answered first, by stage
 FIRST_DEATH = 4  # the step in which somebody dies, or a later one
 Deaths = Callable[[list[Peer], pytest.MonkeyPatch], None]
 
@@ -111,6 +115,21 @@ def a_full_stash(peers: list[Peer], monkeypatch: pytest.MonkeyPatch) -> None:
     handover.room_bytes = 1
 
 
+def every_call_twice(peers: list[Peer], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody dies, and every call is late at once: two peers race for all that can be done by either."""
+    overtaken = StagePeers.overtaken
+
+    def noted(self: StagePeers, stage: int, *more: Any) -> None:
+        OVERTAKEN[stage] += 1
+        overtaken(self, stage, *more)
+        self.wiring(stage).rested(more[0])  # else everybody rests soon
+
+    OVERTAKEN.clear()
+    monkeypatch.setattr(CallTimes, "late_after_s", lambda self, name: 0.0)
+    monkeypatch.setattr(CallTimes, "can_hedge", lambda self, late: True)
+    monkeypatch.setattr(StagePeers, "overtaken", noted)
+
+
 def nobody(peers: list[Peer], monkeypatch: pytest.MonkeyPatch) -> None: ...
 
 
@@ -147,6 +166,7 @@ async def train(directory: Path, run: RunFile, deaths: Deaths, monkeypatch: pyte
                 the_conductor,
                 the_only_link,
                 a_full_stash,
+                every_call_twice,
             ),
             ("sgd", "adamw"),
             ("float32", "float64"),
@@ -154,6 +174,7 @@ async def train(directory: Path, run: RunFile, deaths: Deaths, monkeypatch: pyte
         (a_predecessor_that_has_sent, "adamw", "float64"),
         (both_of_one_route, "adamw", "float64"),
         (the_only_link, "sgd", "float64"),
+        (every_call_twice, "adamw", "float64"),
     ),
 )
 async def test_a_swarm_that_hands_over_trains_exactly_like_one_process(
@@ -163,11 +184,27 @@ async def test_a_swarm_that_hands_over_trains_exactly_like_one_process(
     run = msgspec.structs.replace(run, model=msgspec.structs.replace(run.model, layers=STAGES))
     torch.set_num_threads(1)
     living = await train(tmp_path / "peers", run, deaths, monkeypatch)
-    dead = {nobody: 0, a_full_stash: 0, both_of_one_route: 2}.get(deaths, 1)
+    dead = {nobody: 0, every_call_twice: 0, a_full_stash: 0, both_of_one_route: 2}.get(deaths, 1)
     assert len(living) == 2 * STAGES - dead
     if deaths is a_full_stash:
         assert sum(peer.role.post.handover.refused_full for peer in living) > 0
+    if deaths is every_call_twice:
+        assert set(OVERTAKEN) == set(range(STAGES))
     modules: list[StageModule] = [peer.role.post.served.module for peer in living]
     assert batches.faults(per_step=8) == [], "\n".join(events(living))
     plain = await trio.to_thread.run_sync(plain_torch, run, batches)
     assert differences(run, plain, modules) == []
+
+
+async def test_what_a_trainer_sends_to_two_peers_of_each_stage_counts_once(
+    tmp_path: Path, batches: Batches, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = run_file("adamw", "float64", write_texts(tmp_path), stages=STAGES)
+    pipeline = msgspec.structs.replace(run.pipeline, handover="trainer")
+    run = msgspec.structs.replace(run, model=msgspec.structs.replace(run.model, layers=STAGES), pipeline=pipeline)
+    torch.set_num_threads(1)
+    living = await train(tmp_path / "peers", run, every_call_twice, monkeypatch)
+    assert set(OVERTAKEN) == set(range(STAGES))
+    assert batches.faults(per_step=8) == [], "\n".join(events(living))
+    plain = await trio.to_thread.run_sync(plain_torch, run, batches)
+    assert differences(run, plain, [peer.role.post.served.module for peer in living]) == []

@@ -103,6 +103,12 @@ class Wiring:
             peer.rests_until = max(peer.rests_until, until)
             peer.full_until = max(peer.full_until, until)
 
+    def hold(self, name: str, until: float) -> None:
+        """Pick others until then, though `name` has neither failed again nor asked for it."""
+        peer = self._peers.get(name)
+        if peer is not None:
+            peer.rests_until = max(peer.rests_until, until)
+
     def rested(self, name: str) -> None:
         """`name` need not rest any longer: it can be reached again."""
         peer = self._peers.get(name)

@@ -11,15 +11,16 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Final
 
 import trio
 
 from peerd.core.bounded_dict import BoundedDict
 from peerd.core.clock import Clock
-from peerd.core.errors import Overloaded, ProtocolViolation, RemoteError
+from peerd.core.errors import Overloaded, ProtocolViolation, Refused, RemoteError
 from peerd.core.frame import TensorFrame
 from peerd.core.ids import PeerId
 from peerd.core.messages.handover import Hop, Pass, Passed, Ticket
@@ -30,6 +31,7 @@ from peerd.machine.batch.trainer_ledger import Holding
 from peerd.machine.pipeline.routes import Route
 from peerd.machine.pipeline.wiring import BACKWARD_COST
 from peerd.machine.rate.backoff import backoff_s
+from peerd.service.pipeline.hedging import Hedged
 from peerd.service.pipeline.load import Load
 from peerd.service.pipeline.next_stage import PASS, PASS_TIMEOUT_S, fault_of_hops
 from peerd.service.pipeline.relaying import Relaying
@@ -46,6 +48,7 @@ _PATIENCE_S: Final = 3.0  # with a holder that has no room
 _BREAKS_BORNE: Final = 3  # ways through a peer that broke behind it, until it is avoided
 _CUT_S: Final = 30.0  # for which nobody is sent over two peers that found no way to each other
 _CUTS: Final = 4096
+_LATE: Final = 5.0  # times the longest way: by then the hops on it have found out which of them is late
 
 
 @dataclass(slots=True)
@@ -59,6 +62,10 @@ class _Way:
 
     def peer_of(self, stage: int) -> str:
         return self.route[stage - self.first]
+
+    def by(self, name: str) -> _Way:
+        """The same way, by this peer of its first stage."""
+        return _Way(self.low, self.high, self.first, [name, *self.route[1:]])
 
 
 @dataclass(slots=True)
@@ -83,7 +90,7 @@ class DirectPipeline:
         self._mark = fingerprint(run)
         self._last = run.pipeline.stages - 1
         self._cost = run.pipeline.microbatch * (1.0 + BACKWARD_COST)
-        self._peers = StagePeers(run.pipeline.stages, clock, ways, route)
+        self._peers = StagePeers(run.pipeline.stages, clock, ways, route, _LATE)
         self._stages = StageClient(run, rpc, self._peers, papers)
         self._cuts = BoundedDict[tuple[str, str], float](_CUTS)  # (peer, peer of the next stage) -> until when
         self._serving: set[tuple[str, int]] = set()  # peers, and their stages
@@ -119,7 +126,7 @@ class DirectPipeline:
             way = await self._choose(load, search, way)
             started = trio.current_time()
             try:
-                answer = await self._ask(way, step, seq, load)
+                way, answer = await self._ask_or_hedge(way, step, seq, load, search.avoid[way.first])
             except Overloaded as error:
                 await self._wait_for_room(search, way, error)
                 continue
@@ -183,6 +190,26 @@ class DirectPipeline:
             else:
                 search.avoid[at].add(peer)
 
+    async def _ask_or_hedge(
+        self, way: _Way, step: int, seq: int, load: Load, avoid: Set[str]
+    ) -> tuple[_Way, Answer[Passed]]:
+        """Send an attempt on its way, and where its first peer is late another one by another peer."""
+        name, started = way.route[0], trio.current_time()
+
+        async def ask(first: str) -> Answer[Passed]:
+            answer = await self._ask(way.by(first), step, seq, load)
+            if first != name and answer.body.broken is not None:
+                raise Refused("its own way broke", PeerId.parse(first))
+            return answer
+
+        hedged = Hedged(ask, partial(self._peers.mate, way.first, self._cost, name, avoid))
+        is_done_there = way.first == way.low  # else it only gives what it keeps, and no other can
+        late_after_s = self._peers.times(way.first).late_after_s(name) if is_done_there else None
+        by, answer = await hedged.first(name, late_after_s)
+        if by != name:
+            self._peers.overtaken(way.first, name, by, started)
+        return way.by(by), answer
+
     async def _ask(self, way: _Way, step: int, seq: int, load: Load) -> Answer[Passed]:
         """Send an attempt on its way; returns the answer of its first peer, once that is checked."""
         bare = Ticket(step, seq, load.attempt, way.low, way.high, way.first, list(way.route))
@@ -192,9 +219,13 @@ class DirectPipeline:
         frames += [load.targets] if way.high == self._last else []
         peer = PeerId.parse(way.route[0])
         body = Pass(self._mark, way.first, self._papers.own, ticket, self._papers.grant_of(seq))
+        started = trio.current_time()
+        within_s = self._peers.times(way.first).given_up_after_s(way.route[0], PASS_TIMEOUT_S)
         with self.relaying.open(ticket), self._peers.call_to(way.route[0]):
-            answer = await self._rpc.call(peer, PASS, body, Passed, frames=frames, timeout_s=PASS_TIMEOUT_S)
+            answer = await self._rpc.call(peer, PASS, body, Passed, frames=frames, timeout_s=within_s)
             self._check(peer, way, ticket, answer)
+        if answer.body.broken is None and way.first == way.low:
+            self._peers.times(way.first).took(way.route[0], trio.current_time() - started)
         self._sent_bytes += sum(len(frame.payload) for frame in frames)
         return answer
 

@@ -14,6 +14,7 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import trio
 
@@ -27,6 +28,7 @@ from peerd.core.messages.proof import has_received
 from peerd.core.messages.swarm import Mb
 from peerd.core.run.runfile import RunFile
 from peerd.machine.pipeline.wiring import BACKWARD_COST
+from peerd.service.pipeline.hedging import Hedged
 from peerd.service.pipeline.stage_peers import StagePeers, Ways
 from peerd.service.rpc.rpc import Answer, Rpc
 
@@ -34,7 +36,7 @@ log = logging.getLogger("peerd.service.pipeline.next_stage")
 
 PASS = "handover/1/pass"
 RELAY = "handover/1/relay"
-PASS_TIMEOUT_S = 150.0
+PASS_TIMEOUT_S = 150.0  # while no call was measured
 _TOLD_AGAIN_S = 30.0
 _PEERS_TRIED = 3  # of one stage, for one microbatch: then the trainer chooses anew
 _PATIENCE_S = 3.0  # with peers that cannot take a microbatch now
@@ -106,14 +108,14 @@ class NextStage:
         named, tried, reason, cut = task.named, set[str](), "", False
         while task.left_s > _LEAST_S:
             is_patient = trio.current_time() - started <= _PATIENCE_S
-            name = self._choose(task, tried)
+            name, asked = self._choose(task, tried), trio.current_time()
             if name is None:
                 if not (is_patient and self._some_are_full(tried)):
                     break
                 await trio.sleep(_SOON_S)  # those that have no room rest a moment
                 continue
             try:
-                answer = await self._ask(name, task)
+                by, answer = await self._ask_or_hedge(name, task, tried)
             except Overloaded as error:  # not yet, it says: it has not failed
                 reason = str(error)
                 if not is_patient:
@@ -128,9 +130,11 @@ class NextStage:
                 cut |= isinstance(error, Unreachable | TooSlow) and name in self.peers.wiring(self.stage)
                 reason = str(error)
             else:
-                way = self._note_way(name, self._way_of(PeerId.parse(name)))
-                instead = name != named and not self.peers.wiring(self.stage).is_full(named, trio.current_time())
-                return self._onward(answer, started, name, way, named if instead else "")
+                if by != name:
+                    self.peers.overtaken(self.stage, name, by, asked)
+                way = self._note_way(by, self._way_of(PeerId.parse(by)))
+                instead = by != named and not self.peers.wiring(self.stage).is_full(named, trio.current_time())
+                return self._onward(answer, started, by, way, named if instead else "")
         if (cut or not (tried or reason)) and task.left_s > _LEAST_S:
             try:
                 answer = await self._over_the_trainer(task)
@@ -157,14 +161,28 @@ class NextStage:
             return None
         return wiring.pick(now, task.cost, avoid=(), never=tried | self.peers.away())
 
+    async def _ask_or_hedge(self, name: str, task: _Task, tried: set[str]) -> tuple[str, Answer[Passed]]:
+        """Ask a peer, and where it is late another one that can do the same; returns who gave the first good answer."""
+
+        async def ask(peer: str) -> Answer[Passed]:
+            answer = await self._ask(peer, task)
+            if peer != name and answer.body.broken is not None:
+                raise Refused("its own way broke", PeerId.parse(peer))
+            return answer
+
+        hedged = Hedged(ask, partial(self.peers.mate, self.stage, task.cost, name, tried))
+        late_after_s = self.peers.times(self.stage).late_after_s(name) if task.is_to_be_done else None
+        return await hedged.first(name, late_after_s)
+
     async def _ask(self, name: str, task: _Task) -> Answer[Passed]:
         peer, started = PeerId.parse(name), trio.current_time()
+        within_s = min(task.left_s, self.peers.times(self.stage).given_up_after_s(name, PASS_TIMEOUT_S))
         body = task.body_for(self._rpc.arrival_rate(peer) or 0.0)
         with self.peers.call_to(name):
-            answer = await self._rpc.call(peer, PASS, body, Passed, frames=task.frames, timeout_s=task.left_s)
+            answer = await self._rpc.call(peer, PASS, body, Passed, frames=task.frames, timeout_s=within_s)
             self._check(peer, peer, task, answer)
         if answer.body.broken is None:
-            self.peers.wiring(self.stage).answered(name, task.cost, started, trio.current_time())
+            self.peers.answered(self.stage, name, task.cost, started)
         if answer.body.arrival_bytes_per_s > 0:
             self._arrival[name] = answer.body.arrival_bytes_per_s
         return answer
@@ -258,7 +276,7 @@ class _Task:
     @property
     def left_s(self) -> float:
         """The time that is left for an answer; 0 or less: none."""
-        return min(PASS_TIMEOUT_S, self.deadline - trio.current_time())
+        return self.deadline - trio.current_time()
 
     @property
     def is_to_be_done(self) -> bool:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import msgspec
 import trio
@@ -23,13 +24,13 @@ from peerd.core.messages.swarm import Grant, Mb, StageAnswer, StageBackward, Sta
 from peerd.core.run.runfile import RunFile, fingerprint
 from peerd.machine.batch.trainer_ledger import Holding
 from peerd.machine.pipeline.wiring import BACKWARD_COST
+from peerd.service.pipeline.hedging import Hedged
 from peerd.service.pipeline.stage_peers import StagePeers
 from peerd.service.rpc.rpc import Answer, Rpc
 
 log = logging.getLogger("peerd.service.pipeline.stage_client")
 
-FORWARD_TIMEOUT_S = 30.0
-BACKWARD_TIMEOUT_S = 75.0
+FORWARD_TIMEOUT_S, BACKWARD_TIMEOUT_S = 30.0, 75.0  # while no call was measured
 _SOON_S, _NOT_SO_SOON_S = 0.05, 5.0  # before a peer is asked again that says it cannot take a call now
 
 
@@ -57,7 +58,8 @@ class _Call:
         return self.frames[0].shape[0] * (BACKWARD_COST if self.verb == "backward" else 1.0)
 
     @property
-    def timeout_s(self) -> float:
+    def at_first_s(self) -> float:
+        """The seconds that a peer has for its answer as long as nobody knows how long it takes."""
         return BACKWARD_TIMEOUT_S if self.verb == "backward" else FORWARD_TIMEOUT_S
 
     @property
@@ -103,8 +105,9 @@ class StageClient:
         while True:
             name = await self._peers.pick(call.stage, call.cost, failed)
             started = trio.current_time()
+            hedged = Hedged(partial(self._ask, call), partial(self._peers.mate, call.stage, call.cost, name, failed))
             try:
-                answer = await self._ask(name, call)
+                by, answer = await hedged.first(name, self._peers.times(call.stage).late_after_s(name))
             except Overloaded as error:  # not yet, it says: it has not failed
                 wiring.rest(name, trio.current_time() + min(max(_SOON_S, error.retry_after_s), _NOT_SO_SOON_S))
                 log.debug("stage %d %s, another peer is asked: %s", call.stage, call.verb, error)
@@ -113,26 +116,29 @@ class StageClient:
                 level = logging.INFO if times == 1 else logging.DEBUG  # the first failure tells it all
                 log.log(level, "stage %d %s failed, another peer is asked: %s", call.stage, call.verb, error)
             else:
-                wiring.answered(name, call.cost, started, trio.current_time())
-                self._note(name, call, answer)
-                return name, answer
+                if by != name:
+                    self._peers.overtaken(call.stage, name, by, started)
+                return by, answer
             failed.add(name)
             self.retries += 1
 
-    async def _ask(self, name: str, call: _Call) -> Answer[StageAnswer]:
+    async def _ask(self, call: _Call, name: str) -> Answer[StageAnswer]:
         """Ask one peer; returns its answer once it is checked."""
-        peer, body = PeerId.parse(name), call.body
+        peer, body, started = PeerId.parse(name), call.body, trio.current_time()
+        within_s = self._peers.times(call.stage).given_up_after_s(name, call.at_first_s)
         if not isinstance(body, StageLoss):
             body = msgspec.structs.replace(body, line_bytes_per_s=self._line(call, peer))
         if isinstance(body, StageBackward):
             body = msgspec.structs.replace(body, grant=self._papers.grant_of(body.seq))
         with self._peers.call_to(name):
             answer = await self._rpc.call(
-                peer, f"stage/3/{call.verb}", body, StageAnswer, frames=call.frames, timeout_s=call.timeout_s
+                peer, f"stage/3/{call.verb}", body, StageAnswer, frames=call.frames, timeout_s=within_s
             )
             self._check(call, answer)
             if isinstance(body, StageBackward):
                 self._check_receipt(peer, body, answer.body)
+        self._peers.answered(call.stage, name, call.cost, started)
+        self._note(name, call, answer)
         return answer
 
     def _line(self, call: _Call, peer: PeerId) -> float:

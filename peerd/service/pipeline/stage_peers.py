@@ -9,16 +9,17 @@ such sign, is left out until a probe gets through (`machine/pipeline/cut_off`). 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Set
 from contextlib import contextmanager
 from typing import Protocol
 
 import trio
 
 from peerd.core.clock import Clock
-from peerd.core.errors import RemoteError, Unreachable
+from peerd.core.errors import RemoteError, TooSlow, Unreachable
 from peerd.core.ids import PeerId
 from peerd.core.messages.swarm import MemberInfo
+from peerd.machine.pipeline.call_times import LATE, CallTimes
 from peerd.machine.pipeline.cut_off import CutOff
 from peerd.machine.pipeline.routes import Route
 from peerd.machine.pipeline.wiring import Wiring
@@ -29,6 +30,7 @@ log = logging.getLogger("peerd.service.pipeline.stage_peers")
 _OVERDUE_S = 2.0  # that an answer takes before its peer is asked for a sign of life
 _SILENT_S = 5.0  # without any, until nobody waits for it
 _LOOK_S = 0.5  # between looks at what is overdue
+_HELD_S = 30.0  # at most, that one call shows whether a peer is as quick again as it was
 _AWAY_S = 0.5  # between looks for a connection from one of the peers that can only dial
 
 
@@ -51,10 +53,12 @@ class Ways(Protocol):
 class StagePeers:
     """See the module's header. `route`: held to its peers, else to whichever serve."""
 
-    def __init__(self, stages: int, clock: Clock, ways: Ways, route: Route | None = None) -> None:
+    def __init__(self, stages: int, clock: Clock, ways: Ways, route: Route | None = None, late: float = LATE) -> None:
+        """`late`: times as long as the longest call before, and a call is late."""
         self._ways, self._route = ways, route
         self._clients: set[str] = set()  # stage peers that only dial: called while they are connected
         self._wirings = [Wiring(clock.rng(f"wiring {stage}")) for stage in range(stages)]
+        self._times = [CallTimes(late) for _ in range(stages)]
         self._calls: dict[str, dict[trio.CancelScope, float]] = {}  # peer -> its calls, each with its start
         self._uplinks: list[dict[str, float]] = [{} for _ in range(stages)]  # peer -> bytes/s that it says arrive there
         self._reach, self._probes = CutOff(), False
@@ -70,6 +74,10 @@ class StagePeers:
         """The choice among the peers of one stage."""
         return self._wirings[stage]
 
+    def times(self, stage: int) -> CallTimes:
+        """How long our calls to the peers of one stage take."""
+        return self._times[stage]
+
     def update(self, members: Iterable[MemberInfo]) -> None:
         """These peers serve now."""
         ready = [m for m in members if m.ready]
@@ -79,6 +87,7 @@ class StagePeers:
             if self._route is not None:
                 peers = set(self._route.allowed(stage, sorted(peers)))
             wiring.update(peers)
+            self._times[stage].keep_only(peers)
             self._uplinks[stage] = {peer: rate for peer, rate in self._uplinks[stage].items() if peer in peers}
         self._reach.keep_only({m.peer for m in ready})
         for name in self._calls.keys() - {m.peer for m in ready}:
@@ -117,11 +126,51 @@ class StagePeers:
     def failed(self, stage: int, name: str, started: float, error: RemoteError) -> int:
         """A call that was `started` then has failed; returns how often the peer did so since its last answer."""
         now = trio.current_time()
+        if isinstance(error, TooSlow):
+            self._times[stage].gave_up(name, now - started)
         serves = name in self._wirings[stage]  # else it has left, and its calls ended for that
         if self._probes and serves and isinstance(error, Unreachable) and self._reach.lost(name, now):
             log.info("…%s of stage %d cannot be reached: it is left out until it can be", name[-8:], stage)
             self._lost.notify()
         return self._wirings[stage].failed(name, now, now - started)
+
+    def answered(self, stage: int, name: str, cost: float, started: float) -> None:
+        """A call of so much `cost` that was `started` then has been answered."""
+        now = trio.current_time()
+        self._wirings[stage].answered(name, cost, started, now)
+        if self._times[stage].is_overtaken(name):
+            self._wirings[stage].rested(name)
+        self._times[stage].took(name, now - started)
+
+    def mate(self, stage: int, cost: float, late: str, never: Set[str] = frozenset()) -> str | None:
+        """Another peer of the stage, for a call to one that is late; None: none is free, or enough were sent twice."""
+        if not self._times[stage].can_hedge(late):
+            return None
+        name = self._wirings[stage].pick(trio.current_time(), cost, never=never | {late} | self.away())
+        if name is not None:
+            self._times[stage].hedged(late)
+            log.debug("…%s of stage %d is late with a microbatch: …%s is asked as well", late[-8:], stage, name[-8:])
+        return name
+
+    def overtaken(self, stage: int, name: str, by: str, started: float) -> None:
+        """A late call was answered by a mate that was asked after it: let the late one rest.
+
+        Where nothing at all came from it meanwhile it is left out until it can be reached; else, after its rest, it
+        gets one call at a time until it answers one.
+        """
+        peer, took_s = PeerId.parse(name), trio.current_time() - started
+        reason = f"…{by[-8:]} was asked after it, and was first after {took_s:.1f} s"
+        is_silent = self._ways.doubt(peer) > _OVERDUE_S
+        times = self.failed(stage, name, started, Unreachable(reason, peer) if is_silent else TooSlow(reason, peer))
+        self._times[stage].overtaken(name, took_s)
+        level = logging.INFO if times == 1 and not is_silent else logging.DEBUG  # the first failure tells it all
+        log.log(level, "…%s of stage %d is late by its own measure and rests: %s", name[-8:], stage, reason)
+
+    def _hold_overtaken(self, name: str) -> None:
+        """Keep others from calling a peer that a mate has overtaken, now that a call shows whether it is back."""
+        for wiring, times in zip(self._wirings, self._times, strict=True):
+            if times.is_overtaken(name):
+                wiring.hold(name, trio.current_time() + _HELD_S)
 
     def is_cut_off(self, name: str) -> bool:
         """True while the peer cannot be reached."""
@@ -136,6 +185,7 @@ class StagePeers:
             now = trio.current_time()
             name = wiring.pick(now, cost, avoid, self.away() if called else set())
             if name is not None:
+                self._hold_overtaken(name)
                 self.waits_for = None
                 return name
             due = wiring.wakes_at(now)
@@ -164,6 +214,7 @@ class StagePeers:
     @contextmanager
     def call_to(self, name: str) -> Iterator[None]:
         """The scope of a call to a peer: Unreachable is raised when it leaves the swarm or falls silent."""
+        self._hold_overtaken(name)
         scopes = self._calls.setdefault(name, {})
         with trio.CancelScope() as scope:
             scopes[scope] = trio.current_time()

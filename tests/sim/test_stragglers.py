@@ -1,0 +1,101 @@
+"""A stage peer whose device stands still for a while, though its links live: late calls go to its mate as well."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+import pytest
+import torch
+import trio
+
+from peerd.core.run.runfile import BatchSection, ModelSection, PipelineSection, RunFile
+from peerd.sim.clock import run_virtual
+from peerd.sim.programs import swarm
+from peerd.sim.simnet import SimLine
+from peerd.sim.world import World, WorldConfig
+from roles.stage import StageRole
+from roles.trainer import TrainerRole
+from tests.kit.amount import few
+from tests.kit.virtualroles import PacedDevice, Roles, virtual_run
+
+T = TypeVar("T")
+
+MICROBATCH_S = 0.05
+STAGES = {"a0": 0, "b0": 0, "a1": 1, "b1": 1}
+STALL_S = 60.0
+WORK = {"forward", "backward"}
+
+
+class StallingDevice(PacedDevice):
+    """One that begins no forward or backward until a time, if there is one; the rest it does."""
+
+    def __init__(self) -> None:
+        super().__init__(MICROBATCH_S)
+        self.until = 0.0
+
+    async def run(self, job: Callable[[], T], *, name: str, cost_s: float = 0.0, urgent: bool = False) -> T:
+        if name in WORK:
+            await trio.sleep_until(self.until)
+        return await super().run(job, name=name, cost_s=cost_s, urgent=urgent)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunFile:
+    return virtual_run(
+        tmp_path,
+        (40_000,) * 10,
+        model=ModelSection(d_model=8, heads=1, layers=2, context=8),
+        pipeline=PipelineSection(stages=2, microbatch=1),
+        batch=BatchSection(target_samples=16),
+    )
+
+
+async def longest_step_s(roles: Roles, stage: int) -> float:
+    """The longest step while a peer of `stage` stalls that does not conduct."""
+    config = WorldConfig(line=lambda rng: SimLine(latency_s=0.01, up_mbit_s=100, down_mbit_s=100))
+    async with World(1, swarm(), config).running() as world:
+        boot = await world.start("boot")
+        world.bootstrap.append(boot.full_addr)
+        for name, number in STAGES.items():
+            limits = msgspec.structs.replace(roles.run.limits, stage=number)
+            own = msgspec.structs.replace(roles.run, limits=limits)
+            await world.start(name, program=roles.program(StageRole, run=own))
+        await world.start("trainer", program=roles.program(TrainerRole))
+
+        def at(step: int) -> Callable[[], bool]:
+            return lambda: max(roles.steps(), default=0) >= step
+
+        assert await world.until(at(4), within_s=120), roles.story()
+        stalled = next(
+            name
+            for name, number in STAGES.items()
+            if number == stage and not roles.live[name]._services.conducting.acting
+        )
+        device = roles.live[stalled].post.serving._worker
+        device.until = trio.current_time() + STALL_S
+        longest = 0.0
+        while trio.current_time() < device.until:
+            before = trio.current_time()
+            assert await world.until(at(max(roles.steps()) + 1), within_s=2 * STALL_S), roles.story()
+            longest = max(longest, trio.current_time() - before)
+        assert roles.live["trainer"].status()["microbatches"]["lost"] == 0, roles.story()
+        return longest
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("handover", "stage"),
+    few([(mode, stage) for mode in ("direct", "trainer") for stage in (0, 1)], ("direct", 1)),
+)
+def test_a_device_that_stands_still_costs_a_step_seconds_and_not_a_minute(
+    tmp_path: Path, run: RunFile, handover: str, stage: int
+) -> None:
+    torch.set_num_threads(1)
+    run = msgspec.structs.replace(run, pipeline=msgspec.structs.replace(run.pipeline, handover=handover))
+    roles = Roles(run, tmp_path / "roles", StallingDevice)
+    longest_s = run_virtual(longest_step_s, roles, stage, seed=1)
+    print(f"the longest step took {longest_s:.1f} s")
+    assert longest_s < STALL_S / 3
