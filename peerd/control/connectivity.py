@@ -80,7 +80,8 @@ class Connectivity:
         self.lan = LanDiscovery(host, finder, dht.meet) if finder is not None and dht is not None else None
         host.add_transport(self.circuits)
         self.reach.count_relays(lambda: len(self.circuits.reservations))
-        self.reach.on_change(lambda finding: self.reserving.want(finding.needs_relays))
+        spare = not self.config.relay  # a relay's own line is as good as that of another
+        self.reach.on_change(lambda finding: self.reserving.want(finding.needs_relays, spare=spare))
         self.reserving.on_change(self.reach.look)
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:

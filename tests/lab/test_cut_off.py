@@ -71,3 +71,30 @@ def test_a_trainer_goes_on_without_the_peers_that_it_does_not_reach(
     assert without_one > 0.5 * usual
     assert mended > 0.5 * usual
     assert 1 <= len(told) <= 4, told
+
+
+@pytest.mark.parametrize("handover", ["direct", "trainer"])
+def test_a_trainer_that_reaches_no_stage_peer_directly_goes_on_over_a_relay(
+    handover: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The backbone relays; the conductor is among those that are cut off."""
+    if (reason := why_not_wide()) is not None:
+        pytest.skip(reason)
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    import lab
+    from benchmarks._far_swarm import FarSwarm
+
+    with lab.WideLab(delay_ms=5) as wide:
+        swarm = FarSwarm(tmp_path, wide, run_file(handover), None)
+        swarm.start_pairs()
+        swarm.wait_for_step(3, 120)
+        usual = swarm.rate(*passed(WATCHED_S))
+        for stage in range(2):
+            for which in "ab":
+                swarm.cut("trainer", f"stage-{stage}-{which}")
+        passed(FOUND_OUT_S)
+        over_a_relay = swarm.rate(*passed(WATCHED_S))
+        counts = swarm.peer("trainer").role()["microbatches"]
+    print(f"steps a second: {usual:.2f}, {over_a_relay:.2f} over a relay; {counts}")
+    assert counts["lost"] == 0
+    assert over_a_relay > 0.5 * usual

@@ -28,6 +28,9 @@ class RelayConfig:
     places.
     """
 
+    spare_share: float = (
+        0.5  # of reservations, for peers that can be dialed as well: they give way to those that cannot
+    )
     reservations: int = 256  # each keeps a connection open: a third of those that may come in stay for others
     reservations_per_place: int = 16  # one household or office; a place is an IPv4 address or an IPv6 /64
     reservations_per_region: int = 64  # IPv4 /24, IPv6 /48: what one renter of addresses can take
@@ -76,6 +79,7 @@ class _Reservation:
     place: str
     region: str
     expires: float
+    spare: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,16 +109,22 @@ class Switchboard:
 
     # --- reservations --------------------------------------------------------------------------------------
 
-    def reserve(self, now: float, peer: PeerId, ip: Ip | None) -> Granted | Refusal:
-        """Reserve a place for `peer`, which comes from `ip`; a reservation that it has is renewed."""
+    def reserve(self, now: float, peer: PeerId, ip: Ip | None, *, spare: bool = False) -> Granted | Refusal:
+        """Reserve a place for `peer`, which comes from `ip`; a reservation that it has is renewed.
+
+        `spare`: others can dial it; it has a place as long as many are free, and loses it to one that needs it.
+        """
         self.wake(now)
         config, (place, region) = self.config, place_of(ip)
         refusal = self._too_often(now, place)
         if refusal is not None:
             return refusal
+        if not spare:
+            self._make_room(peer)
         others = [held for holder, held in self._reservations.items() if holder != peer]
+        most = int(config.reservations * config.spare_share) if spare else config.reservations
         bounds = (
-            (len(others), config.reservations, "this relay"),
+            (len(others), most, "this relay"),
             (sum(held.place == place for held in others), config.reservations_per_place, place),
             (sum(held.region == region for held in others), config.reservations_per_region, region),
         )
@@ -123,8 +133,15 @@ class Switchboard:
                 return Refusal(Status.RESERVATION_REFUSED, f"{whose} has its {bound} reservations")
         renewed = self._reservations.pop(peer, None) is not None
         expires = now + config.reservation_s
-        self._reservations[peer] = _Reservation(place, region, expires)
+        self._reservations[peer] = _Reservation(place, region, expires, spare)
         return Granted(expires, renewed)
+
+    def _make_room(self, peer: PeerId) -> None:
+        """Take back the oldest spare place, where all are given away."""
+        if peer not in self._reservations and len(self._reservations) >= self.config.reservations:
+            oldest = next((holder for holder, held in self._reservations.items() if held.spare), None)
+            if oldest is not None:
+                del self._reservations[oldest]
 
     def holds(self, now: float, peer: PeerId) -> bool:
         """True while `peer` holds a reservation here."""

@@ -1,5 +1,8 @@
 """Reservations at relays: at least two, in different networks where possible, renewed in time.
 
+A peer that others can dial wants one, a spare: for those that lose the direct way to it. It looks for no relay, and
+does without where its relays have no place to spare.
+
 Knows candidates as it is told of them, and decides which to ask, when to renew, and when to look for more. Hostile
 input: relays that refuse, or promise and vanish; one that refuses is left alone for twice as long as the time before.
 Invariants: nothing is asked while no place is wanted; one request per relay at a time; a lost place is replaced at the
@@ -53,6 +56,7 @@ class ReservationsConfig:
     """Times in seconds."""
 
     wanted: int = 2  # one may vanish at any time
+    spare: int = 1  # of a peer that can be dialed
     renew_share: float = 0.6  # of its life, after which a place is renewed
     renew_again_s: float = 10.0  # after a renewal that failed
     rest_s: float = 5.0  # a relay that refused; doubles with each further time
@@ -77,15 +81,16 @@ class Reservations:
         self._rng = rng
         self._config = config or ReservationsConfig()
         self._relays: dict[PeerId, _Relay] = {}
-        self._wanted = False
+        self._wanted, self._needs_them = 0, False
         self._search_at = -math.inf
         self._searches = 0
 
     # --- what happens ------------------------------------------------------------------------------------------
 
-    def want(self, wanted: bool) -> None:
-        """Set whether reservations are needed at all."""
-        self._wanted = wanted
+    def want(self, needs_them: bool, *, spare: bool = False) -> None:
+        """Set whether others need relays to reach us; `spare`: else one is wanted besides."""
+        self._needs_them = needs_them
+        self._wanted = self._config.wanted if needs_them else self._config.spare * spare
 
     def offers(self, candidate: Candidate) -> None:
         """A connected peer relays for others."""
@@ -139,11 +144,8 @@ class Reservations:
             if relay.candidate is None and not relay.asking and relay.not_before <= now:
                 del self._relays[peer]
         if not self._wanted:
-            held = self.held(now)
-            for peer in held:
-                self._relays[peer].until, self._relays[peer].renew_at = -math.inf, math.inf
-            return [Release(peer) for peer in held]
-        outputs: list[Reserve | Release | FindRelays] = []
+            return [Release(peer) for peer in self._too_many(now)]
+        outputs: list[Reserve | Release | FindRelays] = [Release(peer) for peer in self._too_many(now)]
         for peer, relay in self._relays.items():
             if relay.until > now and relay.renew_at <= now and not relay.asking:
                 relay.asking = True
@@ -151,7 +153,7 @@ class Reservations:
         while self._missing(now) > 0 and (peer_ := self._best(now)) is not None:
             self._relays[peer_].asking = True
             outputs.append(Reserve(peer_))
-        if self._missing(now) > 0 and self._search_at <= now:
+        if self._needs_them and self._missing(now) > 0 and self._search_at <= now:
             self._search_at = now + self._config.search_s * 2 ** min(self._searches, 6)
             self._searches += 1
             outputs.append(FindRelays())
@@ -166,14 +168,21 @@ class Reservations:
             if not relay.asking:
                 times += [min(relay.renew_at, relay.until)] if relay.until > now else []
                 times += [relay.not_before] if relay.not_before > now else []
-        if self._missing(now) > 0:
+        if self._needs_them and self._missing(now) > 0:
             times.append(max(self._search_at, now))
         return min(times)
+
+    def _too_many(self, now: float) -> list[PeerId]:
+        """Relays that we do without, since fewer are wanted than before; their places are ours no more."""
+        surplus = self.held(now)[self._wanted :]
+        for peer in surplus:
+            self._relays[peer].until, self._relays[peer].renew_at = -math.inf, math.inf
+        return surplus
 
     def _missing(self, now: float) -> int:
         """Places that are neither held nor asked for."""
         there = sum(relay.until > now or relay.asking for relay in self._relays.values())
-        return self._config.wanted - there
+        return self._wanted - there
 
     def _best(self, now: float) -> PeerId | None:
         """The relay to ask next: those through which we joined, then networks where we hold no place, then the

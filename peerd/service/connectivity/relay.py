@@ -173,7 +173,7 @@ class Relay:
         decision = (
             Refusal(Status.PERMISSION_DENIED, "it came over another relay")
             if stream.link.way == Way.RELAYED
-            else self._board.reserve(self._clock.now(), peer, ip_of(stream.link.remote))
+            else self._board.reserve(self._clock.now(), peer, ip_of(stream.link.remote), spare=self._is_dialable(peer))
         )
         if isinstance(decision, Refusal):
             await self._refuse(stream, "a reservation", decision)
@@ -187,6 +187,11 @@ class Relay:
         _log.debug("%s %s a reservation", peer, "renewed" if decision.renewed else "has")
         answer = HopMessage(kind=HopKind.STATUS, status=Status.OK, promise=promise, limit=self._limit())
         await send_message(stream, answer.encode())
+
+    def _is_dialable(self, peer: PeerId) -> bool:
+        """True when the peer says that it has an address of its own in the internet."""
+        info = self._host.info(peer)
+        return info is not None and any(reach(addr) == 2 and not is_relayed(addr) for addr in info.addrs)
 
     def _addrs(self, stream: Stream) -> tuple[bytes, ...]:
         """Addresses at which we can be reached without a relay, as far as they are of use to the asker."""

@@ -1,4 +1,4 @@
-"""Reserving: keeps places at relays while nobody can dial this peer, and announces the ways over them.
+"""Reserving: keeps places at relays while nobody can dial this peer, else a spare one, and announces ways over them.
 
 Carries out what `machine/connectivity/relay_reservations` decides: asks connected relays through `Circuits`, connects
 to further peers when those are too few, and notices losses. What a relay promises is checked by `Circuits`. Invariant:
@@ -83,9 +83,9 @@ class Reserving:
         """Have `hear` called when a place was won or lost; it must not block."""
         self._heard.append(hear)
 
-    def want(self, wanted: bool) -> None:
-        """Set whether reservations are needed."""
-        self._machine.want(wanted)
+    def want(self, needs_them: bool, *, spare: bool = False) -> None:
+        """Set whether others need relays to reach us; `spare`: else one is wanted besides."""
+        self._machine.want(needs_them, spare=spare)
         self.look()
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:

@@ -55,6 +55,15 @@ def test_reservations_are_bounded_and_the_refusal_says_by_what(config: RelayConf
     assert isinstance(board.reserve(0, PEERS[3], ips[3]), Granted)
 
 
+def test_spare_reservations_take_half_and_give_way_to_needed_ones() -> None:
+    board = Switchboard(RelayConfig(reservations=4))
+    spares = [board.reserve(0, PEERS[n], spread(n), spare=True) for n in range(3)]
+    assert [isinstance(one, Granted) for one in spares] == [True, True, False]
+    needed = [board.reserve(0, PEERS[n], spread(n)) for n in range(10, 15)]
+    assert [isinstance(one, Granted) for one in needed] == [True] * 4 + [False]
+    assert board.holders() == PEERS[10:14]
+
+
 def asked(board: Switchboard, source: int, ip: Ip, destination: int) -> str:
     decision = board.connect(0, PEERS[source], ip, PEERS[destination])
     return "" if isinstance(decision, Admitted) else decision.why
@@ -148,7 +157,7 @@ def test_the_bounds_hold_under_any_schedule(seed: int) -> None:
             decision = board.connect(now, peer, ip, rng.choice(PEERS))
             running += [decision.number] if isinstance(decision, Admitted) else []
         else:
-            board.reserve(now, peer, ip)
+            board.reserve(now, peer, ip, spare=rng.random() < 0.5)
         board.check()
         assert board.circuits == len(running)
 

@@ -98,6 +98,27 @@ def test_places_are_given_up_when_they_are_not_needed_any_more() -> None:
     assert made.held(1.0) == []
 
 
+def test_one_that_can_be_dialed_has_a_spare_place_and_looks_for_no_relay() -> None:
+    made = wanting()
+    made.want(False, spare=True)
+    assert made.step(0.0) == []
+    assert made.wake_at(0.0) == math.inf
+    made.offers(candidate(0))
+    made.offers(candidate(1))
+    assert len(asked(made.step(1.0))) == 1
+
+
+def test_of_several_places_a_spare_one_is_left_when_they_are_not_needed_any_more() -> None:
+    made = wanting(candidate(0), candidate(1))
+    made.step(0.0)
+    made.granted(0.0, PEERS[0], 3600.0)
+    made.granted(0.0, PEERS[1], 3600.0)
+    made.want(False, spare=True)
+    (released,) = made.step(1.0)
+    assert isinstance(released, Release)
+    assert {released.peer, *made.held(1.0)} == {PEERS[0], PEERS[1]}
+
+
 STEPS = st.lists(st.tuples(st.integers(0, 5), st.integers(0, 7), st.floats(0, 50)), max_size=60)
 
 
@@ -109,7 +130,7 @@ def test_in_any_order_of_events_no_relay_is_asked_twice_at_once_and_no_more_than
     for what, number, pause_s in steps:
         now += pause_s
         if what == 0:
-            made.want(bool(number % 4))
+            made.want(bool(number % 4), spare=bool(number % 3))
         elif what == 1:
             made.gone(now, PEERS[number])
         elif what == 2 and number in open_:
