@@ -78,7 +78,7 @@ class RunServices:
         self._tallies: dict[str, Tally] = {}
         self._corpus: dict[str, str] = {}
         self.directory = Directory(run.run, run.pipeline.stages, host, dht, rpc.gate)
-        self.following = Following(rpc, host.id, self.directory)
+        self.following = Following(rpc, host.id, self.directory, ways=self)
         host.book.members_by(self.serves)  # in runs with tokens, too: a peer that serves has shown one
 
     def serves(self, peer: str) -> bool:

@@ -197,9 +197,8 @@ class Yamux:
         silent_s = now - self._heard_at
         if silent_s >= _ASKED_AFTER_S:
             self._ping(now)
-        patience_s = max(self.config.doubt_s, _DOUBT_RTTS * (self.rtt_s or 0.0))
-        if self._doubted_until == float("inf") and silent_s >= patience_s:
-            self._doubted_until = now + patience_s
+            patience_s = max(self.config.doubt_s, _DOUBT_RTTS * (self.rtt_s or 0.0))
+            self._doubted_until = min(self._doubted_until, now + patience_s)
         return silent_s
 
     def _ping(self, now: float) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import msgspec
 import trio
@@ -23,16 +23,31 @@ from peerd.core.messages.encoding import Empty
 from peerd.core.messages.swarm import Forecast, Leave, ListMembers, MemberInfo, MembersListed
 from peerd.machine.conductor.member_list import KnownMembers
 from peerd.machine.swarm.posts import peer_of, post_name
-from peerd.service.rpc.rpc import Rpc
+from peerd.service.rpc.rpc import Answer, Rpc
 from peerd.service.swarm.directory import Directory
 from peerd.signals import Signal
 
 A = TypeVar("A", bound=msgspec.Struct)
 
+
+class ConductorWays(Protocol):
+    """The links to those that conduct, as their callers see them."""
+
+    def doubt(self, peer: PeerId) -> float:
+        """An answer is overdue: check that the peer is still there; returns the seconds since it was last heard."""
+        ...
+
+    async def probe(self, peer: PeerId) -> None:
+        """Have a link to `peer` over which it answers; else RemoteError, after some seconds at most."""
+        ...
+
+
 _SUSPECT_S = 6.0
 _SUSPECT_MOST_S = 600.0
 _PATIENT_TIMES = 3  # that a peer may fail in a row before it is suspected for longer each time
 _RETRY_S = 0.3
+_OVERDUE_S, _LOOK_S = 2.0, 1.0  # that an answer takes before its link is doubted, and between looks at it
+_ANEW_S = 3.0  # for another way to a peer whose link has ended
 _REFRESH_S = 3.0
 _GOODBYE_S = 1.0
 _LIST_S = 3.0  # for each answer with a part of the conductor's list
@@ -56,6 +71,7 @@ class Following:
     own: PeerId
     directory: Directory
     joined_since: float | None = None
+    ways: ConductorWays | None = None
     conductor: PeerId | None = None
     changes: int = 0
     waits_for: str | None = None
@@ -70,6 +86,7 @@ class Following:
     # Stage-0 peers known otherwise than from the directory -> (True when they cannot be dialed, serving since).
     _seen: dict[PeerId, tuple[bool, float]] = field(default_factory=dict)
     _refreshed: float = float("-inf")
+    _anew: dict[PeerId, float] = field(default_factory=dict)  # lost peers -> when another way is next tried
     _reported: dict[str, float] = field(default_factory=dict)  # kind of report -> time up to which its rate is used
 
     def order(self) -> list[PeerId]:
@@ -203,7 +220,7 @@ class Following:
                 self.changes += 1
                 self._forecast = None
             try:
-                answer = await self.rpc.call(peer, method, make(), reply, timeout_s=timeout_s)
+                answer = await self._call(peer, method, make(), reply, timeout_s)
             except Refused as error:
                 self.waits_for = f"the conductor: {error}"
                 if self.conductor == peer:  # else another one is known already
@@ -212,12 +229,50 @@ class Following:
                 await trio.sleep(_RETRY_S)
             except RemoteError as error:
                 self.waits_for = f"the conductor: {error}"
-                self.suspect(peer)
+                if not await self._reaches_anew(peer):
+                    self.suspect(peer)
                 await trio.sleep(0.05)
             else:
                 self.trust(peer)
                 self.waits_for = None
                 return answer.body
+
+    async def _call(
+        self, peer: PeerId, method: str, body: msgspec.Struct, reply: type[A], timeout_s: float
+    ) -> Answer[A]:
+        """One call; while its answer is overdue, the link to the peer is doubted, and soon ends if it is dead."""
+        if self.ways is None or peer == self.own:
+            return await self.rpc.call(peer, method, body, reply, timeout_s=timeout_s)
+        failure: RemoteError | None = None
+        answer: Answer[A] | None = None
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._doubt, self.ways, peer, getattr(body, "wait_s", 0.0) + _OVERDUE_S)
+            try:
+                answer = await self.rpc.call(peer, method, body, reply, timeout_s=timeout_s)
+            except RemoteError as error:
+                failure = error  # not in a group
+            nursery.cancel_scope.cancel()
+        if answer is None:
+            assert failure is not None
+            raise failure
+        return answer
+
+    async def _doubt(self, ways: ConductorWays, peer: PeerId, overdue_s: float) -> None:
+        await trio.sleep(overdue_s)
+        while True:
+            ways.doubt(peer)
+            await trio.sleep(_LOOK_S)
+
+    async def _reaches_anew(self, peer: PeerId) -> bool:
+        """True when a peer that was lost answers over another way, which is tried once in a while."""
+        now = trio.current_time()
+        if self.ways is None or peer == self.own or now < self._anew.get(peer, 0.0):
+            return False
+        self._anew = {known: until for known, until in self._anew.items() if until > now} | {peer: now + _SUSPECT_S}
+        with trio.move_on_after(_ANEW_S), suppress(RemoteError):
+            await self.ways.probe(peer)
+            return True
+        return False
 
     async def _pace(self, kind: str) -> None:
         """Rate limit on reports: a conductor that answers at once, without news, would have us report without end."""
