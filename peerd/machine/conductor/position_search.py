@@ -35,6 +35,9 @@ class PositionSearch:
         self.nobody_has = False  # True: of the states that no member has, nobody who had one can be reached
         self.lost = False  # True: every stage has members, and there is no common position to go on from
         self._lost_since = math.inf
+        self._was_over = False  # the gathering wait, when it was last looked at
+        self._follows_from: tuple[object, ...] = ()  # what the best position was found from
+        self._best: Position | None = None
         self._forsaken = False
         self._lacking: list[int] = []  # the stages without the current position, while it was looked for
 
@@ -54,7 +57,7 @@ class PositionSearch:
 
     def begin(self, now: float) -> None:
         """Members are gathered once more."""
-        self._broken_since = None
+        self._broken_since, self._was_over = None, False
         self._gathering.begin(now)
 
     def arrived(self) -> None:
@@ -70,9 +73,12 @@ class PositionSearch:
     def best(self) -> Position | None:
         """The newest position that every stage can reach, as far as it is backed; None: there is none."""
         announced = max(self.announced_step if self._believes_hearsay else 0, self.kept_step)
-        config = self._config
-        knowledge = Knowledge(config.stages, config.first_save, self.established, self.known, announced, self._forsaken)
-        return best_position(knowledge, self._roster.entries)
+        follows_from = self._roster.stands, self.established.additions, self.known, announced, self._forsaken
+        if follows_from != self._follows_from:  # it is asked for with each report while members are gathered
+            stages, first_save = self._config.stages, self._config.first_save
+            knowledge = Knowledge(stages, first_save, self.established, self.known, announced, self._forsaken)
+            self._follows_from, self._best = follows_from, best_position(knowledge, self._roster.entries)
+        return self._best
 
     @property
     def known(self) -> Position | None:
@@ -87,7 +93,8 @@ class PositionSearch:
 
     def is_over(self, now: float) -> bool:
         """True when the gathering wait is over."""
-        return self._gathering.over(now, self._roster.entries)
+        self._was_over = self._gathering.over(now, self._roster.entries)
+        return self._was_over
 
     def decide(self, now: float) -> Position | None:
         """The position to go on from, at the end of gathering; None: there is none, or members are gathered anew."""
@@ -185,7 +192,7 @@ class PositionSearch:
 
     def problem(self) -> str:
         """The reason that the gathered members do not go on yet."""
-        if self.best() is not None:
+        if not self._was_over or self.best() is not None:
             return "the conductor gathers the members"
         ahead = furthest(self._roster.entries)
         told = f"; peer …{ahead[0][-8:]} says that it has step {ahead[1]}" if ahead else ""

@@ -26,6 +26,7 @@ class Established:
     def __init__(self, own: str, known: Mapping[str, int]) -> None:
         """`own`: the conductor's own peer; `known`: the stage of each that the conductor before named as ready."""
         self._own = own
+        self.additions = 0
         self._stage: dict[str, int] = {}
         self._of: dict[int, dict[str, None]] = {}
         for peer, stage in known.items():
@@ -33,6 +34,7 @@ class Established:
 
     def add(self, peer: str, stage: int) -> None:
         """The peer took part in a commit of this stage."""
+        self.additions += 1
         if peer in self._stage:
             del self._of[self._stage[peer]][peer]
         self._stage[peer] = stage

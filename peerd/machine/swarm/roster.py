@@ -80,6 +80,7 @@ class Roster:
         self._at: list[dict[Position, dict[str, None]]] = [{} for _ in self.stages]  # posts by stage and position
         self.lines = Lines()
         self.version = 1  # of what members see
+        self.stands = 0  # number of changes of where members are, or could go
 
     # --- changes ----------------------------------------------------------------------------------------------
 
@@ -95,12 +96,14 @@ class Roster:
         if not self._delayed:
             entry.early = frozenset()
         self.version += 1
+        self.stands += 1
         return entry
 
     def remove(self, peer: str) -> RosterEntry | None:
         """The entry of a member that is gone; None: it had none, it may have been a helper."""
         self._leave(peer)
         entry = self.entries.pop(peer, None)
+        self.stands += 1
         self.version += self.lines.forget(peer)
         self.version += entry is not None
         return entry
@@ -110,6 +113,7 @@ class Roster:
         self._leave(peer)
         entry = self.entries[peer]
         entry.move(position, stepped=stepped)
+        self.stands += 1
         self._at[entry.stage].setdefault(position, {})[peer] = None
 
     def _leave(self, peer: str) -> None:
@@ -124,6 +128,7 @@ class Roster:
         """The checkpoints that a member has now."""
         if peer in self.entries:
             self.entries[peer].saved = frozenset(positions)
+            self.stands += 1
 
     def note_line(self, peer: str, stage: int, line: LineInfo, addrs: tuple[str, ...]) -> None:
         """The line of a member, or of a helper of `stage`, as it states it."""

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import math
 
+from hypothesis import given
+from hypothesis import strategies as st
+
 from peerd.core.messages.swarm import Position
 from peerd.machine.conductor.phases import Course
 from peerd.machine.conductor.position_search import PositionSearch
@@ -103,3 +106,37 @@ def test_a_member_is_ahead_when_enough_others_stand_behind_it() -> None:
     assert not made.is_ahead("b"), "one alone says so, and our own peer knows nothing of it"
     made._roster.enter(hello("a", NEXT))
     assert made.is_ahead("a")
+
+
+def fresh(made: PositionSearch) -> Position | None:
+    """The best position, computed anew."""
+    made._follows_from = ()
+    return made.best()
+
+
+CHANGES = st.lists(
+    st.tuples(st.sampled_from("abcd"), st.sampled_from([START, OLD, NOW, NEXT]), st.integers(0, 6)), max_size=40
+)
+
+
+@given(CHANGES)
+def test_the_best_position_follows_every_change_of_what_is_known(changes: list[tuple[str, Position, int]]) -> None:
+    made = search()
+    roster = made._roster
+    for peer, position, what in changes:
+        there = peer in roster.entries
+        match what:
+            case 0 | 1:
+                roster.enter(hello(peer, position, stage=ord(peer) % 2, prepared=NEXT if what else None))
+            case 2 if there:
+                roster.remove(peer)
+            case 3 if there:
+                roster.move(peer, position, stepped=False)
+            case 4:
+                roster.note_saved(peer, [position])
+            case 5:
+                made.established.add(peer, ord(peer) % 2)
+            case _:
+                made.kept_step = position.step
+        found = made.best()
+        assert found == fresh(made)
