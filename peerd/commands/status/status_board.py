@@ -84,6 +84,7 @@ class StatusBoard:
         self._shares = {"samples": GrowingShares(), "brought": GrowingShares(), "bytes_aggregated": GrowingShares()}
         # As this process's roles tell: whether they work in the run, whether it is done, what they wait for.
         self._works, self._complete, self._waits_for = False, False, ""
+        self._step: int | None = None  # the latest that they work at
         self.reachability: Callable[[], Told] = dict  # tells whether and how others reach us
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
@@ -145,6 +146,7 @@ class StatusBoard:
         posts = [post for state in states for post in state.posts()]
         working = [post for post in posts if any(key in post for key in _WORK)]
         self._works = bool(working)
+        self._step = max((step for post in working if isinstance(step := post.get("step"), int)), default=None)
         for post in posts:
             self._train.note(post.get("step"), post.get("loss"))
             for evaluation in (post.get("evaluations") or [])[-1:]:
@@ -188,6 +190,7 @@ class StatusBoard:
         told["own_wait"] = self._waits_for or None
         if "stages" in swarm:
             told |= summary(swarm["stages"], swarm["trainers"], wall)
+            told["step"] = max((step for step in (told["step"], self._step) if step is not None), default=None)
             told["stages"] = [s | {"peers": [self._row(r, wall, now) for r in s["peers"]]} for s in swarm["stages"]]
             own = self._host.id
             told["trainers"] = [r | {"age_s": _age_s(r, wall), "own": r["peer"] == own} for r in swarm["trainers"]]

@@ -48,6 +48,8 @@ async def watch_a_death(seed: int, roles: Roles) -> tuple[dict[str, Any], dict[s
         await board.swarm()
         await trio.sleep(60.0)
         before = await board.swarm()
+        board._swarm["trainers"] = [row | {"step": 0} for row in board._swarm["trainers"]]  # old records
+        assert board._swarm_now()["step"] == role.status()["step"] > 0
         await world.kill(world.nodes[victim])
         following = role._services.following
 
