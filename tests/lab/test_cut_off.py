@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -38,10 +40,9 @@ def passed(seconds: float) -> tuple[float, float]:
     return began, began + seconds
 
 
-@pytest.mark.parametrize("handover", ["direct", "trainer"])
-def test_a_trainer_goes_on_without_the_peers_that_it_does_not_reach(
-    handover: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@contextmanager
+def far_swarm(handover: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Two peers of each of two stages, and a trainer, that have made some steps."""
     if (reason := why_not_wide()) is not None:
         pytest.skip(reason)
     monkeypatch.syspath_prepend(str(SCRIPTS))
@@ -49,9 +50,17 @@ def test_a_trainer_goes_on_without_the_peers_that_it_does_not_reach(
     from benchmarks._far_swarm import FarSwarm
 
     with lab.WideLab(delay_ms=5) as wide:
-        swarm = FarSwarm(tmp_path, wide, run_file(handover), None)
+        swarm = FarSwarm(folder, wide, run_file(handover), None)
         swarm.start_pairs()
         swarm.wait_for_step(3, 120)
+        yield swarm
+
+
+@pytest.mark.parametrize("handover", ["direct", "trainer"])
+def test_a_trainer_goes_on_without_the_peers_that_it_does_not_reach(
+    handover: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with far_swarm(handover, tmp_path, monkeypatch) as swarm:
         usual = swarm.rate(*passed(WATCHED_S))
         follower = next(n for n in ("stage-0-a", "stage-0-b") if not swarm.peer(n).role()["conducts"])
         swarm.cut("trainer", follower)  # whoever conducts is needed by everybody
@@ -78,16 +87,7 @@ def test_a_trainer_that_reaches_no_stage_peer_directly_goes_on_over_a_relay(
     handover: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The backbone relays; the conductor is among those that are cut off."""
-    if (reason := why_not_wide()) is not None:
-        pytest.skip(reason)
-    monkeypatch.syspath_prepend(str(SCRIPTS))
-    import lab
-    from benchmarks._far_swarm import FarSwarm
-
-    with lab.WideLab(delay_ms=5) as wide:
-        swarm = FarSwarm(tmp_path, wide, run_file(handover), None)
-        swarm.start_pairs()
-        swarm.wait_for_step(3, 120)
+    with far_swarm(handover, tmp_path, monkeypatch) as swarm:
         usual = swarm.rate(*passed(WATCHED_S))
         for stage in range(2):
             for which in "ab":

@@ -104,7 +104,7 @@ class Conductor:
     def wake_at(self, now: float) -> float:
         """The time at which `wake` is due at the latest."""
         due = min(now + _IDLE_S, self.search.due(now))
-        if self.phase is Phase.CLOSING and (close_due := self._step.close_due()) is not None:
+        if self.phase is Phase.CLOSING and (close_due := self._step.close_due(now)) is not None:
             due = min(due, close_due)
         if self.phase is Phase.OPEN and self.batches.due.full:
             due = min(due, now + _LATE_LOOK_S)

@@ -102,7 +102,7 @@ class StepCycle:
         for stage in range(self._config.stages):
             if due.missing[stage] or not self._closing.may_begin(now, stage):
                 continue
-            if self._config.delayed and self._latecomers.awaits(now, stage, self._course.current):
+            if self._latecomers.awaits(now, stage, self._course.current):
                 continue
             if group := self._roster.at(stage, self._course.current):
                 self._closing.begin(now, stage, tuple(group), target.lineage)
@@ -111,14 +111,15 @@ class StepCycle:
             self._course.move(target, movers, commits=True)
             self.out += [SendMove(peer, target, commit=True) for peer in movers]
 
-    def close_due(self) -> float | None:
+    def close_due(self, now: float) -> float | None:
         """The next deadline while the step closes, where nothing is reported before; None: there is none."""
-        return min((at for at in (self._closing.due(), self._latecomers.due()) if at is not None), default=None)
+        return min((at for at in (self._closing.due(), self._latecomers.due(now)) if at is not None), default=None)
 
     def step_made(self, now: float, current: Position) -> None:
         """A step was made, and led to `current`."""
         self._closing.step_made(current.step)
-        self._latecomers.arrived(now, current)
+        if self._config.delayed:  # else members have the time in which the next batch is filled
+            self._latecomers.arrived(now, current)
 
     def reopen(self) -> None:
         """Forget every mean of a step that closes: the batch is not whole any more."""

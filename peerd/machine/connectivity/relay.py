@@ -28,9 +28,7 @@ class RelayConfig:
     places.
     """
 
-    spare_share: float = (
-        0.5  # of reservations, for peers that can be dialed as well: they give way to those that cannot
-    )
+    spare_share: float = 0.5  # of reservations, for peers that can be dialed: they give way to those that cannot
     reservations: int = 256  # each keeps a connection open: a third of those that may come in stay for others
     reservations_per_place: int = 16  # one household or office; a place is an IPv4 address or an IPv6 /64
     reservations_per_region: int = 64  # IPv4 /24, IPv6 /48: what one renter of addresses can take

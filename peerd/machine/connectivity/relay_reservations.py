@@ -143,8 +143,6 @@ class Reservations:
         for peer, relay in list(self._relays.items()):
             if relay.candidate is None and not relay.asking and relay.not_before <= now:
                 del self._relays[peer]
-        if not self._wanted:
-            return [Release(peer) for peer in self._too_many(now)]
         outputs: list[Reserve | Release | FindRelays] = [Release(peer) for peer in self._too_many(now)]
         for peer, relay in self._relays.items():
             if relay.until > now and relay.renew_at <= now and not relay.asking:

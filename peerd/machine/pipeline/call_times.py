@@ -1,4 +1,4 @@
-"""How long calls to the peers of one stage take, when one is late, and when it is given up, sans-IO.
+"""Durations of calls to the peers of one stage, sans-IO: decides when a call is late, and when it is given up.
 
 A peer is judged by its own last calls, one that is not measured by those of its mates: queues and lines make a call
 take several times as long as another, so late is what takes some times as long as the longest. A late call is sent to

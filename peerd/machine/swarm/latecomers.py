@@ -59,9 +59,9 @@ class Latecomers:
                 del self._awaited[peer]
         return stage in self._awaited.values()
 
-    def due(self) -> float | None:
+    def due(self, now: float) -> float | None:
         """The end of the wait under way; None: nobody is waited for."""
-        return self._until if self._awaited else None
+        return self._until if self._awaited and now < self._until else None
 
     def _may_wait(self, peer: str, step: int) -> bool:
         last = self._waited.get(peer)

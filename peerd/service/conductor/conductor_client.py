@@ -86,7 +86,6 @@ class Following:
     # Stage-0 peers known otherwise than from the directory -> (True when they cannot be dialed, serving since).
     _seen: dict[PeerId, tuple[bool, float]] = field(default_factory=dict)
     _refreshed: float = float("-inf")
-    _anew: dict[PeerId, float] = field(default_factory=dict)  # lost peers -> when another way is next tried
     _reported: dict[str, float] = field(default_factory=dict)  # kind of report -> time up to which its rate is used
 
     def order(self) -> list[PeerId]:
@@ -179,16 +178,21 @@ class Following:
 
         The time grows with failures in a row: of many records that lead nowhere, few are tried.
         """
-        now, times = trio.current_time(), self._failures.pop(peer, (0, 0.0))[0] + 1
-        self._failures[peer] = times, now
-        if len(self._failures) > SUSPECTS:
-            first = next(iter(self._failures))
-            del self._failures[first]
-            self._suspects.pop(first, None)
+        now, times = trio.current_time(), self._note_failure(peer)
         longer = min(2.0 ** max(0, times - _PATIENT_TIMES), _SUSPECT_MOST_S / _SUSPECT_S)
         self._suspects[peer] = now + _SUSPECT_S * longer
         if self.conductor == peer:
             self.conductor = None
+
+    def _note_failure(self, peer: PeerId) -> int:
+        """Count a failure; returns how many there were in a row."""
+        times = self._failures.pop(peer, (0, 0.0))[0] + 1
+        self._failures[peer] = times, trio.current_time()
+        if len(self._failures) > SUSPECTS:
+            first = next(iter(self._failures))
+            del self._failures[first]
+            self._suspects.pop(first, None)
+        return times
 
     def suspected(self, peer: PeerId) -> bool:
         """True while this peer is suspected."""
@@ -264,13 +268,15 @@ class Following:
             await trio.sleep(_LOOK_S)
 
     async def _reaches_anew(self, peer: PeerId) -> bool:
-        """True when a peer that was lost answers over another way, which is tried once in a while."""
-        now = trio.current_time()
-        if self.ways is None or peer == self.own or now < self._anew.get(peer, 0.0):
+        """True when a peer that was lost answers a ping, over another way if need be; once until it answers a call.
+
+        One whose link lives, and that answers no call, is suspected at the second failure.
+        """
+        if self.ways is None or peer == self.own or self.fails(peer):
             return False
-        self._anew = {known: until for known, until in self._anew.items() if until > now} | {peer: now + _SUSPECT_S}
         with trio.move_on_after(_ANEW_S), suppress(RemoteError):
             await self.ways.probe(peer)
+            self._note_failure(peer)
             return True
         return False
 

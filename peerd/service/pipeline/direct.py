@@ -13,7 +13,6 @@ import logging
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Final
 
 import trio
@@ -31,7 +30,6 @@ from peerd.machine.batch.trainer_ledger import Holding
 from peerd.machine.pipeline.routes import Route
 from peerd.machine.pipeline.wiring import BACKWARD_COST
 from peerd.machine.rate.backoff import backoff_s
-from peerd.service.pipeline.hedging import Hedged
 from peerd.service.pipeline.load import Load
 from peerd.service.pipeline.next_stage import PASS, PASS_TIMEOUT_S, fault_of_hops
 from peerd.service.pipeline.relaying import Relaying
@@ -194,7 +192,7 @@ class DirectPipeline:
         self, way: _Way, step: int, seq: int, load: Load, avoid: Set[str]
     ) -> tuple[_Way, Answer[Passed]]:
         """Send an attempt on its way, and where its first peer is late another one by another peer."""
-        name, started = way.route[0], trio.current_time()
+        name = way.route[0]
 
         async def ask(first: str) -> Answer[Passed]:
             answer = await self._ask(way.by(first), step, seq, load)
@@ -202,12 +200,8 @@ class DirectPipeline:
                 raise Refused("its own way broke", PeerId.parse(first))
             return answer
 
-        hedged = Hedged(ask, partial(self._peers.mate, way.first, self._cost, name, avoid))
-        is_done_there = way.first == way.low  # else it only gives what it keeps, and no other can
-        late_after_s = self._peers.times(way.first).late_after_s(name) if is_done_there else None
-        by, answer = await hedged.first(name, late_after_s)
-        if by != name:
-            self._peers.overtaken(way.first, name, by, started)
+        alone = way.first < way.low  # it only gives what it keeps, and no other can
+        by, answer = await self._peers.first_answer(way.first, name, self._cost, ask, avoid, alone=alone)
         return way.by(by), answer
 
     async def _ask(self, way: _Way, step: int, seq: int, load: Load) -> Answer[Passed]:

@@ -14,7 +14,6 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import trio
 
@@ -28,7 +27,6 @@ from peerd.core.messages.proof import has_received
 from peerd.core.messages.swarm import Mb
 from peerd.core.run.runfile import RunFile
 from peerd.machine.pipeline.wiring import BACKWARD_COST
-from peerd.service.pipeline.hedging import Hedged
 from peerd.service.pipeline.stage_peers import StagePeers, Ways
 from peerd.service.rpc.rpc import Answer, Rpc
 
@@ -108,7 +106,7 @@ class NextStage:
         named, tried, reason, cut = task.named, set[str](), "", False
         while task.left_s > _LEAST_S:
             is_patient = trio.current_time() - started <= _PATIENCE_S
-            name, asked = self._choose(task, tried), trio.current_time()
+            name = self._choose(task, tried)
             if name is None:
                 if not (is_patient and self._some_are_full(tried)):
                     break
@@ -130,8 +128,6 @@ class NextStage:
                 cut |= isinstance(error, Unreachable | TooSlow) and name in self.peers.wiring(self.stage)
                 reason = str(error)
             else:
-                if by != name:
-                    self.peers.overtaken(self.stage, name, by, asked)
                 way = self._note_way(by, self._way_of(PeerId.parse(by)))
                 instead = by != named and not self.peers.wiring(self.stage).is_full(named, trio.current_time())
                 return self._onward(answer, started, by, way, named if instead else "")
@@ -170,9 +166,8 @@ class NextStage:
                 raise Refused("its own way broke", PeerId.parse(peer))
             return answer
 
-        hedged = Hedged(ask, partial(self.peers.mate, self.stage, task.cost, name, tried))
-        late_after_s = self.peers.times(self.stage).late_after_s(name) if task.is_to_be_done else None
-        return await hedged.first(name, late_after_s)
+        alone = not task.is_to_be_done
+        return await self.peers.first_answer(self.stage, name, task.cost, ask, tried, alone=alone)
 
     async def _ask(self, name: str, task: _Task) -> Answer[Passed]:
         peer, started = PeerId.parse(name), trio.current_time()

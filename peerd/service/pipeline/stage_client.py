@@ -24,7 +24,6 @@ from peerd.core.messages.swarm import Grant, Mb, StageAnswer, StageBackward, Sta
 from peerd.core.run.runfile import RunFile, fingerprint
 from peerd.machine.batch.trainer_ledger import Holding
 from peerd.machine.pipeline.wiring import BACKWARD_COST
-from peerd.service.pipeline.hedging import Hedged
 from peerd.service.pipeline.stage_peers import StagePeers
 from peerd.service.rpc.rpc import Answer, Rpc
 
@@ -105,9 +104,9 @@ class StageClient:
         while True:
             name = await self._peers.pick(call.stage, call.cost, failed)
             started = trio.current_time()
-            hedged = Hedged(partial(self._ask, call), partial(self._peers.mate, call.stage, call.cost, name, failed))
+            ask = partial(self._ask, call)
             try:
-                by, answer = await hedged.first(name, self._peers.times(call.stage).late_after_s(name))
+                return await self._peers.first_answer(call.stage, name, call.cost, ask, failed)
             except Overloaded as error:  # not yet, it says: it has not failed
                 wiring.rest(name, trio.current_time() + min(max(_SOON_S, error.retry_after_s), _NOT_SO_SOON_S))
                 log.debug("stage %d %s, another peer is asked: %s", call.stage, call.verb, error)
@@ -115,10 +114,6 @@ class StageClient:
                 times = self._peers.failed(call.stage, name, started, error)
                 level = logging.INFO if times == 1 else logging.DEBUG  # the first failure tells it all
                 log.log(level, "stage %d %s failed, another peer is asked: %s", call.stage, call.verb, error)
-            else:
-                if by != name:
-                    self._peers.overtaken(call.stage, name, by, started)
-                return by, answer
             failed.add(name)
             self.retries += 1
 

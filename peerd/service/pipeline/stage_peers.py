@@ -9,9 +9,10 @@ such sign, is left out until a probe gets through (`machine/pipeline/cut_off`). 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Set
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Set
 from contextlib import contextmanager
-from typing import Protocol
+from functools import partial
+from typing import Protocol, TypeVar
 
 import trio
 
@@ -23,7 +24,10 @@ from peerd.machine.pipeline.call_times import LATE, CallTimes
 from peerd.machine.pipeline.cut_off import CutOff
 from peerd.machine.pipeline.routes import Route
 from peerd.machine.pipeline.wiring import Wiring
+from peerd.service.pipeline.hedging import Hedged
 from peerd.signals import Signal
+
+A = TypeVar("A")
 
 log = logging.getLogger("peerd.service.pipeline.stage_peers")
 
@@ -75,7 +79,7 @@ class StagePeers:
         return self._wirings[stage]
 
     def times(self, stage: int) -> CallTimes:
-        """How long our calls to the peers of one stage take."""
+        """Durations of our calls to the peers of one stage."""
         return self._times[stage]
 
     def update(self, members: Iterable[MemberInfo]) -> None:
@@ -141,6 +145,27 @@ class StagePeers:
         if self._times[stage].is_overtaken(name):
             self._wirings[stage].rested(name)
         self._times[stage].took(name, now - started)
+
+    async def first_answer(
+        self,
+        stage: int,
+        name: str,
+        cost: float,
+        ask: Callable[[str], Awaitable[A]],
+        never: Set[str] = frozenset(),
+        *,
+        alone: bool = False,
+    ) -> tuple[str, A]:
+        """The first good answer to a call by `ask`: of `name`, or of a mate once that is late; returns who gave it.
+
+        `never`: no mates; `alone`: no mate can do the same. Raises the error of `name` where there is no answer.
+        """
+        started = trio.current_time()
+        hedged = Hedged(ask, partial(self.mate, stage, cost, name, never))
+        by, answer = await hedged.first(name, None if alone else self._times[stage].late_after_s(name))
+        if by != name:
+            self.overtaken(stage, name, by, started)
+        return by, answer
 
     def mate(self, stage: int, cost: float, late: str, never: Set[str] = frozenset()) -> str | None:
         """Another peer of the stage, for a call to one that is late; None: none is free, or enough were sent twice."""

@@ -1,4 +1,4 @@
-"""How long calls take: when one is late, when it is given up, and how many are sent twice."""
+"""Durations of calls: when one is late, when it is given up, and how many are sent twice."""
 
 from __future__ import annotations
 

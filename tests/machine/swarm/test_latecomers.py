@@ -61,9 +61,9 @@ def test_no_longer_than_the_last_step_took() -> None:
     waits = Waits()
     waits.make(new=0)
     assert waits.make(new=1)
-    assert waits.late.due() == waits.now + STEP_S
+    assert waits.late.due(waits.now) == waits.now + STEP_S
     assert not waits.awaits(later_s=STEP_S)
-    assert waits.late.due() is None
+    assert waits.late.due(waits.now + STEP_S) is None
 
 
 def test_who_stands_still_or_goes_is_not_waited_for() -> None:

@@ -67,6 +67,40 @@ def conducts(rpc: Rpc, log: list[int], number: int) -> None:
     rpc.serve("swarm/3/test", Empty, answer)
 
 
+class LivingLinks:
+    """Ways on which every peer answers pings."""
+
+    def __init__(self) -> None:
+        self.probed: list[PeerId] = []
+
+    def doubt(self, peer: PeerId) -> float:
+        return 0.0
+
+    async def probe(self, peer: PeerId) -> None:
+        await trio.lowlevel.checkpoint()
+        self.probed.append(peer)
+
+
+async def test_one_that_answers_pings_and_no_calls_is_asked_twice_and_then_the_next(autojump_clock: MockClock) -> None:
+    async with peers(3) as (_, ids, rpcs, directory):
+        log: list[int] = []
+        directory.add(ids[1], 10.0)
+        directory.add(ids[2], 20.0)
+
+        async def hang(call: Incoming[Empty]) -> Answer[Empty]:
+            log.append(1)
+            await trio.sleep_forever()
+            raise AssertionError
+
+        rpcs[1].serve("swarm/3/test", Empty, hang)
+        conducts(rpcs[2], log, 2)
+        links = LivingLinks()
+        me = Following(rpcs[0], ids[0], directory, ways=links)
+        await me.ask("swarm/3/test", Empty, Empty, 10.0)
+        assert log == [1, 1, 2]
+        assert links.probed == [ids[1]]
+
+
 async def test_who_served_longest_comes_first_and_other_stages_never(autojump_clock: MockClock) -> None:
     async with peers(4) as (_, ids, rpcs, directory):
         directory.add(ids[1], 20.0)
