@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from dataclasses import dataclass
 
 from lab import Space, Traffic, WideHost, WideLab
@@ -15,15 +16,23 @@ class FarSwarm(Swarm):
     """The processes of one run; lines are as the lab says."""
 
     lab: WideLab  # type: ignore[assignment]
+    entry: str = ""
 
     def start_pairs(self) -> None:
         """Start a backbone, two peers for each stage, `stage-0-a` and so on, and a trainer."""
-        entry = self._enter()
+        self.entry = self._enter()
         for stage in range(self.run["pipeline"]["stages"]):
             for which in "ab":
                 run = {**self.run, "limits": {"stage": stage}}
-                self._join(f"stage-{stage}-{which}", "stage", entry, run)
-        self._join("trainer", "trainer", entry, self.run, "--log-level", "debug")
+                self._join(f"stage-{stage}-{which}", "stage", self.entry, run)
+        self._join_trainer()
+
+    def restart_trainer(self) -> None:
+        """End the trainer as Ctrl+C does, and start another in its place, which finds its ways as they are now."""
+        trainer = self.peers.pop()
+        trainer.popen.send_signal(signal.SIGINT)
+        trainer.popen.wait(timeout=60)
+        self._join_trainer()
 
     def peer(self, name: str) -> Peer:
         return next(peer for peer in self.peers if peer.name == name)
@@ -47,11 +56,14 @@ class FarSwarm(Swarm):
         """Steps a second between two times, Unix seconds."""
         return sum(since <= at < until for at in self.steps()) / (until - since)
 
+    def _join_trainer(self) -> None:
+        self._join("trainer", "trainer", self.entry, self.run, "--log-level", "debug")
+
     def _host(self, name: str) -> WideHost:
         return self.lab.hosts[name]
 
     def _place(self, name: str) -> Space:
-        return self.lab.host(name)
+        return self.lab.hosts.get(name) or self.lab.host(name)
 
     def _traffic(self) -> dict[str, Traffic]:
         return {name: host.line.traffic() for name, host in self.lab.hosts.items()}

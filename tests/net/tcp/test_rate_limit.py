@@ -136,7 +136,6 @@ async def test_a_limit_is_kept_within_five_in_a_hundred(up_mbit: float, down_mbi
             passed_s = trio.current_time() - began
             moved = {end: (got[end] - before[end]) * MBIT / passed_s for end in got}
             nursery.cancel_scope.cancel()
-    print(moved)
     for end, limit in (("near", down_mbit), ("far", up_mbit)):
         assert not limit or 0.95 * limit < moved[end] < 1.05 * limit, moved
 
@@ -281,8 +280,12 @@ def test_without_a_limit_a_thread_reads_at_once() -> None:
 @pytest.mark.alone
 @pytest.mark.parametrize("way", ["into", "out of"])
 async def test_strangers_who_fill_the_line_leave_it_to_members(way: str) -> None:
-    """Three strangers at another address and one member all move as much as they can, over the host's limited line."""
-    limits = LimitsSection(upload_mbit=40, download_mbit=40)
+    """Three strangers at another address and one member all move as much as they can, over the host's limited line.
+
+    The strangers are there first, and what they have before the member's first byte does not count. The limit is far
+    below what a busy machine moves, else the processors would share out the line.
+    """
+    limits = LimitsSection(upload_mbit=10, download_mbit=10)
     host, (member, *strangers) = Host(keypair(1), RealClock(1), [LimitedLine(limits).tcp()]), map(keypair, range(2, 6))
     host.book.members_by(lambda peer: peer == member.peer_id.text)
     moved = {each.peer_id: 0 for each in (member, *strangers)}
@@ -293,8 +296,9 @@ async def test_strangers_who_fill_the_line_leave_it_to_members(way: str) -> None
 
     async def count(stream: Stream, peer: PeerId) -> None:
         while data := await stream.receive_some(1 << 16):
-            moved[peer] += len(data)
-            enough.set() if sum(moved.values()) > 2_500_000 else None
+            if peer == member.peer_id or moved[member.peer_id]:
+                moved[peer] += len(data)
+            enough.set() if sum(moved.values()) > 1_500_000 else None
 
     enough = trio.Event()
     async with trio.open_nursery() as nursery:
@@ -307,7 +311,7 @@ async def test_strangers_who_fill_the_line_leave_it_to_members(way: str) -> None
             await nursery.start(functools.partial(own.run, [parse_addr("/ip4/127.0.0.1/tcp/0")]))
             peer = await own.connect_addr(host.addrs()[0])
             streams.append((await own.open_stream(peer, "/sink/1" if way == "into" else "/spring/1"), each.peer_id))
-        for stream, peer_id in reversed(streams):  # the strangers are there first
+        for stream, peer_id in reversed(streams):
             if way == "into":
                 nursery.start_soon(fill, stream)
             else:
