@@ -194,10 +194,10 @@ class Ledger:
     def assigned(self, stage: int, group: Iterable[str]) -> dict[str, list[Mb]]:
         """Microbatches that each member of the stage contributes, sorted, so that every repeat says the same."""
         parts: dict[str, list[Mb]] = {peer: [] for peer in group}
-        for trainer, seqs in sorted(self.by_trainer.items()):
-            for seq in sorted(seqs):  # numbers sort faster than microbatches
-                mb = Mb(trainer, seq)
-                parts[self.entries[mb].holders[stage]].append(mb)
+        for mb, entry in self.entries.items():
+            parts[entry.holders[stage]].append(mb)
+        for part in parts.values():
+            part.sort()
         return parts
 
     def check(self) -> None:

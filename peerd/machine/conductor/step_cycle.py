@@ -19,6 +19,7 @@ from peerd.machine.swarm.roster import Roster
 _LATE_PARTS = 3  # a trainer is named as late when one of so many parts of its lease is over
 _FEW = 8  # trainers at work that are looked at with each event; more than these now and then,
 _LOOK_S = 0.1
+_AT_ONCE = 4096  # microbatches in the stages that begin to average in one turn: others have to be heard, too
 
 
 class StepCycle:
@@ -34,6 +35,7 @@ class StepCycle:
         self.late: dict[str, int] = {}  # trainer that the step waits for -> number of its microbatches
         self.out: list[Output] = []  # beside those of averaging
         self._look_at = 0.0  # the next look at leases
+        self._more_to_begin = False  # stages could begin to average, in the next turn
 
     def take(self) -> list[Output]:
         """The outputs to carry out now, in order; each is returned once."""
@@ -96,7 +98,8 @@ class StepCycle:
         """Begin averaging in every stage that has its whole part of the batch; with the last mean, all commit."""
         self._closing.look(now)
         self.let_go(now)
-        due, target = self._batches.due, self._course.target
+        due, target, begun = self._batches.due, self._course.target, 0
+        self._more_to_begin = False
         if self._course.phase is not Phase.CLOSING or target is None or not due.full:
             return
         for stage in range(self._config.stages):
@@ -105,6 +108,10 @@ class StepCycle:
             if self._latecomers.awaits(now, stage, self._course.current):
                 continue
             if group := self._roster.at(stage, self._course.current):
+                self._more_to_begin = begun >= _AT_ONCE
+                if self._more_to_begin:
+                    break
+                begun += len(due.entries)
                 self._closing.begin(now, stage, tuple(group), target.lineage)
         if all(self._closing.settled):
             movers = self._closing.prepared()
@@ -113,6 +120,8 @@ class StepCycle:
 
     def close_due(self, now: float) -> float | None:
         """The next deadline while the step closes, where nothing is reported before; None: there is none."""
+        if self._more_to_begin:
+            return now
         return min((at for at in (self._closing.due(), self._latecomers.due(now)) if at is not None), default=None)
 
     def step_made(self, now: float, current: Position) -> None:

@@ -1,0 +1,71 @@
+"""A step's cycle: of a large batch, one stage after the other begins to average."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from peerd.core.messages.swarm import Done
+from peerd.machine.conductor import step_cycle
+from peerd.machine.conductor.conductor import Conductor
+from peerd.machine.swarm.events import (
+    ConductorConfig,
+    MemberGone,
+    MoveEnded,
+    Output,
+    PrepareEnded,
+    SendMove,
+    SendPrepare,
+)
+from peerd.machine.swarm.events import TrainerReport as Report
+from tests.kit.conducting import hello
+
+MEMBERS = "abc"  # of the stages 0, 1 and 2
+
+
+def ordered(outputs: list[Output]) -> list[str]:
+    """Who is told to average."""
+    return [order.peer for order in outputs if isinstance(order, SendPrepare)]
+
+
+def with_a_whole_batch() -> tuple[Conductor, list[Output]]:
+    """Three stages of one member, and a batch of one microbatch that all of them hold: what the conductor orders."""
+    conductor = Conductor(ConductorConfig(stages=3, microbatches=1, gather_s=1.0), random.Random(1), 0.0)
+    for stage, peer in enumerate(MEMBERS):
+        conductor.handle(0.0, hello(peer, stage=stage))
+    conductor.wake(2.0)
+    conductor.handle(2.0, Report("t", 0, (1,), ()))
+    return conductor, conductor.handle(2.0, Report("t", 0, (), (Done(1, list(MEMBERS)),)))
+
+
+def test_all_stages_begin_to_average_at_once_when_the_batch_is_small() -> None:
+    assert ordered(with_a_whole_batch()[1]) == ["a", "b", "c"]
+
+
+def test_of_a_large_batch_a_stage_begins_in_each_turn_and_the_step_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_cycle, "_AT_ONCE", 1)
+    conductor, out = with_a_whole_batch()
+    orders, now = [one for one in out if isinstance(one, SendPrepare)], 2.0
+    assert ordered(out) == ["a"]
+    for peer in "bc":
+        assert conductor.wake_at(now) <= now + 0.01  # the next turn is due at once
+        now += 0.01
+        out = conductor.wake(now)
+        assert ordered(out) == [peer]
+        orders += [one for one in out if isinstance(one, SendPrepare)]
+    assert conductor.wake_at(now) > now + 0.01
+    moves = [one for order in orders for one in conductor.handle(now, PrepareEnded(order.peer, order.attempt, True))]
+    assert [move.peer for move in moves if isinstance(move, SendMove)] == ["a", "b", "c"]
+    for move in [move for move in moves if isinstance(move, SendMove)]:
+        conductor.handle(now, MoveEnded(move.peer, move.target))
+    assert conductor.current is not None
+    assert conductor.current.step == 1
+
+
+def test_a_stage_that_loses_its_member_between_two_turns_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_cycle, "_AT_ONCE", 1)
+    conductor, _ = with_a_whole_batch()
+    assert ordered(conductor.handle(2.0, MemberGone("b"))) == ["c"]
+    assert ordered(conductor.wake(2.01)) == []
+    assert conductor.waits_for() == "stage 1 has no peers"
