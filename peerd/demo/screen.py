@@ -86,7 +86,8 @@ def headline(scene: Scene) -> list[str]:
         facts.append(f"loss {units.loss(scene.losses[max(scene.losses)])}")
     if scene.valid_losses:
         facts.append(f"validation {units.loss(scene.valid_losses[max(scene.valid_losses)])}")
-    facts.append(units.rate(scene.tokens_per_s(10), "tokens"))
+    if (tokens_per_s := scene.tokens_per_s(10)) > 0:  # two steps tell
+        facts.append(units.rate(tokens_per_s, "tokens"))
     if scene.waits_for and scene.step < scene.total_steps:
         facts.append(f"waits: {scene.waits_for}")
     return facts

@@ -71,7 +71,7 @@ class InFlight:
             self._keep(slowness)
         self._wanted = min(self._most, max(1.0, self._wanted))
         full = "all stages are full" if not self._doubles else FINDING_OUT
-        self.why = "a whole batch" if self._wanted >= self._most else full
+        self.why = "as many as a batch has" if self._wanted >= self._most else full
 
     def _double(self, has_grown: bool, slowness: float) -> None:
         self._same = 0 if has_grown else self._same + 1

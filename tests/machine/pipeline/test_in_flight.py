@@ -136,7 +136,7 @@ def test_no_more_than_a_batch_and_it_says_so() -> None:
     pipes = Pipes([[0.0067]] * 3, 0.2, 1, most=10)
     pipes.run(30.0)
     assert pipes.open[0] == 10
-    assert pipes.flows[0].why == "a whole batch"
+    assert pipes.flows[0].why == "as many as a batch has"
 
 
 def test_a_batch_without_room_is_no_reason_to_wish_for_more() -> None:
