@@ -158,7 +158,7 @@ class DirectPipeline:
             self._give_up_holder(search, way, str(error))
             return
         times = self._peers.failed(way.first, name, started, error)
-        level = logging.INFO if times == 1 else logging.DEBUG  # the first failure tells it all
+        level = self._peers.level(name, times)
         log.log(level, "a microbatch's way failed at …%s, another one is tried: %s", name[-8:], error)
         search.avoid[way.first].add(name)
 

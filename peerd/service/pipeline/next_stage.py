@@ -208,7 +208,7 @@ class NextStage:
             log.debug("…%s of stage %d did not take a microbatch: %s", name[-8:], self.stage, error)
             return
         times = self.peers.failed(self.stage, name, started, error)
-        level = logging.INFO if times == 1 else logging.DEBUG  # the first failure tells it all
+        level = self.peers.level(name, times)
         log.log(level, "a microbatch could not be handed on to …%s of stage %d: %s", name[-8:], self.stage, error)
 
     def _onward(self, answer: Answer[Passed], started: float, by: str, way: Way, instead_of: str) -> Onward:

@@ -112,7 +112,7 @@ class StageClient:
                 log.debug("stage %d %s, another peer is asked: %s", call.stage, call.verb, error)
             except RemoteError as error:
                 times = self._peers.failed(call.stage, name, started, error)
-                level = logging.INFO if times == 1 else logging.DEBUG  # the first failure tells it all
+                level = self._peers.level(name, times)
                 log.log(level, "stage %d %s failed, another peer is asked: %s", call.stage, call.verb, error)
             failed.add(name)
             self.retries += 1

@@ -138,6 +138,10 @@ class StagePeers:
             self._lost.notify()
         return self._wirings[stage].failed(name, now, now - started)
 
+    def level(self, name: str, times: int) -> int:
+        """The level at which the log is told of a failure that `failed` counted: the first one tells it all."""
+        return logging.INFO if times == 1 and not self.is_cut_off(name) else logging.DEBUG  # that is told by itself
+
     def answered(self, stage: int, name: str, cost: float, started: float) -> None:
         """A call of so much `cost` that was `started` then has been answered."""
         now = trio.current_time()
@@ -188,7 +192,7 @@ class StagePeers:
         is_silent = self._ways.doubt(peer) > _OVERDUE_S
         times = self.failed(stage, name, started, Unreachable(reason, peer) if is_silent else TooSlow(reason, peer))
         self._times[stage].overtaken(name, took_s)
-        level = logging.INFO if times == 1 and not is_silent else logging.DEBUG  # the first failure tells it all
+        level = self.level(name, times)
         log.log(level, "…%s of stage %d is late by its own measure and rests: %s", name[-8:], stage, reason)
 
     def _hold_overtaken(self, name: str) -> None:

@@ -1,0 +1,36 @@
+"""What a trainer's log is told of stage peers that fail: one line each."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import trio
+from trio.testing import MockClock
+
+from peerd.core.errors import RemoteError, TooSlow, Unreachable
+from peerd.service.pipeline.stage_peers import StagePeers
+from peerd.sim.clock import SimClock
+from tests.kit.handing import STAGES, Ways, members, peer
+
+LOG = "peerd.service.pipeline"
+
+
+@pytest.mark.parametrize("error", [Unreachable("gone"), TooSlow("nothing came")])
+async def test_a_peer_that_fails_many_calls_at_once_is_told_of_in_one_line(
+    error: RemoteError, autojump_clock: MockClock, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, LOG)
+    peers = StagePeers(STAGES, SimClock(1, "t"), Ways())
+    peers.update(members("a0", "b0"))
+    log = logging.getLogger(LOG)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(peers.run)
+        await trio.testing.wait_all_tasks_blocked()
+        for _ in range(5):
+            times = peers.failed(0, peer("a0"), trio.current_time(), error)
+            log.log(peers.level(peer("a0"), times), "a call failed")
+        assert peers.is_cut_off(peer("a0")) == isinstance(error, Unreachable)
+        nursery.cancel_scope.cancel()
+    (told,) = [record.getMessage() for record in caplog.records]
+    assert told.endswith("is left out until it can be" if isinstance(error, Unreachable) else "a call failed")
