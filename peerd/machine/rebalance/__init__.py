@@ -1,0 +1,1 @@
+"""Rebalancing: which peers move to another stage while training goes on, and where a newcomer helps most."""

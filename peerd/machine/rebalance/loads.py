@@ -1,0 +1,71 @@
+"""Loads of a swarm's stage peers, and what the stages can do with them.
+
+`Staffing` is a scratch copy of who serves what: rules try transfers on it. A stage passes as many microbatches as its
+peers' rates add up to, and a pipeline as many as its weakest stage. A peer that moves takes its device along: its rate
+in another stage follows from the work that a microbatch is there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class PeerLoad:
+    """One stage peer over the last period."""
+
+    peer: str
+    stage: int
+    rate: float  # microbatches a second of its stage, when it is never idle
+    queue: float = 0.0  # microbatches that wait for it, the mean
+    stays: bool = False  # it may not move now
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """A peer's move from one stage to another."""
+
+    peer: str
+    source: int
+    target: int
+
+
+class Staffing:
+    """Who serves which stage; `work`: of a microbatch in each stage, relative to each other."""
+
+    def __init__(self, loads: Iterable[PeerLoad], work: Sequence[float]) -> None:
+        self.work = tuple(work)
+        self.capacity = [0.0] * len(self.work)  # microbatches a second
+        self.count = [0] * len(self.work)
+        self.peers: list[dict[str, float]] = [{} for _ in self.work]  # those that may move, with their devices' speeds
+        for load in sorted(loads, key=lambda one: one.peer):
+            self.capacity[load.stage] += load.rate
+            self.count[load.stage] += 1
+            if not load.stays:
+                self.peers[load.stage][load.peer] = load.rate * self.work[load.stage]
+
+    @property
+    def throughput(self) -> float:
+        """Microbatches a second of the whole pipeline."""
+        return min(self.capacity)
+
+    def weakest(self) -> int:
+        """The stage that holds up the others; of equal ones the first."""
+        return min(range(len(self.capacity)), key=lambda stage: (self.capacity[stage], stage))
+
+    def rate_in(self, speed: float, stage: int) -> float:
+        """The rate of a device of this speed in `stage`."""
+        return speed / self.work[stage]
+
+    def rate_of(self, one: Transfer) -> float:
+        """The rate that a peer has where it is now."""
+        return self.rate_in(self.peers[one.source][one.peer], one.source)
+
+    def move(self, one: Transfer) -> None:
+        """Apply a transfer; the peer does not move again."""
+        speed = self.peers[one.source].pop(one.peer)
+        self.capacity[one.source] -= self.rate_in(speed, one.source)
+        self.capacity[one.target] += self.rate_in(speed, one.target)
+        self.count[one.source] -= 1
+        self.count[one.target] += 1

@@ -1,0 +1,49 @@
+"""Algorithm 2 of SWARM (appendix D), for comparison: queues decide, one peer moves in each period.
+
+Every `period_s` the queues of each stage are summed; where the stage with the smallest sum is another than the one with
+the largest, the peer with the smallest queue of the former moves to the latter. Comparisons are strict, so that the
+first of equals counts, stages by number and peers by name. It is the rule as the paper has it, with one addition: the
+last peer of a stage stays. A newcomer joins the stage with the largest sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from peerd.machine.rebalance.loads import PeerLoad, Transfer
+
+
+class QueueRule:
+    """See the module's header."""
+
+    def __init__(self, stages: int, period_s: float) -> None:
+        self._stages, self._period_s = stages, period_s
+        self._due = period_s
+
+    def due(self, now: float) -> float:
+        """When `look` is due next."""
+        return self._due
+
+    def look(self, now: float, loads: Sequence[PeerLoad]) -> list[Transfer]:
+        """The move of this period, if it is over and there is one. `loads` lack peers that did not report in time."""
+        if now < self._due:
+            return []
+        self._due = now + self._period_s
+        sums = self._sums(loads)
+        source, target = sums.index(min(sums)), sums.index(max(sums))
+        here = sorted((one for one in loads if one.stage == source), key=lambda one: one.peer)
+        if source == target or len(here) < 2:
+            return []
+        mover = min(here, key=lambda one: one.queue)
+        return [] if mover.stays else [Transfer(mover.peer, source, target)]
+
+    def join(self, loads: Sequence[PeerLoad]) -> int:
+        """The stage for a newcomer."""
+        sums = self._sums(loads)
+        return sums.index(max(sums))
+
+    def _sums(self, loads: Sequence[PeerLoad]) -> list[float]:
+        sums = [0.0] * self._stages
+        for one in loads:
+            sums[one.stage] += one.queue
+        return sums

@@ -1,0 +1,99 @@
+"""Rule for moves between stages: as few as lift the weakest stage, as many at once as that takes.
+
+Peers would move to the weakest stage, one after the other, each the one after whose move the weaker of the two stages
+is strongest; of that sequence the beginning counts that wins most for its moves. It is carried out once the work that
+was lost without it outweighs the price of the moves: a small lack waits for a newcomer to fill it, a large one does
+not. So the rule never pays much more than twice what one that knew the future would (ski rental). Rates, not queues,
+decide: a queue is noise where stages are equal, and a rule that follows it moves peers for ever. Decides only. Hostile
+input: rates, which the caller believes no further than they were measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from peerd.machine.rebalance.loads import PeerLoad, Staffing, Transfer
+
+_SAME = 1e-9  # relative difference of rates that is none
+
+
+@dataclass(frozen=True, slots=True)
+class RebalanceConfig:
+    """`work`: of a microbatch in each stage, relative to each other; `price_s`: of a move, in seconds of its peer's
+    work; `least_gain`: share of the throughput that a plan must win.
+    """
+
+    work: tuple[float, ...]
+    price_s: float = 20.0
+    least_gain: float = 0.01
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    moves: tuple[Transfer, ...] = ()
+    gain: float = 0.0  # microbatches a second more
+    price: float = 0.0  # microbatches
+
+
+class Rebalancer:
+    """See the module's header; one conductor's. Ask `look` at every change, and when `due`."""
+
+    def __init__(self, config: RebalanceConfig) -> None:
+        self._config = config
+        self._plan = _Plan()
+        self._lost, self._at = 0.0, 0.0  # microbatches, since stages were even; when that was counted last
+
+    def due(self, now: float) -> float:
+        """When `look` is due if nothing changes before."""
+        if not self._plan.moves:
+            return float("inf")
+        return max(now, self._at + (self._plan.price - self._lost) / self._plan.gain)
+
+    def look(self, now: float, loads: Sequence[PeerLoad]) -> list[Transfer]:
+        """The moves to begin now."""
+        self._lost += self._plan.gain * (now - self._at)
+        self._at, self._plan = now, self._best(loads)
+        if not self._plan.moves:
+            self._lost = 0.0
+        if not self._plan.moves or self._lost < self._plan.price * (1.0 - _SAME):
+            return []
+        moves, self._plan, self._lost = list(self._plan.moves), _Plan(), 0.0
+        return moves
+
+    def join(self, loads: Sequence[PeerLoad]) -> int:
+        """The stage for a newcomer: the weakest."""
+        return Staffing(loads, self._config.work).weakest()
+
+    def _best(self, loads: Sequence[PeerLoad]) -> _Plan:
+        """The moves that win most for what they cost; none where nothing is worth it."""
+        staffing, best = Staffing(loads, self._config.work), _Plan()
+        before, moves, price = staffing.throughput, list[Transfer](), 0.0
+        while (one := _next(staffing)) is not None:
+            price += self._config.price_s * staffing.rate_of(one)
+            staffing.move(one)
+            moves.append(one)
+            gain = staffing.throughput - before
+            if gain > self._config.least_gain * before and gain * best.price >= best.gain * price:
+                best = _Plan(tuple(moves), gain, price)
+        return best
+
+
+def _next(staffing: Staffing) -> Transfer | None:
+    """The move to the weakest stage after which the weaker of the two is strongest; None: none leaves it stronger.
+
+    Of equal ones that from the strongest stage, which will miss it last.
+    """
+    target = staffing.weakest()
+    least = staffing.capacity[target]
+    best, strongest, found = least * (1.0 + _SAME), 0.0, None
+    for source, peers in enumerate(staffing.peers):
+        if source == target or staffing.count[source] < 2:
+            continue
+        for peer, speed in peers.items():
+            left = staffing.capacity[source] - staffing.rate_in(speed, source)
+            weaker = min(left, least + staffing.rate_in(speed, target))
+            is_same = found is not None and weaker >= best * (1.0 - _SAME)
+            if weaker > best * (1.0 + _SAME) or (is_same and left > strongest):
+                best, strongest, found = weaker, left, Transfer(peer, source, target)
+    return found
