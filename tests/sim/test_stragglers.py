@@ -6,25 +6,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-import msgspec
 import pytest
 import torch
 import trio
 
-from peerd.core.run.runfile import BatchSection, ModelSection, PipelineSection, RunFile
 from peerd.sim.clock import run_virtual
-from peerd.sim.programs import swarm
-from peerd.sim.simnet import SimLine
-from peerd.sim.world import World, WorldConfig
-from roles.stage import StageRole
-from roles.trainer import TrainerRole
 from tests.kit.amount import few
-from tests.kit.virtualroles import PacedDevice, Roles, virtual_run
+from tests.kit.two_stages import MICROBATCH_S, STAGES, two_stage_run, two_stages
+from tests.kit.virtualroles import PacedDevice, Roles
 
 T = TypeVar("T")
 
-MICROBATCH_S = 0.05
-STAGES = {"a0": 0, "b0": 0, "a1": 1, "b1": 1}
 STALL_S = 60.0
 WORK = {"forward", "backward"}
 
@@ -42,28 +34,9 @@ class StallingDevice(PacedDevice):
         return await super().run(job, name=name, cost_s=cost_s, urgent=urgent)
 
 
-@pytest.fixture
-def run(tmp_path: Path) -> RunFile:
-    return virtual_run(
-        tmp_path,
-        (40_000,) * 10,
-        model=ModelSection(d_model=8, heads=1, layers=2, context=8),
-        pipeline=PipelineSection(stages=2, microbatch=1),
-        batch=BatchSection(target_samples=16),
-    )
-
-
 async def longest_step_s(roles: Roles, stage: int) -> float:
     """The longest step while a peer of `stage` stalls that does not conduct."""
-    config = WorldConfig(line=lambda rng: SimLine(latency_s=0.01, up_mbit_s=100, down_mbit_s=100))
-    async with World(1, swarm(), config).running() as world:
-        boot = await world.start("boot")
-        world.bootstrap.append(boot.full_addr)
-        for name, number in STAGES.items():
-            limits = msgspec.structs.replace(roles.run.limits, stage=number)
-            own = msgspec.structs.replace(roles.run, limits=limits)
-            await world.start(name, program=roles.program(StageRole, run=own))
-        await world.start("trainer", program=roles.program(TrainerRole))
+    async with two_stages(roles) as world:
 
         def at(step: int) -> Callable[[], bool]:
             return lambda: max(roles.steps(), default=0) >= step
@@ -91,11 +64,10 @@ async def longest_step_s(roles: Roles, stage: int) -> float:
     few([(mode, stage) for mode in ("direct", "trainer") for stage in (0, 1)], ("direct", 1)),
 )
 def test_a_device_that_stands_still_costs_a_step_seconds_and_not_a_minute(
-    tmp_path: Path, run: RunFile, handover: str, stage: int
+    tmp_path: Path, handover: str, stage: int
 ) -> None:
     torch.set_num_threads(1)
-    run = msgspec.structs.replace(run, pipeline=msgspec.structs.replace(run.pipeline, handover=handover))
-    roles = Roles(run, tmp_path / "roles", StallingDevice)
+    roles = Roles(two_stage_run(tmp_path, handover), tmp_path / "roles", StallingDevice)
     longest_s = run_virtual(longest_step_s, roles, stage, seed=1)
     print(f"the longest step took {longest_s:.1f} s")
     assert longest_s < STALL_S / 3
