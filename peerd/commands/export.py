@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import json
 import shlex
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,6 +17,7 @@ import typer
 from peerd.core.errors import ConfigError
 
 if TYPE_CHECKING:
+    from peerd.compute.export.experts import SavedExpert
     from peerd.compute.export.export import Exported
 
 
@@ -48,6 +51,7 @@ def export(
         run_name=run,
         settings=load_run(model).run if model is not None else None,
         step=step,
+        experts=saved_experts,
     )
     made = work.export(wish)
     if as_json:
@@ -63,6 +67,20 @@ def _root(run_dir: Path | None, backbone: Path | None) -> Path:
     from peerd.home import data_root
 
     return run_dir if run_dir is not None else data_root()
+
+
+def saved_experts(root: Path, fingerprint: str) -> Iterator[SavedExpert]:
+    """All checkpoints of a run's experts below `root`, whoever keeps them: their hosts, other hosts, a backbone."""
+    from peerd.compute.export.experts import SavedExpert
+    from peerd.compute.export.gather import folders_below
+    from peerd.service.experts.vault_disk import SUFFIX, VaultDisk
+
+    for folder, _, files in folders_below(root):
+        if any(name.endswith(SUFFIX) for name in files):
+            disk = VaultDisk(folder)
+            for pointer in disk.listed():
+                if pointer.run.hex() == fingerprint:
+                    yield SavedExpert(pointer.expert.uid, pointer.rank, folder, partial(disk.read, pointer))
 
 
 def _plain(made: Exported, out: Path) -> dict[str, object]:

@@ -7,7 +7,7 @@ must be the digest of the newest one on the disk of the host that was killed.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -73,7 +73,7 @@ def _host(child: Child) -> HostRow:
 def newest_own(child: Child) -> dict[str, str]:
     """The digest of the newest checkpoint of each expert that a host had made, as they lie on its disk."""
     peer = str((child.snapshot.get("peer") or {}).get("id"))
-    own = [pointer for pointer in VaultDisk(child.data_dir / "expert" / "vault").open() if pointer.peer.text == peer]
+    own = [pointer for pointer in VaultDisk(child.data_dir / "expert" / "vault").listed() if pointer.peer.text == peer]
     newest = {str(pointer.expert.uid): pointer for pointer in sorted(own, key=lambda pointer: pointer.rank)}
     return {uid: pointer.digest.hex() for uid, pointer in newest.items()}
 
@@ -98,9 +98,10 @@ class ExpertReport:
     taken_over: dict[str, str]  # expert -> host
     data_dir: str
     processes_left: int
+    commands: list[str]  # to type next, as they are
 
     @classmethod
-    def of(cls, scene: ExpertScene, children: Children, kill_step: int | None) -> ExpertReport:
+    def of(cls, scene: ExpertScene, children: Children, kill_step: int | None, commands: Sequence[str]) -> ExpertReport:
         """The figures at the end."""
         at_kill, after = report.losses_around(scene, kill_step)
         saved = {uid: digest for name in scene.killed for uid, digest in newest_own(children.by_name[name]).items()}
@@ -123,6 +124,7 @@ class ExpertReport:
             taken_over={uid: str(event["host"]) for uid, event in sorted(back.items())},
             data_dir=str(children.folder),
             processes_left=sum(child.running for child in children.by_name.values()),
+            commands=list(commands),
         )
 
     def as_json(self) -> str:
@@ -139,5 +141,7 @@ class ExpertReport:
             "weights of their last checkpoint",
             f"updates           {self.updates_lost} lost, made after those checkpoints",
             f"everything is in  {self.data_dir}",
+            "to take the model with you, let it write, and measure it:",
+            *(f"  {line}" for line in self.commands),
         ]
         return "\n".join(lines)

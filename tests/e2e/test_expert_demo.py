@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shlex
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -34,3 +36,15 @@ def test_the_experts_of_a_killed_host_come_back_with_the_weights_of_their_checkp
     assert set(found["taken_over"].values()) <= {"host-1", "host-2", "host-3", "host-4"}
     assert found["processes_left"] == 0
     assert processes_of(tmp_path) == []
+    told = [typed(command) for command in found["commands"]]
+    assert "no checkpoint of" not in told[0]  # all experts are in the model
+    assert (tmp_path / "d" / "model" / "model_experts.py").exists()
+    assert len(told[1]) > 100
+    assert "perplexity" in told[2]
+
+
+def typed(command: str) -> str:
+    """Output of a command line, which has to succeed."""
+    ended = subprocess.run(shlex.split(command), capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
 import torch
 from torch import Tensor
 
-from peerd.compute.export import standalone
+from peerd.compute.export.experts import ExportedExperts, SavedExpert, gather_experts
 from peerd.compute.export.folder import (
     CODE,
+    EXPERTS_CODE,
     FORMAT,
     TOKENIZER,
     ExportConfig,
+    gpt_of,
     need_fitting,
     refuse_other_content,
     shapes_of,
@@ -38,6 +41,7 @@ class ExportWish:
     run_name: str | None = None  # of several runs there
     settings: RunFile | None = None  # the run file, where the checkpoints have no record of it
     step: int | None = None  # none: the newest
+    experts: Callable[[Path, str], Iterable[SavedExpert]] | None = None  # those below a folder, of a run's fingerprint
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,15 +60,17 @@ def export(wish: ExportWish) -> Exported:
     found = choose_run(runs, wish.root, wish.run_name, wish.settings)
     choice = choose_set(found, wish.root, wish.step)
     run = choice.run
-    if run.experts is not None:
-        raise ConfigError(f"run {run.run!r} has experts, and they live on other peers: its trunk alone is no model")
     tensors, sources, damaged = load_set(choice)
-    plain = plainly_named(run, tensors)
+    plain, experts = plainly_named(run, tensors), None
+    if run.experts is not None:
+        saved = wish.experts(wish.root, found.fingerprint) if wish.experts is not None else ()
+        gathered = gather_experts(run, saved, wish.root)
+        plain, experts, notes = plain | gathered.tensors, gathered.described, [*notes, *gathered.notes]
     loss = known_loss(wish.root, run.run, choice.place.step, alone=len(runs) == 1)
-    config = _config(choice, plain, loss)
+    config = _config(choice, plain, loss, experts)
     if run.model.kind == "gpt":
         with torch.device("meta"):
-            wanted = shapes_of(standalone.GPT({"separator": config.separator, **architecture(run)}))
+            wanted = shapes_of(gpt_of(msgspec.to_builtins(config)))
         need_fitting({name: tuple(tensor.shape) for name, tensor in plain.items()}, wanted, str(sources[0].parent))
     wrong = [name for name, tensor in sorted(plain.items()) if not all_finite(tensor)]
     if wrong:
@@ -74,7 +80,9 @@ def export(wish: ExportWish) -> Exported:
     return Exported(config, sources, [*choice.notes, *notes, *damaged])
 
 
-def _config(choice: Choice, tensors: Mapping[str, Tensor], loss: KnownLoss | None) -> ExportConfig:
+def _config(
+    choice: Choice, tensors: Mapping[str, Tensor], loss: KnownLoss | None, experts: ExportedExperts | None
+) -> ExportConfig:
     model = choice.run.model
     return ExportConfig(
         format=FORMAT,
@@ -84,6 +92,7 @@ def _config(choice: Choice, tensors: Mapping[str, Tensor], loss: KnownLoss | Non
         valid_step=loss.step if loss is not None else None,
         tokenizer="bytes" if model.vocab == "bytes" else TOKENIZER,
         parameters=sum(tensor.numel() for tensor in tensors.values()),
+        experts=experts,
         **architecture(choice.run),
     )
 
@@ -116,9 +125,10 @@ def readme_of(config: ExportConfig, out: Path) -> str:
 
         With peerd, beside that code and the run file: `peerd generate --from {out.name} --model run.yaml "a prompt"`.
         """
+    mixture = f" and `{EXPERTS_CODE}`" if config.experts is not None else ""
     gpt = f"""\
         * `model.safetensors`: the weights; `config.json`: their shape
-        * `{CODE}`: the model in plain PyTorch; needs torch and safetensors, and not peerd
+        * `{CODE}`{mixture}: the model in plain PyTorch; needs torch and safetensors, and not peerd
 
         ```
         python {CODE} "a prompt"

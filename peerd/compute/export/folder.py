@@ -1,5 +1,6 @@
-"""The folder of an exported model: `model.safetensors`, `config.json`, `README.md`, for a gpt `model.py`, and the
-tokenizer where there is one. Written aside and renamed into place, so it is there whole or not at all.
+"""The folder of an exported model: `model.safetensors`, `config.json`, `README.md`, for a gpt `model.py`, for one with
+experts `model_experts.py`, and the tokenizer where there is one. Written aside and renamed into place, so it is there
+whole or not at all.
 
 Reading takes nothing on trust: `config.json` is bounded and checked, names, shapes and dtypes are compared with the
 file's header before a tensor is loaded, nothing is unpickled, and neither `model.py` nor any other code in the folder
@@ -21,7 +22,8 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from peerd.compute.export import standalone
+from peerd.compute.export import standalone, standalone_experts
+from peerd.compute.export.experts import ExportedExperts, fault_of
 from peerd.compute.model.partition import DTYPES
 from peerd.compute.tensors import all_finite, dtype_name
 from peerd.core.decoders import from_json
@@ -31,10 +33,11 @@ FORMAT: Final = "peerd-export-1"
 CONFIG: Final = "config.json"
 WEIGHTS: Final = "model.safetensors"
 CODE: Final = "model.py"
+EXPERTS_CODE: Final = "model_experts.py"  # as model.py imports it
 TOKENIZER: Final = "tokenizer.json"
 README: Final = "README.md"
-_OURS: Final = frozenset({CONFIG, WEIGHTS, CODE, TOKENIZER, README, "__pycache__"})
-_CONFIG_BYTES: Final = 1 << 20
+_OURS: Final = frozenset({CONFIG, WEIGHTS, CODE, EXPERTS_CODE, TOKENIZER, README, "__pycache__"})
+_CONFIG_BYTES: Final = 1 << 22  # names of missing experts included
 _LAYERS: Final = 10_000  # as many as a run file may have
 
 
@@ -57,6 +60,7 @@ class ExportConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     heads: int = 0
     d_feed: int = 0
     repeats: list[int] = []  # how often each block is applied
+    experts: ExportedExperts | None = None  # of a gpt with experts
     settings: dict[str, Any] = {}  # of a model of one's own: what its function gets
 
 
@@ -107,6 +111,8 @@ def _fill(
     safetensors.torch.save_file(ordered, folder / WEIGHTS, {"format": "pt"})
     if config.kind == "gpt":
         shutil.copyfile(standalone.__file__, folder / CODE)
+    if config.experts is not None:
+        shutil.copyfile(standalone_experts.__file__, folder / EXPERTS_CODE)
     if tokenizer is not None:
         shutil.copyfile(tokenizer, folder / TOKENIZER)
     (folder / README).write_text(readme, "utf-8")
@@ -177,7 +183,10 @@ def _fault(c: ExportConfig) -> str | None:
             (1 <= c.d_feed <= 1 << 20, f"d_feed is {c.d_feed}; allowed: 1 to {1 << 20}"),
             (bool(layers), f"repeats are not 1 to {_LAYERS} layers"),
         ]
-    return next((message for ok, message in rules if not ok), None)
+    wrong = next((message for ok, message in rules if not ok), None)
+    if wrong is None and c.experts is not None:
+        return fault_of(c.experts, len(c.repeats)) if c.kind == "gpt" else f"a {c.kind[:100]} has no experts here"
+    return wrong
 
 
 def shapes_of(model: torch.nn.Module) -> dict[str, tuple[int, ...]]:
@@ -226,10 +235,15 @@ def load_weights(
     return tensors
 
 
+def gpt_of(config: dict[str, Any]) -> standalone.GPT:
+    """The model that a `config.json` describes, by peerd's own copies of the files beside it."""
+    return standalone.GPT(config, standalone_experts.ExpertsLayer)
+
+
 def load_gpt(folder: Path, config: ExportConfig) -> standalone.GPT:
     """The model of an export whose kind is gpt."""
     with torch.device("meta"):
-        model = standalone.GPT(msgspec.to_builtins(config))
+        model = gpt_of(msgspec.to_builtins(config))
     tensors = load_weights(folder, shapes_of(model), config.dtype)
     model.load_state_dict(tensors, assign=True)
     return model.eval().requires_grad_(False)

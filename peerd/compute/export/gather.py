@@ -79,13 +79,20 @@ def find_runs(root: Path) -> tuple[list[SavedRun], list[str]]:
 
 
 def _stage_folders(root: Path) -> Iterator[Path]:
-    top = len(root.parts)
     if _STAGE.fullmatch(root.name):
         yield root
-    for folder, folders, _ in os.walk(root):
-        folders.sort()
+    for folder, folders, _ in folders_below(root):
         yield from (Path(folder, name) for name in folders if _STAGE.fullmatch(name))
-        if len(Path(folder).parts) - top >= DEPTH - 1:
+
+
+def folders_below(root: Path) -> Iterator[tuple[Path, list[str], list[str]]]:
+    """`root` and what is below it, as deep as peers write, without links: each folder, its folders, its files."""
+    top = len(root.parts)
+    for name, folders, files in os.walk(root):
+        folders.sort()
+        folder = Path(name)
+        yield folder, folders, files
+        if len(folder.parts) - top >= DEPTH - 1:
             folders.clear()
 
 

@@ -28,6 +28,7 @@ _PARTS: Final = {
     "attention.qkv.weight": "attn.qkv.weight",
     "attention.out.weight": "attn.out.weight",
     "feed_norm.gain": "mlp_norm.weight",
+    "gate.weight": "mlp.gate.weight",  # of a block with experts
     "feed.up.weight": "mlp.up.weight",
     "feed.down.weight": "mlp.down.weight",
 }

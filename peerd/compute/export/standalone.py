@@ -1,11 +1,13 @@
 """A trained language model in plain PyTorch, beside its weights: `python model.py "a prompt"` continues a text.
 
 Needs torch and safetensors (and tokenizers, if there is a tokenizer.json). A decoder-only transformer without biases:
-rotary positions, RMS norms, GeGLU. Shapes: B texts, T tokens of each, H heads, W features of a head.
+rotary positions, RMS norms, GeGLU, or experts in its place (model_experts.py). Shapes: B texts, T tokens of each, H
+heads, W features of a head.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
 import sys
 from collections.abc import Callable, Iterator
@@ -54,13 +56,24 @@ class GatedFeedForward(nn.Module):
         return y
 
 
+def feed_forward(config: dict[str, Any], block: int, mixture: Callable[..., nn.Module] | None) -> nn.Module:
+    """The part of a block that looks at each token by itself; `mixture`: of experts, else by the file beside this."""
+    experts = config.get("experts")
+    if not experts or block < experts["first"]:
+        return GatedFeedForward(config["d_model"], config["d_feed"])
+    made: nn.Module = (mixture or importlib.import_module("model_experts").ExpertsLayer)(
+        config["d_model"], block - experts["first"], experts
+    )
+    return made
+
+
 class TransformerBlock(nn.Module):
-    def __init__(self, config: dict[str, Any]) -> None:
+    def __init__(self, config: dict[str, Any], mlp: nn.Module) -> None:
         super().__init__()
         self.attn_norm = nn.RMSNorm(config["d_model"], eps=1e-6)
         self.attn = CausalAttention(config["d_model"], config["heads"])
         self.mlp_norm = nn.RMSNorm(config["d_model"], eps=1e-6)
-        self.mlp = GatedFeedForward(config["d_model"], config["d_feed"])
+        self.mlp = mlp
 
     def forward(self, x: Tensor, turns: Tensor, past: Past | None) -> tuple[Tensor, Past]:
         y, past = self.attn(self.attn_norm(x), turns, past)
@@ -71,12 +84,13 @@ class TransformerBlock(nn.Module):
 class GPT(nn.Module):
     """Tokens [B, T] to logits [B, T, vocabulary]. Block n is applied `repeats[n]` times, with the same weights."""
 
-    def __init__(self, config: dict[str, Any]) -> None:
+    def __init__(self, config: dict[str, Any], mixture: Callable[..., nn.Module] | None = None) -> None:
         super().__init__()
         self.context, self.separator, self.repeats = config["context"], config["separator"], config["repeats"]
         self.width = config["d_model"] // config["heads"]
         self.embed = nn.Embedding(config["vocab_size"], config["d_model"])
-        self.blocks = nn.ModuleList(TransformerBlock(config) for _ in self.repeats)
+        feeds = (feed_forward(config, block, mixture) for block in range(len(self.repeats)))
+        self.blocks = nn.ModuleList(TransformerBlock(config, feed) for feed in feeds)
         self.norm = nn.RMSNorm(config["d_model"], eps=1e-6)
         self.head = nn.Linear(config["d_model"], config["vocab_size"], bias=False)
 

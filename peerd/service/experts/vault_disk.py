@@ -25,7 +25,7 @@ from peerd.core.messages.state import piece_digest
 _MAGIC: Final = b"peerd expert 1\n\0"
 _HEAD: Final = struct.Struct(f"<{len(_MAGIC)}sI")  # magic, length of the pointer
 _POINTER_BYTES: Final = 1024  # some 250 in fact
-_SUFFIX: Final = ".expert"
+SUFFIX: Final = ".expert"  # of a checkpoint's file
 
 Bytes = bytes | bytearray | memoryview
 
@@ -102,21 +102,26 @@ class VaultDisk:
         Looks at heads and sizes alone: bytes are checked when they are read.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
-        found = []
-        for path in sorted(self.folder.iterdir()):
-            if path.name.endswith(_SUFFIX + ".new"):
+        found = self.listed()
+        kept = {self._path(pointer) for pointer in found}
+        for path in self.folder.iterdir():
+            if path.name.endswith((SUFFIX, SUFFIX + ".new")) and path not in kept:
                 path.unlink(missing_ok=True)
-            elif path.name.endswith(_SUFFIX):
-                try:
-                    pointer, begin = _head(path)
-                    whole = path.stat().st_size == begin + pointer.size_bytes and path == self._path(pointer)
-                except ValueError:
-                    whole = False
-                if whole:
-                    found.append(pointer)
-                else:
-                    path.unlink(missing_ok=True)
         return found
+
+    def listed(self) -> list[Pointer]:
+        """The checkpoints that look whole; changes nothing, so that the folder may be another process's."""
+        paths = sorted(self.folder.glob(f"*{SUFFIX}"))  # none where there is no such folder
+        return [pointer for path in paths if (pointer := self._whole(path)) is not None]
+
+    def _whole(self, path: Path) -> Pointer | None:
+        """The pointer of a file that has the size and the name that go with it."""
+        try:
+            pointer, begin = _head(path)
+            whole = path.stat().st_size == begin + pointer.size_bytes and path == self._path(pointer)
+        except (ValueError, FileNotFoundError):  # not found: its process has just removed it
+            return None
+        return pointer if whole else None
 
     def free_bytes(self) -> int:
         """Free room of the file system."""
@@ -181,7 +186,7 @@ class VaultDisk:
 
     def _path(self, pointer: Pointer) -> Path:
         names = pointer.digest.hex()[:16], hashlib.sha256(pointer.signature).hexdigest()[:16]
-        return self.folder / f"{pointer.expert.uid}.{'.'.join(names)}{_SUFFIX}"
+        return self.folder / f"{pointer.expert.uid}.{'.'.join(names)}{SUFFIX}"
 
 
 def _head(path: Path) -> tuple[Pointer, int]:

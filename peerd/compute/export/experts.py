@@ -1,0 +1,158 @@
+"""Experts of an exported model: the newest whole checkpoint of each, and what `config.json` says of them.
+
+Whoever finds the checkpoints hands them in as `SavedExpert`; a damaged one gives way to an older one of the same
+expert, and an expert without any is left out: the mixture goes on without it, as in training. Only blocks that look at
+each token by itself can be exported: one that looks at a whole text could not write it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Literal
+
+import msgspec
+import safetensors
+import safetensors.torch
+import torch
+from torch import Tensor
+
+from peerd.compute.experts.blocks import block_outline
+from peerd.compute.model.partition import DTYPES
+from peerd.core.errors import ConfigError
+from peerd.core.experts.grid import Grid, Uid, grid_of, parse_uid
+from peerd.core.model.model_shapes import first_with_experts
+from peerd.core.run.runfile import ExpertsSection, RunFile
+
+PLACES: Final = 1 << 17  # experts of one exported model
+_PARAMETER: Final = "param/"
+_NAMED: Final = 5  # experts in a message
+
+
+class ExportedExperts(msgspec.Struct, frozen=True, kw_only=True):
+    """The experts of an exported model, as in its `config.json`."""
+
+    first: int  # the first block that has experts; all after it have, too
+    block: Literal["ffn", "ffn1"]
+    hidden: int
+    grid: list[int]
+    top_k: int
+    missing: list[str] = []  # experts of which there was no checkpoint, as layer.coordinates
+
+
+@dataclass(frozen=True, slots=True)
+class SavedExpert:
+    """A checkpoint of an expert, not read yet. Of two the higher `rank` is the newer."""
+
+    uid: Uid
+    rank: tuple[int, int, bytes]
+    path: Path
+    read: Callable[[], bytes | bytearray]  # the snapshot's bytes, checked; ValueError or OSError
+
+
+@dataclass(frozen=True, slots=True)
+class GatheredExperts:
+    """Tensors by plain name, and notes for users."""
+
+    described: ExportedExperts
+    tensors: dict[str, Tensor]
+    notes: list[str]
+
+
+def gather_experts(run: RunFile, saved: Iterable[SavedExpert], root: Path) -> GatheredExperts:
+    """The newest of each expert of the run; ConfigError when a layer has none, or the block cannot be exported."""
+    section, grid, first = run.experts or ExpertsSection(), grid_of(run), first_with_experts(run)
+    if section.block not in ("ffn", "ffn1"):
+        raise ConfigError(f"experts.block of run {run.run!r} is {section.block}; allowed for an export: ffn or ffn1")
+    if grid.layers * grid.places > PLACES:
+        raise ConfigError(f"run {run.run!r} has {grid.layers * grid.places:,} experts; an export has up to {PLACES:,}")
+    by_uid: dict[Uid, list[SavedExpert]] = {}
+    for one in saved:
+        if grid.is_expert(one.uid):
+            by_uid.setdefault(one.uid, []).append(one)
+    wanted = {name: tuple(p.shape) for name, p in block_outline(run).named_parameters()}
+    tensors: dict[str, Tensor] = {}
+    missing: list[Uid] = []
+    notes: list[str] = []
+    for uid in map(grid.uid, range(grid.layers * grid.places)):
+        state = _newest(by_uid.get(uid, ()), wanted, notes)
+        if state is None:
+            missing.append(uid)
+            continue
+        where = f"blocks.{first + uid.layer}.mlp.experts.{'-'.join(map(str, uid.at))}"
+        tensors |= {f"{where}.{name}": value.to(DTYPES[run.model.dtype]) for name, value in state.items()}
+    _need_some(run, missing, root)
+    if missing:
+        notes.append(f"no checkpoint of {len(missing)} of {grid.layers * grid.places} experts: {_listed(missing)}")
+    described = ExportedExperts(
+        first=first,
+        block=section.block,  # type: ignore[arg-type]  # looked at above
+        hidden=section.hidden or 4 * run.model.d_model,
+        grid=list(grid.sides),
+        top_k=section.top_k,
+        missing=[str(uid) for uid in missing],
+    )
+    return GatheredExperts(described, tensors, notes)
+
+
+def _newest(
+    saved: Iterable[SavedExpert], wanted: dict[str, tuple[int, ...]], notes: list[str]
+) -> dict[str, Tensor] | None:
+    """The parameters of the newest that is whole; None: there is none."""
+    for one in sorted(saved, key=lambda one: one.rank, reverse=True):
+        try:
+            return _parameters(one, wanted)
+        except (OSError, ValueError) as error:
+            notes.append(f"left out: {error}")
+    return None
+
+
+def _parameters(one: SavedExpert, wanted: dict[str, tuple[int, ...]]) -> dict[str, Tensor]:
+    try:
+        state = safetensors.torch.load(bytes(one.read()))  # it takes no bytearray; one expert at a time
+    except (safetensors.SafetensorError, KeyError) as error:
+        raise ValueError(f"{one.path} is damaged: {error}") from None
+    found = {name.removeprefix(_PARAMETER): tensor for name, tensor in state.items() if name.startswith(_PARAMETER)}
+    if {name: tuple(tensor.shape) for name, tensor in found.items()} != wanted:
+        raise ValueError(f"{one.path} is of another block than the run's")
+    if any(tensor.dtype != torch.float32 for tensor in found.values()):
+        raise ValueError(f"{one.path} holds parameters that are not float32")
+    return found
+
+
+def _need_some(run: RunFile, missing: list[Uid], root: Path) -> None:
+    grid = grid_of(run)
+    for layer in range(grid.layers):
+        if sum(uid.layer == layer for uid in missing) == grid.places:
+            raise ConfigError(
+                f"{root} holds no checkpoint of an expert of layer {layer} of run {run.run!r}; give a folder that also "
+                "holds the data directories of its expert hosts, or of a backbone that keeps their checkpoints"
+            )
+
+
+def _listed(uids: list[Uid]) -> str:
+    shown = ", ".join(map(str, uids[:_NAMED]))
+    return f"{shown}, ..." if len(uids) > _NAMED else shown
+
+
+def fault_of(experts: ExportedExperts, blocks: int) -> str | None:
+    """The first senseless value that `config.json` has of its experts, in words; `blocks`: of the model."""
+    places = math.prod(experts.grid)
+    if not (1 <= len(experts.grid) <= 3 and min(experts.grid) >= 1 and places <= PLACES):
+        return f"experts.grid is not 1 to 3 sides of {PLACES} places at most"
+    if not (0 <= experts.first < blocks and (blocks - experts.first) * places <= PLACES):
+        return f"experts.first is {experts.first}; the model has {blocks} blocks, and up to {PLACES} experts"
+    if not (1 <= experts.hidden <= 1 << 20 and experts.top_k >= 1):
+        return "experts.hidden or experts.top_k is not a number of units or of experts"
+    there = [places] * (blocks - experts.first)
+    for name in set(experts.missing):
+        try:
+            uid = parse_uid(name)
+        except ValueError as error:
+            return f"experts.missing: {error}"
+        if not Grid(len(there), tuple(experts.grid)).is_expert(uid):
+            return f"experts.missing: {name[:40]} is not in the grid"
+        there[uid.layer] -= 1
+    return None if min(there) >= 1 else f"experts.missing: layer {there.index(0)} has no expert"
