@@ -84,7 +84,9 @@ def test_calls_go_on_when_a_router_has_forgotten_all_its_mappings(swarm: Swarm) 
     router.forget()
     assert calm(swarm, 90) is not None
     assert kept_deadlines(swarm)
-    assert swarm.way_within("home", "flat", "punched", 60)
+    # Each side dials while the other may: whose packet finds the way through decides what the link is called.
+    there = [swarm.members[name] for name in ("home", "flat")]
+    assert swarm.way_within("home", "flat", ("punched", "direct"), 60), [member.where() for member in there]
 
 
 def test_calls_go_on_after_a_line_was_down_for_20_seconds(swarm: Swarm) -> None:

@@ -33,7 +33,8 @@ from peerd.core.limits import (
 )
 from peerd.machine.rate.quota import Quota
 
-FIRST_PAUSE_S: Final = 30.0  # after a meeting that failed
+FIRST_PAUSE_S: Final = 30.0  # after a meeting in which nothing came through
+UNANSWERED_PAUSE_S: Final = 8.0  # after one that did not take place: the link over the relay may just have died
 LONGEST_PAUSE_S: Final = 3600.0
 _GROWTH: Final = 4.0
 # Dialing one address again: at once when a router refuses, as the other side's packet may pass by then; a request
@@ -152,6 +153,7 @@ class Pair:
     """A peer with which punching has failed."""
 
     failures: int
+    unanswered: int  # of these
     due_s: float  # when to try again
     reason: str
     theirs: frozenset[Hashable]  # what it said of itself then
@@ -186,13 +188,17 @@ class PunchMemory:
             return True, f"{pair.failures} meetings failed, the last one long ago"
         return False, f"{pair.reason}; again in {pair.due_s - now:.0f} s"
 
-    def failed(self, peer: PeerId, theirs: Iterable[Hashable], reason: str, now: float) -> None:
-        """A whole meeting came to nothing."""
+    def failed(
+        self, peer: PeerId, theirs: Iterable[Hashable], reason: str, now: float, *, answered: bool = True
+    ) -> None:
+        """A whole meeting came to nothing; `answered`: the peer took part, so that it is the routers that forbid it."""
         before = self.pairs.get(peer)
-        failures = 1 if before is None else before.failures + 1
-        pause_s = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * _GROWTH ** min(failures - 1, 10))
+        failures, unanswered = (1, 0) if before is None else (before.failures + 1, before.unanswered)
+        unanswered += not answered
+        first_s, times = (FIRST_PAUSE_S, failures - unanswered) if answered else (UNANSWERED_PAUSE_S, unanswered)
+        pause_s = min(LONGEST_PAUSE_S, first_s * _GROWTH ** min(times - 1, 10))
         due_s = now + pause_s * self._rng.uniform(0.75, 1.25)
-        self.pairs[peer] = Pair(failures, due_s, reason, frozenset(theirs))
+        self.pairs[peer] = Pair(failures, unanswered, due_s, reason, frozenset(theirs))
 
     def succeeded(self, peer: PeerId) -> None:
         self.pairs.pop(peer, None)

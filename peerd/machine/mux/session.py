@@ -84,7 +84,7 @@ class Yamux:
         self.pings = Pings()
         self._ping_due = now
         self._heard_at = now
-        self._doubted_until = float("inf")
+        self.doubted_until = float("inf")
         self._linger_at = float("inf")
 
     # --- what the driver asks for --------------------------------------------------------------------------
@@ -175,12 +175,12 @@ class Yamux:
 
     def wake_at(self) -> float:
         """Time at which `wake` is next needed."""
-        return min(self._ping_due, self._heard_at + self.config.dead_after_s, self._doubted_until, self._linger_at)
+        return min(self._ping_due, self._heard_at + self.config.dead_after_s, self.doubted_until, self._linger_at)
 
     def wake(self, now: float) -> list[Event]:
         """Pings, the verdict on a silent peer, and resets of streams that the peer does not close."""
         # Summed as in `wake_at`: a rounding apart spins for ever.
-        if now >= min(self._heard_at + self.config.dead_after_s, self._doubted_until):
+        if now >= min(self._heard_at + self.config.dead_after_s, self.doubted_until):
             return [Dead(now - self._heard_at)]
         if now >= self._ping_due:
             self._ping_due = now + self.config.keepalive_s
@@ -198,7 +198,7 @@ class Yamux:
         if silent_s >= _ASKED_AFTER_S:
             self._ping(now)
             patience_s = max(self.config.doubt_s, _DOUBT_RTTS * (self.rtt_s or 0.0))
-            self._doubted_until = min(self._doubted_until, now + patience_s)
+            self.doubted_until = min(self.doubted_until, now + patience_s)
         return silent_s
 
     def _ping(self, now: float) -> None:
@@ -258,7 +258,7 @@ class Yamux:
         events = [] if events is None else events
         self.pinned = False
         self._heard_at = now
-        self._doubted_until = float("inf")
+        self.doubted_until = float("inf")
         lane = lane or self._lane
         view = memoryview(data)
         at, end = 0, len(view)

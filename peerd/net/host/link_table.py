@@ -179,11 +179,13 @@ class Links:
                         nursery.start_soon(link.close, "a better connection took over")
 
     def _due(self, link: Link) -> float:
-        """Time at which to look at a link again, or, if it has no streams, to close it."""
+        """Time at which to look at a link again, or to close it, if it has no streams and the better one lives."""
         if link.superseded_at is None or not link.usable:
             return math.inf
         wait_s = self._bounds.drain_s * (1 if self._own.raw < link.peer.raw else 3)
-        return (trio.current_time() if link.streams else max(link.idle_since, link.superseded_at)) + wait_s
+        best = self.best(link.peer)
+        needed = link.streams or (best is not None and best.mux.doubted_until < math.inf)
+        return (trio.current_time() if needed else max(link.idle_since, link.superseded_at)) + wait_s
 
     def direct(self, peer: PeerId) -> Link | None:
         """As `best`, but None when that leads over a relay, as it does only where no other link stands."""
@@ -273,6 +275,9 @@ class Links:
         self._all[link] = None
         self.blocks |= blocks_of([link.remote])
         self._choose(link.peer)
+        if not link.initiator:
+            for other in mine[:-1]:
+                other.doubt()  # who dials again has perhaps lost what stood before, as when a router forgets it
         if len(mine) == 1:
             self._tell(PeerUp(link.peer))
         elif len(staying := [other for other in mine if other not in self._cut]) > self._bounds.per_peer:

@@ -102,6 +102,7 @@ class Link:
         self.local = secured.raw.local if isinstance(secured.raw, LocatedLink) else None  # this end, where it is known
         self.opened_at = self.idle_since = trio.current_time()
         self.bytes_in = self.bytes_out = 0
+        self.paced = False  # what leaves is held back on purpose
         self.superseded_at: float | None = None  # since then new streams take a better link to this peer
         self.reason: str | None = None  # why it ended, or is about to
         self.mux = Yamux(
@@ -229,6 +230,7 @@ class Link:
 
     def pace(self, bytes_per_s: float) -> None:
         """Let bytes leave evenly, at this rate at most; inf: no more. Rails find their own."""
+        self.paced = bytes_per_s < float("inf") and not self.rails
         if self._lending is not None and not self.rails:
             self._lending.pace(bytes_per_s)
 

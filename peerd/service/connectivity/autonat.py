@@ -65,6 +65,7 @@ class Reach:
         self._shut_at = math.inf
         self.since = self._began = clock.now()  # since when the verdict is what it is
         self._first_s: float | None = None
+        self._told_of: tuple[Kind, tuple[Multiaddr, ...]] | None = None  # the verdict that the log told last
 
     @property
     def finding(self) -> Finding:
@@ -171,7 +172,7 @@ class Reach:
             self.since = self._clock.now()
             if self._first_s is None and finding.kind != Kind.UNKNOWN:
                 self._first_s = self.since - self._began
-            _log.info("reachability: %s: %s", finding.kind, finding.why)
+            self._tell(finding)
         self._host.whereabouts.candidates = list(finding.candidates)
         self._host.whereabouts.announce(PROVEN, finding.proven)
         self._host.whereabouts.withhold(finding.dead)
@@ -183,6 +184,16 @@ class Reach:
                 self._host.unhandle(AUTONAT)
         for hear in self._heard:
             hear(finding)
+
+    def _tell(self, finding: Finding) -> None:
+        """A line of the log. That nobody is left who knows, or but one witness, is no news to people, nor is the same
+        verdict after that.
+        """
+        verdict = (finding.kind, finding.proven)
+        vague = finding.kind == Kind.UNKNOWN or finding.guessed
+        news = self._told_of is None or not (vague or verdict == self._told_of)
+        _log.log(logging.INFO if news else logging.DEBUG, "reachability: %s: %s", finding.kind, finding.why)
+        self._told_of = verdict if news else self._told_of
 
     # --- asking ------------------------------------------------------------------------------------------------
 

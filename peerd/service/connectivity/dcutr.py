@@ -110,7 +110,7 @@ class Punching:
             del self._meeting[peer]
 
     async def _meet(self, link: Link, info: PeerInfo | None, said: frozenset[Hashable]) -> None:
-        peer, reason = link.peer, ""
+        peer, reason, answered = link.peer, "", True
         async with self._room:
             with self._expected(peer):
                 try:
@@ -118,15 +118,15 @@ class Punching:
                     if self._host.links.direct(peer) is None:
                         reason = await self._propose(link, "" if info is None else info.agent)
                 except trio.TooSlowError:
-                    reason = f"no answer within {_ANSWER_S:g} s"
+                    reason, answered = f"no answer within {_ANSWER_S:g} s", False
                 except RemoteError as error:
-                    reason = error.args[0]
+                    reason, answered = error.args[0], False
         best = self._host.links.direct(peer)
         if best is not None:
             self._memory.succeeded(peer)
             _log.info("connected to %s without the relay: %s, at %s", peer, best.way.word, best.remote)
         else:
-            self._memory.failed(peer, said, reason, trio.current_time())
+            self._memory.failed(peer, said, reason, trio.current_time(), answered=answered)
             _log.info("%s stays behind its relay: %s", peer, reason)
 
     async def _reverse(self, peer: PeerId, theirs: Sequence[Multiaddr]) -> None:

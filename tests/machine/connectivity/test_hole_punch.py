@@ -141,6 +141,18 @@ def test_a_pair_that_fails_rests_longer_each_time_and_says_why() -> None:
     assert all(rest <= 1.25 * LONGEST_PAUSE_S for rest in rests)
 
 
+def test_a_meeting_that_nobody_answered_is_repeated_soon_and_then_ever_less_often() -> None:
+    held, rests = memory(), []
+    for _ in range(12):
+        held.failed(peer(1), [], "no answer within 10 s", 0.0, answered=False)
+        rests.append(held.due_s(peer(1)))
+    assert rests[0] < 12  # a relayed link that died is replaced by then
+    assert rests[0] < rests[1] < rests[2]
+    assert LONGEST_PAUSE_S * 0.75 <= rests[-1] <= LONGEST_PAUSE_S * 1.25
+    held.failed(peer(1), [], "nothing came through", 0.0)
+    assert held.due_s(peer(1)) <= 1.25 * hole_punch.FIRST_PAUSE_S  # the first one that did take place
+
+
 def test_new_addresses_of_either_side_and_success_clear_what_is_remembered() -> None:
     held = memory()
     held.look([PUBLIC], peer(1), [], 0.0)

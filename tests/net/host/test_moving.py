@@ -6,6 +6,7 @@ import pytest
 import trio
 from trio.testing import MockClock as Clock
 
+from peerd.core.addr import ip_of
 from peerd.machine.connectivity.path_selection import Way
 from peerd.net.host.host import Host, PeerUp
 from peerd.net.link.stream import Stream
@@ -62,6 +63,34 @@ async def test_when_the_better_link_is_lost_the_other_carries_on(autojump_clock:
             assert await events.receive() == PeerUp(b.id)
             with pytest.raises(trio.WouldBlock):
                 events.receive_nowait()
+
+
+async def test_a_direct_link_that_only_one_side_knows_to_be_dead_ends_soon_after_the_other_dials_again(
+    autojump_clock: Clock,
+) -> None:
+    async with running_hosts() as hosts:
+        a, b = await two(hosts)
+        given_up, dead = await join(hosts, a, b, Way.DIRECT)
+        assert dead.local is not None
+        ends = [hosts.net.node_at(str(ip_of(addr))) for addr in (dead.local, dead.remote)]
+        hosts.net.block(*(end.name for end in ends if end is not None))
+        given_up.abort("its router has forgotten it")
+        await trio.sleep(5)
+        assert b.links.best(a.id) is dead
+        await join(hosts, a, b, Way.RELAYED)
+        assert b.links.best(a.id) is dead
+        await trio.sleep(6)
+        assert [link.way for link in b.links] == [Way.RELAYED]
+
+
+async def test_a_peer_that_dials_again_though_its_link_lives_keeps_it(autojump_clock: Clock) -> None:
+    async with running_hosts() as hosts:
+        a, b = await two(hosts)
+        _, direct = await join(hosts, a, b, Way.DIRECT)
+        await trio.sleep(5)
+        await join(hosts, a, b, Way.RELAYED)
+        await trio.sleep(60)
+        assert list(b.links) == [direct]
 
 
 @pytest.mark.parametrize("ways", [(Way.DIRECT, Way.PUNCHED, Way.RELAYED), (Way.RELAYED, Way.LOCAL, Way.DIRECT)])

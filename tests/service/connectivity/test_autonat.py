@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import pytest
 import trio
 import trio.testing
@@ -71,6 +73,24 @@ async def test_the_backbone_learns_from_those_who_come_in_that_it_is_reachable()
             await peers.start(name, "port-restricted", tests=False)
             await peers.join(name, "backbone")
         assert (await verdict(backbone))[0] == Kind.REACHABLE
+
+
+async def test_a_verdict_that_comes_and_goes_with_those_who_connect_is_one_line_of_the_log(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with internet() as peers:
+        backbone, kinds = await peers.start("backbone"), list[Kind]()
+        backbone.on_change(lambda finding: kinds.append(finding.kind))
+        with caplog.at_level(logging.INFO, logger="peerd.reach"):
+            for name in ("one", "two", "three"):
+                await peers.start(name, "port-restricted", tests=False)
+                await peers.join(name, "backbone")
+                await trio.sleep(1)
+                peers.stop(name)
+                await trio.sleep(120)
+        told = [record.getMessage() for record in caplog.records if "reachability" in record.getMessage()]
+    assert kinds == [Kind.REACHABLE, Kind.UNKNOWN] * 3
+    assert told == ["reachability: reachable: peers from outside have connected"]
 
 
 async def test_nobody_who_tests_leaves_the_verdict_open_with_its_reason() -> None:
